@@ -25,8 +25,8 @@ runs that knew of no defect; [how to read it](../explanation/findings.md). A num
 the shortest program, in actions; `-`: not found there.
 
 Made by `python -m benchmarks.findings` from the results of
-`blockstep hunt --engine vllm --profile vllm-RELEASE --json FILE`. Beside a release stands what
-every run of its hunt had (`--with`).
+`blockstep hunt --engine vllm --profile vllm-RELEASE --json FILE`. In the second table every run of
+a hunt had a feature (`--with`).
 """
 
 
@@ -42,9 +42,11 @@ def main() -> int:
     return 0
 
 
-def release_of(hunt: dict[str, Any]) -> tuple[bool, list[int]]:
+def release_of(hunt: dict[str, Any]) -> tuple[bool, list[int], list[str]]:
     """What to sort by: hunts with a feature in every run come last; the release as numbers."""
-    return bool(hunt.get("with")), [int(part) for part in hunt["engine_version"].split(".")]
+    features = hunt.get("with", [])
+    release = [int(part) for part in hunt["engine_version"].split(".")]
+    return bool(features), release, features
 
 
 def column_of(hunt: dict[str, Any]) -> str:
@@ -53,32 +55,46 @@ def column_of(hunt: dict[str, Any]) -> str:
 
 
 def render(hunts: list[dict[str, Any]]) -> str:
-    """A table of all, then each defect with the program of the latest release that has it.
+    """A table of all releases, one of features, then each defect with a program.
 
-    One without a feature in every run, if there is any.
+    That of the latest release that has it; one without a feature in every run, if there is any.
     """
     titles: dict[str, dict[str, dict[str, Any]]] = {}
     for hunt in hunts:
         for defect in hunt["defects"]:
             titles.setdefault(title_of(defect), {})[column_of(hunt)] = defect
-    releases = [column_of(hunt) for hunt in hunts]
     plain = {column_of(hunt) for hunt in hunts if not hunt.get("with")}
-    lines = [HEAD, "| | " + " | ".join(releases) + " |", "|---|" + "---|" * len(releases)]
-    for title, found in titles.items():
-        cells = [str(len(found[one]["program"])) if one in found else "-" for one in releases]
-        lines.append(f"| {title} | " + " | ".join(cells) + " |")
-    events = [f"{hunt['num_events']:,}" for hunt in hunts]
-    lines.append("| *events played* | " + " | ".join(events) + " |")
+    lines = [HEAD]
+    for is_plain in (True, False):
+        lines += tabulate(
+            [hunt for hunt in hunts if (column_of(hunt) in plain) is is_plain], titles
+        )
     for title, found in titles.items():
         shown = {one: defect for one, defect in found.items() if one in plain} or found
         release, defect = next(reversed(shown.items()))
         first = defect["findings"][0]
-        lines += ["", f"## {title}", "", f"Found by {first['property'] or first['kind']}"]
+        lines += [f"## {title}", "", f"Found by {first['property'] or first['kind']}"]
         lines[-1] += f" `{first['sentence']}`, here in {release}:"
         lines += ["", "```text", f"config    {defect['config'].replace(' ' * 12, ' ' * 10)}"]
         lines += [f"{number:>2}  {action}" for number, action in enumerate(defect["program"], 1)]
-        lines += [f"seen      {first['message']}", "```"]
-    return "\n".join(lines) + "\n"
+        lines += [f"seen      {first['message']}", "```", ""]
+    return "\n".join(lines)
+
+
+def tabulate(
+    hunts: list[dict[str, Any]], titles: dict[str, dict[str, dict[str, Any]]]
+) -> list[str]:
+    """A table of what some hunts found: a row for each defect, a column for each hunt."""
+    if not hunts:
+        return []
+    columns = [column_of(hunt) for hunt in hunts]
+    lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+    for title, found in titles.items():
+        if any(one in found for one in columns):
+            cells = [str(len(found[one]["program"])) if one in found else "-" for one in columns]
+            lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    events = [f"{hunt['num_events']:,}" for hunt in hunts]
+    return [*lines, "| *events played* | " + " | ".join(events) + " |", ""]
 
 
 def title_of(defect: dict[str, Any]) -> str:

@@ -130,7 +130,10 @@ ANSWERS: list[v.Observation] = [
         cached=(v.CachedRow("B", False, ((2,),), (1, 2), 1, 1, 1),),
         scheduled_encoder_inputs=(v.EncoderInputs("A", (0,)),),
     ),
-    v.Outputs((v.OutputRow("A", (3,), v.FinishReason.STOP, 3),)),
+    v.Outputs(
+        (v.OutputRow("A", (3,), v.FinishReason.STOP, 3),),
+        (v.BlockStored((KEY,), KEY, (1, 2), 2, "x"), v.BlockRemoved((KEY,)), v.AllBlocksCleared()),
+    ),
     v.DraftsTaken(("A",)),
     v.Aborted(("A",), ("B",)),
     v.ResetDone(True),
@@ -198,5 +201,8 @@ def test_what_is_not_compared_has_its_reason() -> None:
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)
 def test_at_plan_each_field_is_compared_that_is_not_listed(answer: v.Observation) -> None:
     for owner, name, other in alter_each(answer):
+        if owner in get_args(v.KVEvent):
+            assert "kv_events" in NOT_IN_A_PLAN[type(answer)]
+            continue
         left_out = {*NOT_IN_A_PLAN.get(owner, {}), *NOT_COMPARED.get(owner, {})}
         assert (only_plan(other) == only_plan(answer)) is (name in left_out), (owner, name)

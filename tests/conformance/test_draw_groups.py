@@ -8,12 +8,8 @@ from dataclasses import replace
 import pytest
 
 from blockstep.conformance.draw.actions import SeededDraw
-from blockstep.conformance.draw.groups import (
-    count_held_blocks,
-    count_slots,
-    draw_groups,
-    list_boundaries,
-)
+from blockstep.conformance.draw.groups import count_slots, draw_groups, list_boundaries
+from blockstep.conformance.draw.items import count_held_blocks
 from blockstep.conformance.draw.presets import PRESETS, Swarm, draw_swarm
 from blockstep.conformance.draw.requests import draw_request
 from blockstep.conformance.protocol.features import (

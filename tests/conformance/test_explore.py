@@ -68,6 +68,7 @@ QUICK = (
     "doubt",
     "kinds",
     "together",
+    "across",
     "charged",
     "ragged",
     "heads",
@@ -118,7 +119,12 @@ UNSEEN = {
 }
 """Quirks that no transition of a walk shows as wrong: what is zeroed, what a mask says, and what is
 there of an item is the worker's to judge."""
-UNREACHED = {Quirk.HEAD_LOOKS_BEHIND_ONCE, Quirk.SESSIONS_HAVE_NOTHING_IN_COMMON}
+UNREACHED = {
+    Quirk.HEAD_LOOKS_BEHIND_ONCE,
+    Quirk.SESSIONS_HAVE_NOTHING_IN_COMMON,
+    Quirk.REFUSED_SESSIONS_GIVE_BACK,
+    Quirk.RESTING_SESSIONS_KEEP_THEIR_SEATS,
+}
 """Quirks that no world is small enough for, or that change a hint alone, of which no walk asks."""
 DEFECT_ROWS = {
     name: (length, world, difference)
@@ -235,6 +241,7 @@ def test_a_digest_speaks_of_every_field_of_a_state() -> None:
         "num_cached_tokens", "grammar_ready", "junction", "stand", "updates",
         "last_stop_token_id",
         "rows", "draft_token_ids", "samples", "is_dropped", "num_in_doubt", "has_mask", "is_masked",
+        "has_structured_output",
         "ref_counts", "free_queue", "cached",
         "state", "reasoning_ended",
         "encoder", "size", "entries", "freeable", "offered", "freed", "num_embeds", "holders",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_support.adapters import ADAPTERS
 from engine_support.models import build_model, save_model, save_tokenizer
 from typer.testing import CliRunner, Result
 
@@ -46,6 +47,17 @@ def test_several_prompts_are_told_apart(model: Path) -> None:
     assert result.exit_code == 0
     assert "--- 1 (length)" in result.stdout
     assert "--- 2 (length)" in result.stdout
+
+
+def test_an_adapter_says_something_else(model: Path, tmp_path: Path) -> None:
+    lora = ADAPTERS["some"].save(build_model("llama", vocab_size=260), tmp_path / "lora")
+    args = ("--model", model, "one", "--max-tokens", 9, "--ignore-eos", "--num-blocks", 9)
+    adapted = blockstep(*args, "--lora", lora, "--check")
+    assert adapted.exit_code == 0
+    assert adapted.stdout.strip() != blockstep(*args).stdout.strip()
+    wrong = blockstep(*args, "--lora", lora, "--max-lora-rank", 2)
+    assert wrong.exit_code == 2
+    assert "is of rank 3, above max_lora_rank = 2" in wrong.stderr.replace("\n", " ")
 
 
 @pytest.mark.skipif(find_spec("llguidance") is None, reason="needs the extra [grammars]")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from play_support import brought
+from play_support import brought, telling
 from play_support.altered import alter_each
 from play_support.grouped import going_on, told_of_its_token
 from play_support.play import (
@@ -1084,6 +1084,7 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
         lambda s: changed(s, "A", block_tables=s.old["A"].block_tables),
     ),
     *brought.EACH_KIND,
+    *telling.EACH_KIND,
 ]
 
 

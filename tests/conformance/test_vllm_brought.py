@@ -12,6 +12,7 @@ import pytest
 from blockstep.conformance.engine import EngineFault
 from blockstep.conformance.engines.adapters.vllm_releases import (
     REFERENCE,
+    TRIED,
     get_installed_version,
     get_release,
     get_release_problem,
@@ -31,11 +32,15 @@ assert RELEASE is not None
 needs_reference = pytest.mark.skipif(
     RELEASE.version != REFERENCE, reason=f"tells what vLLM {REFERENCE} does"
 )
+needs_newest = pytest.mark.skipif(
+    RELEASE.version != TRIED[-1], reason=f"tells what vLLM {TRIED[-1]} does"
+)
 needs_sessions = pytest.mark.skipif(not RELEASE.has_sessions, reason="the release has no sessions")
 needs_masks = pytest.mark.skipif(
     not RELEASE.has_frame_masks, reason="the release has no such masks"
 )
 needs_encoder = pytest.mark.skipif(not RELEASE.has_encoder, reason="the release's is not followed")
+needs_offers = pytest.mark.skipif(not RELEASE.has_offers, reason="the release has none of it")
 
 
 XGRAMMAR = "blockstep.conformance.engines.adapters.vllm_xgrammar:XgrammarEngine"
@@ -158,6 +163,16 @@ def test_who_may_end_while_passed_over_is_not_planned_past_for_it_would_stay_in_
         _ = told.state
 
 
+@needs_newest
+def test_who_runs_without_a_row_keeps_the_seat_of_its_adapter() -> None:
+    told = Told(v.Config(num_blocks=20, max_loras=1, **PIPELINE))
+    told.submit("A", 1, max_tokens=3, adapter="x")
+    told.submit("B", 1, max_tokens=3, adapter="y")
+    told.plan()
+    assert rows_of(told.plan()) == {}
+    assert told.state.waiting == ("B",)
+
+
 # Sessions.
 
 
@@ -214,6 +229,50 @@ def test_a_session_keeps_what_its_stop_trimmed_promised_and_is_declined() -> Non
     assert told.request("A").num_output_placeholders == 1
 
 
+@needs_newest
+def test_a_session_that_stops_drops_what_is_in_flight() -> None:
+    told = Told(v.Config(num_blocks=20, async_scheduling=True, **PIPELINE))
+    told.submit("A", 1, 1, max_tokens=5, stop_token_ids=(1,), resumable=True)
+    told.plan()
+    assert told.declines(v.Schedule()) == ""
+    told.plan()
+    (row,) = told.commit(0, A=(1,))
+    assert row.finish_reason is v.FinishReason.STOP
+    assert told.commit(1, A=(1,)) == ()
+    resting = told.request("A")
+    assert (resting.num_computed_tokens, resting.num_output_placeholders) == (2, 0)
+    assert (told.state.waiting, told.state.skipped_waiting) == ((), ("A",))
+
+
+@needs_newest
+def test_a_session_that_stops_while_preempted_goes_on_from_nothing() -> None:
+    told = Told(v.Config(num_blocks=20))
+    told.submit("A", 1, 2, max_tokens=1, resumable=True)
+    told.update("A", 3, 4, max_tokens=2)
+    told.plan()
+    reset = v.Reset(reset_running_requests=True)
+    assert told.declines(reset) == ""
+    told.engine.apply(reset)
+    assert told.commit(0, A=(7,)) == ()
+    assert told.state.waiting == ("A",)
+
+
+@needs_newest
+def test_who_waits_with_its_blocks_goes_first() -> None:
+    told = Told(v.Config(num_blocks=20, policy=v.Policy.PRIORITY, max_num_seqs=2))
+    told.submit("A", 1, 2, max_tokens=1, priority=5, resumable=True)
+    told.plan()
+    told.commit(0, A=(7,))
+    told.submit("B", 1, 2)
+    told.update("A", 3, max_tokens=2)
+    assert (told.state.waiting, told.state.skipped_waiting) == (("B",), ("A",))
+    plan = told.plan()
+    assert [*rows_of(plan)] == ["A", "B"]
+    assert plan.new[0].request.max_tokens == 2
+    told.commit(1, A=(7,), B=(1,))
+    assert told.request("A").output_token_ids == (7,)  # by its chunk's max_tokens it goes on
+
+
 @needs_sessions
 def test_a_session_rests_with_its_blocks_and_goes_on_behind_what_it_computed() -> None:
     told = Told(v.Config(num_blocks=20, block_size=2))
@@ -242,7 +301,7 @@ def test_a_session_rests_with_its_blocks_and_goes_on_behind_what_it_computed() -
 def test_chunks_wait_for_the_stop_and_the_end_comes_last() -> None:
     told = Told(v.Config(num_blocks=20, block_size=2))
     told.submit("A", 1, 2, max_tokens=1, resumable=True)
-    told.update("A", 3)
+    told.update("A", 3, max_tokens=1)
     told.update("A")
     assert told.request("A").num_streaming_updates == 2
     told.plan()
@@ -401,6 +460,31 @@ def test_a_grammar_holds_behind_the_end_of_reasoning(is_held_in_reasoning: bool)
     assert [row.allowed for row in told.mask(1)] == [((1, 2),), ((3,),)]
 
 
+@needs_reference
+def test_drafts_behind_an_end_of_reasoning_that_was_overlooked_are_declined_and_assert() -> None:
+    drafts: dict[str, Any] = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 2}
+    told = Told(
+        v.Config(
+            num_blocks=9, block_size=1, async_scheduling=True, reasoning_end_token_id=9,
+            **PIPELINE, **drafts,
+        )
+    )  # fmt: skip
+    told.submit("A", 5, max_tokens=9, structured_output=True, grammar=ABC)
+    told.engine.apply(v.GrammarReady("A"))
+    told.plan()
+    told.commit(0, A=(7,))
+    told.plan()
+    told.commit(1, A=(9, 7, 7))
+    assert not told.request("A").reasoning_ended  # it looks at the last token only
+    told.plan()
+    assert told.plan().preempted_req_ids == ("A",)
+    assert told.declines(v.GrammarBitmask(2, (v.RowTokens("A", (1, 3)),))) == ""
+    mask = v.GrammarBitmask(2, (v.RowTokens("A", (1, 7)),))
+    assert "overlooked" in told.declines(mask)
+    with pytest.raises(AssertionError):
+        told.engine.apply(mask)
+
+
 @needs_masks
 def test_a_grammar_that_allows_everything_has_no_rows() -> None:
     told = Told(v.Config(num_blocks=20))
@@ -416,16 +500,41 @@ def test_a_grammar_that_fails_is_declined_and_kills_the_release() -> None:
     told = Told(v.Config(num_blocks=20))
     told.submit("A", 5, 6, structured_output=True, grammar=ABC)
     assert told.engine.declines(v.GrammarFailed("A")) is not None
-    pending = told.scheduler.requests["A"].structured_output_request._grammar
-    pending.set_exception(ValueError("no such rule"))
-    with pytest.raises(ValueError, match="no such rule"):
+    assert told.engine.apply(v.GrammarFailed("A")) == v.Outputs(())
+    with pytest.raises(ValueError, match="the grammar of 'A' is none"):
         told.plan()
 
 
+@needs_newest
+def test_a_grammar_that_fails_ends_its_request_some_answers_later_and_is_declined() -> None:
+    told = Told(v.Config(num_blocks=20))
+    told.submit("A", 5, 6, structured_output=True, grammar=ABC)
+    told.submit("B", 5, 6)
+    assert "later step" in told.declines(v.GrammarFailed("A"))
+    assert told.engine.apply(v.GrammarFailed("A")) == v.Outputs(())
+    told.plan()
+    with pytest.raises(EngineFault, match="names 'A', whom this frame did not have"):
+        told.commit(0, B=(7,))
+    assert told.state.request("A") is None
+
+
+@needs_masks
+def test_tokens_behind_the_end_of_a_grammar_end_nothing() -> None:
+    told = Told(v.Config(num_blocks=20))
+    told.submit("A", 5, 6, max_tokens=3, structured_output=True, grammar=ENDED)
+    told.engine.apply(v.GrammarReady("A"))
+    for frame_id, (allowed, token) in enumerate((((0, 4), 4), (None, 9), (None, 9))):
+        told.plan()
+        assert told.mask(frame_id)[0].allowed == (allowed,)
+        (row,) = told.commit(frame_id, A=(token,))
+    assert row.finish_reason is v.FinishReason.LENGTH
+
+
+ENDED = v.Grammar((((0, 1), (4, 1)), ()))
 ENDS_WITH_2 = v.Grammar((((1, 1), (3, 0)), ((2, 2), (4, 0)), ()))
 
 
-@needs_reference
+@needs_masks
 def test_a_backend_of_the_release_masks_like_the_automaton_that_its_grammar_was_made_of() -> None:
     told = Told(v.Config(num_blocks=20), XGRAMMAR)
     told.submit("A", 5, 6, structured_output=True, grammar=ENDS_WITH_2)
@@ -441,7 +550,7 @@ def test_a_backend_of_the_release_masks_like_the_automaton_that_its_grammar_was_
     assert type(structured.grammar.inner).__name__ == "XgrammarGrammar"
 
 
-@needs_reference
+@needs_masks
 def test_a_grammar_that_ends_otherwise_is_not_for_that_backend() -> None:
     told = Told(v.Config(num_blocks=20), XGRAMMAR)
     asked = v.Request("A", (5, 6), structured_output=True, grammar=ABC)
@@ -474,22 +583,42 @@ def test_a_chunk_stops_before_an_item_for_which_there_is_no_room() -> None:
     plan = told.plan()
     assert rows_of(plan) == {"A": 6}
     assert plan.scheduled_encoder_inputs == (v.EncoderInputs("A", (0,)),)
-    assert told.state.encoder == v.EncoderSnapshot(
-        (v.EncoderEntry("cat", 4),), ("cat",), num_free=0, num_freeable=4
-    )
+    let_go = v.EncoderSnapshot((v.EncoderEntry("cat", 4),), ("cat",), num_free=0, num_freeable=4)
+    if RELEASE is not None and RELEASE.version != TRIED[-1]:
+        # In that one a request holds an item until its step is answered.
+        assert told.state.encoder == let_go
     told.commit(0, A=())
+    assert told.state.encoder == let_go
     plan = told.plan()
     assert rows_of(plan) == {"A": 6}
     assert plan.scheduled_encoder_inputs == (v.EncoderInputs("A", (1,)),)
     assert plan.free_encoder_mm_hashes == ("cat",)
 
 
-@needs_encoder
+@pytest.mark.skipif(
+    not RELEASE.has_encoder or RELEASE.has_offers, reason="the release's encoder cache has it all"
+)
+def test_what_a_plain_encoder_cache_lacks_is_declined() -> None:
+    told = has_encoder(8, 8)
+    item = shows("cat", 1, is_embed=(True, False, False, True))
+    for event, lack in (
+        (v.Submit(v.Request("A", TEXT, items=(item,))), "counts positions"),
+        (v.EncoderOffer(("cat",)), "elsewhere"),
+        (v.EncoderReset(), "no reset"),
+    ):
+        assert lack in told.declines(event)
+    assert told.declines(v.Submit(v.Request("A", TEXT, items=(shows("cat", 1),)))) == ""
+    across = has_encoder(8, 8, is_encoder_decoder=True, enable_chunked_prefill=False)
+    assert "encoder-decoder" in across.declines(v.Submit(v.Request("A", TEXT)))
+
+
+@needs_offers
 def test_embeddings_are_counted_and_not_positions() -> None:
     mask = (True, False, False, True)
     told = has_encoder(4, 4, max_num_batched_tokens=8)
     told.submit("A", *TEXT, items=(shows("cat", 1, is_embed=mask), shows("dog", 6, is_embed=mask)))
     assert told.plan().scheduled_encoder_inputs == (v.EncoderInputs("A", (0, 1)),)
+    told.commit(0, A=())
     assert told.state.encoder == v.EncoderSnapshot(
         (v.EncoderEntry("cat", 2), v.EncoderEntry("dog", 2, ("A",))),
         ("cat",),
@@ -498,7 +627,7 @@ def test_embeddings_are_counted_and_not_positions() -> None:
     )
 
 
-@needs_encoder
+@needs_offers
 def test_what_a_connector_holds_is_loaded_and_takes_no_compute() -> None:
     told = has_encoder(4, 8)
     told.engine.apply(v.EncoderOffer(("cat",)))
@@ -511,7 +640,7 @@ def test_what_a_connector_holds_is_loaded_and_takes_no_compute() -> None:
     assert (plan.external_encoder_inputs, plan.scheduled_encoder_inputs) == ((), ())
 
 
-@needs_encoder
+@needs_offers
 def test_a_reset_forgets_all_and_tells_nobody() -> None:
     told = has_encoder(8, 8)
     told.submit("A", *TEXT, items=(shows("cat", 1), shows("dog", 6)))
@@ -521,7 +650,7 @@ def test_a_reset_forgets_all_and_tells_nobody() -> None:
     assert told.plan().free_encoder_mm_hashes == ()
 
 
-@needs_encoder
+@needs_offers
 def test_the_decoder_of_an_encoder_decoder_model_has_blocks_of_what_was_encoded() -> None:
     told = has_encoder(
         8, 8, enable_chunked_prefill=False, enable_prefix_caching=False, is_encoder_decoder=True,
@@ -541,3 +670,20 @@ def test_the_decoder_of_an_encoder_decoder_model_has_blocks_of_what_was_encoded(
     plan = told.plan()
     assert plan.free_encoder_mm_hashes == ("cat",)
     assert plan.scheduled_encoder_inputs == ()
+
+
+@needs_offers
+def test_what_is_loaded_has_no_blocks_across_so_nothing_is_offered_there() -> None:
+    told = has_encoder(
+        8, 8, enable_chunked_prefill=False, enable_prefix_caching=False, is_encoder_decoder=True,
+        disable_chunked_mm_input=True, block_size=2,
+        groups=(
+            v.KVGroup(v.GroupKind.FULL, 2), v.KVGroup(v.GroupKind.CROSS_ATTENTION, 2),
+        ),
+    )  # fmt: skip
+    offer = v.EncoderOffer(("cat",))
+    assert told.declines(v.EncoderOffer(())) == ""
+    assert "no block across" in told.declines(offer)
+    told.engine.apply(offer)
+    told.submit("A", 1, 2, 3, items=(shows("cat", 0, 6),))
+    assert told.plan().new[0].block_ids == ((1, 2), ())

@@ -35,6 +35,7 @@ from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     BlockKey,
     Commit,
+    EncoderInputs,
     GroupKind,
     KVGroup,
     MambaCacheMode,
@@ -453,6 +454,92 @@ def a_state_is_read_in_the_very_plan_that_writes_it() -> list[Finding]:
     """KV is written before it is read, a state read before any is written."""
     row = NewRow(A, ((1, 2), (0, 5)), 0, 4)
     return make_worker(**WITH_STATES).execute(Plan(0, new=(row, going_on(4, 0, 5, 6))))
+
+
+# What is read across.
+
+BESIDE: dict[str, Any] = {
+    "groups": (KVGroup(GroupKind.FULL, 2), KVGroup(GroupKind.CROSS_ATTENTION, 2)),
+    "enable_prefix_caching": False,
+    "enable_chunked_prefill": False,
+    "disable_chunked_mm_input": True,
+    "is_encoder_decoder": True,
+    "encoder_compute_budget": 8,
+    "encoder_cache_size": 8,
+}
+
+
+def begins(request_id: str, identifier: str, *tables: tuple[int, ...]) -> Plan:
+    """Plan 0 of a request with one token, whose item of three embeddings is made."""
+    request = Request(request_id, (1,), items=(MultiModalItem(identifier, 0, 3),))
+    inputs = (EncoderInputs(request_id, (0,)),)
+    return Plan(0, new=(NewRow(request, tables, 0, 1),), scheduled_encoder_inputs=inputs)
+
+
+def across() -> Worker:
+    """A has read an owl across, from blocks 4 and 5."""
+    worker = make_worker(**BESIDE)
+    assert worker.execute(begins("A", "owl", (1,), (4, 5))) == []
+    worker.commit(Commit(0, worker.answer(0)))
+    return worker
+
+
+def goes_on_across(worker: Worker, frame_id: int, *dropped: str) -> Plan:
+    tokens = tuple(worker.views["A"].tokens)
+    row = cached("A", 1, 1, new_block_ids=((), ()), all_token_ids=tokens)
+    return Plan(frame_id, cached=(row,), free_encoder_mm_hashes=dropped)
+
+
+@says("table_across_holds_the_embeddings")
+def a_table_across_is_a_slot_too_short() -> list[Finding]:
+    return make_worker(**BESIDE).execute(begins("A", "owl", (1,), (4,)))
+
+
+@says("plan_names_real_blocks")
+def a_null_block_stands_across() -> list[Finding]:
+    return make_worker(**BESIDE).execute(begins("A", "owl", (1,), (4, 5, 0)))
+
+
+@says("attended_slot_is_of_the_same_adapter_salt_and_items")
+def another_item_was_written_where_a_row_reads_across() -> list[Finding]:
+    worker = across()
+    plan = replace(begins("B", "cat", (2,), (4, 3)), free_encoder_mm_hashes=("owl",))
+    assert worker.execute(replace(plan, frame_id=1)) == []
+    worker.commit(Commit(1, worker.answer(1)))
+    return worker.execute(goes_on_across(worker, 2, "cat"))
+
+
+@says("attended_slot_is_of_the_group_that_reads_it")
+def tokens_were_written_where_a_row_reads_across() -> list[Finding]:
+    worker = across()
+    row = NewRow(Request("B", (1,)), ((4,), ()), 0, 1)
+    assert worker.execute(Plan(1, new=(row,), free_encoder_mm_hashes=("owl",))) == []
+    worker.commit(Commit(1, worker.answer(1)))
+    return worker.execute(goes_on_across(worker, 2))
+
+
+@says("written_block_is_in_one_place")
+def two_requests_have_one_item_in_one_block_across() -> list[Finding]:
+    plans = begins("A", "owl", (1,), (4, 5)), begins("B", "owl", (2,), (4, 6))
+    both = replace(
+        plans[0],
+        new=tuple([row for plan in plans for row in plan.new]),
+        scheduled_encoder_inputs=tuple([it for p in plans for it in p.scheduled_encoder_inputs]),
+    )
+    return make_worker(**BESIDE).execute(both)
+
+
+def test_what_one_has_read_across_the_next_step_reads_again() -> None:
+    worker = across()
+    assert worker.execute(goes_on_across(worker, 1, "owl")) == []
+
+
+def test_who_begins_without_its_item_lacks_it_and_reads_what_is_in_its_blocks() -> None:
+    plan = replace(begins("A", "owl", (1,), (4, 5)), scheduled_encoder_inputs=())
+    assert said(make_worker(**BESIDE).execute(plan)) == [
+        ("P22", "item_that_a_row_reads_is_there"),
+        ("P4", "attended_slot_was_written"),
+    ]
 
 
 @says("written_block_is_in_one_place")

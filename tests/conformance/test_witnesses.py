@@ -33,6 +33,7 @@ from blockstep.spec.vocabulary import (
     Drafts,
     Event,
     KVGroup,
+    MultiModalItem,
     PauseState,
     Plan,
     Policy,
@@ -445,6 +446,37 @@ def test_what_a_preempted_request_had_given_back_is_told() -> None:
     assert watched.counts["preempted"] >= 1
     assert counts["groups_preempted_with_nulls"] >= 1
     assert counts["groups_resumed_behind_nulls"] >= 1
+
+
+def with_items(name: str, num_tokens: int, *items: tuple[str, int, int]) -> Request:
+    """Its items: identifier, offset and length."""
+    found = tuple([MultiModalItem(*item) for item in items])
+    return Request(name, tuple(range(10, 10 + num_tokens)), 1, items=found)
+
+
+def test_a_row_that_reads_one_item_at_two_places_is_seen() -> None:
+    for num_tokens, expected in ((3, 0), (4, 1), (5, 1)):
+        config = replace(
+            CONFIG,
+            max_num_batched_tokens=num_tokens,
+            encoder_compute_budget=8,
+            encoder_cache_size=8,
+        )
+        watched = Watched(config)
+        watched.do(Submit(with_items("A", 5, ("cat", 0, 2), ("cat", 3, 2))), Schedule())
+        assert watched.counts["encoder_item_twice_in_one"] == expected, num_tokens
+
+
+def test_what_one_step_evicts_and_makes_anew_is_seen() -> None:
+    config = replace(CONFIG, encoder_compute_budget=8, encoder_cache_size=4)
+    watched = Watched(config)
+    watched.do(Submit(with_items("A", 1, ("cat", 0, 1))), Schedule()).commit()
+    watched.do(Submit(with_items("B", 2, ("dog", 0, 2))), Schedule()).commit()
+    watched.do(Submit(with_items("D", 3, ("owl", 0, 3))), Submit(with_items("E", 2, ("cat", 1, 1))))
+    watched.do(Schedule())
+    assert watched.counts["encoder_item_evicted"] == 1
+    assert watched.counts["encoder_item_dropped_and_made"] == 1
+    assert watched.counts["encoder_item_made"] == 3
 
 
 def test_a_run_of_moderate_length_reaches_everything() -> None:

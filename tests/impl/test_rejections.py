@@ -176,7 +176,7 @@ def test_an_unknown_digest_is_refused() -> None:
 def test_the_host_can_do_everything_that_conformance_asks_for() -> None:
     config = Config(num_blocks=2)
     assert HostEngine(config).capabilities() == ALL_CAPABILITIES
-    lacking = {"groups", "common prefix", "adapters", "masks", "sessions", "encoder"}
+    lacking = {"groups", "common prefix", "adapters", "masks", "sessions", "encoder", "events"}
     assert CompiledEngine(config).capabilities() == ALL_CAPABILITIES - lacking
 
 
@@ -184,6 +184,11 @@ def test_an_encoder_is_refused_and_not_passed_over() -> None:
     config = Config(num_blocks=2, encoder_compute_budget=4, encoder_cache_size=4)
     with pytest.raises(ConfigError, match=r"encoder_cache_size = 4: .* has no encoder"):
         CompiledEngine(config)
+
+
+def test_a_log_of_blocks_is_refused_and_not_left_empty() -> None:
+    with pytest.raises(ConfigError, match=r"enable_kv_cache_events = True: .* tells nothing of"):
+        CompiledEngine(Config(num_blocks=2, enable_kv_cache_events=True))
 
 
 def test_sessions_are_refused_in_a_sentence() -> None:

@@ -57,6 +57,23 @@ def test_mask_of_who_samples_by_now(quirk: bool) -> None:
 
 
 @pytest.mark.parametrize("quirk", [False, True])
+def test_a_frame_that_samples_for_an_automaton_of_others_has_masks(quirk: bool) -> None:
+    config = replace(CONFIG, max_num_batched_tokens=2, max_frames_in_flight=2)
+    oracle = Oracle(
+        config, Profile("some", frozenset({Quirk.MASK_OF_WHO_SAMPLES_BY_NOW} if quirk else ()))
+    )
+    oracle.submit(Request("A", (5,), 12, structured_output=True))
+    oracle.submit(Request("B", (6, 6), 12, structured_output=True, grammar=ONE_TWO))
+    oracle.grammar_ready("A")
+    oracle.grammar_ready("B")
+    first = oracle.schedule()
+    assert not first.has_structured_output_requests, "no row of it is held to a grammar"
+    assert oracle.mask(first) == ()
+    oracle.schedule()
+    assert [row.request_id for row in oracle.mask(first)] == (["B"] if quirk else [])
+
+
+@pytest.mark.parametrize("quirk", [False, True])
 def test_reasoning_ends_with_its_step(quirk: bool) -> None:
     oracle = begin(REASONING, {WITH_ITS_STEP} if quirk else set(), (5,))
     oracle.commit(oracle.schedule(), {"A": (4,)})
@@ -82,3 +99,20 @@ def test_reasoning_ends_at_the_last_token(quirk: bool, other: set[Quirk]) -> Non
     assert oracle.state.requests["A"].stand.reasoning_ended is not quirk
     oracle.commit(oracle.schedule(), {"A": (7,) if quirk else (2,) if not other else (1,)})
     assert oracle.state.requests["A"].stand.reasoning_ended, "it was the last token of its step"
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_a_preempted_request_is_read_again_with_its_drafts(quirk: bool) -> None:
+    quirks = {WITH_ITS_STEP, AT_THE_LAST} if quirk else set()
+    oracle = begin(replace(ASYNC, reasoning_end_token_id=7), quirks, (5,))
+    oracle.commit(oracle.schedule(), {"A": (4,)})
+    plan = oracle.schedule()
+    oracle.mask(plan, {"A": (7, 1)})
+    oracle.commit(plan, {"A": (7, 1, 1)} if quirk else {"A": (7, 1, 2)})
+    assert oracle.state.requests["A"].stand.reasoning_ended is not quirk
+    plan = oracle.schedule()
+    oracle.reset(reset_running_requests=True)
+    (row,) = oracle.mask(plan, {"A": (1, 2)})
+    if quirk:
+        assert row == GrammarRow("A", ((1, EOS), (2,), (1, EOS)), (1, 2)), "from the beginning"
+    assert oracle.state.requests["A"].stand.reasoning_ended

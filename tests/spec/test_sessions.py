@@ -29,9 +29,11 @@ from blockstep.spec.vocabulary import (
     FinishReason,
     Grammar,
     OutputRow,
+    PauseState,
     Plan,
     RejectCode,
     Rejected,
+    RepetitionDetection,
     RowTokens,
     Status,
     StreamingUpdate,
@@ -418,6 +420,24 @@ def test_sessions_admitted_with_lookahead(quirk: bool) -> None:
     assert len(new.block_ids[0]) == (3 if quirk else 2)
 
 
+@pytest.mark.parametrize("quirk", [False, True])
+def test_refused_sessions_give_back(quirk: bool) -> None:
+    quirks = {Quirk.SESSIONS_KEEP_THEIR_BLOCKS}
+    if quirk:
+        quirks.add(Quirk.REFUSED_SESSIONS_GIVE_BACK)
+    config = replace(CONFIG, num_blocks=11, block_size=1, groups=(full(1), window(1, 2)))
+    config = replace(config, scheduler_reserve_full_isl=False, max_frames_in_flight=2)
+    oracle = Oracle(config, Profile("some", frozenset(quirks)))
+    rest(oracle, 1, 2)
+    oracle.submit(Request("B", (3, 4), max_tokens=1))
+    oracle.schedule()
+    oracle.update(session(5, 6, 7, max_tokens=1))
+    before = oracle.num_free_blocks
+    assert oracle.schedule().new == ()
+    assert oracle.num_free_blocks == before + quirk
+    assert [table[0] == 0 for table in state_of(oracle).block_tables] == [False, quirk]
+
+
 def test_an_abort_ends_a_session_wherever_it_is() -> None:
     oracle = Oracle(CONFIG)
     rest(oracle, 1)
@@ -461,6 +481,23 @@ def test_session_tells_its_last_stop_token(quirk: bool) -> None:
     assert answer(oracle, 5) == (OutputRow("A", (5,), stop_token_id=9 if quirk else None),)
 
 
+def test_a_repetition_has_a_session_forget_its_last_stop_token() -> None:
+    quirks = frozenset({Quirk.SESSION_TELLS_ITS_LAST_STOP_TOKEN})
+    oracle = Oracle(CONFIG, Profile("some", quirks))
+    twice = RepetitionDetection(max_pattern_size=1, min_pattern_size=1, min_count=2)
+    oracle.submit(session(1, stop_token_ids=(9,)))
+    step(oracle)
+    oracle.update(session(2, repetition_detection=twice, max_tokens=3))
+    told = []
+    for _ in range(2):
+        oracle.schedule()
+        told += [(row.finish_reason, row.stop_token_id) for row in answer(oracle, 5)]
+    assert told == [(None, 9), (FinishReason.REPETITION, None)]
+    oracle.update(session(3))
+    oracle.schedule()
+    assert answer(oracle, 5) == (OutputRow("A", (5,)),)
+
+
 @pytest.mark.parametrize("quirk", [False, True])
 def test_sessions_have_nothing_in_common(quirk: bool) -> None:
     quirks = {Quirk.SESSIONS_HAVE_NOTHING_IN_COMMON} if quirk else set()
@@ -468,3 +505,33 @@ def test_sessions_have_nothing_in_common(quirk: bool) -> None:
     rest(oracle, 1, 2)
     oracle.submit(Request("B", (3, 4, 5), max_tokens=1))
     assert oracle.schedule().num_common_prefix_blocks == ((0,) if quirk else (2,))
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_sessions_wait_apart(quirk: bool) -> None:
+    """Of two that wait, the one that has computed something is first, whatever its priority."""
+    quirks = {Quirk.ONE_WAITING_QUEUE, Quirk.SESSIONS_WAIT_APART} if quirk else set()
+    config = replace(CONFIG, policy=Policy.PRIORITY, max_num_seqs=1, max_frames_in_flight=2)
+    oracle = Oracle(config, Profile("some", frozenset(quirks)))
+    oracle.submit(session(1, 2, max_tokens=1, priority=5))
+    step(oracle)
+    assert oracle.state.skipped_waiting == ("A",)
+    oracle.submit(Request("B", (3,), max_tokens=1))
+    oracle.update(session(3, max_tokens=1, priority=5))
+    oracle.pause(PauseState.PAUSED_NEW)
+    names = [[row.request_id for row in step(oracle).new] for _ in range(2)]
+    assert names == ([["A"], []] if quirk else [[], []])
+    oracle.pause(PauseState.UNPAUSED)
+    assert [row.request_id for row in step(oracle).new] == ["B"]
+    assert get_broken_invariants(oracle.state) == ()
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_resting_sessions_keep_their_seats(quirk: bool) -> None:
+    quirks = {Quirk.RESTING_SESSIONS_KEEP_THEIR_SEATS} if quirk else set()
+    oracle = Oracle(replace(CONFIG, max_num_seqs=1), Profile("some", frozenset(quirks)))
+    rest(oracle, 1, 2)
+    oracle.submit(Request("B", (3,), max_tokens=1))
+    assert [row.request_id for row in step(oracle).new] == ([] if quirk else ["B"])
+    assert oracle.abort("A") == ("A",)
+    assert [row.request_id for row in step(oracle).new] == (["B"] if quirk else [])

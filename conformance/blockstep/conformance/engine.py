@@ -65,6 +65,8 @@ class Capability(StrEnum):
     """It takes requests that are `resumable`, and `StreamingUpdate`."""
     ENCODER = "encoder"
     """It takes `encoder_cache_size`: what an encoder makes of items has a budget and a cache."""
+    EVENTS = "events"
+    """It takes `enable_kv_cache_events`, and tells `kv_events`."""
     STATISTICS = "statistics"
     """Its counters mean what `Stats` says."""
     CACHE_STATISTICS = "cache statistics"

@@ -38,13 +38,15 @@ HOST: Final = frozenset(
         "masks",
         "sessions",
         "encoder",
+        "events",
     )
 )
 """Everything."""
 COMPILED: Final = HOST - {
-    *("groups", "common prefix", "adapters", "masks", "sessions", "encoder"),
+    *("groups", "common prefix", "adapters", "masks", "sessions", "encoder", "events"),
 }
-"""The same for one KV-cache group, without its hint to the worker and what requests bring along."""
+"""The same for one KV-cache group, without its hint to the worker, what requests bring along and
+what is told of blocks."""
 
 
 def list_config_problems(
@@ -71,6 +73,11 @@ _LACKED: Final = {
     ),
     "adapters": ("max_loras", "must be 0: this engine has no cap on adapters", "leave it out"),
     "encoder": ("encoder_cache_size", "must be 0: this engine has no encoder", "leave it out"),
+    "events": (
+        "enable_kv_cache_events",
+        "must be False: this engine tells nothing of blocks",
+        "leave it out",
+    ),
 }
 """By capability: the field of a config that asks for it, and why an engine without cannot have it.
 """
@@ -88,5 +95,6 @@ def list_needed(config: Config) -> frozenset[str]:
         "adapters": config.max_loras > 0,
         "masks": config.reasoning_end_token_id is not None,
         "encoder": config.encoder_cache_size > 0,
+        "events": config.enable_kv_cache_events,
     }
     return frozenset(name for name, is_asked in asked.items() if is_asked)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from blockstep.spec.copies import replace
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import BlockKey, Request, TokenIds
+from blockstep.spec.vocabulary import BlockKey, Config, Request, TokenIds
 
 
 def get_item_keys(request: Request, start: int, end: int) -> tuple[tuple[str, int], ...]:
@@ -68,6 +69,17 @@ def extend_block_keys(request: RequestState, block_size: int, rules: Rules) -> t
     return tuple(keys)
 
 
+def get_keyed(config: Config, request: RequestState, rules: Rules) -> RequestState:
+    """The request with a key for each full block of its known tokens, where blocks are cached.
+
+    Source: seed 003 section 1.2.
+    """
+    num_full_blocks = request.num_known_tokens // config.block_size
+    if not config.enable_prefix_caching or num_full_blocks <= len(request.block_keys):
+        return request
+    return replace(request, block_keys=extend_block_keys(request, config.block_size, rules))
+
+
 def get_group_keys(
     block_keys: Sequence[BlockKey], group: int, num_links: int, first: int, end: int
 ) -> tuple[BlockKey, ...]:
@@ -81,14 +93,6 @@ def get_group_keys(
         return tuple(block_keys[first:end])
     ends = range((first + 1) * num_links, end * num_links + 1, num_links)
     return tuple([block_keys[last - 1].in_group(group) for last in ends])
-
-
-def get_request_behind_outputs(request: Request) -> Request:
-    """The request as a block sees it that outputs complete: with all of its items.
-
-    Source: seed 001 "Block Hash Computation"; P6.
-    """
-    return request
 
 
 def get_tokens(request: RequestState, start: int, end: int) -> TokenIds:

@@ -7,7 +7,7 @@ properties that every engine must have stand in `blockstep.conformance.judge.pro
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain, pairwise
+from itertools import pairwise
 
 from blockstep.spec.beside.encoder import count_free, count_freeable
 from blockstep.spec.beside.grammar import (
@@ -22,13 +22,14 @@ from blockstep.spec.memory.groups import (
     compute_max_held_blocks,
     compute_max_reach,
     compute_num_skipped_blocks,
-    count_tokens_across,
     get_num_slots_of,
 )
 from blockstep.spec.requests import (
     NOTHING_HELD,
+    FrameRow,
+    Holding,
     RequestState,
-    count_drafts_in_flight,
+    list_rows_in_flight,
     without_nulls,
 )
 from blockstep.spec.state import State
@@ -37,13 +38,28 @@ from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     NULL_BLOCK,
     BlockId,
-    BlockKey,
     Config,
     GroupKind,
+    KVGroup,
     Policy,
     RequestId,
     Status,
 )
+
+
+def list_holdings(state: State) -> list[tuple[RequestState, int, KVGroup, Holding]]:
+    """What every request holds of every group; groups by index, too. Source: architecture D13."""
+    groups = [*enumerate(state.config.kv_groups)]
+    return [
+        (request, index, group, holding)
+        for request in state.requests.values()
+        for (index, group), holding in zip(groups, request.holdings, strict=True)
+    ]
+
+
+def list_rows_of(state: State) -> dict[RequestId, list[FrameRow]]:
+    """By request: its rows in flight that will deliver, oldest first. Source: P13."""
+    return {name: list_rows_in_flight(state.frames, name) for name in state.requests}
 
 
 def is_every_block_free_or_held(state: State) -> bool:
@@ -53,25 +69,22 @@ def is_every_block_free_or_held(state: State) -> bool:
     """
     pool = state.pool
     holders = [0] * state.config.num_blocks
-    for request in state.requests.values():
-        for block_id in chain.from_iterable(map(without_nulls, request.block_tables)):
+    for _, _, _, holding in list_holdings(state):
+        for block_id in without_nulls(holding.block_table):
             holders[block_id] += 1
-    free = sorted(pool.free_queue)
     usable = range(NULL_BLOCK + 1, state.config.num_blocks)
     return (
         pool.ref_counts == tuple(holders)
         and holders[NULL_BLOCK] == 0
-        and free == [block_id for block_id in usable if holders[block_id] == 0]
+        and sorted(pool.free_queue) == [block_id for block_id in usable if holders[block_id] == 0]
     )
 
 
 def is_every_unpublished_block_held_once(state: State) -> bool:
     """A block that somebody may still write has one holder, at one position. Source: P2."""
-    pool = state.pool
     return all(
-        pool.ref_counts[block_id] == 1
-        for request in state.requests.values()
-        for holding in request.holdings
+        state.pool.ref_counts[block_id] == 1
+        for _, _, _, holding in list_holdings(state)
         for block_id in without_nulls(holding.block_table[holding.num_cached_blocks :])
     )
 
@@ -90,23 +103,17 @@ def is_cache_map_exact(state: State) -> bool:
 
 def is_every_settled_block_keyed(state: State) -> bool:
     """The settled blocks of a table carry the keys of its request's tokens. Source: P3."""
-    hash_size, block_keys = state.config.block_size, state.pool.block_keys
-    for request in state.requests.values():
-        groups = zip(request.holdings, state.config.block_sizes, strict=True)
-        for group, (holding, block_size) in enumerate(groups):
-            num_settled = holding.num_cached_blocks
-            if num_settled > len(holding.block_table):
-                return False
-            num_links = block_size // hash_size
-            keys: tuple[BlockKey | None, ...] = get_group_keys(
-                request.block_keys, group, num_links, 0, num_settled
-            )
-            settled = holding.block_table[:num_settled]
-            carried = tuple([block_keys[block_id] for block_id in settled])
-            if NULL_BLOCK in settled:
-                pairs = zip(keys, settled, strict=True)
-                keys = tuple([key if block_id != NULL_BLOCK else None for key, block_id in pairs])
-            if carried != keys:
+    for request, index, group, holding in list_holdings(state):
+        num_settled, num_links = (
+            holding.num_cached_blocks,
+            group.block_size // state.config.block_size,
+        )
+        keys = get_group_keys(request.block_keys, index, num_links, 0, num_settled)
+        settled = holding.block_table[:num_settled]
+        if not len(settled) == len(keys) == num_settled:
+            return False
+        for block_id, key in zip(settled, keys, strict=True):
+            if state.pool.block_keys[block_id] != (None if block_id == NULL_BLOCK else key):
                 return False
     return True
 
@@ -118,20 +125,19 @@ def is_every_attended_block_held(state: State) -> bool:
     whose states of drafts move on. There attended is what the next row may go on from, and the
     blocks for states behind drafts. Source: P1, P8.
     """
-    for request in [it for it in state.requests.values() if any(it.block_tables)]:
-        num_computed = request.num_computed_tokens
-        num_certain = num_computed - count_drafts_in_flight(state.frames, request.request_id)
-        for group, table in zip(state.config.kv_groups, request.block_tables, strict=True):
-            if group.kind is GroupKind.CROSS_ATTENTION:
-                continue
-            num_blocks = len(table) - group.num_speculative_blocks
-            is_gap_free = group.kind is not GroupKind.RECURRENT
-            if is_gap_free and NULL_BLOCK in table[table.count(NULL_BLOCK) :]:
-                return False
-            if NULL_BLOCK in table[compute_num_skipped_blocks(group, num_certain) :]:
-                return False
-            if num_blocks * group.block_size < num_computed:
-                return False
+    rows = list_rows_of(state)
+    for request, _, group, holding in list_holdings(state):
+        if group.kind is GroupKind.CROSS_ATTENTION or not any(request.block_tables):
+            continue
+        table, num_computed = holding.block_table, request.num_computed_tokens
+        num_in_doubt = sum(len(row.draft_token_ids) for row in rows[request.request_id])
+        num_skipped = compute_num_skipped_blocks(group, num_computed - num_in_doubt)
+        num_blocks = len(table) - group.num_speculative_blocks
+        is_gap_free = group.kind is not GroupKind.RECURRENT
+        if is_gap_free and NULL_BLOCK in table[table.count(NULL_BLOCK) :]:
+            return False
+        if NULL_BLOCK in table[num_skipped:] or num_blocks * group.block_size < num_computed:
+            return False
     return True
 
 
@@ -140,19 +146,13 @@ def is_every_window_as_small_as_charged(state: State) -> bool:
 
     Source: P8, P11.
     """
-    config = state.config
-    reach, doubt = compute_max_reach(config), compute_max_doubt(config)
-    return all(
-        len(without_nulls(table))
-        <= compute_max_held_blocks(
-            group,
-            (len(table) - group.num_speculative_blocks) * group.block_size,
-            reach,
-            doubt,
-        )
-        for request in state.requests.values()
-        for group, table in zip(config.kv_groups, request.block_tables, strict=True)
-    )
+    reach, doubt = compute_max_reach(state.config), compute_max_doubt(state.config)
+    for _, _, group, holding in list_holdings(state):
+        table = holding.block_table
+        num_slots = (len(table) - group.num_speculative_blocks) * group.block_size
+        if len(without_nulls(table)) > compute_max_held_blocks(group, num_slots, reach, doubt):
+            return False
+    return True
 
 
 def is_every_request_in_one_place(state: State) -> bool:
@@ -177,13 +177,10 @@ def is_every_rest_behind_a_stop(state: State) -> bool:
 
     It has computed what it keeps, or holds nothing. Source: P10, P12, P17.
     """
-    in_flight = {
-        row.request_id for frame in state.frames for row in frame.rows if not row.is_dropped
-    }
     return all(
         request.request.resumable
         and not request.updates
-        and request.request_id not in in_flight
+        and not list_rows_in_flight(state.frames, request.request_id)
         and (request.num_output_placeholders, request.spec_token_ids) == (0, ())
         and request.num_computed_tokens in (0, request.num_known_tokens - 1)
         for request in state.requests.values()
@@ -196,28 +193,22 @@ def is_token_accounting_sound(state: State) -> bool:
 
     Source: P12.
     """
-    drafts = {
-        row.request_id: len(row.draft_token_ids)
-        for frame in state.frames
-        for row in frame.rows
-        if not row.is_dropped
-    }
-    return all(
-        0
-        <= request.num_computed_tokens
-        <= request.num_known_tokens
-        + (request.num_output_placeholders or drafts.get(request.request_id, 0))
-        and (may_hold_blocks(request) or {*request.holdings} == {*NOTHING_HELD})
-        and (request.num_computed_tokens == 0 or is_every_table_begun(state.config, request))
-        for request in state.requests.values()
-    )
+    for name, rows in list_rows_of(state).items():
+        request, num_drafts = state.requests[name], len(rows[-1].draft_token_ids) if rows else 0
+        num_ahead = request.num_output_placeholders or num_drafts
+        if not 0 <= request.num_computed_tokens <= request.num_known_tokens + num_ahead:
+            return False
+        if not may_hold_blocks(request) and {*request.holdings} != {*NOTHING_HELD}:
+            return False
+        if request.num_computed_tokens > 0 and not is_every_table_begun(state.config, request):
+            return False
+    return True
 
 
 def is_every_table_begun(config: Config, request: RequestState) -> bool:
     """There is a block in each table, but for one across to no items. Source: P12."""
-    num_across = count_tokens_across(config, request.request)
     groups = zip(config.kv_groups, request.block_tables, strict=True)
-    return all(table or get_num_slots_of(group, 1, num_across) == 0 for group, table in groups)
+    return all(table or get_num_slots_of(group, 1, request.request) == 0 for group, table in groups)
 
 
 def is_every_placeholder_in_flight(state: State) -> bool:
@@ -225,22 +216,16 @@ def is_every_placeholder_in_flight(state: State) -> bool:
 
     Source: P12.
     """
-    promised: dict[RequestId, int] = {}
-    if state.config.async_scheduling:
-        rows = [row for frame in state.frames for row in frame.rows if not row.is_dropped]
-        for row in (row for row in rows if row.samples):
-            tokens = 1 + len(row.draft_token_ids)
-            promised[row.request_id] = promised.get(row.request_id, 0) + tokens
-    return all(
-        request.num_output_placeholders == promised.get(request.request_id, 0)
-        and (
-            request.num_output_placeholders == 0
-            or request.status is not Status.RUNNING
-            or request.num_computed_tokens
-            == request.num_known_tokens + request.num_output_placeholders - 1
-        )
-        for request in state.requests.values()
-    )
+    for name, rows in list_rows_of(state).items():
+        request, num_promised = state.requests[name], 0
+        if state.config.async_scheduling:
+            num_promised = sum(1 + len(row.draft_token_ids) for row in rows if row.samples)
+        if request.num_output_placeholders != num_promised:
+            return False
+        num_behind = request.num_computed_tokens - request.num_known_tokens
+        if num_promised and request.status is Status.RUNNING and num_behind != num_promised - 1:
+            return False
+    return True
 
 
 def is_every_grammar_in_step(state: State) -> bool:
@@ -257,8 +242,8 @@ def is_every_grammar_in_step(state: State) -> bool:
         outputs = request.output_token_ids
         if get_stand_behind(config, grammar, first, outputs, get_next_stand) != request.stand:
             return False
-        rows = [row for frame in state.frames for row in frame.rows if row.has_mask]
-        mine = [row.verifiable_drafts for row in rows if row.request_id == request.request_id]
+        rows = list_rows_in_flight(state.frames, request.request_id)
+        mine = [row.verifiable_drafts for row in rows if row.has_mask]
         for drafts in (request.spec_token_ids, *mine[:1]):
             known = tuple([token for token in drafts if token != DRAFT_PLACEHOLDER])
             stands = get_stands(config, grammar, request.stand, known, get_next_stand)

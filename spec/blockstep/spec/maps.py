@@ -47,6 +47,10 @@ class FrozenMap(Mapping[K, V]):
     def __repr__(self) -> str:
         return f"FrozenMap({self._items!r})"
 
+    def having(self, key: K, value: V) -> FrozenMap[K, V]:
+        """With this value for this key, whether or not there was one."""
+        return FrozenMap({**self._items, key: value})
+
     def to_dict(self) -> dict[K, V]:
         """A copy to work on."""
         return self._items.copy()

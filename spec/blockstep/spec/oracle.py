@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
-from blockstep.spec.hashing import extend_block_keys
+from blockstep.spec import vocabulary as v
+from blockstep.spec.hashing import get_keyed
 from blockstep.spec.memory.prefix import get_prefix_hit
 from blockstep.spec.pool import get_num_free_blocks
 from blockstep.spec.profiles import STRICT, Profile, initial_state
@@ -12,46 +14,14 @@ from blockstep.spec.requests import RequestState
 from blockstep.spec.snapshots import get_snapshot
 from blockstep.spec.state import State
 from blockstep.spec.transition import transition
-from blockstep.spec.vocabulary import (
-    Abort,
-    Aborted,
-    Commit,
-    Config,
-    Drafts,
-    DraftsTaken,
-    EncoderOffer,
-    EncoderReset,
-    Event,
-    GrammarBitmask,
-    GrammarFailed,
-    GrammarOutput,
-    GrammarReady,
-    GrammarRow,
-    Observation,
-    Outputs,
-    PauseState,
-    Plan,
-    Rejected,
-    Request,
-    RequestId,
-    Reset,
-    ResetDone,
-    RowTokens,
-    Schedule,
-    SetPause,
-    Snapshot,
-    Status,
-    StreamingUpdate,
-    Submit,
-    event_problem,
-    item_problem,
-)
+
+Answer = TypeVar("Answer")
 
 
 class RejectedEvent(Exception):
     """The specification refused an event; its state has not changed."""
 
-    def __init__(self, rejected: Rejected) -> None:
+    def __init__(self, rejected: v.Rejected) -> None:
         self.rejected = rejected
         super().__init__(f"{rejected.code}: {rejected.detail}")
 
@@ -66,120 +36,104 @@ class Oracle:
         RejectedEvent: from every method but `apply`, if the event is refused.
     """
 
-    def __init__(self, config: Config, profile: Profile = STRICT) -> None:
+    def __init__(self, config: v.Config, profile: Profile = STRICT) -> None:
         self.state: State = initial_state(config, profile)
         """The state now: an immutable value, to keep, compare or go back to."""
 
     # Events.
 
-    def apply(self, event: Event) -> Observation:
+    def apply(self, event: v.Event) -> v.Observation:
         """Take one event; a refusal is an answer (`Rejected`) and changes nothing."""
         result = transition(self.state, event)
-        if isinstance(result, Rejected):
+        if isinstance(result, v.Rejected):
             return result
         self.state = result.state
         return result.observation
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: v.Request) -> None:
         """Take a request in."""
-        self._accepted(Submit(request))
+        self._accepted(v.Submit(request), v.Ack)
 
-    def schedule(self) -> Plan:
+    def schedule(self) -> v.Plan:
         """Plan the next step."""
-        plan = self._accepted(Schedule())
-        assert isinstance(plan, Plan), "Schedule is answered with a Plan"
-        return plan
+        return self._accepted(v.Schedule(), v.Plan)
 
-    def commit(self, plan: Plan, sampled: Mapping[RequestId, Iterable[int]]) -> Outputs:
+    def commit(self, plan: v.Plan, sampled: Mapping[v.RequestId, Iterable[int]]) -> v.Outputs:
         """Answer `plan`: the tokens sampled per request; requests left out sampled none."""
         rows = tuple(
-            RowTokens(row.request_id, tuple(sampled.get(row.request_id, ()))) for row in plan.rows
+            v.RowTokens(row.request_id, tuple(sampled.get(row.request_id, ()))) for row in plan.rows
         )
-        outputs = self._accepted(Commit(plan.frame_id, rows))
-        assert isinstance(outputs, Outputs), "Commit is answered with Outputs"
-        return outputs
+        return self._accepted(v.Commit(plan.frame_id, rows), v.Outputs)
 
-    def propose(self, drafts: Mapping[RequestId, Iterable[int]]) -> tuple[RequestId, ...]:
+    def propose(self, drafts: Mapping[v.RequestId, Iterable[int]]) -> tuple[v.RequestId, ...]:
         """Hand in draft tokens per request; returns those whose drafts were attached."""
-        rows = tuple(RowTokens(name, tuple(tokens)) for name, tokens in drafts.items())
-        taken = self._accepted(Drafts(rows))
-        assert isinstance(taken, DraftsTaken), "Drafts are answered with DraftsTaken"
-        return taken.request_ids
+        rows = tuple(v.RowTokens(name, tuple(tokens)) for name, tokens in drafts.items())
+        return self._accepted(v.Drafts(rows), v.DraftsTaken).request_ids
 
-    def abort(self, *request_ids: RequestId) -> tuple[RequestId, ...]:
+    def abort(self, *request_ids: v.RequestId) -> tuple[v.RequestId, ...]:
         """End requests; returns those that were unfinished."""
-        aborted = self._accepted(Abort(request_ids))
-        assert isinstance(aborted, Aborted), "Abort is answered with Aborted"
-        return aborted.request_ids
+        return self._accepted(v.Abort(request_ids), v.Aborted).request_ids
 
-    def grammar_ready(self, request_id: RequestId) -> None:
+    def grammar_ready(self, request_id: v.RequestId) -> None:
         """Report that the grammar of a request is compiled."""
-        self._accepted(GrammarReady(request_id))
+        self._accepted(v.GrammarReady(request_id), v.Ack)
 
-    def update(self, request: Request) -> tuple[RequestId, ...]:
+    def update(self, request: v.Request) -> tuple[v.RequestId, ...]:
         """Go on with a session, or end it if `request` is not resumable; returns who ended."""
-        answer = self._accepted(StreamingUpdate(request))
-        return answer.request_ids if isinstance(answer, Aborted) else ()
+        answer = self._accepted(v.StreamingUpdate(request), object)
+        return answer.request_ids if isinstance(answer, v.Aborted) else ()
 
-    def grammar_failed(self, request_id: RequestId) -> Outputs:
+    def grammar_failed(self, request_id: v.RequestId) -> v.Outputs:
         """Report that the grammar of a request cannot be had; it ends."""
-        outputs = self._accepted(GrammarFailed(request_id))
-        assert isinstance(outputs, Outputs), "GrammarFailed is answered with Outputs"
-        return outputs
+        return self._accepted(v.GrammarFailed(request_id), v.Outputs)
 
     def mask(
-        self, plan: Plan, drafts: Mapping[RequestId, Iterable[int]] | None = None
-    ) -> tuple[GrammarRow, ...]:
+        self, plan: v.Plan, drafts: Mapping[v.RequestId, Iterable[int]] | None = None
+    ) -> tuple[v.GrammarRow, ...]:
         """What `plan` may sample under grammars; `drafts` are those that only the worker knows."""
-        rows = tuple(RowTokens(name, tuple(tokens)) for name, tokens in (drafts or {}).items())
-        answer = self._accepted(GrammarBitmask(plan.frame_id, rows))
-        assert isinstance(answer, GrammarOutput), "GrammarBitmask is answered with GrammarOutput"
-        return answer.rows
+        rows = tuple(v.RowTokens(name, tuple(tokens)) for name, tokens in (drafts or {}).items())
+        return self._accepted(v.GrammarBitmask(plan.frame_id, rows), v.GrammarOutput).rows
 
-    def pause(self, pause_state: PauseState = PauseState.PAUSED_ALL) -> None:
+    def pause(self, pause_state: v.PauseState = v.PauseState.PAUSED_ALL) -> None:
         """Set what the next step may schedule."""
-        self._accepted(SetPause(pause_state))
+        self._accepted(v.SetPause(pause_state), v.Ack)
 
     def resume(self) -> None:
         """Let the next step schedule everybody again."""
-        self.pause(PauseState.UNPAUSED)
+        self.pause(v.PauseState.UNPAUSED)
 
     def reset(self, reset_running_requests: bool = False) -> bool:
         """Empty the prefix cache; False if blocks were held, and then nothing has changed."""
-        done = self._accepted(Reset(reset_running_requests))
-        assert isinstance(done, ResetDone), "Reset is answered with ResetDone"
-        return done.success
+        return self._accepted(v.Reset(reset_running_requests), v.ResetDone).success
 
     def reset_encoder(self) -> None:
         """Forget every encoded item."""
-        self._accepted(EncoderReset())
+        self._accepted(v.EncoderReset(), v.Ack)
 
     def offer(self, *identifiers: str) -> None:
         """Set what a connector holds of encoded items."""
-        self._accepted(EncoderOffer(identifiers))
+        self._accepted(v.EncoderOffer(identifiers), v.Ack)
 
-    def _accepted(self, event: Event) -> Observation:
-        observation = self.apply(event)
-        if isinstance(observation, Rejected):
-            raise RejectedEvent(observation)
-        return observation
+    def _accepted(self, event: v.Event, kind: type[Answer]) -> Answer:
+        answer = self.apply(event)
+        if isinstance(answer, v.Rejected):
+            raise RejectedEvent(answer)
+        assert isinstance(answer, kind), f"{event} is answered with {kind.__name__}"
+        return answer
 
     # Questions.
 
-    def peek(self, request: Request) -> int:
+    def peek(self, request: v.Request) -> int:
         """Tokens that this request would find in the prefix cache if it were admitted now.
 
         Nothing changes: it need not be submitted, and no block is touched.
         """
-        problem = event_problem(Submit(request)) or item_problem(self.state.config, request)
+        problem = v.event_problem(v.Submit(request)) or v.item_problem(self.state.config, request)
         if problem is not None:
             raise RejectedEvent(problem)
         config, rules = self.state.config, self.state.rules
-        entry = RequestState(request, Status.WAITING)
-        known = RequestState(
-            request, Status.WAITING, block_keys=extend_block_keys(entry, config.block_size, rules)
-        )
-        return get_prefix_hit(config, self.state.pool, known, rules).num_tokens
+        entry = get_keyed(config, RequestState(request, v.Status.WAITING), rules)
+        return get_prefix_hit(config, self.state.pool, entry, rules).num_tokens
 
     @property
     def num_running(self) -> int:
@@ -196,6 +150,6 @@ class Oracle:
         """Blocks that could be allocated, evicting what they carry."""
         return get_num_free_blocks(self.state.pool)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> v.Snapshot:
         """The state in the form that engines are compared in."""
         return get_snapshot(self.state)

@@ -10,10 +10,19 @@ is also the cache of what nobody holds at the moment. Every operation takes a ba
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockKey
+from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
+    AllBlocksCleared,
+    BlockId,
+    BlockKey,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +37,14 @@ class Pool:
     """Blocks nobody holds, next to be evicted first."""
     cached: FrozenMap[BlockKey, tuple[BlockId, ...]]
     """Published blocks by key, in order of publication."""
+    kv_events: tuple[KVEvent, ...] | None = None
+    """What has become of `cached` since it was told last; None where nobody is told."""
 
 
-def create_pool(num_blocks: int) -> Pool:
+def create_pool(num_blocks: int, *, tells: bool = False) -> Pool:
     """A pool of `num_blocks`, the null block included, all free in order of their ids.
+
+    `tells`: what becomes of the map is kept until it is told.
 
     Source: seed 001 "Null Block" (the null block leaves the queue for good).
     """
@@ -40,6 +53,7 @@ def create_pool(num_blocks: int) -> Pool:
         block_keys=(None,) * num_blocks,
         free_queue=tuple(range(NULL_BLOCK + 1, num_blocks)),
         cached=FrozenMap(),
+        kv_events=() if tells else None,
     )
 
 
@@ -113,8 +127,13 @@ def free_blocks(pool: Pool, block_table: Sequence[BlockId]) -> Pool:
     return replace(pool, ref_counts=tuple(ref_counts), free_queue=free_queue)
 
 
-def publish_blocks(pool: Pool, block_ids: Sequence[BlockId], keys: Sequence[BlockKey]) -> Pool:
-    """Make each block findable under its key.
+def publish_blocks(
+    pool: Pool,
+    block_ids: Sequence[BlockId],
+    keys: Sequence[BlockKey],
+    stored: Sequence[BlockStored] = (),
+) -> Pool:
+    """Make each block findable under its key; `stored` is how it is told, if it is.
 
     Block tables only ever grow at their end, so a block is not swapped for an equal one that is
     published already: one key may have several blocks. Source: seed 003 sections 2.3 and 3.1; P3.
@@ -127,37 +146,58 @@ def publish_blocks(pool: Pool, block_ids: Sequence[BlockId], keys: Sequence[Bloc
         assert block_keys[block_id] is None, "a block is published once"
         block_keys[block_id] = key
         cached[key] = (*cached.get(key, ()), block_id)
-    return replace(pool, block_keys=tuple(block_keys), cached=FrozenMap(cached))
+    pool = replace(pool, block_keys=tuple(block_keys), cached=FrozenMap(cached))
+    return get_telling(pool, stored)
 
 
 def withdraw_blocks(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
-    """Take the keys off these blocks; equal blocks stay findable.
+    """Take the keys off these blocks; equal blocks stay findable. It is told block by block.
 
-    Source: seed 001 "Eviction during Allocation"; for work that will not run, P4, upstream #43569.
+    Source: seed 001 "Eviction during Allocation"; for work that will not run, P4, upstream #43569;
+    vLLM 0.19.1 `_maybe_evict_cached_block`; P20.
     """
     if all(pool.block_keys[block_id] is None for block_id in block_ids):
         return pool
     block_keys = list(pool.block_keys)
     cached = pool.cached.to_dict()
+    removed: list[KVEvent] = []
     for block_id in block_ids:
         key = block_keys[block_id]
         if key is None:
             continue
         block_keys[block_id] = None
+        removed.append(BlockRemoved((key,)))
         remaining = tuple(other for other in cached[key] if other != block_id)
         if remaining:
             cached[key] = remaining
         else:
             del cached[key]
-    return replace(pool, block_keys=tuple(block_keys), cached=FrozenMap(cached))
+    pool = replace(pool, block_keys=tuple(block_keys), cached=FrozenMap(cached))
+    return get_telling(pool, removed)
 
 
 def withdraw_all(pool: Pool) -> Pool:
     """Take the keys off all blocks. The order of the free queue does not change.
 
-    Source: seed 001 "Reset Prefix Cache"; P25.
+    Source: seed 001 "Reset Prefix Cache"; P20, P25.
     """
-    return replace(pool, block_keys=(None,) * len(pool.block_keys), cached=FrozenMap())
+    pool = replace(pool, block_keys=(None,) * len(pool.block_keys), cached=FrozenMap())
+    return get_telling(pool, (AllBlocksCleared(),))
+
+
+def get_telling(pool: Pool, kv_events: Sequence[KVEvent]) -> Pool:
+    """The pool with more to tell, where somebody is told.
+
+    Source: vLLM 0.19.1 `BlockPool.kv_event_queue`; P20.
+    """
+    if pool.kv_events is None or not kv_events:
+        return pool
+    return replace(pool, kv_events=(*pool.kv_events, *kv_events))
+
+
+def take_events(pool: Pool) -> tuple[Pool, tuple[KVEvent, ...]]:
+    """What is to be told, and the pool behind it. Source: vLLM 0.19.1 `take_events`; P20."""
+    return (replace(pool, kv_events=()), pool.kv_events) if pool.kv_events else (pool, ())
 
 
 def find_block(pool: Pool, key: BlockKey) -> BlockId | None:

@@ -71,7 +71,11 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
         frozenset({Quirk.DRAFTS_OUTLIVE_PREEMPTION}),
         frozenset({Quirk.TOO_LONG_IS_PASSED_OVER}),
     ),
-    ("0.13.0", frozenset(), frozenset({Quirk.CHUNK_KEEPS_A_NAMED_BLOCK})),
+    (
+        "0.13.0",
+        frozenset({Quirk.RESETS_ARE_TOLD_LATE}),
+        frozenset({Quirk.CHUNK_KEEPS_A_NAMED_BLOCK}),
+    ),
     (
         "0.14.0",
         frozenset(),
@@ -107,6 +111,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.SESSIONS_HAVE_NOTHING_IN_COMMON,
                 Quirk.SESSION_TELLS_ITS_LAST_STOP_TOKEN,
                 Quirk.SESSIONS_ADMITTED_WITH_LOOKAHEAD,
+                Quirk.REFUSED_SESSIONS_GIVE_BACK,
                 Quirk.FRESH_STATES_ARE_WAITED_FOR,
                 Quirk.ONLY_FULL_ATTENTION_IS_ZEROED,
                 Quirk.WITHDRAWN_BLOCKS_ARE_ZEROED,
@@ -195,7 +200,14 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
     ("0.30.0", frozenset({Quirk.HIT_IS_COMPANY_ENOUGH}), frozenset()),
     (
         "0.31.0",
-        frozenset({Quirk.ONE_WAITING_QUEUE, Quirk.LONE_REQUEST_HAS_NO_THRESHOLD}),
+        frozenset(
+            {
+                Quirk.ONE_WAITING_QUEUE,
+                Quirk.SESSIONS_WAIT_APART,
+                Quirk.RESTING_SESSIONS_KEEP_THEIR_SEATS,
+                Quirk.LONE_REQUEST_HAS_NO_THRESHOLD,
+            }
+        ),
         frozenset({Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM}),
     ),
     (
@@ -206,13 +218,14 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT,
                 Quirk.SESSIONS_KEEP_MAX_TOKENS,
                 Quirk.SESSION_KEYS_ARE_APPENDED,
+                Quirk.SESSIONS_KEEP_THEIR_PROMISES,
             }
         ),
     ),
     (
         "0.33.0",
         frozenset({Quirk.SELF_VICTIM_LETS_OTHERS_RUN, Quirk.DRAFTS_PUBLISH_AT_COMMIT}),
-        frozenset({Quirk.SESSIONS_KEEP_WHAT_IS_COMPUTED}),
+        frozenset({Quirk.SESSIONS_KEEP_WHAT_IS_COMPUTED, Quirk.ADAPTERS_OF_ROWS_ONLY}),
     ),
 )
 """Releases of vLLM that changed a quirk, oldest first: those that came, and those that went."""

@@ -78,7 +78,7 @@ class RequestState:
     num_preemptions: int = 0
     grammar_ready: bool = False
     last_stop_token_id: TokenId | None = None
-    """Of a session: the stop token that ended a chunk of it last."""
+    """Of a session: the stop token that it was told at the end of its last chunk."""
     updates: tuple[Request, ...] = ()
     """Of a session: chunks to come, oldest first; one that is not resumable is the end of them."""
     stand: Stand = AT_THE_BEGINNING
@@ -148,29 +148,15 @@ class Frame:
     frame_id: FrameId
     rows: tuple[FrameRow, ...]
     """In the order of scheduling, which is the order of commit."""
+    has_structured_output: bool = False
+    """Whether a row samples for a request with structured output; in no strict rule."""
 
 
-def get_num_in_doubt(num_scheduled: int, num_drafts: int) -> int:
-    """Computed tokens of a row that may have to be computed again: its drafts. Source: P14."""
-    del num_scheduled
-    return num_drafts
-
-
-def count_drafts_in_flight(frames: Sequence[Frame], request_id: RequestId) -> int:
-    """Drafts of a request that frames in flight may still reject. Source: P14."""
-    return sum(
-        len(row.draft_token_ids)
+def list_rows_in_flight(frames: Sequence[Frame], request_id: RequestId) -> list[FrameRow]:
+    """What frames in flight ask of a request, and will deliver; oldest first. Source: P13, P14."""
+    return [
+        row
         for frame in frames
         for row in frame.rows
         if row.request_id == request_id and not row.is_dropped
-    )
-
-
-def count_in_doubt(frames: Sequence[Frame], request_id: RequestId) -> int:
-    """Computed tokens of a request that frames in flight may take back. Source: P14."""
-    return sum(
-        row.num_in_doubt
-        for frame in frames
-        for row in frame.rows
-        if row.request_id == request_id and not row.is_dropped
-    )
+    ]

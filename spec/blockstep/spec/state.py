@@ -58,7 +58,7 @@ def create_state(config: Config, rules: Rules) -> State:
     return State(
         config=config,
         rules=rules,
-        pool=create_pool(config.num_blocks),
+        pool=create_pool(config.num_blocks, tells=config.enable_kv_cache_events),
         requests=FrozenMap(),
         encoder=create_encoder(config),
     )

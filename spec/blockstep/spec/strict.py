@@ -1,13 +1,11 @@
-"""Strict: the specification's own rule for every decision that some release takes otherwise."""
+"""Strict: the specification's own rules, where some release takes the decision otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from blockstep.spec.beside.encoder import (
     free_items,
-    get_encoder_once_asked,
     get_freed,
     get_item_holder,
     is_item_needed,
@@ -15,11 +13,8 @@ from blockstep.spec.beside.encoder import (
     withdraw_items,
 )
 from blockstep.spec.beside.grammar import get_next_stand
-from blockstep.spec.hashing import get_item_keys, get_request_behind_outputs
-from blockstep.spec.lives.commit import publishes_at_commit
-from blockstep.spec.lives.control import get_frames_after_reset, get_reset_request
-from blockstep.spec.lives.endings import compute_stop, get_told_stop
-from blockstep.spec.lives.masks import get_settled, has_mask_row
+from blockstep.spec.hashing import get_item_keys
+from blockstep.spec.lives.endings import compute_stop
 from blockstep.spec.lives.sessions import (
     get_chunk_request,
     get_num_kept,
@@ -28,23 +23,15 @@ from blockstep.spec.lives.sessions import (
     get_stopped,
 )
 from blockstep.spec.memory.prefix import get_joint_hit
-from blockstep.spec.memory.slots import count_reserved_blocks, count_skipped_blocks, revoke_slots
+from blockstep.spec.memory.slots import count_reserved_blocks, revoke_slots
 from blockstep.spec.memory.states import compute_num_certain
 from blockstep.spec.pool import free_blocks, withdraw_blocks
-from blockstep.spec.requests import get_num_in_doubt
 from blockstep.spec.rules import Rules
-from blockstep.spec.step.admission import (
-    get_num_cached_tokens,
-    get_num_lookahead_at_admission,
-    get_num_padding,
-    is_held_by_frames,
-    waits_for_states,
-)
-from blockstep.spec.step.plans import is_attended, keeps_drafts
+from blockstep.spec.step.admission import get_num_cached_tokens, is_held_by_frames
+from blockstep.spec.step.plans import is_attended
 from blockstep.spec.step.preemption import compute_next_index, get_preempted
-from blockstep.spec.step.queues import get_order_of_return, get_rank
-from blockstep.spec.step.running import goes_on_after_self_victim
-from blockstep.spec.step.share import get_aligned_share, get_threshold
+from blockstep.spec.step.queues import get_open_queue, get_rank, waits_apart
+from blockstep.spec.step.share import get_aligned_share
 
 
 def get_strict_rules() -> Rules:
@@ -52,70 +39,36 @@ def get_strict_rules() -> Rules:
     return STRICT_RULES
 
 
-def remake_strict_rules() -> tuple[Callable[..., Rules], tuple[Any, ...]]:
-    """What the strict rules are pickled by. Source: architecture D5."""
-    return get_strict_rules, ()
-
-
 STRICT_RULES: Final = Rules(
     quirks=frozenset(),
-    remake=remake_strict_rules,
+    remake=(get_strict_rules, ()),
     get_item_keys=get_item_keys,
-    get_request_behind_outputs=get_request_behind_outputs,
     free_blocks=free_blocks,
     revoke_slots=revoke_slots,
-    reserves_full_isl=True,
-    get_num_lookahead_at_admission=get_num_lookahead_at_admission,
-    publishes_at_commit=publishes_at_commit,
     get_joint_hit=get_joint_hit,
     count_reserved_blocks=count_reserved_blocks,
-    count_skipped_blocks=count_skipped_blocks,
-    get_num_in_doubt=get_num_in_doubt,
     compute_num_certain=compute_num_certain,
     get_aligned_share=get_aligned_share,
     hide_states=withdraw_blocks,
-    waits_for_states=waits_for_states,
     is_zeroed=is_attended,
-    zeroes_withdrawn=False,
     get_victim_rank=get_rank,
     compute_next_index=compute_next_index,
-    goes_on_after_self_victim=goes_on_after_self_victim,
-    get_threshold=get_threshold,
-    has_skipped_queue=True,
-    get_order_of_return=get_order_of_return,
-    passes_over_too_long=False,
-    counts_adapters_of_rows_only=False,
+    waits_apart=waits_apart,
+    get_open_queue=get_open_queue,
     get_num_cached_tokens=get_num_cached_tokens,
     get_item_holder=get_item_holder,
     is_item_needed=is_item_needed,
     is_item_split=is_item_split,
-    asks_room_first=False,
-    external_costs_compute=False,
-    get_encoder_once_asked=get_encoder_once_asked,
-    keeps_items_without_row=False,
-    forgets_restored_compute=False,
     withdraw_items=withdraw_items,
     free_items=free_items,
     get_freed=get_freed,
-    get_num_padding=get_num_padding,
-    keeps_drafts=keeps_drafts,
     get_preempted=get_preempted,
     is_held_by_frames=is_held_by_frames,
-    get_frames_after_reset=get_frames_after_reset,
-    get_reset_request=get_reset_request,
-    names_victims_of_resets=False,
     get_num_kept=get_num_kept,
     get_stand_of_chunk=get_stand_of_chunk,
     get_num_kept_keys=get_num_kept_keys,
     get_chunk_request=get_chunk_request,
     get_stopped=get_stopped,
-    hint_is_of_all_holders=False,
-    drops_rows_behind_stops=True,
-    takes_back_from_sessions=True,
     get_next_stand=get_next_stand,
-    get_settled=get_settled,
-    masks_behind_placeholders=True,
-    has_mask_row=has_mask_row,
-    get_told_stop=get_told_stop,
     compute_stop=compute_stop,
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import assert_never
 
+from blockstep.spec import vocabulary as v
 from blockstep.spec.lives.commit import process_commit
 from blockstep.spec.lives.control import (
     process_encoder_offer,
@@ -26,25 +27,6 @@ from blockstep.spec.lives.masks import process_bitmask
 from blockstep.spec.lives.sessions import process_streaming_update
 from blockstep.spec.state import State
 from blockstep.spec.step.schedule import process_schedule
-from blockstep.spec.vocabulary import (
-    Abort,
-    Commit,
-    Drafts,
-    EncoderOffer,
-    EncoderReset,
-    Event,
-    GrammarBitmask,
-    GrammarFailed,
-    GrammarReady,
-    Observation,
-    Rejected,
-    Reset,
-    Schedule,
-    SetPause,
-    StreamingUpdate,
-    Submit,
-    event_problem,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,51 +34,51 @@ class Accepted:
     """The event happened."""
 
     state: State
-    observation: Observation
+    observation: v.Observation
 
 
-def transition(state: State, event: Event) -> Accepted | Rejected:
+def transition(state: State, event: v.Event) -> Accepted | v.Rejected:
     """What `event` does to `state`. A rejection leaves `state` as it is.
 
     Source: architecture D2.
     """
-    problem = event_problem(event)
+    problem = v.event_problem(event)
     if problem is not None:
         return problem
     result = process_event(state, event)
-    if isinstance(result, Rejected):
+    if isinstance(result, v.Rejected):
         return result
     return Accepted(*result)
 
 
-def process_event(state: State, event: Event) -> tuple[State, Observation] | Rejected:
+def process_event(state: State, event: v.Event) -> tuple[State, v.Observation] | v.Rejected:
     """Hand a well-formed event to the room it belongs to. Source: architecture D1."""
     match event:
-        case Submit(request=request):
+        case v.Submit(request=request):
             return process_submit(state, request)
-        case Schedule():
+        case v.Schedule():
             return process_schedule(state)
-        case Commit():
+        case v.Commit():
             return process_commit(state, event)
-        case Drafts(drafts=drafts):
+        case v.Drafts(drafts=drafts):
             return process_drafts(state, drafts)
-        case Abort(request_ids=request_ids):
+        case v.Abort(request_ids=request_ids):
             return process_abort(state, request_ids)
-        case GrammarReady(request_id=request_id):
+        case v.GrammarReady(request_id=request_id):
             return process_grammar_ready(state, request_id)
-        case GrammarFailed(request_id=request_id):
+        case v.GrammarFailed(request_id=request_id):
             return process_grammar_failed(state, request_id)
-        case GrammarBitmask():
+        case v.GrammarBitmask():
             return process_bitmask(state, event)
-        case StreamingUpdate(request=request):
+        case v.StreamingUpdate(request=request):
             return process_streaming_update(state, request)
-        case SetPause(pause_state=pause_state):
+        case v.SetPause(pause_state=pause_state):
             return process_pause(state, pause_state)
-        case Reset(reset_running_requests=reset_running_requests):
+        case v.Reset(reset_running_requests=reset_running_requests):
             return process_reset(state, reset_running_requests)
-        case EncoderReset():
+        case v.EncoderReset():
             return process_encoder_reset(state)
-        case EncoderOffer(identifiers=identifiers):
+        case v.EncoderOffer(identifiers=identifiers):
             return process_encoder_offer(state, identifiers)
         case _:
             assert_never(event)

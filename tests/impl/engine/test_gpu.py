@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_support.models import Checkpoint
+from engine_support.adapters import ADAPTERS
+from engine_support.models import Checkpoint, generate
 
 pytest.importorskip("triton", reason="Triton has no wheels but for Linux")
 if torch.cuda.is_available():
@@ -93,6 +95,32 @@ def test_a_graph_has_the_tables_of_every_group(
     assert "replay" in gpu.events
 
 
+def test_adapters_have_graphs_of_their_own(
+    gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int], tmp_path: Path
+) -> None:
+    modules = {
+        name: ADAPTERS[name].save(qwen3.model, tmp_path / name) for name in ("some", "whole")
+    }
+    llm = LLM(qwen3.folder, device="cuda", lora_modules=modules, **SETTINGS)
+    chosen = [prompts[row] for row in short[:3]]
+    params = SamplingParams(max_tokens=NUM_TOKENS)
+    gpu.waits.clear()
+    made = [
+        [one.token_ids for one in llm.generate(chosen, params, whose)]
+        for whose in ([None] * 3, ["whole", None, "some"], [None] * 3)
+    ]
+    assert gpu.waits == ["tolist"] * 3 * NUM_TOKENS
+    expected = [qwen3.expected.token_ids[row][:NUM_TOKENS] for row in short[:3]]
+    assert made[0] == made[2] == expected
+    for place, name in ((0, "whole"), (2, "some")):
+        with ADAPTERS[name].merged(qwen3.model) as model:
+            (expected[place],) = generate(model, [chosen[place]], NUM_TOKENS).token_ids
+    assert made[1] == expected
+    model = llm._runner.model
+    assert isinstance(model, GraphedModel)
+    assert [*model._graphs] == [(4, False), (4, True)]
+
+
 def test_it_draws_what_the_cpu_draws(
     qwen3: Checkpoint, prompts: list[list[int]], short: list[int]
 ) -> None:
@@ -123,7 +151,7 @@ def test_a_graph_is_made_once_per_size_after_a_warm_up_and_in_one_memory(
         ]
     model = llm._runner.model
     assert isinstance(model, GraphedModel)
-    assert sorted(model._graphs) == [1, 4]
+    assert sorted(model._graphs) == [(1, False), (4, False)]
     assert len({graph.pool() for graph, _ in model._graphs.values()}) == 1
     beside = [event for event in gpu.events if event != "launch"]
     assert beside == ["capture", "replay", "replay", "capture", *["replay"] * 6]
@@ -183,7 +211,7 @@ def test_a_buffer_that_is_not_filled_shows(
     fill = GraphedModel._fill
 
     def fill_once(model: GraphedModel, inputs: Inputs, size: int) -> None:
-        if size not in model._graphs:
+        if (size, False) not in model._graphs:
             fill(model, inputs, size)
 
     monkeypatch.setattr(GraphedModel, "_fill", fill_once)

@@ -9,6 +9,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
+from blockstep.spec.vocabulary.keys import BlockKey, Link, chain_from_links
+
 
 def strategy_for(hint: Any) -> st.SearchStrategy[Any]:
     """Values of an annotation."""
@@ -24,6 +26,9 @@ def strategy_for(hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(strategy_for(args[0]), max_size=3).map(tuple)
     if get_origin(hint) in (Union, UnionType):
         return st.one_of(*(strategy_for(arg) for arg in args))
+    if hint is BlockKey:
+        links = st.lists(strategy_for(Link), min_size=1, max_size=3)
+        return links.map(tuple).map(chain_from_links)
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return st.sampled_from(hint)
     return {

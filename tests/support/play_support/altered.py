@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from blockstep.spec.vocabulary import EncoderSnapshot
+from blockstep.spec.vocabulary import BlockKey, EncoderSnapshot
 
 
 def alter(value: Any, name: str = "") -> Any:
@@ -25,6 +25,8 @@ def alter(value: Any, name: str = "") -> Any:
             return (*value, *value[-1:]) if value else ("Z",)
         case Mapping():
             return {}
+        case BlockKey():
+            return value.parent
         case None if name == "encoder":
             return EncoderSnapshot()
     raise TypeError(f"no other value for {value!r}: say here what one is, or give the sample one")

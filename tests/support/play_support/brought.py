@@ -23,6 +23,8 @@ from blockstep.spec.vocabulary import (
     GrammarFailed,
     GrammarOutput,
     GrammarReady,
+    GroupKind,
+    KVGroup,
     MultiModalItem,
     Reset,
     RowTokens,
@@ -203,12 +205,43 @@ def with_entry(step: Step, **fields: Any) -> Step:
     return with_encoder(step, entries=(replace(entry, **fields),))
 
 
+ACROSS = KVGroup(GroupKind.CROSS_ATTENTION, 2)
+BESIDE = replace(
+    CONFIG,
+    encoder_compute_budget=4,
+    encoder_cache_size=4,
+    is_encoder_decoder=True,
+    disable_chunked_mm_input=True,
+    enable_chunked_prefill=False,
+    enable_prefix_caching=False,
+    max_num_batched_tokens=CONFIG.max_model_len,
+    groups=(KVGroup(GroupKind.FULL, 2), ACROSS),
+)
+OWL = MultiModalItem("owl", 0, 3)
+
+
+def beginning_beside(config: Config = BESIDE) -> Play:
+    """A reads across what is made of its item in this step."""
+    return Play(config, SpecEngine).do(Submit(request("A", 1, 2, 3, items=(OWL,))), Schedule())
+
+
+def going_on_beside() -> Play:
+    """A reads across what an earlier step has written."""
+    return beginning_beside().commit().do(Schedule())
+
+
 OF_ITEMS: list[Case] = [
     ("plan_stays_within_encoder_compute_budget", encoding, nothing, with_inputs(0, 1)),
     ("items_stay_within_encoder_cache_size", encoding_at_ease, nothing, with_inputs(0, 1)),
     ("encoded_item_is_of_its_request", encoding, nothing, with_inputs(0, 7)),
     ("item_is_made_once_in_a_plan", encoding_both, nothing, with_inputs(0, 1, 1)),
     ("item_that_a_row_reads_is_there", encoding, nothing, with_inputs()),
+    (
+        "items_beside_are_dropped_with_the_next_plan",
+        going_on_beside,
+        nothing,
+        lambda s: observed(s, free_encoder_mm_hashes=()),
+    ),
 ]
 """What the worker says of items."""
 ALONE: list[Case] = [
@@ -311,6 +344,11 @@ EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
         "stale_or_wrong_event_is_refused",
         OFFERED,
         lambda s: replace(s, event=EncoderOffer((1,))),  # type: ignore[arg-type]
+    ),
+    (
+        "stale_or_wrong_event_is_refused",
+        encoding_and(Submit(request("B", 1, 2, 3, items=(CAT,)))),
+        lambda s: replace(s, event=Submit(request("B", 1, 2, 3, items=(replace(CAT, length=3),)))),
     ),
     ("grammar_stands_where_the_outputs_led_it", held, elsewhere),
     ("grammar_stands_where_the_outputs_led_it", held_and_drafted, elsewhere),

@@ -27,10 +27,13 @@ from blockstep.spec.vocabulary import SpecMethod
 
 ENGINE = "blockstep.impl.engine"
 """The module of the model engine."""
+ADAPTER = "lora"
+"""What requests call the adapter that `--lora` names."""
 BYTES_PER_GIB = 1 << 30
 Regex = Annotated[str | None, typer.Option(help="The output matches this regular expression.")]
 JsonSchema = Annotated[str | None, typer.Option(help="The output is JSON that follows this.")]
 Choice = Annotated[list[str] | None, typer.Option(help="The output is this text, or another one.")]
+Lora = Annotated[Path | None, typer.Option(help="Folder of a LoRA adapter, as peft saves it.")]
 Check = Annotated[
     bool, typer.Option("--check", help="Hold every step to the specification while serving.")
 ]
@@ -55,6 +58,8 @@ def generate_command(
     regex: Regex = None,
     json_schema: JsonSchema = None,
     choice: Choice = None,
+    lora: Lora = None,
+    max_lora_rank: Annotated[int, typer.Option(help="An adapter of more is refused.")] = 16,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end.")] = False,
     logprobs: Annotated[int | None, typer.Option(help="Report so many tokens in --json.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -104,6 +109,8 @@ def generate_command(
         "seed": seed,
         "kv_cache_bytes": None if cache_gib is None else _cache_bytes(cache_gib),
         "num_speculative_tokens": 0 if speculate is SpecMethod.NONE else num_drafts,
+        "lora_modules": {} if lora is None else {ADAPTER: lora},
+        "max_lora_rank": max_lora_rank,
     }
     run_generate(model, given, sampling, settings, check, json_path)
 
@@ -161,7 +168,8 @@ def completions_to_json(
 
 def _serve(llm: Any, prompts: list[Any], params: Any, quiet: bool) -> list[Any]:
     """One prompt is streamed; several are served together and printed when all are done."""
-    names = [llm.add_request(prompt, params) for prompt in prompts]
+    adapter = next(iter(llm.settings.lora_modules), None)
+    names = [llm.add_request(prompt, params, adapter=adapter) for prompt in prompts]
     is_text = llm.tokenizer is not None
     if len(names) == 1 and not quiet:
         while llm.has_unfinished_requests:

@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.items import IDENTIFIERS
+from blockstep.conformance.draw.mistakes import list_bad_events
 from blockstep.conformance.draw.presets import Habit, Swarm
 from blockstep.conformance.draw.requests import Text, draw_request, draw_twin, draw_update
 from blockstep.conformance.protocol.features import (
@@ -126,6 +127,15 @@ class View:
 
     ready: set[v.RequestId] = field(default_factory=set)
     """Whose grammars were said to be compiled."""
+    actions: tuple[str, ...] = field(init=False, repr=False)
+    """Names of those that the features of the swarm allow."""
+
+    def __post_init__(self) -> None:
+        self.actions = tuple(
+            name
+            for name, action in ACTIONS.items()
+            if action.feature is None or self.swarm.has(action.feature)
+        )
 
     def note(self, action: Action) -> None:
         """An action was done."""
@@ -249,9 +259,11 @@ def encoder_reset(_view: View, _draw: Draw) -> Action:
     return v.EncoderReset()
 
 
-def encoder_offer(_view: View, draw: Draw) -> Action:
-    """A connector has some of the items from now on, or none."""
-    return v.EncoderOffer(tuple(name for name in IDENTIFIERS if draw.chance(35)))
+def encoder_offer(view: View, draw: Draw) -> Action:
+    """A connector has some of the items from now on, or none; now and then one that nobody has."""
+    names = tuple(name for name in IDENTIFIERS if draw.chance(35))
+    strange = ("nobody", *names) if view.swarm.has(HOSTILE) and draw.chance(10) else ()
+    return v.EncoderOffer((*names, *strange))
 
 
 def mask(view: View, draw: Draw) -> Action:
@@ -284,6 +296,9 @@ def hostile(view: View, draw: Draw) -> Action:
     frames = [*(plan.frame_id for plan in client.plans), 0, 10**6]
     token = draw.integer(0, view.swarm.vocabulary_size - 1)
     row = v.RowTokens(draw.choice(names), (token,) * draw.integer(0, 3))
+    brought = list_bad_events(view.swarm, client.live, names, frames)
+    if brought and draw.chance(40):
+        return Hostile(draw.choice(brought))
     return draw.choice(
         (
             Hostile(v.Commit(-1, ())),
@@ -335,9 +350,11 @@ ACTIONS: Mapping[str, WeightedAction] = {
 
 def is_enabled(name: str, view: View) -> bool:
     """Whether an action makes sense now. Pointless ones are left to `hostile`."""
-    swarm, feature = view.swarm, ACTIONS[name].feature
-    if feature is not None and not swarm.has(feature):
-        return False
+    return name in view.actions and _has_a_point(name, view)
+
+
+def _has_a_point(name: str, view: View) -> bool:
+    swarm = view.swarm
     if name == "submit":
         room_for_twins = 3 if view.client.preempted_texts and _has_preempted(view) else 0
         return len(view.client.live) < swarm.preset.num_requests_max + room_for_twins
@@ -356,7 +373,7 @@ def is_enabled(name: str, view: View) -> bool:
 
 def next_action(view: View, draw: Draw) -> Action:
     """Draw an action by weight, and its details."""
-    names = [name for name in ACTIONS if is_enabled(name, view)]
+    names = [name for name in view.actions if _has_a_point(name, view)]
     totals = [*accumulate([_weight(name, view) for name in names])]
     chosen = bisect_left(totals, draw.integer(1, totals[-1]))
     return ACTIONS[names[chosen]].draw(view, draw)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from blockstep.conformance.draw.decisions import Draw
-from blockstep.spec.memory.groups import compute_max_held_blocks, compute_max_reach
+from blockstep.conformance.draw.items import count_held_blocks
 from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, MambaCacheMode
 
 FULL, WINDOW, CHUNKS = GroupKind.FULL, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL
@@ -91,12 +91,6 @@ def _add_states(groups: tuple[KVGroup, ...], config: Config, draw: Draw) -> tupl
         kept = groups
     others = (states,) * draw.choice((1, 1, 2))
     return (*others, *kept) if draw.chance(40) else (*kept, *others)
-
-
-def count_held_blocks(config: Config, num_slots: int) -> int:
-    """Blocks of all groups that a request of so many slots holds at most."""
-    reach = compute_max_reach(config)
-    return sum(compute_max_held_blocks(group, num_slots, reach) for group in config.groups)
 
 
 @lru_cache(maxsize=8)

@@ -1,4 +1,8 @@
-"""Items for an encoder: few, of one length each; not all of them fit beside each other."""
+"""Items for an encoder: few, of one length each; not all of them fit beside each other.
+
+They stand in prompts, or in an encoder-decoder model beside them: one there, that may be longer
+than the prompt.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ from dataclasses import replace
 from random import Random
 
 from blockstep.conformance.draw.decisions import Draw
-from blockstep.spec.vocabulary import Config, MultiModalItem
+from blockstep.conformance.protocol.features import without_states
+from blockstep.spec.memory.groups import compute_max_held_blocks, compute_max_reach
+from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, MultiModalItem
 
 IDENTIFIERS = ("cat", "dog", "owl")
 CROWD = (*IDENTIFIERS, "elk", "fox", "hen")
@@ -15,12 +21,61 @@ CROWD = (*IDENTIFIERS, "elk", "fox", "hen")
 
 def draw_encoder(config: Config, draw: Draw) -> Config:
     """The config with an encoder: room for the largest item, or for two of them, seldom for all."""
-    longest = max(min(4, config.max_model_len // 3), 1)
+    longest = get_longest_item(config)
     return replace(
         config,
         encoder_compute_budget=draw.integer(longest, 2 * longest),
         encoder_cache_size=draw.integer(longest, 3 * longest),
         disable_chunked_mm_input=draw.chance(25),
+    )
+
+
+def get_longest_item(config: Config) -> int:
+    """Tokens of the longest item that is drawn."""
+    return max(min(4, config.max_model_len // 3), 1)
+
+
+def draw_beside(config: Config, draw: Draw, has_groups: bool) -> Config:
+    """The config of an encoder-decoder model, its compute and its room as they were.
+
+    `has_groups`: layers attend across in a group of their own, beside those that there are or full
+    attention. Their blocks come out of one pool: there is room for the longest item and a short
+    request, and seldom for many.
+    """
+    if config.enable_prefix_caching:
+        config = without_states(config)  # of another mode than without
+    config = replace(
+        config,
+        is_encoder_decoder=True,
+        disable_chunked_mm_input=True,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=False,
+        long_prefill_token_threshold=0,
+        max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_model_len),
+    )
+    if not has_groups:
+        return config
+    size = config.block_size * draw.choice((1, 1, 2))
+    across = KVGroup(GroupKind.CROSS_ATTENTION, size)
+    others = config.groups or (KVGroup(GroupKind.FULL, config.block_size),)
+    groups = (across, *others) if draw.chance(30) else (*others, across)
+    config = replace(config, groups=groups)
+    shortest = 2 + config.num_speculative_tokens + config.num_lookahead_tokens
+    num_blocks = count_held_blocks(config, shortest)
+    if num_blocks > config.num_usable_blocks or draw.chance(50):
+        num_blocks = max(num_blocks, config.num_usable_blocks) + draw.integer(0, num_blocks)
+        config = replace(config, num_blocks=1 + num_blocks)
+    return config
+
+
+def count_held_blocks(config: Config, num_slots: int) -> int:
+    """Blocks of all groups that a request of so many slots holds at most, its item the longest."""
+    reach, longest = compute_max_reach(config), get_longest_item(config)
+    return sum(
+        compute_max_held_blocks(
+            group, longest if group.kind is GroupKind.CROSS_ATTENTION else num_slots, reach
+        )
+        for group in config.groups
     )
 
 
@@ -35,15 +90,28 @@ def get_shape(identifier: str, seed: int, longest: int) -> tuple[int, tuple[bool
 def draw_encoded(
     draw: Draw, num_prompt: int, config: Config, seed: int, is_storm: bool = False
 ) -> tuple[MultiModalItem, ...]:
-    """Up to three items in a prompt, some of them twice; in a storm one after the other, so that
-    each chunk begins another one."""
+    """Up to three items in a prompt, some of them twice; or one beside it. In a storm one after
+    the other, so that each chunk begins another one."""
+    names = CROWD if is_storm else IDENTIFIERS
     items: list[MultiModalItem] = []
-    longest, start = max(min(4, config.max_model_len // 3), 1), 0
+    longest, start = get_longest_item(config), 0
+    if config.is_encoder_decoder:
+        identifier = draw.choice(names)
+        return (MultiModalItem(identifier, 0, get_shape(identifier, seed, longest)[0]),)
     for _ in range(num_prompt if is_storm else draw.integer(1, 3)):
-        identifier = draw.choice(CROWD if is_storm else IDENTIFIERS)
+        identifier = draw.choice(names)
         length, mask = get_shape(identifier, seed, longest)
         offset = start + draw.integer(0, 1 if is_storm else 2)
         if offset + length <= num_prompt:
             items.append(MultiModalItem(identifier, offset, length, mask))
             start = offset + length
     return tuple(items)
+
+
+def keep_items(
+    config: Config, items: tuple[MultiModalItem, ...], num_prompt: int
+) -> tuple[MultiModalItem, ...]:
+    """Of some items those that a shorter prompt can have."""
+    if config.is_encoder_decoder:
+        return items
+    return tuple([item for item in items if item.offset + item.length <= num_prompt])

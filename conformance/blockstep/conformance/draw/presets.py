@@ -13,7 +13,7 @@ from enum import StrEnum
 from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.grammars import draw_reasoning
 from blockstep.conformance.draw.groups import draw_groups
-from blockstep.conformance.draw.items import draw_encoder
+from blockstep.conformance.draw.items import draw_beside, draw_encoder
 from blockstep.conformance.protocol.features import (
     ABORTS,
     ADAPTERS,
@@ -22,6 +22,7 @@ from blockstep.conformance.protocol.features import (
     CACHING,
     DRAFTS,
     ENCODER,
+    EVENTS,
     FEATURES,
     GRAMMAR,
     GROUPS,
@@ -199,6 +200,12 @@ def _draw_late(swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], 
             config = replace(config, max_loras=draw.choice((1, 1, 2)))
         elif feature is ENCODER:
             config = draw_encoder(config, draw)
+            if CACHING.name not in wish.always and draw.chance(25):
+                has_groups = GROUPS.name not in wish.never and takes(GROUPS)
+                config = draw_beside(config, draw, has_groups)
+                drawn |= {GROUPS.name} if has_groups else set()
+        elif feature is EVENTS:
+            config = replace(config, enable_kv_cache_events=True)
         elif feature is MASKS:
             drawn |= {GRAMMAR.name, DRAFTS.name} - wish.never
             config = draw_reasoning(config, draw, swarm.vocabulary_size)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.grammars import draw_grammar
 from blockstep.conformance.draw.groups import count_slots, list_boundaries
-from blockstep.conformance.draw.items import draw_encoded
+from blockstep.conformance.draw.items import draw_encoded, keep_items
 from blockstep.conformance.draw.presets import Swarm
 from blockstep.conformance.protocol.features import (
     ADAPTERS,
@@ -41,7 +41,7 @@ def draw_twin(
         text = other.prompt_token_ids  # no prompt has the embeddings of outputs
     twin = draw_request(swarm, draw, name, index, going_on_from=text)
     length = len(twin.prompt_token_ids)
-    kept = tuple(item for item in other.items if item.offset + item.length <= length)
+    kept = keep_items(swarm.config, other.items, length)
     keys: dict[str, Any] = {
         "adapter": other.adapter,
         "cache_salt": other.cache_salt,
@@ -129,8 +129,8 @@ def draw_late(swarm: Swarm, draw: Draw, request: v.Request, goes_on: bool = Fals
         end = swarm.config.reasoning_end_token_id
         if end is not None and not goes_on and draw.chance(70):  # else most prompts have ended it
             other = (end + 1) % swarm.vocabulary_size
-            prompt = [other if token == end else token for token in request.prompt_token_ids]
-            request = replace(request, prompt_token_ids=tuple(prompt))
+            without = (other if token == end else token for token in request.prompt_token_ids)
+            request = replace(request, prompt_token_ids=tuple(without))
     if swarm.has(ENCODER):
         length = len(request.prompt_token_ids)
         drawn = draw.chance(70) and not request.prompt_embeds
@@ -145,7 +145,7 @@ def draw_late(swarm: Swarm, draw: Draw, request: v.Request, goes_on: bool = Fals
             resumable=True,
             prompt_embeds=(),
             prompt_token_ids=prompt,
-            items=tuple(it for it in request.items if it.offset + it.length <= len(prompt)),
+            items=keep_items(swarm.config, request.items, len(prompt)),
             max_tokens=min(request.max_tokens, 4),
             min_tokens=min(request.min_tokens, 4),
         )

@@ -72,6 +72,12 @@ class ServedInputs(Protocol):
         """[num_seqs]: positions attended by each request's last token, its own included."""
         ...
 
+    @property
+    def adapters(self) -> ArrayLike | None:
+        """[num_tokens]: a number for the adapter of each token, below 0 for none; None: nobody has
+        one. Which number stands for which adapter is the engine's affair, once and for all."""
+        ...
+
 
 class ServedPass(Protocol):
     """One forward pass."""
@@ -227,6 +233,8 @@ class ServingWorker(Worker):
         super().__init__(config, _nobody_asks)
         self.shadows = {is_draft: Shadow(config) for is_draft in (False, True)}
         """For the draft model and for the model."""
+        self.adapter_numbers: dict[str, int] = {}
+        """What stands for each adapter that has run."""
 
     def _finish(self, row: FrameRow) -> None:
         """When a plan is dispatched its samples are not known yet; `report` brings them."""
@@ -276,8 +284,10 @@ class ServingWorker(Worker):
         inputs, shadow = one.inputs, self.shadows[one.is_draft]
         tokens, positions = _ints(inputs.token_ids), _ints(inputs.positions)
         slots, starts = _rows(inputs.slot_mapping), _ints(inputs.query_start_loc)
+        adapters = [-1] * len(tokens) if inputs.adapters is None else _ints(inputs.adapters)
         for number, name in enumerate(one.request_ids):
             view = rows[name].view
+            self._check_adapter(view, {*adapters[starts[number] : starts[number + 1]]})
             for at in range(starts[number], starts[number + 1]):
                 if positions[at] < min(len(view.chain), self._count_slots(view)):
                     written = [own[at] for own in slots]
@@ -291,6 +301,20 @@ class ServingWorker(Worker):
             first = end - starts[number + 1] + starts[number]
             for group in range(len(self.groups)):
                 self._read_slots(shadow, view, group, tables[group][number], range(first, end))
+
+    def _check_adapter(self, view: RequestView, numbers: set[int]) -> None:
+        """All tokens of a request run with its adapter, which has a number of its own."""
+        name, adapter = view.request.request_id, view.request.adapter
+        if adapter is None:
+            is_right = max(numbers) < 0
+        else:
+            others = {own for other, own in self.adapter_numbers.items() if other != adapter}
+            expected = self.adapter_numbers.setdefault(adapter, min(numbers))
+            is_right = numbers == {expected} and expected >= 0 and expected not in others
+        if not is_right:
+            what = f"{name!r}: its tokens ran with the adapters numbered {sorted(numbers)}"
+            difference = Difference("adapter", str(adapter), str(sorted(numbers)))
+            self._complain("P6", "token_runs_with_the_adapter_of_its_request", what, difference)
 
     def _run_token(
         self, shadow: Shadow, view: RequestView, token: int, position: int, slots: Sequence[int]

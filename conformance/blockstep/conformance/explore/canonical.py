@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 from blockstep.conformance.explore.world import World
 from blockstep.spec.beside.encoder import Encoder
-from blockstep.spec.requests import FrameRow, RequestState
+from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import BlockKey, PauseState, RequestId, Status, TokenId, TokenIds
 
@@ -79,7 +79,7 @@ class Canonicaliser:
         ]
         frames: Form = tuple(
             tuple(
-                (labels[row.request_id], row.draft_token_ids, *_get_flags(row))
+                (labels[row.request_id], row.draft_token_ids, *_get_flags(frame, row))
                 for row in frame.rows
             )
             for frame in state.frames
@@ -172,8 +172,9 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
     )
 
 
-def _get_flags(row: FrameRow) -> tuple[int, ...]:
-    more = _get_more(row.num_in_doubt, row.has_mask, row.is_masked)
+def _get_flags(frame: Frame, row: FrameRow) -> tuple[int, ...]:
+    masks = (row.has_mask, row.is_masked, frame.has_structured_output)
+    more = _get_more(row.num_in_doubt, *masks)
     return row.samples, row.is_dropped, *more
 
 

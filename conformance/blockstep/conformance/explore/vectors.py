@@ -31,6 +31,7 @@ from blockstep.conformance.explore.cover import choose, trace_program
 from blockstep.conformance.explore.shard import Task
 from blockstep.conformance.explore.walk import walk
 from blockstep.conformance.explore.world import World
+from blockstep.conformance.protocol.telling import Links, from_links, to_links
 from blockstep.conformance.recorded.traces import TraceError, read_lines, recorded
 from blockstep.spec import vocabulary as v
 from blockstep.spec.oracle import Oracle
@@ -40,16 +41,6 @@ VECTORS_FORMAT = "blockstep-vectors"
 VECTORS_VERSION = 1
 
 T = TypeVar("T")
-
-
-class _Link(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What one block of a chain adds to a key."""
-
-    token_ids: tuple[int, ...]
-    adapter: str | None = None
-    cache_salt: str | None = None
-    items: tuple[tuple[str, int], ...] = ()
-    embeds: tuple[int, ...] = ()
 
 
 class _State(msgspec.Struct, forbid_unknown_fields=True):
@@ -62,7 +53,7 @@ class _State(msgspec.Struct, forbid_unknown_fields=True):
     requests: tuple[v.RequestSnapshot, ...]
     ref_counts: tuple[int, ...]
     free_queue: tuple[int, ...]
-    block_keys: tuple[tuple[_Link, ...] | None, ...]
+    block_keys: tuple[Links | None, ...]
     """The chain of each block's key, first block first."""
     cached: tuple[tuple[int, ...], ...]
     """Findable blocks: those of one key together, in order of publication."""
@@ -157,14 +148,9 @@ def _encode(value: object) -> bytes:
 
 def _to_json(snapshot: v.Snapshot) -> _State:
     fields: dict[str, Any] = {name: getattr(snapshot, name) for name in _State.__struct_fields__}
-    fields["block_keys"] = tuple(key and _to_links(key) for key in snapshot.block_keys)
+    fields["block_keys"] = tuple(key and to_links(key) for key in snapshot.block_keys)
     fields["cached"] = tuple(sorted(snapshot.cached.values()))
     return _State(**fields)
-
-
-def _to_links(key: v.BlockKey) -> tuple[_Link, ...]:
-    names = _Link.__struct_fields__
-    return tuple(_Link(*(getattr(link, name) for name in names)) for link in key.chain())
 
 
 # --- filling
@@ -273,7 +259,7 @@ def _read_programs(
 def _read_state(path: Path, line: int, text: str) -> v.Snapshot:
     rule = "behind each step stands the state after it"
     state = _decode(path, line, text, _StateLine, rule).snapshot
-    keys = [None if links is None else _from_links(links) for links in state.block_keys]
+    keys = [from_links(links) if links else None for links in state.block_keys]
     cached = {}
     for blocks in state.cached:
         key = keys[blocks[0]] if blocks and 0 <= blocks[0] < len(keys) else None
@@ -283,15 +269,6 @@ def _read_state(path: Path, line: int, text: str) -> v.Snapshot:
     return v.Snapshot(
         **msgspec.structs.asdict(state) | {"block_keys": tuple(keys), "cached": cached}
     )
-
-
-def _from_links(links: tuple[_Link, ...]) -> v.BlockKey | None:
-    key: v.BlockKey | None = None
-    for link in links:
-        key = v.BlockKey(
-            key, link.token_ids, link.adapter, link.cache_salt, link.items, embeds=link.embeds
-        )
-    return key
 
 
 def _bad(path: Path, line: int, found: str, rule: str) -> TraceError:

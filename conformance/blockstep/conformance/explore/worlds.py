@@ -47,6 +47,7 @@ _WINDOW = v.KVGroup(v.GroupKind.SLIDING_WINDOW, 1, sliding_window=2)
 _FULL = v.KVGroup(v.GroupKind.FULL, 1)
 _FULL_OF_2 = v.KVGroup(v.GroupKind.FULL, 2)
 _ONE_TOKEN = v.Grammar((((0, 1),), ()))
+_ACROSS = v.KVGroup(v.GroupKind.CROSS_ATTENTION, 1)
 _CHUNKS = v.KVGroup(v.GroupKind.CHUNKED_LOCAL, 2, attention_chunk_size=4)
 
 
@@ -311,6 +312,11 @@ _TABLE = (
         v.Config(8, 2, 2, 4, 4, **_BESIDE, **_UNCACHED, **_encoder(2, 3)),
         (_a(1, 2, items=(_item("x", 0, 2),)), _b(2, 2, items=(_item("y", 0),)), _c(1, 1)),
         aborts=True, encoder_resets=True, expected=Counts(1_280, 7_454, 5_858, 13)),
+    World("across", "an encoder-decoder model: blocks across come out of the pool that tokens need",
+        v.Config(7, 1, 2, 4, 4, **_BESIDE, **_UNCACHED, **_UNRESERVED, **_encoder(2, 2),
+                 groups=(_FULL, _ACROSS)),
+        (_a(1, 3, items=(_item("x", 0, 2),)), _b(1, 3, items=(_item("y", 0),))),
+        aborts=True, resets=(True,), expected=Counts(314, 1_422, 1_352, 11)),
     World("loaded", "two items, compute for one of them, and a connector that may hold the other",
         v.Config(5, 1, 1, 4, 5, **_encoder(1, 2)),
         (_a(3, 1, items=(_item("x", 0), _item("y", 2))),), offers=((), ("y",)),

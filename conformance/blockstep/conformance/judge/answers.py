@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 
+from blockstep.conformance.judge.attended import is_across
 from blockstep.conformance.judge.properties import (
     Ledger,
     Sentence,
@@ -17,6 +18,7 @@ from blockstep.conformance.judge.properties import (
     output,
     pool,
     tables,
+    telling,
 )
 from blockstep.conformance.judge.properties.output import cut_at_stop
 from blockstep.conformance.judge.properties.sentence import judge
@@ -44,6 +46,10 @@ JUDGED: tuple[Sentence, ...] = (
     # P13: the state holds what was delivered, and no one else has ended.
     output.finished_request_is_forgotten_and_others_stay,
     output.outputs_in_the_state_are_those_delivered,
+    # P20: who asks for a log wants that of the state, however that came about.
+    telling.log_tells_what_can_be_found,
+    telling.log_removes_what_was_there,
+    telling.stored_blocks_are_told_as_they_are,
 )
 """Sentences about a state that any engine must satisfy.
 
@@ -176,8 +182,11 @@ def judge_state(step: Step, ledger: Ledger) -> list[Finding]:
 def _judge_computed(step: Step) -> Iterator[Finding]:
     """P12: who has lost its blocks has nothing computed, whatever comes back of it."""
     for request in step.after.requests:
-        held = zip(request.block_tables, step.block_sizes, strict=False)
-        slots = min([len(table) * size for table, size in held], default=0)
+        held = zip(request.block_tables, step.groups, strict=False)
+        slots = min(
+            [len(table) * group.block_size for table, group in held if not is_across(group)],
+            default=step.config.max_model_len,
+        )
         if not 0 <= request.num_computed_tokens <= slots:
             seen = str(request.num_computed_tokens)
             difference = Difference("num_computed_tokens", f"0 to {slots}", seen)

@@ -19,6 +19,7 @@ from blockstep.spec.vocabulary import (
     GroupKind,
     KVGroup,
     MambaCacheMode,
+    Request,
 )
 
 
@@ -75,6 +76,23 @@ def without_given_back(told: Sequence[BlockId], shown: Sequence[BlockId]) -> tup
 def is_recurrent(group: KVGroup) -> bool:
     """Whether a block holds a state, and not the KV of tokens."""
     return group.kind is GroupKind.RECURRENT
+
+
+def is_across(group: KVGroup) -> bool:
+    """Whether a table holds what the encoder made of the request's items, and no token's KV."""
+    return group.kind is GroupKind.CROSS_ATTENTION
+
+
+def count_across(config: Config, request: Request) -> int:
+    """Slots of a request in each table across: an embedding has one."""
+    if not config.is_encoder_decoder:
+        return 0
+    return sum([item.num_embeds for item in request.items])
+
+
+def slots_of(group: KVGroup, num_tokens: int, num_across: int) -> int:
+    """Slots that a table must have for so many tokens, beside so many of the encoder's."""
+    return num_across if is_across(group) else num_tokens
 
 
 def is_aligned(config: Config) -> bool:

@@ -50,10 +50,6 @@ class Client:
                 self.live[request.request_id] = request
                 if request.resumable:
                     self.sessions[request.request_id] = Session()
-            case v.StreamingUpdate(request=request), v.Aborted(request_ids=request_ids):
-                self._end(request_ids)
-            case v.StreamingUpdate(request=request), _:
-                self._go_on(request)
             case v.Schedule(), v.Plan() as plan:
                 self.end_aborted()
                 self.last_plan = plan
@@ -69,6 +65,10 @@ class Client:
                         said = self.said.get(row.request_id, ())
                         self.said[row.request_id] = said + row.new_token_ids
                 self._end(row.request_id for row in rows if self._is_over(row))
+            case v.StreamingUpdate(request=request), v.Aborted(request_ids=request_ids):
+                self._end(request_ids)
+            case v.StreamingUpdate(request=request), _:
+                self._go_on(request)
             case v.GrammarFailed(), v.Outputs(rows=rows):
                 self._end(row.request_id for row in rows)
             case v.Abort(), v.Aborted(request_ids=request_ids, ending_req_ids=ending):

@@ -30,7 +30,7 @@ from blockstep.conformance.protocol.findings import Finding
 from blockstep.spec import vocabulary as v
 
 _request_id = attrgetter("request_id")
-Record = TypeVar("Record", v.Plan, v.NewRow, v.CachedRow, v.OutputRow, v.Aborted)
+Record = TypeVar("Record", v.Plan, v.NewRow, v.CachedRow, v.OutputRow, v.Aborted, v.ResetDone)
 
 
 NOT_COMPARED: Mapping[type, Mapping[str, Any]] = {
@@ -47,6 +47,9 @@ NOT_COMPARED: Mapping[type, Mapping[str, Any]] = {
     # How long a hit was is a policy; when an aborted request ends, the engine's own affair.
     v.OutputRow: {"num_cached_tokens": 0},
     v.Aborted: {"ending_req_ids": ()},
+    # What becomes of blocks follows from which they are.
+    v.Outputs: {"kv_events": ()},
+    v.ResetDone: {"kv_events": ()},
 }
 """Fields of answers that are not compared, by type, and what stands for them. All others are."""
 
@@ -65,6 +68,8 @@ def only_plan(observation: v.Observation) -> v.Observation:
             return v.Outputs(tuple(map(_blank, sorted(rows, key=_request_id))))
         case v.Aborted(request_ids=names):
             return _blank(observation, request_ids=tuple(sorted(names)))
+        case v.ResetDone():
+            return _blank(observation)
         case v.DraftsTaken(request_ids=names):
             return v.DraftsTaken(tuple(sorted(names)))
         case _:

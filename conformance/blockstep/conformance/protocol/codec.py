@@ -13,11 +13,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from blockstep.conformance.protocol.telling import FORMS, from_forms
+
 T = TypeVar("T")
 
 
 def build(raw: dict[str, Any], cls: type[T], where: str) -> T:
     """A value of the class with these fields. Raises `msgspec.ValidationError`."""
+    form = FORMS.get(cls)
+    if form is not None:
+        told = msgspec.convert(raw, form)
+        _refuse_unknown(raw, msgspec.to_builtins(told), where)
+        return cls(**msgspec.structs.asdict(told) | {"kv_events": from_forms(told.kv_events)})
     value = msgspec.convert(raw, cls)
     _refuse_unknown(raw, msgspec.to_builtins(value), where)
     return value

@@ -266,6 +266,14 @@ SESSIONS = Feature(
     situations=("sessions_", "rejected_not_resumable"),
     properties=("P3", "P10", "P13"),
 )
+EVENTS = Feature(
+    "events",
+    "it is told which blocks become findable and which are no longer: the log of KV events",
+    Capability.EVENTS,
+    config={"enable_kv_cache_events": False},
+    situations=("events_",),
+    properties=("P20",),
+)
 CACHING = Feature(
     "caching",
     "prefix caching: blocks are found again by what is in them",
@@ -275,17 +283,18 @@ CACHING = Feature(
         *("duplicate_key_published", "eviction_of_cached_block", "resumed_with_hit", "reset_done"),
         *("published_by_", "abort_of_shared_block"),
     ),
+    hides=("encoder_beside_", "encoder_across_"),  # such a model has none
     properties=("P3", "P4", "P5", "P6"),
 )
 
 FEATURES: tuple[Feature, ...] = (
     *(PRIORITY, DRAFTS, ASYNC, PIPELINE, PAUSE, RESET, GRAMMAR, MULTIMODAL, EMBEDS, KEYS, STOPS),
-    *(ABORTS, HOSTILE, GROUPS, ADAPTERS, SESSIONS, MASKS, ENCODER, CACHING),
+    *(ABORTS, HOSTILE, GROUPS, ADAPTERS, SESSIONS, MASKS, ENCODER, EVENTS, CACHING),
 )
 """The table. Whoever lacks several is fitted in this order: without `async`, several frames in
 flight are a `pipeline`."""
 BY_NAME: Mapping[str, Feature] = {feature.name: feature for feature in FEATURES}
-LATE = ("groups", "adapters", "masks", "sessions", "encoder")
+LATE = ("groups", "adapters", "masks", "sessions", "encoder", "events")
 """Names of features that are drawn when all else is, and only where they are taken: who lacks them
 is given what it would be given if there were none. Appended to, never put in another order."""
 SEVERAL_AT_ONCE = frozenset({ASYNC.name, PIPELINE.name})
@@ -298,9 +307,15 @@ SEVERAL_FRAMES = (
 NEEDS_ANY: Mapping[str, frozenset[str]] = {
     "empty_plan_with_work": SEVERAL_AT_ONCE | {PAUSE.name, GRAMMAR.name},
     "running_left_out_by_budget": SEVERAL_AT_ONCE | {DRAFTS.name},
+    "encoder_across_read": frozenset({GROUPS.name}),
+    "encoder_across_waits": frozenset({GROUPS.name}),
+    "encoder_across_preempted": frozenset({GROUPS.name}),
+    "encoder_across_made_again": frozenset({GROUPS.name}),
+    "encoder_across_freed": frozenset({GROUPS.name}),
 }
-"""Situations that need one of several features: without all of them whoever runs can go on, and by
-the token that was scheduled at its admission."""
+"""Situations that need one of several features beside their own: without all of them whoever runs
+can go on, and by the token that was scheduled at its admission; and what is read across is in a
+group of its own."""
 
 
 def is_reachable(situation: str, absent: Collection[str], always: Collection[str] = ()) -> bool:

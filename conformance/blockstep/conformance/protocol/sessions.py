@@ -65,12 +65,24 @@ class Session:
 def get_longest(
     config: Config, request: Request, outputs: TokenIds, session: Session, update: Request
 ) -> Request:
-    """What a session may become by a chunk, and by those that stand before it, at its longest."""
-    longest = len(request.prompt_token_ids) + len(outputs)
-    if not session.is_resting:
-        longest = len(request.prompt_token_ids) + request.max_tokens
+    """What a session may become by a chunk, and by those that stand before it, at its longest.
+
+    Its items stand as they would if each stop came at once: what lies between two may be nothing.
+    """
+    shortest = len(request.prompt_token_ids)
+    longest = shortest + request.max_tokens
+    if session.is_resting:
+        longest = shortest + len(outputs)
+        shortest = longest - 1
     for chunk in (*session.updates, update):
         num_prompt = min(longest, config.max_model_len) - 1 + len(chunk.prompt_token_ids)
         longest = num_prompt + chunk.max_tokens
-        request = replace(request, prompt_token_ids=(0,) * num_prompt, max_tokens=chunk.max_tokens)
-    return replace(request, min_tokens=0, items=())
+        items = [replace(item, offset=item.offset + shortest) for item in chunk.items]
+        shortest += len(chunk.prompt_token_ids)
+        request = replace(
+            request,
+            prompt_token_ids=(0,) * num_prompt,
+            max_tokens=chunk.max_tokens,
+            items=(*request.items, *items),
+        )
+    return replace(request, min_tokens=0)

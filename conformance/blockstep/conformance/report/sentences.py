@@ -124,8 +124,20 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
         "P22",
         (
             "Each item of which a row reads an embedding, a draft head one position further, was "
-            "encoded or loaded, and not dropped since."
+            "encoded or loaded, and not dropped since. Beside the prompt the first row of a "
+            "request reads all, and they are encoded for it in that plan."
         ),
+    ),
+    "items_beside_are_dropped_with_the_next_plan": (
+        "P22",
+        (
+            "In an encoder-decoder model a plan drops all that the plan before had encoded: it was "
+            "read then, and nobody looks for it again."
+        ),
+    ),
+    "table_across_holds_the_embeddings": (
+        "P26",
+        "The block table across has a slot for each embedding of its request's items.",
     ),
     "scheduled_drafts_are_accepted_by_the_grammar": (
         "P23",
@@ -331,6 +343,10 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
         "The model writes the KV of a token to the slot of its position.",
     ),
     "pass_runs_the_rows_of_the_plan": ("P26", "A forward pass runs the rows of the plan."),
+    "token_runs_with_the_adapter_of_its_request": (
+        "P6",
+        "The model runs each token with the adapter of its request, and no other.",
+    ),
     "token_has_a_position_of_its_request": (
         "P26",
         ("Each token of a forward pass is at a position that its request runs in this step."),

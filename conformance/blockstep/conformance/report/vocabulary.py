@@ -25,7 +25,8 @@ SOURCES = {
 """The documents that the specification follows, by the number that docstrings cite them by."""
 _ROOMS = (
     *(f"blockstep.spec.vocabulary.{room}" for room in ("config", "request", "events")),
-    *(f"blockstep.spec.vocabulary.{room}" for room in ("observations", "snapshot", "keys")),
+    *(f"blockstep.spec.vocabulary.{room}" for room in ("observations", "kv_events")),
+    *(f"blockstep.spec.vocabulary.{room}" for room in ("snapshot", "keys")),
     "blockstep.spec.vocabulary.constants",
     "blockstep.spec.vocabulary.wellformed",
     "blockstep.conformance.engine",

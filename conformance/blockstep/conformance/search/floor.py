@@ -149,6 +149,7 @@ SMALL_ONLY = {
     *("admission_blocked_by_max_num_seqs", "same_tokens_other_items"),
     *("groups_block_in_doubt", "groups_last_block_to_another", "groups_admitted_past_its_room"),
     *("groups_preempted_with_nulls", "groups_preempted_about_to_slide"),
+    *("encoder_across_waits", "encoder_across_preempted", "encoder_across_made_again"),
 }
 """Rare where pools are large: required at small scopes only."""
 RARE_AT_TINY = {
@@ -165,6 +166,9 @@ RARE_UNLESS_WANTED = {
     *("encoder_item_twice_in_one", "encoder_item_dropped_and_made", "encoder_reset_in_use"),
     *("encoder_row_waits_for_an_item", "encoder_preempted_holding_an_item"),
     *("encoder_chunk_stops_before_an_item", "encoder_item_of_two", "encoder_item_loaded"),
+    *("encoder_beside_made_for_two", "encoder_beside_waits", "encoder_across_waits"),
+    *("encoder_across_preempted", "encoder_across_made_again", "encoder_across_freed"),
+    "encoder_across_read",
     *("sessions_update_of_the_preempted", "sessions_several_chunks_ahead"),
     *("groups_block_in_doubt", "groups_hit_cut_by_a_window", "groups_admitted_past_its_room"),
     *("groups_preempted_with_nulls", "groups_preempted_about_to_slide"),

@@ -8,7 +8,7 @@ them would otherwise show as plausible nonsense in the text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +68,7 @@ def load_weights(
         CheckpointError: no weights, a file that is truncated or no safetensors file, or a tensor
             that is missing, unknown, of a wrong shape, or not finite.
     """
-    with TensorReader(folder, dtype, device) as reader:
+    with TensorReader(folder, dtype, device, _find_files(folder)) as reader:
         hidden = config.hidden_size
         embedding = reader.read("model.embed_tokens.weight", config.vocab_size, hidden)
         layers = tuple(_read_layer(reader, config, n) for n in range(config.num_layers))
@@ -115,18 +115,30 @@ def _read_layer(reader: TensorReader, config: ModelConfig, number: int) -> Layer
 
 
 class TensorReader:
-    """The tensors of a folder by name, whichever files they lie in; a context manager."""
+    """The tensors of a folder by name, whichever of `files` they lie in; a context manager.
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: str) -> None:
+    `config` is the name of the file that says what shapes they have.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: str,
+        files: Iterable[Path],
+        config: str = "config.json",
+    ) -> None:
         self.folder = folder
         self.dtype = dtype
         self.device = device
+        self.files = files
+        self.config = config
         self.unread: set[str] = set()
         self._stack = ExitStack()
         self._file_of: dict[str, tuple[Path, Any]] = {}
 
     def __enter__(self) -> Self:
-        for path in self._find_files():
+        for path in self.files:
             try:
                 file = self._stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
@@ -147,8 +159,11 @@ class TensorReader:
     ) -> None:
         self._stack.close()
 
-    def read(self, name: str, *shape: int) -> torch.Tensor:
-        """One tensor of exactly this shape, in the reader's dtype and on its device."""
+    def read(self, name: str, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        """One tensor of exactly this shape, in the reader's dtype and on its device.
+
+        `scale` multiplies it, before it is rounded to the dtype.
+        """
         if name not in self._file_of:
             raise CheckpointError(
                 f"{self.folder}: tensor {name!r} is missing; are all shards there?"
@@ -157,7 +172,7 @@ class TensorReader:
         found = tuple(file.get_slice(name).get_shape())
         if found != shape:
             raise CheckpointError(
-                f"{path}: tensor {name!r} is of shape {found}, config.json asks for {shape}"
+                f"{path}: tensor {name!r} is of shape {found}, {self.config} asks for {shape}"
             )
         tensor = file.get_tensor(name)
         if tensor.dtype not in FLOATS:
@@ -167,7 +182,7 @@ class TensorReader:
         if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"{path}: tensor {name!r} holds NaN or infinity; fetch it again")
         self.unread.discard(name)
-        converted = tensor.to(self.dtype)
+        converted = (tensor if scale == 1 else tensor.float() * scale).to(self.dtype)
         if not bool(torch.isfinite(converted).all()):
             raise CheckpointError(
                 f"{path}: tensor {name!r} does not fit {self.dtype}; use bfloat16 or float32"
@@ -188,19 +203,20 @@ class TensorReader:
             name = min(self.unread)
             raise CheckpointError(
                 f"{self._file_of[name][0]}: tensor {name!r} is not one of this architecture; "
-                "is config.json that of another model?"
+                f"is {self.config} that of another model?"
             )
 
-    def _find_files(self) -> Iterator[Path]:
-        single, index = self.folder / SINGLE, self.folder / INDEX
-        if single.is_file():  # before the index, as in transformers
-            yield single
-        elif index.is_file():
-            shards = read_json(index).get("weight_map")
-            if not isinstance(shards, dict) or not all(isinstance(n, str) for n in shards.values()):
-                raise CheckpointError(f"{index}: weight_map must name the file of each tensor")
-            yield from (self.folder / shard for shard in sorted({*shards.values()}))
-        else:
-            raise CheckpointError(
-                f"{self.folder}: neither {SINGLE} nor {INDEX}; convert the model to safetensors"
-            )
+
+def _find_files(folder: Path) -> Iterator[Path]:
+    single, index = folder / SINGLE, folder / INDEX
+    if single.is_file():  # before the index, as in transformers
+        yield single
+    elif index.is_file():
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(n, str) for n in shards.values()):
+            raise CheckpointError(f"{index}: weight_map must name the file of each tensor")
+        yield from (folder / shard for shard in sorted({*shards.values()}))
+    else:
+        raise CheckpointError(
+            f"{folder}: neither {SINGLE} nor {INDEX}; convert the model to safetensors"
+        )

@@ -8,10 +8,12 @@ with a prefill or drafts run without a graph, and so does the first pass of a dr
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+from blockstep.impl.engine.adapters import NO_ADAPTER, LayerAdapters
 from blockstep.impl.engine.cache import PagedCache
 from blockstep.impl.engine.checkpoint import ModelWeights
 from blockstep.impl.engine.config import ModelConfig
@@ -36,6 +38,7 @@ def take_rows(inputs: Inputs, size: int) -> Inputs:
         block_tables=inputs.block_tables[:, :size],
         query_start_loc=inputs.query_start_loc[: size + 1],
         seq_lens=inputs.seq_lens[:size],
+        adapters=None if inputs.adapters is None else inputs.adapters[:size],
     )
 
 
@@ -55,8 +58,9 @@ class GraphedModel(Model):
         num_positions: int,
         max_num_seqs: int,
         num_groups: int = 1,
+        adapters: Sequence[LayerAdapters] = (),
     ) -> None:
-        super().__init__(config, weights, cache, num_positions)
+        super().__init__(config, weights, cache, num_positions, adapters)
         self.sizes = get_graph_sizes(max_num_seqs)
         device = weights.embedding.device
         largest = self.sizes[-1]
@@ -75,8 +79,10 @@ class GraphedModel(Model):
             seq_lens=zeros(largest, dtype=torch.int32),
             max_query_len=1,
             max_seq_len=num_positions,
+            adapters=zeros(largest) if adapters else None,
         )
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        """By number of rows, and whether adapters are added."""
         self._pool: object = None
         """Memory of the first graph; none of two that never run at once needs its own."""
 
@@ -90,10 +96,11 @@ class GraphedModel(Model):
             return super().forward(inputs)
         num_seqs = len(inputs.seq_lens)
         size = self.sizes[bisect_left(self.sizes, num_seqs)]
+        key = size, bool(self.adapters) and inputs.adapters is not None
         self._fill(inputs, size)
-        if size not in self._graphs:
-            self._graphs[size] = self._capture(size)
-        graph, hidden = self._graphs[size]
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(*key)
+        graph, hidden = self._graphs[key]
         graph.replay()
         return hidden[:num_seqs]
 
@@ -101,15 +108,18 @@ class GraphedModel(Model):
         buffers, num_seqs = self.buffers, len(inputs.seq_lens)
         for name, padding in (
             ("token_ids", 0), ("positions", 0), ("slot_mapping", -1), ("seq_lens", 1),
+            ("adapters", NO_ADAPTER),
         ):  # fmt: skip
             buffer = getattr(buffers, name)
+            if buffer is None or getattr(inputs, name) is None:
+                continue
             buffer[..., :num_seqs].copy_(getattr(inputs, name))
             buffer[..., num_seqs:size].fill_(padding)
         num_blocks = inputs.block_tables.shape[2]
         buffers.block_tables[:, :num_seqs, :num_blocks].copy_(inputs.block_tables)
         buffers.block_tables[:, num_seqs:size].zero_()
 
-    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def _capture(self, size: int, has_adapters: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         """Record a pass over the first `size` rows of the buffers.
 
         Warming up first compiles the kernels, which must not happen while recording. It runs on the
@@ -117,6 +127,8 @@ class GraphedModel(Model):
         torch keeps a workspace of cuBLAS for good for every stream that it multiplies on.
         """
         inputs = take_rows(self.buffers, size)
+        if not has_adapters:
+            inputs = replace(inputs, adapters=None)
         for _ in range(NUM_WARM_UPS):
             super().forward(inputs)
         graph = torch.cuda.CUDAGraph()

@@ -6,19 +6,22 @@ config.json -> groups -> bytes per block -> blocks -> Config of the scheduler ->
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 
+from blockstep.impl.engine.adapters import LayerAdapters, stack_adapters
 from blockstep.impl.engine.cache import PagedCache, compute_num_blocks, get_block_bytes
 from blockstep.impl.engine.checkpoint import ModelWeights, load_weights
 from blockstep.impl.engine.config import DTYPES, ModelConfig, load_config
 from blockstep.impl.engine.errors import SettingsError
 from blockstep.impl.engine.graphs import GraphedModel
 from blockstep.impl.engine.groups import LayerGroup, get_kv_groups, group_layers
+from blockstep.impl.engine.lora import get_modules, load_lora
 from blockstep.impl.engine.model import Model
 from blockstep.impl.engine.runner import Runner
 from blockstep.impl.engine.speculation import DraftModelProposer, NgramProposer, Proposer
@@ -63,6 +66,14 @@ class Settings:
     """Folder of the draft model; its vocabulary must be that of the model."""
     max_frames_in_flight: int = 1
     """2: the next step is planned before the tokens of this one are known (asynchronous)."""
+    lora_modules: Mapping[str, str | Path] = field(default_factory=dict)
+    """Folders of LoRA adapters, by the names that requests know them by. All are kept in memory."""
+    max_lora_rank: int = 16
+    """An adapter of a higher rank is refused."""
+    max_loras: int = 0
+    """Different adapters among those that run, at most; 0: any number."""
+    enable_sessions: bool = False
+    """Whether there may be sessions. The scheduler is the plain one then, which knows them."""
     seed: int = 0
     """From which requests without a seed of their own get one."""
 
@@ -73,13 +84,23 @@ class Settings:
                 known = ", ".join(kind)
                 raise SettingsError(f"{name} = {value!r}: must be one of {known}")
             object.__setattr__(self, name, kind(value))
-        for name in ("block_size", "max_num_seqs", "kv_cache_bytes", "num_blocks", "max_model_len"):
+        for name in (
+            "block_size", "max_num_seqs", "kv_cache_bytes", "num_blocks", "max_model_len",
+            "max_lora_rank",
+        ):  # fmt: skip
             value = getattr(self, name)
-            left_out = value is None and name not in ("block_size", "max_num_seqs")
+            left_out = value is None and name not in ("block_size", "max_num_seqs", "max_lora_rank")
             if not left_out and (type(value) is not int or value < 1):
                 raise SettingsError(f"{name} = {value!r}: must be an int of at least 1")
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
             raise SettingsError("num_blocks and kv_cache_bytes: each fixes the other; give one")
+        if type(self.enable_sessions) is not bool:
+            raise SettingsError(f"enable_sessions = {self.enable_sessions!r}: must be a bool")
+        modules = self.lora_modules
+        if not isinstance(modules, Mapping) or not all(isinstance(n, str) and n for n in modules):
+            raise SettingsError(
+                f"lora_modules = {modules!r}: must be a mapping of names to folders"
+            )
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise SettingsError(f"seed = {self.seed!r}: must be from 0 to 2**32 - 1")
 
@@ -115,28 +136,44 @@ def load_engine(folder: Path, settings: Settings) -> Loaded:
     groups = get_groups(settings, models)
     # What cannot be is said before gigabytes are read.
     get_config(settings, models, groups, dtype, device)
+    adapters = _load_adapters(settings, model_config, dtype, device)
     weights = load_weights(folder, model_config, dtype, device)
     draft_weights = None
     if draft_config is not None and draft_folder is not None:
         draft_weights = load_weights(draft_folder, draft_config, dtype, device)
     config = get_config(settings, models, groups, dtype, device)  # of the memory that is left
 
-    def build(place: int, its_weights: ModelWeights) -> Model:
+    def build(
+        place: int, its_weights: ModelWeights, its_adapters: tuple[LayerAdapters, ...] = ()
+    ) -> Model:
         shape, layers = models[place], [group.layers[place] for group in groups]
         cache = PagedCache(shape, layers, config.num_blocks, config.block_size, dtype, device)
         if device == "cpu":
-            return Model(shape, its_weights, cache, config.max_model_len)
+            return Model(shape, its_weights, cache, config.max_model_len, its_adapters)
         return GraphedModel(
-            shape, its_weights, cache, config.max_model_len, config.max_num_seqs, len(groups)
-        )
+            shape, its_weights, cache, config.max_model_len, config.max_num_seqs, len(groups),
+            its_adapters,
+        )  # fmt: skip
 
     proposer: Proposer | None = None
     if settings.spec_method is SpecMethod.NGRAM:
         proposer = NgramProposer(config.num_speculative_tokens)
     elif draft_weights is not None:
         proposer = DraftModelProposer(build(1, draft_weights), config.num_speculative_tokens)
-    runner = Runner(config, build(0, weights), proposer, device)
+    model = build(0, weights, adapters)
+    runner = Runner(config, model, proposer, device, tuple(settings.lora_modules))
     return Loaded(config, model_config, load_tokenizer(folder), runner)
+
+
+def _load_adapters(
+    settings: Settings, model: ModelConfig, dtype: torch.dtype, device: str
+) -> tuple[LayerAdapters, ...]:
+    """Per layer what all adapters add; empty without adapters."""
+    if not settings.lora_modules:
+        return ()
+    folders, rank = map(Path, settings.lora_modules.values()), settings.max_lora_rank
+    loras = [load_lora(folder, model, rank, dtype, device) for folder in folders]
+    return stack_adapters(loras, model.num_layers, get_modules(model))
 
 
 def get_groups(settings: Settings, models: list[ModelConfig]) -> tuple[LayerGroup, ...]:
@@ -183,6 +220,7 @@ def get_config(
         max_frames_in_flight=settings.max_frames_in_flight,
         async_scheduling=settings.max_frames_in_flight > 1,
         groups=get_kv_groups(groups, settings.block_size),
+        max_loras=settings.max_loras,
     )
     _expect_no_problem(config)
     kinds = make_groups(config)

@@ -9,11 +9,13 @@ token sees itself and a request sees what another one has written in this very s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from blockstep.impl.engine.adapters import LayerAdapters
 from blockstep.impl.engine.cache import PagedCache
 from blockstep.impl.engine.checkpoint import LayerWeights, ModelWeights
 from blockstep.impl.engine.config import ModelConfig
@@ -41,17 +43,27 @@ class Inputs:
     """An upper bound of the tokens of one request in this pass."""
     max_seq_len: int
     """An upper bound of `seq_lens`."""
+    adapters: torch.Tensor | None = None
+    """[num_tokens] int64: the number of each token's adapter, `NO_ADAPTER` for none; None: nobody
+    has one."""
 
 
 class Model:
     """A decoder with its weights and its cache."""
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, cache: PagedCache, num_positions: int
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        cache: PagedCache,
+        num_positions: int,
+        adapters: Sequence[LayerAdapters] = (),
     ) -> None:
         self.config = config
         self.weights = weights
         self.cache = cache
+        self.adapters = adapters
+        """Per layer; empty where the model has none, whatever its inputs say."""
         embedding = weights.embedding
         table = config.rope.build_table(num_positions, embedding.dtype, str(embedding.device))
         self.cos, self.sin = table[0], table[1]
@@ -73,12 +85,14 @@ class Model:
             attended = self._attend(
                 normed, layer, number, cos, sin, slots[group], tables[group], inputs
             )
-            hidden += F.linear(attended, layer.o, layer.o_bias)
+            hidden += self._apply(attended, number, "o", layer.o, layer.o_bias, inputs)
             normed = self._norm(hidden, layer.post_norm)
-            gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).split(
-                config.intermediate_size, dim=-1
+            gate, up = self._apply(
+                normed, number, "gate_up", layer.gate_up, layer.gate_up_bias, inputs
+            ).split(config.intermediate_size, dim=-1)
+            hidden += self._apply(
+                F.silu(gate).mul_(up), number, "down", layer.down, layer.down_bias, inputs
             )
-            hidden += F.linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
         return self._norm(hidden, weights.norm)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -98,7 +112,8 @@ class Model:
     ) -> torch.Tensor:
         """Attention of one layer, [num_tokens, q_size], with the slots and tables of its group."""
         config = self.config
-        heads = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(normed), -1, config.head_size)
+        heads = self._apply(normed, number, "qkv", layer.qkv, layer.qkv_bias, inputs)
+        heads = heads.view(len(normed), -1, config.head_size)
         split = config.num_heads + config.num_kv_heads
         turned, value = heads[:, :split], heads[:, split:]
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -122,6 +137,23 @@ class Model:
             max_seq_len=inputs.max_seq_len,
         )
         return attended.flatten(1)
+
+    def _apply(
+        self,
+        taken: torch.Tensor,
+        number: int,
+        name: str,
+        matrix: torch.Tensor,
+        bias: torch.Tensor | None,
+        inputs: Inputs,
+    ) -> torch.Tensor:
+        """One matrix of a layer, and for each token what its adapter adds."""
+        output = F.linear(taken, matrix, bias)
+        if inputs.adapters is not None and self.adapters:
+            columns = self.adapters[number].get(name)
+            if columns is not None:
+                columns.add_to(output, taken, inputs.adapters)
+        return output
 
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(hidden, (weight.shape[0],), weight, self.config.rms_norm_eps)

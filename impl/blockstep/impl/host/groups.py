@@ -137,10 +137,13 @@ class GroupMemory:
         """
         for group, holding in zip(self.groups, holdings, strict=True):
             full = num_written // group.block_size
-            for index in range(max(holding.num_cached, holding.num_left), full):
-                if holding.blocks[index] != NULL_BLOCK:
-                    last_link = (index + 1) * group.links - 1
-                    self.prefix.publish(holding.blocks[index], lineage, last_link, group.number)
+            fresh = range(max(holding.num_cached, holding.num_left), full)
+            there = [index for index in fresh if holding.blocks[index] != NULL_BLOCK]
+            for index in there:
+                last_link = (index + 1) * group.links - 1
+                self.prefix.publish(holding.blocks[index], lineage, last_link, group.number)
+            if self.prefix.log is not None:
+                self.prefix.log.stored(lineage, there, group.number, group.links)
             if group.is_state:
                 begin = max(holding.num_cached, num_computed // group.block_size)
                 self.new_states.update(holding.blocks[begin:full])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from blockstep.impl.host.lineage import Lineage
+from blockstep.impl.host.telling import EventLog
 from blockstep.spec.vocabulary import BlockId, BlockKey
 
 
@@ -22,6 +23,8 @@ class PrefixMap:
 
     def __init__(self, num_blocks: int, verify: bool) -> None:
         self._verify = verify
+        self.log: EventLog | None = None
+        """Where it is kept what becomes of the map; None where nobody is told."""
         self._buckets: dict[bytes, BlockId | list[BlockId]] = {}
         """By digest: the one block that carries it, or several in order of publication. Nearly
         always it is one, and a list for each would cost more than all else in `publish`."""
@@ -47,8 +50,11 @@ class PrefixMap:
 
     def withdraw(self, block: BlockId) -> None:
         """`block` is not found any more; nothing happens if it was not published."""
-        if self._lineages[block] is None:
+        lineage = self._lineages[block]
+        if lineage is None:
             return
+        if self.log is not None:
+            self.log.removed(lineage.key_of(self._indices[block], self._groups[block]))
         self._lineages[block] = None
         digest = self._digests[block]
         bucket = self._buckets[digest]
@@ -65,6 +71,8 @@ class PrefixMap:
             for block in _blocks_in(bucket):
                 self._lineages[block] = None
         self._buckets.clear()
+        if self.log is not None:
+            self.log.cleared()
 
     def hits(self, lineage: Lineage, limit: int) -> list[BlockId]:
         """Blocks that hold the first blocks of `lineage`, up to the first miss or `limit`."""

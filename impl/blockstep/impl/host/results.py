@@ -48,7 +48,7 @@ class Results(Promises, Masks, Sessions):
             return problem
         rows = self._deliver_rows(frame, answers, cut)
         self._close_frame(frame_id)
-        return Outputs(tuple(rows))
+        return Outputs(tuple(rows), self._tell())
 
     def _find_frame(self, frame_id: FrameId) -> Mapping[RequestId, TokenIds | None] | Rejected:
         """The frame, if it is the one to be committed next."""

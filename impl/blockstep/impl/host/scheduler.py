@@ -87,7 +87,8 @@ class HostEngine(Planning, Results, Proposals):
                 self.pause_state = pause_state
                 return Ack()
             case Reset(reset_running_requests=reset_running_requests):
-                return ResetDone(self._reset(reset_running_requests))
+                is_done = self._reset(reset_running_requests)
+                return ResetDone(is_done, self._tell() if is_done else ())
             case EncoderReset():
                 if self.encoder is not None:
                     self.encoder.reset()
@@ -132,7 +133,7 @@ class HostEngine(Planning, Results, Proposals):
             self._most_blocks(request),
             request.request_id in self.table.slot_of,
             self.is_in_flight(request.request_id),
-        )
+        ) or self._other_size_problem(request)
 
     def _abort(self, request_ids: tuple[RequestId, ...]) -> Aborted:
         ended: list[RequestId] = []

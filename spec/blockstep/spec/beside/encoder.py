@@ -22,9 +22,10 @@ besides; who then gets nothing holds nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.vocabulary import Config, MultiModalItem, Request, RequestId
 
@@ -154,7 +155,7 @@ def hold_entry(encoder: Encoder, identifier: str, holder: Holder) -> Encoder:
     entry = Entry(entry.num_embeds, tuple(sorted((*entry.holders, holder))))
     return replace(
         encoder,
-        entries=get_with_entry(encoder, identifier, entry),
+        entries=encoder.entries.having(identifier, entry),
         freeable=tuple([name for name in encoder.freeable if name != identifier]),
     )
 
@@ -169,15 +170,8 @@ def let_go(encoder: Encoder, identifier: str, holder: Holder) -> Encoder:
         return encoder
     holders = tuple([other for other in entry.holders if other != holder])
     freeable = encoder.freeable if holders else (*encoder.freeable, identifier)
-    entries = get_with_entry(encoder, identifier, Entry(entry.num_embeds, holders))
+    entries = encoder.entries.having(identifier, Entry(entry.num_embeds, holders))
     return replace(encoder, entries=entries, freeable=freeable)
-
-
-def get_with_entry(encoder: Encoder, identifier: str, entry: Entry) -> FrozenMap[str, Entry]:
-    """The entries with one that is new, or another than before. Source: P22."""
-    entries = encoder.entries.to_dict()
-    entries[identifier] = entry
-    return FrozenMap(entries)
 
 
 def free_items(encoder: Encoder, request: Request, num_computed: int | None = None) -> Encoder:
@@ -246,7 +240,7 @@ def take_item(encoder: Encoder, request: Request, index: int, holder: Holder) ->
     assert num_embeds <= count_freeable(encoder), "the check of the room came first"
     encoder = evict_for(encoder, num_embeds)
     if encoder.is_shared:
-        entries = get_with_entry(encoder, identifier, Entry(num_embeds, (holder,)))
+        entries = encoder.entries.having(identifier, Entry(num_embeds, (holder,)))
         encoder = replace(encoder, entries=entries)
     return replace(
         encoder, budget=encoder.budget - planned.cost, planned=(*encoder.planned, planned)
@@ -254,12 +248,6 @@ def take_item(encoder: Encoder, request: Request, index: int, holder: Holder) ->
 
 
 # One step.
-
-
-def get_encoder_once_asked(before: Encoder, claimed: Encoder) -> Encoder:
-    """The encoder when a row was asked for that may still not be: as it was. Source: P7, P22."""
-    del claimed
-    return before
 
 
 def begin_step(encoder: Encoder, budget: int) -> Encoder:
@@ -340,11 +328,3 @@ def end_step(encoder: Encoder) -> Encoder:
         return encoder
     made = () if encoder.is_shared else tuple([item.identifier for item in encoder.planned])
     return replace(encoder, freed=made, budget=0, planned=(), evicted=())
-
-
-def get_reset(config: Config, encoder: Encoder) -> Encoder:
-    """The encoder with nothing made; what a connector holds, it holds.
-
-    Source: vLLM 0.19.1 `reset_encoder_cache`; P25.
-    """
-    return replace(create_encoder(config), offered=encoder.offered)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from blockstep.spec.hashing import extend_block_keys
+from blockstep.spec.copies import replace
+from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.drafts import compute_num_rejected, is_accepted_prefix
-from blockstep.spec.lives.endings import get_extended, get_given_up, get_without_ended
+from blockstep.spec.lives.endings import get_ended, get_extended
 from blockstep.spec.lives.masks import get_advanced, get_forbidden
-from blockstep.spec.lives.sessions import get_with_sessions, goes_on, process_chunk_end
+from blockstep.spec.lives.sessions import get_chunk_ended, goes_on
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import publish_slots
-from blockstep.spec.pool import Pool
+from blockstep.spec.pool import Pool, take_events
 from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
@@ -21,7 +20,6 @@ from blockstep.spec.vocabulary import (
     Outputs,
     RejectCode,
     Rejected,
-    RequestId,
     Stats,
     Status,
 )
@@ -49,11 +47,9 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
         return Rejected(RejectCode.BAD_RESULT, problem)
     # requests
     sampled = {row.request_id: row.token_ids for row in commit.sampled}
-    pool, encoder, stats = state.pool, state.encoder, state.stats
+    pool, stats = state.pool, state.stats
     requests = state.requests.to_dict()
     outputs: list[OutputRow] = []
-    ended: list[RequestId] = []
-    stopped: list[RequestId] = []
     for row in frame.rows:
         request = requests.get(row.request_id)
         tokens = sampled[row.request_id]
@@ -66,37 +62,24 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
         if row.has_mask:
             advanced = get_advanced(state, request, output.new_token_ids)
             assert advanced is not None, "what a grammar forbids was refused (P23)"
-            request = state.rules.get_settled(
-                state.config, request.stand, advanced, output.new_token_ids
-            )
+            before, tokens = request.stand, output.new_token_ids
+            request = state.rules.get_settled(advanced, before, state.config, tokens)
         outputs.append(output)
-        if state.config.enable_prefix_caching:
-            keys = extend_block_keys(request, state.config.block_size, state.rules)
-            pool, request = publish_verified(state, pool, replace(request, block_keys=keys))
-        if output.finish_reason is None:
-            requests[row.request_id] = request
-        elif goes_on(request):
-            if output.stop_token_id is not None:
-                request = replace(request, last_stop_token_id=output.stop_token_id)
-            pool, requests[row.request_id] = process_chunk_end(state, pool, request)
-            stopped.append(row.request_id)
-        else:
-            pool, encoder = get_given_up(pool, encoder, request, state.rules)
-            del requests[row.request_id]
-            ended.append(row.request_id)
-    frames = tuple(f for f in state.frames if f.frame_id != frame.frame_id)
+        request = get_keyed(state.config, request, state.rules)
+        pool, request = publish_verified(state, pool, request)
+        requests[row.request_id] = request
     state = replace(
-        state,
-        pool=pool,
-        requests=FrozenMap(requests),
-        frames=frames,
-        stats=stats,
-        encoder=encoder,
+        state, pool=pool, requests=FrozenMap(requests), frames=state.frames[1:], stats=stats
     )
+    for output in outputs:
+        if output.finish_reason is not None:
+            name = output.request_id
+            is_chunk = goes_on(state.requests[name])
+            state = get_chunk_ended(state, name) if is_chunk else get_ended(state, [name])
     # observe
-    state = get_without_ended(state, ended)
-    state = get_with_sessions(state, stopped) if stopped else state
-    return state, Outputs(tuple(outputs))
+    pool, kv_events = take_events(state.pool)
+    state = state if pool is state.pool else replace(state, pool=pool)
+    return state, Outputs(tuple(outputs), kv_events)
 
 
 def get_result_problem(frame: Frame, commit: Commit) -> str:
@@ -141,19 +124,16 @@ def publish_verified(state: State, pool: Pool, request: RequestState) -> tuple[P
     but the last are computed by now. A preempted request has no block to publish.
     Source: vLLM 0.19.1 `AsyncScheduler._update_request_with_output`; P4.
     """
-    if not state.rules.publishes_at_commit(state.config) or request.status is not Status.RUNNING:
+    config, is_running = state.config, request.status is Status.RUNNING
+    if not (
+        config.enable_prefix_caching
+        and is_running
+        and state.rules.publishes_at_commit(config.async_scheduling, config)
+    ):
         return pool, request
     num_verified = request.num_known_tokens - 1
-    nums_full = [num_verified // block_size for block_size in state.config.block_sizes]
-    return publish_slots(state.config, pool, request, nums_full)
-
-
-def publishes_at_commit(config: Config) -> bool:
-    """Whether a commit publishes: where the next plan, which would, may come long before.
-
-    Source: vLLM 0.19.1 `AsyncScheduler._update_request_with_output`; P4.
-    """
-    return config.async_scheduling
+    nums_full = [num_verified // block_size for block_size in config.block_sizes]
+    return publish_slots(config, pool, request, nums_full)
 
 
 def get_rolled_back(request: RequestState, num_drafts: int, num_sampled: int) -> RequestState:

@@ -7,9 +7,8 @@ flight promise count as known, and drafts are placeholders: only the worker know
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from blockstep.spec.beside.grammar import get_stands
+from blockstep.spec.copies import replace
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (

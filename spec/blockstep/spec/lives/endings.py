@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 
-from blockstep.spec.beside.encoder import Encoder
+from blockstep.spec.copies import replace
+from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import release_slots
-from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules, Stop
 from blockstep.spec.state import State
@@ -16,7 +16,6 @@ from blockstep.spec.vocabulary import (
     RepetitionDetection,
     Request,
     RequestId,
-    TokenId,
     TokenIds,
 )
 
@@ -46,16 +45,11 @@ def get_extended(
         request.request_id,
         delivered,
         finish_reason=reason,
-        stop_token_id=rules.get_told_stop(request, stop_token_id),
+        stop_token_id=rules.get_told_stop(stop_token_id, request, reason),
         num_cached_tokens=max(request.num_cached_tokens, 0),
     )
-    return replace(request, output_token_ids=outputs + delivered), row
-
-
-def get_told_stop(request: RequestState, stop_token_id: TokenId | None) -> TokenId | None:
-    """The stop token that a client is told: the one that ended its request now. Source: P13."""
-    del request
-    return stop_token_id
+    last = request.last_stop_token_id if reason is None else row.stop_token_id
+    return replace(request, output_token_ids=outputs + delivered, last_stop_token_id=last), row
 
 
 def compute_stop(
@@ -106,25 +100,25 @@ def is_repeating(outputs: TokenIds, detection: RepetitionDetection) -> bool:
     return False
 
 
-def get_given_up(
-    pool: Pool, encoder: Encoder, request: RequestState, rules: Rules
-) -> tuple[Pool, Encoder]:
-    """Pool and encoder without what a request holds of them. Source: vLLM 0.19.1 `_free_request`;
-    P1, P22.
+def get_ended(state: State, request_ids: Sequence[RequestId]) -> State:
+    """The state without these requests: all that they hold is free, in their order.
+
+    The next plan tells the worker. Source: seed 001 "Request Completion", vLLM 0.19.1
+    `_free_request`; P1, P13, P22.
     """
-    return release_slots(pool, request, rules), rules.free_items(encoder, request.request, None)
-
-
-def get_without_ended(state: State, ended: list[RequestId]) -> State:
-    """The state without requests that ended and whose blocks are free already.
-
-    The next plan tells the worker. Source: seed 001 "Request Completion"; P13.
-    """
-    if not ended:
+    if not request_ids:
         return state
-    gone = set(ended)
+    pool, encoder, requests = state.pool, state.encoder, state.requests.to_dict()
+    for request_id in request_ids:
+        request = requests.pop(request_id)
+        pool = release_slots(pool, request, state.rules)
+        encoder = state.rules.free_items(encoder, request.request, None)
+    gone = set(request_ids)
     return replace(
         state,
+        pool=pool,
+        encoder=encoder,
+        requests=FrozenMap(requests),
         running=tuple(r for r in state.running if r not in gone),
         waiting=tuple(r for r in state.waiting if r not in gone),
         skipped_waiting=tuple(r for r in state.skipped_waiting if r not in gone),

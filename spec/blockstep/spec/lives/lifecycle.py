@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from blockstep.spec.beside.grammar import get_first_stand
-from blockstep.spec.hashing import extend_block_keys
-from blockstep.spec.lives.endings import get_given_up, get_without_ended
-from blockstep.spec.maps import FrozenMap
-from blockstep.spec.memory.slots import (
-    compute_max_blocks,
-    is_servable,
-)
+from blockstep.spec.copies import replace
+from blockstep.spec.hashing import get_keyed
+from blockstep.spec.lives.endings import get_ended
+from blockstep.spec.memory.slots import compute_max_blocks, is_servable
 from blockstep.spec.requests import NOTHING_HELD, RequestState
 from blockstep.spec.state import State
-from blockstep.spec.step.queues import is_blocked, process_append
+from blockstep.spec.step.queues import process_append
 from blockstep.spec.vocabulary import (
     Aborted,
     Ack,
@@ -28,6 +23,7 @@ from blockstep.spec.vocabulary import (
     RequestId,
     Status,
     item_problem,
+    refuse_other_size,
 )
 
 
@@ -47,7 +43,28 @@ def get_submit_problem(state: State, request: Request) -> Rejected | None:
         if any(row.request_id == request_id for row in frame.rows):
             detail = f"frame {frame.frame_id} still names {request_id!r}; commit it first"
             return Rejected(RejectCode.REQUEST_IN_FLIGHT, detail)
-    return get_size_problem(config, request)
+    return get_size_problem(config, request) or get_other_size_problem(state, request)
+
+
+def get_other_size_problem(state: State, request: Request) -> Rejected | None:
+    """Why its items cannot be what their identifiers stand for already, or None.
+
+    One identifier names one content. Where it has two sizes, who shares an entry of the cache would
+    read another's. Known is what is kept, and what unfinished requests have. Upstream takes it, and
+    later fails. Source: vLLM 0.33.0 `check_and_update_cache`; P6, P22.
+    """
+    if not state.encoder.size or not request.items:
+        return None
+    entries = state.encoder.entries
+    sizes = {identifier: entries[identifier].num_embeds for identifier in sorted(entries)}
+    for request_id in sorted(state.requests):
+        other = state.requests[request_id]
+        for asked in (other.request, *other.updates):
+            sizes |= {item.identifier: item.num_embeds for item in asked.items}
+    for item in request.items:
+        if sizes.get(item.identifier, item.num_embeds) != item.num_embeds:
+            return refuse_other_size(request, item, sizes[item.identifier])
+    return None
 
 
 def get_size_problem(config: Config, request: Request) -> Rejected | None:
@@ -83,20 +100,14 @@ def process_submit(state: State, request: Request) -> tuple[State, Ack] | Reject
     if request.grammar is not None:
         stand = get_first_stand(state.config, request.prompt_token_ids)
         entry = replace(entry, stand=stand)
-    if state.config.enable_prefix_caching:
-        keys = extend_block_keys(entry, state.config.block_size, state.rules)
-        entry = replace(entry, block_keys=keys)
-    requests = state.requests.to_dict()
-    requests[request.request_id] = entry
+    entry = get_keyed(state.config, entry, state.rules)
+    requests = state.requests.having(request.request_id, entry)
     waiting, skipped = list(state.waiting), list(state.skipped_waiting)
-    queue = skipped if is_blocked(entry) and state.rules.has_skipped_queue else waiting
+    queue = skipped if state.rules.waits_apart(entry, False) else waiting
     process_append(state.config.policy, queue, request.request_id, requests)
     # observe
     return replace(
-        state,
-        requests=FrozenMap(requests),
-        waiting=tuple(waiting),
-        skipped_waiting=tuple(skipped),
+        state, requests=requests, waiting=tuple(waiting), skipped_waiting=tuple(skipped)
     ), Ack()
 
 
@@ -110,9 +121,8 @@ def process_grammar_ready(state: State, request_id: RequestId) -> tuple[State, A
     if isinstance(request, Rejected):
         return request
     # requests
-    requests = state.requests.to_dict()
-    requests[request_id] = replace(request, grammar_ready=True)
-    return replace(state, requests=FrozenMap(requests)), Ack()
+    requests = state.requests.having(request_id, replace(request, grammar_ready=True))
+    return replace(state, requests=requests), Ack()
 
 
 def get_structured(state: State, request_id: RequestId) -> RequestState | Rejected:
@@ -138,15 +148,10 @@ def process_grammar_failed(state: State, request_id: RequestId) -> tuple[State, 
     request = get_structured(state, request_id)
     if isinstance(request, Rejected):
         return request
-    # pool, requests
-    pool, encoder = get_given_up(state.pool, state.encoder, request, state.rules)
-    requests = state.requests.to_dict()
-    del requests[request_id]
     # observe
     num_cached = max(request.num_cached_tokens, 0)
     row = OutputRow(request_id, (), FinishReason.ERROR, num_cached_tokens=num_cached)
-    state = replace(state, pool=pool, requests=FrozenMap(requests), encoder=encoder)
-    return get_without_ended(state, [request_id]), Outputs((row,))
+    return get_ended(state, [request_id]), Outputs((row,))
 
 
 def process_abort(state: State, request_ids: tuple[RequestId, ...]) -> tuple[State, Aborted]:
@@ -155,15 +160,7 @@ def process_abort(state: State, request_ids: tuple[RequestId, ...]) -> tuple[Sta
     A frame in flight still writes their blocks, but before any later step does, so the blocks
     are free at once. Source: seed 001 "finish_requests()"; P13, P18.
     """
-    # pool, requests
-    pool, encoder = state.pool, state.encoder
-    requests = state.requests.to_dict()
-    ended: list[RequestId] = []
-    for request_id in request_ids:
-        request = requests.pop(request_id, None)
-        if request is not None:
-            pool, encoder = get_given_up(pool, encoder, request, state.rules)
-            ended.append(request_id)
+    # select
+    ended = tuple([name for name in dict.fromkeys(request_ids) if name in state.requests])
     # observe
-    state = replace(state, pool=pool, requests=FrozenMap(requests), encoder=encoder)
-    return get_without_ended(state, ended), Aborted(tuple(ended))
+    return get_ended(state, ended), Aborted(ended)

@@ -9,9 +9,10 @@ those that only the worker knows are cut here, and the frame in flight remembers
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-from blockstep.spec.beside.grammar import Stand, get_mask, get_stand_behind, get_stands
+from blockstep.spec.beside.grammar import get_mask, get_stand_behind
+from blockstep.spec.copies import replace
+from blockstep.spec.lives.drafts import get_accepted_drafts
 from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
@@ -55,6 +56,7 @@ def process_bitmask(
     # select
     rows = {row.request_id: get_cut(state, row, told) for row in masked}
     # observe
+    state = get_read_again(state, [row for row in frame.rows if row.request_id in told])
     frame_after = replace(frame, rows=tuple([rows.get(row.request_id, row) for row in frame.rows]))
     frames = tuple([frame_after if one is frame else one for one in state.frames])
     answer = GrammarOutput(tuple([get_mask_row(state, row) for row in rows.values()]))
@@ -75,18 +77,9 @@ def list_masked(state: State, frame: Frame) -> list[FrameRow]:
 
     Source: vLLM 0.19.1 `get_grammar_bitmask`; P23.
     """
-    found = []
-    for row in frame.rows:
-        request = state.requests.get(row.request_id)
-        if request is not None and state.rules.has_mask_row(frame, row, request):
-            found.append(row)
-    return found
-
-
-def has_mask_row(frame: Frame, row: FrameRow, request: RequestState) -> bool:
-    """Whether a row samples for a request with a grammar, as it was planned. Source: P23."""
-    del frame, request
-    return row.has_mask
+    has_mask_row, requests = state.rules.has_mask_row, state.requests
+    there = [row for row in frame.rows if row.request_id in requests]
+    return [row for row in there if has_mask_row(row.has_mask, frame, requests[row.request_id])]
 
 
 def get_behind(
@@ -113,15 +106,24 @@ def get_cut(state: State, row: FrameRow, told: Mapping[RequestId, TokenIds]) -> 
     if not state.config.async_scheduling:
         return row
     num_drafts = len(row.draft_token_ids)
-    request = state.requests[row.request_id]
-    grammar = request.request.grammar
-    assert grammar is not None, "a mask has rows of requests with a grammar"
     drafts = told.get(row.request_id, row.draft_token_ids)[:num_drafts]
-    follow = state.rules.get_next_stand
-    stands = get_stands(state.config, grammar, request.stand, drafts, follow)
-    accepted = drafts[: len(stands) - 1]
+    accepted = get_accepted_drafts(state, state.requests[row.request_id], drafts)
     padding = (DRAFT_PLACEHOLDER,) * (num_drafts - len(accepted))
     return replace(row, draft_token_ids=accepted + padding, is_masked=True)
+
+
+def get_read_again(state: State, rows: Sequence[FrameRow]) -> State:
+    """Requests as their text is read once more where drafts behind it are told: a commit has read
+    it (P23), so a strict reader learns nothing. Source: vLLM 0.19.1 `should_advance`.
+    """
+    requests = state.requests.to_dict()
+    for row in rows:
+        request = requests.get(row.request_id)
+        if request is not None and row.draft_token_ids and request.request.grammar is not None:
+            requests[row.request_id] = state.rules.get_settled(
+                request, request.stand, state.config, ()
+            )
+    return replace(state, requests=type(state.requests)(requests))
 
 
 def get_mask_row(state: State, row: FrameRow) -> GrammarRow:
@@ -164,11 +166,3 @@ def get_advanced(state: State, request: RequestState, tokens: TokenIds) -> Reque
     follow = state.rules.get_next_stand
     stand = get_stand_behind(state.config, grammar, request.stand, tokens, follow)
     return None if stand is None else replace(request, stand=stand)
-
-
-def get_settled(
-    config: Config, before: Stand, request: RequestState, tokens: TokenIds
-) -> RequestState:
-    """A request with a grammar behind a step that delivered: as its tokens led it. Source: P23."""
-    del config, before, tokens
-    return request

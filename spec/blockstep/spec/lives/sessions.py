@@ -14,13 +14,11 @@ they write is at positions which the next chunk computes again, in later frames.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from blockstep.spec.beside.grammar import Stand, get_first_stand
-from blockstep.spec.hashing import extend_block_keys
-from blockstep.spec.lives.endings import get_given_up, get_without_ended
-from blockstep.spec.lives.lifecycle import get_size_problem
-from blockstep.spec.maps import FrozenMap
+from blockstep.spec.copies import replace
+from blockstep.spec.hashing import get_keyed
+from blockstep.spec.lives.endings import get_ended
+from blockstep.spec.lives.lifecycle import get_other_size_problem, get_size_problem
 from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.pool import Pool
@@ -28,7 +26,7 @@ from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
 from blockstep.spec.step.giving import without_blocks
-from blockstep.spec.step.queues import is_blocked, process_append
+from blockstep.spec.step.queues import process_append
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     Aborted,
@@ -67,19 +65,16 @@ def process_streaming_update(
     if problem is not None:
         return problem
     # pool, requests
-    requests = state.requests.to_dict()
-    if request.status is not RESTING:
-        requests[update.request_id] = replace(request, updates=(*request.updates, update))
-        return replace(state, requests=FrozenMap(requests)), Ack()
-    if not update.resumable:
-        del requests[update.request_id]
-        pool, encoder = get_given_up(state.pool, state.encoder, request, state.rules)
-        state = replace(state, pool=pool, requests=FrozenMap(requests), encoder=encoder)
-        return get_without_ended(state, [update.request_id]), Aborted((update.request_id,))
-    requests[update.request_id] = get_continued(state.config, request, update, state.rules)
-    state = replace(state, requests=FrozenMap(requests))
-    if state.config.policy is Policy.PRIORITY:
-        return get_with_sessions(state, [update.request_id], is_new=False), Ack()
+    name, is_resting = update.request_id, request.status is RESTING
+    if is_resting and not update.resumable:
+        return get_ended(state, [name]), Aborted((name,))
+    if is_resting:
+        request = get_continued(state.config, request, update, state.rules)
+    else:
+        request = replace(request, updates=(*request.updates, update))
+    state = replace(state, requests=state.requests.having(name, request))
+    if is_resting and state.config.policy is Policy.PRIORITY:
+        state = get_queued(state, name, is_apart=state.rules.waits_apart(request, True))
     return state, Ack()
 
 
@@ -99,7 +94,8 @@ def get_update_problem(state: State, request: RequestState, update: Request) -> 
         return Rejected(RejectCode.NOT_RESUMABLE, detail)
     if not update.resumable:
         return None
-    return get_size_problem(state.config, get_longest_request(state, request, update))
+    longest = get_longest_request(state, request, update)
+    return get_size_problem(state.config, longest) or get_other_size_problem(state, update)
 
 
 def get_longest_request(state: State, request: RequestState, update: Request) -> Request:
@@ -114,13 +110,26 @@ def get_longest_request(state: State, request: RequestState, update: Request) ->
         num_least = len(asked.prompt_token_ids)
         longest = compute_longest(num_least, asked.max_tokens, max_model_len)
     for chunk in (*request.updates, update):
-        num_prompt = compute_num_kept(longest) + len(chunk.prompt_token_ids)
-        items = [replace(item, offset=item.offset + num_least) for item in chunk.items]
-        asked = state.rules.get_chunk_request(asked, chunk)
-        asked = replace(asked, prompt_token_ids=(0,) * num_prompt, items=(*asked.items, *items))
+        kept = (0,) * compute_num_kept(longest)
+        asked = get_joined(asked, chunk, kept, num_least, state.rules)
         num_least += len(chunk.prompt_token_ids)
-        longest = compute_longest(num_prompt, asked.max_tokens, max_model_len)
+        longest = compute_longest(len(asked.prompt_token_ids), asked.max_tokens, max_model_len)
     return asked
+
+
+def get_joined(
+    asked: Request, update: Request, kept: TokenIds, offset: int, rules: Rules
+) -> Request:
+    """What a session asks for with its next chunk, of whose items the first token is at `offset`.
+
+    Source: vLLM 0.19.1 `_update_request_as_session`; P6, P13.
+    """
+    items = [replace(item, offset=item.offset + offset) for item in update.items]
+    return replace(
+        rules.get_chunk_request(asked, update),
+        prompt_token_ids=kept + update.prompt_token_ids,
+        items=(*asked.items, *items),
+    )
 
 
 def compute_longest(num_prompt: int, max_tokens: int, max_model_len: int) -> int:
@@ -144,16 +153,10 @@ def get_continued(
     The keys of its blocks follow the tokens: the one that it does not keep may have completed a
     block. Source: vLLM 0.19.1 `_update_request_as_session`; P3, P6.
     """
-    num_kept = rules.get_num_kept(request)
-    kept = request.all_token_ids[:num_kept]
-    items = [replace(item, offset=item.offset + len(kept)) for item in update.items]
-    asked = replace(
-        rules.get_chunk_request(request.request, update),
-        prompt_token_ids=kept + update.prompt_token_ids,
-        items=(*request.request.items, *items),
-    )
+    kept = request.all_token_ids[: rules.get_num_kept(request)]
+    asked = get_joined(request.request, update, kept, len(kept), rules)
     num_keys = rules.get_num_kept_keys(request, len(kept) // config.block_size)
-    request = replace(
+    after = replace(
         request,
         request=asked,
         status=Status.WAITING,
@@ -161,9 +164,7 @@ def get_continued(
         stand=rules.get_stand_of_chunk(config, request, asked.prompt_token_ids),
         block_keys=request.block_keys[:num_keys],
     )
-    if not config.enable_prefix_caching:
-        return request
-    return replace(request, block_keys=extend_block_keys(request, config.block_size, rules))
+    return get_keyed(config, after, rules)
 
 
 def get_num_kept(request: RequestState) -> int:
@@ -217,17 +218,24 @@ def goes_on(request: RequestState) -> bool:
     return request.request.resumable and not is_over
 
 
-def process_chunk_end(state: State, pool: Pool, request: RequestState) -> tuple[Pool, RequestState]:
-    """A session that has stopped: it goes on with the next chunk, or rests until there is one.
+def get_chunk_ended(state: State, request_id: RequestId) -> State:
+    """A session that has stopped goes on with the next chunk, or rests until there is one.
 
+    What frames in flight sample for the chunk that is over is dropped.
     Source: vLLM 0.19.1 `_handle_stopped_request`; P13, P14.
     """
-    pool, request = state.rules.get_stopped(state.config, pool, request, state.rules)
-    if not request.updates:
-        return pool, replace(request, status=RESTING)
-    update, *others = request.updates
-    request = replace(request, updates=tuple(others))
-    return pool, get_continued(state.config, request, update, state.rules)
+    config, rules, request = state.config, state.rules, state.requests[request_id]
+    pool, request = rules.get_stopped(config, state.pool, request, rules)
+    if request.updates:
+        update, *others = request.updates
+        request = get_continued(config, replace(request, updates=tuple(others)), update, rules)
+    else:
+        request = replace(request, status=RESTING)
+    frames, requests = state.frames, state.requests.having(request_id, request)
+    if rules.drops_rows_behind_stops:
+        frames = tuple([drop_row(frame, request_id) for frame in frames])
+    state = replace(state, pool=pool, requests=requests, frames=frames)
+    return get_queued(state, request_id, is_apart=rules.waits_apart(request, False))
 
 
 def get_stopped(
@@ -263,36 +271,24 @@ def can_go_back(config: Config, request: RequestState, num_computed: int) -> boo
     return True
 
 
-def get_with_sessions(state: State, stopped: list[RequestId], is_new: bool = True) -> State:
-    """The state with these sessions in the queues that they belong in, behind all others.
+def get_queued(state: State, request_id: RequestId, is_apart: bool) -> State:
+    """The state with a session in the queue that it belongs in, behind all others.
 
-    What frames in flight sample for a chunk that `is_new`ly over is dropped.
+    `is_apart`: in that of those who are passed over.
     Source: vLLM 0.19.1 `_enqueue_waiting_request`; P13, P16.
     """
-    policy, rules, requests = state.config.policy, state.rules, state.requests
-    waiting = [name for name in state.waiting if name not in stopped]
-    skipped = [name for name in state.skipped_waiting if name not in stopped]
-    for name in stopped:
-        is_apart = rules.has_skipped_queue and (is_blocked(requests[name]) or not is_new)
-        process_append(policy, skipped if is_apart else waiting, name, requests)
-    frames = state.frames
-    if is_new and rules.drops_rows_behind_stops:
-        frames = tuple([drop_rows(frame, stopped) for frame in frames])
-    return replace(
-        state,
-        waiting=tuple(waiting),
-        skipped_waiting=tuple(skipped),
-        running=tuple([name for name in state.running if name not in stopped]),
-        frames=frames,
-    )
+    waiting = [name for name in state.waiting if name != request_id]
+    skipped = [name for name in state.skipped_waiting if name != request_id]
+    queue = skipped if is_apart else waiting
+    process_append(state.config.policy, queue, request_id, state.requests)
+    running = tuple([name for name in state.running if name != request_id])
+    return replace(state, waiting=tuple(waiting), skipped_waiting=tuple(skipped), running=running)
 
 
-def drop_rows(frame: Frame, request_ids: list[RequestId]) -> Frame:
-    """A frame in flight of which the rows of these requests deliver nothing. Source: P13."""
-    if not any(row.request_id in request_ids for row in frame.rows):
-        return frame
+def drop_row(frame: Frame, request_id: RequestId) -> Frame:
+    """A frame in flight of which the row of this request, if any, delivers nothing. Source: P13."""
     rows = [
-        replace(row, is_dropped=True, has_mask=False) if row.request_id in request_ids else row
+        replace(row, is_dropped=True, has_mask=False) if row.request_id == request_id else row
         for row in frame.rows
     ]
     return replace(frame, rows=tuple(rows))

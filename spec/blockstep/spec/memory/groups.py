@@ -84,16 +84,10 @@ def compute_max_held_blocks(
     return min(num_all, -(-(offset + num_tokens) // size))
 
 
-def count_tokens_across(config: Config, request: Request) -> int:
-    """Tokens of the encoder that a request attends to across. Source: vLLM 0.19.1 `schedule`."""
-    if not config.is_encoder_decoder:
-        return 0
-    return sum([item.num_embeds for item in request.items])
-
-
-def get_num_slots_of(group: KVGroup, num_slots: int, num_across: int) -> int:
-    """Slots in the table of one group: those of its tokens, or all of the encoder's.
-
-    Source: vLLM 0.19.1 `KVCacheCoordinator.allocate_new_blocks`; P8.
+def get_num_slots_of(group: KVGroup, num_slots: int, request: Request) -> int:
+    """Slots in the table of one group: those of the request's tokens, or of all that the encoder
+    makes of its items. Source: vLLM 0.19.1 `KVCacheCoordinator.allocate_new_blocks`; P8.
     """
-    return num_across if group.kind is GroupKind.CROSS_ATTENTION else num_slots
+    if group.kind is not GroupKind.CROSS_ATTENTION:
+        return num_slots
+    return sum([item.num_embeds for item in request.items])

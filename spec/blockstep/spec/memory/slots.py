@@ -12,16 +12,15 @@ blocks of its own size; all of them take from one pool, and get what they need o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from operator import ge
 
+from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_group_keys
 from blockstep.spec.memory.groups import (
     compute_max_doubt,
     compute_max_held_blocks,
     compute_max_reach,
     compute_num_skipped_blocks,
-    count_tokens_across,
     get_num_slots_of,
 )
 from blockstep.spec.memory.states import (
@@ -29,6 +28,7 @@ from blockstep.spec.memory.states import (
     compute_num_state_blocks,
     get_extended_states,
 )
+from blockstep.spec.memory.telling import get_stored
 from blockstep.spec.pool import (
     Pool,
     allocate_blocks,
@@ -40,15 +40,7 @@ from blockstep.spec.pool import (
 )
 from blockstep.spec.requests import Hit, Holding, RequestState, without_nulls
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import (
-    NULL_BLOCK,
-    BlockId,
-    BlockTables,
-    Config,
-    GroupKind,
-    KVGroup,
-    Request,
-)
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Config, GroupKind, KVGroup, Request
 
 NO_HIT = Hit(0, ())
 
@@ -114,16 +106,13 @@ def compute_max_blocks(config: Config, request: Request) -> int:
         config.num_lookahead_tokens,
         config.max_model_len,
     )
-    if not config.groups:
-        return compute_num_blocks(num_slots, config.block_size)
     reach, doubt = compute_max_reach(config), compute_max_doubt(config)
-    num_across = count_tokens_across(config, request)
     return sum(
         [
             compute_max_held_blocks(
-                group, get_num_slots_of(group, num_slots, num_across), reach, doubt
+                group, get_num_slots_of(group, num_slots, request), reach, doubt
             )
-            for group in config.groups
+            for group in config.kv_groups
         ]
     )
 
@@ -133,70 +122,25 @@ def is_servable(config: Config, request: Request) -> bool:
     return compute_max_blocks(config, request) <= config.num_usable_blocks
 
 
-def count_needed_blocks(
-    pool: Pool, num_slots: int, block_size: int, num_held: int, hit: tuple[BlockId, ...]
+def compute_num_taken(
+    group: KVGroup, num_tokens: int, num_slots: int, num_held: int, num_hit: int
 ) -> int:
-    """Free blocks that one group needs for `num_slots`, beside those held and those hit.
+    """Blocks that one group takes from the queue for a step that ends at `num_tokens`.
 
-    A hit on a free block uses up a free block, too; a null block is none. Source: seed 001 "Phase
-    2"; upstream #11562; P8.
-    """
-    num_new_blocks = compute_num_new_blocks(num_slots, block_size, num_held + len(hit))
-    return num_new_blocks + count_free(pool, without_nulls(hit)) if hit else num_new_blocks
-
-
-def count_needed(
-    pool: Pool,
-    group: KVGroup,
-    num_tokens: int,
-    num_slots: int,
-    num_held: int,
-    hit: tuple[BlockId, ...],
-) -> int:
-    """Free blocks that one group of several needs for a step that ends at `num_tokens`.
-
-    Source: vLLM 0.19.1 `get_num_blocks_to_allocate` of each kind; P8.
+    Source: vLLM 0.19.1 `allocate_new_blocks` of each kind; P8.
     """
     if group.kind is not GroupKind.RECURRENT:
-        return count_needed_blocks(pool, num_slots, group.block_size, num_held, hit)
+        return compute_num_new_blocks(num_slots, group.block_size, num_held + num_hit)
     num_blocks = compute_num_state_blocks(group, num_tokens, num_slots)
-    num_new_blocks = compute_num_new_states(group, num_blocks, num_held, len(hit))
-    return num_new_blocks + count_free(pool, without_nulls(hit))
+    return compute_num_new_states(group, num_blocks, num_held, num_hit)
 
 
-def can_hold(
-    config: Config,
-    pool: Pool,
-    num_tokens: int,
-    num_slots: int,
-    holdings: tuple[Holding, ...],
-    hit_tables: BlockTables,
-    num_across: int = 0,
-) -> bool:
-    """Whether the free blocks suffice for `num_slots` in all groups together.
+def count_free_hits(pool: Pool, hit: tuple[BlockId, ...]) -> int:
+    """Free blocks that a hit uses up: those of it that are free; a null block is none.
 
-    `num_across`: slots of a group that attends across.
-
-    Source: seed 001 "Phase 2"; P8.
+    Source: seed 001 "Phase 2"; upstream #11562; P8.
     """
-    if not config.groups:
-        num_held, size = len(holdings[0].block_table), config.block_size
-        num_needed = count_needed_blocks(pool, num_slots, size, num_held, hit_tables[0])
-        return num_needed <= get_num_free_blocks(pool)
-    num_needed = sum(
-        [
-            count_needed(
-                pool,
-                group,
-                num_tokens,
-                get_num_slots_of(group, num_slots, num_across),
-                len(holding.block_table),
-                hit,
-            )
-            for group, holding, hit in zip(config.groups, holdings, hit_tables, strict=True)
-        ]
-    )
-    return num_needed <= get_num_free_blocks(pool)
+    return count_free(pool, without_nulls(hit)) if hit else 0
 
 
 def can_finish(config: Config, pool: Pool, request: RequestState, hit: Hit, rules: Rules) -> bool:
@@ -206,17 +150,10 @@ def can_finish(config: Config, pool: Pool, request: RequestState, hit: Hit, rule
     """
     num_slots = min(request.num_known_tokens, config.max_model_len)
     hit_tables = hit.block_tables or ((),) * len(request.holdings)
-    if not config.groups:
-        return can_hold(config, pool, num_slots, num_slots, request.holdings, hit_tables)
-    num_across = count_tokens_across(config, request.request)
-    num_needed = sum(
-        rules.count_reserved_blocks(
-            config, pool, group, get_num_slots_of(group, num_slots, num_across), block_ids, holding
-        )
-        for group, block_ids, holding in zip(
-            config.groups, hit_tables, request.holdings, strict=True
-        )
-    )
+    num_needed = 0
+    for group, found, held in zip(config.kv_groups, hit_tables, request.holdings, strict=True):
+        num_owned = get_num_slots_of(group, num_slots, request.request)
+        num_needed += rules.count_reserved_blocks(config, pool, group, num_owned, found, held)
     return num_needed <= get_num_free_blocks(pool)
 
 
@@ -235,7 +172,8 @@ def count_reserved_blocks(
     charges all of them (#39734). Source: seed 001 "Full ISL reservation"; P8, P10, P11.
     """
     kept = holding.block_table
-    num_lacking = count_needed_blocks(pool, num_slots, group.block_size, len(kept), hit)
+    num_new_blocks = compute_num_new_blocks(num_slots, group.block_size, len(kept) + len(hit))
+    num_lacking = num_new_blocks + count_free_hits(pool, hit)
     if not kept:
         num_lacking += group.num_speculative_blocks
     reach, doubt = compute_max_reach(config), compute_max_doubt(config)
@@ -259,30 +197,32 @@ def allocate_slots(
     with it: the step that computes the tokens is about to run.
     Source: seed 001 "allocate_slots() -- The Block Allocation Pipeline"; P4, P7, P8.
     """
-    num_computed = request.num_computed_tokens + hit.num_tokens
+    num_computed, asked = request.num_computed_tokens + hit.num_tokens, request.request
     num_tokens = num_computed + num_new
     num_slots = compute_num_slots(num_computed, num_new, num_lookahead, config.max_model_len)
-    block_sizes = config.block_sizes
-    hit_tables = hit.block_tables or ((),) * len(block_sizes)
-    num_across = count_tokens_across(config, request.request)
+    hit_tables = hit.block_tables or ((),) * len(request.holdings)
+    groups = [*zip(config.kv_groups, request.holdings, hit_tables, strict=True)]
+    num_needed, nums_new = 0, []
+    for group, holding, found in groups:
+        num_held, num_owned = len(holding.block_table), get_num_slots_of(group, num_slots, asked)
+        nums_new.append(compute_num_taken(group, num_tokens, num_owned, num_held, len(found)))
+        num_needed += nums_new[-1] + count_free_hits(pool, found)
     # refuse
-    if not can_hold(config, pool, num_tokens, num_slots, request.holdings, hit_tables, num_across):
+    if num_needed > get_num_free_blocks(pool):
         return None
     # pool
-    for block_ids in hit.block_tables:
-        pool = touch_blocks(pool, without_nulls(block_ids))
+    for found in hit.block_tables:
+        pool = touch_blocks(pool, without_nulls(found))
     holdings = []
-    for index, holding in enumerate(request.holdings):
-        if config.groups and config.groups[index].kind is GroupKind.RECURRENT:
-            num_blocks = compute_num_state_blocks(config.groups[index], num_tokens, num_slots)
-            group, hit_table = config.groups[index], hit_tables[index]
-            pool, after = extend_states(pool, group, holding, hit_table, num_blocks)
-        else:
-            size, hit_table, num_owned = block_sizes[index], hit_tables[index], num_slots
-            if config.groups:
-                num_owned = get_num_slots_of(config.groups[index], num_slots, num_across)
-            pool, after = extend_holding(pool, holding, hit_table, num_owned, size)
-        holdings.append(after)
+    for (group, holding, found), num_new_blocks in zip(groups, nums_new, strict=True):
+        if not found and num_new_blocks == 0:
+            holdings.append(holding)
+            continue
+        pool, new_blocks = allocate_blocks(pool, num_new_blocks)
+        num_blocks = compute_num_state_blocks(group, num_tokens, num_slots)
+        table, is_begun = holding.block_table + found, bool(holding.block_table)
+        table = get_extended_states(group, table, is_begun, num_blocks, new_blocks)
+        holdings.append(Holding(table, holding.num_cached_blocks + len(found)))
     # requests
     if holdings != [*request.holdings]:
         request = replace(request, holdings=tuple(holdings))
@@ -290,40 +230,10 @@ def allocate_slots(
         return pool, request
     num_known = request.num_known_tokens
     nums_full = [
-        compute_num_publishable_blocks(num_computed, num_new, num_known, size)
-        for size in block_sizes
+        compute_num_publishable_blocks(num_computed, num_new, num_known, group.block_size)
+        for group, _, _ in groups
     ]
     return publish_slots(config, pool, request, nums_full)
-
-
-def extend_holding(
-    pool: Pool, holding: Holding, hit: tuple[BlockId, ...], num_slots: int, block_size: int
-) -> tuple[Pool, Holding]:
-    """One group's table with its hit, and with new blocks until it has `num_slots`.
-
-    Source: seed 001 "Phase 3", "Phase 4"; P8.
-    """
-    table = holding.block_table + hit
-    num_new_blocks = compute_num_new_blocks(num_slots, block_size, len(table))
-    if not hit and num_new_blocks == 0:
-        return pool, holding
-    pool, new_blocks = allocate_blocks(pool, num_new_blocks)
-    return pool, Holding(table + new_blocks, holding.num_cached_blocks + len(hit))
-
-
-def extend_states(
-    pool: Pool, group: KVGroup, holding: Holding, hit: tuple[BlockId, ...], num_blocks: int
-) -> tuple[Pool, Holding]:
-    """A recurrent group's table with its hit, and with new blocks until it has `num_blocks`.
-
-    Source: vLLM 0.19.1 `MambaManager.allocate_new_blocks`; P8.
-    """
-    num_held = len(holding.block_table)
-    num_new_blocks = compute_num_new_states(group, num_blocks, num_held, len(hit))
-    pool, new_blocks = allocate_blocks(pool, num_new_blocks)
-    table = holding.block_table + hit
-    table = get_extended_states(group, table, num_held > 0, num_blocks, new_blocks)
-    return pool, Holding(table, holding.num_cached_blocks + len(hit))
 
 
 def publish_slots(
@@ -349,7 +259,9 @@ def publish_slots(
         keys = get_group_keys(request.block_keys, group, num_links, first, num_full)
         if len(keys) != len(block_ids):
             keys = tuple([k for k, b in zip(keys, fresh, strict=True) if b != NULL_BLOCK])
-        pool = publish_blocks(pool, block_ids, keys)
+        tells = pool.kv_events is not None
+        stored = get_stored(config, request, group, fresh, settled[group]) if tells else ()
+        pool = publish_blocks(pool, block_ids, keys, stored)
         holdings.append(Holding(holding.block_table, max(settled[group], num_full)))
     return pool, replace(request, holdings=tuple(holdings))
 
@@ -370,9 +282,9 @@ def skip_slots(
     for index, group in enumerate(config.groups):
         table = holdings[index].block_table
         num_certain = rules.compute_num_certain(group, request.num_computed_tokens, num_in_doubt)
-        num_skipped = min(
-            rules.count_skipped_blocks(group, holdings[index], num_certain), len(table)
-        )
+        num_skipped = compute_num_skipped_blocks(group, num_certain)
+        num_skipped = rules.count_skipped_blocks(num_skipped, group, holdings[index])
+        num_skipped = min(num_skipped, len(table))
         left = without_nulls(table[:num_skipped])
         if left:
             num_left += len(left)
@@ -380,12 +292,6 @@ def skip_slots(
             after = (NULL_BLOCK,) * num_skipped + table[num_skipped:]
             holdings[index] = Holding(after, holdings[index].num_cached_blocks)
     return pool, replace(request, holdings=tuple(holdings)) if num_left else request
-
-
-def count_skipped_blocks(group: KVGroup, holding: Holding, num_certain: int) -> int:
-    """Leading blocks of a table that are given back: all that are skipped. Source: P8."""
-    del holding
-    return compute_num_skipped_blocks(group, num_certain)
 
 
 def release_slots(pool: Pool, request: RequestState, rules: Rules) -> Pool:

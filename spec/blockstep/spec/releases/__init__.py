@@ -7,9 +7,8 @@ strict rules (`blockstep.spec.rules`), which know nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from blockstep.spec.releases import (
     adapters,
@@ -24,6 +23,7 @@ from blockstep.spec.releases import (
     order,
     sessions,
     states,
+    telling,
 )
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.rules import Rules
@@ -47,6 +47,7 @@ _STORIES: Mapping[Quirk, QuirkStory] = {
         sessions,
         grammars,
         endings,
+        telling,
     )
     for story in theme.STORIES
 }
@@ -59,13 +60,9 @@ def get_rules(quirks: frozenset[Quirk], config: Config) -> Rules:
 
     Source: architecture D5.
     """
-
-    def remake() -> tuple[Callable[..., Rules], tuple[Any, ...]]:
-        return get_rules, (quirks, config)
-
     if not quirks:
         return STRICT_RULES
-    rules = replace(STRICT_RULES, quirks=frozenset(quirks), remake=remake)
+    rules = replace(STRICT_RULES, quirks=quirks, remake=(get_rules, (quirks, config)))
     for story in QUIRKS:
         if story.quirk in quirks:
             rules = story.change(rules, config)

@@ -20,8 +20,8 @@ STORIES = (
         adapters_of_rows_only,
         "who runs, but has no row in the step, leaves the seat of its adapter to others",
         ("P9",),
-        "not found upstream",
-        "0.11.0 0.19.1 0.33.0",
+        "not found upstream (fixed in 0.33.0)",
+        "0.11.0 0.19.1",
         "two frames, not asynchronous, max_loras 1; one request with an adapter is in flight, one "
         "with another comes: it is admitted, and a later step has rows of both, where upstream "
         "stops by an assertion",

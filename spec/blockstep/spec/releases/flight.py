@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import Frame, RequestState
+from blockstep.spec.requests import Frame, RequestState, list_rows_in_flight
 from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import Config, RequestId
 
@@ -15,11 +15,8 @@ def frames_hold_the_preempted(rules: Rules, _config: Config) -> Rules:
     """A preempted request waits for every frame that names it, also where it does not sample."""
 
     def is_held_by_frames(frames: Sequence[Frame], request: RequestState) -> bool:
-        return rules.is_held_by_frames(frames, request) or any(
-            row.request_id == request.request_id and not row.is_dropped
-            for frame in frames
-            for row in frame.rows
-        )
+        rows = list_rows_in_flight(frames, request.request_id)
+        return bool(rows) or rules.is_held_by_frames(frames, request)
 
     return replace(rules, is_held_by_frames=is_held_by_frames)
 

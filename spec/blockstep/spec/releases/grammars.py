@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from blockstep.spec.beside.grammar import Stand, holds
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import Frame, FrameRow, RequestState
+from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import Config, Grammar, TokenId, TokenIds
 
@@ -19,10 +19,10 @@ def padding_unmasks_what_follows(rules: Rules, _config: Config) -> Rules:
 def mask_of_who_samples_by_now(rules: Rules, _config: Config) -> Rules:
     """Who has rows of a mask is decided when it is made, not when the frame was planned."""
 
-    def has_mask_row(frame: Frame, row: FrameRow, request: RequestState) -> bool:
-        del row
-        is_asked = any(other.has_mask for other in frame.rows)
-        return is_asked and request.request.grammar is not None and not request.is_prefill_chunk
+    def has_mask_row(has_mask: bool, frame: Frame, request: RequestState) -> bool:
+        del has_mask
+        is_held = request.request.grammar is not None and not request.is_prefill_chunk
+        return frame.has_structured_output and is_held
 
     return replace(rules, has_mask_row=has_mask_row)
 
@@ -38,7 +38,7 @@ def reasoning_ends_with_its_step(rules: Rules, _config: Config) -> Rules:
         return rules.get_next_stand(config, grammar, stand, token)
 
     def get_settled(
-        config: Config, before: Stand, request: RequestState, tokens: TokenIds
+        request: RequestState, before: Stand, config: Config, tokens: TokenIds
     ) -> RequestState:
         del before
         if holds(config, request.stand) or config.reasoning_end_token_id not in tokens:
@@ -52,13 +52,13 @@ def reasoning_ends_at_the_last_token(rules: Rules, _config: Config) -> Rules:
     """The end of reasoning is seen where it is the last token of a step, and overlooked before."""
 
     def get_settled(
-        config: Config, before: Stand, request: RequestState, tokens: TokenIds
+        request: RequestState, before: Stand, config: Config, tokens: TokenIds
     ) -> RequestState:
         del tokens
         text = request.all_token_ids
         first = request.num_computed_tokens - request.num_output_placeholders
         seen = text[first if first >= 0 else max(len(text) + first, 0) :]
-        after = rules.get_settled(config, before, request, seen)
+        after = rules.get_settled(request, before, config, seen)
         is_seen = holds(config, before) or config.reasoning_end_token_id in seen
         return after if is_seen else replace(after, stand=before)
 

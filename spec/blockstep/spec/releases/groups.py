@@ -10,18 +10,12 @@ from typing import TypeAlias
 from blockstep.spec.hashing import get_group_keys
 from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.memory.prefix import count_runs, is_valid_hit
-from blockstep.spec.memory.slots import count_needed
+from blockstep.spec.memory.slots import compute_num_taken, count_free_hits
 from blockstep.spec.pool import Pool, find_block
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Hit, Holding, RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import (
-    NULL_BLOCK,
-    BlockId,
-    Config,
-    GroupKind,
-    KVGroup,
-)
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Config, GroupKind, KVGroup
 
 Range: TypeAlias = tuple[int, int]
 """Of a table: the index of the first block that is no null block, and of the end."""
@@ -196,6 +190,14 @@ def hits_are_searched(rules: Rules, config: Config) -> Rules:
     return replace(rules, get_joint_hit=search.find)
 
 
+def count_needed(
+    pool: Pool, group: KVGroup, num_slots: int, num_held: int, hit: tuple[BlockId, ...]
+) -> int:
+    """Free blocks that one group needs for all of `num_slots`, beside those held and those hit."""
+    num_taken = compute_num_taken(group, num_slots, num_slots, num_held, len(hit))
+    return num_taken + count_free_hits(pool, hit)
+
+
 def windows_reserve_everything(rules: Rules, _config: Config) -> Rules:
     """The gate charges a window the whole request."""
 
@@ -208,7 +210,7 @@ def windows_reserve_everything(rules: Rules, _config: Config) -> Rules:
         holding: Holding,
     ) -> int:
         del config
-        return count_needed(pool, group, num_slots, num_slots, len(holding.block_table), hit)
+        return count_needed(pool, group, num_slots, len(holding.block_table), hit)
 
     return replace(rules, count_reserved_blocks=count_reserved_blocks)
 
@@ -231,7 +233,7 @@ def windows_reserve_steps_in_flight(rules: Rules, _config: Config) -> Rules:
             num_tokens = min(num_behind + num_in_flight, config.max_model_len)
             num_blocks = -(-num_tokens // group.block_size) + is_window
             num_slots = min(num_slots, num_blocks * group.block_size)
-        return count_needed(pool, group, num_slots, num_slots, len(holding.block_table), hit)
+        return count_needed(pool, group, num_slots, len(holding.block_table), hit)
 
     return replace(rules, count_reserved_blocks=count_reserved_blocks)
 
@@ -239,8 +241,8 @@ def windows_reserve_steps_in_flight(rules: Rules, _config: Config) -> Rules:
 def chunk_keeps_a_named_block(rules: Rules, _config: Config) -> Rules:
     """Of the blocks behind a chunk the last one that is published stays."""
 
-    def count_skipped_blocks(group: KVGroup, holding: Holding, num_certain: int) -> int:
-        num_skipped = rules.count_skipped_blocks(group, holding, num_certain)
+    def count_skipped_blocks(num_skipped: int, group: KVGroup, holding: Holding) -> int:
+        num_skipped = rules.count_skipped_blocks(num_skipped, group, holding)
         if group.kind is GroupKind.CHUNKED_LOCAL and holding.num_cached_blocks:
             return min(num_skipped, holding.num_cached_blocks - 1)
         return num_skipped
@@ -251,8 +253,8 @@ def chunk_keeps_a_named_block(rules: Rules, _config: Config) -> Rules:
 def windows_forget_doubt(rules: Rules, _config: Config) -> Rules:
     """A window moves on as if all drafts in flight were accepted."""
 
-    def get_num_in_doubt(num_scheduled: int, num_drafts: int) -> int:
-        del num_scheduled, num_drafts
+    def get_num_in_doubt(num_drafts: int, num_scheduled: int) -> int:
+        del num_drafts, num_scheduled
         return 0
 
     return replace(rules, get_num_in_doubt=get_num_in_doubt)
@@ -261,7 +263,7 @@ def windows_forget_doubt(rules: Rules, _config: Config) -> Rules:
 def all_in_flight_is_in_doubt(rules: Rules, _config: Config) -> Rules:
     """A window stays where it was until what is in flight is answered, drafts or not."""
 
-    def get_num_in_doubt(num_scheduled: int, num_drafts: int) -> int:
+    def get_num_in_doubt(num_drafts: int, num_scheduled: int) -> int:
         del num_drafts
         return num_scheduled
 

@@ -27,6 +27,8 @@ class Quirk(StrEnum):
     TOUCHING_ITEM_NAMES_AN_OUTPUT_BLOCK = "touching_item_names_an_output_block"
     NOTHING_RESERVED = "nothing_reserved"
     ONE_WAITING_QUEUE = "one_waiting_queue"
+    SESSIONS_WAIT_APART = "sessions_wait_apart"
+    RESTING_SESSIONS_KEEP_THEIR_SEATS = "resting_sessions_keep_their_seats"
     DRAFTS_OUTLIVE_PREEMPTION = "drafts_outlive_preemption"
     PASSED_OVER_COME_BACK_REVERSED = "passed_over_come_back_reversed"
     CACHED_TOKENS_OF_THE_LAST_HIT = "cached_tokens_of_the_last_hit"
@@ -80,6 +82,7 @@ class Quirk(StrEnum):
     SESSIONS_HAVE_NOTHING_IN_COMMON = "sessions_have_nothing_in_common"
     SESSION_TELLS_ITS_LAST_STOP_TOKEN = "session_tells_its_last_stop_token"  # noqa: S105 - a token of a language model
     SESSIONS_ADMITTED_WITH_LOOKAHEAD = "sessions_admitted_with_lookahead"
+    REFUSED_SESSIONS_GIVE_BACK = "refused_sessions_give_back"
     PADDING_UNMASKS_WHAT_FOLLOWS = "padding_unmasks_what_follows"
     MASK_OF_WHO_SAMPLES_BY_NOW = "mask_of_who_samples_by_now"
     REASONING_ENDS_WITH_ITS_STEP = "reasoning_ends_with_its_step"
@@ -90,6 +93,7 @@ class Quirk(StrEnum):
     ALL_IN_FLIGHT_IS_IN_DOUBT = "all_in_flight_is_in_doubt"
     STATES_ARE_LEFT_AT_ONCE = "states_are_left_at_once"
     CHUNKS_END_AT_CHECKPOINTS = "chunks_end_at_checkpoints"
+    RESETS_ARE_TOLD_LATE = "resets_are_told_late"
 
 
 @dataclass(frozen=True, slots=True)

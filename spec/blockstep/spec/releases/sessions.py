@@ -9,7 +9,7 @@ from blockstep.spec.pool import Pool
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import Config, Request, TokenId, TokenIds
+from blockstep.spec.vocabulary import Config, FinishReason, Request, TokenId, TokenIds
 
 
 def sessions_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
@@ -87,6 +87,11 @@ def sessions_admitted_with_lookahead(rules: Rules, _config: Config) -> Rules:
     return replace(rules, get_num_lookahead_at_admission=get_num_lookahead_at_admission)
 
 
+def refused_sessions_give_back(rules: Rules, _config: Config) -> Rules:
+    """A session that is refused for want of blocks has given up what its windows left."""
+    return replace(rules, skips_before_the_gate=False)
+
+
 def sessions_have_nothing_in_common(rules: Rules, _config: Config) -> Rules:
     """Blocks that all who run have in common are told only if sessions that rest have them, too."""
     return replace(rules, hint_is_of_all_holders=True)
@@ -95,9 +100,12 @@ def sessions_have_nothing_in_common(rules: Rules, _config: Config) -> Rules:
 def session_tells_its_last_stop_token(rules: Rules, _config: Config) -> Rules:
     """Once a stop token has ended a chunk, it is told with each output of the chunks behind."""
 
-    def get_told_stop(request: RequestState, stop_token_id: TokenId | None) -> TokenId | None:
-        told = rules.get_told_stop(request, stop_token_id)
-        return request.last_stop_token_id if told is None else told
+    def get_told_stop(
+        stop_token_id: TokenId | None, request: RequestState, reason: FinishReason | None
+    ) -> TokenId | None:
+        told = rules.get_told_stop(stop_token_id, request, reason)
+        is_forgotten = told is not None or reason is FinishReason.REPETITION
+        return told if is_forgotten else request.last_stop_token_id
 
     return replace(rules, get_told_stop=get_told_stop)
 
@@ -189,5 +197,15 @@ STORIES = (
         "0.19.1",
         "blocks of 2, a draft model; a session goes on with tokens that end its block: it is "
         "given one block more",
+    ),
+    QuirkStory(
+        Quirk.REFUSED_SESSIONS_GIVE_BACK,
+        refused_sessions_give_back,
+        "a session that is refused for want of blocks has given up what its windows left",
+        ("P7", "P16"),
+        "not found upstream",
+        "0.19.1",
+        "several groups, one of a window; a session goes on in a pool without a free block: it is "
+        "not admitted, and what fell out of its window is free",
     ),
 )

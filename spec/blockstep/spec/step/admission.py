@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from blockstep.spec.beside.adapters import has_seat
+from blockstep.spec.copies import replace
 from blockstep.spec.memory.prefix import get_prefix_hit, reads_prefix_cache
 from blockstep.spec.memory.slots import NO_HIT, allocate_slots, can_finish, skip_slots
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Frame, Hit, RequestState, without_nulls
+from blockstep.spec.requests import Frame, Hit, RequestState, list_rows_in_flight, without_nulls
 from blockstep.spec.step.encoding import (
     process_items_asked,
     process_items_refused,
     process_items_taken,
 )
 from blockstep.spec.step.giving import process_giving
-from blockstep.spec.step.queues import is_blocked, process_prepend, select_queue
+from blockstep.spec.step.queues import is_blocked, process_prepend
 from blockstep.spec.step.share import compute_num_drafts, compute_share
 from blockstep.spec.step.work import Scheduled, Step, Verdict
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     BlockId,
-    Config,
     GroupKind,
+    PauseState,
     RequestId,
     Status,
 )
@@ -37,10 +37,15 @@ def process_waiting_phase(step: Step) -> None:
     it. Source: seed 001 "Waiting Queue -- Admission Gate"; seed 000 "Phase 2"; P15, P16.
     """
     config, rules = step.state.config, step.state.rules
-    while (step.waiting or step.skipped) and not step.budget.is_spent:
-        if len(step.running) == config.max_num_seqs:
+    is_paused = step.state.pause_state is not PauseState.UNPAUSED
+    while step.budget > 0:
+        if rules.count_seats(len(step.running), step.requests) >= config.max_num_seqs:
             break
-        queue = select_queue(config.policy, step.waiting, step.skipped, step.requests)
+        queue = rules.get_open_queue(
+            config.policy, is_paused, step.waiting, step.skipped, step.requests
+        )
+        if not queue:
+            break
         verdict = get_verdict(step, queue[0])
         if verdict in (Verdict.NO_ROOM, Verdict.NO_BLOCKS):
             break
@@ -48,7 +53,8 @@ def process_waiting_phase(step: Step) -> None:
         if verdict is Verdict.PASSED_OVER:
             step.passed_over.append(request_id)
     for request_id in reversed(rules.get_order_of_return(step.passed_over)):
-        queue = step.skipped if rules.has_skipped_queue else step.waiting
+        is_apart = rules.waits_apart(step.requests[request_id], True)
+        queue = step.skipped if is_apart else step.waiting
         process_prepend(config.policy, queue, request_id, step.requests)
 
 
@@ -113,11 +119,7 @@ GATES: tuple[Gate, ...] = (process_grammar_gate, process_flight_gate, process_ad
 
 def is_held_by_frames(frames: Sequence[Frame], request: RequestState) -> bool:
     """Whether a frame in flight samples for the request. Source: upstream #48245; P13."""
-    return any(
-        row.samples and not row.is_dropped and row.request_id == request.request_id
-        for frame in frames
-        for row in frame.rows
-    )
+    return any(row.samples for row in list_rows_in_flight(frames, request.request_id))
 
 
 def process_admission(step: Step, request: RequestState) -> Verdict:
@@ -137,16 +139,14 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
         request = replace(request, junction=hit.junction)
     num_known, num_start = request.num_known_tokens, num_computed + hit.num_tokens
     running = (step.requests[row.request_id] for row in step.rows if row.status is Status.RUNNING)
-    num_padding = rules.get_num_padding(
-        config, num_known, num_start, step.budget.num_tokens, running
-    )
+    num_padding = rules.get_num_padding(config, num_known, num_start, step.budget, running)
     if num_padding is None:
         return Verdict.NO_ROOM
     num_new = compute_share(
         num_known + num_padding,
         num_start,
-        rules.get_threshold(config, len(step.requests)),
-        step.budget.num_tokens,
+        rules.get_threshold(config.long_prefill_token_threshold, len(step.requests)),
+        step.budget,
         end=num_known + num_padding,
         is_whole=not config.enable_chunked_prefill,
     )
@@ -181,11 +181,16 @@ def get_slots_at_admission(
     Source: seed 001 "Full ISL reservation"; P7, P8.
     """
     config, rules, pool = step.state.config, step.state.rules, step.pool
-    if config.groups and request.num_computed_tokens:
+    name, goes_on = request.request_id, bool(config.groups and request.num_computed_tokens)
+    if goes_on and rules.skips_before_the_gate:
         pool, request = skip_slots(config, pool, request, 0, rules)
     is_reserved = config.scheduler_reserve_full_isl and rules.reserves_full_isl
     if is_reserved and not can_finish(config, pool, request, hit, rules):
         return None
+    if goes_on and not rules.skips_before_the_gate:
+        pool, request = skip_slots(config, pool, request, 0, rules)
+        step.pool = pool
+        step.requests[name] = replace(step.requests[name], holdings=request.holdings)
     num_lookahead = rules.get_num_lookahead_at_admission(config, request)
     return allocate_slots(config, pool, request, num_new, num_lookahead, hit)
 
@@ -206,12 +211,6 @@ def get_unwritten_states(step: Step) -> list[BlockId]:
             table = step.requests[row.request_id].block_tables[index]
             unwritten += without_nulls(table[row.num_computed // group.block_size :])
     return unwritten
-
-
-def waits_for_states(before: Pool, pool: Pool, unwritten: Sequence[BlockId], hit: Hit) -> bool:
-    """Whether a hit is left for the next step: never, it is there. Source: P15."""
-    del before, pool, unwritten, hit
-    return False
 
 
 def process_entrance(
@@ -250,24 +249,3 @@ def process_entrance(
 def get_num_cached_tokens(request: RequestState, num_hit: int) -> int:
     """What is told as cached: the hit of the first admission. Source: seed 001; P21."""
     return num_hit if request.num_cached_tokens < 0 else request.num_cached_tokens
-
-
-def get_num_lookahead_at_admission(config: Config, request: RequestState) -> int:
-    """Slots for a proposer's lookahead that an admission asks for: none, nothing is drafted yet.
-
-    Source: vLLM 0.19.1 `schedule`, when run; P8.
-    """
-    del config, request
-    return 0
-
-
-def get_num_padding(
-    config: Config,
-    num_known: int,
-    num_hit: int,
-    budget: int,
-    running: Iterable[RequestState],
-) -> int | None:
-    """Drafts that a request is admitted with: none, for nobody has proposed any. Source: P24."""
-    del config, num_known, num_hit, budget, running
-    return 0

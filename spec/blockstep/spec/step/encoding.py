@@ -9,7 +9,7 @@ which leaves more room, and the items that were there for it are there or can be
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from blockstep.spec.beside.encoder import (
     Encoder,
@@ -19,6 +19,7 @@ from blockstep.spec.beside.encoder import (
     fits,
     take_item,
 )
+from blockstep.spec.copies import replace
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.step.work import Step
@@ -46,13 +47,11 @@ def process_items_asked(
     items = request.request.items
     if num_new <= 0 or not step.encoder.size or not items:
         return Claim(num_new)
-    if items[-1].offset + items[-1].length <= num_computed and step.encoder.is_shared:
+    end = items[-1].offset + items[-1].length if step.encoder.is_shared else 1
+    if end <= num_computed:
         return Claim(num_new)
     config, rules = step.state.config, step.state.rules
-    if config.is_encoder_decoder:
-        claim = get_claim_beside(step.encoder, rules, request.request, num_computed, num_new)
-    else:
-        claim = get_claim(config, step.encoder, rules, request.request, num_computed, num_new)
+    claim = get_claim(config, step.encoder, rules, request.request, num_computed, num_new)
     if claim.encoder is not None:
         step.encoder = rules.get_encoder_once_asked(step.encoder, claim.encoder)
     return claim
@@ -66,9 +65,11 @@ def get_claim(
     num_computed: int,
     num_new: int,
 ) -> Claim:
-    """The claim of a chunk whose items stand in the prompt: up to the first that does not fit.
+    """The claim of a chunk that may read of items: up to the first that does not fit.
 
-    Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P9, P15, P22.
+    Items that stand beside the prompt stand where it begins: all come with its first chunk, or it
+    does not. Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`, `EncoderDecoderCacheManager`; P9,
+    P15, P22.
     """
     num_ahead, taken = config.num_encoder_lookahead_tokens, []
     for index, item in enumerate(request.items):
@@ -89,24 +90,6 @@ def get_claim(
             if not is_needed:
                 encoder = evict_for(encoder, item.num_embeds)
                 continue
-        encoder = take_item(encoder, request, index, rules.get_item_holder(request, index))
-        taken.append(index)
-    return Claim(num_new, tuple(taken), encoder)
-
-
-def get_claim_beside(
-    encoder: Encoder, rules: Rules, request: Request, num_computed: int, num_new: int
-) -> Claim:
-    """The claim of a chunk whose items stand beside the prompt: all with the first, or nothing.
-
-    Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`, `EncoderDecoderCacheManager`; P9, P22.
-    """
-    if num_computed > 0:
-        return Claim(num_new)
-    taken = []
-    for index, item in enumerate(request.items):
-        if not has_room(encoder, rules, item):
-            return Claim(0, (), encoder)
         encoder = take_item(encoder, request, index, rules.get_item_holder(request, index))
         taken.append(index)
     return Claim(num_new, tuple(taken), encoder)

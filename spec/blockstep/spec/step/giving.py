@@ -15,8 +15,8 @@ after a preemption; but it did not run, so it is none.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
+from blockstep.spec.copies import replace
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.requests import NOTHING_HELD, RequestState
 from blockstep.spec.step.queues import Requests, get_rank
@@ -24,7 +24,7 @@ from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import Policy, RequestId, Status
 
 
-def process_giving(step: Step, receiver_id: RequestId) -> bool:
+def process_giving(step: Step, receiver_id: RequestId | None = None) -> bool:
     """Take the blocks of one session, for a request that lacks some; whether there was one.
 
     Source: upstream #49439; P10, P17.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from blockstep.spec.beside.encoder import end_step, list_freed
-from blockstep.spec.maps import FrozenMap
-from blockstep.spec.requests import Frame, FrameRow, RequestState
+from blockstep.spec.copies import replace
+from blockstep.spec.requests import Frame, FrameRow
 from blockstep.spec.state import State
 from blockstep.spec.step.encoding import list_encoder_inputs
-from blockstep.spec.step.work import Scheduled, Step
+from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     BlockId,
@@ -24,7 +23,25 @@ from blockstep.spec.vocabulary import (
 )
 
 
-def get_plan(step: Step) -> Plan:
+def get_frame_rows(step: Step) -> tuple[FrameRow, ...]:
+    """What the frame of this step will ask of each request that has a row in it.
+
+    A row that reaches the last token that will be known then has the worker sample.
+    Source: seed 001 "_update_after_schedule()"; P12.
+    """
+    has_groups, rules = bool(step.state.config.groups), step.state.rules
+    rows = []
+    for row in step.rows:
+        request, num_drafts = step.requests[row.request_id], len(row.drafts)
+        num_promised = request.num_known_tokens + request.num_output_placeholders
+        samples = row.num_computed + row.num_scheduled >= num_promised
+        has_mask = samples and request.request.grammar is not None
+        num_in_doubt = rules.get_num_in_doubt(num_drafts, row.num_scheduled) if has_groups else 0
+        rows.append(FrameRow(row.request_id, row.drafts, samples, False, num_in_doubt, has_mask))
+    return tuple(rows)
+
+
+def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
     """The plan of the step: everything about new requests, differences for known ones.
 
     Source: seed 001 "SchedulerOutput Construction", "CachedRequestData Construction"; P26.
@@ -32,11 +49,8 @@ def get_plan(step: Step) -> Plan:
     new: list[NewRow] = []
     cached: list[CachedRow] = []
     resumed: list[CachedRow] = []
-    masked: list[RequestState] = []
     for row in step.rows:
         request = step.requests[row.request_id]
-        if request.request.grammar is not None and is_sampling(request, row):
-            masked.append(request)
         if row.status is Status.WAITING:
             new.append(NewRow(request.request, row.new_blocks, row.num_computed, row.num_scheduled))
             continue
@@ -55,6 +69,7 @@ def get_plan(step: Step) -> Plan:
                 draft_token_ids=row.drafts,
             )
         )
+    masked = [step.requests[row.request_id] for row in frame_rows if row.has_mask]
     plan = Plan(
         frame_id=step.state.next_frame_id,
         new=tuple(new),
@@ -74,15 +89,6 @@ def get_plan(step: Step) -> Plan:
         external_encoder_inputs=list_encoder_inputs(step, is_external=True),
         free_encoder_mm_hashes=list_freed(step.encoder, step.state.rules.get_freed),
     )
-
-
-def is_sampling(request: RequestState, row: Scheduled) -> bool:
-    """Whether a row reaches the last token that will be known then, so that the worker samples.
-
-    Source: seed 001 "_update_after_schedule()"; P12.
-    """
-    num_computed = row.num_computed + row.num_scheduled
-    return num_computed >= request.num_known_tokens + request.num_output_placeholders
 
 
 def get_blocks_to_zero(step: Step) -> tuple[BlockId, ...]:
@@ -122,15 +128,11 @@ def get_num_common_prefix_blocks(step: Step) -> tuple[int, ...]:
     if step.state.rules.hint_is_of_all_holders:
         queued = (*step.waiting, *step.skipped)
         names = (*names, *[name for name in queued if any(step.requests[name].block_tables)])
-    holdings = [step.requests[name].holdings for name in names]
-    if not config.groups:
-        return (count_common_blocks([first.block_table for (first,) in holdings]),)
+    tables = zip(*[step.requests[name].block_tables for name in names], strict=True)
     return tuple(
         [
-            count_common_blocks([of_one[index].block_table for of_one in holdings])
-            if group.kind is GroupKind.FULL
-            else 0
-            for index, group in enumerate(config.groups)
+            count_common_blocks(of_group) if group.kind is GroupKind.FULL else 0
+            for group, of_group in zip(config.kv_groups, tables, strict=True)
         ]
     )
 
@@ -148,49 +150,37 @@ def count_common_blocks(tables: Sequence[tuple[BlockId, ...]]) -> int:
     return num_common
 
 
-def process_advance(step: Step, plan: Plan) -> State:
+def process_advance(step: Step, frame_rows: tuple[FrameRow, ...]) -> State:
     """The state once the plan is on its way: scheduled tokens count as computed.
 
     So that a next step can be planned before this one ends; what is rejected later is taken back
     by the commit. Source: seed 001 "_update_after_schedule()"; P12.
     """
-    rows = []
-    has_groups, rules = bool(step.state.config.groups), step.state.rules
-    for row in step.rows:
-        request = step.requests[row.request_id]
-        samples = is_sampling(request, row)
-        has_mask = samples and request.request.grammar is not None
-        num_drafts = len(row.drafts)
-        num_in_doubt = rules.get_num_in_doubt(row.num_scheduled, num_drafts) if has_groups else 0
-        rows.append(FrameRow(row.request_id, row.drafts, samples, False, num_in_doubt, has_mask))
-        num_computed = row.num_computed + row.num_scheduled
+    for row, frame_row in zip(step.rows, frame_rows, strict=True):
+        request, num_computed = step.requests[row.request_id], row.num_computed + row.num_scheduled
         step.requests[row.request_id] = replace(
-            request, num_computed_tokens=num_computed, is_prefill_chunk=not samples
+            request, num_computed_tokens=num_computed, is_prefill_chunk=not frame_row.samples
         )
-        step.encoder = rules.free_items(step.encoder, request.request, num_computed)
+        step.encoder = step.state.rules.free_items(step.encoder, request.request, num_computed)
     if step.state.config.async_scheduling:
-        process_promises(step, rows)
-    frames = step.state.frames
-    if rows:
-        frames = (*frames, Frame(plan.frame_id, tuple(rows)))
+        process_promises(step, frame_rows)
+    frames, frame_id = step.state.frames, step.state.next_frame_id
+    if frame_rows:
+        sampling = [step.requests[row.request_id].request for row in frame_rows if row.samples]
+        is_structured = any(request.structured_output for request in sampling)
+        frames = (*frames, Frame(frame_id, frame_rows, is_structured))
+    step.encoder = end_step(step.encoder)
     return replace(
-        step.state,
-        pool=step.pool,
-        requests=FrozenMap(step.requests),
-        waiting=tuple(step.waiting),
-        skipped_waiting=tuple(step.skipped),
-        running=tuple(step.running),
+        step.get_state(),
         frames=frames,
-        next_frame_id=plan.frame_id + 1,
+        next_frame_id=frame_id + 1,
         finished_req_ids=(),
         prev_scheduled_req_ids=tuple(sorted(row.request_id for row in step.rows)),
         reset_req_ids=(),
-        stats=step.stats,
-        encoder=end_step(step.encoder),
     )
 
 
-def process_promises(step: Step, rows: list[FrameRow]) -> None:
+def process_promises(step: Step, rows: Sequence[FrameRow]) -> None:
     """Count the tokens that the step will sample, and leave room for the drafts that follow them.
 
     A row that samples promises a token and its drafts. What the worker then proposes only it knows,
@@ -211,9 +201,3 @@ def process_promises(step: Step, rows: list[FrameRow]) -> None:
             num_output_placeholders=request.num_output_placeholders + num_promised,
             spec_token_ids=placeholders if num_promised else (),
         )
-
-
-def keeps_drafts(is_planned: bool, samples: bool) -> bool:
-    """Whether a running request's drafts outlive a plan: only until it, so never. Source: P24."""
-    del is_planned, samples
-    return False

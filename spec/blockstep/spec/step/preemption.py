@@ -7,11 +7,10 @@ computes everything again.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from blockstep.spec.copies import replace
 from blockstep.spec.memory.slots import allocate_slots, skip_slots
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import NOTHING_HELD, RequestState, count_in_doubt
+from blockstep.spec.requests import NOTHING_HELD, RequestState, list_rows_in_flight
 from blockstep.spec.step.giving import process_giving
 from blockstep.spec.step.queues import process_prepend, select_victim
 from blockstep.spec.step.work import Step
@@ -32,7 +31,8 @@ def process_claim(
     config, rules = step.state.config, step.state.rules
     request = step.requests[step.running[index]]
     if config.groups:
-        num_in_doubt = count_in_doubt(step.state.frames, request.request_id)
+        rows = list_rows_in_flight(step.state.frames, request.request_id)
+        num_in_doubt = sum([row.num_in_doubt for row in rows])
         step.pool, request = skip_slots(config, step.pool, request, num_in_doubt, rules)
         step.requests[request.request_id] = request
     while True:

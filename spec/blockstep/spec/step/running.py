@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from blockstep.spec.copies import replace
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
 from blockstep.spec.step.encoding import (
@@ -15,7 +14,6 @@ from blockstep.spec.step.encoding import (
 from blockstep.spec.step.preemption import process_claim
 from blockstep.spec.step.share import compute_num_drafts, compute_share, is_past_max_tokens
 from blockstep.spec.step.work import Scheduled, Step
-from blockstep.spec.vocabulary import Config
 
 
 def process_running_phase(step: Step) -> None:
@@ -25,7 +23,7 @@ def process_running_phase(step: Step) -> None:
     Source: seed 001 "Schedule RUNNING Requests"; seed 000 "Phase 1"; P15.
     """
     index = 0
-    while index < len(step.running) and not step.budget.is_spent:
+    while index < len(step.running) and step.budget > 0:
         request = step.requests[step.running[index]]
         num_new, claim = get_running_share(step, request)
         if num_new <= 0:
@@ -38,16 +36,6 @@ def process_running_phase(step: Step) -> None:
             index += 1
         elif not step.state.rules.goes_on_after_self_victim(step.state.config):
             return
-
-
-def goes_on_after_self_victim(config: Config) -> bool:
-    """Whether the phase goes on behind a request that preempted itself: never.
-
-    It lacked blocks, and so would whoever comes after it. Source: seed 001 "Preemption in the
-    Running Loop"; P15.
-    """
-    del config
-    return False
 
 
 def get_running_share(step: Step, request: RequestState) -> tuple[int, Claim]:
@@ -80,8 +68,8 @@ def get_num_running_tokens(step: Step, request: RequestState) -> int:
     return compute_share(
         request.num_known_tokens + num_placeholders + len(request.spec_token_ids),
         num_computed,
-        step.state.rules.get_threshold(config, len(step.requests)),
-        step.budget.num_tokens,
+        step.state.rules.get_threshold(config.long_prefill_token_threshold, len(step.requests)),
+        step.budget,
         end=config.max_model_len - 1,
     )
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 from blockstep.spec.beside.encoder import begin_step
 from blockstep.spec.state import State
 from blockstep.spec.step.admission import process_waiting_phase
-from blockstep.spec.step.plans import get_plan, process_advance
+from blockstep.spec.step.plans import get_frame_rows, get_plan, process_advance
 from blockstep.spec.step.running import process_running_phase
-from blockstep.spec.step.work import Budget, Step
+from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import PauseState, Plan, RejectCode, Rejected
 
 
@@ -26,13 +26,15 @@ def process_schedule(state: State) -> tuple[State, Plan] | Rejected:
         return Rejected(RejectCode.PIPELINE_FULL, f"commit frame {waiting} first")
     # select
     step = create_step(state)
+    step.encoder = begin_step(step.encoder, state.config.encoder_compute_budget)
     process_running_phase(step)
-    if not step.preempted and state.pause_state is PauseState.UNPAUSED:
+    if not step.preempted:
         process_waiting_phase(step)
-    assert step.budget.num_tokens >= 0, "the budget is never overdrawn (P9)"
+    assert step.budget >= 0, "the budget is never overdrawn (P9)"
     # observe
-    plan = get_plan(step)
-    return process_advance(step, plan), plan
+    frame_rows = get_frame_rows(step)
+    plan = get_plan(step, frame_rows)
+    return process_advance(step, frame_rows), plan
 
 
 def create_step(state: State) -> Step:
@@ -43,12 +45,12 @@ def create_step(state: State) -> Step:
     is_paused = state.pause_state is PauseState.PAUSED_ALL
     return Step(
         state=state,
-        budget=Budget(0 if is_paused else state.config.max_num_batched_tokens),
+        budget=0 if is_paused else state.config.max_num_batched_tokens,
         pool=state.pool,
         requests=state.requests.to_dict(),
         running=list(state.running),
         waiting=list(state.waiting),
         skipped=list(state.skipped_waiting),
         stats=state.stats,
-        encoder=begin_step(state.encoder, state.config.encoder_compute_budget),
+        encoder=state.encoder,
     )

@@ -6,30 +6,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from blockstep.spec.beside.encoder import NO_ENCODER, Encoder
+from blockstep.spec.copies import replace
+from blockstep.spec.maps import FrozenMap
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import BlockTables, RequestId, Stats, Status, TokenIds
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """What a step may spend, or a row of it costs; one field for each thing that is short (P9)."""
-
-    num_tokens: int
-
-    def without(self, cost: Budget) -> Budget:
-        """What is left behind a row of this cost."""
-        return Budget(self.num_tokens - cost.num_tokens)
-
-    def with_returned(self, cost: Budget) -> Budget:
-        """What is there again once a row of this cost was taken back."""
-        return Budget(self.num_tokens + cost.num_tokens)
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether no row can be planned any more."""
-        return self.num_tokens <= 0
 
 
 class Verdict(Enum):
@@ -60,11 +42,6 @@ class Scheduled:
     status: Status = Status.RUNNING
     """What it was before: RUNNING, or WAITING or PREEMPTED when the step admits it."""
 
-    @property
-    def cost(self) -> Budget:
-        """What it takes off the step's budget."""
-        return Budget(self.num_scheduled)
-
 
 @dataclass(slots=True)
 class Step:
@@ -72,7 +49,8 @@ class Step:
 
     state: State
     """As it was before the step."""
-    budget: Budget
+    budget: int
+    """Tokens that it may still compute (P9)."""
     pool: Pool
     requests: dict[RequestId, RequestState]
     running: list[RequestId]
@@ -89,14 +67,27 @@ class Step:
 
     def add(self, row: Scheduled) -> None:
         """Plan a row, and pay for it."""
-        self.budget = self.budget.without(row.cost)
+        self.budget -= row.num_scheduled
         self.rows.append(row)
         self.granted.append(row)
 
     def withdraw(self, request_id: RequestId) -> bool:
-        """Take back the row of a request, with what it cost; whether there was one."""
+        """Take back the row of a request, and its tokens; whether there was one."""
         rows = [row for row in self.rows if row.request_id == request_id]
         for row in rows:
-            self.budget = self.budget.with_returned(row.cost)
+            self.budget += row.num_scheduled
             self.rows.remove(row)
         return bool(rows)
+
+    def get_state(self) -> State:
+        """The state as the step leaves it, but for what is planned."""
+        return replace(
+            self.state,
+            pool=self.pool,
+            requests=FrozenMap(self.requests),
+            waiting=tuple(self.waiting),
+            skipped_waiting=tuple(self.skipped),
+            running=tuple(self.running),
+            stats=self.stats,
+            encoder=self.encoder,
+        )

@@ -13,12 +13,7 @@ from blockstep.spec.vocabulary.config import (
     Policy,
     SpecMethod,
 )
-from blockstep.spec.vocabulary.constants import (
-    MAX_INT,
-    ConfigError,
-    ConfigProblem,
-    config_problems,
-)
+from blockstep.spec.vocabulary.constants import MAX_INT, ConfigError, ConfigProblem, config_problems
 from blockstep.spec.vocabulary.events import (
     EVENT_TYPES,
     Abort,
@@ -38,8 +33,15 @@ from blockstep.spec.vocabulary.events import (
     StreamingUpdate,
     Submit,
 )
-from blockstep.spec.vocabulary.items import item_problem
+from blockstep.spec.vocabulary.items import item_problem, refuse_other_size
 from blockstep.spec.vocabulary.keys import BlockKey
+from blockstep.spec.vocabulary.kv_events import (
+    MEDIUM_GPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+)
 from blockstep.spec.vocabulary.observations import (
     Aborted,
     Ack,
@@ -86,12 +88,16 @@ __all__ = [
     "DRAFT_PLACEHOLDER",
     "EVENT_TYPES",
     "MAX_INT",
+    "MEDIUM_GPU",
     "NULL_BLOCK",
     "Abort",
     "Aborted",
     "Ack",
+    "AllBlocksCleared",
     "BlockId",
     "BlockKey",
+    "BlockRemoved",
+    "BlockStored",
     "BlockTables",
     "CachedRow",
     "Commit",
@@ -115,6 +121,7 @@ __all__ = [
     "GrammarReady",
     "GrammarRow",
     "GroupKind",
+    "KVEvent",
     "KVGroup",
     "MambaCacheMode",
     "MultiModalItem",
@@ -147,4 +154,5 @@ __all__ = [
     "config_problems",
     "event_problem",
     "item_problem",
+    "refuse_other_size",
 ]

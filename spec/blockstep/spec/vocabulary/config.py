@@ -128,6 +128,8 @@ class Config:
     is_encoder_decoder: bool = False
     """Whether the encoder's tokens stand beside the prompt, and the decoder attends across. Without
     chunked prefill and prefix caching: a prompt and its item are taken in one step."""
+    enable_kv_cache_events: bool = False
+    """Whether it is told which blocks become findable, and which are no longer (`KVEvent`)."""
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from blockstep.spec.vocabulary.config import (
     Config,
@@ -13,10 +14,30 @@ from blockstep.spec.vocabulary.config import (
     Policy,
     SpecMethod,
 )
-from blockstep.spec.vocabulary.items import find_encoder_rule
+from blockstep.spec.vocabulary.items import BrokenRule, find_encoder_rule
 
 MAX_INT = 2**31 - 1
 """Token ids, counts and ticks fit in 31 bits, so that an engine may keep them in int32 arrays."""
+
+LEAST_COUNTS: Final = (
+    ("num_blocks", 2),
+    ("block_size", 1),
+    ("max_num_seqs", 1),
+    ("max_num_batched_tokens", 1),
+    ("max_model_len", 2),
+    ("long_prefill_token_threshold", 0),
+    ("num_speculative_tokens", 0),
+    ("max_frames_in_flight", 1),
+    ("max_loras", 0),
+    ("encoder_compute_budget", 0),
+    ("encoder_cache_size", 0),
+)
+"""The ints of a config, and the least that each may be."""
+FLAGS: Final = (
+    *("enable_prefix_caching", "enable_chunked_prefill", "scheduler_reserve_full_isl"),
+    *("async_scheduling", "enable_in_reasoning"),
+    *("disable_chunked_mm_input", "is_encoder_decoder", "enable_kv_cache_events"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,94 +73,52 @@ def config_problems(config: object) -> tuple[ConfigProblem, ...]:
     """
     if not isinstance(config, Config):
         return (ConfigProblem("config", config, "must be a Config", "build one"),)
-    found = _type_problems(config)
-    if found:
-        return tuple(found)
-
-    def expect(ok: bool, field: str, rule: str, fix: str) -> None:
-        if not ok:
-            found.append(ConfigProblem(field, getattr(config, field), rule, fix))
-
-    found += _group_problems(config)
-    field, rule, fix = find_encoder_rule(config)
-    if field:
-        expect(False, field, rule, fix)
-    expect(
-        (config.spec_method is SpecMethod.NONE) == (config.num_speculative_tokens == 0),
-        "num_speculative_tokens",
-        "must be 0 exactly when spec_method is none",
-        "set both, or neither",
-    )
-    expect(
-        config.enable_chunked_prefill or config.max_num_batched_tokens >= config.max_model_len,
-        "max_num_batched_tokens",
-        "without chunked prefill a whole prompt must fit one step's budget",
-        "raise it to max_model_len, or enable chunked prefill",
-    )
-    expect(
-        not config.async_scheduling or config.max_frames_in_flight > 1,
-        "async_scheduling",
-        "needs room for a plan ahead of the one that runs",
-        "set max_frames_in_flight to 2 or more, or leave async_scheduling out",
-    )
-    expect(
-        not config.enable_in_reasoning or config.reasoning_end_token_id is not None,
-        "enable_in_reasoning",
-        "says something only of a model that reasons",
-        "set reasoning_end_token_id, or leave it out",
-    )
+    broken = [*_find_broken_types(config)]
+    found = [] if broken else _group_problems(config)
+    for field, rule, fix in broken or _find_broken_rules(config):
+        found.append(ConfigProblem(field, getattr(config, field), rule, fix))
     return tuple(found)
 
 
-def _type_problems(config: Config) -> list[ConfigProblem]:
-    """Every reason against the types and the least values of fields."""
-    found: list[ConfigProblem] = []
+def _find_broken_rules(config: Config) -> Iterator[BrokenRule]:
+    """Every rule against a config whose fields have their types."""
+    encoder_rule = find_encoder_rule(config)
+    if encoder_rule:
+        yield encoder_rule
+    if (config.spec_method is SpecMethod.NONE) != (config.num_speculative_tokens == 0):
+        rule = "must be 0 exactly when spec_method is none"
+        yield "num_speculative_tokens", rule, "set both, or neither"
+    is_whole = not config.enable_chunked_prefill
+    if is_whole and config.max_num_batched_tokens < config.max_model_len:
+        rule = "without chunked prefill a whole prompt must fit one step's budget"
+        fix = "raise it to max_model_len, or enable chunked prefill"
+        yield "max_num_batched_tokens", rule, fix
+    if config.async_scheduling and config.max_frames_in_flight < 2:
+        fix = "set max_frames_in_flight to 2 or more, or leave async_scheduling out"
+        yield "async_scheduling", "needs room for a plan ahead of the one that runs", fix
+    if config.enable_in_reasoning and config.reasoning_end_token_id is None:
+        fix = "set reasoning_end_token_id, or leave it out"
+        yield "enable_in_reasoning", "says something only of a model that reasons", fix
 
-    def expect(ok: bool, field: str, rule: str, fix: str) -> None:
-        if not ok:
-            found.append(ConfigProblem(field, getattr(config, field), rule, fix))
 
-    for name, least in (
-        ("num_blocks", 2),
-        ("block_size", 1),
-        ("max_num_seqs", 1),
-        ("max_num_batched_tokens", 1),
-        ("max_model_len", 2),
-        ("long_prefill_token_threshold", 0),
-        ("num_speculative_tokens", 0),
-        ("max_frames_in_flight", 1),
-        ("max_loras", 0),
-        ("encoder_compute_budget", 0),
-        ("encoder_cache_size", 0),
-    ):
-        ok = is_count(getattr(config, name), least)
-        expect(ok, name, f"must be an int from {least} to {MAX_INT}", f"use at least {least}")
-    for name in (
-        "enable_prefix_caching",
-        "enable_chunked_prefill",
-        "scheduler_reserve_full_isl",
-        "async_scheduling",
-        "enable_in_reasoning",
-        "disable_chunked_mm_input",
-        "is_encoder_decoder",
-    ):
-        expect(type(getattr(config, name)) is bool, name, "must be a bool", "use True or False")
-    expect(isinstance(config.policy, Policy), "policy", "must be a Policy", "use Policy.FCFS")
-    expect(
-        isinstance(config.spec_method, SpecMethod),
-        "spec_method",
-        "must be a SpecMethod",
-        "use SpecMethod.NONE",
-    )
-    marker = config.reasoning_end_token_id
-    is_token = marker is None or is_count(marker)
-    expect(is_token, "reasoning_end_token_id", "must be None or a token id", "leave it out")
-    rule = "must be a tuple of KVGroup"
-    is_known = isinstance(config.groups, tuple) and all(
-        isinstance(group, KVGroup) for group in config.groups
-    )
-    expect(is_known, "groups", rule, "build some, or leave it out for one group")
-    return found
+def _find_broken_types(config: Config) -> Iterator[BrokenRule]:
+    """Every rule against the types and the least values of fields."""
+    for name, least in LEAST_COUNTS:
+        if not is_count(getattr(config, name), least):
+            yield name, f"must be an int from {least} to {MAX_INT}", f"use at least {least}"
+    for name in FLAGS:
+        if type(getattr(config, name)) is not bool:
+            yield name, "must be a bool", "use True or False"
+    if not isinstance(config.policy, Policy):
+        yield "policy", "must be a Policy", "use Policy.FCFS"
+    if not isinstance(config.spec_method, SpecMethod):
+        yield "spec_method", "must be a SpecMethod", "use SpecMethod.NONE"
+    marker, groups = config.reasoning_end_token_id, config.groups
+    if marker is not None and not is_count(marker):
+        yield "reasoning_end_token_id", "must be None or a token id", "leave it out"
+    if not isinstance(groups, tuple) or not all(isinstance(one, KVGroup) for one in groups):
+        fix = "build some, or leave it out for one group"
+        yield "groups", "must be a tuple of KVGroup", fix
 
 
 def _group_problems(config: Config) -> list[ConfigProblem]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import TypeAlias
 
 from blockstep.spec.vocabulary.config import Config, GroupKind
 from blockstep.spec.vocabulary.observations import RejectCode, Rejected
 from blockstep.spec.vocabulary.request import MultiModalItem, Request
 
+BrokenRule: TypeAlias = tuple[str, str, str]
+"""The field that breaks a rule, the rule, and the fix."""
 
-def find_encoder_rule(config: Config) -> tuple[str, str, str]:
-    """The field, the rule that it breaks, and the fix; thrice "" for a good encoder, or none.
+
+def find_encoder_rule(config: Config) -> BrokenRule | None:
+    """The first rule that the encoder of a config breaks; None for a good one, or none.
 
     Source: vLLM 0.19.1 `SchedulerConfig.__post_init__`, for encoder-decoder models.
     """
@@ -31,7 +35,7 @@ def find_encoder_rule(config: Config) -> tuple[str, str, str]:
                 return field, "does not go with is_encoder_decoder", f"use {wanted}"
     elif any(group.kind is GroupKind.CROSS_ATTENTION for group in config.groups):
         return "groups", "only an encoder-decoder model attends across", "set is_encoder_decoder"
-    return "", "", ""
+    return None
 
 
 def item_problem(config: Config, request: Request) -> Rejected | None:
@@ -49,6 +53,10 @@ def item_problem(config: Config, request: Request) -> Rejected | None:
             return _refuse(request, item, "must lie inside the prompt: lengthen that")
     if not config.encoder_cache_size or not request.items:
         return None
+    sizes: dict[str, int] = {}
+    for item in request.items:
+        if sizes.setdefault(item.identifier, item.num_embeds) != item.num_embeds:
+            return refuse_other_size(request, item, sizes[item.identifier])
     most = min(config.encoder_compute_budget, config.encoder_cache_size)
     for item in request.items:
         if item.num_embeds > most:
@@ -66,6 +74,12 @@ def item_problem(config: Config, request: Request) -> Rejected | None:
                 rule = f"must have {most} tokens at most: no chunk takes more, and none a part"
                 return _refuse(request, item, rule, is_bad=False)
     return None
+
+
+def refuse_other_size(request: Request, item: MultiModalItem, num_embeds: int) -> Rejected:
+    """An item has other than the `num_embeds` embeddings that its identifier stands for."""
+    rule = f"has {item.num_embeds} embeddings, and {num_embeds} elsewhere: one identifier names one"
+    return _refuse(request, item, f"{rule} content, so choose another")
 
 
 def _are_needed_at_once(item: MultiModalItem, after: MultiModalItem) -> bool:

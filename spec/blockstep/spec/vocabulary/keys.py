@@ -27,6 +27,7 @@ class BlockKey:
 
     __slots__ = (
         "_hash",
+        "_link",
         "adapter",
         "cache_salt",
         "embeds",
@@ -71,9 +72,12 @@ class BlockKey:
         put(self, "embeds", embeds)
         parent_hash = 0 if parent is None else parent._hash
         link = (token_ids, adapter, cache_salt, items, group, embeds)
+        put(self, "_link", link)
         put(self, "_hash", hash((parent_hash, *link)))
 
     _hash: int
+    _link: Link
+    """Its fields after `parent` once more, to be compared at once."""
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"BlockKey is immutable: cannot set {name!r}")
@@ -83,7 +87,7 @@ class BlockKey:
 
     def __reduce__(self) -> tuple[object, ...]:
         # Rebuilt from the outside in, so that a long chain cannot exhaust the stack.
-        return (chain_from_links, (tuple(key._link() for key in self.chain()),))
+        return (chain_from_links, (tuple(key._link for key in self.chain()),))
 
     def __hash__(self) -> int:
         return self._hash
@@ -96,17 +100,10 @@ class BlockKey:
         while mine is not theirs:
             if mine is None or theirs is None or mine._hash != theirs._hash:
                 return False
-            if (
-                mine.token_ids != theirs.token_ids
-                or mine.group != theirs.group
-                or mine.adapter != theirs.adapter
-                or mine.cache_salt != theirs.cache_salt
-                or mine.items != theirs.items
-                or mine.embeds != theirs.embeds
-            ):
+            if mine._link != theirs._link:
                 return False
             mine, theirs = mine.parent, theirs.parent
-        if self.parent is not other.parent or self.token_ids is not other.token_ids:
+        if self.parent is not other.parent or self._link is not other._link:
             self._share(other)
         return True
 
@@ -123,20 +120,13 @@ class BlockKey:
             parent = mine.parent
             put(mine, "parent", theirs.parent)
             put(mine, "token_ids", theirs.token_ids)
+            put(mine, "_link", theirs._link)
             mine, theirs = parent, theirs.parent
 
     def __repr__(self) -> str:
-        extras = "".join(
-            f", {name}={value!r}"
-            for name, value in (
-                ("adapter", self.adapter),
-                ("cache_salt", self.cache_salt),
-                ("items", self.items),
-                ("group", self.group),
-                ("embeds", self.embeds),
-            )
-            if value
-        )
+        names = ("adapter", "cache_salt", "items", "group", "embeds")
+        told = [(name, getattr(self, name)) for name in names]
+        extras = "".join(f", {name}={value!r}" for name, value in told if value)
         return f"BlockKey(index={self.index}, token_ids={self.token_ids!r}{extras})"
 
     @property
@@ -161,17 +151,6 @@ class BlockKey:
             key = key.parent
         keys.reverse()
         return keys
-
-    def _link(self) -> Link:
-        """What this key adds to its parent's."""
-        return (
-            self.token_ids,
-            self.adapter,
-            self.cache_salt,
-            self.items,
-            self.group,
-            self.embeds,
-        )
 
 
 def chain_from_links(links: tuple[Link, ...]) -> BlockKey:

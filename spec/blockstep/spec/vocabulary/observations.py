@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
+from blockstep.spec.vocabulary.kv_events import KVEvent
 from blockstep.spec.vocabulary.request import (
     DRAFT_PLACEHOLDER,
     BlockId,
@@ -202,6 +203,9 @@ class Outputs:
     """
 
     rows: tuple[OutputRow, ...] = ()
+    kv_events: tuple[KVEvent, ...] = ()
+    """Of a commit: what has become of blocks since the last answer that told it, in the order in
+    which it happened. Also what plans did that are in flight still: their blocks are findable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +254,9 @@ class ResetDone:
     """Whether the prefix cache was emptied; False means nothing changed."""
 
     success: bool
+    kv_events: tuple[KVEvent, ...] = ()
+    """Of one that succeeds: as in `Outputs`. Nobody is to wait for the next commit to learn that
+    what an engine had is gone: weights may have changed, and it may be idle from now on."""
 
 
 Observation: TypeAlias = (

@@ -27,27 +27,20 @@ from blockstep.spec.vocabulary.events import (
     Submit,
 )
 from blockstep.spec.vocabulary.observations import RejectCode, Rejected
-from blockstep.spec.vocabulary.request import (
-    Grammar,
-    MultiModalItem,
-    RepetitionDetection,
-    Request,
-)
+from blockstep.spec.vocabulary.request import Grammar, MultiModalItem, RepetitionDetection, Request
 
 
 def event_problem(event: object) -> Rejected | None:
     """Why `event` cannot be an event for any state, or None."""
     match event:
-        case Submit(request=request):
-            return _request_problem(request, "Submit")
-        case StreamingUpdate(request=request):
-            return _request_problem(request, "StreamingUpdate")
         case Schedule():
             return None
         case Commit(frame_id=frame_id, sampled=sampled):
             if not is_count(frame_id):
                 return _malformed("Commit.frame_id", frame_id, "an int >= 0")
             return _rows_problem("Commit.sampled", sampled)
+        case Submit(request=request):
+            return _request_problem(request, "Submit")
         case Drafts(drafts=drafts):
             return _rows_problem("Drafts.drafts", drafts)
         case Abort(request_ids=ids):
@@ -63,6 +56,8 @@ def event_problem(event: object) -> Rejected | None:
             if not is_count(frame_id):
                 return _malformed("GrammarBitmask.frame_id", frame_id, "an int >= 0")
             return _rows_problem("GrammarBitmask.drafts", drafts)
+        case StreamingUpdate(request=request):
+            return _request_problem(request, "StreamingUpdate")
         case EncoderReset():
             return None
         case EncoderOffer(identifiers=identifiers):
@@ -95,10 +90,10 @@ def _bad(request: Request, what: str, rule: str) -> Rejected:
 
 
 def _are_tokens(value: object) -> bool:
-    if not isinstance(value, tuple):
-        return False
-    # The loop is written out because a prompt may have a hundred thousand tokens.
-    return all(type(token) is int and 0 <= token <= MAX_INT for token in value)
+    if not isinstance(value, tuple) or not value:
+        return value == ()
+    # No loop is written out because a prompt may have a hundred thousand tokens.
+    return {*map(type, value)} == {int} and min(value) >= 0 and max(value) <= MAX_INT
 
 
 def _rows_problem(what: str, rows: object) -> Rejected | None:

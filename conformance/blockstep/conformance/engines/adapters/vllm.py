@@ -40,7 +40,10 @@ from vllm.v1.request import RequestStatus
 
 from blockstep.conformance.engine import Capability, EngineFault, EngineTraits
 from blockstep.conformance.engines.adapters.vllm_audit import Audit
-from blockstep.conformance.engines.adapters.vllm_grammars import finish_compilation
+from blockstep.conformance.engines.adapters.vllm_grammars import (
+    fail_compilation,
+    finish_compilation,
+)
 from blockstep.conformance.engines.adapters.vllm_groups import fit_groups
 from blockstep.conformance.engines.adapters.vllm_leftovers import (
     NOTE,
@@ -123,6 +126,7 @@ class VllmEngine:
             Capability.SESSIONS: RELEASE.has_sessions,
             Capability.MASKS: RELEASE.has_frame_masks,
             Capability.ENCODER: RELEASE.has_encoder,
+            Capability.EVENTS: False,  # nothing reads its log so far
         }
         return frozenset(one for one in Capability if has.get(one, True))
 
@@ -143,13 +147,17 @@ class VllmEngine:
                 # What the thread that compiles it does when it is done.
                 finish_compilation(self.scheduler.requests[request_id])
                 return v.Ack()
+            case v.GrammarFailed(request_id=request_id):
+                fail_compilation(self.scheduler.requests[request_id])
+                return v.Outputs(())
             case v.GrammarBitmask(frame_id=frame_id, drafts=drafts):
                 return self._mask(frame_id, drafts)
             case v.EncoderReset():
                 self.scheduler.reset_encoder_cache()
                 return v.Ack()
             case v.EncoderOffer(identifiers=identifiers):
-                self.scheduler.ec_connector.identifiers = frozenset(identifiers)
+                if self.scheduler.ec_connector is not None:  # without an encoder there is none
+                    self.scheduler.ec_connector.identifiers = frozenset(identifiers)
                 return v.Ack()
             case v.SetPause(pause_state=pause_state):
                 self.scheduler.set_pause_state(VllmPauseState[pause_state.name])

@@ -77,10 +77,9 @@ try:
     from blockstep.conformance.engines.adapters.vllm_items import build_features
 
     if RELEASE.has_encoder:
-        from blockstep.conformance.engines.adapters.vllm_encoder import (
-            ask_for_offers,
-            install_encoder,
-        )
+        from blockstep.conformance.engines.adapters.vllm_encoder import install_encoder
+    if RELEASE.has_offers:
+        from blockstep.conformance.engines.adapters.vllm_offers import ask_for_offers
     if RELEASE.has_repetition_detection:
         from vllm.sampling_params import RepetitionDetectionParams
     if RELEASE.has_hashing_module:
@@ -277,7 +276,7 @@ def build_vllm_config(config: Config) -> VllmConfig:
         # Set afterwards: a real `SpeculativeConfig` wants the weights of a proposer.
         stand_in: Any = Speculation(config.spec_method, config.num_speculative_tokens)
         built.speculative_config = stand_in
-    if config.encoder_cache_size:
+    if config.encoder_cache_size and RELEASE.has_offers:
         ask_for_offers(built)
     if config.max_loras:
         built.lora_config = LoRAConfig(max_loras=config.max_loras)  # without one there is no cap

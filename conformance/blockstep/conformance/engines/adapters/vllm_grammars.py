@@ -2,6 +2,7 @@
 
     Submit -----------> grammar_init -> executor.submit -> a future that nobody has finished
     GrammarReady -----> the future runs `compile_grammar` of the backend
+    GrammarFailed ----> the future has an exception; nobody looks before the next plan
     GrammarBitmask ---> update_draft_token_ids_in_output, get_grammar_bitmask -> mask rows
 
 The manager, its futures, its masks and its reasoning are the release's. Ours are what it has plugs
@@ -66,8 +67,8 @@ class AnyGrammar:
 class Automaton:
     """A compiled grammar that is a table: the state it is in, and the tokens on from there.
 
-    What a grammar of the release does where it is asked for more than it can: it accepts a prefix
-    of the tokens and says no.
+    It does as the release's own do: it accepts tokens up to one that it forbids, and then says no;
+    what comes behind its end it passes over.
     """
 
     def __init__(self, edges: Sequence[Sequence[tuple[int, int]]]) -> None:
@@ -81,9 +82,11 @@ class Automaton:
         return self.past[-1]
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """Advance as far as the tokens are allowed; whether all of them were."""
+        """Advance as far as the tokens are allowed; whether none was forbidden."""
         del request_id
         for token in tokens:
+            if not self.edges[self.state]:
+                break
             follows = self.edges[self.state].get(token)
             if follows is None:
                 return False
@@ -211,6 +214,13 @@ def finish_compilation(request: Any) -> None:
     pending = request.structured_output_request._grammar
     if isinstance(pending, Compilation) and not pending.done():
         pending.finish()
+
+
+def fail_compilation(request: Any) -> None:
+    """Have the compilation of a grammar fail, as a thread would have found by now."""
+    pending = request.structured_output_request._grammar
+    if isinstance(pending, Compilation) and not pending.done():
+        pending.set_exception(ValueError(f"the grammar of {request.request_id!r} is none"))
 
 
 def build_manager(vllm_config: Any, config: v.Config) -> StructuredOutputManager:

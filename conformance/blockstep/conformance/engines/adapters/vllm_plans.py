@@ -15,7 +15,9 @@ from blockstep.conformance.engines.adapters.vllm_state import Run
 from blockstep.spec import vocabulary as v
 
 if RELEASE.has_encoder:
-    from blockstep.conformance.engines.adapters.vllm_encoder import read_inputs, read_loads
+    from blockstep.conformance.engines.adapters.vllm_encoder import read_inputs
+if RELEASE.has_offers:
+    from blockstep.conformance.engines.adapters.vllm_offers import read_loads
 
 
 def read_plan(
@@ -27,7 +29,7 @@ def read_plan(
     loads: tuple[v.EncoderInputs, ...] = ()
     if run.config.encoder_cache_size:
         inputs = read_inputs(output.scheduled_encoder_inputs)
-        loads = read_loads(output.ec_connector_metadata)
+        loads = read_loads(output.ec_connector_metadata) if RELEASE.has_offers else ()
     return v.Plan(
         frame_id=frame_id,
         new=_read_new_rows(run, output),

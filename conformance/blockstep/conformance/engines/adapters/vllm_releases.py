@@ -121,11 +121,20 @@ class Release:
     has_fixed_mask_rows: bool = False
     """Whether each request has as many rows of a mask as drafts may be, used or not."""
     survives_bad_grammars: bool = False
-    """Whether a grammar that fails ends its request, and not the engine; and is followed."""
+    """Whether a grammar that fails ends its request, though not at once, and not the engine."""
     has_encoder: bool = False
-    """Whether its encoder cache, in embeddings, and an EC connector are followed."""
+    """Whether its encoder cache is followed."""
+    has_offers: bool = False
+    """An EC connector, and a cache that counts embeddings, can be reset, and serves encoder-decoder
+    models."""
     has_sessions: bool = False
     """`Request.resumable`, and chunks that are added under an id in use."""
+    has_sound_sessions: bool = False
+    """Whether a session that stops leaves nothing behind: neither tokens in flight, nor a place."""
+    has_holding_queue: bool = False
+    """A queue of its own for who waits and holds blocks, as sessions do."""
+    has_sound_seats: bool = False
+    """Whether who runs keeps the seat of its adapter, with a row in the step or without."""
     has_equal_groups: bool = False
     """Whether several groups may all be equal."""
 
@@ -136,7 +145,7 @@ class Release:
 
 
 def _list_until_0_19() -> tuple[Release, ...]:
-    r0110 = Release("0.11.0", UP_TO_0_16)
+    r0110 = Release("0.11.0", UP_TO_0_16, has_encoder=True)
     r0111 = replace(
         r0110,
         version="0.11.1",
@@ -148,6 +157,7 @@ def _list_until_0_19() -> tuple[Release, ...]:
         has_told_rows=True,
         has_preempted_counts=True,
         has_named_embeds=True,
+        has_encoder=False,  # not tried there
     )
     r0120 = replace(
         r0111,
@@ -179,6 +189,7 @@ def _list_until_0_19() -> tuple[Release, ...]:
         has_sessions=True,
         has_frame_masks=True,
         has_encoder=True,
+        has_offers=True,
     )
     return (r0110, r0111, r0120, r0150, r0160, r0170, r0180, r0190)
 
@@ -222,6 +233,13 @@ def _build_table() -> Mapping[str, Release]:
         has_partial_hits=True,
         has_common_prefix=False,
         has_fixed_mask_rows=True,
+        has_frame_masks=True,
+        survives_bad_grammars=True,
+        has_sessions=True,
+        has_sound_sessions=True,
+        has_holding_queue=True,
+        has_sound_seats=True,
+        has_encoder=True,
     )
     table = (*older, r0200, r0220, r0240, r0250, r0270, r0280, r0290, r0310, r0330)
     return MappingProxyType({release.version: release for release in table})

@@ -25,8 +25,13 @@ TRIMMED_DRAFTS = "drafts of a session that may stop amid them: more is computed 
 RESET_AT_REST = "a forced reset while a session that does not run holds blocks: it raises"
 STOPS_WHILE_PREEMPTED = "a session that stops while preempted: its tokens or its place are lost"
 BEHIND_STATES = "a plan behind rejected drafts that had states: fewer blocks than there are"
+LOADED_BESIDE = "items of an encoder-decoder model are loaded: no block across is taken for them"
 PADDED_PAST_THE_THRESHOLD = "padding above the long-prefill threshold (#54028)"
 FAILED_GRAMMAR = "a grammar that fails: the next plan raises what its compilation did"
+FAILED_LATER = "a grammar that fails: its request ends in the answer of a later step"
+FORBIDDEN_DRAFTS = (
+    "drafts told behind an overlooked end of reasoning: not cut, and the mask asserts"
+)
 PADDED_TO_THE_END = "a plan behind padding to the model length (#53962)"
 
 WORKAROUNDS: Mapping[str, str] = MappingProxyType(
@@ -55,9 +60,8 @@ def list_out_of_reach() -> frozenset[str]:
     # Without drafts nobody outgrows the pool alone, or wants more tokens than in the step before.
     drafts = {"head_drop", "block_for_lookahead_only", "all_preempted_in_flight"}
     somebody_waits = RELEASE.has_pause or RELEASE.has_plain_grammar or RELEASE.has_async
-    found = {"draft_placeholders_dropped"}  # quirk `placeholders_outlive_a_gap`
+    found = {"draft_placeholders_dropped"} | failures  # quirk `placeholders_outlive_a_gap`
     for is_lacking, names in (
-        (not RELEASE.survives_bad_grammars, failures),
         (not RELEASE.has_sound_preemption, waits),
         (RELEASE.has_sound_async_reset, ends),  # it drops them: quirk `reset_drops_tokens`
         (not RELEASE.has_sound_async_reset, {"reset_forced_with_two_frames_in_flight"}),
@@ -73,6 +77,7 @@ def list_out_of_reach() -> frozenset[str]:
         (not RELEASE.has_named_embeds, {"same_tokens_other_embeds"}),
         (not RELEASE.has_mixed_groups or RELEASE.has_partial_hits, {"groups_larger_block_filled"}),
         (not RELEASE.keeps_doubtful_blocks, {"groups_block_in_doubt"}),
+        (not RELEASE.has_offers, {"encoder_item_loaded", "encoder_reset_in_use"}),
         (not RELEASE.has_group_gate, {"groups_admitted_past_its_room"}),
         (not RELEASE.has_recurrent_groups, {"groups_state_left", "groups_hit_of_a_state"}),
     ):
@@ -90,14 +95,22 @@ def find_reason(run: Run, event: v.Event) -> str | None:
         case v.Drafts(drafts=drafts):
             return TRIMMED_DRAFTS if _may_trim_a_session(run, drafts) else None
         case v.GrammarFailed():
-            return None if RELEASE.survives_bad_grammars else FAILED_GRAMMAR
+            return FAILED_LATER if RELEASE.survives_bad_grammars else FAILED_GRAMMAR
+        case v.GrammarBitmask(frame_id=frame_id, drafts=drafts):
+            return FORBIDDEN_DRAFTS if _are_forbidden(run, frame_id, drafts) else None
+        case v.EncoderOffer(identifiers=identifiers):
+            if not RELEASE.has_offers:
+                return "the release has no encoder results from elsewhere"
+            return LOADED_BESIDE if identifiers and run.config.is_encoder_decoder else None
+        case v.EncoderReset():
+            return None if RELEASE.has_offers else "the release's encoder cache has no reset"
         case v.Reset(reset_running_requests=True):
             if not RELEASE.has_forced_reset:
                 return "the release has no forced reset"
             # One frame of each is thrown away, in flight or not.
             if run.config.async_scheduling and not RELEASE.has_sound_async_reset:
                 return FORCED_RESET
-            if _list_sessions_in_flight(run):
+            if not RELEASE.has_sound_sessions and _list_sessions_in_flight(run):
                 return STOPS_WHILE_PREEMPTED
             if any(one.num_computed_tokens for one in (*run.scheduler.waiting, *run.get_skipped())):
                 return RESET_AT_REST
@@ -117,7 +130,7 @@ def find_reason(run: Run, event: v.Event) -> str | None:
                 return BEHIND_STATES
             if _is_beyond_max_loras(run):
                 return BEYOND_MAX_LORAS
-            stopping = _list_stopping(run)
+            stopping = [] if RELEASE.has_sound_sessions else _list_stopping(run)
             if any(one.num_output_placeholders and not _is_sure_to_end(one) for one in stopping):
                 return STOPS_TWICE
             if stopping and _may_preempt(run):
@@ -126,6 +139,33 @@ def find_reason(run: Run, event: v.Event) -> str | None:
                 return ENDS_AMONG_THE_SKIPPED
             return _find_padding_problem(run, waiting)
     return None
+
+
+def _are_forbidden(run: Run, frame_id: v.FrameId, drafts: tuple[v.RowTokens, ...]) -> bool:
+    """Whether drafts that a grammar refuses would not be cut, since its reasoning ends only now.
+
+    The release looks for the end among the last tokens, of which it takes those that were promised
+    for some that are there: a preempted request is looked at further back than before.
+    """
+    manager, requests = run.scheduler.structured_output_manager, run.scheduler.requests
+    if RELEASE.has_fixed_mask_rows or run.config.reasoning_end_token_id is None:
+        return False
+    planned = run.frames[frame_id].scheduled_spec_decode_tokens
+    for row in drafts if not manager.enable_in_reasoning else ():
+        request = requests.get(row.request_id)
+        if request is None or not request.use_structured_output or row.request_id not in planned:
+            continue
+        structured = request.structured_output_request
+        known = request.all_token_ids
+        told = list(row.token_ids[: len(planned[row.request_id])])
+        start = request.num_computed_tokens - request.num_output_placeholders
+        if (
+            not structured.reasoning_ended
+            and run.config.reasoning_end_token_id in known[max(start, -len(known)) :]
+            and structured.grammar.validate_tokens(told) != told
+        ):
+            return True
+    return False
 
 
 def _is_behind_drafts(run: Run) -> bool:
@@ -170,6 +210,8 @@ def _is_beyond_max_loras(run: Run) -> bool:
     may be preempted, whose tokens others get then, all who run are reckoned with.
     """
     cap, budget = run.config.max_loras, run.config.max_num_batched_tokens
+    if RELEASE.has_sound_seats:
+        return False
     if cap and _may_preempt(run):
         budget *= 1 + len(run.scheduler.running)
     seated = set()
@@ -206,7 +248,10 @@ def _changes_a_key(run: Run, chunk: v.Request) -> bool:
         and chunk.resumable
         and session.status.name == "WAITING_FOR_STREAMING_REQ"
         and session.arrival_time != chunk.arrival_time
-        and len(run.get_skipped() or run.scheduler.waiting) > 1
+        and any(
+            session in queue and len(queue) > 1
+            for queue in ([*run.scheduler.waiting], run.get_skipped())
+        )
     )
 
 
@@ -245,7 +290,9 @@ def _may_stop(run: Run, request: VllmRequest) -> bool:
 def _may_trim_a_session(run: Run, drafts: tuple[v.RowTokens, ...]) -> bool:
     """Whether a session is given drafts of which its stop may leave some over."""
     requests = run.scheduler.requests
-    return RELEASE.has_sessions and any(
+    if not RELEASE.has_sessions or RELEASE.has_sound_sessions:
+        return False
+    return any(
         row.token_ids
         and row.request_id in requests
         and requests[row.request_id].resumable
@@ -315,7 +362,12 @@ def _find_lack(run: Run, request: v.Request) -> str | None:
         return "the release has no repetition detection"
     if request.structured_output and not RELEASE.has_plain_grammar:
         return "a grammar: the release wants its bitmask when it plans"
-    if request.resumable and config.async_scheduling and config.num_speculative_tokens:
+    if not RELEASE.has_offers and config.is_encoder_decoder:
+        return "an encoder-decoder model: not followed in this release"
+    if not RELEASE.has_offers and config.encoder_cache_size and _has_holes(request):
+        return "an item with a mask: the release's encoder cache counts positions"
+    drafts_ahead = config.num_speculative_tokens if config.async_scheduling else 0
+    if request.resumable and drafts_ahead and not RELEASE.has_sound_sessions:
         return TRIMMED_PROMISES
     if request.grammar is not None and _is_beyond(request.grammar):
         return f"a grammar over tokens from {VOCABULARY_SIZE} on: the model has none of them"
@@ -324,6 +376,10 @@ def _find_lack(run: Run, request: v.Request) -> str | None:
     if request.prompt_embeds and config.enable_prefix_caching and not RELEASE.has_named_embeds:
         return "embeddings with prefix caching: the release's front end has one or the other"
     return None
+
+
+def _has_holes(request: v.Request) -> bool:
+    return any(item.num_embeds < item.length for item in request.items)
 
 
 def _is_beyond(grammar: v.Grammar) -> bool:

@@ -97,7 +97,9 @@ class Run:
         return key
 
     def get_skipped(self) -> tuple[VllmRequest, ...]:
-        """The queue of what was passed over, where there is one."""
+        """The second queue, where there is one: who was passed over, or waits with its blocks."""
+        if RELEASE.has_holding_queue:
+            return tuple(self.scheduler.kv_holding_waiting)
         return tuple(self.scheduler.skipped_waiting) if RELEASE.has_skipped_waiting else ()
 
 

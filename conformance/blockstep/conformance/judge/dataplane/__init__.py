@@ -18,9 +18,9 @@ from blockstep.conformance.engine import Engine, EngineTraits
 from blockstep.conformance.judge.dataplane.faults import FAULTS
 from blockstep.conformance.judge.dataplane.worker import DataPlaneWorker, Kernels
 from blockstep.conformance.judge.worker import NextToken
-from blockstep.conformance.protocol.features import resize_blocks, without_states
+from blockstep.conformance.protocol.features import resize_blocks, without_kind, without_states
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.spec.vocabulary import Config
+from blockstep.spec.vocabulary import Config, GroupKind
 
 __all__ = ["HOST", "DataPlaneWorker", "Kernels", "OnKernels"]
 
@@ -59,11 +59,15 @@ class OnKernels:
 
 
 def fit_config(config: Config) -> tuple[Config, str | None]:
-    """The config without recurrent groups: no kernel here computes or keeps a state."""
-    fitting = without_states(config)
+    """The config without recurrent groups and groups across: no kernel here computes a state, or
+    what an encoder makes."""
+    stateless = without_states(config)
+    fitting = without_kind(stateless, GroupKind.CROSS_ATTENTION)
     if fitting is config:
         return config, None
     reason = "recurrent groups: the kernels keep no states"
+    if stateless is config:
+        reason = "groups across: the kernels keep no embeddings"
     return resize_blocks(fitting, config.block_size), reason
 
 

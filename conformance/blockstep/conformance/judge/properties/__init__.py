@@ -26,6 +26,7 @@ from blockstep.conformance.judge.properties import (
     refusals,
     sessions,
     tables,
+    telling,
 )
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import Sentence, judge
@@ -69,6 +70,7 @@ _FAMILIES = (
     grammars,
     sessions,
     encoder,
+    telling,
 )
 """In the order in which sentences of one property speak."""
 _SENTENCES = [
@@ -105,6 +107,8 @@ _STATEMENTS = {
     "P16 policy order": "FCFS, priority and eviction order are as documented, ties included",
     "P18 idempotent signals": "late, duplicate or unknown completions change nothing and kill "
     "nothing",
+    "P20 faithful events": "replaying the KV event stream rebuilds exactly the set of findable "
+    "blocks",
     "P21 statistics": "counters equal what happened, once each",
     "P22 encoder cache": "references count occurrences; budget restored on rollback; no release of "
     "what is still needed",

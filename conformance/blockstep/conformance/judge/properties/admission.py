@@ -6,7 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from blockstep.conformance.judge.attended import is_aligned, is_recurrent
+from blockstep.conformance.judge.attended import (
+    count_across,
+    is_aligned,
+    is_recurrent,
+    slots_of,
+)
 from blockstep.conformance.judge.properties.amounts import (
     admitted_share,
     blocks_behind,
@@ -104,11 +109,11 @@ def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Complaints:
 
 
 @sentence("P8", Schedule)
-def row_gains_exactly_the_blocks_it_needs(step: Step, _ledger: Ledger) -> Complaints:
+def row_gains_exactly_the_blocks_it_needs(step: Step, ledger: Ledger) -> Complaints:
     """Blocks gained are those for the tokens of the step and the proposer's lookahead.
 
     At admission there is no lookahead: the proposer has nothing to look ahead from. Whether to
-    reserve it earlier is a policy.
+    reserve it earlier is a policy. Across it is those for the embeddings of its items, once.
     """
     config = step.config
     for row in step.rows:
@@ -117,8 +122,11 @@ def row_gains_exactly_the_blocks_it_needs(step: Step, _ledger: Ledger) -> Compla
             tables = step.old[row.request_id].block_tables
         if row.kind is RowKind.RUNNING:
             slots = running_slots(config, row.end)
-        held = zip(step.groups, tables, strict=True)
-        need = [max(table_length(group, row.end, slots) - len(table), 0) for group, table in held]
+        num_across = count_across(config, ledger.lives[row.request_id].request)
+        need = [
+            max(table_length(group, row.end, slots_of(group, slots, num_across)) - len(table), 0)
+            for group, table in zip(step.groups, tables, strict=True)
+        ]
         gained = [*map(len, row.gained_tables)]
         if gained != need:
             what = f"{row.request_id!r} runs positions {row.first} to {row.end - 1}"
@@ -142,15 +150,16 @@ def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Co
         return
     room = replay_schedule(step, ledger, ()).room
     for row in step.newcomers:
-        known = ledger.lives[row.request_id].num_known
+        life = ledger.lives[row.request_id]
+        known, num_across = life.num_known, count_across(step.config, life.request)
         num_free, num_free_hits = room[row.request_id]
-        need = num_free_hits + _reserve(step.config, row.first, known, row.hit_tables)
+        need = num_free_hits + _reserve(step.config, row.first, known, num_across, row.hit_tables)
         if need > num_free:
             what = f"{row.request_id!r} was admitted though its {known} tokens do not fit"
             yield unequal(what, "free blocks", f">= {need}", num_free)
 
 
-def _reserve(config: Config, first: int, end: int, hit_tables: BlockTables) -> int:
+def _reserve(config: Config, first: int, end: int, num_across: int, hit_tables: BlockTables) -> int:
     """Blocks that are taken and held at once behind a hit, at least, to compute [first, end).
 
     Where not all is attended to, it is no less than what is held beside the hit at any time.
@@ -159,7 +168,7 @@ def _reserve(config: Config, first: int, end: int, hit_tables: BlockTables) -> i
         return blocks_behind(config, end, hit_tables)
     pairs = zip(config.groups, hit_tables, strict=True)
     hit_tables = tuple([table for group, table in pairs if not is_recurrent(group)])
-    return most_held(config, first, end) - sum(
+    return most_held(config, first, end, num_across) - sum(
         1 for block in chain(*hit_tables) if block != NULL_BLOCK
     )
 
@@ -196,9 +205,31 @@ def has_items_ahead(step: Step, ledger: Ledger, name: RequestId) -> bool:
     """Whether a request has items that its encoder may have to make first."""
     if not step.config.encoder_cache_size:
         return False
-    items = ledger.lives[name].request.items
-    computed = 0 if step.config.is_encoder_decoder else step.old[name].num_computed_tokens
+    items, computed = ledger.lives[name].request.items, step.old[name].num_computed_tokens
+    if step.config.is_encoder_decoder:
+        return bool(items) and not computed  # all are made with the first row
     return any(item.offset + item.length > computed for item in items)
+
+
+def may_have_its_items(step: Step, ledger: Ledger, name: RequestId) -> bool:
+    """Whether no item can keep a waiting request from a row.
+
+    Beside the prompt what is left of the compute and of the room is known: nothing is kept there.
+    """
+    if not has_items_ahead(step, ledger, name):
+        return True
+    config = step.config
+    if not config.is_encoder_decoder:
+        return False
+    num_made = sum(
+        [
+            ledger.lives[entry.request_id].request.items[index].num_embeds
+            for entry in step.plan.scheduled_encoder_inputs
+            for index in entry.item_indices
+        ]
+    )
+    most = min(config.encoder_compute_budget, config.encoder_cache_size)
+    return count_across(config, ledger.lives[name].request) <= most - num_made
 
 
 def least_share(step: Step, ledger: Ledger, name: RequestId, expected: int) -> int:
@@ -298,9 +329,10 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
     ):
         return ()
     name = next_in_line(step, ledger)
-    if name is None or has_items_ahead(step, ledger, name):
+    if name is None or not may_have_its_items(step, ledger, name):
         return ()
     life = ledger.lives[name]
+    num_across = count_across(config, life.request)
     if life.request.resumable and any(step.new[name].block_tables):
         return ()  # goes on behind what it kept, which is no hit
     num_hit, hits = hit_now(step, ledger, life)
@@ -308,9 +340,9 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
     if not config.enable_chunked_prefill and share > left:
         return ()
     nums_free = [count_free(after, table) for table in hits]
-    need = blocks_behind(config, num_hit + min(share, left), hits) + sum(nums_free)
+    need = blocks_behind(config, num_hit + min(share, left), hits, num_across) + sum(nums_free)
     if config.scheduler_reserve_full_isl:
-        need = max(need, _charge(config, life.num_known, hits, nums_free))
+        need = max(need, _charge(config, life.num_known, num_across, hits, nums_free))
     if need > len(after.free_queue):
         return ()
     what = f"{name!r} was left waiting with {left} tokens of budget"
@@ -323,14 +355,19 @@ def count_free(snapshot: Snapshot, table: Iterable[BlockId]) -> int:
 
 
 def _charge(
-    config: Config, num_known: int, hits: Sequence[Sequence[BlockId]], nums_free: Sequence[int]
+    config: Config,
+    num_known: int,
+    num_across: int,
+    hits: Sequence[Sequence[BlockId]],
+    nums_free: Sequence[int],
 ) -> int:
     """Blocks that all known tokens of a request may be charged behind its hit, at most."""
     if not config.groups:
         return blocks_behind(config, num_known, hits) + sum(nums_free)
     charged = 0
     for group, table, num_free in zip(config.groups, hits, nums_free, strict=True):
-        num_new = blocks_for(num_known, group.block_size) - len(table)
+        num_slots = slots_of(group, num_known, num_across)
+        num_new = blocks_for(num_slots, group.block_size) - len(table)
         charged += charge_at_most(config, group, num_new + num_free)
     return charged
 

@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from blockstep.conformance.judge.attended import (
+    count_across,
     count_unattended,
+    is_across,
     is_recurrent,
     most_attended_before,
+    slots_of,
 )
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.spec.vocabulary import (
@@ -34,12 +37,20 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 def blocks_behind(
-    config: Config, num_tokens: int, tables: Sequence[Sequence[BlockId | None]]
+    config: Config,
+    num_tokens: int,
+    tables: Sequence[Sequence[BlockId | None]],
+    num_across: int = 0,
 ) -> int:
-    """Blocks that hold so many tokens in each group, behind tables of its blocks: all together."""
+    """Blocks that hold so many tokens in each group, behind tables of its blocks: all together.
+
+    `num_across`: slots in tables across.
+    """
     if not config.groups:
         return max(blocks_for(num_tokens, config.block_size) - len(tables[0]), 0)
-    lengths = [table_length(group, num_tokens, num_tokens) for group in config.groups]
+    needs = [slots_of(group, num_tokens, num_across) for group in config.groups]
+    needed = zip(config.groups, needs, strict=True)
+    lengths = [table_length(group, slots, slots) for group, slots in needed]
     pairs = zip(lengths, tables, strict=True)
     return sum([max(length - len(table), 0) for length, table in pairs])
 
@@ -60,22 +71,35 @@ def longest_row(config: Config) -> int:
     return min(budget, threshold) if threshold else budget
 
 
+def blocks_across(config: Config, num_across: int) -> int:
+    """Blocks of all groups across that hold so many slots in each."""
+    across = [group for group in config.groups if is_across(group)]
+    return sum([blocks_for(num_across, group.block_size) for group in across])
+
+
 @lru_cache(maxsize=4096)
-def most_held(config: Config, first: int, end: int) -> int:
+def most_held(config: Config, first: int, end: int, num_across: int = 0) -> int:
     """Blocks that a request holds at once in all groups, at most, to compute [first, end) in rows.
 
     A row may begin anywhere, for what others left it of the budget. It holds what its first token
-    attends to, and room for all of its own; a state that it writes, and those behind drafts.
+    attends to, and room for all of its own; a state that it writes, and those behind drafts; and
+    all that it attends to across.
     """
     row = longest_row(config)
-    attended = [group for group in config.kv_groups if not is_recurrent(group)]
-    return count_least_states(config) + max(
+    attended = list_of_tokens(config.kv_groups)
+    always = count_least_states(config) + blocks_across(config, num_across)
+    return always + max(
         sum(
             blocks_for(min(start + row, end), group.block_size) - count_unattended(group, start)
             for group in attended
         )
         for start in range(first, end)
     )
+
+
+def list_of_tokens(groups: Sequence[KVGroup]) -> list[KVGroup]:
+    """Groups whose blocks hold the KV of tokens."""
+    return [group for group in groups if not (is_recurrent(group) or is_across(group))]
 
 
 def count_least_states(config: Config) -> int:
@@ -112,19 +136,22 @@ def least_need(config: Config, request: Request) -> int:
     tokens = len(request.prompt_token_ids) + request.max_tokens - 1
     last = min(tokens, config.max_model_len - 1)
     end = min(last - 1 + longest_row(config) + config.num_lookahead_tokens, extent)
-    at_the_end = count_least_states(config) + sum(
+    num_across = count_across(config, request)
+    always = count_least_states(config) + blocks_across(config, num_across)
+    at_the_end = always + sum(
         blocks_for(end, group.block_size) - count_unattended(group, last - 1)
-        for group in config.groups
-        if not is_recurrent(group)
+        for group in list_of_tokens(config.groups)
     )
-    return max(most_held(config, 0, last), at_the_end)
+    return max(most_held(config, 0, last, num_across), at_the_end)
 
 
 def most_need(config: Config, request: Request) -> int:
     """Blocks with which nobody may say that a request is too large, in all groups."""
-    extent = longest_extent(config, request)
+    extent, num_across = longest_extent(config, request), count_across(config, request)
     return sum(
-        charge_at_most(config, group, blocks_for(extent, group.block_size))
+        charge_at_most(
+            config, group, blocks_for(slots_of(group, extent, num_across), group.block_size)
+        )
         for group in config.kv_groups
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from operator import attrgetter
 
+from blockstep.conformance.judge.attended import count_across, is_across
 from blockstep.conformance.judge.automaton import Automaton
 from blockstep.conformance.judge.properties.hits import may_ask_the_cache
 from blockstep.conformance.judge.properties.ledger import Ledger
@@ -115,9 +116,10 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
         filled = min(computed, known)
         tables, nums_settled, is_held = request.block_tables, request.num_cached_blocks, True
         for group, size in enumerate(sizes):
-            if len(tables[group]) * size < computed or not (
-                0 <= nums_settled[group] <= filled // size
-            ):
+            due = computed
+            if config.is_encoder_decoder and is_across(step.groups[group]):
+                due = count_across(config, life.request) if computed else 0
+            if len(tables[group]) * size < due or not (0 <= nums_settled[group] <= filled // size):
                 is_held = False
         if (
             not least <= computed <= most

@@ -9,10 +9,11 @@ from blockstep.spec import vocabulary as v
 
 
 @sentence("P22", v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset, v.EncoderReset)
-def encoder_cache_adds_up(step: Step, _ledger: Ledger) -> Complaints:
+def encoder_cache_adds_up(step: Step, ledger: Ledger) -> Complaints:
     """What is free is what no entry takes; freeable are exactly those that nobody holds.
 
-    What is to be dropped was there, and where no encoder is modelled nothing is.
+    What is to be dropped was there, and where no encoder is modelled nothing is. Beside the prompt
+    all that a plan has made is to be dropped.
     """
     encoder, size = step.after.encoder, step.config.encoder_cache_size
     if encoder is None or not size:
@@ -25,6 +26,14 @@ def encoder_cache_adds_up(step: Step, _ledger: Ledger) -> Complaints:
     yield from differing("num_freeable", freeable, encoder.num_freeable)
     names = sorted(entry.identifier for entry in unheld)
     yield from differing("freeable", names, sorted(encoder.freeable))
+    if step.config.is_encoder_decoder and isinstance(step.observation, v.Plan):
+        made = [
+            ledger.lives[entry.request_id].request.items[index].identifier
+            for entry in step.plan.scheduled_encoder_inputs
+            for index in entry.item_indices
+        ]
+        yield from differing("to be dropped", sorted(made), sorted(encoder.freed))
+        return
     old = step.before.encoder
     known = {*old.freed, *[entry.identifier for entry in old.entries]} if old else set()
     yield from differing("dropped and never there", [], sorted({*encoder.freed} - known))

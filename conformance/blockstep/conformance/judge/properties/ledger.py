@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 from blockstep.conformance.judge.automaton import Automaton
+from blockstep.conformance.judge.follower import Follower
 from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.conformance.judge.worker.names import Name, PrefixNames
@@ -73,6 +74,8 @@ class Ledger:
     pause_state: v.PauseState = v.PauseState.UNPAUSED
     first_frame_since_reset: v.FrameId = 0
     """Frames below this were dispatched before the last reset."""
+    follower: Follower = field(default_factory=Follower)
+    """What the log of KV events has told of the prefix cache."""
     has_grammars: bool = False
     """A request was submitted that has a grammar."""
     has_sessions: bool = False
@@ -196,8 +199,9 @@ class Ledger:
                 self.num_progress += 1
             case _, v.Plan():
                 self._record_plan(step)
-            case v.Commit(frame_id=frame_id), v.Outputs(rows=rows):
+            case v.Commit(frame_id=frame_id), v.Outputs(rows=rows, kv_events=kv_events):
                 self._record_outputs(frame_id, rows)
+                self.follower.follow(kv_events)
             case v.Drafts(drafts=drafts), v.DraftsTaken(request_ids=taken):
                 for proposal in drafts:
                     if proposal.request_id in taken and proposal.request_id in self.lives:
@@ -207,6 +211,16 @@ class Ledger:
                 for request_id in request_ids:
                     self._end(request_id)
                 self.ending.update(ending)
+            case v.GrammarReady(request_id=request_id), _:
+                life = self.lives.get(request_id)
+                if life is not None and not life.grammar_ready:
+                    life.grammar_ready = True
+                    self.num_progress += 1
+            case v.SetPause(pause_state=pause_state), _:
+                self.pause_state = pause_state
+            case v.Reset(reset_running_requests=forced), v.ResetDone(success=True) as done:
+                self._record_reset(forced, step.after.next_frame_id)
+                self.follower.follow(done.kv_events)
             case v.GrammarFailed(), v.Outputs(rows=rows):
                 for row in rows:
                     self._end(row.request_id)
@@ -218,15 +232,6 @@ class Ledger:
             case v.StreamingUpdate(request=request), _:
                 self._update(request)
                 self.num_progress += 1
-            case v.GrammarReady(request_id=request_id), _:
-                life = self.lives.get(request_id)
-                if life is not None and not life.grammar_ready:
-                    life.grammar_ready = True
-                    self.num_progress += 1
-            case v.SetPause(pause_state=pause_state), _:
-                self.pause_state = pause_state
-            case v.Reset(reset_running_requests=forced), v.ResetDone(success=True):
-                self._record_reset(forced, step.after.next_frame_id)
 
     def _record_plan(self, step: Step) -> None:
         for request_id in sorted(self.ending):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from blockstep.conformance.judge.attended import is_across
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import (
     Complaint,
@@ -84,15 +85,17 @@ def block_still_to_be_written_is_not_published(step: Step, ledger: Ledger) -> Co
 
 @once_a_step
 def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapshot, v.BlockId]]:
-    found, sizes = [], step.block_sizes
+    """Blocks across are among them, all: none is ever found by another."""
+    found = []
     for request in step.after.requests:
         tables, life = request.block_tables, ledger.lives.get(request.request_id)
-        if life is None or not tables[0]:
+        if life is None or not any(tables):
             continue
         known = (len(request.prompt_token_ids) or life.num_prompt) + len(request.output_token_ids)
         filled = min(request.num_computed_tokens, known)
-        for table, size in zip(tables, sizes):  # noqa: B905 - tables are counted elsewhere
-            found += [(request, block) for block in table[filled // size :]]
+        for table, group in zip(tables, step.groups):  # noqa: B905 - tables are counted elsewhere
+            first = 0 if is_across(group) else filled // group.block_size
+            found += [(request, block) for block in table[first:]]
     if step.config.groups:  # a frame in flight may have filled what nobody attends to any more
         return [(request, block) for request, block in found if block != v.NULL_BLOCK]
     return found

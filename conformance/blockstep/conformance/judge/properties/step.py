@@ -6,14 +6,32 @@ A step is judged on its own facts. What an engine was told and has answered befo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from blockstep.conformance.judge.attended import blocks_of_drafts
 from blockstep.spec import vocabulary as v
+
+T = TypeVar("T")
+
+
+class once(Generic[T]):  # noqa: N801 - stands where a decorator does
+    """What follows from a step, worked out when it is first asked for.
+
+    `functools.cached_property` does the same under a lock, and a step is asked ten times.
+    """
+
+    def __init__(self, work_out: Callable[[Any], T]) -> None:
+        self._work_out = work_out
+        self.__doc__ = work_out.__doc__
+        self._name = work_out.__name__
+
+    def __get__(self, step: object, _kind: type) -> T:
+        found = step.__dict__[self._name] = self._work_out(step)
+        return found
 
 
 class RowKind(StrEnum):
@@ -80,27 +98,27 @@ class Step:
     worked_out: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
     """What sentences have found of it, by how: see `sentence.once_a_step`."""
 
-    @cached_property
+    @once
     def groups(self) -> tuple[v.KVGroup, ...]:
         """The KV groups, also where there is one."""
         return self.config.kv_groups
 
-    @cached_property
+    @once
     def block_sizes(self) -> tuple[int, ...]:
         """Token slots per block of each KV group."""
         return self.config.block_sizes
 
-    @cached_property
+    @once
     def old(self) -> dict[v.RequestId, v.RequestSnapshot]:
         """Unfinished requests before the step."""
         return {request.request_id: request for request in self.before.requests}
 
-    @cached_property
+    @once
     def new(self) -> dict[v.RequestId, v.RequestSnapshot]:
         """Unfinished requests after the step."""
         return {request.request_id: request for request in self.after.requests}
 
-    @cached_property
+    @once
     def preempted(self) -> list[v.RequestId]:
         """Who ran before the step and is preempted after it, in running order."""
         new = self.new
@@ -110,35 +128,35 @@ class Step:
             if name in new and new[name].status is v.Status.PREEMPTED
         ]
 
-    @cached_property
+    @once
     def place(self) -> dict[v.RequestId, int]:
         """Where each request that ran stood in the running list."""
         return {name: index for index, name in enumerate(self.before.running)}
 
-    @property
+    @once
     def plan(self) -> v.Plan:
         """The answer of a Schedule."""
         assert isinstance(self.observation, v.Plan), "only an accepted Schedule has a plan"
         return self.observation
 
-    @property
+    @once
     def commit(self) -> v.Commit:
         """The event, which is a commit."""
         assert isinstance(self.event, v.Commit), "another event is no commit"
         return self.event
 
-    @cached_property
+    @once
     def sampled(self) -> dict[v.RequestId, v.TokenIds]:
         """What each request sampled, as a commit says."""
         return {row.request_id: row.token_ids for row in self.commit.sampled}
 
-    @property
+    @once
     def output_rows(self) -> tuple[v.OutputRow, ...]:
         """The answer of a Commit."""
         assert isinstance(self.observation, v.Outputs), "only an accepted Commit has outputs"
         return self.observation.rows
 
-    @property
+    @once
     def ended(self) -> list[v.RequestId]:
         """Whom a commit or an abort ended, in the order of its answer."""
         if isinstance(self.observation, v.Aborted):
@@ -147,17 +165,17 @@ class Step:
             return []
         return [row.request_id for row in self.output_rows if row.finish_reason is not None]
 
-    @cached_property
+    @once
     def delivered(self) -> dict[v.RequestId, v.TokenIds]:
         """What a commit brings each request."""
         return {row.request_id: row.new_token_ids for row in self.output_rows}
 
-    @cached_property
+    @once
     def running_rows(self) -> list[PlannedRow]:
         """Rows of requests that were running, in the order in which they were scheduled."""
         return [self._row(row, RowKind.RUNNING) for row in self.plan.cached if not row.resumed]
 
-    @cached_property
+    @once
     def admitted_rows(self) -> list[PlannedRow]:
         """Rows of admitted requests, new and resumed mixed, in order of admission.
 
@@ -184,12 +202,12 @@ class Step:
         )
         return RowKind.CONTINUED if is_kept else RowKind.NEW
 
-    @cached_property
+    @once
     def newcomers(self) -> list[PlannedRow]:
         """Of the admitted rows those of who held nothing: they may ask the cache."""
         return [row for row in self.admitted_rows if row.kind is not RowKind.CONTINUED]
 
-    @cached_property
+    @once
     def giving(self) -> list[v.RequestId]:
         """Sessions that held blocks without running, and gave them to another."""
         found = []
@@ -203,7 +221,7 @@ class Step:
                     found.append(name)
         return found
 
-    @property
+    @once
     def hides_what_was_given(self) -> bool:
         """Whether sessions gave blocks back in this step, at a time that is not seen.
 
@@ -244,12 +262,12 @@ class Step:
         pairs = zip(tables, row.gained_tables, strict=True)
         return tuple([table + gained for table, gained in pairs])
 
-    @cached_property
+    @once
     def rows(self) -> list[PlannedRow]:
         """All rows in order of scheduling."""
         return self.running_rows + self.admitted_rows
 
-    @cached_property
+    @once
     def all_gained(self) -> set[v.BlockId]:
         """Blocks that rows took from the free queue in this step."""
         return {block for row in self.rows for block in row.gained}

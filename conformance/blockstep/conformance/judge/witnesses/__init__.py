@@ -13,7 +13,12 @@ from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.witnesses.adapters import ADAPTERS, of_adapters
 from blockstep.conformance.judge.witnesses.admission import ADMISSION, of_admission, of_waiting
 from blockstep.conformance.judge.witnesses.commits import COMMITS, of_commit, of_drafts
-from blockstep.conformance.judge.witnesses.encoder import ENCODER, of_encoder_reset, of_items
+from blockstep.conformance.judge.witnesses.encoder import (
+    ENCODER,
+    of_encoder_reset,
+    of_ends_across,
+    of_items,
+)
 from blockstep.conformance.judge.witnesses.frames import FRAMES, of_frames
 from blockstep.conformance.judge.witnesses.groups import GROUPED, of_ends, of_groups
 from blockstep.conformance.judge.witnesses.masks import (
@@ -38,6 +43,7 @@ from blockstep.conformance.judge.witnesses.sessions import (
     of_update,
 )
 from blockstep.conformance.judge.witnesses.signals import SIGNALS, of_abort, of_reset
+from blockstep.conformance.judge.witnesses.telling import TELLING, of_telling
 from blockstep.spec import vocabulary as v
 
 REFUSALS = {f"rejected_{code}": f"an event was refused as {code}" for code in v.RejectCode}
@@ -53,6 +59,7 @@ WITNESSES: Mapping[str, str] = (
     | MASKS
     | SESSIONS
     | ENCODER
+    | TELLING
     | REFUSALS
 )
 """All situations, by name, with what they mean."""
@@ -93,10 +100,13 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
             yield from of_commit(step, ledger, rows)
             if step.config.groups:
                 yield from of_ends(step)
+                yield from of_ends_across(step)
             if ledger.has_grammars:
                 yield from of_masked_commit(step)
             if ledger.has_sessions:
                 yield from of_stops(step, ledger)
+            if step.config.enable_kv_cache_events:
+                yield from of_telling(step, ledger)
         case v.GrammarBitmask(), v.GrammarOutput(rows=masks):
             yield from of_mask(step, ledger, masks)
         case v.EncoderReset(), _:
@@ -113,6 +123,8 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
             yield from of_abort(step, ledger)
         case v.Reset(), v.ResetDone(success=success):
             yield from of_reset(step, ledger, success)
+            if step.config.enable_kv_cache_events:
+                yield from of_telling(step, ledger)
         case v.GrammarReady(request_id=request_id), _:
             if ledger.lives[request_id].grammar_ready:
                 yield "grammar_ready_twice"

@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import lru_cache
 from math import lcm
 
-from blockstep.conformance.judge.attended import count_unattended
+from blockstep.conformance.judge.attended import count_across, count_unattended, slots_of
+from blockstep.conformance.judge.properties.amounts import blocks_for
 from blockstep.conformance.judge.properties.hits import longest_hit, may_ask_the_cache
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.life import Life
@@ -139,7 +140,13 @@ def _of_admission(step: Step, ledger: Ledger, row: PlannedRow) -> Iterator[str]:
             yield "groups_free_hit_beside_new_blocks"
     if may_ask_the_cache(step, life):
         yield from _of_cuts(step, ledger, life, row.first)
-    num_all = sum([-(-life.num_known // size) for size in config.block_sizes])
+    num_across = count_across(config, life.request)
+    num_all = sum(
+        [
+            blocks_for(slots_of(group, life.num_known, num_across), group.block_size)
+            for group in config.groups
+        ]
+    )
     num_left = num_all - sum(map(len, row.hit_tables))
     slid = sum([count_nulls(step.new[name].block_tables) for name in step.before.running])
     if config.scheduler_reserve_full_isl and num_left > len(step.before.free_queue) + slid:

@@ -3,6 +3,9 @@
     plan -> drop what it names -> make, or load, what it names -> each row gathers its embeddings
 
 The drops come first: an item that a plan has dropped and made is there (upstream #52482).
+
+Beside the prompt nothing is kept: what a plan makes the first rows of their requests read, and
+write to their blocks across; the next plan drops it.
 """
 
 from __future__ import annotations
@@ -31,19 +34,24 @@ class Items(Sampling):
         for identifier in plan.free_encoder_mm_hashes:
             self.encoded.pop(identifier, None)
         filled: set[str] = set()
+        self.made_for = {entry.request_id for entry in plan.scheduled_encoder_inputs}
         made = self._fill(plan.scheduled_encoder_inputs, filled)
         self._fill(plan.external_encoder_inputs, filled)
         budget, size = self.config.encoder_compute_budget, self.config.encoder_cache_size
         if made > budget:
             what = f"{made} embeddings are made in one step, {budget} may be"
             self._complain("P9", "plan_stays_within_encoder_compute_budget", what)
-        held = sum(self.encoded.values())
+        is_beside = self.config.is_encoder_decoder
+        held = made if is_beside else sum(self.encoded.values())
         if held > size:
             what = f"{held} embeddings of {sorted(self.encoded)} are kept, {size} may be"
             self._complain("P9", "items_stay_within_encoder_cache_size", what)
-        if not self.config.is_encoder_decoder:
-            for row in rows:
-                self._gather(row)
+        kept = sorted(self.encoded.keys() - filled) if is_beside else ()
+        if kept:
+            what = f"{kept} were made by a plan before, and this one does not drop them"
+            self._complain("P22", "items_beside_are_dropped_with_the_next_plan", what)
+        for row in rows:
+            self._gather(row)
 
     def _fill(self, inputs: Sequence[v.EncoderInputs], filled: set[str]) -> int:
         """Items that come into the store, beside those `filled` by this plan; returns their
@@ -70,7 +78,16 @@ class Items(Sampling):
         return total
 
     def _gather(self, row: FrameRow) -> None:
-        """Every embedding at a position of a row is there; a draft head reads one further."""
+        """Every embedding at a position of a row is there; a draft head reads one further.
+
+        Beside the prompt a first row reads all of them, made for itself.
+        """
+        if self.config.is_encoder_decoder:
+            name = row.view.request.request_id
+            if row.view.across and not row.first and name not in self.made_for:
+                what = f"{name!r} begins, and its items are not made for it"
+                self._complain("P22", "item_that_a_row_reads_is_there", what)
+            return
         end = row.end + self.config.num_encoder_lookahead_tokens
         for identifier in self._list_read(row, end):
             if identifier not in self.encoded:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
-from blockstep.conformance.judge.attended import count_unattended, first_attended
+from blockstep.conformance.judge.attended import count_unattended, first_attended, is_across
 from blockstep.conformance.judge.worker.names import (
     BEFORE_RESET,
     NEVER_WRITTEN,
@@ -50,7 +50,12 @@ class TaggedKV:
         self.groups = config.kv_groups
         self.block_sizes = config.block_sizes
         self.recurrent = list_recurrent(self.groups)
-        self.attended = tuple(at for at in range(len(self.groups)) if at not in self.recurrent)
+        self.across = tuple(at for at, group in enumerate(self.groups) if is_across(group))
+        others = {*self.recurrent, *self.across}
+        self.attended = tuple(at for at in range(len(self.groups)) if at not in others)
+        """Groups whose blocks hold the KV of tokens."""
+        self.made_for: set[RequestId] = set()
+        """For whom the plan that runs has items made."""
         self.names = PrefixNames(config.block_size, len(self.groups))
         self.kv: list[list[Name]] = [
             [NEVER_WRITTEN] * config.block_size for _ in range(config.num_blocks)
@@ -114,6 +119,8 @@ class TaggedKV:
                 self._write_table(row, group, writers)
             for group in self.recurrent:
                 self._write_states(row, group, writers)
+            for group in self.across:
+                self._write_across(row, group, writers)
         for row in rows:
             self._check_exclusive(row, writers)
 
@@ -193,6 +200,37 @@ class TaggedKV:
                 self._complain_shared(writers[block], (row, at, index), block)
             writers[block] = (row, at, index)
 
+    def _write_across(self, row: FrameRow, at: int, writers: dict[BlockId, Place]) -> None:
+        """Whose items are made has their embeddings written, an embedding to a slot."""
+        view, size = row.view, self.block_sizes[at]
+        name = view.request.request_id
+        for index, block in enumerate(view.tables[at] if name in self.made_for else ()):
+            made = view.across[index * size : (index + 1) * size]
+            if not made or (self._owners[block] != at and not self._take_over(block, at)):
+                continue
+            self.kv[block][: len(made)] = made
+            self._checked[block] = None
+            self._writes[block] = [(0, len(made), name, self.frame_id)]
+            if block in writers:
+                self._complain_shared(writers[block], (row, at, index), block)
+            writers[block] = (row, at, index)
+
+    def _read_across(self, row: FrameRow, at: int) -> None:
+        """Every row attends to all that was made of its items."""
+        view, size, table = row.view, self.block_sizes[at], row.view.tables[at]
+        reader = view.request.request_id
+        if len(table) * size < len(view.across):
+            what = f"{reader!r}: {len(view.across)} embeddings, {len(table) * size} slots"
+            self._complain("P26", "table_across_holds_the_embeddings", what)
+        for number, expected in enumerate(view.across[: len(table) * size]):
+            place = table[number // size], number % size
+            seen = self._seen(*place, at)
+            if seen != expected:
+                note = f"read by {reader!r} across, embedding {number} in plan {self.frame_id}"
+                self._complain_slot("attended_slot", place, expected, seen, note)
+                row.is_astray = True
+                return
+
     def keep_states(self, row: FrameRow) -> None:
         """A row has sampled: copy the states at block ends that it passed to their blocks."""
         for at in self.recurrent:
@@ -223,6 +261,8 @@ class TaggedKV:
 
     def _read(self, row: FrameRow) -> None:
         """Every position that the row attends to must hold what its request expects."""
+        for at in self.across:
+            self._read_across(row, at)
         view, kv, owners = row.view, self.kv, self._owners
         for at in self.attended:
             group, table = self.groups[at], view.tables[at]

@@ -53,6 +53,12 @@ class PrefixNames:
         """The name of the empty prefix of requests with this adapter and salt."""
         return self._root(("request", adapter, cache_salt))
 
+    def of_item(self, identifier: str, num_embeds: int) -> list[Name]:
+        """The names of what an encoder makes of an item: of each embedding, in order."""
+        chain: list[Name] = []
+        self.extend(chain, self._root(("item", identifier)), range(num_embeds), {}, 0)
+        return chain
+
     def extend(
         self,
         chain: list[Name],

@@ -36,6 +36,9 @@ class Sampling(TaggedKV):
         view = RequestView(request, self.names, self.block_sizes)
         if request.grammar is not None:
             view.automaton = Automaton(self.config, request)
+        if self.config.is_encoder_decoder:
+            for item in request.items:
+                view.across += self.names.of_item(item.identifier, item.num_embeds)
         self._ended.discard(request.request_id)
         return view
 

@@ -14,8 +14,8 @@ class RequestView(NamedText):
     """One request as the worker sees it."""
 
     __slots__ = (
-        "automaton", "is_preempted", "may_resume", "num_computed", "num_promised", "num_rejected",
-        "num_unreported", "pages", "proposal", "state_indices", "tables",
+        "across", "automaton", "is_preempted", "may_resume", "num_computed", "num_promised",
+        "num_rejected", "num_unreported", "pages", "proposal", "state_indices", "tables",
     )  # fmt: skip
 
     def __init__(
@@ -25,6 +25,8 @@ class RequestView(NamedText):
         sizes = block_sizes or (names.block_size,)
         self.automaton: Automaton | None = None
         """Of its grammar, if it has one."""
+        self.across: list[Name] = []
+        """What it attends to across: the names of its items' embeddings."""
         self.num_computed = 0
         """Tokens whose KV exists once every plan so far has run."""
         self.num_unreported = 0

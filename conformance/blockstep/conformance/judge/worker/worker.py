@@ -13,7 +13,7 @@ from collections.abc import Container, Sequence
 from itertools import chain
 from typing import TypeAlias
 
-from blockstep.conformance.judge.attended import without_given_back
+from blockstep.conformance.judge.attended import is_across, without_given_back
 from blockstep.conformance.judge.worker.items import Items
 from blockstep.conformance.judge.worker.sampling import NextToken
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
@@ -47,16 +47,16 @@ class Worker(Items):
             case v.Commit() as commit, v.Outputs(rows=rows):
                 self.commit(commit)
                 self.hear_of_ends(row.request_id for row in rows if row.finish_reason is not None)
+            case v.Abort(), v.Aborted(request_ids=request_ids):
+                self.hear_of_ends(request_ids)
+            case v.Reset(reset_running_requests=forced), v.ResetDone(success=True):
+                self.reset(forced)
             case v.EncoderReset(), v.Ack():
                 self.forget_items()
             case v.GrammarBitmask() as asked, v.GrammarOutput() as mask:
                 return self.check_mask(asked, mask)
             case v.GrammarFailed(request_id=request_id), v.Outputs():
                 self.hear_of_ends((request_id,))
-            case v.Abort(), v.Aborted(request_ids=request_ids):
-                self.hear_of_ends(request_ids)
-            case v.Reset(reset_running_requests=forced), v.ResetDone(success=True):
-                self.reset(forced)
         return []
 
     # Plans.
@@ -294,7 +294,8 @@ class Worker(Items):
         self, request_id: v.RequestId, group: v.KVGroup, table: tuple[v.BlockId, ...]
     ) -> list[v.BlockId]:
         """Those of them that there are. A null block may stand only where not all is attended."""
-        least = 1 if group.kind is v.GroupKind.FULL else v.NULL_BLOCK
+        is_whole = group.kind is v.GroupKind.FULL or is_across(group)
+        least = 1 if is_whole else v.NULL_BLOCK
         blocks, num_blocks = list(table), self.config.num_blocks
         if blocks and not (least <= min(blocks) and max(blocks) < num_blocks):
             self._complain("P1", "plan_names_real_blocks", f"{request_id!r} gets blocks {blocks}")
@@ -336,7 +337,9 @@ class Worker(Items):
             [
                 (len(table) - group.num_speculative_blocks) * group.block_size
                 for group, table in held
-            ]
+                if not is_across(group)
+            ],
+            default=self.config.max_model_len,
         )
 
     # Answers.

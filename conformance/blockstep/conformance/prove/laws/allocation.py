@@ -19,7 +19,7 @@ from blockstep.conformance.prove.harness import (
 from blockstep.conformance.prove.law import Right, Room, instead
 from blockstep.conformance.prove.laws.slots import last_partial_block_is_forgotten
 from blockstep.spec.memory.prefix import compute_max_hit_blocks
-from blockstep.spec.memory.slots import allocate_slots, compute_num_new_blocks, count_needed_blocks
+from blockstep.spec.memory.slots import allocate_slots, compute_num_new_blocks, compute_num_taken
 from blockstep.spec.pool import Pool, allocate_blocks, count_free
 from blockstep.spec.requests import Hit, RequestState
 from blockstep.spec.vocabulary import BlockId, Config, Request, Status
@@ -75,12 +75,10 @@ def every_hit_costs_a_block(block_ids: Sequence[BlockId]) -> int:
     return len(block_ids)
 
 
-@instead(count_needed_blocks)
-def hits_are_credited_twice(
-    num_slots: int, block_size: int, num_held: int, hit: tuple[BlockId, ...]
-) -> int:
+@instead(compute_num_taken)
+def hits_are_credited_twice(right: Right[int], num_hit: int) -> int:
     """The hit is taken off the need once as held, and once more as a hit."""
-    return compute_num_new_blocks(num_slots, block_size, num_held + 2 * len(hit)) + len(hit)
+    return right(num_hit=2 * num_hit)
 
 
 @instead(allocate_blocks)

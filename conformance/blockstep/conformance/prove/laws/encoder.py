@@ -151,11 +151,9 @@ def blocks_across_are_those_of_tokens(num_slots: int) -> int:
 
 
 @instead(get_num_slots_of)
-def blocks_across_come_beside_those_of_tokens(
-    right: Right[int], num_slots: int, num_across: int
-) -> int:
+def blocks_across_come_beside_those_of_tokens(right: Right[int], num_slots: int) -> int:
     """In one table."""
-    return num_slots + num_across
+    return num_slots + right()
 
 
 # Where chunks end.
@@ -322,7 +320,7 @@ def check_blocks_across_hold_the_items_however_long_the_request_gets(
     """So many are charged, and taken with the first chunk; none comes with a later one."""
     assert 1 <= num_slots and 0 <= num_across and 1 <= block_size
     group = KVGroup(GroupKind.CROSS_ATTENTION, block_size)
-    num_owned = get_num_slots_of(group, num_slots, num_across)
+    num_owned = get_num_slots_of(group, num_slots, request_of("a", item(0, num_across)))
     num_held = compute_num_blocks(num_owned, block_size)
     assert num_across <= num_held * block_size < num_across + block_size
     assert compute_max_held_blocks(group, num_owned, num_slots) == num_held

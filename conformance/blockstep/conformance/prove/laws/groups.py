@@ -20,7 +20,7 @@ from blockstep.spec.memory.prefix import get_joint_hit, get_prefix_hit, is_valid
 from blockstep.spec.memory.slots import (
     allocate_slots,
     compute_num_blocks,
-    count_needed_blocks,
+    count_free_hits,
     skip_slots,
 )
 from blockstep.spec.pool import Pool
@@ -108,8 +108,8 @@ def first_block_of_those_left_is_queued_first(
     return replace(after, free_queue=queue), skipped
 
 
-@instead(count_needed_blocks)
-def null_blocks_cost_a_block_each(right: Right[int], pool: Pool, hit: tuple[BlockId, ...]) -> int:
+@instead(count_free_hits)
+def null_blocks_cost_a_block_each(right: Right[int], hit: tuple[BlockId, ...]) -> int:
     """The null block has no holder, so it looks free."""
     return right() + sum(block_id == 0 for block_id in hit)
 

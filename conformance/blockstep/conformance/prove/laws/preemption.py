@@ -15,7 +15,7 @@ from blockstep.conformance.prove.laws import host_mistakes as wrong
 from blockstep.spec.requests import NOTHING_HELD, Holding, RequestState
 from blockstep.spec.step.preemption import get_preempted, process_preemption
 from blockstep.spec.step.queues import get_rank, process_prepend, select_queue, select_victim
-from blockstep.spec.step.work import Budget, Scheduled, Step
+from blockstep.spec.step.work import Scheduled, Step
 from blockstep.spec.vocabulary import Config, Policy, RequestId, Stats, Status
 
 ROOM = Room("preemption")
@@ -89,7 +89,7 @@ def row_of_the_victim_stays(right: Right[RequestId], step: Step) -> RequestId:
 def budget_is_given_back_for_everybody(right: Right[RequestId], step: Step) -> RequestId:
     """All rows of the step are undone, as far as the budget goes."""
     for row in step.rows[:-1]:
-        step.budget = step.budget.with_returned(row.cost)
+        step.budget += row.num_scheduled
     return right()
 
 
@@ -191,7 +191,7 @@ def build_step(budget: int, num_first: int, num_second: int) -> Step:
     running = tuple(h.build_runner(name, 9, 0, table) for name, table in blocks.items())
     state = h.build_state(Config(num_blocks=4, policy=Policy.PRIORITY), running)
     requests = state.requests.to_dict()
-    step = Step(state, Budget(budget), state.pool, requests, [*blocks], [], [], Stats())
+    step = Step(state, budget, state.pool, requests, [*blocks], [], [], Stats())
     step.rows = [Scheduled("a", 0, num_first, ()), Scheduled("b", 0, num_second, ())]
     return step
 
@@ -204,7 +204,7 @@ def check_tokens_of_a_victim_return_to_the_budget(
     assert 0 <= budget and 1 <= num_first and 1 <= num_second and 0 <= victim_index <= 2
     step = build_step(budget, num_first, num_second)
     process_preemption(step, victim_index)
-    assert step.budget.num_tokens + sum(row.num_scheduled for row in step.rows) == (
+    assert step.budget + sum(row.num_scheduled for row in step.rows) == (
         budget + num_first + num_second
     )
 

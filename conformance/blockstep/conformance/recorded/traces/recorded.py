@@ -29,11 +29,14 @@ import msgspec
 from blockstep.conformance.engine import EQUIVALENCES, EXACT
 from blockstep.conformance.protocol.codec import build, build_tagged, get_fields
 from blockstep.conformance.protocol.lines import TraceError, read_lines, shown
+from blockstep.conformance.protocol.telling import to_forms
 from blockstep.spec.vocabulary import (
     EVENT_TYPES,
     Config,
     Event,
     Observation,
+    Outputs,
+    ResetDone,
     config_problems,
 )
 
@@ -42,7 +45,7 @@ TRACE_VERSION = 1
 
 LEFT_OUT_WHEN_EMPTY = (
     *("remapped_req_ids", "ending_req_ids"),
-    *("num_common_prefix_blocks", "new_block_ids_to_zero"),
+    *("num_common_prefix_blocks", "new_block_ids_to_zero", "kv_events"),
 )
 """Fields that came after traces were written, and that most answers leave empty."""
 
@@ -181,6 +184,8 @@ def _tagged(
     for name in LEFT_OUT_WHEN_EMPTY:
         if fields.get(name) == ():
             del fields[name]
+    if isinstance(value, Outputs | ResetDone) and value.kv_events:
+        fields["kv_events"] = to_forms(value.kv_events)
     return {"type": type(value).__name__, **fields}
 
 

@@ -1,0 +1,129 @@
+"""Telling: P20 who reads the log of KV events alone knows what can be found, at every answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+from blockstep.conformance.judge.follower import Follower
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.sentence import (
+    Complaint,
+    Complaints,
+    difference,
+    differing,
+    once_a_step,
+    sentence,
+    unequal,
+)
+from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.protocol.compare import name_key
+from blockstep.spec import vocabulary as v
+
+
+def told_by(step: Step) -> tuple[v.KVEvent, ...]:
+    """What an answer tells of blocks; nothing where it is of another kind."""
+    seen = step.observation
+    return seen.kv_events if isinstance(seen, v.Outputs | v.ResetDone) else ()
+
+
+@once_a_step
+def followed(step: Step, ledger: Ledger) -> tuple[Counter[v.BlockKey], list[v.BlockKey]]:
+    """Copies of each key as the log tells them after a step, and those removed from nowhere."""
+    follower: Follower = ledger.follower.copy()
+    unknown = follower.follow(told_by(step))
+    return follower.copies, unknown
+
+
+def count_findable(snapshot: v.Snapshot) -> Counter[v.BlockKey]:
+    """Copies of each key in a state."""
+    return Counter({key: len(blocks) for key, blocks in snapshot.cached.items()})
+
+
+@sentence("P20", v.Commit, v.Reset)
+def log_tells_what_can_be_found(step: Step, ledger: Ledger) -> Complaints:
+    """Behind each answer that tells of blocks, who has read them all knows what is findable.
+
+    Copies of one key are counted. A reset that came to nothing tells nothing, nor does an engine
+    that was not asked to. A plan for nobody, which nobody answers, has nothing to tell (P7).
+    """
+    if not step.config.enable_kv_cache_events:
+        yield from differing("kv_events that nobody asked for", (), told_by(step))
+        return
+    if isinstance(step.observation, v.ResetDone) and not step.observation.success:
+        yield from differing("kv_events of a reset that was refused", (), told_by(step))
+        return
+    copies, _ = followed(step, ledger)
+    findable = count_findable(step.after)
+    if copies != findable:
+        yield Complaint(
+            "who follows the log does not know what is cached",
+            tuple(
+                difference(f"copies of {name_key(key)}", findable[key], copies[key])
+                for key in _list_differing(findable, copies)
+            ),
+        )
+
+
+@sentence("P20", v.Commit, v.Reset)
+def log_removes_what_was_there(step: Step, ledger: Ledger) -> Complaints:
+    """What is removed was stored before it, in the order in which it is told."""
+    _, unknown = followed(step, ledger) if told_by(step) else ({}, [])
+    for key in unknown:
+        yield Complaint(f"{name_key(key)} is removed, and no copy of it is left")
+
+
+@sentence("P20", v.Commit, v.Reset)
+def stored_blocks_are_told_as_they_are(step: Step, _ledger: Ledger) -> Complaints:
+    """Blocks that are told together follow one upon the other, with their parent and tokens."""
+    for event in told_by(step):
+        if isinstance(event, v.BlockStored):
+            yield from _judge_stored(step, event)
+
+
+def _judge_stored(step: Step, event: v.BlockStored) -> Iterator[Complaint]:
+    if not event.keys:
+        yield Complaint("an event stores no block")
+        return
+    first = event.keys[0]
+    sizes = dict(enumerate(step.block_sizes))
+    size = sizes.get(first.group, 0)
+    if {key.group for key in event.keys} != {first.group} or not size:
+        yield Complaint(f"an event stores blocks of groups {[key.group for key in event.keys]}")
+        return
+    links = size // step.config.block_size
+    for before, key in pairwise(event.keys):
+        if _behind(key, links) != before:
+            yield Complaint(f"{name_key(key)} is told behind {name_key(before)}")
+    due = {
+        "parent": _behind(first, links),
+        "token_ids": tuple([token for key in event.keys for token in _tokens_of(key, links)]),
+        "block_size": size,
+        "adapter": first.adapter,
+        "medium": v.MEDIUM_GPU,
+    }
+    for name, right in due.items():
+        seen = getattr(event, name)
+        if seen != right:
+            yield unequal(f"{name_key(first)} is told with another {name}", name, right, seen)
+
+
+def _behind(key: v.BlockKey, links: int) -> v.BlockKey | None:
+    """The key of the block before this one in its group, of so many links each."""
+    before: v.BlockKey | None = key
+    for _ in range(links):
+        before = before and before.parent
+    return before and before.in_group(key.group)
+
+
+def _tokens_of(key: v.BlockKey, links: int) -> list[v.TokenId]:
+    """The tokens of the block that ends with this key."""
+    return [token for link in key.chain()[-links:] for token in link.token_ids]
+
+
+def _list_differing(
+    left: Mapping[v.BlockKey, int], right: Mapping[v.BlockKey, int]
+) -> list[v.BlockKey]:
+    """Keys of which the two have not as many copies."""
+    return [key for key in {**left, **right} if left.get(key, 0) != right.get(key, 0)]

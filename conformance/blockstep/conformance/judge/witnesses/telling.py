@@ -1,0 +1,61 @@
+"""Situations that there are only where it is told what becomes of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.telling import told_by
+from blockstep.spec.vocabulary import AllBlocksCleared, BlockRemoved, BlockStored, Commit
+
+TELLING = {
+    "events_stored": "it was told that a request's blocks had become findable",
+    "events_stored_together": "several blocks were told by one event",
+    "events_stored_behind_others": "blocks were told with a parent",
+    "events_copy_stored": "a block was told of whose key another was findable already",
+    "events_removed": "it was told that a block was evicted, or withdrawn",
+    "events_copy_removed": "a block was told to be gone, and another of its key stayed",
+    "events_of_a_plan_in_flight": "a commit told blocks that a plan stored which was in flight",
+    "events_cleared": "it was told that nothing is findable any more",
+}
+
+
+def of_telling(step: Step, ledger: Ledger) -> Iterator[str]:
+    """What an answer tells of blocks."""
+    copies = ledger.follower.copies.copy()
+    for event in told_by(step):
+        if isinstance(event, BlockStored):
+            yield "events_stored"
+            if len(event.keys) > 1:
+                yield "events_stored_together"
+            if event.parent is not None:
+                yield "events_stored_behind_others"
+            if any(copies[key] for key in event.keys):
+                yield "events_copy_stored"
+            copies.update(event.keys)
+        elif isinstance(event, BlockRemoved):
+            yield "events_removed"
+            if any(copies[key] > 1 for key in event.keys):
+                yield "events_copy_removed"
+            copies.subtract(event.keys)
+        elif isinstance(event, AllBlocksCleared):
+            yield "events_cleared"
+            copies.clear()
+    if isinstance(step.event, Commit) and _is_ahead(step, ledger):
+        yield "events_of_a_plan_in_flight"
+
+
+def _is_ahead(step: Step, ledger: Ledger) -> bool:
+    """Whether a block is told that only a frame fills which is in flight still."""
+    told = {key for event in told_by(step) if isinstance(event, BlockStored) for key in event.keys}
+    if not told or not step.after.frames_in_flight:
+        return False
+    written = {row.request_id: row.end for row in ledger.frame_of(step)}
+    flying = {row.request_id for name in step.after.frames_in_flight for row in ledger.frames[name]}
+    return any(
+        step.after.block_keys[block] in told
+        for name in flying & step.new.keys()
+        for table, size in zip(step.new[name].block_tables, step.block_sizes, strict=True)
+        for block in table[written.get(name, 0) // size :]
+    )

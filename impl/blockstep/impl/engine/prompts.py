@@ -1,0 +1,68 @@
+"""Prompts: what a user asks to be continued, a text or token ids, as the tokens of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias, TypeVar
+
+from tokenizers import Tokenizer
+
+from blockstep.impl.engine.errors import RequestError
+from blockstep.spec.vocabulary import TokenIds
+
+Prompt: TypeAlias = str | Sequence[int]
+T = TypeVar("T")
+
+
+def encode_prompt(
+    tokenizer: Tokenizer | None, vocab_size: int, prompt: Prompt, *, begins: bool = True
+) -> TokenIds:
+    """Its tokens; with those that begin a text, where it is one and `begins`.
+
+    Raises:
+        RequestError: it is neither text nor tokens of the model, or text without a tokenizer.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError("a text needs a tokenizer.json beside the model; give token ids")
+        try:
+            prompt = tokenizer.encode(prompt, add_special_tokens=begins).ids
+        except TypeError as error:
+            raise RequestError(f"prompt {prompt[:80]!r}: is no Unicode text") from error
+    token_ids = tuple(_expect_sequence(prompt))
+    wrong = next((t for t in token_ids if type(t) is not int or not 0 <= t < vocab_size), None)
+    if wrong is not None:
+        raise RequestError(f"token {wrong!r}: the model has tokens 0 to {vocab_size - 1}, ints")
+    return token_ids
+
+
+def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt as a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    several = list(_expect_sequence(prompts))
+    return [prompts] if several and isinstance(several[0], int) else several  # type: ignore[list-item]
+
+
+def give_each(name: str, kind: type[T], given: object, num_prompts: int, default: T) -> list[T]:
+    """What is given for all prompts at once, or for each of them; `default` for None.
+
+    Raises:
+        RequestError: it is neither, or of another length; it is called by `name` then.
+    """
+    if given is None or isinstance(given, kind):
+        return [default if given is None else given] * num_prompts
+    if not isinstance(given, Sequence):
+        raise RequestError(f"{name} = {given!r}: must be {kind.__name__}, or a list of them")
+    if len(given) != num_prompts:
+        raise RequestError(
+            f"{num_prompts} prompts and {len(given)} {name}: give one for all, or one each"
+        )
+    return list(given)
+
+
+def _expect_sequence(prompt: Any) -> Sequence[Any]:
+    """Neither an array, nor bytes, nor what can be walked once."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes | bytearray):
+        raise RequestError(f"prompt {prompt!r:.80}: must be a text, or a list of token ids")
+    return prompt

@@ -1,0 +1,158 @@
+"""What is told of blocks: plays with a log of KV events, and the sentences that speak of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from blockstep.conformance.judge.properties import Step
+from blockstep.spec.vocabulary import (
+    AllBlocksCleared,
+    BlockKey,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    Outputs,
+    Reset,
+    ResetDone,
+    Schedule,
+    Submit,
+)
+from play_support.play import CONFIG, A, B, Bend, Play, observed, request
+
+Case: TypeAlias = tuple[str, Callable[[], Play], Callable[[Any], object], Bend]
+"""The sentence, a play that is right, what is planted, and how the last step is bent."""
+NEVER = BlockKey(None, (8, 8))
+"""The key of a block that nobody has stored."""
+LAST = request("D", *[6] * 14)
+"""Of seven blocks, so that only one of another request is left."""
+
+
+def telling() -> Play:
+    """Two blocks of A are told."""
+    return Play(replace(CONFIG, enable_kv_cache_events=True)).do(Submit(A), Schedule()).commit()
+
+
+def telling_more() -> Play:
+    """One block is told behind them."""
+    return telling().do(Schedule()).commit()
+
+
+def evicting() -> Play:
+    """Blocks of A are needed for D, and told to be gone."""
+    return telling_more().run(1).do(Submit(LAST)).run(1).do(Schedule()).commit()
+
+
+def telling_a_reset() -> Play:
+    """A reset amid a plan in flight: what that stored is told, and that all is cleared."""
+    return telling().do(Submit(B), Schedule(), Reset(reset_running_requests=True))
+
+
+def told(step: Step) -> tuple[KVEvent, ...]:
+    assert isinstance(step.observation, Outputs | ResetDone)
+    return step.observation.kv_events
+
+
+def silent(step: Step) -> Step:
+    """Nothing is told."""
+    return observed(step, kv_events=())
+
+
+def removing_another(step: Step) -> Step:
+    """A block is told to be gone that was never there."""
+    return observed(step, kv_events=(BlockRemoved((NEVER,)), *told(step)))
+
+
+def stored_as(**fields: Any) -> Bend:
+    """Blocks are told with something of another."""
+
+    def bend(step: Step) -> Step:
+        events = [
+            replace(event, **fields) if isinstance(event, BlockStored) else event
+            for event in told(step)
+        ]
+        assert tuple(events) != told(step)
+        return observed(step, kv_events=tuple(events))
+
+    return bend
+
+
+def nothing(_engine: Any) -> None:
+    """The engine is right; only what came of it is bent."""
+
+
+ALONE: list[Case] = [
+    ("log_tells_what_can_be_found", telling, nothing, silent),
+    ("log_removes_what_was_there", telling, nothing, removing_another),
+    ("stored_blocks_are_told_as_they_are", telling, nothing, stored_as(token_ids=(1, 2, 3))),
+]
+
+
+def out_of_order(step: Step) -> Step:
+    """Blocks that are told together stand the wrong way round."""
+    events = [
+        replace(event, keys=event.keys[::-1]) if isinstance(event, BlockStored) else event
+        for event in told(step)
+    ]
+    return observed(step, kv_events=tuple(events))
+
+
+def together_with_nothing(step: Step) -> Step:
+    return observed(step, kv_events=(*told(step), BlockStored((), None, (), 2)))
+
+
+def of_no_group(step: Step) -> Step:
+    (event,) = told(step)
+    assert isinstance(event, BlockStored)
+    first, *others = event.keys
+    return observed(step, kv_events=(replace(event, keys=(first.in_group(3), *others)),))
+
+
+def stored_once_more(step: Step) -> Step:
+    """A block that is told is told again, as if there were another copy."""
+    return observed(step, kv_events=(*told(step), *told(step)))
+
+
+def evicted_in_silence(step: Step) -> Step:
+    kept = [event for event in told(step) if not isinstance(event, BlockRemoved)]
+    assert len(kept) < len(told(step))
+    return observed(step, kv_events=tuple(kept))
+
+
+def not_cleared(step: Step) -> Step:
+    kept = [event for event in told(step) if not isinstance(event, AllBlocksCleared)]
+    assert len(kept) < len(told(step))
+    return observed(step, kv_events=tuple(kept))
+
+
+def unasked(step: Step) -> Step:
+    """The config asks for no log."""
+    return replace(step, config=replace(step.config, enable_kv_cache_events=False))
+
+
+def refused(step: Step) -> Step:
+    """The reset is refused, and tells all the same."""
+    return observed(step, success=False)
+
+
+EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
+    ("log_tells_what_can_be_found", telling, stored_once_more),
+    ("log_tells_what_can_be_found", telling_more, silent),
+    ("log_tells_what_can_be_found", evicting, evicted_in_silence),
+    ("log_tells_what_can_be_found", telling_a_reset, silent),
+    ("log_tells_what_can_be_found", telling_a_reset, not_cleared),
+    ("log_tells_what_can_be_found", telling_a_reset, refused),
+    ("log_tells_what_can_be_found", telling, unasked),
+    ("log_removes_what_was_there", telling_more, removing_another),
+    ("log_removes_what_was_there", telling_a_reset, removing_another),
+    ("stored_blocks_are_told_as_they_are", telling_more, stored_as(parent=None)),
+    ("stored_blocks_are_told_as_they_are", telling_more, stored_as(parent=NEVER)),
+    ("stored_blocks_are_told_as_they_are", telling, stored_as(block_size=4)),
+    ("stored_blocks_are_told_as_they_are", telling, stored_as(adapter="x")),
+    ("stored_blocks_are_told_as_they_are", telling, out_of_order),
+    ("stored_blocks_are_told_as_they_are", telling, together_with_nothing),
+    ("stored_blocks_are_told_as_they_are", telling, of_no_group),
+    ("stored_blocks_are_told_as_they_are", telling_a_reset, stored_as(token_ids=())),
+]
+"""More that is wrong, of each kind of event and of each field."""
