@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from blockstep.impl.host.core import Core
-from blockstep.spec.vocabulary import RequestSnapshot, Snapshot
+from blockstep.spec.vocabulary import RequestSnapshot, Snapshot, TokenIds
 
 
 def take_snapshot(core: Core) -> Snapshot:
@@ -33,7 +33,15 @@ def take_snapshot(core: Core) -> Snapshot:
 def _request(core: Core, slot: int) -> RequestSnapshot:
     table = core.table
     request_id = table.requests[slot].request_id
-    matcher, session = core.matchers.get(request_id), core.sessions.get(request_id)
+    grammar_state, reasoning_ended = 0, False
+    if request_id in core.matchers:
+        matcher = core.matchers[request_id]
+        grammar_state, reasoning_ended = matcher.position.state, matcher.reasoning_ended
+    prompt_token_ids: TokenIds = ()
+    num_streaming_updates = 0
+    if request_id in core.sessions:
+        prompt_token_ids = table.requests[slot].prompt_token_ids
+        num_streaming_updates = len(core.sessions[request_id].updates)
     return RequestSnapshot(
         request_id=request_id,
         status=table.statuses[slot],
@@ -41,14 +49,14 @@ def _request(core: Core, slot: int) -> RequestSnapshot:
         num_computed_tokens=table.num_computed[slot],
         num_output_placeholders=table.num_output_placeholders[slot],
         spec_token_ids=table.spec_token_ids[slot],
-        is_prefill_chunk=bool(table.is_prefill_chunk[slot]),
+        is_prefill_chunk=table.is_prefill_chunk[slot],
         block_tables=table.block_tables(slot),
         num_cached_blocks=tuple([held.num_cached for held in table.holdings[slot]]),
         num_cached_tokens=table.num_cached_tokens[slot],
         num_preemptions=table.num_preemptions[slot],
-        grammar_ready=bool(table.grammar_ready[slot]),
-        grammar_state=matcher.position.state if matcher else 0,
-        reasoning_ended=matcher.reasoning_ended if matcher else False,
-        prompt_token_ids=table.requests[slot].prompt_token_ids if session else (),
-        num_streaming_updates=len(session.updates) if session else 0,
+        grammar_ready=table.grammar_ready[slot],
+        grammar_state=grammar_state,
+        reasoning_ended=reasoning_ended,
+        prompt_token_ids=prompt_token_ids,
+        num_streaming_updates=num_streaming_updates,
     )
