@@ -556,6 +556,11 @@ def test_a_grammar_that_ends_otherwise_is_not_for_that_backend() -> None:
     asked = v.Request("A", (5, 6), structured_output=True, grammar=ABC)
     assert "cannot be given" in told.declines(v.Submit(asked))
     assert "has none" in told.declines(v.Submit(v.Request("A", (5,), structured_output=True)))
+    stopped = v.Request(
+        "A", (5,), structured_output=True, grammar=ENDS_WITH_2, stop_token_ids=(3,), eos_token_id=2
+    )
+    is_left_out = "end of the text" in told.declines(v.Submit(stopped))
+    assert is_left_out is RELEASE.hands_stops_over
 
 
 # Encoder inputs.
