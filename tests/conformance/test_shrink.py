@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from blockstep.conformance.engine import Capability, EngineTraits, Safety
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.features import PIPELINE
 from blockstep.conformance.protocol.program import Action, Answer, Program
 from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.search.brought import get_request, simpler_contents
 from blockstep.conformance.search.shrink import shrink
 from blockstep.spec.vocabulary import (
     Config,
+    EncoderOffer,
     Event,
+    Grammar,
+    GrammarReady,
     GroupKind,
     KVGroup,
+    MultiModalItem,
     Observation,
     OutputRow,
     Outputs,
     Plan,
     Request,
     Schedule,
+    StreamingUpdate,
     Submit,
 )
 
@@ -154,3 +161,107 @@ def test_where_groups_do_not_matter_there_is_one() -> None:
     program = Program(replace(GROUPED, async_scheduling=False), LONG)
     _, findings = run_program(program, WrongDeeper)
     assert shrink(program, WrongDeeper, findings[0]).program.config.groups == ()
+
+
+class WrongAbout(SpecEngine):
+    """Wrong about each request that it announces, if that is like this."""
+
+    def is_met(self, request: Request) -> bool:
+        raise NotImplementedError
+
+    def apply(self, event: Event) -> Observation:
+        answer = super().apply(event)
+        if isinstance(answer, Plan) and any(self.is_met(row.request) for row in answer.new):
+            return replace(answer, preempted_req_ids=("Z",))
+        return answer
+
+
+def shrunk_by(engine: type[WrongAbout], program: Program) -> Program:
+    _, findings = run_program(program, engine)
+    (first,) = [found for found in findings if found.sentence == "engine_equals_spec"]
+    return shrink(program, engine, first).program
+
+
+DOG = MultiModalItem("dog", 5, 3, (False, True, True))
+CAT = MultiModalItem("cat", 1, 2)
+ENCODING = replace(
+    CONFIG, encoder_compute_budget=6, encoder_cache_size=8, disable_chunked_mm_input=True
+)
+
+
+def test_items_that_matter_are_left_short_and_in_front() -> None:
+    class Wrong(WrongAbout):
+        def is_met(self, request: Request) -> bool:
+            return bool(request.items)
+
+    asked = (Request("Q", (1,) * 8, 4, items=(CAT, DOG)), Request("P", (1,) * 9, 2, items=(DOG,)))
+    actions: tuple[Action, ...] = (EncoderOffer(("cat", "owl")), *map(Submit, asked))
+    actions += (Schedule(), Answer()) * 4
+    left = shrunk_by(Wrong, Program(ENCODING, actions))
+    assert left.actions == (
+        Submit(Request("A", (0,), 1, items=(MultiModalItem("x", 0, 1),))),
+        Schedule(),
+    )
+    assert (left.config.encoder_compute_budget, left.config.encoder_cache_size) == (0, 0)
+
+
+def test_an_item_has_one_content_while_it_becomes_shorter() -> None:
+    actions = (
+        Submit(Request("A", (1,) * 8, items=(CAT, DOG))),
+        StreamingUpdate(Request("A", (1,) * 8, items=(DOG,), resumable=True)),
+        Schedule(),
+    )
+    seen = list(simpler_contents(actions))
+    assert len(seen) == 3, "the cat is one long; the dog has no mask, or is two long"
+    for variant in seen:
+        items = [item for action in variant[:2] for item in get_request(action).items]  # type: ignore[union-attr]
+        assert (
+            len({(item.length, item.is_embed) for item in items if item.identifier == "dog"}) == 1
+        )
+        assert all(not item.is_embed or any(item.is_embed) for item in items)
+
+
+def test_of_a_grammar_those_states_and_edges_are_left_that_matter() -> None:
+    class Wrong(WrongAbout):
+        def is_met(self, request: Request) -> bool:
+            edges = request.grammar.edges if request.grammar else ()
+            return any(token == 7 for state in edges for token, _ in state)
+
+    grammar = Grammar((((1, 1), (4, 2)), ((2, 0), (7, 3), (9, 1)), ((3, 3),), ()))
+    asked = Request("Q", (1, 2), 4, structured_output=True, grammar=grammar)
+    actions = (*submits(1), Submit(asked), GrammarReady("Q"), *(Schedule(), Answer()) * 3)
+    left = shrunk_by(Wrong, Program(CONFIG, actions))
+    least = Request("A", (0,), 1, structured_output=True, grammar=Grammar((((7, 0),),)))
+    assert left.actions == (Submit(least), GrammarReady("A"), Schedule())
+
+
+def test_of_a_session_those_chunks_are_left_that_matter() -> None:
+    class Wrong(WrongAbout):
+        def is_met(self, request: Request) -> bool:
+            return len(request.prompt_token_ids) > 2 and request.resumable
+
+    def chunk(count: int, **more: Any) -> StreamingUpdate:
+        return StreamingUpdate(Request("Q", (5,) * count, 2, resumable=True, **more))
+
+    first = Submit(Request("Q", (1, 2), 2, resumable=True, adapter="lora"))
+    steps = (Schedule(), Answer()) * 3
+    actions = (*submits(1), first, *steps, chunk(2, priority=3), *steps, chunk(3), *steps)
+    left = shrunk_by(Wrong, Program(CONFIG, actions))
+    updates = [action for action in left.actions if isinstance(action, StreamingUpdate)]
+    assert len(updates) <= 1
+    requests = [request for action in left.actions if (request := get_request(action)) is not None]
+    assert {request.request_id for request in requests} == {"A"}
+    assert not any(request.priority or request.adapter for request in requests)
+
+
+def test_what_was_tried_is_not_tried_again() -> None:
+    played: list[Program] = []
+
+    def play(program: Program, *more: Any) -> Any:
+        played.append(program)
+        return run_program(program, *more)
+
+    program = Program(CONFIG, LONG)
+    _, findings = run_program(program, WrongDeeper)
+    shrink(program, WrongDeeper, findings[0], play=play)
+    assert len(played) == len(set(played)) > 20

@@ -266,7 +266,9 @@ def test_who_waits_with_its_blocks_goes_first() -> None:
     told.submit("B", 1, 2)
     told.update("A", 3, max_tokens=2)
     assert (told.state.waiting, told.state.skipped_waiting) == (("B",), ("A",))
-    assert [*rows_of(told.plan())] == ["A", "B"]
+    plan = told.plan()
+    assert [*rows_of(plan)] == ["A", "B"]
+    assert plan.new[0].request.max_tokens == 2
     told.commit(1, A=(7,), B=(1,))
     assert told.request("A").output_token_ids == (7,)  # by its chunk's max_tokens it goes on
 
@@ -516,23 +518,23 @@ def test_a_grammar_that_fails_ends_its_request_some_answers_later_and_is_decline
     assert told.state.request("A") is None
 
 
-@needs_newest
-def test_a_token_behind_the_end_of_its_grammar_ends_a_request_with_an_error() -> None:
+@needs_masks
+def test_tokens_behind_the_end_of_a_grammar_end_nothing() -> None:
     told = Told(v.Config(num_blocks=20))
-    told.submit("A", 5, 6, max_tokens=2, structured_output=True, grammar=ENDED)
+    told.submit("A", 5, 6, max_tokens=3, structured_output=True, grammar=ENDED)
     told.engine.apply(v.GrammarReady("A"))
-    told.plan()
-    assert told.commit(0, A=(4,))[0].finish_reason is None
-    told.plan()
-    assert told.mask(1)[0].allowed == (None,)
-    assert told.commit(1, A=(9,))[0].finish_reason is v.FinishReason.ERROR
+    for frame_id, (allowed, token) in enumerate((((0, 4), 4), (None, 9), (None, 9))):
+        told.plan()
+        assert told.mask(frame_id)[0].allowed == (allowed,)
+        (row,) = told.commit(frame_id, A=(token,))
+    assert row.finish_reason is v.FinishReason.LENGTH
 
 
 ENDED = v.Grammar((((0, 1), (4, 1)), ()))
 ENDS_WITH_2 = v.Grammar((((1, 1), (3, 0)), ((2, 2), (4, 0)), ()))
 
 
-@needs_reference
+@needs_masks
 def test_a_backend_of_the_release_masks_like_the_automaton_that_its_grammar_was_made_of() -> None:
     told = Told(v.Config(num_blocks=20), XGRAMMAR)
     told.submit("A", 5, 6, structured_output=True, grammar=ENDS_WITH_2)
@@ -548,7 +550,7 @@ def test_a_backend_of_the_release_masks_like_the_automaton_that_its_grammar_was_
     assert type(structured.grammar.inner).__name__ == "XgrammarGrammar"
 
 
-@needs_reference
+@needs_masks
 def test_a_grammar_that_ends_otherwise_is_not_for_that_backend() -> None:
     told = Told(v.Config(num_blocks=20), XGRAMMAR)
     asked = v.Request("A", (5, 6), structured_output=True, grammar=ABC)

@@ -29,6 +29,7 @@ from blockstep.spec.vocabulary import (
     FinishReason,
     Grammar,
     OutputRow,
+    PauseState,
     Plan,
     RejectCode,
     Rejected,
@@ -504,3 +505,33 @@ def test_sessions_have_nothing_in_common(quirk: bool) -> None:
     rest(oracle, 1, 2)
     oracle.submit(Request("B", (3, 4, 5), max_tokens=1))
     assert oracle.schedule().num_common_prefix_blocks == ((0,) if quirk else (2,))
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_sessions_wait_apart(quirk: bool) -> None:
+    """Of two that wait, the one that has computed something is first, whatever its priority."""
+    quirks = {Quirk.ONE_WAITING_QUEUE, Quirk.SESSIONS_WAIT_APART} if quirk else set()
+    config = replace(CONFIG, policy=Policy.PRIORITY, max_num_seqs=1, max_frames_in_flight=2)
+    oracle = Oracle(config, Profile("some", frozenset(quirks)))
+    oracle.submit(session(1, 2, max_tokens=1, priority=5))
+    step(oracle)
+    assert oracle.state.skipped_waiting == ("A",)
+    oracle.submit(Request("B", (3,), max_tokens=1))
+    oracle.update(session(3, max_tokens=1, priority=5))
+    oracle.pause(PauseState.PAUSED_NEW)
+    names = [[row.request_id for row in step(oracle).new] for _ in range(2)]
+    assert names == ([["A"], []] if quirk else [[], []])
+    oracle.pause(PauseState.UNPAUSED)
+    assert [row.request_id for row in step(oracle).new] == ["B"]
+    assert get_broken_invariants(oracle.state) == ()
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_resting_sessions_keep_their_seats(quirk: bool) -> None:
+    quirks = {Quirk.RESTING_SESSIONS_KEEP_THEIR_SEATS} if quirk else set()
+    oracle = Oracle(replace(CONFIG, max_num_seqs=1), Profile("some", frozenset(quirks)))
+    rest(oracle, 1, 2)
+    oracle.submit(Request("B", (3,), max_tokens=1))
+    assert [row.request_id for row in step(oracle).new] == ([] if quirk else ["B"])
+    assert oracle.abort("A") == ("A",)
+    assert [row.request_id for row in step(oracle).new] == (["B"] if quirk else [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from blockstep.spec import vocabulary as v
 from blockstep.spec.hashing import get_keyed
@@ -13,6 +14,8 @@ from blockstep.spec.requests import RequestState
 from blockstep.spec.snapshots import get_snapshot
 from blockstep.spec.state import State
 from blockstep.spec.transition import transition
+
+Answer = TypeVar("Answer")
 
 
 class RejectedEvent(Exception):
@@ -49,63 +52,51 @@ class Oracle:
 
     def submit(self, request: v.Request) -> None:
         """Take a request in."""
-        self._accepted(v.Submit(request))
+        self._accepted(v.Submit(request), v.Ack)
 
     def schedule(self) -> v.Plan:
         """Plan the next step."""
-        plan = self._accepted(v.Schedule())
-        assert isinstance(plan, v.Plan), "Schedule is answered with a Plan"
-        return plan
+        return self._accepted(v.Schedule(), v.Plan)
 
     def commit(self, plan: v.Plan, sampled: Mapping[v.RequestId, Iterable[int]]) -> v.Outputs:
         """Answer `plan`: the tokens sampled per request; requests left out sampled none."""
         rows = tuple(
             v.RowTokens(row.request_id, tuple(sampled.get(row.request_id, ()))) for row in plan.rows
         )
-        outputs = self._accepted(v.Commit(plan.frame_id, rows))
-        assert isinstance(outputs, v.Outputs), "Commit is answered with Outputs"
-        return outputs
+        return self._accepted(v.Commit(plan.frame_id, rows), v.Outputs)
 
     def propose(self, drafts: Mapping[v.RequestId, Iterable[int]]) -> tuple[v.RequestId, ...]:
         """Hand in draft tokens per request; returns those whose drafts were attached."""
         rows = tuple(v.RowTokens(name, tuple(tokens)) for name, tokens in drafts.items())
-        taken = self._accepted(v.Drafts(rows))
-        assert isinstance(taken, v.DraftsTaken), "Drafts are answered with DraftsTaken"
-        return taken.request_ids
+        return self._accepted(v.Drafts(rows), v.DraftsTaken).request_ids
 
     def abort(self, *request_ids: v.RequestId) -> tuple[v.RequestId, ...]:
         """End requests; returns those that were unfinished."""
-        aborted = self._accepted(v.Abort(request_ids))
-        assert isinstance(aborted, v.Aborted), "Abort is answered with Aborted"
-        return aborted.request_ids
+        return self._accepted(v.Abort(request_ids), v.Aborted).request_ids
 
     def grammar_ready(self, request_id: v.RequestId) -> None:
         """Report that the grammar of a request is compiled."""
-        self._accepted(v.GrammarReady(request_id))
+        self._accepted(v.GrammarReady(request_id), v.Ack)
 
     def update(self, request: v.Request) -> tuple[v.RequestId, ...]:
         """Go on with a session, or end it if `request` is not resumable; returns who ended."""
-        answer = self._accepted(v.StreamingUpdate(request))
+        answer = self._accepted(v.StreamingUpdate(request), object)
         return answer.request_ids if isinstance(answer, v.Aborted) else ()
 
     def grammar_failed(self, request_id: v.RequestId) -> v.Outputs:
         """Report that the grammar of a request cannot be had; it ends."""
-        outputs = self._accepted(v.GrammarFailed(request_id))
-        assert isinstance(outputs, v.Outputs), "GrammarFailed is answered with Outputs"
-        return outputs
+        return self._accepted(v.GrammarFailed(request_id), v.Outputs)
 
     def mask(
         self, plan: v.Plan, drafts: Mapping[v.RequestId, Iterable[int]] | None = None
     ) -> tuple[v.GrammarRow, ...]:
         """What `plan` may sample under grammars; `drafts` are those that only the worker knows."""
         rows = tuple(v.RowTokens(name, tuple(tokens)) for name, tokens in (drafts or {}).items())
-        answer = self._accepted(v.GrammarBitmask(plan.frame_id, rows))
-        assert isinstance(answer, v.GrammarOutput), "GrammarBitmask is answered with GrammarOutput"
-        return answer.rows
+        return self._accepted(v.GrammarBitmask(plan.frame_id, rows), v.GrammarOutput).rows
 
     def pause(self, pause_state: v.PauseState = v.PauseState.PAUSED_ALL) -> None:
         """Set what the next step may schedule."""
-        self._accepted(v.SetPause(pause_state))
+        self._accepted(v.SetPause(pause_state), v.Ack)
 
     def resume(self) -> None:
         """Let the next step schedule everybody again."""
@@ -113,23 +104,22 @@ class Oracle:
 
     def reset(self, reset_running_requests: bool = False) -> bool:
         """Empty the prefix cache; False if blocks were held, and then nothing has changed."""
-        done = self._accepted(v.Reset(reset_running_requests))
-        assert isinstance(done, v.ResetDone), "Reset is answered with ResetDone"
-        return done.success
+        return self._accepted(v.Reset(reset_running_requests), v.ResetDone).success
 
     def reset_encoder(self) -> None:
         """Forget every encoded item."""
-        self._accepted(v.EncoderReset())
+        self._accepted(v.EncoderReset(), v.Ack)
 
     def offer(self, *identifiers: str) -> None:
         """Set what a connector holds of encoded items."""
-        self._accepted(v.EncoderOffer(identifiers))
+        self._accepted(v.EncoderOffer(identifiers), v.Ack)
 
-    def _accepted(self, event: v.Event) -> v.Observation:
-        observation = self.apply(event)
-        if isinstance(observation, v.Rejected):
-            raise RejectedEvent(observation)
-        return observation
+    def _accepted(self, event: v.Event, kind: type[Answer]) -> Answer:
+        answer = self.apply(event)
+        if isinstance(answer, v.Rejected):
+            raise RejectedEvent(answer)
+        assert isinstance(answer, kind), f"{event} is answered with {kind.__name__}"
+        return answer
 
     # Questions.
 

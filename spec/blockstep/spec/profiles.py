@@ -200,7 +200,14 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
     ("0.30.0", frozenset({Quirk.HIT_IS_COMPANY_ENOUGH}), frozenset()),
     (
         "0.31.0",
-        frozenset({Quirk.ONE_WAITING_QUEUE, Quirk.LONE_REQUEST_HAS_NO_THRESHOLD}),
+        frozenset(
+            {
+                Quirk.ONE_WAITING_QUEUE,
+                Quirk.SESSIONS_WAIT_APART,
+                Quirk.RESTING_SESSIONS_KEEP_THEIR_SEATS,
+                Quirk.LONE_REQUEST_HAS_NO_THRESHOLD,
+            }
+        ),
         frozenset({Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM}),
     ),
     (
@@ -211,6 +218,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT,
                 Quirk.SESSIONS_KEEP_MAX_TOKENS,
                 Quirk.SESSION_KEYS_ARE_APPENDED,
+                Quirk.SESSIONS_KEEP_THEIR_PROMISES,
             }
         ),
     ),

@@ -15,6 +15,8 @@ from blockstep.spec.memory.groups import compute_max_held_blocks, compute_max_re
 from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, MultiModalItem
 
 IDENTIFIERS = ("cat", "dog", "owl")
+CROWD = (*IDENTIFIERS, "elk", "fox", "hen")
+"""In a storm: so many that most are made, and not found."""
 
 
 def draw_encoder(config: Config, draw: Draw) -> Config:
@@ -86,18 +88,20 @@ def get_shape(identifier: str, seed: int, longest: int) -> tuple[int, tuple[bool
 
 
 def draw_encoded(
-    draw: Draw, num_prompt: int, config: Config, seed: int
+    draw: Draw, num_prompt: int, config: Config, seed: int, is_storm: bool = False
 ) -> tuple[MultiModalItem, ...]:
-    """Up to three items in a prompt, some of them twice; or one beside it."""
+    """Up to three items in a prompt, some of them twice; or one beside it. In a storm one after
+    the other, so that each chunk begins another one."""
+    names = CROWD if is_storm else IDENTIFIERS
     items: list[MultiModalItem] = []
     longest, start = get_longest_item(config), 0
     if config.is_encoder_decoder:
-        identifier = draw.choice(IDENTIFIERS)
+        identifier = draw.choice(names)
         return (MultiModalItem(identifier, 0, get_shape(identifier, seed, longest)[0]),)
-    for _ in range(draw.integer(1, 3)):
-        identifier = draw.choice(IDENTIFIERS)
+    for _ in range(num_prompt if is_storm else draw.integer(1, 3)):
+        identifier = draw.choice(names)
         length, mask = get_shape(identifier, seed, longest)
-        offset = start + draw.integer(0, 2)
+        offset = start + draw.integer(0, 1 if is_storm else 2)
         if offset + length <= num_prompt:
             items.append(MultiModalItem(identifier, offset, length, mask))
             start = offset + length

@@ -210,9 +210,14 @@ def _draw_late(swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], 
         elif feature is MASKS:
             drawn |= {GRAMMAR.name, DRAFTS.name} - wish.never
             config = draw_reasoning(config, draw, swarm.vocabulary_size)
-            if wish.decide(DRAFTS, draw.chance(60)) and not config.num_speculative_tokens:
+            reasons = config.reasoning_end_token_id is not None
+            is_drawn = draw.chance(60) or reasons  # one commit then brings the end, and more
+            if wish.decide(DRAFTS, is_drawn) and not config.num_speculative_tokens:
                 config = _add_drafts(config, draw)
-    swarm = replace(swarm, features=swarm.features | drawn, left_out=tuple(left_out))
+    # Victims of a storm are to be amid prompts with items.
+    is_long = swarm.has_long_prompts or (swarm.is_storm and ENCODER.name in drawn)
+    features = swarm.features | drawn
+    swarm = replace(swarm, features=features, has_long_prompts=is_long, left_out=tuple(left_out))
     return swarm.fit(config)
 
 

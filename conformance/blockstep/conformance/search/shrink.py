@@ -27,6 +27,14 @@ from blockstep.conformance.protocol.program import (
     Propose,
     describe_observation,
 )
+from blockstep.conformance.search.brought import (
+    get_request,
+    rename_brought,
+    rename_requests,
+    simpler_contents,
+    with_request,
+    with_requests,
+)
 from blockstep.conformance.search.simpler import (
     cut_prompt,
     halved,
@@ -42,6 +50,10 @@ OVERLAPPING_MAX = 3
 """Actions of a run that is tried at every place, at most."""
 PAIRED_MAX = 24
 """Actions of a program in which every two are tried, at most."""
+
+
+ARRIVALS = (v.Submit, v.StreamingUpdate, v.GrammarReady)
+"""What clients and compilers bring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +142,8 @@ class Shrinker:
         self._wanted = get_symptom(first)
         self._on_run = on_run
         self._num_runs = 0
+        self._tried = {program}
+        """Whoever was tried is known: it is the best, or one that is no longer asked for."""
         self.best = program
         self.run, self.findings = play(program, make_engine, profile)
         self._lacking = find_lacking(self.run.capabilities)
@@ -164,12 +178,15 @@ class Shrinker:
     def _try(self, program: Program) -> bool:
         """Adopt `program` if it fails in the same way, and is one for this engine."""
         depth = program.config.max_frames_in_flight
+        if program in self._tried:
+            return False
         if get_missing(program.config, self._lacking) is not None or (
             self._depth_max is not None and depth > self._depth_max
         ):
             return False
         if self._num_runs >= MAX_RUNS:
             raise _Budget
+        self._tried.add(program)
         self._num_runs += 1
         self._on_run(self._num_runs, len(self.best.actions))
         try:
@@ -189,12 +206,12 @@ class Shrinker:
         actions = self.best.actions
         if not actions or not isinstance(actions[-1], Drain):
             return
-        waiting = [
-            v.GrammarReady(action.request.request_id)
-            for action in actions
-            if isinstance(action, v.Submit) and action.request.structured_output
+        submitted = [action.request for action in actions if isinstance(action, v.Submit)]
+        waiting = [v.GrammarReady(it.request_id) for it in submitted if it.structured_output]
+        ends = [
+            v.StreamingUpdate(v.Request(it.request_id, (0,))) for it in submitted if it.resumable
         ]
-        head = (*actions[:-1], v.SetPause(v.PauseState.UNPAUSED), *waiting)
+        head = (*actions[:-1], v.SetPause(v.PauseState.UNPAUSED), *waiting, *ends)
         fill = (v.Schedule(),) * (self.best.config.max_frames_in_flight - 1)
         for steps in (4, 16, 64, 256):
             if self._try(self._with((*head, Answer(), *fill, *((v.Schedule(), Answer()) * steps)))):
@@ -216,16 +233,19 @@ class Shrinker:
 
         Most defects need nothing more, and no removal of single actions would find that out.
         """
-        submits = tuple(action for action in self.best.actions if isinstance(action, v.Submit))
+        actions = self.best.actions
+        submits = tuple(action for action in actions if isinstance(action, v.Submit))
+        brought = tuple(action for action in actions if isinstance(action, ARRIVALS))
         fill = (v.Schedule(),) * (self.best.config.max_frames_in_flight - 1)
         proposals = [action for action in self.best.actions if isinstance(action, Propose)][:1]
         rounds: list[tuple[Action, ...]] = [(v.Schedule(), Answer())]
         rounds += [(v.Schedule(), Answer(), proposal) for proposal in proposals]
-        for one_round in rounds:
-            actions = (*submits, *fill, *one_round * STRAIGHT_ROUNDS)
-            if self._try(self._with(actions)):
-                self._cut_tail()
-                return
+        for arrivals in dict.fromkeys((submits, brought)):
+            for one_round in rounds:
+                actions = (*arrivals, *fill, *one_round * STRAIGHT_ROUNDS)
+                if self._try(self._with(actions)):
+                    self._cut_tail()
+                    return
 
     def _remove_actions(self) -> None:
         """Remove runs of actions, long ones first, from the end to the start."""
@@ -276,28 +296,33 @@ class Shrinker:
 
     def _without_blocks(self, index: int, num_blocks: int) -> bool:
         action, config = self.best.actions[index], self.best.config
+        request = get_request(action)
         total = config.num_blocks - num_blocks * len(config.kv_groups)
-        if not isinstance(action, v.Submit) or total < 2:
+        if request is None or total < 2:
             return False
-        left = len(action.request.prompt_token_ids) - num_blocks * config.block_size
+        left = len(request.prompt_token_ids) - num_blocks * config.block_size
         if left < 1:
             return False
-        shorter = v.Submit(cut_prompt(action.request, left))
+        shorter = with_request(action, lambda it: cut_prompt(it, left))
         actions = (*self.best.actions[:index], shorter, *self.best.actions[index + 1 :])
         smaller = replace(config, num_blocks=total)
         return self._try(replace(self.best, config=smaller, actions=actions))
 
     def _simplify_requests(self) -> None:
-        """Take a feature from all requests at once: some share a block because both have it."""
+        """Take a feature from all requests at once: some share a block because both have it.
+
+        What nobody does without it goes with it.
+        """
         for feature in FEATURES:
-            actions = tuple(
-                v.Submit(feature.take_from(action.request))
-                if isinstance(action, v.Submit)
-                else action
-                for action in self.best.actions
-            )
-            if actions != self.best.actions:
+            actions = with_requests(self.best.actions, feature.take_from)
+            left = tuple([action for action in actions if not isinstance(action, feature.actions)])
+            if not self._try(self._with(left)):
                 self._try(self._with(actions))
+        progress = True
+        while progress:
+            progress = any(
+                self._try(self._with(simpler)) for simpler in simpler_contents(self.best.actions)
+            )
 
     def _simplify_actions(self) -> None:
         for index in range(len(self.best.actions)):
@@ -321,7 +346,10 @@ class Shrinker:
                 self._try(replace(self.best, config=replace(now, **change)))
 
     def _rename(self) -> None:
-        """Call the requests A, B, C in order of submission, or of their names: these break ties."""
+        """Call the requests A, B, C in order of submission, or of their names: these break ties.
+
+        Adapters and items are x, y, z, if their names do not matter either.
+        """
         names = dict.fromkeys(
             action.request.request_id
             for action in self.best.actions
@@ -329,20 +357,9 @@ class Shrinker:
         )
         for order in (list(names), sorted(names)):
             plain = {name: request_name(index) for index, name in enumerate(order)}
-            if self._try(self._with(tuple(_renamed(each, plain) for each in self.best.actions))):
-                return
-
-
-def _renamed(action: Action, names: dict[v.RequestId, v.RequestId]) -> Action:
-    match action:
-        case v.Submit(request=request):
-            return v.Submit(replace(request, request_id=names[request.request_id]))
-        case v.Abort(request_ids=request_ids):
-            return v.Abort(tuple(names.get(name, name) for name in request_ids))
-        case v.GrammarReady(request_id=request_id):
-            return v.GrammarReady(names.get(request_id, request_id))
-        case _:
-            return action
+            if self._try(self._with(rename_requests(self.best.actions, plain))):
+                break
+        self._try(rename_brought(self.best))
 
 
 def shrink(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
-from blockstep.conformance.protocol.features import FEATURES
+from blockstep.conformance.protocol.features import FEATURES, settle_states
 from blockstep.conformance.protocol.program import Action, Program, Propose
+from blockstep.conformance.search.brought import simpler_grammars, simpler_items, with_requests
 from blockstep.spec import vocabulary as v
 
 
@@ -30,11 +31,8 @@ def halved(program: Program) -> Program:
         )
         for group in smaller.groups
     )
-    actions = tuple(
-        v.Submit(cut_prompt(action.request, half(len(action.request.prompt_token_ids))))
-        if isinstance(action, v.Submit)
-        else action
-        for action in program.actions
+    actions = with_requests(
+        program.actions, lambda it: cut_prompt(it, half(len(it.prompt_token_ids)))
     )
     return replace(program, config=replace(smaller, groups=groups), actions=actions)
 
@@ -54,6 +52,10 @@ def simpler_actions(action: Action) -> Iterator[Action]:
     match action:
         case v.Submit(request=request):
             yield from map(v.Submit, simpler_requests(request))
+        case v.StreamingUpdate(request=request):
+            yield from map(v.StreamingUpdate, simpler_requests(request))
+        case v.EncoderOffer(identifiers=names):
+            yield from (v.EncoderOffer(tuple(n for n in names if n != name)) for name in names)
         case v.Abort(request_ids=request_ids) if len(request_ids) > 1:
             yield from (v.Abort((name,)) for name in request_ids)
         case Propose(counts=counts):
@@ -75,6 +77,9 @@ def simpler_requests(request: v.Request) -> Iterator[v.Request]:
         default = getattr(plain, field.name)
         if field.name != "max_tokens" and value != default:
             yield replace(request, **{field.name: default})
+    if request.grammar is not None:
+        yield from (replace(request, grammar=it) for it in simpler_grammars(request.grammar))
+    yield from (replace(request, items=items) for items in simpler_items(request.items))
     prompt = request.prompt_token_ids
     for length in sorted({1, len(prompt) // 2, len(prompt) - 1}):
         if 0 < length < len(prompt):
@@ -103,6 +108,9 @@ def simpler_configs(config: v.Config) -> Iterator[v.Config]:
         if feature.is_asked_by(config):
             yield feature.take_from(config)
     yield from simpler_groups(config)
+    yield from _simpler_encoders(config)
+    if config.enable_in_reasoning:
+        yield replace(config, enable_in_reasoning=False)
     for name, value in plain.items():
         if getattr(config, name) != value:
             yield replace(config, **{name: value})  # type: ignore[arg-type]
@@ -116,6 +124,19 @@ def simpler_configs(config: v.Config) -> Iterator[v.Config]:
             yield with_block_size(config, block_size)
     for num_blocks in range(2, min(config.num_blocks, 12)):
         yield replace(config, num_blocks=num_blocks)
+
+
+def _simpler_encoders(config: v.Config) -> Iterator[v.Config]:
+    """The config with items that stand in prompts, may be cut, and have less room."""
+    if config.is_encoder_decoder:
+        yield settle_states(replace(config, is_encoder_decoder=False))
+    if config.disable_chunked_mm_input:
+        yield replace(config, disable_chunked_mm_input=False)
+    for name in ("encoder_compute_budget", "encoder_cache_size", "max_loras"):
+        number = getattr(config, name)
+        for smaller in sorted({1, number // 2, number - 1}):
+            if 0 < smaller < number:
+                yield replace(config, **{name: smaller})
 
 
 def with_block_size(config: v.Config, block_size: int) -> v.Config:

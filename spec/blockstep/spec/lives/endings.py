@@ -48,7 +48,7 @@ def get_extended(
         stop_token_id=rules.get_told_stop(stop_token_id, request, reason),
         num_cached_tokens=max(request.num_cached_tokens, 0),
     )
-    last = request.last_stop_token_id if stop_token_id is None else stop_token_id
+    last = request.last_stop_token_id if reason is None else row.stop_token_id
     return replace(request, output_token_ids=outputs + delivered, last_stop_token_id=last), row
 
 

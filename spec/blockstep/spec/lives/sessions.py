@@ -18,7 +18,7 @@ from blockstep.spec.beside.grammar import Stand, get_first_stand
 from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.endings import get_ended
-from blockstep.spec.lives.lifecycle import get_size_problem
+from blockstep.spec.lives.lifecycle import get_other_size_problem, get_size_problem
 from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.pool import Pool
@@ -26,7 +26,7 @@ from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
 from blockstep.spec.step.giving import without_blocks
-from blockstep.spec.step.queues import is_blocked, process_append
+from blockstep.spec.step.queues import process_append
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     Aborted,
@@ -74,7 +74,7 @@ def process_streaming_update(
         request = replace(request, updates=(*request.updates, update))
     state = replace(state, requests=state.requests.having(name, request))
     if is_resting and state.config.policy is Policy.PRIORITY:
-        state = get_queued(state, name, is_apart=state.rules.has_skipped_queue)
+        state = get_queued(state, name, is_apart=state.rules.waits_apart(request, True))
     return state, Ack()
 
 
@@ -94,7 +94,8 @@ def get_update_problem(state: State, request: RequestState, update: Request) -> 
         return Rejected(RejectCode.NOT_RESUMABLE, detail)
     if not update.resumable:
         return None
-    return get_size_problem(state.config, get_longest_request(state, request, update))
+    longest = get_longest_request(state, request, update)
+    return get_size_problem(state.config, longest) or get_other_size_problem(state, update)
 
 
 def get_longest_request(state: State, request: RequestState, update: Request) -> Request:
@@ -234,7 +235,7 @@ def get_chunk_ended(state: State, request_id: RequestId) -> State:
     if rules.drops_rows_behind_stops:
         frames = tuple([drop_row(frame, request_id) for frame in frames])
     state = replace(state, pool=pool, requests=requests, frames=frames)
-    return get_queued(state, request_id, is_apart=rules.has_skipped_queue and is_blocked(request))
+    return get_queued(state, request_id, is_apart=rules.waits_apart(request, False))
 
 
 def get_stopped(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.step.queues import get_rank
-from blockstep.spec.vocabulary import Config, Policy
+from blockstep.spec.vocabulary import Config, Policy, RequestId, Status
 
 
 def equals_preempt_the_first(rules: Rules, _config: Config) -> Rules:
@@ -27,7 +28,38 @@ def victim_without_a_row_shifts_the_next(rules: Rules, _config: Config) -> Rules
 
 def one_waiting_queue(rules: Rules, _config: Config) -> Rules:
     """What is passed over waits in the queue of all others, at its front."""
-    return replace(rules, has_skipped_queue=False)
+    return replace(rules, waits_apart=lambda _request, _is_passed_over: False)
+
+
+def sessions_wait_apart(rules: Rules, _config: Config) -> Rules:
+    """Who waits with computed tokens has a queue before all others, open while new ones are not."""
+
+    def waits_apart(request: RequestState, is_passed_over: bool) -> bool:
+        del is_passed_over
+        return request.num_computed_tokens > 0
+
+    def get_open_queue(
+        policy: Policy,
+        is_paused: bool,
+        waiting: list[RequestId],
+        skipped: list[RequestId],
+        requests: Mapping[RequestId, RequestState],
+    ) -> list[RequestId]:
+        del policy, requests
+        return skipped or ([] if is_paused else waiting)
+
+    return replace(rules, waits_apart=waits_apart, get_open_queue=get_open_queue)
+
+
+def resting_sessions_keep_their_seats(rules: Rules, _config: Config) -> Rules:
+    """A session that rests counts as one that runs, where seats are asked for."""
+
+    def count_seats(num_running: int, requests: Mapping[RequestId, RequestState]) -> int:
+        resting = Status.WAITING_FOR_STREAMING_REQ
+        num_resting = sum([request.status is resting for request in requests.values()])
+        return rules.count_seats(num_running, requests) + num_resting
+
+    return replace(rules, count_seats=count_seats)
 
 
 def passed_over_come_back_reversed(rules: Rules, _config: Config) -> Rules:
@@ -49,8 +81,8 @@ def cached_tokens_of_the_last_hit(rules: Rules, _config: Config) -> Rules:
 def lone_request_has_no_threshold(rules: Rules, _config: Config) -> Rules:
     """The threshold for long prefills does not bind the only request there is."""
 
-    def get_threshold(config: Config, num_unfinished: int) -> int:
-        return 0 if num_unfinished == 1 else rules.get_threshold(config, num_unfinished)
+    def get_threshold(threshold: int, num_unfinished: int) -> int:
+        return 0 if num_unfinished == 1 else rules.get_threshold(threshold, num_unfinished)
 
     return replace(rules, get_threshold=get_threshold)
 
@@ -94,6 +126,25 @@ STORIES = (
         "not found upstream",
         "0.11.0 0.12.0 0.14.1 0.16.0 0.33.0",
         "a request whose grammar is not compiled stands in `waiting`, not in `skipped_waiting`",
+    ),
+    QuirkStory(
+        Quirk.SESSIONS_WAIT_APART,
+        sessions_wait_apart,
+        "who waits with computed tokens has a queue before all others, open while new ones are not",
+        ("P15", "P16"),
+        "not found upstream",
+        "0.33.0",
+        "PRIORITY; a session goes on while a request of a better priority waits: it is admitted "
+        "first",
+    ),
+    QuirkStory(
+        Quirk.RESTING_SESSIONS_KEEP_THEIR_SEATS,
+        resting_sessions_keep_their_seats,
+        "a session that rests counts as one that runs, where seats are asked for",
+        ("P10", "P15"),
+        "not found upstream",
+        "0.33.0",
+        "one seat; a session rests and never goes on: nobody else is ever admitted",
     ),
     QuirkStory(
         Quirk.PASSED_OVER_COME_BACK_REVERSED,

@@ -27,6 +27,8 @@ class Quirk(StrEnum):
     TOUCHING_ITEM_NAMES_AN_OUTPUT_BLOCK = "touching_item_names_an_output_block"
     NOTHING_RESERVED = "nothing_reserved"
     ONE_WAITING_QUEUE = "one_waiting_queue"
+    SESSIONS_WAIT_APART = "sessions_wait_apart"
+    RESTING_SESSIONS_KEEP_THEIR_SEATS = "resting_sessions_keep_their_seats"
     DRAFTS_OUTLIVE_PREEMPTION = "drafts_outlive_preemption"
     PASSED_OVER_COME_BACK_REVERSED = "passed_over_come_back_reversed"
     CACHED_TOKENS_OF_THE_LAST_HIT = "cached_tokens_of_the_last_hit"

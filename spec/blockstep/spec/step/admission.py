@@ -17,10 +17,17 @@ from blockstep.spec.step.encoding import (
     process_items_taken,
 )
 from blockstep.spec.step.giving import process_giving
-from blockstep.spec.step.queues import is_blocked, process_prepend, select_queue
+from blockstep.spec.step.queues import is_blocked, process_prepend
 from blockstep.spec.step.share import compute_num_drafts, compute_share
 from blockstep.spec.step.work import Scheduled, Step, Verdict
-from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER, BlockId, GroupKind, RequestId, Status
+from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
+    BlockId,
+    GroupKind,
+    PauseState,
+    RequestId,
+    Status,
+)
 
 
 def process_waiting_phase(step: Step) -> None:
@@ -30,10 +37,15 @@ def process_waiting_phase(step: Step) -> None:
     it. Source: seed 001 "Waiting Queue -- Admission Gate"; seed 000 "Phase 2"; P15, P16.
     """
     config, rules = step.state.config, step.state.rules
-    while (step.waiting or step.skipped) and step.budget > 0:
-        if len(step.running) == config.max_num_seqs:
+    is_paused = step.state.pause_state is not PauseState.UNPAUSED
+    while step.budget > 0:
+        if rules.count_seats(len(step.running), step.requests) >= config.max_num_seqs:
             break
-        queue = select_queue(config.policy, step.waiting, step.skipped, step.requests)
+        queue = rules.get_open_queue(
+            config.policy, is_paused, step.waiting, step.skipped, step.requests
+        )
+        if not queue:
+            break
         verdict = get_verdict(step, queue[0])
         if verdict in (Verdict.NO_ROOM, Verdict.NO_BLOCKS):
             break
@@ -41,7 +53,8 @@ def process_waiting_phase(step: Step) -> None:
         if verdict is Verdict.PASSED_OVER:
             step.passed_over.append(request_id)
     for request_id in reversed(rules.get_order_of_return(step.passed_over)):
-        queue = step.skipped if rules.has_skipped_queue else step.waiting
+        is_apart = rules.waits_apart(step.requests[request_id], True)
+        queue = step.skipped if is_apart else step.waiting
         process_prepend(config.policy, queue, request_id, step.requests)
 
 
@@ -132,7 +145,7 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     num_new = compute_share(
         num_known + num_padding,
         num_start,
-        rules.get_threshold(config, len(step.requests)),
+        rules.get_threshold(config.long_prefill_token_threshold, len(step.requests)),
         step.budget,
         end=num_known + num_padding,
         is_whole=not config.enable_chunked_prefill,

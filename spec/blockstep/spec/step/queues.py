@@ -75,6 +75,28 @@ def select_queue(
     return waiting if first_is_waiting else skipped
 
 
+def get_open_queue(
+    policy: Policy,
+    is_paused: bool,
+    waiting: list[RequestId],
+    skipped: list[RequestId],
+    requests: Requests,
+) -> list[RequestId]:
+    """The queue whose head may be admitted next; empty if nobody may.
+
+    Source: seed 001 "Queue Selection: FCFS vs PRIORITY"; P16.
+    """
+    return [] if is_paused else select_queue(policy, waiting, skipped, requests)
+
+
+def waits_apart(request: RequestState, is_passed_over: bool) -> bool:
+    """Whether it joins `skipped_waiting`: for now, it is not its turn that it waits for.
+
+    Source: vLLM 0.19.1 `_enqueue_waiting_request`, `skipped_waiting`; P16.
+    """
+    return is_passed_over or is_blocked(request)
+
+
 def select_victim(
     policy: Policy,
     running: list[RequestId],

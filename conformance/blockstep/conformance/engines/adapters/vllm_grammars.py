@@ -67,8 +67,8 @@ class AnyGrammar:
 class Automaton:
     """A compiled grammar that is a table: the state it is in, and the tokens on from there.
 
-    What a grammar of the release does where it is asked for more than it can: it accepts a prefix
-    of the tokens and says no.
+    It does as the release's own do: it accepts tokens up to one that it forbids, and then says no;
+    what comes behind its end it passes over.
     """
 
     def __init__(self, edges: Sequence[Sequence[tuple[int, int]]]) -> None:
@@ -82,9 +82,11 @@ class Automaton:
         return self.past[-1]
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """Advance as far as the tokens are allowed; whether all of them were."""
+        """Advance as far as the tokens are allowed; whether none was forbidden."""
         del request_id
         for token in tokens:
+            if not self.edges[self.state]:
+                break
             follows = self.edges[self.state].get(token)
             if follows is None:
                 return False
