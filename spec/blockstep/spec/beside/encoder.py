@@ -328,11 +328,3 @@ def end_step(encoder: Encoder) -> Encoder:
         return encoder
     made = () if encoder.is_shared else tuple([item.identifier for item in encoder.planned])
     return replace(encoder, freed=made, budget=0, planned=(), evicted=())
-
-
-def get_reset(config: Config, encoder: Encoder) -> Encoder:
-    """The encoder with nothing made; what a connector holds, it holds.
-
-    Source: vLLM 0.19.1 `reset_encoder_cache`; P25.
-    """
-    return replace(create_encoder(config), offered=encoder.offered)

@@ -241,8 +241,8 @@ def windows_reserve_steps_in_flight(rules: Rules, _config: Config) -> Rules:
 def chunk_keeps_a_named_block(rules: Rules, _config: Config) -> Rules:
     """Of the blocks behind a chunk the last one that is published stays."""
 
-    def count_skipped_blocks(group: KVGroup, holding: Holding, num_certain: int) -> int:
-        num_skipped = rules.count_skipped_blocks(group, holding, num_certain)
+    def count_skipped_blocks(num_skipped: int, group: KVGroup, holding: Holding) -> int:
+        num_skipped = rules.count_skipped_blocks(num_skipped, group, holding)
         if group.kind is GroupKind.CHUNKED_LOCAL and holding.num_cached_blocks:
             return min(num_skipped, holding.num_cached_blocks - 1)
         return num_skipped

@@ -54,10 +54,10 @@ def sessions_wait_apart(rules: Rules, _config: Config) -> Rules:
 def resting_sessions_keep_their_seats(rules: Rules, _config: Config) -> Rules:
     """A session that rests counts as one that runs, where seats are asked for."""
 
-    def count_seats(running: list[RequestId], requests: Mapping[RequestId, RequestState]) -> int:
+    def count_seats(num_running: int, requests: Mapping[RequestId, RequestState]) -> int:
         resting = Status.WAITING_FOR_STREAMING_REQ
         num_resting = sum([request.status is resting for request in requests.values()])
-        return rules.count_seats(running, requests) + num_resting
+        return rules.count_seats(num_running, requests) + num_resting
 
     return replace(rules, count_seats=count_seats)
 
@@ -81,8 +81,8 @@ def cached_tokens_of_the_last_hit(rules: Rules, _config: Config) -> Rules:
 def lone_request_has_no_threshold(rules: Rules, _config: Config) -> Rules:
     """The threshold for long prefills does not bind the only request there is."""
 
-    def get_threshold(config: Config, num_unfinished: int) -> int:
-        return 0 if num_unfinished == 1 else rules.get_threshold(config, num_unfinished)
+    def get_threshold(threshold: int, num_unfinished: int) -> int:
+        return 0 if num_unfinished == 1 else rules.get_threshold(threshold, num_unfinished)
 
     return replace(rules, get_threshold=get_threshold)
 

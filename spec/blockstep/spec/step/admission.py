@@ -39,7 +39,7 @@ def process_waiting_phase(step: Step) -> None:
     config, rules = step.state.config, step.state.rules
     is_paused = step.state.pause_state is not PauseState.UNPAUSED
     while step.budget > 0:
-        if rules.count_seats(step.running, step.requests) >= config.max_num_seqs:
+        if rules.count_seats(len(step.running), step.requests) >= config.max_num_seqs:
             break
         queue = rules.get_open_queue(
             config.policy, is_paused, step.waiting, step.skipped, step.requests
@@ -145,7 +145,7 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     num_new = compute_share(
         num_known + num_padding,
         num_start,
-        rules.get_threshold(config, len(step.requests)),
+        rules.get_threshold(config.long_prefill_token_threshold, len(step.requests)),
         step.budget,
         end=num_known + num_padding,
         is_whole=not config.enable_chunked_prefill,

@@ -97,12 +97,6 @@ def waits_apart(request: RequestState, is_passed_over: bool) -> bool:
     return is_passed_over or is_blocked(request)
 
 
-def count_seats(running: list[RequestId], requests: Requests) -> int:
-    """Seats that are taken: by those that run. Source: seed 001 "Admission Gate"; P9, P15."""
-    del requests
-    return len(running)
-
-
 def select_victim(
     policy: Policy,
     running: list[RequestId],
