@@ -132,8 +132,8 @@ class Rules:
     """What is told as cached once a request is admitted with a hit of so many tokens."""
 
     # encoder
-    get_item_holder: Callable[[Request, int], Holder]
-    """As whom a request holds an item of its."""
+    get_item_holder: Callable[[Holder, Request], Holder] = as_is
+    """As whom a request holds an item of its: each place of it counts (P22); (that place, ..)."""
     is_item_needed: Callable[[MultiModalItem, int, int, int], bool]
     """Whether a chunk reads of an item: (.., computed, tokens, tokens read ahead)."""
     is_item_split: Callable[[MultiModalItem, int, int, int], bool]

@@ -7,7 +7,6 @@ from typing import Final
 from blockstep.spec.beside.encoder import (
     free_items,
     get_freed,
-    get_item_holder,
     is_item_needed,
     is_item_split,
     withdraw_items,
@@ -56,7 +55,6 @@ STRICT_RULES: Final = Rules(
     waits_apart=waits_apart,
     get_open_queue=get_open_queue,
     get_num_cached_tokens=get_num_cached_tokens,
-    get_item_holder=get_item_holder,
     is_item_needed=is_item_needed,
     is_item_split=is_item_split,
     withdraw_items=withdraw_items,

@@ -188,11 +188,6 @@ def free_items(encoder: Encoder, request: Request, num_computed: int | None = No
     return encoder
 
 
-def get_item_holder(request: Request, index: int) -> Holder:
-    """As whom a request holds an item of its: each place of it counts. Source: P22."""
-    return request.request_id, index
-
-
 # One item of a chunk.
 
 
