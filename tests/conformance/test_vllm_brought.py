@@ -266,7 +266,9 @@ def test_who_waits_with_its_blocks_goes_first() -> None:
     told.submit("B", 1, 2)
     told.update("A", 3, max_tokens=2)
     assert (told.state.waiting, told.state.skipped_waiting) == (("B",), ("A",))
-    assert [*rows_of(told.plan())] == ["A", "B"]
+    plan = told.plan()
+    assert [*rows_of(plan)] == ["A", "B"]
+    assert plan.new[0].request.max_tokens == 2
     told.commit(1, A=(7,), B=(1,))
     assert told.request("A").output_token_ids == (7,)  # by its chunk's max_tokens it goes on
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from blockstep.conformance.engine import NO_TRAITS, EngineTraits
 from blockstep.conformance.museum import (
+    across,
     admission,
     brought,
     drafts,
@@ -26,6 +27,7 @@ from blockstep.conformance.museum import (
     pool,
     preemption,
     promises,
+    telling,
 )
 from blockstep.conformance.museum.exhibit import Engine, Exhibit, collect
 from blockstep.conformance.protocol.features import BY_NAME, GROUPS, LATE, without_states
@@ -37,8 +39,9 @@ __all__ = ["EXHIBITS", "Exhibit", "build"]
 _PAGES = (pool, admission, preemption, drafts, promises, plan, identity, groups)
 
 _BROUGHT = (brought.ADAPTERS, grammars.PAGE, brought.SESSIONS, encoder.PAGE)
+_TELLING = (telling.PAGE, telling.SKIPPING)
 EXHIBITS: Mapping[str, Exhibit] = collect(
-    (*(page.PAGE for page in _PAGES), groups.STATES, *_BROUGHT)
+    (*(page.PAGE for page in _PAGES), groups.STATES, *_BROUGHT, across.PAGE, *_TELLING)
 )
 """All planted defects, by name."""
 

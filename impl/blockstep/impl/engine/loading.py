@@ -72,6 +72,8 @@ class Settings:
     """An adapter of a higher rank is refused."""
     max_loras: int = 0
     """Different adapters among those that run, at most; 0: any number."""
+    enable_sessions: bool = False
+    """Whether there may be sessions. The scheduler is the plain one then, which knows them."""
     seed: int = 0
     """From which requests without a seed of their own get one."""
 
@@ -92,6 +94,8 @@ class Settings:
                 raise SettingsError(f"{name} = {value!r}: must be an int of at least 1")
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
             raise SettingsError("num_blocks and kv_cache_bytes: each fixes the other; give one")
+        if type(self.enable_sessions) is not bool:
+            raise SettingsError(f"enable_sessions = {self.enable_sessions!r}: must be a bool")
         modules = self.lora_modules
         if not isinstance(modules, Mapping) or not all(isinstance(n, str) and n for n in modules):
             raise SettingsError(

@@ -43,6 +43,7 @@ class Core:
     prefix_type: ClassVar[type[PrefixMap]] = PrefixMap
     groups_type: ClassVar[type[GroupMemory]] = GroupMemory
     encoder_type: ClassVar[type[EncoderCache]] = EncoderCache
+    log_type: ClassVar[type[EventLog]] = EventLog
 
     def __init__(self, config: Config, digest: str | Digest = "sha256") -> None:
         problems = list_config_problems(config, HOST)
@@ -61,8 +62,9 @@ class Core:
         """The drafts of a request whose last row samples: only the worker knows which. Empty
         without asynchronous scheduling, where an event hands drafts in."""
         self.prefix = self.prefix_type(config.num_blocks, verify=not self.digest.cryptographic)
-        if config.enable_kv_cache_events:
-            self.prefix.log = EventLog(config.block_size)
+        self.log = self.log_type(config.block_size) if config.enable_kv_cache_events else None
+        """What is to be told of the prefix map; None where nobody is told."""
+        self.prefix.log = self.log
         self.pool = self.pool_type(config.num_blocks, self.prefix)
         self.groups = self.groups_type(config, self.pool, self.prefix) if config.groups else None
         """Their memory, where a config names groups; None for the one that there is without."""
@@ -149,7 +151,7 @@ class Core:
 
     def _tell(self) -> tuple[KVEvent, ...]:
         """What has become of the prefix map since it was told last; nothing where nobody asks."""
-        return () if self.prefix.log is None else self.prefix.log.take()
+        return () if self.log is None else self.log.take()
 
     def _preempt(self, slot: int) -> None:
         """Take everything from a request that has left `running`; it will start again.

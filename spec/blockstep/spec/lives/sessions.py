@@ -18,7 +18,7 @@ from blockstep.spec.beside.grammar import Stand, get_first_stand
 from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.endings import get_ended
-from blockstep.spec.lives.lifecycle import get_size_problem
+from blockstep.spec.lives.lifecycle import get_other_size_problem, get_size_problem
 from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.pool import Pool
@@ -94,7 +94,8 @@ def get_update_problem(state: State, request: RequestState, update: Request) -> 
         return Rejected(RejectCode.NOT_RESUMABLE, detail)
     if not update.resumable:
         return None
-    return get_size_problem(state.config, get_longest_request(state, request, update))
+    longest = get_longest_request(state, request, update)
+    return get_size_problem(state.config, longest) or get_other_size_problem(state, update)
 
 
 def get_longest_request(state: State, request: RequestState, update: Request) -> Request:

@@ -20,7 +20,7 @@ STORIES = (
         resets_are_told_late,
         "what a reset cleared is told with the next commit, whenever that comes",
         ("P20",),
-        "none found",
+        "noticed in AIBrix #2287",
         "0.19.1, 0.33.0",
         "events on; one request of a block, and a reset behind its end: nothing is told, until "
         "somebody else is served, so whoever follows the log goes on sending prompts there",
