@@ -53,7 +53,7 @@ def process_waiting_phase(step: Step) -> None:
         if verdict is Verdict.PASSED_OVER:
             step.passed_over.append(request_id)
     for request_id in reversed(rules.get_order_of_return(step.passed_over)):
-        is_apart = rules.waits_apart(step.requests[request_id], True)
+        is_apart = rules.waits_apart(True, step.requests[request_id])
         queue = step.skipped if is_apart else step.waiting
         process_prepend(config.policy, queue, request_id, step.requests)
 
@@ -222,11 +222,12 @@ def process_entrance(
     """
     num_known, num_hit = request.num_known_tokens, hit.num_tokens
     num_start = request.num_computed_tokens + num_hit
+    num_cached = num_start if request.num_cached_tokens < 0 else request.num_cached_tokens
     step.requests[request.request_id] = replace(
         after,
         status=Status.RUNNING,
         num_computed_tokens=num_start,
-        num_cached_tokens=step.state.rules.get_num_cached_tokens(request, num_start),
+        num_cached_tokens=step.state.rules.get_num_cached_tokens(num_cached, request, num_start),
     )
     step.running.append(request.request_id)
     if num_start == num_hit and reads_prefix_cache(step.state.config, request):
@@ -244,8 +245,3 @@ def process_entrance(
             request.request_id, num_start, num_new, tables, hit_tables, drafts, request.status
         )
     )
-
-
-def get_num_cached_tokens(request: RequestState, num_hit: int) -> int:
-    """What is told as cached: the hit of the first admission. Source: seed 001; P21."""
-    return num_hit if request.num_cached_tokens < 0 else request.num_cached_tokens

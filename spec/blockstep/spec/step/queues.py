@@ -89,14 +89,6 @@ def get_open_queue(
     return [] if is_paused else select_queue(policy, waiting, skipped, requests)
 
 
-def waits_apart(request: RequestState, is_passed_over: bool) -> bool:
-    """Whether it joins `skipped_waiting`: for now, it is not its turn that it waits for.
-
-    Source: vLLM 0.19.1 `_enqueue_waiting_request`, `skipped_waiting`; P16.
-    """
-    return is_passed_over or is_blocked(request)
-
-
 def select_victim(
     policy: Policy,
     running: list[RequestId],
