@@ -55,8 +55,10 @@ def get_other_size_problem(state: State, request: Request) -> Rejected | None:
     """
     if not state.encoder.size or not request.items:
         return None
-    sizes = {name: entry.num_embeds for name, entry in state.encoder.entries.items()}
-    for other in state.requests.values():
+    entries = state.encoder.entries
+    sizes = {identifier: entries[identifier].num_embeds for identifier in sorted(entries)}
+    for request_id in sorted(state.requests):
+        other = state.requests[request_id]
         for asked in (other.request, *other.updates):
             sizes |= {item.identifier: item.num_embeds for item in asked.items}
     for item in request.items:
