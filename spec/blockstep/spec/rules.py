@@ -8,7 +8,7 @@ of them (architecture D5).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -120,8 +120,9 @@ class Rules:
     waits_apart: Callable[[bool, RequestState], bool] = as_is
     """Whether who joins a queue waits in `skipped_waiting`: if, for now, it is not its turn that it
     waits for (vLLM 0.19.1 `_enqueue_waiting_request`; P16); (that, request)."""
-    get_open_queue: Callable[..., list[RequestId]]
-    """Whose head may be admitted next: (policy, whether paused, both queues, requests)."""
+    get_open_queue: Callable[..., list[RequestId]] = as_is
+    """Whose head may be admitted next: that of the queue whose turn it is, and nobody's while all
+    is paused for newcomers (P16); (that, whether it is, `waiting`, `skipped_waiting`)."""
     count_seats: Callable[[int, Mapping[RequestId, RequestState]], int] = as_is
     """Seats that are taken: of those that run (P9); (their number, requests)."""
     get_order_of_return: Callable[[list[RequestId]], list[RequestId]] = as_is
@@ -156,8 +157,8 @@ class Rules:
     """Take back what a request planned in this step: (.., whose rows are left, in order)."""
     free_items: Callable[[Encoder, Request, int | None], Encoder]
     """Let a request's items go that end within its computed tokens; None: all of them."""
-    get_freed: Callable[[Sequence[str], Collection[str]], tuple[str, ...]]
-    """What the worker drops: (what is gone, what is there)."""
+    drops_remade_items: bool = False
+    """Whether the worker is to drop what was evicted though the step makes it anew."""
 
     # drafts
     get_num_padding: Callable[[Config, int, int, int, Iterable[RequestState]], int | None] = none

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from blockstep.spec.beside.encoder import (
-    free_items,
-    get_freed,
-    is_item_needed,
-    is_item_split,
-    withdraw_items,
-)
+from blockstep.spec.beside.encoder import free_items, is_item_needed, is_item_split, withdraw_items
 from blockstep.spec.beside.grammar import get_next_stand
 from blockstep.spec.hashing import get_item_keys
 from blockstep.spec.lives.endings import compute_stop
@@ -23,7 +17,7 @@ from blockstep.spec.rules import Rules
 from blockstep.spec.step.admission import is_held_by_frames
 from blockstep.spec.step.plans import is_attended
 from blockstep.spec.step.preemption import get_preempted
-from blockstep.spec.step.queues import get_open_queue, get_rank
+from blockstep.spec.step.queues import get_rank
 from blockstep.spec.step.share import get_aligned_share
 
 
@@ -45,12 +39,10 @@ STRICT_RULES: Final = Rules(
     hide_states=withdraw_blocks,
     is_zeroed=is_attended,
     get_victim_rank=get_rank,
-    get_open_queue=get_open_queue,
     is_item_needed=is_item_needed,
     is_item_split=is_item_split,
     withdraw_items=withdraw_items,
     free_items=free_items,
-    get_freed=get_freed,
     get_preempted=get_preempted,
     is_held_by_frames=is_held_by_frames,
     get_num_kept=get_num_kept,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.spec.beside.encoder import Encoder, Holder, let_go
@@ -118,12 +118,7 @@ def loaded_items_need_compute(rules: Rules, _config: Config) -> Rules:
 
 def remade_items_are_dropped(rules: Rules, _config: Config) -> Rules:
     """The worker is told to drop what was evicted, even if the same step makes it anew."""
-
-    def get_freed(gone: Sequence[str], present: Collection[str]) -> tuple[str, ...]:
-        del present
-        return tuple(gone)
-
-    return replace(rules, get_freed=get_freed)
+    return replace(rules, drops_remade_items=True)
 
 
 def room_beside_grows(rules: Rules, _config: Config) -> Rules:

@@ -39,13 +39,9 @@ def sessions_wait_apart(rules: Rules, _config: Config) -> Rules:
         return request.num_computed_tokens > 0
 
     def get_open_queue(
-        policy: Policy,
-        is_paused: bool,
-        waiting: list[RequestId],
-        skipped: list[RequestId],
-        requests: Mapping[RequestId, RequestState],
+        queue: list[RequestId], is_paused: bool, waiting: list[RequestId], skipped: list[RequestId]
     ) -> list[RequestId]:
-        del policy, requests
+        del queue
         return skipped or ([] if is_paused else waiting)
 
     return replace(rules, waits_apart=waits_apart, get_open_queue=get_open_queue)

@@ -17,7 +17,7 @@ from blockstep.spec.step.encoding import (
     process_items_taken,
 )
 from blockstep.spec.step.giving import process_giving
-from blockstep.spec.step.queues import is_blocked, process_prepend
+from blockstep.spec.step.queues import is_blocked, process_prepend, select_queue
 from blockstep.spec.step.share import compute_num_drafts, compute_share
 from blockstep.spec.step.work import Scheduled, Step, Verdict
 from blockstep.spec.vocabulary import (
@@ -41,9 +41,9 @@ def process_waiting_phase(step: Step) -> None:
     while step.budget > 0:
         if rules.count_seats(len(step.running), step.requests) >= config.max_num_seqs:
             break
-        queue = rules.get_open_queue(
-            config.policy, is_paused, step.waiting, step.skipped, step.requests
-        )
+        queue = select_queue(config.policy, step.waiting, step.skipped, step.requests)
+        queue = [] if is_paused else queue
+        queue = rules.get_open_queue(queue, is_paused, step.waiting, step.skipped)
         if not queue:
             break
         verdict = get_verdict(step, queue[0])
