@@ -36,6 +36,8 @@ class EvictionsAreNotTold(Defect):
 class LastCopyAloneIsTold(Defect):
     """Each copy is told when it is stored, so whoever counts them never comes to none."""
 
+    log: Any
+
     def withdraw(self, block: int) -> None:
         bucket, log = self._buckets.get(self._digests[block]), self.log
         self.log = None if isinstance(bucket, list) and len(bucket) > 1 else log
