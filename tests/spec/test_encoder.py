@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from groups_support import recurrent
 
 from blockstep.spec import (
     Config,
@@ -499,6 +500,16 @@ def test_a_chunk_may_not_give_an_identifier_another_size() -> None:
     with pytest.raises(RejectedEvent, match="item 'c' at 0 has 1 embeddings, and 2 elsewhere"):
         oracle.update(replace(request("S", "c"), resumable=True))
     oracle.update(replace(request("S", "cc"), resumable=True))
+
+
+def test_who_waits_for_a_fresh_state_holds_no_item() -> None:
+    quirks = (Quirk.FRESH_STATES_ARE_WAITED_FOR, Quirk.ASKING_EVICTS_AND_HOLDS)
+    oracle = oracle_of(*quirks, groups=(recurrent(1),))
+    oracle.submit(request("A", "c", max_tokens=1))
+    oracle.submit(request("B", "t", max_tokens=1))
+    oracle.submit(request("B2", "tc", max_tokens=1))
+    assert amounts(step(oracle)) == {"A": 1, "B": 1}
+    assert holders(oracle) == {"c": ()}
 
 
 # What 0.33.0 does otherwise.
