@@ -337,8 +337,11 @@ def _find_padding_problem(run: Run, waiting: list[VllmRequest]) -> str | None:
     num_tokens, size = 1 + config.num_speculative_tokens, config.block_size
     if 0 < config.long_prefill_token_threshold < num_tokens and any(
         # A hit is whole blocks; which blocks of this very step it may find is not known.
-        request.num_tokens % size == 1 % size
-        and (config.enable_prefix_caching or request.num_tokens == 1)
+        (
+            request.num_tokens % size == 1 % size
+            and (config.enable_prefix_caching or request.num_tokens == 1)
+        )
+        or request.num_tokens == request.num_computed_tokens + 1  # a session with its blocks
         for request in waiting
     ):
         return PADDED_PAST_THE_THRESHOLD
