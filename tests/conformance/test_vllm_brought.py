@@ -610,6 +610,17 @@ TEXT = tuple(range(1, 13))
 
 
 @needs_encoder
+def test_a_request_holds_an_item_once_or_once_for_each_of_its_places() -> None:
+    told = has_encoder(8, 8, max_num_batched_tokens=4)
+    told.submit("A", *TEXT, items=(shows("cat", 1, 2), shows("cat", 3, 2)))
+    told.plan()
+    encoder = told.state.encoder
+    assert encoder is not None
+    each = ("A", "A") if RELEASE.version == TRIED[-1] else ()  # it lets go behind the first place
+    assert [entry.holders for entry in encoder.entries] == [each]
+
+
+@needs_encoder
 def test_a_chunk_stops_before_an_item_for_which_there_is_no_room() -> None:
     told = has_encoder(8, 4)
     told.submit("A", *TEXT, items=(shows("cat", 1), shows("dog", 6)))
