@@ -85,6 +85,8 @@ QUICK = (
     "masks",
     "chunked",
     "free",
+    "further",
+    "held",
 )
 """Worlds of a second at most."""
 KINDS = (State, RequestState, Holding, Stand, Frame, FrameRow, Pool, Encoder, Entry)

@@ -9,7 +9,7 @@ from blockstep.spec.pool import Pool
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import Config, FinishReason, Request, TokenId, TokenIds
+from blockstep.spec.vocabulary import Config, FinishReason, Request, TokenId
 
 
 def sessions_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
@@ -20,8 +20,8 @@ def sessions_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
 def sessions_keep_max_tokens(rules: Rules, _config: Config) -> Rules:
     """Each chunk of a session may sample as many tokens as the first."""
 
-    def get_chunk_request(asked: Request, update: Request) -> Request:
-        return replace(rules.get_chunk_request(asked, update), max_tokens=asked.max_tokens)
+    def get_chunk_request(joined: Request, before: Request) -> Request:
+        return replace(rules.get_chunk_request(joined, before), max_tokens=before.max_tokens)
 
     return replace(rules, get_chunk_request=get_chunk_request)
 
@@ -29,8 +29,8 @@ def sessions_keep_max_tokens(rules: Rules, _config: Config) -> Rules:
 def sessions_keep_their_grammar(rules: Rules, _config: Config) -> Rules:
     """The grammar of a session goes on from chunk to chunk, behind the token that was left out."""
 
-    def get_stand_of_chunk(config: Config, request: RequestState, prompt: TokenIds) -> Stand:
-        del config, prompt
+    def get_stand_of_chunk(stand: Stand, request: RequestState) -> Stand:
+        del stand
         return request.stand
 
     return replace(rules, get_stand_of_chunk=get_stand_of_chunk)

@@ -47,16 +47,7 @@ def process_claim(
         if process_preemption(step, victim_index) == request.request_id:
             return None, index
         had_row = len(step.rows) < num_rows
-        index = rules.compute_next_index(index, victim_index, had_row)
-
-
-def compute_next_index(index: int, victim_index: int, had_row: bool) -> int:
-    """Where the request at `index` stands once the victim has left the running ones.
-
-    Whether or not the victim had a row. Source: seed 001 "Preemption in the Running Loop"; P15.
-    """
-    del had_row
-    return index - 1 if victim_index < index else index
+        index = rules.compute_next_index(index - (victim_index < index), index, had_row)
 
 
 def process_preemption(step: Step, victim_index: int) -> RequestId:
