@@ -90,6 +90,8 @@ class Rules:
     get_num_in_doubt: Callable[[int, int], int] = as_is
     """Computed tokens of a row that may have to be computed again, so that a window is read before
     them: its drafts (P14); (drafts, scheduled tokens)."""
+    count_in_doubt: Callable[[Sequence[Frame], RequestId], int]
+    """Those of all rows of a request in flight; of rows that deliver nothing there are none."""
     compute_num_certain: Callable[[KVGroup, int, int], int]
     """Computed tokens that a group may count on: (.., computed, tokens in doubt)."""
 

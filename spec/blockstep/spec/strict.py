@@ -13,6 +13,7 @@ from blockstep.spec.memory.prefix import get_joint_hit
 from blockstep.spec.memory.slots import count_reserved_blocks, revoke_slots
 from blockstep.spec.memory.states import compute_num_certain
 from blockstep.spec.pool import free_blocks, withdraw_blocks
+from blockstep.spec.requests import count_in_doubt
 from blockstep.spec.rules import Rules
 from blockstep.spec.step.admission import is_held_by_frames
 from blockstep.spec.step.plans import is_attended
@@ -34,6 +35,7 @@ STRICT_RULES: Final = Rules(
     revoke_slots=revoke_slots,
     get_joint_hit=get_joint_hit,
     count_reserved_blocks=count_reserved_blocks,
+    count_in_doubt=count_in_doubt,
     compute_num_certain=compute_num_certain,
     get_aligned_share=get_aligned_share,
     hide_states=withdraw_blocks,

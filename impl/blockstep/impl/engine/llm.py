@@ -87,7 +87,9 @@ class LLM:
         self.model_config = loaded.model_config
         self._runner = loaded.runner
         vocab_size, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
-        self._grammars = Grammars(self.tokenizer, vocab_size, eos)
+        config = self.config
+        reasoning_end = None if config.enable_in_reasoning else config.reasoning_end_token_id
+        self._grammars = Grammars(self.tokenizer, vocab_size, eos, reasoning_end)
         self._check = check
         self._live: dict[RequestId, Live] = {}
         self._frames: deque[Plan] = deque()
@@ -303,6 +305,8 @@ class LLM:
         detokenizer, params = None, wanted.params
         if self.tokenizer is not None:
             detokenizer = Detokenizer(self.tokenizer, params.stop, request.prompt_token_ids)
+        if wanted.matcher is not None:
+            wanted.matcher.read_prompt(request.prompt_token_ids)
         self._runner.chosen[request.request_id] = wanted
         return Output(request, wanted, detokenizer)
 

@@ -128,8 +128,10 @@ class Runner:
         for scheduled in frame.step:
             matcher = scheduled.row.wanted.matcher
             if matcher is not None and scheduled.samples:
-                rows += range(start, start + scheduled.num_logits)
-                masks += matcher.get_masks(scheduled.drafts)
+                for row, mask in enumerate(matcher.get_masks(scheduled.drafts), start):
+                    if mask is not None:
+                        rows.append(row)
+                        masks.append(mask)
             start += scheduled.num_logits
         return mask_logits(logits, rows, masks)
 

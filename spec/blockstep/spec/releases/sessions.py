@@ -92,6 +92,23 @@ def refused_sessions_give_back(rules: Rules, _config: Config) -> Rules:
     return replace(rules, skips_before_the_gate=False)
 
 
+def sessions_go_back_blindly(rules: Rules, _config: Config) -> Rules:
+    """A session keeps its blocks at a stop, also where what it would read is gone from them."""
+
+    def get_stopped(
+        config: Config, pool: Pool, request: RequestState, within: Rules
+    ) -> tuple[Pool, RequestState]:
+        del config
+        return pool, replace(
+            request,
+            num_computed_tokens=min(request.num_computed_tokens, within.get_num_kept(request)),
+            num_output_placeholders=0,
+            spec_token_ids=(),
+        )
+
+    return replace(rules, get_stopped=get_stopped)
+
+
 def sessions_have_nothing_in_common(rules: Rules, _config: Config) -> Rules:
     """Blocks that all who run have in common are told only if sessions that rest have them, too."""
     return replace(rules, hint_is_of_all_holders=True)
@@ -207,5 +224,15 @@ STORIES = (
         "0.19.1",
         "several groups, one of a window; a session goes on in a pool without a free block: it is "
         "not admitted, and what fell out of its window is free",
+    ),
+    QuirkStory(
+        Quirk.SESSIONS_GO_BACK_BLINDLY,
+        sessions_go_back_blindly,
+        "a session keeps its blocks at a stop, also where what it would read is gone from them",
+        ("P3", "P14"),
+        "not found upstream",
+        "0.33.0",
+        "a recurrent group with a block for a draft; a session stops, and keeps a table of which "
+        "the worker alone knows where its state is",
     ),
 )

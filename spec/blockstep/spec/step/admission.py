@@ -182,13 +182,14 @@ def get_slots_at_admission(
     """
     config, rules, pool = step.state.config, step.state.rules, step.pool
     name, goes_on = request.request_id, bool(config.groups and request.num_computed_tokens)
+    num_in_doubt = rules.count_in_doubt(step.state.frames, name) if goes_on else 0
     if goes_on and rules.skips_before_the_gate:
-        pool, request = skip_slots(config, pool, request, 0, rules)
+        pool, request = skip_slots(config, pool, request, num_in_doubt, rules)
     is_reserved = config.scheduler_reserve_full_isl and rules.reserves_full_isl
     if is_reserved and not can_finish(config, pool, request, hit, rules):
         return None
     if goes_on and not rules.skips_before_the_gate:
-        pool, request = skip_slots(config, pool, request, 0, rules)
+        pool, request = skip_slots(config, pool, request, num_in_doubt, rules)
         step.pool = pool
         step.requests[name] = replace(step.requests[name], holdings=request.holdings)
     num_lookahead = rules.get_num_lookahead_at_admission(config, request)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from blockstep.spec.copies import replace
 from blockstep.spec.memory.slots import allocate_slots, skip_slots
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import NOTHING_HELD, RequestState, list_rows_in_flight
+from blockstep.spec.requests import NOTHING_HELD, RequestState
 from blockstep.spec.step.giving import process_giving
 from blockstep.spec.step.queues import process_prepend, select_victim
 from blockstep.spec.step.work import Step
@@ -31,8 +31,7 @@ def process_claim(
     config, rules = step.state.config, step.state.rules
     request = step.requests[step.running[index]]
     if config.groups:
-        rows = list_rows_in_flight(step.state.frames, request.request_id)
-        num_in_doubt = sum([row.num_in_doubt for row in rows])
+        num_in_doubt = rules.count_in_doubt(step.state.frames, request.request_id)
         step.pool, request = skip_slots(config, step.pool, request, num_in_doubt, rules)
         step.requests[request.request_id] = request
     while True:
