@@ -85,6 +85,8 @@ QUICK = (
     "masks",
     "chunked",
     "free",
+    "further",
+    "held",
 )
 """Worlds of a second at most."""
 KINDS = (State, RequestState, Holding, Stand, Frame, FrameRow, Pool, Encoder, Entry)
@@ -121,6 +123,8 @@ UNREACHED = {
     Quirk.HEAD_LOOKS_BEHIND_ONCE,
     Quirk.SESSIONS_HAVE_NOTHING_IN_COMMON,
     Quirk.REFUSED_SESSIONS_GIVE_BACK,
+    Quirk.SESSIONS_GO_BACK_BLINDLY,
+    Quirk.RESTING_SESSIONS_KEEP_THEIR_SEATS,
 }
 """Quirks that no world is small enough for, or that change a hint alone, of which no walk asks."""
 DEFECT_ROWS = {

@@ -6,7 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from blockstep.conformance.draw.actions import SeededDraw
+from blockstep.conformance.draw.mistakes import list_bad_events
+from blockstep.conformance.draw.presets import SMALL, draw_swarm
 from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.protocol.features import Wish
 from blockstep.conformance.protocol.program import (
     Action,
     Answer,
@@ -17,7 +21,18 @@ from blockstep.conformance.protocol.program import (
 )
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.spec import Config, Request, Schedule, SpecMethod, Submit
-from blockstep.spec.vocabulary import Commit, Grammar, GrammarReady, RejectCode
+from blockstep.spec.profiles import initial_state
+from blockstep.spec.transition import transition
+from blockstep.spec.vocabulary import (
+    Commit,
+    Event,
+    Grammar,
+    GrammarReady,
+    MultiModalItem,
+    RejectCode,
+    Rejected,
+    StreamingUpdate,
+)
 
 CONFIG = Config(
     num_blocks=12,
@@ -88,3 +103,41 @@ def test_without_a_plan_there_is_nothing_to_be_wrong_about() -> None:
         assert run.perform(Misanswer(mistake)) == []
         assert describe(Misanswer(mistake)).startswith("commit    ")
     assert run.num_events == 0
+
+
+BROUGHT = frozenset({"encoder", "masks", "grammar", "sessions"})
+
+
+def test_what_a_sloppy_client_sends_both_engines_refuse_for_one_reason() -> None:
+    seen: set[RejectCode] = set()
+    for seed in range(12):
+        draw = SeededDraw(f"bad/{seed}")
+        swarm = draw_swarm(SMALL, draw, wish=Wish(always=BROUGHT))
+        config, item = swarm.config, MultiModalItem("cat", 0, 1)
+        state, host = initial_state(config), load_engine("host")(config)
+        asked = [
+            Request("A", (0, 1), max_tokens=1, resumable=True),
+            Request("B", (0, 1), max_tokens=1, items=(item,)),
+            Request("C", (1,), max_tokens=1, structured_output=True, grammar=Grammar((((1, 0),),))),
+        ]
+        closing = StreamingUpdate(Request("A", (0,)))
+        taken: list[Event] = [*map(Submit, asked), GrammarReady("C"), Schedule(), closing]
+        for event in taken:
+            answer = transition(state, event)
+            if isinstance(answer, Rejected):  # it never fits so small a pool
+                continue
+            assert host.apply(event) == answer.observation
+            state = answer.state
+        live = {name: one.request for name, one in state.requests.items()}
+        frames = [frame.frame_id for frame in state.frames] or [0]
+        for event in list_bad_events(swarm, live, [*live, "nobody"], frames):
+            refused, by_host = transition(state, event), host.apply(event)
+            assert isinstance(refused, Rejected), event
+            assert isinstance(by_host, Rejected), event
+            assert refused.code is by_host.code, event
+            seen.add(refused.code)
+    assert seen >= {
+        *(RejectCode.MALFORMED_EVENT, RejectCode.BAD_REQUEST, RejectCode.BAD_DRAFTS),
+        *(RejectCode.UNKNOWN_REQUEST, RejectCode.UNKNOWN_FRAME, RejectCode.NOT_RESUMABLE),
+        RejectCode.NEVER_FITS,
+    }

@@ -6,9 +6,9 @@ Every other model has a layer with a window, and so two KV groups.
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
+from engine_support.drawn import draw_settings
 from engine_support.models import VOCAB_SIZE, Checkpoint, make_checkpoint, make_prompts
 
 from blockstep.conformance.engines.serving import ServingChecker
@@ -24,30 +24,6 @@ Asked = tuple[str, list[int], SamplingParams]
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Checkpoint]:
     names = ("qwen3", "qwen2")
     return [make_checkpoint(name, tmp_path_factory.mktemp(name)) for name in names]
-
-
-def draw_settings(draw: random.Random, checkpoint: Checkpoint) -> dict[str, Any]:
-    """A small pool, mostly, and anything else."""
-    block_size, max_model_len = draw.choice((1, 2, 4, 16)), draw.choice((20, 40, 84))
-    method = draw.choice(("none", "ngram", "draft_model"))
-    num_drafts = 0 if method == "none" else draw.choice((1, 2, 4))
-    num_tables = 2 if checkpoint.family == "qwen2" else 1
-    needed = num_tables * -(-(max_model_len + 2 * num_drafts) // block_size) + 1
-    return {
-        "block_size": block_size,
-        "max_model_len": max_model_len,
-        "num_blocks": needed + draw.choice((0, 0, 1, 5, 40)),
-        "max_num_seqs": draw.choice((1, 2, 4, 16)),
-        "max_num_batched_tokens": draw.choice((1, 3, 16, 100)),
-        "long_prefill_token_threshold": draw.choice((0, 0, 3)),
-        "enable_prefix_caching": draw.random() < 0.8,
-        "scheduler_reserve_full_isl": draw.random() < 0.5,
-        "policy": draw.choice(("fcfs", "priority")),
-        "max_frames_in_flight": draw.choice((1, 2, 3)),
-        "spec_method": method,
-        "num_speculative_tokens": num_drafts,
-        "draft_model": checkpoint.draft_folder if method == "draft_model" else None,
-    }
 
 
 def run_clients(draw: random.Random, llm: LLM) -> list[Asked]:

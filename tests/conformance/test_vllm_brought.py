@@ -266,9 +266,25 @@ def test_who_waits_with_its_blocks_goes_first() -> None:
     told.submit("B", 1, 2)
     told.update("A", 3, max_tokens=2)
     assert (told.state.waiting, told.state.skipped_waiting) == (("B",), ("A",))
-    assert [*rows_of(told.plan())] == ["A", "B"]
+    plan = told.plan()
+    assert [*rows_of(plan)] == ["A", "B"]
+    assert plan.new[0].request.max_tokens == 2
     told.commit(1, A=(7,), B=(1,))
     assert told.request("A").output_token_ids == (7,)  # by its chunk's max_tokens it goes on
+
+
+@needs_sessions
+def test_a_chunk_that_changes_its_place_in_a_heap_is_declined_for_nobody_sorts_it() -> None:
+    told = Told(v.Config(num_blocks=20, policy=v.Policy.PRIORITY))
+    for name, arrival in (("A", 1), ("B", 2)):
+        told.submit(name, 1, 2, max_tokens=1, arrival_time=arrival, resumable=True)
+    told.plan()
+    told.commit(0, A=(7,), B=(7,))
+    later = v.StreamingUpdate(v.Request("A", (3,), arrival_time=5, resumable=True))
+    assert "heap" in told.declines(later)
+    told.engine.apply(later)
+    told.update("B", 3, arrival_time=2)
+    assert [row.request_id for row in told.plan().new] == ["A", "B"]
 
 
 @needs_sessions
@@ -554,6 +570,11 @@ def test_a_grammar_that_ends_otherwise_is_not_for_that_backend() -> None:
     asked = v.Request("A", (5, 6), structured_output=True, grammar=ABC)
     assert "cannot be given" in told.declines(v.Submit(asked))
     assert "has none" in told.declines(v.Submit(v.Request("A", (5,), structured_output=True)))
+    stopped = v.Request(
+        "A", (5,), structured_output=True, grammar=ENDS_WITH_2, stop_token_ids=(3,), eos_token_id=2
+    )
+    is_left_out = "end of the text" in told.declines(v.Submit(stopped))
+    assert is_left_out is RELEASE.hands_stops_over
 
 
 # Encoder inputs.

@@ -299,11 +299,24 @@ def draw_items(draw: random.Random, num_prompt: int, most: int) -> tuple[MultiMo
     items: list[MultiModalItem] = []
     end = draw.randint(0, 2)
     while end < num_prompt and len(items) < 4:
-        length = min(draw.randint(1, most), num_prompt - end)
-        mask = tuple([draw.random() < 0.6 for _ in range(length)]) if draw.random() < 0.3 else ()
-        items.append(MultiModalItem(draw.choice("vwxyz"), end, length, mask if any(mask) else ()))
+        name = draw.choice("vwxyz")
+        length, mask = SHAPES[name]
+        if draw.random() < 0.05:  # one identifier stands for one size
+            length, mask = draw.randint(1, 5), ()
+        if length <= min(most, num_prompt - end):
+            items.append(MultiModalItem(name, end, length, mask))
         end += length + draw.choice((0, 0, 1, 2))
     return tuple(items)
+
+
+SHAPES: dict[str, tuple[int, tuple[bool, ...]]] = {
+    "v": (1, ()),
+    "w": (2, ()),
+    "x": (3, ()),
+    "y": (3, (True, False, True)),
+    "z": (5, (False, True, True, True, False)),
+}
+"""Of each identifier: tokens, and which of them are embeddings."""
 
 
 def draw_encoder_config(draw: random.Random) -> Config:
@@ -340,7 +353,7 @@ def draw_encoder_event(draw: random.Random, host: HostEngine) -> Event:
         request = event.request
         items = draw_items(draw, len(request.prompt_token_ids), draw.randint(1, 5))
         if host.config.is_encoder_decoder:  # they stand beside the prompt
-            items = tuple([replace(item, offset=0) for item in items[:1]])
+            items = tuple([replace(item, offset=0, is_embed=()) for item in items[:1]])
         return Submit(replace(request, items=items, prompt_embeds=()))
     return event
 

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from blockstep.spec import Config, MultiModalItem, Oracle, Policy, Request, SpecMethod
+from blockstep.spec import (
+    Config,
+    MultiModalItem,
+    Oracle,
+    Policy,
+    RejectedEvent,
+    Request,
+    SpecMethod,
+)
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.profiles import Profile, Quirk
 from blockstep.spec.vocabulary import (
@@ -462,3 +470,32 @@ def test_loaded_items_need_compute(quirk: bool, expected: int) -> None:
     oracle.offer("d")
     oracle.submit(request("A", "cccdd"))
     assert amounts(step(oracle)) == {"A": expected}
+
+
+# One identifier, one content.
+
+
+def test_an_identifier_of_another_size_is_refused_while_it_stands_for_one() -> None:
+    """By an unfinished request, and then by what the cache keeps; a reset forgets it."""
+    oracle = oracle_of()
+    oracle.submit(request("A", "cc", max_tokens=1))
+    for event in ((), (step,)):
+        for do in event:
+            do(oracle)
+        with pytest.raises(RejectedEvent, match="has 3 embeddings, and 2 elsewhere: one identifi"):
+            oracle.submit(request("B", "ccc"))
+    assert holders(oracle) == {"c": ()}
+    oracle.submit(request("C", "tcc"))
+    oracle.abort("C")
+    oracle.reset_encoder()
+    oracle.submit(request("B", "ccc"))
+    assert made(step(oracle)) == {"B": (0,)}
+
+
+def test_a_chunk_may_not_give_an_identifier_another_size() -> None:
+    oracle = oracle_of()
+    oracle.submit(request("A", "cc"))
+    oracle.submit(replace(request("S", "t"), resumable=True))
+    with pytest.raises(RejectedEvent, match="item 'c' at 0 has 1 embeddings, and 2 elsewhere"):
+        oracle.update(replace(request("S", "c"), resumable=True))
+    oracle.update(replace(request("S", "cc"), resumable=True))

@@ -294,6 +294,8 @@ BIT = (False, True, False)
         (HEAD, (CAT, replace(DOG, offset=5)), None, ""),
         (HEAD, (CAT, replace(DOG, identifier="cat")), None, ""),
         (HEAD, (CAT, replace(DOG, is_embed=BIT)), None, ""),
+        ({}, (CAT, replace(CAT, offset=4)), None, ""),
+        ({}, (CAT, replace(CAT, offset=4, length=2)), R, "has 2 embeddings, and 3 elsewhere: one"),
         (WHOLE | {"max_num_batched_tokens": 2}, (CAT,), N, "must have 2 tokens at most: no chunk"),
         (WHOLE | {"long_prefill_token_threshold": 2}, (CAT,), N, "must have 2 tokens at most"),
         (WHOLE | {"long_prefill_token_threshold": 3}, (CAT, DOG), None, ""),

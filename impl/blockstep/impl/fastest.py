@@ -31,13 +31,14 @@ class Scheduler(Protocol):
 MakeScheduler: TypeAlias = Callable[[Config], Scheduler]
 
 
-def get_fastest(config: Config) -> MakeScheduler:
+def get_fastest(config: Config, also: frozenset[str] = frozenset()) -> MakeScheduler:
     """The factory of the fastest engine that can take this config here.
 
-    The compiled one if numba is there and its capabilities cover what the config asks for; the host
-    engine, which can do everything, otherwise. Imported only then: its import compiles.
+    The compiled one if numba is there and its capabilities cover what the config asks for, and what
+    requests ask for `also`; the host engine, which can do everything, otherwise. Imported only
+    then: its import compiles.
     """
-    if find_spec("numba") is not None and list_needed(config) <= COMPILED:
+    if find_spec("numba") is not None and list_needed(config) | also <= COMPILED:
         compiled: Any = import_module("blockstep.impl.compiled")
         if compiled.IS_COMPILED:
             return cast("MakeScheduler", compiled.CompiledEngine)

@@ -74,7 +74,8 @@ def get_keyed(config: Config, request: RequestState, rules: Rules) -> RequestSta
 
     Source: seed 003 section 1.2.
     """
-    if not config.enable_prefix_caching:
+    num_full_blocks = request.num_known_tokens // config.block_size
+    if not config.enable_prefix_caching or num_full_blocks <= len(request.block_keys):
         return request
     return replace(request, block_keys=extend_block_keys(request, config.block_size, rules))
 

@@ -224,7 +224,13 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
     ),
     (
         "0.33.0",
-        frozenset({Quirk.SELF_VICTIM_LETS_OTHERS_RUN, Quirk.DRAFTS_PUBLISH_AT_COMMIT}),
+        frozenset(
+            {
+                Quirk.SELF_VICTIM_LETS_OTHERS_RUN,
+                Quirk.DRAFTS_PUBLISH_AT_COMMIT,
+                Quirk.SESSIONS_GO_BACK_BLINDLY,
+            }
+        ),
         frozenset({Quirk.SESSIONS_KEEP_WHAT_IS_COMPUTED, Quirk.ADAPTERS_OF_ROWS_ONLY}),
     ),
 )

@@ -1,21 +1,21 @@
 """Rules: the decisions that some release takes otherwise, as one value.
 
 A state carries its rules. Each field is a function or a plain value that the rooms ask at the one
-place where the decision is made. `strict.STRICT_RULES` has the specification's own for every field;
-what a release does instead wraps one of them (architecture D5). Where the specification has nothing
-to decide, the field says what it does all the same.
+place where the decision is made. The specification's own is the default of the field where there is
+nothing to reckon, and else stands in `strict.STRICT_RULES`; what a release does instead wraps one
+of them (architecture D5).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from blockstep.spec.beside.encoder import Encoder, Holder
 from blockstep.spec.beside.grammar import Follow, Stand
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Frame, FrameRow, Hit, Holding, RequestState
+from blockstep.spec.requests import Frame, Hit, Holding, RequestState
 from blockstep.spec.vocabulary import (
     BlockId,
     Config,
@@ -28,11 +28,27 @@ from blockstep.spec.vocabulary import (
     TokenIds,
 )
 
+T = TypeVar("T")
 Stop: TypeAlias = tuple[FinishReason | None, int | None]
 """Why a request ends, and the stop token that it ended by; (None, None) while it goes on."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+def as_is(what: T, *_: object) -> T:
+    """What is asked about, as it is. Source: architecture D5."""
+    return what
+
+
+def never(*_: object) -> bool:
+    """No, whatever is asked about. Source: architecture D5."""
+    return False
+
+
+def none(*_: object) -> int:
+    """Not one, whatever is asked about. Source: architecture D5."""
+    return 0
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
 class Rules:
     """How each such decision is made.
 
@@ -47,7 +63,7 @@ class Rules:
     # identity
     get_item_keys: Callable[[Request, int, int], tuple[tuple[str, int], ...]]
     """The items that name the block at token positions [start, end)."""
-    get_request_behind_outputs: Callable[[Request], Request]
+    get_request_behind_outputs: Callable[[Request], Request] = as_is
     """The request as blocks see it that outputs complete: with all of its items (P6)."""
 
     # memory
@@ -55,23 +71,27 @@ class Rules:
     """Give up a table: the order in which its blocks are queued."""
     revoke_slots: Callable[[Pool, RequestState, tuple[int, ...], Rules], Pool]
     """Free what a preempted request holds, given the block size of each group."""
-    reserves_full_isl: bool
+    reserves_full_isl: bool = True
     """Whether `scheduler_reserve_full_isl` is known."""
-    get_num_lookahead_at_admission: Callable[[Config, RequestState], int]
+    get_num_lookahead_at_admission: Callable[[Config, RequestState], int] = none
     """Slots for a proposer's lookahead that an admission asks for: none, nothing is drafted yet."""
-    publishes_at_commit: Callable[[Config], bool]
-    """Whether a commit publishes the blocks that it fills."""
+    publishes_at_commit: Callable[[bool, Config], bool] = as_is
+    """Whether a commit publishes the blocks that it fills: where the next plan, which would, may
+    come long before (P4); (whether scheduling is asynchronous, ..)."""
 
     # groups
     get_joint_hit: Callable[[Config, Pool, RequestState], Hit]
     """What a waiting request shares, where there are KV groups."""
     count_reserved_blocks: Callable[[Config, Pool, KVGroup, int, tuple[BlockId, ...], Holding], int]
     """Free blocks of one group that the gate wants: (.., slots, its hit, what it holds)."""
-    count_skipped_blocks: Callable[[KVGroup, Holding, int], int]
-    """Leading blocks of one group that are given back: (.., what is held, certain tokens)."""
-    get_num_in_doubt: Callable[[int, int], int]
+    count_skipped_blocks: Callable[[int, KVGroup, Holding], int] = as_is
+    """Leading blocks of one group that are given back: all that are skipped (P8); (those, .., what
+    is held)."""
+    get_num_in_doubt: Callable[[int, int], int] = as_is
     """Computed tokens of a row that may have to be computed again, so that a window is read before
     them: its drafts (P14); (drafts, scheduled tokens)."""
+    count_in_doubt: Callable[[Sequence[Frame], RequestId], int]
+    """Those of all rows of a request in flight; of rows that deliver nothing there are none."""
     compute_num_certain: Callable[[KVGroup, int, int], int]
     """Computed tokens that a group may count on: (.., computed, tokens in doubt)."""
 
@@ -79,70 +99,75 @@ class Rules:
     """Tokens of a row where states are kept: (.., computed, tokens that it could have)."""
     hide_states: Callable[[Pool, Sequence[BlockId]], Pool]
     """The pool to look for a hit in, given the states that this very step writes."""
-    waits_for_states: Callable[[Pool, Pool, Sequence[BlockId], Hit], bool]
+    waits_for_states: Callable[[Pool, Pool, Sequence[BlockId], Hit], bool] = never
     """Whether who has this hit waits for the next step: (pool before this one, pool now, states
     that this one writes, hit). Never, the hit is there (P15)."""
     is_zeroed: Callable[[KVGroup], bool]
     """Whether its new blocks are zeroed beside recurrent groups."""
-    zeroes_withdrawn: bool
+    zeroes_withdrawn: bool = False
     """Whether blocks are zeroed of rows that the step took back."""
 
     # order
     get_victim_rank: Callable[[RequestState], tuple[int | str, ...]]
     """PRIORITY preempts the first of greatest rank."""
-    compute_next_index: Callable[[int, int, bool], int]
-    """Whose turn it is after a preemption: (index, the victim's index, whether it had a row)."""
-    goes_on_after_self_victim: Callable[[Config], bool]
+    compute_next_index: Callable[[int, int, bool], int] = as_is
+    """Whose turn it is after a preemption: whose it was, whether or not the victim had a row (seed
+    001 "Preemption in the Running Loop"; P15); (its index now, before, whether it had one)."""
+    goes_on_after_self_victim: Callable[[Config], bool] = never
     """Whether the running phase goes on behind a request that preempted itself: never. It lacked
     blocks, and so would whoever comes after it (seed 001 "Preemption in the Running Loop"; P15)."""
-    get_threshold: Callable[[Config, int], int]
-    """The cap of a long prefill, given the number of unfinished requests; 0: none."""
-    waits_apart: Callable[[RequestState, bool], bool]
-    """Whether who joins a queue waits in `skipped_waiting`: (request, whether passed over)."""
-    get_open_queue: Callable[..., list[RequestId]]
-    """Whose head may be admitted next: (policy, whether paused, both queues, requests)."""
-    count_seats: Callable[[list[RequestId], Mapping[RequestId, RequestState]], int]
-    """Seats that are taken: (who runs, requests)."""
-    get_order_of_return: Callable[[list[RequestId]], list[RequestId]]
+    get_threshold: Callable[[int, int], int] = as_is
+    """The cap of a long prefill, 0 for none: that of the config, however many requests there are
+    (seed 001 "For Running Requests"); (that, unfinished requests)."""
+    waits_apart: Callable[[bool, RequestState], bool] = as_is
+    """Whether who joins a queue waits in `skipped_waiting`: if, for now, it is not its turn that it
+    waits for (vLLM 0.19.1 `_enqueue_waiting_request`; P16); (that, request)."""
+    get_open_queue: Callable[..., list[RequestId]] = as_is
+    """Whose head may be admitted next: that of the queue whose turn it is, and nobody's while all
+    is paused for newcomers (P16); (that, whether it is, `waiting`, `skipped_waiting`)."""
+    count_seats: Callable[[int, Mapping[RequestId, RequestState]], int] = as_is
+    """Seats that are taken: of those that run (P9); (their number, requests)."""
+    get_order_of_return: Callable[[list[RequestId]], list[RequestId]] = as_is
     """In which order those that a step passed over stand in their queue again: as before (P7)."""
-    passes_over_too_long: bool
+    passes_over_too_long: bool = False
     """Whether a prompt beyond the rest of the budget is passed over, without chunked prefill."""
-    counts_adapters_of_rows_only: bool
+    counts_adapters_of_rows_only: bool = False
     """Whether who runs without a row in the step leaves its adapter's seat to others."""
-    get_num_cached_tokens: Callable[[RequestState, int], int]
-    """What is told as cached once a request is admitted with a hit of so many tokens."""
+    get_num_cached_tokens: Callable[[int, RequestState, int], int] = as_is
+    """What is told as cached once a request is admitted: the hit of the first admission (seed 001;
+    P21); (that, request, its hit now)."""
 
     # encoder
-    get_item_holder: Callable[[Request, int], Holder]
-    """As whom a request holds an item of its."""
+    get_item_holder: Callable[[Holder, Request], Holder] = as_is
+    """As whom a request holds an item of its: each place of it counts (P22); (that place, ..)."""
     is_item_needed: Callable[[MultiModalItem, int, int, int], bool]
     """Whether a chunk reads of an item: (.., computed, tokens, tokens read ahead)."""
     is_item_split: Callable[[MultiModalItem, int, int, int], bool]
     """Whether a chunk is to end before an item of which it would compute a part, likewise."""
-    asks_room_first: bool
+    asks_room_first: bool = False
     """Whether room is made for an item before it is seen whether the chunk reads of it."""
-    external_costs_compute: bool
+    external_costs_compute: bool = False
     """Whether what is loaded needs the compute of what is encoded."""
-    get_encoder_once_asked: Callable[[Encoder, Encoder], Encoder]
+    get_encoder_once_asked: Callable[[Encoder, Encoder], Encoder] = as_is
     """The encoder when a row was asked for that may still not be: as it was (P7, P22); (as it was,
     as it would be with the row)."""
-    keeps_items_without_row: bool
+    keeps_items_without_row: bool = False
     """Whether who gets no row for want of an item holds others."""
-    forgets_restored_compute: bool
+    forgets_restored_compute: bool = False
     """Whether compute that a victim gives back is lost when the row that preempted it has items."""
     withdraw_items: Callable[[Encoder, Request, Sequence[RequestId]], Encoder]
     """Take back what a request planned in this step: (.., whose rows are left, in order)."""
     free_items: Callable[[Encoder, Request, int | None], Encoder]
     """Let a request's items go that end within its computed tokens; None: all of them."""
-    get_freed: Callable[[Sequence[str], Collection[str]], tuple[str, ...]]
-    """What the worker drops: (what is gone, what is there)."""
+    drops_remade_items: bool = False
+    """Whether the worker is to drop what was evicted though the step makes it anew."""
 
     # drafts
-    get_num_padding: Callable[[Config, int, int, int, Iterable[RequestState]], int | None]
+    get_num_padding: Callable[[Config, int, int, int, Iterable[RequestState]], int | None] = none
     """Drafts that a request is admitted with: (config, known tokens, hit tokens, budget, planned
     running requests); None if it is to wait for their sake. None, for nobody has proposed any
     (P24)."""
-    keeps_drafts: Callable[[bool, bool], bool]
+    keeps_drafts: Callable[[bool, bool], bool] = never
     """Whether a running request's drafts outlive a plan: (is in it, samples in it). Only until it,
     so never (P24)."""
     get_preempted: Callable[[RequestState], RequestState]
@@ -151,52 +176,57 @@ class Rules:
     # frames in flight
     is_held_by_frames: Callable[[Sequence[Frame], RequestState], bool]
     """Whether a preempted request waits for frames in flight before it is admitted again."""
-    get_frames_after_reset: Callable[[tuple[Frame, ...], Sequence[RequestId]], tuple[Frame, ...]]
+    get_frames_after_reset: Callable[
+        [tuple[Frame, ...], Sequence[RequestId]], tuple[Frame, ...]
+    ] = as_is
     """Frames in flight after a reset preempted these requests: what they sampled counts (P13)."""
-    get_reset_request: Callable[[RequestState], RequestState]
+    get_reset_request: Callable[[RequestState], RequestState] = as_is
     """A preempted request as a forced reset leaves it: like all others that were preempted. Its
     tokens in flight still come (upstream #42043, #48245; P13)."""
-    names_victims_of_resets: bool
+    names_victims_of_resets: bool = False
     """Whether the next plan names those that a forced reset preempted."""
 
     # sessions
     get_num_kept: Callable[[RequestState], int]
     """Leading tokens that a session keeps of a chunk that has stopped."""
-    get_stand_of_chunk: Callable[[Config, RequestState, TokenIds], Stand]
-    """Where the outputs of a new chunk stand in its grammar: (.., .., prompt)."""
+    get_stand_of_chunk: Callable[[Stand, RequestState], Stand] = as_is
+    """Where the outputs of a new chunk stand in its grammar: at the beginning (P23); (that, ..)."""
     get_num_kept_keys: Callable[[RequestState, int], int]
     """Leading block keys that it keeps: (.., full blocks of kept tokens)."""
-    get_chunk_request: Callable[[Request, Request], Request]
-    """What a session asks for with its next chunk, but for the input: (request, update)."""
+    get_chunk_request: Callable[[Request, Request], Request] = as_is
+    """What a session asks for with its next chunk: (that, what it asked for before)."""
     get_stopped: Callable[[Config, Pool, RequestState, Rules], tuple[Pool, RequestState]]
     """A session at its stop: what it has computed, and holds."""
-    hint_is_of_all_holders: bool
+    hint_is_of_all_holders: bool = False
     """Whether blocks that all have in common are in the tables of sessions that rest, too."""
-    skips_before_the_gate: bool
+    skips_before_the_gate: bool = True
     """Whether one that goes on is asked for with what fell out of its windows given back; else it
     gives that back behind the gate, refused or not."""
-    drops_rows_behind_stops: bool
+    drops_rows_behind_stops: bool = True
     """Whether what frames in flight sample for a session that has stopped is dropped."""
-    takes_back_from_sessions: bool
+    takes_back_from_sessions: bool = True
     """Whether sessions that do not run give their blocks up where they are needed."""
 
     # events
-    tells_resets_at_once: bool
+    tells_resets_at_once: bool = True
     """Whether a reset tells what it cleared, and does not leave it to the next commit."""
 
     # grammars
     get_next_stand: Follow
     """Where a token leads in a grammar, within one step."""
-    get_settled: Callable[[RequestState, Stand, Config, TokenIds], RequestState]
+    get_settled: Callable[[RequestState, Stand, Config, TokenIds], RequestState] = as_is
     """A request with a grammar behind a step: as its tokens led it (P23); (the request, where it
     stood before, .., tokens). Once more, without a token, where its drafts are told with a mask."""
-    masks_behind_placeholders: bool
+    masks_behind_placeholders: bool = True
     """Whether a mask says anything of positions behind a draft that is a placeholder."""
-    has_mask_row: Callable[[Frame, FrameRow, RequestState], bool]
-    """Whether a mask that is made now has rows of it."""
+    has_mask_row: Callable[[bool, Frame, RequestState], bool] = as_is
+    """Whether a mask that is made now has rows of it: if it was planned so (P23); (that, its frame,
+    its request)."""
 
     # endings
-    get_told_stop: Callable[[TokenId | None, RequestState, FinishReason | None], TokenId | None]
+    get_told_stop: Callable[[TokenId | None, RequestState, FinishReason | None], TokenId | None] = (
+        as_is
+    )
     """The stop token that a client is told: the one that ended its request now (P13); (.., why)."""
     compute_stop: Callable[[RequestState, TokenIds, int, int], Stop]
     """Why a request ends: (request, outputs, known tokens, max_model_len)."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from engine_support.models import MAX_TOKENS, Checkpoint, build_model, save_model
 
+from blockstep.conformance.engines.serving import ServingChecker
 from blockstep.impl.engine import (
     LLM,
     EngineError,
@@ -229,6 +230,26 @@ def test_a_lower_priority_is_served_first(qwen3: Checkpoint, prompts: list[list[
     while llm.has_unfinished_requests:
         ended += [chunk.request_id for chunk in llm.step() if chunk.finish_reason]
     assert ended == [f"request-{number}" for number in (3, 2, 1, 0)]
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_plan_that_only_preempts_is_progress(qwen3: Checkpoint, ahead: int) -> None:
+    """The first in line gives its own blocks up, and nobody behind it is looked at in that step."""
+    llm = LLM(
+        qwen3.folder, policy="priority", block_size=4, num_blocks=5, max_model_len=16,
+        max_frames_in_flight=ahead, check=ServingChecker,
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    texts = [list(range(2, 8)), list(range(20, 26))]
+    names = []
+    for place, text in enumerate(texts):
+        names.append(llm.add_request(text, params, 1 - place))
+        llm.step()
+    while llm.has_unfinished_requests:
+        llm.step()
+    made = [llm.pop_completion(name).token_ids for name in names]
+    assert made == [one.token_ids for one in LLM(qwen3.folder).generate(texts, params)]
+    assert llm.get_stats().preemptions > 0
 
 
 def test_more_requests_than_the_batch_began_with(

@@ -59,7 +59,6 @@ def generate_command(
     json_schema: JsonSchema = None,
     choice: Choice = None,
     lora: Lora = None,
-    max_lora_rank: Annotated[int, typer.Option(help="An adapter of more is refused.")] = 16,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end.")] = False,
     logprobs: Annotated[int | None, typer.Option(help="Report so many tokens in --json.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -83,9 +82,7 @@ def generate_command(
 
     Example: blockstep generate --model path/to/model "Once upon a time" --check
     """
-    given = [*(prompts or ()), *(_token_ids(text) for text in token_ids or ())]
-    if not given:
-        console.usage("generate: nothing to continue; give a text, or --token-ids 1,2,3")
+    given = _all_prompts(prompts or [], token_ids or [])
     sampling: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -109,9 +106,8 @@ def generate_command(
         "seed": seed,
         "kv_cache_bytes": None if cache_gib is None else _cache_bytes(cache_gib),
         "num_speculative_tokens": 0 if speculate is SpecMethod.NONE else num_drafts,
-        "lora_modules": {} if lora is None else {ADAPTER: lora},
-        "max_lora_rank": max_lora_rank,
     }
+    settings |= _adapter_settings(lora)
     run_generate(model, given, sampling, settings, check, json_path)
 
 
@@ -193,6 +189,18 @@ def _serve(llm: Any, prompts: list[Any], params: Any, quiet: bool) -> list[Any]:
 
 def _shown(token_ids: tuple[int, ...]) -> str:
     return "".join(f"{token} " for token in token_ids)
+
+
+def _all_prompts(texts: list[str], token_ids: list[str]) -> list[str | list[int]]:
+    given: list[str | list[int]] = [*texts, *map(_token_ids, token_ids)]
+    if not given:
+        console.usage("generate: nothing to continue; give a text, or --token-ids 1,2,3")
+    return given
+
+
+def _adapter_settings(folder: Path | None) -> dict[str, Any]:
+    """Whoever names one adapter means it, of whichever rank."""
+    return {} if folder is None else {"lora_modules": {ADAPTER: folder}, "max_lora_rank": 1 << 20}
 
 
 def _token_ids(text: str) -> list[int]:

@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.items import IDENTIFIERS
+from blockstep.conformance.draw.mistakes import list_bad_events
 from blockstep.conformance.draw.presets import Habit, Swarm
 from blockstep.conformance.draw.requests import Text, draw_request, draw_twin, draw_update
 from blockstep.conformance.protocol.features import (
@@ -258,9 +259,11 @@ def encoder_reset(_view: View, _draw: Draw) -> Action:
     return v.EncoderReset()
 
 
-def encoder_offer(_view: View, draw: Draw) -> Action:
-    """A connector has some of the items from now on, or none."""
-    return v.EncoderOffer(tuple(name for name in IDENTIFIERS if draw.chance(35)))
+def encoder_offer(view: View, draw: Draw) -> Action:
+    """A connector has some of the items from now on, or none; now and then one that nobody has."""
+    names = tuple(name for name in IDENTIFIERS if draw.chance(35))
+    strange = ("nobody", *names) if view.swarm.has(HOSTILE) and draw.chance(10) else ()
+    return v.EncoderOffer((*names, *strange))
 
 
 def mask(view: View, draw: Draw) -> Action:
@@ -293,6 +296,9 @@ def hostile(view: View, draw: Draw) -> Action:
     frames = [*(plan.frame_id for plan in client.plans), 0, 10**6]
     token = draw.integer(0, view.swarm.vocabulary_size - 1)
     row = v.RowTokens(draw.choice(names), (token,) * draw.integer(0, 3))
+    brought = list_bad_events(view.swarm, client.live, names, frames)
+    if brought and draw.chance(40):
+        return Hostile(draw.choice(brought))
     return draw.choice(
         (
             Hostile(v.Commit(-1, ())),

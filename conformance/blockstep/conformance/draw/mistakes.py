@@ -1,4 +1,4 @@
-"""Mistakes: wrong answers of a worker, made from the right ones.
+"""Mistakes: wrong answers of a worker, made from the right ones; and what a sloppy client sends.
 
 Each must be refused, and change nothing (P7, P18). A mistake that cannot be made now, for want of
 a row of the right kind, is None.
@@ -6,15 +6,28 @@ a row of the right kind, is None.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from blockstep.conformance.draw.presets import Swarm
+from blockstep.conformance.protocol.features import ENCODER, GRAMMAR, MASKS, SESSIONS
 from blockstep.conformance.protocol.program import Mistake
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     Commit,
+    EncoderOffer,
+    Event,
+    FrameId,
+    Grammar,
+    GrammarBitmask,
+    GrammarFailed,
+    MultiModalItem,
     Plan,
+    Request,
+    RequestId,
     RowTokens,
+    StreamingUpdate,
+    Submit,
     TokenIds,
 )
 
@@ -73,3 +86,69 @@ def _wrong_tokens(mistake: Mistake, row: RowTokens, drafts: TokenIds) -> TokenId
     if drafts and DRAFT_PLACEHOLDER not in drafts:  # which might stand for any token
         return (drafts[0] ^ 1, *tokens[1:], 0)[: 1 + len(drafts)]
     return None
+
+
+def list_bad_events(
+    swarm: Swarm,
+    live: Mapping[RequestId, Request],
+    names: Sequence[RequestId],
+    frames: Sequence[FrameId],
+) -> list[Event]:
+    """What may be wrong with what requests bring, of the features that a run has.
+
+    `live` are unfinished, `names` of those, and of others. An update is tried of the first and the
+    last of them.
+    """
+    events: list[Event] = []
+    length = swarm.config.max_model_len
+    for name in {names[0]: None, names[-1]: None} if swarm.has(SESSIONS) else ():
+        events += [
+            StreamingUpdate(Request(name, ())),
+            StreamingUpdate(Request(name, (0,) * length, resumable=True)),
+            StreamingUpdate(Request(name, (0, 0), prompt_embeds=(1, 1), resumable=True)),
+        ]
+    if swarm.has(SESSIONS):
+        events.append(StreamingUpdate(Request("nobody", (0,))))
+    if swarm.has(MASKS) and swarm.has(GRAMMAR):
+        nowhere = Grammar((((0, 7),),))
+        twice = (RowTokens(names[0], (0,)),) * 2
+        events += [
+            Submit(Request("bad", (0,), grammar=nowhere)),
+            Submit(Request("bad", (0,), structured_output=True, grammar=nowhere)),
+            Submit(Request("bad", (0,), structured_output=True, grammar=Grammar(()))),
+            GrammarFailed("nobody"),
+            GrammarBitmask(-1),
+            GrammarBitmask(10**6),
+            GrammarBitmask(frames[0], twice),
+        ]
+    if swarm.has(ENCODER):
+        events += [
+            EncoderOffer(("",)),
+            *[
+                Submit(Request("bad", (0,) * (length - 1), items=items))
+                for items in _list_bad_items(swarm, live)
+            ],
+        ]
+    return events
+
+
+def _list_bad_items(
+    swarm: Swarm, live: Mapping[RequestId, Request]
+) -> list[tuple[MultiModalItem, ...]]:
+    """Items that no encoder takes: too large, amid another, of no embedding, and of two sizes, also
+    of another than a request has.
+    """
+    config = swarm.config
+    large = max(config.encoder_compute_budget, config.encoder_cache_size) + 1
+    return [
+        (MultiModalItem("elk", 0, large),),
+        (MultiModalItem("elk", 0, 1), MultiModalItem("elk", 1, 2)),
+        (MultiModalItem("elk", 0, 2), MultiModalItem("fox", 1, 1)),
+        (MultiModalItem("elk", 0, 2, (False, False)),),
+        (MultiModalItem("elk", 0, 1, (True, True)),),
+        *[
+            (MultiModalItem(item.identifier, 0, item.num_embeds + 1),)
+            for request in live.values()
+            for item in request.items[:1]
+        ],
+    ]

@@ -112,11 +112,14 @@ def draw_request(
         skip_reading_prefix_cache=draw.chance(5),
         structured_output=swarm.has(GRAMMAR) and draw.chance(40),
     )
-    return draw_late(swarm, draw, request)
+    return draw_late(swarm, draw, request, goes_on=bool(going_on_from))
 
 
-def draw_late(swarm: Swarm, draw: Draw, request: v.Request) -> v.Request:
-    """The request with what features of `LATE` add to it, those that the swarm has."""
+def draw_late(swarm: Swarm, draw: Draw, request: v.Request, goes_on: bool = False) -> v.Request:
+    """The request with what features of `LATE` add to it, those that the swarm has.
+
+    `goes_on`: it goes on from a text of another, and begins with it.
+    """
     if swarm.has(ADAPTERS):
         adapter = draw.choice((None, "x", "y", "z", *"xyz"[: swarm.config.max_loras + 1]))
         request = replace(request, adapter=adapter)
@@ -124,10 +127,10 @@ def draw_late(swarm: Swarm, draw: Draw, request: v.Request) -> v.Request:
         grammar = draw_grammar(draw, swarm.vocabulary_size)
         request = replace(request, structured_output=True, grammar=grammar)
         end = swarm.config.reasoning_end_token_id
-        if end is not None and draw.chance(70):  # else reasoning has ended in most prompts
+        if end is not None and not goes_on and draw.chance(70):  # else most prompts have ended it
             other = (end + 1) % swarm.vocabulary_size
-            prompt = [other if token == end else token for token in request.prompt_token_ids]
-            request = replace(request, prompt_token_ids=tuple(prompt))
+            without = (other if token == end else token for token in request.prompt_token_ids)
+            request = replace(request, prompt_token_ids=tuple(without))
     if swarm.has(ENCODER):
         length = len(request.prompt_token_ids)
         drawn = draw.chance(70) and not request.prompt_embeds

@@ -51,7 +51,7 @@ def find_problem(
                 return v.RejectCode.DUPLICATE_REQUEST
             if request.request_id in list_in_flight(plans):
                 return v.RejectCode.REQUEST_IN_FLIGHT
-            return _code_of(empty, event)
+            return _code_of(empty, event) or _problem_of_items(request, empty, live, worker)
         case v.Schedule():
             is_full = len(plans) >= empty.config.max_frames_in_flight
             return v.RejectCode.PIPELINE_FULL if is_full else None
@@ -127,6 +127,19 @@ def _code_of(empty: State, event: v.Event) -> v.RejectCode | None:
     """Why the specification refuses an event before anything has happened."""
     answer = transition(empty, event)
     return answer.code if isinstance(answer, v.Rejected) else None
+
+
+def _problem_of_items(
+    request: v.Request, empty: State, live: Mapping[v.RequestId, v.Request], worker: Worker
+) -> v.RejectCode | None:
+    """Why items cannot be what their identifiers stand for: in other requests, or at the worker."""
+    if not empty.config.encoder_cache_size or not request.items:
+        return None
+    sizes = {} if empty.config.is_encoder_decoder else dict(worker.encoded)
+    for other in live.values():
+        sizes |= {item.identifier: item.num_embeds for item in other.items}
+    wrong = any(sizes.get(it.identifier, it.num_embeds) != it.num_embeds for it in request.items)
+    return v.RejectCode.BAD_REQUEST if wrong else None
 
 
 def _problem_of_answer(

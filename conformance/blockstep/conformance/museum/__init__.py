@@ -15,6 +15,7 @@ from typing import Any
 
 from blockstep.conformance.engine import NO_TRAITS, EngineTraits
 from blockstep.conformance.museum import (
+    across,
     admission,
     brought,
     drafts,
@@ -40,7 +41,7 @@ _PAGES = (pool, admission, preemption, drafts, promises, plan, identity, groups)
 _BROUGHT = (brought.ADAPTERS, grammars.PAGE, brought.SESSIONS, encoder.PAGE)
 _TELLING = (telling.PAGE, telling.SKIPPING)
 EXHIBITS: Mapping[str, Exhibit] = collect(
-    (*(page.PAGE for page in _PAGES), groups.STATES, *_BROUGHT, *_TELLING)
+    (*(page.PAGE for page in _PAGES), groups.STATES, *_BROUGHT, across.PAGE, *_TELLING)
 )
 """All planted defects, by name."""
 

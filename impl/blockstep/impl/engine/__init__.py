@@ -3,8 +3,8 @@
 In the order of the data: `fields`, `config`, `rope`, `checkpoint` and `lora` (what a folder holds),
 `cache`, `adapters` and `model` (memory, and the forward pass over it), `params`, `grammars` and
 `sampler` (which token), `batch` (what plans said), `speculation` (drafts), `graphs` and `runner`
-(running plans), `loading`, `prompts`, `text` and `llm` (what a user sees); `transfer` is how
-numbers reach a GPU, `observer` is for who wants to watch.
+(running plans), `loading`, `prompts`, `text`, `outputs`, `sessions` and `llm` (what a user
+sees); `transfer` is how numbers reach a GPU, `observer` is for who wants to watch.
 """
 
 from blockstep.impl.engine.errors import (
@@ -13,10 +13,12 @@ from blockstep.impl.engine.errors import (
     RequestError,
     SettingsError,
 )
-from blockstep.impl.engine.llm import LLM, Chunk, Completion
+from blockstep.impl.engine.llm import LLM
 from blockstep.impl.engine.loading import Settings
 from blockstep.impl.engine.observer import MakeObserver, Observer, Pass, Ran
+from blockstep.impl.engine.outputs import Chunk, Completion
 from blockstep.impl.engine.params import SamplingParams
+from blockstep.impl.engine.sessions import Session
 
 __all__ = [
     "LLM",
@@ -30,6 +32,7 @@ __all__ = [
     "Ran",
     "RequestError",
     "SamplingParams",
+    "Session",
     "Settings",
     "SettingsError",
 ]

@@ -14,13 +14,14 @@ is its own for every request that runs, and the plan's for one that starts or re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from blockstep.impl.engine.adapters import NO_ADAPTER
+from blockstep.impl.engine.grammars import Matcher
 from blockstep.impl.engine.model import Inputs
 from blockstep.impl.engine.params import SamplingParams
 from blockstep.impl.engine.sampler import Draw
@@ -40,16 +41,26 @@ from blockstep.spec.vocabulary import (
 NUM_ROWS_FIRST = 16
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How the outputs of a request, or to one input of a session, are chosen."""
+
+    params: SamplingParams
+    seed: int
+    matcher: Matcher | None = None
+    """Where they stand in their grammar, if they are held to one."""
+
+
 @dataclass(slots=True)
 class BatchRow:
-    """One request."""
+    """One request; of a session, from one of its inputs to the next."""
 
     request_id: RequestId
     index: int
     """Its row in the arrays."""
-    params: SamplingParams
-    seed: int
+    wanted: Wanted
     adapter: int
+    """Its number, or `NO_ADAPTER`."""
     num_prompt: int
     num_known: int
     num_computed: int = 0
@@ -81,9 +92,9 @@ class StepRow:
 
     def get_draws(self) -> list[Draw]:
         """The tokens to choose: one behind the known ones, and one behind each draft."""
-        row = self.row
+        row, wanted = self.row, self.row.wanted
         first = row.num_known - row.num_prompt
-        return [Draw(row.params, row.seed, first + more) for more in range(self.num_logits)]
+        return [Draw(wanted.params, wanted.seed, first + more) for more in range(self.num_logits)]
 
 
 class Batch:
@@ -103,21 +114,17 @@ class Batch:
         )
         self._free = list(range(NUM_ROWS_FIRST - 1, -1, -1))
 
-    def apply(
-        self, plan: Plan, chosen: dict[RequestId, tuple[SamplingParams, int]]
-    ) -> list[StepRow]:
+    def apply(self, plan: Plan, chosen: Mapping[RequestId, Wanted]) -> list[StepRow]:
         """Take the differences of a plan; returns its rows in plan order.
 
-        `chosen` says how new requests want their tokens: parameters and seed.
+        `chosen` says how new requests want their tokens.
         """
         for request_id in plan.finished_req_ids:
-            row = self.rows.pop(request_id, None)
-            if row is not None:
-                self._free.append(row.index)
+            self._forget(request_id)
         for request_id in plan.preempted_req_ids:
             row = self.rows[request_id]
             row.num_computed = row.num_blocks = 0
-        step = [self._start_new(new, *chosen[new.request_id]) for new in plan.new]
+        step = [self._start_new(new, chosen[new.request_id]) for new in plan.new]
         step += [self._start_cached(cached) for cached in plan.cached]
         if self.config.num_speculative_tokens:
             for row in self.rows.values():
@@ -174,15 +181,21 @@ class Batch:
         numbers = np.fromiter((row.adapter for row in rows), np.int64, len(rows))
         return to_device(np.repeat(numbers, counts), self.device)
 
-    def _start_new(self, new: NewRow, params: SamplingParams, seed: int) -> StepRow:
+    def _start_new(self, new: NewRow, wanted: Wanted) -> StepRow:
+        self._forget(new.request_id)  # a session that has gone on begins anew, with all it keeps
         prompt, name = new.request.prompt_token_ids, new.request.adapter
         adapter = NO_ADAPTER if name is None else self.adapters.index(name)
-        row = BatchRow(new.request_id, self._take_index(), params, seed, adapter, len(prompt), 0)
+        row = BatchRow(new.request_id, self._take_index(), wanted, adapter, len(prompt), 0)
         self.rows[row.request_id] = row
         self.append(row, prompt)
         row.num_computed = new.num_computed_tokens
         self._append_blocks(row, new.block_ids)
         return self._start(row, new.num_scheduled_tokens, ())
+
+    def _forget(self, request_id: RequestId) -> None:
+        row = self.rows.pop(request_id, None)
+        if row is not None:
+            self._free.append(row.index)
 
     def _start_cached(self, cached: CachedRow) -> StepRow:
         row = self.rows[cached.request_id]

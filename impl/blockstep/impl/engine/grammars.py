@@ -5,7 +5,10 @@
 Drafts are masked like tokens: behind each that the grammar accepts stands the mask of the text up
 to it, and behind the first that it does not every mask repeats the one before, for nobody accepts
 that draft. A grammar stands where the outputs led it, whatever was rejected, preempted or planned
-ahead.
+ahead. Where the model reasons first, a grammar holds from the token behind the one that ends that:
+
+    output  r r r </think> y e s        draft  r </think> y z
+    mask    - - - -        m m m        mask   - -        m m m
 """
 
 from __future__ import annotations
@@ -29,9 +32,14 @@ from blockstep.impl.engine.transfer import to_device
 class Matcher:
     """Where the outputs of one request stand in its grammar."""
 
-    def __init__(self, inner: Any, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, inner: Any, eos_token_ids: Sequence[int], reasoning_end: int | None = None
+    ) -> None:
         self._inner = inner
         self._eos_token_ids = eos_token_ids
+        self._reasoning_end = reasoning_end
+        self._is_reasoning = reasoning_end is not None
+        """The token that ends it was not read yet; the grammar does not hold."""
         self._is_over = False
         """It has read the end of its text; a step that was planned ahead may sample behind it."""
 
@@ -41,38 +49,66 @@ class Matcher:
         found: str = self._inner.get_error()
         return found
 
+    def read_prompt(self, prompt: Sequence[int]) -> None:
+        """To be called before any output: reasoning may have ended in the prompt."""
+        self._is_reasoning = self._reasoning_end is not None and self._reasoning_end not in prompt
+
     def advance(self, tokens: Sequence[int]) -> None:
         """Read what was sampled."""
-        for token in tokens:
+        num_free = self._count_free(tokens)
+        self._is_reasoning = self._is_reasoning and self._reasoning_end not in tokens
+        for token in tokens[num_free:]:
             if not self._is_over:
                 self._inner.consume_token(token)
                 self._is_over = token in self._eos_token_ids
 
     def count_accepted(self, drafts: Sequence[int]) -> int:
         """How many drafts the grammar accepts, up to the first that it does not."""
-        count: int = self._inner.validate_tokens(list(drafts))
-        return count
+        num_free = self._count_free(drafts)
+        count: int = self._inner.validate_tokens(list(drafts[num_free:]))
+        return num_free + count
 
-    def get_masks(self, drafts: Sequence[int]) -> list[bytes]:
-        """What may stand at the place of each draft, and behind the last: a bit for each token."""
-        probe = self._inner.deep_copy() if drafts else self._inner
+    def get_masks(self, drafts: Sequence[int]) -> list[bytes | None]:
+        """What may stand at the place of each draft, and behind the last: a bit for each token.
+
+        None: anything may.
+        """
+        num_free = self._count_free(drafts)
+        free: list[bytes | None] = [None] * num_free
+        if self._is_reasoning and self._reasoning_end not in drafts:
+            return [*free, None]
+        held = drafts[num_free:]
+        probe = self._inner.deep_copy() if held else self._inner
         masks: list[bytes] = [probe.compute_bitmask()]
-        for draft in drafts:
+        for draft in held:
             is_read = probe is not None and probe.try_consume_tokens([draft]) == 1
             probe = probe if is_read else None
             masks.append(masks[-1] if probe is None else probe.compute_bitmask())
-        return masks
+        return [*free, *masks]
+
+    def _count_free(self, tokens: Sequence[int]) -> int:
+        """Those of the next tokens that the grammar does not read: up to the end of reasoning."""
+        if not self._is_reasoning:
+            return 0
+        ends = (count for count, token in enumerate(tokens, 1) if token == self._reasoning_end)
+        return next(ends, len(tokens))
 
 
 class Grammars:
     """What makes the grammars of one model's requests."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        reasoning_end: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
+        self.reasoning_end = reasoning_end
+        """The token behind which grammars hold; None: they hold from the first output on."""
 
     def begin(self, params: SamplingParams) -> Matcher | None:
         """The grammar that `params` ask for, before any output; None if they ask for none.
@@ -91,7 +127,7 @@ class Grammars:
         inner = self._library.LLMatcher(self._tokens, self._compile(params), log_level=0)
         if inner.is_error():
             raise RequestError(f"grammar: {inner.get_error()}")
-        return Matcher(inner, self.eos_token_ids)
+        return Matcher(inner, self.eos_token_ids, self.reasoning_end)
 
     @cached_property
     def _library(self) -> Any:

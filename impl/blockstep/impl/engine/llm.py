@@ -12,17 +12,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from threading import RLock
 
+from blockstep.impl.engine.batch import Wanted
 from blockstep.impl.engine.errors import EngineError, RequestError, SettingsError
 from blockstep.impl.engine.grammars import Grammars
 from blockstep.impl.engine.loading import Settings, load_engine
 from blockstep.impl.engine.observer import MakeObserver, Observer
+from blockstep.impl.engine.outputs import Chunk, Completion, Live, Output
 from blockstep.impl.engine.params import SamplingParams
 from blockstep.impl.engine.prompts import Prompt, encode_prompt, give_each, split_prompts
-from blockstep.impl.engine.runner import Answer, Logprobs
+from blockstep.impl.engine.runner import Answer
+from blockstep.impl.engine.sessions import Session
 from blockstep.impl.engine.text import Detokenizer
 from blockstep.impl.fastest import Scheduler, get_fastest
 from blockstep.spec.vocabulary import (
@@ -41,53 +44,10 @@ from blockstep.spec.vocabulary import (
     RowTokens,
     Schedule,
     Stats,
+    StreamingUpdate,
     Submit,
     TokenIds,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """What one request gained in one step."""
-
-    request_id: RequestId
-    token_ids: TokenIds
-    text: str = ""
-    """"" without a tokenizer; may lag behind the tokens while a stop string is possible."""
-    finish_reason: FinishReason | None = None
-    """Set in the last chunk of a request."""
-    logprobs: Logprobs | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A finished request."""
-
-    request_id: RequestId
-    prompt_token_ids: TokenIds
-    token_ids: TokenIds
-    """Outputs. With a stop string they may reach past `text`, to the end of its last token."""
-    text: str
-    finish_reason: FinishReason
-    num_cached_tokens: int
-    """Prompt tokens that came from the prefix cache."""
-    logprobs: Logprobs | None = None
-    """Per output token, if asked for: log probabilities by token id, the sampled one among them."""
-
-
-@dataclass(slots=True)
-class Live:
-    """A request that has not ended."""
-
-    request: Request
-    params: SamplingParams
-    detokenizer: Detokenizer | None
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: Logprobs | None = None
-    num_cached_tokens: int = 0
-    streamed: deque[Chunk] | None = None
-    """Chunks that its stream has not yielded yet, if it has one."""
 
 
 class LLM:
@@ -127,7 +87,9 @@ class LLM:
         self.model_config = loaded.model_config
         self._runner = loaded.runner
         vocab_size, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
-        self._grammars = Grammars(self.tokenizer, vocab_size, eos)
+        config = self.config
+        reasoning_end = None if config.enable_in_reasoning else config.reasoning_end_token_id
+        self._grammars = Grammars(self.tokenizer, vocab_size, eos, reasoning_end)
         self._check = check
         self._live: dict[RequestId, Live] = {}
         self._frames: deque[Plan] = deque()
@@ -141,7 +103,8 @@ class LLM:
         """A scheduler that knows no request."""
         self.observer: Observer | None = None
         """Who watches, if anybody does."""
-        make_scheduler = get_fastest(self.config)
+        asked = frozenset(("sessions",) if self.settings.enable_sessions else ())
+        make_scheduler = get_fastest(self.config, asked)
         self._scheduler: Scheduler | Observer
         if self._check is None:
             self._scheduler = make_scheduler(self.config)
@@ -188,14 +151,14 @@ class LLM:
         Giving the iterator up aborts the request. Other requests go on meanwhile, each stream keeps
         what is its own.
         """
-        streamed: deque[Chunk] = deque()
+        chunks: deque[Chunk] = deque()
         with self._lock:
             name = self.add_request(prompt, params, adapter=adapter)
-            self._live[name].streamed = streamed
+            self._live[name].chunks = chunks
         try:
-            while streamed or name in self._live:
-                if streamed:
-                    yield streamed.popleft()
+            while chunks or name in self._live:
+                if chunks:
+                    yield chunks.popleft()
                 else:
                     self.step()
         finally:
@@ -219,44 +182,133 @@ class LLM:
                 the model or the cache allows, or needs a tokenizer that is missing; or its grammar
                 is none; or there is no such adapter.
         """
+        return self._add(prompt, params, priority, adapter, resumable=False)
+
+    def open_session(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        priority: int = 0,
+        adapter: str | None = None,
+    ) -> Session:
+        """Hand in the first input of a session, which goes on with further ones.
+
+        Raises:
+            RequestError: as `add_request`; or the engine was not loaded with `enable_sessions`, or
+                `params` have stop strings.
+        """
+        if not self.settings.enable_sessions:
+            raise RequestError("sessions: load the model with enable_sessions=True")
+        with self._lock:
+            name = self._add(prompt, params, priority, adapter, resumable=True)
+            live = self._live[name]
+            live.chunks, live.completions = deque(), deque()
+            wanted = live.output.wanted.params
+            return Session(self, name, wanted, live.chunks, live.completions)
+
+    def _add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        priority: int,
+        adapter: str | None,
+        resumable: bool,
+    ) -> RequestId:
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"params = {params!r}: must be SamplingParams")
         self._expect_adapter(adapter)
-        token_ids = encode_prompt(self.tokenizer, self.model_config.vocab_size, prompt)
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop: the model has no tokenizer.json; use stop_token_ids")
+        token_ids = self._encode(prompt, params, is_session=resumable)
         matcher = self._grammars.begin(params)
-        eos = () if params.ignore_eos else self.model_config.eos_token_ids
         with self._whole():
             name = f"request-{self._num_requests}"
-            request = Request(
-                request_id=name,
-                prompt_token_ids=token_ids,
-                max_tokens=params.max_tokens,
-                eos_token_id=eos[0] if eos else None,
-                stop_token_ids=(*eos[1:], *params.stop_token_ids),
-                priority=priority,
-                arrival_time=self._num_requests,
-                adapter=adapter,
-            )
-            answer = self._scheduler.apply(Submit(request))
-            if isinstance(answer, Rejected):
-                raise RequestError(f"prompt of {len(token_ids)} tokens: {answer.detail}")
-            seed = params.seed
-            if seed is None:
-                seed = self.settings.seed * 1_000_003 + self._num_requests
-            self._num_requests += 1
-            self._runner.chosen[name] = (params, seed)
-            if matcher is not None:
-                self._runner.matchers[name] = matcher
-            detokenizer = None
-            if self.tokenizer is not None:
-                detokenizer = Detokenizer(self.tokenizer, params.stop, token_ids)
-            self._live[name] = Live(
-                request, params, detokenizer, logprobs=None if params.logprobs is None else []
-            )
+            request = replace(
+                self._ask(name, token_ids, params), priority=priority, adapter=adapter,
+                resumable=resumable,
+            )  # fmt: skip
+            self._submit(Submit(request), f"prompt of {len(token_ids)} tokens")
+            wanted = Wanted(params, self._take_seed(params), matcher)
+            self._live[name] = Live(self._begin(request, wanted))
         return name
+
+    def send_input(self, request_id: RequestId, prompt: Prompt, params: SamplingParams) -> None:
+        """Further input of a session; see `Session.send`."""
+        token_ids = self._encode(prompt, params, is_session=True, begins=False)
+        matcher = self._grammars.begin(params)
+        with self._whole():
+            chunk = replace(self._ask(request_id, token_ids, params), resumable=True)
+            self._submit(StreamingUpdate(chunk), f"input of {len(token_ids)} tokens")
+            wanted = Wanted(params, self._take_seed(params), matcher)
+            live = self._live[request_id]
+
+            def begin(kept: TokenIds) -> Output:
+                request = replace(live.output.request, prompt_token_ids=(*kept, *token_ids))
+                return self._begin(request, wanted)
+
+            live.inputs.append(begin)
+            if live.is_resting:
+                live.go_on()
+
+    def end_input(self, request_id: RequestId) -> None:
+        """No more input of a session comes; see `Session.close`."""
+        with self._whole():
+            live = self._live.get(request_id)
+            if live is None or None in live.inputs:
+                return
+            self._submit(StreamingUpdate(Request(request_id, (0,))), "the end of input")
+            live.inputs.append(None)
+            if live.is_resting:
+                self._end(request_id, FinishReason.STOP)
+
+    def is_live(self, request_id: RequestId) -> bool:
+        """Whether a request has not ended."""
+        return request_id in self._live
+
+    def _encode(
+        self, prompt: Prompt, params: SamplingParams, *, is_session: bool, begins: bool = True
+    ) -> TokenIds:
+        """The tokens of a prompt that is to be answered so."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params = {params!r}: must be SamplingParams")
+        size = self.model_config.vocab_size
+        token_ids = encode_prompt(self.tokenizer, size, prompt, begins=begins)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop: the model has no tokenizer.json; use stop_token_ids")
+        if params.stop and is_session:
+            raise RequestError("stop: a session stops at tokens only; use stop_token_ids")
+        return token_ids
+
+    def _ask(self, name: RequestId, token_ids: TokenIds, params: SamplingParams) -> Request:
+        """What the scheduler is asked for."""
+        eos = () if params.ignore_eos else self.model_config.eos_token_ids
+        return Request(
+            request_id=name,
+            prompt_token_ids=token_ids,
+            max_tokens=params.max_tokens,
+            eos_token_id=eos[0] if eos else None,
+            stop_token_ids=(*eos[1:], *params.stop_token_ids),
+            arrival_time=self._num_requests,
+        )
+
+    def _submit(self, event: Event, what: str) -> None:
+        """Give the scheduler what a client asks for, which it may refuse."""
+        answer = self._scheduler.apply(event)
+        if isinstance(answer, Rejected):
+            raise RequestError(f"{what}: {answer.detail}")
+
+    def _take_seed(self, params: SamplingParams) -> int:
+        """The seed of the next request, or input."""
+        seed = self.settings.seed * 1_000_003 + self._num_requests
+        self._num_requests += 1
+        return seed if params.seed is None else params.seed
+
+    def _begin(self, request: Request, wanted: Wanted) -> Output:
+        """The output to a prompt, before there is any of it."""
+        detokenizer, params = None, wanted.params
+        if self.tokenizer is not None:
+            detokenizer = Detokenizer(self.tokenizer, params.stop, request.prompt_token_ids)
+        if wanted.matcher is not None:
+            wanted.matcher.read_prompt(request.prompt_token_ids)
+        self._runner.chosen[request.request_id] = wanted
+        return Output(request, wanted, detokenizer)
 
     def _expect_adapter(self, name: object) -> None:
         known = self.settings.lora_modules
@@ -282,8 +334,8 @@ class LLM:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has something to do."""
-        return bool(self._live)
+        """Whether `step` has something to do: a session that rests waits for its client."""
+        return any(not live.is_resting for live in self._live.values())
 
     def pop_completion(self, request_id: RequestId) -> Completion:
         """The completion of a request that has ended. Raises `RequestError` if it has not."""
@@ -320,12 +372,14 @@ class LLM:
             assert isinstance(plan, Plan), "Schedule is answered with a Plan"
             self._runner.dispatch(plan)
             if not plan.rows:
+                if plan.preempted_req_ids and not self._frames:
+                    continue  # the first in line gave its blocks up: now there is room for another
                 break
             self._frames.append(plan)
             if self.observer is not None:
                 self.observer.ran(self._runner.peek(plan.frame_id).ran)
         if not self._frames:
-            if self._live:
+            if self.has_unfinished_requests:
                 raise EngineError(f"no progress: {len(self._live)} requests wait for nothing")
             return []
         return self._take_answer(self._frames.popleft())
@@ -337,78 +391,53 @@ class LLM:
         chunks = [
             self._deliver(row, answer) for row in outputs.rows if row.request_id in self._live
         ]
-        self._propose(answer)
+        self._propose(answer, {one.request_id for one in chunks if one.finish_reason is not None})
         return chunks
 
-    def _propose(self, answer: Answer) -> None:
+    def _propose(self, answer: Answer, stopped: set[RequestId]) -> None:
         """Hand the drafts in that a grammar accepts, unless they stay with the runner."""
         if self.config.async_scheduling:
             return
-        drafts = tuple(
-            RowTokens(name, tokens)
-            for name, proposed in answer.ran.proposals.items()
-            if name in self._live and (tokens := self._runner.cut_drafts(name, proposed))
-        )
+        drafts = []
+        for name, tokens in answer.ran.proposals.items():
+            if name in self._live and name not in stopped:
+                matcher = self._live[name].output.wanted.matcher
+                count = len(tokens) if matcher is None else matcher.count_accepted(tokens)
+                drafts += [RowTokens(name, tokens[:count])] if count else []
         if drafts:
-            self._apply(Drafts(drafts))
+            self._apply(Drafts(tuple(drafts)))
 
     def _deliver(self, row: OutputRow, answer: Answer) -> Chunk:
         """Take what a step brought to one request, and end it if it has enough."""
-        live = self._live[row.request_id]
-        text, num_tokens, reason = self._read_tokens(live, row)
-        tokens = row.new_token_ids[:num_tokens]
-        live.num_cached_tokens = row.num_cached_tokens
-        live.token_ids += tokens
-        logprobs = None
-        if live.logprobs is not None:
-            logprobs = answer.logprobs[row.request_id][:num_tokens]
-            live.logprobs += logprobs
-        live.text += text
-        matcher = self._runner.matchers.get(row.request_id)
-        if reason is None and matcher is not None and matcher.error:
-            reason = FinishReason.ERROR
-        if reason is not None:
-            if row.finish_reason is None:
-                self._apply(Abort((row.request_id,)))
-            self._end(row.request_id, reason)
-        chunk = Chunk(row.request_id, tokens, text, reason, logprobs)
-        if live.streamed is not None:
-            live.streamed.append(chunk)
+        name = row.request_id
+        live = self._live[name]
+        chunk = live.output.take(row, answer.logprobs.get(name))
+        if live.chunks is not None:
+            live.chunks.append(chunk)
+        if chunk.finish_reason is None:
+            return chunk
+        if row.finish_reason is None:
+            self._apply(Abort((name,)))
+            self._end(name, chunk.finish_reason)
+        elif live.completions is None:
+            self._end(name, chunk.finish_reason)
+        else:
+            live.completions.append(live.output.complete(chunk.finish_reason))
+            if not live.go_on():
+                self._forget(name)
         return chunk
 
-    def _read_tokens(self, live: Live, row: OutputRow) -> tuple[str, int, FinishReason | None]:
-        """The text of a row, how many of its tokens count, and whether it ends the request.
-
-        No token counts behind a stop string, and a stop token is no text, as in vLLM.
-        """
-        tokens, reason, detokenizer = row.new_token_ids, row.finish_reason, live.detokenizer
-        if detokenizer is None:
-            return "", len(tokens), reason
-        text, num_tokens = "", len(tokens)
-        for number, token in enumerate(tokens[:-1] if reason is FinishReason.STOP else tokens, 1):
-            text += detokenizer.append(token)
-            if detokenizer.stopped:
-                num_tokens = number
-                break
-        if reason is not None:
-            text += detokenizer.finish()
-        return text, num_tokens, FinishReason.STOP if detokenizer.stopped else reason
-
     def _end(self, name: RequestId, reason: FinishReason) -> None:
-        live = self._live.pop(name)
-        if reason is FinishReason.ABORT and live.detokenizer is not None:
-            live.text += live.detokenizer.finish()
+        live = self._live[name]
+        self._forget(name)
+        if live.completions is None:
+            self._completions[name] = live.output.complete(reason)
+        elif not live.is_resting:
+            live.completions.append(live.output.complete(reason))
+
+    def _forget(self, name: RequestId) -> None:
+        del self._live[name]
         self._runner.chosen.pop(name, None)
-        self._runner.matchers.pop(name, None)
-        self._completions[name] = Completion(
-            request_id=name,
-            prompt_token_ids=live.request.prompt_token_ids,
-            token_ids=tuple(live.token_ids),
-            text=live.text,
-            finish_reason=reason,
-            num_cached_tokens=live.num_cached_tokens,
-            logprobs=live.logprobs,
-        )
 
     def _apply(self, event: Event) -> Observation:
         """Give the scheduler an event that it cannot refuse."""

@@ -72,6 +72,12 @@ class Settings:
     """An adapter of a higher rank is refused."""
     max_loras: int = 0
     """Different adapters among those that run, at most; 0: any number."""
+    reasoning_end_token: str | int | None = None
+    """The token that ends reasoning, as a text or an id: grammars hold behind it only."""
+    enable_in_reasoning: bool = False
+    """True: grammars hold while the model reasons, too."""
+    enable_sessions: bool = False
+    """Whether there may be sessions. The scheduler is the plain one then, which knows them."""
     seed: int = 0
     """From which requests without a seed of their own get one."""
 
@@ -92,6 +98,9 @@ class Settings:
                 raise SettingsError(f"{name} = {value!r}: must be an int of at least 1")
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
             raise SettingsError("num_blocks and kv_cache_bytes: each fixes the other; give one")
+        for name in ("enable_sessions", "enable_in_reasoning"):
+            if type(getattr(self, name)) is not bool:
+                raise SettingsError(f"{name} = {getattr(self, name)!r}: must be a bool")
         modules = self.lora_modules
         if not isinstance(modules, Mapping) or not all(isinstance(n, str) and n for n in modules):
             raise SettingsError(
@@ -129,15 +138,18 @@ def load_engine(folder: Path, settings: Settings) -> Loaded:
             f"draft_model: has {draft_config.vocab_size} tokens and the model "
             f"{model_config.vocab_size}; use one with the same tokenizer"
         )
+    tokenizer = load_tokenizer(folder)
+    reasoning_end = _get_reasoning_end(settings, tokenizer, model_config.vocab_size)
     groups = get_groups(settings, models)
     # What cannot be is said before gigabytes are read.
-    get_config(settings, models, groups, dtype, device)
+    get_config(settings, models, groups, dtype, device, reasoning_end)
     adapters = _load_adapters(settings, model_config, dtype, device)
     weights = load_weights(folder, model_config, dtype, device)
     draft_weights = None
     if draft_config is not None and draft_folder is not None:
         draft_weights = load_weights(draft_folder, draft_config, dtype, device)
-    config = get_config(settings, models, groups, dtype, device)  # of the memory that is left
+    # Of the memory that is left.
+    config = get_config(settings, models, groups, dtype, device, reasoning_end)
 
     def build(
         place: int, its_weights: ModelWeights, its_adapters: tuple[LayerAdapters, ...] = ()
@@ -158,7 +170,24 @@ def load_engine(folder: Path, settings: Settings) -> Loaded:
         proposer = DraftModelProposer(build(1, draft_weights), config.num_speculative_tokens)
     model = build(0, weights, adapters)
     runner = Runner(config, model, proposer, device, tuple(settings.lora_modules))
-    return Loaded(config, model_config, load_tokenizer(folder), runner)
+    return Loaded(config, model_config, tokenizer, runner)
+
+
+def _get_reasoning_end(
+    settings: Settings, tokenizer: Tokenizer | None, vocab_size: int
+) -> int | None:
+    """The id of the token that ends reasoning."""
+    token = given = settings.reasoning_end_token
+    if isinstance(given, str):
+        token = None if tokenizer is None else tokenizer.token_to_id(given)
+    elif given is None:
+        return None
+    if type(token) is not int or not 0 <= token < vocab_size:
+        raise SettingsError(
+            f"reasoning_end_token = {given!r}: is no token of the model; give the text of one "
+            f"that its tokenizer.json has, or an id below {vocab_size}"
+        )
+    return token
 
 
 def _load_adapters(
@@ -194,6 +223,7 @@ def get_config(
     groups: tuple[LayerGroup, ...],
     dtype: torch.dtype,
     device: str,
+    reasoning_end: int | None = None,
 ) -> Config:
     """The scheduler's constants: blocks from memory, and lengths that models and cache allow.
 
@@ -217,6 +247,8 @@ def get_config(
         async_scheduling=settings.max_frames_in_flight > 1,
         groups=get_kv_groups(groups, settings.block_size),
         max_loras=settings.max_loras,
+        reasoning_end_token_id=reasoning_end,
+        enable_in_reasoning=settings.enable_in_reasoning,
     )
     _expect_no_problem(config)
     kinds = make_groups(config)

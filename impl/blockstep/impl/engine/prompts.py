@@ -14,8 +14,10 @@ Prompt: TypeAlias = str | Sequence[int]
 T = TypeVar("T")
 
 
-def encode_prompt(tokenizer: Tokenizer | None, vocab_size: int, prompt: Prompt) -> TokenIds:
-    """Its tokens.
+def encode_prompt(
+    tokenizer: Tokenizer | None, vocab_size: int, prompt: Prompt, *, begins: bool = True
+) -> TokenIds:
+    """Its tokens; with those that begin a text, where it is one and `begins`.
 
     Raises:
         RequestError: it is neither text nor tokens of the model, or text without a tokenizer.
@@ -24,7 +26,7 @@ def encode_prompt(tokenizer: Tokenizer | None, vocab_size: int, prompt: Prompt) 
         if tokenizer is None:
             raise RequestError("a text needs a tokenizer.json beside the model; give token ids")
         try:
-            prompt = tokenizer.encode(prompt).ids
+            prompt = tokenizer.encode(prompt, add_special_tokens=begins).ids
         except TypeError as error:
             raise RequestError(f"prompt {prompt[:80]!r}: is no Unicode text") from error
     token_ids = tuple(_expect_sequence(prompt))

@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from blockstep.impl.engine.batch import Batch, BatchRow, StepRow
+from blockstep.impl.engine.batch import Batch, BatchRow, StepRow, Wanted
 from blockstep.impl.engine.errors import EngineError
-from blockstep.impl.engine.grammars import Matcher, mask_logits
+from blockstep.impl.engine.grammars import mask_logits
 from blockstep.impl.engine.model import Inputs, Model
 from blockstep.impl.engine.observer import Pass, Ran
-from blockstep.impl.engine.params import SamplingParams
 from blockstep.impl.engine.sampler import NO_TOKEN, get_logprobs, sample
 from blockstep.impl.engine.speculation import Proposer
 from blockstep.impl.engine.transfer import to_device
@@ -66,17 +65,10 @@ class Runner:
         self.model = model
         self.proposer = proposer
         self.batch = Batch(config, device, adapters)
-        self.chosen: dict[RequestId, tuple[SamplingParams, int]] = {}
-        """Parameters and seed of requests that were submitted and have not ended."""
-        self.matchers: dict[RequestId, Matcher] = {}
-        """Of those among them that are held to a grammar."""
+        self.chosen: dict[RequestId, Wanted] = {}
+        """Of requests that were submitted and have not ended."""
         self._unsettled: Frame | None = None
         self._answers: dict[FrameId, Answer] = {}
-
-    def cut_drafts(self, request_id: RequestId, drafts: TokenIds) -> TokenIds:
-        """The drafts up to the first that the request's grammar forbids; all where it has none."""
-        matcher = self.matchers.get(request_id)
-        return drafts if matcher is None else drafts[: matcher.count_accepted(drafts)]
 
     def start_anew(self) -> Runner:
         """A runner on the same model that knows no request."""
@@ -133,11 +125,13 @@ class Runner:
         rows: list[int] = []
         masks: list[bytes] = []
         start = 0
-        for scheduled in frame.step if self.matchers else ():
-            matcher = self.matchers.get(scheduled.row.request_id)
+        for scheduled in frame.step:
+            matcher = scheduled.row.wanted.matcher
             if matcher is not None and scheduled.samples:
-                rows += range(start, start + scheduled.num_logits)
-                masks += matcher.get_masks(scheduled.drafts)
+                for row, mask in enumerate(matcher.get_masks(scheduled.drafts), start):
+                    if mask is not None:
+                        rows.append(row)
+                        masks.append(mask)
             start += scheduled.num_logits
         return mask_logits(logits, rows, masks)
 
@@ -178,7 +172,7 @@ class Runner:
         scheduled.sampled = tuple(tokens[: num_right + 1])
         scheduled.row.num_computed -= len(scheduled.drafts) - num_right
         self.batch.append(scheduled.row, scheduled.sampled)
-        matcher = self.matchers.get(scheduled.row.request_id)
+        matcher = scheduled.row.wanted.matcher
         if matcher is not None:
             matcher.advance(scheduled.sampled)
 
@@ -202,7 +196,7 @@ def _get_logprobs(frame: Frame) -> dict[RequestId, Logprobs]:
     found: dict[RequestId, Logprobs] = {}
     start = 0
     for scheduled in frame.step:
-        end, num_top = start + scheduled.num_logits, scheduled.row.params.logprobs
+        end, num_top = start + scheduled.num_logits, scheduled.row.wanted.params.logprobs
         if num_top is not None and start < end:
             found[scheduled.row.request_id] = get_logprobs(
                 frame.logits[start:end], frame.tokens[start:end], num_top

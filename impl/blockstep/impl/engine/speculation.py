@@ -117,7 +117,8 @@ class DraftModelProposer:
         logits = self.model.compute_logits(hidden[asking])
         rows = [rows[number] for number in ready]
         draws = [
-            Draw(row.params, row.seed, row.num_known - row.num_prompt + num_before) for row in rows
+            Draw(row.wanted.params, row.wanted.seed, row.num_known - row.num_prompt + num_before)
+            for row in rows
         ]
         following = []
         tokens = sample(logits, draws).clamp_(min=0)  # any draft will do where there is no token

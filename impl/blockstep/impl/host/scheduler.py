@@ -133,7 +133,7 @@ class HostEngine(Planning, Results, Proposals):
             self._most_blocks(request),
             request.request_id in self.table.slot_of,
             self.is_in_flight(request.request_id),
-        )
+        ) or self._other_size_problem(request)
 
     def _abort(self, request_ids: tuple[RequestId, ...]) -> Aborted:
         ended: list[RequestId] = []

@@ -25,6 +25,7 @@ from blockstep.spec.vocabulary import (
     Rejected,
     Request,
     Status,
+    refuse_other_size,
 )
 
 
@@ -67,7 +68,27 @@ class Sessions(Core):
                 end = min(len(whole.prompt_token_ids) + whole.max_tokens, self.max_model_len) - 1
                 kept = (*whole.prompt_token_ids, *[0] * (end - len(whole.prompt_token_ids)))
                 whole = _append_chunk(whole, kept, chunk)
-        return submit_problem(self.config, whole, self._most_blocks(whole), False, False)
+        problem = submit_problem(self.config, whole, self._most_blocks(whole), False, False)
+        return problem or self._other_size_problem(update)
+
+    def _other_size_problem(self, request: Request) -> Rejected | None:
+        """Why an identifier cannot stand for what an item has: it stands for another size (P22)."""
+        for item in request.items if self.encoder is not None else ():
+            known = self._find_size(item.identifier)
+            if known not in (None, item.num_embeds):
+                return refuse_other_size(request, item, known)
+        return None
+
+    def _find_size(self, identifier: str) -> int | None:
+        """Embeddings of an item of whom it knows, or that it keeps; None for a new one."""
+        brought = [self.table.requests[slot] for slot in self.table.slot_of.values()]
+        brought += [chunk for session in self.sessions.values() for chunk in session.updates]
+        for request in brought:
+            for item in request.items:
+                if item.identifier == identifier:
+                    return item.num_embeds
+        kept = None if self.encoder is None else self.encoder.entries.get(identifier)
+        return None if kept is None else kept.num_embeds
 
     def _rest(self, slot: int) -> bool:
         """Let it rest at its stop, or go on; False if it ends, as it is no session any more."""

@@ -126,20 +126,14 @@ def publish_verified(state: State, pool: Pool, request: RequestState) -> tuple[P
     """
     config, is_running = state.config, request.status is Status.RUNNING
     if not (
-        config.enable_prefix_caching and is_running and state.rules.publishes_at_commit(config)
+        config.enable_prefix_caching
+        and is_running
+        and state.rules.publishes_at_commit(config.async_scheduling, config)
     ):
         return pool, request
     num_verified = request.num_known_tokens - 1
     nums_full = [num_verified // block_size for block_size in config.block_sizes]
     return publish_slots(config, pool, request, nums_full)
-
-
-def publishes_at_commit(config: Config) -> bool:
-    """Whether a commit publishes: where the next plan, which would, may come long before.
-
-    Source: vLLM 0.19.1 `AsyncScheduler._update_request_with_output`; P4.
-    """
-    return config.async_scheduling
 
 
 def get_rolled_back(request: RequestState, num_drafts: int, num_sampled: int) -> RequestState:

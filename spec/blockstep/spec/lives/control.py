@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from blockstep.spec.beside.encoder import get_reset
+from blockstep.spec.beside.encoder import create_encoder
 from blockstep.spec.copies import replace
-from blockstep.spec.maps import FrozenMap
-from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.pool import get_num_free_blocks, take_events, withdraw_all
 from blockstep.spec.state import State
-from blockstep.spec.step.giving import get_givers, without_blocks
-from blockstep.spec.step.queues import process_prepend
+from blockstep.spec.step.giving import process_giving
+from blockstep.spec.step.preemption import process_preemption
+from blockstep.spec.step.schedule import create_step
 from blockstep.spec.vocabulary import Ack, PauseState, ResetDone
 
 
@@ -35,7 +34,6 @@ def process_reset(state: State, reset_running_requests: bool) -> tuple[State, Re
     # requests
     if reset_running_requests:
         state = process_forced_preemption(state)
-        state = process_forced_rest(state)
     if get_num_free_blocks(state.pool) < state.config.num_usable_blocks:
         return state, ResetDone(False)  # by a quirk only
     # pool
@@ -49,9 +47,11 @@ def process_encoder_reset(state: State) -> tuple[State, Ack]:
     """Forget every encoded item, those in use as well: what reads of one has it encoded anew.
 
     A worker forgets behind the frames in flight, and each of those finds what it reads. KV that was
-    computed from items stays. Source: vLLM 0.19.1 `reset_encoder_cache`; P25.
+    computed from items stays, and what a connector holds, it holds.
+    Source: vLLM 0.19.1 `reset_encoder_cache`; P25.
     """
-    return replace(state, encoder=get_reset(state.config, state.encoder)), Ack()
+    encoder = replace(create_encoder(state.config), offered=state.encoder.offered)
+    return replace(state, encoder=encoder), Ack()
 
 
 def process_encoder_offer(state: State, identifiers: tuple[str, ...]) -> tuple[State, Ack]:
@@ -67,48 +67,23 @@ def process_encoder_offer(state: State, identifiers: tuple[str, ...]) -> tuple[S
 
 
 def process_forced_preemption(state: State) -> State:
-    """Preempt everything that runs. The next plan treats nobody as known from the last one.
+    """Preempt everything that runs, and take the blocks of all sessions that hold some without.
 
-    Source: vLLM 0.19.1 `reset_prefix_cache`; P25, P26.
+    As in a step of which nothing is planned. The next plan treats nobody as known from the last
+    one. Source: vLLM 0.19.1 `reset_prefix_cache`; P17, P25, P26.
     """
-    rules = state.rules
+    rules, step = state.rules, create_step(state)
     # pool, requests
-    pool, encoder = state.pool, state.encoder
-    requests = state.requests.to_dict()
-    waiting = list(state.waiting)
-    for request_id in reversed(state.running):
-        request = requests[request_id]
-        pool = release_slots(pool, request, rules)
-        encoder = rules.free_items(encoder, request.request, None)
-        requests[request_id] = rules.get_reset_request(rules.get_preempted(request))
-        process_prepend(state.config.policy, waiting, request_id, requests)
+    while step.running:
+        name = process_preemption(step, len(step.running) - 1)
+        step.requests[name] = rules.get_reset_request(step.requests[name])
+    while process_giving(step):
+        pass
     # observe
     named = state.running if rules.names_victims_of_resets else ()
-    preemptions = state.stats.preemptions + len(state.running)
     return replace(
-        state,
-        pool=pool,
-        encoder=encoder,
-        requests=FrozenMap(requests),
-        waiting=tuple(waiting),
-        running=(),
+        step.get_state(),
         frames=rules.get_frames_after_reset(state.frames, state.running),
         prev_scheduled_req_ids=(),
         reset_req_ids=(*state.reset_req_ids, *named),
-        stats=replace(state.stats, preemptions=preemptions),
     )
-
-
-def process_forced_rest(state: State) -> State:
-    """Take the blocks of all sessions that hold some without running, who gives way first, first.
-
-    Source: P17, P25.
-    """
-    config, rules = state.config, state.rules
-    pool, requests = state.pool, state.requests.to_dict()
-    queued = (*state.skipped_waiting, *state.waiting)
-    names = get_givers(config.policy, queued, requests) if rules.takes_back_from_sessions else []
-    for name in names:
-        pool = release_slots(pool, requests[name], rules)
-        requests[name] = without_blocks(requests[name])
-    return replace(state, pool=pool, requests=FrozenMap(requests)) if names else state

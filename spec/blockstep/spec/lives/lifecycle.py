@@ -9,7 +9,7 @@ from blockstep.spec.lives.endings import get_ended
 from blockstep.spec.memory.slots import compute_max_blocks, is_servable
 from blockstep.spec.requests import NOTHING_HELD, RequestState
 from blockstep.spec.state import State
-from blockstep.spec.step.queues import process_append
+from blockstep.spec.step.queues import is_blocked, process_append
 from blockstep.spec.vocabulary import (
     Aborted,
     Ack,
@@ -23,6 +23,7 @@ from blockstep.spec.vocabulary import (
     RequestId,
     Status,
     item_problem,
+    refuse_other_size,
 )
 
 
@@ -42,7 +43,28 @@ def get_submit_problem(state: State, request: Request) -> Rejected | None:
         if any(row.request_id == request_id for row in frame.rows):
             detail = f"frame {frame.frame_id} still names {request_id!r}; commit it first"
             return Rejected(RejectCode.REQUEST_IN_FLIGHT, detail)
-    return get_size_problem(config, request)
+    return get_size_problem(config, request) or get_other_size_problem(state, request)
+
+
+def get_other_size_problem(state: State, request: Request) -> Rejected | None:
+    """Why its items cannot be what their identifiers stand for already, or None.
+
+    One identifier names one content. Where it has two sizes, who shares an entry of the cache would
+    read another's. Known is what is kept, and what unfinished requests have. Upstream takes it, and
+    later fails. Source: vLLM 0.33.0 `check_and_update_cache`; P6, P22.
+    """
+    if not state.encoder.size or not request.items:
+        return None
+    entries = state.encoder.entries
+    sizes = {identifier: entries[identifier].num_embeds for identifier in sorted(entries)}
+    for request_id in sorted(state.requests):
+        other = state.requests[request_id]
+        for asked in (other.request, *other.updates):
+            sizes |= {item.identifier: item.num_embeds for item in asked.items}
+    for item in request.items:
+        if sizes.get(item.identifier, item.num_embeds) != item.num_embeds:
+            return refuse_other_size(request, item, sizes[item.identifier])
+    return None
 
 
 def get_size_problem(config: Config, request: Request) -> Rejected | None:
@@ -81,7 +103,7 @@ def process_submit(state: State, request: Request) -> tuple[State, Ack] | Reject
     entry = get_keyed(state.config, entry, state.rules)
     requests = state.requests.having(request.request_id, entry)
     waiting, skipped = list(state.waiting), list(state.skipped_waiting)
-    queue = skipped if state.rules.waits_apart(entry, False) else waiting
+    queue = skipped if state.rules.waits_apart(is_blocked(entry), entry) else waiting
     process_append(state.config.policy, queue, request.request_id, requests)
     # observe
     return replace(

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from blockstep.spec.beside.grammar import get_mask, get_stand_behind, get_stands
+from blockstep.spec.beside.grammar import get_mask, get_stand_behind
 from blockstep.spec.copies import replace
+from blockstep.spec.lives.drafts import get_accepted_drafts
 from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
@@ -76,18 +77,9 @@ def list_masked(state: State, frame: Frame) -> list[FrameRow]:
 
     Source: vLLM 0.19.1 `get_grammar_bitmask`; P23.
     """
-    found = []
-    for row in frame.rows:
-        request = state.requests.get(row.request_id)
-        if request is not None and state.rules.has_mask_row(frame, row, request):
-            found.append(row)
-    return found
-
-
-def has_mask_row(frame: Frame, row: FrameRow, request: RequestState) -> bool:
-    """Whether a row samples for a request with a grammar, as it was planned. Source: P23."""
-    del frame, request
-    return row.has_mask
+    has_mask_row, requests = state.rules.has_mask_row, state.requests
+    there = [row for row in frame.rows if row.request_id in requests]
+    return [row for row in there if has_mask_row(row.has_mask, frame, requests[row.request_id])]
 
 
 def get_behind(
@@ -114,13 +106,8 @@ def get_cut(state: State, row: FrameRow, told: Mapping[RequestId, TokenIds]) -> 
     if not state.config.async_scheduling:
         return row
     num_drafts = len(row.draft_token_ids)
-    request = state.requests[row.request_id]
-    grammar = request.request.grammar
-    assert grammar is not None, "a mask has rows of requests with a grammar"
     drafts = told.get(row.request_id, row.draft_token_ids)[:num_drafts]
-    follow = state.rules.get_next_stand
-    stands = get_stands(state.config, grammar, request.stand, drafts, follow)
-    accepted = drafts[: len(stands) - 1]
+    accepted = get_accepted_drafts(state, state.requests[row.request_id], drafts)
     padding = (DRAFT_PLACEHOLDER,) * (num_drafts - len(accepted))
     return replace(row, draft_token_ids=accepted + padding, is_masked=True)
 

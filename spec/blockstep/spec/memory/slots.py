@@ -282,9 +282,9 @@ def skip_slots(
     for index, group in enumerate(config.groups):
         table = holdings[index].block_table
         num_certain = rules.compute_num_certain(group, request.num_computed_tokens, num_in_doubt)
-        num_skipped = min(
-            rules.count_skipped_blocks(group, holdings[index], num_certain), len(table)
-        )
+        num_skipped = compute_num_skipped_blocks(group, num_certain)
+        num_skipped = rules.count_skipped_blocks(num_skipped, group, holdings[index])
+        num_skipped = min(num_skipped, len(table))
         left = without_nulls(table[:num_skipped])
         if left:
             num_left += len(left)
@@ -292,12 +292,6 @@ def skip_slots(
             after = (NULL_BLOCK,) * num_skipped + table[num_skipped:]
             holdings[index] = Holding(after, holdings[index].num_cached_blocks)
     return pool, replace(request, holdings=tuple(holdings)) if num_left else request
-
-
-def count_skipped_blocks(group: KVGroup, holding: Holding, num_certain: int) -> int:
-    """Leading blocks of a table that are given back: all that are skipped. Source: P8."""
-    del holding
-    return compute_num_skipped_blocks(group, num_certain)
 
 
 def release_slots(pool: Pool, request: RequestState, rules: Rules) -> Pool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.spec.beside.encoder import Encoder, Holder, let_go
@@ -15,16 +15,16 @@ from blockstep.spec.vocabulary import Config, MultiModalItem, Request, RequestId
 def places_of_items_are_one(rules: Rules, _config: Config) -> Rules:
     """A request holds an item once, whatever its places, and lets it go behind the first."""
 
-    def get_item_holder(request: Request, index: int) -> Holder:
+    def get_item_holder(place: Holder, request: Request) -> Holder:
         names = [item.identifier for item in request.items]
-        return request.request_id, names.index(names[index])
+        return request.request_id, names.index(names[place[1]])
 
     def free_items(encoder: Encoder, request: Request, num_computed: int | None) -> Encoder:
         if not encoder.is_shared:
             return rules.free_items(encoder, request, num_computed)
         for index, item in enumerate(request.items):
             if num_computed is None or item.offset + item.length <= num_computed:
-                holder = get_item_holder(request, index)
+                holder = get_item_holder((request.request_id, index), request)
                 encoder = let_go(encoder, item.identifier, holder)
         return encoder
 
@@ -118,12 +118,7 @@ def loaded_items_need_compute(rules: Rules, _config: Config) -> Rules:
 
 def remade_items_are_dropped(rules: Rules, _config: Config) -> Rules:
     """The worker is told to drop what was evicted, even if the same step makes it anew."""
-
-    def get_freed(gone: Sequence[str], present: Collection[str]) -> tuple[str, ...]:
-        del present
-        return tuple(gone)
-
-    return replace(rules, get_freed=get_freed)
+    return replace(rules, drops_remade_items=True)
 
 
 def room_beside_grows(rules: Rules, _config: Config) -> Rules:

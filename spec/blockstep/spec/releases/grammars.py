@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from blockstep.spec.beside.grammar import Stand, holds
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import Frame, FrameRow, RequestState
+from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import Config, Grammar, TokenId, TokenIds
 
@@ -19,8 +19,8 @@ def padding_unmasks_what_follows(rules: Rules, _config: Config) -> Rules:
 def mask_of_who_samples_by_now(rules: Rules, _config: Config) -> Rules:
     """Who has rows of a mask is decided when it is made, not when the frame was planned."""
 
-    def has_mask_row(frame: Frame, row: FrameRow, request: RequestState) -> bool:
-        del row
+    def has_mask_row(has_mask: bool, frame: Frame, request: RequestState) -> bool:
+        del has_mask
         is_held = request.request.grammar is not None and not request.is_prefill_chunk
         return frame.has_structured_output and is_held
 

@@ -66,8 +66,8 @@ def uncached_blocks_first(rules: Rules, config: Config) -> Rules:
 def drafts_publish_at_commit(rules: Rules, _config: Config) -> Rules:
     """With drafts a synchronous commit publishes the blocks that it fills."""
 
-    def publishes_at_commit(config: Config) -> bool:
-        return config.num_speculative_tokens > 0 or rules.publishes_at_commit(config)
+    def publishes_at_commit(is_async: bool, config: Config) -> bool:
+        return config.num_speculative_tokens > 0 or rules.publishes_at_commit(is_async, config)
 
     return replace(rules, publishes_at_commit=publishes_at_commit)
 

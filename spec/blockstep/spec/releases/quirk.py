@@ -83,6 +83,7 @@ class Quirk(StrEnum):
     SESSION_TELLS_ITS_LAST_STOP_TOKEN = "session_tells_its_last_stop_token"  # noqa: S105 - a token of a language model
     SESSIONS_ADMITTED_WITH_LOOKAHEAD = "sessions_admitted_with_lookahead"
     REFUSED_SESSIONS_GIVE_BACK = "refused_sessions_give_back"
+    SESSIONS_GO_BACK_BLINDLY = "sessions_go_back_blindly"
     PADDING_UNMASKS_WHAT_FOLLOWS = "padding_unmasks_what_follows"
     MASK_OF_WHO_SAMPLES_BY_NOW = "mask_of_who_samples_by_now"
     REASONING_ENDS_WITH_ITS_STEP = "reasoning_ends_with_its_step"

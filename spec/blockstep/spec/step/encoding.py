@@ -90,7 +90,8 @@ def get_claim(
             if not is_needed:
                 encoder = evict_for(encoder, item.num_embeds)
                 continue
-        encoder = take_item(encoder, request, index, rules.get_item_holder(request, index))
+        holder = rules.get_item_holder((request.request_id, index), request)
+        encoder = take_item(encoder, request, index, holder)
         taken.append(index)
     return Claim(num_new, tuple(taken), encoder)
 
@@ -110,7 +111,7 @@ def process_items_taken(step: Step, request: RequestState, claim: Claim) -> None
     rules, asked = step.state.rules, request.request
     num_planned = len(step.encoder.planned)
     for index in claim.items:
-        holder = rules.get_item_holder(asked, index)
+        holder = rules.get_item_holder((asked.request_id, index), asked)
         step.encoder = take_item(step.encoder, asked, index, holder)
     is_made = any(item.cost > 0 for item in step.encoder.planned[num_planned:])
     if is_made and rules.forgets_restored_compute and claim.encoder is not None:

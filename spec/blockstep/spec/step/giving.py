@@ -24,7 +24,7 @@ from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import Policy, RequestId, Status
 
 
-def process_giving(step: Step, receiver_id: RequestId) -> bool:
+def process_giving(step: Step, receiver_id: RequestId | None = None) -> bool:
     """Take the blocks of one session, for a request that lacks some; whether there was one.
 
     Source: upstream #49439; P10, P17.

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from blockstep.spec.beside.encoder import end_step, list_freed
 from blockstep.spec.copies import replace
-from blockstep.spec.maps import FrozenMap
 from blockstep.spec.requests import Frame, FrameRow
 from blockstep.spec.state import State
 from blockstep.spec.step.encoding import list_encoder_inputs
@@ -88,7 +87,7 @@ def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
         plan,
         scheduled_encoder_inputs=list_encoder_inputs(step, is_external=False),
         external_encoder_inputs=list_encoder_inputs(step, is_external=True),
-        free_encoder_mm_hashes=list_freed(step.encoder, step.state.rules.get_freed),
+        free_encoder_mm_hashes=list_freed(step.encoder, step.state.rules.drops_remade_items),
     )
 
 
@@ -170,20 +169,14 @@ def process_advance(step: Step, frame_rows: tuple[FrameRow, ...]) -> State:
         sampling = [step.requests[row.request_id].request for row in frame_rows if row.samples]
         is_structured = any(request.structured_output for request in sampling)
         frames = (*frames, Frame(frame_id, frame_rows, is_structured))
+    step.encoder = end_step(step.encoder)
     return replace(
-        step.state,
-        pool=step.pool,
-        requests=FrozenMap(step.requests),
-        waiting=tuple(step.waiting),
-        skipped_waiting=tuple(step.skipped),
-        running=tuple(step.running),
+        step.get_state(),
         frames=frames,
         next_frame_id=frame_id + 1,
         finished_req_ids=(),
         prev_scheduled_req_ids=tuple(sorted(row.request_id for row in step.rows)),
         reset_req_ids=(),
-        stats=step.stats,
-        encoder=end_step(step.encoder),
     )
 
 

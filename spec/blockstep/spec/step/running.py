@@ -68,7 +68,7 @@ def get_num_running_tokens(step: Step, request: RequestState) -> int:
     return compute_share(
         request.num_known_tokens + num_placeholders + len(request.spec_token_ids),
         num_computed,
-        step.state.rules.get_threshold(config, len(step.requests)),
+        step.state.rules.get_threshold(config.long_prefill_token_threshold, len(step.requests)),
         step.budget,
         end=config.max_model_len - 1,
     )

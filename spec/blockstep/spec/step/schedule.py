@@ -26,6 +26,7 @@ def process_schedule(state: State) -> tuple[State, Plan] | Rejected:
         return Rejected(RejectCode.PIPELINE_FULL, f"commit frame {waiting} first")
     # select
     step = create_step(state)
+    step.encoder = begin_step(step.encoder, state.config.encoder_compute_budget)
     process_running_phase(step)
     if not step.preempted:
         process_waiting_phase(step)
@@ -51,5 +52,5 @@ def create_step(state: State) -> Step:
         waiting=list(state.waiting),
         skipped=list(state.skipped_waiting),
         stats=state.stats,
-        encoder=begin_step(state.encoder, state.config.encoder_compute_budget),
+        encoder=state.encoder,
     )

@@ -94,12 +94,3 @@ def is_past_max_tokens(
     many, which ends with its request. Source: seed 001 "Async scheduling skip-ahead"; P13.
     """
     return num_placeholders > 0 and num_computed + 2 - num_placeholders >= num_prompt + max_tokens
-
-
-def get_threshold(config: Config, num_unfinished: int) -> int:
-    """The most tokens of a long prefill that a step computes; 0: as many as there are.
-
-    The same however many requests there are. Source: seed 001 "For Running Requests".
-    """
-    del num_unfinished
-    return config.long_prefill_token_threshold

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from blockstep.spec.beside.encoder import NO_ENCODER, Encoder
+from blockstep.spec.copies import replace
+from blockstep.spec.maps import FrozenMap
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
@@ -76,3 +78,16 @@ class Step:
             self.budget += row.num_scheduled
             self.rows.remove(row)
         return bool(rows)
+
+    def get_state(self) -> State:
+        """The state as the step leaves it, but for what is planned."""
+        return replace(
+            self.state,
+            pool=self.pool,
+            requests=FrozenMap(self.requests),
+            waiting=tuple(self.waiting),
+            skipped_waiting=tuple(self.skipped),
+            running=tuple(self.running),
+            stats=self.stats,
+            encoder=self.encoder,
+        )

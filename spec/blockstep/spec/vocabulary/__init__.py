@@ -33,7 +33,7 @@ from blockstep.spec.vocabulary.events import (
     StreamingUpdate,
     Submit,
 )
-from blockstep.spec.vocabulary.items import item_problem
+from blockstep.spec.vocabulary.items import item_problem, refuse_other_size
 from blockstep.spec.vocabulary.keys import BlockKey
 from blockstep.spec.vocabulary.kv_events import (
     MEDIUM_GPU,
@@ -154,4 +154,5 @@ __all__ = [
     "config_problems",
     "event_problem",
     "item_problem",
+    "refuse_other_size",
 ]

@@ -53,6 +53,10 @@ def item_problem(config: Config, request: Request) -> Rejected | None:
             return _refuse(request, item, "must lie inside the prompt: lengthen that")
     if not config.encoder_cache_size or not request.items:
         return None
+    sizes: dict[str, int] = {}
+    for item in request.items:
+        if sizes.setdefault(item.identifier, item.num_embeds) != item.num_embeds:
+            return refuse_other_size(request, item, sizes[item.identifier])
     most = min(config.encoder_compute_budget, config.encoder_cache_size)
     for item in request.items:
         if item.num_embeds > most:
@@ -70,6 +74,12 @@ def item_problem(config: Config, request: Request) -> Rejected | None:
                 rule = f"must have {most} tokens at most: no chunk takes more, and none a part"
                 return _refuse(request, item, rule, is_bad=False)
     return None
+
+
+def refuse_other_size(request: Request, item: MultiModalItem, num_embeds: int) -> Rejected:
+    """An item has other than the `num_embeds` embeddings that its identifier stands for."""
+    rule = f"has {item.num_embeds} embeddings, and {num_embeds} elsewhere: one identifier names one"
+    return _refuse(request, item, f"{rule} content, so choose another")
 
 
 def _are_needed_at_once(item: MultiModalItem, after: MultiModalItem) -> bool:

@@ -124,17 +124,9 @@ class BlockKey:
             mine, theirs = parent, theirs.parent
 
     def __repr__(self) -> str:
-        extras = "".join(
-            f", {name}={value!r}"
-            for name, value in (
-                ("adapter", self.adapter),
-                ("cache_salt", self.cache_salt),
-                ("items", self.items),
-                ("group", self.group),
-                ("embeds", self.embeds),
-            )
-            if value
-        )
+        names = ("adapter", "cache_salt", "items", "group", "embeds")
+        told = [(name, getattr(self, name)) for name in names]
+        extras = "".join(f", {name}={value!r}" for name, value in told if value)
         return f"BlockKey(index={self.index}, token_ids={self.token_ids!r}{extras})"
 
     @property

@@ -65,6 +65,8 @@ class Known:
         """
         before = self.request
         if len(prompt_token_ids) == len(before.prompt_token_ids):
+            if before.max_tokens != max_tokens:  # taken over when the chunk was hashed already
+                self.request = replace(before, max_tokens=max_tokens)
             return
         chunk = self.updates.popleft()
         start = len(prompt_token_ids) - len(chunk.prompt_token_ids)

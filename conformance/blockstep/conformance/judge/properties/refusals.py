@@ -50,7 +50,7 @@ _FOR_SIZE = (v.RejectCode.PROMPT_TOO_LONG, v.RejectCode.NEVER_FITS)
 @sentence("P11", v.Submit, v.StreamingUpdate)
 def accepted_request_fits_an_empty_pool(step: Step, ledger: Ledger) -> Complaints:
     """What was accepted can be served: at its longest it fits the pool when nobody else runs."""
-    code = due_refusal(step.config, step.event, ledger)
+    code = due_refusal(step.config, step.event, ledger, step.before.encoder)
     return [Complaint(f"accepted, but can never be served: {code}")] if code in _FOR_SIZE else ()
 
 
@@ -59,7 +59,8 @@ def request_is_refused_for_its_size_only_if_it_never_fits(step: Step, ledger: Le
     """PROMPT_TOO_LONG and NEVER_FITS are what is wrong when they are said."""
     assert isinstance(step.observation, v.Rejected)
     code = step.observation.code
-    if code not in _FOR_SIZE or code is due_refusal(step.config, step.event, ledger):
+    due = due_refusal(step.config, step.event, ledger, step.before.encoder)
+    if code not in _FOR_SIZE or code is due:
         return ()
     if code is v.RejectCode.NEVER_FITS and _may_be_too_large(step.config, step.event, ledger):
         return ()
@@ -70,7 +71,7 @@ def request_is_refused_for_its_size_only_if_it_never_fits(step: Step, ledger: Le
 def refusal_names_what_is_wrong(step: Step, ledger: Ledger) -> Complaints:
     """The code of a refusal is the one that the event earned. P11 speaks of those for size."""
     assert isinstance(step.observation, v.Rejected)
-    expected = due_refusal(step.config, step.event, ledger)
+    expected = due_refusal(step.config, step.event, ledger, step.before.encoder)
     if expected is step.observation.code or step.observation.code in _FOR_SIZE:
         return ()
     due = "none" if expected is None else expected
@@ -81,14 +82,16 @@ def refusal_names_what_is_wrong(step: Step, ledger: Ledger) -> Complaints:
 @sentence("P18", *[kind for kind in v.EVENT_TYPES if kind is not v.EncoderReset])
 def stale_or_wrong_event_is_refused(step: Step, ledger: Ledger) -> Complaints:
     """What is malformed, unknown, late or a duplicate is not taken. P11 speaks of what is large."""
-    expected = due_refusal(step.config, step.event, ledger)
+    expected = due_refusal(step.config, step.event, ledger, step.before.encoder)
     if expected is None or expected in _FOR_SIZE:
         return ()
     return [unequal("the event was taken", "answer", expected, "taken")]
 
 
-def due_refusal(config: v.Config, event: object, ledger: Ledger) -> v.RejectCode | None:
-    """Why an event must be refused now; None if it must be taken."""
+def due_refusal(
+    config: v.Config, event: object, ledger: Ledger, kept: v.EncoderSnapshot | None = None
+) -> v.RejectCode | None:
+    """Why an event must be refused now; None if it must be taken. `kept` by the encoder before."""
     problem = v.event_problem(event)
     if problem is not None:
         return problem.code
@@ -98,7 +101,7 @@ def due_refusal(config: v.Config, event: object, ledger: Ledger) -> v.RejectCode
                 return v.RejectCode.DUPLICATE_REQUEST
             if ledger.in_flight(request.request_id):
                 return v.RejectCode.REQUEST_IN_FLIGHT
-            return _never_served(config, request)
+            return _never_served(config, request) or _has_other_size(request, ledger, kept)
         case v.Schedule() if len(ledger.frames) >= config.max_frames_in_flight:
             return v.RejectCode.PIPELINE_FULL
         case v.Commit(frame_id=frame_id, sampled=sampled):
@@ -110,7 +113,10 @@ def due_refusal(config: v.Config, event: object, ledger: Ledger) -> v.RejectCode
             is_answer = _answers(config, sampled, frame) and _is_allowed(sampled, frame, ledger)
             return None if is_answer else v.RejectCode.BAD_RESULT
         case v.StreamingUpdate(request=request):
-            return _problem_of_going_on(config, request, ledger)
+            problem_of_it = _problem_of_going_on(config, request, ledger)
+            if problem_of_it is not None or not request.resumable:
+                return problem_of_it
+            return _has_other_size(request, ledger, kept)
         case v.GrammarBitmask():
             return _problem_of_asking(config, event, ledger)
         case v.Drafts(drafts=drafts):
@@ -132,6 +138,25 @@ def _never_served(config: v.Config, request: v.Request) -> v.RejectCode | None:
     if least_need(config, request) > config.num_usable_blocks:
         return v.RejectCode.NEVER_FITS
     return None
+
+
+def _has_other_size(
+    request: v.Request, ledger: Ledger, kept: v.EncoderSnapshot | None
+) -> v.RejectCode | None:
+    """Whether an item has other than as many embeddings as its identifier is known to stand for."""
+    if kept is None or not request.items:
+        return None
+    sizes = {(entry.identifier, entry.num_embeds) for entry in kept.entries}
+    for life in ledger.lives.values():
+        chunks = () if life.session is None else life.session.updates
+        for asked in (life.request, *chunks):
+            sizes |= {(item.identifier, item.num_embeds) for item in asked.items}
+    known = {name for name, _ in sizes}
+    wrong = any(
+        item.identifier in known and (item.identifier, item.num_embeds) not in sizes
+        for item in request.items
+    )
+    return v.RejectCode.BAD_REQUEST if wrong else None
 
 
 def _may_be_too_large(config: v.Config, event: v.Event, ledger: Ledger) -> bool:

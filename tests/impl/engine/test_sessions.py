@@ -1,0 +1,401 @@
+"""Sessions: each answer is what transformers says to all that was kept, and the input behind it."""
+
+from __future__ import annotations
+
+import random
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_support.adapters import ADAPTERS
+from engine_support.models import VOCAB_SIZE, Checkpoint, generate
+from engine_support.storms import STORMS
+from tokenizers import processors
+
+from blockstep.conformance.engines.serving import ServingChecker
+from blockstep.impl.engine import LLM, RequestError, SamplingParams, Session, SettingsError
+from blockstep.impl.engine.model import Inputs, Model
+from blockstep.spec.vocabulary import FinishReason
+
+MAX_TOKENS = 7
+NUM_SESSIONS, NUM_INPUTS = 12, 3
+STOPS = tuple(range(2, VOCAB_SIZE, 11))
+PARAMS = SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=STOPS)
+MARGIN_MIN = 1e-4
+TESTED = ("small-pool", "async-ngram", "draft-model")
+"""Storms that are a test; the others are a soak."""
+Turns = list[list[list[int]]]
+
+
+def make_inputs(prompts: list[list[int]]) -> Turns:
+    """By input: that of each session. The first ones share prefixes."""
+    draw = random.Random(5)
+    first = [prompt[:24] for prompt in prompts[:NUM_SESSIONS]]
+    more = [
+        [[draw.randrange(2, VOCAB_SIZE) for _ in range(draw.randrange(1, 9))] for _ in first]
+        for _ in range(NUM_INPUTS - 1)
+    ]
+    return [first, *more]
+
+
+@pytest.fixture(scope="module")
+def inputs(prompts: list[list[int]]) -> Turns:
+    return make_inputs(prompts)
+
+
+@pytest.fixture(scope="module")
+def answers(qwen3: Checkpoint, inputs: Turns) -> list[list[tuple[int, ...]]]:
+    """By input: what transformers says to each session."""
+    made: list[list[tuple[int, ...]]] = []
+    kept: list[list[int]] = [[] for _ in range(NUM_SESSIONS)]
+    for of_all in inputs:
+        whole = [[*before, *one] for before, one in zip(kept, of_all, strict=True)]
+        expected = generate(qwen3.model, whole, MAX_TOKENS)
+        assert expected.margin > MARGIN_MIN
+        made.append([cut(said) for said in expected.token_ids])
+        kept = [[*one, *said[:-1]] for one, said in zip(whole, made[-1], strict=True)]
+    return made
+
+
+def cut(said: tuple[int, ...]) -> tuple[int, ...]:
+    """Up to the first token that stops it."""
+    end = next((number for number, token in enumerate(said, 1) if token in STOPS), len(said))
+    return said[:end]
+
+
+def test_answers_differ_in_how_they_end(answers: list[list[tuple[int, ...]]]) -> None:
+    for of_all in answers:
+        assert {said[-1] in STOPS for said in of_all} == {True, False}
+
+
+def talk(llm: LLM, inputs: Turns, draw: random.Random) -> list[list[tuple[int, ...]]]:
+    """Sessions side by side: some send everything at once, others wait for each answer."""
+    sessions: list[Session] = []
+    is_eager: list[bool] = []
+    heard: list[list[tuple[int, ...]]] = [[] for _ in inputs[0]]
+    for number, first in enumerate(inputs[0]):
+        sessions.append(llm.open_session(first, PARAMS))
+        is_eager.append(draw.random() < 0.5)
+        if is_eager[-1]:
+            for of_all in inputs[1:]:
+                sessions[-1].send(of_all[number])
+        for _ in range(draw.randrange(3)):
+            llm.step()
+    for turn in range(len(inputs)):
+        order = list(range(len(sessions)))
+        draw.shuffle(order)
+        for number in order:
+            if turn and not is_eager[number]:
+                sessions[number].send(inputs[turn][number], PARAMS)
+            if draw.random() < 0.3:
+                heard[number].append(sessions[number].receive().token_ids)
+        for number in order:
+            if len(heard[number]) <= turn:
+                heard[number].append(
+                    tuple(t for chunk in sessions[number].stream() for t in chunk.token_ids)
+                )
+    assert not llm.has_unfinished_requests
+    assert llm.step() == []
+    for session in sessions:
+        assert session.is_open
+        session.close()
+        assert not session.is_open
+    return heard
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] * (name not in TESTED)) for name in STORMS]
+)
+def test_answers_are_those_of_transformers(
+    qwen3: Checkpoint, inputs: Turns, answers: list[list[tuple[int, ...]]], name: str
+) -> None:
+    settings: dict[str, Any] = STORMS[name].get_settings(qwen3.family)
+    if name.endswith("draft-model"):
+        settings["draft_model"] = qwen3.draft_folder
+    llm = LLM(qwen3.folder, check=ServingChecker, enable_sessions=True, **settings)
+    heard = talk(llm, inputs, random.Random(name))
+    assert heard == [list(of_one) for of_one in zip(*answers, strict=True)]
+    stats = llm.get_stats()
+    assert stats.prefix_cache_hits > 0 or name == "no-cache"
+    assert stats.preemptions > 0 or "num_blocks" not in settings
+
+
+# What a client may do. One model, a pool of 12 blocks of 4 tokens.
+
+
+@pytest.fixture
+def llm(qwen3: Checkpoint) -> LLM:
+    return LLM(
+        qwen3.folder, check=ServingChecker, enable_sessions=True, block_size=4, num_blocks=13,
+        max_model_len=40,
+    )  # fmt: skip
+
+
+def say(llm: LLM, prompt: list[int], **params: Any) -> tuple[int, ...]:
+    """What a request of its own gets."""
+    (made,) = llm.generate(prompt, SamplingParams(**params))
+    return made.token_ids
+
+
+def test_an_answer_tells_what_it_was_said_to(llm: LLM) -> None:
+    with llm.open_session([2, 3, 4], SamplingParams(max_tokens=4)) as session:
+        first = session.receive()
+        session.send([5, 6])
+        second = session.receive()
+        assert session.is_open
+    assert not session.is_open
+    assert first.finish_reason is second.finish_reason is FinishReason.LENGTH
+    assert first.request_id == second.request_id == session.request_id
+    assert second.prompt_token_ids == (2, 3, 4, *first.token_ids[:-1], 5, 6)
+    assert second.token_ids == say(llm, list(second.prompt_token_ids), max_tokens=4)
+
+
+def test_only_further_input_is_computed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    forward = Model.forward
+
+    def count(self: Model, inputs: Inputs) -> Any:
+        counts.append(len(inputs.token_ids))
+        return forward(self, inputs)
+
+    monkeypatch.setattr(Model, "forward", count)
+    session = llm.open_session([2, 3, 4, 5, 6], SamplingParams(max_tokens=3))
+    session.receive()
+    session.send([7, 8])
+    session.receive()
+    assert counts == [5, 1, 1, 2, 1, 1]
+
+
+def test_what_a_session_has_said_is_a_prefix_for_others(llm: LLM) -> None:
+    session = llm.open_session([2, 3, 4, 5, 6], SamplingParams(max_tokens=4))
+    said = session.receive().token_ids
+    (made,) = llm.generate([2, 3, 4, 5, 6, *said[:-1], 9], SamplingParams(max_tokens=1))
+    assert made.num_cached_tokens == 8
+    assert session.is_open
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_each_input_is_answered_as_it_asks(qwen3: Checkpoint, ahead: int) -> None:
+    llm = LLM(
+        qwen3.folder, check=ServingChecker, enable_sessions=True, block_size=4, num_blocks=30,
+        max_frames_in_flight=ahead,
+    )  # fmt: skip
+    asked = [
+        SamplingParams(max_tokens=5, temperature=0.9, seed=3, logprobs=2),
+        SamplingParams(max_tokens=2, ignore_eos=True),
+        SamplingParams(max_tokens=6, temperature=1.5, top_k=9, seed=4),
+    ]
+    session = llm.open_session([2, 3, 4], asked[0])
+    session.send([7, 8], asked[1])
+    session.send([9], asked[2])
+    answers = [session.receive() for _ in asked]
+    for params, answer in zip(asked, answers, strict=True):
+        (alone,) = llm.generate(answer.prompt_token_ids, params)
+        assert answer.token_ids == alone.token_ids
+        assert (answer.logprobs is None) == (params.logprobs is None)
+    assert answers[0].logprobs is not None
+    assert len(answers[0].logprobs) == len(answers[0].token_ids)
+    session.send([11])  # as the input before
+    assert len(session.receive().token_ids) > 2
+
+
+def test_a_session_has_its_adapter_throughout(qwen3: Checkpoint, tmp_path: Path) -> None:
+    modules = {"some": ADAPTERS["some"].save(qwen3.model, tmp_path / "some")}
+    llm = LLM(
+        qwen3.folder, check=ServingChecker, enable_sessions=True, block_size=4, num_blocks=30,
+        lora_modules=modules,
+    )  # fmt: skip
+    session = llm.open_session([2, 3, 4], SamplingParams(max_tokens=4), adapter="some")
+    session.send([5, 6])
+    session.receive()
+    second = session.receive()
+    params, whole = SamplingParams(max_tokens=4), list(second.prompt_token_ids)
+    alone = llm.generate([whole, whole], params, ["some", None])
+    assert [one.token_ids == second.token_ids for one in alone] == [True, False]
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_an_aborted_session_keeps_what_it_had_said(qwen3: Checkpoint, ahead: int) -> None:
+    llm = LLM(
+        qwen3.folder, check=ServingChecker, enable_sessions=True, block_size=4, num_blocks=13,
+        max_model_len=40, max_frames_in_flight=ahead,
+    )  # fmt: skip
+    whole = say(llm, [2, 3, 4], max_tokens=12, ignore_eos=True)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    session = llm.open_session([2, 3, 4], params)
+    session.send([5, 6])
+    num_said = 0
+    while num_said < 4:
+        num_said += sum(len(chunk.token_ids) for chunk in llm.step())
+    session.abort()
+    session.abort()
+    answer = session.receive()
+    assert answer.finish_reason is FinishReason.ABORT
+    assert answer.token_ids == whole[:4]
+    for act in (session.receive, lambda: next(session.stream())):
+        with pytest.raises(RequestError, match="has ended"):
+            act()
+    with pytest.raises(RequestError, match="no unfinished request"):
+        session.send([7])
+    assert not llm.has_unfinished_requests
+    assert say(llm, [2, 3, 4], max_tokens=12, ignore_eos=True) == whole
+
+
+def test_who_streams_an_aborted_session_gets_what_there_is(llm: LLM) -> None:
+    session = llm.open_session([2, 3, 4], SamplingParams(max_tokens=9, ignore_eos=True))
+    streamed = session.stream()
+    first = next(streamed)
+    llm.step()
+    session.abort()
+    assert [*streamed][-1].finish_reason is None
+    assert first.request_id == session.request_id
+    with pytest.raises(RequestError, match="has ended"):
+        session.receive()
+
+
+def test_a_stream_that_was_given_up_goes_on(llm: LLM) -> None:
+    session = llm.open_session([2, 3, 4], SamplingParams(max_tokens=4, ignore_eos=True))
+    said = say(llm, [2, 3, 4], max_tokens=4, ignore_eos=True)
+    first = next(session.stream())
+    rest = [*session.stream()]
+    assert (*first.token_ids, *(t for chunk in rest for t in chunk.token_ids)) == said
+    session.send([5])
+    for chunk in session.stream():
+        if chunk.finish_reason is not None:
+            break  # the last one: nothing of this answer is left
+    session.send([6])
+    assert session.receive().prompt_token_ids[-1] == 6
+    session.send([7])
+    next(session.stream())
+    assert len(session.receive().token_ids) == 4  # whole, whatever was streamed of it
+
+
+def test_a_closed_session_answers_what_was_sent(llm: LLM) -> None:
+    session = llm.open_session([2, 3, 4], SamplingParams(max_tokens=3))
+    session.send([5])
+    session.close()
+    session.close()
+    with pytest.raises(RequestError, match="is no session that takes more input"):
+        session.send([6])
+    assert session.is_open
+    assert [len(session.receive().token_ids) for _ in range(2)] == [3, 3]
+    assert not session.is_open
+    session.close()
+    with pytest.raises(RequestError, match="has ended"):
+        session.receive()
+    assert llm.step() == []
+
+
+def test_a_session_that_rests_gives_way_and_goes_on(llm: LLM) -> None:
+    """Three of them fill the pool; who needs all of it is served, and then they go on."""
+    params = SamplingParams(max_tokens=4)
+    sessions = [llm.open_session([number] * 9, params) for number in (2, 3, 4)]
+    first = [session.receive() for session in sessions]
+    with pytest.raises(RequestError, match="every input has its answer"):
+        sessions[0].receive()
+    assert len(say(llm, [7] * 30, max_tokens=10, ignore_eos=True)) == 10
+    for session, answer in zip(sessions, first, strict=True):
+        session.send([8, 9])
+        second = session.receive()
+        assert second.prompt_token_ids == (*answer.prompt_token_ids, *answer.token_ids[:-1], 8, 9)
+        session.close()
+        assert second.token_ids == say(llm, list(second.prompt_token_ids), max_tokens=4)
+
+
+@pytest.mark.parametrize("is_resting", [True, False])
+def test_what_would_never_fit_is_refused_and_the_session_goes_on(
+    llm: LLM, is_resting: bool
+) -> None:
+    session = llm.open_session([2] * 9, SamplingParams(max_tokens=4))
+    if is_resting:
+        session.receive()
+    with pytest.raises(RequestError, match=r"input of 29 tokens: .*leaves no room"):
+        session.send([3] * 29)
+    for prompt, complaint in (([], "is empty"), ([500], "tokens 0 to 127"), ("a", "tokenizer")):
+        with pytest.raises(RequestError, match=complaint):
+            session.send(prompt)
+    with pytest.raises(RequestError, match="must be SamplingParams"):
+        session.send([3], 7)  # type: ignore[arg-type]
+    session.send([3])
+    answers = [session.receive() for _ in range(1 if is_resting else 2)]
+    assert answers[-1].prompt_token_ids[-1] == 3
+
+
+def test_what_sessions_cannot_do_is_said(qwen3: Checkpoint, speaking: Path) -> None:
+    with pytest.raises(RequestError, match="enable_sessions=True"):
+        LLM(qwen3.folder).open_session([2, 3])
+    llm = LLM(speaking, enable_sessions=True)
+    with pytest.raises(RequestError, match="a session stops at tokens only"):
+        llm.open_session("abc", SamplingParams(stop=("a",)))
+    session = llm.open_session("abc")
+    with pytest.raises(RequestError, match="a session stops at tokens only"):
+        session.send("abc", SamplingParams(stop=("a",)))
+    with pytest.raises(SettingsError, match="enable_sessions = 3: must be"):
+        LLM(qwen3.folder, enable_sessions=3)
+
+
+def test_an_interrupt_ends_sessions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    resting = llm.open_session([2, 3], SamplingParams(max_tokens=2))
+    resting.receive()
+    running = llm.open_session([4, 5], SamplingParams(max_tokens=5))
+    llm.step()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm._runner, "dispatch", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            running.receive()
+    assert not resting.is_open
+    answer = running.receive()
+    assert answer.finish_reason is FinishReason.ABORT
+    assert len(answer.token_ids) == 1
+    with llm.open_session([4, 5], SamplingParams(max_tokens=5)) as session:
+        assert session.receive().token_ids[:1] == answer.token_ids
+
+
+def test_a_session_speaks(speaking: Path) -> None:
+    """A text that goes on has no token that begins one, and half a character waits for the rest."""
+    llm = LLM(speaking, enable_sessions=True, num_blocks=40)
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 0)]
+    )
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    with llm.open_session("abc", params) as session:
+        session.send("äh")
+        first, second = session.receive(), session.receive()
+    bos, *abc = tokenizer.encode("abc").ids
+    assert first.prompt_token_ids == (bos, *abc)
+    assert second.prompt_token_ids[-3:] == tuple(tokenizer.encode("äh").ids[1:])
+    assert 0 not in second.prompt_token_ids[1:]
+    for answer in (first, second):
+        (alone,) = llm.generate(answer.prompt_token_ids, params)
+        assert answer.text == alone.text
+
+
+@pytest.mark.skipif(find_spec("llguidance") is None, reason="needs the extra [grammars]")
+@pytest.mark.parametrize("settings", [{}, {"max_frames_in_flight": 2, "spec_method": "ngram"}])
+def test_each_input_has_a_grammar_of_its_own(speaking: Path, settings: dict[str, Any]) -> None:
+    if settings:
+        settings = {**settings, "num_speculative_tokens": 3}
+    llm = LLM(
+        speaking, check=ServingChecker, enable_sessions=True, num_blocks=20, max_model_len=200,
+        **settings,
+    )  # fmt: skip
+    asked = [
+        SamplingParams(choice=("yes", "no"), max_tokens=20),
+        SamplingParams(regex="(ab){3,5}", max_tokens=20),
+        SamplingParams(choice=("yes", "no"), max_tokens=20),
+    ]
+    session = llm.open_session("Is it?", asked[0])
+    for params in asked[1:]:
+        session.send("Why?", params)
+    texts = [session.receive().text for _ in asked]
+    assert texts[0] in ("yes", "no")
+    assert re.fullmatch("(ab){3,5}", texts[1])
+    assert texts[2] in ("yes", "no")
