@@ -574,6 +574,7 @@ def test_a_grammar_that_ends_otherwise_is_not_for_that_backend() -> None:
         "A", (5,), structured_output=True, grammar=ENDS_WITH_2, stop_token_ids=(3,), eos_token_id=2
     )
     is_left_out = "end of the text" in told.declines(v.Submit(stopped))
+    assert RELEASE is not None
     assert is_left_out is RELEASE.hands_stops_over
 
 
