@@ -151,7 +151,9 @@ def test_what_was_evicted_for_a_row_that_is_taken_back_is_there_again() -> None:
         Submit(Request("B", (0, 0, 0, 0), max_tokens=1, items=items)),
         Schedule(),
         Submit(Request("A", (0,), max_tokens=2)),
-        *[Schedule()] * 3,
+        Schedule(),
+        Schedule(),
+        Schedule(),
     )
     for engine in (SpecEngine, load_engine("host")):
         run, findings = run_program(Program(config, actions), engine)
