@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tokenizers import processors
 
 from blockstep.conformance.engines.serving import ServingChecker
 from blockstep.impl.engine import LLM, RequestError, SamplingParams, Session, SettingsError
+from blockstep.impl.engine.batch import NUM_ROWS_FIRST
 from blockstep.impl.engine.model import Inputs, Model
 from blockstep.spec.vocabulary import FinishReason
 
@@ -293,6 +295,27 @@ def test_a_closed_session_answers_what_was_sent(llm: LLM) -> None:
     with pytest.raises(RequestError, match="has ended"):
         session.receive()
     assert llm.step() == []
+
+
+@pytest.mark.parametrize("end", [Session.close, Session.abort])
+def test_a_session_that_rests_ends_at_once_and_says_no_more(
+    llm: LLM, end: Callable[[Session], None]
+) -> None:
+    session = llm.open_session([2, 3, 4], SamplingParams(max_tokens=3))
+    session.receive()
+    end(session)
+    assert not session.is_open
+    with pytest.raises(RequestError, match="has ended"):
+        session.receive()
+
+
+def test_a_session_takes_one_row_of_the_batch(llm: LLM) -> None:
+    with llm.open_session([2], SamplingParams(max_tokens=1)) as session:
+        session.receive()
+        for _ in range(NUM_ROWS_FIRST):
+            session.send([3])
+            session.receive()
+    assert len(llm._runner.batch.token_ids) == NUM_ROWS_FIRST
 
 
 def test_a_session_that_rests_gives_way_and_goes_on(llm: LLM) -> None:
