@@ -85,6 +85,8 @@ QUICK = (
     "masks",
     "chunked",
     "free",
+    "further",
+    "held",
 )
 """Worlds of a second at most."""
 KINDS = (State, RequestState, Holding, Stand, Frame, FrameRow, Pool, Encoder, Entry)
@@ -121,6 +123,7 @@ UNREACHED = {
     Quirk.HEAD_LOOKS_BEHIND_ONCE,
     Quirk.SESSIONS_HAVE_NOTHING_IN_COMMON,
     Quirk.REFUSED_SESSIONS_GIVE_BACK,
+    Quirk.SESSIONS_GO_BACK_BLINDLY,
     Quirk.RESTING_SESSIONS_KEEP_THEIR_SEATS,
 }
 """Quirks that no world is small enough for, or that change a hint alone, of which no walk asks."""
@@ -240,7 +243,7 @@ def test_a_digest_speaks_of_every_field_of_a_state() -> None:
         "last_stop_token_id",
         "rows", "draft_token_ids", "samples", "is_dropped", "num_in_doubt", "has_mask", "is_masked",
         "has_structured_output",
-        "ref_counts", "free_queue", "cached",
+        "ref_counts", "free_queue", "cached", "kv_events",
         "state", "reasoning_ended",
         "encoder", "size", "entries", "freeable", "offered", "freed", "num_embeds", "holders",
     }  # fmt: skip

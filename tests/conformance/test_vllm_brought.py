@@ -273,6 +273,34 @@ def test_who_waits_with_its_blocks_goes_first() -> None:
     assert told.request("A").output_token_ids == (7,)  # by its chunk's max_tokens it goes on
 
 
+@needs_newest
+def test_a_session_with_one_token_to_compute_is_padded_past_the_threshold_and_declined() -> None:
+    drafts: dict[str, Any] = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 1}
+    told = Told(v.Config(num_blocks=9, block_size=4, long_prefill_token_threshold=1, **drafts))
+    told.submit("A", 1, 2, max_tokens=1, resumable=True)
+    told.plan()
+    told.commit(0, A=(7,))
+    told.update("A", 3)
+    told.submit("B", 1, 2)  # the threshold binds nobody who is alone
+    assert "threshold" in told.declines(v.Schedule())
+    with pytest.raises(AssertionError):
+        told.plan()
+
+
+@needs_sessions
+def test_a_chunk_that_changes_its_place_in_a_heap_is_declined_for_nobody_sorts_it() -> None:
+    told = Told(v.Config(num_blocks=20, policy=v.Policy.PRIORITY))
+    for name, arrival in (("A", 1), ("B", 2)):
+        told.submit(name, 1, 2, max_tokens=1, arrival_time=arrival, resumable=True)
+    told.plan()
+    told.commit(0, A=(7,), B=(7,))
+    later = v.StreamingUpdate(v.Request("A", (3,), arrival_time=5, resumable=True))
+    assert "heap" in told.declines(later)
+    told.engine.apply(later)
+    told.update("B", 3, arrival_time=2)
+    assert [row.request_id for row in told.plan().new] == ["A", "B"]
+
+
 @needs_sessions
 def test_a_session_rests_with_its_blocks_and_goes_on_behind_what_it_computed() -> None:
     told = Told(v.Config(num_blocks=20, block_size=2))
@@ -556,6 +584,12 @@ def test_a_grammar_that_ends_otherwise_is_not_for_that_backend() -> None:
     asked = v.Request("A", (5, 6), structured_output=True, grammar=ABC)
     assert "cannot be given" in told.declines(v.Submit(asked))
     assert "has none" in told.declines(v.Submit(v.Request("A", (5,), structured_output=True)))
+    stopped = v.Request(
+        "A", (5,), structured_output=True, grammar=ENDS_WITH_2, stop_token_ids=(3,), eos_token_id=2
+    )
+    is_left_out = "end of the text" in told.declines(v.Submit(stopped))
+    assert RELEASE is not None
+    assert is_left_out is RELEASE.hands_stops_over
 
 
 # Encoder inputs.
@@ -574,6 +608,18 @@ def has_encoder(budget: int, size: int, **fields: Any) -> Told:
 
 TEXT = tuple(range(1, 13))
 """Of twelve tokens."""
+
+
+@needs_encoder
+def test_a_request_holds_an_item_once_or_once_for_each_of_its_places() -> None:
+    told = has_encoder(8, 8, max_num_batched_tokens=4)
+    told.submit("A", *TEXT, items=(shows("cat", 1, 2), shows("cat", 3, 2)))
+    told.plan()
+    encoder = told.state.encoder
+    assert encoder is not None
+    is_newest = RELEASE is not None and RELEASE.version == TRIED[-1]
+    each = ("A", "A") if is_newest else ()  # it lets go behind the first place
+    assert [entry.holders for entry in encoder.entries] == [each]
 
 
 @needs_encoder

@@ -535,3 +535,32 @@ def test_resting_sessions_keep_their_seats(quirk: bool) -> None:
     assert [row.request_id for row in step(oracle).new] == ([] if quirk else ["B"])
     assert oracle.abort("A") == ("A",)
     assert [row.request_id for row in step(oracle).new] == (["B"] if quirk else [])
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_sessions_go_back_blindly(quirk: bool) -> None:
+    """Where drafts have states, only the worker knows in which block the last one is."""
+    quirks = {Quirk.SESSIONS_GO_BACK_BLINDLY} if quirk else set()
+    config = replace(CONFIG, groups=(recurrent(2, num_speculative=1),), **DRAFTING)
+    config = replace(config, num_speculative_tokens=1)
+    oracle = Oracle(config, Profile("some", frozenset(quirks)))
+    rest(oracle, 1, 2)
+    assert state_of(oracle).num_computed_tokens == (2 if quirk else 0)
+    assert [len(table) for table in state_of(oracle).block_tables] == [2 if quirk else 0]
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_a_row_that_delivers_nothing_is_in_flight_all_the_same(quirk: bool) -> None:
+    """The window of a session that goes on while its old row is in flight."""
+    quirks = {Quirk.ALL_IN_FLIGHT_IS_IN_DOUBT} if quirk else set()
+    config = replace(CONFIG, block_size=1, groups=(window(1, 1),), **AHEAD)
+    oracle = Oracle(config, Profile("some", frozenset(quirks)))
+    oracle.submit(session(1, 2, max_tokens=4, stop_token_ids=(5,)))
+    oracle.update(session(3))
+    oracle.schedule()
+    oracle.schedule()
+    answer(oracle, 5)
+    (new,) = oracle.schedule().new
+    (table,) = new.block_ids
+    assert new.num_computed_tokens == 2
+    assert (table[1] == 0) is not quirk, "the row in flight is of one token"

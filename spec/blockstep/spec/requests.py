@@ -160,3 +160,8 @@ def list_rows_in_flight(frames: Sequence[Frame], request_id: RequestId) -> list[
         for row in frame.rows
         if row.request_id == request_id and not row.is_dropped
     ]
+
+
+def count_in_doubt(frames: Sequence[Frame], request_id: RequestId) -> int:
+    """Computed tokens of a request that frames in flight may take back. Source: P14."""
+    return sum([row.num_in_doubt for row in list_rows_in_flight(frames, request_id)])

@@ -8,7 +8,7 @@ of them (architecture D5).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -90,6 +90,8 @@ class Rules:
     get_num_in_doubt: Callable[[int, int], int] = as_is
     """Computed tokens of a row that may have to be computed again, so that a window is read before
     them: its drafts (P14); (drafts, scheduled tokens)."""
+    count_in_doubt: Callable[[Sequence[Frame], RequestId], int]
+    """Those of all rows of a request in flight; of rows that deliver nothing there are none."""
     compute_num_certain: Callable[[KVGroup, int, int], int]
     """Computed tokens that a group may count on: (.., computed, tokens in doubt)."""
 
@@ -108,18 +110,21 @@ class Rules:
     # order
     get_victim_rank: Callable[[RequestState], tuple[int | str, ...]]
     """PRIORITY preempts the first of greatest rank."""
-    compute_next_index: Callable[[int, int, bool], int]
-    """Whose turn it is after a preemption: (index, the victim's index, whether it had a row)."""
+    compute_next_index: Callable[[int, int, bool], int] = as_is
+    """Whose turn it is after a preemption: whose it was, whether or not the victim had a row (seed
+    001 "Preemption in the Running Loop"; P15); (its index now, before, whether it had one)."""
     goes_on_after_self_victim: Callable[[Config], bool] = never
     """Whether the running phase goes on behind a request that preempted itself: never. It lacked
     blocks, and so would whoever comes after it (seed 001 "Preemption in the Running Loop"; P15)."""
     get_threshold: Callable[[int, int], int] = as_is
     """The cap of a long prefill, 0 for none: that of the config, however many requests there are
     (seed 001 "For Running Requests"); (that, unfinished requests)."""
-    waits_apart: Callable[[RequestState, bool], bool]
-    """Whether who joins a queue waits in `skipped_waiting`: (request, whether passed over)."""
-    get_open_queue: Callable[..., list[RequestId]]
-    """Whose head may be admitted next: (policy, whether paused, both queues, requests)."""
+    waits_apart: Callable[[bool, RequestState], bool] = as_is
+    """Whether who joins a queue waits in `skipped_waiting`: if, for now, it is not its turn that it
+    waits for (vLLM 0.19.1 `_enqueue_waiting_request`; P16); (that, request)."""
+    get_open_queue: Callable[..., list[RequestId]] = as_is
+    """Whose head may be admitted next: that of the queue whose turn it is, and nobody's while all
+    is paused for newcomers (P16); (that, whether it is, `waiting`, `skipped_waiting`)."""
     count_seats: Callable[[int, Mapping[RequestId, RequestState]], int] = as_is
     """Seats that are taken: of those that run (P9); (their number, requests)."""
     get_order_of_return: Callable[[list[RequestId]], list[RequestId]] = as_is
@@ -128,16 +133,25 @@ class Rules:
     """Whether a prompt beyond the rest of the budget is passed over, without chunked prefill."""
     counts_adapters_of_rows_only: bool = False
     """Whether who runs without a row in the step leaves its adapter's seat to others."""
-    get_num_cached_tokens: Callable[[RequestState, int], int]
-    """What is told as cached once a request is admitted with a hit of so many tokens."""
+    get_num_cached_tokens: Callable[[int, RequestState, int], int] = as_is
+    """What is told as cached once a request is admitted: the hit of the first admission (seed 001;
+    P21); (that, request, its hit now)."""
 
     # encoder
-    get_item_holder: Callable[[Request, int], Holder]
-    """As whom a request holds an item of its."""
+    get_item_holder: Callable[[Holder, Request], Holder] = as_is
+    """As whom a request holds an item of its: each place of it counts (P22); (that place, ..)."""
     is_item_needed: Callable[[MultiModalItem, int, int, int], bool]
     """Whether a chunk reads of an item: (.., computed, tokens, tokens read ahead)."""
     is_item_split: Callable[[MultiModalItem, int, int, int], bool]
     """Whether a chunk is to end before an item of which it would compute a part, likewise."""
+    begins_what_is_there: bool = True
+    """Whether a chunk may end within an item that is there already."""
+    ends_before_the_head: bool = True
+    """Whether a chunk that ends before an item without room has no draft head read of it."""
+    passes_over_without_items: bool = False
+    """Whether who waits and gets no token for want of an item is passed over."""
+    free_read_items: Callable[[Encoder, RequestState, int], Encoder] = as_is
+    """Let items go with an answer: (.., request, rejected drafts). A plan has done so."""
     asks_room_first: bool = False
     """Whether room is made for an item before it is seen whether the chunk reads of it."""
     external_costs_compute: bool = False
@@ -153,8 +167,8 @@ class Rules:
     """Take back what a request planned in this step: (.., whose rows are left, in order)."""
     free_items: Callable[[Encoder, Request, int | None], Encoder]
     """Let a request's items go that end within its computed tokens; None: all of them."""
-    get_freed: Callable[[Sequence[str], Collection[str]], tuple[str, ...]]
-    """What the worker drops: (what is gone, what is there)."""
+    drops_remade_items: bool = False
+    """Whether the worker is to drop what was evicted though the step makes it anew."""
 
     # drafts
     get_num_padding: Callable[[Config, int, int, int, Iterable[RequestState]], int | None] = none
@@ -183,12 +197,12 @@ class Rules:
     # sessions
     get_num_kept: Callable[[RequestState], int]
     """Leading tokens that a session keeps of a chunk that has stopped."""
-    get_stand_of_chunk: Callable[[Config, RequestState, TokenIds], Stand]
-    """Where the outputs of a new chunk stand in its grammar: (.., .., prompt)."""
+    get_stand_of_chunk: Callable[[Stand, RequestState], Stand] = as_is
+    """Where the outputs of a new chunk stand in its grammar: at the beginning (P23); (that, ..)."""
     get_num_kept_keys: Callable[[RequestState, int], int]
     """Leading block keys that it keeps: (.., full blocks of kept tokens)."""
-    get_chunk_request: Callable[[Request, Request], Request]
-    """What a session asks for with its next chunk, but for the input: (request, update)."""
+    get_chunk_request: Callable[[Request, Request], Request] = as_is
+    """What a session asks for with its next chunk: (that, what it asked for before)."""
     get_stopped: Callable[[Config, Pool, RequestState, Rules], tuple[Pool, RequestState]]
     """A session at its stop: what it has computed, and holds."""
     hint_is_of_all_holders: bool = False

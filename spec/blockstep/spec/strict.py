@@ -4,33 +4,21 @@ from __future__ import annotations
 
 from typing import Final
 
-from blockstep.spec.beside.encoder import (
-    free_items,
-    get_freed,
-    get_item_holder,
-    is_item_needed,
-    is_item_split,
-    withdraw_items,
-)
+from blockstep.spec.beside.encoder import free_items, is_item_needed, is_item_split, withdraw_items
 from blockstep.spec.beside.grammar import get_next_stand
 from blockstep.spec.hashing import get_item_keys
 from blockstep.spec.lives.endings import compute_stop
-from blockstep.spec.lives.sessions import (
-    get_chunk_request,
-    get_num_kept,
-    get_num_kept_keys,
-    get_stand_of_chunk,
-    get_stopped,
-)
+from blockstep.spec.lives.sessions import get_num_kept, get_num_kept_keys, get_stopped
 from blockstep.spec.memory.prefix import get_joint_hit
 from blockstep.spec.memory.slots import count_reserved_blocks, revoke_slots
 from blockstep.spec.memory.states import compute_num_certain
 from blockstep.spec.pool import free_blocks, withdraw_blocks
+from blockstep.spec.requests import count_in_doubt
 from blockstep.spec.rules import Rules
-from blockstep.spec.step.admission import get_num_cached_tokens, is_held_by_frames
+from blockstep.spec.step.admission import is_held_by_frames
 from blockstep.spec.step.plans import is_attended
-from blockstep.spec.step.preemption import compute_next_index, get_preempted
-from blockstep.spec.step.queues import get_open_queue, get_rank, waits_apart
+from blockstep.spec.step.preemption import get_preempted
+from blockstep.spec.step.queues import get_rank
 from blockstep.spec.step.share import get_aligned_share
 
 
@@ -47,27 +35,20 @@ STRICT_RULES: Final = Rules(
     revoke_slots=revoke_slots,
     get_joint_hit=get_joint_hit,
     count_reserved_blocks=count_reserved_blocks,
+    count_in_doubt=count_in_doubt,
     compute_num_certain=compute_num_certain,
     get_aligned_share=get_aligned_share,
     hide_states=withdraw_blocks,
     is_zeroed=is_attended,
     get_victim_rank=get_rank,
-    compute_next_index=compute_next_index,
-    waits_apart=waits_apart,
-    get_open_queue=get_open_queue,
-    get_num_cached_tokens=get_num_cached_tokens,
-    get_item_holder=get_item_holder,
     is_item_needed=is_item_needed,
     is_item_split=is_item_split,
     withdraw_items=withdraw_items,
     free_items=free_items,
-    get_freed=get_freed,
     get_preempted=get_preempted,
     is_held_by_frames=is_held_by_frames,
     get_num_kept=get_num_kept,
-    get_stand_of_chunk=get_stand_of_chunk,
     get_num_kept_keys=get_num_kept_keys,
-    get_chunk_request=get_chunk_request,
     get_stopped=get_stopped,
     get_next_stand=get_next_stand,
     compute_stop=compute_stop,

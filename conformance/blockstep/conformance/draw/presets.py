@@ -29,6 +29,7 @@ from blockstep.conformance.protocol.features import (
     KEYS,
     LATE,
     MASKS,
+    MULTIMODAL,
     NO_WISH,
     PAUSE,
     PIPELINE,
@@ -78,8 +79,6 @@ MAX_DEPTH = max(DEPTHS)
 PROPOSERS = tuple(method for method in SpecMethod if method is not SpecMethod.NONE)
 LATE_ONE_IN = 4
 """Of so many runs one has a feature of `LATE`, if its engine takes it."""
-ONLY_WISHED = frozenset({"sessions", "encoder"})
-"""Features of `LATE` that no run has unless they are wished for."""
 SWITCHED = tuple(
     feature
     for feature in FEATURES
@@ -180,7 +179,7 @@ def _draw_late(swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], 
     left_out: list[Feature] = []
     for name in LATE:
         feature = BY_NAME.get(name)
-        is_drawn = seed % LATE_ONE_IN == LATE_ONE_IN - 1 and name not in ONLY_WISHED
+        is_drawn = seed % LATE_ONE_IN == LATE_ONE_IN - 1
         if feature is MASKS and GRAMMAR.name in wish.always:
             is_drawn = seed % 2 > 0
         if feature is MASKS and GRAMMAR.name in wish.never:
@@ -190,6 +189,8 @@ def _draw_late(swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], 
             continue
         if feature is ADAPTERS and KEYS.name in wish.never and name not in wish.always:
             continue  # adapters are keys
+        if feature is ENCODER and MULTIMODAL.name in wish.never and name not in wish.always:
+            continue  # items are what it encodes
         if name not in wish.always and not takes(feature):
             left_out.append(feature)
             continue
@@ -200,7 +201,7 @@ def _draw_late(swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], 
             config = replace(config, max_loras=draw.choice((1, 1, 2)))
         elif feature is ENCODER:
             config = draw_encoder(config, draw)
-            if CACHING.name not in wish.always and draw.chance(25):
+            if CACHING.name not in wish.always and draw.chance(20):
                 has_groups = GROUPS.name not in wish.never and takes(GROUPS)
                 config = draw_beside(config, draw, has_groups)
                 drawn |= {GROUPS.name} if has_groups else set()

@@ -43,6 +43,7 @@ _RANKED: dict[str, Any] = {"policy": v.Policy.PRIORITY}
 _UNRESERVED: dict[str, Any] = {"scheduler_reserve_full_isl": False}
 _UNCACHED: dict[str, Any] = {"enable_prefix_caching": False}
 _AHEAD: dict[str, Any] = {"max_frames_in_flight": 2, "async_scheduling": True}
+_TOLD: dict[str, Any] = {"enable_kv_cache_events": True}
 _WINDOW = v.KVGroup(v.GroupKind.SLIDING_WINDOW, 1, sliding_window=2)
 _FULL = v.KVGroup(v.GroupKind.FULL, 1)
 _FULL_OF_2 = v.KVGroup(v.GroupKind.FULL, 2)
@@ -213,6 +214,10 @@ _TABLE = (
         (_a(1, 1, structured_output=True, grammar=_ONE_TOKEN, resumable=True),),
         vocabulary=(0, 1), updates=(_a(1, 2, resumable=True), _a(1, 1)),
         expected=Counts(1_674, 6_412, 6_374, 31)),
+    World("further", "a session whose second chunk brings two items, which one block holds",
+        v.Config(4, 3, 1, 4, 5), (_a(1, 1, resumable=True),),
+        updates=(_a(2, 1, items=(_item("x", 0), _item("y", 1)), resumable=True), _a(1, 1)),
+        expected=Counts(184, 332, 684, 25)),
     World("grammar", "a grammar of three tokens, drafts, forced resets",
         v.Config(6, 1, 1, 3, 6, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2),
         (_a(1, 4, structured_output=True, grammar=_GRAMMAR, eos_token_id=2, min_tokens=2),),
@@ -222,6 +227,10 @@ _TABLE = (
         v.Config(8, 1, 1, 3, 6, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2, **_AHEAD),
         (_a(1, 3, structured_output=True, grammar=_GRAMMAR),), vocabulary=(0, 1, 2),
         expected=Counts(1_530, 13_547, 8_049, 40)),
+    World("stages", "a grammar, three plans in flight: masks that wait for two of them",
+        v.Config(6, 1, 1, 3, 4, **_AHEAD | {"max_frames_in_flight": 3}),
+        (_a(1, 3, structured_output=True, grammar=_GRAMMAR),), vocabulary=(0, 1),
+        expected=Counts(930, 3_354, 4_392, 30)),
     World("reasoning", "a grammar that holds once reasoning has ended, drafts",
         v.Config(6, 1, 1, 4, 6, reasoning_end_token_id=2, **_NGRAM),
         (_a(1, 4, structured_output=True, grammar=_GRAMMAR),), vocabulary=(0, 1, 2),
@@ -313,6 +322,19 @@ _TABLE = (
         v.Config(5, 1, 1, 4, 5, **_encoder(1, 2)),
         (_a(3, 1, items=(_item("x", 0), _item("y", 2))),), offers=((), ("y",)),
         expected=Counts(28, 94, 68, 10)),
+    World("held", "no caching: one item for two, and blocks for one of them",
+        v.Config(2, 2, 2, 4, 2, **_UNCACHED, **_encoder(1, 1)),
+        (_a(1, 1, items=(_item("x", 0),)), _b(1, 1, items=(_item("x", 0),))),
+        expected=Counts(13, 24, 36, 6)),
+    World("told", "a log of blocks: two alike, two plans in flight, both resets between",
+        v.Config(5, 1, 2, 2, 3, **_AHEAD, **_TOLD), (_a(2, 1), _b(2, 1)),
+        aborts=True, resets=_BOTH, expected=Counts(528, 3_190, 2_641, 15)),
+    World("marked", "a log of blocks, of which only those at the end of a chunk keep a state",
+        v.Config(8, 1, 1, 3, 7, groups=(_states(1, v.MambaCacheMode.ALIGN),), **_TOLD),
+        (_a(6, 1),), expected=Counts(35, 48, 88, 22)),
+    World("retold", "PRIORITY, a log of blocks: a step takes back what it has told",
+        v.Config(5, 1, 2, 4, 6, long_prefill_token_threshold=1, **_RANKED, **_UNRESERVED, **_TOLD),
+        (_a(3, 2, priority=1), _b(1, 3)), expected=Counts(144, 210, 630, 18)),
     World("tokens", "FCFS with caching: three tokens to sample, two of them alike, both resets",
         v.Config(5, 2, 3, 3, 6), (_a(3, 3), _b(2, 3)),
         vocabulary=(0, 1, 2), aborts=True, resets=_BOTH,

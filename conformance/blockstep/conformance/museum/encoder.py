@@ -44,8 +44,7 @@ class WaiterKeepsWhatItFound(Defect):
 
     def _choose_if_any(self, slot: int, num_computed: int, num_scheduled: int, step: Any) -> Any:
         chosen = super()._choose_if_any(slot, num_computed, num_scheduled, step)
-        waits = self.table.statuses[slot] is not Status.RUNNING
-        if waits and chosen is not None and self._keeps(chosen):
+        if chosen is not None and self.table.statuses[slot] is not Status.RUNNING:
             request, encoder = self.table.requests[slot], self.encoder
             for index in chosen.found:
                 entry = encoder.entries.get(encoder.name_of(request, index))
@@ -54,21 +53,21 @@ class WaiterKeepsWhatItFound(Defect):
                     entry.holders.add((request.request_id, index))
         return chosen
 
-    def _keeps(self, _chosen: Any) -> bool:
-        return True
-
 
 @PAGE.exhibit(
-    "who waits lets its items go only if blocks were what it lacked",
+    "who waits lets its items go where blocks are lacking, and not where the gate refuses",
     "#31857",
     "P22 P10",
     wrong_fix_of="waiter-keeps-what-it-found",
 )
-class WaiterForItemsKeepsThem(WaiterKeepsWhatItFound):
-    """Where an item ends its row before the first token, it keeps those that it has found."""
+class WaiterAtTheGateKeepsThem(WaiterKeepsWhatItFound):
+    """One way out of an admission was mended, and there is another."""
 
-    def _keeps(self, chosen: Any) -> bool:
-        return not chosen.num_tokens
+    def _try_admit(self, slot: int, queue: Any, step: Any) -> Any:
+        is_admitted = super()._try_admit(slot, queue, step)
+        if not is_admitted and not self.config.scheduler_reserve_full_isl:
+            self.encoder.drop(self.table.requests[slot])
+        return is_admitted
 
 
 @PAGE.exhibit(

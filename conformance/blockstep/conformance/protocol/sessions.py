@@ -46,6 +46,10 @@ class Session:
         """Whether the next stop ends it."""
         return bool(self.updates) and not self.updates[0].resumable
 
+    def copy(self) -> Session:
+        """Another that stands where this one does; chunks are values."""
+        return Session([*self.updates], self.is_resting)
+
     def stop(self, request: Request, outputs: TokenIds) -> Request | None:
         """It came to a stop with these outputs: what it is now; None if it rests as it is."""
         if not self.updates:

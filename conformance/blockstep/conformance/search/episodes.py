@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 
 from blockstep.conformance.draw.actions import SeededDraw, View, next_action
 from blockstep.conformance.draw.decisions import Draw
@@ -123,6 +124,7 @@ def draw_options(
     options: CheckOptions, draw: Draw, make_engine: EngineFactory, is_judged_alone: bool = False
 ) -> Swarm:
     """A swarm as the options want it."""
+    capabilities = cache(partial(get_capabilities, make_engine))  # one is built to be asked
     return draw_swarm(
         PRESETS[options.preset],
         draw,
@@ -130,7 +132,7 @@ def draw_options(
         options.max_depth,
         get_wish(options),
         is_judged_alone,
-        lambda feature: feature.capability in get_capabilities(make_engine),
+        lambda feature: feature.capability in capabilities(),
     )
 
 

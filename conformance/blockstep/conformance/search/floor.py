@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from blockstep.conformance.draw.presets import MAX_DEPTH, ONLY_WISHED, REAL, TINY
+from blockstep.conformance.draw.presets import MAX_DEPTH, REAL, TINY
 from blockstep.conformance.engine import (
     BadEngineError,
     Deviation,
@@ -186,7 +186,7 @@ every one, and few states are kept."""
 def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> tuple[str, ...]:
     """What a run must reach to be worth anything, with an engine that lacks these features."""
     wish = get_wish(options)
-    absent = {*lacking, *wish.never, *(ONLY_WISHED - wish.always)} & BY_NAME.keys()
+    absent = {*lacking, *wish.never} & BY_NAME.keys()
     if options.policy is Policy.FCFS:
         absent.add(PRIORITY.name)
     if options.max_depth == 1:

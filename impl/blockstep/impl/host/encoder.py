@@ -67,7 +67,9 @@ class EncoderCache:
         """Identifiers that nobody holds, next to be evicted first."""
         self.num_free = self.size
         self.freed: list[str] = []
-        """Evicted, and not announced yet."""
+        """Evicted, and not announced yet; some may have been brought in anew."""
+        self.sizes_freed: dict[str, int] = {}
+        """Embeddings of what was evicted last by a name."""
         self.offered: frozenset[str] = frozenset()
         """What a connector holds."""
 
@@ -179,7 +181,6 @@ class EncoderCache:
             item = request.items[index]
             self.entries[self.name_of(request, index)] = Entry(item.identifier, item.num_embeds)
             self.num_free -= item.num_embeds
-            self.freed = [name for name in self.freed if name != item.identifier]
         for index in chosen.inputs + chosen.external + chosen.found:
             name = self.name_of(request, index)
             self.freeable.pop(name, None)
@@ -223,18 +224,33 @@ class EncoderCache:
         self.entries.clear()
         self.freeable.clear()
         self.freed.clear()
+        self.sizes_freed.clear()
         self.num_free = self.size
 
     def announce(self) -> tuple[str, ...]:
         """What the worker has to drop, once."""
-        freed = tuple(dict.fromkeys(self.freed))
+        there = {entry.identifier for entry in self.entries.values()}
+        freed = tuple([name for name in dict.fromkeys(self.freed) if name not in there])
         self.freed.clear()
+        self.sizes_freed.clear()
         return freed
 
     def withdraw(self, name: str) -> None:
         """It is not brought in after all."""
         self.num_free += self.entries.pop(name).num_embeds
         self.freeable.pop(name, None)
+
+    def bring_back(self) -> None:
+        """What was evicted last in this step, as far as there is room for it again (P7, P22)."""
+        for name in reversed(() if self.is_beside else tuple(self.freed)):
+            if name in self.entries:
+                continue
+            if self.sizes_freed[name] > self.num_free:
+                return
+            self.freed.remove(name)
+            self.num_free -= self.sizes_freed[name]
+            self.entries[name] = Entry(name, self.sizes_freed[name])
+            self.freeable = {name: None, **self.freeable}
 
     def _let_go(self, request: Request, index: int) -> None:
         name = self.name_of(request, index)
@@ -251,6 +267,7 @@ class EncoderCache:
         entry = self.entries.pop(name)
         self.num_free += entry.num_embeds
         self.freed.append(entry.identifier)
+        self.sizes_freed[entry.identifier] = entry.num_embeds
 
     def snapshot(self) -> EncoderSnapshot:
         """The canonical state."""

@@ -44,7 +44,8 @@ class Encodings(Core):
     def _undo_encoding(self, encoder: EncoderCache, victim: int, step: Step) -> None:
         """A row was taken back: nothing is encoded for it (P4, P22).
 
-        What another row of the step has found is encoded for that one instead.
+        What another row of the step has found is encoded for that one instead. What was evicted
+        for it is there again.
         """
         request = self.table.requests[victim]
         encoder.drop(request)
@@ -58,6 +59,7 @@ class Encodings(Core):
                 encoder.withdraw(name)
             else:
                 self._encode_for_another(name, index in chosen.inputs, step)
+        encoder.bring_back()
 
     def _encode_for_another(self, name: str, is_input: bool, step: Step) -> None:
         """The first row that has found an item brings it in."""

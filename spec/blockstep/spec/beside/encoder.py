@@ -21,7 +21,7 @@ besides; who then gets nothing holds nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -188,11 +188,6 @@ def free_items(encoder: Encoder, request: Request, num_computed: int | None = No
     return encoder
 
 
-def get_item_holder(request: Request, index: int) -> Holder:
-    """As whom a request holds an item of its: each place of it counts. Source: P22."""
-    return request.request_id, index
-
-
 # One item of a chunk.
 
 
@@ -303,23 +298,17 @@ def get_with_evicted(encoder: Encoder) -> Encoder:
     )
 
 
-def list_freed(
-    encoder: Encoder, get_freed: Callable[[Sequence[str], Collection[str]], tuple[str, ...]]
-) -> tuple[str, ...]:
-    """What the plan has the worker drop: what was evicted for it; where nothing is shared, what the
-    plan before had it make. Source: vLLM 0.19.1 `get_freed_mm_hashes`; P22.
-    """
-    if encoder.is_shared:
-        return get_freed([name for name, _ in encoder.evicted], encoder.entries)
-    return get_freed(encoder.freed, [planned.identifier for planned in encoder.planned])
+def list_freed(encoder: Encoder, drops_remade_items: bool) -> tuple[str, ...]:
+    """What the plan has the worker drop: what was evicted for it, but for what it makes anew.
 
-
-def get_freed(gone: Sequence[str], present: Collection[str]) -> tuple[str, ...]:
-    """What the worker drops: each that is gone, but for what the step makes anew.
-
+    Where nothing is shared, what the plan before had it make.
     Source: vLLM 0.19.1 `get_freed_mm_hashes`; upstream #52482; P22.
     """
-    return tuple([name for name in dict.fromkeys(gone) if name not in present])
+    there = set(encoder.entries).union([planned.identifier for planned in encoder.planned])
+    gone = [name for name, _ in encoder.evicted] if encoder.is_shared else encoder.freed
+    if drops_remade_items:
+        return tuple(gone)
+    return tuple([name for name in dict.fromkeys(gone) if name not in there])
 
 
 def end_step(encoder: Encoder) -> Encoder:

@@ -14,7 +14,7 @@ they write is at positions which the next chunk computes again, in later frames.
 
 from __future__ import annotations
 
-from blockstep.spec.beside.grammar import Stand, get_first_stand
+from blockstep.spec.beside.grammar import get_first_stand
 from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.endings import get_ended
@@ -26,7 +26,7 @@ from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
 from blockstep.spec.step.giving import without_blocks
-from blockstep.spec.step.queues import process_append
+from blockstep.spec.step.queues import is_blocked, process_append
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     Aborted,
@@ -74,7 +74,7 @@ def process_streaming_update(
         request = replace(request, updates=(*request.updates, update))
     state = replace(state, requests=state.requests.having(name, request))
     if is_resting and state.config.policy is Policy.PRIORITY:
-        state = get_queued(state, name, is_apart=state.rules.waits_apart(request, True))
+        state = get_queued(state, name, is_apart=state.rules.waits_apart(True, request))
     return state, Ack()
 
 
@@ -122,14 +122,22 @@ def get_joined(
 ) -> Request:
     """What a session asks for with its next chunk, of whose items the first token is at `offset`.
 
-    Source: vLLM 0.19.1 `_update_request_as_session`; P6, P13.
+    How it ends, and when it came, are the chunk's; priority, adapter, salt and grammar are the
+    session's. Source: vLLM 0.33.0 `_update_request_as_session`; P6, P13.
     """
     items = [replace(item, offset=item.offset + offset) for item in update.items]
-    return replace(
-        rules.get_chunk_request(asked, update),
+    joined = replace(
+        asked,
         prompt_token_ids=kept + update.prompt_token_ids,
         items=(*asked.items, *items),
+        max_tokens=update.max_tokens,
+        min_tokens=update.min_tokens,
+        eos_token_id=update.eos_token_id,
+        stop_token_ids=update.stop_token_ids,
+        repetition_detection=update.repetition_detection,
+        arrival_time=update.arrival_time,
     )
+    return rules.get_chunk_request(joined, asked)
 
 
 def compute_longest(num_prompt: int, max_tokens: int, max_model_len: int) -> int:
@@ -151,17 +159,20 @@ def get_continued(
     """The session with its next chunk: what it keeps of the last one is prompt now.
 
     The keys of its blocks follow the tokens: the one that it does not keep may have completed a
-    block. Source: vLLM 0.19.1 `_update_request_as_session`; P3, P6.
+    block. Source: vLLM 0.19.1 `_update_request_as_session`; P3, P6, P23.
     """
     kept = request.all_token_ids[: rules.get_num_kept(request)]
     asked = get_joined(request.request, update, kept, len(kept), rules)
     num_keys = rules.get_num_kept_keys(request, len(kept) // config.block_size)
+    stand = request.stand  # at the beginning of its grammar: what was sampled before is prompt now
+    if asked.grammar is not None:
+        stand = get_first_stand(config, asked.prompt_token_ids)
     after = replace(
         request,
         request=asked,
         status=Status.WAITING,
         output_token_ids=(),
-        stand=rules.get_stand_of_chunk(config, request, asked.prompt_token_ids),
+        stand=rules.get_stand_of_chunk(stand, request),
         block_keys=request.block_keys[:num_keys],
     )
     return get_keyed(config, after, rules)
@@ -175,35 +186,10 @@ def get_num_kept(request: RequestState) -> int:
     return compute_num_kept(request.num_known_tokens)
 
 
-def get_stand_of_chunk(config: Config, request: RequestState, prompt: TokenIds) -> Stand:
-    """Where the outputs of a new chunk stand in its grammar, if any: at its beginning.
-
-    What was sampled before is prompt now. Source: P23.
-    """
-    return get_first_stand(config, prompt) if request.request.grammar is not None else request.stand
-
-
 def get_num_kept_keys(request: RequestState, num_blocks: int) -> int:
     """Leading keys that a session keeps: of blocks full of tokens that it keeps. Source: P3, P6."""
     del request
     return num_blocks
-
-
-def get_chunk_request(asked: Request, update: Request) -> Request:
-    """The request with what a chunk says of its outputs, and when it came. Not yet its input.
-
-    Priority, adapter, salt and grammar are the session's. Source: vLLM 0.33.0
-    `_update_request_as_session`; P13.
-    """
-    return replace(
-        asked,
-        max_tokens=update.max_tokens,
-        min_tokens=update.min_tokens,
-        eos_token_id=update.eos_token_id,
-        stop_token_ids=update.stop_token_ids,
-        repetition_detection=update.repetition_detection,
-        arrival_time=update.arrival_time,
-    )
 
 
 # A stop.
@@ -235,7 +221,7 @@ def get_chunk_ended(state: State, request_id: RequestId) -> State:
     if rules.drops_rows_behind_stops:
         frames = tuple([drop_row(frame, request_id) for frame in frames])
     state = replace(state, pool=pool, requests=requests, frames=frames)
-    return get_queued(state, request_id, is_apart=rules.waits_apart(request, False))
+    return get_queued(state, request_id, is_apart=rules.waits_apart(is_blocked(request), request))
 
 
 def get_stopped(

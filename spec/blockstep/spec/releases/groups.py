@@ -13,9 +13,9 @@ from blockstep.spec.memory.prefix import count_runs, is_valid_hit
 from blockstep.spec.memory.slots import compute_num_taken, count_free_hits
 from blockstep.spec.pool import Pool, find_block
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import Hit, Holding, RequestState
+from blockstep.spec.requests import Frame, Hit, Holding, RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Config, GroupKind, KVGroup
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Config, GroupKind, KVGroup, RequestId
 
 Range: TypeAlias = tuple[int, int]
 """Of a table: the index of the first block that is no null block, and of the end."""
@@ -267,7 +267,11 @@ def all_in_flight_is_in_doubt(rules: Rules, _config: Config) -> Rules:
         del num_drafts
         return num_scheduled
 
-    return replace(rules, get_num_in_doubt=get_num_in_doubt)
+    def count_in_doubt(frames: Sequence[Frame], request_id: RequestId) -> int:
+        rows = [row for frame in frames for row in frame.rows if row.request_id == request_id]
+        return sum([row.num_in_doubt for row in rows])
+
+    return replace(rules, get_num_in_doubt=get_num_in_doubt, count_in_doubt=count_in_doubt)
 
 
 STORIES = (

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import RequestState
-from blockstep.spec.rules import Rules
+from blockstep.spec.rules import Rules, never
 from blockstep.spec.step.queues import get_rank
 from blockstep.spec.vocabulary import Config, Policy, RequestId, Status
 
@@ -20,32 +20,28 @@ def equals_preempt_the_first(rules: Rules, _config: Config) -> Rules:
 def victim_without_a_row_shifts_the_next(rules: Rules, _config: Config) -> Rules:
     """A victim that the step had passed over makes the step pass over another request."""
 
-    def compute_next_index(index: int, victim_index: int, had_row: bool) -> int:
-        return rules.compute_next_index(index, victim_index, had_row) if had_row else index
+    def compute_next_index(next_index: int, index: int, had_row: bool) -> int:
+        return rules.compute_next_index(next_index, index, had_row) if had_row else index
 
     return replace(rules, compute_next_index=compute_next_index)
 
 
 def one_waiting_queue(rules: Rules, _config: Config) -> Rules:
     """What is passed over waits in the queue of all others, at its front."""
-    return replace(rules, waits_apart=lambda _request, _is_passed_over: False)
+    return replace(rules, waits_apart=never)
 
 
 def sessions_wait_apart(rules: Rules, _config: Config) -> Rules:
     """Who waits with computed tokens has a queue before all others, open while new ones are not."""
 
-    def waits_apart(request: RequestState, is_passed_over: bool) -> bool:
-        del is_passed_over
+    def waits_apart(is_apart: bool, request: RequestState) -> bool:
+        del is_apart
         return request.num_computed_tokens > 0
 
     def get_open_queue(
-        policy: Policy,
-        is_paused: bool,
-        waiting: list[RequestId],
-        skipped: list[RequestId],
-        requests: Mapping[RequestId, RequestState],
+        queue: list[RequestId], is_paused: bool, waiting: list[RequestId], skipped: list[RequestId]
     ) -> list[RequestId]:
-        del policy, requests
+        del queue
         return skipped or ([] if is_paused else waiting)
 
     return replace(rules, waits_apart=waits_apart, get_open_queue=get_open_queue)
@@ -70,10 +66,10 @@ def passed_over_come_back_reversed(rules: Rules, _config: Config) -> Rules:
 def cached_tokens_of_the_last_hit(rules: Rules, _config: Config) -> Rules:
     """Until its first output the cached tokens of a request are those of its latest hit."""
 
-    def get_num_cached_tokens(request: RequestState, num_hit: int) -> int:
+    def get_num_cached_tokens(num_cached: int, request: RequestState, num_hit: int) -> int:
         if not request.output_token_ids:
             return num_hit
-        return rules.get_num_cached_tokens(request, num_hit)
+        return rules.get_num_cached_tokens(num_cached, request, num_hit)
 
     return replace(rules, get_num_cached_tokens=get_num_cached_tokens)
 

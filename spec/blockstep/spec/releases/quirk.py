@@ -73,6 +73,10 @@ class Quirk(StrEnum):
     LOADED_ITEMS_NEED_COMPUTE = "loaded_items_need_compute"
     REMADE_ITEMS_ARE_DROPPED = "remade_items_are_dropped"
     ROOM_BESIDE_GROWS = "room_beside_grows"
+    ITEMS_HELD_UNTIL_THE_ANSWER = "items_held_until_the_answer"
+    HEAD_READS_WHAT_HAS_NO_ROOM = "head_reads_what_has_no_room"
+    WHOLE_ITEMS_ARE_NEVER_BEGUN = "whole_items_are_never_begun"
+    WITHOUT_ITEMS_PASSED_OVER = "without_items_passed_over"
     SESSIONS_KEEP_THEIR_BLOCKS = "sessions_keep_their_blocks"
     SESSIONS_KEEP_MAX_TOKENS = "sessions_keep_max_tokens"
     SESSIONS_KEEP_THEIR_GRAMMAR = "sessions_keep_their_grammar"
@@ -83,6 +87,7 @@ class Quirk(StrEnum):
     SESSION_TELLS_ITS_LAST_STOP_TOKEN = "session_tells_its_last_stop_token"  # noqa: S105 - a token of a language model
     SESSIONS_ADMITTED_WITH_LOOKAHEAD = "sessions_admitted_with_lookahead"
     REFUSED_SESSIONS_GIVE_BACK = "refused_sessions_give_back"
+    SESSIONS_GO_BACK_BLINDLY = "sessions_go_back_blindly"
     PADDING_UNMASKS_WHAT_FOLLOWS = "padding_unmasks_what_follows"
     MASK_OF_WHO_SAMPLES_BY_NOW = "mask_of_who_samples_by_now"
     REASONING_ENDS_WITH_ITS_STEP = "reasoning_ends_with_its_step"

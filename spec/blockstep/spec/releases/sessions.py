@@ -9,7 +9,7 @@ from blockstep.spec.pool import Pool
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import Config, FinishReason, Request, TokenId, TokenIds
+from blockstep.spec.vocabulary import Config, FinishReason, Request, TokenId
 
 
 def sessions_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
@@ -20,8 +20,8 @@ def sessions_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
 def sessions_keep_max_tokens(rules: Rules, _config: Config) -> Rules:
     """Each chunk of a session may sample as many tokens as the first."""
 
-    def get_chunk_request(asked: Request, update: Request) -> Request:
-        return replace(rules.get_chunk_request(asked, update), max_tokens=asked.max_tokens)
+    def get_chunk_request(joined: Request, before: Request) -> Request:
+        return replace(rules.get_chunk_request(joined, before), max_tokens=before.max_tokens)
 
     return replace(rules, get_chunk_request=get_chunk_request)
 
@@ -29,8 +29,8 @@ def sessions_keep_max_tokens(rules: Rules, _config: Config) -> Rules:
 def sessions_keep_their_grammar(rules: Rules, _config: Config) -> Rules:
     """The grammar of a session goes on from chunk to chunk, behind the token that was left out."""
 
-    def get_stand_of_chunk(config: Config, request: RequestState, prompt: TokenIds) -> Stand:
-        del config, prompt
+    def get_stand_of_chunk(stand: Stand, request: RequestState) -> Stand:
+        del stand
         return request.stand
 
     return replace(rules, get_stand_of_chunk=get_stand_of_chunk)
@@ -90,6 +90,23 @@ def sessions_admitted_with_lookahead(rules: Rules, _config: Config) -> Rules:
 def refused_sessions_give_back(rules: Rules, _config: Config) -> Rules:
     """A session that is refused for want of blocks has given up what its windows left."""
     return replace(rules, skips_before_the_gate=False)
+
+
+def sessions_go_back_blindly(rules: Rules, _config: Config) -> Rules:
+    """A session keeps its blocks at a stop, also where what it would read is gone from them."""
+
+    def get_stopped(
+        config: Config, pool: Pool, request: RequestState, within: Rules
+    ) -> tuple[Pool, RequestState]:
+        del config
+        return pool, replace(
+            request,
+            num_computed_tokens=min(request.num_computed_tokens, within.get_num_kept(request)),
+            num_output_placeholders=0,
+            spec_token_ids=(),
+        )
+
+    return replace(rules, get_stopped=get_stopped)
 
 
 def sessions_have_nothing_in_common(rules: Rules, _config: Config) -> Rules:
@@ -207,5 +224,15 @@ STORIES = (
         "0.19.1",
         "several groups, one of a window; a session goes on in a pool without a free block: it is "
         "not admitted, and what fell out of its window is free",
+    ),
+    QuirkStory(
+        Quirk.SESSIONS_GO_BACK_BLINDLY,
+        sessions_go_back_blindly,
+        "a session keeps its blocks at a stop, also where what it would read is gone from them",
+        ("P3", "P14"),
+        "not found upstream",
+        "0.33.0",
+        "a recurrent group with a block for a draft; a session stops, and keeps a table of which "
+        "the worker alone knows where its state is",
     ),
 )

@@ -17,7 +17,7 @@ from blockstep.spec.step.encoding import (
     process_items_taken,
 )
 from blockstep.spec.step.giving import process_giving
-from blockstep.spec.step.queues import is_blocked, process_prepend
+from blockstep.spec.step.queues import is_blocked, process_prepend, select_queue
 from blockstep.spec.step.share import compute_num_drafts, compute_share
 from blockstep.spec.step.work import Scheduled, Step, Verdict
 from blockstep.spec.vocabulary import (
@@ -41,9 +41,9 @@ def process_waiting_phase(step: Step) -> None:
     while step.budget > 0:
         if rules.count_seats(len(step.running), step.requests) >= config.max_num_seqs:
             break
-        queue = rules.get_open_queue(
-            config.policy, is_paused, step.waiting, step.skipped, step.requests
-        )
+        queue = select_queue(config.policy, step.waiting, step.skipped, step.requests)
+        queue = [] if is_paused else queue
+        queue = rules.get_open_queue(queue, is_paused, step.waiting, step.skipped)
         if not queue:
             break
         verdict = get_verdict(step, queue[0])
@@ -53,7 +53,7 @@ def process_waiting_phase(step: Step) -> None:
         if verdict is Verdict.PASSED_OVER:
             step.passed_over.append(request_id)
     for request_id in reversed(rules.get_order_of_return(step.passed_over)):
-        is_apart = rules.waits_apart(step.requests[request_id], True)
+        is_apart = rules.waits_apart(True, step.requests[request_id])
         queue = step.skipped if is_apart else step.waiting
         process_prepend(config.policy, queue, request_id, step.requests)
 
@@ -158,8 +158,10 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
         num_new = rules.get_aligned_share(config, request, num_start, num_new)
     if num_new == 0:
         process_items_refused(step, request, is_for_items=True)
-        return Verdict.NO_ROOM
+        is_passed_over = claim.num_tokens == 0 and rules.passes_over_without_items
+        return Verdict.PASSED_OVER if is_passed_over else Verdict.NO_ROOM
     if config.groups and rules.waits_for_states(step.state.pool, step.pool, unwritten, hit):
+        process_items_refused(step, request)
         return Verdict.NO_ROOM
     granted = get_slots_at_admission(step, request, num_new, hit)
     if granted is None:
@@ -182,13 +184,14 @@ def get_slots_at_admission(
     """
     config, rules, pool = step.state.config, step.state.rules, step.pool
     name, goes_on = request.request_id, bool(config.groups and request.num_computed_tokens)
+    num_in_doubt = rules.count_in_doubt(step.state.frames, name) if goes_on else 0
     if goes_on and rules.skips_before_the_gate:
-        pool, request = skip_slots(config, pool, request, 0, rules)
+        pool, request = skip_slots(config, pool, request, num_in_doubt, rules)
     is_reserved = config.scheduler_reserve_full_isl and rules.reserves_full_isl
     if is_reserved and not can_finish(config, pool, request, hit, rules):
         return None
     if goes_on and not rules.skips_before_the_gate:
-        pool, request = skip_slots(config, pool, request, 0, rules)
+        pool, request = skip_slots(config, pool, request, num_in_doubt, rules)
         step.pool = pool
         step.requests[name] = replace(step.requests[name], holdings=request.holdings)
     num_lookahead = rules.get_num_lookahead_at_admission(config, request)
@@ -222,11 +225,12 @@ def process_entrance(
     """
     num_known, num_hit = request.num_known_tokens, hit.num_tokens
     num_start = request.num_computed_tokens + num_hit
+    num_cached = num_start if request.num_cached_tokens < 0 else request.num_cached_tokens
     step.requests[request.request_id] = replace(
         after,
         status=Status.RUNNING,
         num_computed_tokens=num_start,
-        num_cached_tokens=step.state.rules.get_num_cached_tokens(request, num_start),
+        num_cached_tokens=step.state.rules.get_num_cached_tokens(num_cached, request, num_start),
     )
     step.running.append(request.request_id)
     if num_start == num_hit and reads_prefix_cache(step.state.config, request):
@@ -244,8 +248,3 @@ def process_entrance(
             request.request_id, num_start, num_new, tables, hit_tables, drafts, request.status
         )
     )
-
-
-def get_num_cached_tokens(request: RequestState, num_hit: int) -> int:
-    """What is told as cached: the hit of the first admission. Source: seed 001; P21."""
-    return num_hit if request.num_cached_tokens < 0 else request.num_cached_tokens

@@ -87,7 +87,7 @@ def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
         plan,
         scheduled_encoder_inputs=list_encoder_inputs(step, is_external=False),
         external_encoder_inputs=list_encoder_inputs(step, is_external=True),
-        free_encoder_mm_hashes=list_freed(step.encoder, step.state.rules.get_freed),
+        free_encoder_mm_hashes=list_freed(step.encoder, step.state.rules.drops_remade_items),
     )
 
 

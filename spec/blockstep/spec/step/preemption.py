@@ -10,7 +10,7 @@ from __future__ import annotations
 from blockstep.spec.copies import replace
 from blockstep.spec.memory.slots import allocate_slots, skip_slots
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import NOTHING_HELD, RequestState, list_rows_in_flight
+from blockstep.spec.requests import NOTHING_HELD, RequestState
 from blockstep.spec.step.giving import process_giving
 from blockstep.spec.step.queues import process_prepend, select_victim
 from blockstep.spec.step.work import Step
@@ -31,8 +31,7 @@ def process_claim(
     config, rules = step.state.config, step.state.rules
     request = step.requests[step.running[index]]
     if config.groups:
-        rows = list_rows_in_flight(step.state.frames, request.request_id)
-        num_in_doubt = sum([row.num_in_doubt for row in rows])
+        num_in_doubt = rules.count_in_doubt(step.state.frames, request.request_id)
         step.pool, request = skip_slots(config, step.pool, request, num_in_doubt, rules)
         step.requests[request.request_id] = request
     while True:
@@ -48,16 +47,7 @@ def process_claim(
         if process_preemption(step, victim_index) == request.request_id:
             return None, index
         had_row = len(step.rows) < num_rows
-        index = rules.compute_next_index(index, victim_index, had_row)
-
-
-def compute_next_index(index: int, victim_index: int, had_row: bool) -> int:
-    """Where the request at `index` stands once the victim has left the running ones.
-
-    Whether or not the victim had a row. Source: seed 001 "Preemption in the Running Loop"; P15.
-    """
-    del had_row
-    return index - 1 if victim_index < index else index
+        index = rules.compute_next_index(index - (victim_index < index), index, had_row)
 
 
 def process_preemption(step: Step, victim_index: int) -> RequestId:

@@ -62,7 +62,7 @@ def process_prepend(
 def select_queue(
     policy: Policy, waiting: list[RequestId], skipped: list[RequestId], requests: Requests
 ) -> list[RequestId]:
-    """The queue whose head is looked at next; at least one of the two is not empty.
+    """The queue whose head is looked at next; empty if both are.
 
     FCFS: the skipped ones are older. PRIORITY: the head of lower rank.
     Source: seed 001 "Queue Selection: FCFS vs PRIORITY"; P16.
@@ -73,28 +73,6 @@ def select_queue(
         return skipped
     first_is_waiting = get_rank(requests[waiting[0]]) < get_rank(requests[skipped[0]])
     return waiting if first_is_waiting else skipped
-
-
-def get_open_queue(
-    policy: Policy,
-    is_paused: bool,
-    waiting: list[RequestId],
-    skipped: list[RequestId],
-    requests: Requests,
-) -> list[RequestId]:
-    """The queue whose head may be admitted next; empty if nobody may.
-
-    Source: seed 001 "Queue Selection: FCFS vs PRIORITY"; P16.
-    """
-    return [] if is_paused else select_queue(policy, waiting, skipped, requests)
-
-
-def waits_apart(request: RequestState, is_passed_over: bool) -> bool:
-    """Whether it joins `skipped_waiting`: for now, it is not its turn that it waits for.
-
-    Source: vLLM 0.19.1 `_enqueue_waiting_request`, `skipped_waiting`; P16.
-    """
-    return is_passed_over or is_blocked(request)
 
 
 def select_victim(

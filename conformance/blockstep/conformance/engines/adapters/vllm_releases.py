@@ -120,6 +120,8 @@ class Release:
     """Whether a mask is asked of a frame, and drafts that stay with the worker are cut by it."""
     has_fixed_mask_rows: bool = False
     """Whether each request has as many rows of a mask as drafts may be, used or not."""
+    hands_stops_over: bool = False
+    """Whether a grammar is compiled with the tokens that stop its request."""
     survives_bad_grammars: bool = False
     """Whether a grammar that fails ends its request, though not at once, and not the engine."""
     has_encoder: bool = False
@@ -234,6 +236,7 @@ def _build_table() -> Mapping[str, Release]:
         has_common_prefix=False,
         has_fixed_mask_rows=True,
         has_frame_masks=True,
+        hands_stops_over=True,
         survives_bad_grammars=True,
         has_sessions=True,
         has_sound_sessions=True,

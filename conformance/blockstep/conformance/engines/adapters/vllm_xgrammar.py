@@ -19,7 +19,11 @@ from typing import Any
 
 # First, because it says what to do where vLLM cannot be imported.
 from blockstep.conformance.engines.adapters.vllm import VllmEngine
-from blockstep.conformance.engines.adapters.vllm_build import VOCABULARY_SIZE, Hasher
+from blockstep.conformance.engines.adapters.vllm_build import (
+    RELEASE,
+    VOCABULARY_SIZE,
+    Hasher,
+)
 
 # isort: split
 from tokenizers import Tokenizer, decoders, models
@@ -34,6 +38,7 @@ FIRST_CHARACTER = 0x4E00
 END_TOKEN_ID = 2
 """The tokenizer's end-of-sequence token; small, so that drawn grammars have it."""
 UNFIT = "a grammar that the backend cannot be given: its texts do not end with the one end token"
+STOPS = "a grammar beside stop tokens: the backend takes each for an end of the text"
 LOST_END = "a mask behind a commit that went on past the end token: the backend raises"
 UNWAITED = "a grammar that allows everything: the backend has none"
 
@@ -100,6 +105,9 @@ class XgrammarEngine(VllmEngine):
                 return UNWAITED
             if not is_fit(grammar):
                 return UNFIT
+            stops = {*event.request.stop_token_ids, event.request.eos_token_id}
+            if RELEASE.hands_stops_over and not stops <= {None, END_TOKEN_ID}:
+                return STOPS
         if isinstance(event, v.GrammarBitmask) and self._is_lost(event.frame_id):
             return LOST_END
         return super().declines(event)

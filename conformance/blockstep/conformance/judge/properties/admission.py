@@ -205,7 +205,9 @@ def has_items_ahead(step: Step, ledger: Ledger, name: RequestId) -> bool:
     """Whether a request has items that its encoder may have to make first."""
     if not step.config.encoder_cache_size:
         return False
-    items, computed = ledger.lives[name].request.items, step.old[name].num_computed_tokens
+    items = ledger.lives[name].request.items
+    # A session that gave its blocks to another in this step begins anew.
+    computed = min(it[name].num_computed_tokens for it in (step.old, step.new))
     if step.config.is_encoder_decoder:
         return bool(items) and not computed  # all are made with the first row
     return any(item.offset + item.length > computed for item in items)

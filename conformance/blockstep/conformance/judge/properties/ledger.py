@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 from blockstep.conformance.judge.automaton import Automaton
@@ -350,7 +349,7 @@ class Ledger:
         assert life.session is not None, "only a session goes on"
         said = step.delivered.get(name, ()) if isinstance(step.event, v.Commit) else ()
         outputs = life.output_token_ids + said
-        session, after = deepcopy(life.session), None
+        session, after = life.session.copy(), None
         if isinstance(step.event, v.StreamingUpdate) and step.event.request.request_id == name:
             after = session.update(life.request, outputs, step.event.request)
         elif name in self.list_stopped(step):

@@ -1,0 +1,117 @@
+"""Journal: what was published, numbered; the last of it kept, and all of it summed up.
+
+    0 1 2 3 4 5 | 6 7 8 9 | 10        kept: 6 to 9; the next one is 10
+    forgotten     kept
+
+Who lost batches that are kept asks for them. Who lost more, or comes late, asks for a snapshot: one
+batch that stores whatever is findable now, and the number from which to go on. vLLM 0.19.1 keeps
+10,000 batches and has no snapshot (upstream #40363, #57789).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from blockstep.impl.serving.wire import (
+    Batch,
+    BlockHash,
+    Cleared,
+    Removed,
+    Stored,
+    WireEvent,
+    read_batch,
+    write_batch,
+)
+
+
+@dataclass(slots=True)
+class _Block:
+    """A block of which copies are findable, told alone."""
+
+    stored: Stored
+    num_copies: int
+
+
+class Journal:
+    """Numbers batches from 0 on, keeps the last `num_kept`, and knows what they come to."""
+
+    def __init__(self, num_kept: int = 10_000) -> None:
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=num_kept)
+        self._blocks: dict[tuple[BlockHash, str | None], _Block] = {}
+        self.next_seq = 0
+        """Of the batch that comes next."""
+
+    def append(self, payload: bytes) -> int:
+        """Keep a batch; returns its number. Raises `msgspec.MsgspecError`: it is none."""
+        for event in read_batch(payload).events:
+            self._sum_up(event)
+        seq = self.next_seq
+        self._kept.append((seq, payload))
+        self.next_seq += 1
+        return seq
+
+    def list_since(self, seq: int) -> list[tuple[int, bytes]]:
+        """What is kept from this number on; where that is forgotten, it begins with a later one."""
+        return [(kept, payload) for kept, payload in self._kept if kept >= seq]
+
+    def take_snapshot(self, now: float, rank: int | None = 0) -> tuple[int, bytes]:
+        """The number from which to go on, and a batch that stores all that is findable.
+
+        Parents come before what is behind them, where they are there. Of several copies each is
+        stored.
+        """
+        events: list[WireEvent] = []
+        for block in self._list_parents_first():
+            events += [block.stored] * block.num_copies
+        return self.next_seq, write_batch(Batch(now, [Cleared(), *events], rank))
+
+    def _sum_up(self, event: WireEvent) -> None:
+        match event:
+            case Stored():
+                for stored in split(event):
+                    at = (stored.block_hashes[0], stored.medium)
+                    known = self._blocks.get(at)
+                    if known is None:
+                        self._blocks[at] = _Block(stored, 1)
+                    else:
+                        known.num_copies += 1
+            case Removed():
+                for name in event.block_hashes:
+                    self._remove((name, event.medium))
+            case Cleared():
+                self._blocks.clear()
+
+    def _remove(self, at: tuple[BlockHash, str | None]) -> None:
+        known = self._blocks.get(at)
+        if known is None:
+            return
+        known.num_copies -= 1
+        if not known.num_copies:
+            del self._blocks[at]
+
+    def _list_parents_first(self) -> list[_Block]:
+        ordered: dict[tuple[BlockHash, str | None], _Block] = {}
+        for at in self._blocks:
+            line = []
+            while at in self._blocks and at not in ordered and at not in line:
+                line.append(at)
+                parent = self._blocks[at].stored.parent_block_hash
+                if parent is None:
+                    break
+                at = (parent, at[1])
+            ordered.update({one: self._blocks[one] for one in reversed(line)})
+        return list(ordered.values())
+
+
+def split(event: Stored) -> list[Stored]:
+    """The blocks of an event, told one by one."""
+    size, parent = event.block_size, event.parent_block_hash
+    found = []
+    for index, name in enumerate(event.block_hashes):
+        tokens = event.token_ids[index * size : (index + 1) * size]
+        extra = None if event.extra_keys is None else [event.extra_keys[index]]
+        more = (event.lora_id, event.medium, event.lora_name, extra)
+        found.append(Stored([name], parent, tokens, size, *more))
+        parent = name
+    return found

@@ -1,0 +1,175 @@
+"""Sockets: KV events over ZeroMQ, in the frames of vLLM (extra `events`).
+
+    PUB      topic, number, batch                        as it happens
+    ROUTER   <- [empty, number]                          batches that are kept, from this one on
+             -> [empty, number, batch] ...  [empty, -1, empty]
+             <- [empty, "snapshot"]                      ours, as upstream #50134 proposes it
+             -> [empty, number to go on from, batch], [empty, -1, empty]
+
+Numbers are 8 bytes, big endian. Source: vLLM 0.19.1 `ZmqEventPublisher`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+
+from blockstep.impl.serving.journal import Journal
+from blockstep.impl.serving.mirror import Mirror
+
+END = (-1).to_bytes(8, "big", signed=True)
+SNAPSHOT = b"snapshot"
+
+
+class Sockets:
+    """What both sides have: sockets that are closed with it, whatever is not sent yet."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context.instance()
+        self._open: list[Any] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for socket in self._open:
+            socket.close(linger=0)
+        self._open.clear()
+
+    def _socket(self, kind: int) -> Any:
+        socket = self._context.socket(kind)
+        self._open.append(socket)
+        return socket
+
+
+class Publisher(Sockets):
+    """Publishes batches, and answers who lost some. It belongs to one thread, which never waits.
+
+    Args:
+        endpoint: of the stream; bound, as `tcp://*:5557`.
+        replay_endpoint: of requests; bound.
+        topic: what subscribers ask for.
+        num_kept: batches that can be had again.
+    """
+
+    def __init__(
+        self, endpoint: str, replay_endpoint: str, *, topic: str = "", num_kept: int = 10_000
+    ) -> None:
+        super().__init__()
+        self.journal = Journal(num_kept)
+        self._topic = topic.encode()
+        self._stream = self._socket(zmq.PUB)
+        self._stream.bind(endpoint)
+        self._replay = self._socket(zmq.ROUTER)
+        self._replay.bind(replay_endpoint)
+
+    def publish(self, payload: bytes) -> int:
+        """Send a batch; returns its number."""
+        seq = self.journal.append(payload)
+        self._stream.send_multipart((self._topic, seq.to_bytes(8, "big"), payload))
+        return seq
+
+    def answer(self, now: float | None = None) -> int:
+        """Answer all requests that have come in; returns how many there were.
+
+        One that is none is passed over, as upstream does.
+        """
+        count = 0
+        while self._replay.poll(0):
+            frames = self._replay.recv_multipart()
+            if len(frames) == 3:
+                count += 1
+                self._answer(frames[0], frames[2], time.time() if now is None else now)
+        return count
+
+    def _answer(self, client: bytes, asked: bytes, now: float) -> None:
+        if asked == SNAPSHOT:
+            batches = [self.journal.take_snapshot(now)]
+        else:
+            batches = self.journal.list_since(int.from_bytes(asked, "big"))
+        for seq, payload in batches:
+            self._replay.send_multipart((client, b"", seq.to_bytes(8, "big"), payload))
+        self._replay.send_multipart((client, b"", END, b""))
+
+
+class Subscriber(Sockets):
+    """Follows a publisher, ours or vLLM's, and heals its mirror where batches were lost.
+
+    Args:
+        endpoint: of the stream.
+        replay_endpoint: of requests.
+        topic: what to subscribe to.
+        timeout_s: seconds to wait for an answer.
+    """
+
+    def __init__(
+        self, endpoint: str, replay_endpoint: str, *, topic: str = "", timeout_s: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.mirror = Mirror()
+        self._timeout_ms = int(timeout_s * 1000)
+        self._stream = self._socket(zmq.SUB)
+        self._stream.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        self._stream.connect(endpoint)
+        self._replay_endpoint = replay_endpoint
+
+    def poll(self, timeout_s: float = 0.0) -> int:
+        """Take in all batches that have come in; returns how many there were.
+
+        `timeout_s`: seconds to wait for the first.
+        """
+        count = 0
+        while self._stream.poll(0 if count else int(timeout_s * 1000)):
+            _, seq, payload = self._stream.recv_multipart()
+            self.mirror.take(int.from_bytes(seq, "big"), payload)
+            count += 1
+        return count
+
+    def ask(self, request: bytes) -> None:
+        """Ask for batches again (8 bytes: the first number), or for a snapshot."""
+        for socket in self._open[1:]:
+            socket.close(linger=0)
+        del self._open[1:]
+        self._socket(zmq.DEALER).connect(self._replay_endpoint)
+        self._open[1].send_multipart((b"", request))
+
+    def ask_for_missing(self) -> None:
+        """Ask for what the mirror lacks."""
+        self.ask(self.mirror.next_seq.to_bytes(8, "big"))
+
+    def heal(self) -> bool:
+        """Read the answer to `ask_for_missing`; returns whether the mirror is whole."""
+        return self.mirror.heal(self._answers())
+
+    def restore(self) -> bool:
+        """Read the answer to a request for a snapshot; likewise."""
+        for next_seq, payload in self._answers():
+            self.mirror.restore(next_seq, payload)
+        return self.mirror.is_whole
+
+    def _answers(self) -> Iterator[tuple[int, bytes]]:
+        """Batches up to the end of an answer.
+
+        Raises:
+            TimeoutError: nobody answers.
+        """
+        socket = self._open[1]
+        while socket.poll(self._timeout_ms):
+            _, seq, payload = socket.recv_multipart()
+            if seq == END:
+                return
+            yield int.from_bytes(seq, "big"), payload
+        raise TimeoutError("no answer to a request for KV events: is the replay endpoint right?")

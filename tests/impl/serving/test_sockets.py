@@ -1,0 +1,160 @@
+"""Sockets: batches over ZeroMQ, and a consumer that lost some."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockstep.impl.serving.wire import Batch, Cleared, Removed, Stored, WireEvent, write_batch
+
+zmq = pytest.importorskip("zmq")
+sockets: Any = pytest.importorskip("blockstep.impl.serving.sockets")
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[str, str]:
+    """Where the stream is, and where one asks."""
+    return f"ipc://{tmp_path}/stream", f"ipc://{tmp_path}/replay"
+
+
+def store(*names: int) -> WireEvent:
+    return Stored([*names], None, [0] * len(names), 1, None, "GPU", None)
+
+
+def batch(*events: WireEvent) -> bytes:
+    return write_batch(Batch(0.0, [*events], 0))
+
+
+BATCHES = [
+    batch(store(1, 2)),
+    batch(store(2)),
+    batch(Removed([2], "GPU"), store(3)),
+    batch(Cleared()),
+    batch(store(4, 5)),
+    batch(store(4)),
+]
+
+
+def follow(subscriber: Any, count: int) -> None:
+    """Wait until so many batches have come in."""
+    seen, end = 0, time.monotonic() + 5
+    while seen < count and time.monotonic() < end:
+        seen += subscriber.poll(0.2)
+    assert seen == count
+
+
+def connected(subscriber: Any, publisher: Any) -> None:
+    """A stream has no welcome: wait until what is sent arrives, and begin with a snapshot."""
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        publisher.publish(batch(store(1)))
+        if subscriber.poll(0.1):
+            break
+    while subscriber.poll(0.1):
+        pass
+    subscriber.ask(sockets.SNAPSHOT)
+    assert wait(publisher)
+    assert subscriber.restore()
+
+
+def wait(publisher: Any) -> bool:
+    """Answer whoever asks within a second."""
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        if publisher.answer(0.0):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_batches_arrive_and_a_loss_is_healed(places: tuple[str, str]) -> None:
+    with sockets.Publisher(*places) as publisher, sockets.Subscriber(*places) as subscriber:
+        connected(subscriber, publisher)
+        before = subscriber.mirror.list_findable()
+        publisher.publish(BATCHES[0])
+        follow(subscriber, 1)
+        assert subscriber.mirror.count(2) == 1
+        publisher.journal.append(BATCHES[1])  # lost on its way
+        publisher.publish(BATCHES[2])
+        follow(subscriber, 1)
+        assert not subscriber.mirror.is_whole
+        assert subscriber.mirror.list_findable() == {}
+        subscriber.ask_for_missing()
+        assert wait(publisher)
+        assert subscriber.heal()
+        assert subscriber.mirror.list_findable() == {1: before[1] + 1, 2: 1, 3: 1}
+
+
+def test_who_comes_too_late_for_what_is_kept_begins_with_a_snapshot(
+    places: tuple[str, str],
+) -> None:
+    with sockets.Publisher(*places, num_kept=2) as publisher:
+        for payload in BATCHES:
+            publisher.publish(payload)
+        with sockets.Subscriber(*places) as subscriber:
+            subscriber.ask_for_missing()
+            assert wait(publisher)
+            assert not subscriber.heal()
+            connected(subscriber, publisher)
+            assert subscriber.mirror.count(4) == 2
+            assert subscriber.mirror.count(5) == 1
+            assert subscriber.mirror.count(3) == 0
+
+
+def test_nobody_answers(places: tuple[str, str]) -> None:
+    with sockets.Subscriber(*places, timeout_s=0.05) as subscriber:
+        subscriber.ask_for_missing()
+        with pytest.raises(TimeoutError, match="replay endpoint"):
+            subscriber.heal()
+
+
+def test_the_publisher_of_the_release_is_followed(places: tuple[str, str]) -> None:
+    """Live, and what was lost by asking again: its own publisher, unmodified."""
+    release = pytest.importorskip("vllm.distributed.kv_events")
+    theirs = release.ZmqEventPublisher(0, *places)
+    stored = {"block_size": 1, "lora_id": None, "medium": "GPU", "lora_name": None}
+
+    def publish(name: int) -> None:
+        event = release.BlockStored([name], None, [0], **stored)
+        theirs.publish(release.KVEventBatch(ts=0.0, events=[event]))
+
+    try:
+        for name in range(5):
+            publish(name)
+        time.sleep(0.5)  # nobody listens yet
+        with sockets.Subscriber(*places, timeout_s=5) as subscriber:
+            end = time.monotonic() + 5
+            while not subscriber.poll(0.2) and time.monotonic() < end:
+                publish(9)
+            assert not subscriber.mirror.is_whole
+            subscriber.ask_for_missing()
+            assert subscriber.heal()
+            assert [subscriber.mirror.count(name) for name in range(5)] == [1] * 5
+            assert subscriber.mirror.count(9) >= 1
+    finally:
+        theirs.shutdown()
+
+
+def test_what_we_publish_is_read_as_the_release_reads_it(places: tuple[str, str]) -> None:
+    """By its own classes, and the frames that its subscribers take apart."""
+    release = pytest.importorskip("vllm.distributed.kv_events")
+    msgspec = pytest.importorskip("msgspec")
+    stream = zmq.Context.instance().socket(zmq.SUB)
+    stream.setsockopt(zmq.SUBSCRIBE, b"kv")
+    try:
+        with sockets.Publisher(*places, topic="kv") as publisher:
+            stream.connect(places[0])
+            end = time.monotonic() + 5
+            while not stream.poll(100) and time.monotonic() < end:
+                seq = publisher.publish(BATCHES[0])
+            topic, number, payload = stream.recv_multipart()
+            read = msgspec.msgpack.decode(payload, type=release.KVEventBatch)
+            assert topic == b"kv"
+            assert int.from_bytes(number, "big") <= seq
+            assert read.events[0].block_hashes == [1, 2]
+            assert read.data_parallel_rank == 0
+    finally:
+        stream.close(linger=0)

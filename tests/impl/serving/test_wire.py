@@ -1,0 +1,269 @@
+"""Wire: what an engine tells of blocks, in vLLM's bytes, and whoever reads it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from blockstep.impl.host import HostEngine
+from blockstep.impl.serving.journal import Journal
+from blockstep.impl.serving.mirror import Mirror
+from blockstep.impl.serving.wire import (
+    Batch,
+    BlockHash,
+    Cleared,
+    KeyDigests,
+    Removed,
+    Stored,
+    WireWriter,
+    get_extra_keys,
+    read_batch,
+    write_batch,
+)
+from blockstep.spec.vocabulary import (
+    AllBlocksCleared,
+    BlockKey,
+    BlockRemoved,
+    BlockStored,
+    Commit,
+    Config,
+    Event,
+    KVEvent,
+    Outputs,
+    Plan,
+    Request,
+    Reset,
+    ResetDone,
+    RowTokens,
+    Schedule,
+    Submit,
+)
+
+FIRST = BlockKey(None, (1, 2), "x", "s", (("cat", -1),))
+SECOND = BlockKey(FIRST, (3, 300), "x")
+TOLD: tuple[KVEvent, ...] = (
+    BlockStored((FIRST, SECOND), None, (1, 2, 3, 300), 2, "x"),
+    BlockStored((SECOND,), FIRST, (3, 300), 2, "x"),
+    BlockRemoved((FIRST,)),
+    AllBlocksCleared(),
+)
+
+
+def by_index(key: BlockKey) -> bytes:
+    """A digest that says where a block is."""
+    return bytes(24) + bytes([255, 1, 2, 3, 4, 5, 6, key.index])
+
+
+def write_told(*, is_short: bool = True) -> bytes:
+    writer = WireWriter(by_index, is_short=is_short, lora_ids={"x": 7}, rank=3)
+    return writer.write(TOLD, 1.5)
+
+
+def test_bytes_are_those_of_the_release() -> None:
+    """Made by `vllm.distributed.kv_events` of 0.19.1 from the same fields."""
+    assert write_told().hex() == SHORT
+    assert write_told(is_short=False).hex() == LONG
+
+
+SHORT = (
+    "93cb3ff80000000000009499ab426c6f636b53746f72656492cfff01020304050600cfff01020304050601c0"
+    "94010203cd012c0207a3475055a1789293a17892a3636174ffa17391a17899ab426c6f636b53746f72656491"
+    "cfff01020304050601cfff010203040506009203cd012c0207a3475055a1789191a17893ac426c6f636b5265"
+    "6d6f76656491cfff01020304050600a347505591b0416c6c426c6f636b73436c656172656403"
+)
+LONG = (
+    "93cb3ff80000000000009499ab426c6f636b53746f72656492c4200000000000000000000000000000000000"
+    "00000000000000ff01020304050600c420000000000000000000000000000000000000000000000000ff0102"
+    "0304050601c094010203cd012c0207a3475055a1789293a17892a3636174ffa17391a17899ab426c6f636b53"
+    "746f72656491c420000000000000000000000000000000000000000000000000ff01020304050601c4200000"
+    "00000000000000000000000000000000000000000000ff010203040506009203cd012c0207a3475055a17891"
+    "91a17893ac426c6f636b52656d6f76656491c420000000000000000000000000000000000000000000000000"
+    "ff01020304050600a347505591b0416c6c426c6f636b73436c656172656403"
+)
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_the_release_writes_the_same(is_short: bool) -> None:
+    release = pytest.importorskip("vllm.distributed.kv_events")
+
+    def name(key: BlockKey) -> BlockHash:
+        digest = by_index(key)
+        return int.from_bytes(digest[-8:], "big") if is_short else digest
+
+    first, second = name(FIRST), name(SECOND)
+    extra = [("x", ("cat", -1), "s"), ("x",)]
+    more = {"block_size": 2, "lora_id": 7, "medium": "GPU", "lora_name": "x"}
+    events = [
+        release.BlockStored([first, second], None, [1, 2, 3, 300], extra_keys=extra, **more),
+        release.BlockStored([second], first, [3, 300], extra_keys=extra[1:], **more),
+        release.BlockRemoved([first], "GPU"),
+        release.AllBlocksCleared(),
+    ]
+    batch = release.KVEventBatch(ts=1.5, events=events, data_parallel_rank=3)
+    payload = msgspec.msgpack.Encoder().encode(batch)
+    assert payload == write_told(is_short=is_short)
+    read = msgspec.msgpack.decode(write_told(is_short=is_short), type=release.KVEventBatch)
+    assert read.events[0].token_ids == batch.events[0].token_ids
+    assert msgspec.msgpack.Encoder().encode(read) == payload
+
+
+def test_what_is_written_is_read_back() -> None:
+    batch = read_batch(write_told())
+    assert (batch.ts, batch.data_parallel_rank) == (1.5, 3)
+    assert [type(event) for event in batch.events] == [Stored, Stored, Removed, Cleared]
+    assert write_batch(batch) == write_told()
+
+
+def test_extra_keys_are_of_each_block_and_none_where_nothing_is_beside_its_tokens() -> None:
+    assert get_extra_keys(BlockKey(None, (1, 2)), 2) is None
+    assert get_extra_keys(SECOND, 2) == ("x",)
+    assert get_extra_keys(SECOND, 4) == ("x", ("cat", -1), "s")
+    again = BlockKey(FIRST, (3, 4), "x", items=(("cat", -3), ("dog", 1)))
+    assert get_extra_keys(again, 4) == ("x", ("cat", -1), ("dog", 3), "s")
+    embedded = get_extra_keys(BlockKey(None, (1, 2), embeds=(5, 6)), 2)
+    assert embedded is not None
+    assert len(embedded[0]) == 32
+
+
+def test_different_keys_have_different_digests() -> None:
+    digest, bare = KeyDigests(), BlockKey(None, (1, 2))
+    keys = [FIRST, SECOND, bare, BlockKey(bare, (1, 2)), BlockKey(None, (1, 2), "s")]
+    keys += [BlockKey(None, (1, 2), None, "s"), bare.in_group(1), BlockKey(None, (1,))]
+    assert len({digest(key) for key in keys}) == len(keys)
+    assert KeyDigests()(SECOND) == digest(SECOND)
+
+
+# Whoever reads it.
+
+
+def run_engine(seed: int, num_steps: int = 60) -> list[tuple[bytes, dict[BlockHash, int]]]:
+    """Batches of an engine that is short of blocks, and what is findable behind each."""
+    draw, writer, count = random.Random(seed), WireWriter(), 0
+    config = Config(num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=6)
+    engine = HostEngine(replace(config, enable_kv_cache_events=True))
+    told: list[tuple[bytes, dict[BlockHash, int]]] = []
+
+    def apply(event: Event) -> object:
+        answer = engine.apply(event)
+        if isinstance(answer, Outputs | ResetDone) and answer.kv_events:
+            shown = engine.snapshot().cached
+            findable = {writer.name(key): len(blocks) for key, blocks in shown.items()}
+            told.append((writer.write(answer.kv_events, float(len(told))), findable))
+        return answer
+
+    for _ in range(num_steps):
+        if draw.random() < 0.5:
+            prompt = tuple(draw.choice((1, 2)) for _ in range(draw.randint(1, 9)))
+            apply(Submit(Request(f"r{count}", prompt, max_tokens=draw.randint(1, 5))))
+            count += 1
+        if draw.random() < 0.05:
+            apply(Reset(reset_running_requests=True))
+        plan = apply(Schedule())
+        assert isinstance(plan, Plan)
+        if plan.rows:
+            samples = engine.frames[plan.frame_id]
+            rows = [
+                RowTokens(name, () if drafts is None else (draw.choice((1, 2)),))
+                for name, drafts in samples.items()
+            ]
+            apply(Commit(plan.frame_id, tuple(rows)))
+    return told
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_mirror_knows_what_is_findable_behind_each_batch(seed: int) -> None:
+    mirror, told = Mirror(), run_engine(seed)
+    assert any(max(findable.values(), default=0) > 1 for _, findable in told) or seed
+    for seq, (payload, findable) in enumerate(told):
+        assert mirror.take(seq, payload)
+        assert mirror.list_findable() == findable
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_who_lost_batches_holds_nothing_until_it_has_them(seed: int) -> None:
+    """Batches are dropped at random; each loss is healed from what is kept, or by a snapshot."""
+    draw = random.Random(seed)
+    journal, mirror, healed = Journal(num_kept=4), Mirror(), Counter[str]()
+    for payload, findable in run_engine(seed, 120):
+        seq = journal.append(payload)
+        if draw.random() < 0.3:
+            continue
+        if not mirror.take(seq, payload):
+            assert mirror.list_findable() == {}
+            if draw.random() < 0.5:
+                continue
+            if mirror.heal(journal.list_since(mirror.next_seq)):
+                healed["kept"] += 1
+            else:
+                assert mirror.list_findable() == {}
+                mirror.restore(*journal.take_snapshot(0.0))
+                healed["snapshot"] += 1
+        assert mirror.is_whole
+        assert mirror.list_findable() == findable
+    assert healed["kept"]
+    assert healed["snapshot"]
+
+
+def test_what_came_in_while_it_was_healed_is_passed_over() -> None:
+    told = [payload for payload, _ in run_engine(1)]
+    journal, mirror = Journal(), Mirror()
+    for payload in told[:6]:
+        journal.append(payload)
+    assert mirror.take(0, told[0])
+    assert not mirror.take(2, told[2])
+    assert mirror.heal(journal.list_since(mirror.next_seq))
+    before = mirror.list_findable()
+    assert mirror.take(3, told[3])
+    assert mirror.list_findable() == before
+    assert mirror.next_seq == 6
+
+
+def test_numbers_that_fall_are_of_an_engine_that_began_anew() -> None:
+    told = run_engine(2)
+    mirror = Mirror()
+    for seq, (payload, _) in enumerate(told[:5]):
+        mirror.take(seq, payload)
+    assert mirror.take(0, told[0][0])
+    assert mirror.list_findable() == told[0][1]
+    assert not mirror.take(4, told[4][0])
+    assert not mirror.take(2, told[2][0])
+    assert mirror.list_findable() == {}
+
+
+def test_a_snapshot_has_parents_before_what_is_behind_them() -> None:
+    first = Stored([1], None, [1, 2], 2, None, "GPU", None)
+    behind = Stored([2], 1, [3, 4], 2, None, "GPU", None)
+    journal = Journal()
+    for events in ([first, behind], [Removed([1], "GPU")], [first, first]):
+        journal.append(write_batch(Batch(0.0, list(events))))
+    next_seq, payload = journal.take_snapshot(9.0)
+    assert next_seq == 3
+    names = [e.block_hashes[0] for e in read_batch(payload).events if isinstance(e, Stored)]
+    assert names == [1, 1, 2]
+
+
+def test_blocks_of_another_medium_are_not_those_that_a_hit_finds() -> None:
+    mirror = Mirror()
+    stored = Stored([1, 2], None, [1, 2], 1, None, "CPU", None)
+    mirror.take(0, write_batch(Batch(0.0, [stored, replace_medium(stored), Removed([1], "CPU")])))
+    assert mirror.list_findable() == {1: 1, 2: 1}
+    assert mirror.count_prefix([1, 2, 3]) == 2
+    assert mirror.count_prefix([3, 1]) == 0
+
+
+def replace_medium(stored: Stored) -> Stored:
+    return msgspec.structs.replace(stored, medium="GPU")
+
+
+def test_a_batch_that_is_none_is_refused_and_nothing_is_held() -> None:
+    mirror = Mirror()
+    mirror.take(0, write_told())
+    with pytest.raises(msgspec.MsgspecError):
+        mirror.take(1, b"\xc1")
+    assert not mirror.is_whole
+    with pytest.raises(msgspec.MsgspecError):
+        Journal().append(b"\x93\x01")
