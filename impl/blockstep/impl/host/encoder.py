@@ -66,6 +66,8 @@ class EncoderCache:
         self.freeable: dict[str, None] = {}
         """Identifiers that nobody holds, next to be evicted first."""
         self.num_free = self.size
+        self.evicted: list[tuple[str, Entry]] = []
+        """In the step that is planned, by names, oldest first."""
         self.freed: list[str] = []
         """Evicted, and not announced yet."""
         self.offered: frozenset[str] = frozenset()
@@ -174,6 +176,7 @@ class EncoderCache:
         needed = sum(request.items[i].num_embeds for i in chosen.inputs + chosen.external)
         for name in chosen.evicted:  # unless the row of another made room meanwhile
             if name in brought or self.num_free < needed:
+                self.evicted.append((name, self.entries[name]))
                 self._evict(name)
         for index in chosen.inputs + chosen.external:
             item = request.items[index]
@@ -229,12 +232,26 @@ class EncoderCache:
         """What the worker has to drop, once."""
         freed = tuple(dict.fromkeys(self.freed))
         self.freed.clear()
+        self.evicted.clear()
         return freed
 
     def withdraw(self, name: str) -> None:
         """It is not brought in after all."""
         self.num_free += self.entries.pop(name).num_embeds
         self.freeable.pop(name, None)
+
+    def bring_back(self) -> None:
+        """What went last in this step returns to where it was, as far as it fits (P7, P22)."""
+        for name, entry in self.evicted[::-1]:
+            if name in self.entries:
+                continue  # it was brought in anew
+            if entry.num_embeds > self.num_free:
+                break
+            self.evicted.remove((name, entry))
+            self.freed = [gone for gone in self.freed if gone != entry.identifier]
+            self.entries[name] = entry
+            self.num_free -= entry.num_embeds
+            self.freeable = {name: None, **self.freeable}
 
     def _let_go(self, request: Request, index: int) -> None:
         name = self.name_of(request, index)

@@ -58,6 +58,7 @@ class Encodings(Core):
                 encoder.withdraw(name)
             else:
                 self._encode_for_another(name, index in chosen.inputs, step)
+        encoder.bring_back()
 
     def _encode_for_another(self, name: str, is_input: bool, step: Step) -> None:
         """The first row that has found an item brings it in."""

@@ -1,4 +1,4 @@
-"""A session that gives its blocks up begins anew, with its items ahead of it."""
+"""Items of an encoder, where rows are taken back and sessions begin anew."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from blockstep.spec.vocabulary import (
     MultiModalItem,
     NewRow,
     Plan,
+    Policy,
     Request,
     RowTokens,
     Schedule,
+    SpecMethod,
     StreamingUpdate,
     Submit,
 )
@@ -48,8 +50,8 @@ def test_who_gave_its_blocks_up_may_stop_before_an_item_that_it_had() -> None:
         plan = apply(run, Schedule())
         assert plan is not None
         apply(run, Commit(plan.frame_id, (RowTokens("D", tokens),)))
-    items = (MultiModalItem(DOG, 1, 1), MultiModalItem(OWL, 2, 3), MultiModalItem(DOG, 5, 1))
-    apply(run, Submit(Request("G", (1,) * 11, max_tokens=1, items=items)))
+    others = (MultiModalItem(DOG, 1, 1), MultiModalItem(OWL, 2, 3), MultiModalItem(DOG, 5, 1))
+    apply(run, Submit(Request("G", (1,) * 11, max_tokens=1, items=others)))
     plan = apply(run, Schedule())
     assert plan is not None
     apply(run, Commit(plan.frame_id, (RowTokens("G", ()),)))
@@ -59,3 +61,31 @@ def test_who_gave_its_blocks_up_may_stop_before_an_item_that_it_had() -> None:
     (row,) = plan.new
     assert isinstance(row, NewRow)
     assert (row.request_id, row.num_computed_tokens, row.num_scheduled_tokens) == ("D", 0, 1)
+
+
+def test_what_made_room_for_a_row_that_was_taken_back_returns() -> None:
+    config = Config(
+        num_blocks=5,
+        block_size=2,
+        policy=Policy.PRIORITY,
+        max_model_len=64,
+        enable_prefix_caching=False,
+        spec_method=SpecMethod.DRAFT_MODEL,
+        num_speculative_tokens=1,
+        max_frames_in_flight=3,
+        async_scheduling=True,
+        encoder_compute_budget=1,
+        encoder_cache_size=1,
+    )
+    run = LockStep.start(config, load_engine("host"))
+    items = (MultiModalItem(CAT, 0, 1), MultiModalItem(DOG, 1, 1), MultiModalItem(OWL, 2, 1))
+    apply(run, Submit(Request("A", (0,) * 4, max_tokens=1, items=items)))
+    apply(run, Schedule())
+    apply(run, Submit(Request("B", (0,), max_tokens=2, priority=-1)))
+    apply(run, Schedule())
+    plan = apply(run, Schedule())
+    assert plan is not None
+    assert (plan.preempted_req_ids, plan.free_encoder_mm_hashes) == (("A",), ())
+    encoder = run.spec.snapshot().encoder
+    assert encoder is not None
+    assert encoder.freeable == (DOG,)
