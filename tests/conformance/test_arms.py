@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,8 @@ from blockstep.spec.vocabulary import (
     OutputRow,
     Outputs,
     Plan,
+    Rejected,
+    Request,
     config_problems,
 )
 
@@ -30,6 +34,50 @@ def test_a_clean_engine_answers_alike_in_every_arm(engine: str) -> None:
     assert result.contrast is None
     assert set(result.num_compared) == {arm.name for arm in ARMS}
     assert min(result.num_compared.values()) > 50
+
+
+class Listening(load_engine("host")):  # type: ignore[misc]
+    """Counts what it is asked, and how often it says yes."""
+
+    taken: Counter[str] = Counter()  # noqa: RUF012
+
+    def apply(self, event: Event) -> Observation:
+        answer: Observation = super().apply(event)
+        self.taken[type(event).__name__] += not isinstance(answer, Rejected)
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("feature", "event"),
+    [
+        ("adapters", "Submit"),
+        ("masks", "GrammarBitmask"),
+        ("sessions", "StreamingUpdate"),
+        ("encoder", "Submit"),
+    ],
+)
+def test_what_requests_bring_is_brought_in_every_arm(feature: str, event: str) -> None:
+    Listening.taken.clear()
+    result = compare_arms(CheckOptions(with_features=(feature,)), Listening, 16)
+    assert (result.contrast, result.fault, result.num_endless) == (None, None, 0)
+    assert min(result.num_compared.values()) > 30
+    assert Listening.taken[event] > 100
+
+
+class ForgetsChunks(load_engine("host")):  # type: ignore[misc]
+    """With prefix caching a session goes on as if it had said nothing yet."""
+
+    def _go_on(self, slot: int, update: Request) -> None:
+        if self.config.enable_prefix_caching:
+            update = replace(update, prompt_token_ids=update.prompt_token_ids[:1])
+        super()._go_on(slot, update)
+
+
+def test_a_session_that_goes_on_otherwise_makes_two_arms_differ() -> None:
+    result = compare_arms(CheckOptions(with_features=("sessions",)), ForgetsChunks, 60)
+    assert result.contrast is not None
+    assert result.contrast.arm == "caching"
+    assert any(request.resumable for request in result.contrast.requests)
 
 
 @pytest.mark.parametrize(

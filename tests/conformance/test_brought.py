@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from blockstep.conformance.lockstep.runs import run_program
-from blockstep.conformance.protocol.program import Answer, Program
-from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.protocol.program import Action, Answer, Hostile, Mask, Program, Propose
+from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.spec.vocabulary import (
+    Abort,
     Config,
+    Grammar,
+    GrammarBitmask,
+    GrammarReady,
     GroupKind,
     KVGroup,
     MambaCacheMode,
     MultiModalItem,
+    Policy,
     Request,
     Schedule,
+    SpecMethod,
     StreamingUpdate,
     Submit,
 )
@@ -54,3 +60,105 @@ def test_a_prompt_ends_before_an_item_that_cannot_be_made_yet_without_chunking()
     run, findings = run_program(Program(config, actions), SpecEngine)
     assert findings == []
     assert run.num_events == len(actions)
+
+
+def test_a_session_that_gave_its_blocks_away_waits_for_its_item_again() -> None:
+    """What B leaves of the compute does not make it, though A had computed once."""
+    config = Config(
+        num_blocks=19,
+        block_size=2,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=64,
+        policy=Policy.PRIORITY,
+        enable_prefix_caching=False,
+        enable_chunked_prefill=False,
+        spec_method=SpecMethod.DRAFT_MODEL,
+        num_speculative_tokens=4,
+        max_frames_in_flight=2,
+        async_scheduling=True,
+        groups=(KVGroup(GroupKind.FULL, 2),) * 3,
+        encoder_compute_budget=4,
+        encoder_cache_size=4,
+        disable_chunked_mm_input=True,
+        is_encoder_decoder=True,
+    )
+    cat, dog = MultiModalItem("cat", 0, 4), MultiModalItem("dog", 0, 1)
+    actions = (
+        Submit(Request("A", (0, 0, 0), max_tokens=2, items=(cat,), resumable=True)),
+        Schedule(),
+        StreamingUpdate(Request("A", (0,), max_tokens=1, resumable=True)),
+        Answer(),
+        Schedule(),
+        Answer(),
+        Submit(Request("B", (0,), max_tokens=1, items=(dog,), priority=-13)),
+        Schedule(),
+    )
+    run, findings = run_program(Program(config, actions), SpecEngine)
+    assert findings == []
+    assert run.num_events == len(actions)
+    assert run.witnesses["encoder_beside_waits"] == 1
+
+
+def test_who_ends_behind_a_mask_that_knew_none_of_its_drafts_has_sampled_a_token() -> None:
+    """No mask is made for it any more, so the drafts that were not told stay cut."""
+    config = Config(
+        num_blocks=20,
+        block_size=1,
+        max_model_len=16,
+        max_num_batched_tokens=16,
+        spec_method=SpecMethod.NGRAM,
+        num_speculative_tokens=2,
+        max_frames_in_flight=2,
+        async_scheduling=True,
+    )
+    held = Request("A", (0,), max_tokens=8, structured_output=True, grammar=Grammar((((1, 0),),)))
+    actions = (
+        Submit(held),
+        GrammarReady("A"),
+        Propose(((2, 2),)),
+        Schedule(),
+        Schedule(),
+        Mask(0),
+        Answer(),
+        Hostile(GrammarBitmask(1)),
+        Abort(("A",)),
+        Answer(),
+    )
+    run, findings = run_program(Program(config, actions), SpecEngine)
+    assert findings == []
+    assert run.witnesses["rejected_bad_result"] == 0
+    assert run.plans == []
+
+
+def test_what_was_evicted_for_a_row_that_is_taken_back_is_there_again() -> None:
+    """A takes the block of B in the step in which B has evicted its first item for its second."""
+    config = Config(
+        num_blocks=4,
+        block_size=2,
+        max_num_batched_tokens=8,
+        max_model_len=8,
+        policy=Policy.PRIORITY,
+        enable_prefix_caching=False,
+        long_prefill_token_threshold=1,
+        max_frames_in_flight=4,
+        async_scheduling=True,
+        encoder_compute_budget=1,
+        encoder_cache_size=1,
+    )
+    items = (MultiModalItem("cat", 0, 1), MultiModalItem("dog", 3, 1))
+    actions: tuple[Action, ...] = (
+        Submit(Request("B", (0, 0, 0, 0), max_tokens=1, items=items)),
+        Schedule(),
+        Submit(Request("A", (0,), max_tokens=2)),
+        Schedule(),
+        Schedule(),
+        Schedule(),
+    )
+    for engine in (SpecEngine, load_engine("host")):
+        run, findings = run_program(Program(config, actions), engine)
+        assert findings == []
+        plan = run.last_plan
+        assert plan is not None
+        assert plan.preempted_req_ids == ("B",)
+        assert plan.free_encoder_mm_hashes == ()

@@ -243,7 +243,7 @@ def test_a_digest_speaks_of_every_field_of_a_state() -> None:
         "last_stop_token_id",
         "rows", "draft_token_ids", "samples", "is_dropped", "num_in_doubt", "has_mask", "is_masked",
         "has_structured_output",
-        "ref_counts", "free_queue", "cached",
+        "ref_counts", "free_queue", "cached", "kv_events",
         "state", "reasoning_ended",
         "encoder", "size", "entries", "freeable", "offered", "freed", "num_embeds", "holders",
     }  # fmt: skip

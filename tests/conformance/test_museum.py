@@ -105,6 +105,8 @@ def test_every_exhibit_can_be_built_and_runs(name: str) -> None:
     config = Config(num_blocks=8)
     if EXHIBITS[name].takes_groups:
         config = replace(config, groups=(KVGroup(GroupKind.FULL, 16),))
+    if EXHIBITS[name].takes == "encoder":
+        config = replace(config, encoder_compute_budget=4, encoder_cache_size=4)
     if EXHIBITS[name].takes == "events":
         config = replace(config, enable_kv_cache_events=True)
     engine = build(name)(config)

@@ -35,7 +35,7 @@ from blockstep.conformance.search.score import ScoreResult, play_scored, score
 from blockstep.impl.host import HostEngine
 from blockstep.spec import Config, Request, Schedule, SpecMethod, Submit
 from blockstep.spec.profiles import SPARING
-from blockstep.spec.vocabulary import Event, GrammarReady, Plan
+from blockstep.spec.vocabulary import Event, GrammarReady, Observation, Plan
 
 SHORT, BROKEN, HANGING = (
     f"equivalent_engines:{name}" for name in ("ShortSimulator", "Broken", "Hanging")
@@ -102,6 +102,35 @@ def test_the_shrunk_program_differs_again(result: ScoreResult) -> None:
         assert first.shrunk is not None
         run, _ = score_program(first.shrunk.program, ShortSimulator)
         assert run.differing(aspect) == list(first.shrunk.findings)
+
+
+class Listening(SpecEngine):
+    """Remembers what it was asked."""
+
+    asked: set[str] = set()  # noqa: RUF012
+
+    def apply(self, event: Event) -> Observation:
+        self.asked.add(type(event).__name__)
+        return super().apply(event)
+
+
+@pytest.mark.parametrize(
+    ("feature", "events"),
+    [
+        ("masks", {"GrammarBitmask", "GrammarFailed"}),
+        ("sessions", {"StreamingUpdate"}),
+        ("encoder", {"EncoderOffer", "EncoderReset"}),
+    ],
+)
+def test_what_requests_bring_is_brought_to_both_sides(feature: str, events: set[str]) -> None:
+    Listening.asked.clear()
+    for index in range(4):
+        options = CheckOptions(preset="tiny", with_features=(feature,))
+        run, _, findings = play_scored(options, index, Listening)
+        assert findings == []
+        assert not run.reference.live
+        assert all(it.agreed == it.total for it in run.tallies().values())
+    assert events <= Listening.asked
 
 
 @pytest.mark.parametrize(

@@ -273,6 +273,20 @@ def test_who_waits_with_its_blocks_goes_first() -> None:
     assert told.request("A").output_token_ids == (7,)  # by its chunk's max_tokens it goes on
 
 
+@needs_newest
+def test_a_session_with_one_token_to_compute_is_padded_past_the_threshold_and_declined() -> None:
+    drafts: dict[str, Any] = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 1}
+    told = Told(v.Config(num_blocks=9, block_size=4, long_prefill_token_threshold=1, **drafts))
+    told.submit("A", 1, 2, max_tokens=1, resumable=True)
+    told.plan()
+    told.commit(0, A=(7,))
+    told.update("A", 3)
+    told.submit("B", 1, 2)  # the threshold binds nobody who is alone
+    assert "threshold" in told.declines(v.Schedule())
+    with pytest.raises(AssertionError):
+        told.plan()
+
+
 @needs_sessions
 def test_a_chunk_that_changes_its_place_in_a_heap_is_declined_for_nobody_sorts_it() -> None:
     told = Told(v.Config(num_blocks=20, policy=v.Policy.PRIORITY))
@@ -594,6 +608,18 @@ def has_encoder(budget: int, size: int, **fields: Any) -> Told:
 
 TEXT = tuple(range(1, 13))
 """Of twelve tokens."""
+
+
+@needs_encoder
+def test_a_request_holds_an_item_once_or_once_for_each_of_its_places() -> None:
+    told = has_encoder(8, 8, max_num_batched_tokens=4)
+    told.submit("A", *TEXT, items=(shows("cat", 1, 2), shows("cat", 3, 2)))
+    told.plan()
+    encoder = told.state.encoder
+    assert encoder is not None
+    is_newest = RELEASE is not None and RELEASE.version == TRIED[-1]
+    each = ("A", "A") if is_newest else ()  # it lets go behind the first place
+    assert [entry.holders for entry in encoder.entries] == [each]
 
 
 @needs_encoder

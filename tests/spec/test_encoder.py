@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from groups_support import recurrent
 
 from blockstep.spec import (
     Config,
@@ -499,3 +500,77 @@ def test_a_chunk_may_not_give_an_identifier_another_size() -> None:
     with pytest.raises(RejectedEvent, match="item 'c' at 0 has 1 embeddings, and 2 elsewhere"):
         oracle.update(replace(request("S", "c"), resumable=True))
     oracle.update(replace(request("S", "cc"), resumable=True))
+
+
+def test_who_waits_for_a_fresh_state_holds_no_item() -> None:
+    quirks = (Quirk.FRESH_STATES_ARE_WAITED_FOR, Quirk.ASKING_EVICTS_AND_HOLDS)
+    oracle = oracle_of(*quirks, groups=(recurrent(1),))
+    oracle.submit(request("A", "c", max_tokens=1))
+    oracle.submit(request("B", "t", max_tokens=1))
+    oracle.submit(request("B2", "tc", max_tokens=1))
+    assert amounts(step(oracle)) == {"A": 1, "B": 1}
+    assert holders(oracle) == {"c": ()}
+
+
+# What 0.33.0 does otherwise.
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_items_held_until_the_answer(quirk: bool) -> None:
+    oracle = oracle_of(*([Quirk.ITEMS_HELD_UNTIL_THE_ANSWER] if quirk else []))
+    oracle.submit(request("A", "cct"))
+    plan = oracle.schedule()
+    assert holders(oracle) == {"c": ("A",) if quirk else ()}
+    oracle.commit(plan, {"A": [5]})
+    assert holders(oracle) == {"c": ()}
+
+
+def test_an_item_is_held_until_what_may_be_rejected_behind_it_is_answered() -> None:
+    ahead: dict[str, Any] = {"async_scheduling": True, "max_frames_in_flight": 2}
+    oracle = oracle_of(Quirk.ITEMS_HELD_UNTIL_THE_ANSWER, max_num_batched_tokens=2, **ahead)
+    oracle.submit(request("A", "cctdd"))
+    plans = [oracle.schedule(), oracle.schedule()]
+    assert holders(oracle) == {"c": ("A",), "d": ("A",)}
+    oracle.commit(plans[0], {})
+    assert holders(oracle) == {"c": (), "d": ("A",)}
+    plans.append(oracle.schedule())
+    oracle.commit(plans[1], {})
+    oracle.commit(plans[2], {"A": [5]})
+    assert holders(oracle) == {"c": (), "d": ("A",)}, "one token is still promised"
+    oracle.commit(oracle.schedule(), {"A": [5]})
+    assert holders(oracle) == {"c": (), "d": ()}
+    assert get_broken_invariants(oracle.state) == ()
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, 2), (True, 3)])
+def test_head_reads_what_has_no_room(quirk: bool, expected: int) -> None:
+    quirks = [Quirk.HEAD_READS_WHAT_HAS_NO_ROOM] if quirk else []
+    oracle = oracle_of(*quirks, encoder_compute_budget=2, **HEAD)
+    oracle.submit(request("A", "cctdd"))
+    assert amounts(step(oracle)) == {"A": expected}
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_whole_items_are_never_begun(quirk: bool) -> None:
+    oracle = oracle_of(
+        *([Quirk.WHOLE_ITEMS_ARE_NEVER_BEGUN] if quirk else []),
+        disable_chunked_mm_input=True,
+        max_num_batched_tokens=4,
+    )
+    oracle.submit(request("A", "ttt"))
+    oracle.submit(request("B", "cct"))
+    assert amounts(step(oracle)) == ({"A": 3} if quirk else {"A": 3, "B": 1})
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_without_items_passed_over(quirk: bool) -> None:
+    oracle = oracle_of(
+        *([Quirk.WITHOUT_ITEMS_PASSED_OVER] if quirk else []),
+        encoder_cache_size=3,
+        long_prefill_token_threshold=2,
+    )
+    oracle.submit(request("A", "ccc"))
+    oracle.submit(request("B", "dd"))
+    oracle.submit(request("C", "t"))
+    assert amounts(step(oracle)) == ({"A": 2, "C": 1} if quirk else {"A": 2})
+    assert oracle.state.skipped_waiting == (("B",) if quirk else ())

@@ -229,9 +229,22 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.SELF_VICTIM_LETS_OTHERS_RUN,
                 Quirk.DRAFTS_PUBLISH_AT_COMMIT,
                 Quirk.SESSIONS_GO_BACK_BLINDLY,
+                Quirk.ITEMS_HELD_UNTIL_THE_ANSWER,
+                Quirk.HEAD_READS_WHAT_HAS_NO_ROOM,
+                Quirk.WHOLE_ITEMS_ARE_NEVER_BEGUN,
+                Quirk.WITHOUT_ITEMS_PASSED_OVER,
             }
         ),
-        frozenset({Quirk.SESSIONS_KEEP_WHAT_IS_COMPUTED, Quirk.ADAPTERS_OF_ROWS_ONLY}),
+        frozenset(
+            {
+                Quirk.SESSIONS_KEEP_WHAT_IS_COMPUTED,
+                Quirk.ADAPTERS_OF_ROWS_ONLY,
+                Quirk.PLACES_OF_ITEMS_ARE_ONE,
+                Quirk.HEAD_READS_AHEAD_OF_THE_ENCODER,
+                Quirk.HEAD_NEVER_BEGINS_A_WHOLE_ITEM,
+                Quirk.REMADE_ITEMS_ARE_DROPPED,
+            }
+        ),
     ),
 )
 """Releases of vLLM that changed a quirk, oldest first: those that came, and those that went."""

@@ -144,6 +144,14 @@ class Rules:
     """Whether a chunk reads of an item: (.., computed, tokens, tokens read ahead)."""
     is_item_split: Callable[[MultiModalItem, int, int, int], bool]
     """Whether a chunk is to end before an item of which it would compute a part, likewise."""
+    begins_what_is_there: bool = True
+    """Whether a chunk may end within an item that is there already."""
+    ends_before_the_head: bool = True
+    """Whether a chunk that ends before an item without room has no draft head read of it."""
+    passes_over_without_items: bool = False
+    """Whether who waits and gets no token for want of an item is passed over."""
+    free_read_items: Callable[[Encoder, RequestState, int], Encoder] = as_is
+    """Let items go with an answer: (.., request, rejected drafts). A plan has done so."""
     asks_room_first: bool = False
     """Whether room is made for an item before it is seen whether the chunk reads of it."""
     external_costs_compute: bool = False

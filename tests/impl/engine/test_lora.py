@@ -87,7 +87,8 @@ def test_columns_add_what_each_adapter_adds(model: Any, shape: ModelConfig, tmp_
 def test_all_linear_and_excluded_modules_are_what_peft_means(
     model: Any, shape: ModelConfig, tmp_path: Path
 ) -> None:
-    config = {"target_modules": "all-linear", "exclude_modules": ["up_proj", "0.mlp.down_proj"]}
+    excluded = ["up_proj", "0.mlp.down_proj", "proj"]  # whole names only: the last is none
+    config = {"target_modules": "all-linear", "exclude_modules": excluded}
     pattern = (
         r"model\.layers\.(0\.(self_attn\.._proj|mlp\.gate_proj)"
         r"|1\.(self_attn\.._proj|mlp\.(gate|down)_proj))"

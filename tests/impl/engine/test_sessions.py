@@ -142,7 +142,9 @@ def say(llm: LLM, prompt: list[int], **params: Any) -> tuple[int, ...]:
 def test_an_answer_tells_what_it_was_said_to(llm: LLM) -> None:
     with llm.open_session([2, 3, 4], SamplingParams(max_tokens=4)) as session:
         first = session.receive()
+        assert not llm.has_unfinished_requests
         session.send([5, 6])
+        assert llm.has_unfinished_requests
         second = session.receive()
         assert session.is_open
     assert not session.is_open

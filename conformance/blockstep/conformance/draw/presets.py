@@ -201,7 +201,7 @@ def _draw_late(swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], 
             config = replace(config, max_loras=draw.choice((1, 1, 2)))
         elif feature is ENCODER:
             config = draw_encoder(config, draw)
-            if CACHING.name not in wish.always and draw.chance(25):
+            if CACHING.name not in wish.always and draw.chance(20):
                 has_groups = GROUPS.name not in wish.never and takes(GROUPS)
                 config = draw_beside(config, draw, has_groups)
                 drawn |= {GROUPS.name} if has_groups else set()

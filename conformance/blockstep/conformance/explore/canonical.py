@@ -23,7 +23,16 @@ from blockstep.conformance.explore.world import World
 from blockstep.spec.beside.encoder import Encoder
 from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.state import State
-from blockstep.spec.vocabulary import BlockKey, PauseState, RequestId, Status, TokenId, TokenIds
+from blockstep.spec.vocabulary import (
+    AllBlocksCleared,
+    BlockKey,
+    KVEvent,
+    PauseState,
+    RequestId,
+    Status,
+    TokenId,
+    TokenIds,
+)
 
 Form: TypeAlias = tuple[Any, ...]
 """Nested tuples of ints and strings."""
@@ -77,6 +86,8 @@ class Canonicaliser:
             _NO_KEY if key is None else self._content(key)
             for key in (pool.block_keys[block_id] for block_id in places)
         ]
+        told = pool.kv_events or ()
+        contents += [self._content(key) for event in told for key in _get_keys(event)]
         frames: Form = tuple(
             tuple(
                 (labels[row.request_id], row.draft_token_ids, *_get_flags(frame, row))
@@ -97,6 +108,7 @@ class Canonicaliser:
             frames,
             *(tuple(sorted(labels[name] for name in names)) for names in _get_sets(state)),
             *_encoder_form(state.encoder, labels),
+            *((type(event).__name__, len(_get_keys(event))) for event in told),
         )
 
     def _label(self, state: State) -> dict[RequestId, tuple[int, int]]:
@@ -170,6 +182,11 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
         *_get_more(request.stand.state, request.stand.reasoning_ended, request.junction),
         *_session_form(request),
     )
+
+
+def _get_keys(event: KVEvent) -> tuple[BlockKey, ...]:
+    """The blocks that an event is about; whatever else it says follows from them."""
+    return () if isinstance(event, AllBlocksCleared) else event.keys
 
 
 def _get_flags(frame: Frame, row: FrameRow) -> tuple[int, ...]:

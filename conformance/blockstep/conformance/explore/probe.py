@@ -7,11 +7,13 @@ history say nothing here: who was preempted since when, and what a reset came be
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from blockstep.conformance.engine import Capability, Engine, Equivalence, Renamed, SamePlans
 from blockstep.conformance.judge.automaton import Automaton
+from blockstep.conformance.judge.follower import Follower
 from blockstep.conformance.judge.properties import Ledger, Step, check_step
 from blockstep.conformance.judge.properties.ledger import FlightRow
 from blockstep.conformance.judge.properties.life import Life
@@ -105,7 +107,24 @@ def get_ledger(state: State) -> Ledger:
     ledger.ended = set(state.finished_req_ids)
     ledger.scheduled = set(state.prev_scheduled_req_ids)
     ledger.pause_state = state.pause_state
+    ledger.follower = _get_follower(state)
     return ledger
+
+
+def _get_follower(state: State) -> Follower:
+    """What the log has told so far: what is findable, but for what is still to be told."""
+    cached, untold = state.pool.cached, state.pool.kv_events
+    copies = Counter[v.BlockKey]()
+    if untold is not None:
+        copies.update({key: len(blocks) for key, blocks in cached.items()})
+    for event in untold or ():
+        if isinstance(event, v.BlockStored):
+            copies.subtract(event.keys)
+        elif isinstance(event, v.BlockRemoved):
+            copies.update(event.keys)
+        else:
+            copies = Counter()  # by a quirk: whatever it was before that
+    return Follower(+copies)
 
 
 class StateMemo:

@@ -43,6 +43,7 @@ _RANKED: dict[str, Any] = {"policy": v.Policy.PRIORITY}
 _UNRESERVED: dict[str, Any] = {"scheduler_reserve_full_isl": False}
 _UNCACHED: dict[str, Any] = {"enable_prefix_caching": False}
 _AHEAD: dict[str, Any] = {"max_frames_in_flight": 2, "async_scheduling": True}
+_TOLD: dict[str, Any] = {"enable_kv_cache_events": True}
 _WINDOW = v.KVGroup(v.GroupKind.SLIDING_WINDOW, 1, sliding_window=2)
 _FULL = v.KVGroup(v.GroupKind.FULL, 1)
 _FULL_OF_2 = v.KVGroup(v.GroupKind.FULL, 2)
@@ -325,6 +326,15 @@ _TABLE = (
         v.Config(2, 2, 2, 4, 2, **_UNCACHED, **_encoder(1, 1)),
         (_a(1, 1, items=(_item("x", 0),)), _b(1, 1, items=(_item("x", 0),))),
         expected=Counts(13, 24, 36, 6)),
+    World("told", "a log of blocks: two alike, two plans in flight, both resets between",
+        v.Config(5, 1, 2, 2, 3, **_AHEAD, **_TOLD), (_a(2, 1), _b(2, 1)),
+        aborts=True, resets=_BOTH, expected=Counts(528, 3_190, 2_641, 15)),
+    World("marked", "a log of blocks, of which only those at the end of a chunk keep a state",
+        v.Config(8, 1, 1, 3, 7, groups=(_states(1, v.MambaCacheMode.ALIGN),), **_TOLD),
+        (_a(6, 1),), expected=Counts(35, 48, 88, 22)),
+    World("retold", "PRIORITY, a log of blocks: a step takes back what it has told",
+        v.Config(5, 1, 2, 4, 6, long_prefill_token_threshold=1, **_RANKED, **_UNRESERVED, **_TOLD),
+        (_a(3, 2, priority=1), _b(1, 3)), expected=Counts(144, 210, 630, 18)),
     World("tokens", "FCFS with caching: three tokens to sample, two of them alike, both resets",
         v.Config(5, 2, 3, 3, 6), (_a(3, 3), _b(2, 3)),
         vocabulary=(0, 1, 2), aborts=True, resets=_BOTH,

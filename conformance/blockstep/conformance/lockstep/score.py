@@ -181,8 +181,11 @@ class ScoreRun:
         grammars = [name for name, request in live.items() if request.structured_output]
         fill = (v.Schedule(),) * (self.config.max_frames_in_flight - 1)
         start: list[Action | None] = [self.fit(v.SetPause(v.PauseState.UNPAUSED))]
-        start += [*(v.GrammarReady(name) for name in grammars), Answer(), *fill]
-        num_left = drain_bound(live)
+        start += [v.GrammarReady(name) for name in grammars]
+        sessions = {**self.engine.sessions, **self.reference.sessions}
+        start += [v.StreamingUpdate(v.Request(name, (0,))) for name in sessions]
+        start += [Answer(), *fill]
+        num_left = drain_bound(live, self.config.max_model_len, sessions)
         while start or (num_left and any(side.live for side in sides)):
             for action in start or (v.Schedule(), Answer()):
                 findings = [] if action is None else self.perform(action)

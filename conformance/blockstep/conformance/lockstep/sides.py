@@ -15,7 +15,8 @@ from typing import NamedTuple
 from blockstep.conformance.engine import Engine
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
-from blockstep.conformance.protocol.program import Action, Answer, Propose
+from blockstep.conformance.lockstep.runner import ask_mask
+from blockstep.conformance.protocol.program import Action, Answer, Mask, Propose
 from blockstep.spec import vocabulary as v
 
 
@@ -80,9 +81,14 @@ class Side(Client):
         """Do one action; None if it comes to nothing here. What the scheduler raises passes."""
         if isinstance(action, v.Schedule):
             self.steps.append(NOTHING)
+        if isinstance(action, Answer) and self._is_answered():
+            oldest = self.plans[0]
+            if oldest.has_structured_output_requests:  # its mask comes first
+                self._exchange(ask_mask(self.worker, oldest))
         event = self.resolve(action)
-        if event is None:
-            return None
+        return None if event is None else self._exchange(event)
+
+    def _exchange(self, event: v.Event) -> v.Observation:
         self.num_events += 1
         seen = self.scheduler.apply(event)
         self.last = (event, seen)
@@ -97,18 +103,29 @@ class Side(Client):
         match action:
             case v.Schedule() if self._must_answer():
                 return None
-            case Answer() if self.plans and (not self.plans_ahead or self._must_answer()):
+            case Answer() if self._is_answered():
                 oldest = self.plans[0]
                 return v.Commit(oldest.frame_id, self.worker.answer(oldest.frame_id))
             case Propose(counts=counts):
                 return self._propose(*counts[0])
-            case v.GrammarReady(request_id=name):
+            case Mask(place=place):
+                return ask_mask(self.worker, self.plans[: place + 1][-1]) if self.plans else None
+            case v.GrammarReady(request_id=name) | v.GrammarFailed(request_id=name):
                 request = self.live.get(name)
                 return action if request is not None and request.structured_output else None
+            case v.StreamingUpdate(request=request):
+                session = self.sessions.get(request.request_id)
+                return None if session is None or session.is_closed else action
             case v.Submit() | v.Schedule() | v.Abort() | v.SetPause() | v.Reset():
+                return action
+            case v.EncoderReset() | v.EncoderOffer():
                 return action
             case _:
                 return None
+
+    def _is_answered(self) -> bool:
+        """Whether an answer is given now, where one may be."""
+        return bool(self.plans) and (not self.plans_ahead or self._must_answer())
 
     def _must_answer(self) -> bool:
         """Whether nothing can be planned before an answer."""
@@ -143,9 +160,11 @@ class Side(Client):
                         self._note_end(row.request_id, str(row.finish_reason), outputs)
             case v.Reset(reset_running_requests=True), v.ResetDone(success=True):
                 self.preempted.update(self.live)
-            case v.Abort(), v.Aborted(request_ids=names):
+            case v.Abort() | v.StreamingUpdate(), v.Aborted(request_ids=names):
                 for name in names:
                     self._note_end(name, "aborted", self.said.get(name, ()))
+            case v.GrammarFailed(request_id=name), v.Outputs():
+                self._note_end(name, str(v.FinishReason.ERROR), self.said.get(name, ()))
 
     def _note_end(self, name: v.RequestId, reason: str, outputs: v.TokenIds) -> None:
         self.endings[name] = Ending(len(self.steps), reason, outputs)

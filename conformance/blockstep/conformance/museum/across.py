@@ -79,8 +79,8 @@ class ItemMadeOnce(Defect):
         super().__init__(*args)
         self._made: set[int] = set()
 
-    def choose(self, request: Any, *args: Any) -> Any:
-        chosen = super().choose(request, *args)
+    def choose(self, request: Any, num_computed: int, num_tokens: int, budget: int) -> Any:
+        chosen = super().choose(request, num_computed, num_tokens, budget)
         if self.is_beside and id(request) in self._made:
             chosen.inputs.clear()
         return chosen

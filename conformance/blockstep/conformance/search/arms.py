@@ -12,6 +12,7 @@ shows as wrong tokens, because the worker's model goes astray when it reads any.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
@@ -32,10 +33,12 @@ from blockstep.conformance.judge.properties import ANSWER_TYPES
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.lockstep.plans import fit_worker
+from blockstep.conformance.lockstep.runner import ask_mask
 from blockstep.conformance.protocol.features import (
     ASYNC,
     DRAFTS,
     GRAMMAR,
+    MASKS,
     PIPELINE,
     Feature,
     find_lacking,
@@ -54,6 +57,8 @@ from blockstep.spec import vocabulary as v
 REQUESTS_MAX = 8
 GROWTH = 8
 """The large pool has so many times the blocks."""
+CHUNKS = 2
+"""With which a session goes on, before its client says that no more come."""
 DEPTH = 3
 """Plans in flight, where a change is to have several."""
 
@@ -207,7 +212,9 @@ def compare_arms(
 def _change(
     arm: Arm, config: v.Config, make_engine: EngineFactory, options: CheckOptions
 ) -> v.Config:
-    """The config under an arm, as the engine can be given it."""
+    """The config under an arm, as the engine can be given it; as it was where there is none."""
+    if v.config_problems(arm.change(config)):
+        return config
     changed, _ = fit_config(arm.change(config), make_engine)
     depth = min(changed.max_frames_in_flight, options.max_depth)
     is_async = changed.async_scheduling and depth > 1
@@ -240,9 +247,10 @@ def draw_workload(
     """A config and requests; everything follows from preset, seed, episode and what is taken."""
     draw = SeededDraw(f"arms/{options.preset}/{options.seed}/{episode}")
     swarm = draw_options(options, draw, make_engine)
-    # Every drawn config must still be one when an arm has changed it.
-    config = replace(swarm.config, enable_chunked_prefill=True)
-    swarm = replace(swarm, config=config, features=swarm.features - {GRAMMAR.name})
+    # Every drawn config must still be one when an arm has changed it, as far as it goes.
+    config = replace(swarm.config, enable_chunked_prefill=not swarm.config.is_encoder_decoder)
+    features = swarm.features if swarm.has(MASKS) else swarm.features - {GRAMMAR.name}
+    swarm = replace(swarm, config=config, features=features)
     count = draw.integer(2, REQUESTS_MAX)
     return swarm, tuple(
         draw_request(swarm, draw, request_name(index), index) for index in range(count)
@@ -274,11 +282,13 @@ def run_workload(
     worker = make_worker(make_engine, config, swarm)
     worker.acceptance = (0, 1, 2)
     answers: dict[v.RequestId, Answer] = {}
+    chunks: Counter[v.RequestId] = Counter()
     if Capability.REJECTION not in engine.capabilities():
         spec = SpecEngine(config)
         accepted = (not isinstance(spec.apply(v.Submit(one)), v.Rejected) for one in requests)
         requests = list(compress(requests, accepted))
     work = sum(len(request.prompt_token_ids) + request.max_tokens for request in requests)
+    work *= 1 + CHUNKS * any(request.resumable for request in requests)
     for step in range(20 + work * (1 + len(requests))):
         if step < len(requests):
             _submit(engine, client, requests[step])
@@ -290,7 +300,7 @@ def run_workload(
         client.follow(v.Schedule(), plan)
         has_rows = isinstance(plan, v.Plan) and bool(plan.rows)
         if len(client.plans) == config.max_frames_in_flight or (client.plans and not has_rows):
-            _commit(engine, worker, client, answers)
+            _commit(engine, worker, client, answers, chunks)
     return answers
 
 
@@ -333,10 +343,18 @@ def _submit(engine: Engine, client: Client, request: v.Request) -> None:
 
 
 def _commit(
-    engine: Engine, worker: Worker, client: Client, answers: dict[v.RequestId, Answer]
+    engine: Engine,
+    worker: Worker,
+    client: Client,
+    answers: dict[v.RequestId, Answer],
+    chunks: Counter[v.RequestId],
 ) -> None:
-    """Answer the oldest plan, and propose drafts for those who sampled and go on."""
+    """Answer the oldest plan, let sessions go on that rest then, and propose drafts for those who
+    sampled and go on."""
     frame_id = client.plans[0].frame_id
+    if client.plans[0].has_structured_output_requests:
+        asked = ask_mask(worker, client.plans[0])
+        worker.observe(asked, _ask(engine, asked))
     event = v.Commit(frame_id, worker.answer(frame_id))
     outputs = _ask(engine, event)
     worker.observe(event, outputs)
@@ -349,6 +367,10 @@ def _commit(
             raise BrokenError(f"outputs are delivered to {row.request_id!r}, who never came")
         said = answers[row.request_id].token_ids
         answers[row.request_id] = Answer(said + row.new_token_ids, row.finish_reason)
+    for row in outputs.rows:
+        rests = row.finish_reason is not None and row.request_id in client.sessions
+        if rests and not _go_on(engine, client, row.request_id, chunks):
+            del answers[row.request_id]  # another arm may have taken the chunk
     config = worker.config
     if config.num_speculative_tokens and not config.async_scheduling:
         count = config.num_speculative_tokens
@@ -358,6 +380,28 @@ def _commit(
         ]
         if rows:
             _ask(engine, v.Drafts(tuple(rows)))
+
+
+def _go_on(engine: Engine, client: Client, name: v.RequestId, chunks: Counter[v.RequestId]) -> bool:
+    """A session that rests has a chunk more, `CHUNKS` of them, and then ends; False if its engine
+    refuses one, which may be too long for a pool and fit another. Then it ends too."""
+    whole, length = client.live[name], min(client.live[name].max_tokens, 2)
+    chunk = replace(
+        whole,
+        prompt_token_ids=whole.prompt_token_ids[:2],
+        items=(),
+        max_tokens=length,
+        min_tokens=min(whole.min_tokens, length),
+    )
+    has_more = chunks[name] < CHUNKS and Capability.REJECTION in engine.capabilities()
+    chunks[name] += 1
+    for update in [chunk] * has_more + [v.Request(name, (0,))]:
+        event = v.StreamingUpdate(update)
+        answer = _ask(engine, event)
+        client.follow(event, answer)
+        if not isinstance(answer, v.Rejected):
+            return update is chunk or not has_more
+    return False
 
 
 def _who_takes_drafts(engine: Engine, client: Client) -> list[v.RequestId]:

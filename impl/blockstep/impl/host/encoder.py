@@ -66,10 +66,10 @@ class EncoderCache:
         self.freeable: dict[str, None] = {}
         """Identifiers that nobody holds, next to be evicted first."""
         self.num_free = self.size
-        self.evicted: list[tuple[str, Entry]] = []
-        """In the step that is planned, by names, oldest first."""
         self.freed: list[str] = []
-        """Evicted, and not announced yet."""
+        """Evicted, and not announced yet; some may have been brought in anew."""
+        self.sizes_freed: dict[str, int] = {}
+        """Embeddings of what was evicted last by a name."""
         self.offered: frozenset[str] = frozenset()
         """What a connector holds."""
 
@@ -176,13 +176,11 @@ class EncoderCache:
         needed = sum(request.items[i].num_embeds for i in chosen.inputs + chosen.external)
         for name in chosen.evicted:  # unless the row of another made room meanwhile
             if name in brought or self.num_free < needed:
-                self.evicted.append((name, self.entries[name]))
                 self._evict(name)
         for index in chosen.inputs + chosen.external:
             item = request.items[index]
             self.entries[self.name_of(request, index)] = Entry(item.identifier, item.num_embeds)
             self.num_free -= item.num_embeds
-            self.freed = [name for name in self.freed if name != item.identifier]
         for index in chosen.inputs + chosen.external + chosen.found:
             name = self.name_of(request, index)
             self.freeable.pop(name, None)
@@ -226,13 +224,15 @@ class EncoderCache:
         self.entries.clear()
         self.freeable.clear()
         self.freed.clear()
+        self.sizes_freed.clear()
         self.num_free = self.size
 
     def announce(self) -> tuple[str, ...]:
         """What the worker has to drop, once."""
-        freed = tuple(dict.fromkeys(self.freed))
+        there = {entry.identifier for entry in self.entries.values()}
+        freed = tuple([name for name in dict.fromkeys(self.freed) if name not in there])
         self.freed.clear()
-        self.evicted.clear()
+        self.sizes_freed.clear()
         return freed
 
     def withdraw(self, name: str) -> None:
@@ -241,16 +241,15 @@ class EncoderCache:
         self.freeable.pop(name, None)
 
     def bring_back(self) -> None:
-        """What went last in this step returns to where it was, as far as it fits (P7, P22)."""
-        for name, entry in self.evicted[::-1]:
+        """What was evicted last in this step, as far as there is room for it again (P7, P22)."""
+        for name in reversed(() if self.is_beside else tuple(self.freed)):
             if name in self.entries:
-                continue  # it was brought in anew
-            if entry.num_embeds > self.num_free:
-                break
-            self.evicted.remove((name, entry))
-            self.freed = [gone for gone in self.freed if gone != entry.identifier]
-            self.entries[name] = entry
-            self.num_free -= entry.num_embeds
+                continue
+            if self.sizes_freed[name] > self.num_free:
+                return
+            self.freed.remove(name)
+            self.num_free -= self.sizes_freed[name]
+            self.entries[name] = Entry(name, self.sizes_freed[name])
             self.freeable = {name: None, **self.freeable}
 
     def _let_go(self, request: Request, index: int) -> None:
@@ -268,6 +267,7 @@ class EncoderCache:
         entry = self.entries.pop(name)
         self.num_free += entry.num_embeds
         self.freed.append(entry.identifier)
+        self.sizes_freed[entry.identifier] = entry.num_embeds
 
     def snapshot(self) -> EncoderSnapshot:
         """The canonical state."""

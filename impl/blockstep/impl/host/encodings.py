@@ -44,7 +44,8 @@ class Encodings(Core):
     def _undo_encoding(self, encoder: EncoderCache, victim: int, step: Step) -> None:
         """A row was taken back: nothing is encoded for it (P4, P22).
 
-        What another row of the step has found is encoded for that one instead.
+        What another row of the step has found is encoded for that one instead. What was evicted
+        for it is there again.
         """
         request = self.table.requests[victim]
         encoder.drop(request)

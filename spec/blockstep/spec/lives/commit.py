@@ -47,12 +47,16 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
         return Rejected(RejectCode.BAD_RESULT, problem)
     # requests
     sampled = {row.request_id: row.token_ids for row in commit.sampled}
-    pool, stats = state.pool, state.stats
+    pool, encoder, stats = state.pool, state.encoder, state.stats
     requests = state.requests.to_dict()
     outputs: list[OutputRow] = []
     for row in frame.rows:
         request = requests.get(row.request_id)
         tokens = sampled[row.request_id]
+        if request is not None and encoder.size:
+            is_verified = tokens and not row.is_dropped
+            num_rejected = len(row.draft_token_ids) + 1 - len(tokens) if is_verified else 0
+            encoder = state.rules.free_read_items(encoder, request, num_rejected)
         if request is None or not tokens or row.is_dropped:
             continue
         request = get_fulfilled(state.config, request, len(row.draft_token_ids))
@@ -69,7 +73,12 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
         pool, request = publish_verified(state, pool, request)
         requests[row.request_id] = request
     state = replace(
-        state, pool=pool, requests=FrozenMap(requests), frames=state.frames[1:], stats=stats
+        state,
+        pool=pool,
+        requests=FrozenMap(requests),
+        frames=state.frames[1:],
+        stats=stats,
+        encoder=encoder,
     )
     for output in outputs:
         if output.finish_reason is not None:

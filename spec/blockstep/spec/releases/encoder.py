@@ -8,6 +8,7 @@ from dataclasses import replace
 from blockstep.spec.beside.encoder import Encoder, Holder, let_go
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
+from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import Config, MultiModalItem, Request, RequestId
 
@@ -135,6 +136,45 @@ def room_beside_grows(rules: Rules, _config: Config) -> Rules:
     return replace(rules, free_items=free_items)
 
 
+def items_held_until_the_answer(rules: Rules, _config: Config) -> Rules:
+    """An item is let go with the answer of the step that read the last of it, not with its plan."""
+
+    def free_items(encoder: Encoder, request: Request, num_computed: int | None) -> Encoder:
+        return encoder if num_computed is not None else rules.free_items(encoder, request, None)
+
+    def free_read_items(encoder: Encoder, request: RequestState, num_rejected: int) -> Encoder:
+        if not request.num_computed_tokens:
+            return encoder
+        num_in_doubt = request.num_output_placeholders or num_rejected
+        num_read = request.num_computed_tokens - num_in_doubt
+        return rules.free_items(encoder, request.request, num_read)
+
+    return replace(rules, free_items=free_items, free_read_items=free_read_items)
+
+
+def head_reads_what_has_no_room(rules: Rules, _config: Config) -> Rules:
+    """A chunk ends right before an item without room, also where a draft head reads of it."""
+    return replace(rules, ends_before_the_head=False)
+
+
+def whole_items_are_never_begun(rules: Rules, config: Config) -> Rules:
+    """A chunk ends before an item that it would split, there or not, begun with it or not."""
+
+    def is_item_split(
+        item: MultiModalItem, num_computed: int, num_new: int, num_ahead: int
+    ) -> bool:
+        del num_ahead
+        is_before = num_computed <= item.offset and not config.is_encoder_decoder
+        return is_before and num_computed + num_new < item.offset + item.length
+
+    return replace(rules, is_item_split=is_item_split, begins_what_is_there=False)
+
+
+def without_items_passed_over(rules: Rules, _config: Config) -> Rules:
+    """Who waits and gets no token for want of an item holds nobody up."""
+    return replace(rules, passes_over_without_items=True)
+
+
 STORIES = (
     QuirkStory(
         Quirk.PLACES_OF_ITEMS_ARE_ONE,
@@ -244,5 +284,44 @@ STORIES = (
         "0.19.1",
         "an encoder-decoder model, room for one item; one request with one runs for two steps: "
         "then two newcomers have theirs encoded in one step",
+    ),
+    QuirkStory(
+        Quirk.ITEMS_HELD_UNTIL_THE_ANSWER,
+        items_held_until_the_answer,
+        "an item is let go with the answer of the step that read the last of it",
+        (),
+        "not found upstream",
+        "0.33.0",
+        "a prompt of one item, all in one step: until the step is answered, the item is held",
+    ),
+    QuirkStory(
+        Quirk.HEAD_READS_WHAT_HAS_NO_ROOM,
+        head_reads_what_has_no_room,
+        "a chunk ends right before an item without room, and a draft head reads of it",
+        ("P22",),
+        "not found upstream",
+        "0.33.0",
+        "a draft head, compute for one item; a prompt of two: the first chunk ends right before "
+        "the second, which the head reads, and which is not encoded",
+    ),
+    QuirkStory(
+        Quirk.WHOLE_ITEMS_ARE_NEVER_BEGUN,
+        whole_items_are_never_begun,
+        "a chunk ends before an item that it would split, also where it begins with it",
+        ("P15",),
+        "not found upstream",
+        "0.33.0",
+        "whole items, a budget of 4; a prompt of three tokens, and one that begins with an item of "
+        "two: it is not begun with the token that is left",
+    ),
+    QuirkStory(
+        Quirk.WITHOUT_ITEMS_PASSED_OVER,
+        without_items_passed_over,
+        "who waits and gets no token for want of an item holds nobody up",
+        ("P16",),
+        "not found upstream",
+        "0.33.0",
+        "room for one item, which is held; one with another waits, and one without any behind it: "
+        "the latter is admitted",
     ),
 )

@@ -158,8 +158,10 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
         num_new = rules.get_aligned_share(config, request, num_start, num_new)
     if num_new == 0:
         process_items_refused(step, request, is_for_items=True)
-        return Verdict.NO_ROOM
+        is_passed_over = claim.num_tokens == 0 and rules.passes_over_without_items
+        return Verdict.PASSED_OVER if is_passed_over else Verdict.NO_ROOM
     if config.groups and rules.waits_for_states(step.state.pool, step.pool, unwritten, hit):
+        process_items_refused(step, request)
         return Verdict.NO_ROOM
     granted = get_slots_at_admission(step, request, num_new, hit)
     if granted is None:

@@ -80,16 +80,19 @@ def get_claim(
         is_needed = rules.is_item_needed(item, num_computed, num_new, num_ahead)
         if not is_needed and not rules.asks_room_first:
             continue
-        if item.identifier not in encoder.entries:
-            is_split = config.disable_chunked_mm_input and rules.is_item_split(
-                item, num_computed, num_new, num_ahead
-            )
-            if is_split or not has_room(encoder, rules, item):
-                num_new = compute_end_before(item.offset, num_computed, num_ahead)
-                break
-            if not is_needed:
-                encoder = evict_for(encoder, item.num_embeds)
-                continue
+        is_there = item.identifier in encoder.entries
+        may_begin = is_there and rules.begins_what_is_there
+        is_whole = config.disable_chunked_mm_input and not may_begin
+        if is_whole and rules.is_item_split(item, num_computed, num_new, num_ahead):
+            num_new = compute_end_before(item.offset, num_computed, num_ahead)
+            break
+        if not is_there and not has_room(encoder, rules, item):
+            ahead = num_ahead if rules.ends_before_the_head else 0
+            num_new = compute_end_before(item.offset, num_computed, ahead)
+            break
+        if not is_there and not is_needed:
+            encoder = evict_for(encoder, item.num_embeds)
+            continue
         holder = rules.get_item_holder((request.request_id, index), request)
         encoder = take_item(encoder, request, index, holder)
         taken.append(index)

@@ -82,6 +82,7 @@ from blockstep.spec.vocabulary.snapshot import (
     Snapshot,
     Stats,
 )
+from blockstep.spec.vocabulary.waiting import WaitingReason
 from blockstep.spec.vocabulary.wellformed import event_problem
 
 __all__ = [
@@ -151,6 +152,7 @@ __all__ = [
     "Submit",
     "TokenId",
     "TokenIds",
+    "WaitingReason",
     "config_problems",
     "event_problem",
     "item_problem",

@@ -19,7 +19,7 @@ from blockstep.spec.vocabulary.items import BrokenRule, find_encoder_rule
 MAX_INT = 2**31 - 1
 """Token ids, counts and ticks fit in 31 bits, so that an engine may keep them in int32 arrays."""
 
-LEAST_COUNTS: Final = (
+_LEAST_COUNTS: Final = (
     ("num_blocks", 2),
     ("block_size", 1),
     ("max_num_seqs", 1),
@@ -33,7 +33,7 @@ LEAST_COUNTS: Final = (
     ("encoder_cache_size", 0),
 )
 """The ints of a config, and the least that each may be."""
-FLAGS: Final = (
+_FLAGS: Final = (
     *("enable_prefix_caching", "enable_chunked_prefill", "scheduler_reserve_full_isl"),
     *("async_scheduling", "enable_in_reasoning"),
     *("disable_chunked_mm_input", "is_encoder_decoder", "enable_kv_cache_events"),
@@ -103,10 +103,10 @@ def _find_broken_rules(config: Config) -> Iterator[BrokenRule]:
 
 def _find_broken_types(config: Config) -> Iterator[BrokenRule]:
     """Every rule against the types and the least values of fields."""
-    for name, least in LEAST_COUNTS:
+    for name, least in _LEAST_COUNTS:
         if not is_count(getattr(config, name), least):
             yield name, f"must be an int from {least} to {MAX_INT}", f"use at least {least}"
-    for name in FLAGS:
+    for name in _FLAGS:
         if type(getattr(config, name)) is not bool:
             yield name, "must be a bool", "use True or False"
     if not isinstance(config.policy, Policy):

@@ -56,6 +56,7 @@ def read_encoder(scheduler: Any, known: dict[str, int]) -> v.EncoderSnapshot:
         num_free = manager.num_free_slots
         return v.EncoderSnapshot((), (), num_free, num_free, tuple(manager.to_free))
     entries = []
+    counted = getattr(manager, "request_hash_refs", {})
     known.update(manager.freeable)
     for identifier, holders in manager.cached.items():
         for name in holders if identifier not in known else ():
@@ -64,7 +65,10 @@ def read_encoder(scheduler: Any, known: dict[str, int]) -> v.EncoderSnapshot:
                     known[identifier] = feature.mm_position.get_num_embeds()
         if identifier not in known:
             raise EngineFault(f"encoder cache entry {identifier!r} is held for an item of nobody")
-        entries.append(v.EncoderEntry(identifier, known[identifier], tuple(sorted(holders))))
+        # Newer releases count each place of an item; in others who has several holds it once.
+        counts = {name: counted.get(name, {}).get(identifier, 1) for name in holders}
+        held = sorted(name for name, count in counts.items() for _ in range(count))
+        entries.append(v.EncoderEntry(identifier, known[identifier], tuple(held)))
     for gone in known.keys() - manager.cached.keys():
         del known[gone]
     return v.EncoderSnapshot(

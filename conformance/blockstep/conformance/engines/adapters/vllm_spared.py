@@ -57,6 +57,8 @@ def list_out_of_reach() -> frozenset[str]:
     resets = {name for name in WITNESSES if name.startswith("reset_forced")}
     failures = {name for name in WITNESSES if name.startswith("masks_failed")}
     priorities = {name for name in WITNESSES if name.startswith("priority")}
+    skipped = {"admission_after_skip", "grammar_skipped", "adapters_seat_taken"}
+    across = {name for name in WITNESSES if name.startswith(("encoder_across", "encoder_beside"))}
     # Without drafts nobody outgrows the pool alone, or wants more tokens than in the step before.
     drafts = {"head_drop", "block_for_lookahead_only", "all_preempted_in_flight"}
     somebody_waits = RELEASE.has_pause or RELEASE.has_plain_grammar or RELEASE.has_async
@@ -68,7 +70,7 @@ def list_out_of_reach() -> frozenset[str]:
         (not RELEASE.has_sound_priority, {*priorities, "admission_overtakes"}),
         (not RELEASE.has_forced_reset, resets | ends),
         # Seen by the queue in which they wait.
-        (not RELEASE.has_skipped_waiting, {*waits, "admission_after_skip", "grammar_skipped"}),
+        (not RELEASE.has_skipped_waiting, {*waits, *skipped}),
         (not RELEASE.has_drafts, {*drafts, "running_left_out_by_budget"}),
         (not somebody_waits, {"empty_plan_with_work"}),
         (not RELEASE.has_repetition_detection, {"stop_repetition"}),
@@ -77,7 +79,7 @@ def list_out_of_reach() -> frozenset[str]:
         (not RELEASE.has_named_embeds, {"same_tokens_other_embeds"}),
         (not RELEASE.has_mixed_groups or RELEASE.has_partial_hits, {"groups_larger_block_filled"}),
         (not RELEASE.keeps_doubtful_blocks, {"groups_block_in_doubt"}),
-        (not RELEASE.has_offers, {"encoder_item_loaded", "encoder_reset_in_use"}),
+        (not RELEASE.has_offers, {"encoder_item_loaded", "encoder_reset_in_use", *across}),
         (not RELEASE.has_group_gate, {"groups_admitted_past_its_room"}),
         (not RELEASE.has_recurrent_groups, {"groups_state_left", "groups_hit_of_a_state"}),
     ):
@@ -337,8 +339,11 @@ def _find_padding_problem(run: Run, waiting: list[VllmRequest]) -> str | None:
     num_tokens, size = 1 + config.num_speculative_tokens, config.block_size
     if 0 < config.long_prefill_token_threshold < num_tokens and any(
         # A hit is whole blocks; which blocks of this very step it may find is not known.
-        request.num_tokens % size == 1 % size
-        and (config.enable_prefix_caching or request.num_tokens == 1)
+        (
+            request.num_tokens % size == 1 % size
+            and (config.enable_prefix_caching or request.num_tokens == 1)
+        )
+        or request.num_tokens == request.num_computed_tokens + 1  # a session with its blocks
         for request in waiting
     ):
         return PADDED_PAST_THE_THRESHOLD

@@ -202,15 +202,12 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
 
 
 def has_items_ahead(step: Step, ledger: Ledger, name: RequestId) -> bool:
-    """Whether a request has items that its encoder may have to make first.
-
-    A session that gave its blocks up in this step begins anew, so all of its items are ahead.
-    """
+    """Whether a request has items that its encoder may have to make first."""
     if not step.config.encoder_cache_size:
         return False
-    items, computed = ledger.lives[name].request.items, step.old[name].num_computed_tokens
-    if name in step.giving:
-        computed = 0
+    items = ledger.lives[name].request.items
+    # A session that gave its blocks to another in this step begins anew.
+    computed = min(it[name].num_computed_tokens for it in (step.old, step.new))
     if step.config.is_encoder_decoder:
         return bool(items) and not computed  # all are made with the first row
     return any(item.offset + item.length > computed for item in items)

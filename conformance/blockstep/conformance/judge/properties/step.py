@@ -68,7 +68,7 @@ class PlannedRow:
     def gained(self) -> tuple[v.BlockId, ...]:
         """Blocks gained, in the order of groups."""
         tables = self.gained_tables
-        if len(tables) == 1 and not self.moved:
+        if len(tables) == 1 and not self.moved and v.NULL_BLOCK not in tables[0]:
             return tables[0]
         taken = chain(*tables)
         return tuple([block for block in taken if block and block not in self.moved])

@@ -170,6 +170,14 @@ class Sampling(TaggedKV):
             and row.view.request.request_id not in self._ended
         ]
 
+    def get_masked(self, row: FrameRow) -> v.TokenIds:
+        """What a row sampled under its last mask. While its request goes on that is made again with
+        all of its drafts, if it was not; for one that has ended none is made any more.
+        """
+        if row.num_masked is None or row.view.request.request_id not in self._ended:
+            return row.sampled
+        return row.sampled[: row.num_masked + 1]
+
     def check_drafts(self, row: FrameRow) -> None:
         """Drafts that a plan has a row verify are accepted by its grammar."""
         valid = self._list_verifiable(row)
@@ -209,6 +217,7 @@ class Sampling(TaggedKV):
         if view.automaton is None or place is None:
             return  # it was made to say what it could not
         valid = view.automaton.cut(place, known)
+        row.num_masked = len(valid)
         padded = (*valid, *(v.DRAFT_PLACEHOLDER,) * (len(row.drafts) - len(valid)))
         if seen.draft_token_ids != padded:
             difference = Difference("draft_token_ids", str(padded), str(seen.draft_token_ids))

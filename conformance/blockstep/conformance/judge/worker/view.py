@@ -109,6 +109,8 @@ class FrameRow:
     sampled: TokenIds = ()
     told: TokenIds = ()
     """Its drafts, as the scheduler was told last, where it does not know them by itself."""
+    num_masked: int | None = None
+    """Its drafts that the last mask made for it has let stand; None without one."""
     is_astray: bool = False
     """It read KV of something else."""
 

@@ -347,7 +347,7 @@ class Worker(Items):
     def answer(self, frame_id: v.FrameId) -> tuple[v.RowTokens, ...]:
         """What each row of a dispatched plan sampled, in plan order; () for an unknown frame."""
         return tuple(
-            v.RowTokens(row.view.request.request_id, row.sampled)
+            v.RowTokens(row.view.request.request_id, self.get_masked(row))
             for row in self._frames.get(frame_id, ())
         )
 

@@ -101,6 +101,9 @@ def check_published_blocks_lie_inside_the_table(
 class Published(list[int]):
     """In the place of the prefix map: notes which blocks are published."""
 
+    log = None
+    """Nobody is told of it."""
+
     def publish(self, block: int, _lineage: object, _index: int) -> None:
         """Note it."""
         self.append(block)

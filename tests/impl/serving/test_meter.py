@@ -1,0 +1,147 @@
+"""Meter: samples are what happened, once each, at the times that the caller gave."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from blockstep.impl.host import HostEngine
+from blockstep.impl.serving.meter import Kind, Meter, Sample
+from blockstep.spec.vocabulary import (
+    Abort,
+    Commit,
+    Config,
+    Event,
+    GroupKind,
+    KVGroup,
+    Observation,
+    Plan,
+    Request,
+    RowTokens,
+    Schedule,
+    Submit,
+)
+
+CONFIG = Config(num_blocks=9, block_size=2, max_num_seqs=2, max_model_len=16)
+A = Request("A", (1, 2, 3, 4, 5), max_tokens=3)
+
+
+class Metered:
+    """An engine with a meter, and a clock that the test turns."""
+
+    def __init__(self, config: Config = CONFIG) -> None:
+        self.engine, self.meter = HostEngine(config), Meter(config)
+        self.now = 0.0
+        self.counted: Counter[tuple[str, str]] = Counter()
+        self.seen: dict[str, list[float]] = {}
+        self.shown: dict[tuple[str, str], float] = {}
+        self.samples: list[Sample] = []
+
+    def do(self, event: Event, now: float) -> Observation:
+        before = self.engine.snapshot()
+        answer = self.engine.apply(event)
+        samples = self.meter.observe(before, event, answer, self.engine.snapshot(), now)
+        self.samples += samples
+        for sample in samples:
+            label = sample.label[1] if sample.label else ""
+            if sample.kind is Kind.COUNTER:
+                self.counted[sample.name, label] += int(sample.value)
+            elif sample.kind is Kind.GAUGE:
+                self.shown[sample.name, label] = sample.value
+            else:
+                self.seen.setdefault(sample.name, []).append(sample.value)
+        return answer
+
+    def step(self, planned: float, committed: float) -> None:
+        plan = self.do(Schedule(), planned)
+        assert isinstance(plan, Plan)
+        drafts = self.engine.frames[plan.frame_id]
+        rows = [RowTokens(name, () if d is None else (7,)) for name, d in drafts.items()]
+        self.do(Commit(plan.frame_id, tuple(rows)), committed)
+
+
+def test_a_life_is_measured_from_its_own_times() -> None:
+    told = Metered()
+    told.do(Submit(A), 1.0)
+    told.step(2.0, 4.0)
+    told.step(4.0, 5.0)
+    told.step(5.0, 8.0)
+    assert told.seen == {
+        "time_to_first_token_seconds": [3.0],
+        "inter_token_latency_seconds": [1.0, 3.0],
+        "iteration_tokens_total": [6.0, 1.0, 1.0],
+        "e2e_request_latency_seconds": [7.0],
+        "request_queue_time_seconds": [1.0],
+        "request_prefill_time_seconds": [2.0],
+        "request_decode_time_seconds": [4.0],
+        "request_inference_time_seconds": [6.0],
+        "request_time_per_output_token_seconds": [2.0],
+        "request_prompt_tokens": [5.0],
+        "request_generation_tokens": [3.0],
+        "request_params_max_tokens": [3.0],
+    }
+    assert told.counted["prompt_tokens", ""] == 5
+    assert told.counted["generation_tokens", ""] == 3
+    assert told.counted["request_success", "length"] == 1
+
+
+def test_hits_are_told_apart_from_what_is_computed() -> None:
+    told = Metered()
+    for name in "AB":
+        told.do(Submit(replace(A, request_id=name, max_tokens=1)), 0.0)
+        told.step(0.0, 1.0)
+    assert told.counted["prompt_tokens_by_source", "local_cache_hit"] == 4
+    assert told.counted["prompt_tokens_by_source", "local_compute"] == 6
+    assert told.counted["prompt_tokens_cached", ""] == 4
+    assert told.counted["prefix_cache_queries", ""] == 10
+    assert told.counted["prefix_cache_hits", ""] == 4
+
+
+def test_gauges_show_the_state_and_why_requests_wait() -> None:
+    told = Metered()
+    for name in "ABC":
+        told.do(Submit(replace(A, request_id=name)), 0.0)
+    assert told.shown["num_requests_waiting_by_reason", "next"] == 1
+    assert told.shown["num_requests_waiting_by_reason", "behind"] == 2
+    told.do(Schedule(), 1.0)
+    assert told.shown["num_requests_running", ""] == 2
+    assert told.shown["num_requests_waiting", ""] == 1
+    assert told.shown["num_requests_waiting_by_reason", "seats"] == 1
+    assert told.shown["num_requests_waiting_by_reason", "next"] == 0
+    assert told.shown["kv_cache_usage_perc", ""] == 4 / 8  # B shares two blocks of A
+
+
+def test_who_gives_up_is_counted_and_has_no_times_that_were_not() -> None:
+    told = Metered()
+    told.do(Submit(A), 0.0)
+    told.do(Abort(("A", "nobody")), 3.0)
+    assert told.counted["request_success", "abort"] == 1
+    assert told.seen["e2e_request_latency_seconds"] == [3.0]
+    assert "request_queue_time_seconds" not in told.seen
+
+
+def test_several_groups_are_metered_but_for_the_reasons() -> None:
+    told = Metered(replace(CONFIG, groups=(KVGroup(GroupKind.FULL, 2),)))
+    told.do(Submit(A), 0.0)
+    assert told.shown["num_requests_waiting", ""] == 1
+    assert ("num_requests_waiting_by_reason", "next") not in told.shown
+
+
+def test_prometheus_shows_them_under_the_names_of_the_release() -> None:
+    client: Any = pytest.importorskip("prometheus_client")
+    export: Any = pytest.importorskip("blockstep.impl.serving.export")
+    registry = client.CollectorRegistry()
+    exporter, told = export.Exporter(registry, "tiny"), Metered()
+    told.do(Submit(A), 0.0)
+    for _ in range(3):
+        told.step(0.5, 1.0)
+    exporter.take(told.samples)
+    text = client.generate_latest(registry).decode()
+    labels = '{engine="0",model_name="tiny"}'
+    assert f"vllm:prompt_tokens_total{labels} 5.0" in text
+    assert f"vllm:num_requests_running{labels} 0.0" in text
+    assert 'vllm:request_success_total{engine="0",finished_reason="length",' in text
+    assert f"vllm:e2e_request_latency_seconds_count{labels} 1.0" in text
