@@ -20,7 +20,13 @@ from blockstep.conformance.protocol.program import Action, Answer, Program, Prop
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.report.verdict import verdict_word
 from blockstep.conformance.search.check import check
-from blockstep.conformance.search.claims import CONFIGS, OWED_AT_SAFETY, REQUESTS, STOPS
+from blockstep.conformance.search.claims import (
+    CONFIGS,
+    OWED_AT_SAFETY,
+    REQUESTS,
+    STOPS,
+    find_declined,
+)
 from blockstep.conformance.search.episodes import fit_depth, run_episode
 from blockstep.conformance.search.floor import look, missing_witnesses
 from blockstep.conformance.search.options import CheckOptions, ExitCode
@@ -57,6 +63,18 @@ def test_whoever_can_do_all_owes_all() -> None:
     assert owed() == EVERYTHING
     assert OWED_AT_SAFETY <= ANSWERED <= WITNESSES.keys()
     assert CONFIGS.keys() | REQUESTS.keys() <= BY_NAME.keys()
+
+
+BROUGHT = ("groups", "adapters", "encoder", "masks", "sessions", "grammar", "keys")
+
+
+@pytest.mark.parametrize("name", BROUGHT)
+def test_what_an_adapter_takes_out_of_what_it_is_given_it_declines(name: str) -> None:
+    feature = BY_NAME[name]
+    scope = Safety(feature.take_from, lambda request, _config: feature.take_from(request))
+    declined = {name, "masks"} if name == "grammar" else {name}
+    assert find_declined(scope) == declined
+    assert find_declined(Safety()) == frozenset()
 
 
 def _in_order(names: Collection[str]) -> str:

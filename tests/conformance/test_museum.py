@@ -321,7 +321,8 @@ def test_at_exact_nothing_is_invisible() -> None:
 
 def play_unseen(name: str, num_events: int, seed: int, is_hidden: bool) -> None:
     """All voices of the worker, P1 and liveness among what is judged: none finds anything."""
-    options = CheckOptions(f"museum:{name}", seed=seed, hide_state=is_hidden)
+    given = (EXHIBITS[name].takes,) if EXHIBITS[name].takes else ()
+    options = CheckOptions(f"museum:{name}", seed=seed, hide_state=is_hidden, with_features=given)
     make_engine = load_as_foreign(options)
     assert get_traits(make_engine).equivalence == Safety()
     played, index = 0, 0
@@ -336,7 +337,9 @@ def count_tokens_of_the_model(name: str, seed: int, num_workloads: int) -> int:
     """Workloads are answered as the model would, whatever the scheduler does; tokens compared."""
     make_engine, num_tokens = load_engine(f"museum:{name}"), 0
     for index in range(num_workloads):
-        swarm, requests = draw_workload(CheckOptions(seed=seed), index, make_engine)
+        given = (EXHIBITS[name].takes,) if EXHIBITS[name].takes else ()
+        options = CheckOptions(seed=seed, with_features=given)
+        swarm, requests = draw_workload(options, index, make_engine)
         answers = run_workload(make_engine, swarm, swarm.config, requests)
         next_token = token_function(swarm.token_seed, swarm.vocabulary_size)
         for request in requests:

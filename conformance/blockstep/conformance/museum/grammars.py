@@ -66,7 +66,9 @@ class MaskWaitsForOneFrame(Defect):
         return awaited and super()._samples_before(frame_id, request_id)
 
 
-@PAGE.exhibit("the drafts of a preempted request stay, and its grammar goes on", "#30916", "P24")
+@PAGE.exhibit(
+    "the drafts of a preempted request stay, and its grammar goes on", "#30916", "P24 P12 P23"
+)
 class DraftsOutliveAPreemption(Defect):
     """They were proposed behind a text that has grown since."""
 
@@ -87,7 +89,7 @@ class DraftsOutliveAPreemption(Defect):
 @PAGE.exhibit(
     "the drafts of a preempted request are cut to what its grammar accepts",
     "#30916",
-    "P24",
+    "P24 P12 P23",
     wrong_fix_of="drafts-outlive-a-preemption",
 )
 class DraftsCutAtAPreemption(DraftsOutliveAPreemption):
@@ -97,7 +99,9 @@ class DraftsCutAtAPreemption(DraftsOutliveAPreemption):
         return matcher.cut(drafts)
 
 
-@PAGE.exhibit("a grammar begins anew with a preemption", "rule; xgrammar, reset", "P23 P18")
+@PAGE.exhibit(
+    "a grammar begins anew with a preemption", "rule: outputs outlive a preemption", "P23 P12 P18"
+)
 class GrammarBeginsAnew(Defect):
     """The outputs stay, and what they led to is forgotten."""
 

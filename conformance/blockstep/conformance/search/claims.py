@@ -6,7 +6,7 @@ its adapter takes out of a config or a request all the same, is found by asking 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,11 +24,16 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "drafts": {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 2},
     "async": {"max_frames_in_flight": 2, "async_scheduling": True},
     "pipeline": {"max_frames_in_flight": 2},
+    "groups": {"groups": (v.KVGroup(v.GroupKind.FULL, 4),)},
+    "adapters": {"max_loras": 1},
+    "encoder": {"encoder_compute_budget": 4, "encoder_cache_size": 4},
     "caching": {"enable_prefix_caching": True},
 }
 """What asks for a feature in a config, where one can."""
 REQUESTS: Mapping[str, Mapping[str, Any]] = {
     "grammar": {"structured_output": True},
+    "masks": {"structured_output": True, "grammar": v.Grammar((((7, 0),),))},
+    "sessions": {"resumable": True},
     "multimodal": {"items": (v.MultiModalItem("cat", 1, 2),)},
     "embeds": {"prompt_embeds": (0,) * 6},
     "keys": {"adapter": "x", "cache_salt": "y"},
@@ -82,14 +87,18 @@ def _is_declined(feature: Feature, scope: Equivalence) -> bool:
         if feature is PIPELINE:
             return fitting.max_frames_in_flight == 1
         return feature.is_asked_by(asking) and not feature.is_asked_by(fitting)
-    return feature.name in REQUESTS and not _is_kept(REQUESTS[feature.name], scope)
+    if feature.name not in REQUESTS:
+        return False
+    fields = REQUESTS[feature.name]
+    return not _is_kept(fields, scope, fields.keys() & {*feature.request})
 
 
-def _is_kept(fields: Mapping[str, Any], scope: Equivalence) -> bool:
-    """Whether a request keeps any of these fields; one that is declined tells nothing."""
+def _is_kept(fields: Mapping[str, Any], scope: Equivalence, asking: Collection[str] = ()) -> bool:
+    """Whether a request keeps any of these fields, or of those among them that are `asking`; one
+    that is declined tells nothing."""
     request = scope.fit_request(replace(PLAIN_REQUEST, **fields), scope.fit_config(PLAIN_CONFIG))
     return request is None or any(
-        getattr(request, name) != getattr(PLAIN_REQUEST, name) for name in fields
+        getattr(request, name) != getattr(PLAIN_REQUEST, name) for name in asking or fields
     )
 
 

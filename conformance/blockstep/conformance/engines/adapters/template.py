@@ -49,7 +49,9 @@ class Adapter:
     def capabilities(self) -> frozenset[str]:
         """What it takes besides Submit, Schedule and Commit. What is not named is never sent.
 
-        `blockstep explain capabilities` lists what there is.
+        `blockstep explain capabilities` lists what there is. ADAPTERS, MASKS (with GRAMMAR),
+        SESSIONS and ENCODER are what requests bring: each has fields in requests and plans, and
+        all but the first have events of their own (`blockstep explain StreamingUpdate`, ...).
         """
         return frozenset({Capability.ABORT})
 
