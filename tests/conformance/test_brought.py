@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from blockstep.conformance.lockstep.runs import run_program
-from blockstep.conformance.protocol.program import Answer, Hostile, Mask, Program, Propose
+from blockstep.conformance.protocol.program import Action, Answer, Hostile, Mask, Program, Propose
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.spec.vocabulary import (
     Abort,
@@ -147,7 +147,7 @@ def test_what_was_evicted_for_a_row_that_is_taken_back_is_there_again() -> None:
         encoder_cache_size=1,
     )
     items = (MultiModalItem("cat", 0, 1), MultiModalItem("dog", 3, 1))
-    actions = (
+    actions: tuple[Action, ...] = (
         Submit(Request("B", (0, 0, 0, 0), max_tokens=1, items=items)),
         Schedule(),
         Submit(Request("A", (0,), max_tokens=2)),

@@ -61,6 +61,10 @@ def lend_to_who_has_none(adapters: Numbers) -> Numbers:
     return None if adapters is None else adapters.clamp(min=0)
 
 
+def run_one_without(adapters: Numbers) -> Numbers:
+    return None if adapters is None else torch.tensor([-1, 1, -1])[adapters]
+
+
 def change_the_last_token(adapters: Numbers) -> Numbers:
     if adapters is None:
         return None
@@ -72,7 +76,8 @@ def change_the_last_token(adapters: Numbers) -> Numbers:
 @pytest.mark.parametrize(
     "change",
     [
-        run_all_without, swap_sometimes, share_one, lend_to_who_has_none, change_the_last_token,
+        run_all_without, swap_sometimes, share_one, run_one_without, lend_to_who_has_none,
+        change_the_last_token,
     ],
 )  # fmt: skip
 def test_another_adapter_is_told(

@@ -542,6 +542,21 @@ def test_an_item_is_held_until_what_may_be_rejected_behind_it_is_answered() -> N
     assert get_broken_invariants(oracle.state) == ()
 
 
+def test_an_answer_that_is_dropped_lets_nothing_go() -> None:
+    ahead: dict[str, Any] = {"async_scheduling": True, "max_frames_in_flight": 2}
+    quirks = (Quirk.ITEMS_HELD_UNTIL_THE_ANSWER, Quirk.RESET_DROPS_TOKENS)
+    oracle = oracle_of(*quirks, **ahead)
+    oracle.submit(request("A", "ct"))
+    first = oracle.schedule()
+    oracle.reset(reset_running_requests=True)
+    second = oracle.schedule()
+    assert amounts(second) == {"A": 2}
+    oracle.commit(first, {"A": [5]})
+    assert holders(oracle) == {"c": ("A",)}
+    oracle.commit(second, {"A": [5]})
+    assert holders(oracle) == {"c": ()}
+
+
 @pytest.mark.parametrize(("quirk", "expected"), [(False, 2), (True, 3)])
 def test_head_reads_what_has_no_room(quirk: bool, expected: int) -> None:
     quirks = [Quirk.HEAD_READS_WHAT_HAS_NO_ROOM] if quirk else []

@@ -413,6 +413,7 @@ def test_a_bad_prompt_takes_the_others_back(qwen3: Checkpoint) -> None:
         (["x", None], EIGHT, "a text needs a tokenizer.json"),
         ([[2], None], EIGHT, "prompt None: must be"),
         (b"abc", EIGHT, "prompt b'abc': must be"),
+        ([128], EIGHT, "token 128: the model has tokens 0 to 127"),
         ({"prompt": "x"}, EIGHT, "must be a text, or a list of token ids"),
         (torch.tensor([1, 2]), EIGHT, r"prompt tensor\(\[1, 2\]\): must be"),
         ([2], {"max_tokens": 3}, "params = {'max_tokens': 3}: must be SamplingParams"),

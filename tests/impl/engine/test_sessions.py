@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tokenizers import processors
 
 from blockstep.conformance.engines.serving import ServingChecker
 from blockstep.impl.engine import LLM, RequestError, SamplingParams, Session, SettingsError
+from blockstep.impl.engine.batch import NUM_ROWS_FIRST
 from blockstep.impl.engine.model import Inputs, Model
 from blockstep.spec.vocabulary import FinishReason
 
@@ -199,8 +201,8 @@ def test_each_input_is_answered_as_it_asks(qwen3: Checkpoint, ahead: int) -> Non
         assert (answer.logprobs is None) == (params.logprobs is None)
     assert answers[0].logprobs is not None
     assert len(answers[0].logprobs) == len(answers[0].token_ids)
-    session.send([11])  # as the input before
-    assert len(session.receive().token_ids) > 2
+    session.send([11])  # as the input before, not as the first
+    assert session.receive().logprobs is None
 
 
 def test_a_session_has_its_adapter_throughout(qwen3: Checkpoint, tmp_path: Path) -> None:
@@ -268,7 +270,12 @@ def test_a_stream_that_was_given_up_goes_on(llm: LLM) -> None:
         if chunk.finish_reason is not None:
             break  # the last one: nothing of this answer is left
     session.send([6])
-    assert session.receive().prompt_token_ids[-1] == 6
+    before = session.receive()
+    assert before.prompt_token_ids[-1] == 6
+    session.send([7])
+    streamed = [token for chunk in session.stream() for token in chunk.token_ids]
+    whole = [*before.prompt_token_ids, *before.token_ids[:-1], 7]
+    assert tuple(streamed) == say(llm, whole, max_tokens=4, ignore_eos=True)
     session.send([7])
     next(session.stream())
     assert len(session.receive().token_ids) == 4  # whole, whatever was streamed of it
@@ -288,6 +295,27 @@ def test_a_closed_session_answers_what_was_sent(llm: LLM) -> None:
     with pytest.raises(RequestError, match="has ended"):
         session.receive()
     assert llm.step() == []
+
+
+@pytest.mark.parametrize("end", [Session.close, Session.abort])
+def test_a_session_that_rests_ends_at_once_and_says_no_more(
+    llm: LLM, end: Callable[[Session], None]
+) -> None:
+    session = llm.open_session([2, 3, 4], SamplingParams(max_tokens=3))
+    session.receive()
+    end(session)
+    assert not session.is_open
+    with pytest.raises(RequestError, match="has ended"):
+        session.receive()
+
+
+def test_a_session_takes_one_row_of_the_batch(llm: LLM) -> None:
+    with llm.open_session([2], SamplingParams(max_tokens=1)) as session:
+        session.receive()
+        for _ in range(NUM_ROWS_FIRST):
+            session.send([3])
+            session.receive()
+    assert len(llm._runner.batch.token_ids) == NUM_ROWS_FIRST
 
 
 def test_a_session_that_rests_gives_way_and_goes_on(llm: LLM) -> None:

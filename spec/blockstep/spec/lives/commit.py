@@ -53,11 +53,12 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
     for row in frame.rows:
         request = requests.get(row.request_id)
         tokens = sampled[row.request_id]
-        if request is not None and encoder.size:
-            is_verified = tokens and not row.is_dropped
-            num_rejected = len(row.draft_token_ids) + 1 - len(tokens) if is_verified else 0
+        if request is None or row.is_dropped:
+            continue
+        if encoder.size:
+            num_rejected = len(row.draft_token_ids) + 1 - len(tokens) if tokens else 0
             encoder = state.rules.free_read_items(encoder, request, num_rejected)
-        if request is None or not tokens or row.is_dropped:
+        if not tokens:
             continue
         request = get_fulfilled(state.config, request, len(row.draft_token_ids))
         request = get_rolled_back(request, len(row.draft_token_ids), len(tokens))

@@ -125,7 +125,8 @@ class VllmEngine:
             Capability.ASYNC: RELEASE.has_async,
             Capability.SESSIONS: RELEASE.has_sessions,
             Capability.MASKS: RELEASE.has_frame_masks,
-            Capability.ENCODER: RELEASE.has_encoder,
+            # A plain cache (0.11.0) can be shown, and no profile follows it yet.
+            Capability.ENCODER: RELEASE.has_offers,
             Capability.EVENTS: False,  # nothing reads its log so far
         }
         return frozenset(one for one in Capability if has.get(one, True))

@@ -127,8 +127,9 @@ class Release:
     has_encoder: bool = False
     """Whether its encoder cache is followed."""
     has_offers: bool = False
-    """An EC connector, and a cache that counts embeddings, can be reset, and serves encoder-decoder
-    models."""
+    """An EC connector, and a cache that counts embeddings and can be reset."""
+    has_across: bool = False
+    """Whether encoder-decoder models are followed."""
     has_sessions: bool = False
     """`Request.resumable`, and chunks that are added under an id in use."""
     has_sound_sessions: bool = False
@@ -192,6 +193,7 @@ def _list_until_0_19() -> tuple[Release, ...]:
         has_frame_masks=True,
         has_encoder=True,
         has_offers=True,
+        has_across=True,
     )
     return (r0110, r0111, r0120, r0150, r0160, r0170, r0180, r0190)
 
@@ -206,6 +208,8 @@ def _build_table() -> Mapping[str, Release]:
         has_sessions=False,
         has_frame_masks=False,
         has_encoder=False,
+        has_offers=False,
+        has_across=False,
     )
     r0220 = replace(r0200, version="0.22.0", environment=(("VLLM_USE_V2_MODEL_RUNNER", "0"),))
     r0240 = replace(r0220, version="0.24.0", packages=SINCE_0_24)
@@ -243,6 +247,7 @@ def _build_table() -> Mapping[str, Release]:
         has_holding_queue=True,
         has_sound_seats=True,
         has_encoder=True,
+        has_offers=True,
     )
     table = (*older, r0200, r0220, r0240, r0250, r0270, r0280, r0290, r0310, r0330)
     return MappingProxyType({release.version: release for release in table})

@@ -79,7 +79,8 @@ def list_out_of_reach() -> frozenset[str]:
         (not RELEASE.has_named_embeds, {"same_tokens_other_embeds"}),
         (not RELEASE.has_mixed_groups or RELEASE.has_partial_hits, {"groups_larger_block_filled"}),
         (not RELEASE.keeps_doubtful_blocks, {"groups_block_in_doubt"}),
-        (not RELEASE.has_offers, {"encoder_item_loaded", "encoder_reset_in_use", *across}),
+        (not RELEASE.has_offers, {"encoder_item_loaded", "encoder_reset_in_use"}),
+        (not RELEASE.has_across, across),
         (not RELEASE.has_group_gate, {"groups_admitted_past_its_room"}),
         (not RELEASE.has_recurrent_groups, {"groups_state_left", "groups_hit_of_a_state"}),
     ):
@@ -367,7 +368,7 @@ def _find_lack(run: Run, request: v.Request) -> str | None:
         return "the release has no repetition detection"
     if request.structured_output and not RELEASE.has_plain_grammar:
         return "a grammar: the release wants its bitmask when it plans"
-    if not RELEASE.has_offers and config.is_encoder_decoder:
+    if not RELEASE.has_across and config.is_encoder_decoder:
         return "an encoder-decoder model: not followed in this release"
     if not RELEASE.has_offers and config.encoder_cache_size and _has_holes(request):
         return "an item with a mask: the release's encoder cache counts positions"
