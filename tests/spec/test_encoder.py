@@ -589,3 +589,20 @@ def test_without_items_passed_over(quirk: bool) -> None:
     oracle.submit(request("C", "t"))
     assert amounts(step(oracle)) == ({"A": 2, "C": 1} if quirk else {"A": 2})
     assert oracle.state.skipped_waiting == (("B",) if quirk else ())
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_states_come_before_items(quirk: bool) -> None:
+    """A chunk may end within a block of states, and nothing is made that it does not reach."""
+    quirks = [Quirk.STATES_COME_BEFORE_ITEMS] if quirk else []
+    states: dict[str, Any] = {"block_size": 2, "groups": (recurrent(2),)}
+    oracle = oracle_of(*quirks, encoder_compute_budget=2, **states)
+    oracle.submit(request("A", "cctddttt"))
+    found = [amounts(step(oracle))["A"] for _ in range(2)]
+    assert found == ([3, 1] if quirk else [2, 6])
+    oracle = oracle_of(*quirks, max_num_batched_tokens=3, **states)
+    oracle.submit(request("A", "ttcct"))
+    plan = step(oracle)
+    assert amounts(plan) == {"A": 2}
+    assert made(plan) == ({} if quirk else {"A": (0,)})
+    assert get_broken_invariants(oracle.state) == ()

@@ -152,6 +152,8 @@ class Rules:
     """Whether who waits and gets no token for want of an item is passed over."""
     free_read_items: Callable[[Encoder, RequestState, int], Encoder] = as_is
     """Let items go with an answer: (.., request, rejected drafts). A plan has done so."""
+    aligns_before_items: bool = False
+    """Whether a chunk is cut where states are kept before, not after, it is cut where items are."""
     asks_room_first: bool = False
     """Whether room is made for an item before it is seen whether the chunk reads of it."""
     external_costs_compute: bool = False
