@@ -557,6 +557,16 @@ def test_an_answer_that_is_dropped_lets_nothing_go() -> None:
     assert holders(oracle) == {"c": ()}
 
 
+def test_items_are_let_go_row_by_row_whoever_ends() -> None:
+    """B ends, and was promised a token up to then; C, behind it, has read its item before that."""
+    ahead: dict[str, Any] = {"async_scheduling": True, "max_frames_in_flight": 2}
+    oracle = oracle_of(Quirk.ITEMS_HELD_UNTIL_THE_ANSWER, **ahead)
+    oracle.submit(request("B", "tcc", max_tokens=1))
+    oracle.submit(request("C", "dt", max_tokens=1))
+    oracle.commit(oracle.schedule(), {"B": [5], "C": [5]})
+    assert oracle.state.encoder.freeable == ("c", "d")
+
+
 @pytest.mark.parametrize(("quirk", "expected"), [(False, 2), (True, 3)])
 def test_head_reads_what_has_no_room(quirk: bool, expected: int) -> None:
     quirks = [Quirk.HEAD_READS_WHAT_HAS_NO_ROOM] if quirk else []
