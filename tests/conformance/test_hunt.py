@@ -202,7 +202,8 @@ class Two(SpecEngine):
         if isinstance(event, Abort) and len(event.request_ids) > 1:
             raise KeyError(event.request_ids[-1])
         if isinstance(seen, Outputs):
-            return Outputs(tuple(replace(row, stop_token_id=None) for row in seen.rows))
+            rows = [replace(row, stop_token_id=None) for row in seen.rows]
+            return replace(seen, rows=tuple(rows))
         return seen
 
 
@@ -256,7 +257,8 @@ class WrongState(SpecEngine):
     def apply(self, event: Event) -> Observation:
         seen = super().apply(event)
         if isinstance(seen, Outputs):
-            return Outputs(tuple(replace(row, stop_token_id=None) for row in seen.rows))
+            rows = [replace(row, stop_token_id=None) for row in seen.rows]
+            return replace(seen, rows=tuple(rows))
         return seen
 
     def snapshot(self) -> Any:
@@ -286,7 +288,8 @@ class Lengthens(SpecEngine):
         return replace(seen, new=tuple(self.lengthen(row, seen) for row in seen.new))
 
     def lengthen(self, row: NewRow, plan: Plan) -> NewRow:
-        more = min(row.num_computed_tokens, 1)
+        # A session that goes on is announced again with what it had computed, which is no hit.
+        more = 0 if row.request.resumable else min(row.num_computed_tokens, 1)
         return replace(row, num_scheduled_tokens=row.num_scheduled_tokens + more)
 
 
@@ -587,7 +590,8 @@ class Broken(SpecEngine):
         if isinstance(event, Abort) and getattr(seen, "request_ids", ()):
             raise KeyError(event.request_ids[-1])
         if isinstance(seen, Outputs):
-            return Outputs(tuple(replace(row, stop_token_id=None) for row in seen.rows))
+            rows = [replace(row, stop_token_id=None) for row in seen.rows]
+            return replace(seen, rows=tuple(rows))
         return seen
 
 class Spared(SpecEngine):
