@@ -48,7 +48,7 @@ from blockstep.conformance.search.shrink import shrink
 from blockstep.impl.host import HostEngine
 from blockstep.impl.host.pool import BlockPool
 from blockstep.spec import Config, Request, Schedule, Submit
-from blockstep.spec.vocabulary import CachedRow, NewRow, Plan
+from blockstep.spec.vocabulary import CachedRow, GroupKind, KVGroup, NewRow, Plan
 
 EXACT = EngineTraits()
 CLEAN = {
@@ -94,6 +94,20 @@ def test_what_an_equivalence_lets_differ_is_no_finding_in_many_events(
     engine: Any, preset: str
 ) -> None:
     assert play(engine, 30_000, preset, seed=7)[0].first is None
+
+
+@pytest.mark.parametrize("engine", [OtherOrder, held_to(Silent, RENAMED)])
+def test_a_block_that_a_window_has_let_go_of_is_renamed_anew(engine: Any) -> None:
+    """The second request takes, in the spec, what the first held before its window."""
+    groups = (KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=2),) * 2
+    config = Config(
+        num_blocks=7, block_size=2, enable_prefix_caching=False, groups=groups,
+        long_prefill_token_threshold=3,
+    )  # fmt: skip
+    first, second = Request("A", (0,) * 5, 3), Request("B", (0, 0), 1)
+    actions = (Submit(first), Schedule(), Answer(), Submit(second), Schedule(), Answer())
+    run, findings = run_program(Program(config, actions), engine)
+    assert (run.num_events, findings) == (6, [])
 
 
 @pytest.mark.parametrize("engine", [held_to(HostEngine, PLANS), Simulator])

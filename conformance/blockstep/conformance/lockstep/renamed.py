@@ -35,6 +35,9 @@ class RenamedRun(ScopedRun):
         self, event: v.Event, expected: v.Observation, seen: object, after: v.Snapshot | None
     ) -> Iterator[Finding]:
         if isinstance(expected, v.Plan) and isinstance(seen, v.Plan):
+            if self.config.groups:
+                requests = self.spec.snapshot().requests
+                self.tables.let_go({it.request_id: it.block_tables for it in requests})
             seen = self.tables.take(expected, seen)
         if after is not None:
             after = rename_snapshot(self.spec.snapshot(), after)

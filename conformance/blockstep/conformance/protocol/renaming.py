@@ -8,7 +8,7 @@ equal, what differs is shown in the spec's ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
 
@@ -139,10 +139,28 @@ class TablePairs:
             names.pair(chain.from_iterable(mine), chain.from_iterable(theirs))
         return rename_plan(engine, names)
 
+    def let_go(self, held: Mapping[RequestId, BlockTables]) -> None:
+        """Places whose block the spec's tables do not hold any more, as behind a window."""
+        for name, (mine, theirs) in self.of.items():
+            now = held.get(name, mine)
+            if now != mine:
+                self.of[name] = (_kept(mine, mine, now), _kept(theirs, mine, now))
+
     def drop(self, names: Iterable[RequestId]) -> None:
         """These hold no blocks any more."""
         for name in names:
             self.of.pop(name, None)
+
+
+def _kept(tables: BlockTables, mine: BlockTables, now: BlockTables) -> BlockTables:
+    """Tables without the places at which the spec's are not what they were."""
+    return tuple(
+        tuple(
+            block if old == new else NULL_BLOCK
+            for block, old, new in zip(table, before, after, strict=False)
+        )
+        for table, before, after in zip(tables, mine, now, strict=False)
+    )
 
 
 def _grown(tables: BlockTables, row: NewRow | CachedRow) -> BlockTables:
