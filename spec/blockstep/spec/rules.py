@@ -151,8 +151,8 @@ class Rules:
     passes_over_without_items: bool = False
     """Whether who waits and gets no token for want of an item is passed over."""
     free_read_items: Callable[[Encoder, RequestState, int | None], Encoder] = as_is
-    """Let items go with a row of an answer: (.., request, rejected drafts; None: it ends with it).
-    A plan has done so, and who ends lets go behind all rows."""
+    """Let items go with a row of an answer: a plan has done so, and who ends lets go behind all
+    rows; (.., request, rejected drafts, or None where it ends)."""
     aligns_before_items: bool = False
     """Whether a chunk is cut where states are kept before, not after, it is cut where items are."""
     asks_room_first: bool = False
