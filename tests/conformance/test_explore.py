@@ -246,7 +246,8 @@ def test_a_digest_speaks_of_every_field_of_a_state() -> None:
         "has_structured_output",
         "ref_counts", "free_queue", "cached", "kv_events",
         "state", "reasoning_ended",
-        "encoder", "size", "entries", "freeable", "offered", "freed", "num_embeds", "holders",
+        "encoder", "size", "num_in_flight", "entries", "freeable", "offered", "freed", "num_embeds",
+        "holders",
     }  # fmt: skip
     fields = {field.name for kind in KINDS for field in dataclasses.fields(kind)}
     assert fields == known | LEFT_OUT

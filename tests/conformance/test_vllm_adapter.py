@@ -403,6 +403,17 @@ def once(name: str, num_tokens: int, token: int = 0) -> tuple[Action, ...]:
 
 
 TWO_ITEMS = (MultiModalItem("c", 0, 2), MultiModalItem("d", 3, 2))
+ACROSS = Config(
+    20,
+    1,
+    max_model_len=8,
+    enable_chunked_prefill=False,
+    enable_prefix_caching=False,
+    encoder_compute_budget=4,
+    encoder_cache_size=4,
+    disable_chunked_mm_input=True,
+    is_encoder_decoder=True,
+)
 
 SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
     Quirk.MIN_TOKENS_MASK_LENGTH: (
@@ -735,6 +746,20 @@ SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
         (
             Submit(Request("A", (1,) * 3)),
             Submit(Request("B", (2,) * 3, items=(MultiModalItem("c", 0, 2),))), Schedule(),
+        ),
+    ),
+    Quirk.REMADE_ITEMS_BESIDE_ARE_DROPPED: (
+        ACROSS,
+        (
+            Submit(Request("A", (0,), max_tokens=1, items=TWO_ITEMS[:1])), Schedule(), Answer(),
+            Submit(Request("B", (0,), max_tokens=1, items=TWO_ITEMS[:1])), Schedule(),
+        ),
+    ),
+    Quirk.ROOM_BESIDE_GROWS: (
+        ACROSS,
+        (
+            Submit(Request("A", (0,), max_tokens=3, items=TWO_ITEMS[:1])),
+            *(Schedule(), Answer()) * 2,
         ),
     ),
     Quirk.WITHOUT_ITEMS_PASSED_OVER: (

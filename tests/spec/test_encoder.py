@@ -365,6 +365,36 @@ def test_room_beside_grows(quirk: bool, expected: list[str]) -> None:
     assert list(made(step(oracle))) == expected
 
 
+def test_room_beside_comes_back_with_the_answer() -> None:
+    """0.33.0: no second item is made while the first is in flight, and there is room ever after."""
+    fields = BESIDE | {"encoder_cache_size": 2, "max_frames_in_flight": 2}
+    grows = (Quirk.ROOM_BESIDE_GROWS, Quirk.ITEMS_HELD_WITHOUT_A_ROW)
+    oracle = oracle_of(*grows, Quirk.ITEMS_HELD_UNTIL_THE_ANSWER, **fields)
+    oracle.submit(request("A", "cc", max_tokens=1))
+    oracle.submit(request("B", "dd"))
+    first = oracle.schedule()
+    assert [list(made(plan)) for plan in (first, oracle.schedule())] == [["A"], []]
+    oracle.commit(first, {"A": [5]})
+    assert list(made(step(oracle))) == ["B"]
+    assert get_broken_invariants(oracle.state) == ()
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_remade_items_beside_are_dropped(quirk: bool) -> None:
+    quirks = [Quirk.REMADE_ITEMS_BESIDE_ARE_DROPPED] if quirk else []
+    oracle = oracle_of(*quirks, **BESIDE)
+    told = []
+    for name in "AB":
+        oracle.submit(request(name, "cc", max_tokens=1))
+        told.append(step(oracle).free_encoder_mm_hashes)
+    assert told == [(), ("c",) if quirk else ()]
+    oracle = oracle_of(*quirks, encoder_cache_size=3)
+    for name, prompt in (("A", "cc"), ("B", "dd"), ("C", "cc")):
+        oracle.submit(request(name, prompt, max_tokens=1))
+        told.append(step(oracle).free_encoder_mm_hashes)
+    assert told[2:] == [(), ("c",), ("d",)], "of an encoder-decoder model only"
+
+
 def test_blocks_across_hold_what_the_encoder_made_and_no_token_adds_any() -> None:
     groups = (KVGroup(GroupKind.FULL, 1), KVGroup(GroupKind.CROSS_ATTENTION, 2))
     oracle = oracle_of(**BESIDE, groups=groups, num_blocks=12)

@@ -17,6 +17,7 @@ from blockstep.spec.vocabulary import Schedule, Submit
 
 CACHED = Config(num_blocks=9)
 UNCACHED = replace(CACHED, enable_prefix_caching=False)
+BESIDE = replace(UNCACHED, is_encoder_decoder=True)
 
 
 def test_rules_are_a_value_by_their_quirks() -> None:
@@ -54,7 +55,7 @@ def test_a_quirk_changes_a_decision_or_two(story: QuirkStory) -> None:
     quirks = frozenset({story.quirk, *story.upon})
     changed = {
         field.name
-        for config in (CACHED, UNCACHED)
+        for config in (CACHED, UNCACHED, BESIDE)
         for field in fields(STRICT_RULES)
         if getattr(get_rules(quirks, config), field.name) is not getattr(STRICT_RULES, field.name)
     }

@@ -10,7 +10,7 @@ from groups_support import full, recurrent, window
 
 from blockstep.spec import Config, Oracle, Policy, Request, SpecMethod
 from blockstep.spec.pool import withdraw_blocks
-from blockstep.spec.profiles import Profile, Quirk
+from blockstep.spec.profiles import Profile, Quirk, get_profile
 from blockstep.spec.vocabulary import MambaCacheMode, Plan
 
 
@@ -152,6 +152,24 @@ def test_chunks_end_at_checkpoints(
         for oracle in (oracle_of(config), oracle_of(config, Quirk.CHUNKS_END_AT_CHECKPOINTS))
     ]
     assert found == [right, quirk]
+
+
+@pytest.mark.parametrize(("num_prompt", "expected"), [(1, 3), (2, 1)])
+def test_padding_that_a_block_of_states_would_cut_is_left_out(
+    num_prompt: int, expected: int
+) -> None:
+    """A session goes on with one token, padded with two drafts: with both of them, or none."""
+    config = Config(
+        40, 4, max_model_len=32, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2,
+        groups=(recurrent(4, num_speculative=2),),
+    )  # fmt: skip
+    profile = get_profile("vllm-0.33.0")
+    assert profile is not None
+    oracle = Oracle(config, profile)
+    oracle.submit(Request("A", (1,) * num_prompt, max_tokens=1, resumable=True))
+    oracle.update(Request("A", (1,), max_tokens=1, resumable=True))
+    answer(oracle, oracle.schedule())
+    assert [row.num_scheduled_tokens for row in oracle.schedule().rows] == [expected]
 
 
 def test_less_than_a_block_waits_for_a_step_that_has_room_for_one() -> None:

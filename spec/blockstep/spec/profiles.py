@@ -234,6 +234,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.WHOLE_ITEMS_ARE_NEVER_BEGUN,
                 Quirk.WITHOUT_ITEMS_PASSED_OVER,
                 Quirk.STATES_COME_BEFORE_ITEMS,
+                Quirk.REMADE_ITEMS_BESIDE_ARE_DROPPED,
             }
         ),
         frozenset(

@@ -225,7 +225,8 @@ def _encoder_form(encoder: Encoder, labels: Mapping[RequestId, Any]) -> Form:
     for name, entry in sorted(encoder.entries.items()):
         holders = sorted((labels[holder], index) for holder, index in entry.holders)
         entries.append((name, entry.num_embeds, tuple(holders)))
-    return encoder.size, tuple(entries), encoder.freeable, encoder.offered, encoder.freed
+    room = encoder.size - encoder.num_in_flight
+    return room, tuple(entries), encoder.freeable, encoder.offered, encoder.freed
 
 
 def _get_sets(state: State) -> tuple[Iterable[RequestId], ...]:

@@ -76,6 +76,9 @@ class Encoder:
     """Those without a holder, next to be evicted first."""
     offered: tuple[str, ...] = ()
     """What a connector holds, sorted."""
+    num_in_flight: int = 0
+    """Embeddings that have no room back until a frame in flight is answered: none, but of some
+    releases."""
     freed: tuple[str, ...] = ()
     """What the next plan has the worker drop, where nothing is shared."""
     budget: int = 0
@@ -102,7 +105,8 @@ def count_free(encoder: Encoder) -> int:
     """Embeddings that nothing takes. Source: vLLM 0.19.1 `num_free_slots`; P22."""
     num_free = encoder.size - sum([entry.num_embeds for entry in encoder.entries.values()])
     if not encoder.is_shared:
-        num_free -= sum([planned.num_embeds for planned in encoder.planned])
+        num_planned = sum([planned.num_embeds for planned in encoder.planned])
+        num_free -= num_planned + encoder.num_in_flight
     return num_free
 
 

@@ -122,6 +122,12 @@ def remade_items_are_dropped(rules: Rules, _config: Config) -> Rules:
     return replace(rules, drops_remade_items=True)
 
 
+def remade_items_beside_are_dropped(rules: Rules, config: Config) -> Rules:
+    """An encoder-decoder model drops what the step before made, even if this step makes it anew."""
+    is_told = rules.drops_remade_items or config.is_encoder_decoder
+    return replace(rules, drops_remade_items=is_told)
+
+
 def room_beside_grows(rules: Rules, _config: Config) -> Rules:
     """An encoder-decoder model gives back the room of an item with each step, and at the end."""
 
@@ -140,7 +146,13 @@ def items_held_until_the_answer(rules: Rules, _config: Config) -> Rules:
     """An item is let go with the answer of the step that read the last of it, not with its plan."""
 
     def free_items(encoder: Encoder, request: Request, num_computed: int | None) -> Encoder:
-        return encoder if num_computed is not None else rules.free_items(encoder, request, None)
+        if num_computed is None:
+            return rules.free_items(encoder, request, None)
+        if encoder.is_shared or Quirk.ROOM_BESIDE_GROWS not in rules.quirks:
+            return encoder
+        name, planned = request.request_id, encoder.planned
+        num_taken = sum([item.num_embeds for item in planned if item.holder[0] == name])
+        return replace(encoder, num_in_flight=encoder.num_in_flight + num_taken)
 
     def free_read_items(
         encoder: Encoder, request: RequestState, num_rejected: int | None
@@ -289,6 +301,16 @@ STORIES = (
         "0.19.1",
         "an encoder-decoder model, room for one item; one request with one runs for two steps: "
         "then two newcomers have theirs encoded in one step",
+    ),
+    QuirkStory(
+        Quirk.REMADE_ITEMS_BESIDE_ARE_DROPPED,
+        remade_items_beside_are_dropped,
+        "an encoder-decoder model drops what the step before made, even if this step makes it anew",
+        ("P22", "P26"),
+        "#52482 (merged, for other models)",
+        "0.33.0",
+        "an encoder-decoder model; a request with an item is over after a step, and another one "
+        "with that item comes: the plan names it among those to be dropped",
     ),
     QuirkStory(
         Quirk.ITEMS_HELD_UNTIL_THE_ANSWER,

@@ -72,6 +72,7 @@ class Quirk(StrEnum):
     HEAD_NEVER_BEGINS_A_WHOLE_ITEM = "head_never_begins_a_whole_item"
     LOADED_ITEMS_NEED_COMPUTE = "loaded_items_need_compute"
     REMADE_ITEMS_ARE_DROPPED = "remade_items_are_dropped"
+    REMADE_ITEMS_BESIDE_ARE_DROPPED = "remade_items_beside_are_dropped"
     ROOM_BESIDE_GROWS = "room_beside_grows"
     ITEMS_HELD_UNTIL_THE_ANSWER = "items_held_until_the_answer"
     HEAD_READS_WHAT_HAS_NO_ROOM = "head_reads_what_has_no_room"

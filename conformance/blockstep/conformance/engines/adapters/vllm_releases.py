@@ -233,6 +233,7 @@ def _build_table() -> Mapping[str, Release]:
     r0330 = replace(
         r0310,
         version="0.33.0",
+        has_across=True,
         has_equal_groups=True,
         keeps_doubtful_blocks=True,
         has_group_gate=True,
