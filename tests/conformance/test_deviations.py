@@ -59,9 +59,8 @@ class Miscounts(SpecEngine):
         answer = super().apply(event)
         if not isinstance(answer, Outputs):
             return answer
-        return Outputs(
-            tuple(replace(row, num_cached_tokens=row.num_cached_tokens + 1) for row in answer.rows)
-        )
+        rows = [replace(row, num_cached_tokens=row.num_cached_tokens + 1) for row in answer.rows]
+        return replace(answer, rows=tuple(rows))
 
 
 class MiscountsAndLeaks(Miscounts):
@@ -169,7 +168,8 @@ def test_a_deviation_that_is_gone_is_told() -> None:
 
 
 def test_at_safety_an_episode_goes_on_behind_it() -> None:
-    result = check(options("Overspends"))
+    # It switches chunked prefill on, which no encoder-decoder model has.
+    result = check(options("Overspends", without_features=("encoder",)))
     assert result.first is None, result.first
     assert result.excused["overspends"] > 20
     assert result.stale == ()

@@ -96,6 +96,17 @@ def test_what_an_equivalence_lets_differ_is_no_finding_in_many_events(
     assert play(engine, 30_000, preset, seed=7)[0].first is None
 
 
+@pytest.mark.parametrize("engine", [held_to(HostEngine, PLANS), Simulator])
+def test_what_is_sampled_for_a_chunk_that_is_over_is_delivered_to_nobody(engine: Any) -> None:
+    """The first token stops the session; the row behind it is still in flight."""
+    config = Config(num_blocks=9, block_size=2, async_scheduling=True, max_frames_in_flight=2)
+    session = Request("A", (0, 0, 0), 4, stop_token_ids=(0, 1), resumable=True)
+    actions = (Submit(session), Schedule(), Schedule(), Answer(), Answer())
+    run, findings = run_program(Program(config, actions, vocabulary_size=2), engine)
+    assert findings == []
+    assert (run.num_events, run.plans) == (5, [])
+
+
 @pytest.mark.parametrize(
     ("engine", "stronger"),
     [(OtherOrder, EXACT), (OtherIds, EXACT), (Simulator, RENAMED)],

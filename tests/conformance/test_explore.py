@@ -125,6 +125,7 @@ UNREACHED = {
     Quirk.REFUSED_SESSIONS_GIVE_BACK,
     Quirk.SESSIONS_GO_BACK_BLINDLY,
     Quirk.RESTING_SESSIONS_KEEP_THEIR_SEATS,
+    Quirk.STATES_COME_BEFORE_ITEMS,
 }
 """Quirks that no world is small enough for, or that change a hint alone, of which no walk asks."""
 DEFECT_ROWS = {

@@ -125,7 +125,8 @@ class Listening(SpecEngine):
 def test_what_requests_bring_is_brought_to_both_sides(feature: str, events: set[str]) -> None:
     Listening.asked.clear()
     for index in range(4):
-        options = CheckOptions(preset="tiny", with_features=(feature,))
+        others = tuple(name for name in ("sessions", "encoder", "events") if name != feature)
+        options = CheckOptions(preset="tiny", with_features=(feature,), without_features=others)
         run, _, findings = play_scored(options, index, Listening)
         assert findings == []
         assert not run.reference.live

@@ -402,6 +402,8 @@ def once(name: str, num_tokens: int, token: int = 0) -> tuple[Action, ...]:
     return Submit(Request(name, (token,) * num_tokens, max_tokens=1)), Schedule(), Answer()
 
 
+TWO_ITEMS = (MultiModalItem("c", 0, 2), MultiModalItem("d", 3, 2))
+
 SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
     Quirk.MIN_TOKENS_MASK_LENGTH: (
         Config(num_blocks=9, block_size=1, max_model_len=4, enable_prefix_caching=False),
@@ -709,6 +711,42 @@ SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
             groups=(recurrent(2, num_speculative=1), full(2)),
         ),
         (Submit(Request("A", (1, 2, 3), max_tokens=9)), *(Schedule(), Answer()) * 5),
+    ),
+    Quirk.STATES_COME_BEFORE_ITEMS: (
+        Config(
+            40, 2, max_model_len=16, encoder_compute_budget=2, encoder_cache_size=8,
+            groups=(recurrent(2), full(2)),
+        ),
+        (Submit(Request("A", (1,) * 8, items=TWO_ITEMS)), Schedule()),
+    ),
+    Quirk.ITEMS_HELD_UNTIL_THE_ANSWER: (
+        Config(9, 1, max_model_len=8, encoder_compute_budget=2, encoder_cache_size=2),
+        (Submit(Request("A", (1,) * 3, items=(MultiModalItem("c", 0, 2),))), Schedule()),
+    ),
+    Quirk.HEAD_READS_WHAT_HAS_NO_ROOM: (
+        replace(HEADED, encoder_compute_budget=2, encoder_cache_size=8),
+        (Submit(Request("A", (1,) * 5, items=TWO_ITEMS)), Schedule()),
+    ),
+    Quirk.WHOLE_ITEMS_ARE_NEVER_BEGUN: (
+        Config(
+            20, 1, max_num_batched_tokens=4, max_model_len=8, encoder_compute_budget=2,
+            encoder_cache_size=4, disable_chunked_mm_input=True,
+        ),
+        (
+            Submit(Request("A", (1,) * 3)),
+            Submit(Request("B", (2,) * 3, items=(MultiModalItem("c", 0, 2),))), Schedule(),
+        ),
+    ),
+    Quirk.WITHOUT_ITEMS_PASSED_OVER: (
+        Config(
+            20, 1, max_model_len=8, encoder_compute_budget=8, encoder_cache_size=3,
+            long_prefill_token_threshold=2,
+        ),
+        (
+            Submit(Request("A", (1,) * 3, items=(MultiModalItem("c", 0, 3),))),
+            Submit(Request("B", (2,) * 2, items=(MultiModalItem("d", 0, 2),))),
+            Submit(Request("C", (3,))), Schedule(),
+        ),
     ),
 }  # fmt: skip
 """For each known deviation a program that shows it in a release that has it."""

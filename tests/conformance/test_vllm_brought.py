@@ -686,6 +686,15 @@ def test_what_a_connector_holds_is_loaded_and_takes_no_compute() -> None:
     assert (plan.external_encoder_inputs, plan.scheduled_encoder_inputs) == ((), ())
 
 
+@needs_encoder
+def test_items_beyond_what_a_set_has_in_order_are_declined() -> None:
+    told = has_encoder(8, 8)
+    items = tuple(shows("cat", index, 1) for index in range(9))
+    text = tuple(range(1, 12))
+    assert "order of a set" in told.declines(v.Submit(v.Request("A", text, items=items)))
+    assert told.declines(v.Submit(v.Request("A", text, items=items[:8]))) == ""
+
+
 @needs_offers
 def test_a_reset_forgets_all_and_tells_nobody() -> None:
     told = has_encoder(8, 8)

@@ -557,6 +557,16 @@ def test_an_answer_that_is_dropped_lets_nothing_go() -> None:
     assert holders(oracle) == {"c": ()}
 
 
+def test_items_are_let_go_row_by_row_whoever_ends() -> None:
+    """B ends, and was promised a token up to then; C, behind it, has read its item before that."""
+    ahead: dict[str, Any] = {"async_scheduling": True, "max_frames_in_flight": 2}
+    oracle = oracle_of(Quirk.ITEMS_HELD_UNTIL_THE_ANSWER, **ahead)
+    oracle.submit(request("B", "tcc", max_tokens=1))
+    oracle.submit(request("C", "dt", max_tokens=1))
+    oracle.commit(oracle.schedule(), {"B": [5], "C": [5]})
+    assert oracle.state.encoder.freeable == ("c", "d")
+
+
 @pytest.mark.parametrize(("quirk", "expected"), [(False, 2), (True, 3)])
 def test_head_reads_what_has_no_room(quirk: bool, expected: int) -> None:
     quirks = [Quirk.HEAD_READS_WHAT_HAS_NO_ROOM] if quirk else []
@@ -589,3 +599,20 @@ def test_without_items_passed_over(quirk: bool) -> None:
     oracle.submit(request("C", "t"))
     assert amounts(step(oracle)) == ({"A": 2, "C": 1} if quirk else {"A": 2})
     assert oracle.state.skipped_waiting == (("B",) if quirk else ())
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_states_come_before_items(quirk: bool) -> None:
+    """A chunk may end within a block of states, and nothing is made that it does not reach."""
+    quirks = [Quirk.STATES_COME_BEFORE_ITEMS] if quirk else []
+    states: dict[str, Any] = {"block_size": 2, "groups": (recurrent(2),)}
+    oracle = oracle_of(*quirks, encoder_compute_budget=2, **states)
+    oracle.submit(request("A", "cctddttt"))
+    found = [amounts(step(oracle))["A"] for _ in range(2)]
+    assert found == ([3, 1] if quirk else [2, 6])
+    oracle = oracle_of(*quirks, max_num_batched_tokens=3, **states)
+    oracle.submit(request("A", "ttcct"))
+    plan = step(oracle)
+    assert amounts(plan) == {"A": 2}
+    assert made(plan) == ({} if quirk else {"A": (0,)})
+    assert get_broken_invariants(oracle.state) == ()

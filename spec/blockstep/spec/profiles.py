@@ -233,6 +233,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.HEAD_READS_WHAT_HAS_NO_ROOM,
                 Quirk.WHOLE_ITEMS_ARE_NEVER_BEGUN,
                 Quirk.WITHOUT_ITEMS_PASSED_OVER,
+                Quirk.STATES_COME_BEFORE_ITEMS,
             }
         ),
         frozenset(

@@ -150,8 +150,11 @@ class Rules:
     """Whether a chunk that ends before an item without room has no draft head read of it."""
     passes_over_without_items: bool = False
     """Whether who waits and gets no token for want of an item is passed over."""
-    free_read_items: Callable[[Encoder, RequestState, int], Encoder] = as_is
-    """Let items go with an answer: (.., request, rejected drafts). A plan has done so."""
+    free_read_items: Callable[[Encoder, RequestState, int | None], Encoder] = as_is
+    """Let items go with a row of an answer: a plan has done so, and who ends lets go behind all
+    rows; (.., request, rejected drafts, or None where it ends)."""
+    aligns_before_items: bool = False
+    """Whether a chunk is cut where states are kept before, not after, it is cut where items are."""
     asks_room_first: bool = False
     """Whether room is made for an item before it is seen whether the chunk reads of it."""
     external_costs_compute: bool = False

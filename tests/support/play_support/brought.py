@@ -348,7 +348,7 @@ EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
     (
         "stale_or_wrong_event_is_refused",
         encoding_and(Submit(request("B", 1, 2, 3, items=(CAT,)))),
-        lambda s: replace(s, event=Submit(request("B", 1, 2, 3, items=(replace(CAT, length=3),)))),
+        lambda s: replace(s, event=Submit(request("B", 1, 2, 3, items=(replace(CAT, length=1),)))),
     ),
     ("grammar_stands_where_the_outputs_led_it", held, elsewhere),
     ("grammar_stands_where_the_outputs_led_it", held_and_drafted, elsewhere),

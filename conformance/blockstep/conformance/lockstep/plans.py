@@ -117,5 +117,5 @@ class PlanRun(ScopedRun):
 
     def _check_answer(self, event: v.Event, seen: v.Observation) -> list[Finding]:
         """What holds of any engine's answer, and what its worker says."""
-        told = judge_answer(self.config, self.live, self.said, event, seen)
+        told = judge_answer(self.config, self.live, self.said, event, seen, self.dropped)
         return [*told, *self.worker.observe(event, seen)]

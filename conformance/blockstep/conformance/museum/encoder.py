@@ -16,11 +16,10 @@ PAGE = Page(takes="encoder")
 class EvictedAndMadeIsDropped(Defect):
     """Once it is on the list of what a worker has to drop, nothing takes it off again."""
 
-    def hold(self, request: Any, chosen: Any) -> None:
-        gone = [*self.freed, *chosen.evicted]
-        super().hold(request, chosen)
-        made = {request.items[index].identifier for index in chosen.inputs + chosen.external}
-        self.freed += [name for name in gone if name in made and name not in self.freed]
+    def announce(self) -> Any:
+        freed = tuple(dict.fromkeys(self.freed))
+        super().announce()
+        return freed
 
 
 @PAGE.exhibit(

@@ -9,7 +9,7 @@ from blockstep.conformance.museum.exhibit import Defect, Page
 
 PAGE = Page(takes="events")
 SKIPPING = Page(takes_groups=True, takes_states=True, takes="events")
-_UNSEEN = "what can be found shows in the state alone"
+_UNSEEN = "books: what is told is held against the state, and hidden there is none"
 
 
 @PAGE.exhibit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
@@ -142,8 +143,10 @@ class Shrinker:
         self._wanted = get_symptom(first)
         self._on_run = on_run
         self._num_runs = 0
-        self._tried = {program}
-        """Whoever was tried is known: it is the best, or one that is no longer asked for."""
+        self._rejected: set[Program] = set()
+        self._adopted = Counter([program])
+        """How often each was the best. One may be so twice: what a pass halves, it may then put out
+        of the way. Not more often, or two programs could take turns for ever."""
         self.best = program
         self.run, self.findings = play(program, make_engine, profile)
         self._lacking = find_lacking(self.run.capabilities)
@@ -178,7 +181,7 @@ class Shrinker:
     def _try(self, program: Program) -> bool:
         """Adopt `program` if it fails in the same way, and is one for this engine."""
         depth = program.config.max_frames_in_flight
-        if program in self._tried:
+        if program == self.best or program in self._rejected or self._adopted[program] > 1:
             return False
         if get_missing(program.config, self._lacking) is not None or (
             self._depth_max is not None and depth > self._depth_max
@@ -186,15 +189,17 @@ class Shrinker:
             return False
         if self._num_runs >= MAX_RUNS:
             raise _Budget
-        self._tried.add(program)
         self._num_runs += 1
         self._on_run(self._num_runs, len(self.best.actions))
         try:
             run, findings = self._play(program, self._make_engine, self._profile)
         except v.ConfigError:
+            self._rejected.add(program)
             return False
         if not any(get_symptom(found) == self._wanted for found in findings):
+            self._rejected.add(program)
             return False
+        self._adopted[program] += 1
         self.best, self.run, self.findings = program, run, findings
         return True
 
@@ -284,8 +289,7 @@ class Shrinker:
     def _halve(self) -> None:
         """Halve everything that is counted in tokens at once, as long as the failure stays."""
         while self._try(halved(self.best)):
-            if self.best == halved(self.best):
-                return
+            pass
 
     def _scale_down(self) -> None:
         """Take blocks out of the pool and tokens out of one prompt at once: they go together."""

@@ -70,6 +70,8 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
             before, tokens = request.stand, output.new_token_ids
             request = state.rules.get_settled(advanced, before, state.config, tokens)
         outputs.append(output)
+        if encoder.size and output.finish_reason is not None and not goes_on(request):
+            encoder = state.rules.free_read_items(encoder, request, None)
         request = get_keyed(state.config, request, state.rules)
         pool, request = publish_verified(state, pool, request)
         requests[row.request_id] = request

@@ -142,7 +142,12 @@ def items_held_until_the_answer(rules: Rules, _config: Config) -> Rules:
     def free_items(encoder: Encoder, request: Request, num_computed: int | None) -> Encoder:
         return encoder if num_computed is not None else rules.free_items(encoder, request, None)
 
-    def free_read_items(encoder: Encoder, request: RequestState, num_rejected: int) -> Encoder:
+    def free_read_items(
+        encoder: Encoder, request: RequestState, num_rejected: int | None
+    ) -> Encoder:
+        if num_rejected is None:
+            everything = rules.free_items(encoder, request.request, None)
+            return everything if encoder.is_shared else encoder
         if not request.num_computed_tokens:
             return encoder
         num_in_doubt = request.num_output_placeholders or num_rejected

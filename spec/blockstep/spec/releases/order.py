@@ -35,8 +35,7 @@ def sessions_wait_apart(rules: Rules, _config: Config) -> Rules:
     """Who waits with computed tokens has a queue before all others, open while new ones are not."""
 
     def waits_apart(is_apart: bool, request: RequestState) -> bool:
-        del is_apart
-        return request.num_computed_tokens > 0
+        return rules.waits_apart(is_apart, request) or request.num_computed_tokens > 0
 
     def get_open_queue(
         queue: list[RequestId], is_paused: bool, waiting: list[RequestId], skipped: list[RequestId]

@@ -77,6 +77,7 @@ class Quirk(StrEnum):
     HEAD_READS_WHAT_HAS_NO_ROOM = "head_reads_what_has_no_room"
     WHOLE_ITEMS_ARE_NEVER_BEGUN = "whole_items_are_never_begun"
     WITHOUT_ITEMS_PASSED_OVER = "without_items_passed_over"
+    STATES_COME_BEFORE_ITEMS = "states_come_before_items"
     SESSIONS_KEEP_THEIR_BLOCKS = "sessions_keep_their_blocks"
     SESSIONS_KEEP_MAX_TOKENS = "sessions_keep_max_tokens"
     SESSIONS_KEEP_THEIR_GRAMMAR = "sessions_keep_their_grammar"

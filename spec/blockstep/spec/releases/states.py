@@ -106,6 +106,11 @@ def withdrawn_blocks_are_zeroed(rules: Rules, _config: Config) -> Rules:
     return replace(rules, zeroes_withdrawn=True)
 
 
+def states_come_before_items(rules: Rules, _config: Config) -> Rules:
+    """A chunk is cut where states are kept, and then where items have no room, at any token."""
+    return replace(rules, aligns_before_items=True)
+
+
 STORIES = (
     QuirkStory(
         Quirk.CHUNKS_ROUND_TO_NOTHING,
@@ -163,5 +168,15 @@ STORIES = (
         "0.33.0",
         "states in blocks of 1 and one behind them, `align`; a prompt of 2 tokens and the first "
         "output: the plan of the second gives back the state of the first",
+    ),
+    QuirkStory(
+        Quirk.STATES_COME_BEFORE_ITEMS,
+        states_come_before_items,
+        "a chunk is cut where states are kept, and then where items have no room, at any token",
+        (),
+        "not found upstream",
+        "0.33.0",
+        "states in blocks of 2, `align`, compute for one item; a prompt with items at 0 and 3: "
+        "the first chunk is 3 tokens, not 2",
     ),
 )

@@ -152,13 +152,16 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     )
     if num_new <= 0:
         return Verdict.PASSED_OVER if rules.passes_over_too_long else Verdict.NO_ROOM
+    if config.groups and rules.aligns_before_items:
+        num_new = rules.get_aligned_share(config, request, num_start, num_new)
     claim = process_items_asked(step, request, num_start, num_new)
+    is_without_items = claim.num_tokens == 0 < num_new
     num_new = claim.num_tokens
-    if config.groups:
+    if config.groups and not rules.aligns_before_items:
         num_new = rules.get_aligned_share(config, request, num_start, num_new)
     if num_new == 0:
         process_items_refused(step, request, is_for_items=True)
-        is_passed_over = claim.num_tokens == 0 and rules.passes_over_without_items
+        is_passed_over = is_without_items and rules.passes_over_without_items
         return Verdict.PASSED_OVER if is_passed_over else Verdict.NO_ROOM
     if config.groups and rules.waits_for_states(step.state.pool, step.pool, unwritten, hit):
         process_items_refused(step, request)

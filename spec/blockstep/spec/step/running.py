@@ -43,14 +43,16 @@ def get_running_share(step: Step, request: RequestState) -> tuple[int, Claim]:
 
     Source: seed 001 "For Running Requests"; P15, P22.
     """
-    num_computed = request.num_computed_tokens
+    config, rules, num_computed = step.state.config, step.state.rules, request.num_computed_tokens
     num_new = get_num_running_tokens(step, request)
+    if config.groups and rules.aligns_before_items:
+        num_new = rules.get_aligned_share(config, request, num_computed, num_new)
     claim = process_items_asked(step, request, num_computed, num_new)
     if claim.num_tokens < num_new and claim.num_tokens == 0:
         process_items_refused(step, request, is_for_items=True)
-    config, num_new = step.state.config, claim.num_tokens
-    if config.groups:
-        num_new = step.state.rules.get_aligned_share(config, request, num_computed, num_new)
+    num_new = claim.num_tokens
+    if config.groups and not rules.aligns_before_items:
+        num_new = rules.get_aligned_share(config, request, num_computed, num_new)
     return num_new, claim
 
 

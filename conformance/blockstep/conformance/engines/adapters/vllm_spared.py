@@ -26,6 +26,9 @@ RESET_AT_REST = "a forced reset while a session that does not run holds blocks: 
 STOPS_WHILE_PREEMPTED = "a session that stops while preempted: its tokens or its place are lost"
 BEHIND_STATES = "a plan behind rejected drafts that had states: fewer blocks than there are"
 LOADED_BESIDE = "items of an encoder-decoder model are loaded: no block across is taken for them"
+MAX_ITEMS = 8
+"""The numbers of more than so many come out of a set of Python in some other order."""
+OUT_OF_A_SET = "more than 8 items: a request lets go of them in the order of a set"
 PADDED_PAST_THE_THRESHOLD = "padding above the long-prefill threshold (#54028)"
 FAILED_GRAMMAR = "a grammar that fails: the next plan raises what its compilation did"
 FAILED_LATER = "a grammar that fails: its request ends in the answer of a later step"
@@ -94,7 +97,9 @@ def find_reason(run: Run, event: v.Event) -> str | None:
         case v.Submit(request=request):
             return _find_lack(run, request)
         case v.StreamingUpdate(request=request):
-            return KEY_INSIDE_A_HEAP if _changes_a_key(run, request) else None
+            if _changes_a_key(run, request):
+                return KEY_INSIDE_A_HEAP
+            return OUT_OF_A_SET if _count_items(run, request) > MAX_ITEMS else None
         case v.Drafts(drafts=drafts):
             return TRIMMED_DRAFTS if _may_trim_a_session(run, drafts) else None
         case v.GrammarFailed():
@@ -372,6 +377,8 @@ def _find_lack(run: Run, request: v.Request) -> str | None:
         return "an encoder-decoder model: not followed in this release"
     if not RELEASE.has_offers and config.encoder_cache_size and _has_holes(request):
         return "an item with a mask: the release's encoder cache counts positions"
+    if _count_items(run, request) > MAX_ITEMS:
+        return OUT_OF_A_SET
     drafts_ahead = config.num_speculative_tokens if config.async_scheduling else 0
     if request.resumable and drafts_ahead and not RELEASE.has_sound_sessions:
         return TRIMMED_PROMISES
@@ -382,6 +389,16 @@ def _find_lack(run: Run, request: v.Request) -> str | None:
     if request.prompt_embeds and config.enable_prefix_caching and not RELEASE.has_named_embeds:
         return "embeddings with prefix caching: the release's front end has one or the other"
     return None
+
+
+def _count_items(run: Run, request: v.Request) -> int:
+    """Items that an encoder makes for it, and for the session that it goes on with, if any."""
+    if not run.config.encoder_cache_size:
+        return 0
+    session = run.scheduler.requests.get(request.request_id)
+    queued = getattr(session, "streaming_queue", None) or ()
+    features = [getattr(chunk, "mm_features", None) or () for chunk in (session, *queued)]
+    return len(request.items) + sum(len(each) for each in features)
 
 
 def _has_holes(request: v.Request) -> bool:
