@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import inspect
+import pickle
 
 import pytest
 
-from blockstep.spec.copies import replace
+from blockstep.spec.copies import replace, wide_dataclass
 from blockstep.spec.requests import RequestState
 from blockstep.spec.vocabulary import Config, Request, Status
 
@@ -27,3 +30,55 @@ def test_what_is_not_named_is_the_same_object() -> None:
 def test_a_field_that_there_is_not_is_an_error() -> None:
     with pytest.raises(TypeError, match="num_blocks"):
         replace(REQUEST, num_blocks=1)  # type: ignore[call-arg]
+
+
+@wide_dataclass(frozen=True, slots=True)
+class Wide:
+    """Of two fields."""
+
+    name: str
+    number: int = 7
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plain:
+    """The same, as the standard library makes it."""
+
+    name: str
+    number: int = 7
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [(("a",), {}), (("a", 1), {}), ((), {"name": "b"})])
+def test_a_wide_value_has_the_fields_of_a_plain_one(
+    args: tuple[str, ...], kwargs: dict[str, str]
+) -> None:
+    wide, plain = Wide(*args, **kwargs), Plain(*args, **kwargs)  # type: ignore[arg-type]
+    assert type(wide) is Wide
+    assert dataclasses.asdict(wide) == dataclasses.asdict(plain)
+    assert repr(wide) == repr(plain).replace("Plain", "Wide")
+    assert hash(wide) == hash(Wide(wide.name, wide.number)) == hash(plain)
+    assert wide != Wide("c")
+
+
+def test_a_wide_value_is_frozen() -> None:
+    for value in (Wide("a"), replace(Wide("a"), number=1), pickle.loads(pickle.dumps(REQUEST))):
+        for name in [part.name for part in dataclasses.fields(value)]:
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(value, name, 0)
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                delattr(value, name)
+        assert not hasattr(value, "__dict__")
+
+
+def test_a_wide_value_survives_copies() -> None:
+    for made in (copy.copy(REQUEST), copy.deepcopy(REQUEST), pickle.loads(pickle.dumps(REQUEST))):
+        assert made == REQUEST
+        assert type(made) is RequestState
+
+
+def test_a_wide_class_says_what_it_is_made_of() -> None:
+    assert inspect.signature(Wide).parameters == inspect.signature(Plain).parameters
+    with pytest.raises(TypeError, match="name"):
+        Wide()  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="other"):
+        Wide("a", other=1)  # type: ignore[call-arg]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from blockstep.spec.beside.grammar import Stand
+from blockstep.spec.copies import wide_dataclass
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     NULL_BLOCK,
@@ -48,7 +49,7 @@ class Hit:
     """Tokens that some groups alone have cached, if those are more; in no strict run."""
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class RequestState:
     """One unfinished request.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 from blockstep.spec.beside.encoder import NO_ENCODER, Encoder, create_encoder
+from blockstep.spec.copies import wide_dataclass
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.pool import Pool, create_pool
 from blockstep.spec.requests import Frame, RequestState
@@ -23,7 +23,7 @@ from blockstep.spec.vocabulary import (
 NO_STATS: Final = Stats()
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class State:
     """A scheduler and its pool between two events."""
 

@@ -9,7 +9,7 @@ which leaves more room, and the items that were there for it are there or can be
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from blockstep.spec.beside.encoder import (
     Encoder,
@@ -26,8 +26,7 @@ from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import Config, EncoderInputs, MultiModalItem, Request
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(NamedTuple):
     """What a row may have of the tokens that it could have, and the items that these read."""
 
     num_tokens: int

@@ -129,10 +129,12 @@ def get_num_common_prefix_blocks(step: Step) -> tuple[int, ...]:
         queued = (*step.waiting, *step.skipped)
         names = (*names, *[name for name in queued if any(step.requests[name].block_tables)])
     tables = zip(*[step.requests[name].block_tables for name in names], strict=True)
+    if not config.groups:
+        return (count_common_blocks(next(tables)),)
     return tuple(
         [
             count_common_blocks(of_group) if group.kind is GroupKind.FULL else 0
-            for group, of_group in zip(config.kv_groups, tables, strict=True)
+            for group, of_group in zip(config.groups, tables, strict=True)
         ]
     )
 
@@ -170,8 +172,7 @@ def process_advance(step: Step, frame_rows: tuple[FrameRow, ...]) -> State:
         is_structured = any(request.structured_output for request in sampling)
         frames = (*frames, Frame(frame_id, frame_rows, is_structured))
     step.encoder = end_step(step.encoder)
-    return replace(
-        step.get_state(),
+    return step.get_state(
         frames=frames,
         next_frame_id=frame_id + 1,
         finished_req_ids=(),

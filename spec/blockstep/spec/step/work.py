@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 from blockstep.spec.beside.encoder import NO_ENCODER, Encoder
 from blockstep.spec.copies import replace
@@ -79,8 +80,8 @@ class Step:
             self.rows.remove(row)
         return bool(rows)
 
-    def get_state(self) -> State:
-        """The state as the step leaves it, but for what is planned."""
+    def get_state(self, **others: Any) -> State:
+        """The state as the step leaves it, but for what is planned: that is in `others`."""
         return replace(
             self.state,
             pool=self.pool,
@@ -90,4 +91,5 @@ class Step:
             running=tuple(self.running),
             stats=self.stats,
             encoder=self.encoder,
+            **others,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from blockstep.spec.copies import wide_dataclass
 from blockstep.spec.vocabulary.request import TokenId
 
 
@@ -74,7 +75,7 @@ class KVGroup:
     for every other kind."""
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class Config:
     """What never changes during a run. Names are vLLM's; units come last in a name."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
+from blockstep.spec.copies import wide_dataclass
 from blockstep.spec.vocabulary.kv_events import KVEvent
 from blockstep.spec.vocabulary.request import (
     DRAFT_PLACEHOLDER,
@@ -96,7 +97,7 @@ class NewRow:
         return (DRAFT_PLACEHOLDER,) * max(end - len(self.request.prompt_token_ids), 0)
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class CachedRow:
     """A request the worker knows: the difference only (seed 001, "CachedRequestData")."""
 
@@ -127,7 +128,7 @@ class EncoderInputs:
     """Into `Request.items`, ascending."""
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class Plan:
     """One step's work. A plan with rows is a frame in flight until its Commit."""
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+from blockstep.spec.copies import wide_dataclass
+
 RequestId: TypeAlias = str
 TokenId: TypeAlias = int
 BlockId: TypeAlias = int
@@ -93,7 +95,7 @@ class MultiModalItem:
         return sum(self.is_embed) if self.is_embed else self.length
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class Request:
     """What a client submits. Nothing in it changes after Submit, but for a session's input."""
 

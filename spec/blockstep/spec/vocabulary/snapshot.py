@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from blockstep.spec.copies import wide_dataclass
 from blockstep.spec.vocabulary.events import PauseState
 from blockstep.spec.vocabulary.keys import BlockKey
 from blockstep.spec.vocabulary.request import (
@@ -31,7 +32,7 @@ class Stats:
     drafts_accepted: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class RequestSnapshot:
     """One unfinished request."""
 
@@ -92,7 +93,7 @@ class EncoderSnapshot:
     """Identifiers that the next plan has the worker drop."""
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class Snapshot:
     """Everything two exact engines must agree on, in canonical form."""
 
