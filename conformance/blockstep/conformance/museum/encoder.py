@@ -97,21 +97,6 @@ class ItemsOfVictimAreMade(Defect):
             step.encodings[victim] = chosen
 
 
-@PAGE.exhibit(
-    "the embeddings of a victim's row do not return to the budget",
-    "#23713",
-    "P15",
-    invisible="efficiency: an item is made a step later",
-)
-class EmbeddingsOfVictimStayCharged(Defect):
-    """They are counted as made in this step, and are not."""
-
-    def _undo_encoding(self, encoder: Any, victim: int, step: Any) -> None:
-        budget = step.encoder_budget
-        super()._undo_encoding(encoder, victim, step)
-        step.encoder_budget = min(step.encoder_budget, budget)
-
-
 @PAGE.exhibit("an item that was to be made for a victim counts as made", "#23713, rule", "P22")
 class ItemsOfVictimStay(Defect):
     """Whoever reads it next takes it for there."""
