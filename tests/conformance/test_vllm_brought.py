@@ -705,15 +705,20 @@ def test_a_reset_forgets_all_and_tells_nobody() -> None:
     assert told.plan().free_encoder_mm_hashes == ()
 
 
-@needs_offers
-def test_the_decoder_of_an_encoder_decoder_model_has_blocks_of_what_was_encoded() -> None:
-    told = has_encoder(
+def has_blocks_across() -> Told:
+    """An engine of an encoder-decoder model."""
+    return has_encoder(
         8, 8, enable_chunked_prefill=False, enable_prefix_caching=False, is_encoder_decoder=True,
         disable_chunked_mm_input=True, block_size=2,
         groups=(
             v.KVGroup(v.GroupKind.FULL, 2), v.KVGroup(v.GroupKind.CROSS_ATTENTION, 2),
         ),
     )  # fmt: skip
+
+
+@needs_offers
+def test_the_decoder_of_an_encoder_decoder_model_has_blocks_of_what_was_encoded() -> None:
+    told = has_blocks_across()
     told.submit("A", 1, 2, 3, items=(shows("cat", 0, 6),))
     plan = told.plan()
     assert plan.scheduled_encoder_inputs == (v.EncoderInputs("A", (0,)),)
@@ -729,13 +734,7 @@ def test_the_decoder_of_an_encoder_decoder_model_has_blocks_of_what_was_encoded(
 
 @needs_offers
 def test_what_is_loaded_has_no_blocks_across_so_nothing_is_offered_there() -> None:
-    told = has_encoder(
-        8, 8, enable_chunked_prefill=False, enable_prefix_caching=False, is_encoder_decoder=True,
-        disable_chunked_mm_input=True, block_size=2,
-        groups=(
-            v.KVGroup(v.GroupKind.FULL, 2), v.KVGroup(v.GroupKind.CROSS_ATTENTION, 2),
-        ),
-    )  # fmt: skip
+    told = has_blocks_across()
     offer = v.EncoderOffer(("cat",))
     assert told.declines(v.EncoderOffer(())) == ""
     assert "no block across" in told.declines(offer)
