@@ -175,9 +175,8 @@ class Rules:
 
     # drafts
     get_num_padding: Callable[[Config, int, int, int, Iterable[RequestState]], int | None] = none
-    """Drafts that a request is admitted with: (config, known tokens, hit tokens, budget, planned
-    running requests); None if it is to wait for their sake. None, for nobody has proposed any
-    (P24)."""
+    """Drafts that a request is admitted with: 0, for nobody has proposed any (P24); (config, known
+    tokens, hit tokens, budget, planned running requests). `None` has it wait for their sake."""
     keeps_drafts: Callable[[bool, bool], bool] = never
     """Whether a running request's drafts outlive a plan: (is in it, samples in it). Only until it,
     so never (P24)."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from blockstep.impl.host.digests import SHA256
+from blockstep.impl.host.lineage import Lineage
 from blockstep.spec.vocabulary import (
-    BlockKey,
     Config,
     PauseState,
     Policy,
@@ -120,25 +121,13 @@ def _list_hits(
     """The blocks of its prefix that can be found; one token at least is left to compute."""
     if not config.enable_prefix_caching or asked.skip_reading_prefix_cache:
         return
-    size, key, blocks = config.block_size, None, []
+    size, blocks = config.block_size, []
+    lineage = Lineage(asked, size, SHA256)
+    for token_id in tokens[len(asked.prompt_token_ids) :]:
+        lineage.append(token_id)
     for index in range((len(tokens) - 1) // size):
-        key = _name_block(asked, tokens, index, size, key)
+        key = lineage.key_of(index)
         if key not in state.cached:
             break
         blocks.append(state.cached[key][0])
     yield from blocks[: len(blocks) - config.drops_last_hit_block]
-
-
-def _name_block(
-    asked: Request, tokens: tuple[int, ...], index: int, size: int, parent: BlockKey | None
-) -> BlockKey:
-    """The key of a block of its tokens."""
-    start, end = index * size, (index + 1) * size
-    items = [
-        (item.identifier, item.offset - start)
-        for item in asked.items
-        if item.offset < end and start < item.offset + item.length
-    ]
-    salt = None if index else asked.cache_salt
-    embeds = asked.prompt_embeds[start:end]
-    return BlockKey(parent, tokens[start:end], asked.adapter, salt, tuple(items), embeds=embeds)
