@@ -67,6 +67,8 @@ class Capability(StrEnum):
     """It takes `encoder_cache_size`: what an encoder makes of items has a budget and a cache."""
     EVENTS = "events"
     """It takes `enable_kv_cache_events`, and tells `kv_events`."""
+    TRANSFERS = "transfers"
+    """It takes `kv_connector`: loads from a store, and blocks that outlive their request."""
     STATISTICS = "statistics"
     """Its counters mean what `Stats` says."""
     CACHE_STATISTICS = "cache statistics"

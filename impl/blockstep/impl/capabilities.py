@@ -78,6 +78,7 @@ _LACKED: Final = {
         "must be False: this engine tells nothing of blocks",
         "leave it out",
     ),
+    "transfers": ("kv_connector", "must be False: this engine has no store", "leave it out"),
 }
 """By capability: the field of a config that asks for it, and why an engine without cannot have it.
 """
@@ -96,5 +97,6 @@ def list_needed(config: Config) -> frozenset[str]:
         "masks": config.reasoning_end_token_id is not None,
         "encoder": config.encoder_cache_size > 0,
         "events": config.enable_kv_cache_events,
+        "transfers": config.kv_connector,
     }
     return frozenset(name for name, is_asked in asked.items() if is_asked)

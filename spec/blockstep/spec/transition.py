@@ -80,5 +80,9 @@ def process_event(state: State, event: v.Event) -> tuple[State, v.Observation] |
             return process_encoder_reset(state)
         case v.EncoderOffer(identifiers=identifiers):
             return process_encoder_offer(state, identifiers)
+        case v.KVOffer():
+            return state, v.Ack()
+        case v.TransfersReported():
+            return state, v.Outputs()
         case _:
             assert_never(event)

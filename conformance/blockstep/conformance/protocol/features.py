@@ -266,6 +266,18 @@ SESSIONS = Feature(
     situations=("sessions_", "rejected_not_resumable"),
     properties=("P3", "P10", "P13"),
 )
+TRANSFERS = Feature(
+    "transfers",
+    "KV is loaded from a store, at once or later, and blocks outlive requests that it reads",
+    Capability.TRANSFERS,
+    config={
+        "kv_connector": False,
+        "kv_load_failure_policy": v.KVLoadFailurePolicy.FAIL,
+    },
+    actions=(v.KVOffer, v.TransfersReported),
+    situations=("transfers_",),
+    properties=("P17", "P18", "P19"),
+)
 EVENTS = Feature(
     "events",
     "it is told which blocks become findable and which are no longer: the log of KV events",
@@ -289,7 +301,7 @@ CACHING = Feature(
 
 FEATURES: tuple[Feature, ...] = (
     *(PRIORITY, DRAFTS, ASYNC, PIPELINE, PAUSE, RESET, GRAMMAR, MULTIMODAL, EMBEDS, KEYS, STOPS),
-    *(ABORTS, HOSTILE, GROUPS, ADAPTERS, SESSIONS, MASKS, ENCODER, EVENTS, CACHING),
+    *(ABORTS, HOSTILE, GROUPS, ADAPTERS, SESSIONS, MASKS, ENCODER, EVENTS, TRANSFERS, CACHING),
 )
 """The table. Whoever lacks several is fitted in this order: without `async`, several frames in
 flight are a `pipeline`."""

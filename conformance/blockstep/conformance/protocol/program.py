@@ -105,6 +105,8 @@ Action: TypeAlias = (
     | v.Reset
     | v.EncoderReset
     | v.EncoderOffer
+    | v.KVOffer
+    | v.TransfersReported
     | Drain
     | Hostile
 )
@@ -154,10 +156,37 @@ def describe(action: Action) -> str:
             return "encoder   reset"
         case v.EncoderOffer(identifiers=identifiers):
             return f"encoder   is offered {' '.join(identifiers) or 'nothing'}"
+        case v.KVOffer():
+            return f"store     {describe_offer(action)}"
+        case v.TransfersReported(transfers=transfers):
+            return f"transfers {describe_transfers(transfers)}"
         case Hostile(event=event):
             return f"hostile   {describe_event(event)}"
         case _:
             return type(action).__name__.lower()
+
+
+def describe_offer(offer: v.KVOffer) -> str:
+    """What the store has of a request, and what it wants of it."""
+    has = "knows nothing yet" if offer.num_tokens is None else f"has {offer.num_tokens} tokens"
+    parts = [f"of {offer.request_id} {has}"]
+    parts += ["comes later"] if offer.is_async else []
+    parts += ["reads its blocks at its end"] if offer.delays_free else []
+    return ", ".join(parts)
+
+
+def describe_transfers(transfers: v.KVTransfers) -> str:
+    """Who has received, who has been read, and which blocks could not be loaded."""
+    parts = [
+        f"{what} {' '.join(map(str, found))}"
+        for what, found in (
+            ("received", transfers.finished_recving),
+            ("sent", transfers.finished_sending),
+            ("invalid", transfers.invalid_block_ids),
+        )
+        if found
+    ]
+    return "; ".join(parts) or "nothing"
 
 
 def describe_config(config: v.Config) -> str:

@@ -72,6 +72,7 @@ from blockstep.spec.vocabulary import (
     GrammarBitmask,
     GrammarFailed,
     GrammarReady,
+    KVOffer,
     Observation,
     Outputs,
     PauseState,
@@ -87,6 +88,7 @@ from blockstep.spec.vocabulary import (
     StreamingUpdate,
     Submit,
     TokenIds,
+    TransfersReported,
     event_problem,
 )
 
@@ -164,8 +166,10 @@ class CompiledEngine:
                 return Ack()
             case Reset(reset_running_requests=reset_running_requests):
                 return ResetDone(self._reset(reset_running_requests))
-            case EncoderReset() | EncoderOffer():
-                return Ack()  # of an encoder that this engine has not
+            case EncoderReset() | EncoderOffer() | KVOffer():
+                return Ack()  # of an encoder, or a store, that this engine has not
+            case TransfersReported():
+                return Outputs()
             case GrammarFailed() | GrammarBitmask():
                 raise AssertionError("refused above")
             case _:

@@ -27,7 +27,9 @@ from blockstep.spec.vocabulary import (
     GrammarBitmask,
     GrammarFailed,
     GrammarReady,
+    KVOffer,
     Observation,
+    Outputs,
     Rejected,
     Request,
     RequestId,
@@ -39,6 +41,7 @@ from blockstep.spec.vocabulary import (
     Status,
     StreamingUpdate,
     Submit,
+    TransfersReported,
     event_problem,
 )
 
@@ -97,6 +100,10 @@ class HostEngine(Planning, Results, Proposals):
                 if self.encoder is not None:
                     self.encoder.offered = frozenset(identifiers)
                 return Ack()
+            case KVOffer():
+                return Ack()
+            case TransfersReported():
+                return Outputs()
             case _:
                 assert_never(event)
 

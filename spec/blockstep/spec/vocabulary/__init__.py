@@ -9,6 +9,7 @@ from blockstep.spec.vocabulary.config import (
     Config,
     GroupKind,
     KVGroup,
+    KVLoadFailurePolicy,
     MambaCacheMode,
     Policy,
     SpecMethod,
@@ -25,6 +26,7 @@ from blockstep.spec.vocabulary.events import (
     GrammarBitmask,
     GrammarFailed,
     GrammarReady,
+    KVOffer,
     PauseState,
     Reset,
     RowTokens,
@@ -32,6 +34,7 @@ from blockstep.spec.vocabulary.events import (
     SetPause,
     StreamingUpdate,
     Submit,
+    TransfersReported,
 )
 from blockstep.spec.vocabulary.items import item_problem, refuse_other_size
 from blockstep.spec.vocabulary.keys import BlockKey
@@ -81,7 +84,9 @@ from blockstep.spec.vocabulary.snapshot import (
     RequestSnapshot,
     Snapshot,
     Stats,
+    TransfersSnapshot,
 )
+from blockstep.spec.vocabulary.transfers import NO_TRANSFERS, HeldBlocks, KVLoad, KVTransfers
 from blockstep.spec.vocabulary.waiting import WaitingReason
 from blockstep.spec.vocabulary.wellformed import event_problem
 
@@ -90,6 +95,7 @@ __all__ = [
     "EVENT_TYPES",
     "MAX_INT",
     "MEDIUM_GPU",
+    "NO_TRANSFERS",
     "NULL_BLOCK",
     "Abort",
     "Aborted",
@@ -122,8 +128,13 @@ __all__ = [
     "GrammarReady",
     "GrammarRow",
     "GroupKind",
+    "HeldBlocks",
     "KVEvent",
     "KVGroup",
+    "KVLoad",
+    "KVLoadFailurePolicy",
+    "KVOffer",
+    "KVTransfers",
     "MambaCacheMode",
     "MultiModalItem",
     "NewRow",
@@ -152,6 +163,8 @@ __all__ = [
     "Submit",
     "TokenId",
     "TokenIds",
+    "TransfersReported",
+    "TransfersSnapshot",
     "WaitingReason",
     "config_problems",
     "event_problem",

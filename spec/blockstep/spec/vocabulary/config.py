@@ -57,6 +57,15 @@ class MambaCacheMode(StrEnum):
     state that it ends with, and the worker copies it on from block to block."""
 
 
+class KVLoadFailurePolicy(StrEnum):
+    """What becomes of a request whose KV a store could not load."""
+
+    FAIL = "fail"
+    """It ends with an error."""
+    RECOMPUTE = "recompute"
+    """It goes on behind what was loaded, and computes the rest."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVGroup:
     """Layers that attend alike, and so hold their KV in blocks of one table per request."""
@@ -131,6 +140,10 @@ class Config:
     chunked prefill and prefix caching: a prompt and its item are taken in one step."""
     enable_kv_cache_events: bool = False
     """Whether it is told which blocks become findable, and which are no longer (`KVEvent`)."""
+    kv_connector: bool = False
+    """Whether there is a store beside the pool, from which KV is loaded, and which may read the
+    blocks of requests that have ended (`KVOffer`)."""
+    kv_load_failure_policy: KVLoadFailurePolicy = KVLoadFailurePolicy.FAIL
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

@@ -10,6 +10,7 @@ from blockstep.spec.vocabulary.config import (
     Config,
     GroupKind,
     KVGroup,
+    KVLoadFailurePolicy,
     MambaCacheMode,
     Policy,
     SpecMethod,
@@ -37,6 +38,7 @@ _FLAGS: Final = (
     *("enable_prefix_caching", "enable_chunked_prefill", "scheduler_reserve_full_isl"),
     *("async_scheduling", "enable_in_reasoning"),
     *("disable_chunked_mm_input", "is_encoder_decoder", "enable_kv_cache_events"),
+    "kv_connector",
 )
 
 
@@ -96,9 +98,24 @@ def _find_broken_rules(config: Config) -> Iterator[BrokenRule]:
     if config.async_scheduling and config.max_frames_in_flight < 2:
         fix = "set max_frames_in_flight to 2 or more, or leave async_scheduling out"
         yield "async_scheduling", "needs room for a plan ahead of the one that runs", fix
+    if config.kv_connector:
+        yield from _find_broken_transfers(config)
     if config.enable_in_reasoning and config.reasoning_end_token_id is None:
         fix = "set reasoning_end_token_id, or leave it out"
         yield "enable_in_reasoning", "says something only of a model that reasons", fix
+
+
+def _find_broken_transfers(config: Config) -> Iterator[BrokenRule]:
+    """Every rule against a connector beside the rest of a config.
+
+    Source: vLLM 0.19.1 `Scheduler.__init__` (encoder-decoder models). The state of a recurrent
+    group stands for one boundary, and nobody says at which ones a store has it.
+    """
+    fix = "leave kv_connector out"
+    if config.is_encoder_decoder:
+        yield "kv_connector", "does not go with is_encoder_decoder", fix
+    if any(group.kind is GroupKind.RECURRENT for group in config.groups):
+        yield "kv_connector", "does not go with recurrent groups: a store has tokens' KV", fix
 
 
 def _find_broken_types(config: Config) -> Iterator[BrokenRule]:
@@ -113,6 +130,9 @@ def _find_broken_types(config: Config) -> Iterator[BrokenRule]:
         yield "policy", "must be a Policy", "use Policy.FCFS"
     if not isinstance(config.spec_method, SpecMethod):
         yield "spec_method", "must be a SpecMethod", "use SpecMethod.NONE"
+    if not isinstance(config.kv_load_failure_policy, KVLoadFailurePolicy):
+        fix = "use KVLoadFailurePolicy.FAIL"
+        yield "kv_load_failure_policy", "must be a KVLoadFailurePolicy", fix
     marker, groups = config.reasoning_end_token_id, config.groups
     if marker is not None and not is_count(marker):
         yield "reasoning_end_token_id", "must be None or a token id", "leave it out"

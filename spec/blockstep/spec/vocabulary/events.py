@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from blockstep.spec.vocabulary.request import FrameId, Request, RequestId, TokenIds
+from blockstep.spec.vocabulary.transfers import NO_TRANSFERS, KVTransfers
 
 
 class PauseState(StrEnum):
@@ -49,6 +50,8 @@ class Commit:
 
     frame_id: FrameId
     sampled: tuple[RowTokens, ...]
+    transfers: KVTransfers = NO_TRANSFERS
+    """What its worker reports with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +124,13 @@ class Reset:
     """Forget every cached block (weights changed, say). Observation: `ResetDone`.
 
     Without `reset_running_requests` it succeeds only if no block is held; with it, everything
-    that runs is preempted first.
+    that runs is preempted first. Nothing can take the blocks of a transfer that is under way.
     """
 
     reset_running_requests: bool = False
+    reset_connector: bool = False
+    """Whether the store forgets as well: it offers nothing from now on. Without a store there is
+    none to forget, and the reset does not succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +152,32 @@ class EncoderOffer:
     identifiers: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class KVOffer:
+    """What the store answers from now on when it is asked about a request, instead of before.
+
+    It is asked when a waiting request that has computed nothing is looked at, behind its local hit.
+    Of a request that is not known it says nothing. Observation: `Ack`.
+    """
+
+    request_id: RequestId
+    num_tokens: int | None = 0
+    """Leading tokens of the request of which the store has the KV: those behind the local hit are
+    loaded, of no more tokens than there are. None: it does not know yet, ask again."""
+    is_async: bool = False
+    """Whether a load takes longer than a step: the request is parked until it has come."""
+    delays_free: bool = False
+    """Whether the store reads the request's blocks when it ends: they are held until it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransfersReported:
+    """A worker reports transfers without an answer to a plan. Observation: `Outputs`, with rows of
+    those that it ends."""
+
+    transfers: KVTransfers
+
+
 Event: TypeAlias = (
     Submit
     | Schedule
@@ -160,8 +192,10 @@ Event: TypeAlias = (
     | Reset
     | EncoderReset
     | EncoderOffer
+    | KVOffer
+    | TransfersReported
 )
 EVENT_TYPES: tuple[type, ...] = (
     *(Submit, Schedule, Commit, Drafts, Abort, GrammarReady, GrammarFailed, GrammarBitmask),
-    *(StreamingUpdate, SetPause, Reset, EncoderReset, EncoderOffer),
+    *(StreamingUpdate, SetPause, Reset, EncoderReset, EncoderOffer, KVOffer, TransfersReported),
 )

@@ -18,6 +18,7 @@ from blockstep.spec.vocabulary.request import (
     RequestId,
     TokenIds,
 )
+from blockstep.spec.vocabulary.transfers import KVLoad
 
 
 class RejectCode(StrEnum):
@@ -30,7 +31,8 @@ class RejectCode(StrEnum):
     DUPLICATE_REQUEST = "duplicate_request"
     """The id belongs to an unfinished request."""
     REQUEST_IN_FLIGHT = "request_in_flight"
-    """The id belongs to a finished request that a frame in flight still names."""
+    """The id belongs to a finished request that a frame in flight still names, or of which a
+    transfer holds blocks."""
     PROMPT_TOO_LONG = "prompt_too_long"
     """Prompt and one output token exceed `max_model_len`."""
     NEVER_FITS = "never_fits"
@@ -163,6 +165,10 @@ class Plan:
     """What it loads from a connector instead, likewise."""
     free_encoder_mm_hashes: tuple[str, ...] = ()
     """Identifiers of items that the worker drops before anything else, in the order of eviction."""
+
+    kv_loads: tuple[KVLoad, ...] = ()
+    """What the worker has the store load, in the order in which requests were looked at. Who has an
+    asynchronous one has no row."""
 
     has_structured_output_requests: bool = False
     """Whether the frame's mask has rows: whether a row samples whose request has a `grammar`."""

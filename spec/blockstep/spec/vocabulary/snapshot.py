@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from blockstep.spec.copies import wide_dataclass
-from blockstep.spec.vocabulary.events import PauseState
+from blockstep.spec.vocabulary.events import KVOffer, PauseState
 from blockstep.spec.vocabulary.keys import BlockKey
 from blockstep.spec.vocabulary.request import (
     BlockId,
@@ -16,6 +16,7 @@ from blockstep.spec.vocabulary.request import (
     Status,
     TokenIds,
 )
+from blockstep.spec.vocabulary.transfers import HeldBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,10 @@ class Stats:
     drafts_scheduled: int = 0
     """Draft tokens of committed frames whose request was still unfinished."""
     drafts_accepted: int = 0
+    external_prefix_cache_queries: int = 0
+    """Tokens behind the local hit of requests that were given blocks after asking the store."""
+    external_prefix_cache_hits: int = 0
+    """Tokens of those that the store was to load."""
 
 
 @wide_dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class RequestSnapshot:
     output_token_ids: TokenIds = ()
     """Verified outputs."""
     num_computed_tokens: int = 0
-    """KV exists, or is being written by a frame in flight, for positions [0, this)."""
+    """KV exists, or is being written by a frame in flight or a load, for positions [0, this)."""
     num_output_placeholders: int = 0
     """Output tokens promised by frames in flight: of each row that samples one, and one for each
     of its drafts. 0 without asynchronous scheduling."""
@@ -93,6 +98,21 @@ class EncoderSnapshot:
     """Identifiers that the next plan has the worker drop."""
 
 
+@dataclass(frozen=True, slots=True)
+class TransfersSnapshot:
+    """What is under way between pool and store."""
+
+    offers: tuple[KVOffer, ...] = ()
+    """By request id: what the store answers about unfinished requests, but for those of which it
+    has nothing and wants nothing."""
+    received: tuple[RequestId, ...] = ()
+    """Parked requests whose load has come to its end, sorted."""
+    unsettled: tuple[RequestId, ...] = ()
+    """Running ones whose load is part of a frame in flight, sorted."""
+    held: tuple[HeldBlocks, ...] = ()
+    """By request id."""
+
+
 @wide_dataclass(frozen=True, slots=True)
 class Snapshot:
     """Everything two exact engines must agree on, in canonical form."""
@@ -122,6 +142,8 @@ class Snapshot:
     stats: Stats
     encoder: EncoderSnapshot | None = None
     """None where no encoder is modelled."""
+    transfers: TransfersSnapshot | None = None
+    """None without a connector."""
 
     def request(self, request_id: RequestId) -> RequestSnapshot | None:
         """The unfinished request of this id, or None."""

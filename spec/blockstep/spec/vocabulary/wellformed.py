@@ -18,6 +18,7 @@ from blockstep.spec.vocabulary.events import (
     GrammarBitmask,
     GrammarFailed,
     GrammarReady,
+    KVOffer,
     PauseState,
     Reset,
     RowTokens,
@@ -25,9 +26,11 @@ from blockstep.spec.vocabulary.events import (
     SetPause,
     StreamingUpdate,
     Submit,
+    TransfersReported,
 )
 from blockstep.spec.vocabulary.observations import RejectCode, Rejected
 from blockstep.spec.vocabulary.request import Grammar, MultiModalItem, RepetitionDetection, Request
+from blockstep.spec.vocabulary.transfers import NO_TRANSFERS, KVTransfers
 
 
 def event_problem(event: object) -> Rejected | None:
@@ -35,10 +38,13 @@ def event_problem(event: object) -> Rejected | None:
     match event:
         case Schedule():
             return None
-        case Commit(frame_id=frame_id, sampled=sampled):
+        case Commit(frame_id=frame_id, sampled=sampled, transfers=transfers):
             if not is_count(frame_id):
                 return _malformed("Commit.frame_id", frame_id, "an int >= 0")
-            return _rows_problem("Commit.sampled", sampled)
+            problem = _rows_problem("Commit.sampled", sampled)
+            if problem is None and transfers is not NO_TRANSFERS:
+                problem = _transfers_problem("Commit.transfers", transfers)
+            return problem
         case Submit(request=request):
             return _request_problem(request, "Submit")
         case Drafts(drafts=drafts):
@@ -69,10 +75,15 @@ def event_problem(event: object) -> Rejected | None:
             if not isinstance(pause_state, PauseState):
                 return _malformed("SetPause.pause_state", pause_state, "a PauseState")
             return None
-        case Reset(reset_running_requests=flag):
-            if type(flag) is not bool:
-                return _malformed("Reset.reset_running_requests", flag, "a bool")
+        case Reset():
+            for name in ("reset_running_requests", "reset_connector"):
+                if type(getattr(event, name)) is not bool:
+                    return _malformed(f"Reset.{name}", getattr(event, name), "a bool")
             return None
+        case KVOffer():
+            return _offer_problem(event)
+        case TransfersReported(transfers=transfers):
+            return _transfers_problem("TransfersReported.transfers", transfers)
         case _:
             return _malformed("event", event, "one of blockstep.spec's events")
 
@@ -107,6 +118,30 @@ def _rows_problem(what: str, rows: object) -> Rejected | None:
             return _malformed(f"{what} request_id", row.request_id, "a non-empty string")
         if not _are_tokens(row.token_ids):
             return _malformed(f"{what} token_ids", row.token_ids, f"a tuple of 0..{MAX_INT}")
+    return None
+
+
+def _offer_problem(offer: KVOffer) -> Rejected | None:
+    if not _is_name(offer.request_id):
+        return _malformed("KVOffer.request_id", offer.request_id, "a non-empty string")
+    if offer.num_tokens is not None and not is_count(offer.num_tokens):
+        return _malformed("KVOffer.num_tokens", offer.num_tokens, "None or an int >= 0")
+    for name in ("is_async", "delays_free"):
+        if type(getattr(offer, name)) is not bool:
+            return _malformed(f"KVOffer.{name}", getattr(offer, name), "a bool")
+    return None
+
+
+def _transfers_problem(what: str, transfers: object) -> Rejected | None:
+    if not isinstance(transfers, KVTransfers):
+        return _malformed(what, transfers, "a KVTransfers")
+    for name in ("finished_recving", "finished_sending"):
+        ids = getattr(transfers, name)
+        if not isinstance(ids, tuple) or not all(map(_is_name, ids)):
+            return _malformed(f"{what}.{name}", ids, "a tuple of non-empty strings")
+    block_ids = transfers.invalid_block_ids
+    if not isinstance(block_ids, tuple) or not all(map(is_count, block_ids)):
+        return _malformed(f"{what}.invalid_block_ids", block_ids, "a tuple of ints >= 0")
     return None
 
 

@@ -161,6 +161,8 @@ ANSWER_TYPES: dict[type, tuple[type, ...]] = {
     v.Reset: (v.ResetDone,),
     v.EncoderReset: (v.Ack,),
     v.EncoderOffer: (v.Ack,),
+    v.KVOffer: (v.Ack,),
+    v.TransfersReported: (v.Outputs,),
 }
 """What an accepted event is answered with."""
 

@@ -266,6 +266,11 @@ _STILL: dict[type, tuple[str, ...]] = {
     v.SetPause: ("requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
     v.EncoderReset: ("pause_state", "requests", *_QUEUES, *_POOL, *_FRAMES),
     v.EncoderOffer: ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
+    v.KVOffer: ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
+    v.TransfersReported: (
+        *("pause_state", "block_keys", "cached"),
+        *("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids"),
+    ),
     v.Schedule: ("pause_state",),
     v.Commit: ("pause_state", "block_keys", "cached", "next_frame_id", "prev_scheduled_req_ids"),
     v.Abort: (

@@ -1,0 +1,60 @@
+"""Transfers: KV that comes from a store beside the pool, or goes there, and what is told of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from blockstep.spec.vocabulary.request import BlockId, BlockTables, RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class KVLoad:
+    """KV of one request that the worker has a store write into blocks (vLLM: what a connector's
+    metadata says of it)."""
+
+    request_id: RequestId
+    block_ids: BlockTables
+    """Per group: the block table of the request, from its first block to the last that is loaded.
+    Null blocks stand for what is not attended any more."""
+    num_computed_tokens: int
+    """Tokens that a local hit serves: what is loaded begins behind them."""
+    num_external_tokens: int
+    """Tokens that are loaded; at least 1."""
+    is_async: bool = False
+    """False: it is there before the first row of this step reads it, or its blocks are reported as
+    invalid beside the answer to this plan. True: it comes at any later time, and is reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVTransfers:
+    """What a worker reports of transfers.
+
+    No signal raises: what is late, comes twice, or is about nobody known changes nothing (P18). A
+    report of somebody whose load is under way is about that load: a store does not say of one load
+    what is true of an earlier one only.
+    """
+
+    finished_recving: tuple[RequestId, ...] = ()
+    """Whose asynchronous loads have come to their end, whether or not blocks of them were invalid:
+    nothing is written to their blocks from now on."""
+    finished_sending: tuple[RequestId, ...] = ()
+    """Ended requests whose blocks the store has read."""
+    invalid_block_ids: tuple[BlockId, ...] = ()
+    """Blocks that could not be loaded: of a load that is under way, or of one of the plan that is
+    answered. It is taken before the rows of that answer, the others behind them."""
+
+
+NO_TRANSFERS = KVTransfers()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBlocks:
+    """Blocks of a request that has ended, which a transfer reads or writes still (P17)."""
+
+    request_id: RequestId
+    block_tables: BlockTables
+    """Per group, as they were when it ended."""
+    is_recving: bool = False
+    """Whether an asynchronous load of it has not come to its end."""
+    is_sending: bool = False
+    """Whether the store reads them."""
