@@ -36,7 +36,7 @@ def process_giving(step: Step, receiver_id: RequestId | None = None) -> bool:
     if not step.state.rules.takes_back_from_sessions:
         return False
     queued: Sequence[RequestId] = (*step.passed_over, *step.skipped, *step.waiting)
-    if step.transfers.loads:
+    if step.transfers.parked:
         queued = [name for name in queued if not is_under_way(step.transfers, name)]
     givers = get_givers(step.state.config.policy, queued, step.requests)
     giver_id = next((name for name in givers if name != receiver_id), None)
@@ -72,5 +72,5 @@ def get_unparked(request: RequestState, transfers: Transfers) -> RequestState:
 
     Source: vLLM 0.19.1 `_try_promote_blocked_waiting_request`; P26.
     """
-    status = transfers.loads[request.request_id].status
+    status = transfers.parked[request.request_id].status
     return replace(request, status=status, is_unsettled=False)
