@@ -62,6 +62,8 @@ from blockstep.conformance.engines.adapters.vllm_spared import (
 from blockstep.conformance.engines.adapters.vllm_state import Run, add_counts, read_snapshot
 from blockstep.spec import vocabulary as v
 
+if RELEASE.has_events:
+    from blockstep.conformance.engines.adapters.vllm_events import read_events
 if RELEASE.has_pause:
     from vllm.v1.core.sched.interface import PauseState as VllmPauseState
 
@@ -127,7 +129,7 @@ class VllmEngine:
             Capability.MASKS: RELEASE.has_frame_masks,
             # A plain cache (0.11.0) can be shown, and no profile follows it yet.
             Capability.ENCODER: RELEASE.has_offers,
-            Capability.EVENTS: False,  # nothing reads its log so far
+            Capability.EVENTS: RELEASE.has_events,
         }
         return frozenset(one for one in Capability if has.get(one, True))
 
@@ -167,7 +169,8 @@ class VllmEngine:
                 return self._update(request)
             case v.Reset(reset_running_requests=flag):
                 keywords = {"reset_running_requests": flag} if RELEASE.has_forced_reset else {}
-                return v.ResetDone(self.scheduler.reset_prefix_cache(**keywords))
+                done = self.scheduler.reset_prefix_cache(**keywords)
+                return v.ResetDone(done, self._read_events())
         raise EngineFault(f"no such event: {event!r}")
 
     def declines(self, event: v.Event) -> str | None:
@@ -265,7 +268,14 @@ class VllmEngine:
             if name in requests:
                 request = requests[name]
                 run.known[name].follow(request.prompt_token_ids, request.max_tokens)
-        return v.Outputs(tuple(rows))
+        return v.Outputs(tuple(rows), self._read_events())
+
+    def _read_events(self) -> tuple[v.KVEvent, ...]:
+        run = self.run
+        if not run.config.enable_kv_cache_events:
+            return ()
+        publisher = self.scheduler.kv_event_publisher
+        return read_events(publisher, run.digests, run.lora_ids, self.separate_names)
 
     def _drafts(self, drafts: tuple[v.RowTokens, ...]) -> v.DraftsTaken:
         """Source: `update_draft_token_ids`, which answers nothing: attached is what it kept.

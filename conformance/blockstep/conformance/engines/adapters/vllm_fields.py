@@ -51,6 +51,15 @@ READ: Mapping[str, frozenset[str]] = MappingProxyType(
                 "encoder_cache_usage",
             }
         ),
+        "BlockStored": frozenset(
+            {
+                *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id"),
+                *("medium", "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind"),
+                "kv_cache_spec_sliding_window",
+            }
+        ),
+        "BlockRemoved": frozenset({"block_hashes", "medium", "group_idx"}),
+        "AllBlocksCleared": frozenset(),
     }
 )
 """Fields that are translated, or held to other fields."""
@@ -97,6 +106,9 @@ UNUSED: Mapping[str, frozenset[str]] = MappingProxyType(
                 *("perf_stats", "iteration_details"),
             }
         ),
+        "BlockStored": frozenset({"locality", "ownership", "session_id", "lookahead_token_ids"}),
+        "BlockRemoved": frozenset({"locality", "ownership"}),
+        "AllBlocksCleared": frozenset(),
     }
 )
 """Fields for what no config of ours asks for: anything in them belongs to nobody."""

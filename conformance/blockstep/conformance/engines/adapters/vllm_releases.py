@@ -130,6 +130,8 @@ class Release:
     """An EC connector, and a cache that counts embeddings and can be reset."""
     has_across: bool = False
     """Whether encoder-decoder models are followed."""
+    has_events: bool = False
+    """Whether its log of KV events is read."""
     has_sessions: bool = False
     """`Request.resumable`, and chunks that are added under an id in use."""
     has_sound_sessions: bool = False
@@ -194,6 +196,7 @@ def _list_until_0_19() -> tuple[Release, ...]:
         has_encoder=True,
         has_offers=True,
         has_across=True,
+        has_events=True,
     )
     return (r0110, r0111, r0120, r0150, r0160, r0170, r0180, r0190)
 
@@ -210,6 +213,7 @@ def _build_table() -> Mapping[str, Release]:
         has_encoder=False,
         has_offers=False,
         has_across=False,
+        has_events=False,
     )
     r0220 = replace(r0200, version="0.22.0", environment=(("VLLM_USE_V2_MODEL_RUNNER", "0"),))
     r0240 = replace(r0220, version="0.24.0", packages=SINCE_0_24)
