@@ -84,6 +84,8 @@ try:
         from blockstep.conformance.engines.adapters.vllm_events import ask_for_events
     if RELEASE.has_offers:
         from blockstep.conformance.engines.adapters.vllm_offers import ask_for_offers
+    if RELEASE.has_store:
+        from blockstep.conformance.engines.adapters.vllm_store import ask_for_store
     if RELEASE.has_repetition_detection:
         from vllm.sampling_params import RepetitionDetectionParams
     if RELEASE.has_hashing_module:
@@ -284,6 +286,8 @@ def build_vllm_config(config: Config) -> VllmConfig:
         ask_for_offers(built)
     if config.enable_kv_cache_events:
         ask_for_events(built)
+    if config.kv_connector:
+        ask_for_store(built, config.kv_load_failure_policy)
     if config.max_loras:
         built.lora_config = LoRAConfig(max_loras=config.max_loras)  # without one there is no cap
     return built

@@ -83,16 +83,18 @@ def _read_event(event: Any, digests: Digests, names: Mapping[int, tuple[str, str
         value = getattr(event, field, None)
         if not is_empty(value):
             raise EngineFault(f"{field} of a KV event is {value!r}, for nobody who asked for it")
+    # Where no event says it, there is one group.
+    group = getattr(event, "group_idx", None) or 0
     match event:
         case AllBlocksCleared():
             return v.AllBlocksCleared()
         case BlockRemoved(block_hashes=told, medium=medium):
-            return v.BlockRemoved(_read_keys(digests, told), medium)
+            return v.BlockRemoved(_read_keys(digests, told, group), medium)
         case BlockStored(block_hashes=told, parent_block_hash=parent, medium=medium):
             _check_extras(event)
             return v.BlockStored(
-                keys=_read_keys(digests, told),
-                parent=None if parent is None else _read_keys(digests, [parent])[0],
+                keys=_read_keys(digests, told, group),
+                parent=None if parent is None else _read_keys(digests, [parent], group)[0],
                 token_ids=tuple(event.token_ids),
                 block_size=event.block_size,
                 adapter=_read_adapter(event, names),
@@ -101,8 +103,8 @@ def _read_event(event: Any, digests: Digests, names: Mapping[int, tuple[str, str
     raise EngineFault(f"no such KV event: {event!r}")
 
 
-def _read_keys(digests: Digests, told: list[Any]) -> tuple[v.BlockKey, ...]:
-    """What digests stand for. No event says of which group a block is; there is one group."""
+def _read_keys(digests: Digests, told: list[Any], group: int) -> tuple[v.BlockKey, ...]:
+    """What digests stand for, in a group."""
     keys = []
     for digest in told:
         if not isinstance(digest, bytes):
@@ -110,7 +112,7 @@ def _read_keys(digests: Digests, told: list[Any]) -> tuple[v.BlockKey, ...]:
                 f"a KV event names a block by {digest!r}, a part of its digest: "
                 "set VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0"
             )
-        keys.append(digests.read(digest, 0))
+        keys.append(digests.read(digest, group))
     return tuple(keys)
 
 

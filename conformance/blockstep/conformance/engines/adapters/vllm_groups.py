@@ -47,7 +47,7 @@ def find_problem(release: Release, config: Config) -> str | None:
         return NO_RECURRENT
     if not config.enable_prefix_caching or not groups:
         return None
-    if config.enable_kv_cache_events and len(groups) > 1:
+    if config.enable_kv_cache_events and len(groups) > 1 and not release.has_told_groups:
         return TOLD_OF_ONE
     if release.has_partial_hits:
         if any(group.mamba_cache_mode is MambaCacheMode.ALL for group in groups):
