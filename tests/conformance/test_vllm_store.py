@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from blockstep.conformance.engine import Capability, Engine, get_capabilities, get_declines
+from blockstep.conformance.engine import (
+    Capability,
+    Engine,
+    EngineFault,
+    get_capabilities,
+    get_declines,
+)
 from blockstep.conformance.engines.adapters.vllm_releases import (
     get_installed_version,
     get_release,
@@ -174,12 +180,22 @@ def test_of_several_groups_each_table_is_told() -> None:
     assert list(map(len, load.block_ids)) == [2, 1]
 
 
+def find_decline(engine: Engine, event: v.Event) -> str:
+    """Why it is not given an event."""
+    declines = get_declines(engine)
+    assert declines is not None
+    return declines(event) or ""
+
+
+LATER: dict[str, Any] = {"num_tokens": 4, "is_async": True}
+
+
 @pytest.mark.parametrize(
     ("event", "offer"),
     [
         (report(finished_recving=("A",)), {}),
-        (report(finished_sending=("A",)), {"num_tokens": 4, "is_async": True}),
-        (report(finished_recving=("Z",)), {"num_tokens": 4, "is_async": True}),
+        (report(finished_sending=("A",)), LATER),
+        (report(finished_recving=("Z",)), LATER),
     ],
 )
 def test_a_signal_that_it_does_not_survive_is_declined(
@@ -188,11 +204,70 @@ def test_a_signal_that_it_does_not_survive_is_declined(
     """Given it all the same, it raises."""
     engine = start(**offer)
     engine.apply(v.Schedule())
-    declines = get_declines(engine)
-    assert declines is not None
-    assert "B21" in str(declines(event))
+    assert "(B21)" in find_decline(engine, event)
     with pytest.raises(AssertionError):
         engine.apply(event)
+
+
+def test_a_second_signal_after_the_end_is_declined() -> None:
+    """What ends a hold is taken; the same once more is about nobody."""
+    engine = start(**LATER)
+    engine.apply(v.Schedule())
+    signal = report(finished_recving=("A",))
+    for _ in range(2):  # before the end it may come twice
+        assert not find_decline(engine, signal)
+        engine.apply(signal)
+    engine.apply(v.Abort(("A",)))
+    assert "(B21)" in find_decline(engine, signal)
+
+
+def test_invalid_blocks_of_several_groups_are_declined() -> None:
+    """Given them all the same, it raises."""
+    groups = (v.KVGroup(v.GroupKind.FULL, 2), v.KVGroup(v.GroupKind.FULL, 4))
+    engine = start(replace(CONFIG, groups=groups), **LATER)
+    engine.apply(v.Schedule())
+    event = report(invalid_block_ids=(1,))
+    assert "(B47)" in find_decline(engine, event)
+    with pytest.raises(ValueError, match="unpack"):
+        engine.apply(event)
+
+
+@pytest.mark.parametrize("policy", v.KVLoadFailurePolicy)
+def test_loads_of_several_that_fail_at_once(policy: v.KVLoadFailurePolicy) -> None:
+    """They would end in an order that nobody can follow; where they go on there is none."""
+    engine = start(replace(CONFIG, kv_load_failure_policy=policy), **LATER)
+    engine.apply(v.Submit(replace(REQUEST, request_id="B", prompt_token_ids=(7, 8, 9, 6, 5))))
+    engine.apply(v.KVOffer("B", num_tokens=4, is_async=True))
+    engine.apply(v.Schedule())
+    assert not find_decline(engine, report(invalid_block_ids=(1, 2)))
+    does_fail = policy is v.KVLoadFailurePolicy.FAIL
+    assert bool(find_decline(engine, report(invalid_block_ids=(1, 3)))) is does_fail
+
+
+def test_a_forced_reset_beside_held_blocks_is_declined() -> None:
+    """Given it all the same, it raises."""
+    engine = start(delays_free=True)
+    engine.apply(v.Schedule())
+    engine.apply(v.Abort(("A",)))
+    event = v.Reset(reset_running_requests=True)
+    assert "held" in find_decline(engine, event)
+    with pytest.raises(RuntimeError):
+        engine.apply(event)
+
+
+def test_who_is_parked_before_its_frame_ends_it_is_declined() -> None:
+    """Planned all the same, it stays in a queue when it has ended."""
+    engine = load_engine("vllm")(replace(CONFIG, max_frames_in_flight=2))
+    engine.apply(v.Submit(replace(REQUEST, max_tokens=1)))
+    frame = engine.apply(v.Schedule())
+    assert isinstance(frame, v.Plan)
+    engine.apply(v.Reset(reset_running_requests=True))
+    engine.apply(v.KVOffer("A", **LATER))
+    assert "before its frame ends it" in find_decline(engine, v.Schedule())
+    engine.apply(v.Schedule())
+    engine.apply(v.Commit(frame.frame_id, (v.RowTokens("A", (7,)),)))
+    with pytest.raises(EngineFault, match="who is gone"):
+        engine.snapshot()
 
 
 def test_a_load_at_once_of_all_tokens_ends_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
