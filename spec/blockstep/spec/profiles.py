@@ -85,6 +85,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
         "0.17.1",
         frozenset(
             {
+                Quirk.NULL_BLOCKS_ARE_TOLD,
                 Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT,
                 Quirk.PADDING_UNMASKS_WHAT_FOLLOWS,
                 Quirk.MASK_OF_WHO_SAMPLES_BY_NOW,

@@ -18,6 +18,7 @@ from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Frame, Hit, Holding, RequestState
 from blockstep.spec.vocabulary import (
     BlockId,
+    BlockStored,
     Config,
     FinishReason,
     KVGroup,
@@ -218,6 +219,10 @@ class Rules:
     """Whether sessions that do not run give their blocks up where they are needed."""
 
     # events
+    get_stored: Callable[
+        [Config, RequestState, int, Sequence[BlockId], int], tuple[BlockStored, ...]
+    ]
+    """How it is told that blocks of a group become findable: (.., group, blocks, first index)."""
     tells_resets_at_once: bool = True
     """Whether a reset tells what it cleared, and does not leave it to the next commit."""
 

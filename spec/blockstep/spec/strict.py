@@ -12,6 +12,7 @@ from blockstep.spec.lives.sessions import get_num_kept, get_num_kept_keys, get_s
 from blockstep.spec.memory.prefix import get_joint_hit
 from blockstep.spec.memory.slots import count_reserved_blocks, revoke_slots
 from blockstep.spec.memory.states import compute_num_certain
+from blockstep.spec.memory.telling import get_stored
 from blockstep.spec.pool import free_blocks, withdraw_blocks
 from blockstep.spec.requests import count_in_doubt
 from blockstep.spec.rules import Rules
@@ -50,6 +51,7 @@ STRICT_RULES: Final = Rules(
     get_num_kept=get_num_kept,
     get_num_kept_keys=get_num_kept_keys,
     get_stopped=get_stopped,
+    get_stored=get_stored,
     get_next_stand=get_next_stand,
     compute_stop=compute_stop,
 )

@@ -145,7 +145,7 @@ def publish_verified(state: State, pool: Pool, request: RequestState) -> tuple[P
         return pool, request
     num_verified = request.num_known_tokens - 1
     nums_full = [num_verified // block_size for block_size in config.block_sizes]
-    return publish_slots(config, pool, request, nums_full)
+    return publish_slots(config, pool, request, nums_full, state.rules)
 
 
 def get_rolled_back(request: RequestState, num_drafts: int, num_sampled: int) -> RequestState:

@@ -100,6 +100,7 @@ class Quirk(StrEnum):
     ALL_IN_FLIGHT_IS_IN_DOUBT = "all_in_flight_is_in_doubt"
     STATES_ARE_LEFT_AT_ONCE = "states_are_left_at_once"
     CHUNKS_END_AT_CHECKPOINTS = "chunks_end_at_checkpoints"
+    NULL_BLOCKS_ARE_TOLD = "null_blocks_are_told"
     RESETS_ARE_TOLD_LATE = "resets_are_told_late"
 
 

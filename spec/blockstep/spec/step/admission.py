@@ -198,7 +198,7 @@ def get_slots_at_admission(
         step.pool = pool
         step.requests[name] = replace(step.requests[name], holdings=request.holdings)
     num_lookahead = rules.get_num_lookahead_at_admission(config, request)
-    return allocate_slots(config, pool, request, num_new, num_lookahead, hit)
+    return allocate_slots(config, pool, request, num_new, num_lookahead, hit, rules)
 
 
 def get_unwritten_states(step: Step) -> list[BlockId]:
