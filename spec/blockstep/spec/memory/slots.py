@@ -4,8 +4,8 @@
     |   table   | touch  |        allocate                   |
     |       published       |  published up to known tokens  |
 
-`computed` is non-empty for running requests only and `hit` for waiting ones only; `external`
-belongs to KV connectors, which are not specified yet. Each KV group has a table of its own, in
+`computed` is non-empty for running requests only and `hit` for waiting ones only, as `external` is,
+what a store loads: that is published once it has come. Each KV group has a table of its own, in
 blocks of its own size; all of them take from one pool, and get what they need or nobody does.
 """
 
@@ -235,7 +235,7 @@ def allocate_slots(
     # requests
     if holdings != [*request.holdings]:
         request = replace(request, holdings=tuple(holdings))
-    if not config.enable_prefix_caching:
+    if not config.enable_prefix_caching or request.is_unsettled:
         return pool, request
     num_known = request.num_known_tokens
     nums_full = [
@@ -279,6 +279,20 @@ def publish_slots(
         pool = publish_blocks(pool, block_ids, keys, stored)
         holdings.append(Holding(holding.block_table, max(settled[group], num_full)))
     return pool, replace(request, holdings=tuple(holdings))
+
+
+def settle_slots(
+    config: Config, pool: Pool, request: RequestState, num_there: int
+) -> tuple[Pool, RequestState]:
+    """The request once its load is known to have come, up to so many tokens: these are findable.
+
+    Source: vLLM 0.19.1 `_update_waiting_for_remote_kv`; P4, P19.
+    """
+    request = replace(request, is_unsettled=False)
+    if not config.enable_prefix_caching:
+        return pool, request
+    num_there = min(num_there, request.num_known_tokens)
+    return publish_slots(config, pool, request, [num_there // size for size in config.block_sizes])
 
 
 def skip_slots(

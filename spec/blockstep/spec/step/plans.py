@@ -80,6 +80,7 @@ def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
         new_block_ids_to_zero=get_blocks_to_zero(step),
         has_structured_output_requests=bool(masked),
         pending_structured_output_tokens=any(one.num_output_placeholders for one in masked),
+        kv_loads=tuple(step.loads),
     )
     if not step.encoder.size:
         return plan
@@ -170,7 +171,8 @@ def process_advance(step: Step, frame_rows: tuple[FrameRow, ...]) -> State:
     if frame_rows:
         sampling = [step.requests[row.request_id].request for row in frame_rows if row.samples]
         is_structured = any(request.structured_output for request in sampling)
-        frames = (*frames, Frame(frame_id, frame_rows, is_structured))
+        loads = tuple([load for load in step.loads if not load.is_async])
+        frames = (*frames, Frame(frame_id, frame_rows, is_structured, loads))
     step.encoder = end_step(step.encoder)
     return step.get_state(
         frames=frames,
