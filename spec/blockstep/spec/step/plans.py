@@ -37,7 +37,17 @@ def get_frame_rows(step: Step) -> tuple[FrameRow, ...]:
         samples = row.num_computed + row.num_scheduled >= num_promised
         has_mask = samples and request.request.grammar is not None
         num_in_doubt = rules.get_num_in_doubt(num_drafts, row.num_scheduled) if has_groups else 0
-        rows.append(FrameRow(row.request_id, row.drafts, samples, False, num_in_doubt, has_mask))
+        num_told = row.num_scheduled if rules.remembers_num_scheduled else 0
+        rows.append(
+            FrameRow(
+                row.request_id,
+                row.drafts,
+                samples,
+                num_in_doubt=num_in_doubt,
+                has_mask=has_mask,
+                num_scheduled=num_told,
+            )
+        )
     return tuple(rows)
 
 
