@@ -209,7 +209,7 @@ class Rules:
     get_stopped: Callable[[Config, Pool, RequestState, Rules], tuple[Pool, RequestState]]
     """A session at its stop: what it has computed, and holds."""
     hint_is_of_all_holders: bool = False
-    """Whether blocks that all have in common are in the tables of sessions that rest, too."""
+    """Whether blocks that all have in common are in the tables of who does not run, too."""
     skips_before_the_gate: bool = True
     """Whether one that goes on is asked for with what fell out of its windows given back; else it
     gives that back behind the gate, refused or not."""
