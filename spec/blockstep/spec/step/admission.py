@@ -89,7 +89,8 @@ def process_trial(step: Step, request_id: RequestId) -> Verdict:
     pool, transfers = step.pool, step.transfers
     process_return(step, request_id)
     verdict = process_gates(step, request_id)
-    if verdict not in (Verdict.ADMITTED, Verdict.PARKED):
+    is_refused = verdict not in (Verdict.ADMITTED, Verdict.PARKED)
+    if is_refused and not step.state.rules.returns_for_good:
         step.pool, step.transfers, step.requests[request_id] = pool, transfers, request
     return verdict
 
@@ -171,11 +172,12 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     if hit.junction != request.junction:
         request = replace(request, junction=hit.junction)
     if config.kv_connector:
-        offered = get_offered_hit(step.transfers, request, hit)
+        offered = get_offered_hit(step.transfers, request, hit, rules)
         if offered is None:
             return Verdict.PASSED_OVER
         hit, is_async = offered
-        request = replace(request, is_unsettled=hit.num_external > 0)
+        is_unsettled = hit.num_external > 0 and (is_async or not rules.publishes_loads_at_once)
+        request = replace(request, is_unsettled=is_unsettled)
         if is_async:
             return process_parking(step, request, hit)
     num_known, num_start = request.num_known_tokens, num_computed + hit.num_tokens
@@ -258,7 +260,7 @@ def get_slots_at_admission(
         step.pool = pool
         step.requests[name] = replace(step.requests[name], holdings=request.holdings)
     num_lookahead = rules.get_num_lookahead_at_admission(config, request)
-    return allocate_slots(config, pool, request, num_new, num_lookahead, hit)
+    return allocate_slots(config, pool, request, num_new, num_lookahead, hit, rules)
 
 
 def get_unwritten_states(step: Step) -> list[BlockId]:
@@ -322,7 +324,7 @@ def process_counted(step: Step, request: RequestState, hit: Hit) -> None:
             prefix_cache_queries=stats.prefix_cache_queries + request.num_known_tokens,
             prefix_cache_hits=stats.prefix_cache_hits + num_local,
         )
-    if config.kv_connector and asks_store(request):
+    if config.kv_connector and asks_store(request, step.state.rules):
         num_behind = request.num_known_tokens - num_local
         stats = replace(
             stats,
