@@ -183,18 +183,19 @@ class LLM:
         params: SamplingParams | None = None,
         priority: int = 0,
         adapter: str | None = None,
+        cache_salt: str | None = None,
     ) -> RequestId:
         """Hand in one prompt, to be served by `step`; returns its name.
 
         A lower `priority` is served first, where the policy is priority. `adapter` is one of
-        `Settings.lora_modules`; None: the model as it is.
+        `Settings.lora_modules`; None: the model as it is. KV is shared under one `cache_salt` only.
 
         Raises:
             RequestError: it is empty, holds a token that the model does not have, is longer than
                 the model or the cache allows, or needs a tokenizer that is missing; or its grammar
                 is none; or there is no such adapter.
         """
-        return self._add(prompt, params, priority, adapter, resumable=False)
+        return self._add(prompt, params, priority, adapter, cache_salt=cache_salt)
 
     def open_session(
         self,
@@ -224,7 +225,8 @@ class LLM:
         params: SamplingParams | None,
         priority: int,
         adapter: str | None,
-        resumable: bool,
+        resumable: bool = False,
+        cache_salt: str | None = None,
     ) -> RequestId:
         params = SamplingParams() if params is None else params
         expect_adapter(adapter, self.settings.lora_modules)
@@ -234,7 +236,7 @@ class LLM:
             name = f"request-{self._num_requests}"
             request = replace(
                 self._ask(name, token_ids, params), priority=priority, adapter=adapter,
-                resumable=resumable,
+                resumable=resumable, cache_salt=cache_salt,
             )  # fmt: skip
             self._submit(Submit(request), f"prompt of {len(token_ids)} tokens")
             wanted = Wanted(params, self._take_seed(params), matcher)
