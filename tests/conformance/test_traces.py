@@ -277,7 +277,7 @@ def test_lines_are_plain_json_tagged_with_type_names(tmp_path: Path) -> None:
     header, step, end = map(json.loads, path.read_text().splitlines())
     assert (header["format"], header["version"]) == ("blockstep-trace", 1)
     assert step == {
-        "event": {"type": "Reset", "reset_running_requests": True},
+        "event": {"type": "Reset", "reset_running_requests": True, "reset_connector": False},
         "observation": {"type": "ResetDone", "success": False},
     }
     assert end == {"end": {"steps": 1}}

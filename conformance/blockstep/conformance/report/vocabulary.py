@@ -25,7 +25,7 @@ SOURCES = {
 """The documents that the specification follows, by the number that docstrings cite them by."""
 _ROOMS = (
     *(f"blockstep.spec.vocabulary.{room}" for room in ("config", "request", "events")),
-    *(f"blockstep.spec.vocabulary.{room}" for room in ("observations", "kv_events")),
+    *(f"blockstep.spec.vocabulary.{room}" for room in ("observations", "kv_events", "transfers")),
     *(f"blockstep.spec.vocabulary.{room}" for room in ("snapshot", "waiting", "keys")),
     "blockstep.spec.vocabulary.constants",
     "blockstep.spec.vocabulary.wellformed",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from blockstep.spec.vocabulary.request import BlockId, BlockTables, RequestId
 
@@ -44,7 +45,8 @@ class KVTransfers:
     answered. It is taken before the rows of that answer, the others behind them."""
 
 
-NO_TRANSFERS = KVTransfers()
+NO_TRANSFERS: Final = KVTransfers()
+"""A worker has nothing to report."""
 
 
 @dataclass(frozen=True, slots=True)

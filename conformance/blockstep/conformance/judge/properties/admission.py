@@ -122,11 +122,15 @@ def row_gains_exactly_the_blocks_it_needs(step: Step, ledger: Ledger) -> Complai
             tables = step.old[row.request_id].block_tables
         if row.kind is RowKind.RUNNING:
             slots = running_slots(config, row.end)
-        num_across = count_across(config, ledger.lives[row.request_id].request)
-        need = [
-            max(table_length(group, row.end, slots_of(group, slots, num_across)) - len(table), 0)
-            for group, table in zip(step.groups, tables, strict=True)
-        ]
+        if config.groups:
+            num_across = count_across(config, ledger.lives[row.request_id].request)
+            nums_slots = [slots_of(group, slots, num_across) for group in config.groups]
+            need = [
+                max(table_length(group, row.end, slots) - len(table), 0)
+                for group, table, slots in zip(config.groups, tables, nums_slots, strict=True)
+            ]
+        else:
+            need = [blocks_behind(config, slots, tables)]
         gained = [*map(len, row.gained_tables)]
         if gained != need:
             what = f"{row.request_id!r} runs positions {row.first} to {row.end - 1}"

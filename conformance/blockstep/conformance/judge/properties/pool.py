@@ -86,16 +86,19 @@ def block_still_to_be_written_is_not_published(step: Step, ledger: Ledger) -> Co
 @once_a_step
 def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapshot, v.BlockId]]:
     """Blocks across are among them, all: none is ever found by another."""
-    found = []
+    found: list[tuple[v.RequestSnapshot, v.BlockId]] = []
+    sizes = [0 if is_across(group) else group.block_size for group in step.config.groups]
+    sizes = sizes or [step.config.block_size]
     for request in step.after.requests:
         tables, life = request.block_tables, ledger.lives.get(request.request_id)
         if life is None or not any(tables):
             continue
         known = (len(request.prompt_token_ids) or life.num_prompt) + len(request.output_token_ids)
         filled = min(request.num_computed_tokens, known)
-        for table, group in zip(tables, step.groups):  # noqa: B905 - tables are counted elsewhere
-            first = 0 if is_across(group) else filled // group.block_size
-            found += [(request, block) for block in table[first:]]
+        for table, size in zip(tables, sizes):  # noqa: B905 - tables are counted elsewhere
+            first = filled // size if size else 0
+            if first < len(table):
+                found += [(request, block) for block in table[first:]]
     if step.config.groups:  # a frame in flight may have filled what nobody attends to any more
         return [(request, block) for request, block in found if block != v.NULL_BLOCK]
     return found

@@ -210,10 +210,14 @@ class Step:
     @once
     def giving(self) -> list[v.RequestId]:
         """Sessions that held blocks without running, and gave them to another."""
+        sessions = [old for old in self.before.requests if old.prompt_token_ids]
+        if not sessions:
+            return []
         found = []
         rows = {row.request_id: row.kind for row in self.admitted_rows}
-        for name, old in self.old.items():
-            if old.prompt_token_ids and name not in self.place and any(old.block_tables):
+        for old in sessions:
+            name = old.request_id
+            if name not in self.place and any(old.block_tables):
                 new = self.new.get(name)
                 if rows.get(name, RowKind.CONTINUED) is not RowKind.CONTINUED or (
                     new is not None and name not in rows and not any(new.block_tables)
