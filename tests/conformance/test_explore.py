@@ -133,8 +133,10 @@ UNREACHED = {
     Quirk.SESSIONS_GO_BACK_BLINDLY,
     Quirk.RESTING_SESSIONS_KEEP_THEIR_SEATS,
     Quirk.STATES_COME_BEFORE_ITEMS,
+    Quirk.NULL_BLOCKS_ARE_TOLD,
 }
-"""Quirks that no world is small enough for, or that change a hint alone, of which no walk asks."""
+"""Quirks that no world is small enough for, or that change a hint alone, of which no walk asks, or
+a log, which no world has whose groups leave blocks out."""
 DEFECT_ROWS = {
     name: (length, world, difference)
     for world, (defects,) in rows_of("| world | defect, events, first difference |").items()

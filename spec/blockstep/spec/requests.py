@@ -139,6 +139,8 @@ class FrameRow:
     """Whether what it samples is held to a grammar."""
     is_masked: bool = False
     """Whether a mask was made with its drafts: what still is a placeholder, nobody can accept."""
+    num_scheduled: int = 0
+    """Its tokens; in no strict run."""
 
     @property
     def verifiable_drafts(self) -> TokenIds:

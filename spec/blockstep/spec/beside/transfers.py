@@ -62,13 +62,14 @@ NO_STORE: Final = Transfers()
 # Offers.
 
 
-def compute_num_external(num_offered: int, num_known: int, num_local: int) -> int:
+def compute_num_external(num_offered: int, num_known: int, num_local: int, is_async: bool) -> int:
     """Tokens to load of a request behind its local hit, of so many that a store has.
 
     Never the last known one: it is computed, for something must be sampled behind it, and nobody
     writes into a block that is published. Upstream loads it, then computes it into that block.
     Source: vLLM 0.19.1 `_update_waiting_for_remote_kv`; P2, P13.
     """
+    del is_async
     return max(min(num_offered, num_known - 1) - num_local, 0)
 
 
@@ -154,7 +155,9 @@ def hold_ended(transfers: Transfers, request_id: RequestId, tables: BlockTables)
     return Transfers(offers, parked, held)
 
 
-def end_recving(transfers: Transfers, request_id: RequestId) -> tuple[Transfers, BlockTables]:
+def end_recving(
+    transfers: Transfers, request_id: RequestId, is_only: bool
+) -> tuple[Transfers, BlockTables]:
     """A load has come to its end; and the tables that nothing holds any more, to be freed.
 
     Source: vLLM 0.19.1 `_update_from_kv_xfer_finished`, which stops by an error where it knows of
@@ -164,19 +167,27 @@ def end_recving(transfers: Transfers, request_id: RequestId) -> tuple[Transfers,
         load = replace(transfers.parked[request_id], is_received=True)
         return replace(transfers, parked=transfers.parked.having(request_id, load)), ()
     entry = transfers.held.get(request_id)
-    return end_hold(transfers, replace(entry, is_recving=False)) if entry else (transfers, ())
+    if entry is None:
+        return transfers, ()
+    return end_hold(transfers, replace(entry, is_recving=False), is_only)
 
 
-def end_sending(transfers: Transfers, request_id: RequestId) -> tuple[Transfers, BlockTables]:
+def end_sending(
+    transfers: Transfers, request_id: RequestId, is_only: bool
+) -> tuple[Transfers, BlockTables]:
     """The store has read the blocks of an ended request; likewise. Source: P17, P18."""
     entry = transfers.held.get(request_id)
-    return end_hold(transfers, replace(entry, is_sending=False)) if entry else (transfers, ())
+    if entry is None:
+        return transfers, ()
+    return end_hold(transfers, replace(entry, is_sending=False), is_only)
 
 
-def end_hold(transfers: Transfers, entry: HeldBlocks) -> tuple[Transfers, BlockTables]:
+def end_hold(
+    transfers: Transfers, entry: HeldBlocks, is_only: bool
+) -> tuple[Transfers, BlockTables]:
     """With what is left of the holds of an ended request; behind the last one its tables are given
     back. Source: P17."""
-    if entry.is_recving or entry.is_sending:
+    if (entry.is_recving or entry.is_sending) and not is_only:
         return replace(transfers, held=transfers.held.having(entry.request_id, entry)), ()
     held = transfers.held.without(entry.request_id)
     return replace(transfers, held=held), entry.block_tables

@@ -30,6 +30,8 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     With `reset_connector` the store is told to forget, too. Source: seed 001 "Reset Prefix Cache",
     vLLM 0.19.1 `reset_connector_cache`; P17, P25.
     """
+    if reset.reset_connector and state.rules.resets_apart:
+        return process_resets_apart(state, reset)
     # refuse
     is_idle = get_num_free_blocks(state.pool) == state.config.num_usable_blocks
     if not is_idle and not reset.reset_running_requests:
@@ -49,6 +51,16 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     # observe
     pool, kv_events = take_events(pool) if state.rules.tells_resets_at_once else (pool, ())
     return replace(state, pool=pool), ResetDone(True, kv_events)
+
+
+def process_resets_apart(state: State, reset: Reset) -> tuple[State, ResetDone]:
+    """Reset the pool and the store, each whether or not the other is; by a quirk only.
+
+    Source: vLLM 0.19.1 `reset_prefix_cache`; P25.
+    """
+    state, done = process_reset(state, replace(reset, reset_connector=False))
+    state = replace(state, transfers=replace(state.transfers, offers=NO_OFFERS))
+    return state, replace(done, success=done.success and state.config.kv_connector)
 
 
 def process_encoder_reset(state: State) -> tuple[State, Ack]:

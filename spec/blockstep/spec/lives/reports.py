@@ -53,7 +53,7 @@ def process_transfers_reported(state: State, transfers: KVTransfers) -> tuple[St
     if not state.config.kv_connector:
         return state, Outputs()
     # requests
-    state, failed = get_failures_of_parked(state, transfers.invalid_block_ids)
+    state, failed = state.rules.get_failures(state, transfers.invalid_block_ids, None)
     state, rows = get_reported(state, transfers, failed)
     # observe
     pool, kv_events = take_events(state.pool)
@@ -72,11 +72,11 @@ def get_reported(
     state = get_ended(state, failed)
     moving, pool = state.transfers, state.pool
     for name in transfers.finished_recving:
-        moving, tables = end_recving(moving, name)
+        moving, tables = end_recving(moving, name, state.rules.holds_are_one)
         for table in tables:
             pool = state.rules.free_blocks(pool, without_nulls(table))
     for name in transfers.finished_sending:
-        moving, tables = end_sending(moving, name)
+        moving, tables = end_sending(moving, name, state.rules.holds_are_one)
         for table in tables:
             pool = state.rules.free_blocks(pool, without_nulls(table))
     return replace(state, pool=pool, transfers=moving), rows
@@ -85,12 +85,16 @@ def get_reported(
 # Failures.
 
 
-def get_failures(state: State, invalid: Sequence[BlockId]) -> tuple[State, tuple[RequestId, ...]]:
+def get_failures(
+    state: State, invalid: Sequence[BlockId], frame: Frame | None
+) -> tuple[State, tuple[RequestId, ...]]:
     """What blocks that could not be loaded do to those that are parked, and to those of the oldest
     frame, which is answered; and who fails by policy. Source: vLLM 0.19.1
     `_handle_invalid_blocks`; P19.
     """
     state, parked = get_failures_of_parked(state, invalid)
+    if frame is None:
+        return state, parked
     state, planned = get_failures_of_frame(state, invalid)
     return state, (*parked, *planned)
 

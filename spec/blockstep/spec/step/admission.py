@@ -77,7 +77,7 @@ def process_received_behind(step: Step, head_id: RequestId) -> None:
     gives way for them. Else they would wait, blocks and all, for a head that may wait for these;
     upstream has them do so. Source: vLLM 0.19.1 `schedule`; P10, P15, P17.
     """
-    if not step.transfers.parked:
+    if not step.transfers.parked or not step.state.rules.looks_behind_the_head:
         return
     queues, policy = ([*step.waiting], [*step.skipped]), step.state.config.policy
     while queue := select_queue(policy, *queues, step.requests):
@@ -114,7 +114,8 @@ def process_trial(step: Step, request_id: RequestId) -> Verdict:
     pool, transfers = step.pool, step.transfers
     process_return(step, request_id)
     verdict = process_gates(step, request_id)
-    if verdict not in (Verdict.ADMITTED, Verdict.PARKED):
+    is_refused = verdict not in (Verdict.ADMITTED, Verdict.PARKED)
+    if is_refused and not step.state.rules.returns_for_good:
         step.pool, step.transfers, step.requests[request_id] = pool, transfers, request
     return verdict
 
@@ -196,11 +197,12 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     if hit.junction != request.junction:
         request = replace(request, junction=hit.junction)
     if config.kv_connector:
-        offered = get_offered_hit(step.transfers, request, hit)
+        offered = get_offered_hit(step.transfers, request, hit, rules)
         if offered is None:
             return Verdict.PASSED_OVER
         hit, is_async = offered
-        request = replace(request, is_unsettled=hit.num_external > 0)
+        is_unsettled = hit.num_external > 0 and (is_async or not rules.publishes_loads_at_once)
+        request = replace(request, is_unsettled=is_unsettled)
         if is_async:
             return process_parking(step, request, hit)
     num_known, num_start = request.num_known_tokens, num_computed + hit.num_tokens
@@ -283,7 +285,7 @@ def get_slots_at_admission(
         step.pool = pool
         step.requests[name] = replace(step.requests[name], holdings=request.holdings)
     num_lookahead = rules.get_num_lookahead_at_admission(config, request)
-    return allocate_slots(config, pool, request, num_new, num_lookahead, hit)
+    return allocate_slots(config, pool, request, num_new, num_lookahead, hit, rules)
 
 
 def get_unwritten_states(step: Step) -> list[BlockId]:
@@ -347,7 +349,7 @@ def process_counted(step: Step, request: RequestState, hit: Hit) -> None:
             prefix_cache_queries=stats.prefix_cache_queries + request.num_known_tokens,
             prefix_cache_hits=stats.prefix_cache_hits + num_local,
         )
-    if config.kv_connector and asks_store(request):
+    if config.kv_connector and asks_store(request, step.state.rules):
         num_behind = request.num_known_tokens - num_local
         stats = replace(
             stats,

@@ -17,12 +17,13 @@ after a preemption; but it did not run, so it is none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from blockstep.spec.beside.transfers import Transfers, forget_load, is_under_way
 from blockstep.spec.copies import replace
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.requests import NOTHING_HELD, RequestState
+from blockstep.spec.rules import Rules
 from blockstep.spec.step.queues import Requests, get_rank
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import Policy, RequestId, Status
@@ -33,11 +34,12 @@ def process_giving(step: Step, receiver_id: RequestId | None = None) -> bool:
 
     Source: upstream #49439; P10, P17.
     """
-    if not step.state.rules.takes_back_from_sessions:
-        return False
-    queued: Sequence[RequestId] = (*step.passed_over, *step.skipped, *step.waiting)
+    queued = [*step.passed_over, *step.skipped, *step.waiting]
     if step.transfers.parked:
         queued = [name for name in queued if not is_under_way(step.transfers, name)]
+    rules = step.state.rules
+    if not (rules.takes_back_from_sessions and rules.takes_back_from_parked):
+        queued = [name for name in queued if may_give(step.requests[name], rules)]
     givers = get_givers(step.state.config.policy, queued, step.requests)
     giver_id = next((name for name in givers if name != receiver_id), None)
     if giver_id is None:
@@ -49,6 +51,13 @@ def process_giving(step: Step, receiver_id: RequestId | None = None) -> bool:
         step.transfers = forget_load(step.transfers, giver_id)
     step.requests[giver_id] = without_blocks(giver)
     return True
+
+
+def may_give(request: RequestState, rules: Rules) -> bool:
+    """Whether the rules have one that does not run give its blocks up. Source: P10, P17."""
+    if request.status is Status.WAITING_FOR_REMOTE_KVS:
+        return rules.takes_back_from_parked
+    return rules.takes_back_from_sessions
 
 
 def get_givers(policy: Policy, queued: Iterable[RequestId], requests: Requests) -> list[RequestId]:

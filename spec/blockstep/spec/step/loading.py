@@ -11,39 +11,43 @@ from __future__ import annotations
 
 from blockstep.spec.beside.transfers import (
     Transfers,
-    compute_num_external,
     forget_load,
     get_offer,
 )
 from blockstep.spec.copies import replace
 from blockstep.spec.memory.slots import compute_num_blocks, release_slots, settle_slots
 from blockstep.spec.requests import Hit, RequestState
+from blockstep.spec.rules import Rules
 from blockstep.spec.step.giving import get_unparked, without_blocks
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import KVLoad, RequestId
 
 
-def asks_store(request: RequestState) -> bool:
+def asks_store(request: RequestState, rules: Rules) -> bool:
     """Whether a waiting request asks a store: if it computed nothing, and may take what others have
     computed. Upstream asks also for who may not. Source: vLLM 0.19.1 `schedule`; P6, P21.
     """
-    return request.num_computed_tokens == 0 and not request.request.skip_reading_prefix_cache
+    if request.request.skip_reading_prefix_cache and not rules.asks_who_skips_reading:
+        return False
+    return request.num_computed_tokens == 0
 
 
 def get_offered_hit(
-    transfers: Transfers, request: RequestState, hit: Hit
+    transfers: Transfers, request: RequestState, hit: Hit, rules: Rules
 ) -> tuple[Hit, bool] | None:
     """The hit, longer by what the store has behind it, and whether that comes later than the step.
 
     None if the store does not know yet. Source: vLLM 0.19.1 `get_num_new_matched_tokens`; P5.
     """
-    if not asks_store(request):
+    if not asks_store(request, rules):
         return hit, False
     offer = get_offer(transfers, request.request_id)
     if offer.num_tokens is None:
         return None
     num_known, num_local = request.num_known_tokens, hit.num_tokens
-    num_external = compute_num_external(offer.num_tokens, num_known, num_local)
+    num_external = rules.compute_num_external(
+        offer.num_tokens, num_known, num_local, offer.is_async
+    )
     if num_external == 0:
         return hit, False
     return replace(
@@ -80,4 +84,5 @@ def process_return(step: Step, request_id: RequestId) -> None:
     else:
         num_there = request.num_computed_tokens
         step.pool, request = settle_slots(step.state.config, step.pool, request, num_there)
+        request = step.state.rules.get_returned(request)
     step.requests[request_id] = request

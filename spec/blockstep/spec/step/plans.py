@@ -18,7 +18,6 @@ from blockstep.spec.vocabulary import (
     KVGroup,
     NewRow,
     Plan,
-    RequestId,
     Status,
 )
 
@@ -37,7 +36,17 @@ def get_frame_rows(step: Step) -> tuple[FrameRow, ...]:
         samples = row.num_computed + row.num_scheduled >= num_promised
         has_mask = samples and request.request.grammar is not None
         num_in_doubt = rules.get_num_in_doubt(num_drafts, row.num_scheduled) if has_groups else 0
-        rows.append(FrameRow(row.request_id, row.drafts, samples, False, num_in_doubt, has_mask))
+        num_told = row.num_scheduled if rules.remembers_num_scheduled else 0
+        rows.append(
+            FrameRow(
+                row.request_id,
+                row.drafts,
+                samples,
+                num_in_doubt=num_in_doubt,
+                has_mask=has_mask,
+                num_scheduled=num_told,
+            )
+        )
     return tuple(rows)
 
 
@@ -125,11 +134,12 @@ def get_num_common_prefix_blocks(step: Step) -> tuple[int, ...]:
     config = step.state.config
     if not step.running or not config.enable_prefix_caching:
         return (0,) * len(config.block_sizes)
-    names: Sequence[RequestId] = step.running
+    holders = [step.requests[name].block_tables for name in step.running]
     if step.state.rules.hint_is_of_all_holders:
-        queued = (*step.waiting, *step.skipped)
-        names = (*names, *[name for name in queued if any(step.requests[name].block_tables)])
-    tables = zip(*[step.requests[name].block_tables for name in names], strict=True)
+        waiting = [step.requests[name].block_tables for name in (*step.waiting, *step.skipped)]
+        held = [entry.block_tables for entry in step.transfers.held.values()]
+        holders += [tables for tables in (*waiting, *held) if any(tables)]
+    tables = zip(*holders, strict=True)
     if not config.groups:
         return (count_common_blocks(next(tables)),)
     return tuple(
