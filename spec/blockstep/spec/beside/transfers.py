@@ -19,6 +19,7 @@ from typing import Final
 from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
     BlockId,
     BlockTables,
     HeldBlocks,
@@ -125,14 +126,14 @@ def compute_num_valid(
     """Leading tokens of a load that are there, None if all are: up to the first invalid block.
 
     Per group: a table, the index of its first block that is loaded, its block size. What one group
-    lacks no other makes up for. Upstream looks at the first group alone, and at blocks that were
+    lacks no other makes up for; null blocks are not there to be loaded. Upstream looks at the first group alone, and at blocks that were
     not loaded, too. Source: vLLM 0.19.1 `_update_requests_with_invalid_blocks`; P5, P19.
     """
     ends = [
         index * size
         for table, first, size in zip(tables, firsts, block_sizes, strict=True)
         for index in range(first, len(table))
-        if table[index] in invalid
+        if table[index] != NULL_BLOCK and table[index] in invalid
     ]
     return min(ends, default=None)
 
@@ -148,7 +149,7 @@ def hold_ended(transfers: Transfers, request_id: RequestId, tables: BlockTables)
     is_recving = is_under_way(transfers, request_id)
     is_sending = get_offer(transfers, request_id).delays_free
     held = transfers.held
-    if (is_recving or is_sending) and any(tables):
+    if (is_recving or is_sending) and any(map(any, tables)):
         entry = HeldBlocks(request_id, tables, is_recving, is_sending)
         held = held.having(request_id, entry)
     offers, parked = transfers.offers.without(request_id), transfers.parked.without(request_id)

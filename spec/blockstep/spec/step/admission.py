@@ -197,7 +197,7 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     if hit.junction != request.junction:
         request = replace(request, junction=hit.junction)
     if config.kv_connector:
-        offered = get_offered_hit(step.transfers, request, hit, rules)
+        offered = get_offered_hit(config, step.transfers, request, hit, rules)
         if offered is None:
             return Verdict.PASSED_OVER
         hit, is_async = offered
@@ -342,7 +342,7 @@ def process_counted(step: Step, request: RequestState, hit: Hit) -> None:
 
     Source: seed 001 "For Waiting Requests (First Prefill)", vLLM 0.19.1 `make_stats`; P21.
     """
-    config, stats, num_local = step.state.config, step.stats, hit.num_tokens - hit.num_external
+    config, stats, num_local = step.state.config, step.stats, hit.num_local
     if request.num_computed_tokens == 0 and reads_prefix_cache(config, request):
         stats = replace(
             stats,
