@@ -126,8 +126,9 @@ def compute_num_valid(
     """Leading tokens of a load that are there, None if all are: up to the first invalid block.
 
     Per group: a table, the index of its first block that is loaded, its block size. What one group
-    lacks no other makes up for; null blocks are not there to be loaded. Upstream looks at the first group alone, and at blocks that were
-    not loaded, too. Source: vLLM 0.19.1 `_update_requests_with_invalid_blocks`; P5, P19.
+    lacks no other makes up for; null blocks are not there to be loaded. Upstream looks at the first
+    group alone, and at blocks that were not loaded, too.
+    Source: vLLM 0.19.1 `_update_requests_with_invalid_blocks`; P5, P19.
     """
     ends = [
         index * size
