@@ -108,8 +108,12 @@ class Arrivals(Sessions):
         if transfers.unsettled.pop(table.requests[slot].request_id, None) is None:
             return  # it was preempted since
         if self.groups is not None and not self.groups.is_whole:
+            request_id = table.requests[slot].request_id
             self.running.remove(slot)
             self._preempt(slot)
+            # No plan names it as preempted: the worker is told when it begins anew.
+            in_plan = [name for name in self.prev_scheduled_req_ids if name != request_id]
+            self.prev_scheduled_req_ids = in_plan
         else:
             table.num_computed[slot] = valid
             table.spec_token_ids[slot] = ()
