@@ -231,7 +231,8 @@ def allocate_slots(
         num_blocks = compute_num_state_blocks(group, num_tokens, num_slots)
         table, is_begun = holding.block_table + found, bool(holding.block_table)
         table = get_extended_states(group, table, is_begun, num_blocks, new_blocks)
-        holdings.append(Holding(table, holding.num_cached_blocks + len(found)))
+        num_settled = len(found) if not hit.num_external else hit.num_local // group.block_size
+        holdings.append(Holding(table, holding.num_cached_blocks + num_settled))
     # requests
     if holdings != [*request.holdings]:
         request = replace(request, holdings=tuple(holdings))
