@@ -19,6 +19,7 @@ from blockstep.spec.vocabulary import (
     GroupKind,
     KVEvent,
     KVGroup,
+    MambaCacheMode,
     Policy,
     Request,
     Reset,
@@ -152,6 +153,20 @@ def test_a_reset_that_is_refused_tells_nothing_and_forgets_nothing() -> None:
     plan = oracle.schedule()
     assert oracle.apply(Reset()) == ResetDone(False)
     assert len(oracle.commit(plan, {"A": (7,)}).kv_events) == 1
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_a_release_tells_null_blocks(quirk: bool) -> None:
+    """A recurrent group keeps the last state of a chunk only."""
+    state = KVGroup(GroupKind.RECURRENT, 2, mamba_cache_mode=MambaCacheMode.ALIGN)
+    quirks = frozenset({Quirk.NULL_BLOCKS_ARE_TOLD} if quirk else ())
+    oracle = Oracle(replace(CONFIG, groups=(state,)), Profile("null", quirks))
+    oracle.submit(A)
+    (event,) = step(oracle)
+    assert isinstance(event, BlockStored)
+    assert event.keys == (SECOND,)
+    assert event.parent == (None if quirk else FIRST)
+    assert event.token_ids == ((1, 2, 3, 4) if quirk else (3, 4))
 
 
 def test_a_release_tells_a_reset_with_the_next_commit() -> None:

@@ -41,6 +41,7 @@ from blockstep.spec.vocabulary import (
     Config,
     GroupKind,
     KVGroup,
+    KVOffer,
     Policy,
     RequestId,
     Status,
@@ -71,6 +72,9 @@ def is_every_block_free_or_held(state: State) -> bool:
     holders = [0] * state.config.num_blocks
     for _, _, _, holding in list_holdings(state):
         for block_id in without_nulls(holding.block_table):
+            holders[block_id] += 1
+    for entry in state.transfers.held.values():
+        for block_id in without_nulls(sum(entry.block_tables, ())):
             holders[block_id] += 1
     usable = range(NULL_BLOCK + 1, state.config.num_blocks)
     return (
@@ -165,8 +169,8 @@ def is_every_request_in_one_place(state: State) -> bool:
 
 
 def may_hold_blocks(request: RequestState) -> bool:
-    """Whether it runs, or is a session that has run. Source: P17."""
-    return request.status is Status.RUNNING or (
+    """Whether it runs, is parked, or is a session that has run. Source: P17."""
+    return request.status in (Status.RUNNING, Status.WAITING_FOR_REMOTE_KVS) or (
         request.request.resumable
         and request.status in (Status.WAITING, Status.WAITING_FOR_STREAMING_REQ)
     )
@@ -295,6 +299,55 @@ def is_every_held_item_needed(state: State) -> bool:
     return True
 
 
+def is_every_load_of_who_is_parked(state: State) -> bool:
+    """Who is parked has a load, and holds blocks for it; nobody else has one. Source: P17."""
+    parked = Status.WAITING_FOR_REMOTE_KVS
+    return {*state.transfers.loads} == {
+        name for name, request in state.requests.items() if request.status is parked
+    } and all(all(state.requests[name].block_tables) for name in state.transfers.loads)
+
+
+def is_every_load_unpublished(state: State) -> bool:
+    """Nothing of a load is settled that may not have come, and only one of a frame in flight, or of
+    who is parked, may not. Source: P4, P19.
+    """
+    loads = {load.request_id: load for frame in state.frames for load in frame.loads}
+    for name, request in state.requests.items():
+        is_parked = name in state.transfers.loads
+        if not request.is_unsettled:
+            if is_parked:
+                return False
+            continue
+        if is_parked:
+            continue
+        load = loads.get(name)
+        if load is None or request.status is not Status.RUNNING:
+            return False
+        for holding, size in zip(request.holdings, state.config.block_sizes, strict=True):
+            if holding.num_cached_blocks * size > load.num_computed_tokens:
+                return False
+    return True
+
+
+def is_every_hold_of_somebody_gone(state: State) -> bool:
+    """Blocks are held for ids that have ended, in one direction at least. Source: P17."""
+    return all(
+        name == entry.request_id
+        and name not in state.requests
+        and (entry.is_recving or entry.is_sending)
+        and any(entry.block_tables)
+        for name, entry in state.transfers.held.items()
+    )
+
+
+def is_every_offer_of_an_unfinished_request(state: State) -> bool:
+    """No offer outlives its request, and none is kept of nothing. Source: P18."""
+    return all(
+        name in state.requests and offer != KVOffer(name)
+        for name, offer in state.transfers.offers.items()
+    )
+
+
 def is_priority_queue_sorted(state: State) -> bool:
     """Under PRIORITY both waiting queues are in order of rank. Source: P16."""
     if state.config.policy is not Policy.PRIORITY:
@@ -321,6 +374,10 @@ INVARIANTS: tuple[Callable[[State], bool], ...] = (
     is_within_limits,
     is_encoder_cache_exact,
     is_every_held_item_needed,
+    is_every_load_of_who_is_parked,
+    is_every_load_unpublished,
+    is_every_hold_of_somebody_gone,
+    is_every_offer_of_an_unfinished_request,
     is_priority_queue_sorted,
 )
 

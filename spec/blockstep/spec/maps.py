@@ -51,6 +51,12 @@ class FrozenMap(Mapping[K, V]):
         """With this value for this key, whether or not there was one."""
         return FrozenMap({**self._items, key: value})
 
+    def without(self, key: K) -> FrozenMap[K, V]:
+        """Without this key, whether or not it is there."""
+        if key not in self._items:
+            return self
+        return FrozenMap({other: self._items[other] for other in self._items if other != key})
+
     def to_dict(self) -> dict[K, V]:
         """A copy to work on."""
         return self._items.copy()

@@ -58,12 +58,17 @@ class Oracle:
         """Plan the next step."""
         return self._accepted(v.Schedule(), v.Plan)
 
-    def commit(self, plan: v.Plan, sampled: Mapping[v.RequestId, Iterable[int]]) -> v.Outputs:
+    def commit(
+        self,
+        plan: v.Plan,
+        sampled: Mapping[v.RequestId, Iterable[int]],
+        transfers: v.KVTransfers = v.NO_TRANSFERS,
+    ) -> v.Outputs:
         """Answer `plan`: the tokens sampled per request; requests left out sampled none."""
         rows = tuple(
             v.RowTokens(row.request_id, tuple(sampled.get(row.request_id, ()))) for row in plan.rows
         )
-        return self._accepted(v.Commit(plan.frame_id, rows), v.Outputs)
+        return self._accepted(v.Commit(plan.frame_id, rows, transfers), v.Outputs)
 
     def propose(self, drafts: Mapping[v.RequestId, Iterable[int]]) -> tuple[v.RequestId, ...]:
         """Hand in draft tokens per request; returns those whose drafts were attached."""
@@ -102,9 +107,10 @@ class Oracle:
         """Let the next step schedule everybody again."""
         self.pause(v.PauseState.UNPAUSED)
 
-    def reset(self, reset_running_requests: bool = False) -> bool:
+    def reset(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Empty the prefix cache; False if blocks were held, and then nothing has changed."""
-        return self._accepted(v.Reset(reset_running_requests), v.ResetDone).success
+        event = v.Reset(reset_running_requests, reset_connector)
+        return self._accepted(event, v.ResetDone).success
 
     def reset_encoder(self) -> None:
         """Forget every encoded item."""
@@ -113,6 +119,28 @@ class Oracle:
     def offer(self, *identifiers: str) -> None:
         """Set what a connector holds of encoded items."""
         self._accepted(v.EncoderOffer(identifiers), v.Ack)
+
+    def offer_kv(
+        self,
+        request_id: v.RequestId,
+        num_tokens: int | None,
+        is_async: bool = False,
+        delays_free: bool = False,
+    ) -> None:
+        """Set what a store answers about a request: see `KVOffer`."""
+        self._accepted(v.KVOffer(request_id, num_tokens, is_async, delays_free), v.Ack)
+
+    def report(
+        self,
+        finished_recving: Iterable[v.RequestId] = (),
+        finished_sending: Iterable[v.RequestId] = (),
+        invalid_block_ids: Iterable[v.BlockId] = (),
+    ) -> v.Outputs:
+        """Report transfers without an answer to a plan; returns what becomes of those that fail."""
+        transfers = v.KVTransfers(
+            tuple(finished_recving), tuple(finished_sending), tuple(invalid_block_ids)
+        )
+        return self._accepted(v.TransfersReported(transfers), v.Outputs)
 
     def _accepted(self, event: v.Event, kind: type[Answer]) -> Answer:
         answer = self.apply(event)

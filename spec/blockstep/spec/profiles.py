@@ -85,6 +85,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
         "0.17.1",
         frozenset(
             {
+                Quirk.NULL_BLOCKS_ARE_TOLD,
                 Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT,
                 Quirk.PADDING_UNMASKS_WHAT_FOLLOWS,
                 Quirk.MASK_OF_WHO_SAMPLES_BY_NOW,
@@ -99,6 +100,15 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
         "0.19.0",
         frozenset(
             {
+                Quirk.SKIPPED_READING_STILL_LOADS,
+                Quirk.LAST_TOKEN_IS_LOADED,
+                Quirk.LOADS_PUBLISH_AT_ONCE,
+                Quirk.RETURNED_THOUGH_REFUSED,
+                Quirk.LOADED_WAIT_BEHIND_THE_HEAD,
+                Quirk.LOADED_KEEP_THEIR_BLOCKS,
+                Quirk.ONLY_THE_FIRST_GOES_BACK,
+                Quirk.HOLDS_ARE_ONE,
+                Quirk.POOL_AND_STORE_RESET_APART,
                 Quirk.WINDOW_HIT_CUT_BLINDLY,
                 Quirk.WINDOWS_RESERVE_EVERYTHING,
                 Quirk.CHUNKS_ROUND_TO_NOTHING,

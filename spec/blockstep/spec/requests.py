@@ -14,6 +14,7 @@ from blockstep.spec.vocabulary import (
     BlockKey,
     BlockTables,
     FrameId,
+    KVLoad,
     Request,
     RequestId,
     Status,
@@ -47,6 +48,8 @@ class Hit:
     them. Empty where there is no hit."""
     junction: int = 0
     """Tokens that some groups alone have cached, if those are more; in no strict run."""
+    num_external: int = 0
+    """The last of its tokens, which a store loads into blocks that are still to be taken."""
 
 
 @wide_dataclass(frozen=True, slots=True)
@@ -86,6 +89,9 @@ class RequestState:
     """Where its outputs stand in its grammar, if it has one (P23)."""
     junction: int = 0
     """That of its hit; in no strict run."""
+    is_unsettled: bool = False
+    """Whether KV of it may not have come that a store loads: until it is known to be there, nothing
+    of it becomes findable (P19)."""
 
     @property
     def request_id(self) -> RequestId:
@@ -133,6 +139,8 @@ class FrameRow:
     """Whether what it samples is held to a grammar."""
     is_masked: bool = False
     """Whether a mask was made with its drafts: what still is a placeholder, nobody can accept."""
+    num_scheduled: int = 0
+    """Its tokens; in no strict run."""
 
     @property
     def verifiable_drafts(self) -> TokenIds:
@@ -151,6 +159,8 @@ class Frame:
     """In the order of scheduling, which is the order of commit."""
     has_structured_output: bool = False
     """Whether a row samples for a request with structured output; in no strict rule."""
+    loads: tuple[KVLoad, ...] = ()
+    """What a store loads before its rows read it, in the order of the plan."""
 
 
 def list_rows_in_flight(frames: Sequence[Frame], request_id: RequestId) -> list[FrameRow]:

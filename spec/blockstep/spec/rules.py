@@ -18,6 +18,7 @@ from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Frame, Hit, Holding, RequestState
 from blockstep.spec.vocabulary import (
     BlockId,
+    BlockStored,
     Config,
     FinishReason,
     KVGroup,
@@ -208,7 +209,7 @@ class Rules:
     get_stopped: Callable[[Config, Pool, RequestState, Rules], tuple[Pool, RequestState]]
     """A session at its stop: what it has computed, and holds."""
     hint_is_of_all_holders: bool = False
-    """Whether blocks that all have in common are in the tables of sessions that rest, too."""
+    """Whether blocks that all have in common are in the tables of who does not run, too."""
     skips_before_the_gate: bool = True
     """Whether one that goes on is asked for with what fell out of its windows given back; else it
     gives that back behind the gate, refused or not."""
@@ -217,7 +218,38 @@ class Rules:
     takes_back_from_sessions: bool = True
     """Whether sessions that do not run give their blocks up where they are needed."""
 
+    # transfers
+    asks_who_skips_reading: bool = False
+    """Whether a store is asked also for who may not take what others have computed."""
+    compute_num_external: Callable[[int, int, int, bool], int]
+    """Tokens to load: (tokens that are offered, known, of the local hit, whether they come later
+    than the step)."""
+    get_returned: Callable[[RequestState], RequestState] = as_is
+    """Who comes back once its load has come: with all of that computed."""
+    publishes_loads_at_once: bool = False
+    """Whether blocks are findable that a store is still to load for the very step (P19)."""
+    returns_for_good: bool = False
+    """Whether who comes back and is then refused has come back all the same (P7)."""
+    looks_behind_the_head: bool = True
+    """Whether those whose load has come are admitted past a head that does not fit (P10)."""
+    takes_back_from_parked: bool = True
+    """Whether those whose load has come give their blocks up where they are needed (P10)."""
+    get_failures: Callable[..., tuple[Any, tuple[RequestId, ...]]]
+    """What blocks do that could not be loaded: (state, those, the frame that is answered or None).
+    The state, whose oldest frame has dropped the rows that deliver nothing, and who fails by
+    policy (P19)."""
+    remembers_num_scheduled: bool = False
+    """Whether a frame in flight knows how many tokens each row of it has."""
+    holds_are_one: bool = False
+    """Whether any end of a transfer ends all that hold the blocks of an ended request (P17)."""
+    resets_apart: bool = False
+    """Whether a store is reset though the pool was not, and the pool though there is no store."""
+
     # events
+    get_stored: Callable[
+        [Config, RequestState, int, Sequence[BlockId], int], tuple[BlockStored, ...]
+    ]
+    """How it is told that blocks of a group become findable: (.., group, blocks, first index)."""
     tells_resets_at_once: bool = True
     """Whether a reset tells what it cleared, and does not leave it to the next commit."""
 

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from blockstep.spec.beside.encoder import Encoder, count_free, count_freeable
+from blockstep.spec.beside.transfers import is_received
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
-from blockstep.spec.vocabulary import EncoderEntry, EncoderSnapshot, RequestSnapshot, Snapshot
+from blockstep.spec.vocabulary import (
+    EncoderEntry,
+    EncoderSnapshot,
+    RequestSnapshot,
+    Snapshot,
+    TransfersSnapshot,
+)
 
 
 def get_snapshot(
@@ -35,6 +42,7 @@ def get_snapshot(
         prev_scheduled_req_ids=state.prev_scheduled_req_ids,
         stats=state.stats,
         encoder=get_encoder_snapshot(state.encoder),
+        transfers=get_transfers_snapshot(state) if state.config.kv_connector else None,
     )
 
 
@@ -52,6 +60,18 @@ def get_encoder_snapshot(encoder: Encoder) -> EncoderSnapshot | None:
         num_free=count_free(encoder),
         num_freeable=count_freeable(encoder),
         freed=encoder.freed,
+    )
+
+
+def get_transfers_snapshot(state: State) -> TransfersSnapshot:
+    """What is under way between pool and store. Source: architecture D1."""
+    moving, requests = state.transfers, state.requests
+    unsettled = [name for name in state.running if requests[name].is_unsettled]
+    return TransfersSnapshot(
+        offers=tuple([moving.offers[name] for name in sorted(moving.offers)]),
+        received=tuple([name for name in sorted(moving.loads) if is_received(moving, name)]),
+        unsettled=tuple(sorted(unsettled)),
+        held=tuple([moving.held[name] for name in sorted(moving.held)]),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from blockstep.spec.beside.encoder import NO_ENCODER, Encoder, create_encoder
+from blockstep.spec.beside.transfers import NO_STORE, Transfers
 from blockstep.spec.copies import wide_dataclass
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.pool import Pool, create_pool
@@ -44,6 +45,7 @@ class State:
     """Preempted by a reset since the last plan, where the rules have the next one name them."""
     stats: Stats = NO_STATS
     encoder: Encoder = NO_ENCODER
+    transfers: Transfers = NO_STORE
 
 
 def create_state(config: Config, rules: Rules) -> State:

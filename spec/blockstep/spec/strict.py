@@ -6,12 +6,15 @@ from typing import Final
 
 from blockstep.spec.beside.encoder import free_items, is_item_needed, is_item_split, withdraw_items
 from blockstep.spec.beside.grammar import get_next_stand
+from blockstep.spec.beside.transfers import compute_num_external
 from blockstep.spec.hashing import get_item_keys
 from blockstep.spec.lives.endings import compute_stop
+from blockstep.spec.lives.reports import get_failures
 from blockstep.spec.lives.sessions import get_num_kept, get_num_kept_keys, get_stopped
 from blockstep.spec.memory.prefix import get_joint_hit
 from blockstep.spec.memory.slots import count_reserved_blocks, revoke_slots
 from blockstep.spec.memory.states import compute_num_certain
+from blockstep.spec.memory.telling import get_stored
 from blockstep.spec.pool import free_blocks, withdraw_blocks
 from blockstep.spec.requests import count_in_doubt
 from blockstep.spec.rules import Rules
@@ -50,6 +53,9 @@ STRICT_RULES: Final = Rules(
     get_num_kept=get_num_kept,
     get_num_kept_keys=get_num_kept_keys,
     get_stopped=get_stopped,
+    compute_num_external=compute_num_external,
+    get_failures=get_failures,
+    get_stored=get_stored,
     get_next_stand=get_next_stand,
     compute_stop=compute_stop,
 )

@@ -24,6 +24,7 @@ from blockstep.spec.lives.lifecycle import (
     process_submit,
 )
 from blockstep.spec.lives.masks import process_bitmask
+from blockstep.spec.lives.reports import process_kv_offer, process_transfers_reported
 from blockstep.spec.lives.sessions import process_streaming_update
 from blockstep.spec.state import State
 from blockstep.spec.step.schedule import process_schedule
@@ -74,15 +75,15 @@ def process_event(state: State, event: v.Event) -> tuple[State, v.Observation] |
             return process_streaming_update(state, request)
         case v.SetPause(pause_state=pause_state):
             return process_pause(state, pause_state)
-        case v.Reset(reset_running_requests=reset_running_requests):
-            return process_reset(state, reset_running_requests)
+        case v.Reset():
+            return process_reset(state, event)
         case v.EncoderReset():
             return process_encoder_reset(state)
         case v.EncoderOffer(identifiers=identifiers):
             return process_encoder_offer(state, identifiers)
         case v.KVOffer():
-            return state, v.Ack()
-        case v.TransfersReported():
-            return state, v.Outputs()
+            return process_kv_offer(state, event)
+        case v.TransfersReported(transfers=transfers):
+            return process_transfers_reported(state, transfers)
         case _:
             assert_never(event)

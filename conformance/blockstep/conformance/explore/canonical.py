@@ -3,7 +3,8 @@
 Left out is what only grows and decides nothing: statistics, counts of preemptions, frame ids.
 Renamed, in order of appearance, is what has a name but no meaning:
 
-    block ids      free queue, head first, then block tables: each block is in one of the two
+    block ids      free queue, head first, then block tables, of ended ones last: each block is in
+                   one of these
     request ids    running, waiting, skipped, then frames, then the rest; within a class
     tokens         outputs, drafts, then keys; those that no request names
 
@@ -26,6 +27,7 @@ from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     AllBlocksCleared,
     BlockKey,
+    BlockTables,
     KVEvent,
     PauseState,
     RequestId,
@@ -82,6 +84,10 @@ class Canonicaliser:
                 if block_id not in places:
                     places[block_id] = len(places)
             requests.append(_request_form(request, labels[name], places))
+        held = sorted(state.transfers.held.values(), key=lambda entry: labels[entry.request_id])
+        for block_id in chain.from_iterable(chain(*(entry.block_tables for entry in held))):
+            if block_id not in places:
+                places[block_id] = len(places)
         contents = [
             _NO_KEY if key is None else self._content(key)
             for key in (pool.block_keys[block_id] for block_id in places)
@@ -108,6 +114,7 @@ class Canonicaliser:
             frames,
             *(tuple(sorted(labels[name] for name in names)) for names in _get_sets(state)),
             *_encoder_form(state.encoder, labels),
+            *_transfers_form(state, labels, places),
             *((type(event).__name__, len(_get_keys(event))) for event in told),
         )
 
@@ -180,6 +187,7 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
         request.num_cached_tokens,
         request.grammar_ready,
         *_get_more(request.stand.state, request.stand.reasoning_ended, request.junction),
+        *_get_more(request.is_unsettled),
         *_session_form(request),
     )
 
@@ -229,5 +237,41 @@ def _encoder_form(encoder: Encoder, labels: Mapping[RequestId, Any]) -> Form:
     return room, tuple(entries), encoder.freeable, encoder.offered, encoder.freed
 
 
+def _transfers_form(
+    state: State, labels: Mapping[RequestId, Any], places: Mapping[int, int]
+) -> Form:
+    """What is under way between pool and store: nothing where there is none."""
+    moving = state.transfers
+    if not state.config.kv_connector:
+        return ()
+
+    def placed(tables: BlockTables) -> Form:
+        return tuple(tuple(places[block_id] for block_id in table) for table in tables)
+
+    offers = [
+        (labels[name], -1 if offer.num_tokens is None else offer.num_tokens, offer.is_async,
+         offer.delays_free)
+        for name, offer in moving.offers.items()
+    ]  # fmt: skip
+    loads = [
+        (labels[name], _STATUSES[load.status], load.is_received)
+        for name, load in moving.loads.items()
+    ]
+    held = [
+        (labels[name], placed(entry.block_tables), entry.is_recving, entry.is_sending)
+        for name, entry in moving.held.items()
+    ]
+    at_once = [
+        [
+            (labels[load.request_id], placed(load.block_ids), load.num_computed_tokens,
+             load.num_external_tokens, load.is_async)
+            for load in frame.loads
+        ]
+        for frame in state.frames
+    ]  # fmt: skip
+    return tuple(sorted(offers)), tuple(sorted(loads)), tuple(sorted(held)), *map(tuple, at_once)
+
+
 def _get_sets(state: State) -> tuple[Iterable[RequestId], ...]:
-    return state.finished_req_ids, state.prev_scheduled_req_ids, state.reset_req_ids
+    held = (state.transfers.held,) if state.config.kv_connector else ()
+    return state.finished_req_ids, state.prev_scheduled_req_ids, state.reset_req_ids, *held

@@ -7,6 +7,7 @@ from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.drafts import compute_num_rejected, is_accepted_prefix
 from blockstep.spec.lives.endings import get_ended, get_extended
 from blockstep.spec.lives.masks import get_advanced, get_forbidden
+from blockstep.spec.lives.reports import get_reported
 from blockstep.spec.lives.sessions import get_chunk_ended, goes_on
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import publish_slots
@@ -20,6 +21,7 @@ from blockstep.spec.vocabulary import (
     Outputs,
     RejectCode,
     Rejected,
+    RequestId,
     Stats,
     Status,
 )
@@ -47,6 +49,10 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
         return Rejected(RejectCode.BAD_RESULT, problem)
     # requests
     sampled = {row.request_id: row.token_ids for row in commit.sampled}
+    failed: tuple[RequestId, ...] = ()
+    if state.config.kv_connector:
+        state, failed = state.rules.get_failures(state, commit.transfers.invalid_block_ids, frame)
+        frame = state.frames[0]
     pool, encoder, stats = state.pool, state.encoder, state.stats
     requests = state.requests.to_dict()
     outputs: list[OutputRow] = []
@@ -88,6 +94,9 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
             name = output.request_id
             is_chunk = goes_on(state.requests[name])
             state = get_chunk_ended(state, name) if is_chunk else get_ended(state, [name])
+    if state.config.kv_connector:
+        state, rows = get_reported(state, commit.transfers, failed)
+        outputs += rows
     # observe
     pool, kv_events = take_events(state.pool)
     state = state if pool is state.pool else replace(state, pool=pool)
@@ -145,7 +154,7 @@ def publish_verified(state: State, pool: Pool, request: RequestState) -> tuple[P
         return pool, request
     num_verified = request.num_known_tokens - 1
     nums_full = [num_verified // block_size for block_size in config.block_sizes]
-    return publish_slots(config, pool, request, nums_full)
+    return publish_slots(config, pool, request, nums_full, state.rules)
 
 
 def get_rolled_back(request: RequestState, num_drafts: int, num_sampled: int) -> RequestState:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from blockstep.spec.beside.encoder import create_encoder
+from blockstep.spec.beside.transfers import NO_OFFERS, is_moving
 from blockstep.spec.copies import replace
 from blockstep.spec.pool import get_num_free_blocks, take_events, withdraw_all
 from blockstep.spec.state import State
 from blockstep.spec.step.giving import process_giving
 from blockstep.spec.step.preemption import process_preemption
 from blockstep.spec.step.schedule import create_step
-from blockstep.spec.vocabulary import Ack, PauseState, ResetDone
+from blockstep.spec.vocabulary import Ack, PauseState, Reset, ResetDone
 
 
 def process_pause(state: State, pause_state: PauseState) -> tuple[State, Ack]:
@@ -17,7 +18,7 @@ def process_pause(state: State, pause_state: PauseState) -> tuple[State, Ack]:
     return replace(state, pause_state=pause_state), Ack()
 
 
-def process_reset(state: State, reset_running_requests: bool) -> tuple[State, ResetDone]:
+def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     """Empty the prefix cache, so that nothing computed before can be hit.
 
     It is told at once, where somebody is told: an idle engine has no commit to tell it by, and
@@ -25,22 +26,41 @@ def process_reset(state: State, reset_running_requests: bool) -> tuple[State, Re
     Blocks in use would be published again, so without `reset_running_requests` nothing happens
     while any block is held. With it the running requests are preempted first, the last one first,
     and so they wait in the order in which they ran; then sessions that do not run give up their
-    blocks, where upstream stops by an error. Source: seed 001 "Reset Prefix Cache"; P17, P25.
+    blocks, where upstream stops by an error. Of a transfer that is under way nobody can.
+    With `reset_connector` the store is told to forget, too. Source: seed 001 "Reset Prefix Cache",
+    vLLM 0.19.1 `reset_connector_cache`; P17, P25.
     """
+    if reset.reset_connector and state.rules.resets_apart:
+        return process_resets_apart(state, reset)
     # refuse
     is_idle = get_num_free_blocks(state.pool) == state.config.num_usable_blocks
-    if not is_idle and not reset_running_requests:
+    if not is_idle and not reset.reset_running_requests:
+        return state, ResetDone(False)
+    is_without_store = reset.reset_connector and not state.config.kv_connector
+    if is_without_store or is_moving(state.transfers):
         return state, ResetDone(False)
     # requests
-    if reset_running_requests:
+    if reset.reset_running_requests:
         state = process_forced_preemption(state)
     if get_num_free_blocks(state.pool) < state.config.num_usable_blocks:
         return state, ResetDone(False)  # by a quirk only
+    if reset.reset_connector:
+        state = replace(state, transfers=replace(state.transfers, offers=NO_OFFERS))
     # pool
     pool = withdraw_all(state.pool)
     # observe
     pool, kv_events = take_events(pool) if state.rules.tells_resets_at_once else (pool, ())
     return replace(state, pool=pool), ResetDone(True, kv_events)
+
+
+def process_resets_apart(state: State, reset: Reset) -> tuple[State, ResetDone]:
+    """Reset the pool and the store, each whether or not the other is; by a quirk only.
+
+    Source: vLLM 0.19.1 `reset_prefix_cache`; P25.
+    """
+    state, done = process_reset(state, replace(reset, reset_connector=False))
+    state = replace(state, transfers=replace(state.transfers, offers=NO_OFFERS))
+    return state, replace(done, success=done.success and state.config.kv_connector)
 
 
 def process_encoder_reset(state: State) -> tuple[State, Ack]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from blockstep.spec.beside.transfers import hold_ended
 from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import release_slots
@@ -50,6 +51,14 @@ def get_extended(
     )
     last = request.last_stop_token_id if reason is None else row.stop_token_id
     return replace(request, output_token_ids=outputs + delivered, last_stop_token_id=last), row
+
+
+def get_error_row(request: RequestState) -> OutputRow:
+    """What is delivered of a request that cannot be served. Source: vLLM 0.19.1
+    `update_from_output`; P13.
+    """
+    num_cached = max(request.num_cached_tokens, 0)
+    return OutputRow(request.request_id, (), FinishReason.ERROR, num_cached_tokens=num_cached)
 
 
 def compute_stop(
@@ -103,21 +112,26 @@ def is_repeating(outputs: TokenIds, detection: RepetitionDetection) -> bool:
 def get_ended(state: State, request_ids: Sequence[RequestId]) -> State:
     """The state without these requests: all that they hold is free, in their order.
 
-    The next plan tells the worker. Source: seed 001 "Request Completion", vLLM 0.19.1
-    `_free_request`; P1, P13, P22.
+    But for blocks that a store still writes or reads. The next plan tells the worker. Source: seed
+    001 "Request Completion", vLLM 0.19.1 `_free_request`; P1, P13, P17, P22.
     """
     if not request_ids:
         return state
     pool, encoder, requests = state.pool, state.encoder, state.requests.to_dict()
+    transfers = state.transfers
     for request_id in request_ids:
         request = requests.pop(request_id)
-        pool = release_slots(pool, request, state.rules)
+        if state.config.kv_connector:
+            transfers = hold_ended(transfers, request_id, request.block_tables)
+        if request_id not in transfers.held:
+            pool = release_slots(pool, request, state.rules)
         encoder = state.rules.free_items(encoder, request.request, None)
     gone = set(request_ids)
     return replace(
         state,
         pool=pool,
         encoder=encoder,
+        transfers=transfers,
         requests=FrozenMap(requests),
         running=tuple(r for r in state.running if r not in gone),
         waiting=tuple(r for r in state.waiting if r not in gone),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from blockstep.spec.beside.grammar import get_first_stand
 from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_keyed
-from blockstep.spec.lives.endings import get_ended
+from blockstep.spec.lives.endings import get_ended, get_error_row
 from blockstep.spec.memory.slots import compute_max_blocks, is_servable
 from blockstep.spec.requests import NOTHING_HELD, RequestState
 from blockstep.spec.state import State
@@ -14,8 +14,6 @@ from blockstep.spec.vocabulary import (
     Aborted,
     Ack,
     Config,
-    FinishReason,
-    OutputRow,
     Outputs,
     RejectCode,
     Rejected,
@@ -43,6 +41,9 @@ def get_submit_problem(state: State, request: Request) -> Rejected | None:
         if any(row.request_id == request_id for row in frame.rows):
             detail = f"frame {frame.frame_id} still names {request_id!r}; commit it first"
             return Rejected(RejectCode.REQUEST_IN_FLIGHT, detail)
+    if request_id in state.transfers.held:
+        detail = f"a transfer holds blocks of {request_id!r}, which has ended; report its end first"
+        return Rejected(RejectCode.REQUEST_IN_FLIGHT, detail)
     return get_size_problem(config, request) or get_other_size_problem(state, request)
 
 
@@ -149,9 +150,7 @@ def process_grammar_failed(state: State, request_id: RequestId) -> tuple[State, 
     if isinstance(request, Rejected):
         return request
     # observe
-    num_cached = max(request.num_cached_tokens, 0)
-    row = OutputRow(request_id, (), FinishReason.ERROR, num_cached_tokens=num_cached)
-    return get_ended(state, [request_id]), Outputs((row,))
+    return get_ended(state, [request_id]), Outputs((get_error_row(request),))
 
 
 def process_abort(state: State, request_ids: tuple[RequestId, ...]) -> tuple[State, Aborted]:

@@ -4,8 +4,8 @@
     |   table   | touch  |        allocate                   |
     |       published       |  published up to known tokens  |
 
-`computed` is non-empty for running requests only and `hit` for waiting ones only; `external`
-belongs to KV connectors, which are not specified yet. Each KV group has a table of its own, in
+`computed` is non-empty for running requests only and `hit` for waiting ones only, as `external` is,
+what a store loads: that is published once it has come. Each KV group has a table of its own, in
 blocks of its own size; all of them take from one pool, and get what they need or nobody does.
 """
 
@@ -40,7 +40,15 @@ from blockstep.spec.pool import (
 )
 from blockstep.spec.requests import Hit, Holding, RequestState, without_nulls
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Config, GroupKind, KVGroup, Request
+from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
+    BlockId,
+    BlockStored,
+    Config,
+    GroupKind,
+    KVGroup,
+    Request,
+)
 
 NO_HIT = Hit(0, ())
 
@@ -189,12 +197,13 @@ def allocate_slots(
     num_new: int,
     num_lookahead: int = 0,
     hit: Hit = NO_HIT,
+    rules: Rules | None = None,
 ) -> tuple[Pool, RequestState] | None:
     """Give the request slots for `num_new` tokens past its computed ones and its hit.
 
     Returns the pool and the request afterwards, or None if the pool is too full; then nothing has
     happened (P7). Hits of all groups are touched before any group takes a block. Publishing comes
-    with it: the step that computes the tokens is about to run.
+    with it: the step that computes the tokens is about to run. Without `rules` it is strict.
     Source: seed 001 "allocate_slots() -- The Block Allocation Pipeline"; P4, P7, P8.
     """
     num_computed, asked = request.num_computed_tokens + hit.num_tokens, request.request
@@ -226,18 +235,22 @@ def allocate_slots(
     # requests
     if holdings != [*request.holdings]:
         request = replace(request, holdings=tuple(holdings))
-    if not config.enable_prefix_caching:
+    if not config.enable_prefix_caching or request.is_unsettled:
         return pool, request
     num_known = request.num_known_tokens
     nums_full = [
         compute_num_publishable_blocks(num_computed, num_new, num_known, group.block_size)
         for group, _, _ in groups
     ]
-    return publish_slots(config, pool, request, nums_full)
+    return publish_slots(config, pool, request, nums_full, rules)
 
 
 def publish_slots(
-    config: Config, pool: Pool, request: RequestState, nums_full: Sequence[int]
+    config: Config,
+    pool: Pool,
+    request: RequestState,
+    nums_full: Sequence[int],
+    rules: Rules | None = None,
 ) -> tuple[Pool, RequestState]:
     """Make the first blocks of each table findable, so many per group, if they are not yet.
 
@@ -259,11 +272,27 @@ def publish_slots(
         keys = get_group_keys(request.block_keys, group, num_links, first, num_full)
         if len(keys) != len(block_ids):
             keys = tuple([k for k, b in zip(keys, fresh, strict=True) if b != NULL_BLOCK])
-        tells = pool.kv_events is not None
-        stored = get_stored(config, request, group, fresh, settled[group]) if tells else ()
+        stored: tuple[BlockStored, ...] = ()
+        if pool.kv_events is not None:
+            tell = rules.get_stored if rules is not None else get_stored
+            stored = tell(config, request, group, fresh, settled[group])
         pool = publish_blocks(pool, block_ids, keys, stored)
         holdings.append(Holding(holding.block_table, max(settled[group], num_full)))
     return pool, replace(request, holdings=tuple(holdings))
+
+
+def settle_slots(
+    config: Config, pool: Pool, request: RequestState, num_there: int
+) -> tuple[Pool, RequestState]:
+    """The request once its load is known to have come, up to so many tokens: these are findable.
+
+    Source: vLLM 0.19.1 `_update_waiting_for_remote_kv`; P4, P19.
+    """
+    request = replace(request, is_unsettled=False)
+    if not config.enable_prefix_caching:
+        return pool, request
+    num_there = min(num_there, request.num_known_tokens)
+    return publish_slots(config, pool, request, [num_there // size for size in config.block_sizes])
 
 
 def skip_slots(

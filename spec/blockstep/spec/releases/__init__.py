@@ -24,6 +24,7 @@ from blockstep.spec.releases import (
     sessions,
     states,
     telling,
+    transfers,
 )
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.rules import Rules
@@ -47,6 +48,7 @@ _STORIES: Mapping[Quirk, QuirkStory] = {
         sessions,
         grammars,
         endings,
+        transfers,
         telling,
     )
     for story in theme.STORIES

@@ -100,6 +100,16 @@ class Quirk(StrEnum):
     ALL_IN_FLIGHT_IS_IN_DOUBT = "all_in_flight_is_in_doubt"
     STATES_ARE_LEFT_AT_ONCE = "states_are_left_at_once"
     CHUNKS_END_AT_CHECKPOINTS = "chunks_end_at_checkpoints"
+    SKIPPED_READING_STILL_LOADS = "skipped_reading_still_loads"
+    LAST_TOKEN_IS_LOADED = "last_token_is_loaded"  # noqa: S105 - as above
+    LOADS_PUBLISH_AT_ONCE = "loads_publish_at_once"
+    RETURNED_THOUGH_REFUSED = "returned_though_refused"
+    LOADED_WAIT_BEHIND_THE_HEAD = "loaded_wait_behind_the_head"
+    LOADED_KEEP_THEIR_BLOCKS = "loaded_keep_their_blocks"
+    ONLY_THE_FIRST_GOES_BACK = "only_the_first_goes_back"
+    HOLDS_ARE_ONE = "holds_are_one"
+    POOL_AND_STORE_RESET_APART = "pool_and_store_reset_apart"
+    NULL_BLOCKS_ARE_TOLD = "null_blocks_are_told"
     RESETS_ARE_TOLD_LATE = "resets_are_told_late"
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from blockstep.spec.hashing import get_group_keys, get_tokens
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
+from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import Config
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockStored, Config
 
 
 def resets_are_told_late(rules: Rules, _config: Config) -> Rules:
@@ -14,7 +17,40 @@ def resets_are_told_late(rules: Rules, _config: Config) -> Rules:
     return replace(rules, tells_resets_at_once=False)
 
 
+def null_blocks_are_told(rules: Rules, _config: Config) -> Rules:
+    """Blocks are told in one event, with the tokens of what is null among them."""
+
+    def get_stored(
+        config: Config, request: RequestState, group: int, fresh: Sequence[BlockId], first: int
+    ) -> tuple[BlockStored, ...]:
+        size, end = config.block_sizes[group], first + len(fresh)
+        num_links = size // config.block_size
+        parent = get_group_keys(request.block_keys, group, num_links, max(first - 1, 0), first)
+        keys = get_group_keys(request.block_keys, group, num_links, first, end)
+        return (
+            BlockStored(
+                keys=tuple([k for k, b in zip(keys, fresh, strict=True) if b != NULL_BLOCK]),
+                parent=parent[0] if parent else None,
+                token_ids=get_tokens(request, first * size, end * size),
+                block_size=size,
+                adapter=request.request.adapter,
+            ),
+        )
+
+    return replace(rules, get_stored=get_stored)
+
+
 STORIES = (
+    QuirkStory(
+        Quirk.NULL_BLOCKS_ARE_TOLD,
+        null_blocks_are_told,
+        "blocks are told in one event, with the tokens of what is null among them",
+        ("P20",),
+        "not found upstream",
+        "0.19.1",
+        "events on; a recurrent group that keeps one state of a prompt of two blocks: its one key "
+        "is told with the tokens of both, and behind no parent",
+    ),
     QuirkStory(
         Quirk.RESETS_ARE_TOLD_LATE,
         resets_are_told_late,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from blockstep.spec.beside.adapters import has_seat
+from blockstep.spec.beside.transfers import is_received, start_load
 from blockstep.spec.copies import replace
 from blockstep.spec.memory.prefix import get_prefix_hit, reads_prefix_cache
 from blockstep.spec.memory.slots import NO_HIT, allocate_slots, can_finish, skip_slots
@@ -17,6 +18,12 @@ from blockstep.spec.step.encoding import (
     process_items_taken,
 )
 from blockstep.spec.step.giving import process_giving
+from blockstep.spec.step.loading import (
+    asks_store,
+    get_offered_hit,
+    process_load,
+    process_return,
+)
 from blockstep.spec.step.queues import is_blocked, process_prepend, select_queue
 from blockstep.spec.step.share import compute_num_drafts, compute_share
 from blockstep.spec.step.work import Scheduled, Step, Verdict
@@ -50,7 +57,7 @@ def process_waiting_phase(step: Step) -> None:
         if verdict in (Verdict.NO_ROOM, Verdict.NO_BLOCKS):
             break
         request_id = queue.pop(0)
-        if verdict is Verdict.PASSED_OVER:
+        if verdict is not Verdict.ADMITTED:
             step.passed_over.append(request_id)
     for request_id in reversed(rules.get_order_of_return(step.passed_over)):
         is_apart = rules.waits_apart(True, step.requests[request_id])
@@ -59,7 +66,37 @@ def process_waiting_phase(step: Step) -> None:
 
 
 def get_verdict(step: Step, request_id: RequestId) -> Verdict:
-    """Whether the request is admitted now; the first gate that holds it up decides.
+    """Whether the request is admitted now, if need be with blocks of others that do not run.
+
+    Source: seed 001 "Waiting Queue -- Admission Gate"; P15, P16.
+    """
+    verdict = process_trial(step, request_id)
+    while verdict is Verdict.NO_BLOCKS and not step.running and process_giving(step, request_id):
+        verdict = process_trial(step, request_id)
+    return verdict
+
+
+def process_trial(step: Step, request_id: RequestId) -> Verdict:
+    """Try to admit a waiting request; one that is parked, as what it is once its load has come.
+
+    Where it is refused it stays parked, and nothing of it is findable. Source: P7, P15, P19.
+    """
+    request = step.requests[request_id]
+    if request.status is not Status.WAITING_FOR_REMOTE_KVS:
+        return process_gates(step, request_id)
+    if not is_received(step.transfers, request_id):
+        return Verdict.PASSED_OVER
+    pool, transfers = step.pool, step.transfers
+    process_return(step, request_id)
+    verdict = process_gates(step, request_id)
+    is_refused = verdict not in (Verdict.ADMITTED, Verdict.PARKED)
+    if is_refused and not step.state.rules.returns_for_good:
+        step.pool, step.transfers, step.requests[request_id] = pool, transfers, request
+    return verdict
+
+
+def process_gates(step: Step, request_id: RequestId) -> Verdict:
+    """Admit a request that waits; the first gate that holds it up decides.
 
     Source: seed 001 "Waiting Queue -- Admission Gate"; P15, P16.
     """
@@ -67,10 +104,7 @@ def get_verdict(step: Step, request_id: RequestId) -> Verdict:
         verdict = gate(step, step.requests[request_id])
         if verdict is not None:
             return verdict
-    verdict = process_admission(step, step.requests[request_id])
-    while verdict is Verdict.NO_BLOCKS and not step.running and process_giving(step, request_id):
-        verdict = process_admission(step, step.requests[request_id])
-    return verdict
+    return process_admission(step, step.requests[request_id])
 
 
 def process_grammar_gate(step: Step, request: RequestState) -> Verdict | None:
@@ -123,9 +157,9 @@ def is_held_by_frames(frames: Sequence[Frame], request: RequestState) -> bool:
 
 
 def process_admission(step: Step, request: RequestState) -> Verdict:
-    """Admit `request` if it fits; otherwise change nothing (P7).
+    """Admit `request`, or park it for a load, if it fits; otherwise change nothing (P7).
 
-    A session goes on behind what it has computed, and looks for no hit.
+    A session goes on behind what it has computed, and looks for no hit; so does who was parked.
     Source: seed 001 "Decision 2: Which WAITING requests get admitted?", "Full ISL reservation";
     upstream #37307; P7, P8.
     """
@@ -137,6 +171,15 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     hit = NO_HIT if num_computed else get_prefix_hit(config, pool, request, rules)
     if hit.junction != request.junction:
         request = replace(request, junction=hit.junction)
+    if config.kv_connector:
+        offered = get_offered_hit(step.transfers, request, hit, rules)
+        if offered is None:
+            return Verdict.PASSED_OVER
+        hit, is_async = offered
+        is_unsettled = hit.num_external > 0 and (is_async or not rules.publishes_loads_at_once)
+        request = replace(request, is_unsettled=is_unsettled)
+        if is_async:
+            return process_parking(step, request, hit)
     num_known, num_start = request.num_known_tokens, num_computed + hit.num_tokens
     running = (step.requests[row.request_id] for row in step.rows if row.status is Status.RUNNING)
     num_padding = rules.get_num_padding(config, num_known, num_start, step.budget, running)
@@ -178,6 +221,25 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     return Verdict.ADMITTED
 
 
+def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
+    """Park `request` while a store loads KV into its blocks, if it has these; else change nothing.
+
+    It takes neither tokens nor a seat, and of blocks what is loaded; but the gate asks for all of
+    it, as of others. Source: vLLM 0.19.1 `schedule` (`load_kv_async`); P7, P8, P19.
+    """
+    granted = get_slots_at_admission(step, request, 0, hit)
+    if granted is None:
+        return Verdict.NO_BLOCKS
+    step.pool, after = granted
+    step.requests[request.request_id] = replace(
+        after, status=Status.WAITING_FOR_REMOTE_KVS, num_computed_tokens=hit.num_tokens
+    )
+    step.transfers = start_load(step.transfers, request.request_id, request.status)
+    process_load(step, after, hit, is_async=True)
+    process_counted(step, request, hit)
+    return Verdict.PARKED
+
+
 def get_slots_at_admission(
     step: Step, request: RequestState, num_new: int, hit: Hit
 ) -> tuple[Pool, RequestState] | None:
@@ -198,7 +260,7 @@ def get_slots_at_admission(
         step.pool = pool
         step.requests[name] = replace(step.requests[name], holdings=request.holdings)
     num_lookahead = rules.get_num_lookahead_at_admission(config, request)
-    return allocate_slots(config, pool, request, num_new, num_lookahead, hit)
+    return allocate_slots(config, pool, request, num_new, num_lookahead, hit, rules)
 
 
 def get_unwritten_states(step: Step) -> list[BlockId]:
@@ -236,12 +298,9 @@ def process_entrance(
         num_cached_tokens=step.state.rules.get_num_cached_tokens(num_cached, request, num_start),
     )
     step.running.append(request.request_id)
-    if num_start == num_hit and reads_prefix_cache(step.state.config, request):
-        step.stats = replace(
-            step.stats,
-            prefix_cache_queries=step.stats.prefix_cache_queries + num_known,
-            prefix_cache_hits=step.stats.prefix_cache_hits + num_hit,
-        )
+    process_counted(step, request, hit)
+    if hit.num_external:
+        process_load(step, after, hit, is_async=False)
     drafts = (DRAFT_PLACEHOLDER,) * compute_num_drafts(num_start, num_new, num_known)
     tables = after.block_tables
     is_kept = num_start > num_hit
@@ -251,3 +310,25 @@ def process_entrance(
             request.request_id, num_start, num_new, tables, hit_tables, drafts, request.status
         )
     )
+
+
+def process_counted(step: Step, request: RequestState, hit: Hit) -> None:
+    """Count what cache and store had for a request that asked them and is given blocks.
+
+    Source: seed 001 "For Waiting Requests (First Prefill)", vLLM 0.19.1 `make_stats`; P21.
+    """
+    config, stats, num_local = step.state.config, step.stats, hit.num_tokens - hit.num_external
+    if request.num_computed_tokens == 0 and reads_prefix_cache(config, request):
+        stats = replace(
+            stats,
+            prefix_cache_queries=stats.prefix_cache_queries + request.num_known_tokens,
+            prefix_cache_hits=stats.prefix_cache_hits + num_local,
+        )
+    if config.kv_connector and asks_store(request, step.state.rules):
+        num_behind = request.num_known_tokens - num_local
+        stats = replace(
+            stats,
+            external_prefix_cache_queries=stats.external_prefix_cache_queries + num_behind,
+            external_prefix_cache_hits=stats.external_prefix_cache_hits + hit.num_external,
+        )
+    step.stats = stats

@@ -37,7 +37,17 @@ def get_frame_rows(step: Step) -> tuple[FrameRow, ...]:
         samples = row.num_computed + row.num_scheduled >= num_promised
         has_mask = samples and request.request.grammar is not None
         num_in_doubt = rules.get_num_in_doubt(num_drafts, row.num_scheduled) if has_groups else 0
-        rows.append(FrameRow(row.request_id, row.drafts, samples, False, num_in_doubt, has_mask))
+        num_told = row.num_scheduled if rules.remembers_num_scheduled else 0
+        rows.append(
+            FrameRow(
+                row.request_id,
+                row.drafts,
+                samples,
+                num_in_doubt=num_in_doubt,
+                has_mask=has_mask,
+                num_scheduled=num_told,
+            )
+        )
     return tuple(rows)
 
 
@@ -80,6 +90,7 @@ def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
         new_block_ids_to_zero=get_blocks_to_zero(step),
         has_structured_output_requests=bool(masked),
         pending_structured_output_tokens=any(one.num_output_placeholders for one in masked),
+        kv_loads=tuple(step.loads),
     )
     if not step.encoder.size:
         return plan
@@ -124,11 +135,12 @@ def get_num_common_prefix_blocks(step: Step) -> tuple[int, ...]:
     config = step.state.config
     if not step.running or not config.enable_prefix_caching:
         return (0,) * len(config.block_sizes)
-    names: Sequence[RequestId] = step.running
+    holders = [step.requests[name].block_tables for name in step.running]
     if step.state.rules.hint_is_of_all_holders:
-        queued = (*step.waiting, *step.skipped)
-        names = (*names, *[name for name in queued if any(step.requests[name].block_tables)])
-    tables = zip(*[step.requests[name].block_tables for name in names], strict=True)
+        waiting = [step.requests[name].block_tables for name in (*step.waiting, *step.skipped)]
+        held = [entry.block_tables for entry in step.transfers.held.values()]
+        holders += [tables for tables in (*waiting, *held) if any(tables)]
+    tables = zip(*holders, strict=True)
     if not config.groups:
         return (count_common_blocks(next(tables)),)
     return tuple(
@@ -170,7 +182,8 @@ def process_advance(step: Step, frame_rows: tuple[FrameRow, ...]) -> State:
     if frame_rows:
         sampling = [step.requests[row.request_id].request for row in frame_rows if row.samples]
         is_structured = any(request.structured_output for request in sampling)
-        frames = (*frames, Frame(frame_id, frame_rows, is_structured))
+        loads = tuple([load for load in step.loads if not load.is_async])
+        frames = (*frames, Frame(frame_id, frame_rows, is_structured, loads))
     step.encoder = end_step(step.encoder)
     return step.get_state(
         frames=frames,

@@ -35,7 +35,9 @@ def process_claim(
         step.pool, request = skip_slots(config, step.pool, request, num_in_doubt, rules)
         step.requests[request.request_id] = request
     while True:
-        granted = allocate_slots(config, step.pool, request, num_new, config.num_lookahead_tokens)
+        granted = allocate_slots(
+            config, step.pool, request, num_new, config.num_lookahead_tokens, rules=rules
+        )
         if granted is not None:
             return granted, index
         if len(step.running) == 1 and process_giving(step, request.request_id):
@@ -89,4 +91,5 @@ def get_preempted(request: RequestState) -> RequestState:
         spec_token_ids=(),
         holdings=NOTHING_HELD * len(request.holdings),
         num_preemptions=request.num_preemptions + 1,
+        is_unsettled=False,
     )

@@ -53,4 +53,5 @@ def create_step(state: State) -> Step:
         skipped=list(state.skipped_waiting),
         stats=state.stats,
         encoder=state.encoder,
+        transfers=state.transfers,
     )

@@ -7,18 +7,21 @@ from enum import Enum, auto
 from typing import Any
 
 from blockstep.spec.beside.encoder import NO_ENCODER, Encoder
+from blockstep.spec.beside.transfers import NO_STORE, Transfers
 from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
-from blockstep.spec.vocabulary import BlockTables, RequestId, Stats, Status, TokenIds
+from blockstep.spec.vocabulary import BlockTables, KVLoad, RequestId, Stats, Status, TokenIds
 
 
 class Verdict(Enum):
     """What becomes of a waiting request that a step looks at."""
 
     ADMITTED = auto()
+    PARKED = auto()
+    """It waits for what a store loads for it."""
     PASSED_OVER = auto()
     """It waits for something that this step does not bring; others may go first."""
     NO_ROOM = auto()
@@ -59,9 +62,12 @@ class Step:
     skipped: list[RequestId]
     stats: Stats
     encoder: Encoder = NO_ENCODER
+    transfers: Transfers = NO_STORE
     rows: list[Scheduled] = field(default_factory=list)
     granted: list[Scheduled] = field(default_factory=list)
     """Those, and rows that were taken back."""
+    loads: list[KVLoad] = field(default_factory=list)
+    """In the order in which requests were looked at."""
     preempted: list[RequestId] = field(default_factory=list)
     passed_over: list[RequestId] = field(default_factory=list)
     """Of those that wait, until all have been looked at: then they stand in their queue again."""
@@ -91,5 +97,6 @@ class Step:
             running=tuple(self.running),
             stats=self.stats,
             encoder=self.encoder,
+            transfers=self.transfers,
             **others,
         )

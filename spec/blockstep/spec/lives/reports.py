@@ -1,0 +1,201 @@
+"""Reports: what a worker says of transfers, and what becomes of whom it is about.
+
+    loaded    |  hit  |  there  | invalid |  there  |      of a load that failed in the middle
+    after     |    computed     | computed again, or its request ends with an error
+
+Nobody computes on what was not loaded, and nobody finds it (P19): not one that is parked, not one
+whose load is part of a frame. What a report says of anybody else changes nothing (P18).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from blockstep.spec.beside.transfers import (
+    compute_num_valid,
+    end_recving,
+    end_sending,
+    take_offer,
+)
+from blockstep.spec.copies import replace
+from blockstep.spec.lives.endings import get_ended, get_error_row
+from blockstep.spec.lives.sessions import drop_row
+from blockstep.spec.memory.slots import settle_slots
+from blockstep.spec.pool import take_events
+from blockstep.spec.requests import Frame, RequestState, without_nulls
+from blockstep.spec.state import State
+from blockstep.spec.vocabulary import (
+    Ack,
+    BlockId,
+    KVLoad,
+    KVLoadFailurePolicy,
+    KVOffer,
+    KVTransfers,
+    OutputRow,
+    Outputs,
+    RequestId,
+    Status,
+)
+
+
+def process_kv_offer(state: State, offer: KVOffer) -> tuple[State, Ack]:
+    """Note what the store answers about a request, if there is a store and such a request.
+
+    Source: vLLM 0.19.1 `get_num_new_matched_tokens`; architecture D12; P18.
+    """
+    if not state.config.kv_connector or offer.request_id not in state.requests:
+        return state, Ack()
+    return replace(state, transfers=take_offer(state.transfers, offer)), Ack()
+
+
+def process_transfers_reported(state: State, transfers: KVTransfers) -> tuple[State, Outputs]:
+    """Take a report without an answer. Source: vLLM 0.19.1 `update_from_output`; P17, P18."""
+    if not state.config.kv_connector:
+        return state, Outputs()
+    # requests
+    state, failed = state.rules.get_failures(state, transfers.invalid_block_ids, None)
+    state, rows = get_reported(state, transfers, failed)
+    # observe
+    pool, kv_events = take_events(state.pool)
+    return replace(state, pool=pool), Outputs(rows, kv_events)
+
+
+def get_reported(
+    state: State, transfers: KVTransfers, failed: Sequence[RequestId]
+) -> tuple[State, tuple[OutputRow, ...]]:
+    """The state once those that failed have ended, and then what is finished has; and their rows.
+
+    Source: vLLM 0.19.1 `update_from_output`; P13, P17, P18.
+    """
+    failed = [name for name in dict.fromkeys(failed) if name in state.requests]
+    rows = tuple([get_error_row(state.requests[name]) for name in failed])
+    state = get_ended(state, failed)
+    moving, pool = state.transfers, state.pool
+    for name in transfers.finished_recving:
+        moving, tables = end_recving(moving, name, state.rules.holds_are_one)
+        for table in tables:
+            pool = state.rules.free_blocks(pool, without_nulls(table))
+    for name in transfers.finished_sending:
+        moving, tables = end_sending(moving, name, state.rules.holds_are_one)
+        for table in tables:
+            pool = state.rules.free_blocks(pool, without_nulls(table))
+    return replace(state, pool=pool, transfers=moving), rows
+
+
+# Failures.
+
+
+def get_failures(
+    state: State, invalid: Sequence[BlockId], frame: Frame | None
+) -> tuple[State, tuple[RequestId, ...]]:
+    """What blocks that could not be loaded do to those that are parked, and to those of the oldest
+    frame, which is answered; and who fails by policy. Source: vLLM 0.19.1
+    `_handle_invalid_blocks`; P19.
+    """
+    state, parked = get_failures_of_parked(state, invalid)
+    if frame is None:
+        return state, parked
+    state, planned = get_failures_of_frame(state, invalid)
+    return state, (*parked, *planned)
+
+
+def get_failures_of_parked(
+    state: State, invalid: Sequence[BlockId]
+) -> tuple[State, tuple[RequestId, ...]]:
+    """Parked requests have computed no more than what was loaded; and those that fail by policy.
+
+    Source: vLLM 0.19.1 `_handle_invalid_blocks`; P19.
+    """
+    if not invalid or not state.transfers.loads:
+        return state, ()
+    requests, affected = state.requests, []
+    for name in (*state.skipped_waiting, *state.waiting):
+        request = requests[name]
+        if request.status is not Status.WAITING_FOR_REMOTE_KVS:
+            continue
+        settled = [holding.num_cached_blocks for holding in request.holdings]
+        sizes = state.config.block_sizes
+        num_valid = compute_num_valid(request.block_tables, settled, sizes, invalid)
+        if num_valid is not None:
+            num_computed = min(request.num_computed_tokens, num_valid)
+            requests = requests.having(name, replace(request, num_computed_tokens=num_computed))
+            affected.append(name)
+    state = replace(state, requests=requests)
+    return state, tuple(affected) if fails(state) else ()
+
+
+def get_failures_of_frame(
+    state: State, invalid: Sequence[BlockId]
+) -> tuple[State, tuple[RequestId, ...]]:
+    """Loads of the oldest frame, as its answer tells: they have come, or their requests go back.
+
+    And those that fail by policy instead. Source: vLLM 0.19.1 `_handle_invalid_blocks`; P19.
+    """
+    failed: list[RequestId] = []
+    for load in state.frames[0].loads:
+        if not is_awaited(state, load):
+            continue
+        request, sizes = state.requests[load.request_id], state.config.block_sizes
+        firsts = [load.num_computed_tokens // size for size in sizes]
+        num_valid = compute_num_valid(load.block_ids, firsts, sizes, invalid)
+        if num_valid is None and request.status is Status.RUNNING:
+            state = get_settled(state, request, request.num_computed_tokens)
+        elif num_valid is None:
+            continue
+        elif fails(state):
+            failed.append(load.request_id)
+            state = without_rows(state, load.request_id)
+        else:
+            state = get_gone_back(state, request, num_valid)
+    return state, tuple(failed)
+
+
+def fails(state: State) -> bool:
+    """Whether a request ends whose load has failed. Source: vLLM 0.19.1 `KVTransferConfig`; P19."""
+    return state.config.kv_load_failure_policy is KVLoadFailurePolicy.FAIL
+
+
+def is_awaited(state: State, load: KVLoad) -> bool:
+    """Whether a request runs on this load of the oldest frame, or waits for what that one samples.
+
+    It may have been preempted since, and even be admitted with another load, or none, if the frame
+    samples nothing for it. Source: P13, P19.
+    """
+    request, (frame, *later) = state.requests.get(load.request_id), state.frames
+    if request is None:
+        return False
+    if request.status is not Status.RUNNING:
+        return any(row.samples for row in frame.rows if row.request_id == load.request_id)
+    is_last = all(other.request_id != load.request_id for f in later for other in f.loads)
+    return request.is_unsettled and is_last
+
+
+def get_settled(state: State, request: RequestState, num_there: int) -> State:
+    """The state with a load known to have come, up to so many tokens. Source: P4, P19."""
+    pool, request = settle_slots(state.config, state.pool, request, num_there)
+    requests = state.requests.having(request.request_id, request)
+    return replace(state, pool=pool, requests=requests)
+
+
+def get_gone_back(state: State, request: RequestState, num_valid: int) -> State:
+    """The state with a request behind what was loaded of it; what was sampled on more is dropped.
+
+    Upstream drops the tokens of this frame, and keeps what later ones sample and promise.
+    Source: vLLM 0.19.1 `_update_requests_with_invalid_blocks`; P12, P13, P19.
+    """
+    request = replace(request, num_output_placeholders=0)
+    if request.status is Status.RUNNING:
+        request = replace(
+            request, num_computed_tokens=num_valid, spec_token_ids=(), is_prefill_chunk=True
+        )
+        state = get_settled(state, request, num_valid)
+    else:  # it was preempted, and computes everything again
+        requests = state.requests.having(request.request_id, request)
+        state = replace(state, requests=requests)
+    return without_rows(state, request.request_id)
+
+
+def without_rows(state: State, request_id: RequestId) -> State:
+    """The state with frames in flight that deliver nothing to a request. Source: P13."""
+    frames: list[Frame] = [drop_row(frame, request_id) for frame in state.frames]
+    return replace(state, frames=tuple(frames))

@@ -1,0 +1,242 @@
+"""Transfers: what a release does with KV from a store, and with what a store says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from blockstep.spec import copies
+from blockstep.spec.lives.sessions import drop_row
+from blockstep.spec.memory.slots import compute_num_blocks
+from blockstep.spec.pool import withdraw_blocks
+from blockstep.spec.releases.quirk import Quirk, QuirkStory
+from blockstep.spec.requests import Frame, RequestState
+from blockstep.spec.rules import Rules
+from blockstep.spec.state import State
+from blockstep.spec.vocabulary import (
+    BlockId,
+    Config,
+    KVLoadFailurePolicy,
+    RequestId,
+    Status,
+)
+
+
+def skipped_reading_still_loads(rules: Rules, _config: Config) -> Rules:
+    """Who may not take what others have computed takes what a store has of it."""
+    return replace(rules, asks_who_skips_reading=True)
+
+
+def last_token_is_loaded(rules: Rules, _config: Config) -> Rules:
+    """A load that comes later has all known tokens; the last of them is then computed again."""
+
+    def compute_num_external(
+        num_offered: int, num_known: int, num_local: int, is_async: bool
+    ) -> int:
+        return rules.compute_num_external(num_offered, num_known + is_async, num_local, is_async)
+
+    def get_returned(request: RequestState) -> RequestState:
+        num_computed = min(request.num_computed_tokens, request.num_known_tokens - 1)
+        return copies.replace(rules.get_returned(request), num_computed_tokens=num_computed)
+
+    return replace(rules, compute_num_external=compute_num_external, get_returned=get_returned)
+
+
+def loads_publish_at_once(rules: Rules, _config: Config) -> Rules:
+    """What a store is to load for a step can be found before it has come."""
+    return replace(rules, publishes_loads_at_once=True)
+
+
+def returned_though_refused(rules: Rules, config: Config) -> Rules:
+    """Who comes back from a load has come back, whether or not it is then admitted.
+
+    What it has counts as cached from then on, unless some of its load failed.
+    """
+
+    def get_returned(request: RequestState) -> RequestState:
+        after = rules.get_returned(request)
+        num_loaded = compute_num_blocks(request.num_computed_tokens, config.block_sizes[0])
+        if request.num_cached_tokens >= 0 or num_loaded < len(request.block_tables[0]):
+            return after
+        return copies.replace(after, num_cached_tokens=after.num_computed_tokens)
+
+    return replace(rules, returns_for_good=True, get_returned=get_returned)
+
+
+def loaded_wait_behind_the_head(rules: Rules, _config: Config) -> Rules:
+    """Whose load has come waits behind a head that does not fit, with its blocks."""
+    return replace(rules, looks_behind_the_head=False)
+
+
+def loaded_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
+    """Whose load has come keeps its blocks until it runs, whoever lacks some."""
+    return replace(rules, takes_back_from_parked=False)
+
+
+def only_the_first_goes_back(rules: Rules, _config: Config) -> Rules:
+    """Whoever has computed an invalid block is cut there, if nobody before it has that block.
+
+    All that run are looked at, and all that are parked, loads or not; of those that share a block
+    the others go on as if it were there. What frames in flight promise to who goes back stays
+    promised, and is delivered.
+    """
+
+    def get_failures(
+        state: State, invalid: Sequence[BlockId], frame: Frame | None
+    ) -> tuple[State, tuple[RequestId, ...]]:
+        if not invalid:
+            return state, ()
+        rows = {row.request_id: row.num_scheduled for row in frame.rows} if frame else {}
+        parked = [
+            name
+            for name in state.skipped_waiting
+            if state.requests[name].status is Status.WAITING_FOR_REMOTE_KVS
+        ]
+        state, of_parked, _ = get_cut(state, parked, rows, frozenset(invalid))
+        state, of_running, behind = get_cut(state, state.running, rows, frozenset(invalid))
+        ends = state.config.kv_load_failure_policy is KVLoadFailurePolicy.FAIL
+        if ends:
+            state = copies.replace(state, pool=withdraw_blocks(state.pool, behind))
+        failed = (*of_parked, *of_running) if ends else ()
+        if frame is not None:
+            frame, *later = state.frames
+            for name in failed if ends else of_running:
+                frame = drop_row(frame, name)
+            state = copies.replace(state, frames=(frame, *later))
+        return state, failed
+
+    return replace(rules, get_failures=get_failures, remembers_num_scheduled=True)
+
+
+def get_cut(
+    state: State,
+    names: Sequence[RequestId],
+    rows: dict[RequestId, int],
+    invalid: Collection[BlockId],
+) -> tuple[State, list[RequestId], list[BlockId]]:
+    """The state with these requests cut at invalid blocks, of which no frame before has a row;
+    those that are affected; and what lies behind a cut, from the block on that is invalid.
+
+    Source: vLLM 0.19.1 `_update_requests_with_invalid_blocks`; P19.
+    """
+    requests, size = state.requests, state.config.block_sizes[0]
+    affected: list[RequestId] = []
+    marked: set[BlockId] = set()
+    behind: list[BlockId] = []
+    for name in names:
+        request = requests[name]
+        (table, *_) = request.block_tables
+        num_before = request.num_computed_tokens - rows.get(name, 0)
+        computed = table[: max(compute_num_blocks(num_before, size), 0)]
+        found = [index for index, block_id in enumerate(computed) if block_id in invalid]
+        if not found:
+            continue
+        own = [index for index in found if table[index] not in marked]
+        marked.update([table[index] for index in own])
+        behind += table[own[0] :] if own else ()
+        num_computed = own[0] * size if own else num_before
+        requests = requests.having(name, copies.replace(request, num_computed_tokens=num_computed))
+        affected.append(name)
+    return copies.replace(state, requests=requests), affected, behind
+
+
+def holds_are_one(rules: Rules, _config: Config) -> Rules:
+    """The first end of a transfer frees the blocks of an ended request, whoever else needs them."""
+    return replace(rules, holds_are_one=True)
+
+
+def pool_and_store_reset_apart(rules: Rules, _config: Config) -> Rules:
+    """A store forgets though the pool does not, and the pool though there is no store."""
+    return replace(rules, resets_apart=True)
+
+
+STORIES = (
+    QuirkStory(
+        Quirk.SKIPPED_READING_STILL_LOADS,
+        skipped_reading_still_loads,
+        "who may not take what others have computed takes what a store has of it",
+        ("P13", "P21"),
+        "#57269 (fixed by 0.32.0)",
+        "0.19.1",
+        "a request that skips reading, and an offer of its first block: it is computed behind it",
+    ),
+    QuirkStory(
+        Quirk.LAST_TOKEN_IS_LOADED,
+        last_token_is_loaded,
+        "a load that comes later has all known tokens; the last of them is then computed again",
+        ("P2",),
+        "not found upstream",
+        "0.19.1",
+        "a prompt of one block, all of it offered for later: its row writes into a block that "
+        "others can find",
+    ),
+    QuirkStory(
+        Quirk.LOADS_PUBLISH_AT_ONCE,
+        loads_publish_at_once,
+        "what a store is to load for a step can be found before it has come",
+        ("P4", "P19"),
+        "not found upstream",
+        "0.19.1",
+        "two equal prompts, a store has one block of the first, at once: the second shares it, and "
+        "reads garbage where the load fails",
+    ),
+    QuirkStory(
+        Quirk.RETURNED_THOUGH_REFUSED,
+        returned_though_refused,
+        "who comes back from a load has come back, whether or not it is then admitted",
+        ("P7",),
+        "not found upstream",
+        "0.19.1",
+        "a load has come of a request that then lacks a block: it waits like others, and what was "
+        "loaded can be found",
+    ),
+    QuirkStory(
+        Quirk.LOADED_WAIT_BEHIND_THE_HEAD,
+        loaded_wait_behind_the_head,
+        "whose load has come waits behind a head that does not fit, with its blocks",
+        ("P10",),
+        "#57841 (open), #45388; fixed by 0.32.0",
+        "0.19.1",
+        "the store does not know yet of a long prompt, and loads for a short one behind it; then "
+        "it has nothing of the first, which lacks the blocks of the second: nobody ever runs",
+    ),
+    QuirkStory(
+        Quirk.LOADED_KEEP_THEIR_BLOCKS,
+        loaded_keep_their_blocks,
+        "whose load has come keeps its blocks until it runs, whoever lacks some",
+        ("P10", "P17", "P25"),
+        "not found upstream",
+        "0.19.1",
+        "two prompts of which a store loads the first half each into all blocks that there are: "
+        "neither is ever admitted; a forced reset stops by an error",
+    ),
+    QuirkStory(
+        Quirk.ONLY_THE_FIRST_GOES_BACK,
+        only_the_first_goes_back,
+        "whoever has computed an invalid block is cut there, if nobody before it has that block",
+        ("P12", "P18", "P19"),
+        "#49250 (open)",
+        "0.19.1",
+        "two equal prompts share a block whose load fails: the first computes it again, the second "
+        "goes on behind it at once",
+    ),
+    QuirkStory(
+        Quirk.HOLDS_ARE_ONE,
+        holds_are_one,
+        "the first end of a transfer frees the blocks of an ended request, whoever else needs them",
+        ("P17",),
+        "not found upstream",
+        "0.19.1",
+        "a request is aborted during its load, and the store wants its blocks: they are free once "
+        "they are sent, while the load writes to them",
+    ),
+    QuirkStory(
+        Quirk.POOL_AND_STORE_RESET_APART,
+        pool_and_store_reset_apart,
+        "a store forgets though the pool does not, and the pool though there is no store",
+        ("P7", "P25"),
+        "not found upstream",
+        "0.19.1",
+        "a request runs; a reset of pool and store is refused, and what the store had is forgotten",
+    ),
+)

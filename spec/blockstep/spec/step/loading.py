@@ -1,0 +1,88 @@
+"""Loading: what a waiting request starts behind when a store has KV of it, and how it comes back.
+
+    at once   |  hit  |  external  |   new   |     a row computes the new ones behind what is loaded
+    later     |  hit  |  external  |               no row, no seat: parked until the load has come
+    back      |       computed     |   new   |     it asks neither cache nor store
+
+Until a load is known to have come nothing of it is findable but the hit (P19).
+"""
+
+from __future__ import annotations
+
+from blockstep.spec.beside.transfers import (
+    Transfers,
+    forget_load,
+    get_offer,
+)
+from blockstep.spec.copies import replace
+from blockstep.spec.memory.slots import compute_num_blocks, release_slots, settle_slots
+from blockstep.spec.requests import Hit, RequestState
+from blockstep.spec.rules import Rules
+from blockstep.spec.step.giving import get_unparked, without_blocks
+from blockstep.spec.step.work import Step
+from blockstep.spec.vocabulary import KVLoad, RequestId
+
+
+def asks_store(request: RequestState, rules: Rules) -> bool:
+    """Whether a waiting request asks a store: if it computed nothing, and may take what others have
+    computed. Upstream asks also for who may not. Source: vLLM 0.19.1 `schedule`; P6, P21.
+    """
+    if request.request.skip_reading_prefix_cache and not rules.asks_who_skips_reading:
+        return False
+    return request.num_computed_tokens == 0
+
+
+def get_offered_hit(
+    transfers: Transfers, request: RequestState, hit: Hit, rules: Rules
+) -> tuple[Hit, bool] | None:
+    """The hit, longer by what the store has behind it, and whether that comes later than the step.
+
+    None if the store does not know yet. Source: vLLM 0.19.1 `get_num_new_matched_tokens`; P5.
+    """
+    if not asks_store(request, rules):
+        return hit, False
+    offer = get_offer(transfers, request.request_id)
+    if offer.num_tokens is None:
+        return None
+    num_known, num_local = request.num_known_tokens, hit.num_tokens
+    num_external = rules.compute_num_external(
+        offer.num_tokens, num_known, num_local, offer.is_async
+    )
+    if num_external == 0:
+        return hit, False
+    return replace(
+        hit, num_tokens=num_local + num_external, num_external=num_external
+    ), offer.is_async
+
+
+def process_load(step: Step, request: RequestState, hit: Hit, is_async: bool) -> None:
+    """Have the worker load what the hit of a request lacks, which has the blocks for it.
+
+    Source: vLLM 0.19.1 `update_state_after_alloc`; P17.
+    """
+    sizes = step.state.config.block_sizes
+    tables = [
+        table[: compute_num_blocks(hit.num_tokens, size)]
+        for table, size in zip(request.block_tables, sizes, strict=True)
+    ]
+    num_local = hit.num_tokens - hit.num_external
+    load = KVLoad(request.request_id, tuple(tables), num_local, hit.num_external, is_async)
+    step.loads.append(load)
+
+
+def process_return(step: Step, request_id: RequestId) -> None:
+    """Make a parked request what it would be, once its load has come: what came is findable.
+
+    If nothing came, it holds nothing and asks anew. Who is refused afterwards is parked still (P7).
+    Source: vLLM 0.19.1 `_update_waiting_for_remote_kv`; P4, P19.
+    """
+    request = get_unparked(step.requests[request_id], step.transfers)
+    step.transfers = forget_load(step.transfers, request_id)
+    if request.num_computed_tokens == 0:
+        step.pool = release_slots(step.pool, request, step.state.rules)
+        request = without_blocks(request)
+    else:
+        num_there = request.num_computed_tokens
+        step.pool, request = settle_slots(step.state.config, step.pool, request, num_there)
+        request = step.state.rules.get_returned(request)
+    step.requests[request_id] = request

@@ -1,0 +1,253 @@
+"""Quirks of transfers: each acts where its profile switches it on, and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from blockstep.spec import Config, Oracle, Plan, Request
+from blockstep.spec.profiles import Profile, Quirk
+from blockstep.spec.vocabulary import (
+    FinishReason,
+    KVLoadFailurePolicy,
+    KVTransfers,
+    Outputs,
+    RequestId,
+    Status,
+)
+
+CONFIG = Config(num_blocks=9, block_size=2, max_model_len=12, kv_connector=True)
+RECOMPUTE = replace(CONFIG, kv_load_failure_policy=KVLoadFailurePolicy.RECOMPUTE)
+A = Request("A", (1, 2, 3, 4, 5), max_tokens=2)
+PARKED = Status.WAITING_FOR_REMOTE_KVS
+both = pytest.mark.parametrize("quirk", [False, True])
+
+
+def create(config: Config, *quirks: Quirk) -> Oracle:
+    return Oracle(config, Profile("some", frozenset(quirks)))
+
+
+def park(oracle: Oracle, request: Request, num_tokens: int) -> Plan:
+    """A step in which a load of so many tokens begins."""
+    oracle.submit(request)
+    oracle.offer_kv(request.request_id, num_tokens, is_async=True)
+    plan = oracle.schedule()
+    assert oracle.state.requests[request.request_id].status is PARKED
+    return plan
+
+
+def answer(oracle: Oracle, plan: Plan, *invalid: int) -> Outputs:
+    """The answer to a plan: whoever samples samples 7."""
+    sampled = {row.request_id: (7,) for row in oracle.state.frames[0].rows if row.samples}
+    return oracle.commit(plan, sampled, KVTransfers(invalid_block_ids=invalid))
+
+
+def rows_of(plan: Plan) -> dict[RequestId, tuple[int, int]]:
+    """Per request: its computed tokens, and those of its row."""
+    return {
+        row.request_id: (row.num_computed_tokens, row.num_scheduled_tokens) for row in plan.rows
+    }
+
+
+def is_findable(oracle: Oracle, block_id: int) -> bool:
+    return oracle.state.pool.block_keys[block_id] is not None
+
+
+@both
+def test_skipped_reading_still_loads(quirk: bool) -> None:
+    oracle = create(CONFIG, *[Quirk.SKIPPED_READING_STILL_LOADS] * quirk)
+    oracle.submit(replace(A, skip_reading_prefix_cache=True))
+    oracle.offer_kv("A", 2)
+    assert rows_of(oracle.schedule()) == {"A": (2, 3) if quirk else (0, 5)}
+    stats = oracle.snapshot().stats
+    counted = (stats.external_prefix_cache_queries, stats.external_prefix_cache_hits)
+    assert counted == ((5, 2) if quirk else (0, 0))
+
+
+@both
+def test_the_last_token_is_loaded_and_computed_again(quirk: bool) -> None:
+    oracle = create(CONFIG, *[Quirk.LAST_TOKEN_IS_LOADED] * quirk)
+    (load,) = park(oracle, Request("A", (1, 2, 3, 4)), 4).kv_loads
+    assert load.num_external_tokens == (4 if quirk else 3)
+    oracle.report(finished_recving=["A"])
+    assert rows_of(oracle.schedule()) == {"A": (3, 1)}
+    oracle.submit(Request("B", (1, 2, 3, 4, 5)))
+    assert is_findable(oracle, 2), "by its row, or by the load before"
+
+
+@pytest.mark.parametrize("num_offered", [4, 9])
+def test_a_load_at_once_leaves_the_last_token_under_the_quirk_too(num_offered: int) -> None:
+    oracle = create(CONFIG, Quirk.LAST_TOKEN_IS_LOADED)
+    oracle.submit(Request("A", (1, 2, 3, 4)))
+    oracle.offer_kv("A", num_offered)
+    assert rows_of(oracle.schedule()) == {"A": (3, 1)}
+
+
+def test_a_prompt_of_one_token_is_loaded_for_ever() -> None:
+    """It comes back with its token to compute, so with nothing computed, and asks anew."""
+    oracle = create(CONFIG, Quirk.LAST_TOKEN_IS_LOADED)
+    plan = park(oracle, Request("A", (1,)), 1)
+    for _ in range(3):
+        assert plan.kv_loads
+        oracle.report(finished_recving=["A"])
+        plan = oracle.schedule()
+        assert not plan.rows
+
+
+@both
+def test_loads_publish_at_once(quirk: bool) -> None:
+    """P19: another request shares what then turns out not to have come."""
+    oracle = create(RECOMPUTE, *[Quirk.LOADS_PUBLISH_AT_ONCE] * quirk)
+    oracle.submit(A)
+    oracle.offer_kv("A", 4)
+    oracle.submit(replace(A, request_id="B"))
+    plan = oracle.schedule()
+    assert rows_of(plan) == {"A": (4, 1), "B": (4, 1) if quirk else (0, 5)}
+    assert is_findable(oracle, 1) is quirk
+    assert oracle.snapshot().transfers.unsettled == (() if quirk else ("A",))  # type: ignore[union-attr]
+
+
+@both
+def test_who_returned_has_returned_though_it_was_refused(quirk: bool) -> None:
+    """P7: B takes the block that A lacks once its load has come."""
+    config = replace(CONFIG, num_blocks=5, scheduler_reserve_full_isl=False, max_num_seqs=2)
+    oracle = create(config, *[Quirk.RETURNED_THOUGH_REFUSED] * quirk)
+    park(oracle, A, 4)
+    oracle.submit(Request("B", (6, 7, 8), max_tokens=2))
+    plan = oracle.schedule()
+    assert rows_of(plan) == {"B": (0, 3)}
+    oracle.report(finished_recving=["A"])
+    before = oracle.state.requests["A"]
+    answer(oracle, plan)
+    assert rows_of(oracle.schedule()) == {"B": (3, 1)}
+    after = oracle.state.requests["A"]
+    assert (after == before) is not quirk
+    assert (after.status is PARKED) is not quirk
+    assert after.num_cached_tokens == (4 if quirk else -1)
+    assert is_findable(oracle, 1) is quirk
+
+
+def test_what_did_not_come_is_not_told_as_cached_before_it_runs() -> None:
+    config = replace(RECOMPUTE, num_blocks=5, scheduler_reserve_full_isl=False)
+    oracle = create(config, Quirk.RETURNED_THOUGH_REFUSED, Quirk.LOADED_KEEP_THEIR_BLOCKS)
+    park(oracle, A, 4)
+    oracle.submit(Request("B", (6, 7, 8), max_tokens=2))
+    plan = oracle.schedule()
+    oracle.report(["A"], invalid_block_ids=[2])
+    answer(oracle, plan)
+    oracle.offer_kv("A", 0)
+    oracle.abort("B")
+    assert rows_of(oracle.schedule()) == {"A": (2, 3)}
+    assert oracle.state.requests["A"].num_cached_tokens == 2
+
+
+@both
+def test_loaded_wait_behind_the_head(quirk: bool) -> None:
+    """P10, upstream #57841: the head lacks the blocks of one whose load has come."""
+    config = replace(CONFIG, num_blocks=6)
+    quirks = [Quirk.LOADED_WAIT_BEHIND_THE_HEAD, Quirk.LOADED_KEEP_THEIR_BLOCKS]
+    oracle = create(config, *(quirks if quirk else quirks[1:]))
+    oracle.submit(Request("B", (6,) * 9, max_tokens=1))
+    oracle.offer_kv("B", None)
+    oracle.schedule()
+    park(oracle, Request("A", (1, 2, 3), max_tokens=1), 2)
+    oracle.offer_kv("B", 0)
+    oracle.report(finished_recving=["A"])
+    assert rows_of(oracle.schedule()) == ({} if quirk else {"A": (2, 1)})
+
+
+@both
+def test_loaded_keep_their_blocks(quirk: bool) -> None:
+    """P10: two of whom each lacks what the other holds."""
+    config = replace(CONFIG, num_blocks=5, scheduler_reserve_full_isl=False)
+    oracle = create(config, *[Quirk.LOADED_KEEP_THEIR_BLOCKS] * quirk)
+    park(oracle, A, 4)
+    park(oracle, replace(A, request_id="B", prompt_token_ids=(6,) * 5), 4)
+    oracle.report(finished_recving=["A", "B"])
+    assert len(rows_of(oracle.schedule())) == (0 if quirk else 1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "rows"),
+    [
+        (KVLoadFailurePolicy.RECOMPUTE, {"A": (0, 5), "B": (4, 1)}),
+        (KVLoadFailurePolicy.FAIL, {}),
+    ],
+)
+def test_only_the_first_of_those_that_share_a_block_goes_back(
+    policy: KVLoadFailurePolicy, rows: dict[RequestId, tuple[int, int]]
+) -> None:
+    """P19, upstream #49250: B has A's blocks, and goes on behind them at once."""
+    config = replace(CONFIG, kv_load_failure_policy=policy)
+    oracle = create(config, Quirk.LOADS_PUBLISH_AT_ONCE, Quirk.ONLY_THE_FIRST_GOES_BACK)
+    oracle.submit(A)
+    oracle.offer_kv("A", 4)
+    oracle.submit(replace(A, request_id="B"))
+    outputs = answer(oracle, oracle.schedule(), 1)
+    ended = [FinishReason.ERROR, FinishReason.ERROR] if not rows else []
+    assert [row.finish_reason for row in outputs.rows] == ended
+    assert rows_of(oracle.schedule()) == rows
+    assert is_findable(oracle, 1) is bool(rows), "what is there to be computed can be found"
+
+
+@both
+def test_whoever_has_an_invalid_block_goes_back_for_a_load_of_nobody(quirk: bool) -> None:
+    """P18: nobody loads the block."""
+    oracle = create(RECOMPUTE, *[Quirk.ONLY_THE_FIRST_GOES_BACK] * quirk)
+    oracle.submit(replace(A, max_tokens=5))
+    answer(oracle, oracle.schedule())
+    before = oracle.state
+    oracle.report(invalid_block_ids=[2])
+    assert (oracle.state == before) is not quirk
+    assert oracle.state.requests["A"].num_computed_tokens == (2 if quirk else 5)
+
+
+def test_who_goes_back_keeps_what_frames_promise_and_deliver() -> None:
+    """P12, P13: of two frames the first is not heard, and its promise stays."""
+    config = replace(RECOMPUTE, max_frames_in_flight=2, async_scheduling=True)
+    oracle = create(config, Quirk.LOADS_PUBLISH_AT_ONCE, Quirk.ONLY_THE_FIRST_GOES_BACK)
+    oracle.submit(replace(A, max_tokens=5))
+    oracle.offer_kv("A", 4)
+    first, second = oracle.schedule(), oracle.schedule()
+    assert answer(oracle, first, 2).rows == ()
+    request = oracle.state.requests["A"]
+    assert (request.num_computed_tokens, request.num_output_placeholders) == (2, 2)
+    (row,) = answer(oracle, second).rows
+    assert row.new_token_ids == (7,)
+
+
+@both
+def test_holds_are_one(quirk: bool) -> None:
+    """P17: the load still writes to the blocks of a request that has ended."""
+    oracle = create(CONFIG, *[Quirk.HOLDS_ARE_ONE] * quirk)
+    oracle.submit(A)
+    oracle.offer_kv("A", 4, is_async=True, delays_free=True)
+    oracle.schedule()
+    oracle.abort("A")
+    oracle.report(finished_sending=["A"])
+    assert oracle.num_free_blocks == (8 if quirk else 6)
+    oracle.report(finished_recving=["A"])
+    assert oracle.num_free_blocks == 8
+
+
+@both
+def test_a_store_forgets_though_the_pool_does_not(quirk: bool) -> None:
+    oracle = create(CONFIG, *[Quirk.POOL_AND_STORE_RESET_APART] * quirk)
+    oracle.submit(A)
+    answer(oracle, oracle.schedule())
+    oracle.submit(replace(A, request_id="B", prompt_token_ids=(6,) * 5))
+    oracle.offer_kv("B", 4)
+    assert not oracle.reset(reset_connector=True)
+    assert rows_of(oracle.schedule())["B"] == ((0, 5) if quirk else (4, 1))
+
+
+@both
+def test_a_pool_forgets_though_there_is_no_store(quirk: bool) -> None:
+    config = replace(CONFIG, kv_connector=False)
+    oracle = create(config, *[Quirk.POOL_AND_STORE_RESET_APART] * quirk)
+    oracle.submit(A)
+    answer(oracle, oracle.schedule())
+    oracle.abort("A")
+    assert not oracle.reset(reset_connector=True)
+    assert is_findable(oracle, 1) is not quirk
