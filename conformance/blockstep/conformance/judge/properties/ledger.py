@@ -157,8 +157,7 @@ class Ledger:
         load has failed; and how many leading tokens of each are there."""
         if not self.store.transfers.at_once or not isinstance(step.event, v.Commit):
             return {}
-        rows = [row for row in self.frame_of(step) if row.samples and not row.is_dropped]
-        return self.store.find_void(step, [row.request_id for row in rows])
+        return self.store.find_void(step, self.promised)
 
     def list_failing(self, step: Step) -> list[v.RequestId]:
         """Whom an event ends because its load has failed, in order."""

@@ -98,7 +98,8 @@ class StoreLedger:
         """Whose row of the frame that is answered is void, for its load has failed, in the order of
         the plan, and how many leading tokens of each are there.
 
-        `sampling`: who samples in it. Of the others those who hold the blocks of that load still.
+        Who runs and holds the blocks of that load still; and who does not run, and waits for tokens
+        of frames in flight, `sampling`: those are void as well.
         """
         report, found = self.get_report(step), dict[v.RequestId, int]()
         if not (isinstance(step.event, v.Commit) and report.invalid_block_ids):
@@ -106,8 +107,10 @@ class StoreLedger:
         sizes, frame_id, names = self.config.block_sizes, step.event.frame_id, set(sampling)
         for load in self.transfers.at_once.get(frame_id, ()):
             valid, name = count_valid(load, sizes, report.invalid_block_ids), load.request_id
-            is_concerned = self.unsettled.get(name) == frame_id or name in names
-            if valid is not None and name in step.old and is_concerned:
+            if valid is None or name not in step.old:
+                continue
+            waits = name in names and step.old[name].status is not v.Status.RUNNING
+            if self.unsettled.get(name) == frame_id or waits:
                 found[name] = valid
         return found
 

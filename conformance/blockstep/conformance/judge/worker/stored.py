@@ -250,7 +250,8 @@ class Stored(Items):
             return
         self._spoil(load, view.tables if is_held else load.block_ids, frame_id, invalid)
         is_held = is_held and not view.may_resume
-        if is_held or row.samples:
+        waits = (view.is_preempted or view.may_resume) and view.num_promised > 0
+        if is_held or waits:
             self._forsake(view, row, num_valid if is_held else view.num_computed)
 
     def _spoil(
