@@ -376,8 +376,8 @@ class LockStep(Runner):
         Returns what is wrong, and why nothing can ever come of it, or "".
         """
         while len(self.plans) < self.config.max_frames_in_flight:
-            num_before = self.num_events
-            findings = self.apply(v.Schedule())
+            findings, num_before = self._end_transfers(), self.num_events
+            findings = findings or self.apply(v.Schedule())
             if findings:
                 return findings, ""
             if self.num_events == num_before or self.excuses.is_over:
@@ -387,9 +387,6 @@ class LockStep(Runner):
             why = watch.see(plan, bool(self.plans), bool(self.ledger.promised), self.before)
             if why and self.live:  # nobody waits where an abort was due
                 return [], why
-            findings = self._end_transfers()
-            if findings:
-                return findings, ""
             if not plan.rows:
                 break
         return self.perform(Answer()), ""

@@ -101,6 +101,8 @@ def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Complaints:
     """
     if step.plan.new or step.plan.cached or step.preempted or step.plan.kv_loads:
         return
+    if step.config.kv_connector and step.giving:
+        return  # to one who did not fit all the same
     before, after = step.before, step.after
     queues = () if may_pass_over(step.config) else ("waiting", "skipped_waiting")
     for name in ("ref_counts", "free_queue", "block_keys", "cached", *queues, "running", "stats"):
@@ -416,9 +418,18 @@ def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> Comp
 
 
 @sentence("P26", Schedule)
-def admitted_row_kind_follows_its_status(step: Step, _ledger: Ledger) -> Complaints:
-    """A preempted request returns as a resumed row, anybody else as a new one."""
+def admitted_row_kind_follows_its_status(step: Step, ledger: Ledger) -> Complaints:
+    """A preempted request returns as a resumed row, anybody else as a new one.
+
+    Behind a load it is what it was before that.
+    """
+    resumed = {row.request_id for row in step.plan.cached if row.resumed}
     for row in step.admitted_rows:
         status = step.old[row.request_id].status
-        if (status is Status.PREEMPTED) is not (row.kind is RowKind.RESUMED):
+        status = (
+            ledger.store.parked_as.get(row.request_id, status)
+            if is_parked(step.old[row.request_id])
+            else status
+        )
+        if (status is Status.PREEMPTED) is not (row.request_id in resumed):
             yield Complaint(f"{row.request_id!r} was {status} and got a {row.kind} row")

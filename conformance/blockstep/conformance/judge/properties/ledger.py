@@ -84,7 +84,7 @@ class Ledger:
     """What is known of transfers."""
     num_progress: int = 0
     """Events that brought somebody on or changed who competes: tokens delivered, a request
-    submitted or ended, a grammar compiled, a reset."""
+    submitted or ended, a grammar compiled, transfers reported, a reset."""
     names: PrefixNames = field(init=False)
     _flying: dict[v.RequestId, tuple[PlannedRow, FlightRow]] = field(
         default_factory=dict, repr=False
@@ -225,6 +225,7 @@ class Ledger:
                 self._record_outputs(frame_id, rows)
                 self.follower.follow(kv_events)
             case v.TransfersReported(), v.Outputs(rows=rows, kv_events=kv_events):
+                self.num_progress += 1
                 for row in rows:
                     self._end(row.request_id)
                 self.follower.follow(kv_events)

@@ -329,9 +329,11 @@ def preemption_leaves_somebody_running(step: Step, ledger: Ledger) -> Complaints
     """A request alone in the pool fits it, so the last victim had somebody to give way to.
 
     Unless tokens are promised to it: planned ahead it may need more than it ever will. Then
-    delivering them is the progress.
+    delivering them is the progress. Or a transfer has blocks: then its end is.
     """
     if not step.preempted or step.after.running:
+        return ()
+    if ledger.store.held or any(map(ledger.store.is_under_way, step.after.requests)):
         return ()
     last = victims_of(step, ledger)[-1]
     if ledger.placeholders(last):

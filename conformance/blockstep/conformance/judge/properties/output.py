@@ -274,6 +274,7 @@ def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Co
         proposed.update(
             (row.request_id, ledger.drafts_after(ledger.flight_row(row))) for row in step.rows
         )
+    proposed |= dict.fromkeys(ledger.find_void(step), ())
     for name, new in step.new.items():
         life = ledger.lives.get(name)
         if life is not None and new.status is v.Status.RUNNING:

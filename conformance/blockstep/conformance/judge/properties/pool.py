@@ -372,7 +372,7 @@ def _misnamed(step: Step, ledger: Ledger) -> list[tuple[str, v.BlockId, int, int
     found = []
     for name, group, first, blocks in _touched(step, ledger):
         life, size = ledger.lives[name], step.block_sizes[group]
-        delivered = step.delivered[name] if isinstance(step.event, v.Commit) else ()
+        delivered = step.delivered.get(name, ()) if isinstance(step.event, v.Commit) else ()
         for index, block in enumerate(blocks, first):
             key = step.after.block_keys[block]
             if key is not None and block != v.NULL_BLOCK:

@@ -136,6 +136,7 @@ def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
     admitted = {row.request_id: row.num_scheduled for row in step.admitted_rows}
     met, seats = [], get_seats(step, ledger)
     parked = {row.request_id for row in step.parked} if step.plan.kv_loads else ()
+    giving = step.giving if config.kv_connector else ()
     for name in in_policy_order(ledger, before):
         if left <= 0 or places <= 0:
             break
@@ -143,7 +144,10 @@ def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
             left -= admitted[name]
             places -= 1
             seats.take(name)
-        elif name in parked or must_wait(ledger, seats, step.old[name]):
+        elif name in parked or must_wait(
+            # Who has given its blocks away asks the store anew.
+            *(ledger, seats, step.new[name] if name in giving else step.old[name])
+        ):
             met.append(name)
         else:
             break

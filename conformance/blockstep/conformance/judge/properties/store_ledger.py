@@ -25,6 +25,8 @@ class StoreLedger:
     """What ended requests have left with the store, as the last state shows."""
     parked: dict[v.RequestId, v.KVLoad] = field(default_factory=dict)
     """The last asynchronous load of each request; also behind its end."""
+    parked_as: dict[v.RequestId, v.Status] = field(default_factory=dict)
+    """What they were when they were parked."""
 
     def record(self, step: Step, live: Iterable[v.RequestId]) -> None:
         """Learn from an event of which the rest of the ledger has learnt already."""
@@ -39,6 +41,9 @@ class StoreLedger:
                 for load in plan.kv_loads:
                     if load.is_async:
                         self.parked[load.request_id] = load
+                        old = step.old.get(load.request_id)
+                        if old is not None and not is_parked(old):
+                            self.parked_as[load.request_id] = old.status
                     else:
                         self.unsettled[load.request_id] = plan.frame_id
             case v.Commit(frame_id=frame_id, transfers=report), _:

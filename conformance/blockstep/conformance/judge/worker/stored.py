@@ -57,10 +57,16 @@ class Stored(Items):
                 return
             case v.Submit(request=request), _:
                 self._asked[request.request_id] = request
+                self._delays.pop(request.request_id, None)
             case v.KVOffer(request_id=name, delays_free=delays), _ if name in self._asked:
                 self._delays[name] = delays
-            case v.Reset(reset_connector=True), v.ResetDone(success=True):
-                self._delays.clear()
+            case v.Reset(reset_running_requests=forced, reset_connector=both), v.ResetDone(
+                success=True
+            ):
+                if forced:
+                    self._doubtful.clear()
+                if both:
+                    self._delays.clear()
             case v.Commit(frame_id=frame_id, transfers=report), v.Outputs(rows=rows):
                 loads = self._at_once.pop(frame_id, ())
                 for load in loads:
@@ -141,6 +147,7 @@ class Stored(Items):
         super().give_back(request_id, tables, why)
         if why != "was remapped":
             self._unsettled.pop(request_id, None)
+            self._forget_doubts(request_id)
 
     def _is_sound(self, load: v.KVLoad) -> bool:
         """Whether a load names blocks that there are, and that have room for it."""
@@ -238,8 +245,7 @@ class Stored(Items):
         is_held = self._unsettled.get(name) == frame_id
         if is_held:
             del self._unsettled[name]
-        for block in [block for block, owner in self._doubtful.items() if owner == name]:
-            del self._doubtful[block]
+        self._forget_doubts(name)
         num_valid = count_valid(load, self.block_sizes, invalid)
         if num_valid is None:
             return
@@ -253,6 +259,12 @@ class Stored(Items):
         waits = (view.is_preempted or view.may_resume) and view.num_promised > 0
         if is_held or waits:
             self._forsake(view, row, num_valid if is_held else view.num_computed)
+
+    def _forget_doubts(self, name: v.RequestId) -> None:
+        """A request holds its blocks no more, or it is certain what they hold."""
+        if self._doubtful:
+            kept = {block: owner for block, owner in self._doubtful.items() if owner != name}
+            self._doubtful = kept
 
     def _spoil(
         self,
