@@ -218,6 +218,14 @@ def test_who_goes_back_keeps_what_frames_promise_and_deliver() -> None:
 
 
 @both
+def test_failed_tell_what_is_not_counted(quirk: bool) -> None:
+    oracle = create(CONFIG, *[Quirk.FAILED_TELL_WHAT_IS_NOT_COUNTED] * quirk)
+    park(oracle, A, 4)
+    (row,) = oracle.report(invalid_block_ids=[1]).rows
+    assert row.num_cached_tokens == (-1 if quirk else 0)
+
+
+@both
 def test_holds_are_one(quirk: bool) -> None:
     """P17: the load still writes to the blocks of a request that has ended."""
     oracle = create(CONFIG, *[Quirk.HOLDS_ARE_ONE] * quirk)

@@ -107,6 +107,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.LOADED_WAIT_BEHIND_THE_HEAD,
                 Quirk.LOADED_KEEP_THEIR_BLOCKS,
                 Quirk.ONLY_THE_FIRST_GOES_BACK,
+                Quirk.FAILED_TELL_WHAT_IS_NOT_COUNTED,
                 Quirk.HOLDS_ARE_ONE,
                 Quirk.POOL_AND_STORE_RESET_APART,
                 Quirk.WINDOW_HIT_CUT_BLINDLY,

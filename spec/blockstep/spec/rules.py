@@ -23,6 +23,7 @@ from blockstep.spec.vocabulary import (
     FinishReason,
     KVGroup,
     MultiModalItem,
+    OutputRow,
     Request,
     RequestId,
     TokenId,
@@ -240,6 +241,8 @@ class Rules:
     policy (P19)."""
     remembers_num_scheduled: bool = False
     """Whether a frame in flight knows how many tokens each row of it has."""
+    get_failed_row: Callable[[OutputRow, RequestState], OutputRow] = as_is
+    """What is delivered of a request that fails by policy: 0 cached tokens, if it never ran."""
     holds_are_one: bool = False
     """Whether any end of a transfer ends all that hold the blocks of an ended request (P17)."""
     resets_apart: bool = False

@@ -107,6 +107,7 @@ class Quirk(StrEnum):
     LOADED_WAIT_BEHIND_THE_HEAD = "loaded_wait_behind_the_head"
     LOADED_KEEP_THEIR_BLOCKS = "loaded_keep_their_blocks"
     ONLY_THE_FIRST_GOES_BACK = "only_the_first_goes_back"
+    FAILED_TELL_WHAT_IS_NOT_COUNTED = "failed_tell_what_is_not_counted"
     HOLDS_ARE_ONE = "holds_are_one"
     POOL_AND_STORE_RESET_APART = "pool_and_store_reset_apart"
     NULL_BLOCKS_ARE_TOLD = "null_blocks_are_told"

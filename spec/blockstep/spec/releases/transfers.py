@@ -17,6 +17,7 @@ from blockstep.spec.vocabulary import (
     BlockId,
     Config,
     KVLoadFailurePolicy,
+    OutputRow,
     RequestId,
     Status,
 )
@@ -140,6 +141,16 @@ def get_cut(
     return copies.replace(state, requests=requests), affected, behind
 
 
+def failed_tell_what_is_not_counted(rules: Rules, _config: Config) -> Rules:
+    """Who fails before it ever ran is told to have -1 cached tokens."""
+
+    def get_failed_row(row: OutputRow, request: RequestState) -> OutputRow:
+        row = rules.get_failed_row(row, request)
+        return replace(row, num_cached_tokens=request.num_cached_tokens)
+
+    return replace(rules, get_failed_row=get_failed_row)
+
+
 def holds_are_one(rules: Rules, _config: Config) -> Rules:
     """The first end of a transfer frees the blocks of an ended request, whoever else needs them."""
     return replace(rules, holds_are_one=True)
@@ -219,6 +230,15 @@ STORIES = (
         "0.19.1",
         "two equal prompts share a block whose load fails: the first computes it again, the second "
         "goes on behind it at once",
+    ),
+    QuirkStory(
+        Quirk.FAILED_TELL_WHAT_IS_NOT_COUNTED,
+        failed_tell_what_is_not_counted,
+        "who fails before it ever ran is told to have -1 cached tokens",
+        ("P21",),
+        "not found upstream",
+        "0.19.1",
+        "a load of a new request fails, and it ends by policy: -1 of its tokens were cached",
     ),
     QuirkStory(
         Quirk.HOLDS_ARE_ONE,
