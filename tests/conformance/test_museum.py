@@ -109,6 +109,8 @@ def test_every_exhibit_can_be_built_and_runs(name: str) -> None:
         config = replace(config, encoder_compute_budget=4, encoder_cache_size=4)
     if EXHIBITS[name].takes == "events":
         config = replace(config, enable_kv_cache_events=True)
+    if EXHIBITS[name].takes == "transfers":
+        config = replace(config, kv_connector=True)
     engine = build(name)(config)
     assert (Capability.GROUPS in engine.capabilities()) is EXHIBITS[name].takes_groups
     assert engine.snapshot() is not None

@@ -121,6 +121,7 @@ def test_every_release_takes_these(release: Release, config: Config) -> None:
         (REFERENCE, build(CHUNKS, **EAGLE), "CHUNKS_WITH_A_HEAD", (CHUNKS,)),
         (REFERENCE, build(LARGE, CHUNKS), "CHUNKS_OF_ANOTHER_SIZE", (LARGE, LARGE_CHUNKS)),
         (REFERENCE, build(WINDOW, WINDOW), "ALL_EQUAL", (WINDOW,)),
+        (REFERENCE, build(LARGE, WINDOW, enable_kv_cache_events=True), "TOLD_OF_ONE", (LARGE,)),
         ("0.33.0", build(FULL, WINDOW, CHUNKS, **EAGLE), "CHUNKS_WITH_A_HEAD", None),
         ("0.33.0", build(FULL, STATES), "NO_STATES_OF_ALL", (FULL, ALIGNED)),
         ("0.33.0", build(LARGE, ALIGNED), "PARTS_OF_BLOCKS", (LARGE, LARGE_ALIGNED)),

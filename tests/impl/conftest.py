@@ -83,6 +83,8 @@ def check_state(state: Snapshot) -> None:
     """P1 and P3, and that each request is in exactly one place."""
     blocks = range(1, len(state.ref_counts))
     tables = [table for r in state.requests for table in r.block_tables]
+    if state.transfers is not None:
+        tables += [table for held in state.transfers.held for table in held.block_tables]
     holders = Counter(block for table in tables for block in table)
     assert state.ref_counts == (0, *(holders[block] for block in blocks))
     assert sorted(state.free_queue) == [block for block in blocks if not holders[block]]

@@ -39,14 +39,15 @@ HOST: Final = frozenset(
         "sessions",
         "encoder",
         "events",
+        "transfers",
     )
 )
 """Everything."""
 COMPILED: Final = HOST - {
-    *("groups", "common prefix", "adapters", "masks", "sessions", "encoder", "events"),
+    *("groups", "common prefix", "adapters", "masks", "sessions", "encoder", "events", "transfers"),
 }
-"""The same for one KV-cache group, without its hint to the worker, what requests bring along and
-what is told of blocks."""
+"""The same for one KV-cache group, without its hint to the worker, what requests bring along, what
+is told of blocks and what comes from a store."""
 
 
 def list_config_problems(

@@ -75,6 +75,15 @@ def submit_problem(
     return None
 
 
+def held_by_transfer(request_id: RequestId) -> Rejected:
+    """The id belongs to an ended request whose blocks a transfer holds."""
+    return Rejected(
+        RejectCode.REQUEST_IN_FLIGHT,
+        f"request {request_id!r}: a transfer holds blocks of an ended request of this id; "
+        "report the end of the transfer first",
+    )
+
+
 def brought_problem(event: Event) -> Rejected | None:
     """Why an engine without masks and sessions cannot take an event, or None."""
     if isinstance(event, Submit) and event.request.resumable:

@@ -6,9 +6,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from blockstep.impl.serving.wire import Batch, Cleared, Removed, Stored, WireEvent, write_batch
+from blockstep.impl.serving.wire import (
+    Batch,
+    Cleared,
+    Form,
+    Removed,
+    Stored,
+    StoredMap,
+    WireEvent,
+    write_batch,
+)
 
 zmq = pytest.importorskip("zmq")
 sockets: Any = pytest.importorskip("blockstep.impl.serving.sockets")
@@ -22,6 +32,10 @@ def places(tmp_path: Path) -> tuple[str, str]:
 
 def store(*names: int) -> WireEvent:
     return Stored([*names], None, [0] * len(names), 1, None, "GPU", None)
+
+
+def to_map(stored: WireEvent) -> StoredMap:
+    return StoredMap(**msgspec.structs.asdict(stored))
 
 
 def batch(*events: WireEvent) -> bytes:
@@ -104,6 +118,28 @@ def test_who_comes_too_late_for_what_is_kept_begins_with_a_snapshot(
             assert subscriber.mirror.count(3) == 0
 
 
+@pytest.mark.parametrize("form", list(Form))
+def test_an_answer_has_a_topic_where_events_are_maps(places: tuple[str, str], form: Form) -> None:
+    """As its release has it, in both."""
+    topic, payload = ([], BATCHES[0]) if form is Form.ARRAYS else ([b"kv"], batch(to_map(store(1))))
+    client = zmq.Context.instance().socket(zmq.DEALER)
+    try:
+        with sockets.Publisher(*places, topic="kv", form=form) as publisher:
+            seq = publisher.publish(payload).to_bytes(8, "big")
+            client.connect(places[1])
+            client.send_multipart((b"", seq))
+            assert wait(publisher)
+            assert client.recv_multipart() == [b"", *topic, seq, payload]
+            assert client.recv_multipart() == [b"", *(b"" for _ in topic), sockets.END, b""]
+            with sockets.Subscriber(*places) as subscriber:
+                subscriber.ask(sockets.SNAPSHOT)
+                assert wait(publisher)
+                assert subscriber.restore()
+                assert subscriber.mirror.count(1) == 1
+    finally:
+        client.close(linger=0)
+
+
 def test_nobody_answers(places: tuple[str, str]) -> None:
     with sockets.Subscriber(*places, timeout_s=0.05) as subscriber:
         subscriber.ask_for_missing()
@@ -141,7 +177,8 @@ def test_the_publisher_of_the_release_is_followed(places: tuple[str, str]) -> No
 def test_what_we_publish_is_read_as_the_release_reads_it(places: tuple[str, str]) -> None:
     """By its own classes, and the frames that its subscribers take apart."""
     release = pytest.importorskip("vllm.distributed.kv_events")
-    msgspec = pytest.importorskip("msgspec")
+    is_array = release.BlockRemoved.__struct_config__.array_like
+    told = BATCHES[0] if is_array else batch(to_map(store(1, 2)))
     stream = zmq.Context.instance().socket(zmq.SUB)
     stream.setsockopt(zmq.SUBSCRIBE, b"kv")
     try:
@@ -149,7 +186,7 @@ def test_what_we_publish_is_read_as_the_release_reads_it(places: tuple[str, str]
             stream.connect(places[0])
             end = time.monotonic() + 5
             while not stream.poll(100) and time.monotonic() < end:
-                seq = publisher.publish(BATCHES[0])
+                seq = publisher.publish(told)
             topic, number, payload = stream.recv_multipart()
             read = msgspec.msgpack.decode(payload, type=release.KVEventBatch)
             assert topic == b"kv"

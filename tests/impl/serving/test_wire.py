@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,9 +17,15 @@ from blockstep.impl.serving.wire import (
     Batch,
     BlockHash,
     Cleared,
+    ClearedMap,
+    ExtraKeys,
+    Form,
     KeyDigests,
     Removed,
+    RemovedMap,
     Stored,
+    StoredMap,
+    WireEvent,
     WireWriter,
     get_extra_keys,
     read_batch,
@@ -32,7 +39,9 @@ from blockstep.spec.vocabulary import (
     Commit,
     Config,
     Event,
+    GroupKind,
     KVEvent,
+    KVGroup,
     Outputs,
     Plan,
     Request,
@@ -58,15 +67,18 @@ def by_index(key: BlockKey) -> bytes:
     return bytes(24) + bytes([255, 1, 2, 3, 4, 5, 6, key.index])
 
 
-def write_told(*, is_short: bool = True) -> bytes:
-    writer = WireWriter(by_index, is_short=is_short, lora_ids={"x": 7}, rank=3)
-    return writer.write(TOLD, 1.5)
+def write_told(*, is_short: bool = True, form: Form = Form.ARRAYS) -> bytes:
+    kinds = (KVGroup(GroupKind.FULL, 2),)
+    more: dict[str, Any] = {"lora_ids": {"x": 7}, "rank": 3, "form": form, "groups": kinds}
+    return WireWriter(by_index, is_short=is_short, **more).write(TOLD, 1.5)
 
 
 def test_bytes_are_those_of_the_release() -> None:
-    """Made by `vllm.distributed.kv_events` of 0.19.1 from the same fields."""
+    """Made by `vllm.distributed.kv_events` of 0.19.1 and 0.33.0 from the same fields."""
     assert write_told().hex() == SHORT
     assert write_told(is_short=False).hex() == LONG
+    assert write_told(form=Form.MAPS).hex() == SHORT_MAPS
+    assert write_told(is_short=False, form=Form.MAPS).hex() == LONG_MAPS
 
 
 SHORT = (
@@ -86,9 +98,44 @@ LONG = (
 )
 
 
+SHORT_MAPS = (
+    "93cb3ff800000000000094de000ba474797065ab426c6f636b53746f726564ac626c6f636b5f686173686573"
+    "92cfff01020304050600cfff01020304050601b1706172656e745f626c6f636b5f68617368c0a9746f6b656e"
+    "5f69647394010203cd012caa626c6f636b5f73697a6502a76c6f72615f696407a66d656469756da3475055a9"
+    "6c6f72615f6e616d65a178aa65787472615f6b6579739293a17892a3636174ffa17391a178a967726f75705f"
+    "69647800b26b765f63616368655f737065635f6b696e64ae66756c6c5f617474656e74696f6ede000ba47479"
+    "7065ab426c6f636b53746f726564ac626c6f636b5f68617368657391cfff01020304050601b1706172656e74"
+    "5f626c6f636b5f68617368cfff01020304050600a9746f6b656e5f6964739203cd012caa626c6f636b5f7369"
+    "7a6502a76c6f72615f696407a66d656469756da3475055a96c6f72615f6e616d65a178aa65787472615f6b65"
+    "79739191a178a967726f75705f69647800b26b765f63616368655f737065635f6b696e64ae66756c6c5f6174"
+    "74656e74696f6e84a474797065ac426c6f636b52656d6f766564ac626c6f636b5f68617368657391cfff0102"
+    "0304050600a66d656469756da3475055a967726f75705f6964780081a474797065b0416c6c426c6f636b7343"
+    "6c656172656403"
+)
+LONG_MAPS = (
+    "93cb3ff800000000000094de000ba474797065ab426c6f636b53746f726564ac626c6f636b5f686173686573"
+    "92c420000000000000000000000000000000000000000000000000ff01020304050600c42000000000000000"
+    "0000000000000000000000000000000000ff01020304050601b1706172656e745f626c6f636b5f68617368c0"
+    "a9746f6b656e5f69647394010203cd012caa626c6f636b5f73697a6502a76c6f72615f696407a66d65646975"
+    "6da3475055a96c6f72615f6e616d65a178aa65787472615f6b6579739293a17892a3636174ffa17391a178a9"
+    "67726f75705f69647800b26b765f63616368655f737065635f6b696e64ae66756c6c5f617474656e74696f6e"
+    "de000ba474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657391c4200000000000000000"
+    "00000000000000000000000000000000ff01020304050601b1706172656e745f626c6f636b5f68617368c420"
+    "000000000000000000000000000000000000000000000000ff01020304050600a9746f6b656e5f6964739203"
+    "cd012caa626c6f636b5f73697a6502a76c6f72615f696407a66d656469756da3475055a96c6f72615f6e616d"
+    "65a178aa65787472615f6b6579739191a178a967726f75705f69647800b26b765f63616368655f737065635f"
+    "6b696e64ae66756c6c5f617474656e74696f6e84a474797065ac426c6f636b52656d6f766564ac626c6f636b"
+    "5f68617368657391c420000000000000000000000000000000000000000000000000ff01020304050600a66d"
+    "656469756da3475055a967726f75705f6964780081a474797065b0416c6c426c6f636b73436c656172656403"
+)
+
+
 @pytest.mark.parametrize("is_short", [True, False])
 def test_the_release_writes_the_same(is_short: bool) -> None:
     release = pytest.importorskip("vllm.distributed.kv_events")
+    form = get_form(release)
+    kind = {"kv_cache_spec_kind": "full_attention"} if form is Form.MAPS else {}
+    group = {"group_idx": 0} if form is Form.MAPS else {}
 
     def name(key: BlockKey) -> BlockHash:
         digest = by_index(key)
@@ -96,19 +143,26 @@ def test_the_release_writes_the_same(is_short: bool) -> None:
 
     first, second = name(FIRST), name(SECOND)
     extra = [("x", ("cat", -1), "s"), ("x",)]
-    more = {"block_size": 2, "lora_id": 7, "medium": "GPU", "lora_name": "x"}
+    more = {"block_size": 2, "lora_id": 7, "medium": "GPU", "lora_name": "x", **group, **kind}
     events = [
         release.BlockStored([first, second], None, [1, 2, 3, 300], extra_keys=extra, **more),
         release.BlockStored([second], first, [3, 300], extra_keys=extra[1:], **more),
-        release.BlockRemoved([first], "GPU"),
+        release.BlockRemoved([first], "GPU", **group),
         release.AllBlocksCleared(),
     ]
     batch = release.KVEventBatch(ts=1.5, events=events, data_parallel_rank=3)
     payload = msgspec.msgpack.Encoder().encode(batch)
-    assert payload == write_told(is_short=is_short)
-    read = msgspec.msgpack.decode(write_told(is_short=is_short), type=release.KVEventBatch)
+    told = write_told(is_short=is_short, form=form)
+    assert payload == told
+    read = msgspec.msgpack.decode(told, type=release.KVEventBatch)
     assert read.events[0].token_ids == batch.events[0].token_ids
     assert msgspec.msgpack.Encoder().encode(read) == payload
+
+
+def get_form(release: Any) -> Form:
+    """How this release writes events."""
+    is_array = release.BlockRemoved.__struct_config__.array_like
+    return Form.ARRAYS if is_array else Form.MAPS
 
 
 def test_what_is_written_is_read_back() -> None:
@@ -116,6 +170,50 @@ def test_what_is_written_is_read_back() -> None:
     assert (batch.ts, batch.data_parallel_rank) == (1.5, 3)
     assert [type(event) for event in batch.events] == [Stored, Stored, Removed, Cleared]
     assert write_batch(batch) == write_told()
+    named = read_batch(write_told(form=Form.MAPS))
+    assert [type(event) for event in named.events] == [StoredMap] * 2 + [RemovedMap, ClearedMap]
+    assert write_batch(named) == write_told(form=Form.MAPS)
+
+
+@pytest.mark.parametrize(
+    ("group", "kind", "window"),
+    [
+        (KVGroup(GroupKind.FULL, 2), "full_attention", None),
+        (KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=4), "sliding_window", 4),
+        (
+            KVGroup(GroupKind.CHUNKED_LOCAL, 2, attention_chunk_size=4),
+            "chunked_local_attention",
+            None,
+        ),
+        (KVGroup(GroupKind.RECURRENT, 2), "mamba", None),
+        (KVGroup(GroupKind.CROSS_ATTENTION, 2), "cross_attention", None),
+    ],
+    ids=lambda given: str(given.kind) if isinstance(given, KVGroup) else None,
+)
+def test_a_map_tells_the_group_of_its_blocks(group: KVGroup, kind: str, window: int | None) -> None:
+    """By number, with its kind in the release's word; nothing of the kind where it is not given."""
+    stored = BlockStored((BlockKey(None, (1, 2)).in_group(1),), None, (1, 2), 2)
+    removed = BlockRemoved(stored.keys)
+    for groups, told in (((group, group), (kind, window)), ((), (None, None))):
+        writer = WireWriter(form=Form.MAPS, groups=groups)
+        first, last = read_batch(writer.write((stored, removed), 0.0)).events
+        assert isinstance(first, StoredMap)
+        assert isinstance(last, RemovedMap)
+        assert (first.kv_cache_spec_kind, first.kv_cache_spec_sliding_window) == told
+        assert first.group_idx == last.group_idx == 1
+
+
+def test_the_words_for_kinds_are_those_of_the_release() -> None:
+    release = pytest.importorskip("vllm.v1.kv_cache_interface")
+    if not hasattr(release, "KVCacheSpecKind"):
+        pytest.skip("this release does not tell kinds")
+    words = {kind.value for kind in release.KVCacheSpecKind}
+    stored = BlockStored((BlockKey(None, (1, 2)),), None, (1, 2), 2)
+    for kind in GroupKind:
+        payload = WireWriter(form=Form.MAPS, groups=[KVGroup(kind, 2)]).write((stored,), 0.0)
+        (told,) = read_batch(payload).events
+        assert isinstance(told, StoredMap)
+        assert told.kv_cache_spec_kind in words
 
 
 def test_extra_keys_are_of_each_block_and_none_where_nothing_is_beside_its_tokens() -> None:
@@ -140,10 +238,18 @@ def test_different_keys_have_different_digests() -> None:
 # Whoever reads it.
 
 
-def run_engine(seed: int, num_steps: int = 60) -> list[tuple[bytes, dict[BlockHash, int]]]:
+def run_engine(
+    seed: int, num_steps: int = 60, form: Form = Form.ARRAYS, groups: tuple[KVGroup, ...] = ()
+) -> list[tuple[bytes, dict[BlockHash, int]]]:
     """Batches of an engine that is short of blocks, and what is findable behind each."""
-    draw, writer, count = random.Random(seed), WireWriter(), 0
-    config = Config(num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=6)
+    draw, writer, count = random.Random(seed), WireWriter(form=form), 0
+    config = Config(
+        num_blocks=9 if not groups else 19,
+        block_size=2,
+        max_model_len=16,
+        max_num_batched_tokens=6,
+        groups=groups,
+    )
     engine = HostEngine(replace(config, enable_kv_cache_events=True))
     told: list[tuple[bytes, dict[BlockHash, int]]] = []
 
@@ -176,11 +282,36 @@ def run_engine(seed: int, num_steps: int = 60) -> list[tuple[bytes, dict[BlockHa
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_mirror_knows_what_is_findable_behind_each_batch(seed: int) -> None:
-    mirror, told = Mirror(), run_engine(seed)
+    mirror, told = Mirror(), run_engine(seed, form=[Form.ARRAYS, Form.MAPS][seed % 2])
     assert any(max(findable.values(), default=0) > 1 for _, findable in told) or seed
     for seq, (payload, findable) in enumerate(told):
         assert mirror.take(seq, payload)
         assert mirror.list_findable() == findable
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_a_consumer_of_the_release_knows_what_is_findable(num_groups: int) -> None:
+    """Written with the release's own classes, and with nothing of ours: names, and their copies."""
+    release = pytest.importorskip("vllm.distributed.kv_events")
+    groups = (KVGroup(GroupKind.FULL, 2), KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=4))
+    found, decoder = Counter[Any](), msgspec.msgpack.Decoder(type=release.KVEventBatch)
+    told = run_engine(num_groups, 400, get_form(release), groups if num_groups == 2 else ())
+    assert len(told) > 100
+    seen = Counter[str]()
+    for payload, findable in told:
+        for event in decoder.decode(payload).events:
+            seen[type(event).__name__] += 1
+            if isinstance(event, release.BlockStored):
+                assert num_groups == 2 or event.parent_block_hash in (None, *+found)
+                assert len(event.token_ids) == len(event.block_hashes) * event.block_size
+                found.update(event.block_hashes)
+            elif isinstance(event, release.BlockRemoved):
+                found.subtract(event.block_hashes)
+            else:
+                found.clear()
+        assert +found == found
+        assert +found == findable
+    assert len(seen) == 3
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -253,6 +384,41 @@ def test_blocks_of_another_medium_are_not_those_that_a_hit_finds() -> None:
     assert mirror.list_findable() == {1: 1, 2: 1}
     assert mirror.count_prefix([1, 2, 3]) == 2
     assert mirror.count_prefix([3, 1]) == 0
+
+
+def test_who_follows_one_group_holds_its_blocks_alone() -> None:
+    """As is needed where a block has the same hash in each group, as in the release."""
+    first = StoredMap([1, 2], None, [1, 2], 1, None, "GPU", None, group_idx=0)
+    both: list[WireEvent] = [
+        first,
+        msgspec.structs.replace(first, group_idx=1),
+        RemovedMap([1], "GPU", group_idx=1),
+    ]
+    payload = write_batch(Batch(0.0, both))
+    mirrors = {group: Mirror(group=group) for group in (0, 1, None)}
+    journal = Journal(form=Form.MAPS)
+    journal.append(payload)
+    _, snapshot = journal.take_snapshot(0.0)
+    found = {0: {1: 1, 2: 1}, 1: {2: 1}, None: {1: 1, 2: 2}}
+    for group, mirror in mirrors.items():
+        mirror.take(0, payload)
+        assert mirror.list_findable() == found[group]
+        mirror.restore(1, snapshot)
+        assert mirror.list_findable() == found[group]
+    assert [type(event) for event in read_batch(snapshot).events] == [ClearedMap] + [StoredMap] * 3
+
+
+def test_a_snapshot_tells_each_block_with_what_is_its_own() -> None:
+    extra: list[ExtraKeys] = [("x",), None]
+    more: dict[str, Any] = {"extra_keys": extra, "lookahead_token_ids": [[3], [5]], "group_idx": 1}
+    journal = Journal(form=Form.MAPS)
+    stored = StoredMap([1, 2], 7, [1, 2, 3, 4], 2, None, "GPU", None, **more)
+    journal.append(write_batch(Batch(0.0, [stored])))
+    _, first, second = read_batch(journal.take_snapshot(0.0)[1]).events
+    own: dict[str, Any] = {"group_idx": 1, "extra_keys": [("x",)], "lookahead_token_ids": [[3]]}
+    assert first == StoredMap([1], 7, [1, 2], 2, None, "GPU", None, **own)
+    own |= {"extra_keys": [None], "lookahead_token_ids": [[5]]}
+    assert second == StoredMap([2], 1, [3, 4], 2, None, "GPU", None, **own)
 
 
 def replace_medium(stored: Stored) -> Stored:

@@ -28,6 +28,7 @@ from blockstep.conformance.museum import (
     preemption,
     promises,
     telling,
+    transfers,
 )
 from blockstep.conformance.museum.exhibit import Engine, Exhibit, collect
 from blockstep.conformance.protocol.features import BY_NAME, GROUPS, LATE, without_states
@@ -40,8 +41,9 @@ _PAGES = (pool, admission, preemption, drafts, promises, plan, identity, groups)
 
 _BROUGHT = (brought.ADAPTERS, grammars.PAGE, brought.SESSIONS, encoder.PAGE)
 _TELLING = (telling.PAGE, telling.SKIPPING)
+_TRANSFERS = (transfers.PAGE, transfers.GROUPS)
 EXHIBITS: Mapping[str, Exhibit] = collect(
-    (*(page.PAGE for page in _PAGES), groups.STATES, *_BROUGHT, across.PAGE, *_TELLING)
+    (*(page.PAGE for page in _PAGES), groups.STATES, *_BROUGHT, across.PAGE, *_TELLING, *_TRANSFERS)
 )
 """All planted defects, by name."""
 

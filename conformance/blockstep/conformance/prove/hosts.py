@@ -15,6 +15,7 @@ from blockstep.spec.vocabulary import Config, Status
 
 HOST: Any = load_engine("host")
 LINEAGE: Any = load_engine("blockstep.impl.host.lineage:Lineage")
+LOG: Any = load_engine("blockstep.impl.host.telling:EventLog")
 
 
 def build_host(config: Config, *requests: RequestState) -> Any:

@@ -4,9 +4,11 @@ In the order of the data: `fields`, `config`, `rope`, `checkpoint` and `lora` (w
 `cache`, `adapters` and `model` (memory, and the forward pass over it), `params`, `grammars` and
 `sampler` (which token), `batch` (what plans said), `speculation` (drafts), `graphs` and `runner`
 (running plans), `loading`, `prompts`, `text`, `outputs`, `sessions` and `llm` (what a user
-sees); `transfer` is how numbers reach a GPU, `observer` is for who wants to watch.
+sees); `store`, `remote`, `moves` and `connector` keep KV beside the cache and bring it back;
+`transfer` is how numbers reach a GPU, `observer` is for who wants to watch.
 """
 
+from blockstep.impl.engine.connector import KVRole
 from blockstep.impl.engine.errors import (
     CheckpointError,
     EngineError,
@@ -18,7 +20,9 @@ from blockstep.impl.engine.loading import Settings
 from blockstep.impl.engine.observer import MakeObserver, Observer, Pass, Ran
 from blockstep.impl.engine.outputs import Chunk, Completion
 from blockstep.impl.engine.params import SamplingParams
+from blockstep.impl.engine.remote import RemoteStore, StoreServer
 from blockstep.impl.engine.sessions import Session
+from blockstep.impl.engine.store import HostStore, KVStore, StoreError
 
 __all__ = [
     "LLM",
@@ -26,13 +30,19 @@ __all__ = [
     "Chunk",
     "Completion",
     "EngineError",
+    "HostStore",
+    "KVRole",
+    "KVStore",
     "MakeObserver",
     "Observer",
     "Pass",
     "Ran",
+    "RemoteStore",
     "RequestError",
     "SamplingParams",
     "Session",
     "Settings",
     "SettingsError",
+    "StoreError",
+    "StoreServer",
 ]

@@ -29,9 +29,11 @@ from blockstep.impl.engine.transfer import to_device
 from blockstep.kernels import prepare_step
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
+    BlockId,
     BlockTables,
     CachedRow,
     Config,
+    FrameId,
     NewRow,
     Plan,
     RequestId,
@@ -68,6 +70,21 @@ class BatchRow:
     """In each of its tables: all have blocks of one size, so all are equally long."""
     proposal: TokenIds = ()
     """Drafts for its next row, where they stay with the worker."""
+    void: Void | None = None
+    """What to go back to, where its KV could not be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Void:
+    """Of a request whose KV could not be loaded: what it was before it ran on top of nothing.
+
+    It runs on until the scheduler has heard of it: nothing that comes of it counts.
+    """
+
+    frame_id: FrameId
+    """The plan whose answer tells."""
+    num_known: int
+    num_computed: int
 
 
 @dataclass(slots=True)
@@ -84,6 +101,13 @@ class StepRow:
     samples: bool
     """Whether all known tokens are computed after this step, so that a token follows."""
     sampled: TokenIds = ()
+    void: Void | None = None
+    """Set where it reads what could not be loaded, so that its tokens mean nothing."""
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the request has gone back meanwhile to what it was before."""
+        return self.void is not None and self.row.void is not self.void
 
     @property
     def num_logits(self) -> int:
@@ -113,23 +137,53 @@ class Batch:
             (len(config.kv_groups), NUM_ROWS_FIRST, self.max_blocks), dtype=np.int32
         )
         self._free = list(range(NUM_ROWS_FIRST - 1, -1, -1))
+        self._failed: Mapping[RequestId, int] = {}
+        """Of the plan that is being taken: tokens that are valid, where a load has failed."""
+        self._frame_id: FrameId = 0
 
-    def apply(self, plan: Plan, chosen: Mapping[RequestId, Wanted]) -> list[StepRow]:
+    def apply(
+        self,
+        plan: Plan,
+        chosen: Mapping[RequestId, Wanted],
+        failed: Mapping[RequestId, int] | None = None,
+    ) -> list[StepRow]:
         """Take the differences of a plan; returns its rows in plan order.
 
-        `chosen` says how new requests want their tokens.
+        `chosen` says how new requests want their tokens. `failed`: of those whose KV could not be
+        loaded, how many tokens are valid.
         """
         for request_id in plan.finished_req_ids:
             self._forget(request_id)
         for request_id in plan.preempted_req_ids:
-            row = self.rows[request_id]
-            row.num_computed = row.num_blocks = 0
+            row = self.rows.get(request_id)
+            if row is not None:  # not who gave up what was only loaded
+                self._go_back(row)
+                row.num_computed = row.num_blocks = 0
+        self._failed = failed or {}
+        self._frame_id = plan.frame_id
         step = [self._start_new(new, chosen[new.request_id]) for new in plan.new]
         step += [self._start_cached(cached) for cached in plan.cached]
         if self.config.num_speculative_tokens:
             for row in self.rows.values():
                 row.proposal = ()
         return step
+
+    def go_back(self, frame_id: FrameId) -> None:
+        """The scheduler hears of the loads that failed with this plan."""
+        for row in self.rows.values():
+            if row.void is not None and row.void.frame_id == frame_id:
+                self._go_back(row)
+
+    def get_computed(self, request_id: RequestId) -> tuple[TokenIds, tuple[BlockId, ...]]:
+        """Of a request, in the first KV group: the tokens of its full blocks, and these."""
+        row = self.rows.get(request_id)
+        if row is None:
+            return (), ()
+        self._go_back(row)
+        size = self.config.block_size
+        num_full = min(min(row.num_computed, row.num_known) // size, row.num_blocks)
+        tokens = self.get_tokens(row)[: num_full * size].tolist()
+        return tuple(tokens), tuple(self.block_tables[0, row.index, :num_full].tolist())
 
     def append(self, row: BatchRow, tokens: Sequence[int]) -> None:
         """Tokens that follow the known ones."""
@@ -192,6 +246,11 @@ class Batch:
         self._append_blocks(row, new.block_ids)
         return self._start(row, new.num_scheduled_tokens, ())
 
+    def _go_back(self, row: BatchRow) -> None:
+        if row.void is not None:
+            row.num_known, row.num_computed = row.void.num_known, row.void.num_computed
+            row.void, row.proposal = None, ()
+
     def _forget(self, request_id: RequestId) -> None:
         row = self.rows.pop(request_id, None)
         if row is not None:
@@ -213,7 +272,10 @@ class Batch:
         if drafts:
             self.token_ids[row.index, row.num_known : row.num_known + len(drafts)] = drafts
         row.num_computed = end
-        return StepRow(row, first, end, drafts, samples=end >= row.num_known)
+        if row.request_id in self._failed:
+            valid = self._failed[row.request_id]
+            row.void = Void(self._frame_id, row.num_known, valid)
+        return StepRow(row, first, end, drafts, samples=end >= row.num_known, void=row.void)
 
     def _append_blocks(self, row: BatchRow, tables: BlockTables) -> None:
         end = row.num_blocks + len(tables[0])

@@ -87,6 +87,8 @@ class PagedCache:
                 "give fewer blocks, or less as kv_cache_bytes"
             ) from error
         self.block_size = block_size
+        self.kv = kv
+        """All of it, as drawn above."""
         places = sorted(
             (number, group, place)
             for group, numbers in enumerate(groups)

@@ -10,23 +10,31 @@ step:  Schedule -> plan -> runner -> answer -> Commit -> outputs -> text, stop s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import RLock
 
 from blockstep.impl.engine.batch import Wanted
+from blockstep.impl.engine.connector import Connector
 from blockstep.impl.engine.errors import EngineError, RequestError, SettingsError
 from blockstep.impl.engine.grammars import Grammars
 from blockstep.impl.engine.loading import Settings, load_engine
 from blockstep.impl.engine.observer import MakeObserver, Observer
-from blockstep.impl.engine.outputs import Chunk, Completion, Live, Output
+from blockstep.impl.engine.outputs import Chunk, Completion, Live, Output, begin_output, pick_drafts
 from blockstep.impl.engine.params import SamplingParams
-from blockstep.impl.engine.prompts import Prompt, encode_prompt, give_each, split_prompts
-from blockstep.impl.engine.runner import Answer
+from blockstep.impl.engine.prompts import (
+    Prompt,
+    encode_for,
+    expect_adapter,
+    give_each,
+    make_request,
+    split_prompts,
+)
+from blockstep.impl.engine.runner import Answer, Logprobs
 from blockstep.impl.engine.sessions import Session
-from blockstep.impl.engine.text import Detokenizer
+from blockstep.impl.engine.store import KVStore
 from blockstep.impl.fastest import Scheduler, get_fastest
 from blockstep.spec.vocabulary import (
     Abort,
@@ -41,7 +49,6 @@ from blockstep.spec.vocabulary import (
     Rejected,
     Request,
     RequestId,
-    RowTokens,
     Schedule,
     Stats,
     StreamingUpdate,
@@ -70,9 +77,13 @@ class LLM:
         *,
         settings: Settings | None = None,
         check: MakeObserver | None = None,
+        kv_store: KVStore | None = None,
         **options: object,
     ) -> None:
-        """Load `model`. Settings are given as a whole or one by one (see `Settings`)."""
+        """Load `model`. Settings are given as a whole or one by one (see `Settings`).
+
+        `kv_store`: where KV of requests that end is kept, and that of others is found.
+        """
         if settings is not None and options:
             raise SettingsError(f"settings were given; put {sorted(options)} into them")
         if settings is None:
@@ -81,11 +92,12 @@ class LLM:
             except TypeError as error:
                 raise SettingsError(f"{error}; see blockstep.impl.engine.Settings") from error
         self.settings = settings
-        loaded = load_engine(Path(model), settings)
+        loaded = load_engine(Path(model), settings, kv_store)
         self.config = loaded.config
         self.tokenizer = loaded.tokenizer
         self.model_config = loaded.model_config
         self._runner = loaded.runner
+        self._connector = loaded.runner.connector
         vocab_size, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
         config = self.config
         reasoning_end = None if config.enable_in_reasoning else config.reasoning_end_token_id
@@ -131,7 +143,7 @@ class LLM:
         try:
             for prompt, one, name in zip(several, wanted, adapters, strict=True):
                 names.append(self.add_request(prompt, one, adapter=name))
-            while any(name in self._live for name in names):
+            while any(name in self._live for name in names) or self._is_saving(*names):
                 self.step()
         except BaseException:
             self.abort(*names)
@@ -171,18 +183,19 @@ class LLM:
         params: SamplingParams | None = None,
         priority: int = 0,
         adapter: str | None = None,
+        cache_salt: str | None = None,
     ) -> RequestId:
         """Hand in one prompt, to be served by `step`; returns its name.
 
         A lower `priority` is served first, where the policy is priority. `adapter` is one of
-        `Settings.lora_modules`; None: the model as it is.
+        `Settings.lora_modules`; None: the model as it is. KV is shared under one `cache_salt` only.
 
         Raises:
             RequestError: it is empty, holds a token that the model does not have, is longer than
                 the model or the cache allows, or needs a tokenizer that is missing; or its grammar
                 is none; or there is no such adapter.
         """
-        return self._add(prompt, params, priority, adapter, resumable=False)
+        return self._add(prompt, params, priority, adapter, cache_salt=cache_salt)
 
     def open_session(
         self,
@@ -212,21 +225,24 @@ class LLM:
         params: SamplingParams | None,
         priority: int,
         adapter: str | None,
-        resumable: bool,
+        resumable: bool = False,
+        cache_salt: str | None = None,
     ) -> RequestId:
         params = SamplingParams() if params is None else params
-        self._expect_adapter(adapter)
+        expect_adapter(adapter, self.settings.lora_modules)
         token_ids = self._encode(prompt, params, is_session=resumable)
         matcher = self._grammars.begin(params)
         with self._whole():
             name = f"request-{self._num_requests}"
             request = replace(
                 self._ask(name, token_ids, params), priority=priority, adapter=adapter,
-                resumable=resumable,
+                resumable=resumable, cache_salt=cache_salt,
             )  # fmt: skip
             self._submit(Submit(request), f"prompt of {len(token_ids)} tokens")
             wanted = Wanted(params, self._take_seed(params), matcher)
             self._live[name] = Live(self._begin(request, wanted))
+            if self._connector is not None:
+                self._apply(self._connector.begin(request))
         return name
 
     def send_input(self, request_id: RequestId, prompt: Prompt, params: SamplingParams) -> None:
@@ -262,30 +278,13 @@ class LLM:
         """Whether a request has not ended."""
         return request_id in self._live
 
-    def _encode(
-        self, prompt: Prompt, params: SamplingParams, *, is_session: bool, begins: bool = True
-    ) -> TokenIds:
-        """The tokens of a prompt that is to be answered so."""
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"params = {params!r}: must be SamplingParams")
+    def _encode(self, prompt: Prompt, params: SamplingParams, **kind: bool) -> TokenIds:
         size = self.model_config.vocab_size
-        token_ids = encode_prompt(self.tokenizer, size, prompt, begins=begins)
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop: the model has no tokenizer.json; use stop_token_ids")
-        if params.stop and is_session:
-            raise RequestError("stop: a session stops at tokens only; use stop_token_ids")
-        return token_ids
+        return encode_for(self.tokenizer, size, prompt, params, **kind)
 
     def _ask(self, name: RequestId, token_ids: TokenIds, params: SamplingParams) -> Request:
-        """What the scheduler is asked for."""
-        eos = () if params.ignore_eos else self.model_config.eos_token_ids
-        return Request(
-            request_id=name,
-            prompt_token_ids=token_ids,
-            max_tokens=params.max_tokens,
-            eos_token_id=eos[0] if eos else None,
-            stop_token_ids=(*eos[1:], *params.stop_token_ids),
-            arrival_time=self._num_requests,
+        return make_request(
+            name, token_ids, params, self.model_config.eos_token_ids, self._num_requests
         )
 
     def _submit(self, event: Event, what: str) -> None:
@@ -301,20 +300,8 @@ class LLM:
         return seed if params.seed is None else params.seed
 
     def _begin(self, request: Request, wanted: Wanted) -> Output:
-        """The output to a prompt, before there is any of it."""
-        detokenizer, params = None, wanted.params
-        if self.tokenizer is not None:
-            detokenizer = Detokenizer(self.tokenizer, params.stop, request.prompt_token_ids)
-        if wanted.matcher is not None:
-            wanted.matcher.read_prompt(request.prompt_token_ids)
         self._runner.chosen[request.request_id] = wanted
-        return Output(request, wanted, detokenizer)
-
-    def _expect_adapter(self, name: object) -> None:
-        known = self.settings.lora_modules
-        if name is not None and (not isinstance(name, str) or name not in known):
-            told = ", ".join(map(repr, known)) or "none"
-            raise RequestError(f"adapter = {name!r}: must be one of lora_modules: {told}")
+        return begin_output(self.tokenizer, request, wanted)
 
     def abort(self, *request_ids: RequestId) -> None:
         """Give requests up; what they have gained so far is their completion.
@@ -367,6 +354,7 @@ class LLM:
                 raise
 
     def _step(self) -> list[Chunk]:
+        chunks = [] if self._connector is None else self._hear_of_store(self._connector)
         while len(self._frames) < self.config.max_frames_in_flight:
             plan = self._apply(Schedule())
             assert isinstance(plan, Plan), "Schedule is answered with a Plan"
@@ -378,19 +366,34 @@ class LLM:
             self._frames.append(plan)
             if self.observer is not None:
                 self.observer.ran(self._runner.peek(plan.frame_id).ran)
-        if not self._frames:
-            if self.has_unfinished_requests:
-                raise EngineError(f"no progress: {len(self._live)} requests wait for nothing")
-            return []
-        return self._take_answer(self._frames.popleft())
+        if self._frames:
+            return [*chunks, *self._take_answer(self._frames.popleft())]
+        is_waiting = not chunks and self._connector is not None and self._connector.wait()
+        if self.has_unfinished_requests and not (chunks or is_waiting):
+            raise EngineError(f"no progress: {len(self._live)} requests wait for nothing")
+        return chunks
+
+    def _hear_of_store(self, connector: Connector) -> list[Chunk]:
+        """Tell the scheduler what the store says, and what has come to its end."""
+        answers = [self._apply(event) for event in connector.list_events()]
+        ended = [self._deliver_all(one, {}) for one in answers if isinstance(one, Outputs)]
+        return [chunk for chunks in ended for chunk in chunks]
+
+    def _is_saving(self, *request_ids: RequestId) -> bool:
+        return self._connector is not None and self._connector.is_saving(*request_ids)
+
+    def _deliver_all(
+        self, outputs: Observation, logprobs: Mapping[RequestId, Logprobs]
+    ) -> list[Chunk]:
+        assert isinstance(outputs, Outputs), "an answer of the worker is answered with Outputs"
+        return [
+            self._deliver(row, logprobs) for row in outputs.rows if row.request_id in self._live
+        ]
 
     def _take_answer(self, plan: Plan) -> list[Chunk]:
         answer = self._runner.collect(plan.frame_id)
-        outputs = self._apply(Commit(plan.frame_id, answer.ran.sampled))
-        assert isinstance(outputs, Outputs), "Commit is answered with Outputs"
-        chunks = [
-            self._deliver(row, answer) for row in outputs.rows if row.request_id in self._live
-        ]
+        outputs = self._apply(Commit(plan.frame_id, answer.ran.sampled, answer.transfers))
+        chunks = self._deliver_all(outputs, answer.logprobs)
         self._propose(answer, {one.request_id for one in chunks if one.finish_reason is not None})
         return chunks
 
@@ -398,20 +401,16 @@ class LLM:
         """Hand the drafts in that a grammar accepts, unless they stay with the runner."""
         if self.config.async_scheduling:
             return
-        drafts = []
-        for name, tokens in answer.ran.proposals.items():
-            if name in self._live and name not in stopped:
-                matcher = self._live[name].output.wanted.matcher
-                count = len(tokens) if matcher is None else matcher.count_accepted(tokens)
-                drafts += [RowTokens(name, tokens[:count])] if count else []
+        going_on = {name: one for name, one in self._live.items() if name not in stopped}
+        drafts = pick_drafts(answer.ran.proposals, going_on)
         if drafts:
-            self._apply(Drafts(tuple(drafts)))
+            self._apply(Drafts(drafts))
 
-    def _deliver(self, row: OutputRow, answer: Answer) -> Chunk:
+    def _deliver(self, row: OutputRow, logprobs: Mapping[RequestId, Logprobs]) -> Chunk:
         """Take what a step brought to one request, and end it if it has enough."""
         name = row.request_id
         live = self._live[name]
-        chunk = live.output.take(row, answer.logprobs.get(name))
+        chunk = live.output.take(row, logprobs.get(name))
         if live.chunks is not None:
             live.chunks.append(chunk)
         if chunk.finish_reason is None:

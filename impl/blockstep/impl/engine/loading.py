@@ -6,8 +6,9 @@ config.json -> groups -> bytes per block -> blocks -> Config of the scheduler ->
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,16 +19,25 @@ from blockstep.impl.engine.adapters import LayerAdapters, stack_adapters
 from blockstep.impl.engine.cache import PagedCache, compute_num_blocks, get_block_bytes
 from blockstep.impl.engine.checkpoint import ModelWeights, load_weights
 from blockstep.impl.engine.config import DTYPES, ModelConfig, load_config
+from blockstep.impl.engine.connector import Connector, KVRole
 from blockstep.impl.engine.errors import SettingsError
 from blockstep.impl.engine.graphs import GraphedModel
 from blockstep.impl.engine.groups import LayerGroup, get_kv_groups, group_layers
 from blockstep.impl.engine.lora import get_modules, load_lora
 from blockstep.impl.engine.model import Model
+from blockstep.impl.engine.moves import Mover, ThreadJobs
 from blockstep.impl.engine.runner import Runner
 from blockstep.impl.engine.speculation import DraftModelProposer, NgramProposer, Proposer
+from blockstep.impl.engine.store import KVStore, identify_folder
 from blockstep.impl.engine.text import load_tokenizer
 from blockstep.impl.host.groups import make_groups
-from blockstep.spec.vocabulary import Config, Policy, SpecMethod, config_problems
+from blockstep.spec.vocabulary import (
+    Config,
+    KVLoadFailurePolicy,
+    Policy,
+    SpecMethod,
+    config_problems,
+)
 
 CPU_CACHE_BYTES = 1 << 30
 """What the cache takes on a CPU if nobody says, at most."""
@@ -78,11 +88,20 @@ class Settings:
     """True: grammars hold while the model reasons, too."""
     enable_sessions: bool = False
     """Whether there may be sessions. The scheduler is the plain one then, which knows them."""
+    kv_role: KVRole = KVRole.BOTH
+    """What the engine does with its KV store, where it has one."""
+    kv_load_failure_policy: KVLoadFailurePolicy = KVLoadFailurePolicy.RECOMPUTE
+    """What becomes of a request whose KV the store cannot give any more."""
+    enable_async_kv_loads: bool = False
+    """Whether others are served while KV is loaded; otherwise the step waits for it."""
     seed: int = 0
     """From which requests without a seed of their own get one."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("policy", Policy), ("spec_method", SpecMethod)):
+        for name, kind in (
+            ("policy", Policy), ("spec_method", SpecMethod), ("kv_role", KVRole),
+            ("kv_load_failure_policy", KVLoadFailurePolicy),
+        ):  # fmt: skip
             value = getattr(self, name)
             if value not in list(kind):
                 known = ", ".join(kind)
@@ -98,7 +117,7 @@ class Settings:
                 raise SettingsError(f"{name} = {value!r}: must be an int of at least 1")
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
             raise SettingsError("num_blocks and kv_cache_bytes: each fixes the other; give one")
-        for name in ("enable_sessions", "enable_in_reasoning"):
+        for name in ("enable_sessions", "enable_in_reasoning", "enable_async_kv_loads"):
             if type(getattr(self, name)) is not bool:
                 raise SettingsError(f"{name} = {getattr(self, name)!r}: must be a bool")
         modules = self.lora_modules
@@ -120,7 +139,7 @@ class Loaded:
     runner: Runner
 
 
-def load_engine(folder: Path, settings: Settings) -> Loaded:
+def load_engine(folder: Path, settings: Settings, kv_store: KVStore | None = None) -> Loaded:
     """Load everything.
 
     Raises:
@@ -141,15 +160,16 @@ def load_engine(folder: Path, settings: Settings) -> Loaded:
     tokenizer = load_tokenizer(folder)
     reasoning_end = _get_reasoning_end(settings, tokenizer, model_config.vocab_size)
     groups = get_groups(settings, models)
+    has_store = kv_store is not None
     # What cannot be is said before gigabytes are read.
-    get_config(settings, models, groups, dtype, device, reasoning_end)
+    get_config(settings, models, groups, dtype, device, reasoning_end, has_store)
     adapters = _load_adapters(settings, model_config, dtype, device)
     weights = load_weights(folder, model_config, dtype, device)
     draft_weights = None
     if draft_config is not None and draft_folder is not None:
         draft_weights = load_weights(draft_folder, draft_config, dtype, device)
     # Of the memory that is left.
-    config = get_config(settings, models, groups, dtype, device, reasoning_end)
+    config = get_config(settings, models, groups, dtype, device, reasoning_end, has_store)
 
     def build(
         place: int, its_weights: ModelWeights, its_adapters: tuple[LayerAdapters, ...] = ()
@@ -169,8 +189,38 @@ def load_engine(folder: Path, settings: Settings) -> Loaded:
     elif draft_weights is not None:
         proposer = DraftModelProposer(build(1, draft_weights), config.num_speculative_tokens)
     model = build(0, weights, adapters)
-    runner = Runner(config, model, proposer, device, tuple(settings.lora_modules))
+    connector = None
+    if kv_store is not None:
+        caches = [model.cache]
+        if isinstance(proposer, DraftModelProposer):
+            caches.append(proposer.model.cache)
+        folders = [folder] if draft_folder is None else [folder, draft_folder]
+        connector = make_connector(kv_store, settings, config, dtype, folders, caches)
+    runner = Runner(config, model, proposer, device, tuple(settings.lora_modules), connector)
     return Loaded(config, model_config, tokenizer, runner)
+
+
+def make_connector(
+    store: KVStore,
+    settings: Settings,
+    config: Config,
+    dtype: torch.dtype,
+    folders: Sequence[Path],
+    caches: Sequence[PagedCache],
+) -> Connector:
+    """What stands between an engine of the models in `folders` and its store."""
+    told = [*map(identify_folder, folders), str(dtype), str(config.block_size)]
+    modules = settings.lora_modules.items()
+    return Connector(
+        store,
+        Mover(caches),
+        ThreadJobs(),
+        config.block_size,
+        sha256(" ".join(told).encode()).digest(),
+        {name: identify_folder(Path(adapter)) for name, adapter in modules},
+        settings.kv_role,
+        settings.enable_async_kv_loads,
+    )
 
 
 def _get_reasoning_end(
@@ -224,6 +274,7 @@ def get_config(
     dtype: torch.dtype,
     device: str,
     reasoning_end: int | None = None,
+    has_store: bool = False,
 ) -> Config:
     """The scheduler's constants: blocks from memory, and lengths that models and cache allow.
 
@@ -250,6 +301,14 @@ def get_config(
         reasoning_end_token_id=reasoning_end,
         enable_in_reasoning=settings.enable_in_reasoning,
     )
+    if has_store:
+        policy = settings.kv_load_failure_policy
+        config = replace(config, kv_connector=True, kv_load_failure_policy=policy)
+        if config.groups:
+            raise SettingsError(
+                f"kv_store: KV is stored of one group, and the layers make {len(config.groups)} or "
+                "forget tokens; give disable_hybrid_kv_cache_manager=True"
+            )
     _expect_no_problem(config)
     kinds = make_groups(config)
 

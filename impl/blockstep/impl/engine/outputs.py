@@ -6,13 +6,22 @@ A session has an output for each of its inputs; between two of them it rests.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer
 
 from blockstep.impl.engine.batch import Wanted
 from blockstep.impl.engine.runner import Logprobs
 from blockstep.impl.engine.text import Detokenizer
-from blockstep.spec.vocabulary import FinishReason, OutputRow, Request, RequestId, TokenIds
+from blockstep.spec.vocabulary import (
+    FinishReason,
+    OutputRow,
+    Request,
+    RequestId,
+    RowTokens,
+    TokenIds,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,3 +148,26 @@ class Live:
         request = self.output.request
         self.output = begin((*request.prompt_token_ids, *self.output.token_ids[:-1]))
         return True
+
+
+def begin_output(tokenizer: Tokenizer | None, request: Request, wanted: Wanted) -> Output:
+    """The output to a prompt, before there is any of it."""
+    detokenizer = None
+    if tokenizer is not None:
+        detokenizer = Detokenizer(tokenizer, wanted.params.stop, request.prompt_token_ids)
+    if wanted.matcher is not None:
+        wanted.matcher.read_prompt(request.prompt_token_ids)
+    return Output(request, wanted, detokenizer)
+
+
+def pick_drafts(
+    proposals: Mapping[RequestId, TokenIds], live: Mapping[RequestId, Live]
+) -> tuple[RowTokens, ...]:
+    """Of the drafts of each live request those that its grammar accepts, up to the first other."""
+    drafts = []
+    for name, tokens in proposals.items():
+        if name in live:
+            matcher = live[name].output.wanted.matcher
+            count = len(tokens) if matcher is None else matcher.count_accepted(tokens)
+            drafts += [RowTokens(name, tokens[:count])] if count else []
+    return tuple(drafts)

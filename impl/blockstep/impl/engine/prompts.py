@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from tokenizers import Tokenizer
 
 from blockstep.impl.engine.errors import RequestError
-from blockstep.spec.vocabulary import TokenIds
+from blockstep.impl.engine.params import SamplingParams
+from blockstep.spec.vocabulary import Request, RequestId, TokenIds
 
 Prompt: TypeAlias = str | Sequence[int]
 T = TypeVar("T")
@@ -34,6 +35,38 @@ def encode_prompt(
     if wrong is not None:
         raise RequestError(f"token {wrong!r}: the model has tokens 0 to {vocab_size - 1}, ints")
     return token_ids
+
+
+def encode_for(
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    is_session: bool,
+    begins: bool = True,
+) -> TokenIds:
+    """The tokens of a prompt that is to be answered so.
+
+    Raises:
+        RequestError: as `encode_prompt`; or the params do not go with it.
+    """
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params = {params!r}: must be SamplingParams")
+    token_ids = encode_prompt(tokenizer, vocab_size, prompt, begins=begins)
+    if params.stop and tokenizer is None:
+        raise RequestError("stop: the model has no tokenizer.json; use stop_token_ids")
+    if params.stop and is_session:
+        raise RequestError("stop: a session stops at tokens only; use stop_token_ids")
+    return token_ids
+
+
+def expect_adapter(name: object, known: Iterable[str]) -> None:
+    """Raises `RequestError` unless it is None, or one of the known adapters."""
+    names = list(known)
+    if name is not None and (not isinstance(name, str) or name not in names):
+        told = ", ".join(map(repr, names)) or "none"
+        raise RequestError(f"adapter = {name!r}: must be one of lora_modules: {told}")
 
 
 def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -66,3 +99,22 @@ def _expect_sequence(prompt: Any) -> Sequence[Any]:
     if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes | bytearray):
         raise RequestError(f"prompt {prompt!r:.80}: must be a text, or a list of token ids")
     return prompt
+
+
+def make_request(
+    name: RequestId,
+    token_ids: TokenIds,
+    params: SamplingParams,
+    eos_token_ids: TokenIds,
+    number: int,
+) -> Request:
+    """What the scheduler is asked for; `number`: how many came before."""
+    eos = () if params.ignore_eos else eos_token_ids
+    return Request(
+        request_id=name,
+        prompt_token_ids=token_ids,
+        max_tokens=params.max_tokens,
+        eos_token_id=eos[0] if eos else None,
+        stop_token_ids=(*eos[1:], *params.stop_token_ids),
+        arrival_time=number,
+    )

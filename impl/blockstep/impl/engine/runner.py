@@ -10,12 +10,13 @@ next plan is made meanwhile. A draft is accepted if it is the token that was cho
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from blockstep.impl.engine.batch import Batch, BatchRow, StepRow, Wanted
+from blockstep.impl.engine.connector import Connector
 from blockstep.impl.engine.errors import EngineError
 from blockstep.impl.engine.grammars import mask_logits
 from blockstep.impl.engine.model import Inputs, Model
@@ -23,7 +24,16 @@ from blockstep.impl.engine.observer import Pass, Ran
 from blockstep.impl.engine.sampler import NO_TOKEN, get_logprobs, sample
 from blockstep.impl.engine.speculation import Proposer
 from blockstep.impl.engine.transfer import to_device
-from blockstep.spec.vocabulary import Config, FrameId, Plan, RequestId, RowTokens, TokenIds
+from blockstep.spec.vocabulary import (
+    NO_TRANSFERS,
+    Config,
+    FrameId,
+    KVTransfers,
+    Plan,
+    RequestId,
+    RowTokens,
+    TokenIds,
+)
 
 Logprobs = list[dict[int, float]]
 
@@ -48,6 +58,8 @@ class Answer:
     ran: Ran
     logprobs: Mapping[RequestId, Logprobs]
     """Of each sampled token, of requests that want them."""
+    transfers: KVTransfers = NO_TRANSFERS
+    """What could not be loaded for it."""
 
 
 class Runner:
@@ -60,8 +72,10 @@ class Runner:
         proposer: Proposer | None,
         device: str,
         adapters: Sequence[str] = (),
+        connector: Connector | None = None,
     ) -> None:
         self.config = config
+        self.connector = connector
         self.model = model
         self.proposer = proposer
         self.batch = Batch(config, device, adapters)
@@ -72,14 +86,22 @@ class Runner:
 
     def start_anew(self) -> Runner:
         """A runner on the same model that knows no request."""
-        batch = self.batch
-        return Runner(self.config, self.model, self.proposer, batch.device, batch.adapters)
+        batch, connector = self.batch, self.connector
+        if connector is not None:
+            connector.start_anew()
+        return Runner(
+            self.config, self.model, self.proposer, batch.device, batch.adapters, connector
+        )
 
     def dispatch(self, plan: Plan) -> None:
         """Start a plan. It is to be collected if it has rows."""
         with torch.inference_mode():
             self._settle()
-            step = self.batch.apply(plan, self.chosen)
+            failed: Mapping[RequestId, int] = {}
+            if self.connector is not None:
+                self.connector.save(plan, self.batch)
+                failed = self.connector.load(plan)
+            step = self.batch.apply(plan, self.chosen, failed)
             if not step:
                 return
             rows = [scheduled.row for scheduled in step]
@@ -98,9 +120,10 @@ class Runner:
         return self._answers[frame_id]
 
     def collect(self, frame_id: FrameId) -> Answer:
-        """As `peek`, and forget it: each plan is collected once."""
+        """As `peek`, and forget it: each plan is collected once, and committed then."""
         answer = self.peek(frame_id)
         del self._answers[frame_id]
+        self.batch.go_back(frame_id)
         return answer
 
     def _choose(self, frame: Frame, hidden: torch.Tensor) -> None:
@@ -157,10 +180,14 @@ class Runner:
             def on_pass(rows: Sequence[BatchRow], inputs: Inputs) -> None:
                 frame.passes.append(_get_pass(True, rows, inputs))
 
-            self.proposer.propose(self.batch, frame.step, on_pass)
+            step = [row for row in frame.step if not row.is_past]
+            self.proposer.propose(self.batch, step, on_pass)
             if self.config.async_scheduling:
                 self._pad_proposals(frame)
-        self._answers[frame.frame_id] = _get_answer(frame, logprobs)
+        answer = _get_answer(frame, logprobs)
+        if self.connector is not None:
+            answer = replace(answer, transfers=self.connector.take_answer(frame.frame_id))
+        self._answers[frame.frame_id] = answer
 
     def _accept(self, scheduled: StepRow, tokens: list[int]) -> None:
         """Keep the drafts that were right, and the token behind the last of them."""
@@ -170,16 +197,18 @@ class Runner:
                 break
             num_right += 1
         scheduled.sampled = tuple(tokens[: num_right + 1])
+        if scheduled.is_past:
+            return
         scheduled.row.num_computed -= len(scheduled.drafts) - num_right
         self.batch.append(scheduled.row, scheduled.sampled)
         matcher = scheduled.row.wanted.matcher
-        if matcher is not None:
+        if matcher is not None and scheduled.void is None:
             matcher.advance(scheduled.sampled)
 
     def _pad_proposals(self, frame: Frame) -> None:
         """The next plan verifies so many drafts whether or not there are as many: fill up."""
         for scheduled in frame.step:
-            if scheduled.samples:
+            if scheduled.samples and not scheduled.is_past:
                 row = scheduled.row
                 missing = self.config.num_speculative_tokens - len(row.proposal)
                 row.proposal += (scheduled.sampled[-1],) * missing
@@ -208,6 +237,8 @@ def _get_logprobs(frame: Frame) -> dict[RequestId, Logprobs]:
 def _get_answer(frame: Frame, logprobs: dict[RequestId, Logprobs]) -> Answer:
     sampled = tuple(RowTokens(row.row.request_id, row.sampled) for row in frame.step)
     proposals: dict[RequestId, TokenIds] = {
-        row.row.request_id: row.row.proposal for row in frame.step if row.samples
+        row.row.request_id: row.row.proposal
+        for row in frame.step
+        if row.samples and row.void is None
     }
     return Answer(Ran(frame.frame_id, tuple(frame.passes), sampled, proposals), logprobs)

@@ -6,13 +6,15 @@ from blockstep.impl.host.adapters import AdapterSeats
 from blockstep.impl.host.encodings import Encodings
 from blockstep.impl.host.groups import GroupHits, GroupMemory
 from blockstep.impl.host.kinds import Extent
+from blockstep.impl.host.loading import Loading
 from blockstep.impl.host.promises import Promises
 from blockstep.impl.host.queues import RequestQueue
 from blockstep.impl.host.step import Step
+from blockstep.impl.host.transfers import Transfers
 from blockstep.spec.vocabulary import BlockId, Policy, Status
 
 
-class WaitingPhase(Promises, Encodings):
+class WaitingPhase(Promises, Encodings, Loading):
     """Admits waiting requests in the order of the policy; the first that does not fit ends it."""
 
     def _schedule_waiting(self, step: Step) -> None:
@@ -28,17 +30,38 @@ class WaitingPhase(Promises, Encodings):
                 passed_over.append(queue.pop())
                 continue
             while not self._try_admit(slot, queue, step):
-                if self.running or not self.sessions or not self._take_back_one(slot, passed_over):
+                if self.running or not self._take_back_one(slot, passed_over):
                     break
             else:
+                if self.transfers is not None and self._is_parked(slot):
+                    passed_over.append(queue.pop())
                 continue
+            if self.transfers is not None:
+                self._admit_behind(self.transfers, slot, step)
             break
         if passed_over:
             self.skipped_waiting.prepend(passed_over)
 
+    def _admit_behind(self, transfers: Transfers, head: int, step: Step) -> None:
+        """The head of the line does not fit: those behind it hold blocks that could finish (P10).
+
+        Only those whose load has come: they have what they wait for, and each that runs will free
+        more. One that does not fit either stays as and where it is.
+        """
+        if not transfers.received:
+            return
+        loaded = [slot for slot in self.skipped_waiting if self._has_received(slot)]
+        for slot in loaded:
+            if step.budget <= 0 or len(self.running) >= self.config.max_num_seqs:
+                return
+            if slot != head and not self._is_passed_over(slot, step):
+                self._try_admit(slot, self.skipped_waiting, step)
+
     def _is_passed_over(self, slot: int, step: Step) -> bool:
         """Whether others are tried before the head of a queue, which cannot be admitted now."""
         if not self._is_ready(slot) or self._awaits_tokens(slot):
+            return True
+        if self.transfers is not None and self._has_no_answer(self.transfers, slot):
             return True
         return step.seats is not None and not step.seats.has_seat(self.table.requests[slot].adapter)
 
@@ -63,6 +86,8 @@ class WaitingPhase(Promises, Encodings):
         table = self.table
         if table.statuses[slot] is Status.WAITING_FOR_STREAMING_REQ:
             return False
+        if table.statuses[slot] is Status.WAITING_FOR_REMOTE_KVS:
+            return self._has_received(slot)
         if table.statuses[slot] is not Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             return True
         if not table.grammar_ready[slot]:
@@ -71,10 +96,15 @@ class WaitingPhase(Promises, Encodings):
         return True
 
     def _try_admit(self, slot: int, queue: RequestQueue, step: Step) -> bool:
-        """Admit the head of `queue`, or change nothing at all and return False (P7)."""
+        """Admit one of `queue`, or change nothing at all and return False (P7).
+
+        With a store it may be parked instead, and stays in the queue.
+        """
         if self.table.num_computed[slot]:
             return self._try_go_on(slot, queue, step)
         if self.groups is not None:
+            if self._has_received(slot):
+                return self._try_begin_anew(self.groups, slot, queue, step)
             return self._try_admit_to_groups(self.groups, slot, queue, step)
         hits = self._find_hits(slot)
         num_hit = len(hits) * self.block_size
@@ -103,34 +133,56 @@ class WaitingPhase(Promises, Encodings):
     def _try_admit_to_groups(
         self, groups: GroupMemory, slot: int, queue: RequestQueue, step: Step
     ) -> bool:
-        """The same where there are several tables."""
+        """The same where there are several tables, or a store."""
         hits = self._find_group_hits(groups, slot)
-        num_scheduled = self._tokens_to_admit(slot, hits.num_tokens, step.budget)
-        chosen = self._choose_if_any(slot, hits.num_tokens, num_scheduled, step)
+        num_external, is_async = self._find_load(slot, hits.num_tokens)
+        if is_async and self.transfers is not None:
+            return self._try_park(groups, self.transfers, slot, hits, num_external, step)
+        start = hits.num_tokens + num_external
+        num_scheduled = self._tokens_to_admit(slot, start, step.budget)
+        chosen = self._choose_if_any(slot, start, num_scheduled, step)
         if chosen is not None:
             num_scheduled = chosen.num_tokens
-        num_scheduled = self._align_chunk(groups, slot, hits.num_tokens, num_scheduled)
+        num_scheduled = self._align_chunk(groups, slot, start, num_scheduled)
         if num_scheduled <= 0:
             return False
-        free, free_hits = self.pool.num_free, self.pool.count_free(hits.shared())
-        num_beside = self.table.holdings[slot][0].num_beside
-        num_known, reserves = self.table.num_known[slot], self.config.scheduler_reserve_full_isl
-        across = groups.count_across(num_beside)
-        if reserves and groups.count_for_gate(hits, num_known) + across > free:
+        extent = Extent(start + num_scheduled, start + num_scheduled)  # there is no lookahead yet
+        if not self._fits(groups, slot, hits, extent):
             return False
-        num_tokens = hits.num_tokens + num_scheduled
-        extent = Extent(num_tokens, num_tokens)  # there is no lookahead yet
-        if groups.count_to_admit(hits, extent, num_beside) + free_hits > free:
-            return False
-        queue.pop()
+        queue.remove(slot)
         groups.adopt(self.table.holdings[slot], hits)
         step.taken.append(groups.take(self.table.holdings[slot], extent))
-        self._start(slot, hits.num_tokens, num_scheduled, step)
+        if num_external:
+            self._load_now(slot, hits.num_tokens, num_external, step)
+        self._start(slot, hits.num_tokens, num_scheduled, step, num_external)
         self._encode_if_any(slot, chosen, step)
         return True
 
+    def _try_begin_anew(
+        self, groups: GroupMemory, slot: int, queue: RequestQueue, step: Step
+    ) -> bool:
+        """The same for one of whose load nothing has come: it gives its blocks back, and asks anew.
+
+        Nobody else has them, and they are published nowhere.
+        """
+        table, holdings = self.table, self.table.holdings[slot]
+        tables, request_id = table.block_tables(slot), table.requests[slot].request_id
+        self._take_back(slot)
+        status = table.statuses[slot]
+        if self._try_admit_to_groups(groups, slot, queue, step):
+            return True
+        for holding, blocks in zip(holdings, tables, strict=True):
+            self.pool.touch(blocks)
+            holding.blocks += blocks
+        table.statuses[slot] = Status.WAITING_FOR_REMOTE_KVS
+        if self.transfers is not None:
+            self.transfers.park(request_id, status)
+            self.transfers.received.add(request_id)
+        return False
+
     def _try_go_on(self, slot: int, queue: RequestQueue, step: Step) -> bool:
-        """The same for a session that has kept its blocks: it goes on behind what is computed."""
+        """The same for one that has blocks, a session or one whose load has come: it goes on behind
+        what is computed."""
         table, groups, holdings = self.table, self.groups, self.table.holdings[slot]
         computed, num_known = table.num_computed[slot], table.num_known[slot]
         num_scheduled = self._tokens_to_admit(slot, computed, step.budget)
@@ -153,7 +205,9 @@ class WaitingPhase(Promises, Encodings):
                 return False
         if self._count_lacking(slot, computed + num_scheduled) > free:
             return False
-        queue.pop()
+        queue.remove(slot)
+        if self.transfers is not None and self._is_parked(slot):
+            self._return(slot)
         if groups is not None:
             groups.leave(holdings, computed, 0)
             end = computed + num_scheduled
@@ -176,10 +230,6 @@ class WaitingPhase(Promises, Encodings):
         if not self._asks_cache(slot):
             return groups.no_hits
         return groups.find_hits(self.table.lineages[slot], self.table.num_known[slot])
-
-    def _asks_cache(self, slot: int) -> bool:
-        skips = self.table.requests[slot].skip_reading_prefix_cache
-        return self.config.enable_prefix_caching and not skips
 
     def _find_hits(self, slot: int) -> list[BlockId]:
         """The longest prefix that is cached, leaving at least one token to run (upstream #30320).
@@ -220,10 +270,15 @@ class WaitingPhase(Promises, Encodings):
         holding.blocks += self.pool.take(needed)
         self._start(slot, len(hits) * self.block_size, num_scheduled, step)
 
-    def _start(self, slot: int, num_hit: int, num_scheduled: int, step: Step) -> None:
-        """It has blocks for its first step, and runs behind its hit."""
-        self.table.num_computed[slot] = num_hit
-        self._count_hits(slot, num_hit)
+    def _start(
+        self, slot: int, num_hit: int, num_scheduled: int, step: Step, num_external: int = 0
+    ) -> None:
+        """It has blocks for its first step, and runs behind its hit and what is loaded."""
+        table, start = self.table, num_hit + num_external
+        table.num_computed[slot] = start
+        if table.num_cached_tokens[slot] < 0:
+            table.num_cached_tokens[slot] = start
+        self._count_hits(slot, num_hit, num_external)
         self._begin(slot, num_scheduled, step)
 
     def _begin(self, slot: int, num_scheduled: int, step: Step) -> None:
@@ -237,11 +292,3 @@ class WaitingPhase(Promises, Encodings):
         if step.seats is not None:
             step.seats.take(table.requests[slot].adapter)
         step.budget -= num_scheduled
-
-    def _count_hits(self, slot: int, num_hit: int) -> None:
-        table = self.table
-        if table.num_cached_tokens[slot] < 0:
-            table.num_cached_tokens[slot] = num_hit
-        if self._asks_cache(slot):
-            self.prefix_cache_queries += table.num_known[slot]
-            self.prefix_cache_hits += num_hit

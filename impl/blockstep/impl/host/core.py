@@ -15,6 +15,7 @@ from blockstep.impl.host.prefix import PrefixMap
 from blockstep.impl.host.queues import make_queue
 from blockstep.impl.host.table import RequestTable, Session
 from blockstep.impl.host.telling import EventLog
+from blockstep.impl.host.transfers import Transfers
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     BlockTables,
@@ -44,6 +45,7 @@ class Core:
     groups_type: ClassVar[type[GroupMemory]] = GroupMemory
     encoder_type: ClassVar[type[EncoderCache]] = EncoderCache
     log_type: ClassVar[type[EventLog]] = EventLog
+    transfers_type: ClassVar[type[Transfers]] = Transfers
 
     def __init__(self, config: Config, digest: str | Digest = "sha256") -> None:
         problems = list_config_problems(config, HOST)
@@ -66,8 +68,12 @@ class Core:
         """What is to be told of the prefix map; None where nobody is told."""
         self.prefix.log = self.log
         self.pool = self.pool_type(config.num_blocks, self.prefix)
-        self.groups = self.groups_type(config, self.pool, self.prefix) if config.groups else None
-        """Their memory, where a config names groups; None for the one that there is without."""
+        self.transfers = self.transfers_type() if config.kv_connector else None
+        """What is under way to and from a store; None without one."""
+        has_groups = bool(config.groups) or config.kv_connector
+        self.groups = self.groups_type(config, self.pool, self.prefix) if has_groups else None
+        """Their memory, where a config names groups or has a store; None for the one that there is
+        without."""
         self.encoder = self.encoder_type(config) if config.encoder_cache_size else None
         """What is kept of encoded items; None where no encoder is modelled."""
         self.table = RequestTable(len(config.kv_groups))
@@ -115,6 +121,8 @@ class Core:
             preemptions=self.preemptions,
             drafts_scheduled=self.drafts_scheduled,
             drafts_accepted=self.drafts_accepted,
+            external_prefix_cache_queries=0 if self.transfers is None else self.transfers.queries,
+            external_prefix_cache_hits=0 if self.transfers is None else self.transfers.hits,
         )
 
     def is_in_flight(self, request_id: RequestId) -> bool:
@@ -135,7 +143,7 @@ class Core:
         if written > known:
             written = known
         if self.groups is not None:
-            if self.config.enable_prefix_caching:
+            if self.config.enable_prefix_caching and not self._is_unsettled(slot):
                 holdings, lineage = table.holdings[slot], table.lineages[slot]
                 self.groups.publish(holdings, lineage, num_computed, written)
             return
@@ -148,6 +156,13 @@ class Core:
                 if self.prefix.log is not None:
                     self.prefix.log.stored(lineage, fresh)
                 holding.num_cached = full
+
+    def _is_unsettled(self, slot: int) -> bool:
+        """Whether it stands on KV that may not come: none of it is for others to find (P19)."""
+        return (
+            self.transfers is not None
+            and self.table.requests[slot].request_id in self.transfers.unsettled
+        )
 
     def _tell(self) -> tuple[KVEvent, ...]:
         """What has become of the prefix map since it was told last; nothing where nobody asks."""
@@ -163,6 +178,8 @@ class Core:
         table = self.table
         self._withdraw_unwritten(slot)
         self._free_blocks(slot)
+        if self.transfers is not None:
+            self.transfers.unsettled.pop(table.requests[slot].request_id, None)
         if self.encoder is not None:
             self.encoder.drop(table.requests[slot])
         table.num_computed[slot] = 0
@@ -190,32 +207,54 @@ class Core:
         self.waiting.prepend((slot,))
 
     def _list_idle(self, passed_over: Sequence[int] = ()) -> list[int]:
-        """Sessions that hold blocks and do not run, in the order in which they give them up: those
-        that rest before those that have input, and whoever is taken last before the others.
+        """Who holds blocks and does not run, in the order in which they give them up: sessions that
+        rest before those that have input and those whose load has come, and whoever is taken last
+        before the others. Nobody takes the blocks of a load that is under way (P17).
 
         `passed_over`: who stands in no queue now, for others are tried before them.
         """
-        if not self.sessions:
+        if not self.sessions and not (self.transfers and self.transfers.received):
             return []
         line = [*passed_over, *self.skipped_waiting, *self.waiting]
         if self.config.policy is Policy.PRIORITY:
             line.sort(key=self.table.rank_of)
-        idle = [slot for slot in reversed(line) if self.table.num_computed[slot]]
+        idle = [slot for slot in reversed(line) if self._may_give(slot)]
         resting = Status.WAITING_FOR_STREAMING_REQ
         idle.sort(key=lambda slot: self.table.statuses[slot] is not resting)
         return idle
 
+    def _may_give(self, slot: int) -> bool:
+        """Whether one that does not run holds blocks that can be taken from it."""
+        if self.table.statuses[slot] is Status.WAITING_FOR_REMOTE_KVS:
+            return self._has_received(slot)
+        return self.table.num_computed[slot] > 0
+
+    def _has_received(self, slot: int) -> bool:
+        """Whether the load of a parked request has come to its end."""
+        return (
+            self.transfers is not None
+            and self.table.requests[slot].request_id in self.transfers.received
+        )
+
     def _take_back_one(self, needy: int, passed_over: Sequence[int] = ()) -> bool:
-        """A session other than this one gives its blocks up; False if none has any."""
+        """One that does not run, and is not this one, gives its blocks up; False if none can."""
         idle = [slot for slot in self._list_idle(passed_over) if slot != needy]
         if idle:
             self._take_back(idle[0])
         return bool(idle)
 
     def _take_back(self, slot: int) -> None:
-        """A session that does not run gives its blocks up, and computes them again later."""
+        """One that does not run gives its blocks up, and computes them again later."""
         self._free_blocks(slot)
         self.table.num_computed[slot] = 0
+        if self.table.statuses[slot] is Status.WAITING_FOR_REMOTE_KVS:
+            self._unpark(slot)
+
+    def _unpark(self, slot: int) -> None:
+        """A request whose load has come waits as it did before."""
+        if self.transfers is not None:
+            request_id = self.table.requests[slot].request_id
+            self.table.statuses[slot] = self.transfers.unpark(request_id)
 
     def _free_blocks(self, slot: int) -> None:
         if self.groups is not None:
@@ -232,7 +271,8 @@ class Core:
             self.running.remove(slot)
         elif not self.waiting.remove(slot):
             self.skipped_waiting.remove(slot)
-        self._free_blocks(slot)
+        if self.transfers is None or not self._leave_held(self.transfers, slot):
+            self._free_blocks(slot)
         if self.encoder is not None:
             self.encoder.drop(table.requests[slot])
         request_id = table.requests[slot].request_id
@@ -245,9 +285,16 @@ class Core:
             self.sessions.pop(request_id, None)
         table.remove(slot)
 
+    def _leave_held(self, transfers: Transfers, slot: int) -> bool:
+        """Whether a transfer holds the blocks of one who ends: they are that one's now (P17)."""
+        table = self.table
+        return transfers.end(table.requests[slot].request_id, table.block_tables(slot))
+
     def _close_frame(self, frame_id: FrameId) -> None:
         """It is committed, and names nobody any more."""
         del self.frames[frame_id]
+        if self.transfers is not None:
+            self.transfers.loads.pop(frame_id, None)
         if self.verifiable:
             self.verifiable.pop(frame_id, None)
         if self.dropped:

@@ -95,6 +95,9 @@ class Planning(RunningPhase, WaitingPhase, Masks):
                 has_structured_output_requests=True,
                 pending_structured_output_tokens=is_behind,
             )
+        if step.loads and self.transfers is not None:
+            self.transfers.open_frame(frame_id, step.loads)
+            plan = replace(plan, kv_loads=tuple(step.loads))
         return plan if self.encoder is None else self._tell_encoder(self.encoder, step, plan)
 
     def _tell_encoder(self, encoder: EncoderCache, step: Step, plan: Plan) -> Plan:
@@ -133,13 +136,13 @@ class Planning(RunningPhase, WaitingPhase, Masks):
     def _count_common_blocks(self, group: int, blocks: list[BlockId], num_running: int) -> int:
         """Of a table of one who runs, in a group under full attention.
 
-        Where no session has kept any, nobody but who runs holds blocks, and each of them a block
-        once: one with as many holders as run is in all tables. What is taken later no two share, so
-        the count stays while nobody begins or ceases to hold what is there.
+        Where no session has kept any and there is no store, nobody but who runs holds blocks, and
+        each of them a block once: one with as many holders as run is in all tables. What is taken
+        later no two share, so the count stays while nobody begins or ceases to hold what is there.
         """
         if num_running == 1:
             return len(blocks)
-        if self.sessions:
+        if self.sessions or self.transfers is not None:
             tables = [self.table.holdings[slot][group].blocks for slot in self.running]
             places = enumerate(zip(*tables, strict=False))
             differing = (i for i, of_all in places if len({*of_all}) > 1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, TypeAlias
 
+from blockstep.impl.host.arrivals import Arrivals
 from blockstep.impl.host.masks import Masks
 from blockstep.impl.host.promises import Promises
-from blockstep.impl.host.sessions import Sessions
 from blockstep.impl.refusals import answer_problem, frame_out_of_order, unknown_frame
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
@@ -28,7 +28,7 @@ _NOT_CUT: Final[Mapping[RequestId, TokenIds]] = {}
 _GOES_ON: Final[Verdict] = (None, None)
 
 
-class Results(Promises, Masks, Sessions):
+class Results(Promises, Masks, Arrivals):
     """Takes Commit: all rows of it are checked before one changes anything."""
 
     def _commit(self, event: Commit) -> Outputs | Rejected:
@@ -46,7 +46,12 @@ class Results(Promises, Masks, Sessions):
             problem = self._grammar_result_problem(frame_id, answers)
         if problem is not None:
             return problem
-        rows = self._deliver_rows(frame, answers, cut)
+        if self.transfers is None:
+            rows = self._deliver_rows(frame, answers, cut)
+        else:
+            failed = self._take_invalid(self.transfers, event.transfers, frame_id)
+            rows = self._deliver_rows(frame, answers, cut) + self._end_failed(failed)
+            self._take_finished(self.transfers, event.transfers)
         self._close_frame(frame_id)
         return Outputs(tuple(rows), self._tell())
 

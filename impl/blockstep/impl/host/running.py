@@ -116,7 +116,7 @@ class RunningPhase(Promises, Encodings):
         Returns where `slot` stands then; -1 if it had to go itself, which ends the phase.
         """
         while needed > self.pool.num_free:
-            if len(self.running) == 1 and self.sessions and self._take_back_one(slot):
+            if len(self.running) == 1 and self._take_back_one(slot):
                 continue
             at = self._select_victim()
             victim = self.running.pop(at)

@@ -12,9 +12,7 @@ from blockstep.impl.host.planning import Planning
 from blockstep.impl.host.results import Results
 from blockstep.impl.host.table import Session
 from blockstep.impl.host.view import take_snapshot
-from blockstep.impl.refusals import (
-    submit_problem,
-)
+from blockstep.impl.refusals import held_by_transfer, submit_problem
 from blockstep.spec.vocabulary import (
     Abort,
     Aborted,
@@ -29,7 +27,6 @@ from blockstep.spec.vocabulary import (
     GrammarReady,
     KVOffer,
     Observation,
-    Outputs,
     Rejected,
     Request,
     RequestId,
@@ -89,8 +86,8 @@ class HostEngine(Planning, Results, Proposals):
             case SetPause(pause_state=pause_state):
                 self.pause_state = pause_state
                 return Ack()
-            case Reset(reset_running_requests=reset_running_requests):
-                is_done = self._reset(reset_running_requests)
+            case Reset():
+                is_done = self._reset_both(event)
                 return ResetDone(is_done, self._tell() if is_done else ())
             case EncoderReset():
                 if self.encoder is not None:
@@ -100,10 +97,12 @@ class HostEngine(Planning, Results, Proposals):
                 if self.encoder is not None:
                     self.encoder.offered = frozenset(identifiers)
                 return Ack()
-            case KVOffer():
+            case KVOffer(request_id=request_id):
+                if self.transfers is not None and request_id in self.table.slot_of:
+                    self.transfers.take_offer(event)
                 return Ack()
-            case TransfersReported():
-                return Outputs()
+            case TransfersReported(transfers=transfers):
+                return self._take_report(transfers)
             case _:
                 assert_never(event)
 
@@ -134,6 +133,8 @@ class HostEngine(Planning, Results, Proposals):
         return Ack()
 
     def _submit_problem(self, request: Request) -> Rejected | None:
+        if self.transfers is not None and request.request_id in self.transfers.held:
+            return held_by_transfer(request.request_id)
         return submit_problem(
             self.config,
             request,
@@ -151,6 +152,16 @@ class HostEngine(Planning, Results, Proposals):
                 ended.append(request_id)
         return Aborted(tuple(ended))
 
+    def _reset_both(self, event: Reset) -> bool:
+        """Forget what is cached here and, if that is asked for, in the store; whether it was
+        possible."""
+        may_reset = self._can_reset_transfers(event.reset_connector)
+        if not may_reset or not self._reset(event.reset_running_requests):
+            return False
+        if event.reset_connector and self.transfers is not None:
+            self.transfers.offers.clear()
+        return True
+
     def _reset(self, reset_running_requests: bool) -> bool:
         """Forget every cached block; whether that was possible (P25)."""
         if reset_running_requests:
@@ -163,3 +174,14 @@ class HostEngine(Planning, Results, Proposals):
             return False
         self.prefix.clear()
         return True
+
+    def _can_reset_transfers(self, reset_connector: bool) -> bool:
+        """Whether no transfer stands against a reset: nobody can take its blocks (P17)."""
+        if self.transfers is None:
+            return not reset_connector
+        statuses, parked = self.table.statuses, Status.WAITING_FOR_REMOTE_KVS
+        under_way = any(
+            statuses[slot] is parked and not self._has_received(slot)
+            for slot in self.table.slot_of.values()
+        )
+        return not under_way and not self.transfers.held

@@ -27,6 +27,7 @@ def take_snapshot(core: Core) -> Snapshot:
         prev_scheduled_req_ids=tuple(sorted(core.prev_scheduled_req_ids)),
         stats=core.stats(),
         encoder=None if core.encoder is None else core.encoder.snapshot(),
+        transfers=None if core.transfers is None else core.transfers.snapshot(),
     )
 
 

@@ -12,17 +12,27 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
 
 from blockstep.impl.serving.wire import (
     Batch,
     BlockHash,
     Cleared,
+    ClearedMap,
+    Form,
     Removed,
     Stored,
+    StoredMap,
     WireEvent,
+    get_group,
     read_batch,
     write_batch,
 )
+
+_Name: TypeAlias = tuple[BlockHash, str | None, int | None]
+"""A block by its hash, medium and KV-cache group."""
 
 
 @dataclass(slots=True)
@@ -34,11 +44,15 @@ class _Block:
 
 
 class Journal:
-    """Numbers batches from 0 on, keeps the last `num_kept`, and knows what they come to."""
+    """Numbers batches from 0 on, keeps the last `num_kept`, and knows what they come to.
 
-    def __init__(self, num_kept: int = 10_000) -> None:
+    `form`: that of its batches, in which it writes snapshots.
+    """
+
+    def __init__(self, num_kept: int = 10_000, form: Form = Form.ARRAYS) -> None:
+        self._cleared = ClearedMap() if form is Form.MAPS else Cleared()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=num_kept)
-        self._blocks: dict[tuple[BlockHash, str | None], _Block] = {}
+        self._blocks: dict[_Name, _Block] = {}
         self.next_seq = 0
         """Of the batch that comes next."""
 
@@ -64,13 +78,13 @@ class Journal:
         events: list[WireEvent] = []
         for block in self._list_parents_first():
             events += [block.stored] * block.num_copies
-        return self.next_seq, write_batch(Batch(now, [Cleared(), *events], rank))
+        return self.next_seq, write_batch(Batch(now, [self._cleared, *events], rank))
 
     def _sum_up(self, event: WireEvent) -> None:
         match event:
             case Stored():
                 for stored in split(event):
-                    at = (stored.block_hashes[0], stored.medium)
+                    at = (stored.block_hashes[0], stored.medium, get_group(stored))
                     known = self._blocks.get(at)
                     if known is None:
                         self._blocks[at] = _Block(stored, 1)
@@ -78,11 +92,11 @@ class Journal:
                         known.num_copies += 1
             case Removed():
                 for name in event.block_hashes:
-                    self._remove((name, event.medium))
+                    self._remove((name, event.medium, get_group(event)))
             case Cleared():
                 self._blocks.clear()
 
-    def _remove(self, at: tuple[BlockHash, str | None]) -> None:
+    def _remove(self, at: _Name) -> None:
         known = self._blocks.get(at)
         if known is None:
             return
@@ -91,7 +105,7 @@ class Journal:
             del self._blocks[at]
 
     def _list_parents_first(self) -> list[_Block]:
-        ordered: dict[tuple[BlockHash, str | None], _Block] = {}
+        ordered: dict[_Name, _Block] = {}
         for at in self._blocks:
             line = []
             while at in self._blocks and at not in ordered and at not in line:
@@ -99,7 +113,7 @@ class Journal:
                 parent = self._blocks[at].stored.parent_block_hash
                 if parent is None:
                     break
-                at = (parent, at[1])
+                at = (parent, *at[1:])
             ordered.update({one: self._blocks[one] for one in reversed(line)})
         return list(ordered.values())
 
@@ -109,9 +123,15 @@ def split(event: Stored) -> list[Stored]:
     size, parent = event.block_size, event.parent_block_hash
     found = []
     for index, name in enumerate(event.block_hashes):
-        tokens = event.token_ids[index * size : (index + 1) * size]
-        extra = None if event.extra_keys is None else [event.extra_keys[index]]
-        more = (event.lora_id, event.medium, event.lora_name, extra)
-        found.append(Stored([name], parent, tokens, size, *more))
+        block = msgspec.structs.replace(
+            event,
+            block_hashes=[name],
+            parent_block_hash=parent,
+            token_ids=event.token_ids[index * size : (index + 1) * size],
+            extra_keys=None if event.extra_keys is None else [event.extra_keys[index]],
+        )
+        if isinstance(block, StoredMap) and block.lookahead_token_ids is not None:
+            block.lookahead_token_ids = [block.lookahead_token_ids[index]]
+        found.append(block)
         parent = name
     return found

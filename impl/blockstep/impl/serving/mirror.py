@@ -13,15 +13,31 @@ from collections.abc import Iterable
 
 import msgspec
 
-from blockstep.impl.serving.wire import BlockHash, Cleared, Removed, Stored, WireEvent, read_batch
+from blockstep.impl.serving.wire import (
+    BlockHash,
+    Cleared,
+    Removed,
+    Stored,
+    WireEvent,
+    get_group,
+    read_batch,
+)
 from blockstep.spec.vocabulary import MEDIUM_GPU
 
 
 class Mirror:
-    """Reads batches in the order of their numbers. It holds nothing before its first one."""
+    """Reads batches in the order of their numbers. It holds nothing before its first one.
 
-    def __init__(self, medium: str = MEDIUM_GPU) -> None:
+    Args:
+        medium: whose blocks it follows.
+        group: the KV-cache group whose blocks it follows, where events tell (`Form.MAPS`); None:
+            those of all. vLLM gives a block the same hash in each group, so there one mirror a
+            group is needed.
+    """
+
+    def __init__(self, medium: str = MEDIUM_GPU, group: int | None = None) -> None:
         self._medium = medium
+        self._group = group
         self._copies: Counter[BlockHash] = Counter()
         self._last_seen = -1
         """The number of the batch that came in last, read or not."""
@@ -99,9 +115,9 @@ class Mirror:
 
     def _follow(self, event: WireEvent) -> None:
         match event:
-            case Stored(block_hashes=names, medium=medium) if medium in (self._medium, None):
+            case Stored(block_hashes=names) if self._is_followed(event):
                 self._copies.update(names)
-            case Removed(block_hashes=names, medium=medium) if medium in (self._medium, None):
+            case Removed(block_hashes=names) if self._is_followed(event):
                 self._copies.subtract(names)
                 for name in names:
                     if self._copies[name] <= 0:
@@ -109,4 +125,9 @@ class Mirror:
             case Cleared():
                 self._copies.clear()
             case _:
-                pass  # of another medium
+                pass  # of another medium or group
+
+    def _is_followed(self, event: Stored | Removed) -> bool:
+        group = get_group(event)
+        is_of_group = None in (self._group, group) or group == self._group
+        return is_of_group and event.medium in (self._medium, None)

@@ -6,7 +6,8 @@
              <- [empty, "snapshot"]                      ours, as upstream #50134 proposes it
              -> [empty, number to go on from, batch], [empty, -1, empty]
 
-Numbers are 8 bytes, big endian. Source: vLLM 0.19.1 `ZmqEventPublisher`.
+Numbers are 8 bytes, big endian. Whoever writes maps has the topic (empty at the end) before each
+number of an answer, too. Source: vLLM `ZmqEventPublisher`, 0.19.1 and 0.33.0.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import zmq
 
 from blockstep.impl.serving.journal import Journal
 from blockstep.impl.serving.mirror import Mirror
+from blockstep.impl.serving.wire import Form
 
 END = (-1).to_bytes(8, "big", signed=True)
 SNAPSHOT = b"snapshot"
@@ -63,13 +65,21 @@ class Publisher(Sockets):
         replay_endpoint: of requests; bound.
         topic: what subscribers ask for.
         num_kept: batches that can be had again.
+        form: of the batches, as their writer has it.
     """
 
     def __init__(
-        self, endpoint: str, replay_endpoint: str, *, topic: str = "", num_kept: int = 10_000
+        self,
+        endpoint: str,
+        replay_endpoint: str,
+        *,
+        topic: str = "",
+        num_kept: int = 10_000,
+        form: Form = Form.ARRAYS,
     ) -> None:
         super().__init__()
-        self.journal = Journal(num_kept)
+        self.journal = Journal(num_kept, form)
+        self._has_topic = form is Form.MAPS
         self._topic = topic.encode()
         self._stream = self._socket(zmq.PUB)
         self._stream.bind(endpoint)
@@ -101,8 +111,12 @@ class Publisher(Sockets):
         else:
             batches = self.journal.list_since(int.from_bytes(asked, "big"))
         for seq, payload in batches:
-            self._replay.send_multipart((client, b"", seq.to_bytes(8, "big"), payload))
-        self._replay.send_multipart((client, b"", END, b""))
+            self._send(client, self._topic, seq.to_bytes(8, "big"), payload)
+        self._send(client, b"", END, b"")
+
+    def _send(self, client: bytes, topic: bytes, seq: bytes, payload: bytes) -> None:
+        before = (topic,) if self._has_topic else ()
+        self._replay.send_multipart((client, b"", *before, seq, payload))
 
 
 class Subscriber(Sockets):
@@ -168,7 +182,7 @@ class Subscriber(Sockets):
         """
         socket = self._open[1]
         while socket.poll(self._timeout_ms):
-            _, seq, payload = socket.recv_multipart()
+            *_, seq, payload = socket.recv_multipart()
             if seq == END:
                 return
             yield int.from_bytes(seq, "big"), payload

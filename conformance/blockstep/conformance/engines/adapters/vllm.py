@@ -34,6 +34,7 @@ from blockstep.conformance.engines.adapters.vllm_build import (
 )
 
 # isort: split
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
@@ -59,9 +60,17 @@ from blockstep.conformance.engines.adapters.vllm_spared import (
     find_reason,
     list_out_of_reach,
 )
+from blockstep.conformance.engines.adapters.vllm_spared_store import (
+    SPARED_SIGNALS,
+    find_store_reason,
+)
 from blockstep.conformance.engines.adapters.vllm_state import Run, add_counts, read_snapshot
 from blockstep.spec import vocabulary as v
 
+if RELEASE.has_events:
+    from blockstep.conformance.engines.adapters.vllm_events import read_events
+if RELEASE.has_store:
+    from blockstep.conformance.engines.adapters.vllm_store import build_report
 if RELEASE.has_pause:
     from vllm.v1.core.sched.interface import PauseState as VllmPauseState
 
@@ -84,6 +93,12 @@ class VllmEngine:
     """Whether drafts are kept away that their request cannot take now: it would keep them, and be
     planned with them later at a position for which nobody proposed them."""
 
+    spare_signals: bool = True
+    """Whether signals of transfers are kept away that the release raises on (see
+    `vllm_spared_store`)."""
+    spare_full_loads: bool = True
+    """Whether a load at once never is of all known tokens."""
+
     traits = EngineTraits(
         fit_config=partial(fit_groups, RELEASE),
         max_depth=2,  # as many plans in flight as vLLM has without pipeline parallelism
@@ -97,6 +112,8 @@ class VllmEngine:
     def __init__(self, config: v.Config) -> None:
         self.run = Run(config)
         self.scheduler = self.run.scheduler
+        if self.run.store is not None:
+            self.run.store.spares_full_loads = self.spare_full_loads
         self.audit = Audit(self.scheduler, self.run.lora_ids, self.separate_names)
 
     @property
@@ -127,7 +144,8 @@ class VllmEngine:
             Capability.MASKS: RELEASE.has_frame_masks,
             # A plain cache (0.11.0) can be shown, and no profile follows it yet.
             Capability.ENCODER: RELEASE.has_offers,
-            Capability.EVENTS: False,  # nothing reads its log so far
+            Capability.EVENTS: RELEASE.has_events,
+            Capability.TRANSFERS: RELEASE.has_store,
         }
         return frozenset(one for one in Capability if has.get(one, True))
 
@@ -138,8 +156,14 @@ class VllmEngine:
                 return self._submit(request)
             case v.Schedule():
                 return self._schedule()
-            case v.Commit(frame_id=frame_id, sampled=sampled):
-                return self._commit(frame_id, sampled)
+            case v.Commit(frame_id=frame_id, sampled=sampled, transfers=transfers):
+                return self._commit(frame_id, sampled, transfers)
+            case v.TransfersReported(transfers=transfers):
+                return self._report(transfers)
+            case v.KVOffer(request_id=name):
+                if self.run.store is not None and name in self.run.get_unfinished():
+                    self.run.store.offers[name] = event
+                return v.Ack()
             case v.Drafts(drafts=drafts):
                 return self._drafts(drafts)
             case v.Abort(request_ids=request_ids):
@@ -165,14 +189,21 @@ class VllmEngine:
                 return v.Ack()
             case v.StreamingUpdate(request=request):
                 return self._update(request)
-            case v.Reset(reset_running_requests=flag):
+            case v.Reset(reset_running_requests=flag, reset_connector=forgets):
                 keywords = {"reset_running_requests": flag} if RELEASE.has_forced_reset else {}
-                return v.ResetDone(self.scheduler.reset_prefix_cache(**keywords))
+                if forgets:
+                    keywords["reset_connector"] = True
+                done = self.scheduler.reset_prefix_cache(**keywords)
+                return v.ResetDone(done, self._read_events())
         raise EngineFault(f"no such event: {event!r}")
 
     def declines(self, event: v.Event) -> str | None:
         """What the release lacks, or the defect that would make it raise some steps later."""
-        return find_reason(self.run, event)
+        run = self.run
+        reason = None if run.store is None else find_store_reason(run, event)
+        if reason is not None and (self.spare_signals or reason not in SPARED_SIGNALS):
+            return reason
+        return find_reason(run, event)
 
     def snapshot(self) -> v.Snapshot:
         """Its state in canonical form, read from its own fields."""
@@ -205,7 +236,7 @@ class VllmEngine:
         if request.resumable:
             known.updates.append(request)
         self.scheduler.add_request(built)
-        session = self.scheduler.requests.get(name)
+        session = run.get_unfinished().get(name)
         if session is None:
             run.ended.add(name)
             return v.Aborted((name,))
@@ -239,9 +270,14 @@ class VllmEngine:
                 known.num_cached_tokens = request.prefill_stats.num_cached_tokens
         return plan
 
-    def _commit(self, frame_id: v.FrameId, sampled: tuple[v.RowTokens, ...]) -> v.Outputs:
+    def _commit(
+        self,
+        frame_id: v.FrameId,
+        sampled: tuple[v.RowTokens, ...],
+        transfers: v.KVTransfers,
+    ) -> v.Outputs:
         """Source: `update_from_output`."""
-        run, names = self.run, [row.request_id for row in sampled]
+        names = [row.request_id for row in sampled]
         result = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
@@ -250,22 +286,49 @@ class VllmEngine:
             prompt_logprobs_dict={},
             pooler_output=[],
         )
-        frame = run.frames.pop(frame_id)
-        before = frozenset(self.scheduler.requests)
+        return self._answer(self.run.frames.pop(frame_id), result, transfers)
+
+    def _report(self, transfers: v.KVTransfers) -> v.Outputs:
+        """Source: a step without rows, which asks the workers' connectors all the same."""
+        if self.run.store is None:
+            return v.Outputs()
+        result = ModelRunnerOutput(req_ids=[], req_id_to_index={}, sampled_token_ids=[])
+        return self._answer(SchedulerOutput.make_empty(), result, transfers)
+
+    def _answer(
+        self, frame: SchedulerOutput, result: ModelRunnerOutput, transfers: v.KVTransfers
+    ) -> v.Outputs:
+        """Hand on what a worker says of a frame and, where there is a store, of transfers."""
+        run, requests = self.run, self.scheduler.requests
+        before = frozenset(run.get_unfinished())
+        if run.store is not None:
+            result.kv_connector_output = build_report(transfers)
         answer = self.scheduler.update_from_output(frame, result)
-        check_answer(run, answer, frame.num_scheduled_tokens.keys())
+        if run.store is not None:
+            run.store.forget((*transfers.finished_recving, *transfers.finished_sending), requests)
+        check_answer(run, answer, before if run.store else frame.num_scheduled_tokens.keys())
         for core in answer.values():
             told = core.scheduler_stats
             if told is not None:
-                run.stats = add_counts(run.stats, told.prefix_cache_stats, told.spec_decoding_stats)
+                external = getattr(told, "connector_prefix_cache_stats", None)
+                run.stats = add_counts(
+                    run.stats, told.prefix_cache_stats, told.spec_decoding_stats, external
+                )
         rows = [row for core in answer.values() for row in read_outputs(run, core)]
-        requests = self.scheduler.requests
-        run.ended.update(name for name in names if name in before and name not in requests)
-        for name in names:
-            if name in requests:
-                request = requests[name]
+        unfinished = run.get_unfinished()
+        run.ended.update(before.difference(unfinished))
+        for name in result.req_ids:
+            if name in unfinished:
+                request = unfinished[name]
                 run.known[name].follow(request.prompt_token_ids, request.max_tokens)
-        return v.Outputs(tuple(rows))
+        return v.Outputs(tuple(rows), self._read_events())
+
+    def _read_events(self) -> tuple[v.KVEvent, ...]:
+        run = self.run
+        if not run.config.enable_kv_cache_events:
+            return ()
+        publisher = self.scheduler.kv_event_publisher
+        return read_events(publisher, run.digests, run.lora_ids, self.separate_names)
 
     def _drafts(self, drafts: tuple[v.RowTokens, ...]) -> v.DraftsTaken:
         """Source: `update_draft_token_ids`, which answers nothing: attached is what it kept.
@@ -305,11 +368,12 @@ class VllmEngine:
         What it returns differs from release to release; who ended is who is no longer there.
         """
         ended: list[v.RequestId] = []
-        requests = self.scheduler.requests
         batches = [(name,) for name in request_ids] if self.abort_singly else [request_ids]
         for batch in batches:
-            there = [name for name in dict.fromkeys(batch) if name in requests]
+            unfinished = self.run.get_unfinished()
+            there = [name for name in dict.fromkeys(batch) if name in unfinished]
             self.scheduler.finish_requests(batch, RequestStatus.FINISHED_ABORTED)
-            ended += [name for name in there if name not in requests]
+            unfinished = self.run.get_unfinished()
+            ended += [name for name in there if name not in unfinished]
         self.run.ended.update(ended)
         return v.Aborted(tuple(ended))

@@ -38,6 +38,8 @@ RELEASE = require_release()
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("PYTHONHASHSEED", "0")
+# Events then name blocks by whole digests.
+os.environ.setdefault("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
 for name, value in RELEASE.environment:
     os.environ.setdefault(name, value)
 
@@ -78,8 +80,12 @@ try:
 
     if RELEASE.has_encoder:
         from blockstep.conformance.engines.adapters.vllm_encoder import install_encoder
+    if RELEASE.has_events:
+        from blockstep.conformance.engines.adapters.vllm_events import ask_for_events
     if RELEASE.has_offers:
         from blockstep.conformance.engines.adapters.vllm_offers import ask_for_offers
+    if RELEASE.has_store:
+        from blockstep.conformance.engines.adapters.vllm_store import ask_for_store
     if RELEASE.has_repetition_detection:
         from vllm.sampling_params import RepetitionDetectionParams
     if RELEASE.has_hashing_module:
@@ -278,6 +284,10 @@ def build_vllm_config(config: Config) -> VllmConfig:
         built.speculative_config = stand_in
     if config.encoder_cache_size and RELEASE.has_offers:
         ask_for_offers(built)
+    if config.enable_kv_cache_events:
+        ask_for_events(built)
+    if config.kv_connector:
+        ask_for_store(built, config.kv_load_failure_policy)
     if config.max_loras:
         built.lora_config = LoRAConfig(max_loras=config.max_loras)  # without one there is no cap
     return built

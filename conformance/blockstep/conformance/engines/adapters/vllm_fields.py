@@ -19,7 +19,7 @@ READ: Mapping[str, frozenset[str]] = MappingProxyType(
                 *("structured_output_request_ids", "has_structured_output_requests"),
                 *("pending_structured_output_tokens", "num_spec_tokens_to_schedule"),
                 *("scheduled_encoder_inputs", "free_encoder_mm_hashes", "ec_connector_metadata"),
-                "new_block_ids_to_zero",
+                *("new_block_ids_to_zero", "kv_connector_metadata"),
                 "skip_drafts",  # a hint to who proposes drafts: it may propose all the same
             }
         ),
@@ -41,6 +41,7 @@ READ: Mapping[str, frozenset[str]] = MappingProxyType(
                 *("request_id", "new_token_ids", "finish_reason", "stop_reason"),
                 *("num_cached_tokens", "prefill_stats"),
                 "events",  # readings of a clock
+                "num_external_computed_tokens",
                 "spec_decode_metrics",  # of one request; those of all requests are read
             }
         ),
@@ -48,9 +49,18 @@ READ: Mapping[str, frozenset[str]] = MappingProxyType(
             {
                 *("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs"),
                 *("kv_cache_usage", "prefix_cache_stats", "spec_decoding_stats"),
-                "encoder_cache_usage",
+                *("encoder_cache_usage", "connector_prefix_cache_stats"),
             }
         ),
+        "BlockStored": frozenset(
+            {
+                *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id"),
+                *("medium", "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind"),
+                "kv_cache_spec_sliding_window",
+            }
+        ),
+        "BlockRemoved": frozenset({"block_hashes", "medium", "group_idx"}),
+        "AllBlocksCleared": frozenset(),
     }
 )
 """Fields that are translated, or held to other fields."""
@@ -61,7 +71,7 @@ UNUSED: Mapping[str, frozenset[str]] = MappingProxyType(
             {
                 "encoder_input_updates",
                 *("scheduled_encoder_input_stats", "grammar_bitmask", "num_invalid_spec_tokens"),
-                *("kv_connector_metadata", "kv_connector_block_state", "has_sync_kv_loads"),
+                *("kv_connector_block_state", "has_sync_kv_loads"),
                 *("ec_manager_metadata", "partial_tail_offloads"),
                 *("aux_output_connector_metadata", "kv_cache_block_copies"),
                 "block_table_updates",
@@ -84,19 +94,22 @@ UNUSED: Mapping[str, frozenset[str]] = MappingProxyType(
             {
                 *("new_logprobs", "new_prompt_logprobs_tensors", "prompt_token_id_logprobs"),
                 *("pooling_output", "kv_transfer_params", "ec_transfer_params", "trace_headers"),
-                *("routed_experts", "num_nans_in_logits", "num_external_computed_tokens"),
+                *("routed_experts", "num_nans_in_logits"),
                 *("mm_cache_miss_hashes", "new_sampling_mask", "error"),
             }
         ),
         "SchedulerStats": frozenset(
             {
                 *("step_counter", "current_wave", "num_corrupted_reqs"),
-                *("num_kv_fetch_reqs_by_stage", "connector_prefix_cache_stats"),
+                "num_kv_fetch_reqs_by_stage",
                 *("kv_cache_eviction_events", "kv_connector_stats", "ec_connector_stats"),
                 *("waiting_lora_adapters", "running_lora_adapters", "cudagraph_stats"),
                 *("perf_stats", "iteration_details"),
             }
         ),
+        "BlockStored": frozenset({"locality", "ownership", "session_id", "lookahead_token_ids"}),
+        "BlockRemoved": frozenset({"locality", "ownership"}),
+        "AllBlocksCleared": frozenset(),
     }
 )
 """Fields for what no config of ours asks for: anything in them belongs to nobody."""

@@ -76,6 +76,8 @@ def check_plan(run: Run, output: SchedulerOutput, separate_names: bool) -> None:
             "preempted_req_ids", output.preempted_req_ids or (), run.known, "who is unknown"
         )
     _check_encoder_inputs(run, output)
+    if run.store is None:
+        _check_no_store(output, "kv_connector_metadata", "this plan")
     _check_finished(run, output.finished_req_ids)
     _check_hints(run, output)
 
@@ -96,10 +98,15 @@ def check_answer(
         for row in core.outputs:
             _check_known("outputs", (row.request_id,), asked, "whom this frame did not have")
             _check_unused(row, f"the output of {row.request_id!r}")
+            if run.store is None:
+                where = f"the output of {row.request_id!r}"
+                _check_no_store(row, "num_external_computed_tokens", where)
             if not run.known[row.request_id].request.resumable:  # a session keeps its last one
                 _check_stop_reason(row)
         if core.scheduler_stats is not None:
             _check_unused(core.scheduler_stats, "this answer")
+            if run.store is None:
+                _check_no_store(core.scheduler_stats, "connector_prefix_cache_stats", "this answer")
             _check_stats(run, core.scheduler_stats)
 
 
@@ -136,6 +143,12 @@ def _check_unused(said: Any, where: str) -> None:
         value = getattr(said, field)
         if not is_empty(value):
             raise EngineFault(f"{field} in {where}: {value!r}, for nobody who asked for it")
+
+
+def _check_no_store(said: Any, field: str, where: str) -> None:
+    value = getattr(said, field, None)
+    if not is_empty(value):
+        raise EngineFault(f"{field} in {where}: {value!r}, and there is no connector")
 
 
 def _check_rows(run: Run, output: SchedulerOutput, new_ids: list[v.RequestId]) -> None:

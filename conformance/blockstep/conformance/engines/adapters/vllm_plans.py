@@ -18,6 +18,8 @@ if RELEASE.has_encoder:
     from blockstep.conformance.engines.adapters.vllm_encoder import read_inputs
 if RELEASE.has_offers:
     from blockstep.conformance.engines.adapters.vllm_offers import read_loads
+if RELEASE.has_store:
+    from blockstep.conformance.engines.adapters.vllm_store import read_kv_loads
 
 
 def read_plan(
@@ -41,6 +43,7 @@ def read_plan(
         scheduled_encoder_inputs=inputs,
         external_encoder_inputs=loads,
         free_encoder_mm_hashes=tuple(output.free_encoder_mm_hashes),
+        kv_loads=() if run.store is None else read_kv_loads(output.kv_connector_metadata),
         has_structured_output_requests=has_masks,
         pending_structured_output_tokens=is_pending,
     )

@@ -130,6 +130,12 @@ class Release:
     """An EC connector, and a cache that counts embeddings and can be reset."""
     has_across: bool = False
     """Whether encoder-decoder models are followed."""
+    has_events: bool = False
+    """Whether its log of KV events is read."""
+    has_told_groups: bool = False
+    """Whether such an event says of which group its blocks are."""
+    has_store: bool = False
+    """Whether a KV connector of ours is taken, and what it is told is read."""
     has_sessions: bool = False
     """`Request.resumable`, and chunks that are added under an id in use."""
     has_sound_sessions: bool = False
@@ -194,6 +200,8 @@ def _list_until_0_19() -> tuple[Release, ...]:
         has_encoder=True,
         has_offers=True,
         has_across=True,
+        has_events=True,
+        has_store=True,
     )
     return (r0110, r0111, r0120, r0150, r0160, r0170, r0180, r0190)
 
@@ -210,6 +218,8 @@ def _build_table() -> Mapping[str, Release]:
         has_encoder=False,
         has_offers=False,
         has_across=False,
+        has_events=False,
+        has_store=False,
     )
     r0220 = replace(r0200, version="0.22.0", environment=(("VLLM_USE_V2_MODEL_RUNNER", "0"),))
     r0240 = replace(r0220, version="0.24.0", packages=SINCE_0_24)
@@ -249,6 +259,8 @@ def _build_table() -> Mapping[str, Release]:
         has_sound_seats=True,
         has_encoder=True,
         has_offers=True,
+        has_events=True,
+        has_told_groups=True,
     )
     table = (*older, r0200, r0220, r0240, r0250, r0270, r0280, r0290, r0310, r0330)
     return MappingProxyType({release.version: release for release in table})

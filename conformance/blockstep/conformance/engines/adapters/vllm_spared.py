@@ -48,6 +48,9 @@ WORKAROUNDS: Mapping[str, str] = MappingProxyType(
         "(#43736)",
         "spare_late_drafts": "late drafts are kept, by a request that waits or has a frame in "
         "flight (P24)",
+        "spare_signals": "a signal of a transfer that comes twice, late, or about nobody is an "
+        "assertion; so is an invalid block with several groups (B21, B47)",
+        "spare_full_loads": "a load at once of all known tokens is an assertion (B36)",
     }
 )
 """What the flags of an engine are good for."""
@@ -184,7 +187,7 @@ def _is_behind_drafts(run: Run) -> bool:
     if run.config.async_scheduling or RELEASE.has_floor:
         return False
     return len(run.frames) < run.config.max_frames_in_flight and any(
-        name in run.scheduler.requests
+        name in run.get_unfinished()
         for frame in run.frames.values()
         for name in frame.scheduled_spec_decode_tokens
     )

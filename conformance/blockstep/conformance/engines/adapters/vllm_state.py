@@ -25,6 +25,8 @@ from blockstep.conformance.engines.adapters.vllm_items import build_features
 from blockstep.conformance.engines.adapters.vllm_names import Digests, Known
 from blockstep.spec import vocabulary as v
 
+if RELEASE.has_store:
+    from blockstep.conformance.engines.adapters.vllm_store import read_transfers
 if RELEASE.has_encoder:
     from blockstep.conformance.engines.adapters.vllm_encoder import read_encoder
 
@@ -38,6 +40,8 @@ class Run:
     def __init__(self, config: v.Config) -> None:
         self.config = config
         self.scheduler = build_scheduler(config)
+        self.store = self.scheduler.connector if config.kv_connector else None
+        """The connector that answers as events say, where there is one."""
         self.managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         """Of the block tables of each KV-cache group."""
         self.hasher = build_hasher(config)
@@ -96,6 +100,13 @@ class Run:
             self.key_of[carried] = key
         return key
 
+    def get_unfinished(self) -> Mapping[v.RequestId, VllmRequest]:
+        """Who has not ended. An ended one stays known while its blocks are held for a store."""
+        requests: dict[v.RequestId, VllmRequest] = self.scheduler.requests
+        if self.store is None:
+            return requests
+        return {name: one for name, one in requests.items() if not one.is_finished()}
+
     def get_skipped(self) -> tuple[VllmRequest, ...]:
         """The second queue, where there is one: who was passed over, or waits with its blocks."""
         if RELEASE.has_holding_queue:
@@ -104,12 +115,20 @@ class Run:
 
 
 def add_counts(
-    stats: v.Stats, cache: PrefixCacheStats, drafts: SpecDecodingStats | None = None
+    stats: v.Stats,
+    cache: PrefixCacheStats,
+    drafts: SpecDecodingStats | None = None,
+    external: PrefixCacheStats | None = None,
 ) -> v.Stats:
     """Statistics and what was counted since. Source: `SchedulerStats`."""
-    queries, hits = cache.queries, cache.hits
-    if RELEASE.has_preempted_counts:
-        queries, hits = queries + cache.preempted_queries, hits + cache.preempted_hits
+    queries, hits = _read_counts(cache)
+    if external is not None:
+        more_queries, more_hits = _read_counts(external)
+        stats = replace(
+            stats,
+            external_prefix_cache_queries=stats.external_prefix_cache_queries + more_queries,
+            external_prefix_cache_hits=stats.external_prefix_cache_hits + more_hits,
+        )
     return replace(
         stats,
         prefix_cache_queries=stats.prefix_cache_queries + queries,
@@ -117,6 +136,13 @@ def add_counts(
         drafts_scheduled=stats.drafts_scheduled + (drafts.num_draft_tokens if drafts else 0),
         drafts_accepted=stats.drafts_accepted + (drafts.num_accepted_tokens if drafts else 0),
     )
+
+
+def _read_counts(cache: PrefixCacheStats) -> tuple[int, int]:
+    queries, hits = cache.queries, cache.hits
+    if RELEASE.has_preempted_counts:
+        queries, hits = queries + cache.preempted_queries, hits + cache.preempted_hits
+    return queries, hits
 
 
 def read_snapshot(run: Run) -> v.Snapshot:
@@ -128,6 +154,7 @@ def read_snapshot(run: Run) -> v.Snapshot:
         raise EngineFault(
             f"{len(free_queue)} blocks are queued, but {pool.get_num_free_blocks()} counted"
         )
+    unfinished = run.get_unfinished()
     return v.Snapshot(
         pause_state=v.PauseState[scheduler.pause_state.name]
         if RELEASE.has_pause
@@ -135,9 +162,7 @@ def read_snapshot(run: Run) -> v.Snapshot:
         waiting=tuple(request.request_id for request in scheduler.waiting),
         skipped_waiting=tuple(request.request_id for request in run.get_skipped()),
         running=tuple(request.request_id for request in scheduler.running),
-        requests=tuple(
-            _read_request(run, scheduler.requests[name]) for name in sorted(scheduler.requests)
-        ),
+        requests=tuple(_read_request(run, unfinished[name]) for name in sorted(unfinished)),
         # The null block has a count of its own making; nobody holds it.
         ref_counts=tuple(0 if block.is_null else block.ref_cnt for block in pool.blocks),
         free_queue=free_queue,
@@ -153,7 +178,16 @@ def read_snapshot(run: Run) -> v.Snapshot:
         if RELEASE.has_told_rows
         else run.planned,
         encoder=read_encoder(scheduler, run.embeds) if run.config.encoder_cache_size else None,
-        stats=add_counts(run.stats, scheduler.kv_cache_manager.prefix_cache_stats),
+        stats=add_counts(
+            run.stats,
+            scheduler.kv_cache_manager.prefix_cache_stats,
+            external=None if run.store is None else scheduler.connector_prefix_cache_stats,
+        ),
+        transfers=None
+        if run.store is None
+        else read_transfers(
+            run.store, scheduler.requests, scheduler.finished_recving_kv_req_ids, run.managers
+        ),
     )
 
 

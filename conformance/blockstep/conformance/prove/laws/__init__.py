@@ -30,10 +30,11 @@ from blockstep.conformance.prove.laws import (
     slots,
     states,
     step,
+    telling,
 )
 
 _AMOUNTS = (
-    *(counts, slots, publishing, allocation, groups, states, encoder),
+    *(counts, slots, publishing, telling, allocation, groups, states, encoder),
     *(drafts, grammars, promises),
 )
 _BLOCKS_AND_STEPS = (pool, preemption, step, admission, adapters, sessions, output, host)

@@ -5,9 +5,10 @@ Typed loosely, as the museum is: an engine is no business of the tools (D3).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from blockstep.conformance.prove.hosts import HOST, LINEAGE
+from blockstep.conformance.prove.hosts import HOST, LINEAGE, LOG
 from blockstep.conformance.prove.law import Right, instead_in
 from blockstep.spec.vocabulary import FinishReason, Policy, Request
 
@@ -231,3 +232,17 @@ def victim_before_the_asker_does_not_shift_it(
         if victim == slot:
             return -1
     return position
+
+
+@instead_in(LOG, "_store")
+def log_forgets_parents(right: Right[None], self: Any) -> None:
+    """Each run of blocks looks like the beginning of a prompt."""
+    right()
+    self._pending[-1] = replace(self._pending[-1], parent=None)
+
+
+@instead_in(LOG, "stored")
+def log_runs_over_gaps(self: Any, lineage: Any, indices: Any, group: int, per: int) -> None:
+    """All blocks in one event, whatever is left out between them."""
+    if indices:
+        self._store(lineage, indices, group, per)

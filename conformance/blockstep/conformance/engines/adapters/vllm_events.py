@@ -1,0 +1,131 @@
+"""What vLLM tells of its blocks: its log of KV events, in our words. Nothing is repaired."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.config.kv_events import KVEventsConfig
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventPublisher,
+    EventPublisherFactory,
+    KVEventBatch,
+)
+
+from blockstep.conformance.engine import EngineFault
+from blockstep.conformance.engines.adapters.vllm_fields import UNUSED, is_empty
+from blockstep.conformance.engines.adapters.vllm_names import Digests, get_lora_name
+from blockstep.spec import vocabulary as v
+
+PUBLISHER = "blockstep"
+
+
+class Recorder(EventPublisher):  # type: ignore[misc]
+    """A publisher that keeps what it is given until somebody reads it."""
+
+    def __init__(self, data_parallel_rank: int = 0, **settings: Any) -> None:
+        super().__init__(data_parallel_rank)
+        del settings  # of a socket: there is none
+        self._batches: list[KVEventBatch] = []
+
+    def publish(self, events: KVEventBatch) -> None:
+        """Keep what one step tells."""
+        self._batches.append(events)
+
+    def take(self) -> list[Any]:
+        """What was told since the last time, oldest first."""
+        batches, self._batches = self._batches, []
+        return [event for batch in batches for event in batch.events]
+
+    def shutdown(self) -> None:
+        """Nothing is open."""
+
+
+EventPublisherFactory.register_publisher(PUBLISHER, Recorder)
+
+
+def ask_for_events(vllm_config: Any) -> None:
+    """Have the release build `Recorder` as its publisher."""
+    asked = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    # Set afterwards: a config names one of its own, a scheduler takes whoever is registered.
+    asked.publisher = PUBLISHER
+    vllm_config.kv_events_config = asked
+
+
+def read_events(
+    publisher: Any, digests: Digests, lora_ids: Mapping[str, int], separate_names: bool
+) -> tuple[v.KVEvent, ...]:
+    """What the release has published since it was asked last.
+
+    Args:
+        publisher: The scheduler's.
+        digests: What each digest stands for.
+        lora_ids: The number of each adapter.
+        separate_names: See `VllmEngine.separate_names`.
+
+    Raises:
+        EngineFault: an event is of no kind that we know, or says something of nobody.
+    """
+    if not isinstance(publisher, Recorder):
+        return ()
+    names = {
+        number: (adapter, get_lora_name(adapter, separate_names))
+        for adapter, number in lora_ids.items()
+    }
+    return tuple(_read_event(event, digests, names) for event in publisher.take())
+
+
+def _read_event(event: Any, digests: Digests, names: Mapping[int, tuple[str, str]]) -> v.KVEvent:
+    for field in UNUSED.get(type(event).__name__, ()):
+        value = getattr(event, field, None)
+        if not is_empty(value):
+            raise EngineFault(f"{field} of a KV event is {value!r}, for nobody who asked for it")
+    # Where no event says it, there is one group.
+    group = getattr(event, "group_idx", None) or 0
+    match event:
+        case AllBlocksCleared():
+            return v.AllBlocksCleared()
+        case BlockRemoved(block_hashes=told, medium=medium):
+            return v.BlockRemoved(_read_keys(digests, told, group), medium)
+        case BlockStored(block_hashes=told, parent_block_hash=parent, medium=medium):
+            _check_extras(event)
+            return v.BlockStored(
+                keys=_read_keys(digests, told, group),
+                parent=None if parent is None else _read_keys(digests, [parent], group)[0],
+                token_ids=tuple(event.token_ids),
+                block_size=event.block_size,
+                adapter=_read_adapter(event, names),
+                medium=medium,
+            )
+    raise EngineFault(f"no such KV event: {event!r}")
+
+
+def _read_keys(digests: Digests, told: list[Any], group: int) -> tuple[v.BlockKey, ...]:
+    """What digests stand for, in a group."""
+    keys = []
+    for digest in told:
+        if not isinstance(digest, bytes):
+            raise EngineFault(
+                f"a KV event names a block by {digest!r}, a part of its digest: "
+                "set VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0"
+            )
+        keys.append(digests.read(digest, group))
+    return tuple(keys)
+
+
+def _read_adapter(event: Any, names: Mapping[int, tuple[str, str]]) -> str | None:
+    """Whose number it is; the name that stands beside it, in most releases, is to be its own."""
+    adapter, name = names.get(event.lora_id, (None, None))
+    if getattr(event, "lora_name", name) != name:
+        raise EngineFault(f"a KV event is of adapter {event.lora_name!r} and {event.lora_id!r}")
+    return adapter
+
+
+def _check_extras(event: Any) -> None:
+    """What names a block beside its tokens is in our keys; here there is an entry for each."""
+    extras = getattr(event, "extra_keys", None)
+    if extras is not None and len(extras) != len(event.block_hashes):
+        raise EngineFault(f"extra_keys of {len(event.block_hashes)} blocks: {extras!r}")

@@ -1,0 +1,103 @@
+"""What a release of vLLM is spared of transfers: what its scheduler dies of, with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from blockstep.conformance.engines.adapters.vllm_state import Run
+from blockstep.spec import vocabulary as v
+
+UNKNOWN_SIGNAL = "a signal of a transfer about somebody who has none under way: it asserts (B21)"
+SEVERAL_GROUPS = "invalid blocks with several groups: it unpacks one table (B47)"
+SEVERAL_FAILURES = "loads of several that fail at once: they end in the order of a set of strings"
+RESET_BESIDE_HELD = "a forced reset while blocks of an ended request are held: it raises"
+ENDS_WHILE_PARKED = "a preempted request that waits for the store before its frame ends it"
+SPARED_SIGNALS = frozenset({UNKNOWN_SIGNAL, SEVERAL_GROUPS})
+"""What a worker or a store says in good faith, and the release does not survive."""
+
+
+def find_store_reason(run: Run, event: v.Event) -> str | None:
+    """The defect that would make the release raise, or end some of a set; of a run with a store."""
+    match event:
+        case v.Commit(frame_id=frame_id, transfers=transfers) if frame_id in run.frames:
+            return _find_report_reason(run, transfers, run.frames[frame_id].num_scheduled_tokens)
+        case v.TransfersReported(transfers=transfers):
+            return _find_report_reason(run, transfers, {})
+        case v.Reset(reset_running_requests=True):
+            is_held = any(one.is_finished() for one in run.scheduler.requests.values())
+            return RESET_BESIDE_HELD if is_held else None
+        case v.Schedule():
+            return ENDS_WHILE_PARKED if _may_end_while_parked(run) else None
+    return None
+
+
+def _find_report_reason(
+    run: Run, transfers: v.KVTransfers, scheduled: Mapping[v.RequestId, int]
+) -> str | None:
+    """Why a report is not to be handed on, with the tokens of each row that it comes with."""
+    invalid = frozenset(transfers.invalid_block_ids)
+    does_fail = run.config.kv_load_failure_policy is v.KVLoadFailurePolicy.FAIL
+    parked = [one for one in run.get_skipped() if one.status.name == "WAITING_FOR_REMOTE_KVS"]
+    looked_at = [*parked, *run.scheduler.running] if invalid else []
+    if looked_at and len(run.managers) > 1:
+        return SEVERAL_GROUPS
+    affected = [one.request_id for one in looked_at if _has_invalid(run, one, invalid, scheduled)]
+    if does_fail and len(affected) > 1:
+        return SEVERAL_FAILURES
+    ending = affected if does_fail else ()
+    return None if _are_signals_known(run, transfers, ending) else UNKNOWN_SIGNAL
+
+
+def _has_invalid(
+    run: Run,
+    request: Any,
+    invalid: Collection[v.BlockId],
+    scheduled: Mapping[v.RequestId, int],
+) -> bool:
+    """Whether the release takes a request for one of whom a block is invalid."""
+    manager = run.managers[0]
+    num_computed = request.num_computed_tokens - scheduled.get(request.request_id, 0)
+    num_blocks = max(-(-num_computed // manager.block_size), 0)
+    table = manager.req_to_blocks.get(request.request_id, ())
+    return any(block.block_id in invalid for block in table[:num_blocks])
+
+
+def _are_signals_known(run: Run, transfers: v.KVTransfers, ending: Collection[v.RequestId]) -> bool:
+    """Whether each signal is about somebody of whom the release takes it, in its order.
+
+    Args:
+        run: The run.
+        transfers: What is reported.
+        ending: Who ends for invalid blocks in the same report: of whom a load has come already,
+            is then gone.
+    """
+    requests, gone = run.scheduler.requests, set()
+    received = run.scheduler.finished_recving_kv_req_ids
+    for name in dict.fromkeys(transfers.finished_recving):
+        request = requests.get(name)
+        if request is None or (name in ending and name in received):
+            return False
+        if request.is_finished() or name in ending:
+            gone.add(name)
+        elif request.status.name != "WAITING_FOR_REMOTE_KVS":
+            return False
+    return all(
+        name in requests and requests[name].is_finished() and name not in gone
+        for name in transfers.finished_sending
+    )
+
+
+def _may_end_while_parked(run: Run) -> bool:
+    """Whether a preempted request with a frame in flight is put beside the queue for the store.
+
+    If that frame ends it, it is taken out of the other queue; what its frame rejects is taken off
+    what is loaded.
+    """
+    offers = {} if run.store is None else run.store.offers
+    in_flight = {name for frame in run.frames.values() for name in frame.num_scheduled_tokens}
+    waiting = {one.request_id for one in (*run.scheduler.waiting, *run.get_skipped())}
+    return any(
+        offers[name].is_async or offers[name].num_tokens is None
+        for name in in_flight & waiting & offers.keys()
+    )

@@ -1,0 +1,231 @@
+"""A store of KV beside the pool, in vLLM's own class: a connector that does what events say.
+
+    KVOffer --> Store.offers --> get_num_new_matched_tokens --+
+    the scheduler --> update_state_after_alloc --> loads -----+--> build_connector_meta --> kv_loads
+    a worker's report --> update_connector_output             request_finished --> blocks are held
+
+It answers what it was told to answer, and keeps what the scheduler tells it: each call is held to
+the calls before it (D16). There is a scheduler's side alone; nobody loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
+from vllm.v1.outputs import KVConnectorOutput
+
+from blockstep.conformance.engine import EngineFault
+from blockstep.spec import vocabulary as v
+
+
+class Loads(KVConnectorMetadata):  # type: ignore[misc]
+    """What a worker is to have loaded, in the order in which the scheduler told it."""
+
+    def __init__(self, loads: Sequence[v.KVLoad]) -> None:
+        self.loads = tuple(loads)
+
+
+class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """The side of a scheduler."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        groups = kv_cache_config.kv_cache_groups
+        self._sizes = [group.kv_cache_spec.block_size for group in groups]
+        self.offers: dict[v.RequestId, v.KVOffer] = {}
+        """Of unfinished requests."""
+        self.loading: set[v.RequestId] = set()
+        """Whose asynchronous load has been told, and not come to its end."""
+        self.sending: set[v.RequestId] = set()
+        """Ended ones whose blocks it reads."""
+        self.spares_full_loads = True
+        self._asked: dict[v.RequestId, tuple[int, int, bool]] = {}
+        """In this step: tokens of the local hit, those offered behind it, and whether they come
+        later."""
+        self._loads: list[v.KVLoad] = []
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that it has behind the local hit; none of the last one, which is computed.
+
+        A load that comes later may be of all: the release takes the last one back itself.
+        """
+        name = request.request_id
+        if name in self._asked:
+            raise EngineFault(f"the connector is asked about {name!r} twice in one step")
+        if request.num_computed_tokens:
+            raise EngineFault(f"the connector is asked about {name!r}, which has computed some")
+        offer = self.offers.get(name, v.KVOffer(name))
+        if offer.num_tokens is None:
+            return None, False
+        limit = request.num_tokens
+        if self.spares_full_loads and not offer.is_async:
+            limit -= 1
+        num_external = max(min(offer.num_tokens, limit) - num_computed_tokens, 0)
+        is_async = offer.is_async and num_external > 0
+        self._asked[name] = (num_computed_tokens, num_external, is_async)
+        return num_external, is_async
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """A request was given blocks: those into which something is loaded, where it is."""
+        name = request.request_id
+        num_local, num_external, is_async = self._asked.pop(name, (0, 0, False))
+        if num_external_tokens != num_external:
+            raise EngineFault(
+                f"the connector is told of {num_external_tokens} tokens of {name!r}; "
+                f"it offered {num_external}"
+            )
+        if not num_external:
+            return
+        end = num_local + num_external
+        tables = tuple(
+            tuple(table[: -(-end // size)])
+            for table, size in zip(blocks.get_block_ids(), self._sizes, strict=True)
+        )
+        self._loads.append(v.KVLoad(name, tables, num_local, num_external, is_async))
+        if is_async:
+            self.loading.add(name)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """What was to be loaded since the last plan."""
+        del scheduler_output
+        loads, self._loads = self._loads, []
+        self._asked.clear()
+        return Loads(loads)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What a worker reports, before the scheduler acts on it."""
+        self.loading.difference_update(connector_output.finished_recving or ())
+        self.sending.difference_update(connector_output.finished_sending or ())
+
+    def forget(self, names: Iterable[v.RequestId], requests: Container[v.RequestId]) -> None:
+        """Those of whom something was reported, and whom the scheduler knows no more."""
+        gone = {name for name in names if name not in requests}
+        self.loading -= gone
+        self.sending -= gone
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether it reads the blocks of who ends: if its offer says so, and there are any."""
+        offer = self.offers.pop(request.request_id, None)
+        is_sending = offer is not None and offer.delays_free and any(block_ids)
+        if is_sending:
+            self.sending.add(request.request_id)
+        return is_sending, None
+
+    def reset_cache(self) -> None:
+        """It forgets what it has."""
+        self.offers.clear()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """The side of the worker: there is none."""
+        raise NotImplementedError("nobody loads here: this connector is a scheduler's")
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """The side of the worker: there is none."""
+        raise NotImplementedError("nobody loads here: this connector is a scheduler's")
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """The side of the worker: there is none."""
+        raise NotImplementedError("nobody saves here: this connector is a scheduler's")
+
+    def wait_for_save(self) -> None:
+        """The side of the worker: there is none."""
+        raise NotImplementedError("nobody saves here: this connector is a scheduler's")
+
+
+def ask_for_store(vllm_config: Any, policy: v.KVLoadFailurePolicy) -> None:
+    """Have the release build `Store` as its connector."""
+    vllm_config.kv_transfer_config = KVTransferConfig(
+        kv_connector=Store.__name__,
+        kv_connector_module_path=__name__,
+        kv_role="kv_both",
+        kv_load_failure_policy=policy.value,
+    )
+
+
+def build_report(transfers: v.KVTransfers) -> KVConnectorOutput | None:
+    """What a worker reports, as the release's worker hands it over; None if it is nothing.
+
+    The release goes through ids in the order of a set; here that is the order given.
+    """
+    if transfers == v.KVTransfers():
+        return None
+    sent, received = (
+        dict.fromkeys(names) for names in (transfers.finished_sending, transfers.finished_recving)
+    )
+    return KVConnectorOutput(
+        finished_sending=sent,
+        finished_recving=received,
+        invalid_block_ids=set(transfers.invalid_block_ids),
+    )
+
+
+def read_kv_loads(metadata: Any) -> tuple[v.KVLoad, ...]:
+    """What a plan has a store load.
+
+    Raises:
+        EngineFault: the plan has something else from a connector.
+    """
+    if not isinstance(metadata, Loads):
+        raise EngineFault(f"kv_connector_metadata in this plan is {metadata!r}")
+    return metadata.loads
+
+
+def read_transfers(
+    store: Store, requests: dict[v.RequestId, Any], received: set[v.RequestId], managers: Any
+) -> v.TransfersSnapshot:
+    """What is under way between pool and store.
+
+    A release that publishes what is loaded at once knows nobody whose load is not settled.
+
+    Args:
+        store: The scheduler's connector.
+        requests: The scheduler's, ended ones that hold blocks included.
+        received: Its parked requests whose load has come to its end.
+        managers: Of the block tables of each group.
+
+    Raises:
+        EngineFault: the scheduler and its connector disagree on who loads or is read.
+    """
+    parked = {
+        name
+        for name, request in requests.items()
+        if request.status.name == "WAITING_FOR_REMOTE_KVS"
+    }
+    held = sorted(name for name, request in requests.items() if request.is_finished())
+    unknown = (store.loading | store.sending) - parked - set(held)
+    if unknown or parked - received != parked & store.loading:
+        raise EngineFault(
+            f"the connector loads for {sorted(store.loading)} and reads {sorted(store.sending)}; "
+            f"parked are {sorted(parked)}, received {sorted(received)}, held {held}"
+        )
+    return v.TransfersSnapshot(
+        offers=tuple(
+            offer for name, offer in sorted(store.offers.items()) if offer != v.KVOffer(name)
+        ),
+        received=tuple(sorted(received)),
+        held=tuple(
+            v.HeldBlocks(
+                name,
+                tuple(
+                    tuple(block.block_id for block in manager.req_to_blocks.get(name, ()))
+                    for manager in managers
+                ),
+                is_recving=name in store.loading,
+                is_sending=name in store.sending,
+            )
+            for name in held
+        ),
+    )

@@ -1,0 +1,283 @@
+"""Telling: what is said of blocks is enough to know what can be found. PYTEST_DONT_REWRITE.
+
+Which blocks of a table are there is symbolic, and what becomes of each block; tokens are numbered
+by their positions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from blockstep.conformance.prove.hosts import LINEAGE, LOG
+from blockstep.conformance.prove.law import Right, Room, instead, instead_in
+from blockstep.conformance.prove.laws import host_mistakes as wrong
+from blockstep.spec import pool as pools
+from blockstep.spec import vocabulary as v
+from blockstep.spec.memory.telling import get_stored
+from blockstep.spec.pool import Pool, publish_blocks, take_events, withdraw_all, withdraw_blocks
+from blockstep.spec.requests import RequestState
+
+ROOM = Room("telling")
+TOKENS = tuple(range(20))
+Stored = tuple[v.BlockStored, ...]
+
+
+def name_tokens(num_tokens: int) -> tuple[v.BlockKey, ...]:
+    """Keys of the first tokens, one a token."""
+    keys: list[v.BlockKey] = []
+    for token in range(num_tokens):
+        keys.append(v.BlockKey(keys[-1] if keys else None, (token,)))
+    return tuple(keys)
+
+
+KEYS = name_tokens(len(TOKENS))
+ASKED = v.Request("a", TOKENS, max_tokens=1)
+REQUEST = RequestState(ASKED, v.Status.RUNNING, block_keys=KEYS)
+
+
+def build_grouped(size: int) -> v.Config:
+    """A config of two groups; the second has blocks of so many tokens."""
+    groups = (v.KVGroup(v.GroupKind.FULL, 1), v.KVGroup(v.GroupKind.FULL, size))
+    return v.Config(16, 1, groups=groups, enable_kv_cache_events=True)
+
+
+def list_blocks(*there: int) -> tuple[v.BlockId, ...]:
+    """Block ids, or the null block where there is none."""
+    return tuple([index if is_there == 1 else 0 for index, is_there in enumerate(there, 1)])
+
+
+def follow(copies: Counter[v.BlockKey], told: Sequence[v.KVEvent]) -> None:
+    """What a consumer does."""
+    for event in told:
+        match event:
+            case v.BlockStored():
+                copies.update(event.keys)
+            case v.BlockRemoved():
+                copies.subtract(event.keys)
+            case _:
+                copies.clear()
+
+
+# Mistakes.
+
+
+@instead(get_stored, theirs="#44451")
+def tokens_of_absent_blocks_are_told(
+    right: Right[Stored], request: RequestState, fresh: Sequence[int], first: int, config: v.Config
+) -> Stored:
+    """One event for all that became full, with the tokens of all."""
+    told, size = right(), config.block_sizes[1]
+    keys = tuple([key for event in told for key in event.keys])
+    tokens = request.request.prompt_token_ids[first * size : (first + len(fresh)) * size]
+    return (replace(told[0], keys=keys, token_ids=tokens),) if told else ()
+
+
+@instead(get_stored)
+def parent_is_the_block_before_what_is_told_at_once(right: Right[Stored]) -> Stored:
+    """Not the one before each run of blocks."""
+    told = right()
+    return tuple([replace(event, parent=told[0].parent) for event in told])
+
+
+@instead(get_stored)
+def chunks_begin_prompts(right: Right[Stored]) -> Stored:
+    """No parent, ever."""
+    return tuple([replace(event, parent=None) for event in right()])
+
+
+@instead(get_stored)
+def parent_is_of_the_first_group(right: Right[Stored]) -> Stored:
+    """Its key names another block, of another group."""
+    return tuple(
+        [replace(event, parent=event.parent and event.parent.in_group(0)) for event in right()]
+    )
+
+
+@instead(get_stored)
+def absent_blocks_are_told(right: Right[Stored], fresh: Sequence[int]) -> Stored:
+    """Whatever became full is said to be there."""
+    return right(fresh=[1 for _ in fresh])
+
+
+@instead(get_stored)
+def only_the_first_run_is_told(right: Right[Stored]) -> Stored:
+    """As if nothing came behind a block that is not there."""
+    return right()[:1]
+
+
+@instead(publish_blocks)
+def second_copy_is_not_told(right: Right[Pool], pool: Pool, keys: Sequence[v.BlockKey]) -> Pool:
+    """The key is known already."""
+    return right(stored=()) if all(key in pool.cached for key in keys) else right()
+
+
+@instead(withdraw_blocks)
+def last_copy_alone_is_told(right: Right[Pool], pool: Pool) -> Pool:
+    """Nothing is said while another copy is left."""
+    after = right()
+    gone = [key for key in pool.cached if key not in after.cached]
+    told = () if pool.kv_events is None else pool.kv_events
+    return replace(after, kv_events=(*told, *[v.BlockRemoved((key,)) for key in gone]))
+
+
+@instead(withdraw_blocks)
+def removal_is_not_told(right: Right[Pool], pool: Pool) -> Pool:
+    """Stores only."""
+    return replace(right(), kv_events=pool.kv_events)
+
+
+@instead(withdraw_blocks)
+def every_block_that_is_taken_is_told(
+    right: Right[Pool], pool: Pool, block_ids: Sequence[int]
+) -> Pool:
+    """A removal of something, also for a block that carried no key."""
+    gone = [v.BlockRemoved((pool.block_keys[b] or KEYS[0],)) for b in block_ids]
+    told = () if pool.kv_events is None else pool.kv_events
+    return replace(right(), kv_events=(*told, *gone))
+
+
+@instead(withdraw_all)
+def reset_is_not_told(right: Right[Pool], pool: Pool) -> Pool:
+    """Everything is forgotten in silence."""
+    return replace(right(), kv_events=pool.kv_events)
+
+
+@instead_in(pools, "get_telling")
+def latest_is_told_first(right: Right[Pool], pool: Pool, kv_events: Sequence[v.KVEvent]) -> Pool:
+    """A pile instead of a queue."""
+    if pool.kv_events is None:
+        return right()
+    return replace(pool, kv_events=(*kv_events, *pool.kv_events))
+
+
+@instead(take_events)
+def told_again_with_the_next_answer(
+    pool: Pool,
+) -> tuple[Pool, tuple[v.KVEvent, ...]]:
+    """What is told stays to be told."""
+    return pool, pool.kv_events or ()
+
+
+# What becomes findable.
+
+
+@ROOM.law(
+    "P20",
+    (1, 1, 0, 1, 2),
+    tokens_of_absent_blocks_are_told,
+    parent_is_the_block_before_what_is_told_at_once,
+    chunks_begin_prompts,
+    parent_is_of_the_first_group,
+)
+def check_blocks_told_at_once_stand_behind_their_parent_with_their_tokens(
+    first: int, is_1: int, is_2: int, is_3: int, size: int
+) -> None:
+    """Three blocks became full, from index `first` on; of some the group keeps nothing."""
+    assert 0 <= first <= 1 and 1 <= size <= 2
+    assert 0 <= is_1 <= 1 and 0 <= is_2 <= 1 and 0 <= is_3 <= 1
+    fresh = list_blocks(is_1, is_2, is_3)
+    for event in get_stored(build_grouped(size), REQUEST, 1, fresh, first):
+        begin = event.token_ids[0] // size
+        end = begin + len(event.keys)
+        assert event.keys == tuple(
+            [KEYS[(index + 1) * size - 1].in_group(1) for index in range(begin, end)]
+        )
+        assert event.parent == (KEYS[begin * size - 1].in_group(1) if begin else None)
+        assert event.token_ids == TOKENS[begin * size : end * size]
+        assert event.block_size == size
+
+
+@ROOM.law(
+    "P20",
+    (1, 1, 0, 1),
+    absent_blocks_are_told,
+    only_the_first_run_is_told,
+)
+def check_each_block_that_is_there_is_told_once_in_order(
+    first: int, is_1: int, is_2: int, is_3: int
+) -> None:
+    """And nothing of those that are not; no event is of nothing."""
+    assert 0 <= first <= 1
+    assert 0 <= is_1 <= 1 and 0 <= is_2 <= 1 and 0 <= is_3 <= 1
+    fresh = list_blocks(is_1, is_2, is_3)
+    told = get_stored(build_grouped(2), REQUEST, 1, fresh, first)
+    assert all(event.keys for event in told)
+    assert [key for event in told for key in event.keys] == [
+        KEYS[2 * index + 1].in_group(1) for index, block_id in enumerate(fresh, first) if block_id
+    ]
+
+
+@ROOM.law("P20", (1, 1, 0, 1, 2), wrong.log_forgets_parents, wrong.log_runs_over_gaps, is_slow=True)
+def check_host_tells_the_same(first: int, is_1: int, is_2: int, is_3: int, size: int) -> None:
+    """From names that it makes by itself."""
+    assert 0 <= first <= 1 and 1 <= size <= 2
+    assert 0 <= is_1 <= 1 and 0 <= is_2 <= 1 and 0 <= is_3 <= 1
+    fresh = list_blocks(is_1, is_2, is_3)
+    log, lineage = LOG(1), LINEAGE(ASKED, 1, None)
+    there = [index for index, block_id in enumerate(fresh, first) if block_id]
+    log.stored(lineage, there, 1, size)
+    assert log.take() == get_stored(build_grouped(size), REQUEST, 1, fresh, first)
+
+
+# What is findable no longer.
+
+
+@ROOM.law(
+    "P20",
+    (1, 0, 1, 0, 1),
+    second_copy_is_not_told,
+    last_copy_alone_is_told,
+    removal_is_not_told,
+    every_block_that_is_taken_is_told,
+)
+def check_who_counts_what_is_told_has_the_copies_of_each_key(
+    name_2: int, name_3: int, goes_1: int, goes_2: int, goes_3: int
+) -> None:
+    """A block is published, then two more under its key, another one or none; some go."""
+    assert 0 <= name_2 <= 2 and 0 <= name_3 <= 2
+    assert 0 <= goes_1 <= 1 and 0 <= goes_2 <= 1 and 0 <= goes_3 <= 1
+    pool, copies = publish_each(0, name_2, name_3), Counter[v.BlockKey]()
+    leaving = [b for b, goes in ((1, goes_1), (2, goes_2), (3, goes_3)) if goes == 1]
+    after, told = take_events(withdraw_blocks(pool, leaving))
+    follow(copies, told)
+    assert dict(+copies) == {key: len(blocks) for key, blocks in after.cached.items()}
+    assert +copies == copies
+
+
+@ROOM.law("P20 P25", (0, 0, 1), reset_is_not_told, latest_is_told_first)
+def check_what_is_told_is_in_order_around_a_reset(name_1: int, name_2: int, is_reset: int) -> None:
+    """Blocks are published, all are forgotten, and one of them is published again."""
+    assert 0 <= name_1 <= 2 and 0 <= name_2 <= 2 and 0 <= is_reset <= 1
+    pool, copies = publish_each(name_1, name_2), Counter[v.BlockKey]()
+    if is_reset == 1:
+        pool = publish_block(withdraw_all(pool), 1, name_1)
+    after, told = take_events(pool)
+    follow(copies, told)
+    assert dict(+copies) == {key: len(blocks) for key, blocks in after.cached.items()}
+
+
+@ROOM.law("P20", (0, 1), told_again_with_the_next_answer)
+def check_nothing_is_told_twice(name_1: int, name_2: int) -> None:
+    """What was taken is taken."""
+    assert 0 <= name_1 <= 2 and 0 <= name_2 <= 2
+    pool, told = take_events(publish_each(name_1, name_2))
+    assert len(told) == (name_1 < 2) + (name_2 < 2)
+    assert take_events(pool)[1] == ()
+
+
+def publish_block(pool: Pool, block_id: v.BlockId, name: int) -> Pool:
+    """A block under one of the first two keys; under none where `name` is 2."""
+    if name == 2:
+        return pool
+    key = KEYS[0] if name == 0 else KEYS[1]
+    return publish_blocks(pool, (block_id,), (key,), (v.BlockStored((key,), None, (0,), 1),))
+
+
+def publish_each(*names: int) -> Pool:
+    """A pool that tells, of which the first blocks are published one by one."""
+    pool = pools.create_pool(len(names) + 1, tells=True)
+    for block_id, name in enumerate(names, 1):
+        pool = publish_block(pool, block_id, name)
+    return pool

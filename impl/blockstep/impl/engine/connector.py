@@ -1,0 +1,251 @@
+"""Connector: what an engine tells its scheduler of a store, and moves for it.
+
+    submit ----> names of its blocks --count--> KVOffer --> plan.kv_loads --load--> blocks
+    finished_req_ids --> names of what is computed --save--> store --> finished_sending
+
+It stands on both sides. Beside the scheduler it makes offers and hands reports on; beside the
+worker it loads and saves, on the way of each plan and in jobs. What the store cannot give any more
+is reported as invalid, and the scheduler decides what becomes of it. An offer holds for as long as
+the request lives: a preempted one finds the same tokens in the store, or reports them as invalid.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+
+from blockstep.impl.engine.batch import Batch
+from blockstep.impl.engine.moves import Jobs, Mover
+from blockstep.impl.engine.store import BlockName, KVStore, StoreError
+from blockstep.impl.host.digests import SHA256
+from blockstep.impl.host.lineage import Lineage
+from blockstep.spec.vocabulary import (
+    NO_TRANSFERS,
+    BlockId,
+    Event,
+    FrameId,
+    KVLoad,
+    KVOffer,
+    KVTransfers,
+    Plan,
+    Request,
+    RequestId,
+    TokenIds,
+    TransfersReported,
+)
+
+ASK_AGAIN_S = 0.002
+"""Between two questions to a store that does not know yet, where nothing else is to be done."""
+
+
+class KVRole(StrEnum):
+    """What an engine does with its store; names are vLLM's."""
+
+    PRODUCER = "kv_producer"
+    """It tells the store what it will compute, and saves it."""
+    CONSUMER = "kv_consumer"
+    """It loads what there is, and waits for what was announced."""
+    BOTH = "kv_both"
+    """It loads and saves."""
+
+
+@dataclass(slots=True)
+class _Life:
+    """A request that was submitted and has not been announced as finished."""
+
+    request: Request
+    names: list[BlockName]
+    """Of the full blocks of the tokens that were offered."""
+
+
+class Connector:
+    """One engine's side of a store.
+
+    Args:
+        store: where KV is kept.
+        mover: moves blocks of the engine's caches.
+        jobs: what is done beside the steps.
+        block_size: tokens in a block.
+        identity: what shapes KV beside the request: model, dtype. Engines that differ in it find
+            nothing of each other.
+        adapters: likewise of each adapter, by name.
+        role: whether it loads, saves, or both.
+        is_async: whether requests are parked until their load has come; otherwise the step waits.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        mover: Mover,
+        jobs: Jobs,
+        block_size: int,
+        identity: bytes,
+        adapters: Mapping[str, str],
+        role: KVRole = KVRole.BOTH,
+        is_async: bool = False,
+    ) -> None:
+        self._store, self._mover, self._jobs = store, mover, jobs
+        self._block_size = block_size
+        self._identity = identity
+        self._adapters = adapters
+        self._role = role
+        self._is_async = is_async
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        self._lives: dict[RequestId, _Life] = {}
+        self._unknown: set[RequestId] = set()
+        """About whom the store is to be asked again."""
+        self._saving: set[RequestId] = set()
+        self._received: list[RequestId] = []
+        self._sent: list[RequestId] = []
+        self._invalid: list[BlockId] = []
+        self._invalid_of_frame: dict[FrameId, tuple[BlockId, ...]] = {}
+
+    def start_anew(self) -> None:
+        """Forget all requests, once no job touches the caches any more."""
+        self._jobs.stop()
+        for life in self._lives.values():
+            self._announce(life, is_coming=False)
+        self._forget_all()
+
+    # Beside the scheduler.
+
+    def begin(self, request: Request) -> KVOffer:
+        """What the store offers to a request that was just submitted."""
+        life = _Life(request, self._name(request, request.prompt_token_ids))
+        self._lives[request.request_id] = life
+        self._announce(life, is_coming=True)
+        return self._ask(life)
+
+    def list_events(self) -> list[Event]:
+        """What there is to be told to the scheduler: offers to those about whom the store did not
+        know, and a report of what has come to its end beside the answers of plans."""
+        events: list[Event] = [self._ask(self._lives[name]) for name in sorted(self._unknown)]
+        self._jobs.poll()
+        if self._received or self._sent or self._invalid:
+            told = tuple(self._received), tuple(self._sent), tuple(self._invalid)
+            events.append(TransfersReported(KVTransfers(*told)))
+            self._saving.difference_update(self._sent)
+            self._received, self._sent, self._invalid = [], [], []
+        return events
+
+    def take_answer(self, frame_id: FrameId) -> KVTransfers:
+        """What could not be loaded for a plan."""
+        invalid = self._invalid_of_frame.pop(frame_id, ())
+        return KVTransfers(invalid_block_ids=invalid) if invalid else NO_TRANSFERS
+
+    def is_saving(self, *names: RequestId) -> bool:
+        """Whether one of them is still to be saved."""
+        if self._role is KVRole.CONSUMER:
+            return False
+        return any(name in self._saving or name in self._lives for name in names)
+
+    def wait(self) -> bool:
+        """Wait a moment for whatever is under way; whether anything is."""
+        if not (len(self._jobs) or self._unknown or self._received or self._sent):
+            return False
+        if len(self._jobs):
+            self._jobs.poll(ASK_AGAIN_S if self._unknown else 10 * ASK_AGAIN_S)
+        elif self._unknown:
+            time.sleep(ASK_AGAIN_S)
+        return True
+
+    def _ask(self, life: _Life) -> KVOffer:
+        request_id, num_blocks = life.request.request_id, self._count(life)
+        if num_blocks is None:
+            self._unknown.add(request_id)
+        else:
+            self._unknown.discard(request_id)
+        num_tokens = None if num_blocks is None else num_blocks * self._block_size
+        is_sent = self._role is not KVRole.CONSUMER
+        return KVOffer(request_id, num_tokens, self._is_async, is_sent)
+
+    def _count(self, life: _Life) -> int | None:
+        if self._role is KVRole.PRODUCER:
+            return 0
+        try:
+            return self._store.count(life.names)
+        except StoreError:
+            return 0
+
+    def _announce(self, life: _Life, is_coming: bool) -> None:
+        if self._role is KVRole.PRODUCER and life.names:
+            with suppress(StoreError):  # who cannot be told waits for nothing
+                self._store.expect(life.names, is_coming)
+
+    def _name(self, request: Request, tokens: TokenIds) -> list[BlockName]:
+        """Of the full blocks of these tokens, of one who asks like this."""
+        adapter = request.adapter
+        if adapter is not None:
+            adapter = f"{adapter} {self._adapters[adapter]}"
+        like = replace(request, prompt_token_ids=tokens, adapter=adapter)
+        digests = Lineage(like, self._block_size, SHA256).name_blocks()
+        return [self._identity + digest for digest in digests]
+
+    # Beside the worker.
+
+    def save(self, plan: Plan, batch: Batch) -> None:
+        """Save what is computed of those that have ended; `batch` has their rows still."""
+        for request_id in plan.finished_req_ids:
+            life = self._lives.pop(request_id, None)
+            self._unknown.discard(request_id)
+            if life is None or self._role is KVRole.CONSUMER:
+                continue
+            tokens, block_ids = batch.get_computed(request_id)
+            names = self._name(life.request, tokens)
+            self._saving.add(request_id)
+            work = partial(self._keep, life, names, block_ids)
+            self._jobs.add(work, partial(self._end_saving, request_id))
+
+    def load(self, plan: Plan) -> dict[RequestId, int]:
+        """Load what the plan says. Of those whose load has failed: how many tokens are valid."""
+        failed: dict[RequestId, int] = {}
+        for load in plan.kv_loads:
+            first = load.num_computed_tokens // self._block_size
+            work, block_ids = self._get_work(load, first)
+            if load.is_async:
+                self._jobs.add(work, self._get_end(load.request_id, block_ids))
+                continue
+            num_loaded = work()
+            if num_loaded < len(block_ids):
+                invalid = (*self._invalid_of_frame.get(plan.frame_id, ()), *block_ids[num_loaded:])
+                self._invalid_of_frame[plan.frame_id] = invalid
+                failed[load.request_id] = (first + num_loaded) * self._block_size
+        return failed
+
+    def _get_work(self, load: KVLoad, first: int) -> tuple[Callable[[], int], tuple[BlockId, ...]]:
+        """What loads these blocks, and returns how many of them it has loaded; and the blocks."""
+        block_ids = load.block_ids[0][first:]
+        names = self._lives[load.request_id].names[: first + len(block_ids)]
+        return partial(self._fill, names, first, block_ids), block_ids
+
+    def _end_saving(self, request_id: RequestId, _: None) -> None:
+        self._sent.append(request_id)
+
+    def _get_end(
+        self, request_id: RequestId, block_ids: tuple[BlockId, ...]
+    ) -> Callable[[int], None]:
+        def end(num_loaded: int) -> None:
+            self._invalid += block_ids[num_loaded:]
+            self._received.append(request_id)
+
+        return end
+
+    def _fill(self, names: list[BlockName], first: int, block_ids: tuple[BlockId, ...]) -> int:
+        try:
+            blocks = self._store.load(names[first:])
+        except StoreError:
+            return 0
+        self._mover.write(block_ids[: len(blocks)], blocks)
+        return len(blocks)
+
+    def _keep(self, life: _Life, names: list[BlockName], block_ids: tuple[BlockId, ...]) -> None:
+        with suppress(StoreError):  # it has less than it might
+            first = self._store.count(names) or 0
+            self._store.save(names, first, self._mover.read(block_ids[first:]))
+        self._announce(life, is_coming=False)

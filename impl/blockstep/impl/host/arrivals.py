@@ -1,0 +1,127 @@
+"""Arrivals: what a worker reports of transfers, in any state of the requests (P18)."""
+
+from __future__ import annotations
+
+from blockstep.impl.host.sessions import Sessions
+from blockstep.impl.host.table import Holding
+from blockstep.impl.host.transfers import Transfers, find_valid
+from blockstep.spec.vocabulary import (
+    BlockTables,
+    FinishReason,
+    FrameId,
+    KVLoad,
+    KVLoadFailurePolicy,
+    KVTransfers,
+    OutputRow,
+    Outputs,
+    RequestId,
+    Status,
+)
+
+
+class Arrivals(Sessions):
+    """Takes reports: invalid blocks before the rows of a frame, all else behind them."""
+
+    def _take_report(self, report: KVTransfers) -> Outputs:
+        """A report without an answer to a plan."""
+        if self.transfers is None:
+            return Outputs()
+        failed = self._take_invalid(self.transfers, report)
+        rows = self._end_failed(failed)
+        self._take_finished(self.transfers, report)
+        return Outputs(tuple(rows), self._tell())
+
+    def _take_invalid(
+        self, transfers: Transfers, report: KVTransfers, frame_id: FrameId | None = None
+    ) -> list[RequestId]:
+        """What could not be loaded is not computed; who ends by that.
+
+        Of the frame that is answered, if any, what has come is there for others from now on.
+        """
+        invalid = frozenset(report.invalid_block_ids)
+        failed = self._take_invalid_of_parked(invalid) if invalid else []
+        for load in transfers.loads.get(-1 if frame_id is None else frame_id, ()):
+            slot = self.table.slot_of.get(load.request_id)
+            if slot is None:
+                continue
+            valid = self._find_valid(load, invalid)
+            is_by_this = transfers.unsettled.get(load.request_id) == frame_id
+            if valid is None:
+                if is_by_this:
+                    del transfers.unsettled[load.request_id]
+                    self._publish(slot, self.table.num_computed[slot], 0)
+            elif is_by_this or self._samples(frame_id, load.request_id):
+                self._drop_rows_behind(slot)
+                if self.config.kv_load_failure_policy is KVLoadFailurePolicy.FAIL:
+                    failed.append(load.request_id)
+                else:
+                    self._recompute(transfers, slot, valid)
+        return failed
+
+    def _take_invalid_of_parked(self, invalid: frozenset[int]) -> list[RequestId]:
+        """The same of loads that come later; all of it is computed behind the hit if it must."""
+        table, failed = self.table, []
+        for slot in (*self.skipped_waiting, *self.waiting):
+            if table.statuses[slot] is not Status.WAITING_FOR_REMOTE_KVS:
+                continue
+            firsts = [holding.num_cached for holding in table.holdings[slot]]
+            tables, sizes = table.block_tables(slot), self.config.block_sizes
+            valid = find_valid(tables, firsts, sizes, invalid)
+            if valid is None:
+                continue
+            if self.config.kv_load_failure_policy is KVLoadFailurePolicy.FAIL:
+                failed.append(table.requests[slot].request_id)
+            else:
+                table.num_computed[slot] = min(table.num_computed[slot], valid)
+        return failed
+
+    def _find_valid(self, load: KVLoad, invalid: frozenset[int]) -> int | None:
+        """Leading tokens of a load of a frame that are there; None if all are."""
+        sizes = self.config.block_sizes
+        firsts = [load.num_computed_tokens // size for size in sizes]
+        return find_valid(load.block_ids, firsts, sizes, invalid) if invalid else None
+
+    def _samples(self, frame_id: FrameId | None, request_id: RequestId) -> bool:
+        """Whether a frame does for a request that was preempted since: it waits for that token, and
+        has not begun anew."""
+        return frame_id is not None and self.frames[frame_id].get(request_id) is not None
+
+    def _recompute(self, transfers: Transfers, slot: int, valid: int) -> None:
+        """Some of a load is not there: whatever was made of it counts for nothing (P19)."""
+        table = self.table
+        table.num_output_placeholders[slot] = 0
+        if transfers.unsettled.pop(table.requests[slot].request_id, None) is not None:
+            table.num_computed[slot] = valid
+            table.spec_token_ids[slot] = ()
+            table.is_prefill_chunk[slot] = True
+            self._publish(slot, valid, 0)
+
+    def _end_failed(self, failed: list[RequestId]) -> list[OutputRow]:
+        """End by an error those who fail by a load; each once."""
+        rows: list[OutputRow] = []
+        for request_id in failed:
+            slot = self.table.slot_of.get(request_id)
+            if slot is None:
+                continue
+            num_cached = max(self.table.num_cached_tokens[slot], 0)
+            self._finish(slot)
+            row = OutputRow(request_id, (), FinishReason.ERROR, num_cached_tokens=num_cached)
+            rows.append(row)
+        return rows
+
+    def _take_finished(self, transfers: Transfers, report: KVTransfers) -> None:
+        """Loads and stores that have come to their end; what is said of anybody else is nothing."""
+        table = self.table
+        for request_id in report.finished_recving:
+            slot = table.slot_of.get(request_id)
+            if slot is None:
+                self._let_go(transfers.release(request_id, is_recving=True))
+            elif table.statuses[slot] is Status.WAITING_FOR_REMOTE_KVS:
+                transfers.received.add(request_id)
+        for request_id in report.finished_sending:
+            self._let_go(transfers.release(request_id, is_recving=False))
+
+    def _let_go(self, block_tables: BlockTables) -> None:
+        """Free what an ended request held."""
+        assert self.groups is not None, "a store has groups of blocks, if only one"
+        self.groups.free([Holding(list(table)) for table in block_tables])

@@ -1,0 +1,295 @@
+"""The connector of vLLM's adapter: what events say, a scheduler of vLLM is told, and tells."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from blockstep.conformance.engine import (
+    Capability,
+    Engine,
+    EngineFault,
+    get_capabilities,
+    get_declines,
+)
+from blockstep.conformance.engines.adapters.vllm_releases import (
+    get_installed_version,
+    get_release,
+    get_release_problem,
+)
+from blockstep.conformance.protocol.registry import load_engine
+from blockstep.spec import vocabulary as v
+
+PROBLEM = get_release_problem(get_installed_version())
+RELEASE = None if PROBLEM else get_release(get_installed_version() or "")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+    pytest.mark.skipif(
+        RELEASE is None or not RELEASE.has_store, reason=PROBLEM or "no connector is followed"
+    ),
+]
+CONFIG = v.Config(
+    num_blocks=12,
+    block_size=2,
+    max_num_seqs=4,
+    max_num_batched_tokens=16,
+    max_model_len=16,
+    kv_connector=True,
+)
+REQUEST = v.Request("A", prompt_token_ids=(1, 2, 3, 4, 5), max_tokens=3)
+PARKED = v.Status.WAITING_FOR_REMOTE_KVS
+
+
+def start(config: v.Config = CONFIG, **offer: Any) -> Engine:
+    """An engine with one request, of which the store has what is offered."""
+    engine = load_engine("vllm")(config)
+    engine.apply(v.Submit(REQUEST))
+    engine.apply(v.KVOffer("A", **offer))
+    return engine
+
+
+def get_transfers(engine: Engine) -> v.TransfersSnapshot:
+    """What is under way."""
+    shown = engine.snapshot()
+    assert shown is not None
+    assert shown.transfers is not None
+    return shown.transfers
+
+
+def get_request(engine: Engine) -> v.RequestSnapshot:
+    """The one request."""
+    shown = engine.snapshot()
+    assert shown is not None
+    found = shown.request("A")
+    assert found is not None
+    return found
+
+
+def report(**signals: Any) -> v.TransfersReported:
+    """A worker reports these."""
+    return v.TransfersReported(v.KVTransfers(**signals))
+
+
+def test_it_has_transfers() -> None:
+    """It is given configs with a store."""
+    assert Capability.TRANSFERS in get_capabilities(load_engine("vllm"))
+
+
+def test_a_load_at_once_begins_behind_the_hit_and_leaves_the_last_token() -> None:
+    """Its row starts where it ends, and the counters tell of both."""
+    engine = start(num_tokens=100)
+    plan = engine.apply(v.Schedule())
+    assert isinstance(plan, v.Plan)
+    assert plan.kv_loads == (v.KVLoad("A", ((1, 2),), 0, 4),)
+    (row,) = plan.new
+    assert (row.num_computed_tokens, row.num_scheduled_tokens) == (4, 1)
+    shown = engine.snapshot()
+    assert shown is not None
+    assert shown.stats.external_prefix_cache_queries == 5
+    assert shown.stats.external_prefix_cache_hits == 4
+
+
+def test_a_load_that_comes_later_parks_its_request_until_it_is_received() -> None:
+    """Parked it has blocks and no row; a step after the signal it runs."""
+    engine = start(num_tokens=3, is_async=True)
+    plan = engine.apply(v.Schedule())
+    assert isinstance(plan, v.Plan)
+    assert plan.kv_loads == (v.KVLoad("A", ((1, 2),), 0, 3, is_async=True),)
+    assert not plan.rows
+    parked = get_request(engine)
+    assert (parked.status, parked.num_computed_tokens) == (PARKED, 3)
+    assert engine.apply(report(finished_recving=("A",))) == v.Outputs()
+    assert get_transfers(engine).received == ("A",)
+    plan = engine.apply(v.Schedule())
+    assert isinstance(plan, v.Plan)
+    assert plan.kv_loads == ()
+    assert [row.num_computed_tokens for row in plan.new] == [3]
+    assert get_transfers(engine).received == ()
+
+
+def test_a_store_that_does_not_know_yet_is_asked_again() -> None:
+    """Nobody is planned, and nothing is kept of the question."""
+    engine = start(num_tokens=None)
+    for _ in range(2):
+        plan = engine.apply(v.Schedule())
+        assert isinstance(plan, v.Plan)
+        assert not plan.rows
+    shown = engine.snapshot()
+    assert shown is not None
+    assert shown.skipped_waiting == ("A",)
+    assert shown.stats.external_prefix_cache_queries == 0
+
+
+def test_who_ends_while_it_loads_holds_its_blocks_until_the_load_has_ended() -> None:
+    """Once the signal has come it is known no more."""
+    engine = start(num_tokens=4, is_async=True)
+    engine.apply(v.Schedule())
+    assert engine.apply(v.Abort(("A",))) == v.Aborted(("A",))
+    held = get_transfers(engine).held
+    assert held == (v.HeldBlocks("A", ((1, 2),), is_recving=True),)
+    assert engine.apply(v.Abort(("A",))) == v.Aborted()
+    engine.apply(report(finished_recving=("A",)))
+    shown = engine.snapshot()
+    assert shown is not None
+    assert get_transfers(engine) == v.TransfersSnapshot()
+    assert not any(shown.ref_counts)
+
+
+def test_who_ends_while_the_store_reads_holds_its_blocks_until_it_has() -> None:
+    """It says so in its offer; who has no block holds none."""
+    engine = start(delays_free=True)
+    assert get_transfers(engine).offers == (v.KVOffer("A", delays_free=True),)
+    engine.apply(v.Submit(replace(REQUEST, request_id="B")))
+    engine.apply(v.KVOffer("B", delays_free=True))
+    engine.apply(v.Abort(("B",)))
+    assert get_transfers(engine).held == ()
+    engine.apply(v.Schedule())
+    engine.apply(v.Abort(("A",)))
+    held = get_transfers(engine).held
+    assert held == (v.HeldBlocks("A", ((1, 2, 3),), is_sending=True),)
+    engine.apply(report(finished_sending=("A",)))
+    assert get_transfers(engine).held == ()
+
+
+@pytest.mark.parametrize("policy", v.KVLoadFailurePolicy)
+def test_a_block_that_could_not_be_loaded(policy: v.KVLoadFailurePolicy) -> None:
+    """By policy its request ends with an error, or goes on behind what came."""
+    config = replace(CONFIG, kv_load_failure_policy=policy)
+    engine = start(config, num_tokens=4, is_async=True)
+    engine.apply(v.Schedule())
+    outputs = engine.apply(report(invalid_block_ids=(2,)))
+    assert isinstance(outputs, v.Outputs)
+    if policy is v.KVLoadFailurePolicy.FAIL:
+        (row,) = outputs.rows
+        assert (row.request_id, row.finish_reason) == ("A", v.FinishReason.ERROR)
+        assert [held.is_recving for held in get_transfers(engine).held] == [True]
+    else:
+        assert outputs == v.Outputs()
+        assert get_request(engine).num_computed_tokens == 2
+
+
+def test_of_several_groups_each_table_is_told() -> None:
+    """A connector that takes them all is asked about all at once."""
+    groups = (v.KVGroup(v.GroupKind.FULL, 2), v.KVGroup(v.GroupKind.FULL, 4))
+    engine = start(replace(CONFIG, groups=groups), num_tokens=4)
+    plan = engine.apply(v.Schedule())
+    assert isinstance(plan, v.Plan)
+    (load,) = plan.kv_loads
+    assert list(map(len, load.block_ids)) == [2, 1]
+
+
+def find_decline(engine: Engine, event: v.Event) -> str:
+    """Why it is not given an event."""
+    declines = get_declines(engine)
+    assert declines is not None
+    return declines(event) or ""
+
+
+LATER: dict[str, Any] = {"num_tokens": 4, "is_async": True}
+
+
+@pytest.mark.parametrize(
+    ("event", "offer"),
+    [
+        (report(finished_recving=("A",)), {}),
+        (report(finished_sending=("A",)), LATER),
+        (report(finished_recving=("Z",)), LATER),
+    ],
+)
+def test_a_signal_that_it_does_not_survive_is_declined(
+    event: v.Event, offer: dict[str, Any]
+) -> None:
+    """Given it all the same, it raises."""
+    engine = start(**offer)
+    engine.apply(v.Schedule())
+    assert "(B21)" in find_decline(engine, event)
+    with pytest.raises(AssertionError):
+        engine.apply(event)
+
+
+def test_a_second_signal_after_the_end_is_declined() -> None:
+    """What ends a hold is taken; the same once more is about nobody."""
+    engine = start(**LATER)
+    engine.apply(v.Schedule())
+    signal = report(finished_recving=("A",))
+    for _ in range(2):  # before the end it may come twice
+        assert not find_decline(engine, signal)
+        engine.apply(signal)
+    engine.apply(v.Abort(("A",)))
+    assert "(B21)" in find_decline(engine, signal)
+
+
+def test_invalid_blocks_of_several_groups_are_declined() -> None:
+    """Given them all the same, it raises."""
+    groups = (v.KVGroup(v.GroupKind.FULL, 2), v.KVGroup(v.GroupKind.FULL, 4))
+    engine = start(replace(CONFIG, groups=groups), **LATER)
+    engine.apply(v.Schedule())
+    event = report(invalid_block_ids=(1,))
+    assert "(B47)" in find_decline(engine, event)
+    with pytest.raises(ValueError, match="unpack"):
+        engine.apply(event)
+
+
+@pytest.mark.parametrize("policy", v.KVLoadFailurePolicy)
+def test_loads_of_several_that_fail_at_once(policy: v.KVLoadFailurePolicy) -> None:
+    """They would end in an order that nobody can follow; where they go on there is none."""
+    engine = start(replace(CONFIG, kv_load_failure_policy=policy), **LATER)
+    engine.apply(v.Submit(replace(REQUEST, request_id="B", prompt_token_ids=(7, 8, 9, 6, 5))))
+    engine.apply(v.KVOffer("B", num_tokens=4, is_async=True))
+    engine.apply(v.Schedule())
+    assert not find_decline(engine, report(invalid_block_ids=(1, 2)))
+    does_fail = policy is v.KVLoadFailurePolicy.FAIL
+    assert bool(find_decline(engine, report(invalid_block_ids=(1, 3)))) is does_fail
+
+
+def test_a_forced_reset_beside_held_blocks_is_declined() -> None:
+    """Given it all the same, it raises."""
+    engine = start(delays_free=True)
+    engine.apply(v.Schedule())
+    engine.apply(v.Abort(("A",)))
+    event = v.Reset(reset_running_requests=True)
+    assert "held" in find_decline(engine, event)
+    with pytest.raises(RuntimeError):
+        engine.apply(event)
+
+
+def test_who_is_parked_before_its_frame_ends_it_is_declined() -> None:
+    """Planned all the same, it stays in a queue when it has ended."""
+    engine = load_engine("vllm")(replace(CONFIG, max_frames_in_flight=2))
+    engine.apply(v.Submit(replace(REQUEST, max_tokens=1)))
+    frame = engine.apply(v.Schedule())
+    assert isinstance(frame, v.Plan)
+    engine.apply(v.Reset(reset_running_requests=True))
+    engine.apply(v.KVOffer("A", **LATER))
+    assert "before its frame ends it" in find_decline(engine, v.Schedule())
+    engine.apply(v.Schedule())
+    engine.apply(v.Commit(frame.frame_id, (v.RowTokens("A", (7,)),)))
+    with pytest.raises(EngineFault, match="who is gone"):
+        engine.snapshot()
+
+
+def test_a_load_at_once_of_all_tokens_ends_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So none is offered, unless it is not spared."""
+    engine_class = type(start())
+    monkeypatch.setattr(engine_class, "spare_full_loads", False)
+    engine = start(num_tokens=5)
+    with pytest.raises(AssertionError):
+        engine.apply(v.Schedule())
+
+
+def test_its_log_tells_blocks_by_what_they_are_found_under() -> None:
+    """What a commit tells is what can be found behind it."""
+    engine = load_engine("vllm")(replace(CONFIG, enable_kv_cache_events=True))
+    engine.apply(v.Submit(replace(REQUEST, adapter="x")))
+    plan = engine.apply(v.Schedule())
+    assert isinstance(plan, v.Plan)
+    outputs = engine.apply(v.Commit(plan.frame_id, (v.RowTokens("A", (7,)),)))
+    assert isinstance(outputs, v.Outputs)
+    (stored,) = outputs.kv_events
+    assert isinstance(stored, v.BlockStored)
+    shown = engine.snapshot()
+    assert shown is not None
+    assert set(stored.keys) == set(shown.cached)
+    assert (stored.parent, stored.token_ids, stored.adapter) == (None, (1, 2, 3, 4), "x")

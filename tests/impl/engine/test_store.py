@@ -1,0 +1,302 @@
+"""Store: what it keeps and what goes; blocks come back as they went, in one process and in two."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine_support.models import Checkpoint
+
+from blockstep.impl.engine.cache import PagedCache
+from blockstep.impl.engine.config import ModelConfig, load_config
+from blockstep.impl.engine.moves import Jobs, LateJobs, Mover, ThreadJobs
+from blockstep.impl.engine.remote import RemoteStore, StoreServer
+from blockstep.impl.engine.store import (
+    BlockKV,
+    BlockName,
+    HostStore,
+    KVStore,
+    StoreError,
+    identify_folder,
+)
+
+NUM_BYTES = 8
+
+
+def block(number: int) -> BlockKV:
+    return (torch.tensor([number, -number], dtype=torch.float32),)
+
+
+def names(*numbers: int) -> list[BlockName]:
+    return [bytes([number]) for number in numbers]
+
+
+def numbers(blocks: list[BlockKV]) -> list[int]:
+    return [int(one[0]) for (one,) in blocks]
+
+
+def save(store: KVStore, *kept: int, first: int = 0) -> None:
+    store.save(names(*kept), first, [block(number) for number in kept[first:]])
+
+
+@pytest.fixture
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("s") / "kv"
+
+
+@pytest.fixture(params=["host", "remote"])
+def store(request: pytest.FixtureRequest, path: Path) -> Iterator[KVStore]:
+    """Room for four blocks; the same holds on the other side of a socket."""
+    host = HostStore(4 * NUM_BYTES)
+    if request.param == "host":
+        yield host
+        return
+    with StoreServer(host, path):
+        remote = RemoteStore(path)
+        yield remote
+        remote.close()
+
+
+def test_leading_blocks_are_counted_and_loaded(store: KVStore) -> None:
+    assert store.count([]) == store.count(names(1)) == 0
+    save(store, 1, 2, 3)
+    assert store.count(names(1, 2, 4, 3)) == 2
+    assert numbers(store.load(names(1, 2, 4, 3))) == [1, 2]
+    assert store.load(names(4, 1)) == []
+
+
+def test_what_is_used_together_goes_from_its_end(store: KVStore) -> None:
+    save(store, 1, 2, 3)
+    save(store, 4)
+    save(store, 5)
+    assert [store.count(names(one)) for one in (1, 2, 3, 4, 5)] == [1, 1, 0, 1, 1]
+    assert numbers(store.load(names(1, 2))) == [1, 2]
+    save(store, 6, 7)
+    assert [store.count(names(one)) for one in (1, 2, 4, 5)] == [1, 1, 0, 0]
+
+
+def test_nothing_goes_to_make_room_for_more_of_the_same_call(store: KVStore) -> None:
+    """B69: neither what is new in it, nor what was there before."""
+    save(store, 1, 2)
+    save(store, 3)
+    save(store, 1, 2, 4, 5, 6, first=2)
+    assert store.count(names(1, 2, 4, 5)) == 4
+    assert store.count(names(3)) == store.count(names(6)) == 0
+
+
+def test_what_was_announced_is_waited_for(store: KVStore) -> None:
+    save(store, 1)
+    store.expect(names(1, 2, 3), is_coming=True)
+    assert store.count(names(1, 2)) is None
+    assert store.count(names(1)) == 1
+    save(store, 1, 2)
+    assert store.count(names(1, 2)) == 2
+    assert store.count(names(1, 2, 3)) is None
+    store.expect(names(1, 2, 3), is_coming=False)
+    assert store.count(names(1, 2, 3)) == 2
+
+
+def test_two_may_announce_the_same(store: KVStore) -> None:
+    for _ in range(2):
+        store.expect(names(1), is_coming=True)
+    store.expect(names(1), is_coming=False)
+    assert store.count(names(1)) is None
+    store.expect(names(1), is_coming=False)
+    assert store.count(names(1)) == 0
+
+
+def test_all_can_be_forgotten() -> None:
+    store = HostStore(4 * NUM_BYTES)
+    save(store, 1, 2)
+    assert (len(store), store.num_bytes) == (2, 2 * NUM_BYTES)
+    store.clear()
+    assert (len(store), store.num_bytes, store.count(names(1))) == (0, 0, 0)
+    save(store, 1, 2, 3, 4)
+    assert len(store) == 4
+
+
+def test_whose_connection_ends_is_not_waited_for(path: Path) -> None:
+    host = HostStore()
+    with StoreServer(host, path):
+        one, other = RemoteStore(path), RemoteStore(path)
+        one.expect(names(1, 2), is_coming=True)
+        other.expect(names(2), is_coming=True)
+        other.expect(names(1), is_coming=False)  # not its own
+        assert host.count(names(1)) is None
+        one.close()
+        wait_until(lambda: host.count(names(1)) == 0)
+        assert host.count(names(2)) is None
+        other.close()
+
+
+def wait_until(is_so: object) -> None:
+    assert callable(is_so)
+    for _ in range(500):
+        if is_so():
+            return
+        threading.Event().wait(0.01)
+    pytest.fail("it does not come about")
+
+
+def test_a_store_that_is_gone_is_an_error_and_may_come_back(path: Path) -> None:
+    host = HostStore()
+    store = RemoteStore(path)
+    with pytest.raises(StoreError, match=f"the store at {path}"):
+        store.count(names(1))
+    with StoreServer(host, path):
+        wait_until(lambda: reaches(store))
+        save(store, 1)
+    with pytest.raises(StoreError):
+        store.load(names(1))
+    with StoreServer(host, path):
+        wait_until(lambda: reaches(store))
+        assert numbers(store.load(names(1))) == [1]
+        store.close()
+
+
+def reaches(store: KVStore) -> bool:
+    try:
+        store.load([])
+        store.count([])
+    except StoreError:
+        return False
+    return True
+
+
+def test_a_store_that_does_not_answer_is_an_error_in_time(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.bind(str(path))
+        silent.listen()
+        store = RemoteStore(path, timeout_s=0.05)
+        with pytest.raises(StoreError, match="timed out"):
+            store.load(names(1))
+        with pytest.raises(StoreError, match="a moment ago"):
+            store.load(names(1))
+
+
+def test_nonsense_ends_its_own_connection_only(path: Path) -> None:
+    with StoreServer(HostStore(), path):
+        for nonsense in (b"\0\0\0\1\0\0\0\0x", b"\0\0\0\2\0\0\0\0[]"):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+                client.settimeout(5)
+                client.connect(str(path))
+                client.sendall(nonsense)
+                assert client.recv(1) == b""
+        store = RemoteStore(path)
+        with pytest.raises(StoreError, match=r"fromhex"):
+            store._kv.call({"op": "load", "names": ["?"]})
+        with pytest.raises(StoreError, match="nothing that a store does"):
+            store._kv.call({"op": "sell", "names": []})
+        save(store, 1)
+        assert store.count(names(1)) == 1
+        store.close()
+
+
+# Moves.
+
+
+@pytest.fixture
+def config(qwen3: Checkpoint) -> ModelConfig:
+    return load_config(qwen3.folder)
+
+
+def make_cache(config: ModelConfig, dtype: torch.dtype = torch.float32) -> PagedCache:
+    layers = [tuple(range(config.num_layers))]
+    return PagedCache(config, layers, 8, 4, dtype, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_all_caches_come_back_as_they_were(
+    config: ModelConfig, path: Path, dtype: torch.dtype
+) -> None:
+    caches = [make_cache(config, dtype), make_cache(config, dtype)]
+    for number, cache in enumerate(caches):
+        torch.manual_seed(number)
+        cache.kv.copy_(torch.randn(cache.kv.shape))
+    before = [cache.kv.clone() for cache in caches]
+    mover = Mover(caches)
+    with StoreServer(HostStore(), path):
+        store = RemoteStore(path)
+        store.save(names(1, 2), 0, mover.read([5, 2]))
+        mover.write([7, 1], store.load(names(1, 2)))
+        store.close()
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(cache.kv[:, :, [7, 1]], old[:, :, [5, 2]])
+        untouched = [0, 2, 3, 4, 5, 6]
+        assert torch.equal(cache.kv[:, :, untouched], old[:, :, untouched])
+
+
+def test_what_was_read_is_a_copy(config: ModelConfig) -> None:
+    cache = make_cache(config)
+    mover = Mover([cache])
+    (read,) = mover.read([3])
+    cache.kv += 1
+    assert not read[0].any()
+    mover.write([], [])
+
+
+def test_work_in_a_thread_is_told_in_its_order() -> None:
+    jobs, told, may_end = ThreadJobs(), [], threading.Event()
+    jobs.add(lambda: may_end.wait(5), lambda _: told.append("slow"))
+    jobs.add(lambda: "quick", told.append)
+    jobs.poll()
+    assert (told, len(jobs)) == ([], 2)
+    may_end.set()
+    while len(jobs):
+        jobs.poll(1.0)
+    assert told == ["slow", "quick"]
+
+
+def test_work_that_is_late_is_done_by_the_poll_that_tells() -> None:
+    jobs, told = LateJobs(2), []
+    jobs.add(lambda: told.append("done"), lambda _: told.append("told"))
+    jobs.poll()
+    assert told == []
+    jobs.poll()
+    assert told == ["done", "told"]
+    jobs.poll()
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize("jobs", [LateJobs(1), ThreadJobs()])
+def test_forgotten_work_is_neither_done_nor_told(jobs: Jobs) -> None:
+    begun, may_end, told = threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        begun.set()
+        assert may_end.wait(5)
+        told.append("done")
+
+    jobs.add(work, lambda _: told.append("told"))
+    jobs.add(lambda: told.append("later"), lambda _: told.append("told"))
+    if isinstance(jobs, ThreadJobs):
+        assert begun.wait(5)
+        threading.Timer(0.05, may_end.set).start()
+    jobs.stop()
+    jobs.poll()
+    assert told == (["done"] if isinstance(jobs, ThreadJobs) else [])
+    assert len(jobs) == 0
+
+
+def test_other_weights_are_another_model(
+    qwen3: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy(name: str) -> Path:
+        (tmp_path / name).mkdir()
+        for file in qwen3.folder.iterdir():
+            if file.suffix in (".json", ".safetensors"):
+                (tmp_path / name / file.name).write_bytes(file.read_bytes())
+        return tmp_path / name
+
+    same, other = copy("same"), copy("other")
+    weights = other / "model.safetensors"
+    changed = bytearray(weights.read_bytes())
+    changed[-5] ^= 1
+    weights.write_bytes(changed)
+    assert identify_folder(same) == identify_folder(qwen3.folder) != identify_folder(other)
+    monkeypatch.setattr("blockstep.impl.engine.store.WHOLE_BYTES_MAX", 64)
+    assert identify_folder(same) == identify_folder(qwen3.folder)
