@@ -302,9 +302,9 @@ def is_every_held_item_needed(state: State) -> bool:
 def is_every_load_of_who_is_parked(state: State) -> bool:
     """Who is parked has a load, and holds blocks for it; nobody else has one. Source: P17."""
     parked = Status.WAITING_FOR_REMOTE_KVS
-    return {*state.transfers.loads} == {
+    return {*state.transfers.parked} == {
         name for name, request in state.requests.items() if request.status is parked
-    } and all(all(state.requests[name].block_tables) for name in state.transfers.loads)
+    } and all(all(state.requests[name].block_tables) for name in state.transfers.parked)
 
 
 def is_every_load_unpublished(state: State) -> bool:
@@ -313,7 +313,7 @@ def is_every_load_unpublished(state: State) -> bool:
     """
     loads = {load.request_id: load for frame in state.frames for load in frame.loads}
     for name, request in state.requests.items():
-        is_parked = name in state.transfers.loads
+        is_parked = name in state.transfers.parked
         if not request.is_unsettled:
             if is_parked:
                 return False

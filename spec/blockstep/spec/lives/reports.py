@@ -22,7 +22,7 @@ from blockstep.spec.lives.endings import get_ended, get_error_row
 from blockstep.spec.lives.sessions import drop_row
 from blockstep.spec.memory.slots import settle_slots
 from blockstep.spec.pool import take_events
-from blockstep.spec.requests import Frame, RequestState, without_nulls
+from blockstep.spec.requests import Frame, RequestState, list_rows_in_flight, without_nulls
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     Ack,
@@ -107,7 +107,7 @@ def get_failures_of_parked(
 
     Source: vLLM 0.19.1 `_handle_invalid_blocks`; P19.
     """
-    if not invalid or not state.transfers.loads:
+    if not invalid or not state.transfers.parked:
         return state, ()
     requests, affected = state.requests, []
     for name in (*state.skipped_waiting, *state.waiting):
@@ -157,17 +157,18 @@ def fails(state: State) -> bool:
 
 
 def is_awaited(state: State, load: KVLoad) -> bool:
-    """Whether a request runs on this load of the oldest frame, or waits for what that one samples.
+    """Whether a request runs on this load of the oldest frame, or waits for what frames sample.
 
-    It may have been preempted since, and even be admitted with another load, or none, if the frame
-    samples nothing for it. Source: P13, P19.
+    It may have been preempted since, and even be admitted with another load, or none, if no frame
+    samples for it. Source: P13, P19.
     """
-    request, (frame, *later) = state.requests.get(load.request_id), state.frames
+    name, frames = load.request_id, state.frames
+    request = state.requests.get(name)
     if request is None:
         return False
     if request.status is not Status.RUNNING:
-        return any(row.samples for row in frame.rows if row.request_id == load.request_id)
-    is_last = all(other.request_id != load.request_id for f in later for other in f.loads)
+        return any(row.samples for row in list_rows_in_flight(frames, name))
+    is_last = all(other.request_id != name for frame in frames[1:] for other in frame.loads)
     return request.is_unsettled and is_last
 
 
