@@ -106,6 +106,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.RETURNED_THOUGH_REFUSED,
                 Quirk.LOADED_WAIT_BEHIND_THE_HEAD,
                 Quirk.LOADED_KEEP_THEIR_BLOCKS,
+                Quirk.GROUPS_LOAD_BY_TURNS,
                 Quirk.ONLY_THE_FIRST_GOES_BACK,
                 Quirk.FAILED_TELL_WHAT_IS_NOT_COUNTED,
                 Quirk.HOLDS_ARE_ONE,

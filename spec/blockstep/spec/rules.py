@@ -19,6 +19,7 @@ from blockstep.spec.requests import Frame, Hit, Holding, RequestState
 from blockstep.spec.vocabulary import (
     BlockId,
     BlockStored,
+    BlockTables,
     Config,
     FinishReason,
     KVGroup,
@@ -235,6 +236,8 @@ class Rules:
     """Whether those whose load has come are admitted past a head that does not fit (P10)."""
     takes_back_from_parked: bool = True
     """Whether those whose load has come give their blocks up where they are needed (P10)."""
+    take_hit: Callable[[Config, Pool, RequestState, Hit], tuple[Pool, BlockTables]]
+    """Hold what a hit has, and take blocks with it: (.., hit). Per group: those (P2)."""
     get_failures: Callable[..., tuple[Any, tuple[RequestId, ...]]]
     """What blocks do that could not be loaded: (state, those, the frame that is answered or None).
     The state, whose oldest frame has dropped the rows that deliver nothing, and who fails by

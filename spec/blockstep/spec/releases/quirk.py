@@ -106,6 +106,7 @@ class Quirk(StrEnum):
     RETURNED_THOUGH_REFUSED = "returned_though_refused"
     LOADED_WAIT_BEHIND_THE_HEAD = "loaded_wait_behind_the_head"
     LOADED_KEEP_THEIR_BLOCKS = "loaded_keep_their_blocks"
+    GROUPS_LOAD_BY_TURNS = "groups_load_by_turns"
     ONLY_THE_FIRST_GOES_BACK = "only_the_first_goes_back"
     FAILED_TELL_WHAT_IS_NOT_COUNTED = "failed_tell_what_is_not_counted"
     HOLDS_ARE_ONE = "holds_are_one"

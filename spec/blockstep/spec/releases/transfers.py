@@ -8,13 +8,14 @@ from dataclasses import replace
 from blockstep.spec import copies
 from blockstep.spec.lives.sessions import drop_row
 from blockstep.spec.memory.slots import compute_num_blocks
-from blockstep.spec.pool import withdraw_blocks
+from blockstep.spec.pool import Pool, allocate_blocks, touch_blocks, withdraw_blocks
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import Frame, RequestState
+from blockstep.spec.requests import Frame, Hit, RequestState, without_nulls
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     BlockId,
+    BlockTables,
     Config,
     KVLoadFailurePolicy,
     OutputRow,
@@ -72,6 +73,26 @@ def loaded_wait_behind_the_head(rules: Rules, _config: Config) -> Rules:
 def loaded_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
     """Whose load has come keeps its blocks until it runs, whoever lacks some."""
     return replace(rules, takes_back_from_parked=False)
+
+
+def groups_load_by_turns(rules: Rules, _config: Config) -> Rules:
+    """A group takes blocks for what is loaded before the next one holds its hit."""
+
+    def take_hit(
+        config: Config, pool: Pool, request: RequestState, hit: Hit
+    ) -> tuple[Pool, BlockTables]:
+        if not hit.num_external or any(request.block_tables):
+            return rules.take_hit(config, pool, request, hit)
+        early: list[tuple[BlockId, ...]] = []
+        hit_tables = hit.block_tables or ((),) * len(request.holdings)
+        for size, found in zip(config.block_sizes, hit_tables, strict=True):
+            pool = touch_blocks(pool, without_nulls(found))
+            num_loaded = compute_num_blocks(hit.num_tokens, size) - len(found)
+            pool, taken = allocate_blocks(pool, num_loaded)
+            early.append(taken)
+        return pool, tuple(early)
+
+    return replace(rules, take_hit=take_hit)
 
 
 def only_the_first_goes_back(rules: Rules, _config: Config) -> Rules:
@@ -220,6 +241,16 @@ STORIES = (
         "0.19.1",
         "two prompts of which a store loads the first half each into all blocks that there are: "
         "neither is ever admitted; a forced reset stops by an error",
+    ),
+    QuirkStory(
+        Quirk.GROUPS_LOAD_BY_TURNS,
+        groups_load_by_turns,
+        "a group takes blocks for what is loaded before the next one holds its hit",
+        ("P1", "P2", "P8"),
+        "#33775; fixed by #44409",
+        "0.19.1",
+        "two groups, a hit on blocks that are free, and a load behind it: the first group takes a "
+        "block of the second one's hit, which then stands in both tables",
     ),
     QuirkStory(
         Quirk.ONLY_THE_FIRST_GOES_BACK,
