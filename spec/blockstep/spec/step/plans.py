@@ -18,7 +18,6 @@ from blockstep.spec.vocabulary import (
     KVGroup,
     NewRow,
     Plan,
-    RequestId,
     Status,
 )
 
