@@ -257,8 +257,8 @@ def test_a_digest_speaks_of_every_field_of_a_state() -> None:
         "state", "reasoning_ended",
         "encoder", "size", "num_in_flight", "entries", "freeable", "offered", "freed", "num_embeds",
         "holders",
-        "transfers", "offers", "loads", "held", "is_unsettled", "is_received", "num_tokens",
-        "is_async", "delays_free", "block_ids", "num_external_tokens", "block_tables",
+        "transfers", "offers", "loads", "parked", "held", "is_unsettled", "is_received",
+        "num_tokens", "is_async", "delays_free", "block_ids", "num_external_tokens", "block_tables",
         "is_recving", "is_sending",
     }  # fmt: skip
     fields = {field.name for kind in KINDS for field in dataclasses.fields(kind)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from groups_support import full
+from groups_support import full, window
 
 from blockstep.spec.vocabulary import (
     Abort,
@@ -519,6 +519,62 @@ def test_who_was_preempted_meanwhile_fails_only_if_it_waits_for_the_row(
     assert (request.status, request.output_token_ids) == (Status.PREEMPTED, ())
     assert request.num_output_placeholders == 0
     assert s.plan().kv_loads[0].num_external_tokens == 6
+
+
+def test_a_later_row_stands_on_the_load_as_well(session: OpenSession) -> None:
+    s = open_with_store(session, max_frames_in_flight=2, max_num_batched_tokens=3, **RECOMPUTE)
+    bring(s, "a", 9, 4)
+    first, second = s.plan(), s.plan()
+    s.apply(Reset(reset_running_requests=True))
+    assert answer(s, first, invalid=(1,)).rows == ()
+    assert answer(s, second, a=(7,)).rows == ()
+    assert s.request("a").output_token_ids == ()
+
+
+# Windows.
+
+
+def test_a_window_loads_what_is_read_behind(session: OpenSession) -> None:
+    s = open_with_store(session, groups=(full(2), window(2, 3)), num_blocks=49)
+    bring(s, "a1", 9, 0)
+    s.step(a1=(7,))
+    bring(s, "a2", 15, 11)
+    before = s.state()
+    plan = s.plan()
+    (load,), (row,) = plan.kv_loads, plan.new
+    whole, windowed = row.block_ids
+    assert (load.num_computed_tokens, load.num_external_tokens) == (8, 3)
+    assert load.block_ids == (whole[:6], windowed[:6])
+    # Behind 11 tokens the last two are read: what the hit has of the window is not.
+    assert [block == 0 for block in windowed] == [True] * 4 + [False] * 4
+    assert s.request("a2").num_cached_blocks == (4, 4)
+    hit = before.request("a1")
+    assert hit is not None
+    assert [s.state().ref_counts[block] for block in hit.block_tables[0][:4]] == [2] * 4
+    answer(s, plan, a1=(7,), a2=(7,))
+    assert s.request("a2").num_cached_blocks == (7, 7)
+
+
+def test_of_windows_nothing_is_kept_if_some_is_missing(session: OpenSession) -> None:
+    s = open_with_store(session, groups=(full(2), window(2, 3)), num_blocks=49, **RECOMPUTE)
+    bring(s, "a", 15, 10)
+    bring(s, "b", 15, 10, is_async=True)
+    plan = s.plan()
+    last = plan.kv_loads[0].block_ids[0][-1], plan.kv_loads[1].block_ids[1][-1]
+    assert answer(s, plan, invalid=(0, *last), a=(7,)).rows == ()
+    request = s.request("a")
+    assert (request.status, request.num_computed_tokens) == (Status.PREEMPTED, 0)
+    assert (request.num_preemptions, request.block_tables) == (1, ((), ()))
+    assert (s.state().waiting, s.state().stats.preemptions) == (("a",), 1)
+    assert s.request("b").num_computed_tokens == 0
+    report(s, finished_recving=("b",))
+    s.apply(KVOffer("b", None))
+    held = s.request("b").block_tables
+    plan = s.plan()
+    assert s.request("b").block_tables == held
+    s.apply(KVOffer("b"))
+    s.commit(plan, a=(7,))
+    assert s.plan().new[0].num_computed_tokens == 0
 
 
 def test_of_a_later_load_what_came_is_kept(session: OpenSession) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 import pytest
-from groups_support import full
+from groups_support import attends, chunks, full, window
 
 from blockstep.spec import Config, Oracle, Policy, Request
 from blockstep.spec.invariants import get_broken_invariants
@@ -32,7 +32,11 @@ from blockstep.spec.vocabulary import (
     TokenIds,
 )
 
-GROUPS = ((), (), (full(2), full(4)), (full(1), full(2), full(2)))
+GROUPS = (
+    *((), ()),
+    *((full(2), full(4)), (full(1), full(2), full(2))),
+    *((full(2), window(2, 3)), (window(1, 4), full(2)), (chunks(2, 4), window(2, 5))),
+)
 
 
 def draw_config(random: Random) -> Config:
@@ -227,15 +231,18 @@ class Walk:
 
     def reads_right(self, row: Row) -> bool:
         text = self.texts[row.request_id]
-        return all(
-            self.slots.get(place) == text[: position + 1]
-            for position in range(row.start)
-            for place in self.places(row.tables, position)
-        )
+        for group, table in zip(self.config.kv_groups, row.tables, strict=True):
+            for position in range(row.start):
+                is_read = any(attends(group, one, position) for one in range(row.start, row.end))
+                place = table[position // group.block_size], position % group.block_size
+                if is_read and self.slots.get(place) != text[: position + 1]:
+                    return False
+        return True
 
     def places(self, tables: BlockTables, position: int) -> Iterator[tuple[BlockId, int]]:
         for table, size in zip(tables, self.config.block_sizes, strict=True):
-            yield table[position // size], position % size
+            if position // size < len(table) and table[position // size]:
+                yield table[position // size], position % size
 
     def write(self, tables: BlockTables, start: int, end: int, tokens: TokenIds | None) -> None:
         for position in range(start, end):
@@ -267,8 +274,9 @@ class Walk:
                 block_id
                 for table, size in zip(load.block_ids, sizes, strict=True)
                 for block_id in table[load.num_computed_tokens // size :]
+                if block_id
             ]
-            if random.random() < 0.25:
+            if loaded and random.random() < 0.25:
                 loading.invalid.update(random.sample(loaded, 1))
             told += sorted(loading.invalid) if random.random() < 0.9 or at_once else []
         for loading in at_once:

@@ -47,6 +47,8 @@ from blockstep.spec.vocabulary import (
     Status,
 )
 
+PARKED = Status.WAITING_FOR_REMOTE_KVS
+
 
 def list_holdings(state: State) -> list[tuple[RequestState, int, KVGroup, Holding]]:
     """What every request holds of every group; groups by index, too. Source: architecture D13."""
@@ -127,13 +129,15 @@ def is_every_attended_block_held(state: State) -> bool:
 
     Such a token may be the first draft in flight. They stand in front, but in a recurrent group,
     whose states of drafts move on. There attended is what the next row may go on from, and the
-    blocks for states behind drafts. Source: P1, P8.
+    blocks for states behind drafts. Who is parked for what failed from the first token on will
+    begin anew, in other blocks. Source: P1, P8.
     """
     rows = list_rows_of(state)
     for request, _, group, holding in list_holdings(state):
-        if group.kind is GroupKind.CROSS_ATTENTION or not any(request.block_tables):
-            continue
         table, num_computed = holding.block_table, request.num_computed_tokens
+        is_begun = any(request.block_tables) and (num_computed or request.status is not PARKED)
+        if group.kind is GroupKind.CROSS_ATTENTION or not is_begun:
+            continue
         num_in_doubt = sum(len(row.draft_token_ids) for row in rows[request.request_id])
         num_skipped = compute_num_skipped_blocks(group, num_computed - num_in_doubt)
         num_blocks = len(table) - group.num_speculative_blocks
@@ -170,7 +174,7 @@ def is_every_request_in_one_place(state: State) -> bool:
 
 def may_hold_blocks(request: RequestState) -> bool:
     """Whether it runs, is parked, or is a session that has run. Source: P17."""
-    return request.status in (Status.RUNNING, Status.WAITING_FOR_REMOTE_KVS) or (
+    return request.status in (Status.RUNNING, PARKED) or (
         request.request.resumable
         and request.status in (Status.WAITING, Status.WAITING_FOR_STREAMING_REQ)
     )
@@ -301,10 +305,9 @@ def is_every_held_item_needed(state: State) -> bool:
 
 def is_every_load_of_who_is_parked(state: State) -> bool:
     """Who is parked has a load, and holds blocks for it; nobody else has one. Source: P17."""
-    parked = Status.WAITING_FOR_REMOTE_KVS
-    return {*state.transfers.loads} == {
-        name for name, request in state.requests.items() if request.status is parked
-    } and all(all(state.requests[name].block_tables) for name in state.transfers.loads)
+    return {*state.transfers.parked} == {
+        name for name, request in state.requests.items() if request.status is PARKED
+    } and all(all(state.requests[name].block_tables) for name in state.transfers.parked)
 
 
 def is_every_load_unpublished(state: State) -> bool:
@@ -313,7 +316,7 @@ def is_every_load_unpublished(state: State) -> bool:
     """
     loads = {load.request_id: load for frame in state.frames for load in frame.loads}
     for name, request in state.requests.items():
-        is_parked = name in state.transfers.loads
+        is_parked = name in state.transfers.parked
         if not request.is_unsettled:
             if is_parked:
                 return False
@@ -335,7 +338,7 @@ def is_every_hold_of_somebody_gone(state: State) -> bool:
         name == entry.request_id
         and name not in state.requests
         and (entry.is_recving or entry.is_sending)
-        and any(entry.block_tables)
+        and any(map(any, entry.block_tables))
         for name, entry in state.transfers.held.items()
     )
 

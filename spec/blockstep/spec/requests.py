@@ -49,7 +49,13 @@ class Hit:
     junction: int = 0
     """Tokens that some groups alone have cached, if those are more; in no strict run."""
     num_external: int = 0
-    """The last of its tokens, which a store loads into blocks that are still to be taken."""
+    """The last of its tokens, which a store loads into blocks that are still to be taken. What is
+    not attended behind these has null blocks, too."""
+
+    @property
+    def num_local(self) -> int:
+        """Those before, which the blocks of others hold."""
+        return self.num_tokens - self.num_external
 
 
 @wide_dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ def get_transfers_snapshot(state: State) -> TransfersSnapshot:
     unsettled = [name for name in state.running if requests[name].is_unsettled]
     return TransfersSnapshot(
         offers=tuple([moving.offers[name] for name in sorted(moving.offers)]),
-        received=tuple([name for name in sorted(moving.loads) if is_received(moving, name)]),
+        received=tuple([name for name in sorted(moving.parked) if is_received(moving, name)]),
         unsettled=tuple(sorted(unsettled)),
         held=tuple([moving.held[name] for name in sorted(moving.held)]),
     )

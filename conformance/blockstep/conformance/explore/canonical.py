@@ -255,7 +255,7 @@ def _transfers_form(
     ]  # fmt: skip
     loads = [
         (labels[name], _STATUSES[load.status], load.is_received)
-        for name, load in moving.loads.items()
+        for name, load in moving.parked.items()
     ]
     held = [
         (labels[name], placed(entry.block_tables), entry.is_recving, entry.is_sending)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from blockstep.impl.host.adapters import AdapterSeats
 from blockstep.impl.host.encodings import Encodings
 from blockstep.impl.host.groups import GroupHits, GroupMemory
@@ -11,7 +13,7 @@ from blockstep.impl.host.promises import Promises
 from blockstep.impl.host.queues import RequestQueue
 from blockstep.impl.host.step import Step
 from blockstep.impl.host.transfers import Transfers
-from blockstep.spec.vocabulary import BlockId, Policy, Status
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Policy, Status
 
 
 class WaitingPhase(Promises, Encodings, Loading):
@@ -136,6 +138,8 @@ class WaitingPhase(Promises, Encodings, Loading):
         """The same where there are several tables, or a store."""
         hits = self._find_group_hits(groups, slot)
         num_external, is_async = self._find_load(slot, hits.num_tokens)
+        if num_external:
+            hits = groups.cut_hits(hits, hits.num_tokens + num_external)
         if is_async and self.transfers is not None:
             return self._try_park(groups, self.transfers, slot, hits, num_external, step)
         start = hits.num_tokens + num_external
@@ -163,17 +167,21 @@ class WaitingPhase(Promises, Encodings, Loading):
     ) -> bool:
         """The same for one of whose load nothing has come: it gives its blocks back, and asks anew.
 
-        Nobody else has them, and they are published nowhere.
+        Free blocks are taken from the other end of the queue, so what is given back in vain stands
+        where it can be held again.
         """
         table, holdings = self.table, self.table.holdings[slot]
-        tables, request_id = table.block_tables(slot), table.requests[slot].request_id
+        kept, request_id = (
+            [replace(h, blocks=[*h.blocks]) for h in holdings],
+            table.requests[slot].request_id,
+        )
         self._take_back(slot)
         status = table.statuses[slot]
         if self._try_admit_to_groups(groups, slot, queue, step):
             return True
-        for holding, blocks in zip(holdings, tables, strict=True):
-            self.pool.touch(blocks)
-            holding.blocks += blocks
+        for holding in kept:
+            self.pool.touch([block for block in holding.blocks if block != NULL_BLOCK])
+        table.holdings[slot] = tuple(kept)
         table.statuses[slot] = Status.WAITING_FOR_REMOTE_KVS
         if self.transfers is not None:
             self.transfers.park(request_id, status)

@@ -6,6 +6,7 @@ from blockstep.impl.host.sessions import Sessions
 from blockstep.impl.host.table import Holding
 from blockstep.impl.host.transfers import Transfers, find_valid
 from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
     BlockTables,
     FinishReason,
     FrameId,
@@ -38,19 +39,19 @@ class Arrivals(Sessions):
 
         Of the frame that is answered, if any, what has come is there for others from now on.
         """
-        invalid = frozenset(report.invalid_block_ids)
+        invalid = frozenset(report.invalid_block_ids) - {NULL_BLOCK}
         failed = self._take_invalid_of_parked(invalid) if invalid else []
         for load in transfers.loads.get(-1 if frame_id is None else frame_id, ()):
             slot = self.table.slot_of.get(load.request_id)
             if slot is None:
                 continue
-            valid = self._find_valid(load, invalid)
+            valid = self._find_valid_of(load, invalid)
             is_by_this = transfers.unsettled.get(load.request_id) == frame_id
             if valid is None:
                 if is_by_this:
                     del transfers.unsettled[load.request_id]
                     self._publish(slot, self.table.num_computed[slot], 0)
-            elif is_by_this or self._samples(frame_id, load.request_id):
+            elif is_by_this or self._awaits_rows(slot):
                 self._drop_rows_behind(slot)
                 if self.config.kv_load_failure_policy is KVLoadFailurePolicy.FAIL:
                     failed.append(load.request_id)
@@ -65,8 +66,7 @@ class Arrivals(Sessions):
             if table.statuses[slot] is not Status.WAITING_FOR_REMOTE_KVS:
                 continue
             firsts = [holding.num_cached for holding in table.holdings[slot]]
-            tables, sizes = table.block_tables(slot), self.config.block_sizes
-            valid = find_valid(tables, firsts, sizes, invalid)
+            valid = self._find_valid(table.block_tables(slot), firsts, invalid)
             if valid is None:
                 continue
             if self.config.kv_load_failure_policy is KVLoadFailurePolicy.FAIL:
@@ -75,22 +75,46 @@ class Arrivals(Sessions):
                 table.num_computed[slot] = min(table.num_computed[slot], valid)
         return failed
 
-    def _find_valid(self, load: KVLoad, invalid: frozenset[int]) -> int | None:
+    def _find_valid_of(self, load: KVLoad, invalid: frozenset[int]) -> int | None:
         """Leading tokens of a load of a frame that are there; None if all are."""
-        sizes = self.config.block_sizes
-        firsts = [load.num_computed_tokens // size for size in sizes]
-        return find_valid(load.block_ids, firsts, sizes, invalid) if invalid else None
+        if not invalid:
+            return None
+        firsts = [load.num_computed_tokens // size for size in self.config.block_sizes]
+        return self._find_valid(load.block_ids, firsts, invalid)
 
-    def _samples(self, frame_id: FrameId | None, request_id: RequestId) -> bool:
-        """Whether a frame does for a request that was preempted since: it waits for that token, and
-        has not begun anew."""
-        return frame_id is not None and self.frames[frame_id].get(request_id) is not None
+    def _find_valid(
+        self, block_tables: BlockTables, firsts: list[int], invalid: frozenset[int]
+    ) -> int | None:
+        """Leading tokens that can be kept of a load; None if all can.
+
+        None of them where windows have left what a shorter prefix would read.
+        """
+        valid = find_valid(block_tables, firsts, self.config.block_sizes, invalid)
+        is_whole = self.groups is None or self.groups.is_whole
+        return valid if valid is None or is_whole else 0
+
+    def _awaits_rows(self, slot: int) -> bool:
+        """Whether one that was preempted since has not begun anew, for a row in flight samples: it
+        stands on the load, in this frame or behind it."""
+        request_id = self.table.requests[slot].request_id
+        return self.table.statuses[slot] is not Status.RUNNING and any(
+            frame.get(request_id) is not None for frame in self.frames.values()
+        )
 
     def _recompute(self, transfers: Transfers, slot: int, valid: int) -> None:
         """Some of a load is not there: whatever was made of it counts for nothing (P19)."""
         table = self.table
         table.num_output_placeholders[slot] = 0
-        if transfers.unsettled.pop(table.requests[slot].request_id, None) is not None:
+        if transfers.unsettled.pop(table.requests[slot].request_id, None) is None:
+            return  # it was preempted since
+        if self.groups is not None and not self.groups.is_whole:
+            request_id = table.requests[slot].request_id
+            self.running.remove(slot)
+            self._preempt(slot)
+            # No plan names it as preempted: the worker is told when it begins anew.
+            in_plan = [name for name in self.prev_scheduled_req_ids if name != request_id]
+            self.prev_scheduled_req_ids = in_plan
+        else:
             table.num_computed[slot] = valid
             table.spec_token_ids[slot] = ()
             table.is_prefill_chunk[slot] = True

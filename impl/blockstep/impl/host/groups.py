@@ -70,6 +70,8 @@ class GroupMemory:
         no other row can go on from one (P4)."""
         self._aligned_sizes = [group.block_size for group in self.groups if group.is_aligned]
         """Of groups with states at the ends of chunks."""
+        self.is_whole = all(group.is_whole for group in self.groups)
+        """Whether every token is read for ever, in all groups."""
         self.num_dropped = max(group.num_dropped * group.block_size for group in self.groups)
         """Tokens that some group must have behind a hit, at most."""
         zeroes = any(group.is_state for group in self.groups)
@@ -242,6 +244,14 @@ class GroupMemory:
             tables.append(tuple(table))
         return GroupHits(length, tuple(tables))
 
+    def cut_hits(self, hits: GroupHits, start: int) -> GroupHits:
+        """The hits if what follows them up to `start` is loaded: what is read from there on."""
+        tables = []
+        for group, shared in zip(self.groups, hits.tables, strict=True):
+            first = group.first_block(start)
+            tables.append((NULL_BLOCK,) * first + shared[first:])
+        return GroupHits(hits.num_tokens, tuple(tables))
+
     def count_to_admit(self, hits: GroupHits, extent: Extent, num_beside: int) -> int:
         """New blocks beside the hits (P8)."""
         tables = (Holding(list(shared), num_beside=num_beside) for shared in hits.tables)
@@ -280,9 +290,9 @@ class GroupMemory:
     def adopt(self, holdings: Sequence[Holding], hits: GroupHits) -> None:
         """Hold the hits of all groups, before any group takes a block."""
         self.pool.touch(hits.shared())
-        for holding, table in zip(holdings, hits.tables, strict=True):
+        for group, holding, table in zip(self.groups, holdings, hits.tables, strict=True):
             holding.blocks += table
-            holding.num_cached = len(table)
+            holding.num_cached = hits.num_tokens // group.block_size
             holding.num_left = table.count(NULL_BLOCK)
 
     def count_most(self, num_slots: int) -> int:

@@ -19,6 +19,7 @@ from typing import Final
 from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
     BlockId,
     BlockTables,
     HeldBlocks,
@@ -41,7 +42,7 @@ class Load:
     """Whether it has come to its end."""
 
 
-NO_LOADS: Final[FrozenMap[RequestId, Load]] = FrozenMap()
+NOBODY_PARKED: Final[FrozenMap[RequestId, Load]] = FrozenMap()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Transfers:
 
     offers: FrozenMap[RequestId, KVOffer] = NO_OFFERS
     """Of unfinished requests, but for those of nothing."""
-    loads: FrozenMap[RequestId, Load] = NO_LOADS
+    parked: FrozenMap[RequestId, Load] = NOBODY_PARKED
     """Of those that are parked."""
     held: FrozenMap[RequestId, HeldBlocks] = NOTHING_HELD_BACK
     """Of those that have ended."""
@@ -91,29 +92,29 @@ def take_offer(transfers: Transfers, offer: KVOffer) -> Transfers:
 
 def start_load(transfers: Transfers, request_id: RequestId, status: Status) -> Transfers:
     """A load is under way, for which its request is parked. Source: P17."""
-    return replace(transfers, loads=transfers.loads.having(request_id, Load(status)))
+    return replace(transfers, parked=transfers.parked.having(request_id, Load(status)))
 
 
 def forget_load(transfers: Transfers, request_id: RequestId) -> Transfers:
     """Its request is parked no more. Source: P17."""
-    return replace(transfers, loads=transfers.loads.without(request_id))
+    return replace(transfers, parked=transfers.parked.without(request_id))
 
 
 def is_under_way(transfers: Transfers, request_id: RequestId) -> bool:
     """Whether the store may still write for a request. Source: P17."""
-    load = transfers.loads.get(request_id)
+    load = transfers.parked.get(request_id)
     return load is not None and not load.is_received
 
 
 def is_received(transfers: Transfers, request_id: RequestId) -> bool:
     """Whether a request is parked and its load has come to its end. Source: P17."""
-    load = transfers.loads.get(request_id)
+    load = transfers.parked.get(request_id)
     return load is not None and load.is_received
 
 
 def is_moving(transfers: Transfers) -> bool:
     """Whether blocks are written or read that nobody can take back. Source: P17, P25."""
-    return bool(transfers.held) or not all(load.is_received for load in transfers.loads.values())
+    return bool(transfers.held) or not all(load.is_received for load in transfers.parked.values())
 
 
 def compute_num_valid(
@@ -125,14 +126,15 @@ def compute_num_valid(
     """Leading tokens of a load that are there, None if all are: up to the first invalid block.
 
     Per group: a table, the index of its first block that is loaded, its block size. What one group
-    lacks no other makes up for. Upstream looks at the first group alone, and at blocks that were
-    not loaded, too. Source: vLLM 0.19.1 `_update_requests_with_invalid_blocks`; P5, P19.
+    lacks no other makes up for; null blocks are not there to be loaded. Upstream looks at the first
+    group alone, and at blocks that were not loaded, too.
+    Source: vLLM 0.19.1 `_update_requests_with_invalid_blocks`; P5, P19.
     """
     ends = [
         index * size
         for table, first, size in zip(tables, firsts, block_sizes, strict=True)
         for index in range(first, len(table))
-        if table[index] in invalid
+        if table[index] != NULL_BLOCK and table[index] in invalid
     ]
     return min(ends, default=None)
 
@@ -148,11 +150,11 @@ def hold_ended(transfers: Transfers, request_id: RequestId, tables: BlockTables)
     is_recving = is_under_way(transfers, request_id)
     is_sending = get_offer(transfers, request_id).delays_free
     held = transfers.held
-    if (is_recving or is_sending) and any(tables):
+    if (is_recving or is_sending) and any(map(any, tables)):
         entry = HeldBlocks(request_id, tables, is_recving, is_sending)
         held = held.having(request_id, entry)
-    offers, loads = transfers.offers.without(request_id), transfers.loads.without(request_id)
-    return Transfers(offers, loads, held)
+    offers, parked = transfers.offers.without(request_id), transfers.parked.without(request_id)
+    return Transfers(offers, parked, held)
 
 
 def end_recving(
@@ -164,8 +166,8 @@ def end_recving(
     no load; P17, P18.
     """
     if is_under_way(transfers, request_id):
-        load = replace(transfers.loads[request_id], is_received=True)
-        return replace(transfers, loads=transfers.loads.having(request_id, load)), ()
+        load = replace(transfers.parked[request_id], is_received=True)
+        return replace(transfers, parked=transfers.parked.having(request_id, load)), ()
     entry = transfers.held.get(request_id)
     if entry is None:
         return transfers, ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.drafts import compute_num_rejected, is_accepted_prefix
@@ -89,11 +91,7 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
         stats=stats,
         encoder=encoder,
     )
-    for output in outputs:
-        if output.finish_reason is not None:
-            name = output.request_id
-            is_chunk = goes_on(state.requests[name])
-            state = get_chunk_ended(state, name) if is_chunk else get_ended(state, [name])
+    state = get_all_ended(state, outputs)
     if state.config.kv_connector:
         state, rows = get_reported(state, commit.transfers, failed)
         outputs += rows
@@ -101,6 +99,19 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
     pool, kv_events = take_events(state.pool)
     state = state if pool is state.pool else replace(state, pool=pool)
     return state, Outputs(tuple(outputs), kv_events)
+
+
+def get_all_ended(state: State, outputs: Sequence[OutputRow]) -> State:
+    """The state without those that have stopped, in the order of the rows; a session goes on.
+
+    Source: vLLM 0.19.1 `_handle_stopped_request`; P1, P13.
+    """
+    for output in outputs:
+        if output.finish_reason is not None:
+            name = output.request_id
+            is_chunk = goes_on(state.requests[name])
+            state = get_chunk_ended(state, name) if is_chunk else get_ended(state, [name])
+    return state
 
 
 def get_result_problem(frame: Frame, commit: Commit) -> str:

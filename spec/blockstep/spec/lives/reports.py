@@ -22,8 +22,10 @@ from blockstep.spec.lives.endings import get_ended, get_error_row
 from blockstep.spec.lives.sessions import drop_row
 from blockstep.spec.memory.slots import settle_slots
 from blockstep.spec.pool import take_events
-from blockstep.spec.requests import Frame, RequestState, without_nulls
+from blockstep.spec.requests import Frame, RequestState, list_rows_in_flight, without_nulls
 from blockstep.spec.state import State
+from blockstep.spec.step.preemption import process_preemption
+from blockstep.spec.step.schedule import create_step
 from blockstep.spec.vocabulary import (
     Ack,
     BlockId,
@@ -68,7 +70,8 @@ def get_reported(
     Source: vLLM 0.19.1 `update_from_output`; P13, P17, P18.
     """
     failed = [name for name in dict.fromkeys(failed) if name in state.requests]
-    rows = tuple([get_error_row(state.requests[name]) for name in failed])
+    requests, get_row = state.requests, state.rules.get_failed_row
+    rows = tuple([get_row(get_error_row(requests[name]), requests[name]) for name in failed])
     state = get_ended(state, failed)
     moving, pool = state.transfers, state.pool
     for name in transfers.finished_recving:
@@ -106,7 +109,7 @@ def get_failures_of_parked(
 
     Source: vLLM 0.19.1 `_handle_invalid_blocks`; P19.
     """
-    if not invalid or not state.transfers.loads:
+    if not invalid or not state.transfers.parked:
         return state, ()
     requests, affected = state.requests, []
     for name in (*state.skipped_waiting, *state.waiting):
@@ -117,6 +120,7 @@ def get_failures_of_parked(
         sizes = state.config.block_sizes
         num_valid = compute_num_valid(request.block_tables, settled, sizes, invalid)
         if num_valid is not None:
+            num_valid = get_num_kept(state, num_valid)
             num_computed = min(request.num_computed_tokens, num_valid)
             requests = requests.having(name, replace(request, num_computed_tokens=num_computed))
             affected.append(name)
@@ -156,17 +160,18 @@ def fails(state: State) -> bool:
 
 
 def is_awaited(state: State, load: KVLoad) -> bool:
-    """Whether a request runs on this load of the oldest frame, or waits for what that one samples.
+    """Whether a request runs on this load of the oldest frame, or waits for what frames sample.
 
-    It may have been preempted since, and even be admitted with another load, or none, if the frame
-    samples nothing for it. Source: P13, P19.
+    It may have been preempted since, and even be admitted with another load, or none, if no frame
+    samples for it. Source: P13, P19.
     """
-    request, (frame, *later) = state.requests.get(load.request_id), state.frames
+    name, frames = load.request_id, state.frames
+    request = state.requests.get(name)
     if request is None:
         return False
     if request.status is not Status.RUNNING:
-        return any(row.samples for row in frame.rows if row.request_id == load.request_id)
-    is_last = all(other.request_id != load.request_id for f in later for other in f.loads)
+        return any(row.samples for row in list_rows_in_flight(frames, name))
+    is_last = all(other.request_id != name for frame in frames[1:] for other in frame.loads)
     return request.is_unsettled and is_last
 
 
@@ -183,16 +188,37 @@ def get_gone_back(state: State, request: RequestState, num_valid: int) -> State:
     Upstream drops the tokens of this frame, and keeps what later ones sample and promise.
     Source: vLLM 0.19.1 `_update_requests_with_invalid_blocks`; P12, P13, P19.
     """
+    name, num_valid = request.request_id, get_num_kept(state, num_valid)
     request = replace(request, num_output_placeholders=0)
-    if request.status is Status.RUNNING:
+    if request.status is Status.RUNNING and state.config.has_windows:
+        state = get_preempted_alone(state, name)
+        request = replace(state.requests[name], num_output_placeholders=0)
+        state = replace(state, requests=state.requests.having(name, request))
+    elif request.status is Status.RUNNING:
         request = replace(
             request, num_computed_tokens=num_valid, spec_token_ids=(), is_prefill_chunk=True
         )
         state = get_settled(state, request, num_valid)
     else:  # it was preempted, and computes everything again
-        requests = state.requests.having(request.request_id, request)
-        state = replace(state, requests=requests)
-    return without_rows(state, request.request_id)
+        state = replace(state, requests=state.requests.having(name, request))
+    return without_rows(state, name)
+
+
+def get_num_kept(state: State, num_valid: int) -> int:
+    """Tokens that are kept of a load that failed behind them: none where null blocks stand in front
+    of what a window does not attend to, for a row further back would attend to these. Source: P19.
+    """
+    return 0 if state.config.has_windows else num_valid
+
+
+def get_preempted_alone(state: State, request_id: RequestId) -> State:
+    """The state with a running request sent back to wait, between two plans: the next one names no
+    victim, and has the worker take it in as one that resumes. Source: P19, P26.
+    """
+    step = create_step(state)
+    process_preemption(step, step.running.index(request_id))
+    known = tuple([name for name in state.prev_scheduled_req_ids if name != request_id])
+    return step.get_state(prev_scheduled_req_ids=known)
 
 
 def without_rows(state: State, request_id: RequestId) -> State:

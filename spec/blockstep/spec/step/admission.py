@@ -45,9 +45,7 @@ def process_waiting_phase(step: Step) -> None:
     """
     config, rules = step.state.config, step.state.rules
     is_paused = step.state.pause_state is not PauseState.UNPAUSED
-    while step.budget > 0:
-        if rules.count_seats(len(step.running), step.requests) >= config.max_num_seqs:
-            break
+    while has_room(step):
         queue = select_queue(config.policy, step.waiting, step.skipped, step.requests)
         queue = [] if is_paused else queue
         queue = rules.get_open_queue(queue, is_paused, step.waiting, step.skipped)
@@ -55,6 +53,8 @@ def process_waiting_phase(step: Step) -> None:
             break
         verdict = get_verdict(step, queue[0])
         if verdict in (Verdict.NO_ROOM, Verdict.NO_BLOCKS):
+            if rules.looks_behind_the_head:
+                process_received_behind(step, queue[0])
             break
         request_id = queue.pop(0)
         if verdict is not Verdict.ADMITTED:
@@ -63,6 +63,32 @@ def process_waiting_phase(step: Step) -> None:
         is_apart = rules.waits_apart(True, step.requests[request_id])
         queue = step.skipped if is_apart else step.waiting
         process_prepend(config.policy, queue, request_id, step.requests)
+
+
+def has_room(step: Step) -> bool:
+    """Whether there are tokens and a seat left. Source: seed 001 "Unified Token Budget"; P9."""
+    num_seats = step.state.rules.count_seats(len(step.running), step.requests)
+    return step.budget > 0 and num_seats < step.state.config.max_num_seqs
+
+
+def process_received_behind(step: Step, head_id: RequestId) -> None:
+    """Let those behind a head that does not fit go on whose load has come: they have their blocks.
+
+    In the order in which they would be taken, and each is admitted or left where it stands; nobody
+    gives way for them. Else they would wait, blocks and all, for a head that may wait for these;
+    upstream has them do so. Source: vLLM 0.19.1 `schedule`; P10, P15, P17.
+    """
+    if not step.transfers.parked or not step.state.rules.looks_behind_the_head:
+        return
+    queues, policy = ([*step.waiting], [*step.skipped]), step.state.config.policy
+    while queue := select_queue(policy, *queues, step.requests):
+        request_id = queue.pop(0)
+        if not has_room(step):
+            return
+        if request_id == head_id or not is_received(step.transfers, request_id):
+            continue
+        if process_trial(step, request_id) is Verdict.ADMITTED:
+            (step.skipped if request_id in step.skipped else step.waiting).remove(request_id)
 
 
 def get_verdict(step: Step, request_id: RequestId) -> Verdict:
@@ -172,7 +198,7 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     if hit.junction != request.junction:
         request = replace(request, junction=hit.junction)
     if config.kv_connector:
-        offered = get_offered_hit(step.transfers, request, hit, rules)
+        offered = get_offered_hit(config, step.transfers, request, hit, rules)
         if offered is None:
             return Verdict.PASSED_OVER
         hit, is_async = offered
@@ -317,7 +343,7 @@ def process_counted(step: Step, request: RequestState, hit: Hit) -> None:
 
     Source: seed 001 "For Waiting Requests (First Prefill)", vLLM 0.19.1 `make_stats`; P21.
     """
-    config, stats, num_local = step.state.config, step.stats, hit.num_tokens - hit.num_external
+    config, stats, num_local = step.state.config, step.stats, hit.num_local
     if request.num_computed_tokens == 0 and reads_prefix_cache(config, request):
         stats = replace(
             stats,

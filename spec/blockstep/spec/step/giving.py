@@ -35,7 +35,7 @@ def process_giving(step: Step, receiver_id: RequestId | None = None) -> bool:
     Source: upstream #49439; P10, P17.
     """
     queued = [*step.passed_over, *step.skipped, *step.waiting]
-    if step.transfers.loads:
+    if step.transfers.parked:
         queued = [name for name in queued if not is_under_way(step.transfers, name)]
     rules = step.state.rules
     if not (rules.takes_back_from_sessions and rules.takes_back_from_parked):
@@ -81,5 +81,5 @@ def get_unparked(request: RequestState, transfers: Transfers) -> RequestState:
 
     Source: vLLM 0.19.1 `_try_promote_blocked_waiting_request`; P26.
     """
-    status = transfers.loads[request.request_id].status
+    status = transfers.parked[request.request_id].status
     return replace(request, status=status, is_unsettled=False)

@@ -14,13 +14,13 @@ from blockstep.spec.beside.transfers import (
     forget_load,
     get_offer,
 )
-from blockstep.spec.copies import replace
+from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.memory.slots import compute_num_blocks, release_slots, settle_slots
 from blockstep.spec.requests import Hit, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.step.giving import get_unparked, without_blocks
 from blockstep.spec.step.work import Step
-from blockstep.spec.vocabulary import KVLoad, RequestId
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockTables, Config, KVLoad, RequestId
 
 
 def asks_store(request: RequestState, rules: Rules) -> bool:
@@ -33,7 +33,7 @@ def asks_store(request: RequestState, rules: Rules) -> bool:
 
 
 def get_offered_hit(
-    transfers: Transfers, request: RequestState, hit: Hit, rules: Rules
+    config: Config, transfers: Transfers, request: RequestState, hit: Hit, rules: Rules
 ) -> tuple[Hit, bool] | None:
     """The hit, longer by what the store has behind it, and whether that comes later than the step.
 
@@ -50,9 +50,26 @@ def get_offered_hit(
     )
     if num_external == 0:
         return hit, False
-    return replace(
-        hit, num_tokens=num_local + num_external, num_external=num_external
-    ), offer.is_async
+    num_start = num_local + num_external
+    tables = get_clipped_tables(config, hit, num_start) if config.groups else hit.block_tables
+    hit = Hit(num_start, tables, hit.junction, num_external)
+    return hit, offer.is_async
+
+
+def get_clipped_tables(config: Config, hit: Hit, num_start: int) -> BlockTables:
+    """Per group: the blocks of a hit, null ones instead of what is not attended from there on.
+
+        hit      | 1 | 2 | 3 |                  of a window that begins in the fourth block:
+        clipped  | 0 | 0 | 0 | 0 | what is loaded, and new
+
+    Source: vLLM 0.19.1 `allocate_new_computed_blocks`; P5, P8.
+    """
+    found = hit.block_tables or ((),) * len(config.groups)
+    tables = []
+    for group, table in zip(config.groups, found, strict=True):
+        num_null = compute_num_skipped_blocks(group, num_start)
+        tables.append((NULL_BLOCK,) * num_null + table[num_null:])
+    return tuple(tables)
 
 
 def process_load(step: Step, request: RequestState, hit: Hit, is_async: bool) -> None:
@@ -65,8 +82,7 @@ def process_load(step: Step, request: RequestState, hit: Hit, is_async: bool) ->
         table[: compute_num_blocks(hit.num_tokens, size)]
         for table, size in zip(request.block_tables, sizes, strict=True)
     ]
-    num_local = hit.num_tokens - hit.num_external
-    load = KVLoad(request.request_id, tuple(tables), num_local, hit.num_external, is_async)
+    load = KVLoad(request.request_id, tuple(tables), hit.num_local, hit.num_external, is_async)
     step.loads.append(load)
 
 

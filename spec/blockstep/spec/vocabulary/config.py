@@ -158,6 +158,12 @@ class Config:
         return tuple([group.block_size for group in self.groups])
 
     @property
+    def has_windows(self) -> bool:
+        """Whether a group leaves blocks behind that no token attends to any more."""
+        whole = (GroupKind.FULL, GroupKind.CROSS_ATTENTION)
+        return any(group.kind not in whole for group in self.groups)
+
+    @property
     def num_encoder_lookahead_tokens(self) -> int:
         """Positions behind a chunk of which a draft head reads the embedding, too."""
         return int(self.spec_method is SpecMethod.EAGLE)

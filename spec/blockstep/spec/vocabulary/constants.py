@@ -114,12 +114,8 @@ def _find_broken_transfers(config: Config) -> Iterator[BrokenRule]:
     fix = "leave kv_connector out"
     if config.is_encoder_decoder:
         yield "kv_connector", "does not go with is_encoder_decoder", fix
-    kinds = {group.kind for group in config.groups}
-    if GroupKind.RECURRENT in kinds:
+    if any(group.kind is GroupKind.RECURRENT for group in config.groups):
         yield "kv_connector", "does not go with recurrent groups: a store has tokens' KV", fix
-    elif not kinds <= {GroupKind.FULL}:
-        rule = "goes with groups of kind full only: a store has the KV of all tokens"
-        yield "kv_connector", rule, fix
 
 
 def _find_broken_types(config: Config) -> Iterator[BrokenRule]:
