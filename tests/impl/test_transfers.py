@@ -285,6 +285,7 @@ def test_it_comes_back_when_its_load_has(session: OpenSession) -> None:
     report(s, finished_recving=("a", "a"))
     assert transfers(s).received == ("a",)
     assert report(s, finished_recving=("a",)) == Outputs()
+    s.apply(KVOffer("a", None))  # nobody asks any more
     plan = s.plan()
     row = plan.new[0]
     assert (row.num_computed_tokens, row.num_scheduled_tokens) == (6, 3)
@@ -307,6 +308,7 @@ def test_one_that_was_preempted_comes_back_as_resumed(session: OpenSession) -> N
     plan = s.plan()
     assert plan.cached[0].resumed
     assert plan.cached[0].num_scheduled_tokens == 2
+    assert s.request("a").num_cached_tokens == 0
 
 
 def test_a_session_that_goes_on_is_new_to_the_worker_when_its_load_has_come(
@@ -531,6 +533,19 @@ def test_a_later_row_stands_on_the_load_as_well(session: OpenSession) -> None:
     assert s.request("a").output_token_ids == ()
 
 
+def test_who_has_begun_anew_stands_on_its_own_load(session: OpenSession) -> None:
+    s = open_with_store(session, max_frames_in_flight=2, max_num_batched_tokens=3, **RECOMPUTE)
+    bring(s, "a", 9, 4)
+    first = s.plan()
+    s.apply(Reset(reset_running_requests=True))
+    s.apply(KVOffer("a", 8))
+    second = s.plan()
+    assert answer(s, first, invalid=first.kv_loads[0].block_ids[0]).rows == ()
+    assert s.request("a").num_computed_tokens == 9
+    assert transfers(s).unsettled == ("a",)
+    assert answer(s, second, a=(7,)).rows[0].new_token_ids == (7,)
+
+
 # Windows.
 
 
@@ -560,12 +575,15 @@ def test_of_windows_nothing_is_kept_if_some_is_missing(session: OpenSession) -> 
     bring(s, "a", 15, 10)
     bring(s, "b", 15, 10, is_async=True)
     plan = s.plan()
+    assert s.request("a").num_cached_blocks == (0, 0)
     last = plan.kv_loads[0].block_ids[0][-1], plan.kv_loads[1].block_ids[1][-1]
     assert answer(s, plan, invalid=(0, *last), a=(7,)).rows == ()
     request = s.request("a")
     assert (request.status, request.num_computed_tokens) == (Status.PREEMPTED, 0)
     assert (request.num_preemptions, request.block_tables) == (1, ((), ()))
     assert (s.state().waiting, s.state().stats.preemptions) == (("a",), 1)
+    assert s.state().prev_scheduled_req_ids == ()
+    assert s.engine.transfers.loads == {}
     assert s.request("b").num_computed_tokens == 0
     report(s, finished_recving=("b",))
     s.apply(KVOffer("b", None))
