@@ -178,6 +178,16 @@ def test_what_a_hit_serves_is_not_loaded(session: OpenSession, is_async: bool) -
     assert stats.external_prefix_cache_hits == 4
 
 
+def test_a_parked_one_is_not_among_those_who_share_a_prefix(session: OpenSession) -> None:
+    s = open_with_store(session)
+    bring(s, "a1", 9, 0)
+    s.step(a1=(7,))
+    bring(s, "a2", 9, 0)
+    bring(s, "a3", 15, 12, is_async=True)
+    plan = s.plan()
+    assert (s.request("a3").status, plan.num_common_prefix_blocks) == (PARKED, (4,))
+
+
 # Loads at once.
 
 
@@ -387,6 +397,35 @@ def test_loaded_ones_run_behind_a_head_that_does_not_fit(
     plan = s.plan()  # one block is free: the first two lack two, and the last lacks one
     assert [row.request_id for row in plan.new] == ["c"]
     assert s.state().skipped_waiting == tuple(name for name in line if name != "c")
+
+
+def test_who_runs_behind_the_head_has_a_seat(session: OpenSession) -> None:
+    s = open_with_store(session, num_blocks=11, max_loras=1)
+    for name, num_prompt, adapter in (("h", 7, None), ("b", 7, None), ("c", 5, "y")):
+        bring(s, name, num_prompt, 4, is_async=True, adapter=adapter)
+    s.plan()
+    bring(s, "r", 5, 0, adapter="x")
+    s.step(r=(1,))
+    report(s, finished_recving=("b", "c", "h"))
+    assert s.plan().new == ()
+    assert transfers(s).received == ("b", "c", "h")
+
+
+def test_behind_the_head_nobody_is_parked_without_budget(session: OpenSession) -> None:
+    tight = {"max_num_batched_tokens": 2, "scheduler_reserve_full_isl": True}
+    s = open_with_store(session, num_blocks=11, **tight, **RECOMPUTE)
+    for name, num_prompt in (("h", 7), ("b", 5), ("c", 4)):
+        bring(s, name, num_prompt, 4, is_async=True)
+    s.plan()
+    bring(s, "r", 5, 0, max_tokens=4)
+    for tokens in ((), (), (1,)):
+        s.step(r=tokens)
+    failed = s.request("c").block_tables[0]
+    report(s, finished_recving=("b", "c", "h"), invalid_block_ids=failed)
+    plan = s.plan()
+    assert [row.request_id for row in plan.new] == ["b"]
+    assert plan.kv_loads == ()
+    assert transfers(s).received == ("c", "h")
 
 
 def test_where_nobody_runs_a_loaded_one_gives_its_blocks(session: OpenSession) -> None:
@@ -641,19 +680,29 @@ def test_who_has_got_nothing_asks_anew(session: OpenSession) -> None:
 
 def test_who_asks_anew_in_vain_keeps_its_blocks(session: OpenSession) -> None:
     s = open_with_store(session, num_blocks=9, **RECOMPUTE)
-    park(s, "a", 13, 6)
+    bring(s, "a", 13, 6, is_async=True)
+    s.apply(KVOffer("a"))
+    s.step(a=(7,))
+    s.apply(Reset(reset_running_requests=True))
+    s.apply(KVOffer("a", 6, is_async=True))
+    s.plan()
     bring(s, "b", 3, 0)
     plan = s.plan()
-    report(s, invalid_block_ids=(1,), finished_recving=("a",))
+    failed = s.request("a").block_tables[0]
+    report(s, invalid_block_ids=failed, finished_recving=("a",))
+    assert s.request("a").num_computed_tokens == 0
     s.commit(plan, b=(1,))
     s.apply(KVOffer("a"))
     before = s.state()
-    s.plan()  # a needs 7 blocks, and would have 6
+    idle = s.plan()  # a needs 7 blocks, and would have 6
     after = s.state()
     assert after.request("a") == before.request("a")
     assert after.free_queue == before.free_queue
     assert after.ref_counts == before.ref_counts
     assert (transfers(s).received, transfers(s).offers) == (("a",), ())
+    s.commit(idle, b=(1,))
+    s.apply(Abort(("b",)))
+    assert s.plan().cached[0].resumed
 
 
 def test_a_failed_later_load_ends_its_request_and_holds_what_is_written_still(
