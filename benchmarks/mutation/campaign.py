@@ -46,6 +46,7 @@ class Plan:
 
     first: tuple[Stage, ...] = (
         ("host", "small groups", 4_000),
+        ("host", "small groups sessions", 4_000),
         ("host", BROUGHT, 4_000),
         ("host", "tiny", 3_000),
         (COLLIDING, "small", 3_000),
@@ -57,6 +58,7 @@ class Plan:
     """For every mutant. What few of the runs drawn freely have comes first."""
     deep: tuple[Stage, ...] = (
         ("host", "small groups", 30_000),
+        ("host", "small groups sessions", 15_000),
         ("host", BROUGHT, 30_000),
         ("host", "small", 150_000),
         (COLLIDING, "small", 15_000),

@@ -10,6 +10,8 @@ from blockstep.spec import Config, Oracle, Plan, Request
 from blockstep.spec.profiles import Profile, Quirk
 from blockstep.spec.vocabulary import (
     FinishReason,
+    GroupKind,
+    KVGroup,
     KVLoadFailurePolicy,
     KVTransfers,
     Outputs,
@@ -168,6 +170,24 @@ def test_loaded_keep_their_blocks(quirk: bool) -> None:
     assert len(rows_of(oracle.schedule())) == (0 if quirk else 1)
 
 
+@both
+def test_groups_load_by_turns(quirk: bool) -> None:
+    """Upstream #33775: the first group's load takes a block of the second group's hit."""
+    groups = (KVGroup(GroupKind.FULL, 2), KVGroup(GroupKind.FULL, 2))
+    config = replace(CONFIG, num_blocks=13, groups=groups)
+    oracle = create(config, *[Quirk.GROUPS_LOAD_BY_TURNS] * quirk)
+    for request in (Request("A", (1, 2, 3), max_tokens=1), Request("C", (9,) * 8, max_tokens=1)):
+        oracle.submit(request)
+        answer(oracle, oracle.schedule())
+    assert oracle.state.pool.free_queue[:4] == (2, 1, 4, 3), "1 and 3 are the hit"
+    oracle.submit(Request("B", (1, 2, 3, 4, 5, 6, 7, 8, 9), max_tokens=1))
+    oracle.offer_kv("B", 8)
+    assert rows_of(oracle.schedule()) == {"B": (8, 1)}
+    first, second = oracle.state.requests["B"].block_tables
+    assert (first[0], second[0]) == (1, 3)
+    assert set(first).intersection(second) == ({3} if quirk else set())
+
+
 @pytest.mark.parametrize(
     ("policy", "rows"),
     [
@@ -215,6 +235,14 @@ def test_who_goes_back_keeps_what_frames_promise_and_deliver() -> None:
     assert (request.num_computed_tokens, request.num_output_placeholders) == (2, 2)
     (row,) = answer(oracle, second).rows
     assert row.new_token_ids == (7,)
+
+
+@both
+def test_failed_tell_what_is_not_counted(quirk: bool) -> None:
+    oracle = create(CONFIG, *[Quirk.FAILED_TELL_WHAT_IS_NOT_COUNTED] * quirk)
+    park(oracle, A, 4)
+    (row,) = oracle.report(invalid_block_ids=[1]).rows
+    assert row.num_cached_tokens == (-1 if quirk else 0)
 
 
 @both

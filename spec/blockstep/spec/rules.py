@@ -19,10 +19,12 @@ from blockstep.spec.requests import Frame, Hit, Holding, RequestState
 from blockstep.spec.vocabulary import (
     BlockId,
     BlockStored,
+    BlockTables,
     Config,
     FinishReason,
     KVGroup,
     MultiModalItem,
+    OutputRow,
     Request,
     RequestId,
     TokenId,
@@ -234,12 +236,16 @@ class Rules:
     """Whether those whose load has come are admitted past a head that does not fit (P10)."""
     takes_back_from_parked: bool = True
     """Whether those whose load has come give their blocks up where they are needed (P10)."""
+    take_hit: Callable[[Config, Pool, RequestState, Hit], tuple[Pool, BlockTables]]
+    """Hold what a hit has, and take blocks with it: (.., hit). Per group: those (P2)."""
     get_failures: Callable[..., tuple[Any, tuple[RequestId, ...]]]
     """What blocks do that could not be loaded: (state, those, the frame that is answered or None).
     The state, whose oldest frame has dropped the rows that deliver nothing, and who fails by
     policy (P19)."""
     remembers_num_scheduled: bool = False
     """Whether a frame in flight knows how many tokens each row of it has."""
+    get_failed_row: Callable[[OutputRow, RequestState], OutputRow] = as_is
+    """What is delivered of a request that fails by policy: 0 cached tokens, if it never ran."""
     holds_are_one: bool = False
     """Whether any end of a transfer ends all that hold the blocks of an ended request (P17)."""
     resets_apart: bool = False

@@ -12,7 +12,7 @@ from blockstep.spec.lives.endings import compute_stop
 from blockstep.spec.lives.reports import get_failures
 from blockstep.spec.lives.sessions import get_num_kept, get_num_kept_keys, get_stopped
 from blockstep.spec.memory.prefix import get_joint_hit
-from blockstep.spec.memory.slots import count_reserved_blocks, revoke_slots
+from blockstep.spec.memory.slots import count_reserved_blocks, revoke_slots, take_hit
 from blockstep.spec.memory.states import compute_num_certain
 from blockstep.spec.memory.telling import get_stored
 from blockstep.spec.pool import free_blocks, withdraw_blocks
@@ -53,6 +53,7 @@ STRICT_RULES: Final = Rules(
     get_num_kept=get_num_kept,
     get_num_kept_keys=get_num_kept_keys,
     get_stopped=get_stopped,
+    take_hit=take_hit,
     compute_num_external=compute_num_external,
     get_failures=get_failures,
     get_stored=get_stored,

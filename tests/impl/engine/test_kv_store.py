@@ -18,7 +18,6 @@ import torch
 from engine_support.adapters import ADAPTERS
 from engine_support.models import MAX_TOKENS, Checkpoint
 
-from blockstep.impl.capabilities import HOST
 from blockstep.impl.engine import (
     LLM,
     HostStore,
@@ -36,7 +35,6 @@ from blockstep.impl.engine.moves import LateJobs
 from blockstep.impl.engine.store import BlockKV, BlockName
 from blockstep.spec.vocabulary import FinishReason, KVLoadFailurePolicy
 
-pytestmark = pytest.mark.skipif("transfers" not in HOST, reason="the scheduler has none yet")
 NUM_PROMPTS = 32
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS)
 ONE = SamplingParams(max_tokens=1)

@@ -17,12 +17,17 @@ from blockstep.spec.vocabulary import (
     Event,
     GroupKind,
     KVGroup,
+    KVLoadFailurePolicy,
+    KVOffer,
+    KVTransfers,
     Observation,
     Plan,
     Request,
     RowTokens,
     Schedule,
+    StreamingUpdate,
     Submit,
+    TransfersReported,
 )
 
 CONFIG = Config(num_blocks=9, block_size=2, max_num_seqs=2, max_model_len=16)
@@ -54,6 +59,11 @@ class Metered:
             else:
                 self.seen.setdefault(sample.name, []).append(sample.value)
         return answer
+
+    def look(self) -> None:
+        for sample in self.meter.explain(self.engine.snapshot()):
+            assert sample.label is not None
+            self.shown[sample.name, sample.label[1]] = sample.value
 
     def step(self, planned: float, committed: float) -> None:
         plan = self.do(Schedule(), planned)
@@ -104,9 +114,11 @@ def test_gauges_show_the_state_and_why_requests_wait() -> None:
     told = Metered()
     for name in "ABC":
         told.do(Submit(replace(A, request_id=name)), 0.0)
+    told.look()
     assert told.shown["num_requests_waiting_by_reason", "next"] == 1
     assert told.shown["num_requests_waiting_by_reason", "behind"] == 2
     told.do(Schedule(), 1.0)
+    told.look()
     assert told.shown["num_requests_running", ""] == 2
     assert told.shown["num_requests_waiting", ""] == 1
     assert told.shown["num_requests_waiting_by_reason", "seats"] == 1
@@ -123,11 +135,74 @@ def test_who_gives_up_is_counted_and_has_no_times_that_were_not() -> None:
     assert "request_queue_time_seconds" not in told.seen
 
 
-def test_several_groups_are_metered_but_for_the_reasons() -> None:
+def test_reasons_are_reckoned_when_somebody_asks() -> None:
     told = Metered(replace(CONFIG, groups=(KVGroup(GroupKind.FULL, 2),)))
     told.do(Submit(A), 0.0)
     assert told.shown["num_requests_waiting", ""] == 1
     assert ("num_requests_waiting_by_reason", "next") not in told.shown
+    shown = {sample.label: sample.value for sample in told.meter.explain(told.engine.snapshot())}
+    assert shown["reason", "next"] == 1
+    assert shown["reason", "remote_kv"] == 0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_a_store_brings_is_told_apart(is_async: bool) -> None:
+    told = Metered(replace(CONFIG, kv_connector=True, num_blocks=12))
+    told.do(Submit(replace(A, request_id="first", prompt_token_ids=(1, 2, 9), max_tokens=1)), 0.0)
+    told.step(0.0, 1.0)
+    told.do(Submit(replace(A, max_tokens=1)), 1.0)
+    told.do(KVOffer("A", 4, is_async), 1.0)
+    if is_async:
+        told.do(Schedule(), 1.0)
+        told.do(TransfersReported(KVTransfers(finished_recving=("A",))), 2.0)
+    told.step(2.0, 3.0)
+    assert told.counted["external_prefix_cache_queries", ""] == 3 + 3
+    assert told.counted["external_prefix_cache_hits", ""] == 2
+    assert told.counted["prompt_tokens_by_source", "external_kv_transfer"] == 2
+    assert told.counted["prompt_tokens_by_source", "local_cache_hit"] == 2
+    assert told.counted["prompt_tokens_by_source", "local_compute"] == 3 + 1
+    assert told.counted["prompt_tokens_cached", ""] == 4
+
+
+def test_what_never_came_is_no_transfer() -> None:
+    policy = KVLoadFailurePolicy.RECOMPUTE
+    told = Metered(replace(CONFIG, kv_connector=True, num_blocks=12, kv_load_failure_policy=policy))
+    told.do(Submit(replace(A, max_tokens=1)), 1.0)
+    told.do(KVOffer("A", 4, is_async=True), 1.0)
+    plan = told.do(Schedule(), 1.0)
+    assert isinstance(plan, Plan)
+    told.do(Submit(replace(A, request_id="B", prompt_token_ids=(1, 2, 9), max_tokens=1)), 1.0)
+    told.step(1.0, 2.0)
+    invalid = plan.kv_loads[0].block_ids[0]
+    told.do(TransfersReported(KVTransfers(("A",), (), invalid)), 2.0)
+    told.do(KVOffer("A"), 2.0)
+    told.step(2.0, 3.0)
+    assert told.counted["prompt_tokens_by_source", "external_kv_transfer"] == 0
+    assert told.counted["prompt_tokens_by_source", "local_cache_hit"] == 2
+
+
+def test_who_fails_for_a_load_has_no_first_token() -> None:
+    told = Metered(replace(CONFIG, kv_connector=True, num_blocks=12))
+    told.do(Submit(A), 1.0)
+    told.do(KVOffer("A", 4, is_async=True), 1.0)
+    plan = told.do(Schedule(), 1.0)
+    assert isinstance(plan, Plan)
+    told.do(TransfersReported(KVTransfers((), (), plan.kv_loads[0].block_ids[0])), 2.0)
+    assert told.counted["request_success", "error"] == 1
+    assert told.counted["prompt_tokens", ""] == 0
+    assert "time_to_first_token_seconds" not in told.seen
+
+
+def test_a_session_is_counted_when_it_ends() -> None:
+    told = Metered()
+    told.do(Submit(replace(A, max_tokens=1, resumable=True)), 0.0)
+    told.step(0.0, 1.0)
+    assert told.counted["request_success", "length"] == 0
+    told.do(StreamingUpdate(Request("A", (4, 5), 1, resumable=True)), 1.0)
+    told.do(StreamingUpdate(Request("A", (4,))), 1.0)
+    told.step(1.0, 2.0)
+    assert told.counted["request_success", "length"] == 1
+    assert told.meter.explain(told.engine.snapshot())[0].value == 0
 
 
 def test_prometheus_shows_them_under_the_names_of_the_release() -> None:

@@ -175,6 +175,14 @@ def test_what_is_written_is_read_back() -> None:
     assert write_batch(named) == write_told(form=Form.MAPS)
 
 
+def test_fields_that_a_release_adds_to_an_array_are_passed_over() -> None:
+    """As vLLM 0.22.1 does, which tells groups behind all else."""
+    stored = ["BlockStored", [1], None, [7], 1, None, "GPU", None, None, 0, "full_attention", None]
+    removed = ["BlockRemoved", [1], "GPU", 0]
+    batch = read_batch(msgspec.msgpack.encode([0.0, [stored, removed], 0]))
+    assert batch.events == [Stored([1], None, [7], 1, None, "GPU", None), Removed([1], "GPU")]
+
+
 @pytest.mark.parametrize(
     ("group", "kind", "window"),
     [

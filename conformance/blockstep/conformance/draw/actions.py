@@ -18,6 +18,7 @@ from blockstep.conformance.draw.items import IDENTIFIERS
 from blockstep.conformance.draw.mistakes import list_bad_events
 from blockstep.conformance.draw.presets import Habit, Swarm
 from blockstep.conformance.draw.requests import Text, draw_request, draw_twin, draw_update
+from blockstep.conformance.draw.store import draw_answered, draw_offer, draw_report
 from blockstep.conformance.protocol.features import (
     ABORTS,
     DRAFTS,
@@ -28,6 +29,7 @@ from blockstep.conformance.protocol.features import (
     PAUSE,
     RESET,
     SESSIONS,
+    TRANSFERS,
     Feature,
 )
 from blockstep.conformance.protocol.program import (
@@ -40,6 +42,7 @@ from blockstep.conformance.protocol.program import (
     Propose,
 )
 from blockstep.conformance.protocol.sessions import Session
+from blockstep.conformance.protocol.transfers import Transfers
 from blockstep.spec import vocabulary as v
 
 T = TypeVar("T")
@@ -101,6 +104,11 @@ class Memory(Protocol):
     @property
     def rejected_texts(self) -> Sequence[Text]:
         """With drafts that were rejected lately, likewise."""
+        ...
+
+    @property
+    def transfers(self) -> Transfers:
+        """Those that are under way."""
         ...
 
     @property
@@ -184,9 +192,28 @@ def schedule(_view: View, _draw: Draw) -> Action:
     return v.Schedule()
 
 
-def answer(_view: View, _draw: Draw) -> Action:
-    """The worker answers."""
-    return Answer()
+def answer(view: View, draw: Draw) -> Action:
+    """The worker answers; beside that it may report transfers."""
+    if not view.swarm.has(TRANSFERS):
+        return Answer()
+    loads = view.client.transfers.at_once.get(view.client.plans[0].frame_id, ())
+    return Answer(draw_answered(view.client.transfers, loads, draw))
+
+
+def kv_offer(view: View, draw: Draw) -> Action:
+    """The store answers otherwise about a request, most often about one that came lately."""
+    client = view.client
+    names = [*client.live][-3:] if draw.chance(70) else [*client.live]
+    if view.swarm.has(HOSTILE) and draw.chance(5):
+        names = [*client.ended[-2:], "nobody"]
+    name = draw.choice(names or ["nobody"])
+    request = client.live.get(name, v.Request(name, (0,)))
+    return draw_offer(name, len(request.prompt_token_ids), draw)
+
+
+def report(view: View, draw: Draw) -> Action:
+    """A worker reports transfers without an answer."""
+    return draw_report(view.client.transfers, draw)
 
 
 def misanswer(view: View, draw: Draw) -> Action:
@@ -284,9 +311,10 @@ def pause(_view: View, draw: Draw) -> Action:
     return v.SetPause(v.PauseState.UNPAUSED if draw.chance(70) else draw.choice(states))
 
 
-def reset(_view: View, draw: Draw) -> Action:
-    """Empty the cache, politely or by force."""
-    return v.Reset(draw.chance(50))
+def reset(view: View, draw: Draw) -> Action:
+    """Empty the cache, politely or by force; with a store, at times that as well."""
+    is_forced = draw.chance(50)
+    return v.Reset(is_forced, view.swarm.has(TRANSFERS) and draw.chance(50))
 
 
 def hostile(view: View, draw: Draw) -> Action:
@@ -345,6 +373,8 @@ ACTIONS: Mapping[str, WeightedAction] = {
     "encoder_reset": WeightedAction(encoder_reset, 2, ENCODER),
     "encoder_offer": WeightedAction(encoder_offer, 3, ENCODER),
     "streaming_update": WeightedAction(streaming_update, 14, SESSIONS),
+    "kv_offer": WeightedAction(kv_offer, 24, TRANSFERS),
+    "report": WeightedAction(report, 6, TRANSFERS),
 }
 
 
@@ -368,6 +398,8 @@ def _has_a_point(name: str, view: View) -> bool:
         return bool(view.client.sessions) or swarm.has(HOSTILE)
     if name == "mask":
         return bool(view.client.plans)
+    if name == "kv_offer":
+        return bool(view.client.live)
     return True
 
 
@@ -404,11 +436,21 @@ def _is_ambush(view: View) -> bool:
     )
 
 
+def _weight_of_reports(weight: int, view: View) -> int:
+    """Some stores report nothing until all is healed; the others soon where there is something."""
+    if view.swarm.token_seed % 7 == 0:
+        return 1
+    transfers = view.client.transfers
+    return weight * 3 if transfers.loading or transfers.sending else weight
+
+
 def _weight(name: str, view: View) -> int:
     """Without late commits an answer follows a full pipeline closely, as in real runs."""
     weight, habits = ACTIONS[name].weight, view.swarm.habits
     if name == "grammar_ready" and view.swarm.has(MASKS):
         return weight * 3
+    if name == "report":
+        return _weight_of_reports(weight, view)
     if name == "schedule" and not view.client.live:
         return 4
     if name == "schedule" and _is_pipeline_full(view):

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from blockstep.conformance.draw.presets import Swarm
-from blockstep.conformance.protocol.features import ENCODER, GRAMMAR, MASKS, SESSIONS
+from blockstep.conformance.draw.store import list_strange_reports
+from blockstep.conformance.protocol.features import ENCODER, GRAMMAR, MASKS, SESSIONS, TRANSFERS
 from blockstep.conformance.protocol.program import Mistake
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
@@ -121,6 +122,8 @@ def list_bad_events(
             GrammarBitmask(10**6),
             GrammarBitmask(frames[0], twice),
         ]
+    if swarm.has(TRANSFERS):
+        events += list_strange_reports(swarm.config.num_blocks, names)
     if swarm.has(ENCODER):
         events += [
             EncoderOffer(("",)),

@@ -14,6 +14,7 @@ from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.grammars import draw_reasoning
 from blockstep.conformance.draw.groups import draw_groups
 from blockstep.conformance.draw.items import draw_beside, draw_encoder
+from blockstep.conformance.draw.store import draw_store
 from blockstep.conformance.protocol.features import (
     ABORTS,
     ADAPTERS,
@@ -36,6 +37,7 @@ from blockstep.conformance.protocol.features import (
     PRIORITY,
     RESET,
     SEVERAL_AT_ONCE,
+    TRANSFERS,
     Feature,
     Wish,
     settle_states,
@@ -207,6 +209,8 @@ def _draw_late(swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], 
                 drawn |= {GROUPS.name} if has_groups else set()
         elif feature is EVENTS:
             config = replace(config, enable_kv_cache_events=True)
+        elif feature is TRANSFERS:
+            config = draw_store(config, draw)
         elif feature is MASKS:
             drawn |= {GRAMMAR.name, DRAFTS.name} - wish.never
             config = draw_reasoning(config, draw, swarm.vocabulary_size)

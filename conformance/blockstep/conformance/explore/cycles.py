@@ -3,7 +3,8 @@
 Progress is a token delivered. Once nothing comes from outside, only Schedule and Commit are left,
 and a fair run takes each of them again and again while it is possible. So there must be no cycle
 of Schedules and of Commits that deliver nothing, while somebody unpaused could go on. A Schedule
-that changes nothing while a frame is in flight is left out: the commit of that frame is due.
+that changes nothing while a frame is in flight is left out: the commit of that frame is due. So is
+the end of a transfer, or what a store has of a request, where it has not said it; a fair one does.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections.abc import Iterable
 
 from blockstep.conformance.explore.canonical import Digest
 from blockstep.conformance.explore.probe import Moment
-from blockstep.spec.step.queues import is_blocked
+from blockstep.spec.beside.transfers import get_offer, is_moving
 from blockstep.spec.vocabulary import Commit, Outputs, PauseState, Plan, Schedule, Status
+
+GRAMMAR = Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
 
 def get_no_progress(moment: Moment, is_loop: bool) -> bool:
@@ -23,13 +26,16 @@ def get_no_progress(moment: Moment, is_loop: bool) -> bool:
     match moment.event, moment.observation:
         case Schedule(), Plan() if not (is_loop and state.frames):
             pass
-        case Commit(), Outputs(rows=()):
+        case Commit(transfers=transfers), Outputs(rows=()) if not transfers.invalid_block_ids:
             pass
         case _:
             return False
-    return state.pause_state is PauseState.UNPAUSED and any(
-        request.status is not Status.WAITING_FOR_STREAMING_REQ
-        and (request.grammar_ready or not is_blocked(request))
+    if is_moving(state.transfers) or state.pause_state is not PauseState.UNPAUSED:
+        return False
+    return any(
+        get_offer(state.transfers, request.request_id).num_tokens is not None
+        and request.status is not Status.WAITING_FOR_STREAMING_REQ
+        and (request.grammar_ready or request.status is not GRAMMAR)
         for request in state.requests.values()
     )
 

@@ -50,6 +50,9 @@ class World:
     encoder_resets: bool = False
     offers: tuple[tuple[str, ...], ...] = ()
     """What a connector may hold of encoded items."""
+    kv_offers: tuple[v.KVOffer, ...] = ()
+    """What a store may answer about a request. Where there is one, loads end, fail or do not, and
+    resets are tried with the store's as well."""
     updates: tuple[v.Request, ...] = ()
     """What sessions may go on with, or end by."""
     expected: Counts | None = None
@@ -90,9 +93,11 @@ class World:
             *(v.Abort((r.request_id,)) for r in self.requests if self.aborts),
             *map(v.StreamingUpdate, self.updates),
             *map(v.Reset, self.resets),
+            *(v.Reset(forced, True) for forced in self.resets if self.config.kv_connector),
             *map(v.SetPause, self.pauses),
             *((v.EncoderReset(),) if self.encoder_resets else ()),
             *map(v.EncoderOffer, self.offers),
+            *self.kv_offers,
         )
 
     @cached_property
@@ -153,8 +158,11 @@ def get_events(world: World, state: State) -> Iterator[v.Event]:
     if any(request.grammar is not None for request in world.requests):
         for frame in state.frames:
             yield from get_masks(world, frame)
+    if world.config.kv_connector:
+        yield from get_reports(state)
     if state.frames:
         yield from get_answers(world, state.frames[0])
+        yield from get_failed_answers(world, state)
         yield from get_wrong_answers(state)
     yield v.Commit(state.next_frame_id, ())
 
@@ -189,6 +197,37 @@ def get_answers(world: World, frame: Frame) -> Iterator[v.Commit]:
         )
     for answer in product(*choices):
         yield _answer(frame, answer)
+
+
+def get_reports(state: State) -> Iterator[v.TransfersReported]:
+    """What a worker may report of each transfer that is under way, and of nobody; a failed load is
+    one without its first block, or without its last."""
+    for name in (*sorted({*state.transfers.parked, *state.transfers.held}), "nobody"):
+        yield v.TransfersReported(v.KVTransfers(finished_recving=(name,)))
+        yield v.TransfersReported(v.KVTransfers(finished_sending=(name,)))
+    for name in sorted(state.transfers.parked):
+        request = state.requests[name]
+        firsts = [holding.num_cached_blocks for holding in request.holdings]
+        for block_id in list_ends(request.block_tables, firsts):
+            yield v.TransfersReported(v.KVTransfers(invalid_block_ids=(block_id,)))
+
+
+def get_failed_answers(world: World, state: State) -> Iterator[v.Commit]:
+    """Every answer to the oldest frame with each load of it that may have failed, likewise."""
+    frame = state.frames[0]
+    for load in frame.loads:
+        firsts = [load.num_computed_tokens // size for size in world.config.block_sizes]
+        for block_id in list_ends(load.block_ids, firsts):
+            for commit in get_answers(world, frame):
+                failed = v.KVTransfers(invalid_block_ids=(block_id,))
+                yield replace(commit, transfers=failed)
+
+
+def list_ends(tables: v.BlockTables, firsts: Iterable[int]) -> list[v.BlockId]:
+    """Of each table the first and the last block from an index on; null blocks are none."""
+    parts = [table[first:] for table, first in zip(tables, firsts, strict=True)]
+    ends = {block_id for part in parts for block_id in (*part[:1], *part[-1:])}
+    return sorted(ends - {v.NULL_BLOCK})
 
 
 def get_wrong_answers(state: State) -> Iterator[v.Commit]:

@@ -44,6 +44,10 @@ _UNRESERVED: dict[str, Any] = {"scheduler_reserve_full_isl": False}
 _UNCACHED: dict[str, Any] = {"enable_prefix_caching": False}
 _AHEAD: dict[str, Any] = {"max_frames_in_flight": 2, "async_scheduling": True}
 _TOLD: dict[str, Any] = {"enable_kv_cache_events": True}
+_FETCHED: dict[str, Any] = {"kv_connector": True}
+_COMPUTED: dict[str, Any] = _FETCHED | {
+    "kv_load_failure_policy": v.KVLoadFailurePolicy.RECOMPUTE,
+}
 _WINDOW = v.KVGroup(v.GroupKind.SLIDING_WINDOW, 1, sliding_window=2)
 _FULL = v.KVGroup(v.GroupKind.FULL, 1)
 _FULL_OF_2 = v.KVGroup(v.GroupKind.FULL, 2)
@@ -52,6 +56,7 @@ _ACROSS = v.KVGroup(v.GroupKind.CROSS_ATTENTION, 1)
 _CHUNKS = v.KVGroup(v.GroupKind.CHUNKED_LOCAL, 2, attention_chunk_size=4)
 
 
+_offer = v.KVOffer
 _GRAMMAR = v.Grammar((((0, 1),), ((1, 0), (2, 2)), ()))
 """0, then 1 and once more, or 2 and whatever comes."""
 
@@ -335,6 +340,28 @@ _TABLE = (
     World("retold", "PRIORITY, a log of blocks: a step takes back what it has told",
         v.Config(5, 1, 2, 4, 6, long_prefill_token_threshold=1, **_RANKED, **_UNRESERVED, **_TOLD),
         (_a(3, 2, priority=1), _b(1, 3)), expected=Counts(144, 210, 630, 18)),
+    World("fetched", "a store has KV of two requests at once, and fails: by an error; aborts",
+        v.Config(5, 1, 2, 3, 4, **_FETCHED, **_UNRESERVED), (_a(2, 3), _b(3, 2)),
+        aborts=True, kv_offers=(_offer("A", 1), _offer("B", 2)),
+        expected=Counts(1_984, 14_754, 6_793, 20)),
+    World("refetched", "two plans in flight behind a load that fails: computed again; resets",
+        v.Config(5, 1, 2, 3, 4, **_COMPUTED, **_AHEAD, **_UNRESERVED), (_a(2, 3), _b(3, 2)),
+        resets=_BOTH, kv_offers=(_offer("A", 1), _offer("B", 2)),
+        expected=Counts(4_222, 41_329, 21_715, 22)),
+    World("parked", "a store loads later, and reads what ends: by an error; aborts, resets",
+        v.Config(5, 1, 2, 3, 4, **_FETCHED, **_UNRESERVED), (_a(2, 2), _b(3, 2)),
+        aborts=True, resets=_BOTH,
+        kv_offers=(_offer("A", 1, is_async=True, delays_free=True), _offer("B", 2, is_async=True)),
+        expected=Counts(3_464, 41_348, 12_888, 26)),
+    World("returned", "PRIORITY: a load later and one at once, computed again; preempted",
+        v.Config(5, 1, 2, 3, 5, **_RANKED, **_COMPUTED, **_UNRESERVED),
+        (_a(2, 3, priority=1), _b(3, 2)),
+        aborts=True, kv_offers=(_offer("A", 1, is_async=True), _offer("A", None), _offer("B", 2)),
+        expected=Counts(4_569, 39_925, 16_071, 28)),
+    World("narrowed", "a window that begins behind what a store loads, which fails",
+        v.Config(8, 1, 2, 4, 4, **_COMPUTED, **_UNRESERVED, groups=(_FULL, _WINDOW)),
+        (_a(3, 1), _b(1, 2)), kv_offers=(_offer("A", 2), _offer("A", 2, is_async=True)),
+        expected=Counts(810, 5_725, 2_893, 18)),
     World("tokens", "FCFS with caching: three tokens to sample, two of them alike, both resets",
         v.Config(5, 2, 3, 3, 6), (_a(3, 3), _b(2, 3)),
         vocabulary=(0, 1, 2), aborts=True, resets=_BOTH,

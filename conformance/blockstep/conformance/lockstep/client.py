@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from blockstep.conformance.draw.requests import Text
 from blockstep.conformance.protocol.sessions import Session
+from blockstep.conformance.protocol.transfers import Transfers
 from blockstep.spec import vocabulary as v
 
 TEXTS_MAX = 6
@@ -36,6 +37,8 @@ class Client:
     """In flight, oldest first."""
     last_plan: v.Plan | None = None
     last_commit: v.Commit | None = None
+    transfers: Transfers = field(default_factory=Transfers)
+    """Those that are under way."""
     ending: tuple[v.RequestId, ...] = ()
     """Whom an abort ends with the next plan (`Aborted.ending_req_ids`)."""
     sampled: tuple[v.RequestId, ...] = ()
@@ -55,6 +58,7 @@ class Client:
                 self.last_plan = plan
                 if plan.rows:
                     self.plans.append(plan)
+                self.transfers.plan(plan)
             case v.Commit(frame_id=frame_id, sampled=sampled), v.Outputs(rows=rows):
                 self.last_commit = event
                 self.plans = [plan for plan in self.plans if plan.frame_id != frame_id]
@@ -65,6 +69,15 @@ class Client:
                         said = self.said.get(row.request_id, ())
                         self.said[row.request_id] = said + row.new_token_ids
                 self._end(row.request_id for row in rows if self._is_over(row))
+                self.transfers.at_once.pop(frame_id, None)
+                self.transfers.take(event.transfers, self.live)
+            case v.TransfersReported(transfers=report), v.Outputs(rows=rows):
+                self._end(row.request_id for row in rows)
+                self.transfers.take(report, self.live)
+            case v.KVOffer(request_id=name), _ if name in self.live:
+                self.transfers.offer(event)
+            case v.Reset(reset_connector=True), v.ResetDone(success=True):
+                self.transfers.forget_offers()
             case v.StreamingUpdate(request=request), v.Aborted(request_ids=request_ids):
                 self._end(request_ids)
             case v.StreamingUpdate(request=request), _:
@@ -92,6 +105,8 @@ class Client:
         if row.finish_reason is None:
             return False
         session, name = self.sessions.get(row.request_id), row.request_id
+        if row.finish_reason is v.FinishReason.ERROR:
+            return True
         if session is None or name not in self.live or session.ends_at_its_stop:
             return True
         self.texts.append(self.live[name].prompt_token_ids + self.said[name])
@@ -109,6 +124,7 @@ class Client:
     def _end(self, request_ids: Iterable[v.RequestId]) -> None:
         for request_id in request_ids:
             self.sessions.pop(request_id, None)
+            self.transfers.end(request_id)
             request, said = self.live.pop(request_id, None), self.said.pop(request_id, ())
             self.ended.append(request_id)
             self.ending = tuple(name for name in self.ending if name != request_id)

@@ -40,6 +40,7 @@ from blockstep.conformance.protocol.program import (
     Action,
     Answer,
     Drain,
+    Report,
 )
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.tokens import token_function
@@ -344,6 +345,10 @@ class LockStep(Runner):
                 findings = self.perform(v.GrammarReady(name))
         for name in [name for name, one in self.sessions.items() if not one.is_closed]:
             findings = findings or self.perform(v.StreamingUpdate(v.Request(name, (0,))))
+        for offer in list(self.transfers.offers.values()):
+            if offer.num_tokens is None and not findings:
+                findings = self.perform(replace(offer, num_tokens=0))
+        findings = findings or self._end_transfers()
         bound, watch = self._bound(), Watch()
         for _ in range(bound):
             if findings or not self.live:
@@ -371,8 +376,8 @@ class LockStep(Runner):
         Returns what is wrong, and why nothing can ever come of it, or "".
         """
         while len(self.plans) < self.config.max_frames_in_flight:
-            num_before = self.num_events
-            findings = self.apply(v.Schedule())
+            findings, num_before = self._end_transfers(), self.num_events
+            findings = findings or self.apply(v.Schedule())
             if findings:
                 return findings, ""
             if self.num_events == num_before or self.excuses.is_over:
@@ -386,6 +391,13 @@ class LockStep(Runner):
                 break
         return self.perform(Answer()), ""
 
+    def _end_transfers(self) -> list[Finding]:
+        """A store that is healed brings each load to its end, and has read what it wanted."""
+        under_way = self.transfers
+        if not (under_way.loading or under_way.sending):
+            return []
+        return self.perform(Report(tuple(under_way.loading), tuple(under_way.sending)))
+
     def _answer_all(self) -> list[Finding]:
         """Commit what is still in flight, though nobody waits for it any more."""
         findings: list[Finding] = []
@@ -393,4 +405,4 @@ class LockStep(Runner):
         while self.plans and not findings and self.num_events > num_before:
             num_before = self.num_events
             findings = self.perform(Answer())
-        return findings
+        return findings or self._end_transfers()

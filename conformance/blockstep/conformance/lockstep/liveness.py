@@ -39,8 +39,8 @@ class Watch:
         `is_token_due` says whether a frame in flight will sample for anybody.
         """
         if not plan.rows:
-            if is_in_flight or plan.preempted_req_ids:
-                return ""
+            if is_in_flight or plan.preempted_req_ids or plan.kv_loads:
+                return ""  # what is loaded will be there
             return "a plan is empty although nothing is due from outside"
         if after is None:
             return ""

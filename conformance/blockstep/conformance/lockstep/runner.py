@@ -10,6 +10,7 @@ from blockstep.conformance.engine import Capability
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.protocol.program import (
+    NO_REPORT,
     Action,
     Answer,
     Drain,
@@ -18,8 +19,10 @@ from blockstep.conformance.protocol.program import (
     Misanswer,
     Mistake,
     Propose,
+    Report,
 )
 from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.protocol.transfers import list_failed
 from blockstep.spec import vocabulary as v
 from blockstep.spec.lives.drafts import can_take_drafts
 from blockstep.spec.transition import transition
@@ -37,10 +40,12 @@ class Runner(Client):
     def resolve(self, action: Action) -> v.Event | None:
         """The event that an action comes to now; None when it comes to nothing."""
         match action:
-            case Answer():
+            case Answer(report=report):
                 if not self.plans:
                     return None
-                return self._answer(self.plans[0])
+                return self._answer(self.plans[0], report)
+            case Report():
+                return v.TransfersReported(self.transfers.resolve(action, self.config.block_sizes))
             case Misanswer(mistake=Mistake.FORBIDDEN_TOKEN):
                 return forbid(self.worker, self.plans)
             case Misanswer(mistake=mistake):
@@ -66,8 +71,30 @@ class Runner(Client):
             case _:
                 return action
 
-    def _answer(self, plan: v.Plan) -> v.Commit:
-        return v.Commit(plan.frame_id, self.worker.answer(plan.frame_id))
+    def _answer(self, plan: v.Plan, report: Report = NO_REPORT) -> v.Commit:
+        rows = self.worker.answer(plan.frame_id)
+        if report == NO_REPORT or not self.config.kv_connector:
+            return v.Commit(plan.frame_id, rows)
+        told = self.transfers.resolve(report, self.config.block_sizes, plan.frame_id)
+        return v.Commit(plan.frame_id, rows, told)
+
+    def follow(self, event: v.Event, observation: v.Observation) -> None:
+        """Take in one event and the answer to it."""
+        if isinstance(event, v.Commit) and self.config.kv_connector:
+            self.dropped |= self.list_dropped(event)
+        Client.follow(self, event, observation)
+
+    def list_dropped(self, event: v.Commit) -> set[tuple[v.FrameId, v.RequestId]]:
+        """Rows of the plan that is answered, and of those behind it, that deliver nothing: blocks
+        of their load were invalid."""
+        loads = self.transfers.at_once.get(event.frame_id, ())
+        failed = set(list_failed(loads, self.config.block_sizes, event.transfers))
+        return {
+            (plan.frame_id, row.request_id)
+            for plan in (self.plans if failed else ())
+            for row in plan.rows
+            if row.request_id in failed
+        }
 
     def _owes_a_mask(self) -> bool:
         """Whether the oldest plan samples under a grammar: its mask comes before its answer."""

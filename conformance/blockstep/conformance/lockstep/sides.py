@@ -16,7 +16,7 @@ from blockstep.conformance.engine import Engine
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.lockstep.runner import ask_mask
-from blockstep.conformance.protocol.program import Action, Answer, Mask, Propose
+from blockstep.conformance.protocol.program import Action, Answer, Mask, Propose, Report
 from blockstep.spec import vocabulary as v
 
 
@@ -103,9 +103,10 @@ class Side(Client):
         match action:
             case v.Schedule() if self._must_answer():
                 return None
-            case Answer() if self._is_answered():
-                oldest = self.plans[0]
-                return v.Commit(oldest.frame_id, self.worker.answer(oldest.frame_id))
+            case Answer(report=report) if self._is_answered():
+                frame_id, sizes = self.plans[0].frame_id, self.config.block_sizes
+                told = self.transfers.resolve(report, sizes, frame_id)
+                return v.Commit(frame_id, self.worker.answer(frame_id), told)
             case Propose(counts=counts):
                 return self._propose(*counts[0])
             case Mask(place=place):
@@ -118,8 +119,10 @@ class Side(Client):
                 return None if session is None or session.is_closed else action
             case v.Submit() | v.Schedule() | v.Abort() | v.SetPause() | v.Reset():
                 return action
-            case v.EncoderReset() | v.EncoderOffer():
+            case v.EncoderReset() | v.EncoderOffer() | v.KVOffer():
                 return action
+            case Report():
+                return v.TransfersReported(self.transfers.resolve(action, self.config.block_sizes))
             case _:
                 return None
 

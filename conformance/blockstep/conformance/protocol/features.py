@@ -12,7 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from blockstep.conformance.engine import Capability
-from blockstep.conformance.protocol.program import Action, Hostile, Mask, Misanswer, Propose
+from blockstep.conformance.protocol.program import (
+    Action,
+    Hostile,
+    Mask,
+    Misanswer,
+    Propose,
+    Report,
+)
 from blockstep.spec import vocabulary as v
 
 T = TypeVar("T", v.Config, v.Request)
@@ -274,7 +281,7 @@ TRANSFERS = Feature(
         "kv_connector": False,
         "kv_load_failure_policy": v.KVLoadFailurePolicy.FAIL,
     },
-    actions=(v.KVOffer, v.TransfersReported),
+    actions=(v.KVOffer, v.TransfersReported, Report),
     situations=("transfers_",),
     properties=("P17", "P18", "P19"),
 )
@@ -306,7 +313,7 @@ FEATURES: tuple[Feature, ...] = (
 """The table. Whoever lacks several is fitted in this order: without `async`, several frames in
 flight are a `pipeline`."""
 BY_NAME: Mapping[str, Feature] = {feature.name: feature for feature in FEATURES}
-LATE = ("groups", "adapters", "masks", "sessions", "encoder", "events")
+LATE = ("groups", "adapters", "masks", "sessions", "encoder", "events", "transfers")
 """Names of features that are drawn when all else is, and only where they are taken: who lacks them
 is given what it would be given if there were none. Appended to, never put in another order."""
 SEVERAL_AT_ONCE = frozenset({ASYNC.name, PIPELINE.name})

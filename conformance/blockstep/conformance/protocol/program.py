@@ -21,8 +21,27 @@ WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
+class Report:
+    """A worker reports transfers, of whatever is under way by then."""
+
+    recving: tuple[v.RequestId, ...] = ()
+    """Whose loads have come to their end; also of those who have none under way."""
+    sending: tuple[v.RequestId, ...] = ()
+    """Whose blocks were read; likewise."""
+    invalid: tuple[tuple[v.RequestId, int], ...] = ()
+    """Blocks that could not be loaded: of whose load, and which of its blocks, counted around; of
+    who has no load, nothing."""
+
+
+NO_REPORT = Report()
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """The worker answers the oldest plan in flight; without one, nothing happens."""
+
+    report: Report = NO_REPORT
+    """What it reports of transfers beside that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +112,7 @@ Action: TypeAlias = (
     v.Submit
     | v.Schedule
     | Answer
+    | Report
     | Misanswer
     | Propose
     | Mask
@@ -129,8 +149,10 @@ def describe(action: Action) -> str:
     match action:
         case v.Submit(request=request):
             return f"submit    {describe_request(request)}"
-        case Answer():
-            return "commit"
+        case Answer(report=report):
+            return "commit" if report == NO_REPORT else f"commit    {describe_report(report)}"
+        case Report():
+            return f"transfers {describe_report(action)}"
         case Misanswer(mistake=mistake):
             return f"commit    {mistake.replace('_', ' ')}"
         case Mask(place=place):
@@ -150,6 +172,8 @@ def describe(action: Action) -> str:
             return f"update    {describe_request(request)}"
         case v.SetPause(pause_state=pause_state):
             return f"pause     {pause_state}"
+        case v.Reset(reset_running_requests=forced, reset_connector=True):
+            return f"reset     {'running requests and ' * forced}the store too"
         case v.Reset(reset_running_requests=True):
             return "reset     running requests too"
         case v.EncoderReset():
@@ -173,6 +197,15 @@ def describe_offer(offer: v.KVOffer) -> str:
     parts += ["comes later"] if offer.is_async else []
     parts += ["reads its blocks at its end"] if offer.delays_free else []
     return ", ".join(parts)
+
+
+def describe_report(report: Report) -> str:
+    """Likewise before it is known which blocks those are."""
+    failed = [f"{place} of {name}" for name, place in report.invalid]
+    told = describe_transfers(v.KVTransfers(report.recving, report.sending))
+    if not failed:
+        return told
+    return "; ".join([told] * (told != "nothing") + [f"cannot load block {', '.join(failed)}"])
 
 
 def describe_transfers(transfers: v.KVTransfers) -> str:
@@ -243,8 +276,9 @@ def describe_event(event: object) -> str:
     match event:
         case v.Submit(request=v.Request() as request):
             return f"submit {describe_request(request)}"
-        case v.Commit(frame_id=frame_id, sampled=sampled):
-            return f"commit frame {frame_id} {_rows(sampled)}"
+        case v.Commit(frame_id=frame_id, sampled=sampled, transfers=transfers):
+            told = f"; {describe_transfers(transfers)}" if transfers != v.NO_TRANSFERS else ""
+            return f"commit frame {frame_id} {_rows(sampled)}{told}"
         case v.Drafts(drafts=drafts):
             return f"drafts {_rows(drafts)}"
         case _:
@@ -275,6 +309,7 @@ def _describe_observation(observation: object) -> str:
                 ("loads", observation.external_encoder_inputs),
             ):
                 parts += [f"{word} {_numbers(one)} of {one.request_id}" for one in told]
+            parts += map(_loaded, observation.kv_loads)
             dropped = observation.free_encoder_mm_hashes
             parts += [f"drops {' '.join(dropped)}"] if dropped else []
             return f"plan {observation.frame_id}: {'; '.join(parts) or 'nothing to run'}"
@@ -296,6 +331,13 @@ def _describe_observation(observation: object) -> str:
 
 def _numbers(inputs: v.EncoderInputs) -> str:
     return " ".join(f"item {index}" for index in inputs.item_indices)
+
+
+def _loaded(load: v.KVLoad) -> str:
+    first, count = load.num_computed_tokens, load.num_external_tokens
+    how = "loads" if load.is_async else "has loaded"
+    tables = describe_tables(load.block_ids)
+    return f"{load.request_id} {how} positions {first}-{first + count - 1}, blocks {tables}"
 
 
 def _planned(row: v.NewRow | v.CachedRow) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from blockstep.conformance.protocol.program import Action, Program
+from blockstep.conformance.protocol.program import Action, Answer, Program, Report
 from blockstep.spec import vocabulary as v
 
 Actions: TypeAlias = tuple[Action, ...]
@@ -133,8 +133,22 @@ def _rename(action: Action, names: Mapping[v.RequestId, v.RequestId]) -> Action:
             return v.GrammarReady(names.get(name, name))
         case v.GrammarFailed(request_id=name):
             return v.GrammarFailed(names.get(name, name))
+        case v.KVOffer(request_id=name):
+            return replace(action, request_id=names.get(name, name))
+        case Report():
+            return _rename_report(action, names)
+        case Answer(report=report):
+            return Answer(_rename_report(report, names))
         case _:
             return action
+
+
+def _rename_report(report: Report, names: Mapping[v.RequestId, v.RequestId]) -> Report:
+    return Report(
+        tuple([names.get(name, name) for name in report.recving]),
+        tuple([names.get(name, name) for name in report.sending]),
+        tuple([(names.get(name, name), place) for name, place in report.invalid]),
+    )
 
 
 def rename_brought(program: Program) -> Program:

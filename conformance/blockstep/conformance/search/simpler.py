@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from blockstep.conformance.protocol.features import FEATURES, settle_states
-from blockstep.conformance.protocol.program import Action, Program, Propose
+from blockstep.conformance.protocol.program import (
+    NO_REPORT,
+    Action,
+    Answer,
+    Program,
+    Propose,
+    Report,
+)
 from blockstep.conformance.search.brought import simpler_grammars, simpler_items, with_requests
 from blockstep.spec import vocabulary as v
 
@@ -56,6 +63,19 @@ def simpler_actions(action: Action) -> Iterator[Action]:
             yield from map(v.StreamingUpdate, simpler_requests(request))
         case v.EncoderOffer(identifiers=names):
             yield from (v.EncoderOffer(tuple(n for n in names if n != name)) for name in names)
+        case v.KVOffer(request_id=name) if action != v.KVOffer(name):
+            for field in ("num_tokens", "is_async", "delays_free"):
+                if getattr(action, field) != getattr(v.KVOffer(name), field):
+                    yield replace(action, **{field: getattr(v.KVOffer(name), field)})
+            if action.num_tokens is not None and action.num_tokens > 1:
+                yield replace(action, num_tokens=action.num_tokens - 1)
+        case Answer(report=report) if report != NO_REPORT:
+            yield Answer()
+            yield from map(Answer, _simpler_reports(report))
+        case Report():
+            yield from _simpler_reports(action)
+        case v.Reset(reset_connector=True):
+            yield replace(action, reset_connector=False)
         case v.Abort(request_ids=request_ids) if len(request_ids) > 1:
             yield from (v.Abort((name,)) for name in request_ids)
         case Propose(counts=counts):
@@ -67,6 +87,14 @@ def simpler_actions(action: Action) -> Iterator[Action]:
                 yield Propose(((number, 0),)) if right else Propose(((number - 1, right),))
         case _:
             return
+
+
+def _simpler_reports(report: Report) -> Iterator[Report]:
+    """A report without one of the things that it tells."""
+    for name in ("recving", "sending", "invalid"):
+        told = getattr(report, name)
+        for index in range(len(told)):
+            yield replace(report, **{name: (*told[:index], *told[index + 1 :])})
 
 
 def simpler_requests(request: v.Request) -> Iterator[v.Request]:

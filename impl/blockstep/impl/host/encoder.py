@@ -170,30 +170,33 @@ class EncoderCache:
     # What is done once the row is certain.
 
     def hold(self, request: Request, chosen: Encoding) -> None:
-        """The row has its blocks: what it needs is there, or will be when it runs."""
-        self._bring_back_lost(request, chosen)
-        brought = {request.items[i].identifier for i in chosen.inputs + chosen.external}
-        needed = sum(request.items[i].num_embeds for i in chosen.inputs + chosen.external)
-        for name in chosen.evicted:  # unless the row of another made room meanwhile
-            if name in brought or self.num_free < needed:
-                self._evict(name)
-        for index in chosen.inputs + chosen.external:
-            item = request.items[index]
-            self.entries[self.name_of(request, index)] = Entry(item.identifier, item.num_embeds)
-            self.num_free -= item.num_embeds
-        for index in chosen.inputs + chosen.external + chosen.found:
-            name = self.name_of(request, index)
+        """The row has its blocks: what it needs is there, or will be when it runs.
+
+        Since it was chosen the row of another may have been taken back: what was found is gone, or
+        what was evicted for that one is there again. So each item is looked for once more.
+        """
+        needed = sorted(chosen.inputs + chosen.external + chosen.found)
+        chosen.inputs, chosen.external, chosen.found, chosen.num_embeds = [], [], [], 0
+        for index in needed:
+            item, name = request.items[index], self.name_of(request, index)
+            if name in self.entries:
+                chosen.found.append(index)
+            else:
+                self._bring_in(name, item)
+                if self._is_offered(item):
+                    chosen.external.append(index)
+                else:
+                    chosen.inputs.append(index)
+                    chosen.num_embeds += item.num_embeds
             self.freeable.pop(name, None)
             self.entries[name].holders.add((request.request_id, index))
 
-    def _bring_back_lost(self, request: Request, chosen: Encoding) -> None:
-        """What was found, and then taken back with the row of another, is brought in."""
-        for index in chosen.found[:]:
-            item = request.items[index]
-            if not self._is_there(item.identifier, chosen, request):
-                chosen.found.remove(index)
-                chosen.inputs = sorted([*chosen.inputs, index])
-                chosen.num_embeds += item.num_embeds
+    def _bring_in(self, name: str, item: MultiModalItem) -> None:
+        """Give it room; who became freeable first goes first for it."""
+        while self.num_free < item.num_embeds:
+            self._evict(next(iter(self.freeable)))
+        self.entries[name] = Entry(item.identifier, item.num_embeds)
+        self.num_free -= item.num_embeds
 
     def name_of(self, request: Request, index: int) -> str:
         """What an item is kept by: what is in it, or beside the prompt each place by itself."""

@@ -62,12 +62,12 @@ class Sessions(Core):
         whole = self.table.requests[slot]
         if self.table.statuses[slot] is Status.WAITING_FOR_STREAMING_REQ:
             num_kept = self.table.num_known[slot] - 1
-            whole = _append_chunk(whole, tuple(self.table.lineages[slot].tokens[:num_kept]), update)
+            whole = append_chunk(whole, tuple(self.table.lineages[slot].tokens[:num_kept]), update)
         else:
             for chunk in (*session.updates, update):
                 end = min(len(whole.prompt_token_ids) + whole.max_tokens, self.max_model_len) - 1
                 kept = (*whole.prompt_token_ids, *[0] * (end - len(whole.prompt_token_ids)))
-                whole = _append_chunk(whole, kept, chunk)
+                whole = append_chunk(whole, kept, chunk)
         problem = submit_problem(self.config, whole, self._most_blocks(whole), False, False)
         return problem or self._other_size_problem(update)
 
@@ -147,7 +147,7 @@ class Sessions(Core):
         """Its next chunk stands behind what it keeps: all tokens but the last."""
         table, lineage = self.table, self.table.lineages[slot]
         num_kept = self._count_kept(slot)
-        whole = _append_chunk(table.requests[slot], tuple(lineage.tokens[:num_kept]), update)
+        whole = append_chunk(table.requests[slot], tuple(lineage.tokens[:num_kept]), update)
         lineage.go_on(whole, num_kept)
         matcher = make_matcher(self.config, whole)
         if matcher is not None:  # its grammar begins anew, for outputs are those of the chunk
@@ -158,7 +158,7 @@ class Sessions(Core):
         return self.table.num_known[slot] - 1
 
 
-def _append_chunk(whole: Request, kept: tuple[int, ...], update: Request) -> Request:
+def append_chunk(whole: Request, kept: tuple[int, ...], update: Request) -> Request:
     """What a session becomes with its next chunk, behind the tokens that it keeps."""
     shifted = [replace(item, offset=item.offset + len(kept)) for item in update.items]
     return replace(

@@ -7,15 +7,18 @@ follows from events, answers and states, and from the caller's clock. Names are 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from blockstep.impl.host.sessions import append_chunk
 from blockstep.impl.serving.waiting import count_waiting, explain_waiting
 from blockstep.spec.vocabulary import (
     Abort,
     Aborted,
     Ack,
+    Commit,
     Config,
     Event,
     FinishReason,
@@ -27,7 +30,10 @@ from blockstep.spec.vocabulary import (
     Request,
     RequestId,
     Snapshot,
+    Status,
+    StreamingUpdate,
     Submit,
+    TransfersReported,
 )
 
 
@@ -60,6 +66,10 @@ class _Life:
     first_token: float | None = None
     last_token: float | None = None
     num_outputs: int = 0
+    num_local: int | None = None
+    """Tokens of the local hit, where more were loaded behind it."""
+    chunks: deque[Request] = field(default_factory=deque)
+    """Of a session: input that waits for its next stop."""
 
 
 class Meter:
@@ -76,10 +86,58 @@ class Meter:
 
         `now`: seconds, by a clock that never goes back.
         """
-        samples = [*self._follow(event, seen, now), *_count(before, after)]
+        samples = [*self._follow(event, seen, after, now), *_count(before, after)]
+        self._remember(before, event, seen, after)
         return [*samples, *self._gauge(after)]
 
-    def _follow(self, event: Event, seen: Observation, now: float) -> Iterator[Sample]:
+    def explain(self, after: Snapshot) -> list[Sample]:
+        """How many wait for each reason in the state that was observed last.
+
+        It looks every waiting request up: ask when somebody looks, not at every event.
+        """
+        requests = {name: life.request for name, life in self._lives.items()}
+        counts = count_waiting(explain_waiting(self._config, after, requests))
+        return [
+            Sample(Kind.GAUGE, "num_requests_waiting_by_reason", count, ("reason", str(reason)))
+            for reason, count in counts.items()
+        ]
+
+    def _remember(self, before: Snapshot, event: Event, seen: Observation, after: Snapshot) -> None:
+        """What of requests no later state shows."""
+        match event, seen:
+            case StreamingUpdate(request=chunk), Ack() if chunk.request_id in self._lives:
+                self._lives[chunk.request_id].chunks.append(chunk)
+            case ((Commit(transfers=told) | TransfersReported(told)), Outputs()) if (
+                told.invalid_block_ids
+            ):
+                for request in after.requests:
+                    life = self._lives.get(request.request_id)
+                    if life is not None and not request.num_computed_tokens:
+                        life.num_local = None
+            case _, Plan(kv_loads=loads):
+                for load in loads:
+                    life = self._lives.get(load.request_id)
+                    if life is not None and life.first_token is None:
+                        life.num_local = load.num_computed_tokens
+        for name in [name for name, life in self._lives.items() if life.chunks]:
+            self._go_on(name, before, seen, after)
+
+    def _go_on(self, name: RequestId, before: Snapshot, seen: Observation, after: Snapshot) -> None:
+        """A session goes on with its next chunk, behind all of its tokens but the last."""
+        was, now, life = before.request(name), after.request(name), self._lives[name]
+        if was is None or now is None or now.status is Status.WAITING_FOR_STREAMING_REQ:
+            return
+        rows = seen.rows if isinstance(seen, Outputs) else ()
+        own = [row for row in rows if row.request_id == name]
+        is_resting = was.status is Status.WAITING_FOR_STREAMING_REQ
+        if is_resting or any(row.finish_reason is not None for row in own):
+            new = [token for row in own for token in row.new_token_ids]
+            kept = (*life.request.prompt_token_ids, *was.output_token_ids, *new)[:-1]
+            life.request = append_chunk(life.request, kept, life.chunks.popleft())
+
+    def _follow(
+        self, event: Event, seen: Observation, after: Snapshot, now: float
+    ) -> Iterator[Sample]:
         match event, seen:
             case Submit(request=request), Ack():
                 self._lives[request.request_id] = _Life(request, now)
@@ -92,7 +150,7 @@ class Meter:
                 for output in rows:
                     yield from self._end(output.request_id, output.finish_reason, now)
             case _, Outputs(rows=rows):
-                yield from self._deliver(rows, now)
+                yield from self._deliver(rows, after, now)
             case Abort(), Aborted(request_ids=names, ending_req_ids=ending):
                 for name in (*names, *ending):
                     yield from self._end(name, FinishReason.ABORT, now)
@@ -100,25 +158,22 @@ class Meter:
                 for name in names:
                     yield from self._end(name, FinishReason.STOP, now)
 
-    def _deliver(self, rows: tuple[OutputRow, ...], now: float) -> Iterator[Sample]:
+    def _deliver(
+        self, rows: tuple[OutputRow, ...], after: Snapshot, now: float
+    ) -> Iterator[Sample]:
         """What a commit brings; an iteration has the tokens of prompts and of outputs."""
         num_prompt = num_new = 0
         for row in rows:
             life = self._lives.get(row.request_id)
             if life is None:
                 continue
-            if life.first_token is None:
-                num_prompt += len(life.request.prompt_token_ids)
-                yield from _count_prompt(life.request, row.num_cached_tokens)
-                yield Sample(Kind.HISTOGRAM, "time_to_first_token_seconds", now - life.queued)
-                life.first_token = now
-            elif life.last_token is not None:
-                latency = now - life.last_token
-                yield Sample(Kind.HISTOGRAM, "inter_token_latency_seconds", latency)
-            life.last_token = now
-            life.num_outputs += len(row.new_token_ids)
-            num_new += len(row.new_token_ids)
-            if row.finish_reason is not None and not life.request.resumable:
+            if row.new_token_ids:
+                if life.first_token is None:
+                    num_prompt += len(life.request.prompt_token_ids)
+                yield from _take_tokens(life, row, now)
+                num_new += len(row.new_token_ids)
+            has_ended = row.finish_reason is not None and after.request(row.request_id) is None
+            if has_ended:  # a session that stops rests
                 yield from self._end(row.request_id, row.finish_reason, now)
         if num_new:
             yield Sample(Kind.COUNTER, "generation_tokens", num_new)
@@ -155,34 +210,43 @@ class Meter:
         yield Sample(Kind.GAUGE, "num_requests_running", len(after.running))
         yield Sample(Kind.GAUGE, "num_requests_waiting", num_waiting)
         yield Sample(Kind.GAUGE, "kv_cache_usage_perc", 1 - len(after.free_queue) / usable)
-        if self._config.groups or any(life.request.resumable for life in self._lives.values()):
-            return  # the room of groups is not reckoned, and what a session has become not known
-        requests = {name: life.request for name, life in self._lives.items()}
-        counts = count_waiting(explain_waiting(self._config, after, requests))
-        for reason, count in counts.items():
-            label = ("reason", str(reason))
-            yield Sample(Kind.GAUGE, "num_requests_waiting_by_reason", count, label)
 
 
-def _count_prompt(request: Request, num_cached: int) -> Iterator[Sample]:
+def _take_tokens(life: _Life, row: OutputRow, now: float) -> Iterator[Sample]:
+    """It has new tokens."""
+    if life.first_token is None:
+        yield from _count_prompt(life, row.num_cached_tokens)
+        yield Sample(Kind.HISTOGRAM, "time_to_first_token_seconds", now - life.queued)
+        life.first_token = now
+    elif life.last_token is not None:
+        yield Sample(Kind.HISTOGRAM, "inter_token_latency_seconds", now - life.last_token)
+    life.last_token = now
+    life.num_outputs += len(row.new_token_ids)
+
+
+def _count_prompt(life: _Life, num_cached: int) -> Iterator[Sample]:
     """The tokens of a prompt, where they came from."""
-    num_prompt = len(request.prompt_token_ids)
+    num_prompt = len(life.request.prompt_token_ids)
+    num_local = num_cached if life.num_local is None else min(life.num_local, num_cached)
     yield Sample(Kind.COUNTER, "prompt_tokens", num_prompt)
     yield Sample(Kind.COUNTER, "prompt_tokens_cached", num_cached)
     for source, count in (
         ("local_compute", num_prompt - num_cached),
-        ("local_cache_hit", num_cached),
+        ("local_cache_hit", num_local),
+        ("external_kv_transfer", num_cached - num_local),
     ):
         yield Sample(Kind.COUNTER, "prompt_tokens_by_source", count, ("source", source))
 
 
 def _count(before: Snapshot, after: Snapshot) -> Iterator[Sample]:
     """What the engine itself has counted."""
-    for metric, field in (
+    for metric, counter in (
         ("prefix_cache_queries", "prefix_cache_queries"),
         ("prefix_cache_hits", "prefix_cache_hits"),
+        ("external_prefix_cache_queries", "external_prefix_cache_queries"),
+        ("external_prefix_cache_hits", "external_prefix_cache_hits"),
         ("num_preemptions", "preemptions"),
     ):
-        grown = getattr(after.stats, field) - getattr(before.stats, field)
+        grown = getattr(after.stats, counter) - getattr(before.stats, counter)
         if grown:
             yield Sample(Kind.COUNTER, metric, grown)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from blockstep.impl.host.digests import SHA256
+from blockstep.impl.host.groups import GroupHits, GroupMemory
+from blockstep.impl.host.kinds import Extent
 from blockstep.impl.host.lineage import Lineage
+from blockstep.impl.host.table import Holding
+from blockstep.impl.refusals import count_beside
 from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
+    BlockId,
     Config,
+    KVOffer,
     PauseState,
     Policy,
     Request,
@@ -28,23 +37,17 @@ def explain_waiting(
     by another reason: no state shows those.
 
     Args:
-        config: of the engine, with one KV group.
+        config: of the engine.
         state: between two events.
         requests: as they were submitted; of sessions, as they have become.
-
-    Raises:
-        ValueError: the config has several KV groups, whose room is not reckoned here.
     """
-    if config.groups:
-        rule = "must be empty: the room of several KV groups is not reckoned"
-        raise ValueError(f"config: groups = {config.groups}: {rule}; give a state of one group")
     shown = {request.request_id: request for request in state.requests}
     adapters = {requests[name].adapter for name in state.running} - {None}
     found: dict[RequestId, WaitingReason] = {}
     is_behind = False
     for name in _list_in_line(config, state, requests):
         asked = requests[name]
-        reason = _find_own(shown[name])
+        reason = _find_own(shown[name]) or _find_remote(state, shown[name], asked)
         if reason is None and _lacks_seat(config, asked.adapter, adapters):
             reason = WaitingReason.ADAPTER
         if state.pause_state is not PauseState.UNPAUSED:
@@ -85,11 +88,56 @@ def _find_own(request: RequestSnapshot) -> WaitingReason | None:
     return None
 
 
+def _find_remote(state: Snapshot, request: RequestSnapshot, asked: Request) -> WaitingReason | None:
+    """What it waits for of a store, if anything."""
+    if state.transfers is None:
+        return None
+    is_parked = request.status is Status.WAITING_FOR_REMOTE_KVS
+    if is_parked and request.request_id not in state.transfers.received:
+        return WaitingReason.REMOTE_KV
+    asks = request.num_computed_tokens == 0 and not asked.skip_reading_prefix_cache
+    if asks and _find_offer(state, request.request_id).num_tokens is None:
+        return WaitingReason.STORE
+    return None
+
+
+def _find_offer(state: Snapshot, name: RequestId) -> KVOffer:
+    offers = () if state.transfers is None else state.transfers.offers
+    return next((offer for offer in offers if offer.request_id == name), KVOffer(name))
+
+
 def _lacks_seat(config: Config, adapter: str | None, in_use: set[str | None]) -> bool:
     """Whether its adapter would be one too many."""
     if not config.max_loras or adapter is None or adapter in in_use:
         return False
     return len(in_use) >= config.max_loras
+
+
+class _Shown:
+    """A state's blocks, in the words in which the memory of groups asks about them."""
+
+    def __init__(self, state: Snapshot, giving: Sequence[RequestSnapshot]) -> None:
+        """`giving`: those who give back what they have."""
+        self._cached = state.cached
+        given = Counter(
+            block
+            for request in giving
+            for table in request.block_tables
+            for block in table
+            if block != NULL_BLOCK
+        )
+        self.ref_counts = [count - given[block] for block, count in enumerate(state.ref_counts)]
+        self.num_free = len(state.free_queue)
+        self.num_free += sum(self.ref_counts[block] == 0 for block in given)
+
+    def is_free(self, block: BlockId) -> bool:
+        return self.ref_counts[block] == 0
+
+    def find(self, lineage: Lineage, index: int, group: int) -> BlockId | None:
+        return self._cached.get(lineage.key_of(index, group), (None,))[0]
+
+    def share_keys(self, lineage: Lineage, block: BlockId) -> None:
+        """Nothing is remembered of a hit."""
 
 
 def _find_room(
@@ -98,36 +146,77 @@ def _find_room(
     """What keeps the first in line out."""
     if len(state.running) >= config.max_num_seqs:
         return WaitingReason.SEATS
-    tokens = (*asked.prompt_token_ids, *request.output_token_ids)
-    held, num_computed = len(request.block_tables[0]), request.num_computed_tokens
-    hits = [] if num_computed else list(_list_hits(config, state, asked, tokens))
-    num_free = len(state.free_queue) - sum(state.ref_counts[block] == 0 for block in hits)
-    size, num_start = config.block_size, num_computed + len(hits) * config.block_size
-    whole = min(len(tokens), config.max_model_len)
-    chunk = len(tokens) - num_start
-    if config.long_prefill_token_threshold:
-        chunk = min(chunk, config.long_prefill_token_threshold)
-    chunk = min(chunk, config.max_num_batched_tokens)
-    missing = [-(-end // size) - held - len(hits) for end in (whole, num_start + chunk)]
-    if missing[1] > num_free:
+    computed = request.num_computed_tokens
+    giving = [] if computed else [request]
+    if not state.running:
+        giving += [one for one in state.requests if one != request and _may_give(state, one)]
+    shown = cast("Any", _Shown(state, giving))
+    memory = GroupMemory(config, shown, shown)
+    num_known = len(asked.prompt_token_ids) + len(request.output_token_ids)
+    if computed:
+        holdings = [
+            Holding([*table], num_left=_count_left(table), num_beside=count_beside(asked))
+            for table in request.block_tables
+        ]
+        end = _find_end(config, memory, asked, num_known, computed)
+        free = shown.num_free + memory.count_leaving(holdings, computed)
+        whole = memory.count_to_end(holdings, computed, num_known)
+        needed = memory.count_missing(holdings, Extent(end, end))
+    else:
+        hits = _find_hits(config, memory, asked, request)
+        start, is_async = _find_start(state, request.request_id, asked, hits, num_known)
+        end = start if is_async else _find_end(config, memory, asked, num_known, start)
+        free, num_beside = shown.num_free, count_beside(asked)
+        whole = memory.count_for_gate(hits, num_known) + memory.count_across(num_beside)
+        needed = memory.count_to_admit(hits, Extent(end, end), num_beside)
+        needed += sum(shown.is_free(block) for block in hits.shared())
+    if needed > free:
         return WaitingReason.CAPACITY
-    is_gated = config.scheduler_reserve_full_isl and missing[0] > num_free
+    is_gated = config.scheduler_reserve_full_isl and whole > free
     return WaitingReason.GATE if is_gated else WaitingReason.NEXT
 
 
-def _list_hits(
-    config: Config, state: Snapshot, asked: Request, tokens: tuple[int, ...]
-) -> Iterator[int]:
+def _may_give(state: Snapshot, request: RequestSnapshot) -> bool:
+    """Whether it gives way, where nobody runs, to who lacks room."""
+    is_parked = request.status is Status.WAITING_FOR_REMOTE_KVS
+    has_come = state.transfers is not None and request.request_id in state.transfers.received
+    return has_come or not is_parked
+
+
+def _count_left(table: tuple[BlockId, ...]) -> int:
+    """The null blocks in front of it."""
+    return next((index for index, block in enumerate(table) if block != NULL_BLOCK), len(table))
+
+
+def _find_end(
+    config: Config, memory: GroupMemory, asked: Request, num_known: int, start: int
+) -> int:
+    """Where its next chunk ends, if it gets all tokens of a step."""
+    chunk = min(num_known - start, config.max_num_batched_tokens)
+    if config.long_prefill_token_threshold:
+        chunk = min(chunk, config.long_prefill_token_threshold)
+    chunk = memory.align(start, chunk, len(asked.prompt_token_ids), num_known)
+    return min(start + chunk, config.max_model_len)
+
+
+def _find_hits(
+    config: Config, memory: GroupMemory, asked: Request, request: RequestSnapshot
+) -> GroupHits:
     """The blocks of its prefix that can be found; one token at least is left to compute."""
     if not config.enable_prefix_caching or asked.skip_reading_prefix_cache:
-        return
-    size, blocks = config.block_size, []
-    lineage = Lineage(asked, size, SHA256)
-    for token_id in tokens[len(asked.prompt_token_ids) :]:
+        return memory.no_hits
+    lineage = Lineage(asked, config.block_size, SHA256)
+    for token_id in request.output_token_ids:
         lineage.append(token_id)
-    for index in range((len(tokens) - 1) // size):
-        key = lineage.key_of(index)
-        if key not in state.cached:
-            break
-        blocks.append(state.cached[key][0])
-    yield from blocks[: len(blocks) - config.drops_last_hit_block]
+    return memory.find_hits(lineage, len(lineage.tokens))
+
+
+def _find_start(
+    state: Snapshot, name: RequestId, asked: Request, hits: GroupHits, num_known: int
+) -> tuple[int, bool]:
+    """Behind its hit and what is loaded; and whether that takes longer than a step."""
+    offer, local = _find_offer(state, name), hits.num_tokens
+    total = min(offer.num_tokens or 0, num_known - 1)
+    if asked.skip_reading_prefix_cache or total <= local:
+        return local, False
+    return total, offer.is_async

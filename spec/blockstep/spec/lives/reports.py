@@ -70,7 +70,8 @@ def get_reported(
     Source: vLLM 0.19.1 `update_from_output`; P13, P17, P18.
     """
     failed = [name for name in dict.fromkeys(failed) if name in state.requests]
-    rows = tuple([get_error_row(state.requests[name]) for name in failed])
+    requests, get_row = state.requests, state.rules.get_failed_row
+    rows = tuple([get_row(get_error_row(requests[name]), requests[name]) for name in failed])
     state = get_ended(state, failed)
     moving, pool = state.transfers, state.pool
     for name in transfers.finished_recving:

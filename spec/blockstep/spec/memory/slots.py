@@ -44,6 +44,7 @@ from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockId,
     BlockStored,
+    BlockTables,
     Config,
     GroupKind,
     KVGroup,
@@ -220,14 +221,15 @@ def allocate_slots(
     if num_needed > get_num_free_blocks(pool):
         return None
     # pool
-    for found in hit.block_tables:
-        pool = touch_blocks(pool, without_nulls(found))
+    take = rules.take_hit if rules is not None else take_hit
+    pool, early = take(config, pool, request, hit)
     holdings = []
-    for (group, holding, found), num_new_blocks in zip(groups, nums_new, strict=True):
+    for (group, holding, found), num_new_blocks, taken in zip(groups, nums_new, early, strict=True):
         if not found and num_new_blocks == 0:
             holdings.append(holding)
             continue
-        pool, new_blocks = allocate_blocks(pool, num_new_blocks)
+        pool, new_blocks = allocate_blocks(pool, num_new_blocks - len(taken))
+        new_blocks = taken + new_blocks
         num_blocks = compute_num_state_blocks(group, num_tokens, num_slots)
         table, is_begun = holding.block_table + found, bool(holding.block_table)
         table = get_extended_states(group, table, is_begun, num_blocks, new_blocks)
@@ -244,6 +246,19 @@ def allocate_slots(
         for group, _, _ in groups
     ]
     return publish_slots(config, pool, request, nums_full, rules)
+
+
+def take_hit(
+    config: Config, pool: Pool, request: RequestState, hit: Hit
+) -> tuple[Pool, BlockTables]:
+    """The pool with the hit of all groups held; and, per group, what is taken with it: nothing.
+
+    Source: seed 001 "Phase 3"; upstream #33775, #44409; P2.
+    """
+    del config
+    for found in hit.block_tables:
+        pool = touch_blocks(pool, without_nulls(found))
+    return pool, ((),) * len(request.holdings)
 
 
 def publish_slots(

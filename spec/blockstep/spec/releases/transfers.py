@@ -8,15 +8,17 @@ from dataclasses import replace
 from blockstep.spec import copies
 from blockstep.spec.lives.sessions import drop_row
 from blockstep.spec.memory.slots import compute_num_blocks
-from blockstep.spec.pool import withdraw_blocks
+from blockstep.spec.pool import Pool, allocate_blocks, touch_blocks, withdraw_blocks
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import Frame, RequestState
+from blockstep.spec.requests import Frame, Hit, RequestState, without_nulls
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     BlockId,
+    BlockTables,
     Config,
     KVLoadFailurePolicy,
+    OutputRow,
     RequestId,
     Status,
 )
@@ -71,6 +73,26 @@ def loaded_wait_behind_the_head(rules: Rules, _config: Config) -> Rules:
 def loaded_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
     """Whose load has come keeps its blocks until it runs, whoever lacks some."""
     return replace(rules, takes_back_from_parked=False)
+
+
+def groups_load_by_turns(rules: Rules, _config: Config) -> Rules:
+    """A group takes blocks for what is loaded before the next one holds its hit."""
+
+    def take_hit(
+        config: Config, pool: Pool, request: RequestState, hit: Hit
+    ) -> tuple[Pool, BlockTables]:
+        if not hit.num_external or any(request.block_tables):
+            return rules.take_hit(config, pool, request, hit)
+        early: list[tuple[BlockId, ...]] = []
+        hit_tables = hit.block_tables or ((),) * len(request.holdings)
+        for size, found in zip(config.block_sizes, hit_tables, strict=True):
+            pool = touch_blocks(pool, without_nulls(found))
+            num_loaded = compute_num_blocks(hit.num_tokens, size) - len(found)
+            pool, taken = allocate_blocks(pool, num_loaded)
+            early.append(taken)
+        return pool, tuple(early)
+
+    return replace(rules, take_hit=take_hit)
 
 
 def only_the_first_goes_back(rules: Rules, _config: Config) -> Rules:
@@ -138,6 +160,16 @@ def get_cut(
         requests = requests.having(name, copies.replace(request, num_computed_tokens=num_computed))
         affected.append(name)
     return copies.replace(state, requests=requests), affected, behind
+
+
+def failed_tell_what_is_not_counted(rules: Rules, _config: Config) -> Rules:
+    """Who fails before it ever ran is told to have -1 cached tokens."""
+
+    def get_failed_row(row: OutputRow, request: RequestState) -> OutputRow:
+        row = rules.get_failed_row(row, request)
+        return replace(row, num_cached_tokens=request.num_cached_tokens)
+
+    return replace(rules, get_failed_row=get_failed_row)
 
 
 def holds_are_one(rules: Rules, _config: Config) -> Rules:
@@ -211,6 +243,16 @@ STORIES = (
         "neither is ever admitted; a forced reset stops by an error",
     ),
     QuirkStory(
+        Quirk.GROUPS_LOAD_BY_TURNS,
+        groups_load_by_turns,
+        "a group takes blocks for what is loaded before the next one holds its hit",
+        ("P1", "P2", "P8"),
+        "#33775; fixed by #44409",
+        "0.19.1",
+        "two groups, a hit on blocks that are free, and a load behind it: the first group takes a "
+        "block of the second one's hit, which then stands in both tables",
+    ),
+    QuirkStory(
         Quirk.ONLY_THE_FIRST_GOES_BACK,
         only_the_first_goes_back,
         "whoever has computed an invalid block is cut there, if nobody before it has that block",
@@ -219,6 +261,15 @@ STORIES = (
         "0.19.1",
         "two equal prompts share a block whose load fails: the first computes it again, the second "
         "goes on behind it at once",
+    ),
+    QuirkStory(
+        Quirk.FAILED_TELL_WHAT_IS_NOT_COUNTED,
+        failed_tell_what_is_not_counted,
+        "who fails before it ever ran is told to have -1 cached tokens",
+        ("P21",),
+        "not found upstream",
+        "0.19.1",
+        "a load of a new request fails, and it ends by policy: -1 of its tokens were cached",
     ),
     QuirkStory(
         Quirk.HOLDS_ARE_ONE,

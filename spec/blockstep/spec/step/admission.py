@@ -53,7 +53,8 @@ def process_waiting_phase(step: Step) -> None:
             break
         verdict = get_verdict(step, queue[0])
         if verdict in (Verdict.NO_ROOM, Verdict.NO_BLOCKS):
-            process_received_behind(step, queue[0])
+            if rules.looks_behind_the_head:
+                process_received_behind(step, queue[0])
             break
         request_id = queue.pop(0)
         if verdict is not Verdict.ADMITTED:

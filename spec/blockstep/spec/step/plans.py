@@ -137,7 +137,8 @@ def get_num_common_prefix_blocks(step: Step) -> tuple[int, ...]:
     holders = [step.requests[name].block_tables for name in step.running]
     if step.state.rules.hint_is_of_all_holders:
         waiting = [step.requests[name].block_tables for name in (*step.waiting, *step.skipped)]
-        held = [entry.block_tables for entry in step.transfers.held.values()]
+        ended = step.transfers.held
+        held = [ended[name].block_tables for name in sorted(ended)]
         holders += [tables for tables in (*waiting, *held) if any(tables)]
     tables = zip(*holders, strict=True)
     if not config.groups:

@@ -27,6 +27,7 @@ from blockstep.conformance.judge.properties import (
     sessions,
     tables,
     telling,
+    transfers,
 )
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import Sentence, judge
@@ -71,6 +72,7 @@ _FAMILIES = (
     sessions,
     encoder,
     telling,
+    transfers,
 )
 """In the order in which sentences of one property speak."""
 _SENTENCES = [
@@ -105,8 +107,12 @@ _STATEMENTS = {
     "P15 work conservation": "a schedulable request is not skipped while budget and blocks for it "
     "remain",
     "P16 policy order": "FCFS, priority and eviction order are as documented, ties included",
+    "P17 transfer ownership": "a block with a transfer in flight is not reused; every hold has an "
+    "owner and an end",
     "P18 idempotent signals": "late, duplicate or unknown completions change nothing and kill "
     "nothing",
+    "P19 load failure": "after a failed external load nobody computes on, or publishes, what was "
+    "not loaded",
     "P20 faithful events": "replaying the KV event stream rebuilds exactly the set of findable "
     "blocks",
     "P21 statistics": "counters equal what happened, once each",
@@ -191,9 +197,8 @@ def check_step(
 
 def _tell(step: Step, worker: Worker) -> list[Finding]:
     findings = worker.observe(step.event, step.observation)
-    if isinstance(step.event, v.Schedule) or (
-        isinstance(step.event, v.Commit) and step.config.async_scheduling
-    ):
+    may_publish = step.config.async_scheduling or step.config.kv_connector
+    if isinstance(step.event, v.Schedule) or (isinstance(step.event, v.Commit) and may_publish):
         findings += worker.check_published(step.after)
     if isinstance(step.event, v.Schedule | v.Commit):
         findings += worker.check_view(step.after)

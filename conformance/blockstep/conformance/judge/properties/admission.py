@@ -23,7 +23,7 @@ from blockstep.conformance.judge.properties.amounts import (
     share_of,
     table_length,
 )
-from blockstep.conformance.judge.properties.hits import hit_now
+from blockstep.conformance.judge.properties.hits import find_offered, hit_now
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import (
     Seats,
@@ -37,7 +37,7 @@ from blockstep.conformance.judge.properties.queue_replay import (
     victims_of,
 )
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
-from blockstep.conformance.judge.properties.step import RowKind, Step
+from blockstep.conformance.judge.properties.step import RowKind, Step, is_parked
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockId,
@@ -71,6 +71,7 @@ def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Complain
             or _only_lost_drafts(step, name)
             or name in step.giving
             or name in step.preempted
+            or name in step.loads  # judged by what it is loaded with
         ):
             yield unequal(f"{name!r} has no row but changed", f"request {name}", old, new)
     if not step.new.keys() <= step.old.keys():
@@ -98,8 +99,10 @@ def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Complaints:
     Who is passed over, though nothing outside is to come for it, may change from one queue to the
     other: for its tokens in flight, or its adapter.
     """
-    if step.plan.new or step.plan.cached or step.preempted:
+    if step.plan.new or step.plan.cached or step.preempted or step.plan.kv_loads:
         return
+    if step.config.kv_connector and step.giving:
+        return  # to one who did not fit all the same
     before, after = step.before, step.after
     queues = () if may_pass_over(step.config) else ("waiting", "skipped_waiting")
     for name in ("ref_counts", "free_queue", "block_keys", "cached", *queues, "running", "stats"):
@@ -150,14 +153,14 @@ def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Co
     given back on the way, because nobody attends to it any more, does not.
     """
     reserves = step.config.scheduler_reserve_full_isl
-    if not reserves or not step.newcomers or step.hides_what_was_given:
+    if not reserves or not step.askers or step.hides_what_was_given:
         return
     room = replay_schedule(step, ledger, ()).room
-    for row in step.newcomers:
+    for row in step.askers:
         life = ledger.lives[row.request_id]
         known, num_across = life.num_known, count_across(step.config, life.request)
         num_free, num_free_hits = room[row.request_id]
-        need = num_free_hits + _reserve(step.config, row.first, known, num_across, row.hit_tables)
+        need = num_free_hits + _reserve(step.config, row.num_hit, known, num_across, row.hit_tables)
         if need > num_free:
             what = f"{row.request_id!r} was admitted though its {known} tokens do not fit"
             yield unequal(what, "free blocks", f">= {need}", num_free)
@@ -339,20 +342,28 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
         return ()
     life = ledger.lives[name]
     num_across = count_across(config, life.request)
-    if life.request.resumable and any(step.new[name].block_tables):
+    keeps_blocks = life.request.resumable or is_parked(step.new[name])
+    if (keeps_blocks and any(step.new[name].block_tables)) or _hides_a_return(step):
         return ()  # goes on behind what it kept, which is no hit
     num_hit, hits = hit_now(step, ledger, life)
-    share = admitted_share(config, life.num_known, num_hit)
+    num_offered, is_async = find_offered(ledger, name, num_hit)
+    start = num_hit + num_offered
+    share = 0 if is_async else admitted_share(config, life.num_known, start)
     if not config.enable_chunked_prefill and share > left:
         return ()
     nums_free = [count_free(after, table) for table in hits]
-    need = blocks_behind(config, num_hit + min(share, left), hits, num_across) + sum(nums_free)
+    need = blocks_behind(config, start + min(share, left), hits, num_across) + sum(nums_free)
     if config.scheduler_reserve_full_isl:
         need = max(need, _charge(config, life.num_known, num_across, hits, nums_free))
     if need > len(after.free_queue):
         return ()
     what = f"{name!r} was left waiting with {left} tokens of budget"
     return [unequal(what, "free blocks", f"< {need}", len(after.free_queue))]
+
+
+def _hides_a_return(step: Step) -> bool:
+    """Whether what was loaded was published in this step, maybe behind who is next in line."""
+    return any(is_parked(step.old[row.request_id]) for row in step.admitted_rows)
 
 
 def count_free(snapshot: Snapshot, table: Iterable[BlockId]) -> int:
@@ -408,9 +419,18 @@ def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> Comp
 
 
 @sentence("P26", Schedule)
-def admitted_row_kind_follows_its_status(step: Step, _ledger: Ledger) -> Complaints:
-    """A preempted request returns as a resumed row, anybody else as a new one."""
+def admitted_row_kind_follows_its_status(step: Step, ledger: Ledger) -> Complaints:
+    """A preempted request returns as a resumed row, anybody else as a new one.
+
+    Behind a load it is what it was before that.
+    """
+    resumed = {row.request_id for row in step.plan.cached if row.resumed}
     for row in step.admitted_rows:
         status = step.old[row.request_id].status
-        if (status is Status.PREEMPTED) is not (row.kind is RowKind.RESUMED):
+        status = (
+            ledger.store.parked_as.get(row.request_id, status)
+            if is_parked(step.old[row.request_id])
+            else status
+        )
+        if (status is Status.PREEMPTED) is not (row.request_id in resumed):
             yield Complaint(f"{row.request_id!r} was {status} and got a {row.kind} row")

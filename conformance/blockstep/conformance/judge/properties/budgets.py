@@ -7,10 +7,16 @@ from operator import attrgetter
 
 from blockstep.conformance.judge.attended import count_across, is_across
 from blockstep.conformance.judge.automaton import Automaton
-from blockstep.conformance.judge.properties.hits import may_ask_the_cache
+from blockstep.conformance.judge.properties.hits import may_ask_the_cache, may_ask_the_store
 from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
-from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
+from blockstep.conformance.judge.properties.sentence import (
+    ENDINGS,
+    Complaint,
+    Complaints,
+    sentence,
+    unequal,
+)
+from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step, is_parked
 from blockstep.spec import vocabulary as v
 
 
@@ -91,7 +97,7 @@ def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Complaints
             yield Complaint(f"{row.request_id!r} was admitted with {rest} tokens left out")
 
 
-@sentence("P12", v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset)
+@sentence("P12", *ENDINGS, v.Schedule, v.Reset)
 def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints:
     """Computed is no more than known and promised, and exactly that by whoever is promised any.
 
@@ -133,13 +139,13 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
             yield unequal(what, "request", "", request)
 
 
-@sentence("P12", v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset)
+@sentence("P12", *ENDINGS, v.Schedule, v.Reset)
 def only_running_requests_hold_anything(step: Step, _ledger: Ledger) -> Complaints:
     """Who waits has no block, no computed token and no draft; a session no draft."""
     no_tables, nothing_settled = nothing_held(step)
     for request in step.after.requests:
-        if request.prompt_token_ids and not request.spec_token_ids:
-            continue  # a session may hold what it keeps
+        if (request.prompt_token_ids or is_parked(request)) and not request.spec_token_ids:
+            continue  # a session may hold what it keeps, and one who is parked what is loaded
         if request.status is not v.Status.RUNNING and (
             request.block_tables != no_tables
             or request.num_computed_tokens
@@ -256,28 +262,39 @@ def _after(stats: v.Stats, step: Step, ledger: Ledger) -> v.Stats:
     queries, hits = stats.prefix_cache_queries, stats.prefix_cache_hits
     preemptions = stats.preemptions
     scheduled, accepted = stats.drafts_scheduled, stats.drafts_accepted
+    external_queries = stats.external_prefix_cache_queries
+    external_hits = stats.external_prefix_cache_hits
     if isinstance(step.event, v.Schedule):
         preemptions += len(step.preempted)
-        for row in step.newcomers:
+        for row in step.askers:
             life = ledger.lives[row.request_id]
             if may_ask_the_cache(step, life):
                 queries += life.num_known
-                hits += row.first
+                hits += row.num_hit
+            if may_ask_the_store(step.config, life.request):
+                external_queries += life.num_known - row.num_hit
+                external_hits += row.num_external
         if step.hides_what_was_given:
             queries = step.after.stats.prefix_cache_queries
             hits = step.after.stats.prefix_cache_hits
+            external_queries = step.after.stats.external_prefix_cache_queries
+            external_hits = step.after.stats.external_prefix_cache_hits
     elif isinstance(step.event, v.Commit):
+        void = ledger.find_void(step)
         for flight in ledger.frame_of(step):
             tokens = step.sampled.get(flight.request_id, ())
-            if flight.drafts and flight.request_id in ledger.lives and not flight.is_dropped:
+            is_over = flight.is_dropped or flight.request_id in void
+            if flight.drafts and flight.request_id in ledger.lives and not is_over:
                 scheduled += len(flight.verified)
                 accepted += len(tokens) - 1
     elif isinstance(step.event, v.Reset):
-        if step.event.reset_running_requests:
+        done = step.observation
+        if step.event.reset_running_requests and isinstance(done, v.ResetDone) and done.success:
             preemptions += len(step.before.running)
     else:
         return stats
-    return v.Stats(queries, hits, preemptions, scheduled, accepted)
+    counted = (queries, hits, preemptions, scheduled, accepted)
+    return v.Stats(*counted, external_queries, external_hits)
 
 
 @sentence("P21", v.Schedule)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.sentence import Complaints, differing, sentence
+from blockstep.conformance.judge.properties.sentence import ENDINGS, Complaints, differing, sentence
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
 
-@sentence("P22", v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset, v.EncoderReset)
+@sentence("P22", *ENDINGS, v.Schedule, v.Reset, v.EncoderReset)
 def encoder_cache_adds_up(step: Step, ledger: Ledger) -> Complaints:
     """What is free is what no entry takes; freeable are exactly those that nobody holds.
 
@@ -48,7 +48,7 @@ def encoder_cache_stays_within_its_size(step: Step, _ledger: Ledger) -> Complain
         yield from differing("embeddings kept", min(held, size), held)
 
 
-@sentence("P22", v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset)
+@sentence("P22", *ENDINGS, v.Schedule, v.Reset)
 def only_running_requests_hold_items(step: Step, _ledger: Ledger) -> Complaints:
     """Who has ended, or was preempted, holds no item."""
     encoder = step.after.encoder

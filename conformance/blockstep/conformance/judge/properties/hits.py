@@ -12,12 +12,37 @@ from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.worker.names import Name
-from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Config, KVGroup, Schedule
+from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
+    BlockId,
+    Config,
+    KVGroup,
+    Request,
+    RequestId,
+    Schedule,
+)
 
 
 def may_ask_the_cache(step: Step, life: Life) -> bool:
     """Whether a request may take a prefix hit at all."""
     return step.config.enable_prefix_caching and not life.request.skip_reading_prefix_cache
+
+
+def may_ask_the_store(config: Config, request: Request) -> bool:
+    """Whether a store is asked about a request that holds nothing, if there is one."""
+    return config.kv_connector and not request.skip_reading_prefix_cache
+
+
+def find_offered(ledger: Ledger, name: RequestId, num_hit: int) -> tuple[int, bool]:
+    """How many tokens behind a hit a store has of a request, and whether they take longer.
+
+    The last known token is always computed: its logits are needed.
+    """
+    life, offer = ledger.lives[name], ledger.store.transfers.get_offer(name)
+    if not may_ask_the_store(ledger.config, life.request):
+        return 0, False
+    count = min(offer.num_tokens or 0, life.num_known - 1) - num_hit
+    return (count, offer.is_async) if count > 0 else (0, False)
 
 
 @sentence("P5", Schedule)
@@ -28,14 +53,14 @@ def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Compla
     """
     config = step.config
     unit = lcm(*step.block_sizes)
-    for row in step.newcomers:
+    for row in step.askers:
         life = ledger.lives[row.request_id]
         most = 0
         if may_ask_the_cache(step, life):
             most = min([longest_of(config, life, group) for group in step.groups])
-        if row.first % unit or not 0 <= row.first <= max(most, 0):
+        if row.num_hit % unit or not 0 <= row.num_hit <= max(most, 0):
             yield Complaint(
-                f"{row.request_id!r} has a hit of {row.first} tokens; "
+                f"{row.request_id!r} has a hit of {row.num_hit} tokens; "
                 f"it knows {life.num_known}, and a block is {unit}"
             )
 
@@ -60,16 +85,16 @@ def hit_is_the_longest_there_is(step: Step, ledger: Ledger) -> Complaints:
 
     Blocks that a row of this step took are left out: when they were evicted is not seen.
     """
-    if not step.admitted_rows or not (step.before.cached or step.config.groups):
+    if not step.askers or not (step.before.cached or step.config.groups):
         return
-    for row in step.newcomers:
+    for row in step.askers:
         life = ledger.lives[row.request_id]
         if not may_ask_the_cache(step, life):
             continue
         length, _ = longest_hit(step.config, life, lambda *at: _lasting(step, ledger, *at))
-        if row.first < length:
+        if row.num_hit < length:
             what = f"{row.request_id!r} took a shorter hit than was there"
-            yield unequal(what, "hit tokens", length, row.first)
+            yield unequal(what, "hit tokens", length, row.num_hit)
 
 
 Find: TypeAlias = Callable[[Name, int], Sequence[BlockId]]
@@ -136,7 +161,7 @@ def hit_takes_the_oldest_copy(step: Step, ledger: Ledger) -> Complaints:
     """
     if not step.before.cached:
         return
-    for row in step.newcomers:
+    for row in step.askers:
         life = ledger.lives[row.request_id]
         for group, table in enumerate(row.hit_tables):
             named, size = ledger.named_blocks(step.before, group), step.block_sizes[group]

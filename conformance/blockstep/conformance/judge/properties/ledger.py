@@ -7,13 +7,14 @@ step may do with what it says was still open: drafts attached, frames in flight,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from blockstep.conformance.judge.automaton import Automaton
 from blockstep.conformance.judge.follower import Follower
 from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
+from blockstep.conformance.judge.properties.store_ledger import StoreLedger
 from blockstep.conformance.judge.worker.names import Name, PrefixNames
 from blockstep.conformance.protocol.sessions import Session
 from blockstep.spec import vocabulary as v
@@ -79,9 +80,11 @@ class Ledger:
     """A request was submitted that has a grammar."""
     has_sessions: bool = False
     """A request was submitted that is resumable."""
+    store: StoreLedger = field(init=False)
+    """What is known of transfers."""
     num_progress: int = 0
     """Events that brought somebody on or changed who competes: tokens delivered, a request
-    submitted or ended, a grammar compiled, a reset."""
+    submitted or ended, a grammar compiled, transfers reported, a reset."""
     names: PrefixNames = field(init=False)
     _flying: dict[v.RequestId, tuple[PlannedRow, FlightRow]] = field(
         default_factory=dict, repr=False
@@ -93,6 +96,7 @@ class Ledger:
 
     def __post_init__(self) -> None:
         self.names = PrefixNames(self.config.block_size, len(self.config.kv_groups))
+        self.store = StoreLedger(self.config)
 
     def in_flight(self, request_id: v.RequestId) -> bool:
         """Whether a frame in flight has a row of this id."""
@@ -144,9 +148,22 @@ class Ledger:
                 )
         if step and isinstance(step.event, v.Schedule):
             count.update({row.request_id: len(row.drafts) for row in step.rows})
-        for name in self.list_stopped(step) if step else ():
+        for name in (*self.list_stopped(step), *self.find_void(step)) if step else ():
             del count[name]
         return count
+
+    def find_void(self, step: Step) -> dict[v.RequestId, int]:
+        """Whose row in the frame that a commit answers is void, as is every one behind it, for its
+        load has failed; and how many leading tokens of each are there."""
+        if not self.store.transfers.at_once or not isinstance(step.event, v.Commit):
+            return {}
+        return self.store.find_void(step, self.promised)
+
+    def list_failing(self, step: Step) -> list[v.RequestId]:
+        """Whom an event ends because its load has failed, in order."""
+        if self.config.kv_load_failure_policy is not v.KVLoadFailurePolicy.FAIL:
+            return []
+        return [*self.store.find_failed(step), *self.find_void(step)]
 
     def flight_row(self, row: PlannedRow) -> FlightRow:
         """What is in flight once `row` is dispatched, before which nothing else is recorded."""
@@ -180,15 +197,20 @@ class Ledger:
         promised = dict(self.promised)
         for request_id, count in change.items():
             promised[request_id] = promised.get(request_id, 0) + count
-        for request_id in self.list_stopped(step):
+        for request_id in (*self.list_stopped(step), *self.find_void(step)):
             promised[request_id] = 0
         return promised
 
     def record(self, step: Step) -> None:
         """Learn from a step that has been judged."""
+        if isinstance(step.observation, v.Rejected):
+            return
+        self._record(step)
+        if self.config.kv_connector:
+            self.store.record(step, self.lives)
+
+    def _record(self, step: Step) -> None:
         match step.event, step.observation:
-            case _, v.Rejected():
-                return
             case v.Submit(request=request), _:
                 self.lives[request.request_id] = Life(request, self.names)
                 self.has_sessions |= request.resumable
@@ -199,7 +221,13 @@ class Ledger:
             case _, v.Plan():
                 self._record_plan(step)
             case v.Commit(frame_id=frame_id), v.Outputs(rows=rows, kv_events=kv_events):
+                self._void(self.find_void(step))
                 self._record_outputs(frame_id, rows)
+                self.follower.follow(kv_events)
+            case v.TransfersReported(), v.Outputs(rows=rows, kv_events=kv_events):
+                self.num_progress += 1
+                for row in rows:
+                    self._end(row.request_id)
                 self.follower.follow(kv_events)
             case v.Drafts(drafts=drafts), v.DraftsTaken(request_ids=taken):
                 for proposal in drafts:
@@ -280,7 +308,9 @@ class Ledger:
         for row in rows:
             if row.request_id in self.lives:
                 self.lives[row.request_id].tokens.extend(row.new_token_ids)
-            if row.finish_reason is not None:
+            if row.finish_reason is v.FinishReason.ERROR:
+                self._end(row.request_id)
+            elif row.finish_reason is not None:
                 self._stop(row.request_id)
                 self.stopped_in_flight.add(row.request_id)
         if self.stopped_in_flight:
@@ -301,13 +331,17 @@ class Ledger:
             self._end(request_id)
             return
         self._go_on(life, life.session.stop(life.request, life.output_token_ids))
-        life.drafts = ()
-        # What frames in flight sample belongs to a chunk that is over.
-        self.promised.pop(request_id, None)
-        for frame_id, rows in self.frames.items():
+        self._void((request_id,))  # what frames in flight sample belongs to a chunk that is over
+
+    def _void(self, names: Collection[v.RequestId]) -> None:
+        """What frames in flight bring of these requests is dropped."""
+        for name in names:
+            if name in self.lives:
+                self.lives[name].drafts = ()
+            self.promised.pop(name, None)
+        for frame_id, rows in self.frames.items() if names else ():
             self.frames[frame_id] = tuple(
-                replace(row, is_dropped=row.is_dropped or row.request_id == request_id)
-                for row in rows
+                replace(row, is_dropped=row.is_dropped or row.request_id in names) for row in rows
             )
 
     def _go_on(self, life: Life, request: v.Request | None) -> None:
@@ -335,6 +369,8 @@ class Ledger:
         """Whether one of whom a commit told a stop is a session that it does not end."""
         life = self.lives.get(name)
         if life is None or life.session is None or not isinstance(step.event, v.Commit):
+            return False
+        if name in step.failed:
             return False
         return not life.session.ends_at_its_stop
 
@@ -378,6 +414,7 @@ class Ledger:
 
     def _end(self, request_id: v.RequestId) -> None:
         self.ending.discard(request_id)
+        self.store.end(request_id)
         if self.lives.pop(request_id, None) is not None:
             self.ended.add(request_id)
             self.num_progress += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.life import order_of
@@ -20,22 +21,24 @@ from blockstep.conformance.judge.properties.queue_replay import (
     victims_of,
 )
 from blockstep.conformance.judge.properties.sentence import (
+    ENDINGS,
     Complaint,
     Complaints,
     differing,
     sentence,
     unequal,
 )
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.step import Step, is_parked
 from blockstep.spec import vocabulary as v
 
 _PASSED_OVER = (
     v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
     v.Status.WAITING_FOR_STREAMING_REQ,
+    v.Status.WAITING_FOR_REMOTE_KVS,
 )
 
 
-@sentence("P16", v.Submit, v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset)
+@sentence("P16", *ENDINGS, v.Submit, v.Schedule, v.Reset)
 def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> Complaints:
     """Each unfinished request is in exactly one of the queues and the running list, by status."""
     after = step.after
@@ -74,17 +77,26 @@ def admissions_follow_the_policy(step: Step, ledger: Ledger) -> Complaints:
     """Admitted are the first in policy order that wait for nothing outside, none left out.
 
     They wait for a grammar, preempted in flight for their own tokens, or for a seat: as many
-    adapters as there may be are of others who run.
+    adapters as there may be are of others who run. Or for a load, and whose load has come need not
+    wait for one before them that does not fit.
     """
-    if not step.admitted_rows:
-        return ()
+    if not step.admitted_rows or (step.config.kv_connector and step.giving):
+        return ()  # who has given its blocks may be made to wait by the store
     admitted = [row.request_id for row in step.admitted_rows]
     ready: list[v.RequestId] = []
-    seats = get_seats(step, ledger)
+    seats, is_stopped = get_seats(step, ledger), False
+    parked = {row.request_id for row in step.parked} if step.plan.kv_loads else ()
     for name in in_policy_order(ledger, step.before):
-        if len(ready) < len(admitted) and not must_wait(ledger, seats, step.old[name]):
-            ready.append(name)
-            seats.take(name)
+        if len(ready) == len(admitted) or name in parked:
+            continue
+        old = step.old[name]
+        if must_wait(ledger, seats, old) or (is_stopped and not is_parked(old)):
+            continue
+        if name not in admitted and step.config.kv_connector:
+            is_stopped = True
+            continue
+        ready.append(name)
+        seats.take(name)
     return differing("order of admission", ready, admitted)
 
 
@@ -126,7 +138,7 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Complaints:
     yield from differing("skipped_waiting", skipped, list(step.after.skipped_waiting))
 
 
-@sentence("P16", v.Commit, v.Abort, v.GrammarFailed)
+@sentence("P16", *ENDINGS)
 def queues_lose_exactly_the_ended(step: Step, ledger: Ledger) -> Complaints:
     """A commit or an abort takes the ended out of their queue; the others keep their order.
 
@@ -237,7 +249,7 @@ def _freed_by_last(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) -
     return holders.free(victims[-1])
 
 
-@sentence("P16", v.Commit, v.Abort, v.GrammarFailed, v.Reset)
+@sentence("P16", *ENDINGS, v.Reset)
 def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
     """Blocks of the ended join the end of the free queue, last block of each table first.
 
@@ -245,17 +257,56 @@ def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
     in an abort; a forced reset takes the running list from its end.
     """
     before, after = step.before, step.after
+    if isinstance(step.event, ENDINGS) and step.config.kv_connector:
+        freed, _ = follow_holds(step, ledger)
+        return differing("free_queue", (*before.free_queue, *freed), after.free_queue)
     if not isinstance(step.event, v.Reset):
         names = [name for name in step.ended if _is_freed(step, ledger, name)]
     else:
-        if not step.event.reset_running_requests:
+        is_done = isinstance(step.observation, v.ResetDone) and step.observation.success
+        if not (step.event.reset_running_requests and is_done):
             names = []
-        elif ledger.has_sessions:
+        elif ledger.has_sessions or any(map(is_parked, before.requests)):
             return ()  # in which order those give way that do not run is a policy
         else:
             names = list(reversed(before.running))
     freed = freed_blocks(before, [name for name in names if name in step.old]) if names else []
     return differing("free_queue", (*before.free_queue, *freed), after.free_queue)
+
+
+def follow_holds(
+    step: Step, ledger: Ledger
+) -> tuple[list[v.BlockId], dict[v.RequestId, v.HeldBlocks]]:
+    """What becomes free, in order, and whose blocks are held behind an event that may end requests.
+
+    Whoever ends leaves its blocks to a load that is under way, and to a store that wants to read
+    them. Then a report ends holds: loads first.
+    """
+    store, report = ledger.store, ledger.store.get_report(step)
+    holders, held, freed = Holders(step.before), dict(store.held), list[v.BlockId]()
+    for name in step.ended:
+        if name not in step.old or not _is_freed(step, ledger, name):
+            continue
+        old, offer = step.old[name], store.transfers.get_offer(name)
+        is_over, is_recving = not ledger.goes_on(name, step), store.is_under_way(old)
+        if is_over and any(old.block_tables) and (is_recving or offer.delays_free):
+            held[name] = v.HeldBlocks(name, old.block_tables, is_recving, offer.delays_free)
+        else:
+            freed += holders.free(name)
+    signals = [(name, True) for name in report.finished_recving]
+    signals += [(name, False) for name in report.finished_sending]
+    for name, is_recving in signals:
+        old_hold = held.get(name)
+        if old_hold is None:
+            continue
+        if is_recving:
+            held[name] = replace(old_hold, is_recving=False)
+        else:
+            held[name] = replace(old_hold, is_sending=False)
+        if not (held[name].is_recving or held[name].is_sending):
+            del held[name]
+            freed += holders.free(name)
+    return freed, held
 
 
 def _is_freed(step: Step, ledger: Ledger, name: v.RequestId) -> bool:
@@ -278,9 +329,11 @@ def preemption_leaves_somebody_running(step: Step, ledger: Ledger) -> Complaints
     """A request alone in the pool fits it, so the last victim had somebody to give way to.
 
     Unless tokens are promised to it: planned ahead it may need more than it ever will. Then
-    delivering them is the progress.
+    delivering them is the progress. Or a transfer has blocks: then its end is.
     """
     if not step.preempted or step.after.running:
+        return ()
+    if ledger.store.held or any(map(ledger.store.is_under_way, step.after.requests)):
         return ()
     last = victims_of(step, ledger)[-1]
     if ledger.placeholders(last):

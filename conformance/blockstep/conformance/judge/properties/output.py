@@ -86,12 +86,25 @@ def expected_outputs(step: Step, ledger: Ledger) -> dict[v.RequestId, v.OutputRo
             reason, stop_token = stop or (None, None)
             num_cached = max(life.num_cached_tokens, 0)
             rows[name] = v.OutputRow(name, delivered, reason, stop_token, num_cached)
+    for name in ledger.find_void(step):
+        rows.pop(name, None)
+    for name in ledger.list_failing(step):
+        rows[name] = make_error_row(ledger, name)
     return rows
+
+
+def make_error_row(ledger: Ledger, name: v.RequestId) -> v.OutputRow:
+    """What a client is told of a request that cannot be served any more."""
+    num_cached = max(ledger.lives[name].num_cached_tokens, 0)
+    return v.OutputRow(name, (), v.FinishReason.ERROR, None, num_cached)
 
 
 @sentence("P13", v.Commit)
 def delivered_rows_are_those_that_sampled(step: Step, ledger: Ledger) -> Complaints:
-    """Each unfinished request that sampled gets one row, in order of scheduling; nobody else."""
+    """Each unfinished request that sampled gets one row, in order of scheduling; nobody else.
+
+    But for those whose load has failed: theirs come last, if they end by that.
+    """
     seen = [row.request_id for row in step.output_rows]
     return differing("rows", list(expected_outputs(step, ledger)), seen)
 
@@ -150,7 +163,7 @@ def outputs_in_the_state_are_those_delivered(step: Step, ledger: Ledger) -> Comp
                 yield unequal(what, "outputs", expected, new.output_token_ids)
 
 
-@sentence("P21", v.Commit, v.GrammarFailed)
+@sentence("P21", v.Commit, v.GrammarFailed, v.TransfersReported)
 def told_cached_tokens_are_those_of_the_first_hit(step: Step, ledger: Ledger) -> Complaints:
     """A client is told the length of the prefix hit at the first admission."""
     for row in step.output_rows:
@@ -169,10 +182,12 @@ def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Complain
     frames behind it promise count as known. A row that is still in its prefill stands where its
     plan took it, or where later plans did.
     """
-    promised = ledger.promised_after(step)
+    promised, void = ledger.promised_after(step), ledger.find_void(step)
     for flight in ledger.frame_of(step):
         new = step.new.get(flight.request_id)
         if new is None or new.status is not v.Status.RUNNING or flight.is_dropped:
+            continue
+        if flight.request_id in void:
             continue
         life = ledger.lives[flight.request_id]
         known = life.num_prompt + len(new.output_token_ids)
@@ -191,15 +206,19 @@ def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Complain
 def commit_changes_only_outputs_and_computed_tokens(step: Step, ledger: Ledger) -> Complaints:
     """Who goes on keeps its blocks, its status and its history; who did not sample, all.
 
-    Under asynchronous scheduling one who runs may settle blocks too.
+    Under asynchronous scheduling one who runs may settle blocks too, and so may one for whom it is
+    certain now that what was loaded has come.
     """
     in_frame = {
         row.request_id for row in ledger.frame_of(step) if row.samples and not row.is_dropped
     }
-    stopped = ledger.list_stopped(step)
+    stopped, store = ledger.list_stopped(step), ledger.store
+    settled = store.list_settled(step)
+    # Of those whose load has failed another sentence speaks.
+    others = {*stopped, *ledger.find_void(step), *store.find_failed(step)}
     for name, new in step.new.items():
         old = step.old.get(name)
-        if old is None or new is old or name in stopped:
+        if old is None or new is old or name in others:
             continue
         sampled = name in in_frame
         runs = sampled and new.status is v.Status.RUNNING
@@ -210,6 +229,7 @@ def commit_changes_only_outputs_and_computed_tokens(step: Step, ledger: Ledger) 
             or (not sampled and old.num_output_placeholders != new.num_output_placeholders)
             or (
                 not (runs and step.config.async_scheduling)
+                and name not in settled
                 and old.num_cached_blocks != new.num_cached_blocks
             )
         ):
@@ -254,6 +274,7 @@ def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Co
         proposed.update(
             (row.request_id, ledger.drafts_after(ledger.flight_row(row))) for row in step.rows
         )
+    proposed |= dict.fromkeys(ledger.find_void(step), ())
     for name, new in step.new.items():
         life = ledger.lives.get(name)
         if life is not None and new.status is v.Status.RUNNING:

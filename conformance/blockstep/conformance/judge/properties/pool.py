@@ -11,6 +11,7 @@ from typing import NamedTuple
 from blockstep.conformance.judge.attended import is_across
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import (
+    ENDINGS,
     Complaint,
     Complaints,
     once_a_step,
@@ -21,24 +22,27 @@ from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Ste
 from blockstep.spec import vocabulary as v
 
 
-@sentence("P1", v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset)
+@sentence("P1", *ENDINGS, v.Schedule, v.Reset)
 def pool_keeps_its_size(step: Step, _ledger: Ledger) -> Complaints:
     """A state tells what each block of the pool carries, of no more and no fewer of them."""
     num_keys, num_blocks = len(step.after.block_keys), step.config.num_blocks
     return [Complaint(f"{num_keys} keys for {num_blocks} blocks")] if num_keys != num_blocks else ()
 
 
-@sentence("P1", v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset)
+@sentence("P1", *ENDINGS, v.Schedule, v.Reset)
 def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
     """Its ref count is the number of its holders; free ones are in the free queue, once.
 
+    Whoever has ended holds those that a transfer reads or writes.
     The null block is neither: nobody holds it, and it is not in the queue. In a table it stands for
     a block that is attended to no more; with one KV group there is none.
     """
     after, num_blocks = step.after, step.config.num_blocks
     least = v.NULL_BLOCK if step.config.groups else 1
     holders = [0] * num_blocks
-    for request in after.requests:
+    held = () if after.transfers is None else after.transfers.held
+    holding: tuple[v.RequestSnapshot | v.HeldBlocks, ...] = (*after.requests, *held)
+    for request in holding:
         for table in request.block_tables:
             for block in table:
                 if not least <= block < num_blocks:
@@ -104,7 +108,7 @@ def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapsh
     return found
 
 
-@sentence("P3", v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset)
+@sentence("P3", *ENDINGS, v.Schedule, v.Reset)
 def cache_map_and_blocks_agree(step: Step, _ledger: Ledger) -> Complaints:
     """The cache map has a block under a key exactly if the block carries the key, and once."""
     after = step.after
@@ -135,13 +139,14 @@ def nothing_is_cached_without_caching(step: Step, _ledger: Ledger) -> Complaints
 def computed_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints:
     """Once a row is dispatched, its blocks that are full of known tokens can be found.
 
+    Unless it is not certain that what was loaded for it has come (P19).
     When to publish is a policy: an engine could wait. It is pinned because hits depend on it.
     """
     if not step.config.enable_prefix_caching:
         return
     for row in step.rows:
         new, ends = step.new[row.request_id], []
-        filled = min(row.end, ledger.lives[row.request_id].num_known)
+        filled = _fill_of(step, ledger, row)
         for first, size, table in zip(
             _settled_before(step, row), step.block_sizes, new.block_tables, strict=True
         ):
@@ -166,6 +171,14 @@ class Stretch(NamedTuple):
     def end(self) -> int:
         """One past the index of the last."""
         return self.first + len(self.blocks)
+
+
+def _fill_of(step: Step, ledger: Ledger, row: PlannedRow) -> int:
+    """Leading tokens of a request that can be found once a row of it is dispatched; 0: no more
+    than before, for what was loaded for it may not have come."""
+    if ledger.store.is_unsettled_after(step, row.request_id):
+        return 0
+    return min(row.end, ledger.lives[row.request_id].num_known)
 
 
 def _unpublished(step: Step, name: str, blocks: Iterable[v.BlockId]) -> Complaints:
@@ -228,6 +241,7 @@ def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
     for name in step.preempted:
         old_request = step.old[name]
         filled = min(old_request.num_computed_tokens, ledger.lives[name].num_known)
+        filled = 0 if name in ledger.store.unsettled else filled
         for table, size in zip(old_request.block_tables, step.block_sizes, strict=True):
             allowed.update(table[: filled // size])
     return [
@@ -241,20 +255,43 @@ def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
 def verified_blocks(step: Step, ledger: Ledger) -> list[Stretch]:
     """What a commit publishes, for each group of each request.
 
-    The blocks of a request that runs and sampled, also if it ends by that, up to the one with its
-    last token: that one is not computed yet.
+    First what was loaded by the frame, and computed on it, up to what could not be loaded. Under
+    asynchronous scheduling then the blocks of a request that runs and sampled, also if it ends by
+    that, up to the one with its last token: that one is not computed yet.
     """
     config = step.config
-    if not (config.async_scheduling and config.enable_prefix_caching):
+    if not config.enable_prefix_caching:
         return []
-    found = []
+    found = _settled_blocks(step, ledger) if ledger.store.unsettled else []
+    ends = {(stretch.request_id, stretch.group): stretch.end for stretch in found}
     for flight in ledger.frame_of(step):
         old, tokens = step.old.get(flight.request_id), step.delivered.get(flight.request_id)
         if old is None or old.status is not v.Status.RUNNING or not tokens:
             continue
         name, settled = flight.request_id, old.num_cached_blocks
+        if not config.async_scheduling:
+            continue
+        if ends:
+            settled = tuple([ends.get((name, at), end) for at, end in enumerate(settled)])
         filled = ledger.lives[name].num_known + len(tokens) - 1
         found += _filled(step, name, settled, old.block_tables, filled)
+    return found
+
+
+def _settled_blocks(step: Step, ledger: Ledger) -> list[Stretch]:
+    """Of who runs and was loaded by the frame that a commit answers."""
+    store, void = ledger.store, ledger.find_void(step)
+    found = []
+    for load in store.transfers.at_once.get(step.commit.frame_id, ()):
+        name = load.request_id
+        if store.unsettled.get(name) != step.commit.frame_id:
+            continue
+        if name in void and name not in step.new:
+            continue  # it ends, and nothing of it is found
+        old = step.old[name]
+        filled = min(old.num_computed_tokens, ledger.lives[name].num_known)
+        filled = void.get(name, filled)
+        found += _filled(step, name, old.num_cached_blocks, old.block_tables, filled)
     return found
 
 
@@ -265,13 +302,14 @@ def verified_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
     When to publish is a policy, as for `computed_full_blocks_are_published`: here a plan runs
     ahead of the tokens, so those are known only now.
     """
-    ends: dict[v.RequestId, tuple[int, ...]] = {}
+    ends: dict[v.RequestId, dict[int, int]] = {}
     for stretch in verified_blocks(step, ledger):
         name = stretch.request_id
         yield from _unpublished(step, name, stretch.blocks)
-        ends[name] = (*ends.get(name, ()), stretch.end)
+        ends.setdefault(name, {})[stretch.group] = stretch.end
     stopped = ledger.list_stopped(step)
-    for name, settled in ends.items():
+    for name, by_group in ends.items():
+        settled = tuple(by_group.values())
         new = step.new.get(name)
         if name in stopped and new is not None and not any(new.block_tables):
             continue  # a session that cannot go back computes all of it again
@@ -286,7 +324,7 @@ def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
     Nothing is published for a request that was preempted or ended meanwhile: its blocks are gone.
     """
     before, after = step.before.block_keys, step.after.block_keys
-    if not step.config.async_scheduling or (
+    if not (step.config.async_scheduling or step.config.kv_connector) or (
         after is before and step.after.cached is step.before.cached
     ):
         return
@@ -334,7 +372,7 @@ def _misnamed(step: Step, ledger: Ledger) -> list[tuple[str, v.BlockId, int, int
     found = []
     for name, group, first, blocks in _touched(step, ledger):
         life, size = ledger.lives[name], step.block_sizes[group]
-        delivered = step.delivered[name] if isinstance(step.event, v.Commit) else ()
+        delivered = step.delivered.get(name, ()) if isinstance(step.event, v.Commit) else ()
         for index, block in enumerate(blocks, first):
             key = step.after.block_keys[block]
             if key is not None and block != v.NULL_BLOCK:

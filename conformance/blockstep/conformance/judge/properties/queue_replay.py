@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from blockstep.conformance.judge.attended import blocks_of_drafts, count_unattended
+from blockstep.conformance.judge.properties.hits import may_ask_the_store
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import PlannedRow, Step
 from blockstep.spec import vocabulary as v
@@ -57,8 +58,10 @@ def in_policy_order(ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
 
 
 def is_passed_over(ledger: Ledger, request: v.RequestSnapshot) -> bool:
-    """Whether a request waits for something outside: its grammar, its tokens in flight, or for
-    further input."""
+    """Whether a request waits for something outside: its grammar, its tokens in flight, further
+    input, a load, or for a store that does not know yet what it has."""
+    if ledger.config.kv_connector and _waits_for_the_store(ledger, request):
+        return True
     if ledger.promised.get(request.request_id):
         return True
     if request.status is v.Status.WAITING_FOR_STREAMING_REQ:
@@ -67,6 +70,16 @@ def is_passed_over(ledger: Ledger, request: v.RequestSnapshot) -> bool:
         request.status is v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         and not ledger.lives[request.request_id].grammar_ready
     )
+
+
+def _waits_for_the_store(ledger: Ledger, request: v.RequestSnapshot) -> bool:
+    name = request.request_id
+    if ledger.store.is_under_way(request):
+        return True
+    is_asked = may_ask_the_store(ledger.config, ledger.lives[name].request)
+    if not is_asked or request.num_computed_tokens:
+        return False
+    return ledger.store.transfers.get_offer(name).num_tokens is None
 
 
 class Seats:
@@ -100,7 +113,7 @@ def must_wait(ledger: Ledger, seats: Seats, request: v.RequestSnapshot) -> bool:
 
 def may_pass_over(config: v.Config) -> bool:
     """Whether one may be passed over that stands among the waiting ones."""
-    return config.max_frames_in_flight > 1 or config.max_loras > 0
+    return config.max_frames_in_flight > 1 or config.max_loras > 0 or config.kv_connector
 
 
 def get_seats(step: Step, ledger: Ledger) -> Seats:
@@ -122,6 +135,8 @@ def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
     places = config.max_num_seqs - len(before.running)
     admitted = {row.request_id: row.num_scheduled for row in step.admitted_rows}
     met, seats = [], get_seats(step, ledger)
+    parked = {row.request_id for row in step.parked} if step.plan.kv_loads else ()
+    giving = step.giving if config.kv_connector else ()
     for name in in_policy_order(ledger, before):
         if left <= 0 or places <= 0:
             break
@@ -129,11 +144,24 @@ def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
             left -= admitted[name]
             places -= 1
             seats.take(name)
-        elif must_wait(ledger, seats, step.old[name]):
+        elif name in parked or must_wait(
+            # Who has given its blocks away asks the store anew.
+            *(ledger, seats, step.new[name] if name in giving else step.old[name])
+        ):
             met.append(name)
         else:
             break
     return met
+
+
+def list_takers(step: Step, ledger: Ledger) -> list[PlannedRow]:
+    """Who was admitted or parked, in the order in which a plan met them."""
+    if not step.plan.kv_loads:
+        return step.admitted_rows
+    order = in_policy_order(ledger, step.before)
+    place = {name: index for index, name in enumerate(order)}
+    rows = [*step.admitted_rows, *step.parked]
+    return sorted(rows, key=lambda row: place.get(row.request_id, len(place)))
 
 
 def hides_a_rollback(step: Step, victims: Sequence[v.RequestId]) -> bool:
@@ -161,7 +189,9 @@ class Holders:
 
     def __init__(self, before: v.Snapshot) -> None:
         self._counts = list(before.ref_counts)
-        self._tables = {request.request_id: request.block_tables for request in before.requests}
+        held = () if before.transfers is None else before.transfers.held
+        holding: tuple[v.RequestSnapshot | v.HeldBlocks, ...] = (*before.requests, *held)
+        self._tables = {holder.request_id: holder.block_tables for holder in holding}
 
     def free(self, name: v.RequestId) -> list[v.BlockId]:
         """All that a request holds: what becomes free of it, the last block of each table first."""
@@ -227,7 +257,7 @@ def replay_schedule(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) 
     elif any(row.hits or row.gained for row in step.rows):
         for row in step.running_rows:
             _replay_row(replay, row)
-    for row in step.admitted_rows:
+    for row in list_takers(step, ledger):
         _replay_row(replay, row)
     return replay
 

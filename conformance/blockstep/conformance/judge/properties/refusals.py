@@ -20,7 +20,7 @@ from blockstep.conformance.judge.properties.sentence import (
     sentence,
     unequal,
 )
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.step import Step, is_parked
 from blockstep.conformance.protocol.sessions import get_longest
 from blockstep.spec import vocabulary as v
 
@@ -99,7 +99,7 @@ def due_refusal(
         case v.Submit(request=request):
             if request.request_id in ledger.lives:
                 return v.RejectCode.DUPLICATE_REQUEST
-            if ledger.in_flight(request.request_id):
+            if ledger.in_flight(request.request_id) or request.request_id in ledger.store.held:
                 return v.RejectCode.REQUEST_IN_FLIGHT
             return _never_served(config, request) or _has_other_size(request, ledger, kept)
         case v.Schedule() if len(ledger.frames) >= config.max_frames_in_flight:
@@ -283,7 +283,7 @@ _STILL: dict[type, tuple[str, ...]] = {
 
 _STILL_ASYNC = {
     **_STILL,
-    # What it may publish is said by `only_verified_blocks_are_published`.
+    # What it may publish is said by `only_verified_blocks_are_published`, also of loads.
     v.Commit: tuple(name for name in _STILL[v.Commit] if name not in ("block_keys", "cached")),
 }
 """Likewise under asynchronous scheduling, where a commit publishes blocks."""
@@ -302,7 +302,8 @@ _LOOK_AT = {names: _make_look(names) for names in (*_STILL.values(), *_STILL_ASY
 def event_leaves_alone_what_it_is_not_about(step: Step, _ledger: Ledger) -> Complaints:
     """An event changes only what it is about: an abort no frame, a pause no queue, and so on."""
     kind = type(step.event)
-    still = (_STILL_ASYNC if step.config.async_scheduling else _STILL)[kind]
+    may_publish = step.config.async_scheduling or step.config.kv_connector
+    still = (_STILL_ASYNC if may_publish else _STILL)[kind]
     look = _LOOK_AT[still]
     before, after = look(step.before), look(step.after)
     if before == after:
@@ -383,12 +384,19 @@ def reset_empties_the_cache(step: Step, _ledger: Ledger) -> Complaints:
 
 
 @sentence("P25", v.Reset)
-def reset_succeeds_unless_blocks_are_held(step: Step, _ledger: Ledger) -> Complaints:
-    """By force always; otherwise only if nobody holds a block."""
+def reset_succeeds_unless_blocks_are_held(step: Step, ledger: Ledger) -> Complaints:
+    """By force always; otherwise only if nobody holds a block.
+
+    Not while a load is under way or a hold has no end; not the store's, where there is none.
+    """
     assert isinstance(step.event, v.Reset)
     assert isinstance(step.observation, v.ResetDone)
     all_free = len(step.before.free_queue) == step.config.num_usable_blocks
     expected = step.event.reset_running_requests or all_free
+    if step.event.reset_connector and not step.config.kv_connector:
+        expected = False
+    if ledger.store.held or any(map(ledger.store.is_under_way, step.before.requests)):
+        expected = False
     return differing("success", expected, step.observation.success)
 
 
@@ -397,7 +405,8 @@ def forced_reset_preempts_all_who_run(step: Step, _ledger: Ledger) -> Complaints
     """By force nobody runs on with KV from before; otherwise no request changes."""
     assert isinstance(step.event, v.Reset)
     after = step.after
-    if not step.event.reset_running_requests:
+    assert isinstance(step.observation, v.ResetDone)
+    if not (step.event.reset_running_requests and step.observation.success):
         for name in (*_QUEUES, "requests", "prev_scheduled_req_ids"):
             expected = getattr(step.before, name)
             yield from differing(name, expected, getattr(after, name))
@@ -405,8 +414,8 @@ def forced_reset_preempts_all_who_run(step: Step, _ledger: Ledger) -> Complaints
     if after.running or after.prev_scheduled_req_ids or not _all_free(step, after):
         yield Complaint("after a forced reset somebody still runs or holds a block")
     for name, old in step.old.items():
-        is_session = bool(old.prompt_token_ids) and any(old.block_tables)
-        if name not in step.before.running and step.new.get(name) != old and not is_session:
+        may_give = (bool(old.prompt_token_ids) or is_parked(old)) and any(old.block_tables)
+        if name not in step.before.running and step.new.get(name) != old and not may_give:
             yield Complaint(f"a reset changed {name!r}, which did not run")
 
 

@@ -10,6 +10,10 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.protocol.findings import Difference, Finding, shown, tell_error, violated
+from blockstep.spec import vocabulary as v
+
+ENDINGS = (v.Commit, v.Abort, v.GrammarFailed, v.TransfersReported)
+"""Events that may end requests, and whoever is left goes on as before."""
 
 
 class Complaint(NamedTuple):

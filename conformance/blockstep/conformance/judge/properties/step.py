@@ -34,6 +34,11 @@ class once(Generic[T]):  # noqa: N801 - stands where a decorator does
         return found
 
 
+def is_parked(request: v.RequestSnapshot) -> bool:
+    """Whether a request waits for KV that is loaded, or has come."""
+    return request.status is v.Status.WAITING_FOR_REMOTE_KVS
+
+
 class RowKind(StrEnum):
     """How a request came into a plan."""
 
@@ -41,7 +46,9 @@ class RowKind(StrEnum):
     NEW = "new"
     RESUMED = "resumed"
     CONTINUED = "continued"
-    """A session, announced again behind the blocks that it kept."""
+    """A session, or one whose load has come, announced behind the blocks that it kept."""
+    PARKED = "parked"
+    """No row: it is given the blocks of an asynchronous load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,8 @@ class PlannedRow:
     """Running, with another block table: `hits` and `gained` are the whole of it."""
     moved: frozenset[v.BlockId] = frozenset()
     """Blocks for states behind drafts: appended again they are no new ones."""
+    num_external: int = 0
+    """Tokens behind the hit that a store loads, before the first that runs."""
 
     @property
     def gained(self) -> tuple[v.BlockId, ...]:
@@ -78,6 +87,11 @@ class PlannedRow:
         """Blocks hit, in the order of groups."""
         tables = self.hit_tables
         return tables[0] if len(tables) == 1 else tuple(filter(None, chain(*tables)))
+
+    @property
+    def num_hit(self) -> int:
+        """Tokens of the hit of one who was admitted, or parked."""
+        return self.first - self.num_external
 
     @property
     def end(self) -> int:
@@ -158,12 +172,18 @@ class Step:
 
     @once
     def ended(self) -> list[v.RequestId]:
-        """Whom a commit or an abort ended, in the order of its answer."""
+        """Whom a commit, a report or an abort ended, in the order of its answer."""
         if isinstance(self.observation, v.Aborted):
             return list(self.observation.request_ids)
         if not isinstance(self.observation, v.Outputs):
             return []
         return [row.request_id for row in self.output_rows if row.finish_reason is not None]
+
+    @once
+    def failed(self) -> list[v.RequestId]:
+        """Whom a commit or a report ended with an error, in the order of its answer."""
+        error = v.FinishReason.ERROR
+        return [row.request_id for row in self.output_rows if row.finish_reason is error]
 
     @once
     def delivered(self) -> dict[v.RequestId, v.TokenIds]:
@@ -182,25 +202,57 @@ class Step:
         The plan has them in two lists; their common order is that of the running list.
         """
         rows = [self._row(row, self._kind_of(row)) for row in self.plan.new]
-        rows += [self._row(row, RowKind.RESUMED) for row in self.plan.cached if row.resumed]
+        rows += [self._row(row, self._kind_of(row)) for row in self.plan.cached if row.resumed]
         if len(rows) > 1:
             place = {name: index for index, name in enumerate(self.after.running)}
             rows.sort(key=lambda row: place.get(row.request_id, len(place)))
         return rows
 
-    def _kind_of(self, row: v.NewRow) -> RowKind:
-        """A new row, or one of a session that goes on with the blocks that it had."""
+    @once
+    def loads(self) -> dict[v.RequestId, v.KVLoad]:
+        """What a plan has loaded for each request."""
+        return {load.request_id: load for load in self.plan.kv_loads}
+
+    @once
+    def parked(self) -> list[PlannedRow]:
+        """Who is given blocks for an asynchronous load, in the order of the plan."""
+        found = []
+        for load in self.plan.kv_loads:
+            if load.is_async and load.request_id in self.old:
+                start = load.num_computed_tokens + load.num_external_tokens
+                hits, gained = self._cut(load.block_ids, load.num_computed_tokens)
+                count = load.num_external_tokens
+                found.append(
+                    PlannedRow(
+                        *(load.request_id, RowKind.PARKED, start, 0, gained, hits),
+                        num_external=count,
+                    )
+                )
+        return found
+
+    @once
+    def askers(self) -> list[PlannedRow]:
+        """Newcomers and parked ones: all who were given blocks behind a hit."""
+        return self.newcomers + self.parked if self.plan.kv_loads else self.newcomers
+
+    def _kind_of(self, row: v.NewRow | v.CachedRow) -> RowKind:
+        """A new or resumed row, or one of who goes on with the blocks that it had: a session, or
+        one whose load has come, and was not lost as a whole."""
         old = self.old.get(row.request_id)
-        if old is None or not old.prompt_token_ids or not any(old.block_tables):
-            return RowKind.NEW
-        pairs = zip(old.block_tables, row.block_ids, strict=True)
+        kind = RowKind.NEW if isinstance(row, v.NewRow) else RowKind.RESUMED
+        if old is None or not any(old.block_tables) or row.request_id in self.loads:
+            return kind
+        if not (old.num_computed_tokens if is_parked(old) else old.prompt_token_ids):
+            return kind
+        tables = row.block_ids if isinstance(row, v.NewRow) else row.new_block_ids
+        pairs = zip(old.block_tables, tables, strict=True)
         is_kept = row.num_computed_tokens == old.num_computed_tokens and all(
             len(told) >= len(held)
             # What is attended to no more was given back on the way.
             and all(one in (block, v.NULL_BLOCK) for one, block in zip(told, held, strict=False))
             for held, told in pairs
         )
-        return RowKind.CONTINUED if is_kept else RowKind.NEW
+        return RowKind.CONTINUED if is_kept else kind
 
     @once
     def newcomers(self) -> list[PlannedRow]:
@@ -209,13 +261,14 @@ class Step:
 
     @once
     def giving(self) -> list[v.RequestId]:
-        """Sessions that held blocks without running, and gave them to another."""
-        sessions = [old for old in self.before.requests if old.prompt_token_ids]
-        if not sessions:
+        """Who held blocks without running, and gave them to another: sessions, and those whose load
+        has come, or was lost as a whole."""
+        resting = [old for old in self.before.requests if old.prompt_token_ids or is_parked(old)]
+        if not resting:
             return []
         found = []
-        rows = {row.request_id: row.kind for row in self.admitted_rows}
-        for old in sessions:
+        rows = {row.request_id: row.kind for row in self.admitted_rows + self.parked}
+        for old in resting:
             name = old.request_id
             if name not in self.place and any(old.block_tables):
                 new = self.new.get(name)
@@ -252,10 +305,19 @@ class Step:
             kept = [*map(len, self.old[name].block_tables)]
             gained = tuple([table[count:] for table, count in zip(tables, kept, strict=True)])
             return PlannedRow(name, kind, first, count, gained, ((),) * len(tables), drafts)
+        load = self.loads.get(name) if self.plan.kv_loads else None
+        num_external = load.num_external_tokens if load and not load.is_async else 0
+        hits, gained = self._cut(tables, first - num_external)
+        return PlannedRow(
+            *(name, kind, first, count, gained, hits, drafts, is_remapped),
+            num_external=num_external,
+        )
+
+    def _cut(self, tables: v.BlockTables, num_hit: int) -> tuple[v.BlockTables, v.BlockTables]:
+        """Tables behind and before the end of a hit: what it fills, and the rest."""
         held = [*zip(tables, self.block_sizes, strict=True)]
-        hits = tuple([table[: first // size] for table, size in held])
-        gained = tuple([table[first // size :] for table, size in held])
-        return PlannedRow(name, kind, first, count, gained, hits, drafts, is_remapped)
+        hits = tuple([table[: num_hit // size] for table, size in held])
+        return hits, tuple([table[num_hit // size :] for table, size in held])
 
     def tables_of(self, row: PlannedRow) -> v.BlockTables:
         """The block tables that a plan gives the request of a row, nothing given back."""

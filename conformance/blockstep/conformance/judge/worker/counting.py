@@ -52,6 +52,9 @@ class CountingWorker(Worker):
     def _check_common(self, nums_common: tuple[int, ...], rows: Sequence[FrameRow]) -> None:
         """Of blocks it knows nothing."""
 
+    def load(self, plan: v.Plan, rows: Sequence[FrameRow]) -> None:
+        """What is loaded has no place."""
+
     def _write(self, rows: list[FrameRow]) -> None:
         """Nothing is written ..."""
 

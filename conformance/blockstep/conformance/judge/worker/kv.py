@@ -14,6 +14,7 @@ from blockstep.conformance.judge.worker.names import (
     BEFORE_RESET,
     NEVER_WRITTEN,
     OF_ANOTHER_GROUP,
+    SPOILED,
     Name,
     PrefixNames,
 )
@@ -315,6 +316,8 @@ class TaggedKV:
         blame = "P3", "holds_the_right_prefix", "the KV is of another prefix"
         if seen == NEVER_WRITTEN:
             blame = "P4", "was_written", "the slot was never written"
+        elif seen == SPOILED:
+            blame = "P19", "was_loaded", "the KV was not loaded, or is computed on what was not"
         elif seen == BEFORE_RESET:
             blame = "P25", "was_written_since_the_reset", "the KV is from before the reset"
         elif seen == OF_ANOTHER_GROUP:

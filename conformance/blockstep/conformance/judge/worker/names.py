@@ -31,6 +31,8 @@ GARBLED: Name = -3
 """Held by a slot of real memory in which no name can be read."""
 OF_ANOTHER_GROUP: Name = -4
 """Held by a slot for those who read a block that another KV group has written."""
+SPOILED: Name = -5
+"""Held by a slot that was not loaded, or not yet, or was computed on what was not."""
 MEMO_SIZE_MAX = 200_000
 
 
@@ -134,6 +136,8 @@ class PrefixNames:
             return "written before the last reset"
         if name == OF_ANOTHER_GROUP:
             return "KV of another group"
+        if name == SPOILED:
+            return "not loaded, or computed on that"
         if name == GARBLED:
             return "garbled"
         tokens: list[str] = []

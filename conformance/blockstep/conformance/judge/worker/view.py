@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from blockstep.conformance.judge.automaton import Automaton
 from blockstep.conformance.judge.worker.names import Name, NamedText, PrefixNames
-from blockstep.spec.vocabulary import BlockId, Request, TokenIds
+from blockstep.spec.vocabulary import BlockId, Request, RequestSnapshot, Status, TokenIds
 
 
 class RequestView(NamedText):
@@ -90,6 +90,13 @@ class RequestView(NamedText):
         del self.chain[end:]
         for size, pages in self.pages.items():
             del pages[end // size :]
+
+
+def is_outdated(view: RequestView, request: RequestSnapshot) -> bool:
+    """Whether a session has gone on since a plan told of it last: the next row will tell."""
+    if not view.request.resumable or request.status is Status.RUNNING:
+        return False
+    return request.prompt_token_ids != view.request.prompt_token_ids
 
 
 @dataclass(slots=True)

@@ -14,9 +14,9 @@ from itertools import chain
 from typing import TypeAlias
 
 from blockstep.conformance.judge.attended import is_across, without_given_back
-from blockstep.conformance.judge.worker.items import Items
 from blockstep.conformance.judge.worker.sampling import NextToken
-from blockstep.conformance.judge.worker.view import FrameRow, RequestView
+from blockstep.conformance.judge.worker.stored import Stored
+from blockstep.conformance.judge.worker.view import FrameRow, RequestView, is_outdated
 from blockstep.conformance.protocol.findings import Difference, Finding, shown
 from blockstep.spec import vocabulary as v
 
@@ -24,7 +24,7 @@ Tables: TypeAlias = list[list[v.BlockId]]
 """Per KV group, positions in order."""
 
 
-class Worker(Items):
+class Worker(Stored):
     """A model worker. One object is one run."""
 
     def __init__(self, config: v.Config, next_token: NextToken) -> None:
@@ -41,6 +41,8 @@ class Worker(Items):
 
     def observe(self, event: v.Event, observation: v.Observation) -> list[Finding]:
         """Take one exchange of the engine under test: a plan, a commit, a reset, or nothing."""
+        if self.config.kv_connector:
+            self.hear_of_store(event, observation)
         match event, observation:
             case _, v.Plan() as plan:
                 return self.execute(plan)
@@ -86,6 +88,8 @@ class Worker(Items):
         if plan.new_block_ids_to_zero:
             self.zero(plan.new_block_ids_to_zero)
         self._last_scheduled = {row.request_id for row in plan.rows}
+        if self.config.kv_connector:
+            self.load(plan, rows)
         self._write(rows)
         for row in rows:
             self._read(row)
@@ -439,10 +443,3 @@ class Worker(Items):
             return tables
         pairs = zip(tables, request.block_tables, strict=True)
         return tuple([without_given_back(*pair) for pair in pairs])
-
-
-def is_outdated(view: RequestView, request: v.RequestSnapshot) -> bool:
-    """Whether a session has gone on since a plan told of it last: the next row will tell."""
-    if not view.request.resumable or request.status is v.Status.RUNNING:
-        return False
-    return request.prompt_token_ids != view.request.prompt_token_ids

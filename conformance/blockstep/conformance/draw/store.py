@@ -1,0 +1,78 @@
+"""Store: what a store beside the pool has of requests, and what a worker reports of it.
+
+It is the adversary: late, twice, never, about nobody, with blocks that could not be loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.protocol.features import settle_states, without_states
+from blockstep.conformance.protocol.program import NO_REPORT, Report
+from blockstep.conformance.protocol.transfers import Transfers
+from blockstep.spec import vocabulary as v
+
+
+def draw_store(config: v.Config, draw: Draw) -> v.Config:
+    """The config with a store beside the pool, where all of what a group holds is attended to."""
+    if config.is_encoder_decoder:
+        config = settle_states(replace(config, is_encoder_decoder=False))
+    config = without_states(config)
+    full = [v.KVGroup(v.GroupKind.FULL, group.block_size) for group in config.groups]
+    config = replace(config, groups=tuple(full))
+    policy = draw.choice(tuple(v.KVLoadFailurePolicy))
+    return replace(config, kv_connector=True, kv_load_failure_policy=policy)
+
+
+def draw_offer(name: v.RequestId, num_prompt: int, draw: Draw) -> v.KVOffer:
+    """Nothing, part of a prompt, all of it or more, or that it is not known yet."""
+    num_tokens = draw.choice(
+        (0, None, 1, draw.integer(1, num_prompt), draw.integer(1, num_prompt), num_prompt, 10**6)
+    )
+    return v.KVOffer(name, num_tokens, is_async=draw.chance(60), delays_free=draw.chance(40))
+
+
+def draw_report(transfers: Transfers, draw: Draw) -> Report:
+    """Some of what is under way comes to its end; at times that was told, or is nobody's."""
+    recving = [name for name in transfers.loading if draw.chance(60)]
+    sending = [name for name in transfers.sending if draw.chance(60)]
+    if draw.chance(10):
+        recving += draw.choice((recving, transfers.over, ["nobody"]))
+        sending += draw.choice((sending, transfers.over, ["nobody"]))
+    if draw.chance(5):
+        recving, sending = sending, recving
+    loads = [load for load in transfers.loading.values() if draw.chance(25)]
+    loads += [load for load in transfers.received.values() if draw.chance(5)]
+    return Report(tuple(recving), tuple(sending), _draw_invalid(loads, draw))
+
+
+def draw_answered(transfers: Transfers, loads: Sequence[v.KVLoad], draw: Draw) -> Report:
+    """What is reported beside the answer to a plan that had these loads."""
+    report = draw_report(transfers, draw) if draw.chance(30) else NO_REPORT
+    failed = [load for load in loads if draw.chance(35)]
+    return replace(report, invalid=(*report.invalid, *_draw_invalid(failed, draw)))
+
+
+def _draw_invalid(loads: Sequence[v.KVLoad], draw: Draw) -> tuple[tuple[v.RequestId, int], ...]:
+    """Of each load a block or two: the first, the last, or any."""
+    return tuple(
+        (load.request_id, draw.choice((0, -1, draw.integer(0, 5))))
+        for load in loads
+        for _ in range(1 + draw.chance(30))
+    )
+
+
+def list_strange_reports(num_blocks: int, names: Sequence[v.RequestId]) -> list[v.Event]:
+    """Malformed ones, and those that name blocks of no load, and more than there are."""
+    return [
+        v.KVOffer(""),
+        v.KVOffer(names[0], -1),
+        v.TransfersReported(v.KVTransfers(("",))),
+        v.TransfersReported(v.KVTransfers(invalid_block_ids=(-1,))),
+        v.TransfersReported(v.KVTransfers(invalid_block_ids=(v.NULL_BLOCK, num_blocks, 10**6))),
+        v.TransfersReported(v.KVTransfers(invalid_block_ids=(num_blocks // 2,))),
+        v.TransfersReported(v.KVTransfers((names[-1],), (names[-1],))),
+        v.TransfersReported(v.KVTransfers((names[0],), (names[0],))),
+    ]

@@ -1,0 +1,314 @@
+"""Transfers: P17 every hold has an owner and an end, P18 signals change what they are about, P19
+nobody computes on, shares or finds what was not loaded, P15 what has come is not left behind.
+
+    | local hit |   loaded from a store   | computed |
+    |  settled  |  unsettled, or parked: nobody else's until it is known to be there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from blockstep.conformance.judge.attended import count_across
+from blockstep.conformance.judge.properties.admission import may_have_its_items
+from blockstep.conformance.judge.properties.amounts import (
+    admitted_share,
+    blocks_behind,
+    blocks_for,
+)
+from blockstep.conformance.judge.properties.hits import find_offered
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.order import follow_holds
+from blockstep.conformance.judge.properties.output import make_error_row
+from blockstep.conformance.judge.properties.queue_replay import get_seats, list_takers, must_wait
+from blockstep.conformance.judge.properties.sentence import (
+    ENDINGS,
+    Complaint,
+    Complaints,
+    differing,
+    sentence,
+    unequal,
+)
+from blockstep.conformance.judge.properties.step import Step, is_parked
+from blockstep.spec import vocabulary as v
+
+_NOTHING = v.TransfersSnapshot()
+
+
+@sentence("P19", v.Schedule)
+def load_is_what_the_store_offers(step: Step, ledger: Ledger) -> Complaints:
+    """Who is given blocks behind a hit has all loaded that the store has behind it, but for the
+    last known token; nobody has anything else loaded."""
+    if not step.config.kv_connector:
+        yield from differing("kv_loads", (), step.plan.kv_loads)
+        return
+    for row in step.askers:
+        name = row.request_id
+        load = step.loads.get(name)
+        due = find_offered(ledger, name, row.num_hit)
+        seen = (0, False) if load is None else (load.num_external_tokens, load.is_async)
+        if seen != due:
+            what = f"{name!r} has a hit of {row.num_hit} tokens, and is loaded otherwise"
+            yield unequal(what, "tokens, whether later", due, seen)
+    strange = step.loads.keys() - {row.request_id for row in step.askers}
+    if strange:
+        yield Complaint(f"{sorted(strange)} are loaded, and were not given blocks behind a hit")
+
+
+@sentence("P26", v.Schedule)
+def load_names_the_blocks_of_its_tokens(step: Step, _ledger: Ledger) -> Complaints:
+    """A load names the table of its request up to the last token that is loaded."""
+    for load in step.plan.kv_loads:
+        end = load.num_computed_tokens + load.num_external_tokens
+        new = step.new.get(load.request_id)
+        tables = () if new is None else new.block_tables
+        pairs = zip(tables, step.block_sizes, strict=False)
+        due = tuple([table[: blocks_for(end, size)] for table, size in pairs])
+        if load.block_ids != due:
+            what = f"{load.request_id!r} is loaded up to {end} tokens"
+            yield unequal(what, "block_ids", due, load.block_ids)
+
+
+@sentence("P16", v.Schedule)
+def loads_are_told_in_the_order_of_the_queue(step: Step, ledger: Ledger) -> Complaints:
+    """A plan names loads in the order in which it met their requests."""
+    if len(step.plan.kv_loads) < 2:
+        return ()
+    due = [row.request_id for row in list_takers(step, ledger) if row.request_id in step.loads]
+    return differing("kv_loads", due, [load.request_id for load in step.plan.kv_loads])
+
+
+@sentence("P19", v.Schedule)
+def parked_request_is_what_its_load_says(step: Step, _ledger: Ledger) -> Complaints:
+    """It holds the blocks of its load, counts its tokens as computed, and has published nothing
+    behind its hit. It has no row, and no seat."""
+    for row in step.parked:
+        name = row.request_id
+        old, new = step.old[name], step.new[name]
+        expected = replace(
+            old,
+            status=v.Status.WAITING_FOR_REMOTE_KVS,
+            num_computed_tokens=row.first,
+            block_tables=step.loads[name].block_ids,
+            num_cached_blocks=tuple([len(table) for table in row.hit_tables]),
+        )
+        if new != expected:
+            yield unequal(f"{name!r} is parked", f"request {name}", expected, new)
+
+
+@sentence("P19", v.Schedule, v.Commit, v.TransfersReported, v.Reset)
+def what_may_not_have_come_is_nobody_elses(step: Step, ledger: Ledger) -> Complaints:
+    """Behind its local hit nothing of a request is found or shared, until it is certain that what
+    was loaded has come: by its admission, or the answer to its plan."""
+    if not step.config.kv_connector:
+        return
+    for request, load in _list_uncertain(step, ledger):
+        for table, size in zip(request.block_tables, step.block_sizes, strict=True):
+            for block in table[load.num_computed_tokens // size :]:
+                seen = (step.after.ref_counts[block], step.after.block_keys[block])
+                if block != v.NULL_BLOCK and seen != (1, None):
+                    what = f"block {block} of {request.request_id!r} may not have come"
+                    yield unequal(what, "ref count, key", (1, None), seen)
+
+
+def _list_uncertain(step: Step, ledger: Ledger) -> Iterator[tuple[v.RequestSnapshot, v.KVLoad]]:
+    """Whose load may not have come after a step, and that load."""
+    store = ledger.store
+    begun = step.loads if isinstance(step.observation, v.Plan) else {}
+    at_once = {
+        load.request_id: load for loads in store.transfers.at_once.values() for load in loads
+    }
+    unsettled = _list_unsettled(step, ledger)
+    for request in step.after.requests:
+        name = request.request_id
+        load = None
+        if is_parked(request):
+            load = begun.get(name) or store.parked.get(name)
+        elif name in unsettled:
+            load = begun.get(name) or at_once.get(name)
+        if load is not None:
+            yield request, load
+
+
+def _list_unsettled(step: Step, ledger: Ledger) -> set[v.RequestId]:
+    """Who runs after a step, and is loaded by a frame in flight."""
+    unsettled = ledger.store.unsettled
+    left = {name for name in unsettled if name in step.new}
+    if isinstance(step.observation, v.Plan):
+        left -= {*step.preempted}
+        return left | {load.request_id for load in step.plan.kv_loads if not load.is_async}
+    if isinstance(step.event, v.Commit):
+        return {name for name in left if unsettled[name] != step.event.frame_id}
+    if isinstance(step.event, v.Reset) and step.event.reset_running_requests:
+        is_done = isinstance(step.observation, v.ResetDone) and step.observation.success
+        return set() if is_done else left
+    return left
+
+
+@sentence("P19", *v.EVENT_TYPES)
+def unsettled_are_those_of_frames_in_flight(step: Step, ledger: Ledger) -> Complaints:
+    """A state knows of whom it is not certain yet that what was loaded has come."""
+    if step.config.kv_connector:
+        shown = step.after.transfers or _NOTHING
+        due = sorted(_list_unsettled(step, ledger))
+        yield from differing("unsettled", due, list(shown.unsettled))
+
+
+@sentence("P18", *v.EVENT_TYPES)
+def offers_are_those_made_last(step: Step, ledger: Ledger) -> Complaints:
+    """A state knows what the store said last of each unfinished request, and of nobody else.
+
+    Without a store it knows nothing.
+    """
+    shown = step.after.transfers
+    if (shown is not None) is not step.config.kv_connector:
+        yield from differing("a store", step.config.kv_connector, shown is not None)
+        return
+    if shown is None:
+        return
+    offers = dict(ledger.store.transfers.offers)
+    if isinstance(step.event, v.KVOffer) and step.event.request_id in ledger.lives:
+        offers[step.event.request_id] = step.event
+    if isinstance(step.event, v.Reset) and step.event.reset_connector:
+        is_done = isinstance(step.observation, v.ResetDone) and step.observation.success
+        offers = {} if is_done else offers
+    due = [
+        offers[name]
+        for name in sorted(offers)
+        if name in step.new and offers[name] != v.KVOffer(name)
+    ]
+    if due != [*shown.offers]:
+        yield from differing("offers", due, [*shown.offers])
+
+
+@sentence("P18", *v.EVENT_TYPES)
+def received_are_those_reported(step: Step, ledger: Ledger) -> Complaints:
+    """A parked request is received once the end of its load was reported, and until it is none any
+    more; what is late, comes twice or is of nobody changes nothing."""
+    before, after = step.before.transfers, step.after.transfers
+    if before is None or after is None:
+        return
+    begun = step.loads if isinstance(step.observation, v.Plan) else {}
+    report = ledger.store.get_report(step)
+    due = {name for name in before.received if name not in begun}
+    due |= ledger.store.transfers.loading.keys() & {*report.finished_recving}
+    due = {name for name in due if name in step.new and is_parked(step.new[name])}
+    yield from differing("received", sorted(due), list(after.received))
+
+
+@sentence("P17", *[kind for kind in v.EVENT_TYPES if kind is not v.Schedule])
+def every_hold_has_an_owner_and_an_end(step: Step, ledger: Ledger) -> Complaints:
+    """Blocks of one who ends are held for a load that is under way, and for a store that wants to
+    read them, until each of both has come to its end."""
+    after = step.after.transfers
+    if after is None:
+        return
+    held = ledger.store.held
+    if isinstance(step.event, (*ENDINGS, v.StreamingUpdate)):
+        _, held = follow_holds(step, ledger)
+    if held or after.held:
+        yield from differing("held", [held[name] for name in sorted(held)], list(after.held))
+
+
+@sentence("P17", v.Schedule)
+def held_block_is_given_to_nobody(step: Step, ledger: Ledger) -> Complaints:
+    """A plan ends no hold, and gives nobody a block that is held or loaded into."""
+    before, after = step.before.transfers, step.after.transfers
+    if before is None or after is None:
+        return
+    yield from differing("held", list(before.held), list(after.held))
+    kept = [table for held in before.held for table in held.block_tables]
+    for old in step.before.requests:
+        kept += old.block_tables if ledger.store.is_under_way(old) else ()
+    blocks = {block for table in kept for block in table}
+    for row in (*step.rows, *step.parked) if blocks else ():
+        taken = blocks.intersection(row.gained)
+        if taken:
+            yield Complaint(f"{row.request_id!r} is given blocks {sorted(taken)}, in transfer")
+
+
+@sentence("P18", v.TransfersReported)
+def report_changes_only_what_it_is_about(step: Step, ledger: Ledger) -> Complaints:
+    """Who was neither being loaded nor ends by it is as before."""
+    failed = ledger.store.find_failed(step)
+    for name, old in step.old.items():
+        new = step.new.get(name)
+        if name not in failed and new is not old and new != old:
+            yield unequal(f"a report changed {name!r}", f"request {name}", old, new)
+
+
+@sentence("P19", v.Commit, v.TransfersReported)
+def failed_load_counts_no_further_than_it_came(step: Step, ledger: Ledger) -> Complaints:
+    """Where what could not be loaded is computed again, a request goes on behind what is there, and
+    what was computed on the rest is void."""
+    if ledger.config.kv_load_failure_policy is not v.KVLoadFailurePolicy.RECOMPUTE:
+        return
+    for name, valid in ledger.store.find_failed(step).items():
+        old, new = step.old[name], step.new.get(name)
+        due = replace(old, num_computed_tokens=min(old.num_computed_tokens, valid))
+        if new != due:
+            yield unequal(f"{name!r} has {valid} tokens", f"request {name}", due, new)
+    for name, valid in ledger.find_void(step).items():
+        old, new = step.old[name], step.new.get(name)
+        due = replace(old, num_output_placeholders=0)
+        if ledger.store.unsettled.get(name) == step.commit.frame_id:
+            due = replace(
+                due,
+                num_computed_tokens=valid,
+                spec_token_ids=(),
+                is_prefill_chunk=True,
+                # Another sentence speaks of them.
+                num_cached_blocks=due.num_cached_blocks if new is None else new.num_cached_blocks,
+            )
+        if new != due:
+            yield unequal(f"{name!r} has {valid} tokens", f"request {name}", due, new)
+
+
+@sentence("P19", v.TransfersReported)
+def report_ends_exactly_those_whose_load_failed(step: Step, ledger: Ledger) -> Complaints:
+    """They end with an error where nothing is computed again, and nobody else does."""
+    failing = ledger.list_failing(step)
+    # Another sentence speaks of the cached tokens.
+    due = [replace(make_error_row(ledger, name), num_cached_tokens=0) for name in failing]
+    seen = [replace(row, num_cached_tokens=0) for row in step.output_rows]
+    yield from differing("rows", due, seen)
+    left = step.old.keys() - {*failing}
+    yield from differing("unfinished", sorted(left), sorted(step.new))
+
+
+@sentence("P15", v.Schedule)
+def received_one_is_not_left_behind_a_head_that_does_not_fit(
+    step: Step, ledger: Ledger
+) -> Complaints:
+    """Who holds the blocks of a load that has come is admitted once what it needs beside them fits,
+    whoever stands before it: those blocks are nobody else's, and wait with it."""
+    config, after = step.config, step.after
+    received = () if after.transfers is None else after.transfers.received
+    left = config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
+    if (
+        not received
+        or left <= 0
+        or ledger.pause_state is not v.PauseState.UNPAUSED
+        or len(after.running) >= config.max_num_seqs
+        or step.preempted
+        or step.giving
+    ):
+        return
+    seats, num_free = get_seats(step, ledger), len(after.free_queue)
+    for row in step.admitted_rows:
+        seats.take(row.request_id)
+    for name in received:
+        request, life = step.new[name], ledger.lives[name]
+        if must_wait(ledger, seats, request) or not may_have_its_items(step, ledger, name):
+            continue
+        share = admitted_share(config, life.num_known, request.num_computed_tokens)
+        if not request.num_computed_tokens or (share > left and not config.enable_chunked_prefill):
+            continue
+        end = request.num_computed_tokens + share
+        end = life.num_known if config.scheduler_reserve_full_isl else end
+        num_across = count_across(config, life.request)
+        need = blocks_behind(config, end, request.block_tables, num_across)
+        if need <= num_free:
+            what = f"{name!r} was left waiting, and what was loaded for it has come"
+            yield unequal(what, "free blocks", f"< {need}", num_free)

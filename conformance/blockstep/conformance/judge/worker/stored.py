@@ -1,0 +1,348 @@
+"""Stored: KV that a store writes into blocks and reads from them, as the worker sees it.
+
+    load at once    plan: there before its rows read ... answer: or it was not, and is spoiled
+    load later      plan: under way -- nobody reads or writes -- report: there, or spoiled
+    read by it      end of a request: kept as they are -- nobody writes -- report: over
+
+A store has the right KV of every request. What could not be loaded is spoiled, and so is all that
+was computed on it: it must be written again before anybody reads it (P19).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from blockstep.conformance.judge.worker.items import Items
+from blockstep.conformance.judge.worker.names import SPOILED, Name, NamedText
+from blockstep.conformance.judge.worker.sampling import NextToken
+from blockstep.conformance.judge.worker.view import FrameRow, RequestView
+from blockstep.conformance.protocol.transfers import count_valid, list_loaded
+from blockstep.spec import vocabulary as v
+
+
+class Stored(Items):
+    """A worker's side of a store."""
+
+    def __init__(self, config: v.Config, next_token: NextToken) -> None:
+        super().__init__(config, next_token)
+        self._asked: dict[v.RequestId, v.Request] = {}
+        """Requests as they were submitted."""
+        self._delays: dict[v.RequestId, bool] = {}
+        """Whether the store reads the blocks of a request when it ends."""
+        self._loads: dict[v.RequestId, v.KVLoad] = {}
+        """Asynchronous ones that are under way."""
+        self._invalid: dict[v.RequestId, set[v.BlockId]] = {}
+        """Blocks of those that could not be loaded."""
+        self._late: dict[v.RequestId, tuple[v.KVLoad, set[v.BlockId]]] = {}
+        """Loads that are there, of sessions: what their text is the next row tells."""
+        self._at_once: dict[v.FrameId, tuple[v.KVLoad, ...]] = {}
+        """Loads of plans in flight."""
+        self._unsettled: dict[v.RequestId, v.FrameId] = {}
+        """Who was admitted with one of those, and holds its blocks since."""
+        self._doubtful: dict[v.BlockId, v.RequestId] = {}
+        """Blocks of theirs behind the local hit: nobody else may read them yet."""
+        self._under_way: dict[v.BlockId, v.RequestId] = {}
+        """Blocks that the store writes."""
+        self._read_by_store: dict[v.RequestId, v.BlockTables] = {}
+        self._kept: Counter[v.BlockId] = Counter()
+        """By how many ended requests a block is kept, which the store reads."""
+
+    # What is heard.
+
+    def hear_of_store(self, event: v.Event, seen: v.Observation) -> None:
+        """Take what an exchange says of the store, before all else that it says."""
+        match event, seen:
+            case _, v.Rejected():
+                return
+            case v.Submit(request=request), _:
+                self._asked[request.request_id] = request
+                self._delays.pop(request.request_id, None)
+            case v.KVOffer(request_id=name, delays_free=delays), _ if name in self._asked:
+                self._delays[name] = delays
+            case v.Reset(reset_running_requests=forced, reset_connector=both), v.ResetDone(
+                success=True
+            ):
+                if forced:
+                    self._doubtful.clear()
+                if both:
+                    self._delays.clear()
+            case v.Commit(frame_id=frame_id, transfers=report), v.Outputs(rows=rows):
+                loads = self._at_once.pop(frame_id, ())
+                for load in loads:
+                    self._settle_load(frame_id, load, report.invalid_block_ids)
+                self._end(row.request_id for row in rows if row.finish_reason is not None)
+                self._take(report)
+            case v.TransfersReported(transfers=report), v.Outputs(rows=rows):
+                self._end(row.request_id for row in rows)
+                self.hear_of_ends(row.request_id for row in rows)
+                self._take(report)
+            case v.GrammarFailed(request_id=name), v.Outputs():
+                self._end((name,))
+            case _, v.Aborted(request_ids=names):
+                self._end(names)
+
+    def _end(self, names: Iterable[v.RequestId]) -> None:
+        """Requests end; of a session it is not known here whether it goes on."""
+        for name in names:
+            request = self._asked.get(name)
+            if request is None or request.resumable:
+                continue
+            del self._asked[name]
+            self._unsettled.pop(name, None)
+            if self._delays.pop(name, False):
+                tables = self._get_held(name)
+                self._read_by_store[name] = tables
+                self._kept.update(block for table in tables for block in table)
+
+    def _get_held(self, name: v.RequestId) -> v.BlockTables:
+        """What one that ends holds, as far as plans have told: who waits may have given it back."""
+        if name in self._loads:
+            return self._loads[name].block_ids
+        view = self.views.get(name)
+        if view is None or view.is_preempted or view.may_resume:
+            return ()
+        return tuple([tuple(table) for table in view.tables])
+
+    def _take(self, report: v.KVTransfers) -> None:
+        """A worker has reported: blocks that are invalid first."""
+        for name, load in self._loads.items():
+            loaded = {block for _, block in list_loaded(load, self.block_sizes)}
+            self._invalid[name] |= loaded.intersection(report.invalid_block_ids)
+        for name in report.finished_recving:
+            load_of = self._loads.pop(name, None)
+            if load_of is not None:
+                self._receive(load_of, self._invalid.pop(name))
+        for name in report.finished_sending:
+            for table in self._read_by_store.pop(name, ()):
+                self._kept.subtract(table)
+        self._kept += Counter()  # without those that nobody keeps
+
+    # Loads.
+
+    def load(self, plan: v.Plan, rows: Sequence[FrameRow]) -> None:
+        """A plan's loads are begun; those that are at once are there before any row reads."""
+        views = {row.view.request.request_id: row for row in rows}
+        for name in self._late.keys() & views.keys():
+            view, (load, invalid) = views[name].view, self._late.pop(name)
+            if _is_behind(view, load):  # else it has given its blocks away
+                self._fill_slots(load, self._name_text(view, load), invalid)
+        for load in plan.kv_loads:
+            name, row = load.request_id, views.get(load.request_id)
+            if not self._is_sound(load):
+                continue
+            if load.is_async:
+                self._begin(load)
+            elif row is None:
+                self._complain_of_load(f"{name!r} has no row in the plan that has it loaded")
+            else:
+                self._load_at_once(load, row)
+        self.check_transfers(rows)
+
+    def give_back(
+        self, request_id: v.RequestId, tables: Iterable[Iterable[v.BlockId]], why: str
+    ) -> None:
+        """A plan told that a request holds the blocks of these tables no more."""
+        super().give_back(request_id, tables, why)
+        if why != "was remapped":
+            self._unsettled.pop(request_id, None)
+            self._forget_doubts(request_id)
+
+    def _is_sound(self, load: v.KVLoad) -> bool:
+        """Whether a load names blocks that there are, and that have room for it."""
+        end = load.num_computed_tokens + load.num_external_tokens
+        pairs = [*zip(load.block_ids, self.block_sizes, strict=False)]
+        is_right = len(load.block_ids) == len(self.block_sizes) and all(
+            len(table) * size >= end and all(0 < one < self.config.num_blocks for one in table)
+            for table, size in pairs
+        )
+        if not is_right or load.num_external_tokens < 1:
+            what = f"{load.request_id!r} is to be loaded up to {end} into {load.block_ids}"
+            self._complain_of_load(what)
+            return False
+        return True
+
+    def _complain_of_load(self, what: str) -> None:
+        self._complain("P26", "load_goes_into_the_table_of_its_request", what)
+
+    def _begin(self, load: v.KVLoad) -> None:
+        name = load.request_id
+        self._complain_of_writing(load)
+        self._loads[name], self._invalid[name] = load, set()
+        self._under_way |= dict.fromkeys(
+            (block for _, block in list_loaded(load, self.block_sizes)), name
+        )
+        self._fill_slots(load, (), set())
+
+    def _complain_of_writing(self, load: v.KVLoad) -> None:
+        """What the store writes nobody else writes, and it does not read for another."""
+        for _, block in list_loaded(load, self.block_sizes):
+            if self.is_in_transfer(block):
+                self.complain_of_transfer(block, f"loaded for {load.request_id!r}")
+
+    def _load_at_once(self, load: v.KVLoad, row: FrameRow) -> None:
+        view, name = row.view, load.request_id
+        start = load.num_computed_tokens + load.num_external_tokens
+        if row.first != start or not _is_behind(view, load):
+            what = f"{name!r} runs from {row.first} on, and is loaded up to {start}"
+            self._complain_of_load(what)
+        self._complain_of_writing(load)
+        self._at_once[self.frame_id] = (*self._at_once.get(self.frame_id, ()), load)
+        self._unsettled[name] = self.frame_id
+        for table, size in zip(view.tables, self.block_sizes, strict=True):
+            behind = table[load.num_computed_tokens // size :]
+            self._doubtful |= dict.fromkeys(behind, name)
+        self._fill_slots(load, self._name_text(view, load), set())
+
+    def _receive(self, load: v.KVLoad, invalid: set[v.BlockId]) -> None:
+        """An asynchronous load has come to its end."""
+        name = load.request_id
+        for _, block in list_loaded(load, self.block_sizes):
+            self._under_way.pop(block, None)
+        request, view = self._asked.get(name), self.views.get(name)
+        if request is None:
+            return  # it has ended: nobody reads it
+        if request.resumable:
+            self._late[name] = load, invalid
+        else:
+            text = view or NamedText(request, self.names)
+            self._fill_slots(load, self._name_text(text, load), invalid)
+
+    def _name_text(self, text: NamedText, load: v.KVLoad) -> Sequence[Name]:
+        """The names of what is loaded, and of what is before it."""
+        end, start = load.num_computed_tokens + load.num_external_tokens, len(text.chain)
+        if isinstance(text, RequestView):
+            text.name_positions(end, ())
+        elif start < end:
+            text.names.extend(text.chain, text.root, text.tokens[start:end], text.extras, start)
+        return text.chain[:end]
+
+    def _fill_slots(
+        self, load: v.KVLoad, names: Sequence[Name], invalid: Collection[v.BlockId]
+    ) -> None:
+        """Write what is loaded, in every group; what has no name, or is invalid, is spoiled."""
+        first, name = load.num_computed_tokens, load.request_id
+        for group in self.attended:
+            size = self.block_sizes[group]
+            for position in range(first, first + load.num_external_tokens):
+                block, slot = load.block_ids[group][position // size], position % size
+                if self._owners[block] != group and not self._take_over(block, group):
+                    continue
+                is_there = block not in invalid and position < len(names)
+                self.kv[block][slot] = names[position] if is_there else SPOILED
+                self._checked[block] = None
+                if slot == 0:
+                    self._writes[block] = []
+                self._writes[block].append((slot, slot + 1, name, self.frame_id))
+
+    def _settle_load(
+        self, frame_id: v.FrameId, load: v.KVLoad, invalid: Collection[v.BlockId]
+    ) -> None:
+        """A plan is answered: its load is there, or some of it is not, and its row is void."""
+        name = load.request_id
+        is_held = self._unsettled.get(name) == frame_id
+        if is_held:
+            del self._unsettled[name]
+        self._forget_doubts(name)
+        num_valid = count_valid(load, self.block_sizes, invalid)
+        if num_valid is None:
+            return
+        view, rows = self.views.get(name), self._frames.get(frame_id, ())
+        row = next((row for row in rows if row.view.request.request_id == name), None)
+        if view is None or row is None or row.view is not view:
+            self._spoil(load, load.block_ids, frame_id, invalid)
+            return
+        self._spoil(load, view.tables if is_held else load.block_ids, frame_id, invalid)
+        is_held = is_held and not view.may_resume
+        waits = (view.is_preempted or view.may_resume) and view.num_promised > 0
+        if is_held or waits:
+            self._forsake(view, row, num_valid if is_held else view.num_computed)
+
+    def _forget_doubts(self, name: v.RequestId) -> None:
+        """A request holds its blocks no more, or it is certain what they hold."""
+        if self._doubtful:
+            kept = {block: owner for block, owner in self._doubtful.items() if owner != name}
+            self._doubtful = kept
+
+    def _spoil(
+        self,
+        load: v.KVLoad,
+        tables: Sequence[Sequence[v.BlockId]],
+        frame_id: v.FrameId,
+        invalid: Collection[v.BlockId],
+    ) -> None:
+        """What could not be loaded, and what this request has computed on it since."""
+        end = load.num_computed_tokens + load.num_external_tokens
+        for group in self.attended:
+            size = self.block_sizes[group]
+            for index, block in enumerate(tables[group]):
+                for slot in range(len(self.kv[block])):
+                    position = index * size + slot
+                    is_loaded = load.num_computed_tokens <= position < end and block in invalid
+                    if (is_loaded or position >= end) and self._wrote(load, frame_id, block, slot):
+                        self.kv[block][slot] = SPOILED
+                        self._checked[block] = None
+
+    def _wrote(self, load: v.KVLoad, since: v.FrameId, block: v.BlockId, slot: int) -> bool:
+        """Whether a slot was written last for a request, in this plan or a later one."""
+        for first, stop, name, frame_id in reversed(self._writes[block]):
+            if first <= slot < stop:
+                return name == load.request_id and frame_id >= since
+        return False
+
+    def _forsake(self, view: RequestView, row: FrameRow, num_computed: int) -> None:
+        """A row and those behind it are void: the request is as it was before, but for its KV."""
+        fresh = self.make_view(view.request)
+        fresh.replace_tokens(view.tokens[: row.num_known])
+        fresh.tables, fresh.num_computed = view.tables, num_computed
+        fresh.is_preempted, fresh.may_resume = view.is_preempted, view.may_resume
+        self.views[view.request.request_id] = fresh
+
+    # What is done to blocks meanwhile.
+
+    def is_in_transfer(self, block: v.BlockId) -> bool:
+        """Whether the store writes a block, or reads it for one that has ended."""
+        return block in self._under_way or block in self._kept
+
+    def complain_of_transfer(self, block: v.BlockId, what: str) -> None:
+        """A block in transfer is written."""
+        told = f"block {block} is {what}, and the store {self._tell_transfer(block)}"
+        self._complain("P17", "block_in_transfer_is_not_written", told)
+
+    def _tell_transfer(self, block: v.BlockId) -> str:
+        if block in self._under_way:
+            return f"writes it for {self._under_way[block]!r}"
+        held = self._read_by_store.items()
+        names = [name for name, tables in held if any(block in table for table in tables)]
+        return f"reads it for {', '.join(map(repr, names))}"
+
+    def check_transfers(self, rows: Sequence[FrameRow]) -> None:
+        """No row writes what is in transfer, or reads what is not there, or may not have come."""
+        if not (self._under_way or self._kept or self._doubtful):
+            return
+        for row in rows:
+            for group in self.attended:
+                for index, block in self._list_attended(row, group):
+                    self._check_transfer(row, block, index >= row.first // self.block_sizes[group])
+
+    def _list_attended(self, row: FrameRow, group: int) -> Iterator[tuple[int, v.BlockId]]:
+        end = -(-row.end // self.block_sizes[group])
+        yield from enumerate(row.view.tables[group][:end])
+
+    def _check_transfer(self, row: FrameRow, block: v.BlockId, is_written: bool) -> None:
+        name = row.view.request.request_id
+        if is_written and self.is_in_transfer(block):
+            self.complain_of_transfer(block, f"written by {name!r}")
+        elif block in self._under_way:
+            what = f"{name!r} reads block {block}, which the store {self._tell_transfer(block)}"
+            self._complain("P17", "block_under_way_is_not_read", what)
+        elif self._doubtful.get(block, name) != name:
+            what = f"{name!r} reads block {block}, which may not have come for "
+            what += repr(self._doubtful[block])
+            self._complain("P19", "block_is_shared_once_its_load_has_come", what)
+
+
+def _is_behind(view: RequestView, load: v.KVLoad) -> bool:
+    """Whether a request holds the blocks that a load names, at the head of its tables."""
+    pairs = zip(view.tables, load.block_ids, strict=True)
+    return all(tuple(held[: len(table)]) == table for held, table in pairs)

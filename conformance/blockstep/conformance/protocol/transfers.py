@@ -1,0 +1,127 @@
+"""Transfers under way between a pool and a store, from what was said and answered alone.
+
+    plan names a load --> loading --its end is reported--> received --it gets a row--> over
+    request ends whose blocks the store reads --> sending --it has read them--> over
+
+Nobody asks an engine for it, so that what a store reports next depends on answers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from blockstep.conformance.protocol.program import Report
+from blockstep.spec import vocabulary as v
+
+OVER_MAX = 4
+
+
+@dataclass(slots=True)
+class Transfers:
+    """What a store was asked for, and has not reported yet."""
+
+    offers: dict[v.RequestId, v.KVOffer] = field(default_factory=dict)
+    """Of unfinished requests, what was said of them last."""
+    loading: dict[v.RequestId, v.KVLoad] = field(default_factory=dict)
+    """Asynchronous loads whose end was not reported; their request may have ended."""
+    received: dict[v.RequestId, v.KVLoad] = field(default_factory=dict)
+    """Those whose end was reported, until their request has a row or ends."""
+    at_once: dict[v.FrameId, tuple[v.KVLoad, ...]] = field(default_factory=dict)
+    """Loads that are part of a frame in flight."""
+    sending: dict[v.RequestId, None] = field(default_factory=dict)
+    """Ended requests whose blocks the store wanted to read, if they held any."""
+    over: list[v.RequestId] = field(default_factory=list)
+    """Whose transfers came to their end lately: to be reported again."""
+
+    def offer(self, offer: v.KVOffer) -> None:
+        """The store answers this about an unfinished request from now on."""
+        self.offers[offer.request_id] = offer
+
+    def get_offer(self, name: v.RequestId) -> v.KVOffer:
+        """What the store answers about a request."""
+        return self.offers.get(name) or v.KVOffer(name)
+
+    def plan(self, plan: v.Plan) -> None:
+        """A plan names its loads; whoever has a row waits for none."""
+        for row in plan.rows if self.received else ():
+            self.received.pop(row.request_id, None)
+        for load in plan.kv_loads:
+            if load.is_async:
+                self.received.pop(load.request_id, None)
+                self.loading[load.request_id] = load
+        now = tuple(load for load in plan.kv_loads if not load.is_async)
+        if now:
+            self.at_once[plan.frame_id] = now
+
+    def end(self, name: v.RequestId) -> None:
+        """A request ends."""
+        offer = self.offers.pop(name, None)
+        self.received.pop(name, None)
+        if offer is not None and offer.delays_free:
+            self.sending[name] = None
+
+    def take(self, report: v.KVTransfers, live: Iterable[v.RequestId]) -> None:
+        """A worker has reported; whom that ends has ended already."""
+        for name in report.finished_recving:
+            load = self.loading.pop(name, None)
+            if load is not None:
+                self._note_end(name)
+                if name in live:
+                    self.received[name] = load
+        for name in report.finished_sending:
+            if name in self.sending:
+                del self.sending[name]
+                self._note_end(name)
+
+    def forget_offers(self) -> None:
+        """A reset has reached the store."""
+        self.offers.clear()
+
+    def _note_end(self, name: v.RequestId) -> None:
+        self.over = [*self.over, name][-OVER_MAX:]
+
+    def resolve(
+        self, report: Report, block_sizes: Sequence[int], frame_id: v.FrameId | None = None
+    ) -> v.KVTransfers:
+        """What a report comes to now, `frame_id` the plan that is answered with it."""
+        now = () if frame_id is None else self.at_once.get(frame_id, ())
+        loads = self.received | {load.request_id: load for load in now} | self.loading
+        invalid: dict[v.BlockId, None] = {}
+        for name, place in report.invalid:
+            blocks = [] if name not in loads else list_loaded(loads[name], block_sizes)
+            if blocks:
+                invalid[blocks[place % len(blocks)][1]] = None
+        return v.KVTransfers(report.recving, report.sending, tuple(invalid))
+
+
+def list_loaded(load: v.KVLoad, block_sizes: Sequence[int]) -> list[tuple[int, v.BlockId]]:
+    """The blocks that a load writes: the position of the first slot of each, and its id.
+
+    By position, and at one position by KV group.
+    """
+    found = [
+        (index * size, group, block)
+        for group, (table, size) in enumerate(zip(load.block_ids, block_sizes, strict=False))
+        for index, block in enumerate(table)
+        if index >= load.num_computed_tokens // size and block != v.NULL_BLOCK
+    ]
+    return [(position, block) for position, _, block in sorted(found)]
+
+
+def count_valid(
+    load: v.KVLoad, block_sizes: Sequence[int], invalid: Iterable[v.BlockId]
+) -> int | None:
+    """Leading tokens of a request that are there, where these blocks are not; None if all are."""
+    wrong = set(invalid)
+    loaded = list_loaded(load, block_sizes) if wrong else []
+    return next((position for position, block in loaded if block in wrong), None)
+
+
+def list_failed(
+    loads: Iterable[v.KVLoad], block_sizes: Sequence[int], report: v.KVTransfers
+) -> Iterator[v.RequestId]:
+    """Of whose loads a report says that a block is invalid."""
+    for load in loads if report.invalid_block_ids else ():
+        if count_valid(load, block_sizes, report.invalid_block_ids) is not None:
+            yield load.request_id
