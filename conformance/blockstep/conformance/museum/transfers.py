@@ -375,3 +375,21 @@ class LastGroupCounts(Defect):
             valid = super()._find_valid(load, frozenset(invalid) & set(table))
             found = found if valid is None else valid
         return found
+
+    def _take_invalid_of_parked(self, invalid: Any) -> Any:
+        line = (*self.skipped_waiting, *self.waiting)
+        computed, failed = self.table.num_computed, dict[str, None]()
+        before = {slot: computed[slot] for slot in line}
+        for number in range(self.table.num_groups):
+            told = {slot: computed[slot] for slot in line}
+            for slot in line:
+                computed[slot] = before[slot]
+            blocks = {block for slot in line for block in self._list_blocks(slot, number)}
+            failed |= dict.fromkeys(super()._take_invalid_of_parked(invalid & blocks))
+            for slot in line:
+                if computed[slot] == before[slot]:
+                    computed[slot] = told[slot]
+        return [*failed]
+
+    def _list_blocks(self, slot: int, number: int) -> Any:
+        return self.table.holdings[slot][number].blocks
