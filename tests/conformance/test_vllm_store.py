@@ -285,6 +285,20 @@ def test_a_mask_of_who_has_ended_and_holds_blocks_is_declined() -> None:
     assert [row.request_id for row in mask.rows] == ["A"]
 
 
+def test_a_failed_load_of_who_has_tokens_promised_is_declined() -> None:
+    """Given it all the same, what was promised stays so when no frame is in flight."""
+    policy = v.KVLoadFailurePolicy.RECOMPUTE
+    config = replace(CONFIG, max_frames_in_flight=2, async_scheduling=True)
+    engine = start(replace(config, kv_load_failure_policy=policy), num_tokens=4)
+    plan = engine.apply(v.Schedule())
+    assert isinstance(plan, v.Plan)
+    failed = v.KVTransfers(invalid_block_ids=(1,))
+    event = v.Commit(plan.frame_id, (v.RowTokens("A", (7,)),), failed)
+    assert "stay promised" in find_decline(engine, event)
+    engine.apply(event)
+    assert get_request(engine).num_output_placeholders == 1
+
+
 def test_blocks_told_as_removed_out_of_a_set_are_declined() -> None:
     """One alone is told in any order."""
     engine = load_engine("vllm")(replace(CONFIG, enable_kv_cache_events=True))

@@ -13,6 +13,7 @@ SEVERAL_GROUPS = "invalid blocks with several groups: it unpacks one table (B47)
 SEVERAL_FAILURES = "loads of several that fail at once: they end in the order of a set of strings"
 EVICTED_OUT_OF_A_SET = "blocks behind an invalid one are told as removed in the order of a set"
 MASK_OF_THE_HELD = "the mask of a frame with an ended request whose blocks are held: it has a row"
+FAILED_PROMISES = "a failed load of who has tokens promised: they are dropped, and stay promised"
 PARKED = "WAITING_FOR_REMOTE_KVS"
 RESET_BESIDE_HELD = "a forced reset while blocks are held for a transfer: it raises"
 ENDS_WHILE_PARKED = "a preempted request that waits for the store before its frame ends it"
@@ -56,6 +57,9 @@ def _find_report_reason(
         return SEVERAL_FAILURES
     if does_fail and _evicts_several(run, affected, invalid):
         return EVICTED_OUT_OF_A_SET
+    requests = run.scheduler.requests
+    if not does_fail and any(requests[name].num_output_placeholders for name in affected):
+        return FAILED_PROMISES
     ending = affected if does_fail else ()
     return None if _are_signals_known(run, transfers, ending) else UNKNOWN_SIGNAL
 
