@@ -196,11 +196,11 @@ STORIES = (
         Quirk.LAST_TOKEN_IS_LOADED,
         last_token_is_loaded,
         "a load that comes later has all known tokens; the last of them is then computed again",
-        ("P2",),
+        ("P2", "P10"),
         "not found upstream",
         "0.19.1",
         "a prompt of one block, all of it offered for later: its row writes into a block that "
-        "others can find",
+        "others can find; a prompt of one token asks again whenever its load has come",
     ),
     QuirkStory(
         Quirk.LOADS_PUBLISH_AT_ONCE,
