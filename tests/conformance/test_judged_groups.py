@@ -95,7 +95,10 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Iterator[str]]:
 
         monkeypatch.setattr(episodes, "fit_config", fit)
         options = CheckOptions(
-            preset="tiny", seed=seed, with_features=features, without_features=("groups",)
+            preset="tiny",
+            seed=seed,
+            with_features=features,
+            without_features=("groups", "transfers"),
         )
         for index in range(count):
             _, _, findings = episodes.play_episode(options, index, make_engine)

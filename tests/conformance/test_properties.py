@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from play_support import brought, telling
+from play_support import brought, telling, transferring
 from play_support.altered import alter_each
 from play_support.grouped import going_on, told_of_its_token
 from play_support.play import (
@@ -1085,6 +1085,7 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
     ),
     *brought.EACH_KIND,
     *telling.EACH_KIND,
+    *transferring.EACH_KIND,
 ]
 
 
@@ -1132,6 +1133,11 @@ STILL: list[tuple[Callable[[], Play], tuple[str, ...]]] = [
         brought.OFFERED,
         ("pause_state", "encoder", *QUEUES, *POOL, *FRAMES, "finished_req_ids", "requests"),
     ),
+    (
+        transferring.offered,
+        ("pause_state", "encoder", *QUEUES, *POOL, *FRAMES, "finished_req_ids", "requests"),
+    ),
+    (transferring.received, ("pause_state", "block_keys", "cached", *FRAMES)),
 ]
 """What is no business of an event, one of each kind."""
 
@@ -1171,7 +1177,8 @@ def test_every_sentence_has_a_wrong_step_of_each_kind_of_event() -> None:
         step = bend(stage(scene).step)
         is_refused = isinstance(step.observation, Rejected)
         tried.add((sentence, Rejected if is_refused else type(step.event)))
-    tried |= {(name, type(stage(scene).step.event)) for name, scene, _, _ in brought.ALONE}
+    alone = brought.ALONE + transferring.ALONE
+    tried |= {(name, type(stage(scene).step.event)) for name, scene, _, _ in alone}
     owed = {(name, kind) for name, each in CHECKS.items() for kind in each.kinds}
     unsaid = (StreamingUpdate, GrammarFailed, GrammarBitmask)
     assert tried >= {(name, kind) for name, kind in owed if kind not in unsaid}

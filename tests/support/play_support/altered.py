@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from blockstep.spec.vocabulary import BlockKey, EncoderSnapshot
+from blockstep.spec.vocabulary import BlockKey, EncoderSnapshot, TransfersSnapshot
 
 
 def alter(value: Any, name: str = "") -> Any:
@@ -29,6 +29,8 @@ def alter(value: Any, name: str = "") -> Any:
             return value.parent
         case None if name == "encoder":
             return EncoderSnapshot()
+        case None if name == "transfers":
+            return TransfersSnapshot()
     raise TypeError(f"no other value for {value!r}: say here what one is, or give the sample one")
 
 

@@ -17,6 +17,10 @@ _KV = {
         "P6",
         "was written for the same adapter, salt, items and embeddings",
     ),
+    "was_loaded": (
+        "P19",
+        "was loaded, or computed again, and is not computed on what could not be loaded",
+    ),
     "is_of_the_group_that_reads_it": ("P3", "was written last by the KV group that reads it"),
 }
 """What is true of a slot, by the end of the sentence."""
@@ -207,6 +211,32 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
         ),
     ),
     # the worker, which knows the plans alone
+    "load_goes_into_the_table_of_its_request": (
+        "P26",
+        (
+            "What a plan has loaded goes into blocks that there are, at the head of the block "
+            "tables of a request. One that is to be there at once has a row in the plan, which "
+            "begins behind it."
+        ),
+    ),
+    "block_in_transfer_is_not_written": (
+        "P17",
+        (
+            "Nobody writes a block that a store writes, or that it reads for a request that has "
+            "ended, until it was reported that the transfer has come to its end."
+        ),
+    ),
+    "block_under_way_is_not_read": (
+        "P17",
+        "Nobody reads a block into which a load is under way, its own request included.",
+    ),
+    "block_is_shared_once_its_load_has_come": (
+        "P19",
+        (
+            "What is loaded for a plan in flight may turn out not to have come: until the plan is "
+            "answered nobody reads it but the request for which it is loaded."
+        ),
+    ),
     "plan_names_real_blocks": (
         "P1",
         ("Block ids in a plan are from 1 to `num_blocks` - 1; 0 is the null block, and nobody's."),

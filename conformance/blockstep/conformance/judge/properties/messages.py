@@ -5,6 +5,7 @@ from __future__ import annotations
 from blockstep.conformance.judge.attended import without_given_back
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import (
+    ENDINGS,
     Complaint,
     Complaints,
     differing,
@@ -12,7 +13,7 @@ from blockstep.conformance.judge.properties.sentence import (
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.spec.vocabulary import Abort, Commit, GrammarFailed, Schedule, StreamingUpdate
+from blockstep.spec.vocabulary import Commit, Schedule, StreamingUpdate
 
 
 @sentence("P26", Schedule)
@@ -23,7 +24,7 @@ def plan_tells_who_ended(step: Step, ledger: Ledger) -> Complaints:
     yield from differing("finished_req_ids kept", (), step.after.finished_req_ids)
 
 
-@sentence("P26", Commit, Abort, GrammarFailed, StreamingUpdate)
+@sentence("P26", *ENDINGS, StreamingUpdate)
 def ended_are_kept_for_the_next_plan(step: Step, ledger: Ledger) -> Complaints:
     """Who ends is remembered until the next plan."""
     ended = tuple(sorted(ledger.ended.union(ledger.list_ended(step))))

@@ -204,7 +204,7 @@ def _settled_before(step: Step, row: PlannedRow) -> Sequence[int]:
 def _published(step: Step, ledger: Ledger, row: PlannedRow) -> list[Stretch]:
     """The part of each of a row's tables that this step publishes, as the state shows it."""
     name = row.request_id
-    filled = _fill_of(step, ledger, row)
+    filled = min(row.end, ledger.lives[name].num_known)
     return _filled(step, name, _settled_before(step, row), step.new[name].block_tables, filled)
 
 

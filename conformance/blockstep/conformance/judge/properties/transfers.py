@@ -146,7 +146,7 @@ def _list_unsettled(step: Step, ledger: Ledger) -> set[v.RequestId]:
     return left
 
 
-@sentence("P19", *ENDINGS, v.Schedule, v.Reset)
+@sentence("P19", *v.EVENT_TYPES)
 def unsettled_are_those_of_frames_in_flight(step: Step, ledger: Ledger) -> Complaints:
     """A state knows of whom it is not certain yet that what was loaded has come."""
     if step.config.kv_connector:

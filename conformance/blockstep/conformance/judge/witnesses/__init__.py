@@ -44,6 +44,13 @@ from blockstep.conformance.judge.witnesses.sessions import (
 )
 from blockstep.conformance.judge.witnesses.signals import SIGNALS, of_abort, of_reset
 from blockstep.conformance.judge.witnesses.telling import TELLING, of_telling
+from blockstep.conformance.judge.witnesses.transfers import (
+    TRANSFERS,
+    of_held,
+    of_loads,
+    of_reports,
+    of_reset_beside,
+)
 from blockstep.spec import vocabulary as v
 
 REFUSALS = {f"rejected_{code}": f"an event was refused as {code}" for code in v.RejectCode}
@@ -60,6 +67,7 @@ WITNESSES: Mapping[str, str] = (
     | SESSIONS
     | ENCODER
     | TELLING
+    | TRANSFERS
     | REFUSALS
 )
 """All situations, by name, with what they mean."""
@@ -96,6 +104,8 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield from of_masked_plan(step)
             if ledger.has_sessions:
                 yield from of_returns(step, ledger)
+            if step.config.kv_connector:
+                yield from of_loads(step, ledger)
         case v.Commit(), v.Outputs(rows=rows):
             yield from of_commit(step, ledger, rows)
             if step.config.groups:
@@ -107,6 +117,10 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield from of_stops(step, ledger)
             if step.config.enable_kv_cache_events:
                 yield from of_telling(step, ledger)
+            if step.config.kv_connector:
+                yield from of_reports(step, ledger)
+        case v.TransfersReported(), _ if step.config.kv_connector:
+            yield from of_reports(step, ledger)
         case v.GrammarBitmask(), v.GrammarOutput(rows=masks):
             yield from of_mask(step, ledger, masks)
         case v.EncoderReset(), _:
@@ -121,8 +135,12 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield from of_proposals(ledger, drafts, taken)
         case v.Abort(), v.Aborted():
             yield from of_abort(step, ledger)
+            if step.config.kv_connector:
+                yield from of_held(step, ledger)
         case v.Reset(), v.ResetDone(success=success):
             yield from of_reset(step, ledger, success)
+            if step.config.kv_connector:
+                yield from of_reset_beside(step, ledger, success)
             if step.config.enable_kv_cache_events:
                 yield from of_telling(step, ledger)
         case v.GrammarReady(request_id=request_id), _:

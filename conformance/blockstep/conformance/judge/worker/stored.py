@@ -132,10 +132,9 @@ class Stored(Items):
             if not self._is_sound(load):
                 continue
             if load.is_async:
-                self._begin(load, row)
+                self._begin(load)
             elif row is None:
-                what = f"{name!r} has no row in the plan that has it loaded"
-                self._complain("P26", "load_at_once_is_for_a_row", what)
+                self._complain_of_load(f"{name!r} has no row in the plan that has it loaded")
             else:
                 self._load_at_once(load, row)
         self.check_transfers(rows)
@@ -159,16 +158,15 @@ class Stored(Items):
         )
         if not is_right or load.num_external_tokens < 1:
             what = f"{load.request_id!r} is to be loaded up to {end} into {load.block_ids}"
-            self._complain("P26", "load_has_room_in_real_blocks", what)
+            self._complain_of_load(what)
             return False
         return True
 
-    def _begin(self, load: v.KVLoad, row: FrameRow | None) -> None:
+    def _complain_of_load(self, what: str) -> None:
+        self._complain("P26", "load_goes_into_the_table_of_its_request", what)
+
+    def _begin(self, load: v.KVLoad) -> None:
         name = load.request_id
-        if row is not None:
-            self._complain("P19", "parked_request_has_no_row", f"{name!r} runs and is loaded")
-        if name in self._loads:
-            self._complain("P17", "request_has_one_load", f"{name!r} is loaded already")
         self._complain_of_writing(load)
         self._loads[name], self._invalid[name] = load, set()
         self._under_way |= dict.fromkeys(
@@ -187,7 +185,7 @@ class Stored(Items):
         start = load.num_computed_tokens + load.num_external_tokens
         if row.first != start or not _is_behind(view, load):
             what = f"{name!r} runs from {row.first} on, and is loaded up to {start}"
-            self._complain("P26", "row_goes_on_behind_its_load", what)
+            self._complain_of_load(what)
         self._complain_of_writing(load)
         self._at_once[self.frame_id] = (*self._at_once.get(self.frame_id, ()), load)
         self._unsettled[name] = self.frame_id

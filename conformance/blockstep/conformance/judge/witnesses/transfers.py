@@ -1,0 +1,131 @@
+"""Situations that there are only with a store: loads, holds, and what is reported of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.queue_replay import in_policy_order
+from blockstep.conformance.judge.properties.step import RowKind, Step, is_parked
+from blockstep.spec import vocabulary as v
+
+TRANSFERS = {
+    "transfers_parked": "a request was parked for a load",
+    "transfers_parked_behind_a_hit": "a request was parked behind a local hit",
+    "transfers_parked_while_nobody_runs": "a request was parked, and nobody ran",
+    "transfers_load_of_all_it_knows": "all but the last known token was loaded",
+    "transfers_load_at_once": "a request was loaded and ran in one step",
+    "transfers_returned": "a request was admitted behind a load that had come",
+    "transfers_returned_behind_a_head": "one was, behind another that did not fit",
+    "transfers_asked_anew": "a load failed as a whole, and the store was asked once more",
+    "transfers_not_known_yet": "a request was passed over, for the store does not know yet",
+    "transfers_gave_back": "one whose load had come gave its blocks to another",
+    "transfers_preempted_unsettled": "a request was preempted before its load was certain",
+    "transfers_settled": "a load turned out to have come, by the answer to its plan",
+    "transfers_failed_at_once": "a load of a plan in flight failed",
+    "transfers_failed_at_its_first_block": "a load failed as a whole",
+    "transfers_failed_at_a_later_block": "a load failed behind its first block",
+    "transfers_failure_ends": "a request ended because its load had failed",
+    "transfers_failure_recomputed": "a request goes on behind what was there of its load",
+    "transfers_received": "a load came to its end",
+    "transfers_ended_under_way": "a request ended while its load was under way",
+    "transfers_ended_and_read": "a request ended whose blocks the store reads",
+    "transfers_held_twice": "blocks were held for a load and for the store at once",
+    "transfers_released": "the last hold of blocks came to its end",
+    "transfers_reported_again": "what was over, or never was, was reported",
+    "transfers_reset_refused": "a reset was refused for a load under way, or a hold",
+    "transfers_reset_of_the_store": "a reset reached the store",
+}
+
+
+def of_loads(step: Step, ledger: Ledger) -> Iterator[str]:
+    """What a plan shows of loads."""
+    store = ledger.store
+    for load in step.plan.kv_loads:
+        end = load.num_computed_tokens + load.num_external_tokens
+        if end == ledger.lives[load.request_id].num_known - 1:
+            yield "transfers_load_of_all_it_knows"
+        if not load.is_async:
+            yield "transfers_load_at_once"
+            continue
+        yield "transfers_parked"
+        if load.num_computed_tokens:
+            yield "transfers_parked_behind_a_hit"
+        if not step.after.running:
+            yield "transfers_parked_while_nobody_runs"
+        if is_parked(step.old[load.request_id]):
+            yield "transfers_asked_anew"
+    if any(name in store.unsettled for name in step.preempted):
+        yield "transfers_preempted_unsettled"
+    if any(is_parked(step.old[name]) for name in step.giving):
+        yield "transfers_gave_back"
+    yield from _of_returns(step, ledger)
+
+
+def _of_returns(step: Step, ledger: Ledger) -> Iterator[str]:
+    """Who came back, and who was passed over for the store."""
+    rows = {row.request_id: row for row in step.admitted_rows}
+    is_behind = False
+    for name in in_policy_order(ledger, step.before):
+        old = step.old[name]
+        offer = ledger.store.transfers.get_offer(name)
+        if name not in rows and not old.num_computed_tokens and offer.num_tokens is None:
+            yield "transfers_not_known_yet"
+        if name not in rows and name in step.after.waiting:
+            is_behind = True
+        if name in rows and is_parked(old):
+            kept = rows[name].kind is RowKind.CONTINUED
+            yield "transfers_returned" if kept else "transfers_asked_anew"
+            if kept and is_behind:
+                yield "transfers_returned_behind_a_head"
+
+
+def of_reports(step: Step, ledger: Ledger) -> Iterator[str]:
+    """What a report met."""
+    store, report = ledger.store, ledger.store.get_report(step)
+    under_way = store.transfers
+    failed, void = store.find_failed(step), ledger.find_void(step)
+    if store.list_settled(step):
+        yield "transfers_settled"
+    if void:
+        yield "transfers_failed_at_once"
+    for name, valid in (failed | void).items():
+        load = store.parked.get(name) if name in failed else None
+        if load is not None:
+            is_first = valid == load.num_computed_tokens
+            where = "its_first_block" if is_first else "a_later_block"
+            yield f"transfers_failed_at_{where}"
+        yield "transfers_failure_recomputed" if name in step.new else "transfers_failure_ends"
+    for name in report.finished_recving:
+        yield "transfers_received" if name in under_way.loading else "transfers_reported_again"
+    after = step.after.transfers
+    left = {held.request_id for held in after.held} if after else set()
+    for name in report.finished_sending:
+        if name not in store.held:
+            yield "transfers_reported_again"
+    if store.held.keys() - left:
+        yield "transfers_released"
+    yield from of_held(step, ledger)
+
+
+def of_held(step: Step, ledger: Ledger) -> Iterator[str]:
+    """Whose end has left blocks with the store."""
+    after = step.after.transfers
+    for held in after.held if after else ():
+        if held.request_id not in ledger.store.held:
+            if held.is_recving:
+                yield "transfers_ended_under_way"
+            if held.is_sending:
+                yield "transfers_ended_and_read"
+            if held.is_recving and held.is_sending:
+                yield "transfers_held_twice"
+
+
+def of_reset_beside(step: Step, ledger: Ledger, success: bool) -> Iterator[str]:
+    """What a reset met of the store."""
+    assert isinstance(step.event, v.Reset)
+    under_way = any(map(ledger.store.is_under_way, step.before.requests))
+    if not success and (under_way or ledger.store.held):
+        yield "transfers_reset_refused"
+    if success and step.event.reset_connector:
+        yield "transfers_reset_of_the_store"

@@ -1,0 +1,402 @@
+"""What a store brings: plays with loads and holds, and the sentences that speak of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from blockstep.conformance.judge.properties import Step
+from blockstep.spec.vocabulary import (
+    Abort,
+    BlockKey,
+    BlockRemoved,
+    BlockStored,
+    Commit,
+    Config,
+    EncoderEntry,
+    EncoderOffer,
+    EncoderReset,
+    EncoderSnapshot,
+    GrammarReady,
+    HeldBlocks,
+    KVLoad,
+    KVLoadFailurePolicy,
+    KVOffer,
+    KVTransfers,
+    Outputs,
+    PauseState,
+    Policy,
+    Reset,
+    Schedule,
+    SetPause,
+    SpecMethod,
+    Status,
+    Submit,
+    TransfersReported,
+)
+from play_support.play import (
+    CONFIG,
+    A,
+    B,
+    Bend,
+    C,
+    Play,
+    after,
+    changed,
+    first_output,
+    observed,
+    request,
+)
+
+Case: TypeAlias = tuple[str, Callable[[], Play], Callable[[Any], object], Bend]
+"""The sentence, a play that is right, what is planted, and how the last step is bent."""
+FAILING = replace(CONFIG, kv_connector=True, enable_kv_cache_events=True)
+STORE = replace(FAILING, kv_load_failure_policy=KVLoadFailurePolicy.RECOMPUTE)
+
+
+def offered(num_tokens: int = 4, is_async: bool = True, config: Config = STORE) -> Play:
+    """A store has the first two blocks of A."""
+    return Play(config).do(Submit(A), KVOffer("A", num_tokens, is_async))
+
+
+def parked() -> Play:
+    return offered().do(Schedule())
+
+
+def received() -> Play:
+    return parked().do(TransfersReported(KVTransfers(("A",))))
+
+
+def returned() -> Play:
+    return received().do(Schedule())
+
+
+def loaded() -> Play:
+    """A is loaded and runs in one step."""
+    return offered(is_async=False).do(Schedule())
+
+
+def settled() -> Play:
+    return loaded().commit()
+
+
+def without_block(play: Play, index: int) -> Play:
+    """The plan in flight is answered, and a block of A could not be loaded."""
+    plan = play.plans[0]
+    told = KVTransfers(invalid_block_ids=(plan.kv_loads[0].block_ids[0][index],))
+    return play.do(Commit(plan.frame_id, play.worker.answer(plan.frame_id), told))
+
+
+def void() -> Play:
+    return without_block(loaded(), 1)
+
+
+def lost() -> Play:
+    """A is parked, and its second block could not be loaded."""
+    play = parked()
+    block = play.step.plan.kv_loads[0].block_ids[0][1]
+    return play.do(TransfersReported(KVTransfers(invalid_block_ids=(block,))))
+
+
+def failed() -> Play:
+    """So it ends."""
+    play = offered(config=FAILING).do(Schedule())
+    block = play.step.plan.kv_loads[0].block_ids[0][1]
+    return play.do(TransfersReported(KVTransfers(invalid_block_ids=(block,))))
+
+
+def ending() -> Play:
+    """The store reads the blocks of B when it ends."""
+    play = Play(STORE).do(Submit(B), KVOffer("B", delays_free=True), Schedule()).commit()
+    return play.do(Schedule())
+
+
+def held() -> Play:
+    return ending().do(Abort(("B",)))
+
+
+def held_and_planned() -> Play:
+    return held().commit().do(Submit(request("D", 9, 9, 9)), Schedule())
+
+
+def released() -> Play:
+    return held().do(TransfersReported(KVTransfers((), ("B",))))
+
+
+def held_and_reset() -> Play:
+    return held().do(Reset(reset_running_requests=True))
+
+
+def stranded() -> Play:
+    """D does not fit, and A, whose load has come, stands behind it."""
+    config = replace(STORE, num_blocks=7, policy=Policy.PRIORITY)
+    play = Play(config).do(Submit(request("E", 1, max_tokens=9)), Schedule()).commit()
+    play.do(Submit(replace(A, priority=1)), KVOffer("A", 4, True), Schedule()).commit()
+    play.do(Submit(request("D", *[8] * 7)))
+    return play.do(TransfersReported(KVTransfers(("A",))), Schedule())
+
+
+def two_parked() -> Play:
+    play = offered().do(Submit(C), KVOffer("C", 1, True))
+    return play.do(Schedule())
+
+
+def decoding() -> Play:
+    """C runs, and no store is there."""
+    return Play().do(Submit(C)).run(1).do(Schedule())
+
+
+def reported_again() -> Play:
+    """Whose load was reported is reported once more."""
+    return received().do(TransfersReported(KVTransfers(("A", "nobody"))))
+
+
+def committed_beside() -> Play:
+    """A is parked, and the answer to a plan with C comes."""
+    play = offered().do(Submit(C))
+    return play.do(Schedule()).commit()
+
+
+def reset_beside() -> Play:
+    return parked().do(Reset())
+
+
+def nothing(_engine: Any) -> None:
+    """The engine is right; only what came of it is bent."""
+
+
+def same(step: Step) -> Step:
+    """What came of it is judged as it is."""
+    return step
+
+
+def with_store(step: Step, **fields: Any) -> Step:
+    """Another state of the transfers after a step."""
+    assert step.after.transfers is not None
+    return after(step, transfers=replace(step.after.transfers, **fields))
+
+
+def loading_for_nobody(step: Step) -> Step:
+    return observed(step, kv_loads=(KVLoad("C", ((1,),), 0, 2),))
+
+
+def naming_too_much(step: Step) -> Step:
+    (load,) = step.plan.kv_loads
+    return observed(step, kv_loads=(replace(load, block_ids=step.new["A"].block_tables),))
+
+
+def loaded_at_once(step: Step) -> Step:
+    (load,) = step.plan.kv_loads
+    return observed(step, kv_loads=(replace(load, is_async=False),))
+
+
+def out_of_order(step: Step) -> Step:
+    return observed(step, kv_loads=step.plan.kv_loads[::-1])
+
+
+def published_at_once(step: Step) -> Step:
+    """What is loaded for a plan in flight can be found."""
+    first = BlockKey(None, (1, 2))
+    block = step.new["A"].block_tables[0][0]
+    keys = [first if at == block else key for at, key in enumerate(step.after.block_keys)]
+    return after(step, block_keys=tuple(keys), cached={first: (block,)})
+
+
+def held_otherwise(step: Step) -> Step:
+    assert step.after.transfers is not None
+    (held,) = step.after.transfers.held
+    return with_store(step, held=(replace(held, is_recving=not held.is_recving),))
+
+
+def preempted_before(step: Step) -> Step:
+    return changed(step, "A", num_preemptions=1)
+
+
+def leaving_it_behind(engine: Any) -> None:
+    engine._admit_behind = lambda *_: None
+
+
+ALONE: list[Case] = [
+    ("load_is_what_the_store_offers", decoding, nothing, loading_for_nobody),
+    ("load_names_the_blocks_of_its_tokens", loaded, nothing, naming_too_much),
+    ("loads_are_told_in_the_order_of_the_queue", two_parked, nothing, out_of_order),
+    ("parked_request_is_what_its_load_says", parked, nothing, preempted_before),
+    ("what_may_not_have_come_is_nobody_elses", loaded, nothing, published_at_once),
+    (
+        "unsettled_are_those_of_frames_in_flight",
+        loaded,
+        nothing,
+        lambda s: with_store(s, unsettled=()),
+    ),
+    ("offers_are_those_made_last", offered, nothing, lambda s: with_store(s, offers=())),
+    ("received_are_those_reported", received, nothing, lambda s: with_store(s, received=())),
+    ("every_hold_has_an_owner_and_an_end", held, nothing, held_otherwise),
+    ("held_block_is_given_to_nobody", held_and_planned, nothing, held_otherwise),
+    ("report_changes_only_what_it_is_about", reported_again, nothing, preempted_before),
+    (
+        "failed_load_counts_no_further_than_it_came",
+        lost,
+        nothing,
+        lambda s: changed(s, "A", num_computed_tokens=4),
+    ),
+    (
+        "report_ends_exactly_those_whose_load_failed",
+        failed,
+        nothing,
+        lambda s: first_output(s, stop_token_id=3),
+    ),
+    (
+        "received_one_is_not_left_behind_a_head_that_does_not_fit",
+        stranded,
+        leaving_it_behind,
+        same,
+    ),
+]
+
+
+def each(
+    play: Callable[[], Play], bends: dict[str, Bend]
+) -> list[tuple[str, Callable[[], Play], Bend]]:
+    """Sentences that speak of the last step of a play, once it is bent."""
+    return [(name, play, bend) for name, bend in bends.items()]
+
+
+def held_by_a_stranger(step: Step) -> Step:
+    return after(step, ref_counts=(0, 9, *step.after.ref_counts[2:]))
+
+
+def in_another_order(step: Step) -> Step:
+    return after(step, free_queue=step.after.free_queue[::-1])
+
+
+def counted(step: Step) -> Step:
+    return after(step, stats=replace(step.after.stats, preemptions=7))
+
+
+def with_offer(step: Step) -> Step:
+    return with_store(step, offers=(KVOffer("Z", 1),))
+
+
+def with_received(step: Step) -> Step:
+    return with_store(step, received=("Z",))
+
+
+def with_unsettled(step: Step) -> Step:
+    return with_store(step, unsettled=("Z",))
+
+
+def with_held(step: Step) -> Step:
+    return with_store(step, held=(HeldBlocks("Z", ((1,),), True),))
+
+
+def malformed(step: Step) -> Step:
+    """What was taken should have been refused."""
+    if isinstance(step.event, KVOffer):
+        return replace(step, event=KVOffer(""))
+    return replace(step, event=TransfersReported(KVTransfers(("",))))
+
+
+def to_the_wrong_queue(step: Step) -> Step:
+    return after(step, waiting=("A",), skipped_waiting=())
+
+
+def stored_for_nothing(step: Step) -> Step:
+    """What is told of blocks tells of one more."""
+    assert isinstance(step.observation, Outputs)
+    event = BlockStored((BlockKey(None, (8, 8)),), None, (8,), 2)
+    return observed(step, kv_events=(*step.observation.kv_events, event))
+
+
+def removed_for_nothing(step: Step) -> Step:
+    assert isinstance(step.observation, Outputs)
+    return observed(step, kv_events=(BlockRemoved((BlockKey(None, (8, 8)),)),))
+
+
+def submitted() -> Play:
+    return Play(STORE).do(Submit(A))
+
+
+def drafted() -> Play:
+    config = replace(STORE, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
+    play = Play(config).do(Submit(A)).run(1)
+    return play.propose("A", 1, 1)
+
+
+def compiled() -> Play:
+    return Play(STORE).do(Submit(replace(A, structured_output=True)), GrammarReady("A"))
+
+
+def paused() -> Play:
+    return Play(STORE).do(SetPause(PauseState.PAUSED_NEW))
+
+
+def encoder_reset() -> Play:
+    return Play(STORE).do(EncoderReset())
+
+
+def encoder_offered() -> Play:
+    return Play(STORE).do(EncoderOffer(()))
+
+
+OF_EACH = (
+    *(submitted, parked, settled, drafted, held, compiled, paused, held_and_reset),
+    *(encoder_reset, encoder_offered, offered, received),
+)
+"""A play for each kind of event."""
+
+EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
+    *[("offers_are_those_made_last", play, with_offer) for play in OF_EACH],
+    *[("received_are_those_reported", play, with_received) for play in OF_EACH],
+    *[("unsettled_are_those_of_frames_in_flight", play, with_unsettled) for play in OF_EACH],
+    *[
+        ("every_hold_has_an_owner_and_an_end", play, with_held)
+        for play in OF_EACH
+        if play is not parked
+    ],
+    *each(
+        received,
+        {
+            "pool_keeps_its_size": lambda s: after(s, block_keys=s.after.block_keys[:-1]),
+            "every_block_is_free_or_held": held_by_a_stranger,
+            "cache_map_and_blocks_agree": lambda s: after(s, cached={BlockKey(None, (6,)): ()}),
+            "counters_stay_within_what_is_known": lambda s: changed(s, "A", num_computed_tokens=9),
+            "only_running_requests_hold_anything": lambda s: changed(s, "A", status=Status.WAITING),
+            "every_request_stands_in_one_queue": to_the_wrong_queue,
+            "queues_lose_exactly_the_ended": to_the_wrong_queue,
+            "freed_tail_is_evicted_first": in_another_order,
+            "encoder_cache_adds_up": lambda s: after(s, encoder=EncoderSnapshot(num_free=3)),
+            "only_running_requests_hold_items": lambda s: after(
+                s, encoder=EncoderSnapshot((EncoderEntry("cat", 1, ("Z",)),))
+            ),
+            "log_tells_what_can_be_found": stored_for_nothing,
+            "log_removes_what_was_there": removed_for_nothing,
+            "stored_blocks_are_told_as_they_are": stored_for_nothing,
+            "what_may_not_have_come_is_nobody_elses": published_at_once,
+            "counters_grow_by_what_happened": counted,
+            "stale_or_wrong_event_is_refused": malformed,
+        },
+    ),
+    ("what_may_not_have_come_is_nobody_elses", committed_beside, published_at_once),
+    (
+        "told_cached_tokens_are_those_of_the_first_hit",
+        failed,
+        lambda s: first_output(s, num_cached_tokens=2),
+    ),
+    ("counters_grow_by_what_happened", offered, counted),
+    ("stale_or_wrong_event_is_refused", offered, malformed),
+    ("what_may_not_have_come_is_nobody_elses", reset_beside, published_at_once),
+    (
+        "failed_load_counts_no_further_than_it_came",
+        void,
+        lambda s: changed(s, "A", num_computed_tokens=5),
+    ),
+    (
+        "failed_load_counts_no_further_than_it_came",
+        void,
+        lambda s: changed(s, "A", is_prefill_chunk=False),
+    ),
+    ("load_is_what_the_store_offers", parked, loaded_at_once),
+    ("ended_are_kept_for_the_next_plan", failed, lambda s: after(s, finished_req_ids=())),
+]
+"""More that is wrong, of each kind of event."""
