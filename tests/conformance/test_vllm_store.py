@@ -19,7 +19,10 @@ from blockstep.conformance.engines.adapters.vllm_releases import (
     get_release,
     get_release_problem,
 )
+from blockstep.conformance.protocol.program import Action, Program
 from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.search.forgiving import Cause, Means, find_causes
+from blockstep.conformance.search.options import find_profile
 from blockstep.spec import vocabulary as v
 
 PROBLEM = get_release_problem(get_installed_version())
@@ -30,6 +33,7 @@ pytestmark = [
         RELEASE is None or not RELEASE.has_store, reason=PROBLEM or "no connector is followed"
     ),
 ]
+VERSION = (get_installed_version() or "none").split("+")[0]
 CONFIG = v.Config(
     num_blocks=12,
     block_size=2,
@@ -255,6 +259,39 @@ def test_a_forced_reset_beside_held_blocks_is_declined() -> None:
         engine.apply(event)
 
 
+def test_a_mask_of_who_has_ended_and_holds_blocks_is_declined() -> None:
+    """Asked all the same, it has a row of it."""
+    grammar = v.Grammar(edges=(((7, 0),),))
+    engine = load_engine("vllm")(replace(CONFIG, max_frames_in_flight=2, async_scheduling=True))
+    request = replace(REQUEST, stop_token_ids=(7,), structured_output=True, grammar=grammar)
+    engine.apply(v.Submit(request))
+    engine.apply(v.GrammarReady("A"))
+    engine.apply(v.KVOffer("A", delays_free=True))
+    first, second = engine.apply(v.Schedule()), engine.apply(v.Schedule())
+    assert isinstance(first, v.Plan)
+    assert isinstance(second, v.Plan)
+    event = v.GrammarBitmask(second.frame_id)
+    assert not find_decline(engine, event)
+    engine.apply(v.Commit(first.frame_id, (v.RowTokens("A", (7,)),)))
+    assert "held" in find_decline(engine, event)
+    mask = engine.apply(event)
+    assert isinstance(mask, v.GrammarOutput)
+    assert [row.request_id for row in mask.rows] == ["A"]
+
+
+def test_blocks_told_as_removed_out_of_a_set_are_declined() -> None:
+    """One alone is told in any order."""
+    engine = load_engine("vllm")(replace(CONFIG, enable_kv_cache_events=True))
+    engine.apply(v.Submit(REQUEST))
+    engine.apply(v.KVOffer("A", num_tokens=4))
+    plan = engine.apply(v.Schedule())
+    assert isinstance(plan, v.Plan)
+    for block_id, is_declined in ((1, True), (2, False)):
+        failed = v.KVTransfers(invalid_block_ids=(block_id,))
+        event = v.Commit(plan.frame_id, (v.RowTokens("A", (7,)),), failed)
+        assert ("order of a set" in find_decline(engine, event)) is is_declined
+
+
 def test_who_is_parked_before_its_frame_ends_it_is_declined() -> None:
     """Planned all the same, it stays in a queue when it has ended."""
     engine = load_engine("vllm")(replace(CONFIG, max_frames_in_flight=2))
@@ -293,3 +330,22 @@ def test_its_log_tells_blocks_by_what_they_are_found_under() -> None:
     assert shown is not None
     assert set(stored.keys) == set(shown.cached)
     assert (stored.parent, stored.token_ids, stored.adapter) == (None, (1, 2, 3, 4), "x")
+
+
+@pytest.mark.parametrize(
+    ("flag", "actions"),
+    [
+        ("spare_signals", (v.Submit(REQUEST), report(finished_recving=("A",)))),
+        (
+            "spare_full_loads",
+            (v.Submit(REQUEST), v.KVOffer("A", num_tokens=5), v.Schedule()),
+        ),
+    ],
+)
+def test_what_it_is_spared_a_hunt_finds(flag: str, actions: tuple[Action, ...]) -> None:
+    """A worker or a store says it in good faith."""
+    program = Program(CONFIG, actions, vocabulary_size=1)
+    cause = Cause(Means.WORKAROUND, flag)
+    profile = find_profile(f"vllm-{VERSION}")
+    assert profile is not None
+    assert cause in find_causes(program, load_engine("vllm"), frozenset(), tuple(profile.quirks))

@@ -112,8 +112,6 @@ class VllmEngine:
     def __init__(self, config: v.Config) -> None:
         self.run = Run(config)
         self.scheduler = self.run.scheduler
-        if self.run.store is not None:
-            self.run.store.spares_full_loads = self.spare_full_loads
         self.audit = Audit(self.scheduler, self.run.lora_ids, self.separate_names)
 
     @property
@@ -246,6 +244,8 @@ class VllmEngine:
     def _schedule(self) -> v.Plan:
         """Source: `schedule`."""
         run, requests = self.run, self.scheduler.requests
+        if run.store is not None:
+            run.store.spares_full_loads = self.spare_full_loads
         before = {name: requests[name].num_output_placeholders for name in requests}
         running = [request.request_id for request in self.scheduler.running]
         output = self.scheduler.schedule()

@@ -11,6 +11,8 @@ from blockstep.spec import vocabulary as v
 UNKNOWN_SIGNAL = "a signal of a transfer about somebody who has none under way: it asserts (B21)"
 SEVERAL_GROUPS = "invalid blocks with several groups: it unpacks one table (B47)"
 SEVERAL_FAILURES = "loads of several that fail at once: they end in the order of a set of strings"
+EVICTED_OUT_OF_A_SET = "blocks behind an invalid one are told as removed in the order of a set"
+MASK_OF_THE_HELD = "the mask of a frame with an ended request whose blocks are held: it has a row"
 RESET_BESIDE_HELD = "a forced reset while blocks of an ended request are held: it raises"
 ENDS_WHILE_PARKED = "a preempted request that waits for the store before its frame ends it"
 SPARED_SIGNALS = frozenset({UNKNOWN_SIGNAL, SEVERAL_GROUPS})
@@ -24,6 +26,8 @@ def find_store_reason(run: Run, event: v.Event) -> str | None:
             return _find_report_reason(run, transfers, run.frames[frame_id].num_scheduled_tokens)
         case v.TransfersReported(transfers=transfers):
             return _find_report_reason(run, transfers, {})
+        case v.GrammarBitmask(frame_id=frame_id) if frame_id in run.frames:
+            return MASK_OF_THE_HELD if _has_held_rows(run, frame_id) else None
         case v.Reset(reset_running_requests=True):
             is_held = any(one.is_finished() for one in run.scheduler.requests.values())
             return RESET_BESIDE_HELD if is_held else None
@@ -45,6 +49,8 @@ def _find_report_reason(
     affected = [one.request_id for one in looked_at if _has_invalid(run, one, invalid, scheduled)]
     if does_fail and len(affected) > 1:
         return SEVERAL_FAILURES
+    if does_fail and _evicts_several(run, affected, invalid):
+        return EVICTED_OUT_OF_A_SET
     ending = affected if does_fail else ()
     return None if _are_signals_known(run, transfers, ending) else UNKNOWN_SIGNAL
 
@@ -61,6 +67,29 @@ def _has_invalid(
     num_blocks = max(-(-num_computed // manager.block_size), 0)
     table = manager.req_to_blocks.get(request.request_id, ())
     return any(block.block_id in invalid for block in table[:num_blocks])
+
+
+def _evicts_several(
+    run: Run, affected: Collection[v.RequestId], invalid: Collection[v.BlockId]
+) -> bool:
+    """Whether somebody hears that blocks of who fails are removed, and of more than one."""
+    for request in run.scheduler.running if run.config.enable_kv_cache_events else ():
+        if request.request_id in affected:
+            table = run.managers[0].req_to_blocks[request.request_id]
+            first = next(index for index, one in enumerate(table) if one.block_id in invalid)
+            return sum(one.block_hash is not None for one in table[first:]) > 1
+    return False
+
+
+def _has_held_rows(run: Run, frame_id: v.FrameId) -> bool:
+    """Whether a frame has a row under a grammar of who has ended and is known all the same."""
+    requests = run.scheduler.requests
+    return any(
+        name in requests
+        and requests[name].is_finished()
+        and run.known[name].request.grammar is not None
+        for name in run.frames[frame_id].num_scheduled_tokens
+    )
 
 
 def _are_signals_known(run: Run, transfers: v.KVTransfers, ending: Collection[v.RequestId]) -> bool:
