@@ -158,7 +158,7 @@ SMALL = 40
 """Blocks: requests are preempted, and wait for blocks that are still being saved."""
 
 
-TESTED = {("drafts-ahead", "recompute"), ("chunks-ahead", "recompute"), ("ahead-later", "fail")}
+TESTED = {("chunks-ahead", "recompute"), ("ahead-later", "fail")}
 """Storms and policies that are a test; the others are a soak."""
 
 
