@@ -199,7 +199,7 @@ def _get_keys(event: KVEvent) -> tuple[BlockKey, ...]:
 
 def _get_flags(frame: Frame, row: FrameRow) -> tuple[int, ...]:
     masks = (row.has_mask, row.is_masked, frame.has_structured_output)
-    more = _get_more(row.num_in_doubt, *masks)
+    more = _get_more(row.num_in_doubt, row.num_scheduled, *masks)
     return row.samples, row.is_dropped, *more
 
 
