@@ -103,9 +103,10 @@ class Masks(Core):
     def _grammar_result_problem(
         self, frame_id: FrameId, answers: Mapping[RequestId, TokenIds]
     ) -> Rejected | None:
-        """Why a grammar forbids what was sampled, or None."""
+        """Why a grammar forbids what was sampled, or None. What is dropped is held to none."""
+        dropped = self.dropped.get(frame_id, {})
         for name, tokens in answers.items():
-            matcher = self.matchers.get(name)
+            matcher = None if name in dropped else self.matchers.get(name)
             if matcher is not None and matcher.follow(tokens) is None:
                 rule = f"has {tokens}, of which its grammar forbids one"
                 return bad_result(frame_id, f"{name!r} {rule}; sample by the mask")

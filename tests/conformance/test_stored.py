@@ -1,0 +1,116 @@
+"""Stored: what a worker says of a store, of plans that are wrong in one thing each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from play_support.play import CONFIG, A, B, request
+
+from blockstep.conformance.judge.worker import Worker
+from blockstep.conformance.protocol.tokens import token_function
+from blockstep.spec.vocabulary import (
+    Abort,
+    Aborted,
+    Ack,
+    Commit,
+    KVLoad,
+    KVLoadFailurePolicy,
+    KVOffer,
+    KVTransfers,
+    NewRow,
+    Outputs,
+    Plan,
+    RowTokens,
+    Schedule,
+    Submit,
+    TransfersReported,
+)
+
+STORE = replace(
+    CONFIG,
+    kv_connector=True,
+    kv_load_failure_policy=KVLoadFailurePolicy.RECOMPUTE,
+    max_frames_in_flight=2,
+)
+D = request("D", 9, 9)
+LATER, NOW = (KVLoad("A", ((1, 2),), 0, 4, is_async) for is_async in (True, False))
+ROW_OF_A = NewRow(A, ((1, 2, 3),), 4, 1)
+SHARING = Plan(1, new=(NewRow(B, ((1, 2, 4),), 4, 1),))
+"""B has the first two blocks of A as a hit."""
+TAKING = Plan(1, new=(NewRow(D, ((2,),), 0, 2),))
+"""D is given the second of them."""
+
+
+def hearing(plan: Plan) -> Worker:
+    """A worker that knows three requests, and has run a plan."""
+    worker = Worker(STORE, token_function(1, 50))
+    for asked in (A, B, D):
+        worker.observe(Submit(asked), Ack())
+    assert worker.observe(Schedule(), plan) == []
+    return worker
+
+
+def told(worker: Worker, plan: Plan) -> list[str]:
+    return [found.sentence for found in worker.observe(Schedule(), plan)]
+
+
+def report(worker: Worker, transfers: KVTransfers) -> None:
+    assert worker.observe(TransfersReported(transfers), Outputs()) == []
+
+
+def test_nobody_touches_a_block_while_it_is_loaded() -> None:
+    plan = Plan(0, kv_loads=(LATER,))
+    assert "block_under_way_is_not_read" in told(hearing(plan), SHARING)
+    assert told(hearing(plan), TAKING) == ["block_in_transfer_is_not_written"]
+
+
+def test_what_has_come_is_read_and_what_has_not_is_not() -> None:
+    worker = hearing(Plan(0, kv_loads=(LATER,)))
+    report(worker, KVTransfers(("A",)))
+    assert told(worker, SHARING) == []
+    worker = hearing(Plan(0, kv_loads=(LATER,)))
+    report(worker, KVTransfers(("A",), invalid_block_ids=(2,)))
+    assert told(worker, SHARING) == ["attended_slot_was_loaded"]
+
+
+def test_a_load_of_a_plan_in_flight_is_its_own_request_s() -> None:
+    plan = Plan(0, new=(ROW_OF_A,), kv_loads=(NOW,))
+    assert set(told(hearing(plan), SHARING)) == {"block_is_shared_once_its_load_has_come"}
+    worker = hearing(plan)
+    answer = Commit(0, worker.answer(0))
+    worker.observe(answer, Outputs())
+    assert told(worker, SHARING) == []
+
+
+def test_what_was_computed_on_a_failed_load_is_spoiled() -> None:
+    worker = hearing(Plan(0, new=(ROW_OF_A,), kv_loads=(NOW,)))
+    answer = Commit(0, worker.answer(0), KVTransfers(invalid_block_ids=(1,)))
+    worker.observe(answer, Outputs())
+    assert worker.views["A"].num_computed == 0
+    assert worker.views["A"].tokens == list(A.prompt_token_ids)
+    assert told(worker, SHARING) == ["attended_slot_was_loaded"]
+
+
+def test_blocks_that_the_store_reads_stay_as_they_are() -> None:
+    worker = hearing(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),)))
+    worker.observe(KVOffer("A", delays_free=True), Ack())
+    worker.observe(Commit(0, (RowTokens("A", worker.answer(0)[0].token_ids),)), Outputs())
+    worker.observe(Abort(("A",)), Aborted(("A",)))
+    ended = replace(TAKING, finished_req_ids=("A",))
+    assert told(worker, ended) == ["block_in_transfer_is_not_written"]
+    worker = hearing(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),)))
+    worker.observe(KVOffer("A", delays_free=True), Ack())
+    worker.observe(Abort(("A",)), Aborted(("A",)))
+    report(worker, KVTransfers((), ("A",)))
+    assert told(worker, ended) == []
+
+
+def test_a_load_goes_into_the_table_of_its_request() -> None:
+    worker = Worker(STORE, token_function(1, 50))
+    worker.observe(Submit(A), Ack())
+    for wrong in (
+        Plan(0, kv_loads=(NOW,)),
+        Plan(1, kv_loads=(replace(LATER, block_ids=((1,),)),)),
+        Plan(2, kv_loads=(replace(LATER, block_ids=((1, 99),)),)),
+    ):
+        assert told(worker, wrong) == ["load_goes_into_the_table_of_its_request"]
