@@ -197,7 +197,7 @@ def samples(shown: v.Snapshot, row: Any) -> bool:
 def build(draw: random.Random, **fields: Any) -> v.Config:
     """A small pool, so that blocks are lost that the store has still."""
     return v.Config(
-        num_blocks=draw.randint(8, 14),
+        num_blocks=draw.randint(9, 14),
         block_size=BLOCK_SIZE,
         max_num_seqs=draw.randint(1, 4),
         max_num_batched_tokens=draw.choice((4, 16)),
