@@ -7,7 +7,7 @@ own answers.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 
 from blockstep.conformance.judge.attended import is_across
 from blockstep.conformance.judge.properties import (
@@ -70,11 +70,14 @@ def judge_answer(
     event: v.Event,
     seen: v.Observation,
     dropped: Container[tuple[v.FrameId, v.RequestId]] = (),
+    failing: Collection[v.RequestId] = (),
+    doubtful: Container[v.RequestId] = (),
 ) -> Iterator[Finding]:
     """What is wrong with an answer of the right kind.
 
     `live` are those who have not ended, `said` is what was delivered to them, both before it;
-    `dropped` rows of frames in flight that sample for a chunk of a session that is over.
+    `dropped` rows of frames in flight that sample for a chunk of a session that is over. Of those
+    who are `failing` a load has failed by this event; of the `doubtful` ones perhaps, too.
     """
     match event, seen:
         case v.Schedule(), v.Plan() as plan:
@@ -82,7 +85,12 @@ def judge_answer(
         case v.Commit(), v.Outputs(rows=rows):
             due = dict(_expected_outputs(config, live, said, event))
             over = [name for name in due if (event.frame_id, name) in dropped]
-            yield from _judge_outputs({name: due[name] for name in due if name not in over}, rows)
+            due = {name: due[name] for name in due if name not in (*over, *failing)}
+            due |= _expected_errors(config, failing)
+            yield from _judge_outputs(due, [row for row in rows if not _is_error_of(row, doubtful)])
+        case v.TransfersReported(), v.Outputs(rows=rows):
+            sure = [row for row in rows if not _is_error_of(row, doubtful)]
+            yield from _judge_outputs(_expected_errors(config, failing), sure)
         case v.Abort(request_ids=named), v.Aborted(request_ids=now, ending_req_ids=later):
             ended = [*dict.fromkeys(now), *dict.fromkeys(later)]
             twice = {name for name in ended if ended.count(name) > 1}
@@ -127,14 +135,27 @@ def _judge_new_row(config: v.Config, row: v.NewRow, request: v.Request) -> Itera
     if row.request != request:
         what = f"{row.request_id!r} is not the request that was submitted"
         yield violated("P26", "new_row_carries_the_request_as_submitted", what)
-    may_hit = config.enable_prefix_caching and not request.skip_reading_prefix_cache
+    has_any = config.enable_prefix_caching or config.kv_connector  # a store's count as a hit, too
+    may_hit = has_any and not request.skip_reading_prefix_cache
     if row.num_computed_tokens and not may_hit and not request.resumable:
         what = f"{row.request_id!r} has a hit of {row.num_computed_tokens} tokens"
         yield violated("P5", "hit_is_taken_only_where_one_may_be", what)
 
 
+def _expected_errors(
+    config: v.Config, failing: Collection[v.RequestId]
+) -> dict[v.RequestId, Expected]:
+    """Those whose load has failed end by it, if that is the policy."""
+    ends = config.kv_load_failure_policy is v.KVLoadFailurePolicy.FAIL
+    return dict.fromkeys(failing if ends else (), ((), (v.FinishReason.ERROR, None)))
+
+
+def _is_error_of(row: v.OutputRow, doubtful: Container[v.RequestId]) -> bool:
+    return row.finish_reason is v.FinishReason.ERROR and row.request_id in doubtful
+
+
 def _judge_outputs(
-    expected: Mapping[v.RequestId, Expected], rows: tuple[v.OutputRow, ...]
+    expected: Mapping[v.RequestId, Expected], rows: Sequence[v.OutputRow]
 ) -> Iterator[Finding]:
     """P13: each unfinished request of the frame gets what it sampled, up to its stop."""
     names = [row.request_id for row in rows]

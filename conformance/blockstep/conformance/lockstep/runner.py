@@ -89,11 +89,22 @@ class Runner(Client):
         of their load were invalid."""
         loads = self.transfers.at_once.get(event.frame_id, ())
         failed = set(list_failed(loads, self.config.block_sizes, event.transfers))
+        failed -= self.list_begun_anew(event.frame_id) if failed else set()
         return {
             (plan.frame_id, row.request_id)
             for plan in (self.plans if failed else ())
             for row in plan.rows
             if row.request_id in failed
+        }
+
+    def list_begun_anew(self, frame_id: v.FrameId) -> set[v.RequestId]:
+        """Who has begun again in a plan in flight behind this one: what it loads for them is
+        nothing to them now."""
+        return {
+            row.request_id
+            for plan in self.plans
+            for row in (plan.rows if plan.frame_id > frame_id else ())
+            if isinstance(row, v.NewRow) or row.resumed
         }
 
     def _owes_a_mask(self) -> bool:

@@ -41,6 +41,7 @@ from blockstep.conformance.lockstep.refusable import (
 )
 from blockstep.conformance.lockstep.scoped import ScopedRun
 from blockstep.conformance.protocol.findings import Finding, violated
+from blockstep.conformance.protocol.transfers import list_failed
 from blockstep.conformance.protocol.typed import fault_of_types
 from blockstep.spec import vocabulary as v
 
@@ -182,7 +183,9 @@ class SafetyRun(ScopedRun):
             return self.excuses.take(findings, event, None, None)
         if isinstance(event, v.Schedule):
             self.end_aborted()
-        findings = [*judge_answer(self.config, self.live, self.said, event, seen, self.dropped)]
+        failing = self._list_failing(event), self._list_doubtful(event)
+        told = judge_answer(self.config, self.live, self.said, event, seen, self.dropped, *failing)
+        findings = [*told]
         findings += self.worker.observe(event, seen)
         if after is not None and self.before is not None:
             findings += self._judge_state(event, seen, self.before, after)
@@ -193,6 +196,36 @@ class SafetyRun(ScopedRun):
         self.before = after
         self.follow(event, seen)
         return findings
+
+    def _list_failing(self, event: v.Event) -> list[v.RequestId]:
+        """Unfinished ones of whose load this event says that a block is invalid: they wait for it;
+        or it was part of the plan that is answered, of which they have a row still."""
+        if not isinstance(event, v.Commit | v.TransfersReported) or not self.config.kv_connector:
+            return []
+        sizes, found = self.config.block_sizes, self.transfers
+        failing = [*list_failed(found.loading.values(), sizes, event.transfers)]
+        if isinstance(event, v.Commit):
+            frame_id, anew = event.frame_id, self.list_begun_anew(event.frame_id)
+            sampling = {
+                row.request_id
+                for plan in self.plans
+                for row in self.worker.answer(plan.frame_id)
+                if row.token_ids and (plan.frame_id, row.request_id) not in self.dropped
+            }
+            failing += [
+                name
+                for name in list_failed(found.at_once.get(frame_id, ()), sizes, event.transfers)
+                # Who was preempted since waits for tokens of frames in flight, or for nothing.
+                if name not in anew and (name not in self.idle or name in sampling)
+            ]
+        return [name for name in failing if name in self.live]
+
+    def _list_doubtful(self, event: v.Event) -> list[v.RequestId]:
+        """Likewise of a load that has come: who waited for it may have given its blocks up."""
+        if not isinstance(event, v.Commit | v.TransfersReported):
+            return []
+        loads = self.transfers.received.values()
+        return [*list_failed(loads, self.config.block_sizes, event.transfers)]
 
     def _may_refuse(self, event: v.Event, problem: v.RejectCode | None) -> bool:
         """Whether a refusal is no mistake: of a problem, of any request, and of late drafts."""

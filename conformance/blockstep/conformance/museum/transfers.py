@@ -230,11 +230,8 @@ class LateReportIsKept(Defect):
 class InvalidIsPassedOver(Defect):
     """The report is read, and nobody acts on it."""
 
-    def _find_valid(self, _load: Any, _invalid: Any) -> None:
+    def _find_valid(self, _block_tables: Any, _firsts: Any, _invalid: Any) -> None:
         return None
-
-    def _take_invalid_of_parked(self, _invalid: Any) -> Any:
-        return []
 
 
 @PAGE.exhibit(
@@ -355,9 +352,8 @@ class _LoadsGroupByGroup(Defect):
 class FirstGroupAlone(Defect):
     """Only the blocks of the first group are looked at."""
 
-    def _find_valid(self, load: Any, invalid: Any) -> Any:
-        first = load.block_ids[0]
-        return super()._find_valid(load, frozenset(invalid) & set(first))
+    def _find_valid(self, block_tables: Any, firsts: Any, invalid: Any) -> Any:
+        return super()._find_valid(block_tables, firsts, invalid & set(block_tables[0]))
 
 
 @GROUPS.exhibit(
@@ -369,27 +365,9 @@ class FirstGroupAlone(Defect):
 class LastGroupCounts(Defect):
     """Each group in turn says how much is left, and not the least of it is taken."""
 
-    def _find_valid(self, load: Any, invalid: Any) -> Any:
+    def _find_valid(self, block_tables: Any, firsts: Any, invalid: Any) -> Any:
         found = None
-        for table in load.block_ids:
-            valid = super()._find_valid(load, frozenset(invalid) & set(table))
+        for table in block_tables:
+            valid = super()._find_valid(block_tables, firsts, invalid & set(table))
             found = found if valid is None else valid
         return found
-
-    def _take_invalid_of_parked(self, invalid: Any) -> Any:
-        line = (*self.skipped_waiting, *self.waiting)
-        computed, failed = self.table.num_computed, dict[str, None]()
-        before = {slot: computed[slot] for slot in line}
-        for number in range(self.table.num_groups):
-            told = {slot: computed[slot] for slot in line}
-            for slot in line:
-                computed[slot] = before[slot]
-            blocks = {block for slot in line for block in self._list_blocks(slot, number)}
-            failed |= dict.fromkeys(super()._take_invalid_of_parked(invalid & blocks))
-            for slot in line:
-                if computed[slot] == before[slot]:
-                    computed[slot] = told[slot]
-        return [*failed]
-
-    def _list_blocks(self, slot: int, number: int) -> Any:
-        return self.table.holdings[slot][number].blocks
