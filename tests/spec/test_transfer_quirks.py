@@ -16,6 +16,7 @@ from blockstep.spec.vocabulary import (
     KVTransfers,
     Outputs,
     RequestId,
+    SpecMethod,
     Status,
 )
 
@@ -279,3 +280,19 @@ def test_a_pool_forgets_though_there_is_no_store(quirk: bool) -> None:
     oracle.abort("A")
     assert not oracle.reset(reset_connector=True)
     assert is_findable(oracle, 1) is not quirk
+
+
+def test_who_went_back_to_nothing_has_no_rejected_draft_to_take_back() -> None:
+    """A later frame, which is heard all the same, rejects its draft."""
+    config = replace(
+        RECOMPUTE, max_frames_in_flight=2, async_scheduling=True,
+        spec_method=SpecMethod.NGRAM, num_speculative_tokens=1,
+    )  # fmt: skip
+    oracle = create(config, Quirk.LOADS_PUBLISH_AT_ONCE, Quirk.ONLY_THE_FIRST_GOES_BACK)
+    oracle.submit(replace(A, max_tokens=5))
+    oracle.offer_kv("A", 4)
+    first, second = oracle.schedule(), oracle.schedule()
+    assert second.rows[0].num_scheduled_tokens == 2
+    answer(oracle, first, 1)
+    answer(oracle, second)
+    assert oracle.state.requests["A"].num_computed_tokens == 0

@@ -176,6 +176,8 @@ def get_rolled_back(request: RequestState, num_drafts: int, num_sampled: int) ->
     num_rejected = compute_num_rejected(num_drafts, num_sampled)
     if num_rejected == 0 or request.status is not Status.RUNNING:
         return request
+    if request.num_computed_tokens == 0:  # it went back behind all of them; by a quirk only
+        return request
     return replace(request, num_computed_tokens=request.num_computed_tokens - num_rejected)
 
 
