@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from blockstep.conformance.command.main import app
 from blockstep.conformance.engine import EngineFactory
-from blockstep.conformance.judge.dataplane import HOST, OnKernels, memory
+from blockstep.conformance.judge.dataplane import HOST, DataPlaneWorker, OnKernels, memory
 from blockstep.conformance.judge.dataplane.faults import FAULTS
-from blockstep.conformance.judge.worker.names import BEFORE_RESET, GARBLED, NEVER_WRITTEN
+from blockstep.conformance.judge.worker.names import BEFORE_RESET, GARBLED, NEVER_WRITTEN, SPOILED
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.search.episodes import run_episode
 from blockstep.conformance.search.options import CheckOptions
@@ -26,7 +26,8 @@ from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, MambaCacheMode
 
 SMALL = CheckOptions(preset="small", without_features=("groups",))
 GROUPS = CheckOptions(preset="small", with_features=("groups",))
-NAMES = [0, 1, 5, BEFORE_RESET, 300, 70_000, NEVER_WRITTEN, 12_345_678]
+STORE = CheckOptions(preset="small", with_features=("transfers",), without_features=("groups",))
+NAMES = [0, 1, 5, BEFORE_RESET, SPOILED, 300, 70_000, NEVER_WRITTEN, 12_345_678]
 TOKENS, SLOT, MOVED, ATTENTION = (
     "step_runs_the_tokens_of_the_plan",
     "slot_holds_what_the_plan_writes",
@@ -111,6 +112,19 @@ def test_our_kernels_do_what_the_plans_say(
         reached |= episode.witnesses.keys()
     assert num_events > 1_000
     assert reached.issuperset(reaches)
+
+
+def test_what_a_store_brings_goes_through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = set[str]()
+    for index in range(4):
+        episode = run_episode(STORE, index, HOST)
+        assert episode.first is None
+        reached |= episode.witnesses.keys()
+    assert {"transfers_load_at_once", "transfers_parked"} <= reached
+    monkeypatch.setattr(DataPlaneWorker, "_swap_blocks", lambda _: None)  # nor by these
+    found = first_finding(OnKernels(fault="swapped-in-elsewhere"), range(12), STORE)
+    assert found is not None
+    assert found.sentence == SLOT
 
 
 def test_every_fault_is_expected_by_name() -> None:

@@ -37,6 +37,7 @@ from blockstep.spec.profiles import (
     initial_state,
 )
 from blockstep.spec.releases.encoder import STORIES as ENCODER_STORIES
+from blockstep.spec.releases.transfers import STORIES as TRANSFER_STORIES
 from blockstep.spec.requests import Frame, FrameRow, Holding, RequestState
 from blockstep.spec.snapshots import get_snapshot
 from blockstep.spec.state import State
@@ -119,13 +120,14 @@ UNSEEN = {
     Quirk.ONLY_FULL_ATTENTION_IS_ZEROED,
     Quirk.PADDING_UNMASKS_WHAT_FOLLOWS,
     *(story.quirk for story in ENCODER_STORIES),
+    *(story.quirk for story in TRANSFER_STORIES),
 } - {
     Quirk.ITEMS_HELD_WITHOUT_A_ROW,
     Quirk.HEAD_NEVER_BEGINS_A_WHOLE_ITEM,
     Quirk.ROOM_BESIDE_GROWS,
 }
 """Quirks that no transition of a walk shows as wrong: what is zeroed, what a mask says, and what is
-there of an item is the worker's to judge."""
+there of an item or of a load is the worker's to judge."""
 UNREACHED = {
     Quirk.HEAD_LOOKS_BEHIND_ONCE,
     Quirk.SESSIONS_HAVE_NOTHING_IN_COMMON,
@@ -134,6 +136,10 @@ UNREACHED = {
     Quirk.RESTING_SESSIONS_KEEP_THEIR_SEATS,
     Quirk.STATES_COME_BEFORE_ITEMS,
     Quirk.NULL_BLOCKS_ARE_TOLD,
+    Quirk.SKIPPED_READING_STILL_LOADS,
+    Quirk.LAST_TOKEN_IS_LOADED,
+    Quirk.LOADED_WAIT_BEHIND_THE_HEAD,
+    Quirk.GROUPS_LOAD_BY_TURNS,
 }
 """Quirks that no world is small enough for, or that change a hint alone, of which no walk asks, or
 a log, which no world has whose groups leave blocks out."""

@@ -1,5 +1,6 @@
-"""What a KV group reads, leaves, lacks and holds at most: our engine's figures for it are those of
-the specification, kind by kind, wherever blocks, windows, chunks and drafts end."""
+"""What a KV group reads, leaves, lacks and holds at most, and what the whole of a waiting request
+takes of the free blocks: our engine's figures for it are those of the specification, kind by kind,
+wherever blocks, windows, chunks and drafts end."""
 
 from __future__ import annotations
 
@@ -9,21 +10,28 @@ from itertools import product
 
 import pytest
 
-from blockstep.impl.host.groups import make_groups
+from blockstep.impl.host.groups import GroupHits, GroupMemory, make_groups
 from blockstep.impl.host.kinds import Extent
 from blockstep.impl.host.pool import BlockPool
 from blockstep.impl.host.prefix import PrefixMap
 from blockstep.impl.host.table import Holding
 from blockstep.spec.memory import groups as rules
 from blockstep.spec.memory import states
-from blockstep.spec.memory.slots import compute_num_new_blocks
+from blockstep.spec.memory.slots import compute_num_new_blocks, count_reserved_blocks
+from blockstep.spec.pool import allocate_blocks, create_pool, free_blocks, touch_blocks
+from blockstep.spec.requests import Holding as Held
+from blockstep.spec.requests import RequestState, without_nulls
+from blockstep.spec.step.share import get_aligned_share
 from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
     BlockId,
     Config,
     GroupKind,
     KVGroup,
     MambaCacheMode,
+    Request,
     SpecMethod,
+    Status,
 )
 
 SLOTS = range(14)
@@ -123,3 +131,91 @@ def test_a_table_grows_by_what_the_specification_says(kind: GroupKind) -> None:
             assert len(new) == missing, (group, walk, end)
             table = states.get_extended_states(group, table, bool(table), length, new)
             assert tuple(holding.blocks) == table, (group, walk, end)
+
+
+# Of a waiting request.
+
+
+ACROSS = KVGroup(GroupKind.CROSS_ATTENTION, 1)
+"""Stands before the others here; of a request without items it holds nothing."""
+
+
+def make_memory(config: Config, group: KVGroup) -> GroupMemory:
+    prefix = PrefixMap(32, verify=False)
+    return GroupMemory(replace(config, groups=(ACROSS, group)), BlockPool(32, prefix), prefix)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_request_takes_behind_a_hit(kind: GroupKind) -> None:
+    for config, group in product(CONFIGS[1::2], draw_groups(kind)):
+        memory = make_memory(config, group)
+        for num_hits, num_free, more in product((0, 1, 2, 4), (0, 1, 2), (1, 2, 9)):
+            length, num_known = num_hits * group.block_size, num_hits * group.block_size + more
+            first = rules.compute_num_skipped_blocks(group, length)
+            pool, blocks = allocate_blocks(create_pool(32), num_hits - first)
+            table = (NULL_BLOCK,) * first + blocks
+            memory.pool = BlockPool(32, memory.prefix)
+            assert memory.pool.take(num_hits - first) == [*blocks]
+            memory.pool.free(blocks[:num_free])
+            pool = free_blocks(pool, blocks[:num_free])
+            ours = memory.count_for_gate(GroupHits(length, ((), table)), num_known)
+            charged = count_reserved_blocks(config, pool, group, num_known, table, Held())
+            assert ours == charged, (config, group, num_hits, num_free, more)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_session_takes_beside_what_it_has_kept(kind: GroupKind) -> None:
+    """It begins by giving up what it reads no more; of that, what others hold makes no room."""
+    for config, group in product(CONFIGS[1::2], draw_groups(kind)):
+        if group.num_speculative_blocks:
+            continue  # then a session keeps nothing
+        memory = make_memory(config, group)
+        for computed, ahead, num_shared, more in product((1, 2, 5), (0, 3), (0, 1, 2), (1, 2, 9)):
+            memory.pool = BlockPool(32, memory.prefix)
+            holding = Holding()
+            memory.groups[1].extend(holding, Extent(computed, computed + ahead), memory.pool)
+            shared = [b for b in holding.blocks if b != NULL_BLOCK][:num_shared]
+            memory.pool.touch(shared)
+            kept = without_nulls(tuple(holding.blocks))
+            pool, blocks = allocate_blocks(create_pool(32), len(kept))
+            assert blocks == kept
+            pool = touch_blocks(pool, shared)
+            first = rules.compute_num_skipped_blocks(group, computed)
+            table, num_free = tuple(holding.blocks), len(pool.free_queue)
+            pool = free_blocks(pool, without_nulls(table[:first]))
+            held = Held((NULL_BLOCK,) * first + table[first:])
+            where = (config, group, computed, ahead, num_shared, more)
+            holdings = (Holding(), holding)
+            leaving = memory.count_leaving(holdings, computed)
+            assert leaving == len(pool.free_queue) - num_free, where
+            ours = memory.count_to_end(holdings, computed, computed + more)
+            charged = count_reserved_blocks(config, pool, group, computed + more, (), held)
+            assert ours == charged, where
+
+
+# Of a row.
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+def test_a_chunk_ends_where_the_specification_has_states_kept(has_head: bool) -> None:
+    config = Config(16, 1)
+    if has_head:
+        config = replace(config, spec_method=SpecMethod.EAGLE, num_speculative_tokens=1)
+    sizes = [((1,), (2,)), ((2,), (4,)), ((1, 2), (2, 4)), ((4,), (2,)), ((3,), (3,))]
+    for attended, aligned in sizes:
+        groups = [KVGroup(GroupKind.FULL, size) for size in attended]
+        groups += [
+            KVGroup(GroupKind.RECURRENT, size, mamba_cache_mode=MambaCacheMode.ALIGN)
+            for size in aligned
+        ]
+        config = replace(config, groups=tuple(groups))
+        memory = GroupMemory(config, make_pool(), PrefixMap(32, verify=False))
+        for num_prompt, num_outputs, computed in product((1, 3, 8, 9), (0, 1, 2, 5), range(13)):
+            num_known = num_prompt + num_outputs
+            request = RequestState(
+                Request("A", (1,) * num_prompt), Status.RUNNING, (2,) * num_outputs
+            )
+            for num_new in range(1, 14 - computed):
+                ours = memory.align(computed, num_new, num_prompt, num_known)
+                share = get_aligned_share(config, request, computed, num_new)
+                assert ours == share, (has_head, attended, aligned, num_known, computed, num_new)

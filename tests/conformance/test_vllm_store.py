@@ -248,13 +248,19 @@ def test_loads_of_several_that_fail_at_once(policy: v.KVLoadFailurePolicy) -> No
     assert bool(find_decline(engine, report(invalid_block_ids=(1, 3)))) is does_fail
 
 
-def test_a_forced_reset_beside_held_blocks_is_declined() -> None:
-    """Given it all the same, it raises."""
-    engine = start(delays_free=True)
+@pytest.mark.parametrize("is_parked", [False, True])
+def test_a_forced_reset_beside_blocks_of_a_transfer_is_declined(is_parked: bool) -> None:
+    """Given it all the same, it raises; also where nothing of a load has come."""
+    config = replace(CONFIG, kv_load_failure_policy=v.KVLoadFailurePolicy.RECOMPUTE)
+    engine = start(config, **LATER) if is_parked else start(config, delays_free=True)
     engine.apply(v.Schedule())
-    engine.apply(v.Abort(("A",)))
+    if is_parked:
+        engine.apply(report(invalid_block_ids=(1,)))
+        assert get_request(engine).num_computed_tokens == 0
+    else:
+        engine.apply(v.Abort(("A",)))
     event = v.Reset(reset_running_requests=True)
-    assert "held" in find_decline(engine, event)
+    assert "held for a transfer" in find_decline(engine, event)
     with pytest.raises(RuntimeError):
         engine.apply(event)
 
@@ -277,6 +283,20 @@ def test_a_mask_of_who_has_ended_and_holds_blocks_is_declined() -> None:
     mask = engine.apply(event)
     assert isinstance(mask, v.GrammarOutput)
     assert [row.request_id for row in mask.rows] == ["A"]
+
+
+def test_a_failed_load_of_who_has_tokens_promised_is_declined() -> None:
+    """Given it all the same, what was promised stays so when no frame is in flight."""
+    policy = v.KVLoadFailurePolicy.RECOMPUTE
+    config = replace(CONFIG, max_frames_in_flight=2, async_scheduling=True)
+    engine = start(replace(config, kv_load_failure_policy=policy), num_tokens=4)
+    plan = engine.apply(v.Schedule())
+    assert isinstance(plan, v.Plan)
+    failed = v.KVTransfers(invalid_block_ids=(1,))
+    event = v.Commit(plan.frame_id, (v.RowTokens("A", (7,)),), failed)
+    assert "stay promised" in find_decline(engine, event)
+    engine.apply(event)
+    assert get_request(engine).num_output_placeholders == 1
 
 
 def test_blocks_told_as_removed_out_of_a_set_are_declined() -> None:

@@ -178,6 +178,16 @@ def test_what_a_hit_serves_is_not_loaded(session: OpenSession, is_async: bool) -
     assert stats.external_prefix_cache_hits == 4
 
 
+def test_a_parked_one_is_not_among_those_who_share_a_prefix(session: OpenSession) -> None:
+    s = open_with_store(session)
+    bring(s, "a1", 9, 0)
+    s.step(a1=(7,))
+    bring(s, "a2", 9, 0)
+    bring(s, "a3", 15, 12, is_async=True)
+    plan = s.plan()
+    assert (s.request("a3").status, plan.num_common_prefix_blocks) == (PARKED, (4,))
+
+
 # Loads at once.
 
 
@@ -285,6 +295,7 @@ def test_it_comes_back_when_its_load_has(session: OpenSession) -> None:
     report(s, finished_recving=("a", "a"))
     assert transfers(s).received == ("a",)
     assert report(s, finished_recving=("a",)) == Outputs()
+    s.apply(KVOffer("a", None))  # nobody asks any more
     plan = s.plan()
     row = plan.new[0]
     assert (row.num_computed_tokens, row.num_scheduled_tokens) == (6, 3)
@@ -307,6 +318,7 @@ def test_one_that_was_preempted_comes_back_as_resumed(session: OpenSession) -> N
     plan = s.plan()
     assert plan.cached[0].resumed
     assert plan.cached[0].num_scheduled_tokens == 2
+    assert s.request("a").num_cached_tokens == 0
 
 
 def test_a_session_that_goes_on_is_new_to_the_worker_when_its_load_has_come(
@@ -385,6 +397,35 @@ def test_loaded_ones_run_behind_a_head_that_does_not_fit(
     plan = s.plan()  # one block is free: the first two lack two, and the last lacks one
     assert [row.request_id for row in plan.new] == ["c"]
     assert s.state().skipped_waiting == tuple(name for name in line if name != "c")
+
+
+def test_who_runs_behind_the_head_has_a_seat(session: OpenSession) -> None:
+    s = open_with_store(session, num_blocks=11, max_loras=1)
+    for name, num_prompt, adapter in (("h", 7, None), ("b", 7, None), ("c", 5, "y")):
+        bring(s, name, num_prompt, 4, is_async=True, adapter=adapter)
+    s.plan()
+    bring(s, "r", 5, 0, adapter="x")
+    s.step(r=(1,))
+    report(s, finished_recving=("b", "c", "h"))
+    assert s.plan().new == ()
+    assert transfers(s).received == ("b", "c", "h")
+
+
+def test_behind_the_head_nobody_is_parked_without_budget(session: OpenSession) -> None:
+    tight = {"max_num_batched_tokens": 2, "scheduler_reserve_full_isl": True}
+    s = open_with_store(session, num_blocks=11, **tight, **RECOMPUTE)
+    for name, num_prompt in (("h", 7), ("b", 5), ("c", 4)):
+        bring(s, name, num_prompt, 4, is_async=True)
+    s.plan()
+    bring(s, "r", 5, 0, max_tokens=4)
+    for tokens in ((), (), (1,)):
+        s.step(r=tokens)
+    failed = s.request("c").block_tables[0]
+    report(s, finished_recving=("b", "c", "h"), invalid_block_ids=failed)
+    plan = s.plan()
+    assert [row.request_id for row in plan.new] == ["b"]
+    assert plan.kv_loads == ()
+    assert transfers(s).received == ("c", "h")
 
 
 def test_where_nobody_runs_a_loaded_one_gives_its_blocks(session: OpenSession) -> None:
@@ -531,6 +572,19 @@ def test_a_later_row_stands_on_the_load_as_well(session: OpenSession) -> None:
     assert s.request("a").output_token_ids == ()
 
 
+def test_who_has_begun_anew_stands_on_its_own_load(session: OpenSession) -> None:
+    s = open_with_store(session, max_frames_in_flight=2, max_num_batched_tokens=3, **RECOMPUTE)
+    bring(s, "a", 9, 4)
+    first = s.plan()
+    s.apply(Reset(reset_running_requests=True))
+    s.apply(KVOffer("a", 8))
+    second = s.plan()
+    assert answer(s, first, invalid=first.kv_loads[0].block_ids[0]).rows == ()
+    assert s.request("a").num_computed_tokens == 9
+    assert transfers(s).unsettled == ("a",)
+    assert answer(s, second, a=(7,)).rows[0].new_token_ids == (7,)
+
+
 # Windows.
 
 
@@ -560,12 +614,15 @@ def test_of_windows_nothing_is_kept_if_some_is_missing(session: OpenSession) -> 
     bring(s, "a", 15, 10)
     bring(s, "b", 15, 10, is_async=True)
     plan = s.plan()
+    assert s.request("a").num_cached_blocks == (0, 0)
     last = plan.kv_loads[0].block_ids[0][-1], plan.kv_loads[1].block_ids[1][-1]
     assert answer(s, plan, invalid=(0, *last), a=(7,)).rows == ()
     request = s.request("a")
     assert (request.status, request.num_computed_tokens) == (Status.PREEMPTED, 0)
     assert (request.num_preemptions, request.block_tables) == (1, ((), ()))
     assert (s.state().waiting, s.state().stats.preemptions) == (("a",), 1)
+    assert s.state().prev_scheduled_req_ids == ()
+    assert s.engine.transfers.loads == {}
     assert s.request("b").num_computed_tokens == 0
     report(s, finished_recving=("b",))
     s.apply(KVOffer("b", None))
@@ -623,19 +680,29 @@ def test_who_has_got_nothing_asks_anew(session: OpenSession) -> None:
 
 def test_who_asks_anew_in_vain_keeps_its_blocks(session: OpenSession) -> None:
     s = open_with_store(session, num_blocks=9, **RECOMPUTE)
-    park(s, "a", 13, 6)
+    bring(s, "a", 13, 6, is_async=True)
+    s.apply(KVOffer("a"))
+    s.step(a=(7,))
+    s.apply(Reset(reset_running_requests=True))
+    s.apply(KVOffer("a", 6, is_async=True))
+    s.plan()
     bring(s, "b", 3, 0)
     plan = s.plan()
-    report(s, invalid_block_ids=(1,), finished_recving=("a",))
+    failed = s.request("a").block_tables[0]
+    report(s, invalid_block_ids=failed, finished_recving=("a",))
+    assert s.request("a").num_computed_tokens == 0
     s.commit(plan, b=(1,))
     s.apply(KVOffer("a"))
     before = s.state()
-    s.plan()  # a needs 7 blocks, and would have 6
+    idle = s.plan()  # a needs 7 blocks, and would have 6
     after = s.state()
     assert after.request("a") == before.request("a")
     assert after.free_queue == before.free_queue
     assert after.ref_counts == before.ref_counts
     assert (transfers(s).received, transfers(s).offers) == (("a",), ())
+    s.commit(idle, b=(1,))
+    s.apply(Abort(("b",)))
+    assert s.plan().cached[0].resumed
 
 
 def test_a_failed_later_load_ends_its_request_and_holds_what_is_written_still(

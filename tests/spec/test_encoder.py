@@ -20,7 +20,9 @@ from blockstep.spec import (
     Request,
     SpecMethod,
 )
+from blockstep.spec.beside.encoder import Encoder, Entry, get_with_evicted
 from blockstep.spec.invariants import get_broken_invariants
+from blockstep.spec.maps import FrozenMap
 from blockstep.spec.profiles import Profile, Quirk
 from blockstep.spec.vocabulary import (
     EncoderEntry,
@@ -289,6 +291,13 @@ def test_what_was_evicted_for_it_is_there_again() -> None:
     kept = oracle.snapshot().encoder
     assert kept is not None
     assert kept.freeable == ("z", "y")
+
+
+def test_what_was_made_anew_keeps_nothing_else_from_returning() -> None:
+    made_anew = FrozenMap({"b": Entry(1, (("A", 0),))})
+    before = Encoder(3, entries=made_anew, evicted=(("a", 1), ("b", 1)))
+    after = get_with_evicted(before)
+    assert (after.freeable, after.evicted) == (("a",), (("b", 1),))
 
 
 def test_who_shares_what_is_taken_back_has_it_made() -> None:

@@ -8,17 +8,19 @@ import pytest
 from groups_support import ALIGN, ALL, NONE, chunks, full, recurrent, window
 
 from blockstep.spec import Config, Oracle, Request, SpecMethod
+from blockstep.spec.hashing import extend_block_keys, get_group_keys
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.memory.groups import compute_max_doubt, compute_max_held_blocks
-from blockstep.spec.memory.slots import count_reserved_blocks
+from blockstep.spec.memory.slots import count_reserved_blocks, publish_slots
 from blockstep.spec.memory.states import (
     compute_num_new_states,
     compute_num_state_blocks,
     get_extended_states,
 )
-from blockstep.spec.pool import create_pool
+from blockstep.spec.pool import create_pool, find_block
 from blockstep.spec.requests import Holding, RequestState
 from blockstep.spec.step.share import compute_aligned_end, get_aligned_share
+from blockstep.spec.strict import STRICT_RULES
 from blockstep.spec.vocabulary import BlockTables, Plan, Status
 
 ALIGNED = Config(32, 4, max_num_batched_tokens=8, max_model_len=64, groups=(full(4), recurrent(4)))
@@ -304,3 +306,19 @@ def test_chunks_end_where_every_group_has_a_boundary_also_of_who_is_resumed(
     config = replace(ALIGNED, block_size=2, groups=(full(2), recurrent(4)))
     request = of_lengths(num_prompt, num_outputs)
     assert get_aligned_share(config, request, num_computed, num_new) == share
+
+
+@pytest.mark.parametrize("table", [(4, 0, 5, 6), (0, 4, 0, 5), (0, 0, 4, 5), (4, 5, 0, 6)])
+def test_each_state_is_found_by_its_own_key_whatever_stands_between(
+    table: tuple[int, ...],
+) -> None:
+    config = Config(16, 1, groups=(full(1), recurrent(1)))
+    request = RequestState(Request("A", (1, 2, 3, 4)), Status.RUNNING)
+    keys = extend_block_keys(request, 1, STRICT_RULES)
+    holdings = (Holding((1, 2, 3, 7), 4), Holding(table, 0))
+    request = replace(request, holdings=holdings, block_keys=keys)
+    pool, request = publish_slots(config, create_pool(16), request, [4, 4])
+    named = get_group_keys(keys, 1, 1, 0, 4)
+    found = tuple([find_block(pool, key) or 0 for key in named])
+    assert found == table
+    assert request.holdings[1].num_cached_blocks == 4

@@ -154,6 +154,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
         frozenset({Quirk.HEAD_LOOKS_BEHIND_ONCE}),
         frozenset(
             {
+                Quirk.FAILED_TELL_WHAT_IS_NOT_COUNTED,
                 Quirk.HEAD_GIVES_BACK_BY_TURNS,
                 Quirk.WINDOW_HIT_CUT_BLINDLY,
                 Quirk.WINDOWS_RESERVE_EVERYTHING,
@@ -164,7 +165,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
     (
         "0.24.0",
         frozenset({Quirk.UNNAMED_BLOCKS_FIRST, Quirk.UNCACHED_BLOCKS_FIRST}),
-        frozenset(),
+        frozenset({Quirk.GROUPS_LOAD_BY_TURNS}),
     ),
     (
         "0.25.0",
@@ -227,6 +228,8 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
         frozenset({Quirk.HEAD_GIVES_BACK_THE_LAST_BLOCK, Quirk.CHUNKS_END_AT_CHECKPOINTS}),
         frozenset(
             {
+                Quirk.SKIPPED_READING_STILL_LOADS,
+                Quirk.LOADED_WAIT_BEHIND_THE_HEAD,
                 Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT,
                 Quirk.SESSIONS_KEEP_MAX_TOKENS,
                 Quirk.SESSION_KEYS_ARE_APPENDED,

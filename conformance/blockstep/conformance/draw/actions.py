@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from random import Random
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.items import IDENTIFIERS
+from blockstep.conformance.draw.memory import Memory
 from blockstep.conformance.draw.mistakes import list_bad_events
 from blockstep.conformance.draw.presets import Habit, Swarm
-from blockstep.conformance.draw.requests import Text, draw_request, draw_twin, draw_update
+from blockstep.conformance.draw.requests import draw_request, draw_twin, draw_update
 from blockstep.conformance.draw.store import draw_answered, draw_offer, draw_report
 from blockstep.conformance.protocol.features import (
     ABORTS,
@@ -41,8 +42,6 @@ from blockstep.conformance.protocol.program import (
     Mistake,
     Propose,
 )
-from blockstep.conformance.protocol.sessions import Session
-from blockstep.conformance.protocol.transfers import Transfers
 from blockstep.spec import vocabulary as v
 
 T = TypeVar("T")
@@ -71,55 +70,6 @@ class SeededDraw:
     def tokens(self, count: int, vocabulary_size: int) -> tuple[int, ...]:
         """So many token ids below `vocabulary_size`."""
         return tuple(int(self._random.random() * vocabulary_size) for _ in range(count))
-
-
-class Memory(Protocol):
-    """What a client remembers of a run (see `lockstep.client`)."""
-
-    @property
-    def live(self) -> dict[v.RequestId, v.Request]:
-        """Accepted and not ended, in order of submission."""
-        ...
-
-    @property
-    def sessions(self) -> dict[v.RequestId, Session]:
-        """Where those among them stand that are resumable."""
-        ...
-
-    @property
-    def ended(self) -> list[v.RequestId]:
-        """Lately ended ids, to be named again by mistake."""
-        ...
-
-    @property
-    def texts(self) -> Sequence[v.TokenIds]:
-        """What ended requests came to: the next turn of a talk begins with it."""
-        ...
-
-    @property
-    def preempted_texts(self) -> Sequence[Text]:
-        """Of requests preempted lately, where keys of theirs may be looked for."""
-        ...
-
-    @property
-    def rejected_texts(self) -> Sequence[Text]:
-        """With drafts that were rejected lately, likewise."""
-        ...
-
-    @property
-    def transfers(self) -> Transfers:
-        """Those that are under way."""
-        ...
-
-    @property
-    def plans(self) -> list[v.Plan]:
-        """In flight, oldest first."""
-        ...
-
-    @property
-    def last_plan(self) -> v.Plan | None:
-        """In flight or answered."""
-        ...
 
 
 @dataclass(slots=True)

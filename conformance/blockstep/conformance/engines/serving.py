@@ -17,7 +17,7 @@ A model engine is not imported here: it hands in what has the attributes of `Ser
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -239,6 +239,19 @@ class ServingWorker(Worker):
     def _finish(self, row: FrameRow) -> None:
         """When a plan is dispatched its samples are not known yet; `report` brings them."""
         self._promise(row)
+
+    def _fill_slots(
+        self, load: v.KVLoad, names: Sequence[Name], invalid: Collection[v.BlockId]
+    ) -> None:
+        """A store has brought the KV of the layers of both models, or spoiled it."""
+        super()._fill_slots(load, names, invalid)
+        first, end = load.num_computed_tokens, load.num_computed_tokens + load.num_external_tokens
+        for group, table in enumerate(load.block_ids):
+            for position in range(first, end):
+                index, offset = divmod(position, self.block_sizes[group])
+                name = self.kv[table[index]][offset]
+                for shadow in self.shadows.values():
+                    shadow.write(group, table[index] * self.block_sizes[group] + offset, name)
 
     def report(self, served: ServedPlan) -> list[Finding]:
         """A dispatched plan ran; returns what is wrong with its passes."""

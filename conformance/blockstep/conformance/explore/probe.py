@@ -17,6 +17,7 @@ from blockstep.conformance.judge.follower import Follower
 from blockstep.conformance.judge.properties import Ledger, Step, check_step
 from blockstep.conformance.judge.properties.ledger import FlightRow
 from blockstep.conformance.judge.properties.life import Life
+from blockstep.conformance.judge.properties.store_ledger import StoreLedger
 from blockstep.conformance.judge.witnesses import WITNESSES, situations
 from blockstep.conformance.lockstep.plans import only_plan
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
@@ -96,7 +97,7 @@ def get_ledger(state: State) -> Ledger:
             drafts, verifiable = row.draft_token_ids, None
             if row.is_masked:
                 drafts, verifiable = (v.DRAFT_PLACEHOLDER,) * len(drafts), row.verifiable_drafts
-            is_over = row.is_dropped and known is not None and known.request.resumable
+            is_over = row.is_dropped and known is not None
             flight = FlightRow(row.request_id, end, drafts, row.samples, verifiable, is_over)
             if not is_over:
                 behind[row.request_id] = behind.get(row.request_id, 0) + flight.num_promised
@@ -108,7 +109,35 @@ def get_ledger(state: State) -> Ledger:
     ledger.scheduled = set(state.prev_scheduled_req_ids)
     ledger.pause_state = state.pause_state
     ledger.follower = _get_follower(state)
+    if state.config.kv_connector:
+        _recall_transfers(ledger.store, state)
     return ledger
+
+
+def _recall_transfers(store: StoreLedger, state: State) -> None:
+    """What was said of transfers, as far as the state tells: a load is of all blocks that are not
+    settled."""
+    moving, known = state.transfers, store.transfers
+    known.offers = dict(moving.offers)
+    known.at_once = {frame.frame_id: frame.loads for frame in state.frames if frame.loads}
+    for frame in state.frames:
+        for load in frame.loads:
+            request = state.requests.get(load.request_id)
+            if request is not None and request.is_unsettled:
+                store.unsettled[load.request_id] = frame.frame_id
+    for name, parked in moving.parked.items():
+        request = state.requests[name]
+        num_local = request.holdings[0].num_cached_blocks * state.config.block_sizes[0]
+        num_external = max(request.num_computed_tokens - num_local, 1)
+        load = v.KVLoad(name, request.block_tables, num_local, num_external, is_async=True)
+        (known.received if parked.is_received else known.loading)[name] = load
+        store.parked[name], store.parked_as[name] = load, parked.status
+    store.held = dict(moving.held)
+    for name, entry in moving.held.items():
+        if entry.is_recving:
+            known.loading[name] = v.KVLoad(name, entry.block_tables, 0, 1, is_async=True)
+        if entry.is_sending:
+            known.sending[name] = None
 
 
 def _get_follower(state: State) -> Follower:

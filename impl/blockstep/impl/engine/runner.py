@@ -180,7 +180,7 @@ class Runner:
             def on_pass(rows: Sequence[BatchRow], inputs: Inputs) -> None:
                 frame.passes.append(_get_pass(True, rows, inputs))
 
-            step = [row for row in frame.step if not row.is_past]
+            step = [row for row in frame.step if row.void is None]
             self.proposer.propose(self.batch, step, on_pass)
             if self.config.async_scheduling:
                 self._pad_proposals(frame)

@@ -196,11 +196,11 @@ STORIES = (
         Quirk.LAST_TOKEN_IS_LOADED,
         last_token_is_loaded,
         "a load that comes later has all known tokens; the last of them is then computed again",
-        ("P2",),
+        ("P2", "P10"),
         "not found upstream",
         "0.19.1",
         "a prompt of one block, all of it offered for later: its row writes into a block that "
-        "others can find",
+        "others can find; a prompt of one token asks again whenever its load has come",
     ),
     QuirkStory(
         Quirk.LOADS_PUBLISH_AT_ONCE,
@@ -247,7 +247,7 @@ STORIES = (
         groups_load_by_turns,
         "a group takes blocks for what is loaded before the next one holds its hit",
         ("P1", "P2", "P8"),
-        "#33775; fixed by #44409",
+        "#33775 (fixed by #44409, 0.24.0)",
         "0.19.1",
         "two groups, a hit on blocks that are free, and a load behind it: the first group takes a "
         "block of the second one's hit, which then stands in both tables",
@@ -267,7 +267,7 @@ STORIES = (
         failed_tell_what_is_not_counted,
         "who fails before it ever ran is told to have -1 cached tokens",
         ("P21",),
-        "not found upstream",
+        "not found upstream (fixed by 0.22.1)",
         "0.19.1",
         "a load of a new request fails, and it ends by policy: -1 of its tokens were cached",
     ),

@@ -88,6 +88,7 @@ def list_out_of_reach() -> frozenset[str]:
         (not RELEASE.has_offers, {"encoder_item_loaded", "encoder_reset_in_use"}),
         (not RELEASE.has_across, across),
         (not RELEASE.has_group_gate, {"groups_admitted_past_its_room"}),
+        (RELEASE.has_store, {"transfers_returned_behind_a_head"}),  # it looks at nobody there
         (not RELEASE.has_recurrent_groups, {"groups_state_left", "groups_hit_of_a_state"}),
     ):
         found |= names if is_lacking else set()

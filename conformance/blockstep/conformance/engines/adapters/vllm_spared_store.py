@@ -13,7 +13,9 @@ SEVERAL_GROUPS = "invalid blocks with several groups: it unpacks one table (B47)
 SEVERAL_FAILURES = "loads of several that fail at once: they end in the order of a set of strings"
 EVICTED_OUT_OF_A_SET = "blocks behind an invalid one are told as removed in the order of a set"
 MASK_OF_THE_HELD = "the mask of a frame with an ended request whose blocks are held: it has a row"
-RESET_BESIDE_HELD = "a forced reset while blocks of an ended request are held: it raises"
+FAILED_PROMISES = "a failed load of who has tokens promised: they are dropped, and stay promised"
+PARKED = "WAITING_FOR_REMOTE_KVS"
+RESET_BESIDE_HELD = "a forced reset while blocks are held for a transfer: it raises"
 ENDS_WHILE_PARKED = "a preempted request that waits for the store before its frame ends it"
 SPARED_SIGNALS = frozenset({UNKNOWN_SIGNAL, SEVERAL_GROUPS})
 """What a worker or a store says in good faith, and the release does not survive."""
@@ -29,7 +31,11 @@ def find_store_reason(run: Run, event: v.Event) -> str | None:
         case v.GrammarBitmask(frame_id=frame_id) if frame_id in run.frames:
             return MASK_OF_THE_HELD if _has_held_rows(run, frame_id) else None
         case v.Reset(reset_running_requests=True):
-            is_held = any(one.is_finished() for one in run.scheduler.requests.values())
+            # Also one of whose load nothing came holds its blocks.
+            is_held = any(
+                one.is_finished() or one.status.name == PARKED
+                for one in run.scheduler.requests.values()
+            )
             return RESET_BESIDE_HELD if is_held else None
         case v.Schedule():
             return ENDS_WHILE_PARKED if _may_end_while_parked(run) else None
@@ -42,7 +48,7 @@ def _find_report_reason(
     """Why a report is not to be handed on, with the tokens of each row that it comes with."""
     invalid = frozenset(transfers.invalid_block_ids)
     does_fail = run.config.kv_load_failure_policy is v.KVLoadFailurePolicy.FAIL
-    parked = [one for one in run.get_skipped() if one.status.name == "WAITING_FOR_REMOTE_KVS"]
+    parked = [one for one in run.get_skipped() if one.status.name == PARKED]
     looked_at = [*parked, *run.scheduler.running] if invalid else []
     if looked_at and len(run.managers) > 1:
         return SEVERAL_GROUPS
@@ -51,6 +57,9 @@ def _find_report_reason(
         return SEVERAL_FAILURES
     if does_fail and _evicts_several(run, affected, invalid):
         return EVICTED_OUT_OF_A_SET
+    requests = run.scheduler.requests
+    if not does_fail and any(requests[name].num_output_placeholders for name in affected):
+        return FAILED_PROMISES
     ending = affected if does_fail else ()
     return None if _are_signals_known(run, transfers, ending) else UNKNOWN_SIGNAL
 
@@ -109,7 +118,7 @@ def _are_signals_known(run: Run, transfers: v.KVTransfers, ending: Collection[v.
             return False
         if request.is_finished() or name in ending:
             gone.add(name)
-        elif request.status.name != "WAITING_FOR_REMOTE_KVS":
+        elif request.status.name != PARKED:
             return False
     return all(
         name in requests and requests[name].is_finished() and name not in gone

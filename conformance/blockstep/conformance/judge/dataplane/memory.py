@@ -29,7 +29,7 @@ HEAD_SIZE = 16
 DIGITS = 6
 BASE = 16
 """Every whole number below it is exact in every type, float8_e4m3fn included."""
-OFFSET = 4
+OFFSET = 8
 """Added to a name before it is spelled: the special ones are negative."""
 
 _PLACES = np.arange(HEAD_SIZE - 1)[None, :]

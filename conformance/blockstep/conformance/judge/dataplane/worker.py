@@ -14,7 +14,7 @@ that no plan names: schedulers that share blocks on write, or offload them, will
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 from typing import Any, Protocol, TypeAlias
 
@@ -25,6 +25,7 @@ import torch
 from blockstep.conformance.judge.attended import count_unattended, first_attended
 from blockstep.conformance.judge.dataplane import memory
 from blockstep.conformance.judge.worker import NextToken, Worker
+from blockstep.conformance.judge.worker.names import Name
 from blockstep.conformance.judge.worker.view import FrameRow
 from blockstep.conformance.protocol.findings import Difference
 from blockstep.spec.vocabulary import (
@@ -33,6 +34,7 @@ from blockstep.spec.vocabulary import (
     Config,
     GroupKind,
     KVGroup,
+    KVLoad,
     RequestId,
 )
 
@@ -145,6 +147,37 @@ class DataPlaneWorker(Worker):
         ]
         for half, values in zip(self.expected, spelled, strict=True):
             half.reshape(-1, num_heads, memory.HEAD_SIZE)[places] = values
+
+    # Loads.
+
+    def _fill_slots(
+        self, load: KVLoad, names: Sequence[Name], invalid: Collection[BlockId]
+    ) -> None:
+        """What a store brings goes through a buffer, by the kernels and as it must be."""
+        super()._fill_slots(load, names, invalid)
+        begin, end = load.num_computed_tokens, load.num_computed_tokens + load.num_external_tokens
+        for group in self.attended:
+            size = self.block_sizes[group]
+            loaded = [
+                (block, max(begin - first, 0), min(end - first, size))
+                for first, block in zip(range(0, end, size), load.block_ids[group], strict=False)
+                if first + size > begin and block != NULL_BLOCK and self._owners[block] == group
+            ]
+            if loaded:
+                self._load_blocks(group, loaded)
+
+    def _load_blocks(self, group: int, loaded: Sequence[tuple[BlockId, int, int]]) -> None:
+        """Write slots [first, stop) of each of these blocks of a group, and move whole blocks."""
+        ids = torch.tensor([block for block, _, _ in loaded])
+        spelled = [memory.spell(self.kv[block], self.num_heads[group]) for block, _, _ in loaded]
+        for kind, (half, cache) in enumerate(zip(self.expected, self._caches(group), strict=True)):
+            staging = torch.empty((len(loaded), *cache.shape[1:]), device=self.device)
+            self.kernels.gather_blocks(cache, ids, staging)
+            for place, (block, first, stop) in enumerate(loaded):
+                values = spelled[place][kind][first:stop]
+                staging[place, first:stop] = self._tensor(values)
+                half[block].reshape(cache.shape[1:])[first:stop] = values
+            self.kernels.scatter_blocks(staging, ids, cache)
 
     # The batch.
 

@@ -194,7 +194,8 @@ def _is_allowed(sampled: Sequence[v.RowTokens], frame: Sequence[FlightRow], ledg
     if not ledger.has_grammars:
         return True
     tokens_of = {row.request_id: row.token_ids for row in sampled}
-    lives = [ledger.lives[row.request_id] for row in frame if row.request_id in ledger.lives]
+    names = [row.request_id for row in frame if not row.is_dropped]
+    lives = [ledger.lives[name] for name in names if name in ledger.lives]
     return not any(
         life.automaton is not None and life.find_place(tokens_of[life.request.request_id]) is None
         for life in lives
@@ -232,7 +233,9 @@ def _problem_of_asking(
     if (names and not config.async_scheduling) or len(set(names)) < len(names):
         return v.RejectCode.BAD_DRAFTS
     older = [rows for frame_id, rows in ledger.frames.items() if frame_id < event.frame_id]
-    sampling = {row.request_id for rows in older for row in rows if row.samples}
+    sampling = {
+        row.request_id for rows in older for row in rows if row.samples and not row.is_dropped
+    }
     masked = {row.request_id for row in ledger.list_masked(event.frame_id)}
     return v.RejectCode.GRAMMAR_BEHIND if masked & sampling else None
 

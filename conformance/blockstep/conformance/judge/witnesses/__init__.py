@@ -44,13 +44,7 @@ from blockstep.conformance.judge.witnesses.sessions import (
 )
 from blockstep.conformance.judge.witnesses.signals import SIGNALS, of_abort, of_reset
 from blockstep.conformance.judge.witnesses.telling import TELLING, of_telling
-from blockstep.conformance.judge.witnesses.transfers import (
-    TRANSFERS,
-    of_held,
-    of_loads,
-    of_reports,
-    of_reset_beside,
-)
+from blockstep.conformance.judge.witnesses.transfers import TRANSFERS, of_store
 from blockstep.spec import vocabulary as v
 
 REFUSALS = {f"rejected_{code}": f"an event was refused as {code}" for code in v.RejectCode}
@@ -104,8 +98,6 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield from of_masked_plan(step)
             if ledger.has_sessions:
                 yield from of_returns(step, ledger)
-            if step.config.kv_connector:
-                yield from of_loads(step, ledger)
         case v.Commit(), v.Outputs(rows=rows):
             yield from of_commit(step, ledger, rows)
             if step.config.groups:
@@ -117,10 +109,6 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield from of_stops(step, ledger)
             if step.config.enable_kv_cache_events:
                 yield from of_telling(step, ledger)
-            if step.config.kv_connector:
-                yield from of_reports(step, ledger)
-        case v.TransfersReported(), _ if step.config.kv_connector:
-            yield from of_reports(step, ledger)
         case v.GrammarBitmask(), v.GrammarOutput(rows=masks):
             yield from of_mask(step, ledger, masks)
         case v.EncoderReset(), _:
@@ -135,12 +123,8 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield from of_proposals(ledger, drafts, taken)
         case v.Abort(), v.Aborted():
             yield from of_abort(step, ledger)
-            if step.config.kv_connector:
-                yield from of_held(step, ledger)
         case v.Reset(), v.ResetDone(success=success):
             yield from of_reset(step, ledger, success)
-            if step.config.kv_connector:
-                yield from of_reset_beside(step, ledger, success)
             if step.config.enable_kv_cache_events:
                 yield from of_telling(step, ledger)
         case v.GrammarReady(request_id=request_id), _:
@@ -149,3 +133,5 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
         case v.Submit(request=request), _:
             if request.request_id in ledger.ended:
                 yield "id_used_again"
+    if step.config.kv_connector:
+        yield from of_store(step, ledger)

@@ -38,6 +38,19 @@ TRANSFERS = {
 }
 
 
+def of_store(step: Step, ledger: Ledger) -> Iterator[str]:
+    """What an event shows of a store."""
+    match step.event, step.observation:
+        case v.Schedule(), v.Plan():
+            yield from of_loads(step, ledger)
+        case v.Commit() | v.TransfersReported(), v.Outputs():
+            yield from of_reports(step, ledger)
+        case v.Abort(), v.Aborted():
+            yield from of_held(step, ledger)
+        case v.Reset(), v.ResetDone(success=success):
+            yield from of_reset_beside(step, ledger, success)
+
+
 def of_loads(step: Step, ledger: Ledger) -> Iterator[str]:
     """What a plan shows of loads."""
     store = ledger.store

@@ -166,6 +166,7 @@ class Sampling(TaggedKV):
             row
             for row in self._frames.get(frame_id, ())
             if row.samples
+            and not row.is_void
             and row.view.automaton is not None
             and row.view.request.request_id not in self._ended
         ]

@@ -292,6 +292,9 @@ class Stored(Items):
 
     def _forsake(self, view: RequestView, row: FrameRow, num_computed: int) -> None:
         """A row and those behind it are void: the request is as it was before, but for its KV."""
+        for rows in self._frames.values():
+            for each in rows:
+                each.is_void |= each.view is view
         fresh = self.make_view(view.request)
         fresh.replace_tokens(view.tokens[: row.num_known])
         fresh.tables, fresh.num_computed = view.tables, num_computed

@@ -118,6 +118,8 @@ class FrameRow:
     """Its drafts, as the scheduler was told last, where it does not know them by itself."""
     num_masked: int | None = None
     """Its drafts that the last mask made for it has let stand; None without one."""
+    is_void: bool = False
+    """It was computed on what could not be loaded, and delivers nothing."""
     is_astray: bool = False
     """It read KV of something else."""
 

@@ -31,13 +31,14 @@ from blockstep.conformance.prove.laws import (
     states,
     step,
     telling,
+    transfers,
 )
 
 _AMOUNTS = (
     *(counts, slots, publishing, telling, allocation, groups, states, encoder),
     *(drafts, grammars, promises),
 )
-_BLOCKS_AND_STEPS = (pool, preemption, step, admission, adapters, sessions, output, host)
+_BLOCKS_AND_STEPS = (pool, preemption, step, admission, adapters, sessions, transfers, output, host)
 ROOMS: Final = tuple(module.ROOM for module in (*_AMOUNTS, *_BLOCKS_AND_STEPS))
 LAWS: Final[Mapping[str, Law]] = MappingProxyType(
     {law.name: law for room in ROOMS for law in room.laws}

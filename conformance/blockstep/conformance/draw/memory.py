@@ -1,0 +1,60 @@
+"""Memory: what a client knows of a run, as those see it who draw what is done next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from blockstep.conformance.draw.requests import Text
+from blockstep.conformance.protocol.sessions import Session
+from blockstep.conformance.protocol.transfers import Transfers
+from blockstep.spec import vocabulary as v
+
+
+class Memory(Protocol):
+    """What a client remembers of a run (see `lockstep.client`)."""
+
+    @property
+    def live(self) -> dict[v.RequestId, v.Request]:
+        """Accepted and not ended, in order of submission."""
+        ...
+
+    @property
+    def sessions(self) -> dict[v.RequestId, Session]:
+        """Where those among them stand that are resumable."""
+        ...
+
+    @property
+    def ended(self) -> list[v.RequestId]:
+        """Lately ended ids, to be named again by mistake."""
+        ...
+
+    @property
+    def texts(self) -> Sequence[v.TokenIds]:
+        """What ended requests came to: the next turn of a talk begins with it."""
+        ...
+
+    @property
+    def preempted_texts(self) -> Sequence[Text]:
+        """Of requests preempted lately, where keys of theirs may be looked for."""
+        ...
+
+    @property
+    def rejected_texts(self) -> Sequence[Text]:
+        """With drafts that were rejected lately, likewise."""
+        ...
+
+    @property
+    def transfers(self) -> Transfers:
+        """Those that are under way."""
+        ...
+
+    @property
+    def plans(self) -> list[v.Plan]:
+        """In flight, oldest first."""
+        ...
+
+    @property
+    def last_plan(self) -> v.Plan | None:
+        """In flight or answered."""
+        ...

@@ -1,0 +1,248 @@
+"""Transfers: what is loaded, what of it is there, what becomes findable. PYTEST_DONT_REWRITE."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from blockstep.conformance.prove import harness as h
+from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.spec.beside.transfers import (
+    NO_STORE,
+    Transfers,
+    compute_num_external,
+    compute_num_valid,
+    end_hold,
+    end_recving,
+    end_sending,
+    take_offer,
+)
+from blockstep.spec.maps import FrozenMap
+from blockstep.spec.memory.slots import settle_slots
+from blockstep.spec.pool import Pool
+from blockstep.spec.requests import Hit, RequestState
+from blockstep.spec.step.admission import process_parking, process_waiting_phase
+from blockstep.spec.step.work import Step, Verdict
+from blockstep.spec.vocabulary import (
+    BlockId,
+    BlockTables,
+    HeldBlocks,
+    KVOffer,
+    Status,
+)
+
+ROOM = Room("transfers")
+
+
+# Mistakes.
+
+
+@instead(compute_num_external, theirs="0.19.1")
+def last_token_is_loaded(num_offered: int, num_known: int, num_local: int) -> int:
+    """Nothing is left to sample behind, or it is computed into a block that is published."""
+    return max(min(num_offered, num_known) - num_local, 0)
+
+
+@instead(compute_num_external)
+def hit_is_loaded_once_more(num_offered: int, num_known: int) -> int:
+    """What the store has is counted from the first token, as the store counts."""
+    return min(num_offered, num_known - 1)
+
+
+@instead(compute_num_external)
+def shorter_offer_takes_tokens_back(num_offered: int, num_known: int, num_local: int) -> int:
+    """The difference, whatever its sign."""
+    return min(num_offered, num_known - 1) - num_local
+
+
+@instead(compute_num_external)
+def full_load_is_left_out(right: Right[int], num_offered: int, num_known: int) -> int:
+    """Who has everything is as if it had nothing."""
+    return 0 if num_offered >= num_known else right()
+
+
+@instead(compute_num_valid, theirs="0.19.1")
+def hit_may_have_failed(right: Right[int | None], firsts: Sequence[int]) -> int | None:
+    """All blocks of a table are looked at, those that were not loaded, too."""
+    return right(firsts=[0 for _ in firsts])
+
+
+@instead(compute_num_valid)
+def invalid_block_is_kept(
+    right: Right[int | None], block_sizes: Sequence[int], invalid: Collection[BlockId]
+) -> int | None:
+    """The tokens are there up to its end."""
+    num_valid = right()
+    return None if num_valid is None or not invalid else num_valid + block_sizes[0]
+
+
+@instead(compute_num_valid, theirs="0.19.1")
+def first_group_speaks_for_all(
+    right: Right[int | None], tables: BlockTables, firsts: Sequence[int], block_sizes: Sequence[int]
+) -> int | None:
+    """Nobody looks at the tables of the others."""
+    return right(tables=tables[:1], firsts=firsts[:1], block_sizes=block_sizes[:1])
+
+
+@instead(settle_slots)
+def all_known_tokens_are_there(
+    right: Right[tuple[Pool, RequestState]], request: RequestState
+) -> tuple[Pool, RequestState]:
+    """What was to be loaded is taken for what was."""
+    return right(num_there=request.num_known_tokens)
+
+
+@instead(settle_slots)
+def part_of_a_block_is_a_block(
+    right: Right[tuple[Pool, RequestState]], num_there: int
+) -> tuple[Pool, RequestState]:
+    """The last block counts though it is not full."""
+    return right(num_there=num_there + 1)
+
+
+@instead(end_hold, theirs="0.19.1")
+def any_end_ends_all_holds(
+    right: Right[tuple[Transfers, BlockTables]],
+) -> tuple[Transfers, BlockTables]:
+    """Blocks are free while the store still reads or writes them."""
+    return right(is_only=True)
+
+
+@instead(end_hold)
+def holds_have_no_end(transfers: Transfers) -> tuple[Transfers, BlockTables]:
+    """Whatever is reported, the blocks stay where they are."""
+    return transfers, ()
+
+
+@instead(process_waiting_phase, theirs="0.19.1")
+def loads_are_findable_at_once(right: Right[None], step: Step) -> None:
+    """Blocks are published with the step that is to load them."""
+    before = step.state
+    step.state = replace(before, rules=replace(before.rules, publishes_loads_at_once=True))
+    right()
+    step.state = before
+
+
+@instead(process_parking)
+def loads_cost_tokens(right: Right[Verdict], step: Step, hit: Hit) -> Verdict:
+    """What is loaded is paid for as if it were computed."""
+    step.budget = max(step.budget - hit.num_external, 0)
+    return right()
+
+
+# Laws.
+
+
+@ROOM.law("P13", (20, 10, 4, 0), last_token_is_loaded, hit_is_loaded_once_more)
+def check_a_token_is_left_to_compute_behind_every_load(
+    num_offered: int, num_known: int, num_local: int, is_async: int
+) -> None:
+    """A hit leaves one, and so does what is loaded behind it, now or later."""
+    assert 0 <= num_offered and 0 <= num_local < num_known and 0 <= is_async <= 1
+    num_external = compute_num_external(num_offered, num_known, num_local, is_async == 1)
+    assert num_local + num_external < num_known
+
+
+@ROOM.law("P5", (3, 10, 4), shorter_offer_takes_tokens_back, full_load_is_left_out)
+def check_a_hit_is_longer_by_all_that_a_store_has_behind_it(
+    num_offered: int, num_known: int, num_local: int
+) -> None:
+    """And never shorter."""
+    assert 0 <= num_offered and 0 <= num_local < num_known
+    num_start = num_local + compute_num_external(num_offered, num_known, num_local, False)
+    assert num_start == max(num_local, min(num_offered, num_known - 1))
+
+
+@ROOM.law("P19", (16, 1, 2), hit_may_have_failed, invalid_block_is_kept)
+def check_a_load_is_there_up_to_its_first_invalid_block(
+    block_size: int, first: int, index: int
+) -> None:
+    """Of three blocks those from `first` on are loaded, and that of `index` is invalid."""
+    assert 1 <= block_size and 0 <= first <= 3 and 0 <= index <= 2
+    num_valid = compute_num_valid(((1, 2, 3),), (first,), (block_size,), (index + 1,))
+    assert num_valid == (index * block_size if index >= first else None)
+
+
+@ROOM.law("P5 P19", (8, 16, 1, 0), first_group_speaks_for_all)
+def check_no_group_counts_on_tokens_that_another_lacks(
+    one_size: int, other_size: int, one_index: int, other_index: int
+) -> None:
+    """Of two groups a block each is invalid."""
+    assert 1 <= one_size and 1 <= other_size and 0 <= one_index <= 1 and 0 <= other_index <= 1
+    invalid = (1 + one_index, 3 + other_index)
+    num_valid = compute_num_valid(((1, 2), (3, 4)), (0, 0), (one_size, other_size), invalid)
+    assert num_valid is not None
+    assert num_valid <= one_index * one_size
+    assert num_valid <= other_index * other_size
+    assert num_valid in (one_index * one_size, other_index * other_size)
+
+
+@ROOM.law("P4 P19", (40, 20, 16), all_known_tokens_are_there, part_of_a_block_is_a_block)
+def check_only_full_blocks_of_what_has_come_are_findable(
+    num_known: int, num_there: int, block_size: int
+) -> None:
+    """And all of them: three blocks are held, whatever was to be loaded into them."""
+    assert 1 <= block_size and 0 <= num_there < num_known <= 3 * block_size
+    pool = h.build_pool((0, 1, 1, 1), (), ())
+    keys = tuple(map(h.key_of, (1, 2, 3)))
+    request = h.build_runner("a", num_known, num_there, (1, 2, 3))
+    request = replace(request, block_keys=keys, is_unsettled=True)
+    config = h.build_config(block_size, num_blocks=4, enable_prefix_caching=True)
+    pool, after = settle_slots(config, pool, request, num_there)
+    (holding,) = after.holdings
+    num_settled = holding.num_cached_blocks
+    assert num_settled * block_size <= num_there < (num_settled + 1) * block_size
+    assert len(pool.cached) == num_settled
+    assert not after.is_unsettled
+
+
+@ROOM.law("P17", (1, 1, 0), any_end_ends_all_holds, holds_have_no_end)
+def check_blocks_are_held_until_the_last_of_their_holds_has_ended(
+    is_recving: int, is_sending: int, is_of_load: int
+) -> None:
+    """One direction or both, and the end of one of them is reported."""
+    assert 0 <= is_recving <= 1 and 0 <= is_sending <= 1 and 0 <= is_of_load <= 1
+    assert is_recving + is_sending >= 1
+    entry = HeldBlocks("a", ((1, 2),), is_recving == 1, is_sending == 1)
+    before = replace(NO_STORE, held=FrozenMap({"a": entry}))
+    report = end_recving if is_of_load else end_sending
+    after, tables = report(before, "a", False)
+    is_left = is_sending if is_of_load else is_recving
+    assert ("a" in after.held) == (is_left == 1)
+    assert tables == (() if is_left else ((1, 2),))
+
+
+@ROOM.law("P4 P19", (33, 20, 16), loads_are_findable_at_once)
+def check_nothing_of_a_load_is_findable_before_its_answer(
+    num_known: int, num_offered: int, block_size: int
+) -> None:
+    """Nor what is computed behind it, in the same step."""
+    assert 1 <= block_size and 2 <= num_known <= 3 * block_size and 1 <= num_offered
+    assert num_known < 8000
+    config = h.build_config(block_size, num_blocks=4, enable_prefix_caching=True, kv_connector=True)
+    config = replace(config, max_num_batched_tokens=8192)
+    keys = tuple(map(h.key_of, (1, 2, 3)))[: num_known // block_size]
+    asked = replace(h.build_request("a", num_known), block_keys=keys)
+    state = h.build_state(config, (), (asked,))
+    state = replace(state, transfers=take_offer(NO_STORE, KVOffer("a", num_offered)))
+    after, plan = h.schedule(state)
+    (load,) = plan.kv_loads
+    assert load.num_external_tokens == min(num_offered, num_known - 1)
+    assert after.requests["a"].num_computed_tokens == num_known
+    assert len(after.pool.cached) == 0
+
+
+@ROOM.law("P9 P15", (5, 9, 4), loads_cost_tokens)
+def check_who_is_parked_takes_no_tokens_from_others(
+    num_offered: int, num_known: int, budget: int
+) -> None:
+    """One seat and one budget: the second in line has both."""
+    assert 1 <= num_offered < 4000 and 1 <= num_known < 4000 and 1 <= budget
+    config = h.build_config(4096, max_num_batched_tokens=budget, max_num_seqs=1, kv_connector=True)
+    waiting = (h.build_request("a", 4000), h.build_request("b", num_known))
+    state = h.build_state(config, (), waiting)
+    offer = KVOffer("a", num_offered, is_async=True)
+    after, plan = h.schedule(replace(state, transfers=take_offer(NO_STORE, offer)))
+    assert after.requests["a"].status is Status.WAITING_FOR_REMOTE_KVS
+    assert after.running == ("b",)
+    assert plan.total_num_scheduled_tokens == min(num_known, budget)
