@@ -125,7 +125,7 @@ class Ledger:
         return self._named[1][group]
 
     def list_masked(self, frame_id: v.FrameId) -> list[FlightRow]:
-        """The rows of a frame in flight that sample under a grammar, have not ended, and deliver."""
+        """Rows of a frame in flight that sample under a grammar, have not ended, and deliver."""
         frame = self.frames.get(frame_id, ())
         rows = [row for row in frame if row.samples and not row.is_dropped]
         lives = self.lives
