@@ -24,6 +24,11 @@ from groups_support import (
 from tests.impl.test_soak import COLLIDING, draw_config, draw_event
 
 from blockstep.impl.host import CRC32, SHA256, HostEngine
+from blockstep.impl.host.groups import GroupMemory
+from blockstep.impl.host.lineage import Lineage
+from blockstep.impl.host.pool import BlockPool
+from blockstep.impl.host.prefix import PrefixMap
+from blockstep.impl.host.table import Holding
 from blockstep.spec import Oracle
 from blockstep.spec.vocabulary import (
     Abort,
@@ -353,3 +358,26 @@ def test_a_row_that_is_too_short_for_drafts_is_charged_for_none_in_flight(
             long_prefill_token_threshold=threshold, **drafts, **AHEAD,
         )  # fmt: skip
         assert s.submit("a", range(20), max_tokens=9) == answer
+
+
+@pytest.mark.parametrize(("num_cached", "found"), [(0, [4, 5, 6]), (2, [6])])
+def test_states_of_this_step_are_not_hit_in_it(num_cached: int, found: list[int]) -> None:
+    """What was computed before is there, though its tokens were promised, and it is told late."""
+    config = Config(16, 2, groups=(full(2), recurrent(2, ALL)))
+    prefix = PrefixMap(16, verify=False)
+    memory = GroupMemory(config, BlockPool(16, prefix), prefix)
+    lineage = Lineage(Request("A", (1, 2, 3, 4, 5, 6)), 2, CRC32)
+    table = [Holding([1, 2, 3], num_cached=3), Holding([4, 5, 6], num_cached=num_cached)]
+    memory.publish(table, lineage, 4, 6)
+    assert memory.new_states == {6}
+    states = [prefix.find(lineage, index, 1) for index in range(3)]
+    assert [block for block in states if block is not None] == found
+
+
+def test_a_place_without_a_block_is_not_published() -> None:
+    config = Config(16, 2, groups=(full(2), recurrent(2)))
+    prefix = PrefixMap(16, verify=False)
+    memory = GroupMemory(config, BlockPool(16, prefix), prefix)
+    lineage = Lineage(Request("A", (1, 2, 3, 4)), 2, CRC32)
+    memory.publish([Holding([1, 2], num_cached=2), Holding([0, 5])], lineage, 0, 4)
+    assert [prefix.find(lineage, index, 1) for index in range(2)] == [None, 5]
