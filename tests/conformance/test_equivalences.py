@@ -182,7 +182,7 @@ def test_at_renamed_all_sentences_are_asked_but_those_that_quote_the_free_queue(
         ],
         **{
             kind: ["freed_tail_is_evicted_first"]
-            for kind in ("Commit", "Abort", "GrammarFailed", "Reset")
+            for kind in ("Commit", "Abort", "GrammarFailed", "Reset", "TransfersReported")
         },
     }
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from blockstep.conformance.judge.properties import RENAMED_CHECKS, Step, check_step
+from blockstep.conformance.judge.properties import Step, check_step
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.scoped import ScopedRun
 from blockstep.conformance.protocol.findings import Finding
@@ -47,7 +47,7 @@ class RenamedRun(ScopedRun):
         """What the sentences say that quote no order of the free queue, and the worker."""
         before, after = sort_free_queue(step.before), sort_free_queue(step.after)
         unordered = replace(step, before=before, after=after)
-        return check_step(unordered, self.ledger, self.worker, RENAMED_CHECKS)
+        return check_step(unordered, self.ledger, self.worker, is_renamed=True)
 
     def follow(self, event: v.Event, observation: v.Observation) -> None:
         """Take in one event and the answer to it: whoever holds no block any more has no table."""

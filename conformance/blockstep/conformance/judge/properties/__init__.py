@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from blockstep.conformance.judge.properties import (
     admission,
@@ -173,11 +174,18 @@ ANSWER_TYPES: dict[type, tuple[type, ...]] = {
 """What an accepted event is answered with."""
 
 
+@cache
+def list_sentences(kind: type, is_renamed: bool, lacked: frozenset[str]) -> tuple[Sentence, ...]:
+    """What judges a kind of event where the config lacks these fields."""
+    checks: Mapping[type, tuple[Sentence, ...]] = RENAMED_CHECKS if is_renamed else CHECKS_OF
+    return tuple([found for found in checks[kind] if found.needs not in lacked])
+
+
 def check_step(
     step: Step,
     ledger: Ledger,
     worker: Worker | None = None,
-    checks: Mapping[type, tuple[Sentence, ...]] = CHECKS_OF,
+    is_renamed: bool = False,
 ) -> list[Finding]:
     """Everything that is wrong with a step.
 
@@ -192,7 +200,7 @@ def check_step(
             what = f"{kind.__name__} was answered with {type(step.observation).__name__}"
             return [violated("P18", "answer_is_of_the_kind_of_the_event", what)]
     findings = [] if worker is None else _tell(step, worker)
-    return findings + judge(checks[kind], step, ledger)
+    return findings + judge(list_sentences(kind, is_renamed, ledger.lacked), step, ledger)
 
 
 def _tell(step: Step, worker: Worker) -> list[Finding]:

@@ -39,7 +39,7 @@ def encoder_cache_adds_up(step: Step, ledger: Ledger) -> Complaints:
     yield from differing("dropped and never there", [], sorted({*encoder.freed} - known))
 
 
-@sentence("P9", v.Schedule)
+@sentence("P9", v.Schedule, needs="encoder_cache_size")
 def encoder_cache_stays_within_its_size(step: Step, _ledger: Ledger) -> Complaints:
     """No more embeddings are kept than there is room for."""
     encoder, size = step.after.encoder, step.config.encoder_cache_size

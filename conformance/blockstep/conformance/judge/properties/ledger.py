@@ -26,6 +26,10 @@ def cut_at_placeholder(drafts: v.TokenIds) -> v.TokenIds:
     return drafts[:at]
 
 
+NEEDED = ("encoder_cache_size", "enable_kv_cache_events", "kv_connector")
+"""Fields of a config of which some sentences speak alone: see `Sentence.needs`."""
+
+
 @dataclass(frozen=True, slots=True)
 class FlightRow:
     """What a dispatched plan does for one request."""
@@ -85,6 +89,8 @@ class Ledger:
     num_progress: int = 0
     """Events that brought somebody on or changed who competes: tokens delivered, a request
     submitted or ended, a grammar compiled, transfers reported, a reset."""
+    lacked: frozenset[str] = field(init=False)
+    """Fields of the config that some sentence needs, and that say no: see `Sentence.needs`."""
     names: PrefixNames = field(init=False)
     _flying: dict[v.RequestId, tuple[PlannedRow, FlightRow]] = field(
         default_factory=dict, repr=False
@@ -97,6 +103,7 @@ class Ledger:
     def __post_init__(self) -> None:
         self.names = PrefixNames(self.config.block_size, len(self.config.kv_groups))
         self.store = StoreLedger(self.config)
+        self.lacked = frozenset([name for name in NEEDED if not getattr(self.config, name)])
 
     def in_flight(self, request_id: v.RequestId) -> bool:
         """Whether a frame in flight has a row of this id."""

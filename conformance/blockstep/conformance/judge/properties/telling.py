@@ -66,7 +66,7 @@ def log_tells_what_can_be_found(step: Step, ledger: Ledger) -> Complaints:
         )
 
 
-@sentence("P20", v.Commit, v.TransfersReported, v.Reset)
+@sentence("P20", v.Commit, v.TransfersReported, v.Reset, needs="enable_kv_cache_events")
 def log_removes_what_was_there(step: Step, ledger: Ledger) -> Complaints:
     """What is removed was stored before it, in the order in which it is told."""
     _, unknown = followed(step, ledger) if told_by(step) else ({}, [])
@@ -74,7 +74,7 @@ def log_removes_what_was_there(step: Step, ledger: Ledger) -> Complaints:
         yield Complaint(f"{name_key(key)} is removed, and no copy of it is left")
 
 
-@sentence("P20", v.Commit, v.TransfersReported, v.Reset)
+@sentence("P20", v.Commit, v.TransfersReported, v.Reset, needs="enable_kv_cache_events")
 def stored_blocks_are_told_as_they_are(step: Step, _ledger: Ledger) -> Complaints:
     """Blocks that are told together follow one upon the other, with their parent and tokens."""
     for event in told_by(step):

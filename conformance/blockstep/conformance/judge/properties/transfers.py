@@ -56,7 +56,7 @@ def load_is_what_the_store_offers(step: Step, ledger: Ledger) -> Complaints:
         yield Complaint(f"{sorted(strange)} are loaded, and were not given blocks behind a hit")
 
 
-@sentence("P26", v.Schedule)
+@sentence("P26", v.Schedule, needs="kv_connector")
 def load_names_the_blocks_of_its_tokens(step: Step, _ledger: Ledger) -> Complaints:
     """A load names the table of its request up to the last token that is loaded."""
     for load in step.plan.kv_loads:
@@ -70,7 +70,7 @@ def load_names_the_blocks_of_its_tokens(step: Step, _ledger: Ledger) -> Complain
             yield unequal(what, "block_ids", due, load.block_ids)
 
 
-@sentence("P16", v.Schedule)
+@sentence("P16", v.Schedule, needs="kv_connector")
 def loads_are_told_in_the_order_of_the_queue(step: Step, ledger: Ledger) -> Complaints:
     """A plan names loads in the order in which it met their requests."""
     if len(step.plan.kv_loads) < 2:
@@ -79,7 +79,7 @@ def loads_are_told_in_the_order_of_the_queue(step: Step, ledger: Ledger) -> Comp
     return differing("kv_loads", due, [load.request_id for load in step.plan.kv_loads])
 
 
-@sentence("P19", v.Schedule)
+@sentence("P19", v.Schedule, needs="kv_connector")
 def parked_request_is_what_its_load_says(step: Step, _ledger: Ledger) -> Complaints:
     """It holds the blocks of its load, counts its tokens as computed, and has published nothing
     behind its hit. It has no row, and no seat."""
@@ -97,7 +97,7 @@ def parked_request_is_what_its_load_says(step: Step, _ledger: Ledger) -> Complai
             yield unequal(f"{name!r} is parked", f"request {name}", expected, new)
 
 
-@sentence("P19", v.Schedule, v.Commit, v.TransfersReported, v.Reset)
+@sentence("P19", v.Schedule, v.Commit, v.TransfersReported, v.Reset, needs="kv_connector")
 def what_may_not_have_come_is_nobody_elses(step: Step, ledger: Ledger) -> Complaints:
     """Behind its local hit nothing of a request is found or shared, until it is certain that what
     was loaded has come: by its admission, or the answer to its plan."""
@@ -146,7 +146,7 @@ def _list_unsettled(step: Step, ledger: Ledger) -> set[v.RequestId]:
     return left
 
 
-@sentence("P19", *v.EVENT_TYPES)
+@sentence("P19", *v.EVENT_TYPES, needs="kv_connector")
 def unsettled_are_those_of_frames_in_flight(step: Step, ledger: Ledger) -> Complaints:
     """A state knows of whom it is not certain yet that what was loaded has come."""
     if step.config.kv_connector:
@@ -182,7 +182,7 @@ def offers_are_those_made_last(step: Step, ledger: Ledger) -> Complaints:
         yield from differing("offers", due, [*shown.offers])
 
 
-@sentence("P18", *v.EVENT_TYPES)
+@sentence("P18", *v.EVENT_TYPES, needs="kv_connector")
 def received_are_those_reported(step: Step, ledger: Ledger) -> Complaints:
     """A parked request is received once the end of its load was reported, and until it is none any
     more; what is late, comes twice or is of nobody changes nothing."""
@@ -197,7 +197,7 @@ def received_are_those_reported(step: Step, ledger: Ledger) -> Complaints:
     yield from differing("received", sorted(due), list(after.received))
 
 
-@sentence("P17", *[kind for kind in v.EVENT_TYPES if kind is not v.Schedule])
+@sentence("P17", *[kind for kind in v.EVENT_TYPES if kind is not v.Schedule], needs="kv_connector")
 def every_hold_has_an_owner_and_an_end(step: Step, ledger: Ledger) -> Complaints:
     """Blocks of one who ends are held for a load that is under way, and for a store that wants to
     read them, until each of both has come to its end."""
@@ -211,7 +211,7 @@ def every_hold_has_an_owner_and_an_end(step: Step, ledger: Ledger) -> Complaints
         yield from differing("held", [held[name] for name in sorted(held)], list(after.held))
 
 
-@sentence("P17", v.Schedule)
+@sentence("P17", v.Schedule, needs="kv_connector")
 def held_block_is_given_to_nobody(step: Step, ledger: Ledger) -> Complaints:
     """A plan ends no hold, and gives nobody a block that is held or loaded into."""
     before, after = step.before.transfers, step.after.transfers
@@ -238,7 +238,7 @@ def report_changes_only_what_it_is_about(step: Step, ledger: Ledger) -> Complain
             yield unequal(f"a report changed {name!r}", f"request {name}", old, new)
 
 
-@sentence("P19", v.Commit, v.TransfersReported)
+@sentence("P19", v.Commit, v.TransfersReported, needs="kv_connector")
 def failed_load_counts_no_further_than_it_came(step: Step, ledger: Ledger) -> Complaints:
     """Where what could not be loaded is computed again, a request goes on behind what is there, and
     what was computed on the rest is void."""
@@ -277,7 +277,7 @@ def report_ends_exactly_those_whose_load_failed(step: Step, ledger: Ledger) -> C
     yield from differing("unfinished", sorted(left), sorted(step.new))
 
 
-@sentence("P15", v.Schedule)
+@sentence("P15", v.Schedule, needs="kv_connector")
 def received_one_is_not_left_behind_a_head_that_does_not_fit(
     step: Step, ledger: Ledger
 ) -> Complaints:
