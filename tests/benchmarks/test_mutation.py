@@ -287,7 +287,7 @@ def test_a_mutant_of_code_for_collisions_meets_the_engine_that_runs_it() -> None
 
 def test_only_stages_that_execute_the_line_are_played() -> None:
     pytest.importorskip("cosmic_ray")
-    stages: tuple[Stage, ...] = (("host", "tiny", 50), (COLLIDING, "tiny", 50))
+    stages: tuple[Stage, ...] = (("host", "tiny", 200), (COLLIDING, "tiny", 200))
     (source,) = find_sources(["impl/host/prefix.py"])
     reached = measure_reach([source], Plan(stages, ()), lambda *_: None)
     mutants, _ = find_mutants(source)

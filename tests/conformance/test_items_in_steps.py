@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.protocol.program import Answer
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.vocabulary import (
     Commit,
@@ -89,3 +90,46 @@ def test_what_made_room_for_a_row_that_was_taken_back_returns() -> None:
     encoder = run.spec.snapshot().encoder
     assert encoder is not None
     assert encoder.freeable == (DOG,)
+
+
+def test_who_has_found_an_item_that_is_taken_back_brings_it_in() -> None:
+    """A row before it has found another one, which stays as it is."""
+    config = Config(
+        num_blocks=12,
+        block_size=1,
+        policy=Policy.PRIORITY,
+        max_model_len=32,
+        enable_prefix_caching=False,
+        long_prefill_token_threshold=1,
+        scheduler_reserve_full_isl=False,
+        encoder_compute_budget=1,
+        encoder_cache_size=3,
+    )
+    run = LockStep.start(config, load_engine("host"))
+
+    def come(name: str, length: int, item: str = "", priority: int = 0) -> None:
+        items = (MultiModalItem(item, length - 1, 1),) if item else ()
+        request = Request(name, (1,) * length, 1, priority=priority, items=items)
+        assert run.perform(Submit(request)) == []
+
+    def step() -> Plan:
+        assert run.perform(Schedule()) == []
+        assert run.last is not None
+        plan = run.last.seen
+        assert isinstance(plan, Plan)
+        assert run.perform(Answer()) == []
+        return plan
+
+    come("Z", 1, DOG)
+    step()
+    come("A", 4, CAT, priority=2)
+    step()
+    come("G", 3, DOG)
+    come("H", 3, CAT)
+    step()
+    come("B", 2, priority=1)
+    step()
+    plan = step()
+    assert plan.preempted_req_ids == ("A",)
+    made = {one.request_id: one.item_indices for one in plan.scheduled_encoder_inputs}
+    assert made == {"H": (0,)}

@@ -342,6 +342,14 @@ def test_a_refused_admission_evicts_nothing_and_holds_nothing() -> None:
         assert plan.free_encoder_mm_hashes == (() if kept else ("c",))
 
 
+def test_what_is_loaded_leaves_the_compute_as_it_was() -> None:
+    oracle = oracle_of(encoder_compute_budget=2)
+    oracle.offer("c")
+    for name, prompt in (("A", "c"), ("B", "d"), ("C", "ee")):
+        oracle.submit(request(name, prompt))
+    assert made(step(oracle)) == {"B": (0,)}
+
+
 # Beside the prompt.
 
 
