@@ -29,6 +29,7 @@ from blockstep.spec.vocabulary import (
     Snapshot,
     Stats,
     Status,
+    TransfersSnapshot,
 )
 
 CONFIG = Config(
@@ -133,6 +134,7 @@ OTHER = {
     "block_keys": (BlockKey(None, (1,)),) * 6,
     "cached": {BlockKey(None, (1,)): (1,)},
     "prev_scheduled_req_ids": (),
+    "transfers": TransfersSnapshot(received=("A",)),
 }
 """What the others may be; each alone tells them apart."""
 OTHER_REQUEST = {

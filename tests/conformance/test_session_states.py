@@ -9,6 +9,7 @@ from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.vocabulary import (
     Commit,
     Config,
+    Event,
     GroupKind,
     KVGroup,
     MambaCacheMode,
@@ -32,7 +33,11 @@ def test_a_state_of_later_tokens_is_not_kept(num_ahead: int) -> None:
     )
     run = LockStep.start(config, load_engine("host"))
     session = Request("A", (1, 2), max_tokens=5, eos_token_id=7, resumable=True)
-    events = [Submit(session), *[Schedule()] * (1 + num_ahead), Commit(0, (RowTokens("A", (7,)),))]
+    events: list[Event] = [
+        Submit(session),
+        *[Schedule()] * (1 + num_ahead),
+        Commit(0, (RowTokens("A", (7,)),)),
+    ]
     assert [run.apply(event) for event in events] == [[]] * len(events)
     (asked,) = run.spec.snapshot().requests
     assert bool(asked.num_computed_tokens) is (num_ahead == 0)

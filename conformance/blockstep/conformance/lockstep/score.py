@@ -16,7 +16,7 @@ and endings say whether it mattered.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import zip_longest
 from typing import Self, TypeVar
@@ -30,7 +30,7 @@ from blockstep.conformance.lockstep.scoped import DECLINED, fit_submit, require_
 from blockstep.conformance.lockstep.sides import NOTHING, Ending, Row, Side, SideStep
 from blockstep.conformance.protocol.features import find_lacking, get_missing
 from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
-from blockstep.conformance.protocol.program import Action, Answer, Drain, Program
+from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Report
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.tokens import token_function
 from blockstep.conformance.protocol.typed import fault_of_types
@@ -184,15 +184,26 @@ class ScoreRun:
         start += [v.GrammarReady(name) for name in grammars]
         sessions = {**self.engine.sessions, **self.reference.sessions}
         start += [v.StreamingUpdate(v.Request(name, (0,))) for name in sessions]
+        offers = {**self.engine.transfers.offers, **self.reference.transfers.offers}
+        start += [
+            replace(offer, num_tokens=0) for offer in offers.values() if offer.num_tokens is None
+        ]
         start += [Answer(), *fill]
         num_left = drain_bound(live, self.config.max_model_len, sessions)
         while start or (num_left and any(side.live for side in sides)):
-            for action in start or (v.Schedule(), Answer()):
+            for action in start or (*self._end_transfers(), v.Schedule(), Answer()):
                 findings = [] if action is None else self.perform(action)
                 if findings:
                     return findings
             num_left, start = num_left - (not start), []
         return []
+
+    def _end_transfers(self) -> list[Action]:
+        """A store that is healed brings each load to its end, and has read what it wanted."""
+        both = (self.engine.transfers, self.reference.transfers)
+        loading = dict.fromkeys(name for one in both for name in one.loading)
+        sending = dict.fromkeys(name for one in both for name in one.sending)
+        return [Report((*loading,), (*sending,))] if loading or sending else []
 
     def tallies(self) -> Mapping[Aspect, Tally]:
         """What was counted up to now."""
