@@ -263,14 +263,14 @@ def verified_blocks(step: Step, ledger: Ledger) -> list[Stretch]:
     if not config.enable_prefix_caching:
         return []
     found = _settled_blocks(step, ledger) if ledger.store.unsettled else []
+    if not config.async_scheduling:
+        return found
     ends = {(stretch.request_id, stretch.group): stretch.end for stretch in found}
     for flight in ledger.frame_of(step):
         old, tokens = step.old.get(flight.request_id), step.delivered.get(flight.request_id)
         if old is None or old.status is not v.Status.RUNNING or not tokens:
             continue
         name, settled = flight.request_id, old.num_cached_blocks
-        if not config.async_scheduling:
-            continue
         if ends:
             settled = tuple([ends.get((name, at), end) for at, end in enumerate(settled)])
         filled = ledger.lives[name].num_known + len(tokens) - 1
