@@ -13,6 +13,8 @@ from blockstep.spec.vocabulary import (
     Ack,
     Commit,
     FinishReason,
+    Grammar,
+    GrammarReady,
     HeldBlocks,
     KVLoad,
     KVLoadFailurePolicy,
@@ -817,3 +819,31 @@ def test_a_store_of_what_is_not_here_gets_no_answer(session: OpenSession) -> Non
     assert report(s, **told) == Outputs()
     assert s.state() == before
     assert answer(s, plan, a=(7,)).rows[0].new_token_ids == (7,)
+
+
+ONLY_FIVES = Grammar((((5, 0),),))
+
+
+def test_what_is_sampled_behind_a_failed_load_is_held_to_no_grammar(session: OpenSession) -> None:
+    s = open_with_store(session, max_frames_in_flight=2, async_scheduling=True, **RECOMPUTE)
+    bring(s, "a", 5, 4, structured_output=True, grammar=ONLY_FIVES)
+    s.apply(GrammarReady("a"))
+    first, second = s.plan(), s.plan()
+    lost = KVTransfers(invalid_block_ids=first.kv_loads[0].block_ids[0][:1])
+    assert s.apply(Commit(first.frame_id, (RowTokens("a", (5,)),), lost)) == Outputs()
+    assert s.commit(second, a=(6,)) == Outputs()
+
+
+def test_what_is_sampled_behind_a_stop_of_a_session_is_held_to_no_grammar(
+    session: OpenSession,
+) -> None:
+    s = session(
+        num_blocks=17, block_size=2, max_num_batched_tokens=32, max_num_seqs=8, max_model_len=32,
+        max_frames_in_flight=2, async_scheduling=True,
+    )  # fmt: skip
+    constrained = {"structured_output": True, "grammar": ONLY_FIVES}
+    s.submit("a", range(5), max_tokens=3, resumable=True, stop_token_ids=(5,), **constrained)
+    s.apply(GrammarReady("a"))
+    first, second = s.plan(), s.plan()
+    assert [row.new_token_ids for row in s.commit(first, a=(5,)).rows] == [(5,)]
+    assert s.commit(second, a=(6,)) == Outputs()
