@@ -29,24 +29,32 @@ from blockstep.conformance.judge.worker import Worker, counting, kv, names, work
 from blockstep.conformance.judge.worker.counting import CountingWorker
 from blockstep.conformance.judge.worker.kv import TaggedKV
 from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.tokens import token_function
 from blockstep.conformance.report.sentences import SENTENCES
 from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
+    Ack,
     BlockKey,
     Commit,
     EncoderInputs,
     GroupKind,
     KVGroup,
+    KVLoad,
+    KVTransfers,
     MambaCacheMode,
     MultiModalItem,
     NewRow,
+    Outputs,
     Plan,
     Request,
     RequestSnapshot,
+    Schedule,
     Snapshot,
     SpecMethod,
     Status,
+    Submit,
+    TransfersReported,
 )
 
 DRAFTING: dict[str, Any] = {"spec_method": SpecMethod.NGRAM, "num_speculative_tokens": 2}
@@ -750,6 +758,31 @@ def a_block_stays_published_that_is_written_again() -> list[Finding]:
     return publish(worker, 1, FIRST)
 
 
+# What a store could not load.
+
+
+def loaded_in_part() -> Worker:
+    """The first of two blocks that a store was to load for A did not come."""
+    worker = Worker(replace(CONFIG, kv_connector=True), token_function(1, 50))
+    assert worker.observe(Submit(A), Ack()) == []
+    load = KVLoad("A", ((1, 2),), 0, 4, is_async=True)
+    assert worker.observe(Schedule(), Plan(0, kv_loads=(load,))) == []
+    report = TransfersReported(KVTransfers(("A",), invalid_block_ids=(1,)))
+    assert worker.observe(report, Outputs()) == []
+    return worker
+
+
+@says("attended_slot_was_loaded")
+def a_block_is_read_that_did_not_come() -> list[Finding]:
+    row = NewRow(Request("B", (1, 2, 9)), ((1, 3),), 2, 1)
+    return loaded_in_part().execute(Plan(1, new=(row,)))
+
+
+@says("published_block_was_loaded")
+def a_block_is_published_that_did_not_come() -> list[Finding]:
+    return publish(loaded_in_part(), 1, FIRST)
+
+
 # Keys that no content has, each next to one that is right.
 
 
@@ -935,7 +968,7 @@ def test_each_thing_that_a_slot_can_hold_wrongly_is_said_of_both() -> None:
     """Their sentences are made of two halves, so no line stands for one of them."""
     both = {name for name in SENTENCES if name.startswith(("attended_slot_", "published_block_"))}
     assert both <= {sentence for sentence, _, _ in CASES}
-    assert len(both) == 2 * 5
+    assert len(both) == 2 * 6
 
 
 # What a voice rests on.
