@@ -30,12 +30,14 @@ from blockstep.spec.vocabulary import (
     Commit,
     Config,
     Event,
+    GrammarFailed,
     Observation,
     Outputs,
     Request,
     Schedule,
     Snapshot,
     Submit,
+    TransfersReported,
 )
 
 CONFIG = Config(num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=16)
@@ -115,7 +117,9 @@ class Dies(SpecEngine):
                 "it does not survive the end of a request",
                 Program(CONFIG, (*START, Drain())),
                 sentences=("engine_raises_nothing",),
-                when=lambda event, answer: isinstance(event, Commit) and answer is None,
+                when=lambda event, answer: (
+                    isinstance(event, Commit | GrammarFailed | TransfersReported) and answer is None
+                ),
             ),
         ),
     )

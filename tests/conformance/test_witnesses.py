@@ -16,7 +16,7 @@ from blockstep.conformance.judge.witnesses import WITNESSES, situations
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.protocol.features import Wish, find_lacking
-from blockstep.conformance.protocol.program import Answer, Hostile, Misanswer, Propose
+from blockstep.conformance.protocol.program import Answer, Hostile, Misanswer, Propose, Report
 from blockstep.conformance.protocol.tokens import token_function
 from blockstep.conformance.search.floor import (
     Facts,
@@ -33,6 +33,7 @@ from blockstep.spec.vocabulary import (
     Drafts,
     Event,
     KVGroup,
+    KVTransfers,
     MultiModalItem,
     PauseState,
     Plan,
@@ -44,6 +45,7 @@ from blockstep.spec.vocabulary import (
     SetPause,
     SpecMethod,
     Submit,
+    TransfersReported,
 )
 
 CONFIG = Config(num_blocks=9, block_size=2, max_num_seqs=3, max_model_len=16)
@@ -77,6 +79,10 @@ class Watched:
     def commit(self) -> Watched:
         frame_id = self.plans[0].frame_id
         return self.do(Commit(frame_id, self.worker.answer(frame_id)))
+
+    def report(self, report: Report, frame_id: int | None = None) -> KVTransfers:
+        """What a report comes to now, `frame_id` the plan that is answered with it."""
+        return self.client.transfers.resolve(report, self.config.block_sizes, frame_id)
 
     def propose(self, name: str, count: int, num_right: int) -> Watched:
         return self.do(Drafts((RowTokens(name, self.worker.propose(name, count, num_right)),)))
@@ -500,7 +506,12 @@ def _episode(index: int) -> Counter[str]:
         action = next_action(view, draw)
         view.note(action)
         if isinstance(action, Answer):
-            watched.commit()
+            if watched.plans:
+                oldest = watched.plans[0].frame_id
+                told = watched.report(action.report, oldest)
+                watched.do(Commit(oldest, watched.worker.answer(oldest), told))
+        elif isinstance(action, Report):
+            watched.do(TransfersReported(watched.report(action)))
         elif isinstance(action, Misanswer):
             if watched.plans:
                 newest = watched.plans[-1].frame_id

@@ -17,10 +17,14 @@ from blockstep.spec import vocabulary as v
 
 def draw_store(config: v.Config, draw: Draw) -> v.Config:
     """The config with a store beside the pool, where all of what a group holds is attended to."""
+    has_groups = bool(config.groups)
     if config.is_encoder_decoder:
         config = settle_states(replace(config, is_encoder_decoder=False))
     config = without_states(config)
-    full = [v.KVGroup(v.GroupKind.FULL, group.block_size) for group in config.groups]
+    sizes = [group.block_size for group in config.groups]
+    if has_groups and not sizes:
+        sizes = [config.block_size]
+    full = [v.KVGroup(v.GroupKind.FULL, size) for size in sizes]
     config = replace(config, groups=tuple(full))
     policy = draw.choice(tuple(v.KVLoadFailurePolicy))
     return replace(config, kv_connector=True, kv_load_failure_policy=policy)
