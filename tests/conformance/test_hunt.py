@@ -96,7 +96,7 @@ def held_to_safety(make_engine: EngineFactory) -> EngineFactory:
 @pytest.fixture(scope="module")
 def few() -> HuntResult:
     """A hunt in an engine with three of the quirks of a release."""
-    options = CheckOptions(engine="toy", seed=6, max_events=800, profile=RELEASE)
+    options = CheckOptions(engine="toy", seed=0, max_events=1_200, profile=RELEASE)
     return hunt(options, call_here(follower(FEW)))
 
 
@@ -314,7 +314,9 @@ def test_what_a_plan_out_of_shape_masks_is_told_by_itself(
     engine: type[Lengthens], found: list[tuple[str, str | None]]
 ) -> None:
     """Its sentence never comes first, and the line to reproduce it asks for it."""
-    result = hunt(CheckOptions(max_events=800), call_here(hide_state(engine)), scopes=["tiny"])
+    # Who comes back from a load has computed tokens, too, and that is no hit.
+    options = CheckOptions(max_events=800, without_features=("transfers",))
+    result = hunt(options, call_here(hide_state(engine)), scopes=["tiny"])
     seen = [(defect.first.property_id, defect.options.sentence) for defect in result.defects]
     assert seen == found
     told: Any = hunt_to_json(result)["defects"]
