@@ -143,8 +143,13 @@ a log, which no world has whose groups leave blocks out."""
 DEFECT_ROWS = {
     name: (length, world, difference)
     for world, (defects,) in rows_of("| world | defect, events, first difference |").items()
-    for name, length, difference in re.findall(r"(\S+) (\d+) \(([^)]*)\)", defects)
+    for name, length, difference in re.findall(r"(\S+) (\d+|-) \(([^)]*)\)", defects)
 }
+
+
+NO_WORLD = {"loaded-give-way-alone", "late-report-kills", "load-eats-a-hit", "last-group-counts"}
+"""Planted defects that differ in no world of transfers within a thousand states; a run of the
+museum kills them."""
 
 
 def play(world: World, *events: Event) -> State:
@@ -445,6 +450,9 @@ class Grudging(SpecEngine):
 @pytest.mark.parametrize("name", EXHIBITS)
 def test_a_planted_defect_falls_by_the_program_of_the_page(name: str) -> None:
     length, world, difference = DEFECT_ROWS[name]
+    if name in NO_WORLD:
+        assert (length, world, difference) == (NOWHERE,) * 3
+        return
     task = Task(WORLDS[world], properties=False, engine=f"museum:{name}")
     walked = walk(task)
     assert str(len(walked.path)) == length
