@@ -57,7 +57,10 @@ class Silent(SpecEngine):
         return super().capabilities() - {"snapshot"}
 
 class Seen(SpecEngine):
-    """Writes down that a run of it has begun."""
+    """Writes down that a run of it has begun. Of a store few of so many runs reach everything."""
+    def capabilities(self):
+        return super().capabilities() - {"transfers"}
+
     def snapshot(self):
         if not getattr(self, "is_running", False):
             self.is_running = True

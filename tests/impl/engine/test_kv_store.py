@@ -482,6 +482,8 @@ def test_a_store_that_goes_away_and_comes_back_changes_no_token(
         with StoreServer(store, socket):
             for _ in range(25):
                 llm.step()
+            while not len(store) and (llm.has_unfinished_requests or llm._is_saving(*names)):
+                llm.step()  # it stays until somebody has ended and is kept
         for _ in range(5):
             llm.step()
     while llm.has_unfinished_requests or llm._is_saving(*names):
