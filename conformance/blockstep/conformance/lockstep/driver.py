@@ -345,9 +345,8 @@ class LockStep(Runner):
                 findings = self.perform(v.GrammarReady(name))
         for name in [name for name, one in self.sessions.items() if not one.is_closed]:
             findings = findings or self.perform(v.StreamingUpdate(v.Request(name, (0,))))
-        for offer in list(self.transfers.offers.values()):
-            if offer.num_tokens is None and not findings:
-                findings = self.perform(replace(offer, num_tokens=0))
+        for offer in self.transfers.list_answers():
+            findings = findings or self.perform(offer)
         findings = findings or self._end_transfers()
         bound, watch = self._bound(), Watch()
         for _ in range(bound):

@@ -16,7 +16,7 @@ and endings say whether it mattered.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import zip_longest
 from typing import Self, TypeVar
@@ -184,10 +184,8 @@ class ScoreRun:
         start += [v.GrammarReady(name) for name in grammars]
         sessions = {**self.engine.sessions, **self.reference.sessions}
         start += [v.StreamingUpdate(v.Request(name, (0,))) for name in sessions]
-        offers = {**self.engine.transfers.offers, **self.reference.transfers.offers}
-        start += [
-            replace(offer, num_tokens=0) for offer in offers.values() if offer.num_tokens is None
-        ]
+        answers = [offer for side in sides for offer in side.transfers.list_answers()]
+        start += {offer.request_id: offer for offer in answers}.values()
         start += [Answer(), *fill]
         num_left = drain_bound(live, self.config.max_model_len, sessions)
         while start or (num_left and any(side.live for side in sides)):

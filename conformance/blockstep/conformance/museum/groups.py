@@ -18,7 +18,7 @@ STATES = Page(takes_groups=True, takes_states=True)
 PART = "groups_type"
 
 
-class _GroupByGroup(Defect):
+class GroupByGroup(Defect):
     """Hits are held, and blocks taken, of one group after the other."""
 
     def adopt(self, holdings: Any, hits: Any) -> None:
@@ -49,7 +49,7 @@ class _GroupByGroup(Defect):
     "P2 P1 P8 P16",
     part=PART,
 )
-class GroupEatsAHit(_GroupByGroup):
+class GroupEatsAHit(GroupByGroup):
     """The block taken may be a hit of the next group, and is then of both."""
 
 
@@ -60,7 +60,7 @@ class GroupEatsAHit(_GroupByGroup):
     part=PART,
     wrong_fix_of="group-eats-a-hit",
 )
-class LastGroupFirst(_GroupByGroup):
+class LastGroupFirst(GroupByGroup):
     """Now it is the hits of the first ones that are eaten."""
 
     def _in_turn(self, indices: Any) -> Any:
@@ -74,7 +74,7 @@ class LastGroupFirst(_GroupByGroup):
     part=PART,
     wrong_fix_of="group-eats-a-hit",
 )
-class FullAttentionFirst(_GroupByGroup):
+class FullAttentionFirst(GroupByGroup):
     """Of two windows one still eats the hits of the other."""
 
     def _in_turn(self, indices: Any) -> Any:

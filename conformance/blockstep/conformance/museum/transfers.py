@@ -10,7 +10,8 @@ from functools import cache
 from typing import Any
 
 from blockstep.conformance.museum.exhibit import Defect, Page
-from blockstep.spec.vocabulary import NULL_BLOCK, Status
+from blockstep.conformance.museum.groups import GroupByGroup
+from blockstep.spec.vocabulary import Status
 
 PAGE = Page(takes="transfers")
 GROUPS = Page(takes_groups=True, takes="transfers")
@@ -326,27 +327,16 @@ class LoadEatsAHit(Defect):
         return found
 
 
-class _LoadsGroupByGroup(Defect):
-    """Hits are held, and blocks taken, of one group after the other."""
+class _LoadsGroupByGroup(GroupByGroup):
+    """Hits are held by turns, but only of who loads something."""
 
     loads = False
 
     def adopt(self, holdings: Any, hits: Any) -> None:
-        self._hits = hits.tables if self.loads and hits.shared() else None
-        if self._hits is None:
+        if self.loads:
             super().adopt(holdings, hits)
-
-    def take(self, holdings: Any, extent: Any) -> Any:
-        hits, self._hits = getattr(self, "_hits", None), None
-        if hits is None:
-            return super().take(holdings, extent)
-        tables: list[Any] = []
-        for group, holding, table in zip(self.groups, holdings, hits, strict=True):
-            self.pool.touch([block for block in table if block != NULL_BLOCK])
-            holding.blocks += table
-            holding.num_cached, holding.num_left = len(table), table.count(NULL_BLOCK)
-            tables.append(group.extend(holding, extent, self.pool))
-        return tuple(tables)
+        else:
+            super(GroupByGroup, self).adopt(holdings, hits)
 
 
 @cache

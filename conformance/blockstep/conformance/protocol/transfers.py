@@ -9,7 +9,7 @@ Nobody asks an engine for it, so that what a store reports next depends on answe
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from blockstep.conformance.protocol.program import Report
 from blockstep.spec import vocabulary as v
@@ -73,6 +73,11 @@ class Transfers:
             if name in self.sending:
                 del self.sending[name]
                 self._note_end(name)
+
+    def list_answers(self) -> list[v.KVOffer]:
+        """What a store that is healed says where it did not know yet: it has nothing."""
+        unknown = [offer for offer in self.offers.values() if offer.num_tokens is None]
+        return [replace(offer, num_tokens=0) for offer in unknown]
 
     def forget_offers(self) -> None:
         """A reset has reached the store."""
