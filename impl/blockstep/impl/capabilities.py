@@ -80,6 +80,7 @@ _LACKED: Final = {
         "leave it out",
     ),
     "transfers": ("kv_connector", "must be False: this engine has no store", "leave it out"),
+    "pins": ("policy", "must not be continuum: this engine pins nothing", "use Policy.FCFS"),
 }
 """By capability: the field of a config that asks for it, and why an engine without cannot have it.
 """
@@ -99,5 +100,6 @@ def list_needed(config: Config) -> frozenset[str]:
         "encoder": config.encoder_cache_size > 0,
         "events": config.enable_kv_cache_events,
         "transfers": config.kv_connector,
+        "pins": config.policy is Policy.CONTINUUM,
     }
     return frozenset(name for name, is_asked in asked.items() if is_asked)

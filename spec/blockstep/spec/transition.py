@@ -85,5 +85,7 @@ def process_event(state: State, event: v.Event) -> tuple[State, v.Observation] |
             return process_kv_offer(state, event)
         case v.TransfersReported(transfers=transfers):
             return process_transfers_reported(state, transfers)
+        case v.Clock() | v.PinEstimate():
+            return state, v.Ack()
         case _:
             assert_never(event)

@@ -296,7 +296,7 @@ def draw_config(
         max_num_seqs=draw.integer(*preset.max_num_seqs),
         max_num_batched_tokens=budget if chunked else max(budget, max_model_len),
         max_model_len=max_model_len,
-        policy=draw.choice(tuple(Policy)),
+        policy=draw.choice((Policy.FCFS, Policy.PRIORITY)),
         enable_prefix_caching=wish.decide(CACHING, draw.chance(80)),
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=draw.choice(

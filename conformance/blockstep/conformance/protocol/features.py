@@ -41,6 +41,8 @@ class Feature:
     """What an engine needs for it; None: every engine has it."""
     config: Mapping[str, object] = field(default_factory=dict)
     """Fields of a config that ask for it, with their values where nothing does."""
+    values: Mapping[str, object] = field(default_factory=dict)
+    """Of fields that ask for several features: the value that asks for this one."""
     request: tuple[str, ...] = ()
     """Fields of a request that ask for it by anything but their defaults."""
     actions: tuple[type, ...] = ()
@@ -59,6 +61,8 @@ class Feature:
             return any(getattr(thing, name) != getattr(plain, name) for name in self.request)
         if self is PIPELINE and thing.async_scheduling:
             return False  # several frames for another reason
+        if any(getattr(thing, name) != value for name, value in self.values.items()):
+            return False
         return any(getattr(thing, name) != value for name, value in self.config.items())
 
     def take_from(self, thing: T) -> T:
@@ -110,6 +114,7 @@ PRIORITY = Feature(
     "the urgent are admitted first and preempted last",
     Capability.PRIORITY,
     config={"policy": v.Policy.FCFS},
+    values={"policy": v.Policy.PRIORITY},
     request=("priority",),
     situations=("admission_overtakes", "priority_"),
     properties=("P16",),

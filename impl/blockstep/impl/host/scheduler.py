@@ -17,6 +17,7 @@ from blockstep.spec.vocabulary import (
     Abort,
     Aborted,
     Ack,
+    Clock,
     Commit,
     Drafts,
     EncoderOffer,
@@ -27,6 +28,7 @@ from blockstep.spec.vocabulary import (
     GrammarReady,
     KVOffer,
     Observation,
+    PinEstimate,
     Rejected,
     Request,
     RequestId,
@@ -103,6 +105,8 @@ class HostEngine(Planning, Results, Proposals):
                 return Ack()
             case TransfersReported(transfers=transfers):
                 return self._take_report(transfers)
+            case Clock() | PinEstimate():
+                return Ack()
             case _:
                 assert_never(event)
 

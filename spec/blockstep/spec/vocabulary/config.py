@@ -14,6 +14,9 @@ class Policy(StrEnum):
 
     FCFS = "fcfs"
     PRIORITY = "priority"
+    CONTINUUM = "continuum"
+    """As FCFS, but between two turns of a job its blocks stay for a time, its next turn goes ahead
+    of others, and who is of such a job is preempted last (seed 001, "Feature A")."""
 
 
 class SpecMethod(StrEnum):

@@ -170,6 +170,8 @@ ANSWER_TYPES: dict[type, tuple[type, ...]] = {
     v.EncoderOffer: (v.Ack,),
     v.KVOffer: (v.Ack,),
     v.TransfersReported: (v.Outputs,),
+    v.Clock: (v.Ack,),
+    v.PinEstimate: (v.Ack,),
 }
 """What an accepted event is answered with."""
 

@@ -270,6 +270,8 @@ _STILL: dict[type, tuple[str, ...]] = {
     v.EncoderReset: ("pause_state", "requests", *_QUEUES, *_POOL, *_FRAMES),
     v.EncoderOffer: ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
     v.KVOffer: ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
+    v.Clock: ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
+    v.PinEstimate: ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
     v.TransfersReported: (
         *("pause_state", "block_keys", "cached"),
         *("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids"),
