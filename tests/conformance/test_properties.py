@@ -101,9 +101,12 @@ from blockstep.conformance.draw.presets import PRESETS, draw_swarm
 from blockstep.conformance.judge.properties import CHECKS_OF, PROPERTIES, Step, check_step
 from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.worker.names import PrefixNames
-from blockstep.conformance.protocol.features import Wish, find_lacking
+from blockstep.conformance.protocol.features import (
+    find_lacking,
+)
 from blockstep.conformance.protocol.program import Answer, Hostile, Misanswer, Propose
 from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.protocol.wishes import Wish
 from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
     Abort,

@@ -15,9 +15,12 @@ from blockstep.conformance.judge.properties import Ledger, Step
 from blockstep.conformance.judge.witnesses import WITNESSES, situations
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
-from blockstep.conformance.protocol.features import Wish, find_lacking
+from blockstep.conformance.protocol.features import (
+    find_lacking,
+)
 from blockstep.conformance.protocol.program import Answer, Hostile, Misanswer, Propose, Report
 from blockstep.conformance.protocol.tokens import token_function
+from blockstep.conformance.protocol.wishes import Wish
 from blockstep.conformance.search.floor import (
     Facts,
     look,
