@@ -167,6 +167,11 @@ class Config:
         return any(group.kind not in whole for group in self.groups)
 
     @property
+    def has_pins(self) -> bool:
+        """Whether blocks may stay between two turns of a job."""
+        return self.policy is Policy.CONTINUUM
+
+    @property
     def num_encoder_lookahead_tokens(self) -> int:
         """Positions behind a chunk of which a draft head reads the embedding, too."""
         return int(self.spec_method is SpecMethod.EAGLE)

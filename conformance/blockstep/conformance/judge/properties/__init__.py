@@ -23,6 +23,7 @@ from blockstep.conformance.judge.properties import (
     messages,
     order,
     output,
+    pins,
     pool,
     refusals,
     sessions,
@@ -74,6 +75,7 @@ _FAMILIES = (
     encoder,
     telling,
     transfers,
+    pins,
 )
 """In the order in which sentences of one property speak."""
 _SENTENCES = [

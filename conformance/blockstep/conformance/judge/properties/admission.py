@@ -27,6 +27,7 @@ from blockstep.conformance.judge.properties.hits import find_offered, hit_now
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import (
     Seats,
+    begin_plan,
     freed_blocks,
     hides_a_rollback,
     in_policy_order,
@@ -290,7 +291,8 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Comp
     last_gain = max((place[name] for name, row in rows.items() if row.gained), default=-1)
     # Blocks to be had before the last preemption, at most: what a victim took in this very step
     # it gave back as well.
-    room = len(step.before.free_queue) + len(freed_blocks(step.before, victims[:-1]))
+    queue, _ = begin_plan(step.before)
+    room = len(queue) + len(freed_blocks(step.before, victims[:-1]))
     if config.groups:  # and what rows gave back because they attend to it no more
         for name in step.before.running:
             room += sum(map(len, left_behind(step, ledger, name)))

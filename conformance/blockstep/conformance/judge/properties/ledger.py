@@ -26,8 +26,8 @@ def cut_at_placeholder(drafts: v.TokenIds) -> v.TokenIds:
     return drafts[:at]
 
 
-NEEDED = ("encoder_cache_size", "enable_kv_cache_events", "kv_connector")
-"""Fields of a config of which some sentences speak alone: see `Sentence.needs`."""
+NEEDED = ("encoder_cache_size", "enable_kv_cache_events", "kv_connector", "has_pins")
+"""What a config may have of which some sentences speak alone: see `Sentence.needs`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,13 +279,21 @@ class Step:
         return found
 
     @once
+    def given_pins(self) -> list[v.Pin]:
+        """Pins that a plan ended before their time."""
+        before, after = self.before.pins, self.after.pins
+        if before is None or after is None or not before.pins:
+            return []
+        return [pin for pin in before.pins if pin.end > before.now and pin not in after.pins]
+
+    @once
     def hides_what_was_given(self) -> bool:
-        """Whether sessions gave blocks back in this step, at a time that is not seen.
+        """Whether sessions or pins gave blocks back in this step, at a time that is not seen.
 
         Where nobody ran, one may have given them to who was admitted before it, and hit them again.
         """
         kept = [row for row in self.admitted_rows if row.kind is RowKind.CONTINUED]
-        if self.giving or (kept and self.config.groups):
+        if self.giving or self.given_pins or (kept and self.config.groups):
             return True
         return bool(kept) and not self.running_rows and self.admitted_rows[0] not in kept
 
