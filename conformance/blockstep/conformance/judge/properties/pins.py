@@ -203,7 +203,8 @@ def time_and_estimates_are_as_told(step: Step, ledger: Ledger) -> Complaints:
     it has an unfinished turn or a pin."""
     before, after = step.before.pins or NO_PINS, step.after.pins
     if after is None:
-        return [Complaint("the state does not tell of pins")]
+        yield Complaint("the state does not tell of pins")
+        return
     now = before.now
     if isinstance(step.event, v.Clock):
         now = max(now, step.event.now)
