@@ -197,14 +197,16 @@ def _rank_of_victims(step: Step, ledger: Ledger) -> list[v.RequestId]:
     return sorted(youngest, key=lambda name: ledger.lives[name].request.job_id in warm)
 
 
-@sentence("P18", *v.EVENT_TYPES, needs="has_pins")
+@sentence("P18", *v.EVENT_TYPES)
 def time_and_estimates_are_as_told(step: Step, ledger: Ledger) -> Complaints:
     """The time is the latest that was told; a job has the estimate that came last, for as long as
-    it has an unfinished turn or a pin."""
-    before, after = step.before.pins or NO_PINS, step.after.pins
+    it has an unfinished turn or a pin. Under other policies a state knows of neither."""
+    after = step.after.pins
+    if (after is not None) is not step.config.has_pins:
+        yield from differing("pins", step.config.has_pins, after is not None)
     if after is None:
-        yield Complaint("the state does not tell of pins")
         return
+    before = step.before.pins or NO_PINS
     now = before.now
     if isinstance(step.event, v.Clock):
         now = max(now, step.event.now)
