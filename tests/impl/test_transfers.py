@@ -381,7 +381,7 @@ def test_one_that_does_not_fit_stays_as_it_is(session: OpenSession) -> None:
 # Behind a head that does not fit, and giving.
 
 
-@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize("policy", [Policy.FCFS, Policy.PRIORITY])
 def test_loaded_ones_run_behind_a_head_that_does_not_fit(
     session: OpenSession, policy: Policy
 ) -> None:

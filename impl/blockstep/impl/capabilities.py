@@ -40,14 +40,16 @@ HOST: Final = frozenset(
         "encoder",
         "events",
         "transfers",
+        "pins",
     )
 )
 """Everything."""
 COMPILED: Final = HOST - {
     *("groups", "common prefix", "adapters", "masks", "sessions", "encoder", "events", "transfers"),
+    "pins",
 }
 """The same for one KV-cache group, without its hint to the worker, what requests bring along, what
-is told of blocks and what comes from a store."""
+is told of blocks, what comes from a store and what stays between turns."""
 
 
 def list_config_problems(

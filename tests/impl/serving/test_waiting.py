@@ -263,7 +263,7 @@ class Storm:
                 "num_blocks": draw.randint(blocks, blocks + 2),
                 "max_num_seqs": 3,
                 "max_num_batched_tokens": draw.choice((3, 8)),
-                "policy": draw.choice(tuple(Policy)),
+                "policy": draw.choice((Policy.FCFS, Policy.PRIORITY)),
                 "enable_prefix_caching": world == "states" or draw.random() < 0.5,
                 "scheduler_reserve_full_isl": draw.random() < 0.7,
                 "long_prefill_token_threshold": draw.choice((0, 2)),
