@@ -281,7 +281,7 @@ def run(seeds: range, num_events: int) -> Counter[str]:
 
 
 def test_specification_and_host_are_alike() -> None:
-    witnessed = run(range(20), 100)
+    witnessed = run(range(40), 100)
     for name in (
         *("pinned", "replaced", "ended by the last turn", "expired", "gave way", "overtook"),
         *("preempted beside a pin", "preempted before the last", "estimated anew", "reset"),
