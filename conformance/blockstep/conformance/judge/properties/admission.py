@@ -98,7 +98,8 @@ def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Complaints:
     """When nobody is scheduled or preempted, pool, queues and statistics are as before.
 
     Who is passed over, though nothing outside is to come for it, may change from one queue to the
-    other: for its tokens in flight, or its adapter.
+    other: for its tokens in flight, or its adapter. Pins end whose time is over, and others order
+    the queue: what then is free and who then waits is judged by how it comes about.
     """
     if step.plan.new or step.plan.cached or step.preempted or step.plan.kv_loads:
         return
@@ -106,7 +107,10 @@ def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Complaints:
         return  # to one who did not fit all the same
     before, after = step.before, step.after
     queues = () if may_pass_over(step.config) else ("waiting", "skipped_waiting")
-    for name in ("ref_counts", "free_queue", "block_keys", "cached", *queues, "running", "stats"):
+    fields = ["ref_counts", "free_queue", "block_keys", "cached", *queues, "running", "stats"]
+    if before.pins is not None and before.pins.pins:
+        fields = [name for name in fields if name not in ("ref_counts", "free_queue", "waiting")]
+    for name in fields:
         old, new = getattr(before, name), getattr(after, name)
         if old is not new and old != new:
             yield unequal(f"nobody was scheduled, but {name} changed", name, old, new)

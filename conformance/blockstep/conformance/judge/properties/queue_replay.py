@@ -68,8 +68,8 @@ def in_waiting_order(ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
             for request in snapshot.requests
             if request.status is v.Status.PREEMPTED
         }
-        names.sort(key=lambda name: ledger.lives[name].request.job_id not in warm)
-        names.sort(key=lambda name: name not in returning)
+        cold = {name for name in names if ledger.lives[name].request.job_id not in warm}
+        names.sort(key=lambda name: (name not in returning) * (1 + (name in cold)))
     return names
 
 
