@@ -399,7 +399,7 @@ def next_in_line(step: Step, ledger: Ledger) -> RequestId | None:
     """Who would be admitted next: the first in policy order that waits for nothing outside, and
     whose adapter may join those of the running."""
     seats = Seats(ledger, step.after.running)
-    for name in in_policy_order(ledger, step.after):
+    for name in in_policy_order(ledger, step.after, is_behind_a_plan=True):
         if not must_wait(ledger, seats, step.new[name]):
             return name
     return None

@@ -73,13 +73,16 @@ def in_waiting_order(ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
     return names
 
 
-def in_policy_order(ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
-    """All who wait, in the order in which a plan meets them.
+def in_policy_order(
+    ledger: Ledger, snapshot: v.Snapshot, is_behind_a_plan: bool = False
+) -> list[v.RequestId]:
+    """All who wait, in the order in which a plan meets them; or has met them, behind one.
 
     FCFS meets skipped requests before waiting ones, for they came earlier. PRIORITY meets the
     lowest (priority, arrival_time, request_id) of both.
     """
-    names = [*snapshot.skipped_waiting, *in_waiting_order(ledger, snapshot)]
+    waiting = snapshot.waiting if is_behind_a_plan else in_waiting_order(ledger, snapshot)
+    names = [*snapshot.skipped_waiting, *waiting]
     if ledger.config.policy is v.Policy.PRIORITY:
         names.sort(key=lambda name: ledger.lives[name].order)
     return names
