@@ -15,11 +15,13 @@ from blockstep.spec.vocabulary import (
     Ack,
     CachedRow,
     Commit,
+    FinishReason,
     KVLoad,
     KVLoadFailurePolicy,
     KVOffer,
     KVTransfers,
     NewRow,
+    OutputRow,
     Outputs,
     Plan,
     RowTokens,
@@ -91,6 +93,19 @@ def test_what_was_computed_on_a_failed_load_is_spoiled() -> None:
     assert worker.views["A"].num_computed == 0
     assert worker.views["A"].tokens == list(A.prompt_token_ids)
     assert told(worker, SHARING) == ["attended_slot_was_loaded"]
+
+
+def test_a_failed_load_of_a_session_spoils_nothing_of_who_has_its_id_next() -> None:
+    worker = Worker(STORE, token_function(1, 50))
+    worker.observe(Submit(replace(A, resumable=True)), Ack())
+    assert told(worker, Plan(0, kv_loads=(LATER,))) == []
+    failed = KVTransfers(("A",), invalid_block_ids=(2,))
+    ended = OutputRow("A", (), FinishReason.ERROR)
+    worker.observe(TransfersReported(failed), Outputs((ended,)))
+    worker.observe(Submit(A), Ack())
+    assert told(worker, Plan(1, finished_req_ids=("A",), kv_loads=(LATER,))) == []
+    report(worker, KVTransfers(("A",)))
+    assert told(worker, Plan(2, new=(ROW_OF_A,))) == []
 
 
 def test_a_failed_load_spoils_nothing_of_the_load_after_it() -> None:

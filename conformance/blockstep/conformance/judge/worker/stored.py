@@ -60,6 +60,7 @@ class Stored(Items):
             case v.Submit(request=request), _:
                 self._asked[request.request_id] = request
                 self._delays.pop(request.request_id, None)
+                self._late.pop(request.request_id, None)  # a session of this id has ended
             case v.KVOffer(request_id=name, delays_free=delays), _ if name in self._asked:
                 self._delays[name] = delays
             case v.Reset(reset_running_requests=forced, reset_connector=both), v.ResetDone(
