@@ -256,14 +256,12 @@ def least_share(step: Step, ledger: Ledger, name: RequestId, expected: int) -> i
     return expected if is_decoding else min(expected, 1)
 
 
-@sentence("P15", Schedule)
+@sentence("P15", Schedule, needs="async_scheduling")
 def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Complaints:
     """No row for a request whose last output may be in flight: it would run for nothing.
 
     Where exactly to stop is a policy: upstream's, which counts on every draft being rejected.
     """
-    if not step.config.async_scheduling:
-        return
     for row in step.running_rows:
         if ends_in_flight(ledger, step.old[row.request_id]):
             promised = ledger.placeholders(row.request_id)
