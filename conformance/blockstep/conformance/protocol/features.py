@@ -119,6 +119,7 @@ PRIORITY = Feature(
     values={"policy": v.Policy.PRIORITY},
     request=("priority",),
     situations=("admission_overtakes", "priority_"),
+    hides=("pins_",),  # there is one policy
     properties=("P16",),
 )
 DRAFTS = Feature(
@@ -290,10 +291,10 @@ TRANSFERS = Feature(
     },
     actions=(v.KVOffer, v.TransfersReported, Report),
     situations=("transfers_",),
-    hides=(  # draws give a store groups under full attention, and no encoder-decoder model
+    hides=(  # a store has groups under full attention, no encoder-decoder model, and no pins
         *("groups_of_three_kinds", "groups_window_slid", "groups_chunk_left", "groups_state_left"),
         *("groups_block_in_doubt", "groups_hit_behind_nulls", "groups_hit_cut_by_full_attention"),
-        *("groups_ended_with_nulls", "encoder_beside_", "encoder_across_"),
+        *("groups_ended_with_nulls", "encoder_beside_", "encoder_across_", "pins_"),
     ),
     properties=("P17", "P18", "P19"),
 )
@@ -314,6 +315,7 @@ PINS = Feature(
     request=("job_id", "is_last_step"),
     actions=(v.Clock, v.PinEstimate),
     situations=("pins_",),
+    hides=("admission_overtakes", "priority_", "transfers_"),  # there is one policy, and no store
     properties=("P10", "P17"),
 )
 CACHING = Feature(

@@ -26,6 +26,7 @@ from blockstep.conformance.protocol.features import (
     BY_NAME,
     GROUPS,
     LATE,
+    PINS,
     PRIORITY,
     SEVERAL_AT_ONCE,
     UsageError,
@@ -189,6 +190,8 @@ def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> 
     absent = {*lacking, *wish.never} & BY_NAME.keys()
     if options.policy is Policy.FCFS:
         absent.add(PRIORITY.name)
+    if options.policy is not None:
+        absent.add(PINS.name)
     if options.max_depth == 1:
         absent |= SEVERAL_AT_ONCE
     elif SEVERAL_AT_ONCE & wish.always:

@@ -98,7 +98,8 @@ def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Complaints:
     """When nobody is scheduled or preempted, pool, queues and statistics are as before.
 
     Who is passed over, though nothing outside is to come for it, may change from one queue to the
-    other: for its tokens in flight, or its adapter.
+    other: for its tokens in flight, or its adapter. Pins end whose time is over, and others order
+    the queue: what then is free and who then waits is judged by how it comes about.
     """
     if step.plan.new or step.plan.cached or step.preempted or step.plan.kv_loads:
         return
@@ -106,7 +107,10 @@ def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Complaints:
         return  # to one who did not fit all the same
     before, after = step.before, step.after
     queues = () if may_pass_over(step.config) else ("waiting", "skipped_waiting")
-    for name in ("ref_counts", "free_queue", "block_keys", "cached", *queues, "running", "stats"):
+    fields = ["ref_counts", "free_queue", "block_keys", "cached", *queues, "running", "stats"]
+    if before.pins is not None and before.pins.pins:
+        fields = [name for name in fields if name not in ("ref_counts", "free_queue", "waiting")]
+    for name in fields:
         old, new = getattr(before, name), getattr(after, name)
         if old is not new and old != new:
             yield unequal(f"nobody was scheduled, but {name} changed", name, old, new)
@@ -257,14 +261,12 @@ def least_share(step: Step, ledger: Ledger, name: RequestId, expected: int) -> i
     return expected if is_decoding else min(expected, 1)
 
 
-@sentence("P15", Schedule)
+@sentence("P15", Schedule, needs="async_scheduling")
 def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Complaints:
     """No row for a request whose last output may be in flight: it would run for nothing.
 
     Where exactly to stop is a policy: upstream's, which counts on every draft being rejected.
     """
-    if not step.config.async_scheduling:
-        return
     for row in step.running_rows:
         if ends_in_flight(ledger, step.old[row.request_id]):
             promised = ledger.placeholders(row.request_id)
@@ -364,8 +366,10 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
 
 
 def _hides_a_return(step: Step) -> bool:
-    """Whether what was loaded was published in this step, maybe behind who is next in line."""
-    return any(is_parked(step.old[row.request_id]) for row in step.admitted_rows)
+    """Whether what was loaded was published in this step, maybe behind who is next in line, or one
+    of whose load nothing came was loaded anew there: into blocks that the next in line would hit.
+    """
+    return any(is_parked(step.old[row.request_id]) for row in step.admitted_rows + step.parked)
 
 
 def count_free(snapshot: Snapshot, table: Iterable[BlockId]) -> int:
@@ -395,7 +399,7 @@ def next_in_line(step: Step, ledger: Ledger) -> RequestId | None:
     """Who would be admitted next: the first in policy order that waits for nothing outside, and
     whose adapter may join those of the running."""
     seats = Seats(ledger, step.after.running)
-    for name in in_policy_order(ledger, step.after):
+    for name in in_policy_order(ledger, step.after, is_behind_a_plan=True):
         if not must_wait(ledger, seats, step.new[name]):
             return name
     return None

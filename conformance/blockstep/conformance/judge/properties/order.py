@@ -264,7 +264,8 @@ def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
     if isinstance(step.event, ENDINGS) and step.config.kv_connector:
         freed, _ = follow_holds(step, ledger)
         return differing("free_queue", (*before.free_queue, *freed), after.free_queue)
-    if step.config.has_pins and not (isinstance(step.event, v.Reset) and ledger.has_sessions):
+    is_forced = isinstance(step.event, v.Reset) and step.event.reset_running_requests
+    if step.config.has_pins and not (is_forced and ledger.has_sessions):
         return differing(
             "free_queue", (*before.free_queue, *follow_pins(step, ledger).freed), after.free_queue
         )

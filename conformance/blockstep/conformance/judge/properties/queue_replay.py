@@ -41,7 +41,7 @@ def victims_of(step: Step, ledger: Ledger) -> list[v.RequestId]:
     last: the greatest (priority, arrival_time, request_id). Upstream leaves the id out; then of
     two equal requests the older one gives way to the younger, and by turns neither gets anywhere.
     """
-    if step.config.policy is v.Policy.FCFS:
+    if step.config.policy is v.Policy.FCFS or not step.preempted:
         return step.preempted[::-1]
     if step.config.policy is v.Policy.CONTINUUM:
         warm = list_pinned(step.before)
@@ -68,18 +68,21 @@ def in_waiting_order(ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
             for request in snapshot.requests
             if request.status is v.Status.PREEMPTED
         }
-        names.sort(key=lambda name: ledger.lives[name].request.job_id not in warm)
-        names.sort(key=lambda name: name not in returning)
+        cold = {name for name in names if ledger.lives[name].request.job_id not in warm}
+        names.sort(key=lambda name: (name not in returning) * (1 + (name in cold)))
     return names
 
 
-def in_policy_order(ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
-    """All who wait, in the order in which a plan meets them.
+def in_policy_order(
+    ledger: Ledger, snapshot: v.Snapshot, is_behind_a_plan: bool = False
+) -> list[v.RequestId]:
+    """All who wait, in the order in which a plan meets them; or has met them, behind one.
 
     FCFS meets skipped requests before waiting ones, for they came earlier. PRIORITY meets the
     lowest (priority, arrival_time, request_id) of both.
     """
-    names = [*snapshot.skipped_waiting, *in_waiting_order(ledger, snapshot)]
+    waiting = snapshot.waiting if is_behind_a_plan else in_waiting_order(ledger, snapshot)
+    names = [*snapshot.skipped_waiting, *waiting]
     if ledger.config.policy is v.Policy.PRIORITY:
         names.sort(key=lambda name: ledger.lives[name].order)
     return names
