@@ -104,7 +104,7 @@ def test_each_tool_has_times_of_its_own_and_an_unknown_one_those_of_all() -> Non
     """A turn keeps a tenth of the pool, which costs a tenth of a tick, for 400 tokens at half a
     tick: a gain of 200."""
     told = ToolTimes(250, ticks_per_token=0.5, unknown=77, longest=5_000, num_enough=2)
-    assert told.arrive("j", 0) == PinEstimate("j", 5_000)
+    assert told.arrive("j", 0) == PinEstimate("j", 77)
     given = [
         take(told, "j", "slow", begin=0, ticks=4_000),
         take(told, "j", "fast", begin=5_000, ticks=100),
@@ -137,6 +137,18 @@ def test_what_next_turns_do_not_find_gains_nothing() -> None:
     assert told.end(turn, 9_000).ttl == 101  # 13.3 - 0.1, 26.7 - 6.7, or 40 - 23.4
 
 
+@pytest.mark.parametrize(
+    ("num_found", "ttl"), [(400, 900), (200, 900), (100, 500), (1, 5), (0, 1), (None, 77)]
+)
+def test_a_turn_in_line_has_as_long_as_what_it_finds_is_worth(
+    num_found: int | None, ttl: int
+) -> None:
+    """A tenth of the pool is worth ten ticks for each that the tokens take, a half for one."""
+    told = ToolTimes(250, ticks_per_token=0.5, unknown=77, longest=900)
+    told.end(TurnEnd("j", "t", num_tokens=400, num_blocks=25), 0)
+    assert told.arrive("j", 10, num_found) == PinEstimate("j", ttl)
+
+
 def test_no_estimate_is_longer_than_the_longest() -> None:
     told = ToolTimes(10**6, ticks_per_token=9.0, longest=50, num_enough=1)
     take(told, "j", "t", begin=0, ticks=1_000)
@@ -159,13 +171,14 @@ def test_old_times_and_further_tools_are_left_out(monkeypatch: pytest.MonkeyPatc
 def test_what_is_answered_keeps_the_blocks_of_a_turn_that_waits() -> None:
     """Through an engine: a pin outlasts the line, and ends with what was found at its end."""
     told = ToolTimes(8, ticks_per_token=50.0, unknown=40, longest=900)
+    # Four tokens are worth 200 ticks, and a fourth of the pool for 800 costs as much.
     engine = HostEngine(Config(num_blocks=9, block_size=2, policy=Policy.CONTINUUM, max_num_seqs=1))
 
     def turn(name: str, now: int) -> None:
         engine.apply(Clock(now))
         request = Request(name, tuple(range(5)), max_tokens=1, job_id="j")
         assert engine.apply(Submit(request)) == Ack()
-        engine.apply(told.arrive("j", now))
+        engine.apply(told.arrive("j", now, 4))
 
     def step() -> None:
         plan = engine.apply(Schedule())
@@ -185,4 +198,4 @@ def test_what_is_answered_keeps_the_blocks_of_a_turn_that_waits() -> None:
     assert plan.new[0].num_computed_tokens == 4
     pins = engine.snapshot().pins
     assert pins is not None
-    assert [pin.end for pin in pins.pins] == [949]
+    assert [pin.end for pin in pins.pins] == [849]

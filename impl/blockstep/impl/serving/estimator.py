@@ -141,8 +141,9 @@ class ToolTimes:
     The t with the most gain beside its cost is given, or 0 if none is worth its cost. Both sides
     are the engine's time: a tick in which a hundredth of the pool serves nobody is a hundredth of a
     tick. `share` of the tokens is found by next turns: some agents begin anew with each of them. A
-    tool of which too little is known is taken for all tools together; if of these too
-    little is known, a fixed time is given, to learn. Source: the time to live of "Continuum"
+    tool of which too little is known is taken for all tools together; if of these too little is
+    known, a fixed time is given, to learn. A turn that has come is given the time at which what it
+    finds is used up by what it costs to keep all of it. Source: the time to live of "Continuum"
     (arXiv 2511.02230), which adds the waiting in line to the gain; here who comes back goes ahead
     of others, and what they lose by that is as much.
 
@@ -150,7 +151,7 @@ class ToolTimes:
         num_usable_blocks: of the pool.
         ticks_per_token: of a prompt, to compute one.
         unknown: given where too little is known.
-        longest: given while a turn waits or runs, and at most.
+        longest: given at most.
         num_enough: times from which on a distribution is one.
     """
 
@@ -180,7 +181,16 @@ class ToolTimes:
             self._all.take(turn, now - since, num_found)
             if turn.tool is not None and (turn.tool in self._tools or len(self._tools) < MAX_TOOLS):
                 self._tools.setdefault(turn.tool, _Tool()).take(turn, now - since, num_found)
-        return PinEstimate(job_id, self.longest)
+            if num_found is not None and turn.num_blocks:
+                return PinEstimate(job_id, self._find_time_in_line(turn, num_found))
+        return PinEstimate(job_id, self.unknown)
+
+    def _find_time_in_line(self, turn: TurnEnd, num_found: int) -> int:
+        """For how long what is found is worth that all of it stays: a tick at least, for of a turn
+        that has no time at all nothing is kept at its end, either."""
+        cost_per_tick = turn.num_blocks / self.num_usable_blocks
+        worth = int(num_found * self.ticks_per_token / cost_per_tick)
+        return max(min(worth, self.longest), 1)
 
     def end(self, turn: TurnEnd, now: int) -> PinEstimate:
         """See `Estimator`."""
