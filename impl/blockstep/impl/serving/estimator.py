@@ -1,0 +1,201 @@
+"""Estimators: for how long the blocks of a turn stay, from what the tools of agents have taken.
+
+A turn ends with the call of a tool, and the next turn of its job brings what the tool said.
+
+    turn | tool ...... | turn           ends, arrivals: what an estimator is told, with their times
+         ^ end         ^ arrival        the estimates: what it answers, events for the scheduler
+
+They stand outside of the scheduler and hold no time of their own. Each answer is to be applied
+right behind what it answers: the `Submit` of a turn, the `Commit` that ends it. All times are
+ticks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeVar
+
+from blockstep.spec.vocabulary import PinEstimate
+
+T = TypeVar("T")
+MAX_JOBS: Final = 10_000
+"""Jobs of which something is remembered: of more than these the oldest is forgotten."""
+MAX_TOOLS: Final = 1_000
+"""Tools told apart; what further ones take counts for all of them together."""
+MAX_TIMES: Final = 256
+"""Times kept of a tool: the latest."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """What is known of a turn as it ends."""
+
+    job_id: str
+    tool: str | None = None
+    """What it calls, as far as its client can tell."""
+    num_tokens: int = 0
+    """Those whose blocks would stay: the next turn need not compute them."""
+    num_blocks: int = 0
+    """These blocks."""
+
+
+class Estimator(Protocol):
+    """Says of a job for how long its blocks stay."""
+
+    def arrive(self, job_id: str, now: int) -> PinEstimate:
+        """A turn has been submitted.
+
+        What was kept for it stays while it waits, and so does what it leaves, until its end is
+        told.
+        """
+        ...
+
+    def end(self, turn: TurnEnd, now: int) -> PinEstimate:
+        """A turn has ended, which was not the last one."""
+        ...
+
+    def forget(self, job_id: str) -> None:
+        """No turn of this job comes any more."""
+        ...
+
+
+class FixedRule:
+    """The rule of the seed: a job whose tools have taken longer than a threshold keeps nothing.
+
+    Source: seed 001 "Change 12". Its pins would last ten seconds by default, and its estimator
+    never gives more than the threshold of two: here they last as long as the threshold, unless
+    `ttl` says otherwise. What is predicted is the mean of what tools have taken in this job; a job
+    without such times is kept, for else nothing would be learned of it.
+
+    Args:
+        threshold: the longest prediction that is waited for.
+        ttl: for how long then; the threshold if it is left out.
+    """
+
+    def __init__(self, threshold: int = 2_000, ttl: int | None = None) -> None:
+        self.threshold = threshold
+        self.ttl = threshold if ttl is None else ttl
+        self._ended: dict[str, int] = {}
+        """By job whose tool runs: since when."""
+        self._taken: dict[str, tuple[int, int]] = {}
+        """By job: tools that have come back, and ticks that they took together."""
+
+    def arrive(self, job_id: str, now: int) -> PinEstimate:
+        """See `Estimator`."""
+        since = self._ended.pop(job_id, None)
+        if since is not None:
+            count, total = self._taken.pop(job_id, (0, 0))
+            self._taken[job_id] = (count + 1, total + now - since)
+            _forget_oldest(self._taken)
+        return PinEstimate(job_id, self.ttl)
+
+    def end(self, turn: TurnEnd, now: int) -> PinEstimate:
+        """See `Estimator`."""
+        self._ended.pop(turn.job_id, None)
+        self._ended[turn.job_id] = now
+        _forget_oldest(self._ended)
+        count, total = self._taken.get(turn.job_id, (0, 0))
+        return PinEstimate(turn.job_id, 0 if total > count * self.threshold else self.ttl)
+
+    def forget(self, job_id: str) -> None:
+        """See `Estimator`."""
+        self._ended.pop(job_id, None)
+        self._taken.pop(job_id, None)
+
+
+class ToolTimes:
+    """A time that pays, from the distribution of what the tool has taken before.
+
+    Of each time t that the tool has taken: blocks that stay for t are there for as many turns as
+    came within t, and save them the computation. Meanwhile, until the turn comes or t is over,
+    nobody else has that part of the pool.
+
+        gain(t) = P(T <= t) * num_tokens * ticks_per_token
+        cost(t) = E[min(T, t)] * num_blocks / num_usable_blocks
+
+    The t with the most gain beside its cost is given, or 0 if none is worth its cost. Both sides
+    are the engine's time: a tick in which a hundredth of the pool serves nobody is a hundredth of a
+    tick. A tool of which too little is known is taken for all tools together; if of these too
+    little is known, a fixed time is given, to learn. Source: the time to live of "Continuum"
+    (arXiv 2511.02230), which adds the waiting in line to the gain; here who comes back goes ahead
+    of others, and what they lose by that is as much.
+
+    Args:
+        num_usable_blocks: of the pool.
+        ticks_per_token: of a prompt, to compute one.
+        unknown: given where too little is known.
+        longest: given while a turn waits or runs, and at most.
+        num_enough: times from which on a distribution is one.
+    """
+
+    def __init__(
+        self,
+        num_usable_blocks: int,
+        ticks_per_token: float,
+        unknown: int = 2_000,
+        longest: int = 60_000,
+        num_enough: int = 5,
+    ) -> None:
+        self.num_usable_blocks = num_usable_blocks
+        self.ticks_per_token = ticks_per_token
+        self.unknown = unknown
+        self.longest = longest
+        self.num_enough = num_enough
+        self._ended: dict[str, tuple[str | None, int]] = {}
+        """By job whose tool runs: which one, and since when."""
+        self._times: dict[str, deque[int]] = {}
+        """By tool: what it has taken."""
+        self._all: deque[int] = deque(maxlen=MAX_TIMES)
+
+    def arrive(self, job_id: str, now: int) -> PinEstimate:
+        """See `Estimator`."""
+        tool, since = self._ended.pop(job_id, (None, now))
+        if since < now:
+            self._all.append(now - since)
+            if tool is not None and (tool in self._times or len(self._times) < MAX_TOOLS):
+                self._times.setdefault(tool, deque(maxlen=MAX_TIMES)).append(now - since)
+        return PinEstimate(job_id, self.longest)
+
+    def end(self, turn: TurnEnd, now: int) -> PinEstimate:
+        """See `Estimator`."""
+        self._ended.pop(turn.job_id, None)
+        self._ended[turn.job_id] = (turn.tool, now)
+        _forget_oldest(self._ended)
+        times: Sequence[int] = self._times.get(turn.tool or "", ())
+        if len(times) < self.num_enough:
+            times = self._all
+        if len(times) < self.num_enough:
+            return PinEstimate(turn.job_id, self.unknown)
+        gain = turn.num_tokens * self.ticks_per_token
+        best = find_best_time(times, gain, turn.num_blocks / self.num_usable_blocks)
+        return PinEstimate(turn.job_id, min(best, self.longest))
+
+    def forget(self, job_id: str) -> None:
+        """See `Estimator`."""
+        self._ended.pop(job_id, None)
+
+
+def find_best_time(times: Iterable[int], gain: float, cost_per_tick: float) -> int:
+    """Ticks to wait for something that has taken so long before; 0 if that does not pay.
+
+    Args:
+        times: what it has taken.
+        gain: of being there when it comes.
+        cost_per_tick: of waiting.
+    """
+    line = sorted(times)
+    best, most, waited = 0, 0.0, 0
+    for place, time in enumerate(line):
+        waited += time
+        num_missed = len(line) - place - 1
+        worth = gain * (place + 1) - cost_per_tick * (waited + num_missed * time)
+        if worth > most:
+            best, most = time + 1, worth  # a pin that ends as its turn comes is gone
+    return best
+
+
+def _forget_oldest(kept: dict[str, T]) -> None:
+    if len(kept) > MAX_JOBS:
+        del kept[next(iter(kept))]
