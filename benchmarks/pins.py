@@ -23,7 +23,7 @@ import platform
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import chain, zip_longest
+from itertools import chain, takewhile, zip_longest
 from pathlib import Path
 from typing import Final
 
@@ -59,6 +59,8 @@ class Turn:
 
     prompt: TokenIds
     outputs: TokenIds
+    num_found: int | None
+    """Leading tokens of the turn before, its outputs included; None for the first."""
     tool_ms: float | None
     """Until the next one comes; None for the last."""
 
@@ -114,15 +116,20 @@ def read_sessions(path: Path, suites: list[str]) -> list[Session]:
 
 
 def _list_turns(turns: list[tuple[int, Request]]) -> Iterator[Turn]:
+    before: TokenIds = ()
     for number, (arrival, request) in enumerate(turns):
         prompt, size = request.prompt_token_ids, request.max_tokens
         tool_ms: float | None = None
         known: TokenIds = ()
+        alike = (pair[0] == pair[1] for pair in zip(before, prompt, strict=False))
+        num_found = len([*takewhile(bool, alike)]) if number else None
         if number + 1 < len(turns):
             next_arrival, following = turns[number + 1]
             tool_ms = max(next_arrival - arrival - TRACE_TOKEN_MS * size, 0.0)
             known = following.prompt_token_ids[len(prompt) : len(prompt) + size]
-        yield Turn(prompt, (*known, *[OUTPUT_TOKENS_START] * (size - len(known))), tool_ms)
+        outputs = (*known, *[OUTPUT_TOKENS_START] * (size - len(known)))
+        yield Turn(prompt, outputs, num_found, tool_ms)
+        before = (*prompt, *outputs)
 
 
 @dataclass(slots=True)
@@ -190,7 +197,7 @@ class Run:
         self.live[name] = Running(session, number, arrival)
         if self.estimator is not None:
             self.engine.apply(Clock(int(self.now)))
-            self.engine.apply(self.estimator.arrive(session.name, int(arrival)))
+            self.engine.apply(self.estimator.arrive(session.name, int(arrival), turn.num_found))
 
     def _step(self) -> None:
         self.engine.apply(Clock(int(self.now)))

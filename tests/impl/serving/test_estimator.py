@@ -125,6 +125,18 @@ def test_each_tool_has_times_of_its_own_and_an_unknown_one_those_of_all() -> Non
     ]
 
 
+def test_what_next_turns_do_not_find_gains_nothing() -> None:
+    """Of 400 tokens 100 and 60 are found: a gain of 40 instead of 200, and 100 ticks cost 10."""
+    told = ToolTimes(250, ticks_per_token=0.5, num_enough=2)
+    turn = TurnEnd("j", "t", num_tokens=400, num_blocks=25)
+    given = []
+    for now, ticks, num_found in ((0, 100, 100), (5_000, 600, 60), (6_000, 1, None)):
+        given.append(told.end(turn, now).ttl)
+        told.arrive("j", now + ticks, num_found)
+    assert given == [2_000, 2_000, 101]  # 20 - 10, or 40 - 35
+    assert told.end(turn, 9_000).ttl == 101  # 13.3 - 0.1, 26.7 - 6.7, or 40 - 23.4
+
+
 def test_no_estimate_is_longer_than_the_longest() -> None:
     told = ToolTimes(10**6, ticks_per_token=9.0, longest=50, num_enough=1)
     take(told, "j", "t", begin=0, ticks=1_000)

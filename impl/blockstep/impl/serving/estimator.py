@@ -13,8 +13,8 @@ ticks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
 
 from blockstep.spec.vocabulary import PinEstimate
@@ -44,8 +44,8 @@ class TurnEnd:
 class Estimator(Protocol):
     """Says of a job for how long its blocks stay."""
 
-    def arrive(self, job_id: str, now: int) -> PinEstimate:
-        """A turn has been submitted.
+    def arrive(self, job_id: str, now: int, num_found: int | None = None) -> PinEstimate:
+        """A turn has been submitted, which begins with so many tokens of the one before, if known.
 
         What was kept for it stays while it waits, and so does what it leaves, until its end is
         told.
@@ -59,6 +59,28 @@ class Estimator(Protocol):
     def forget(self, job_id: str) -> None:
         """No turn of this job comes any more."""
         ...
+
+
+@dataclass(slots=True)
+class _Tool:
+    """What is known of a tool: the latest calls of it that have come back."""
+
+    times: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_TIMES))
+    """What it has taken."""
+    found: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=MAX_TIMES))
+    """Tokens of the turn behind it that stood in the one before it, and those of that one."""
+
+    def take(self, turn: TurnEnd, ticks: int, num_found: int | None) -> None:
+        """It has come back."""
+        self.times.append(ticks)
+        if num_found is not None:
+            self.found.append((min(num_found, turn.num_tokens), turn.num_tokens))
+
+    @property
+    def share(self) -> float:
+        """Of the tokens that would stay, those that are found; all, if nobody has told."""
+        num_tokens = sum(kept for _, kept in self.found)
+        return sum(found for found, _ in self.found) / num_tokens if num_tokens else 1.0
 
 
 class FixedRule:
@@ -82,8 +104,9 @@ class FixedRule:
         self._taken: dict[str, tuple[int, int]] = {}
         """By job: tools that have come back, and ticks that they took together."""
 
-    def arrive(self, job_id: str, now: int) -> PinEstimate:
-        """See `Estimator`."""
+    def arrive(self, job_id: str, now: int, num_found: int | None = None) -> PinEstimate:
+        """See `Estimator`. It has no use for what is found."""
+        del num_found
         since = self._ended.pop(job_id, None)
         if since is not None:
             count, total = self._taken.pop(job_id, (0, 0))
@@ -112,12 +135,13 @@ class ToolTimes:
     came within t, and save them the computation. Meanwhile, until the turn comes or t is over,
     nobody else has that part of the pool.
 
-        gain(t) = P(T <= t) * num_tokens * ticks_per_token
+        gain(t) = P(T <= t) * num_tokens * share * ticks_per_token
         cost(t) = E[min(T, t)] * num_blocks / num_usable_blocks
 
     The t with the most gain beside its cost is given, or 0 if none is worth its cost. Both sides
     are the engine's time: a tick in which a hundredth of the pool serves nobody is a hundredth of a
-    tick. A tool of which too little is known is taken for all tools together; if of these too
+    tick. `share` of the tokens is found by next turns: some agents begin anew with each of them. A
+    tool of which too little is known is taken for all tools together; if of these too
     little is known, a fixed time is given, to learn. Source: the time to live of "Continuum"
     (arXiv 2511.02230), which adds the waiting in line to the gain; here who comes back goes ahead
     of others, and what they lose by that is as much.
@@ -143,33 +167,33 @@ class ToolTimes:
         self.unknown = unknown
         self.longest = longest
         self.num_enough = num_enough
-        self._ended: dict[str, tuple[str | None, int]] = {}
-        """By job whose tool runs: which one, and since when."""
-        self._times: dict[str, deque[int]] = {}
-        """By tool: what it has taken."""
-        self._all: deque[int] = deque(maxlen=MAX_TIMES)
+        self._ended: dict[str, tuple[TurnEnd, int]] = {}
+        """By job whose tool runs: how its turn ended, and when."""
+        self._tools: dict[str, _Tool] = {}
+        self._all = _Tool()
 
-    def arrive(self, job_id: str, now: int) -> PinEstimate:
+    def arrive(self, job_id: str, now: int, num_found: int | None = None) -> PinEstimate:
         """See `Estimator`."""
-        tool, since = self._ended.pop(job_id, (None, now))
-        if since < now:
-            self._all.append(now - since)
-            if tool is not None and (tool in self._times or len(self._times) < MAX_TOOLS):
-                self._times.setdefault(tool, deque(maxlen=MAX_TIMES)).append(now - since)
+        ended = self._ended.pop(job_id, None)
+        if ended is not None:
+            turn, since = ended
+            self._all.take(turn, now - since, num_found)
+            if turn.tool is not None and (turn.tool in self._tools or len(self._tools) < MAX_TOOLS):
+                self._tools.setdefault(turn.tool, _Tool()).take(turn, now - since, num_found)
         return PinEstimate(job_id, self.longest)
 
     def end(self, turn: TurnEnd, now: int) -> PinEstimate:
         """See `Estimator`."""
         self._ended.pop(turn.job_id, None)
-        self._ended[turn.job_id] = (turn.tool, now)
+        self._ended[turn.job_id] = (turn, now)
         _forget_oldest(self._ended)
-        times: Sequence[int] = self._times.get(turn.tool or "", ())
-        if len(times) < self.num_enough:
-            times = self._all
-        if len(times) < self.num_enough:
+        known = self._all if turn.tool is None else self._tools.get(turn.tool, self._all)
+        if len(known.times) < self.num_enough:
+            known = self._all
+        if len(known.times) < self.num_enough:
             return PinEstimate(turn.job_id, self.unknown)
-        gain = turn.num_tokens * self.ticks_per_token
-        best = find_best_time(times, gain, turn.num_blocks / self.num_usable_blocks)
+        gain = turn.num_tokens * known.share * self.ticks_per_token
+        best = find_best_time(known.times, gain, turn.num_blocks / self.num_usable_blocks)
         return PinEstimate(turn.job_id, min(best, self.longest))
 
     def forget(self, job_id: str) -> None:
