@@ -174,6 +174,9 @@ RARE_UNLESS_WANTED = {
     *("groups_block_in_doubt", "groups_hit_cut_by_a_window", "groups_admitted_past_its_room"),
     *("groups_preempted_with_nulls", "groups_preempted_about_to_slide"),
     *("groups_resumed_behind_nulls", "groups_hit_of_a_state", "groups_state_left"),
+    *("pins_last_step", "pins_of_whom_gave_up", "pins_preempted_beside", "pins_warm_goes_ahead"),
+    *("pins_victim_stands_ahead", "pins_victim_of_a_job", "pins_preempted_stays_ahead"),
+    *("pins_reset", "pins_reset_forced", "pins_reset_refused"),
 }
 """Required where every run has the feature that they need: one in four does otherwise."""
 RARE_WHERE_WANTED = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from blockstep.spec.beside.transfers import hold_ended
 from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.memory.pins import forget_jobs
+from blockstep.spec.memory.pins import forget_jobs, list_unfinished_jobs
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules, Stop
@@ -130,7 +130,7 @@ def get_ended(state: State, request_ids: Sequence[RequestId]) -> State:
     gone = set(request_ids)
     pins = state.pins
     if pins.estimates:
-        pins = forget_jobs(pins, [request.request.job_id for request in requests.values()])
+        pins = forget_jobs(pins, list_unfinished_jobs(requests))
     return replace(
         state,
         pool=pool,

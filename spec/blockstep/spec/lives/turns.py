@@ -8,6 +8,7 @@ from blockstep.spec.memory.pins import (
     free_pins,
     get_findable_tables,
     list_of_job,
+    list_unfinished_jobs,
     take_estimate,
     tell_time,
     without_findable,
@@ -67,5 +68,4 @@ def without_pins(state: State) -> State:
 
 def without_strange_jobs(state: State) -> State:
     """The state without estimates for jobs of which there is nothing any more. Source: P17."""
-    jobs = [request.request.job_id for request in state.requests.values()]
-    return replace(state, pins=forget_jobs(state.pins, jobs))
+    return replace(state, pins=forget_jobs(state.pins, list_unfinished_jobs(state.requests)))

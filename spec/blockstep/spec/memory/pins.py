@@ -9,7 +9,7 @@ somebody who lacks blocks while nobody else runs (P10, P17).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,7 +17,7 @@ from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.pool import Pool, free_blocks
 from blockstep.spec.requests import RequestState, without_nulls
-from blockstep.spec.vocabulary import BlockTables, Pin, PinEstimate
+from blockstep.spec.vocabulary import BlockTables, Pin, PinEstimate, RequestId
 
 NO_ESTIMATES: Final[FrozenMap[str, int]] = FrozenMap()
 
@@ -58,10 +58,15 @@ def take_estimate(pins: Pins, estimate: PinEstimate) -> Pins:
     return replace(pins, pins=tuple(kept), estimates=estimates)
 
 
+def list_unfinished_jobs(requests: Mapping[RequestId, RequestState]) -> list[str | None]:
+    """Jobs of unfinished requests, as often as they have any. Source: P17."""
+    return [requests[name].request.job_id for name in sorted(requests)]
+
+
 def forget_jobs(pins: Pins, unfinished: Collection[str | None]) -> Pins:
     """Without estimates for jobs that have neither a pin nor an unfinished turn. Source: P17."""
     known = {*unfinished, *list_jobs(pins)}
-    gone = [job_id for job_id in pins.estimates if job_id not in known]
+    gone = [job_id for job_id in sorted(pins.estimates) if job_id not in known]
     if not gone:
         return pins
     estimates = pins.estimates

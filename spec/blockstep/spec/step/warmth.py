@@ -10,6 +10,7 @@ from blockstep.spec.memory.pins import (
     list_expired,
     list_givers,
     list_jobs,
+    list_unfinished_jobs,
 )
 from blockstep.spec.requests import RequestState
 from blockstep.spec.step.giving import process_giving
@@ -58,5 +59,4 @@ def process_unpinning(step: Step, gone: list[Pin]) -> None:
     """These pins end now. Source: seed 001 "Change 4"; P17."""
     if gone:
         step.pool, pins = free_pins(step.pool, step.pins, gone)
-        jobs = [request.request.job_id for request in step.requests.values()]
-        step.pins = forget_jobs(pins, jobs)
+        step.pins = forget_jobs(pins, list_unfinished_jobs(step.requests))

@@ -289,7 +289,7 @@ class Step:
 
     @once
     def hides_what_was_given(self) -> bool:
-        """Whether who held blocks without running, or pins, gave them back, at a time that is not seen.
+        """Whether pins, or who held blocks without running, gave them back at a time not seen.
 
         Where nobody ran, one may have given them to who was admitted or parked before it, and hit
         them again.
