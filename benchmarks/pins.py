@@ -99,8 +99,9 @@ def read_sessions(path: Path, suites: list[str]) -> list[Session]:
     Turns without a prompt, which no engine takes, are left out: their tools go on.
     """
     workload = load(path)
-    with gzip.open(path, "rt") as lines:
-        told = [json.loads(line) for line in lines]
+    raw = path.read_bytes()
+    text = gzip.decompress(raw) if path.suffix == ".gz" else raw
+    told = [json.loads(line) for line in text.splitlines()]
     by_session: dict[tuple[str, str], list[tuple[int, Request]]] = {}
     for row in workload.rows:
         suite, name = told[row.row]["suite"], told[row.row]["session"]
