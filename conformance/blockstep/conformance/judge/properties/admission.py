@@ -360,8 +360,10 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
 
 
 def _hides_a_return(step: Step) -> bool:
-    """Whether what was loaded was published in this step, maybe behind who is next in line."""
-    return any(is_parked(step.old[row.request_id]) for row in step.admitted_rows)
+    """Whether what was loaded was published in this step, maybe behind who is next in line, or one
+    of whose load nothing came was loaded anew there: into blocks that the next in line would hit.
+    """
+    return any(is_parked(step.old[row.request_id]) for row in step.admitted_rows + step.parked)
 
 
 def count_free(snapshot: Snapshot, table: Iterable[BlockId]) -> int:
