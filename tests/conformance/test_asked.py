@@ -35,7 +35,7 @@ def test_who_is_not_asked_has_nothing_to_say(monkeypatch: pytest.MonkeyPatch) ->
     for name in sorted(EXHIBITS)[::12]:
         options = CheckOptions(engine=MUSEUM + name, preset="small")
         wrong += run_episode(options, 1, load_engine(MUSEUM + name)).first is not None
-    assert wrong > 3
+    assert wrong
     assert spared.keys() >= SPARED
 
 
