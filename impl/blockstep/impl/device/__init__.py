@@ -1,0 +1,6 @@
+"""The scheduler's state on a GPU, and the kernels that change it.
+
+`layout` lists the tensors. The kernels are Triton, a module per phase: `pool` (free blocks),
+`contents` (what can be found), `lives` (queues, preemption, ends), `commands` (what the host asks
+for), `running` and `waiting` (the plan), `results` (the answer), `step` (the entries).
+"""
