@@ -1,9 +1,9 @@
 """Layout: every tensor that the device's scheduler lives in, and the constants of its kernels.
 
-A request has a *slot*, which the host gives it and takes back after it has read of its end. All that
-is known of a request lies in columns and tables by slot; `run` has the slots in running order.
-Contents of full blocks are *nodes* of a tree, as in the compiled engine: the same content is the same
-node, and a hit is a node that some block carries.
+A request has a *slot*, which the host gives it and takes back after it has read of its end. All
+that is known of a request lies in columns and tables by slot; `run` has the slots in running order.
+Contents of full blocks are *nodes* of a tree, as in the compiled engine: the same content is the
+same node, and a hit is a node that some block carries.
 
     tokens  | node | node | node | ..|     paths[slot]: the node of each known full block
     blocks     7      3      9     4       tables[slot]; a block carries a node, or none
@@ -106,9 +106,11 @@ OLDEST_ID: Final = 2
 BUDGET: Final = 3
 ADMITS: Final = 4
 """Whether waiting requests may be admitted."""
-COMMIT_ID: Final = 5
-"""The frame that `answer_*` is for."""
-CONTROL_COLUMNS: Final = 6
+PLACE: Final = 5
+"""Where the frame is written: its row of `plans`. Empty plans have an id too, and no place."""
+COMMIT_PLACE: Final = 6
+"""Where the frame lies that `answer_*` is for."""
+CONTROL_COLUMNS: Final = 7
 
 Int32s = NDArray[np.int32]
 
@@ -295,7 +297,7 @@ class State(NamedTuple):
     command_at: Any
     """[1]; and those that were taken."""
     plans: Any
-    """[frames, ROW_COLUMNS, rows]; frame `i` lies at `i % frames`."""
+    """[frames, ROW_COLUMNS, rows]; by place."""
     plan_rows: Any
     """[frames]; rows of each."""
     victims: Any
@@ -308,7 +310,7 @@ class State(NamedTuple):
     """[TOLD_COLUMNS, rows]; of the last commit."""
 
     scratch: Any
-    """[the longer of rows and table]"""
+    """[the longest of rows, table and num_blocks]"""
 
 
 INT64S: Final = frozenset(
@@ -330,18 +332,21 @@ _NUMBERS: Final = (
 _FILLED: Final = {
     **dict.fromkeys(("cached", "last_frame", "eos", "node", "next_same", "previous_same"), NONE),
     **dict.fromkeys(("ring", "first_block", "last_block", "next_node", "parent"), NONE),
-    **{"buckets": NONE, "key": FAR},
+    "buckets": NONE,
+    "key": FAR,
 }
 """What tensors hold at first, where it is not 0."""
 
 
-def make_dims(config: Config, slots: int = 16, stops: int = 4, lanes: int = 16) -> Dims:
-    """The constants for a config, with room for so many unfinished requests."""
+def make_dims(
+    config: Config, slots: int = 16, stops: int = 4, lanes: int = 16, nodes: int = 0
+) -> Dims:
+    """The constants for a config, with room for so many unfinished requests and nodes."""
     size = config.block_size
     rows = _power_of_two(min(config.max_num_seqs, config.num_usable_blocks))
     longest = min(-(-config.max_model_len // size), config.num_blocks) + 1
     slots, table = _multiple(max(slots, rows), lanes), _multiple(longest, lanes)
-    nodes = _multiple(2 * (config.num_blocks + slots * longest), lanes)
+    nodes = _multiple(max(nodes, 4 * config.num_blocks), lanes)
     return Dims(
         size,
         config.max_model_len,
@@ -404,7 +409,7 @@ def shape_of(name: str, d: Dims) -> tuple[int, ...]:
         "answer_counts": (d.rows,),
         "answer_tokens": (d.rows, 1 + d.drafts),
         "record": (TOLD_COLUMNS, d.rows),
-        "scratch": (max(d.rows, d.table),),
+        "scratch": (max(d.rows, d.table, d.num_blocks),),
     }
     return shapes[name]
 
