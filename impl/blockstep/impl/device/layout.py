@@ -425,7 +425,6 @@ def make_state(d: Dims) -> State:
     made["tail"][:] = made["num_free"][:] = len(blocks)
     made["free_nodes"][:] = np.arange(d.nodes, dtype=np.int32)
     made["num_free_nodes"][:] = d.nodes
-    made["ref_count"][0] = 0
     return State(**made)
 
 
