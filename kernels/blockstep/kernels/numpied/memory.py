@@ -232,7 +232,7 @@ class Watched(Memory):
 
     def note_atomic(self, array: Any, offset: Any) -> None:
         """They order themselves; against others they are stores."""
-        self._note_write(array, offset.reshape(-1), "atomic")
+        self._note_write(array, offset.reshape(-1), "atomic", None)
 
     def _read(self, array: Any, offset: Any, _vector: Any = None) -> Any:
         inside = _inside(array, offset)
@@ -246,15 +246,16 @@ class Watched(Memory):
         return value
 
     def _write_one(self, array: Any, offset: Any, value: Any) -> None:
-        self._note_write(array, np.array([offset]), None)
+        self._note_write(array, np.array([offset]), None, value)
         array[offset] = value
 
     def _write(self, array: Any, offset: Any, value: Any, _vector: Any) -> None:
         inside = _inside(array, offset).reshape(-1)
-        if isinstance(value, np.ndarray) and len(np.unique(inside)) < inside.size:
-            self._find("WRITTEN-TWICE", find_line())
-        self._note_write(array, inside, _vector.tobytes())
-        array[inside] = value.reshape(-1) if isinstance(value, np.ndarray) else value
+        value = value.reshape(-1) if isinstance(value, np.ndarray) else value
+        self._note_write(array, inside, _vector.tobytes(), value)
+        array[inside] = value
+        if (array[inside] != value).any():
+            self._find("STORED-TWICE", find_line())
 
     def _shadow(self, array: Any) -> Shadow:
         shadow = self.shadows.get(id(array))
@@ -278,9 +279,12 @@ class Watched(Memory):
                 shadow.mixed[other] = number
         shadow.reads[offset] = now
 
-    def _note_write(self, array: Any, offset: Any, vector: Any) -> None:
+    def _note_write(self, array: Any, offset: Any, vector: Any, value: Any) -> None:
         shadow, now = self._shadow(array), self._access(vector)
-        self._compare("STORE-STORE", shadow.writes[offset], now, vector, in_place=True)
+        # Stores of one value may come in any order.
+        writes = shadow.writes[offset]
+        writes = writes if value is None else writes[array[offset] != value]
+        self._compare("STORE-STORE", writes, now, vector, in_place=True)
         # What is read and then written through one vector was needed for what is written; a scalar
         # is read by all threads, and written by one.
         in_place = vector is not None
