@@ -7,17 +7,21 @@ from dataclasses import replace
 from play_support.play import CONFIG, A, B, request
 
 from blockstep.conformance.judge.worker import Worker
+from blockstep.conformance.judge.worker.names import SPOILED
 from blockstep.conformance.protocol.tokens import token_function
 from blockstep.spec.vocabulary import (
     Abort,
     Aborted,
     Ack,
+    CachedRow,
     Commit,
+    FinishReason,
     KVLoad,
     KVLoadFailurePolicy,
     KVOffer,
     KVTransfers,
     NewRow,
+    OutputRow,
     Outputs,
     Plan,
     RowTokens,
@@ -89,6 +93,39 @@ def test_what_was_computed_on_a_failed_load_is_spoiled() -> None:
     assert worker.views["A"].num_computed == 0
     assert worker.views["A"].tokens == list(A.prompt_token_ids)
     assert told(worker, SHARING) == ["attended_slot_was_loaded"]
+
+
+def test_a_failed_load_of_a_session_spoils_nothing_of_who_has_its_id_next() -> None:
+    worker = Worker(STORE, token_function(1, 50))
+    worker.observe(Submit(replace(A, resumable=True)), Ack())
+    assert told(worker, Plan(0, kv_loads=(LATER,))) == []
+    failed = KVTransfers(("A",), invalid_block_ids=(2,))
+    ended = OutputRow("A", (), FinishReason.ERROR)
+    worker.observe(TransfersReported(failed), Outputs((ended,)))
+    worker.observe(Submit(A), Ack())
+    assert told(worker, Plan(1, finished_req_ids=("A",), kv_loads=(LATER,))) == []
+    report(worker, KVTransfers(("A",)))
+    assert told(worker, Plan(2, new=(ROW_OF_A,))) == []
+
+
+def test_a_failed_load_spoils_nothing_of_the_load_after_it() -> None:
+    """A is preempted, and loaded again into the same block, before the first load turns out to have
+    failed."""
+    config, asked = replace(STORE, max_frames_in_flight=3), request("A", 1, 2, 3)
+    load = KVLoad("A", ((1,),), 0, 2, is_async=False)
+    row = CachedRow("A", True, ((1, 2),), (1, 2, 3), 2, 0, 1)
+    for is_preempted in (True, False):
+        worker = Worker(config, token_function(1, 50))
+        worker.observe(Submit(asked), Ack())
+        gone = ("A",) if is_preempted else ()
+        plans = [Plan(0, new=(NewRow(asked, ((1, 2),), 2, 1),), kv_loads=(load,))]
+        plans += [Plan(1, preempted_req_ids=gone)] if is_preempted else []
+        plans += [Plan(2, cached=(row,), kv_loads=(load,))] if is_preempted else []
+        for plan in plans:
+            worker.observe(Schedule(), plan)
+        invalid = KVTransfers(invalid_block_ids=(1,))
+        worker.observe(Commit(0, worker.answer(0), invalid), Outputs())
+        assert (SPOILED in worker.kv[1]) is not is_preempted
 
 
 def test_blocks_that_the_store_reads_stay_as_they_are() -> None:

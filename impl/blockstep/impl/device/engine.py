@@ -6,9 +6,9 @@ a launch tells. It knows names; the device knows slots.
 
 from __future__ import annotations
 
-from typing import Final, assert_never
+from typing import assert_never
 
-from blockstep.impl.capabilities import COMPILED, list_config_problems
+from blockstep.impl.capabilities import DEVICE, list_config_problems
 from blockstep.impl.device import layout
 from blockstep.impl.device.frames import Frame, read_frame, read_outputs
 from blockstep.impl.device.inbox import Inbox
@@ -61,9 +61,6 @@ from blockstep.spec.vocabulary import (
     TransfersReported,
     event_problem,
 )
-
-DEVICE: Final = COMPILED
-"""Its capabilities: those of the compiled engine."""
 
 
 class DeviceEngine:

@@ -313,12 +313,8 @@ class State(NamedTuple):
     """[the longest of rows, table and num_blocks]"""
 
 
-INT64S: Final = frozenset(
-    (
-        *("key", "ranks", "back", "front", "queries", "hits", "preemptions"),
-        *("drafts_scheduled", "drafts_accepted"),
-    )
-)
+_COUNTERS: Final = ("queries", "hits", "preemptions", "drafts_scheduled", "drafts_accepted")
+INT64S: Final = frozenset(("key", "ranks", "back", "front", *_COUNTERS))
 _OF_SLOTS: Final = State._fields[: State._fields.index("tokens")]
 _OF_BLOCKS: Final = ("ref_count", "place", "node", "next_same", "previous_same")
 _OF_NODES: Final = (
@@ -331,8 +327,7 @@ _NUMBERS: Final = (
 )
 _FILLED: Final = {
     **dict.fromkeys(("cached", "last_frame", "eos", "node", "next_same", "previous_same"), NONE),
-    **dict.fromkeys(("ring", "first_block", "last_block", "next_node", "parent"), NONE),
-    "buckets": NONE,
+    **dict.fromkeys(("ring", "first_block", "last_block", "next_node", "parent", "buckets"), NONE),
     "key": FAR,
 }
 """What tensors hold at first, where it is not 0."""
@@ -387,17 +382,17 @@ def shape_of(name: str, d: Dims) -> tuple[int, ...]:
         return (d.nodes,)
     if name in _NUMBERS:
         return (1,)
+    if name in ("tables", "paths", "extras"):
+        return (d.slots, d.table)
+    if name in ("run", "victims", "answer_counts"):
+        return (d.rows,)
+    if name in ("drafts", "offered"):
+        return (d.slots, d.drafts)
     shapes = {
         "tokens": (d.slots, d.tokens),
-        "tables": (d.slots, d.table),
-        "paths": (d.slots, d.table),
-        "extras": (d.slots, d.table),
-        "drafts": (d.slots, d.drafts),
-        "offered": (d.slots, d.drafts),
         "stops": (d.slots, d.stops),
         "ranks": (d.slots,),
         "inbox": (d.slots, INBOX_COLUMNS),
-        "run": (d.rows,),
         "ring": (d.ring,),
         "node_tokens": (d.nodes, d.size),
         "buckets": (d.buckets,),
@@ -405,8 +400,6 @@ def shape_of(name: str, d: Dims) -> tuple[int, ...]:
         "commands": (d.commands, COMMAND_COLUMNS),
         "plans": (d.frames, ROW_COLUMNS, d.rows),
         "plan_rows": (d.frames,),
-        "victims": (d.rows,),
-        "answer_counts": (d.rows,),
         "answer_tokens": (d.rows, 1 + d.drafts),
         "record": (TOLD_COLUMNS, d.rows),
         "scratch": (max(d.rows, d.table, d.num_blocks),),
@@ -425,15 +418,11 @@ def make_state(d: Dims) -> State:
     made["tail"][:] = made["num_free"][:] = len(blocks)
     made["free_nodes"][:] = np.arange(d.nodes, dtype=np.int32)
     made["num_free_nodes"][:] = d.nodes
-    made["ref_count"][0] = 0
     return State(**made)
 
 
 def grow(old: State, was: Dims, d: Dims) -> State:
-    """The same state in longer tensors; commands must have been taken, and no plan may be running.
-
-    Only slots, nodes, stops and what follows from them may have grown.
-    """
+    """The same in longer tensors: of slots, nodes and stops; commands must have been taken."""
     made = make_state(d)
     for name in State._fields:
         before, after = getattr(old, name), getattr(made, name)

@@ -256,14 +256,12 @@ def least_share(step: Step, ledger: Ledger, name: RequestId, expected: int) -> i
     return expected if is_decoding else min(expected, 1)
 
 
-@sentence("P15", Schedule)
+@sentence("P15", Schedule, needs="async_scheduling")
 def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Complaints:
     """No row for a request whose last output may be in flight: it would run for nothing.
 
     Where exactly to stop is a policy: upstream's, which counts on every draft being rejected.
     """
-    if not step.config.async_scheduling:
-        return
     for row in step.running_rows:
         if ends_in_flight(ledger, step.old[row.request_id]):
             promised = ledger.placeholders(row.request_id)
@@ -362,8 +360,10 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
 
 
 def _hides_a_return(step: Step) -> bool:
-    """Whether what was loaded was published in this step, maybe behind who is next in line."""
-    return any(is_parked(step.old[row.request_id]) for row in step.admitted_rows)
+    """Whether what was loaded was published in this step, maybe behind who is next in line, or one
+    of whose load nothing came was loaded anew there: into blocks that the next in line would hit.
+    """
+    return any(is_parked(step.old[row.request_id]) for row in step.admitted_rows + step.parked)
 
 
 def count_free(snapshot: Snapshot, table: Iterable[BlockId]) -> int:

@@ -26,7 +26,10 @@ def cut_at_placeholder(drafts: v.TokenIds) -> v.TokenIds:
     return drafts[:at]
 
 
-NEEDED = ("encoder_cache_size", "enable_kv_cache_events", "kv_connector")
+NEEDED = (
+    *("async_scheduling", "enable_kv_cache_events", "encoder_cache_size"),
+    *("groups", "kv_connector"),
+)
 """Fields of a config of which some sentences speak alone: see `Sentence.needs`."""
 
 

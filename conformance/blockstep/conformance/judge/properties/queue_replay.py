@@ -40,7 +40,7 @@ def victims_of(step: Step, ledger: Ledger) -> list[v.RequestId]:
     last: the greatest (priority, arrival_time, request_id). Upstream leaves the id out; then of
     two equal requests the older one gives way to the younger, and by turns neither gets anywhere.
     """
-    if step.config.policy is v.Policy.FCFS:
+    if step.config.policy is v.Policy.FCFS or not step.preempted:
         return step.preempted[::-1]
     return sorted(step.preempted, key=lambda name: ledger.lives[name].order, reverse=True)
 

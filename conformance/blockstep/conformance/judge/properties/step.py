@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from blockstep.conformance.judge.attended import blocks_of_drafts
 from blockstep.spec import vocabulary as v
+from blockstep.spec.copies import wide_dataclass
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ class RowKind(StrEnum):
     """No row: it is given the blocks of an asynchronous load."""
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class PlannedRow:
     """One row of a plan, new and cached ones alike."""
 
@@ -280,14 +281,16 @@ class Step:
 
     @once
     def hides_what_was_given(self) -> bool:
-        """Whether sessions gave blocks back in this step, at a time that is not seen.
+        """Whether who held blocks without running gave them back, at a time that is not seen.
 
-        Where nobody ran, one may have given them to who was admitted before it, and hit them again.
+        Where nobody ran, one may have given them to who was admitted or parked before it, and hit
+        them again.
         """
         kept = [row for row in self.admitted_rows if row.kind is RowKind.CONTINUED]
         if self.giving or (kept and self.config.groups):
             return True
-        return bool(kept) and not self.running_rows and self.admitted_rows[0] not in kept
+        is_first = kept == self.admitted_rows[:1] and not self.parked
+        return bool(kept) and not self.running_rows and not is_first
 
     def _row(self, row: v.NewRow | v.CachedRow, kind: RowKind) -> PlannedRow:
         tables = row.block_ids if isinstance(row, v.NewRow) else row.new_block_ids

@@ -40,6 +40,8 @@ class Stored(Items):
         """Loads of plans in flight."""
         self._unsettled: dict[v.RequestId, v.FrameId] = {}
         """Who was admitted with one of those, and holds its blocks since."""
+        self._until: dict[tuple[v.RequestId, v.FrameId], v.FrameId] = {}
+        """Before which plan the others gave them back: they may have come again since."""
         self._doubtful: dict[v.BlockId, v.RequestId] = {}
         """Blocks of theirs behind the local hit: nobody else may read them yet."""
         self._under_way: dict[v.BlockId, v.RequestId] = {}
@@ -58,6 +60,7 @@ class Stored(Items):
             case v.Submit(request=request), _:
                 self._asked[request.request_id] = request
                 self._delays.pop(request.request_id, None)
+                self._late.pop(request.request_id, None)  # a session of this id has ended
             case v.KVOffer(request_id=name, delays_free=delays), _ if name in self._asked:
                 self._delays[name] = delays
             case v.Reset(reset_running_requests=forced, reset_connector=both), v.ResetDone(
@@ -89,7 +92,7 @@ class Stored(Items):
             if request is None or request.resumable:
                 continue
             del self._asked[name]
-            self._unsettled.pop(name, None)
+            self._note_return(name, self.frame_id + 1)
             if self._delays.pop(name, False):
                 tables = self._get_held(name)
                 self._read_by_store[name] = tables
@@ -145,8 +148,14 @@ class Stored(Items):
         """A plan told that a request holds the blocks of these tables no more."""
         super().give_back(request_id, tables, why)
         if why != "was remapped":
-            self._unsettled.pop(request_id, None)
+            self._note_return(request_id, self.frame_id)
             self._forget_doubts(request_id)
+
+    def _note_return(self, name: v.RequestId, before: v.FrameId) -> None:
+        """Who was loaded at once holds those blocks in no plan from this one on."""
+        frame_id = self._unsettled.pop(name, None)
+        if frame_id is not None:
+            self._until[name, frame_id] = before
 
     def _is_sound(self, load: v.KVLoad) -> bool:
         """Whether a load names blocks that there are, and that have room for it."""
@@ -244,15 +253,17 @@ class Stored(Items):
         if is_held:
             del self._unsettled[name]
         self._forget_doubts(name)
+        until = self._until.pop((name, frame_id), self.frame_id + 1)
         num_valid = count_valid(load, self.block_sizes, invalid)
         if num_valid is None:
             return
         view, rows = self.views.get(name), self._frames.get(frame_id, ())
         row = next((row for row in rows if row.view.request.request_id == name), None)
         if view is None or row is None or row.view is not view:
-            self._spoil(load, load.block_ids, frame_id, invalid)
+            self._spoil(load, load.block_ids, range(frame_id, until), invalid)
             return
-        self._spoil(load, view.tables if is_held else load.block_ids, frame_id, invalid)
+        tables = view.tables if is_held else load.block_ids
+        self._spoil(load, tables, range(frame_id, until), invalid)
         is_held = is_held and not view.may_resume
         waits = (view.is_preempted or view.may_resume) and view.num_promised > 0
         if is_held or waits:
@@ -268,10 +279,10 @@ class Stored(Items):
         self,
         load: v.KVLoad,
         tables: Sequence[Sequence[v.BlockId]],
-        frame_id: v.FrameId,
+        frames: range,
         invalid: Collection[v.BlockId],
     ) -> None:
-        """What could not be loaded, and what this request has computed on it since."""
+        """What could not be loaded, and what this request has computed on it in these plans."""
         end = load.num_computed_tokens + load.num_external_tokens
         for group in self.attended:
             size = self.block_sizes[group]
@@ -279,15 +290,15 @@ class Stored(Items):
                 for slot in range(len(self.kv[block])):
                     position = index * size + slot
                     is_loaded = load.num_computed_tokens <= position < end and block in invalid
-                    if (is_loaded or position >= end) and self._wrote(load, frame_id, block, slot):
+                    if (is_loaded or position >= end) and self._wrote(load, frames, block, slot):
                         self.kv[block][slot] = SPOILED
                         self._checked[block] = None
 
-    def _wrote(self, load: v.KVLoad, since: v.FrameId, block: v.BlockId, slot: int) -> bool:
-        """Whether a slot was written last for a request, in this plan or a later one."""
+    def _wrote(self, load: v.KVLoad, frames: range, block: v.BlockId, slot: int) -> bool:
+        """Whether a slot was written last for a request, in one of these plans."""
         for first, stop, name, frame_id in reversed(self._writes[block]):
             if first <= slot < stop:
-                return name == load.request_id and frame_id >= since
+                return name == load.request_id and frame_id in frames
         return False
 
     def _forsake(self, view: RequestView, row: FrameRow, num_computed: int) -> None:

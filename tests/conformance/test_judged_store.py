@@ -1,0 +1,67 @@
+"""A store beside the pool: nobody right is accused, of programs in which somebody once was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from groups_support import full
+
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Report
+from blockstep.impl.host import HostEngine
+from blockstep.spec.vocabulary import (
+    Config,
+    KVLoadFailurePolicy,
+    KVOffer,
+    Policy,
+    Request,
+    Schedule,
+    StreamingUpdate,
+    Submit,
+)
+
+SMALL = Config(num_blocks=4, block_size=3, max_model_len=64, kv_connector=True)
+CHUNKED = replace(SMALL, policy=Policy.PRIORITY, long_prefill_token_threshold=2)
+SESSION = Request("A", (0, 0), max_tokens=2, resumable=True)
+NEXT = StreamingUpdate(Request("A", (0,), max_tokens=1, resumable=True))
+LONG = Submit(Request("B", (0,) * 7, max_tokens=1))
+LATER = KVOffer("B", 1, is_async=True)
+
+GIVES_TO_WHO_IS_PARKED: tuple[Action, ...] = (Submit(SESSION), LONG, NEXT, LATER, Drain())
+"""A session at rest gives its blocks to who is parked before it, and hits one of them again."""
+GIVES_TO_WHO_COMES_BACK: tuple[Action, ...] = (
+    *(Submit(replace(SESSION, priority=2)), NEXT, LONG, LATER, Drain()),
+)
+"""It gives them to one whose load has come."""
+EVICTS_THE_HIT_OF_THE_HEAD: tuple[Action, ...] = (
+    *(Submit(Request("A", (0,), max_tokens=3, priority=3)), Submit(Request("C", (0,), 4))),
+    *(Submit(Request("B", (0, 0, 0), 3)), Submit(Request("D", (0, 0), 1))),
+    *(KVOffer("D", 1, is_async=True), Schedule(), Answer(Report(recving=("D",)))),
+    *(Schedule(), Answer(), Schedule(), Answer(), Schedule()),
+    *(Answer(Report(invalid=(("D", 0),))), Schedule(), Drain()),
+)
+"""C does not fit behind a hit; D behind it, of whose load nothing came, is loaded into that hit."""
+PROGRAMS = {
+    "parked": Program(SMALL, GIVES_TO_WHO_IS_PARKED),
+    "evicts": Program(
+        replace(
+            CHUNKED,
+            num_blocks=9,
+            max_num_seqs=3,
+            long_prefill_token_threshold=1,
+            scheduler_reserve_full_isl=False,
+            groups=(full(3), full(3)),
+            kv_load_failure_policy=KVLoadFailurePolicy.RECOMPUTE,
+        ),
+        EVICTS_THE_HIT_OF_THE_HEAD,
+    ),
+    "back": Program(CHUNKED, GIVES_TO_WHO_COMES_BACK),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_nobody_right_is_accused(name: str) -> None:
+    run, findings = run_program(PROGRAMS[name], HostEngine)
+    assert findings == []
+    assert not run.live
