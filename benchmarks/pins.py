@@ -322,7 +322,8 @@ def main() -> None:
     seconds = time.process_time() - start
     print(f"\n{make_page(figures)}\n{seconds:.0f} s of processor time, {get_commit()}")
     if args.json:
-        told = {name: str(value) for name, value in vars(args).items()}
+        told = {name: str(value) for name, value in vars(args).items() if name != "json"}
+        told["trace"] = args.trace.name
         found = {
             "python": platform.python_version(),
             "commit": get_commit(),
