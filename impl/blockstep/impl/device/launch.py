@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -32,23 +32,26 @@ class Numpied:
     """Runs the kernels' source by numpy.
 
     Args:
-        files: the sources, those that are called first.
-        holds_back: whether a store is seen only behind the next barrier.
+        memory: what loads and stores do; by default every store is seen at once.
+        changed: texts that are read in the place of modules' own, by their names.
     """
 
-    def __init__(self, files: Sequence[Path], *, holds_back: bool = False) -> None:
-        self._memory = numpied.Memory(holds_back=holds_back)
-        self._kernels = numpied.load_kernels(files, self._memory)
+    def __init__(
+        self, memory: numpied.Memory | None = None, changed: Mapping[str, str] | None = None
+    ) -> None:
+        self.memory = numpied.Memory() if memory is None else memory
+        texts = {FOLDER / f"{name}.py": text for name, text in (changed or {}).items()}
+        self._kernels = numpied.load_kernels(list_files(), self.memory, texts)
 
     def __call__(self, kernel: str, state: State, dims: Dims) -> None:
         """Run one."""
-        numpied.launch(self._kernels[kernel], self._memory, state, dims)
+        numpied.launch(self._kernels[kernel], self.memory, state, dims)
 
 
 @cache
 def get_numpied() -> Numpied:
     """The one that engines share: it keeps nothing between launches."""
-    return Numpied(list_files())
+    return Numpied()
 
 
 class Interpreted:
