@@ -17,8 +17,9 @@ from blockstep.conformance.search.options import CheckOptions
 from blockstep.impl.capabilities import DEVICE
 from blockstep.impl.device import layout
 from blockstep.impl.device.engine import DeviceEngine
-from blockstep.impl.device.launch import Numpied, list_files
+from blockstep.impl.device.launch import Numpied
 from blockstep.impl.host import HostEngine
+from blockstep.kernels.numpied import HeldBack
 from blockstep.spec.vocabulary import (
     Abort,
     Ack,
@@ -35,7 +36,7 @@ from blockstep.spec.vocabulary import (
     Submit,
 )
 
-HELD_BACK = Numpied(list_files(), holds_back=True)
+HELD_BACK = Numpied(HeldBack())
 
 
 def make_held_back(config: Config) -> DeviceEngine:
