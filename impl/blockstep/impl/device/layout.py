@@ -137,6 +137,8 @@ class Dims(NamedTuple):
     """Requests that can run at once, rounded up to a power of two: one lane for each."""
     lanes: int
     """A power of two: how many slots, blocks or tokens are looked at together."""
+    chunk: int
+    """The same where each is compared with each."""
     width: int
     """A block's tokens, rounded up to a power of two."""
     slots: int
@@ -271,11 +273,10 @@ class State(NamedTuple):
     """int64; the last place given before all others."""
     num_passed: Any
     num_rows: Any
-    """Rows of the last plan,"""
     num_continued: Any
-    """those of its running phase,"""
+    """Of the rows of the last plan, those of its running phase."""
     num_preempted: Any
-    """and the requests that it preempted, in `victims`."""
+    """Requests that it preempted, in `victims`."""
     num_told: Any
     """Rows of the last record."""
     reset_done: Any
@@ -293,9 +294,8 @@ class State(NamedTuple):
     commands: Any
     """[commands, COMMAND_COLUMNS]; a ring."""
     command_end: Any
-    """[1]; commands that the host ever wrote,"""
+    """[1]; commands that the host ever wrote."""
     command_at: Any
-    """[1]; and those that were taken."""
     plans: Any
     """[frames, ROW_COLUMNS, rows]; by place."""
     plan_rows: Any
@@ -317,10 +317,7 @@ _COUNTERS: Final = ("queries", "hits", "preemptions", "drafts_scheduled", "draft
 INT64S: Final = frozenset(("key", "ranks", "back", "front", *_COUNTERS))
 _OF_SLOTS: Final = State._fields[: State._fields.index("tokens")]
 _OF_BLOCKS: Final = ("ref_count", "place", "node", "next_same", "previous_same")
-_OF_NODES: Final = (
-    *("parent", "node_extras", "node_hash", "next_node", "first_block", "last_block", "mark"),
-    "free_nodes",
-)
+_OF_NODES: Final = State._fields[State._fields.index("parent") : State._fields.index("node_tokens")]
 _NUMBERS: Final = (
     *State._fields[State._fields.index("num_running") : State._fields.index("control")],
     *("command_end", "command_at"),
@@ -358,6 +355,7 @@ def make_dims(
         config.num_blocks,
         rows,
         lanes,
+        min(lanes, 64),
         _power_of_two(size),
         slots,
         table,
@@ -378,7 +376,7 @@ def shape_of(name: str, d: Dims) -> tuple[int, ...]:
         return (d.slots,)
     if name in _OF_BLOCKS:
         return (d.num_blocks,)
-    if name in _OF_NODES:
+    if name in _OF_NODES or name == "free_nodes":
         return (d.nodes,)
     if name in _NUMBERS:
         return (1,)

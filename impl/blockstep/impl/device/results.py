@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from blockstep.impl.device import layout
-from blockstep.impl.device.contents import extend_path, publish
+from blockstep.impl.device.contents import extend_listed, publish_listed
 from blockstep.impl.device.lives import end
 
 NONE = tl.constexpr(layout.NONE)
@@ -150,13 +150,7 @@ def name_filled(s, slot, delivered, live, d: tl.constexpr):
     tl.store(s.scratch + place, slot, mask=fills > 0)
     tl.store(s.step_first + slot, filled, mask=fills > 0)
     tl.debug_barrier()
-    count = tl.sum(fills, 0)
-    at = 0
-    while at < count:
-        each = tl.load(s.scratch + at)
-        extend_path(s, each, tl.load(s.step_first + each), tl.load(s.known + each), d)
-        at += 1
-    tl.debug_barrier()
+    extend_listed(s, tl.sum(fills, 0), d)
 
 
 @triton.jit
@@ -171,13 +165,7 @@ def publish_verified(s, slot, live, d: tl.constexpr):
     place = tl.cumsum(fills, 0) - fills
     tl.store(s.scratch + place, slot, mask=fills > 0)
     tl.debug_barrier()
-    count = tl.sum(fills, 0)
-    at = 0
-    while at < count:
-        each = tl.load(s.scratch + at)
-        publish(s, each, tl.load(s.known + each) - 1, d)
-        at += 1
-    tl.debug_barrier()
+    publish_listed(s, tl.sum(fills, 0), 1, d)
 
 
 @triton.jit

@@ -6,7 +6,13 @@ import triton
 import triton.language as tl
 
 from blockstep.impl.device import layout
-from blockstep.impl.device.contents import publish, take_blocks, withdraw_listed
+from blockstep.impl.device.contents import (
+    count_filled,
+    publish,
+    publish_listed,
+    take_blocks,
+    withdraw_listed,
+)
 from blockstep.impl.device.lives import preempt
 from blockstep.impl.device.pool import pop_free
 
@@ -69,20 +75,13 @@ def publish_rows(s, end, d: tl.constexpr):
     live = position < end
     slot = tl.load(s.run + position, mask=live, other=0)
     tokens = tl.load(s.step_tokens + slot, mask=live, other=0)
-    filled = tl.load(s.computed + slot, mask=live, other=0) + tokens
-    filled = tl.minimum(filled, tl.load(s.known + slot, mask=live, other=0)) // d.size
+    filled = count_filled(s, slot, live) // d.size
     published = tl.load(s.published + slot, mask=live, other=0)
     fills = (live & (tokens > 0) & (filled > published)).to(tl.int32)
     place = tl.cumsum(fills, 0) - fills
     tl.store(s.scratch + place, slot, mask=fills > 0)
     tl.debug_barrier()
-    count = tl.sum(fills, 0)
-    at = 0
-    while at < count:
-        each = tl.load(s.scratch + at)
-        tokens_of = tl.load(s.computed + each) + tl.load(s.step_tokens + each)
-        publish(s, each, tl.minimum(tokens_of, tl.load(s.known + each)), d)
-        at += 1
+    publish_listed(s, tl.sum(fills, 0), 0, d)
 
 
 @triton.jit

@@ -254,9 +254,10 @@ def replay_schedule(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) 
     replay = QueueReplay(list(step.before.free_queue))
     if victims or step.config.groups:
         _replay_running(replay, step, ledger, victims)
-    elif any(row.hits or row.gained for row in step.rows):
+    else:
         for row in step.running_rows:
-            _replay_row(replay, row)
+            if row.gained or row.hits:
+                _replay_row(replay, row)
     for row in list_takers(step, ledger):
         _replay_row(replay, row)
     return replay

@@ -95,7 +95,8 @@ class Worker(Stored):
         self._last_scheduled = {row.request_id for row in plan.rows}
         if self.config.kv_connector:
             self.load(plan, rows)
-        self._write(rows)
+        if rows:
+            self._write(rows)
         for row in rows:
             self._read(row)
         if rows and any(plan.num_common_prefix_blocks):
