@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import kernel_support
 import pytest
@@ -19,7 +20,7 @@ from blockstep.impl.device import layout
 from blockstep.impl.device.engine import DeviceEngine
 from blockstep.impl.device.launch import Numpied
 from blockstep.impl.host import HostEngine
-from blockstep.kernels.numpied import HeldBack
+from blockstep.kernels.numpied import HeldBack, Watched
 from blockstep.spec.vocabulary import (
     Abort,
     Ack,
@@ -33,10 +34,17 @@ from blockstep.spec.vocabulary import (
     Reset,
     RowTokens,
     Schedule,
+    SpecMethod,
     Submit,
 )
 
 HELD_BACK = Numpied(HeldBack())
+ASYNCHRONOUS = {
+    "async_scheduling": True,
+    "max_frames_in_flight": 2,
+    "spec_method": SpecMethod.NGRAM,
+    "num_speculative_tokens": 2,
+}
 
 
 def make_held_back(config: Config) -> DeviceEngine:
@@ -170,6 +178,26 @@ def test_it_grows_as_it_must(policy: Policy) -> None:
     assert grown.stops > first.stops
     assert grown.nodes > first.nodes
     apply_alike(engine, other, Reset(reset_running_requests=False))
+
+
+@pytest.mark.parametrize("fields", [{"policy": Policy.PRIORITY}, ASYNCHRONOUS])
+def test_nothing_is_read_and_written_between_two_barriers(fields: dict[str, Any]) -> None:
+    draw, watched = random.Random(6), Watched()
+    config = Config(
+        num_blocks=12, block_size=2, max_num_seqs=5, max_num_batched_tokens=12, **fields
+    )
+    engine, other = DeviceEngine(config, Numpied(watched)), HostEngine(config)
+    for number in range(8):
+        prompt = tuple(draw.choices(range(2), k=draw.randint(1, 9)))
+        request = Request(f"{number}", prompt, max_tokens=6, priority=draw.randrange(2))
+        apply_alike(engine, other, Submit(request))
+        step_alike(engine, other, draw)
+    apply_alike(engine, other, Reset(reset_running_requests=True))
+    while other.table.slot_of:
+        step_alike(engine, other, draw)
+    assert engine.stats().preemptions > 2
+    assert watched.shadows
+    assert watched.findings == []
 
 
 def test_nothing_is_kept_of_contents_that_nobody_needs() -> None:
