@@ -283,11 +283,7 @@ TRANSFERS = Feature(
     },
     actions=(v.KVOffer, v.TransfersReported, Report),
     situations=("transfers_",),
-    hides=(  # draws give a store groups under full attention, and no encoder-decoder model
-        *("groups_of_three_kinds", "groups_window_slid", "groups_chunk_left", "groups_state_left"),
-        *("groups_block_in_doubt", "groups_hit_behind_nulls", "groups_hit_cut_by_full_attention"),
-        *("groups_ended_with_nulls", "encoder_beside_", "encoder_across_"),
-    ),
+    hides=("groups_state_left", "groups_hit_of_a_state", "encoder_beside_", "encoder_across_"),
     properties=("P17", "P18", "P19"),
 )
 EVENTS = Feature(
