@@ -210,3 +210,28 @@ def test_what_a_window_has_left_behind_is_not_told_again(num_steps: int) -> None
                 assert event.parent == event.keys[0].parent
         follow(copies, events)
         assert copies == {key: len(held) for key, held in oracle.state.pool.cached.items()}
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_where_all_that_is_verified_has_slid_out_of_a_window_a_release_tells_of_no_block(
+    quirk: bool,
+) -> None:
+    window = KVGroup(GroupKind.SLIDING_WINDOW, 1, sliding_window=1)
+    config = Config(
+        num_blocks=4,
+        block_size=1,
+        max_model_len=8,
+        max_frames_in_flight=2,
+        async_scheduling=True,
+        groups=(window,),
+        enable_kv_cache_events=True,
+    )
+    quirks = frozenset({Quirk.NULL_BLOCKS_ARE_TOLD} if quirk else ())
+    oracle = Oracle(config, Profile("one", quirks))
+    oracle.submit(Request("A", (0,), max_tokens=3))
+    plans = [oracle.schedule(), oracle.schedule()]
+    oracle.commit(plans[0], {"A": (6,)})
+    oracle.schedule()
+    told = oracle.commit(plans[1], {"A": (7,)}).kv_events
+    nothing = BlockStored((), BlockKey(None, (0,)), (6,), 1)
+    assert told == ((nothing,) if quirk else ())

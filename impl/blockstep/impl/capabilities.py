@@ -49,6 +49,9 @@ COMPILED: Final = HOST - {
 """The same for one KV-cache group, without its hint to the worker, what requests bring along, what
 is told of blocks and what comes from a store."""
 
+DEVICE: Final = COMPILED
+"""The kernels on a GPU: what the compiled engine can, and lacks for the same reasons."""
+
 
 def list_config_problems(
     config: Config, capabilities: frozenset[str] = COMPILED

@@ -10,9 +10,8 @@ is also the cache of what nobody holds at the moment. Every operation takes a ba
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from blockstep.spec.copies import replace
+from blockstep.spec.copies import replace, wide_dataclass
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
@@ -25,7 +24,7 @@ from blockstep.spec.vocabulary import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class Pool:
     """The blocks of all KV-cache groups; fields are indexed by block id."""
 
@@ -139,7 +138,7 @@ def publish_blocks(
     published already: one key may have several blocks. Source: seed 003 sections 2.3 and 3.1; P3.
     """
     if not block_ids:
-        return pool
+        return get_telling(pool, stored)  # by a quirk only
     block_keys = list(pool.block_keys)
     cached = pool.cached.to_dict()
     for block_id, key in zip(block_ids, keys, strict=True):

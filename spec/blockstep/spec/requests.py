@@ -129,7 +129,7 @@ def without_nulls(block_table: tuple[BlockId, ...]) -> tuple[BlockId, ...]:
     return held
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class FrameRow:
     """What a frame in flight asks of one request."""
 

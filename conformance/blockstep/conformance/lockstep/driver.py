@@ -248,7 +248,9 @@ class LockStep(Runner):
         findings = self.excuses.take(self._unexplained(findings), event, expected, seen)
         if step is not None:
             if not findings:  # what a quirk does was reached as well
-                self.witnesses.update(situations(step, self.ledger))
+                witnesses = self.witnesses
+                for name in situations(step, self.ledger):
+                    witnesses[name] += 1
             self.ledger.record(step)
         return findings
 

@@ -45,7 +45,7 @@ def _hint_differences(spec: Observation, engine: object) -> tuple[Difference, ..
     if not (isinstance(spec, Plan) and isinstance(engine, Plan)):
         return ()
     mine, theirs = spec.num_common_prefix_blocks, engine.num_common_prefix_blocks
-    return tuple(_value("num_common_prefix_blocks", mine, theirs))
+    return () if mine == theirs else tuple(_value("num_common_prefix_blocks", mine, theirs))
 
 
 def snapshot_differences(spec: Snapshot, engine: Snapshot) -> tuple[Difference, ...]:

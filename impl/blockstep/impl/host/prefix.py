@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.telling import EventLog
 from blockstep.spec.vocabulary import BlockId, BlockKey
+
+Shown: TypeAlias = tuple[tuple[BlockKey | None, ...], Mapping[BlockKey, tuple[BlockId, ...]]]
 
 
 class PrefixMap:
@@ -32,12 +35,15 @@ class PrefixMap:
         self._digests = [b""] * num_blocks
         self._indices = [0] * num_blocks
         self._groups = [0] * num_blocks
+        self._shown: Shown | None = None
+        """As of now; None where it has changed since it was shown."""
 
     def publish(self, block: BlockId, lineage: Lineage, index: int, group: int = 0) -> None:
         """From now on `block` is found as block `index` of `lineage`, in this KV-cache group.
 
         In a group of larger blocks `index` is that of the last one in it which has a name.
         """
+        self._shown = None
         digest = lineage.digest_of(index)
         if group:
             digest = _name_in_group(digest, group)
@@ -53,6 +59,7 @@ class PrefixMap:
         lineage = self._lineages[block]
         if lineage is None:
             return
+        self._shown = None
         if self.log is not None:
             self.log.removed(lineage.key_of(self._indices[block], self._groups[block]))
         self._lineages[block] = None
@@ -67,6 +74,7 @@ class PrefixMap:
 
     def clear(self) -> None:
         """No block is found any more (P25)."""
+        self._shown = None
         for bucket in self._buckets.values():
             for block in _blocks_in(bucket):
                 self._lineages[block] = None
@@ -125,6 +133,13 @@ class PrefixMap:
             and self._groups[block] == group
             and lineage.agrees_with(other, index)
         )
+
+    def show(self) -> Shown:
+        """The keys by block id, and the blocks of each: the same objects until either changes."""
+        if self._shown is None:
+            keys = self.keys()
+            self._shown = tuple(keys), self.cached(keys)
+        return self._shown
 
     def keys(self) -> list[BlockKey | None]:
         """What each block carries, by block id; None where it is not published."""

@@ -10,7 +10,7 @@ def take_snapshot(core: Core) -> Snapshot:
     """The canonical state. Digests become structural keys, slots become request ids."""
     table = core.table
     id_of = [request.request_id for request in table.requests]
-    keys = core.prefix.keys()
+    block_keys, cached = core.prefix.show()
     return Snapshot(
         pause_state=core.pause_state,
         waiting=tuple([id_of[slot] for slot in core.waiting]),
@@ -19,8 +19,8 @@ def take_snapshot(core: Core) -> Snapshot:
         requests=tuple([_request(core, slot) for _, slot in sorted(table.slot_of.items())]),
         ref_counts=tuple(core.pool.ref_counts),
         free_queue=tuple(core.pool.free_queue()),
-        block_keys=tuple(keys),
-        cached=core.prefix.cached(keys),
+        block_keys=block_keys,
+        cached=cached,
         frames_in_flight=tuple(core.frames),
         next_frame_id=core.next_frame_id,
         finished_req_ids=tuple(sorted(core.finished_req_ids)),

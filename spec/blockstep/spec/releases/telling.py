@@ -23,6 +23,8 @@ def null_blocks_are_told(rules: Rules, _config: Config) -> Rules:
     def get_stored(
         config: Config, request: RequestState, group: int, fresh: Sequence[BlockId], first: int
     ) -> tuple[BlockStored, ...]:
+        if not fresh:
+            return ()
         size, end = config.block_sizes[group], first + len(fresh)
         num_links = size // config.block_size
         parent = get_group_keys(request.block_keys, group, num_links, max(first - 1, 0), first)

@@ -8,7 +8,7 @@ from typing import Any
 
 from blockstep.spec.beside.encoder import NO_ENCODER, Encoder
 from blockstep.spec.beside.transfers import NO_STORE, Transfers
-from blockstep.spec.copies import replace
+from blockstep.spec.copies import replace, wide_dataclass
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
@@ -30,7 +30,7 @@ class Verdict(Enum):
     """It lacks blocks; nobody overtakes it."""
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class Scheduled:
     """One request's share of the step being planned."""
 

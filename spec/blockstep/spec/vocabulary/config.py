@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
 from blockstep.spec.copies import wide_dataclass
 from blockstep.spec.vocabulary.request import TokenId
@@ -84,6 +85,11 @@ class KVGroup:
     for every other kind."""
 
 
+@cache
+def _get_one_group(block_size: int) -> tuple[KVGroup, ...]:
+    return (KVGroup(GroupKind.FULL, block_size),)
+
+
 @wide_dataclass(frozen=True, slots=True)
 class Config:
     """What never changes during a run. Names are vLLM's; units come last in a name."""
@@ -148,7 +154,7 @@ class Config:
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """`groups`, or the one that there is without."""
-        return self.groups or (KVGroup(GroupKind.FULL, self.block_size),)
+        return self.groups or _get_one_group(self.block_size)
 
     @property
     def block_sizes(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from blockstep.spec.vocabulary.request import (
 from blockstep.spec.vocabulary.transfers import HeldBlocks
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class Stats:
     """Counters since the start; each counts what happened, once (P21)."""
 

@@ -46,6 +46,7 @@ __all__ = [
     "Sentence",
     "Step",
     "check_step",
+    "find_absent",
 ]
 
 
@@ -175,10 +176,26 @@ ANSWER_TYPES: dict[type, tuple[type, ...]] = {
 
 
 @cache
-def list_sentences(kind: type, is_renamed: bool, lacked: frozenset[str]) -> tuple[Sentence, ...]:
-    """What judges a kind of event where the config lacks these fields."""
+def list_sentences(
+    kind: type, is_renamed: bool, lacked: frozenset[str], absent: tuple[str, ...] = ()
+) -> tuple[Sentence, ...]:
+    """What judges a kind of event where the config lacks these fields, and the plan those."""
     checks: Mapping[type, tuple[Sentence, ...]] = RENAMED_CHECKS if is_renamed else CHECKS_OF
-    return tuple([found for found in checks[kind] if found.needs not in lacked])
+    asked = [found for found in checks[kind] if found.needs not in lacked]
+    return tuple([found for found in asked if found.of not in absent])
+
+
+_SPOKEN_OF = ("rows", "admitted_rows", "askers", "preempted")
+
+
+def find_absent(step: Step) -> tuple[str, ...]:
+    """Of what some sentences speak alone, what a step has none of: see `Sentence.of`."""
+    if not isinstance(step.observation, v.Plan):
+        return ()
+    try:
+        return tuple([name for name in _SPOKEN_OF if not getattr(step, name)])
+    except Exception:
+        return ()  # it makes no sense, as each of them will say
 
 
 def check_step(
@@ -200,7 +217,8 @@ def check_step(
             what = f"{kind.__name__} was answered with {type(step.observation).__name__}"
             return [violated("P18", "answer_is_of_the_kind_of_the_event", what)]
     findings = [] if worker is None else _tell(step, worker)
-    return findings + judge(list_sentences(kind, is_renamed, ledger.lacked), step, ledger)
+    sentences = list_sentences(kind, is_renamed, ledger.lacked, find_absent(step))
+    return findings + judge(sentences, step, ledger)
 
 
 def _tell(step: Step, worker: Worker) -> list[Finding]:

@@ -111,7 +111,7 @@ def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Complaints:
             yield unequal(f"nobody was scheduled, but {name} changed", name, old, new)
 
 
-@sentence("P8", Schedule)
+@sentence("P8", Schedule, of="rows")
 def row_gains_exactly_the_blocks_it_needs(step: Step, ledger: Ledger) -> Complaints:
     """Blocks gained are those for the tokens of the step and the proposer's lookahead.
 
@@ -145,7 +145,7 @@ def _counts(*counts: list[int]) -> list[int | list[int]]:
     return [count[0] if len(count) == 1 else count for count in counts]
 
 
-@sentence("P8", Schedule)
+@sentence("P8", Schedule, of="askers")
 def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Complaints:
     """Under `scheduler_reserve_full_isl` all known tokens fit the blocks free at admission.
 
@@ -256,14 +256,12 @@ def least_share(step: Step, ledger: Ledger, name: RequestId, expected: int) -> i
     return expected if is_decoding else min(expected, 1)
 
 
-@sentence("P15", Schedule)
+@sentence("P15", Schedule, needs="async_scheduling", of="rows")
 def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Complaints:
     """No row for a request whose last output may be in flight: it would run for nothing.
 
     Where exactly to stop is a policy: upstream's, which counts on every draft being rejected.
     """
-    if not step.config.async_scheduling:
-        return
     for row in step.running_rows:
         if ends_in_flight(ledger, step.old[row.request_id]):
             promised = ledger.placeholders(row.request_id)
@@ -272,7 +270,7 @@ def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Complaints:
             )
 
 
-@sentence("P15", Schedule)
+@sentence("P15", Schedule, of="preempted")
 def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Complaints:
     """Who is visited after a row was taken back has the budget as if that row had never been.
 
@@ -308,7 +306,7 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Comp
         room -= len(rows[name].gained) if name in rows else 0
 
 
-@sentence("P15", Schedule)
+@sentence("P15", Schedule, of="admitted_rows")
 def admitted_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
     """In order of admission, each gets what it asks for or what is left of the budget, no less."""
     config = step.config
@@ -401,7 +399,7 @@ def next_in_line(step: Step, ledger: Ledger) -> RequestId | None:
     return None
 
 
-@sentence("P15", Schedule)
+@sentence("P15", Schedule, of="preempted")
 def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> Complaints:
     """Without the last preemption of a step, somebody would have lacked blocks.
 
@@ -420,7 +418,7 @@ def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> Comp
     return [Complaint(f"{last.request_id!r} was preempted, with {free} blocks free")]
 
 
-@sentence("P26", Schedule)
+@sentence("P26", Schedule, of="admitted_rows")
 def admitted_row_kind_follows_its_status(step: Step, ledger: Ledger) -> Complaints:
     """A preempted request returns as a resumed row, anybody else as a new one.
 

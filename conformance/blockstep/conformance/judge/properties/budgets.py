@@ -21,7 +21,7 @@ from blockstep.conformance.judge.properties.store_ledger import has_lost_all
 from blockstep.spec import vocabulary as v
 
 
-@sentence("P9", v.Schedule)
+@sentence("P9", v.Schedule, of="rows")
 def plan_stays_within_token_budget(step: Step, _ledger: Ledger) -> Complaints:
     """A step runs at most `max_num_batched_tokens` tokens."""
     total = sum(row.num_scheduled for row in step.rows)
@@ -47,7 +47,7 @@ def running_stays_within_max_loras(step: Step, ledger: Ledger) -> Complaints:
     return [Complaint(f"adapters {used} are in use, {limit} may be")] if len(used) > limit else ()
 
 
-@sentence("P9", v.Schedule)
+@sentence("P9", v.Schedule, of="rows")
 def row_stays_within_its_caps(step: Step, _ledger: Ledger) -> Complaints:
     """A row runs a token at least, and at most the long-prefill threshold."""
     config = step.config
@@ -57,7 +57,7 @@ def row_stays_within_its_caps(step: Step, _ledger: Ledger) -> Complaints:
             yield Complaint(f"{row.request_id!r} runs {row.num_scheduled} tokens, of {threshold}")
 
 
-@sentence("P9", v.Schedule)
+@sentence("P9", v.Schedule, of="rows")
 def row_stays_within_max_model_len(step: Step, _ledger: Ledger) -> Complaints:
     """The last position of the model is never run: there is no token left to sample from it.
 
@@ -80,7 +80,7 @@ def paused_scheduler_admits_nobody(step: Step, ledger: Ledger) -> Complaints:
     return [Complaint(f"{row.request_id!r} scheduled while {ledger.pause_state}") for row in rows]
 
 
-@sentence("P9", v.Schedule)
+@sentence("P9", v.Schedule, of="admitted_rows")
 def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Complaints:
     """Without chunked prefill an admission runs all uncached tokens, or the threshold's share.
 
@@ -173,7 +173,7 @@ _MOVED_BY_A_ROW = (
 _after_a_row = attrgetter(*_MOVED_BY_A_ROW)
 
 
-@sentence("P12", v.Schedule)
+@sentence("P12", v.Schedule, of="rows")
 def row_advances_by_what_it_runs(step: Step, ledger: Ledger) -> Complaints:
     """A row starts where its request stands, and moves it by the tokens that it runs.
 
@@ -302,7 +302,7 @@ def _after(stats: v.Stats, step: Step, ledger: Ledger) -> v.Stats:
     return v.Stats(*counted, external_queries, external_hits)
 
 
-@sentence("P21", v.Schedule)
+@sentence("P21", v.Schedule, of="rows")
 def first_hit_is_remembered(step: Step, ledger: Ledger) -> Complaints:
     """The length of the hit at the first admission is kept, whatever a later admission hits."""
     for row in step.rows:

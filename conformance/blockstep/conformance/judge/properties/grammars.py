@@ -55,14 +55,16 @@ def plan_tells_that_it_has_a_mask(step: Step, ledger: Ledger) -> Complaints:
         for row in (step.rows if ledger.has_grammars else ())
         if ledger.lives[row.request_id].automaton is not None and ledger.flight_row(row).samples
     ]
-    waits = any(ledger.placeholders(row.request_id) for row in masked)
     plan = step.plan
-    yield from differing(
-        "has_structured_output_requests", bool(masked), plan.has_structured_output_requests
-    )
-    yield from differing(
-        "pending_structured_output_tokens", waits, plan.pending_structured_output_tokens
-    )
+    if plan.has_structured_output_requests != bool(masked):
+        yield from differing(
+            "has_structured_output_requests", bool(masked), plan.has_structured_output_requests
+        )
+    waits = any(ledger.placeholders(row.request_id) for row in masked)
+    if plan.pending_structured_output_tokens != waits:
+        yield from differing(
+            "pending_structured_output_tokens", waits, plan.pending_structured_output_tokens
+        )
 
 
 @sentence("P23", v.GrammarFailed)

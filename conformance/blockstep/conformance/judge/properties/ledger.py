@@ -26,7 +26,10 @@ def cut_at_placeholder(drafts: v.TokenIds) -> v.TokenIds:
     return drafts[:at]
 
 
-NEEDED = ("encoder_cache_size", "enable_kv_cache_events", "kv_connector")
+NEEDED = (
+    *("async_scheduling", "enable_kv_cache_events", "encoder_cache_size"),
+    *("groups", "kv_connector"),
+)
 """Fields of a config of which some sentences speak alone: see `Sentence.needs`."""
 
 
@@ -118,17 +121,18 @@ class Ledger:
     ) -> dict[Name, tuple[v.BlockId, ...]]:
         """The cache map of a snapshot for one KV group, by the names of its blocks' last slots.
 
-        The last snapshot asked for is kept.
+        That of the last map asked for is kept.
         """
-        if self._named[0] is not snapshot:
-            of_key, cached = self.names.of_key, snapshot.cached
+        cached = snapshot.cached
+        if self._named[0] is not cached:
+            of_key = self.names.of_key
             if not self.config.groups:
                 named = [{of_key(key)[-1]: blocks for key, blocks in cached.items()}]
             else:
                 named = [{} for _ in self.config.groups]
                 for key, blocks in cached.items():
                     named[key.group][of_key(key)[-1]] = blocks
-            self._named = (snapshot, named)
+            self._named = (cached, named)
         return self._named[1][group]
 
     def list_masked(self, frame_id: v.FrameId) -> list[FlightRow]:

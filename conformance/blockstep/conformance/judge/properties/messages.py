@@ -78,7 +78,7 @@ def rows_stand_in_the_order_of_the_running_list(step: Step, _ledger: Ledger) -> 
         yield Complaint("a request has two rows")
 
 
-@sentence("P26", Schedule)
+@sentence("P26", Schedule, of="rows")
 def new_row_carries_the_request_as_submitted(step: Step, ledger: Ledger) -> Complaints:
     """The worker is told the very request that the client handed in."""
     for row in step.plan.new:
@@ -87,7 +87,7 @@ def new_row_carries_the_request_as_submitted(step: Step, ledger: Ledger) -> Comp
             yield Complaint(f"the new row of {row.request_id!r} is not the request submitted")
 
 
-@sentence("P26", Schedule)
+@sentence("P26", Schedule, of="rows")
 def table_in_the_plan_is_the_table_in_the_state(step: Step, _ledger: Ledger) -> Complaints:
     """Old table and blocks gained, or the whole new table, are what the request then holds.
 

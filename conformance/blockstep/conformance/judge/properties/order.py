@@ -72,7 +72,7 @@ def newcomer_goes_to_the_end_of_its_queue(step: Step, ledger: Ledger) -> Complai
         yield from differing(queue, expected, getattr(after, queue))
 
 
-@sentence("P16", v.Schedule)
+@sentence("P16", v.Schedule, of="admitted_rows")
 def admissions_follow_the_policy(step: Step, ledger: Ledger) -> Complaints:
     """Admitted are the first in policy order that wait for nothing outside, none left out.
 
@@ -178,7 +178,7 @@ def _queues_with(
         yield from differing(queue, tuple(expected), getattr(step.after, queue))
 
 
-@sentence("P16", v.Schedule)
+@sentence("P16", v.Schedule, of="preempted")
 def preempted_fcfs_are_the_youngest(step: Step, _ledger: Ledger) -> Complaints:
     """FCFS preempts from the end of the running list."""
     if step.config.policy is not v.Policy.FCFS or not step.preempted:
@@ -188,7 +188,7 @@ def preempted_fcfs_are_the_youngest(step: Step, _ledger: Ledger) -> Complaints:
     return differing("preempted", tail, sorted(step.preempted))
 
 
-@sentence("P16", v.Schedule)
+@sentence("P16", v.Schedule, of="preempted")
 def preempted_priority_never_outrank_survivors(step: Step, ledger: Ledger) -> Complaints:
     """PRIORITY preempts whoever would wait longest, in the order of its queues: ties included."""
     if step.config.policy is not v.Policy.PRIORITY or not step.preempted:
@@ -198,7 +198,7 @@ def preempted_priority_never_outrank_survivors(step: Step, ledger: Ledger) -> Co
     return differing("preempted", sorted(ranked[:count]), sorted(step.preempted))
 
 
-@sentence("P16", v.Schedule)
+@sentence("P16", v.Schedule, of="preempted")
 def nobody_is_admitted_after_a_preemption(step: Step, _ledger: Ledger) -> Complaints:
     """A step that preempts admits nobody: what was just freed is for those who run. A policy."""
     if not step.preempted or not step.admitted_rows:
@@ -222,7 +222,7 @@ def new_blocks_come_from_the_head_of_the_free_queue(step: Step, ledger: Ledger) 
     return differing("free_queue", replay.final, list(step.after.free_queue))
 
 
-@sentence("P16", v.Schedule)
+@sentence("P16", v.Schedule, of="preempted")
 def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
     """A victim's blocks join the end of the free queue last block first, so that the blocks at
     the end of a prefix are evicted before those at its start.
@@ -331,7 +331,7 @@ def _is_freed(step: Step, ledger: Ledger, name: v.RequestId) -> bool:
 # as a text is long.
 
 
-@sentence("P10", v.Schedule)
+@sentence("P10", v.Schedule, of="preempted")
 def preemption_leaves_somebody_running(step: Step, ledger: Ledger) -> Complaints:
     """A request alone in the pool fits it, so the last victim had somebody to give way to.
 
@@ -348,7 +348,7 @@ def preemption_leaves_somebody_running(step: Step, ledger: Ledger) -> Complaints
     return [Complaint(f"all who ran were preempted, {last!r} last")]
 
 
-@sentence("P10", v.Schedule)
+@sentence("P10", v.Schedule, of="preempted")
 def nobody_is_preempted_again_without_progress(step: Step, ledger: Ledger) -> Complaints:
     """Between two preemptions of a request somebody gets further, for want of whose blocks it was.
 

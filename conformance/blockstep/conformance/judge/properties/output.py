@@ -236,7 +236,7 @@ def commit_changes_only_outputs_and_computed_tokens(step: Step, ledger: Ledger) 
             yield unequal(f"a commit changed {name!r}", "request", old, new)
 
 
-@sentence("P24", v.Schedule)
+@sentence("P24", v.Schedule, of="rows")
 def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Complaints:
     """A row carries a prefix of the drafts last attached to its request, after its known tokens.
 

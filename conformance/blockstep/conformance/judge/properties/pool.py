@@ -136,7 +136,7 @@ def nothing_is_cached_without_caching(step: Step, _ledger: Ledger) -> Complaints
     return [Complaint("a block is cached although prefix caching is off")]
 
 
-@sentence("P3", v.Schedule)
+@sentence("P3", v.Schedule, of="rows")
 def computed_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints:
     """Once a row is dispatched, its blocks that are full of known tokens can be found.
 
@@ -372,6 +372,8 @@ def _misnamed(step: Step, ledger: Ledger) -> list[tuple[str, v.BlockId, int, int
     """
     found = []
     for name, group, first, blocks in _touched(step, ledger):
+        if not blocks:
+            continue
         life, size = ledger.lives[name], step.block_sizes[group]
         delivered = step.delivered.get(name, ()) if isinstance(step.event, v.Commit) else ()
         for index, block in enumerate(blocks, first):

@@ -40,7 +40,7 @@ def victims_of(step: Step, ledger: Ledger) -> list[v.RequestId]:
     last: the greatest (priority, arrival_time, request_id). Upstream leaves the id out; then of
     two equal requests the older one gives way to the younger, and by turns neither gets anywhere.
     """
-    if step.config.policy is v.Policy.FCFS:
+    if step.config.policy is v.Policy.FCFS or not step.preempted:
         return step.preempted[::-1]
     return sorted(step.preempted, key=lambda name: ledger.lives[name].order, reverse=True)
 
@@ -254,9 +254,10 @@ def replay_schedule(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) 
     replay = QueueReplay(list(step.before.free_queue))
     if victims or step.config.groups:
         _replay_running(replay, step, ledger, victims)
-    elif any(row.hits or row.gained for row in step.rows):
+    else:
         for row in step.running_rows:
-            _replay_row(replay, row)
+            if row.gained or row.hits:
+                _replay_row(replay, row)
     for row in list_takers(step, ledger):
         _replay_row(replay, row)
     return replay

@@ -17,6 +17,7 @@ from blockstep.conformance.judge.properties.sentence import (
     Complaints,
     difference,
     differing,
+    once_a_step,
     sentence,
     unequal,
 )
@@ -50,7 +51,7 @@ _FOR_SIZE = (v.RejectCode.PROMPT_TOO_LONG, v.RejectCode.NEVER_FITS)
 @sentence("P11", v.Submit, v.StreamingUpdate)
 def accepted_request_fits_an_empty_pool(step: Step, ledger: Ledger) -> Complaints:
     """What was accepted can be served: at its longest it fits the pool when nobody else runs."""
-    code = due_refusal(step.config, step.event, ledger, step.before.encoder)
+    code = _due(step, ledger)
     return [Complaint(f"accepted, but can never be served: {code}")] if code in _FOR_SIZE else ()
 
 
@@ -59,7 +60,7 @@ def request_is_refused_for_its_size_only_if_it_never_fits(step: Step, ledger: Le
     """PROMPT_TOO_LONG and NEVER_FITS are what is wrong when they are said."""
     assert isinstance(step.observation, v.Rejected)
     code = step.observation.code
-    due = due_refusal(step.config, step.event, ledger, step.before.encoder)
+    due = _due(step, ledger)
     if code not in _FOR_SIZE or code is due:
         return ()
     if code is v.RejectCode.NEVER_FITS and _may_be_too_large(step.config, step.event, ledger):
@@ -71,7 +72,7 @@ def request_is_refused_for_its_size_only_if_it_never_fits(step: Step, ledger: Le
 def refusal_names_what_is_wrong(step: Step, ledger: Ledger) -> Complaints:
     """The code of a refusal is the one that the event earned. P11 speaks of those for size."""
     assert isinstance(step.observation, v.Rejected)
-    expected = due_refusal(step.config, step.event, ledger, step.before.encoder)
+    expected = _due(step, ledger)
     if expected is step.observation.code or step.observation.code in _FOR_SIZE:
         return ()
     due = "none" if expected is None else expected
@@ -82,10 +83,15 @@ def refusal_names_what_is_wrong(step: Step, ledger: Ledger) -> Complaints:
 @sentence("P18", *[kind for kind in v.EVENT_TYPES if kind is not v.EncoderReset])
 def stale_or_wrong_event_is_refused(step: Step, ledger: Ledger) -> Complaints:
     """What is malformed, unknown, late or a duplicate is not taken. P11 speaks of what is large."""
-    expected = due_refusal(step.config, step.event, ledger, step.before.encoder)
+    expected = _due(step, ledger)
     if expected is None or expected in _FOR_SIZE:
         return ()
     return [unequal("the event was taken", "answer", expected, "taken")]
+
+
+@once_a_step
+def _due(step: Step, ledger: Ledger) -> v.RejectCode | None:
+    return due_refusal(step.config, step.event, ledger, step.before.encoder)
 
 
 def due_refusal(

@@ -44,6 +44,8 @@ class Sentence:
     judge: Judge = field(repr=False)
     needs: str = ""
     """A field of the config without which it says nothing, and is not asked."""
+    of: str = ""
+    """What of a plan it speaks of, a field of `Step`: where there is none, it is not asked."""
 
     def __call__(self, step: Step, ledger: Ledger) -> list[Finding]:
         """What is wrong; `ledger` knows everything up to this step, without it."""
@@ -82,12 +84,14 @@ def judge(sentences: Iterable[Sentence], step: Step, ledger: Ledger) -> list[Fin
     return findings
 
 
-def sentence(property_id: str, *kinds: type, needs: str = "") -> Callable[[Judge], Sentence]:
+def sentence(
+    property_id: str, *kinds: type, needs: str = "", of: str = ""
+) -> Callable[[Judge], Sentence]:
     """Make a sentence of a function whose name says it."""
 
     def wrap(judge: Judge) -> Sentence:
         name = getattr(judge, "__name__", "")
-        return Sentence(property_id, name, judge.__doc__ or "", kinds, judge, needs)
+        return Sentence(property_id, name, judge.__doc__ or "", kinds, judge, needs, of)
 
     return wrap
 

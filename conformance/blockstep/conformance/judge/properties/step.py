@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from blockstep.conformance.judge.attended import blocks_of_drafts
 from blockstep.spec import vocabulary as v
+from blockstep.spec.copies import wide_dataclass
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ class RowKind(StrEnum):
     """No row: it is given the blocks of an asynchronous load."""
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class PlannedRow:
     """One row of a plan, new and cached ones alike."""
 

@@ -17,15 +17,13 @@ from blockstep.conformance.judge.properties.store_ledger import has_lost_all
 from blockstep.spec import vocabulary as v
 
 
-@sentence("P5", v.Schedule, v.Commit)
+@sentence("P5", v.Schedule, v.Commit, needs="groups")
 def attended_blocks_are_held(step: Step, ledger: Ledger) -> Complaints:
     """A null block stands only for what no token attends to that may still be computed.
 
     Also if every draft in flight is rejected. What of a row's own step is attended to is said by
     the worker, which reads it.
     """
-    if not step.config.groups:
-        return
     nulls = [
         (request, at, table)
         for request in step.after.requests
@@ -47,15 +45,13 @@ def attended_blocks_are_held(step: Step, ledger: Ledger) -> Complaints:
             )
 
 
-@sentence("P8", v.Schedule)
+@sentence("P8", v.Schedule, needs="groups")
 def row_has_given_back_what_it_attends_to_no_more(step: Step, ledger: Ledger) -> Complaints:
     """Who gets a row holds no block that none of its tokens attends to.
 
     When to give back is a policy: an engine could wait. It is pinned because admissions count on
     it, and the order of eviction depends on it.
     """
-    if not step.config.groups:
-        return
     in_doubt = ledger.count_drafts_in_flight()
     for row in step.rows:
         ends = unattended_ends(step, row.first, 0)

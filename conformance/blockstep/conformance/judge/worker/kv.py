@@ -32,7 +32,6 @@ from blockstep.spec.vocabulary import (
     BlockId,
     Config,
     FrameId,
-    KVGroup,
     RequestId,
     Snapshot,
 )
@@ -249,13 +248,15 @@ class TaggedKV:
 
         What is no longer attended to may be anybody's.
         """
+        if not self.config.groups:
+            size, table = self.config.block_size, row.view.tables[0]
+            others = table[: row.first // size] + table[-(-row.end // size) :]
+            if writers.keys().isdisjoint(others):
+                return
         for at, (group, table) in enumerate(zip(self.groups, row.view.tables, strict=True)):
-            size, first = group.block_size, self._count_unattended(group, row.first)
+            size, first = group.block_size, count_unattended(group, row.first)
             if at in self.recurrent:  # those of drafts are moved on: no plan tells from where
                 first = (row.end - 1) // size
-            others = table[first : row.first // size] + table[-(-row.end // size) :]
-            if len(self.groups) == 1 and writers.keys().isdisjoint(others):
-                return
             for index, block in enumerate(table[first:], first):
                 if block in writers and writers[block][1:] != (at, index):
                     self._complain_shared(writers[block], (row, at, index), block)
@@ -268,7 +269,8 @@ class TaggedKV:
         for at in self.attended:
             group, table = self.groups[at], view.tables[at]
             size = group.block_size
-            first, (full, rest) = self._count_unattended(group, row.first), divmod(row.end, size)
+            full, rest = divmod(row.end, size)
+            first = count_unattended(group, row.first) if self.config.groups else 0
             is_right = [kv[block] for block in table[first:full]] == view.pages[size][first:full]
             if is_right and rest:
                 is_right = kv[table[full]][:rest] == view.chain[full * size : row.end]
@@ -276,10 +278,6 @@ class TaggedKV:
                 is_right = all(owners[block] == at for block in table[first : full + (rest > 0)])
             if not is_right:
                 self._check_slots(row, at)
-
-    def _count_unattended(self, group: KVGroup, position: int) -> int:
-        """Leading blocks that no token from a position on attends to; with one group none."""
-        return count_unattended(group, position) if self.config.groups else 0
 
     def _check_slots(self, row: FrameRow, at: int) -> None:
         """Name the first attended slot that holds something else, if there is one."""

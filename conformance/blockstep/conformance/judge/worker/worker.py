@@ -32,6 +32,11 @@ class Worker(Stored):
         self.last_plan: v.Plan | None = None
         self.acceptance: tuple[int, ...] = (0,)
         """How many drafts are right, by turns, where the worker keeps its drafts to itself."""
+        self._least = [
+            1 if group.kind is v.GroupKind.FULL or is_across(group) else v.NULL_BLOCK
+            for group in self.groups
+        ]
+        """The least block of each group: a null block may stand only where not all is attended."""
         self._num_proposals = 0
         self._remapped: tuple[v.RequestId, ...] = ()
         """In the plan that runs."""
@@ -90,7 +95,8 @@ class Worker(Stored):
         self._last_scheduled = {row.request_id for row in plan.rows}
         if self.config.kv_connector:
             self.load(plan, rows)
-        self._write(rows)
+        if rows:
+            self._write(rows)
         for row in rows:
             self._read(row)
         if rows and any(plan.num_common_prefix_blocks):
@@ -290,18 +296,16 @@ class Worker(Stored):
             missing = len(self.groups) - len(tables)
             tables = (*tables, *[()] * missing)[: len(self.groups)]
         return [
-            self._real_blocks(request_id, group, table)
-            for group, table in zip(self.groups, tables, strict=True)
+            self._real_blocks(request_id, least, table) if table else []
+            for least, table in zip(self._least, tables, strict=True)
         ]
 
     def _real_blocks(
-        self, request_id: v.RequestId, group: v.KVGroup, table: tuple[v.BlockId, ...]
+        self, request_id: v.RequestId, least: v.BlockId, table: tuple[v.BlockId, ...]
     ) -> list[v.BlockId]:
-        """Those of them that there are. A null block may stand only where not all is attended."""
-        is_whole = group.kind is v.GroupKind.FULL or is_across(group)
-        least = 1 if is_whole else v.NULL_BLOCK
+        """Those of them that there are."""
         blocks, num_blocks = list(table), self.config.num_blocks
-        if blocks and not (least <= min(blocks) and max(blocks) < num_blocks):
+        if not (least <= min(blocks) and max(blocks) < num_blocks):
             self._complain("P1", "plan_names_real_blocks", f"{request_id!r} gets blocks {blocks}")
             blocks = [block for block in blocks if least <= block < num_blocks]
         return blocks

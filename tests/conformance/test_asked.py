@@ -1,0 +1,53 @@
+"""A sentence that is not asked of a step would have found nothing wrong with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+
+from blockstep.conformance.judge.properties import CHECKS_OF, Ledger, Sentence, Step, find_absent
+from blockstep.conformance.judge.properties.sentence import judge as judge_all
+from blockstep.conformance.museum import EXHIBITS
+from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.registry import MUSEUM, SpecEngine, load_engine
+from blockstep.conformance.search.episodes import run_episode
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.spec import vocabulary as v
+
+SPARED = {found.sentence for checks in CHECKS_OF.values() for found in checks if found.of}
+
+
+def test_who_is_not_asked_has_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    spared: Counter[str] = Counter()
+
+    def judge(sentences: Iterable[Sentence], step: Step, ledger: Ledger) -> list[Finding]:
+        asked, is_refused = tuple(sentences), isinstance(step.observation, v.Rejected)
+        for found in CHECKS_OF[v.Rejected if is_refused else type(step.event)]:
+            if found not in asked and found.needs not in ledger.lacked:
+                assert found(step, ledger) == []
+                spared[found.sentence] += 1
+        return judge_all(asked, step, ledger)
+
+    monkeypatch.setattr("blockstep.conformance.judge.properties.judge", judge)
+    wrong = 0
+    for name in sorted(EXHIBITS)[::12]:
+        options = CheckOptions(engine=MUSEUM + name, preset="small")
+        wrong += run_episode(options, 1, load_engine(MUSEUM + name)).first is not None
+    assert wrong
+    assert spared.keys() >= SPARED
+
+
+def test_what_makes_no_sense_is_asked_by_all() -> None:
+    state = SpecEngine(v.Config(4)).snapshot()
+    row = v.CachedRow("A", False, ((), ()), None, 0, 0, 1)  # of nobody, and in two groups of one
+    step = Step(
+        v.Config(4),
+        1,
+        v.Schedule(),
+        v.Plan(0, remapped_req_ids=("A",), cached=(row,)),
+        state,
+        state,
+    )
+    assert find_absent(step) == ()
