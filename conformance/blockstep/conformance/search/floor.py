@@ -155,6 +155,7 @@ SMALL_ONLY = {
 RARE_AT_TINY = {
     *("abort_of_shared_block", "abort_preempted", "drafts_lost_by_preemption"),
     *("drafts_some_accepted", "running_left_out_by_budget", "groups_block_in_doubt"),
+    "transfers_returned_behind_a_head",
 }
 """Where requests are two or three tokens long, seen a few times in 60,000 events."""
 RARE_UNLESS_WANTED = {
@@ -173,6 +174,8 @@ RARE_UNLESS_WANTED = {
     *("groups_block_in_doubt", "groups_hit_cut_by_a_window", "groups_admitted_past_its_room"),
     *("groups_preempted_with_nulls", "groups_preempted_about_to_slide"),
     *("groups_resumed_behind_nulls", "groups_hit_of_a_state", "groups_state_left"),
+    *("transfers_parked_behind_a_hit", "transfers_returned_behind_a_head"),
+    *("transfers_asked_anew", "transfers_preempted_unsettled", "transfers_held_twice"),
 }
 """Required where every run has the feature that they need: one in four does otherwise."""
 RARE_WHERE_WANTED = {
