@@ -15,10 +15,11 @@ from typing import TypeAlias, TypeVar
 
 from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.items import IDENTIFIERS
+from blockstep.conformance.draw.jobs import draw_clock, draw_estimate
 from blockstep.conformance.draw.memory import Memory
 from blockstep.conformance.draw.mistakes import list_bad_events
 from blockstep.conformance.draw.presets import Habit, Swarm
-from blockstep.conformance.draw.requests import draw_request, draw_twin, draw_update
+from blockstep.conformance.draw.requests import draw_request, draw_turn, draw_twin, draw_update
 from blockstep.conformance.draw.store import draw_answered, draw_offer, draw_report
 from blockstep.conformance.protocol.features import (
     ABORTS,
@@ -28,6 +29,7 @@ from blockstep.conformance.protocol.features import (
     HOSTILE,
     MASKS,
     PAUSE,
+    PINS,
     RESET,
     SESSIONS,
     TRANSFERS,
@@ -123,6 +125,8 @@ def submit(view: View, draw: Draw) -> Action:
         return v.Submit(draw_twin(swarm, draw, name, index, client.rejected_texts))
     if client.preempted_texts and draw.chance(80 if _has_preempted(view) else 25):
         return v.Submit(draw_twin(swarm, draw, name, index, client.preempted_texts))
+    if swarm.has(PINS) and client.turns and draw.chance(50):
+        return v.Submit(draw_turn(swarm, draw, name, index, client.turns))
     return v.Submit(draw_request(swarm, draw, name, index, client.texts))
 
 
@@ -166,6 +170,19 @@ def kv_offer(view: View, draw: Draw) -> Action:
 def report(view: View, draw: Draw) -> Action:
     """A worker reports transfers without an answer."""
     return draw_report(view.client.transfers, draw)
+
+
+def clock(view: View, draw: Draw) -> Action:
+    """It is later than before, or not."""
+    return draw_clock(view.client.now, draw)
+
+
+def pin_estimate(view: View, draw: Draw) -> Action:
+    """An estimator gives something for a job, most often for one that has a turn."""
+    client = view.client
+    jobs = [it.job_id for it in client.live.values() if it.job_id is not None]
+    jobs += [it.job_id for it, _ in client.turns if it.job_id is not None]
+    return draw_estimate(jobs, draw)
 
 
 def misanswer(view: View, draw: Draw) -> Action:
@@ -339,6 +356,8 @@ ACTIONS: Mapping[str, WeightedAction] = {
     "streaming_update": WeightedAction(streaming_update, 14, SESSIONS),
     "kv_offer": WeightedAction(kv_offer, 24, TRANSFERS),
     "report": WeightedAction(report, 6, TRANSFERS),
+    "clock": WeightedAction(clock, 8, PINS),
+    "pin_estimate": WeightedAction(pin_estimate, 12, PINS),
 }
 
 

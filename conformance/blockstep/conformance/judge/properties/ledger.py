@@ -28,9 +28,9 @@ def cut_at_placeholder(drafts: v.TokenIds) -> v.TokenIds:
 
 NEEDED = (
     *("async_scheduling", "enable_kv_cache_events", "encoder_cache_size"),
-    *("groups", "kv_connector"),
+    *("groups", "has_pins", "kv_connector"),
 )
-"""Fields of a config of which some sentences speak alone: see `Sentence.needs`."""
+"""What a config may have of which some sentences speak alone: see `Sentence.needs`."""
 
 
 @dataclass(frozen=True, slots=True)

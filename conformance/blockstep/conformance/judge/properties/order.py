@@ -7,12 +7,15 @@ from dataclasses import replace
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.life import order_of
+from blockstep.conformance.judge.properties.pins import follow_pins
 from blockstep.conformance.judge.properties.queue_replay import (
     Holders,
+    begin_plan,
     freed_blocks,
     get_seats,
     hides_a_rollback,
     in_policy_order,
+    in_waiting_order,
     left_behind,
     may_pass_over,
     must_wait,
@@ -124,7 +127,8 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Complaints:
     else:
         admitted = {row.request_id for row in step.admitted_rows}
     old = step.before
-    waiting = [*reversed(victims), *(name for name in old.waiting if name not in admitted)]
+    queue = old.waiting if isinstance(step.event, v.Reset) else in_waiting_order(ledger, old)
+    waiting = [*reversed(victims), *(name for name in queue if name not in admitted)]
     skipped = [name for name in old.skipped_waiting if name not in admitted]
     if step.config.policy is v.Policy.PRIORITY and victims:
         waiting.sort(key=lambda name: ledger.lives[name].order)
@@ -247,7 +251,7 @@ def _freed_by_last(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) -
 
     Without those that it attends to no more: when it gave them back is not seen.
     """
-    holders = Holders(step.before)
+    _, holders = begin_plan(step.before)
     for name in victims[:-1]:
         holders.free(name)
     holders.give_back(victims[-1], left_behind(step, ledger, victims[-1]))
@@ -265,6 +269,11 @@ def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
     if isinstance(step.event, ENDINGS) and step.config.kv_connector:
         freed, _ = follow_holds(step, ledger)
         return differing("free_queue", (*before.free_queue, *freed), after.free_queue)
+    is_forced = isinstance(step.event, v.Reset) and step.event.reset_running_requests
+    if step.config.has_pins and not (is_forced and ledger.has_sessions):
+        return differing(
+            "free_queue", (*before.free_queue, *follow_pins(step, ledger).freed), after.free_queue
+        )
     if not isinstance(step.event, v.Reset):
         names = [name for name in step.ended if _is_freed(step, ledger, name)]
     else:

@@ -34,7 +34,7 @@ def pool_keeps_its_size(step: Step, _ledger: Ledger) -> Complaints:
 def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
     """Its ref count is the number of its holders; free ones are in the free queue, once.
 
-    Whoever has ended holds those that a transfer reads or writes.
+    Whoever has ended holds those that a transfer reads or writes; or a pin does that stays of it.
     The null block is neither: nobody holds it, and it is not in the queue. In a table it stands for
     a block that is attended to no more; with one KV group there is none.
     """
@@ -43,11 +43,14 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
     holders = [0] * num_blocks
     held = () if after.transfers is None else after.transfers.held
     holding: tuple[v.RequestSnapshot | v.HeldBlocks, ...] = (*after.requests, *held)
-    for request in holding:
-        for table in request.block_tables:
+    tables = [(it.request_id, it.block_tables) for it in holding]
+    if after.pins is not None:
+        tables += [(f"job {pin.job_id}", pin.block_tables) for pin in after.pins.pins]
+    for name, block_tables in tables:
+        for table in block_tables:
             for block in table:
                 if not least <= block < num_blocks:
-                    what = f"{request.request_id!r} holds block {block}, of {num_blocks}"
+                    what = f"{name!r} holds block {block}, of {num_blocks}"
                     return [Complaint(what)]
                 holders[block] += 1
     holders[v.NULL_BLOCK] = 0
