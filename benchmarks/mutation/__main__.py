@@ -3,8 +3,8 @@
     python -m benchmarks.mutation [--only impl/host/pool.py] [--jobs N] [--seed N] [--json FILE]
 
 The whole campaign writes benchmarks/results/DATE-mutation-Ncore.json and
-docs/reference/mutation.md; a part of it (--only, --sample, other --events) prints and writes only
-what is asked for. `--page` makes the page again from the last results, after
+docs/reference/mutation.md; a part of it (--only, --sample, --drawn, other --events) prints and
+writes only what is asked for. `--page` makes the page again from the last results, after
 benchmarks/mutation/survivors.toml was edited; `--page --put FILE` puts the results of some modules
 (--only, --json FILE) into them before. Exit code 1: a survivor is unexplained or a hole, a class of
 survivors.toml explains nothing or more than it may, or the score of an engine is too low.
@@ -109,6 +109,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=plan.seed, help="of the episodes")
     parser.add_argument("--sample", type=int, help="so many mutants, drawn by the seed")
+    parser.add_argument("--drawn", action="append", help="only runs drawn so: 'small transfers'")
     parser.add_argument("--events", type=int, help="of each short run, for every mutant")
     parser.add_argument("--deep-events", type=int, help="of each long run of survivors; 0: none")
     parser.add_argument(
@@ -129,6 +130,9 @@ def make_plan(args: argparse.Namespace) -> Plan:
     """What the options ask for."""
     plan = Plan()
     first, deep = plan.first, plan.deep
+    if args.drawn:
+        first = tuple(stage for stage in first if stage[1] in args.drawn)
+        deep = tuple(stage for stage in deep if stage[1] in args.drawn)
     if args.events is not None:
         first = tuple((engine, preset, args.events) for engine, preset, _ in first)
     if args.deep_events is not None:

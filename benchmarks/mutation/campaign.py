@@ -45,6 +45,9 @@ class Plan:
     """What is played, and from what seed."""
 
     first: tuple[Stage, ...] = (
+        ("host", "small transfers", 6_000),
+        ("host", "small groups transfers", 4_000),
+        ("host", "small groups events", 4_000),
         ("host", "small groups", 4_000),
         ("host", "small groups sessions", 4_000),
         ("host", BROUGHT, 4_000),
@@ -57,6 +60,9 @@ class Plan:
     )
     """For every mutant. What few of the runs drawn freely have comes first."""
     deep: tuple[Stage, ...] = (
+        ("host", "small transfers", 30_000),
+        ("host", "small groups transfers", 30_000),
+        ("host", "small groups events", 15_000),
         ("host", "small groups", 30_000),
         ("host", "small groups sessions", 15_000),
         ("host", BROUGHT, 30_000),

@@ -62,7 +62,7 @@ class CompiledArrays:
 
     def _make_engine(self, config: Config) -> Any:
         compiled = importlib.import_module("blockstep.impl.compiled")
-        _set_constants("blockstep.impl.compiled", ("state", "names"), NARROW)
+        _set_constants("blockstep.impl", ("names", "compiled.state"), NARROW)
         blocks: Any = importlib.import_module("blockstep.impl.compiled.blocks")
         blocks._hash_content = _hash_in_two_bits
         return compiled.CompiledEngine(config)

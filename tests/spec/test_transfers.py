@@ -190,6 +190,28 @@ def test_a_later_load_is_not_taken_for_an_earlier_one_that_failed() -> None:
     assert moving(oracle).unsettled == ()
 
 
+def test_what_became_of_one_stops_no_other_load_of_its_frame() -> None:
+    oracle = build(**RECOMPUTE)
+    for name in "AB":
+        submit(oracle, name, 6)
+        oracle.offer_kv(name, 5)
+    plan = oracle.schedule()
+    oracle.abort("A")
+    answer(oracle, plan)
+    assert moving(oracle).unsettled == ()
+    oracle = build(max_frames_in_flight=2)
+    for name in "AB":
+        submit(oracle, name, 6)
+        oracle.offer_kv(name, 5)
+    plan = oracle.schedule()
+    oracle.reset(reset_running_requests=True)
+    outputs = answer(oracle, plan, plan.kv_loads[1].block_ids[0][0])
+    assert [(row.request_id, row.finish_reason) for row in outputs.rows] == [
+        ("A", None),
+        ("B", FinishReason.ERROR),
+    ]
+
+
 # Later.
 
 
@@ -253,7 +275,7 @@ def test_one_of_whose_load_nothing_came_asks_anew() -> None:
     assert [row.num_computed_tokens for row in oracle.schedule().new] == [0]
 
 
-@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize("policy", [Policy.FCFS, Policy.PRIORITY])
 def test_who_has_come_goes_on_behind_a_head_that_does_not_fit(policy: Policy) -> None:
     oracle = build(num_blocks=8, policy=policy)
     submit(oracle, "R", 2, max_tokens=8)
@@ -357,6 +379,16 @@ def test_a_window_holds_nothing_of_a_load_that_it_does_not_attend_to() -> None:
     assert oracle.state.stats.preemptions == 1
     (row,) = oracle.schedule().cached
     assert (row.resumed, row.all_token_ids) == (True, tuple(range(8)))
+
+
+def test_who_begins_anew_for_a_window_is_the_only_one_that_the_worker_forgets() -> None:
+    oracle = build(num_blocks=40, groups=(full(2), window(2, 3)), **RECOMPUTE)
+    for name in "ABC":
+        submit(oracle, name, 8)
+    oracle.offer_kv("B", 7)
+    plan = oracle.schedule()
+    answer(oracle, plan, plan.kv_loads[0].block_ids[0][-1])
+    assert oracle.snapshot().prev_scheduled_req_ids == ("A", "C")
 
 
 def test_no_group_counts_on_what_another_lacks() -> None:

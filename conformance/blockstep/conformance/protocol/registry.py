@@ -78,6 +78,11 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
             "compiled where numba is installed and the config allows it, else host",
         ),
         KnownEngine(
+            "device",
+            "blockstep.impl.device.engine:DeviceEngine",
+            "the scheduler as GPU kernels; here numpy runs their source",
+        ),
+        KnownEngine(
             "host-kernels",
             "blockstep.conformance.judge.dataplane:HOST",
             "our engine, its plans carried out by our kernels on real paged memory",

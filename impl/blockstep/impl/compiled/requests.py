@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockstep.impl.compiled.lives import store_prompt
-from blockstep.impl.compiled.names import NOTHING, ExtrasTable, Labels, list_extras
 from blockstep.impl.compiled.queues import append
 from blockstep.impl.compiled.results import BY_EOS, BY_STOP_TOKEN, GOES_ON
 from blockstep.impl.compiled.state import (
@@ -50,6 +49,7 @@ from blockstep.impl.compiled.state import (
     grow_slots,
     make_state,
 )
+from blockstep.impl.names import NOTHING, ExtrasTable, Labels, list_extras
 from blockstep.spec.vocabulary import Config, Policy, Request, RequestId
 
 
@@ -68,7 +68,7 @@ class Requests:
         self.names: NDArray[np.object_] = np.full(len(self.state.requests), None, object)
         """[slots]"""
         self._are_names_lent = False
-        self._labels = Labels()
+        self._labels: Labels[RequestId] = Labels()
         self._unused: list[int] = []
         self._num_born = 0
         self._num_seats = min(config.max_num_seqs, config.num_usable_blocks)

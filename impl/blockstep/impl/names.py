@@ -1,16 +1,19 @@
-"""Names: what the compiled functions know by number, and Python by name."""
+"""Names: what engines in arrays know by number, and Python by name."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Final, TypeAlias
+from typing import Final, Generic, TypeAlias, TypeVar
 
-from blockstep.impl.compiled.state import Int64s
+import numpy as np
+from numpy.typing import NDArray
+
 from blockstep.spec.vocabulary import Request, RequestId, TokenIds
 
 Extras: TypeAlias = tuple[str | None, str | None, tuple[tuple[str, int], ...], TokenIds]
 """Adapter, cache salt, overlapping items and embeddings of a block (P6)."""
 NOTHING: Final[Extras] = (None, None, (), ())
+K = TypeVar("K", RequestId, tuple[int, int, RequestId])
 _STEP: Final = 1 << 24
 _LAST: Final = 1 << 62
 
@@ -43,7 +46,7 @@ class ExtrasTable:
         """Numbers below `capacity` that can be given out."""
         return capacity - len(self.values) + len(self._unused)
 
-    def sweep(self, uses: Int64s) -> None:
+    def sweep(self, uses: NDArray[np.int64]) -> None:
         """Give up the numbers that nobody uses."""
         for number in (uses[: len(self.values)] == 0).nonzero()[0].tolist():
             if number and self._numbers.get(self.values[number]) == number:
@@ -69,18 +72,18 @@ def list_extras(request: Request, block_size: int, count: int) -> list[Extras]:
     return found
 
 
-class Labels:
-    """Numbers that compare like the ids of unfinished requests: the last tie-breaker (P16).
+class Labels(Generic[K]):
+    """Numbers that compare like the ids of unfinished requests, or what else orders them (P16).
 
     A new id gets a number between those of its neighbours; where there is none left, all get new
     ones, far apart.
     """
 
     def __init__(self) -> None:
-        self._ids: list[RequestId] = []
+        self._ids: list[K] = []
         self._labels: list[int] = []
 
-    def add(self, request_id: RequestId) -> list[tuple[RequestId, int]]:
+    def add(self, request_id: K) -> list[tuple[K, int]]:
         """Whose labels are new, and which: its own, or those of all."""
         ids, labels = self._ids, self._labels
         at = bisect_left(ids, request_id)
@@ -94,7 +97,7 @@ class Labels:
         self._labels = [_STEP * place for place in range(1, len(ids) + 1)]
         return list(zip(ids, self._labels, strict=True))
 
-    def remove(self, request_id: RequestId) -> None:
+    def remove(self, request_id: K) -> None:
         """It has ended."""
         at = bisect_left(self._ids, request_id)
         del self._ids[at], self._labels[at]

@@ -1,0 +1,115 @@
+"""Lives: queues, running order, preemption and the end of a request."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from blockstep.impl.device import layout
+from blockstep.impl.device.contents import withdraw_listed
+from blockstep.impl.device.pool import free_blocks
+
+NONE = tl.constexpr(layout.NONE)
+FAR = tl.constexpr(layout.FAR)
+IS_RUNNING = tl.constexpr(layout.IS_RUNNING)
+IS_PREEMPTED = tl.constexpr(layout.IS_PREEMPTED)
+NOWHERE = tl.constexpr(layout.NOWHERE)
+WAITING = tl.constexpr(layout.WAITING)
+QUEUE_SPAN = tl.constexpr(1 << 60)
+"""Keys of one queue: half of them before its first place, and half behind."""
+
+
+@triton.jit
+def append(s, slot, queue, d: tl.constexpr):
+    """It comes last in `queue`, as far as the policy leaves a choice."""
+    if d.is_priority:
+        key = tl.load(s.ranks + slot)
+    else:
+        place = tl.load(s.back) + 1
+        tl.debug_barrier()
+        tl.store(s.back, place)
+        key = tl.cast(queue, tl.int64) * QUEUE_SPAN + QUEUE_SPAN // 2 + place
+    tl.store(s.key + slot, key)
+    tl.store(s.queue + slot, queue)
+    tl.debug_barrier()
+
+
+@triton.jit
+def prepend(s, slot, queue, d: tl.constexpr):
+    """It comes first in `queue`, as far as the policy leaves a choice."""
+    if d.is_priority:
+        key = tl.load(s.ranks + slot)
+    else:
+        place = tl.load(s.front) - 1
+        tl.debug_barrier()
+        tl.store(s.front, place)
+        key = tl.cast(queue, tl.int64) * QUEUE_SPAN + QUEUE_SPAN // 2 + place
+    tl.store(s.key + slot, key)
+    tl.store(s.queue + slot, queue)
+    tl.debug_barrier()
+
+
+@triton.jit
+def leave_queue(s, slot):
+    """It waits no longer, wherever it stood."""
+    tl.store(s.key + slot, FAR)
+    tl.store(s.queue + slot, NOWHERE)
+    tl.debug_barrier()
+
+
+@triton.jit
+def leave_running(s, slot, d: tl.constexpr):
+    """Close the gap that it leaves in running order."""
+    position = tl.arange(0, d.rows)
+    count = tl.load(s.num_running)
+    other = tl.load(s.run + position, mask=position < count, other=NONE)
+    tl.debug_barrier()
+    stays = ((position < count) & (other != slot)).to(tl.int32)
+    tl.store(s.run + (tl.cumsum(stays, 0) - stays), other, mask=stays > 0)
+    tl.store(s.num_running, tl.sum(stays, 0))
+    tl.debug_barrier()
+
+
+@triton.jit
+def preempt(s, slot, d: tl.constexpr):
+    """Take everything from a running request; it will start again.
+
+    Its verified tokens stay, and so do the outputs that frames in flight have promised: those
+    frames go on, and what they sample is delivered (P13). What was published for work of this step
+    that now does not run is withdrawn (P4; upstream #43569).
+    """
+    leave_running(s, slot, d)
+    if d.has_cache:
+        first = tl.load(s.computed + slot) // d.size
+        held = tl.load(s.held + slot)
+        at = first
+        while at < held:
+            index = at + tl.arange(0, d.lanes)
+            block = tl.load(s.tables + slot * d.table + index, mask=index < held, other=0)
+            tl.store(s.scratch + (index - first), block, mask=index < held)
+            at += d.lanes
+        tl.debug_barrier()
+        withdraw_listed(s, held - first, d)
+    free_blocks(s, slot, d)
+    times = tl.load(s.preempted + slot) + 1
+    total = tl.load(s.preemptions) + 1
+    tl.debug_barrier()
+    tl.store(s.computed + slot, 0)
+    tl.store(s.num_drafts + slot, 0)
+    tl.store(s.step_tokens + slot, 0)
+    tl.store(s.preempted + slot, times)
+    tl.store(s.preemptions, total)
+    tl.store(s.status + slot, IS_PREEMPTED)
+    prepend(s, slot, WAITING, d)
+
+
+@triton.jit
+def end(s, slot, d: tl.constexpr):
+    """End an unfinished request, wherever it is."""
+    if tl.load(s.status + slot) == IS_RUNNING:
+        leave_running(s, slot, d)
+        free_blocks(s, slot, d)
+    else:
+        leave_queue(s, slot)
+    tl.store(s.birth + slot, 0)
+    tl.debug_barrier()

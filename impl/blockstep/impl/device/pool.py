@@ -1,0 +1,139 @@
+"""Pool: free blocks, who holds a block, and which is taken next (P1, P5).
+
+The free queue is a ring of block ids between two places that count on and on. A block that is hit
+leaves a hole in it, so its order stays without a list being walked.
+
+Each function here and in the modules beside it starts after a barrier and ends with one. Inside, a
+barrier stands between a load and a store to the same place: warps go at their own speed.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from blockstep.impl.device import layout
+
+NONE = tl.constexpr(layout.NONE)
+
+
+@triton.jit
+def close_holes(s, d: tl.constexpr):
+    """Move free blocks together, so that the ring has room for all blocks again."""
+    head = tl.load(s.head)
+    tail = tl.load(s.tail)
+    tl.debug_barrier()
+    at = head
+    end = head
+    while at < tail:
+        place = at + tl.arange(0, d.lanes)
+        block = tl.load(s.ring + (place & (d.ring - 1)), mask=place < tail, other=NONE)
+        tl.debug_barrier()
+        is_there = block >= 0
+        rank = tl.cumsum(is_there.to(tl.int32), 0)
+        to = (end + rank - 1) & (d.ring - 1)
+        tl.store(s.ring + to, block, mask=is_there)
+        tl.store(s.place + block, to, mask=is_there)
+        end += tl.sum(is_there.to(tl.int32), 0)
+        at += d.lanes
+    shift = head - (head & (d.ring - 1))
+    tl.store(s.head, head - shift)
+    tl.store(s.tail, end - shift)
+    tl.debug_barrier()
+
+
+@triton.jit
+def pop_free(s, count, d: tl.constexpr):
+    """Take the first `count` free blocks, which exist, into `scratch`: each is held once then."""
+    at = tl.load(s.head)
+    tail = tl.load(s.tail)
+    free = tl.load(s.num_free)
+    tl.debug_barrier()
+    got = 0
+    while got < count:
+        place = at + tl.arange(0, d.lanes)
+        block = tl.load(s.ring + (place & (d.ring - 1)), mask=place < tail, other=NONE)
+        is_there = (block >= 0).to(tl.int32)
+        rank = got + tl.cumsum(is_there, 0) - is_there
+        is_taken = (block >= 0) & (rank < count)
+        tl.store(s.scratch + rank, block, mask=is_taken)
+        tl.store(s.ref_count + block, 1, mask=is_taken)
+        taken = tl.sum(is_taken.to(tl.int32), 0)
+        after = tl.max(tl.where(is_taken, place + 1, at), 0)
+        whole = tl.minimum(at + d.lanes, tail)
+        at = tl.where(taken == tl.sum(is_there, 0), whole, after)
+        got += taken
+    tl.store(s.head, at)
+    tl.store(s.num_free, free - count)
+    tl.debug_barrier()
+
+
+@triton.jit
+def count_unheld(s, slot, count, d: tl.constexpr):
+    """How many of the first blocks that carry its content nobody holds: hits that are free."""
+    unheld = 0
+    at = 0
+    while at < count:
+        index = at + tl.arange(0, d.lanes)
+        is_hit = index < count
+        node = tl.load(s.paths + slot * d.table + index, mask=is_hit, other=0)
+        block = tl.load(s.first_block + node, mask=is_hit, other=0)
+        refs = tl.load(s.ref_count + block, mask=is_hit, other=1)
+        unheld += tl.sum((refs == 0).to(tl.int32), 0)
+        at += d.lanes
+    return unheld
+
+
+@triton.jit
+def touch_hits(s, slot, count, d: tl.constexpr):
+    """Hold the first `count` hits of a request, which become its block table."""
+    free = tl.load(s.num_free)
+    at = 0
+    while at < count:
+        index = at + tl.arange(0, d.lanes)
+        is_hit = index < count
+        node = tl.load(s.paths + slot * d.table + index, mask=is_hit, other=0)
+        block = tl.load(s.first_block + node, mask=is_hit, other=0)
+        refs = tl.load(s.ref_count + block, mask=is_hit, other=1)
+        place = tl.load(s.place + block, mask=is_hit, other=0)
+        tl.debug_barrier()
+        tl.store(s.tables + slot * d.table + index, block, mask=is_hit)
+        tl.store(s.ref_count + block, refs + 1, mask=is_hit)
+        tl.store(s.ring + place, NONE, mask=is_hit & (refs == 0))
+        free -= tl.sum((refs == 0).to(tl.int32), 0)
+        at += d.lanes
+    tl.debug_barrier()
+    tl.store(s.num_free, free)
+    tl.debug_barrier()
+
+
+@triton.jit
+def free_blocks(s, slot, d: tl.constexpr):
+    """Let go of a block table, last block first, so that its prefix is evicted last."""
+    held = tl.load(s.held + slot)
+    if tl.load(s.tail) - tl.load(s.head) + held > d.ring:
+        close_holes(s, d)
+    tail = tl.load(s.tail)
+    free = tl.load(s.num_free)
+    at = 0
+    while at < held:
+        step = at + tl.arange(0, d.lanes)
+        is_held = step < held
+        block = tl.load(s.tables + slot * d.table + (held - 1 - step), mask=is_held, other=0)
+        refs = tl.load(s.ref_count + block, mask=is_held, other=2) - 1
+        tl.debug_barrier()
+        tl.store(s.ref_count + block, refs, mask=is_held)
+        is_freed = (is_held & (refs == 0)).to(tl.int32)
+        place = (tail + tl.cumsum(is_freed, 0) - is_freed) & (d.ring - 1)
+        tl.store(s.ring + place, block, mask=is_freed > 0)
+        tl.store(s.place + block, place, mask=is_freed > 0)
+        count = tl.sum(is_freed, 0)
+        tail += count
+        free += count
+        at += d.lanes
+    tl.debug_barrier()
+    tl.store(s.tail, tail)
+    tl.store(s.num_free, free)
+    tl.store(s.held + slot, 0)
+    tl.store(s.published + slot, 0)
+    tl.debug_barrier()

@@ -1,0 +1,210 @@
+"""Results: what the worker sampled is stored, judged and told."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from blockstep.impl.device import layout
+from blockstep.impl.device.contents import extend_listed, publish_listed
+from blockstep.impl.device.lives import end
+
+NONE = tl.constexpr(layout.NONE)
+IS_RUNNING = tl.constexpr(layout.IS_RUNNING)
+COMMIT_PLACE = tl.constexpr(layout.COMMIT_PLACE)
+GOES_ON = tl.constexpr(layout.GOES_ON)
+BY_EOS = tl.constexpr(layout.BY_EOS)
+BY_STOP_TOKEN = tl.constexpr(layout.BY_STOP_TOKEN)
+BY_LENGTH = tl.constexpr(layout.BY_LENGTH)
+BY_REPETITION = tl.constexpr(layout.BY_REPETITION)
+ROW_SLOT = tl.constexpr(layout.ROW_SLOT)
+ROW_BIRTH = tl.constexpr(layout.ROW_BIRTH)
+ROW_SAMPLES = tl.constexpr(layout.ROW_SAMPLES)
+ROW_DRAFTS = tl.constexpr(layout.ROW_DRAFTS)
+ROW_COLUMNS = tl.constexpr(layout.ROW_COLUMNS)
+TOLD_DELIVERED = tl.constexpr(layout.TOLD_DELIVERED)
+TOLD_VERDICT = tl.constexpr(layout.TOLD_VERDICT)
+TOLD_CACHED = tl.constexpr(layout.TOLD_CACHED)
+
+
+@triton.jit
+def roll_back(s, slot, drafts, counts, live, d: tl.constexpr):
+    """Keep the promise (P12) and uncompute the rejected drafts (P14), of all rows at once.
+
+    computed before | known | accepted | rejected |
+                                       ^ computed now
+    """
+    promised = tl.load(s.promised + slot, mask=live, other=0)
+    computed = tl.load(s.computed + slot, mask=live, other=0)
+    runs = tl.load(s.status + slot, mask=live, other=0) == IS_RUNNING
+    scheduled = tl.load(s.drafts_scheduled)
+    accepted = tl.load(s.drafts_accepted)
+    tl.debug_barrier()
+    if d.is_async:
+        tl.store(s.promised + slot, promised - 1 - drafts, mask=live)
+    # It may have been preempted meanwhile; then nothing is computed anyway.
+    has_drafts = live & (drafts > 0)
+    tl.store(s.computed + slot, computed - drafts + counts - 1, mask=has_drafts & runs)
+    tl.store(s.drafts_scheduled, scheduled + tl.sum(tl.where(has_drafts, drafts, 0), 0))
+    tl.store(s.drafts_accepted, accepted + tl.sum(tl.where(has_drafts, counts - 1, 0), 0))
+    tl.debug_barrier()
+
+
+@triton.jit
+def judge(s, slot, token, known, live, d: tl.constexpr):
+    """Whether the token just stored ends its request, for all rows at once; repetition aside.
+
+    Before `min_tokens` only the length caps do (ours; 0.19.1 masks them as well).
+    """
+    prompt = tl.load(s.prompt + slot, mask=live, other=0)
+    has_min = live & (known - prompt >= tl.load(s.min_tokens + slot, mask=live, other=0))
+    limit = tl.minimum(tl.load(s.end_by_max_tokens + slot, mask=live, other=0), d.max_model_len)
+    verdict = tl.where(live & (known >= limit), BY_LENGTH, GOES_ON)
+    num_stops = tl.load(s.num_stops + slot, mask=has_min, other=0)
+    most = tl.max(num_stops, 0)
+    index = 0
+    while index < most:
+        stop = tl.load(s.stops + slot * d.stops + index, mask=index < num_stops, other=NONE)
+        verdict = tl.where(stop == token, BY_STOP_TOKEN, verdict)
+        index += 1
+    eos = tl.load(s.eos + slot, mask=has_min, other=NONE)
+    return tl.where(has_min & (eos == token), BY_EOS, verdict)
+
+
+@triton.jit
+def repeats(s, slot, known, d: tl.constexpr):
+    """Whether the outputs end with as many copies of one pattern as it does not tolerate."""
+    count = tl.load(s.repeats_count + slot)
+    outputs = known - tl.load(s.prompt + slot)
+    found = 0
+    if (count > 0) & (outputs >= tl.load(s.min_tokens + slot)):
+        pattern = tl.load(s.repeats_min + slot)
+        longest = tl.minimum(tl.load(s.repeats_max + slot), outputs // count)
+        while (pattern <= longest) & (found == 0):
+            # Copies of a pattern: each token equals the one a pattern's length before it.
+            length = pattern * (count - 1)
+            differing = 0
+            at = 0
+            while at < length:
+                back = at + tl.arange(0, d.lanes)
+                last = slot * d.tokens + known - 1 - back
+                here = tl.load(s.tokens + last, mask=back < length, other=0)
+                before = tl.load(s.tokens + (last - pattern), mask=back < length, other=0)
+                differing += tl.sum((here != before).to(tl.int32), 0)
+                at += d.lanes
+            found = tl.where(differing == 0, 1, 0)
+            pattern += 1
+    return found
+
+
+@triton.jit
+def judge_repetition(s, slot, known, goes_on, verdict, d: tl.constexpr):
+    """The verdicts [rows] with those on repetition, which few requests ask for."""
+    row = tl.arange(0, d.rows)
+    asks = goes_on & (tl.load(s.repeats_count + slot, mask=goes_on, other=0) > 0)
+    left = tl.sum(asks.to(tl.int32), 0)
+    while left > 0:
+        first = tl.min(tl.where(asks, row, d.rows), 0)
+        is_first = row == first
+        one = tl.sum(tl.where(is_first, slot, 0), 0)
+        length = tl.sum(tl.where(is_first, known, 0), 0)
+        ends = repeats(s, one, length, d)
+        verdict = tl.where(is_first & (ends > 0), BY_REPETITION, verdict)
+        asks = asks & (row > first)
+        left -= 1
+    return verdict
+
+
+@triton.jit
+def store_tokens(s, slot, counts, live, d: tl.constexpr):
+    """Store tokens up to the one that ends each request; how many [rows], and the verdicts."""
+    row = tl.arange(0, d.rows)
+    known = tl.load(s.known + slot, mask=live, other=0)
+    verdict = tl.full((d.rows,), 0, tl.int32)
+    delivered = tl.full((d.rows,), 0, tl.int32)
+    most = tl.max(tl.where(live, counts, 0), 0)
+    index = 0
+    while index < most:
+        goes_on = live & (index < counts) & (verdict == GOES_ON)
+        token = tl.load(s.answer_tokens + row * (d.drafts + 1) + index, mask=goes_on, other=NONE)
+        tl.store(s.tokens + slot * d.tokens + known, token, mask=goes_on)
+        tl.debug_barrier()
+        known += goes_on.to(tl.int32)
+        delivered += goes_on.to(tl.int32)
+        found = judge(s, slot, token, known, goes_on, d)
+        found = judge_repetition(s, slot, known, goes_on & (found == GOES_ON), found, d)
+        verdict = tl.where(goes_on, found, verdict)
+        index += 1
+    tl.store(s.known + slot, known, mask=live)
+    tl.debug_barrier()
+    return delivered, verdict
+
+
+@triton.jit
+def name_filled(s, slot, delivered, live, d: tl.constexpr):
+    """Nodes of the blocks that the tokens just stored have filled, row after row."""
+    known = tl.load(s.known + slot, mask=live, other=0)
+    filled = (known - delivered) // d.size
+    fills = (live & (known // d.size > filled)).to(tl.int32)
+    place = tl.cumsum(fills, 0) - fills
+    tl.store(s.scratch + place, slot, mask=fills > 0)
+    tl.store(s.step_first + slot, filled, mask=fills > 0)
+    tl.debug_barrier()
+    extend_listed(s, tl.sum(fills, 0), d)
+
+
+@triton.jit
+def publish_verified(s, slot, live, d: tl.constexpr):
+    """Under asynchronous scheduling the plan could publish none of it: tokens were not known.
+
+    The last token may not have run yet (P4); who was preempted since has no blocks (P3).
+    """
+    runs = live & (tl.load(s.status + slot, mask=live, other=0) == IS_RUNNING)
+    full = (tl.load(s.known + slot, mask=live, other=0) - 1) // d.size
+    fills = (runs & (full > tl.load(s.published + slot, mask=live, other=0))).to(tl.int32)
+    place = tl.cumsum(fills, 0) - fills
+    tl.store(s.scratch + place, slot, mask=fills > 0)
+    tl.debug_barrier()
+    publish_listed(s, tl.sum(fills, 0), 1, d)
+
+
+@triton.jit
+def end_rows(s, slot, verdict, d: tl.constexpr):
+    """End those that have a verdict, in the order of their rows."""
+    row = tl.arange(0, d.rows)
+    ends = verdict != GOES_ON
+    left = tl.sum(ends.to(tl.int32), 0)
+    while left > 0:
+        first = tl.min(tl.where(ends, row, d.rows), 0)
+        end(s, tl.sum(tl.where(row == first, slot, 0), 0), d)
+        ends = ends & (row > first)
+        left -= 1
+
+
+@triton.jit
+def commit(s, d: tl.constexpr):
+    """Take the answer to a frame, which fits it."""
+    row = tl.arange(0, d.rows)
+    frame = tl.load(s.control + COMMIT_PLACE)
+    num_rows = tl.load(s.plan_rows + frame)
+    in_frame = row < num_rows
+    first = frame * ROW_COLUMNS * d.rows + row
+    slot = tl.load(s.plans + first + ROW_SLOT * d.rows, mask=in_frame, other=0)
+    birth = tl.load(s.plans + first + ROW_BIRTH * d.rows, mask=in_frame, other=-1)
+    samples = tl.load(s.plans + first + ROW_SAMPLES * d.rows, mask=in_frame, other=0)
+    drafts = tl.load(s.plans + first + ROW_DRAFTS * d.rows, mask=in_frame, other=0)
+    counts = tl.load(s.answer_counts + row, mask=in_frame, other=0)
+    # Others were aborted meanwhile, or are still in prefill.
+    live = in_frame & (samples > 0) & (tl.load(s.birth + slot, mask=in_frame, other=0) == birth)
+    roll_back(s, slot, drafts, counts, live, d)
+    delivered, verdict = store_tokens(s, slot, counts, live, d)
+    cached = tl.load(s.cached + slot, mask=live, other=0)
+    tl.store(s.record + TOLD_DELIVERED * d.rows + row, tl.where(live, delivered, NONE))
+    tl.store(s.record + TOLD_VERDICT * d.rows + row, verdict)
+    tl.store(s.record + TOLD_CACHED * d.rows + row, cached)
+    tl.store(s.num_told, num_rows)
+    if d.has_cache:
+        name_filled(s, slot, delivered, live, d)
+        if d.is_async:
+            publish_verified(s, slot, live, d)
+    end_rows(s, slot, verdict, d)

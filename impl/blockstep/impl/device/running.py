@@ -1,0 +1,203 @@
+"""The running phase: each running request gets its next tokens, and blocks to write them in."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from blockstep.impl.device import layout
+from blockstep.impl.device.contents import (
+    count_filled,
+    publish,
+    publish_listed,
+    take_blocks,
+    withdraw_listed,
+)
+from blockstep.impl.device.lives import preempt
+from blockstep.impl.device.pool import pop_free
+
+FAR = tl.constexpr(layout.FAR)
+
+
+@triton.jit
+def count_tokens(s, slot, live, d: tl.constexpr):
+    """[n] of the slots [n]: tokens that they would have without a budget, drafts included.
+
+    computed | ... known, promised | drafts |   one slot below max_model_len stays free
+             <------ gap ------------------>    for the token to be sampled
+
+    A request whose promise will end it by `max_tokens` has no row (seed 001, "Async scheduling
+    skip-ahead"): one promised token is sure, the others may be rejected drafts.
+    """
+    computed = tl.load(s.computed + slot, mask=live, other=0)
+    promised = tl.load(s.promised + slot, mask=live, other=0)
+    drafts = tl.load(s.num_drafts + slot, mask=live, other=0)
+    gap = tl.load(s.known + slot, mask=live, other=0) + promised + drafts - computed
+    wanted = tl.minimum(gap, d.max_tokens_per_row)
+    wanted = tl.minimum(wanted, d.max_model_len - 1 - computed)
+    last = tl.load(s.end_by_max_tokens + slot, mask=live, other=0)
+    ends = (promised > 0) & (computed + 2 - promised >= last)
+    return tl.where(live & (wanted > 0) & (ends == 0), wanted, 0)
+
+
+@triton.jit
+def count_blocks(s, slot, tokens, live, d: tl.constexpr):
+    """[n] of the slots [n]: new blocks for so many tokens and the lookahead after them (P8)."""
+    end = tl.load(s.computed + slot, mask=live, other=0) + tokens + d.num_lookahead
+    end = tl.minimum(end, d.max_model_len)
+    held = tl.load(s.held + slot, mask=live, other=0)
+    needed = tl.maximum((end + d.size - 1) // d.size - held, 0)
+    return tl.where(live & (tokens > 0), needed, 0)
+
+
+@triton.jit
+def add_rows(s, slot, tokens, first_block, live):
+    """The requests of these slots [n] have so many tokens in the step; the rest is given up (P24).
+
+    `first_block` [n] are the blocks that they held before it.
+    """
+    drafts = tl.load(s.num_drafts + slot, mask=live, other=0)
+    scheduled = tl.load(s.computed + slot, mask=live, other=0) + tokens
+    scheduled -= tl.load(s.known + slot, mask=live, other=0)
+    scheduled -= tl.load(s.promised + slot, mask=live, other=0)
+    tl.debug_barrier()
+    tl.store(s.step_tokens + slot, tokens, mask=live)
+    tl.store(s.step_drafts + slot, tl.where(drafts > 0, scheduled, 0), mask=live)
+    tl.store(s.step_first + slot, first_block, mask=live)
+    tl.store(s.num_drafts + slot, 0, mask=live)
+    tl.debug_barrier()
+
+
+@triton.jit
+def publish_rows(s, end, d: tl.constexpr):
+    """What the rows of the first `end` running requests fill can be found from now on, in order."""
+    position = tl.arange(0, d.rows)
+    live = position < end
+    slot = tl.load(s.run + position, mask=live, other=0)
+    tokens = tl.load(s.step_tokens + slot, mask=live, other=0)
+    filled = count_filled(s, slot, live) // d.size
+    published = tl.load(s.published + slot, mask=live, other=0)
+    fills = (live & (tokens > 0) & (filled > published)).to(tl.int32)
+    place = tl.cumsum(fills, 0) - fills
+    tl.store(s.scratch + place, slot, mask=fills > 0)
+    tl.debug_barrier()
+    publish_listed(s, tl.sum(fills, 0), 0, d)
+
+
+@triton.jit
+def schedule_together(s, budget, d: tl.constexpr):
+    """All running requests before the first for which blocks run short, at once.
+
+    Returns its position, and the budget left.
+    """
+    position = tl.arange(0, d.rows)
+    count = tl.load(s.num_running)
+    live = position < count
+    slot = tl.load(s.run + position, mask=live, other=0)
+    wanted = count_tokens(s, slot, live, d)
+    before = tl.cumsum(wanted, 0) - wanted
+    tokens = tl.minimum(tl.maximum(budget - before, 0), wanted)
+    needed = count_blocks(s, slot, tokens, live, d)
+    ends = tl.cumsum(needed, 0)
+    is_short = live & (tokens > 0) & (ends > tl.load(s.num_free))
+    first = tl.min(tl.where(is_short, position, count), 0)
+    fits = (position < first) & (tokens > 0)
+    held = tl.load(s.held + slot, mask=live, other=0)
+    needed = tl.where(fits, needed, 0)
+    total = tl.sum(needed, 0)
+    if total > 0:
+        pop_free(s, total, d)
+        withdraw_listed(s, total, d)
+        most = tl.max(needed, 0)
+        index = 0
+        while index < most:
+            gets = index < needed
+            block = tl.load(s.scratch + (ends - needed + index), mask=gets, other=0)
+            tl.store(s.tables + slot * d.table + held + index, block, mask=gets)
+            index += 1
+        tl.store(s.held + slot, held + needed, mask=fits)
+        tl.debug_barrier()
+    add_rows(s, slot, tokens, held, fits)
+    if d.has_cache:
+        publish_rows(s, first, d)
+    return first, budget - tl.sum(tl.where(fits, tokens, 0), 0)
+
+
+@triton.jit
+def select_victim(s, d: tl.constexpr):
+    """The slot to preempt (P16).
+
+    FCFS: the last. Priority: the one that would wait longest, in the order of the queues; any
+    other choice among equals lets two of them preempt each other for ever (P10).
+    """
+    count = tl.load(s.num_running)
+    found = tl.load(s.run + (count - 1))
+    if d.is_priority:
+        position = tl.arange(0, d.rows)
+        slot = tl.load(s.run + position, mask=position < count, other=0)
+        rank = tl.load(s.ranks + slot, mask=position < count, other=-1)
+        at = tl.max(tl.where(rank == tl.max(rank, 0), position, 0), 0)
+        found = tl.load(s.run + at)
+    return found
+
+
+@triton.jit
+def find_position(s, slot, d: tl.constexpr):
+    """Where it stands in running order; after all others if it does not run."""
+    position = tl.arange(0, d.rows)
+    count = tl.load(s.num_running)
+    other = tl.load(s.run + position, mask=position < count, other=-1)
+    return tl.min(tl.where(other == slot, position, count), 0)
+
+
+@triton.jit
+def make_room(s, slot, needed, budget, d: tl.constexpr):
+    """Preempt until so many blocks are free for `slot`; the budget then, and whether it still runs.
+
+    What a victim had in this step returns to the budget.
+    """
+    runs = 1
+    free = tl.load(s.num_free)
+    while (needed > free) & (runs > 0):
+        victim = select_victim(s, d)
+        at = tl.load(s.num_preempted)
+        budget += tl.load(s.step_tokens + victim)
+        tl.debug_barrier()
+        tl.store(s.victims + at, victim)
+        tl.store(s.num_preempted, at + 1)
+        preempt(s, victim, d)
+        runs = (victim != slot).to(tl.int32)
+        free = tl.load(s.num_free)
+    return budget, runs
+
+
+@triton.jit
+def schedule_singly(s, position, budget, d: tl.constexpr):
+    """Running requests from `position` on, one after the other; the budget left."""
+    one = tl.arange(0, 1)
+    goes = 1
+    while (position < tl.load(s.num_running)) & (budget > 0) & (goes > 0):
+        slot = tl.load(s.run + position)
+        live = one == 0
+        tokens = tl.minimum(tl.max(count_tokens(s, slot + one, live, d), 0), budget)
+        needed = tl.max(count_blocks(s, slot + one, tokens + one, live, d), 0)
+        budget, goes = make_room(s, slot, needed, budget, d)
+        if goes > 0:
+            position = find_position(s, slot, d) + 1
+            if tokens > 0:
+                held = tl.load(s.held + slot)
+                take_blocks(s, slot, needed, d)
+                filled = tl.load(s.computed + slot) + tokens
+                publish(s, slot, tl.minimum(filled, tl.load(s.known + slot)), d)
+                add_rows(s, slot + one, tokens + one, held + one, live)
+                budget -= tokens
+    return budget
+
+
+@triton.jit
+def schedule_running(s, budget, d: tl.constexpr):
+    """The whole phase; the budget left."""
+    position, left = schedule_together(s, budget, d)
+    if position < tl.load(s.num_running):
+        left = schedule_singly(s, position, left, d)
+    return left

@@ -1,0 +1,100 @@
+"""Sweep: nodes that no block carries, no request has in its path and no such node continues go.
+
+It runs between two steps, when unused nodes run short, so that no step counts who needs a node.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from blockstep.impl.device import layout
+
+NONE = tl.constexpr(layout.NONE)
+
+
+@triton.jit
+def mark_needed(s, d: tl.constexpr):
+    """What blocks carry, and the paths of all requests that have not ended."""
+    lane = tl.arange(0, d.lanes)
+    at = 0
+    while at < d.nodes:
+        tl.store(s.mark + at + lane, 0)
+        at += d.lanes
+    tl.debug_barrier()
+    at = 0
+    while at < d.num_blocks:
+        block = at + lane
+        node = tl.load(s.node + block, mask=block < d.num_blocks, other=NONE)
+        before = tl.load(s.previous_same + block, mask=node >= 0, other=NONE)
+        tl.store(s.mark + node, 1, mask=(node >= 0) & (before < 0))
+        at += d.lanes
+    tl.debug_barrier()
+    slot = 0
+    while slot < d.slots:
+        full = tl.load(s.known + slot) // d.size
+        if tl.load(s.birth + slot) == 0:
+            full = 0
+        at = 0
+        while at < full:
+            node = tl.load(s.paths + slot * d.table + at + lane, mask=at + lane < full, other=0)
+            tl.store(s.mark + node, 1, mask=at + lane < full)
+            at += d.lanes
+        tl.debug_barrier()
+        slot += 1
+
+
+@triton.jit
+def mark_parents(s, d: tl.constexpr):
+    """What a marked node continues is marked, until nothing changes."""
+    lane = tl.arange(0, d.chunk)
+    changed = 1
+    while changed > 0:
+        changed = 0
+        at = 0
+        while at < d.nodes:
+            is_marked = tl.load(s.mark + at + lane) > 0
+            parent = tl.load(s.parent + at + lane, mask=is_marked, other=NONE)
+            lacks = (parent >= 0) & (tl.load(s.mark + parent, mask=parent >= 0, other=1) == 0)
+            same = (parent[:, None] == parent[None, :]) & (lane[:, None] > lane[None, :])
+            is_first = tl.sum(same.to(tl.int32), 1) == 0
+            tl.debug_barrier()
+            tl.store(s.mark + parent, 1, mask=lacks & is_first)
+            changed += tl.sum(lacks.to(tl.int32), 0)
+            tl.debug_barrier()
+            at += d.chunk
+
+
+@triton.jit
+def rebuild(s, d: tl.constexpr):
+    """Buckets of the marked nodes, one node after the other; the rest is unused."""
+    lane = tl.arange(0, d.lanes)
+    at = 0
+    while at < d.buckets:
+        tl.store(s.buckets + at + lane, NONE, mask=at + lane < d.buckets)
+        at += d.lanes
+    tl.debug_barrier()
+    unused = 0
+    node = 0
+    while node < d.nodes:
+        if tl.load(s.mark + node) > 0:
+            bucket = tl.load(s.node_hash + node) & (d.buckets - 1)
+            first = tl.load(s.buckets + bucket)
+            tl.debug_barrier()
+            tl.store(s.next_node + node, first)
+            tl.store(s.buckets + bucket, node)
+            tl.debug_barrier()
+        else:
+            tl.store(s.free_nodes + unused, node)
+            unused += 1
+        node += 1
+    tl.store(s.num_free_nodes, unused)
+    tl.debug_barrier()
+
+
+@triton.jit
+def sweep(s, d: tl.constexpr):
+    """All of it."""
+    mark_needed(s, d)
+    mark_parents(s, d)
+    rebuild(s, d)

@@ -1,0 +1,166 @@
+"""The waiting phase: requests are admitted while budget, places and blocks last."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from blockstep.impl.device import layout
+from blockstep.impl.device.contents import count_hits, publish, take_blocks
+from blockstep.impl.device.lives import QUEUE_SPAN, leave_queue
+from blockstep.impl.device.pool import count_unheld, touch_hits
+
+FAR = tl.constexpr(layout.FAR)
+IS_WAITING = tl.constexpr(layout.IS_WAITING)
+AWAITS_GRAMMAR = tl.constexpr(layout.AWAITS_GRAMMAR)
+IS_RUNNING = tl.constexpr(layout.IS_RUNNING)
+SKIPPED = tl.constexpr(layout.SKIPPED)
+PASSED = tl.constexpr(layout.PASSED)
+OLDEST_ID = tl.constexpr(layout.OLDEST_ID)
+
+
+@triton.jit
+def find_head(s, d: tl.constexpr):
+    """Who comes next: its slot and its key, which is FAR if nobody waits."""
+    lane = tl.arange(0, d.lanes)
+    best = tl.full((d.lanes,), FAR, tl.int64)
+    slot = lane
+    at = 0
+    while at < d.slots:
+        key = tl.load(s.key + at + lane)
+        slot = tl.where(key < best, at + lane, slot)
+        best = tl.minimum(best, key)
+        at += d.lanes
+    key = tl.min(best, 0)
+    return tl.min(tl.where(best == key, slot, d.slots), 0), key
+
+
+@triton.jit
+def is_ready(s, slot):
+    """Whether it may be admitted; a request whose grammar has arrived is promoted here.
+
+    One that was preempted, and for which a frame in flight samples, may not: the position after its
+    known tokens would be sampled twice (ours, P13; upstream #48245). Who has a row that samples has
+    no chunk after it, so its last row tells.
+    """
+    awaits = tl.load(s.status + slot) == AWAITS_GRAMMAR
+    has_grammar = tl.load(s.grammar_ready + slot) > 0
+    oldest = tl.load(s.control + OLDEST_ID)
+    is_in_flight = tl.load(s.last_frame + slot) >= oldest
+    is_in_flight = is_in_flight & (tl.load(s.is_prefill + slot) == 0)
+    tl.debug_barrier()
+    tl.store(s.status + slot, IS_WAITING, mask=awaits & has_grammar)
+    tl.debug_barrier()
+    return ((awaits == 0) | has_grammar) & (is_in_flight == 0)
+
+
+@triton.jit
+def pass_over(s, slot):
+    """It cannot be admitted in this step, and others may."""
+    passed = tl.load(s.num_passed)
+    tl.debug_barrier()
+    tl.store(s.key + slot, FAR)
+    tl.store(s.queue + slot, PASSED)
+    tl.store(s.step_first + slot, passed)
+    tl.store(s.num_passed, passed + 1)
+    tl.debug_barrier()
+
+
+@triton.jit
+def return_passed(s, d: tl.constexpr):
+    """Who was passed over comes first among those skipped, in the same order."""
+    count = tl.load(s.num_passed)
+    front = tl.load(s.front)
+    tl.debug_barrier()
+    if count > 0:
+        at = 0
+        while at < d.slots:
+            slot = at + tl.arange(0, d.lanes)
+            is_passed = tl.load(s.queue + slot) == PASSED
+            place = front - count + tl.load(s.step_first + slot)
+            key = tl.full((d.lanes,), SKIPPED, tl.int64) * QUEUE_SPAN + QUEUE_SPAN // 2 + place
+            if d.is_priority:
+                key = tl.load(s.ranks + slot)
+            tl.debug_barrier()
+            tl.store(s.key + slot, key, mask=is_passed)
+            tl.store(s.queue + slot, SKIPPED, mask=is_passed)
+            at += d.lanes
+        tl.store(s.front, front - count)
+        tl.store(s.num_passed, 0)
+        tl.debug_barrier()
+
+
+@triton.jit
+def try_admit(s, slot, budget, d: tl.constexpr):
+    """Admit it, or change nothing at all (P7); its tokens, 0 if it was not admitted."""
+    known = tl.load(s.known + slot)
+    asks = (tl.load(s.skips_cache + slot) == 0) & (d.has_cache > 0)
+    hits = 0
+    unheld = 0
+    if asks:
+        hits = count_hits(s, slot, known, d)
+        unheld = count_unheld(s, slot, hits, d)
+    computed = hits * d.size
+    tokens = tl.minimum(known - computed, d.max_tokens_per_row)
+    fits = (tokens <= budget) | (d.has_chunks > 0)
+    tokens = tl.minimum(tokens, budget)
+    free = tl.load(s.num_free) - unheld
+    needed = (computed + tokens + d.size - 1) // d.size - hits
+    whole = (known + d.size - 1) // d.size - hits
+    fits = fits & (needed <= free) & ((whole <= free) | (d.reserves_whole == 0))
+    admitted = tl.where(fits, tokens, 0)
+    if fits:
+        admit(s, slot, hits, needed, tokens, d)
+        queries = tl.load(s.queries)
+        total = tl.load(s.hits)
+        tl.debug_barrier()
+        tl.store(s.queries, queries + known, mask=asks)
+        tl.store(s.hits, total + computed, mask=asks)
+        tl.debug_barrier()
+    return admitted
+
+
+@triton.jit
+def admit(s, slot, hits, needed, tokens, d: tl.constexpr):
+    """It runs from now on, after all others.
+
+    Hits are held before new blocks are taken: the head of the queue could be a hit (upstream
+    #33775).
+    """
+    leave_queue(s, slot)
+    count = tl.load(s.num_running)
+    is_first = tl.load(s.cached + slot) < 0
+    computed = hits * d.size
+    touch_hits(s, slot, hits, d)
+    tl.store(s.run + count, slot)
+    tl.store(s.num_running, count + 1)
+    tl.store(s.status + slot, IS_RUNNING)
+    tl.store(s.held + slot, hits)
+    tl.store(s.published + slot, hits)
+    tl.store(s.computed + slot, computed)
+    tl.store(s.cached + slot, computed, mask=is_first)
+    tl.store(s.step_tokens + slot, tokens)
+    tl.store(s.step_drafts + slot, 0)
+    tl.store(s.step_first + slot, 0)
+    tl.debug_barrier()
+    take_blocks(s, slot, needed, d)
+    publish(s, slot, tl.minimum(computed + tokens, tl.load(s.known + slot)), d)
+
+
+@triton.jit
+def schedule_waiting(s, budget, d: tl.constexpr):
+    """Admit who waits, the first one first, until one does not fit."""
+    goes = ((budget > 0) & (tl.load(s.num_running) < d.max_num_seqs)).to(tl.int32)
+    while goes > 0:
+        slot, key = find_head(s, d)
+        goes = (key < FAR).to(tl.int32)
+        if goes > 0:
+            if is_ready(s, slot):
+                tokens = try_admit(s, slot, budget, d)
+                budget -= tokens
+                goes = (tokens > 0).to(tl.int32)
+            else:
+                pass_over(s, slot)
+            if (budget == 0) | (tl.load(s.num_running) >= d.max_num_seqs):
+                goes = 0
+    return_passed(s, d)

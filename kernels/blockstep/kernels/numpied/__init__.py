@@ -1,0 +1,16 @@
+"""Numpied: a Triton kernel's own source, run by numpy, thirty times faster than it is interpreted.
+
+For kernels of one program that compute with integers. A kernel and what it calls are read as text,
+so that Triton is not needed. What is taken is what the compiler takes too: `tl.load` and `tl.store`
+at `tensor + offset`, masks, reductions and scans, atomics, `if`, `while`, `for`, calls of other
+kernels. Anything else is refused by name and line when the text is read. It needs numpy 2, whose
+types promote as Triton's do.
+
+A CPU can also be asked for what a GPU might do otherwise: see `Memory`, `HeldBack` and `Watched`.
+"""
+
+from blockstep.kernels.numpied.load import Kernel, launch, load_kernels
+from blockstep.kernels.numpied.memory import HeldBack, Memory, Watched
+from blockstep.kernels.numpied.rewrite import RefusedError
+
+__all__ = ["HeldBack", "Kernel", "Memory", "RefusedError", "Watched", "launch", "load_kernels"]

@@ -1,0 +1,54 @@
+"""Load: kernels from files, and how one is run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final, TypeAlias
+
+from blockstep.kernels.numpied.memory import Memory
+from blockstep.kernels.numpied.rewrite import make_space, rewrite
+from blockstep.kernels.numpied.values import TYPES
+
+Kernel: TypeAlias = Callable[..., None]
+_TL: Final = SimpleNamespace(**TYPES, constexpr=lambda value: value)
+
+
+def load_kernels(
+    files: Sequence[Path], memory: Memory, changed: Mapping[Path, str] | None = None
+) -> dict[str, Kernel]:
+    """The functions of these files, those that are called first; named as they are there.
+
+    Args:
+        files: the sources.
+        memory: what their loads and stores do.
+        changed: a text that is read in the place of a file's own.
+
+    Raises:
+        RefusedError: a file uses what this cannot run as Triton does.
+    """
+    space: dict[str, Any] = {**make_space(memory), "tl": _TL}
+    for file in files:
+        text = (changed or {}).get(file) or file.read_text()
+        tree = rewrite(ast.parse(text), file.name, space.keys())
+        tree.body = [one for one in tree.body if not _is_known(one, space)]
+        exec(compile(tree, str(file), "exec"), space)  # noqa: S102 - our files
+    return space
+
+
+def launch(kernel: Kernel, memory: Memory, *args: Any) -> None:
+    """Run a kernel of one program on numpy arrays, or named tuples of them, which it changes."""
+    memory.start()
+    kernel(*[memory.flatten(argument) for argument in args])
+    memory.barrier()
+
+
+def _is_known(statement: ast.stmt, space: Mapping[str, Any]) -> bool:
+    """An import of Triton, or of what is there already."""
+    if isinstance(statement, ast.Import):
+        return all(name.name.startswith("triton") for name in statement.names)
+    if isinstance(statement, ast.ImportFrom):
+        return all(name.name in space for name in statement.names)
+    return False

@@ -1,0 +1,263 @@
+"""The device's scheduler: its kernels' source, run by numpy, and interpreted."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kernel_support
+import pytest
+from tests.impl.compiled.test_compiled import draw_request
+
+from blockstep.conformance.search.check import check
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.impl.capabilities import DEVICE
+from blockstep.impl.device import layout
+from blockstep.impl.device.engine import DeviceEngine
+from blockstep.impl.device.launch import Numpied
+from blockstep.impl.host import HostEngine
+from blockstep.kernels.numpied import HeldBack, Watched
+from blockstep.spec.vocabulary import (
+    Abort,
+    Ack,
+    Commit,
+    Config,
+    ConfigError,
+    Event,
+    Plan,
+    Policy,
+    Request,
+    Reset,
+    RowTokens,
+    Schedule,
+    SpecMethod,
+    Submit,
+)
+
+HELD_BACK = Numpied(HeldBack())
+ASYNCHRONOUS = {
+    "async_scheduling": True,
+    "max_frames_in_flight": 2,
+    "spec_method": SpecMethod.NGRAM,
+    "num_speculative_tokens": 2,
+}
+
+
+def make_held_back(config: Config) -> DeviceEngine:
+    """Its stores are seen only behind the next barrier."""
+    return DeviceEngine(config, HELD_BACK)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "small"])
+def test_it_conforms(preset: str) -> None:
+    options = CheckOptions("device", preset=preset, seed=11, max_events=700)
+    assert check(options).first is None
+
+
+def test_no_barrier_lacks_where_a_store_is_read() -> None:
+    options = CheckOptions(f"{__name__}:make_held_back", seed=12, max_events=500)
+    assert check(options).first is None
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("preset", ["tiny", "small"])
+@pytest.mark.parametrize("policy", list(Policy))
+def test_it_conforms_for_long(preset: str, policy: Policy) -> None:
+    options = CheckOptions("device", preset=preset, policy=policy, seed=13, max_events=100_000)
+    assert check(options).first is None
+
+
+INTERPRETED = """
+import sys
+from kernel_support.interpreter import speed_up
+speed_up()
+from blockstep.conformance.search.check import check
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.impl.device.engine import DeviceEngine
+from blockstep.impl.device.launch import Interpreted, get_numpied
+from blockstep.spec.vocabulary import Commit, Config, Request, RowTokens, Schedule, Submit
+
+interpreted, numpied = Interpreted(), get_numpied()
+
+def launch(kernel, state, dims):
+    other = type(state)(*[tensor.copy() for tensor in state])
+    numpied(kernel, other, dims)
+    interpreted(kernel, state, dims)
+    for name, here, there in zip(state._fields, state, other):
+        assert (here == there).all(), (kernel, name)
+
+def make(config):
+    return DeviceEngine(config, launch)
+
+if sys.argv[1] == "short":
+    config = Config(num_blocks=6, block_size=2, max_num_seqs=3, max_num_batched_tokens=6)
+    engine = make(config)
+    for name in "abc":
+        engine.apply(Submit(Request(name, (1, 2, 3, 4), max_tokens=4)))
+    for frame_id in range(8):
+        plan = engine.apply(Schedule())
+        rows = engine.frames[frame_id].rows.items()
+        answers = (RowTokens(name, () if drafts is None else (7,)) for name, drafts in rows)
+        engine.apply(Commit(frame_id, tuple(answers)))
+    assert engine.stats().preemptions and engine.stats().prefix_cache_hits
+else:
+    options = CheckOptions("__main__:make", preset="tiny", seed=2, max_events=3_000)
+    assert check(options).first is None
+"""
+
+
+def play_interpreted(how_long: str) -> None:
+    """numpy and the interpreter leave the same in every tensor, after every launch."""
+    support = str(Path(kernel_support.__path__[0]).parent)
+    paths = os.pathsep.join([support, *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED, how_long],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_numpy_and_the_interpreter_agree_bit_for_bit() -> None:
+    pytest.importorskip("triton")
+    play_interpreted("short")
+
+
+@pytest.mark.soak
+def test_numpy_and_the_interpreter_agree_for_long() -> None:
+    pytest.importorskip("triton")
+    play_interpreted("long")
+
+
+def apply_alike(engine: DeviceEngine, other: HostEngine, event: Event) -> object:
+    answer = engine.apply(event)
+    assert answer == other.apply(event)
+    return answer
+
+
+def step_alike(engine: DeviceEngine, other: HostEngine, draw: random.Random) -> None:
+    plan = apply_alike(engine, other, Schedule())
+    assert isinstance(plan, Plan)
+    rows = [
+        RowTokens(name, () if drafts is None else (draw.randrange(5),))
+        for name, drafts in other.frames.get(plan.frame_id, {}).items()
+    ]
+    if rows:
+        apply_alike(engine, other, Commit(plan.frame_id, tuple(rows)))
+    assert engine.snapshot() == other.snapshot()
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_it_grows_as_it_must(policy: Policy) -> None:
+    """More requests, stops, nodes and commands than there is room for at first."""
+    draw = random.Random(3)
+    config = Config(
+        num_blocks=40, block_size=3, max_num_seqs=12, max_num_batched_tokens=50, policy=policy
+    )
+    engine, other = DeviceEngine(config), HostEngine(config)
+    first = engine.inbox.dims
+    many = Request("many", (1, 2, 3), max_tokens=9, stop_token_ids=tuple(range(70, 90)))
+    assert apply_alike(engine, other, Submit(many)) == Ack()
+    for number in range(40):
+        assert apply_alike(engine, other, Submit(draw_request(draw, number))) == Ack()
+        if number % 5 == 0:
+            step_alike(engine, other, draw)
+    while other.table.slot_of:
+        step_alike(engine, other, draw)
+        if draw.random() < 0.1:
+            gone = draw.choice([*other.table.slot_of, "nobody"])
+            apply_alike(engine, other, Abort((gone,)))
+    grown = engine.inbox.dims
+    assert grown.slots > first.slots
+    assert grown.stops > first.stops
+    assert grown.nodes > first.nodes
+    apply_alike(engine, other, Reset(reset_running_requests=False))
+
+
+@pytest.mark.parametrize("fields", [{"policy": Policy.PRIORITY}, ASYNCHRONOUS])
+def test_nothing_is_read_and_written_between_two_barriers(fields: dict[str, Any]) -> None:
+    draw, watched = random.Random(6), Watched()
+    config = Config(
+        num_blocks=12, block_size=2, max_num_seqs=5, max_num_batched_tokens=12, **fields
+    )
+    engine, other = DeviceEngine(config, Numpied(watched)), HostEngine(config)
+    for number in range(8):
+        prompt = tuple(draw.choices(range(2), k=draw.randint(1, 9)))
+        request = Request(f"{number}", prompt, max_tokens=6, priority=draw.randrange(2))
+        apply_alike(engine, other, Submit(request))
+        step_alike(engine, other, draw)
+    apply_alike(engine, other, Reset(reset_running_requests=True))
+    while other.table.slot_of:
+        step_alike(engine, other, draw)
+    assert engine.stats().preemptions > 2
+    assert watched.shadows
+    assert watched.findings == []
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_frames_in_flight": 3}, ASYNCHRONOUS])
+def test_a_loop_without_a_host_does_the_same(fields: dict[str, Any]) -> None:
+    """One launch per step, in which the host writes nothing but requests and the sampled tokens."""
+    config = Config(num_blocks=8, block_size=2, max_num_batched_tokens=8, **fields)
+    alone, stepped, draw = DeviceEngine(config, Numpied()), DeviceEngine(config), random.Random(8)
+    s, d = alone.inbox.state, alone.inbox.dims
+    s.control[layout.BUDGET], s.control[layout.ADMITS] = config.max_num_batched_tokens, 1
+    s.control[layout.PREVIOUS_ID] = layout.NONE
+    num_rows, empty = -1, 0
+    for step in range(60):
+        if step % 2 == 0 and step < 24:
+            prompt = tuple(draw.choices(range(2), k=draw.randint(1, 5)))
+            for engine in (alone, stepped):
+                engine.apply(Submit(Request(f"{step}", prompt, max_tokens=6)))
+        ended: list[int] = []
+        oldest = next(iter(stepped.frames), None)
+        is_full = len(stepped.frames) == d.frames
+        if oldest is not None and (is_full or num_rows == 0):
+            rows = stepped.frames[oldest].rows.values()
+            counts = [0 if drafts is None else 1 for drafts in rows]
+            s.answer_counts[: len(counts)], s.answer_tokens[: len(counts), 0] = counts, 1
+            names = stepped.frames[oldest].rows
+            answers = ((name, (1,) * count) for name, count in zip(names, counts, strict=True))
+            before = dict(stepped.inbox.slot_of)
+            alone.inbox.reserve_nodes(sum(counts), len(counts))
+            stepped.apply(Commit(oldest, tuple(RowTokens(*answer) for answer in answers)))
+            ended = [slot for name, slot in before.items() if name not in stepped.inbox.slot_of]
+        alone.inbox.launch("loop_kernel")
+        for slot in ended:
+            alone.inbox.remove(slot)
+        stepped.apply(Schedule())
+        num_rows = int(stepped.inbox.state.num_rows[0])
+        empty += num_rows == 0
+        assert int(s.num_rows[0]) == num_rows
+        own = {"control", "plans", "plan_rows", "plan_ids", "in_flight", "scratch", "mark"}
+        for name in {*layout.State._fields} - own:
+            same = getattr(s, name) == getattr(stepped.inbox.state, name)
+            assert same.all(), (step, name)
+    assert empty
+    assert stepped.stats().preemptions
+
+
+def test_nothing_is_kept_of_contents_that_nobody_needs() -> None:
+    config = Config(num_blocks=8, block_size=2, max_model_len=12)
+    engine, other = DeviceEngine(config), HostEngine(config)
+    swept, draw = 0, random.Random(5)
+    for number in range(60):
+        prompt = tuple(draw.choices(range(9), k=8))
+        before = int(engine.inbox.state.num_free_nodes[0])
+        apply_alike(engine, other, Submit(Request(f"{number}", prompt, max_tokens=2)))
+        swept += int(engine.inbox.state.num_free_nodes[0]) > before
+        step_alike(engine, other, draw)
+        step_alike(engine, other, draw)
+    assert swept > 2
+    assert engine.inbox.dims.nodes == layout.make_dims(config).nodes
+
+
+def test_what_it_lacks_is_refused() -> None:
+    assert DeviceEngine(Config(num_blocks=2)).capabilities() == DEVICE
+    with pytest.raises(ConfigError, match=r"max_loras = 1: .* no cap on adapters"):
+        DeviceEngine(Config(num_blocks=2, max_loras=1))
