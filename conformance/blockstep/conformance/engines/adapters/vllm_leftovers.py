@@ -264,9 +264,11 @@ def _check_loads(run: Run, output: SchedulerOutput) -> None:
         )
 
 
-def _check_fetches(run: Run, stages: Mapping[str, int]) -> None:
+def _check_fetches(run: Run, stages: Mapping[str, int] | None) -> None:
     """A newer release counts who waits for a load, by what the load has come to."""
     scheduler = run.scheduler
+    if stages is None:
+        return
     parked = {one.request_id for one in run.get_skipped() if one.status.name == PARKED}
     num_under_way = len(parked - scheduler.finished_recving_kv_req_ids)
     if stages.get("in_progress", 0) != num_under_way:
@@ -287,7 +289,7 @@ def _check_stats(run: Run, stats: SchedulerStats) -> None:
     cache = scheduler.encoder_cache_manager
     num_kept = cache.cache_size - cache.num_free_slots
     num_usable = pool.num_gpu_blocks - 1  # the null block is nobody's
-    _check_fetches(run, getattr(stats, "num_kv_fetch_reqs_by_stage", None) or {})
+    _check_fetches(run, getattr(stats, "num_kv_fetch_reqs_by_stage", None))
     num_waiting = stats.num_waiting_reqs + getattr(stats, "num_skipped_waiting_reqs", 0)
     for field, seen, expected in (
         ("num_running_reqs", stats.num_running_reqs, len(scheduler.running)),
