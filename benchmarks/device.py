@@ -162,14 +162,16 @@ def step_compiled(running: int, steps: int) -> list[float]:
     )
     for request in make_requests(running, steps + 2 * WARM):
         engine.apply(Submit(request))
-    tokens = np.ones((running, 1), np.int32)
+    tokens = np.ones(running, np.int32)
     times = []
     for _ in range(steps + WARM):
         before = time.perf_counter()
         plan = engine.schedule_arrays()
         if isinstance(plan, Rejected):
             raise RuntimeError(plan)
-        engine.commit_arrays(plan.frame_id, tokens)
+        outputs = engine.commit_arrays(plan.frame_id, tokens)
+        if isinstance(outputs, Rejected):
+            raise RuntimeError(outputs)
         times.append(1e6 * (time.perf_counter() - before))
     return times[WARM:]
 
