@@ -10,7 +10,6 @@ from blockstep.conformance.draw.actions import SeededDraw
 from blockstep.conformance.draw.mistakes import list_bad_events
 from blockstep.conformance.draw.presets import SMALL, draw_swarm
 from blockstep.conformance.lockstep.driver import LockStep
-from blockstep.conformance.protocol.features import Wish
 from blockstep.conformance.protocol.program import (
     Action,
     Answer,
@@ -20,6 +19,7 @@ from blockstep.conformance.protocol.program import (
     describe,
 )
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
+from blockstep.conformance.protocol.wishes import Wish
 from blockstep.spec import Config, Request, Schedule, SpecMethod, Submit
 from blockstep.spec.profiles import initial_state
 from blockstep.spec.transition import Accepted, transition

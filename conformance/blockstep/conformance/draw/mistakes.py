@@ -9,9 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from blockstep.conformance.draw.jobs import list_strange_pins
 from blockstep.conformance.draw.presets import Swarm
 from blockstep.conformance.draw.store import list_strange_reports
-from blockstep.conformance.protocol.features import ENCODER, GRAMMAR, MASKS, SESSIONS, TRANSFERS
+from blockstep.conformance.protocol.features import (
+    ENCODER,
+    GRAMMAR,
+    MASKS,
+    PINS,
+    SESSIONS,
+    TRANSFERS,
+)
 from blockstep.conformance.protocol.program import Mistake
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
@@ -124,6 +132,8 @@ def list_bad_events(
         ]
     if swarm.has(TRANSFERS):
         events += list_strange_reports(swarm.config.num_blocks, names)
+    if swarm.has(PINS):
+        events += list_strange_pins(names)
     if swarm.has(ENCODER):
         events += [
             EncoderOffer(("",)),
