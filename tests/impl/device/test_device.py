@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import subprocess
@@ -198,6 +199,31 @@ def test_nothing_is_read_and_written_between_two_barriers(fields: dict[str, Any]
     assert engine.stats().preemptions > 2
     assert watched.shadows
     assert watched.findings == []
+
+
+@pytest.mark.parametrize("fields", [{}, ASYNCHRONOUS])
+def test_a_plan_says_where_its_tokens_stand(fields: dict[str, Any]) -> None:
+    """In the same arrays as the kernel that prepares a step of any other scheduler."""
+    torch = pytest.importorskip("torch")
+    kernels = importlib.import_module("blockstep.kernels")
+    config = Config(num_blocks=30, block_size=2, max_num_batched_tokens=24, **fields)
+    engine, other, draw = DeviceEngine(config), HostEngine(config), random.Random(9)
+    longest = 0
+    for number in range(12):
+        prompt = tuple(draw.choices(range(2), k=draw.randint(1, 30)))
+        apply_alike(engine, other, Submit(Request(f"{number}", prompt, max_tokens=5)))
+        step_alike(engine, other, draw)
+        s, count = engine.inbox.state, int(engine.inbox.state.num_rows[0])
+        frame = torch.from_numpy(s.plans[int(s.control[layout.PLACE]), :, :count].copy())
+        tokens = frame[layout.ROW_TOKENS]
+        tables = torch.from_numpy(s.tables)[frame[layout.ROW_SLOT].long()]
+        total, longest = int(tokens.sum()), max(longest, int(tokens.max()))
+        step = kernels.prepare_step(tables, frame[layout.ROW_COMPUTED], tokens, config.block_size)
+        assert s.positions[:total].tolist() == step.positions.tolist()
+        assert s.slot_mapping[:total].tolist() == step.slot_mapping.tolist()
+        assert s.query_start_loc[: count + 1].tolist() == step.query_start_loc.tolist()
+        assert s.seq_lens[:count].tolist() == step.seq_lens.tolist()
+    assert longest > engine.inbox.dims.lanes
 
 
 @pytest.mark.parametrize("fields", [{}, {"max_frames_in_flight": 3}, ASYNCHRONOUS])
