@@ -12,8 +12,11 @@ from typing import Any
 
 import kernel_support
 import pytest
+import typer
 from tests.impl.compiled.test_compiled import draw_request
+from typer.testing import CliRunner
 
+from blockstep.conformance.command.explore import explore_command
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.impl.capabilities import DEVICE
@@ -287,3 +290,21 @@ def test_what_it_lacks_is_refused() -> None:
     assert DeviceEngine(Config(num_blocks=2)).capabilities() == DEVICE
     with pytest.raises(ConfigError, match=r"max_loras = 1: .* no cap on adapters"):
         DeviceEngine(Config(num_blocks=2, max_loras=1))
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        *("loop", "alone"),
+        *(
+            pytest.param(world, marks=pytest.mark.soak)
+            for world in ("pair", "equals", "seats", "whole", "brink", "endings", "chunks")
+        ),
+    ],
+)
+def test_it_agrees_on_every_transition_of_a_small_world(world: str) -> None:
+    app = typer.Typer()
+    app.command()(explore_command)
+    result = CliRunner().invoke(app, ["--preset", world, "--engine", "device"])
+    assert result.exit_code == 0, result.output
+    assert "device agrees on every event in every state" in " ".join(result.output.split())
