@@ -12,8 +12,11 @@ from typing import Any
 
 import kernel_support
 import pytest
+import typer
 from tests.impl.compiled.test_compiled import draw_request
+from typer.testing import CliRunner
 
+from blockstep.conformance.command.explore import explore_command
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.impl.capabilities import DEVICE
@@ -289,6 +292,25 @@ def test_what_it_lacks_is_refused() -> None:
         DeviceEngine(Config(num_blocks=2, max_loras=1))
 
 
+<<<<<<< HEAD
 def test_a_tensor_that_kernels_cannot_reach_is_refused_before_it_is_made() -> None:
     with pytest.raises(ValueError, match=r"^tokens would have 512 x 5000001 elements, .* fewer"):
         DeviceEngine(Config(num_blocks=1_000, max_num_seqs=512, max_model_len=5_000_000))
+=======
+@pytest.mark.parametrize(
+    "world",
+    [
+        *("loop", "alone"),
+        *(
+            pytest.param(world, marks=pytest.mark.soak)
+            for world in ("pair", "equals", "seats", "whole", "brink", "endings", "chunks")
+        ),
+    ],
+)
+def test_it_agrees_on_every_transition_of_a_small_world(world: str) -> None:
+    app = typer.Typer()
+    app.command()(explore_command)
+    result = CliRunner().invoke(app, ["--preset", world, "--engine", "device"])
+    assert result.exit_code == 0, result.output
+    assert "device agrees on every event in every state" in " ".join(result.output.split())
+>>>>>>> w-devb
