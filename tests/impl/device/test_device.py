@@ -69,7 +69,7 @@ def test_no_barrier_lacks_where_a_store_is_read() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("preset", ["tiny", "small"])
-@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize("policy", [Policy.FCFS, Policy.PRIORITY])
 def test_it_conforms_for_long(preset: str, policy: Policy) -> None:
     options = CheckOptions("device", preset=preset, policy=policy, seed=13, max_events=100_000)
     assert check(options).first is None
@@ -157,7 +157,7 @@ def step_alike(engine: DeviceEngine, other: HostEngine, draw: random.Random) -> 
     assert engine.snapshot() == other.snapshot()
 
 
-@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize("policy", [Policy.FCFS, Policy.PRIORITY])
 def test_it_grows_as_it_must(policy: Policy) -> None:
     """More requests, stops, nodes and commands than there is room for at first."""
     draw = random.Random(3)
@@ -308,3 +308,8 @@ def test_it_agrees_on_every_transition_of_a_small_world(world: str) -> None:
     result = CliRunner().invoke(app, ["--preset", world, "--engine", "device"])
     assert result.exit_code == 0, result.output
     assert "device agrees on every event in every state" in " ".join(result.output.split())
+
+
+def test_a_tensor_that_kernels_cannot_reach_is_refused_before_it_is_made() -> None:
+    with pytest.raises(ValueError, match=r"^tokens would have 512 x 5000001 elements, .* fewer"):
+        DeviceEngine(Config(num_blocks=1_000, max_num_seqs=512, max_model_len=5_000_000))
