@@ -292,11 +292,6 @@ def test_what_it_lacks_is_refused() -> None:
         DeviceEngine(Config(num_blocks=2, max_loras=1))
 
 
-def test_a_tensor_that_kernels_cannot_reach_is_refused_before_it_is_made() -> None:
-    with pytest.raises(ValueError, match=r"^tokens would have 512 x 5000001 elements, .* fewer"):
-        DeviceEngine(Config(num_blocks=1_000, max_num_seqs=512, max_model_len=5_000_000))
-
-
 @pytest.mark.parametrize(
     "world",
     [
@@ -313,3 +308,8 @@ def test_it_agrees_on_every_transition_of_a_small_world(world: str) -> None:
     result = CliRunner().invoke(app, ["--preset", world, "--engine", "device"])
     assert result.exit_code == 0, result.output
     assert "device agrees on every event in every state" in " ".join(result.output.split())
+
+
+def test_a_tensor_that_kernels_cannot_reach_is_refused_before_it_is_made() -> None:
+    with pytest.raises(ValueError, match=r"^tokens would have 512 x 5000001 elements, .* fewer"):
+        DeviceEngine(Config(num_blocks=1_000, max_num_seqs=512, max_model_len=5_000_000))
