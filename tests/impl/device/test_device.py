@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import kernel_support
 import pytest
@@ -17,8 +18,9 @@ from blockstep.conformance.search.options import CheckOptions
 from blockstep.impl.capabilities import DEVICE
 from blockstep.impl.device import layout
 from blockstep.impl.device.engine import DeviceEngine
-from blockstep.impl.device.launch import Numpied, list_files
+from blockstep.impl.device.launch import Numpied
 from blockstep.impl.host import HostEngine
+from blockstep.kernels.numpied import HeldBack, Watched
 from blockstep.spec.vocabulary import (
     Abort,
     Ack,
@@ -32,10 +34,17 @@ from blockstep.spec.vocabulary import (
     Reset,
     RowTokens,
     Schedule,
+    SpecMethod,
     Submit,
 )
 
-HELD_BACK = Numpied(list_files(), holds_back=True)
+HELD_BACK = Numpied(HeldBack())
+ASYNCHRONOUS = {
+    "async_scheduling": True,
+    "max_frames_in_flight": 2,
+    "spec_method": SpecMethod.NGRAM,
+    "num_speculative_tokens": 2,
+}
 
 
 def make_held_back(config: Config) -> DeviceEngine:
@@ -169,6 +178,68 @@ def test_it_grows_as_it_must(policy: Policy) -> None:
     assert grown.stops > first.stops
     assert grown.nodes > first.nodes
     apply_alike(engine, other, Reset(reset_running_requests=False))
+
+
+@pytest.mark.parametrize("fields", [{"policy": Policy.PRIORITY}, ASYNCHRONOUS])
+def test_nothing_is_read_and_written_between_two_barriers(fields: dict[str, Any]) -> None:
+    draw, watched = random.Random(6), Watched()
+    config = Config(
+        num_blocks=12, block_size=2, max_num_seqs=5, max_num_batched_tokens=12, **fields
+    )
+    engine, other = DeviceEngine(config, Numpied(watched)), HostEngine(config)
+    for number in range(8):
+        prompt = tuple(draw.choices(range(2), k=draw.randint(1, 9)))
+        request = Request(f"{number}", prompt, max_tokens=6, priority=draw.randrange(2))
+        apply_alike(engine, other, Submit(request))
+        step_alike(engine, other, draw)
+    apply_alike(engine, other, Reset(reset_running_requests=True))
+    while other.table.slot_of:
+        step_alike(engine, other, draw)
+    assert engine.stats().preemptions > 2
+    assert watched.shadows
+    assert watched.findings == []
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_frames_in_flight": 3}, ASYNCHRONOUS])
+def test_a_loop_without_a_host_does_the_same(fields: dict[str, Any]) -> None:
+    """One launch per step, in which the host writes nothing but requests and the sampled tokens."""
+    config = Config(num_blocks=8, block_size=2, max_num_batched_tokens=8, **fields)
+    alone, stepped, draw = DeviceEngine(config, Numpied()), DeviceEngine(config), random.Random(8)
+    s, d = alone.inbox.state, alone.inbox.dims
+    s.control[layout.BUDGET], s.control[layout.ADMITS] = config.max_num_batched_tokens, 1
+    s.control[layout.PREVIOUS_ID] = layout.NONE
+    num_rows, empty = -1, 0
+    for step in range(60):
+        if step % 2 == 0 and step < 24:
+            prompt = tuple(draw.choices(range(2), k=draw.randint(1, 5)))
+            for engine in (alone, stepped):
+                engine.apply(Submit(Request(f"{step}", prompt, max_tokens=6)))
+        ended: list[int] = []
+        oldest = next(iter(stepped.frames), None)
+        is_full = len(stepped.frames) == d.frames
+        if oldest is not None and (is_full or num_rows == 0):
+            rows = stepped.frames[oldest].rows.values()
+            counts = [0 if drafts is None else 1 for drafts in rows]
+            s.answer_counts[: len(counts)], s.answer_tokens[: len(counts), 0] = counts, 1
+            names = stepped.frames[oldest].rows
+            answers = ((name, (1,) * count) for name, count in zip(names, counts, strict=True))
+            before = dict(stepped.inbox.slot_of)
+            alone.inbox.reserve_nodes(sum(counts), len(counts))
+            stepped.apply(Commit(oldest, tuple(RowTokens(*answer) for answer in answers)))
+            ended = [slot for name, slot in before.items() if name not in stepped.inbox.slot_of]
+        alone.inbox.launch("loop_kernel")
+        for slot in ended:
+            alone.inbox.remove(slot)
+        stepped.apply(Schedule())
+        num_rows = int(stepped.inbox.state.num_rows[0])
+        empty += num_rows == 0
+        assert int(s.num_rows[0]) == num_rows
+        own = {"control", "plans", "plan_rows", "plan_ids", "in_flight", "scratch", "mark"}
+        for name in {*layout.State._fields} - own:
+            same = getattr(s, name) == getattr(stepped.inbox.state, name)
+            assert same.all(), (step, name)
+    assert empty
+    assert stepped.stats().preemptions
 
 
 def test_nothing_is_kept_of_contents_that_nobody_needs() -> None:

@@ -4,5 +4,6 @@
 `contents` (what can be found), `lives` (queues, preemption, ends), `commands` (what the host asks
 for), `running` and `waiting` (the plan), `results` (the answer), `sweep` (contents that nobody
 needs) and `step` (what is launched). Around them, on the host: `engine`, with the `inbox` that it
-writes, the `frames` that it reads, the `view` of a snapshot, and `launch`, which runs kernels.
+writes (and `growth`), the `frames` that it reads, the `view` of a snapshot, and `launch`, which
+runs kernels.
 """

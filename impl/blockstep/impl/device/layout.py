@@ -272,6 +272,8 @@ class State(NamedTuple):
     front: Any
     """int64; the last place given before all others."""
     num_passed: Any
+    in_flight: Any
+    """Frames, where the device runs its own loop."""
     num_rows: Any
     num_continued: Any
     """Of the rows of the last plan, those of its running phase."""
@@ -300,6 +302,8 @@ class State(NamedTuple):
     """[frames, ROW_COLUMNS, rows]; by place."""
     plan_rows: Any
     """[frames]; rows of each."""
+    plan_ids: Any
+    """[frames]; frames in flight by place, where the device runs its own loop."""
     victims: Any
     """[rows]; slots preempted by the last plan."""
     answer_counts: Any
@@ -398,6 +402,7 @@ def shape_of(name: str, d: Dims) -> tuple[int, ...]:
         "commands": (d.commands, COMMAND_COLUMNS),
         "plans": (d.frames, ROW_COLUMNS, d.rows),
         "plan_rows": (d.frames,),
+        "plan_ids": (d.frames,),
         "answer_tokens": (d.rows, 1 + d.drafts),
         "record": (TOLD_COLUMNS, d.rows),
         "scratch": (max(d.rows, d.table, d.num_blocks),),
@@ -417,27 +422,6 @@ def make_state(d: Dims) -> State:
     made["free_nodes"][:] = np.arange(d.nodes, dtype=np.int32)
     made["num_free_nodes"][:] = d.nodes
     return State(**made)
-
-
-def grow(old: State, was: Dims, d: Dims) -> State:
-    """The same in longer tensors: of slots, nodes and stops; commands must have been taken."""
-    made = make_state(d)
-    for name in State._fields:
-        before, after = getattr(old, name), getattr(made, name)
-        after[tuple(slice(length) for length in before.shape)] = before
-    fresh = np.arange(was.nodes, d.nodes, dtype=np.int32)
-    count = int(old.num_free_nodes[0])
-    made.free_nodes[:] = NONE
-    made.free_nodes[: count + len(fresh)] = np.concatenate([old.free_nodes[:count], fresh])
-    made.num_free_nodes[:] = count + len(fresh)
-    made.buckets[:] = NONE
-    used = np.ones(d.nodes, bool)
-    used[made.free_nodes[: count + len(fresh)]] = False
-    for node in used.nonzero()[0].tolist():
-        bucket = int(made.node_hash[node]) & (d.buckets - 1)
-        made.next_node[node], made.buckets[bucket] = made.buckets[bucket], node
-    made.command_at[:] = made.command_end[:]
-    return made
 
 
 def _power_of_two(count: int) -> int:

@@ -165,14 +165,14 @@ def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Co
         life = ledger.lives[row.request_id]
         known, num_across = life.num_known, count_across(step.config, life.request)
         num_free, num_free_hits = room[row.request_id]
-        need = num_free_hits + _reserve(step.config, row.num_hit, known, num_across, row.hit_tables)
+        need = num_free_hits + _reserve(step.config, row.first, known, num_across, row.hit_tables)
         if need > num_free:
             what = f"{row.request_id!r} was admitted though its {known} tokens do not fit"
             yield unequal(what, "free blocks", f">= {need}", num_free)
 
 
 def _reserve(config: Config, first: int, end: int, num_across: int, hit_tables: BlockTables) -> int:
-    """Blocks that are taken and held at once behind a hit, at least, to compute [first, end).
+    """Blocks that are taken and held at once beside a hit, at least, to compute [first, end).
 
     Where not all is attended to, it is no less than what is held beside the hit at any time.
     """

@@ -171,6 +171,11 @@ class Ledger:
             return {}
         return self.store.find_void(step, self.promised)
 
+    def list_lost(self, step: Step) -> list[v.RequestId]:
+        """Whom a commit preempts, for its load has failed and leaves nothing."""
+        void = self.find_void(step)
+        return self.store.list_lost(step, void) if void else []
+
     def list_failing(self, step: Step) -> list[v.RequestId]:
         """Whom an event ends because its load has failed, in order."""
         if self.config.kv_load_failure_policy is not v.KVLoadFailurePolicy.FAIL:

@@ -146,12 +146,13 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Complaints:
 def queues_lose_exactly_the_ended(step: Step, ledger: Ledger) -> Complaints:
     """A commit or an abort takes the ended out of their queue; the others keep their order.
 
-    A session that has come to a stop joins the end of one: of the skipped ones if it rests.
+    A session that has come to a stop joins the end of one: of the skipped ones if it rests. Whom a
+    load that failed leaves nothing waits again, before all others.
     """
     left = step.new.keys()
-    stopped = ledger.list_stopped(step)
-    if stopped:
-        yield from _queues_with(step, ledger, stopped)
+    stopped, lost = ledger.list_stopped(step), ledger.list_lost(step)
+    if stopped or lost:
+        yield from _queues_with(step, ledger, stopped, lost)
         return
     for queue in ("waiting", "skipped_waiting", "running"):
         old, new = getattr(step.before, queue), getattr(step.after, queue)
@@ -160,9 +161,11 @@ def queues_lose_exactly_the_ended(step: Step, ledger: Ledger) -> Complaints:
             yield from differing(queue, expected, new)
 
 
-def _queues_with(step: Step, ledger: Ledger, stopped: Sequence[v.RequestId]) -> Complaints:
-    """The queues once sessions have come to a stop."""
-    going_on = set(ledger.list_going_on(step))
+def _queues_with(
+    step: Step, ledger: Ledger, stopped: Sequence[v.RequestId], lost: Sequence[v.RequestId]
+) -> Complaints:
+    """The queues once requests were preempted by a commit, and sessions have come to a stop."""
+    going_on, gone = set(ledger.list_going_on(step)), {*stopped, *lost}
     joining = {
         "waiting": [name for name in stopped if name in going_on],
         "skipped_waiting": [name for name in stopped if name not in going_on],
@@ -170,7 +173,9 @@ def _queues_with(step: Step, ledger: Ledger, stopped: Sequence[v.RequestId]) -> 
     }
     for queue, joined in joining.items():
         old = [name for name in getattr(step.before, queue) if name in step.new]
-        expected = [*(name for name in old if name not in stopped), *joined]
+        expected = [*(name for name in old if name not in gone), *joined]
+        if queue == "waiting":
+            expected = [*reversed(lost), *expected]
         if queue != "running" and step.config.policy is v.Policy.PRIORITY:
             requests = {name: ledger.get_request_after(step, name) for name in expected}
             expected.sort(key=lambda name: order_of(requests[name]))
@@ -293,6 +298,8 @@ def follow_holds(
     """
     store, report = ledger.store, ledger.store.get_report(step)
     holders, held, freed = Holders(step.before), dict(store.held), list[v.BlockId]()
+    for name in ledger.list_lost(step):
+        freed += holders.free(name)
     for name in step.ended:
         if name not in step.old or not _is_freed(step, ledger, name):
             continue

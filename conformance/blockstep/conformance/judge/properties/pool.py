@@ -19,6 +19,7 @@ from blockstep.conformance.judge.properties.sentence import (
     unequal,
 )
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
+from blockstep.conformance.judge.properties.store_ledger import has_lost_all
 from blockstep.spec import vocabulary as v
 
 
@@ -98,7 +99,7 @@ def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapsh
     sizes = sizes or [step.config.block_size]
     for request in step.after.requests:
         tables, life = request.block_tables, ledger.lives.get(request.request_id)
-        if life is None or not any(tables):
+        if life is None or not any(tables) or has_lost_all(step.config, request):
             continue
         known = (len(request.prompt_token_ids) or life.num_prompt) + len(request.output_token_ids)
         filled = min(request.num_computed_tokens, known)
@@ -283,14 +284,14 @@ def verified_blocks(step: Step, ledger: Ledger) -> list[Stretch]:
 
 def _settled_blocks(step: Step, ledger: Ledger) -> list[Stretch]:
     """Of who runs and was loaded by the frame that a commit answers."""
-    store, void = ledger.store, ledger.find_void(step)
+    store, void, lost = ledger.store, ledger.find_void(step), ledger.list_lost(step)
     found = []
     for load in store.transfers.at_once.get(step.commit.frame_id, ()):
         name = load.request_id
         if store.unsettled.get(name) != step.commit.frame_id:
             continue
-        if name in void and name not in step.new:
-            continue  # it ends, and nothing of it is found
+        if name in lost or (name in void and name not in step.new):
+            continue  # it begins anew, or ends, and nothing of it is found
         old = step.old[name]
         filled = min(old.num_computed_tokens, ledger.lives[name].num_known)
         filled = void.get(name, filled)

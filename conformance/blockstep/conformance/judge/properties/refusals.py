@@ -311,7 +311,7 @@ _LOOK_AT = {names: _make_look(names) for names in (*_STILL.values(), *_STILL_ASY
 
 
 @sentence("P18", *_STILL)
-def event_leaves_alone_what_it_is_not_about(step: Step, _ledger: Ledger) -> Complaints:
+def event_leaves_alone_what_it_is_not_about(step: Step, ledger: Ledger) -> Complaints:
     """An event changes only what it is about: an abort no frame, a pause no queue, and so on."""
     kind = type(step.event)
     may_publish = step.config.async_scheduling or step.config.kv_connector
@@ -320,6 +320,10 @@ def event_leaves_alone_what_it_is_not_about(step: Step, _ledger: Ledger) -> Comp
     before, after = look(step.before), look(step.after)
     if before == after:
         return ()
+    lost = ledger.list_lost(step)
+    if lost:
+        scheduled = tuple(n for n in step.before.prev_scheduled_req_ids if n not in lost)
+        before = look(replace(step.before, prev_scheduled_req_ids=scheduled))
     return [
         unequal(f"{kind.__name__} changed {name}", name, old, new)
         for name, old, new in zip(still, before, after, strict=True)
