@@ -349,6 +349,20 @@ def test_a_forced_reset_beside_a_frame_in_flight_is_declined() -> None:
     assert not find_decline(engine, event)
 
 
+def test_who_is_held_is_shown_when_all_else_is_told() -> None:
+    """A newer release then says that somebody has ended, though the next plan tells of nobody."""
+    engine = start(delays_free=True)
+    engine.apply(v.Abort(("A",)))
+    engine.apply(v.Submit(replace(REQUEST, request_id="B")))
+    engine.apply(v.KVOffer("B", delays_free=True))
+    plan = engine.apply(v.Schedule())
+    assert isinstance(plan, v.Plan)
+    engine.apply(v.Abort(("B",)))
+    engine.apply(v.Commit(plan.frame_id, ()))
+    engine.apply(v.Schedule())
+    assert [held.request_id for held in get_transfers(engine).held] == ["B"]
+
+
 def test_who_skips_reading_is_loaded_nothing_where_the_release_says_so() -> None:
     """It is asked about all the same; what is offered is taken by older releases alone."""
     engine = load_engine(ENGINE)(CONFIG)
