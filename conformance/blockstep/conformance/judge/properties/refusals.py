@@ -76,8 +76,7 @@ def refusal_names_what_is_wrong(step: Step, ledger: Ledger) -> Complaints:
     expected = _due(step, ledger)
     if expected is step.observation.code or step.observation.code in _FOR_SIZE:
         return ()
-    due = "none" if expected is None else expected
-    differences = (difference("code", due, step.observation.code),)
+    differences = (difference("code", expected or "none", step.observation.code),)
     return [Complaint("the event was refused, but not for that", differences)]
 
 
