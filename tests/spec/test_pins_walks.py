@@ -17,6 +17,7 @@ from blockstep.spec import Config, Oracle, Policy, Request
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.memory.slots import is_servable
 from blockstep.spec.requests import RequestState
+from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     FinishReason,
     Outputs,
@@ -24,6 +25,7 @@ from blockstep.spec.vocabulary import (
     Pin,
     Plan,
     RequestId,
+    Status,
     StreamingUpdate,
     TokenIds,
 )
@@ -210,6 +212,7 @@ class Walk:
         lost, were_warm = [name for name in gone if jobs[name] in warm], {p.job_id for p in kept}
         assert not lost or all(jobs[name] in were_warm for name in stay), "who is warm goes last"
         self.ends = {pin.job_id: pin.end for pin in left}
+        self.look_at_order(before, kept)
         self.counts["preempted"] += len(plan.preempted_req_ids)
         self.counts["warm preempted"] += len(lost)
         self.counts["warm hit"] += sum(
@@ -217,6 +220,23 @@ class Walk:
             for row in plan.rows
             if row.request_id not in before.running
         )
+
+    def look_at_order(self, before: State, kept: list[Pin]) -> None:
+        """Of the step that was planned: who went ahead in the line, and whose pins gave way."""
+        left, warm = self.get_pins(), {pin.job_id for pin in kept}
+        classes: tuple[list[RequestId], ...] = ([], [], [])
+        for name in before.waiting:
+            request = before.requests[name]
+            is_preempted = request.status is Status.PREEMPTED
+            classes[0 if is_preempted else 1 if request.request.job_id in warm else 2].append(name)
+        line = [name for group in classes for name in group]
+        after = [name for name in self.oracle.state.waiting if name in line]
+        assert after == [name for name in line if name in after], "who is warm goes ahead"
+        gave = [(pin.end, index) for index, pin in enumerate(kept) if pin not in left]
+        spared = [(pin.end, index) for index, pin in enumerate(kept) if pin in left]
+        early = [one for one in spared if gave and one < max(gave)]
+        assert len(early) <= 1, "but for the receiver's own the earliest end goes first"
+        self.counts["own spared"] += len(early)
 
     def commit(self, _number: int = 0) -> None:
         if not self.plans:
@@ -263,5 +283,6 @@ def test_pins_agree_with_the_book_and_nobody_starves(part: int) -> None:
     assert {*counts} == {
         *("pinned", "replaced", "left nothing", "unpinned by the last", "pinned at the end"),
         *("expired", "gave way", "preempted", "warm preempted", "warm hit"),
+        "own spared",
         *("reset under pins", "reset refused"),
     }
