@@ -296,6 +296,9 @@ def test_who_is_warm_is_preempted_last_even_for_one_with_a_row(session: OpenSess
     assert plan.preempted_req_ids == ("x",)
     assert [row.request_id for row in plan.cached] == ["b"]
     assert s.state().running == ("b",)
+    s.commit(plan, b=(7,))
+    s.apply(SetPause(PauseState.PAUSED_ALL))
+    s.plan()
     assert s.state().waiting == ("x", "c")  # who was preempted stays before who is warm
 
 
@@ -313,6 +316,16 @@ def test_where_everybody_is_warm_the_last_is_preempted(session: OpenSession) -> 
     s.commit(plan, c=(7,), d=(7,))
     s.step(c=(7,), d=(7,))
     assert s.plan().preempted_req_ids == ("d",)
+
+
+def test_a_block_that_a_pin_holds_beside_one_is_not_common_to_two(session: OpenSession) -> None:
+    s = open_with_pins(session)
+    take_turn(s, "a", 5, "j", ttl=9)
+    bring(s, "b", 5, "j")
+    bring(s, "x", 5)
+    plan = s.plan()
+    assert admitted(plan) == ["b", "x"]
+    assert plan.num_common_prefix_blocks == (0,)
 
 
 # Giving way.

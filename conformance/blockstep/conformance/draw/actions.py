@@ -17,7 +17,7 @@ from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.items import IDENTIFIERS
 from blockstep.conformance.draw.jobs import draw_clock, draw_estimate
 from blockstep.conformance.draw.memory import Memory
-from blockstep.conformance.draw.mistakes import list_bad_events
+from blockstep.conformance.draw.mistakes import draw_bad_event
 from blockstep.conformance.draw.presets import Habit, Swarm
 from blockstep.conformance.draw.requests import draw_request, draw_turn, draw_twin, draw_update
 from blockstep.conformance.draw.store import draw_answered, draw_offer, draw_report
@@ -303,30 +303,7 @@ def hostile(view: View, draw: Draw) -> Action:
     client = view.client
     names = [*client.live, *client.ended[-2:], "nobody"]
     frames = [*(plan.frame_id for plan in client.plans), 0, 10**6]
-    token = draw.integer(0, view.swarm.vocabulary_size - 1)
-    row = v.RowTokens(draw.choice(names), (token,) * draw.integer(0, 3))
-    brought = list_bad_events(view.swarm, client.live, names, frames)
-    if brought and draw.chance(40):
-        return Hostile(draw.choice(brought))
-    return draw.choice(
-        (
-            Hostile(v.Commit(-1, ())),
-            Hostile(v.Commit(draw.choice(frames), ())),
-            Hostile(v.Commit(draw.choice(frames), (row,))),
-            Hostile(v.Commit(draw.choice(frames), (row, row))),
-            Hostile(v.Drafts((row,))),
-            Hostile(v.Drafts((row, row))),
-            Hostile(v.Drafts(tuple(v.RowTokens(name, (token,)) for name in client.live))),
-            Hostile(v.Drafts((v.RowTokens(row.request_id, (token,) * 9),))),
-            Hostile(v.GrammarReady("nobody")),
-            Hostile(v.Submit(v.Request("bad", ()))),
-            Hostile(v.Submit(v.Request("bad", (1,), max_tokens=0))),
-            Hostile(v.Submit(v.Request("bad", (1,), max_tokens=10**6))),
-            Hostile(
-                v.Submit(v.Request("bad", (token,) * 4, items=(v.MultiModalItem("cat", 3, 9),)))
-            ),
-        )
-    )
+    return Hostile(draw_bad_event(view.swarm, client.live, names, frames, draw))
 
 
 @dataclass(frozen=True, slots=True)

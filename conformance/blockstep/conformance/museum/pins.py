@@ -13,12 +13,16 @@ from blockstep.spec.vocabulary import Pin, Status
 
 PAGE = Page(takes="pins")
 PART = "pins_type"
+KEPT = "policy: what stays, and for how long"
+FIRST = "policy: who goes first, and who has to go"
 
 
 # Change 4: at most one pin for each job, freed when it goes.
 
 
-@PAGE.exhibit("the pin of the turn before is replaced, and not freed", "seed 001 Change 4", "P1")
+@PAGE.exhibit(
+    "the pin of the turn before is replaced, and not freed", "vLLM V1: The Fork, Change 4", "P1"
+)
 class StalePinLeaks(Defect):
     """Its blocks have a holder that nobody knows."""
 
@@ -30,7 +34,12 @@ class StalePinLeaks(Defect):
             pins.pins[request.job_id] = stale
 
 
-@PAGE.exhibit("the blocks of a pin are freed first block first", "seed 003 2.2", "P16", part="")
+@PAGE.exhibit(
+    "the blocks of a pin are freed first block first",
+    "prefix caching by example, section 2.2",
+    "P16",
+    invisible=FIRST,
+)
 class PinFreedFromItsHead(Defect):
     """What is most likely to be asked for again is evicted first."""
 
@@ -40,7 +49,13 @@ class PinFreedFromItsHead(Defect):
                 self.pool.free([block for block in reversed(table) if block])
 
 
-@PAGE.exhibit("a pin ends in the tick behind its time", "seed 001 Change 4", "P17 P16", part=PART)
+@PAGE.exhibit(
+    "a pin ends in the tick behind its time",
+    "vLLM V1: The Fork, Change 4",
+    "P17 P16",
+    part=PART,
+    invisible=KEPT,
+)
 class PinOutlivesItsTime(Defect):
     """Greater for greater or equal."""
 
@@ -48,7 +63,13 @@ class PinOutlivesItsTime(Defect):
         return [job_id for job_id, pin in self.pins.items() if pin.end < self.now]
 
 
-@PAGE.exhibit("a pin's time is counted from the beginning", "seed 001 Change 4", "P17", part=PART)
+@PAGE.exhibit(
+    "a pin's time is counted from the beginning",
+    "vLLM V1: The Fork, Change 4",
+    "P17",
+    part=PART,
+    invisible=KEPT,
+)
 class TimeFromTheBeginning(Defect):
     """A duration is taken for a time."""
 
@@ -60,7 +81,10 @@ class TimeFromTheBeginning(Defect):
 
 
 @PAGE.exhibit(
-    "pins end behind the step and not before it", "seed 001 Change 5", "P15 P16 P10 P8 P7"
+    "pins end behind the step and not before it",
+    "vLLM V1: The Fork, Change 5",
+    "P15 P16 P10 P8 P7",
+    invisible=FIRST,
 )
 class ExpiryBehindTheStep(Defect):
     """Somebody is preempted, or waits, for blocks that nobody is to have any more."""
@@ -78,7 +102,12 @@ class ExpiryBehindTheStep(Defect):
         return plan
 
 
-@PAGE.exhibit("who is warm goes ahead of who was preempted", "seed 001 Change 5", "P16")
+@PAGE.exhibit(
+    "who is warm goes ahead of who was preempted",
+    "vLLM V1: The Fork, Change 5",
+    "P16",
+    invisible=FIRST,
+)
 class WarmAheadOfThePreempted(Defect):
     """Who has waited longest, and lost what it had computed, waits on."""
 
@@ -86,7 +115,7 @@ class WarmAheadOfThePreempted(Defect):
         return 2 - self._is_warm(slot)
 
 
-@PAGE.exhibit("nobody goes ahead for a pin", "seed 001 Change 5", "P16")
+@PAGE.exhibit("nobody goes ahead for a pin", "vLLM V1: The Fork, Change 5", "P16", invisible=FIRST)
 class NobodyGoesAhead(Defect):
     """The pin may have ended before its turn comes."""
 
@@ -97,7 +126,12 @@ class NobodyGoesAhead(Defect):
 # Change 7: whom a pin protects.
 
 
-@PAGE.exhibit("who is of a job with a pin is preempted first", "seed 001 Change 7", "P16")
+@PAGE.exhibit(
+    "who is of a job with a pin is preempted first",
+    "vLLM V1: The Fork, Change 7",
+    "P16",
+    invisible=FIRST,
+)
 class WarmArePreemptedFirst(Defect):
     """What stays for it is of no use then."""
 
@@ -106,7 +140,12 @@ class WarmArePreemptedFirst(Defect):
         return warm[-1] if warm else len(self.running) - 1
 
 
-@PAGE.exhibit("the last one is preempted, whatever is kept for it", "seed 001 Change 7", "P16")
+@PAGE.exhibit(
+    "the last one is preempted, whatever is kept for it",
+    "vLLM V1: The Fork, Change 7",
+    "P16",
+    invisible=FIRST,
+)
 class LastIsPreempted(Defect):
     """As under FCFS."""
 
@@ -117,7 +156,9 @@ class LastIsPreempted(Defect):
 # Change 12: what is pinned, and when.
 
 
-@PAGE.exhibit("a turn that was aborted is pinned", "seed 001 Change 12", "P17 P16")
+@PAGE.exhibit(
+    "a turn that was aborted is pinned", "vLLM V1: The Fork, Change 12", "P17 P16", invisible=KEPT
+)
 class AbortedTurnIsPinned(Defect):
     """Its client does not come back for it."""
 
@@ -128,7 +169,10 @@ class AbortedTurnIsPinned(Defect):
 
 
 @PAGE.exhibit(
-    "all blocks of a turn stay, also those that nobody can find", "seed 001 Change 4", "P17 P16"
+    "all blocks of a turn stay, also those that nobody can find",
+    "vLLM V1: The Fork, Change 4",
+    "P17 P16",
+    invisible=KEPT,
 )
 class WholeTableIsPinned(Defect):
     """They hold what no next turn can use."""
@@ -140,7 +184,12 @@ class WholeTableIsPinned(Defect):
         super()._end_turn(pins, slot)
 
 
-@PAGE.exhibit("behind the last turn blocks stay, too", "seed 001 Change 12", "P17 P16")
+@PAGE.exhibit(
+    "behind the last turn blocks stay, too",
+    "vLLM V1: The Fork, Change 12",
+    "P17 P16",
+    invisible=KEPT,
+)
 class LastTurnIsPinned(Defect):
     """Nobody comes for them."""
 
@@ -154,7 +203,10 @@ class LastTurnIsPinned(Defect):
 
 
 @PAGE.exhibit(
-    "the last turn leaves the pin of its job where it is", "seed 001 Change 12", "P17 P16"
+    "the last turn leaves the pin of its job where it is",
+    "vLLM V1: The Fork, Change 12",
+    "P17 P16",
+    invisible=KEPT,
 )
 class PinOutlivesItsJob(Defect):
     """It holds blocks until its time is over, for nobody."""
@@ -166,9 +218,10 @@ class PinOutlivesItsJob(Defect):
 
 @PAGE.exhibit(
     "a turn for which the estimate gives nothing is pinned by a default",
-    "seed 001 Change 4, Change 12",
+    "vLLM V1: The Fork, Changes 4 and 12",
     "P17 P16",
     part=PART,
+    invisible=KEPT,
 )
 class PinnedByDefault(Defect):
     """Ten seconds stand in the signature, and an estimate never gives more than two."""
@@ -185,7 +238,7 @@ class PinnedByDefault(Defect):
 # What the seed leaves open.
 
 
-@PAGE.exhibit("pins never give way", "seed 001 Feature A", "P10")
+@PAGE.exhibit("pins never give way", "vLLM V1: The Fork, Feature A", "P10")
 class PinsNeverGiveWay(Defect):
     """A pool full of them serves nobody until time goes on."""
 
@@ -198,9 +251,10 @@ class PinsNeverGiveWay(Defect):
 
 @PAGE.exhibit(
     "pins give way before anybody is preempted",
-    "seed 001 Feature A",
+    "vLLM V1: The Fork, Feature A",
     "P10 P16",
     wrong_fix_of="pins-never-give-way",
+    invisible=FIRST,
 )
 class PinsGiveWayAtOnce(Defect):
     """Nothing is kept as soon as blocks are short, which is when it would pay."""
@@ -213,7 +267,7 @@ class PinsGiveWayAtOnce(Defect):
 
 @PAGE.exhibit(
     "all pins give way at once",
-    "seed 001 Feature A",
+    "vLLM V1: The Fork, Feature A",
     "P10 P17",
     wrong_fix_of="pins-never-give-way",
     invisible="efficiency: more is computed again than need be",
@@ -228,7 +282,7 @@ class AllPinsGiveWay(Defect):
         return had_pins or super()._take_back_one(needy, passed_over)
 
 
-@PAGE.exhibit("a reset is refused for pins", "seed 001 Feature A", "P25")
+@PAGE.exhibit("a reset is refused for pins", "vLLM V1: The Fork, Feature A", "P25", invisible=KEPT)
 class ResetRefusedForPins(Defect):
     """Weights change while an agent's tool runs, and what was computed stays findable."""
 
@@ -236,7 +290,9 @@ class ResetRefusedForPins(Defect):
         return bool(self.pool.is_unused())
 
 
-@PAGE.exhibit("a reset leaves pins as they are", "seed 001 Feature A", "P25 P17 P16")
+@PAGE.exhibit(
+    "a reset leaves pins as they are", "vLLM V1: The Fork, Feature A", "P25 P17 P16", invisible=KEPT
+)
 class ResetLeavesPins(Defect):
     """They hold blocks in which nothing can be found."""
 
@@ -252,7 +308,13 @@ class ResetLeavesPins(Defect):
         super()._end_pins(() if self._keeps else job_ids)
 
 
-@PAGE.exhibit("a pin keeps the time that it was given", "seed 001 Change 12", "P17", part=PART)
+@PAGE.exhibit(
+    "a pin keeps the time that it was given",
+    "vLLM V1: The Fork, Change 12",
+    "P17",
+    part=PART,
+    invisible=KEPT,
+)
 class PinKeepsItsTime(Defect):
     """Though the tool is known by now, and takes longer."""
 
@@ -263,7 +325,13 @@ class PinKeepsItsTime(Defect):
             self.pins[estimate.job_id] = before
 
 
-@PAGE.exhibit("what was estimated is never forgotten", "seed 001 Change 3", "P18", part=PART)
+@PAGE.exhibit(
+    "what was estimated is never forgotten",
+    "vLLM V1: The Fork, Change 3",
+    "P18",
+    part=PART,
+    invisible=KEPT,
+)
 class EstimatesPileUp(Defect):
     """Jobs come and go; what is known of them grows."""
 
@@ -271,7 +339,13 @@ class EstimatesPileUp(Defect):
         return None
 
 
-@PAGE.exhibit("a clock that goes back is believed", "architecture D12", "P18", part=PART)
+@PAGE.exhibit(
+    "a clock that goes back is believed",
+    "rule: time is told, and does not go back",
+    "P18",
+    part=PART,
+    invisible=KEPT,
+)
 class TimeGoesBack(Defect):
     """What was over is not over any more."""
 
@@ -279,7 +353,12 @@ class TimeGoesBack(Defect):
         self.now = now
 
 
-@PAGE.exhibit("a request that was preempted is warm for good", "seed 001 Change 7", "P16")
+@PAGE.exhibit(
+    "a request that was preempted is warm for good",
+    "vLLM V1: The Fork, Change 7",
+    "P16",
+    invisible=FIRST,
+)
 class PreemptedTurnsStayWarm(Defect):
     """It counts as of a job with a pin when somebody has to go."""
 

@@ -5,13 +5,32 @@ On a GPU that means to compile and to capture anew; a host that serves makes the
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 
-from blockstep.impl.device.layout import NONE, Dims, State, make_state
+from blockstep.impl.device.layout import NONE, Dims, State, make_state, shape_of
+
+
+def check_reach(d: Dims) -> None:
+    """Kernels count elements in int32.
+
+    Raises:
+        ValueError: a tensor would have more of them.
+    """
+    for name in State._fields:
+        shape = shape_of(name, d)
+        if prod(shape) >= 1 << 31:
+            count = " x ".join(map(str, shape))
+            raise ValueError(
+                f"{name} would have {count} elements, and kernels reach fewer than 2**31: "
+                "let fewer requests wait, or lower max_model_len"
+            )
 
 
 def grow(old: State, was: Dims, d: Dims) -> State:
     """The same in longer tensors: of slots, nodes and stops; commands must have been taken."""
+    check_reach(d)
     made = make_state(d)
     for name in State._fields:
         before, after = getattr(old, name), getattr(made, name)

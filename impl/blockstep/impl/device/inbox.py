@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from blockstep.impl.device import layout
-from blockstep.impl.device.growth import grow
+from blockstep.impl.device.growth import check_reach, grow
 from blockstep.impl.device.launch import Launch
 from blockstep.impl.names import NOTHING, Extras, Labels, list_extras
 from blockstep.spec.vocabulary import Config, FrameId, Policy, Request, RequestId
@@ -21,6 +21,7 @@ class Inbox:
     def __init__(self, config: Config, launch: Launch) -> None:
         self.config = config
         self.dims = layout.make_dims(config)
+        check_reach(self.dims)
         self.state = layout.make_state(self.dims)
         self.slot_of: dict[RequestId, int] = {}
         self.requests: dict[int, Request] = {}

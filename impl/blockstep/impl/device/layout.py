@@ -161,6 +161,8 @@ class Dims(NamedTuple):
     """Plans that can be in flight."""
     commands: int
     """A power of two."""
+    batch: int
+    """Most tokens of a step."""
 
 
 class State(NamedTuple):
@@ -304,6 +306,14 @@ class State(NamedTuple):
     """[frames]; rows of each."""
     plan_ids: Any
     """[frames]; frames in flight by place, where the device runs its own loop."""
+    positions: Any
+    """[batch] int64; of the last plan, row after row,"""
+    slot_mapping: Any
+    """[batch] int64; the slot of paged memory of each token,"""
+    query_start_loc: Any
+    """[1 + rows]; the first token of each row, and their number,"""
+    seq_lens: Any
+    """[rows]; tokens of each that have KV after the step."""
     victims: Any
     """[rows]; slots preempted by the last plan."""
     answer_counts: Any
@@ -318,7 +328,9 @@ class State(NamedTuple):
 
 
 _COUNTERS: Final = ("queries", "hits", "preemptions", "drafts_scheduled", "drafts_accepted")
-INT64S: Final = frozenset(("key", "ranks", "back", "front", *_COUNTERS))
+INT64S: Final = frozenset(
+    ("key", "ranks", "back", "front", "positions", "slot_mapping", *_COUNTERS)
+)
 _OF_SLOTS: Final = State._fields[: State._fields.index("tokens")]
 _OF_BLOCKS: Final = ("ref_count", "place", "node", "next_same", "previous_same")
 _OF_NODES: Final = State._fields[State._fields.index("parent") : State._fields.index("node_tokens")]
@@ -371,6 +383,7 @@ def make_dims(
         max(stops, 1),
         config.max_frames_in_flight,
         _power_of_two(2 * slots),
+        config.max_num_batched_tokens,
     )
 
 
@@ -386,7 +399,7 @@ def shape_of(name: str, d: Dims) -> tuple[int, ...]:
         return (1,)
     if name in ("tables", "paths", "extras"):
         return (d.slots, d.table)
-    if name in ("run", "victims", "answer_counts"):
+    if name in ("run", "victims", "answer_counts", "seq_lens"):
         return (d.rows,)
     if name in ("drafts", "offered"):
         return (d.slots, d.drafts)
@@ -398,6 +411,9 @@ def shape_of(name: str, d: Dims) -> tuple[int, ...]:
         "ring": (d.ring,),
         "node_tokens": (d.nodes, d.size),
         "buckets": (d.buckets,),
+        "positions": (d.batch,),
+        "slot_mapping": (d.batch,),
+        "query_start_loc": (1 + d.rows,),
         "control": (CONTROL_COLUMNS,),
         "commands": (d.commands, COMMAND_COLUMNS),
         "plans": (d.frames, ROW_COLUMNS, d.rows),

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from blockstep.impl.device import layout
 from blockstep.impl.device.commands import take_commands
+from blockstep.impl.device.inputs import write_inputs
 from blockstep.impl.device.results import commit
 from blockstep.impl.device.running import schedule_running
 from blockstep.impl.device.sweep import sweep
@@ -119,6 +120,7 @@ def plan(s, d: tl.constexpr):
     if (tl.load(s.control + ADMITS) > 0) & (tl.load(s.num_preempted) == 0):
         schedule_waiting(s, budget, d)
     issue(s, num_continued, d)
+    write_inputs(s, d)
 
 
 @triton.jit

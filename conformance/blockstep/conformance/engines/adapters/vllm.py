@@ -98,6 +98,8 @@ class VllmEngine:
     `vllm_spared_store`)."""
     spare_full_loads: bool = True
     """Whether a load at once never is of all known tokens."""
+    shows_store: bool = RELEASE.follows_store
+    """Whether it is given configs with a store."""
 
     traits = EngineTraits(
         fit_config=partial(fit_groups, RELEASE),
@@ -143,7 +145,7 @@ class VllmEngine:
             # A plain cache (0.11.0) can be shown, and no profile follows it yet.
             Capability.ENCODER: RELEASE.has_offers,
             Capability.EVENTS: RELEASE.has_events,
-            Capability.TRANSFERS: RELEASE.has_store,
+            Capability.TRANSFERS: self.shows_store,
         }
         return frozenset(one for one in Capability if has.get(one, True))
 
@@ -377,3 +379,12 @@ class VllmEngine:
             ended += [name for name in there if name not in unfinished]
         self.run.ended.update(ended)
         return v.Aborted(tuple(ended))
+
+
+class VllmWithStore(VllmEngine):
+    """The same, with a store also where no profile follows it yet: for hunts (`--with transfers`).
+
+    A release whose connectors the adapter does not speak to says so by its capabilities.
+    """
+
+    shows_store = RELEASE.has_store

@@ -19,7 +19,7 @@ READ: Mapping[str, frozenset[str]] = MappingProxyType(
                 *("structured_output_request_ids", "has_structured_output_requests"),
                 *("pending_structured_output_tokens", "num_spec_tokens_to_schedule"),
                 *("scheduled_encoder_inputs", "free_encoder_mm_hashes", "ec_connector_metadata"),
-                *("new_block_ids_to_zero", "kv_connector_metadata"),
+                *("new_block_ids_to_zero", "kv_connector_metadata", "has_sync_kv_loads"),
                 "skip_drafts",  # a hint to who proposes drafts: it may propose all the same
             }
         ),
@@ -50,6 +50,7 @@ READ: Mapping[str, frozenset[str]] = MappingProxyType(
                 *("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs"),
                 *("kv_cache_usage", "prefix_cache_stats", "spec_decoding_stats"),
                 *("encoder_cache_usage", "connector_prefix_cache_stats"),
+                "num_kv_fetch_reqs_by_stage",
             }
         ),
         "BlockStored": frozenset(
@@ -71,7 +72,7 @@ UNUSED: Mapping[str, frozenset[str]] = MappingProxyType(
             {
                 "encoder_input_updates",
                 *("scheduled_encoder_input_stats", "grammar_bitmask", "num_invalid_spec_tokens"),
-                *("kv_connector_block_state", "has_sync_kv_loads"),
+                "kv_connector_block_state",
                 *("ec_manager_metadata", "partial_tail_offloads"),
                 *("aux_output_connector_metadata", "kv_cache_block_copies"),
                 "block_table_updates",
@@ -101,7 +102,6 @@ UNUSED: Mapping[str, frozenset[str]] = MappingProxyType(
         "SchedulerStats": frozenset(
             {
                 *("step_counter", "current_wave", "num_corrupted_reqs"),
-                "num_kv_fetch_reqs_by_stage",
                 *("kv_cache_eviction_events", "kv_connector_stats", "ec_connector_stats"),
                 *("waiting_lora_adapters", "running_lora_adapters", "cudagraph_stats"),
                 *("perf_stats", "iteration_details"),

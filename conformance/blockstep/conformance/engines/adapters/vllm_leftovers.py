@@ -7,7 +7,7 @@ asked, the state something of somebody who is gone. Translating would pass over 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -36,6 +36,7 @@ UNUSED_HERE = {
     for kind in SAID
 }
 """Fields of this release in which nothing may be."""
+PARKED = v.Status.WAITING_FOR_REMOTE_KVS.name
 NOTE = get_unknown_note(
     RELEASE.version,
     tuple(name for kind in SAID for name in find_unknown(kind.__name__, kind.__annotations__)),
@@ -78,6 +79,7 @@ def check_plan(run: Run, output: SchedulerOutput, separate_names: bool) -> None:
     _check_encoder_inputs(run, output)
     if run.store is None:
         _check_no_store(output, "kv_connector_metadata", "this plan")
+    _check_loads(run, output)
     _check_finished(run, output.finished_req_ids)
     _check_hints(run, output)
 
@@ -249,12 +251,45 @@ def _check_stop_reason(row: EngineCoreOutput) -> None:
         raise EngineFault(f"stop_reason of {row.request_id!r} is {reason!r}, and it has not ended")
 
 
+def _check_loads(run: Run, output: SchedulerOutput) -> None:
+    """A newer release tells whether a row waits for a load that comes at once."""
+    if not hasattr(output, "has_sync_kv_loads"):
+        return
+    loads = () if run.store is None else output.kv_connector_metadata.loads
+    is_sync = any(not load.is_async for load in loads)
+    if output.has_sync_kv_loads != is_sync:
+        raise EngineFault(
+            f"has_sync_kv_loads in this plan is {output.has_sync_kv_loads}, and the connector was "
+            f"told of {list(loads)}"
+        )
+
+
+def _check_fetches(run: Run, stages: Mapping[str, int] | None) -> None:
+    """A newer release counts who waits for a load, by what the load has come to."""
+    scheduler = run.scheduler
+    if stages is None:
+        return
+    parked = {one.request_id for one in run.get_skipped() if one.status.name == PARKED}
+    num_under_way = len(parked - scheduler.finished_recving_kv_req_ids)
+    if stages.get("in_progress", 0) != num_under_way:
+        raise EngineFault(
+            f"num_kv_fetch_reqs_by_stage in this answer is {dict(stages)}, and {num_under_way} "
+            f"loads are under way"
+        )
+    num_waiting = len(scheduler.waiting) + len(run.get_skipped())
+    if sum(stages.values()) > num_waiting:
+        raise EngineFault(
+            f"num_kv_fetch_reqs_by_stage in this answer is {dict(stages)}, and {num_waiting} wait"
+        )
+
+
 def _check_stats(run: Run, stats: SchedulerStats) -> None:
     scheduler = run.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     cache = scheduler.encoder_cache_manager
     num_kept = cache.cache_size - cache.num_free_slots
     num_usable = pool.num_gpu_blocks - 1  # the null block is nobody's
+    _check_fetches(run, getattr(stats, "num_kv_fetch_reqs_by_stage", None))
     num_waiting = stats.num_waiting_reqs + getattr(stats, "num_skipped_waiting_reqs", 0)
     for field, seen, expected in (
         ("num_running_reqs", stats.num_running_reqs, len(scheduler.running)),

@@ -136,6 +136,12 @@ class Release:
     """Whether such an event says of which group its blocks are."""
     has_store: bool = False
     """Whether a KV connector of ours is taken, and what it is told is read."""
+    follows_store: bool = False
+    """Whether its profile follows what it does beside a connector; else hunts alone look at it."""
+    frees_behind_frames: bool = False
+    """Whether blocks beside a connector are freed once all frames in flight have been answered."""
+    ignores_offers_of_who_skips: bool = False
+    """Whether who skips reading the cache is asked about, and what is offered is not taken."""
     has_sessions: bool = False
     """`Request.resumable`, and chunks that are added under an id in use."""
     has_sound_sessions: bool = False
@@ -202,6 +208,7 @@ def _list_until_0_19() -> tuple[Release, ...]:
         has_across=True,
         has_events=True,
         has_store=True,
+        follows_store=True,
     )
     return (r0110, r0111, r0120, r0150, r0160, r0170, r0180, r0190)
 
@@ -220,6 +227,7 @@ def _build_table() -> Mapping[str, Release]:
         has_across=False,
         has_events=False,
         has_store=False,
+        follows_store=False,
     )
     r0220 = replace(r0200, version="0.22.0", environment=(("VLLM_USE_V2_MODEL_RUNNER", "0"),))
     r0240 = replace(r0220, version="0.24.0", packages=SINCE_0_24)
@@ -261,6 +269,9 @@ def _build_table() -> Mapping[str, Release]:
         has_offers=True,
         has_events=True,
         has_told_groups=True,
+        has_store=True,
+        frees_behind_frames=True,
+        ignores_offers_of_who_skips=True,
     )
     table = (*older, r0200, r0220, r0240, r0250, r0270, r0280, r0290, r0310, r0330)
     return MappingProxyType({release.version: release for release in table})

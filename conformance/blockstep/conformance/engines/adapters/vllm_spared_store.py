@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from blockstep.conformance.engines.adapters.vllm_build import RELEASE
 from blockstep.conformance.engines.adapters.vllm_state import Run
 from blockstep.spec import vocabulary as v
 
@@ -16,6 +17,9 @@ MASK_OF_THE_HELD = "the mask of a frame with an ended request whose blocks are h
 FAILED_PROMISES = "a failed load of who has tokens promised: they are dropped, and stay promised"
 PARKED = "WAITING_FOR_REMOTE_KVS"
 RESET_BESIDE_HELD = "a forced reset while blocks are held for a transfer: it raises"
+RESET_IN_FLIGHT = (
+    "a forced reset beside a store with a frame in flight: its blocks are freed behind it"
+)
 ENDS_WHILE_PARKED = "a preempted request that waits for the store before its frame ends it"
 SPARED_SIGNALS = frozenset({UNKNOWN_SIGNAL, SEVERAL_GROUPS})
 """What a worker or a store says in good faith, and the release does not survive."""
@@ -36,6 +40,8 @@ def find_store_reason(run: Run, event: v.Event) -> str | None:
                 one.is_finished() or one.status.name == PARKED
                 for one in run.scheduler.requests.values()
             )
+            if not is_held and RELEASE.frees_behind_frames and run.frames:
+                return RESET_IN_FLIGHT
             return RESET_BESIDE_HELD if is_held else None
         case v.Schedule():
             return ENDS_WHILE_PARKED if _may_end_while_parked(run) else None

@@ -22,7 +22,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.outputs import KVConnectorOutput
 
 from blockstep.conformance.engine import EngineFault
+from blockstep.conformance.engines.adapters.vllm_releases import require_release
 from blockstep.spec import vocabulary as v
+
+RELEASE = require_release()
 
 
 class Loads(KVConnectorMetadata):  # type: ignore[misc]
@@ -51,6 +54,14 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         later."""
         self._loads: list[v.KVLoad] = []
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether who is preempted may not end by what its frame sampled; newer releases ask.
+
+        It is a store of what may be computed anew: what it does not get to read is nobody's loss.
+        """
+        return False
+
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -71,7 +82,10 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             limit -= 1
         num_external = max(min(offer.num_tokens, limit) - num_computed_tokens, 0)
         is_async = offer.is_async and num_external > 0
-        self._asked[name] = (num_computed_tokens, num_external, is_async)
+        if RELEASE.ignores_offers_of_who_skips and request.skip_reading_prefix_cache:
+            self._asked[name] = (num_computed_tokens, 0, False)
+        else:
+            self._asked[name] = (num_computed_tokens, num_external, is_async)
         return num_external, is_async
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

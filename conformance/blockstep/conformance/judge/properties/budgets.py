@@ -106,6 +106,7 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
     settled that is not computed and known.
     """
     config, sizes = step.config, step.block_sizes
+    is_async, has_across = config.async_scheduling, config.is_encoder_decoder
     promised = ledger.promised_after(step)
     for request in step.after.requests:
         life = ledger.lives.get(request.request_id)
@@ -127,13 +128,13 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
         tables, nums_settled, is_held = request.block_tables, request.num_cached_blocks, True
         for group, size in enumerate(sizes):
             due = computed
-            if config.is_encoder_decoder and is_across(step.groups[group]):
+            if has_across and is_across(step.groups[group]):
                 due = count_across(config, life.request) if computed else 0
             if len(tables[group]) * size < due or not (0 <= nums_settled[group] <= filled // size):
                 is_held = False
         if (
             not least <= computed <= most
-            or request.num_output_placeholders != (owed if config.async_scheduling else 0)
+            or request.num_output_placeholders != (owed if is_async else 0)
             or not is_held
         ):
             what = (

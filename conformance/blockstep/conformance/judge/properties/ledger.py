@@ -214,8 +214,9 @@ class Ledger:
         promised = dict(self.promised)
         for request_id, count in change.items():
             promised[request_id] = promised.get(request_id, 0) + count
-        for request_id in (*self.list_stopped(step), *self.find_void(step)):
-            promised[request_id] = 0
+        if isinstance(step.event, v.Commit):
+            for request_id in (*self.list_stopped(step), *self.find_void(step)):
+                promised[request_id] = 0
         return promised
 
     def record(self, step: Step) -> None:

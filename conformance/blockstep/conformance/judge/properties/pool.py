@@ -95,8 +95,9 @@ def block_still_to_be_written_is_not_published(step: Step, ledger: Ledger) -> Co
 def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapshot, v.BlockId]]:
     """Blocks across are among them, all: none is ever found by another."""
     found: list[tuple[v.RequestSnapshot, v.BlockId]] = []
-    sizes = [0 if is_across(group) else group.block_size for group in step.config.groups]
-    sizes = sizes or [step.config.block_size]
+    sizes: Sequence[int] = step.block_sizes
+    if step.config.groups:
+        sizes = [0 if is_across(group) else group.block_size for group in step.config.groups]
     for request in step.after.requests:
         tables, life = request.block_tables, ledger.lives.get(request.request_id)
         if life is None or not any(tables) or has_lost_all(step.config, request):

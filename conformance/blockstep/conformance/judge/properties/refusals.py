@@ -76,8 +76,7 @@ def refusal_names_what_is_wrong(step: Step, ledger: Ledger) -> Complaints:
     expected = _due(step, ledger)
     if expected is step.observation.code or step.observation.code in _FOR_SIZE:
         return ()
-    due = "none" if expected is None else expected
-    differences = (difference("code", due, step.observation.code),)
+    differences = (difference("code", expected or "none", step.observation.code),)
     return [Complaint("the event was refused, but not for that", differences)]
 
 
@@ -272,13 +271,12 @@ _STILL: dict[type, tuple[str, ...]] = {
         *("pause_state", "running", "block_keys", "cached"),
         *("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids"),
     ),
-    v.GrammarBitmask: ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
     v.SetPause: ("requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
     v.EncoderReset: ("pause_state", "requests", *_QUEUES, *_POOL, *_FRAMES),
-    v.EncoderOffer: ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
-    v.KVOffer: ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
-    v.Clock: ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
-    v.PinEstimate: ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
+    **dict.fromkeys(
+        (v.GrammarBitmask, v.EncoderOffer, v.KVOffer, v.Clock, v.PinEstimate),
+        ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
+    ),
     v.TransfersReported: (
         *("pause_state", "block_keys", "cached"),
         *("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids"),
@@ -409,8 +407,7 @@ def reset_succeeds_unless_blocks_are_held(step: Step, ledger: Ledger) -> Complai
     assert isinstance(step.observation, v.ResetDone)
     all_free = _all_free(step, step.before)
     if step.config.has_pins:
-        held = chain.from_iterable(chain(*request.block_tables) for request in step.before.requests)
-        all_free = not any(held)
+        all_free = not any(any(chain(*request.block_tables)) for request in step.before.requests)
     expected = step.event.reset_running_requests or all_free
     if step.event.reset_connector and not step.config.kv_connector:
         expected = False
