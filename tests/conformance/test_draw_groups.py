@@ -15,10 +15,10 @@ from blockstep.conformance.draw.requests import draw_request
 from blockstep.conformance.protocol.features import (
     CACHING,
     GROUPS,
-    Wish,
     settle_states,
     without_states,
 )
+from blockstep.conformance.protocol.wishes import Wish
 from blockstep.spec.memory.slots import is_servable
 from blockstep.spec.vocabulary import (
     Config,

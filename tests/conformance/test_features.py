@@ -22,14 +22,12 @@ from blockstep.conformance.protocol.features import (
     SEVERAL_AT_ONCE,
     Feature,
     UsageError,
-    Wish,
     find_lacking,
     fit,
-    make_wish,
-    parse_features,
 )
 from blockstep.conformance.protocol.program import Action, Answer, Drain
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
+from blockstep.conformance.protocol.wishes import Wish, make_wish, parse_features
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.episodes import play_episode
 from blockstep.conformance.search.floor import look, require_wish

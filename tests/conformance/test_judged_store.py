@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from groups_support import full
+from groups_support import chunks, full, window
 
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Report
 from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
+    Abort,
     Config,
+    KVGroup,
     KVLoadFailurePolicy,
     KVOffer,
     Policy,
@@ -42,7 +44,68 @@ EVICTS_THE_HIT_OF_THE_HEAD: tuple[Action, ...] = (
     *(Answer(Report(invalid=(("D", 0),))), Schedule(), Drain()),
 )
 """C does not fit behind a hit; D behind it, of whose load nothing came, is loaded into that hit."""
+NARROW = Config(num_blocks=4, block_size=1, max_model_len=64, kv_connector=True)
+ANEW = KVLoadFailurePolicy.RECOMPUTE
+RESERVED: tuple[Action, ...] = (
+    *(Submit(Request("A", (0, 0), 1)), Submit(Request("B", (0, 0), 1)), KVOffer("B", 9)),
+    *(Schedule(), Drain()),
+)
+"""B needs no block for what is loaded behind its chunk: two chunks more fit the pool."""
+READ: tuple[Action, ...] = (
+    *(Submit(Request("A", (0, 0), 2)), KVOffer("A", 0, delays_free=True)),
+    *(Submit(Request("B", (0, 0), 1)), Schedule(), Answer(), Schedule(), Answer()),
+    *(KVOffer("B", 9), Schedule(), Drain()),
+)
+"""A store reads what A held at its end, which is not what its window has passed."""
+LOST: tuple[Action, ...] = (
+    *(Submit(Request("A", (0, 0, 0), 2)), KVOffer("A", 2), Submit(Request("B", (0,), 1))),
+    *(Schedule(), Answer(Report(invalid=(("A", -1),))), Drain()),
+)
+"""What was loaded for A is not there: it begins anew, while B ends."""
+LOST_BESIDE_A_SESSION: tuple[Action, ...] = (
+    *(Submit(Request("A", (0, 0), 1)), KVOffer("A", 1)),
+    *(Submit(Request("B", (0,), 1, resumable=True)), Schedule()),
+    *(Answer(Report(invalid=(("A", 0),))), Drain()),
+)
+"""While a session comes to rest."""
+LOST_LATER: tuple[Action, ...] = (
+    *(Submit(Request("A", (0, 0, 0, 0), 1)), KVOffer("A", 3, is_async=True), Schedule()),
+    *(Report(invalid=(("A", -1),)), Schedule(), Drain()),
+)
+"""While A is parked: what it hit stays settled until it is given back."""
+HELD_WITHOUT_A_BLOCK: tuple[Action, ...] = (
+    *(Submit(Request("A", (0, 0), 1)), KVOffer("A", 1, is_async=True), Schedule()),
+    *(Abort(("A",)), Drain()),
+)
+"""A window has passed what is loaded: nothing is held but the id, until the load has ended."""
+
+
+def of(*groups: KVGroup, **changes: object) -> Config:
+    return replace(NARROW, groups=groups, **changes)  # type: ignore[arg-type]
+
+
 PROGRAMS = {
+    "reserved": Program(of(chunks(1, 1), enable_prefix_caching=False), RESERVED),
+    "read": Program(of(full(1), window(1, 1), num_blocks=8, enable_prefix_caching=False), READ),
+    "lost": Program(of(full(1), window(1, 2), num_blocks=9, kv_load_failure_policy=ANEW), LOST),
+    "lost-async": Program(
+        of(
+            *(full(1), window(1, 2)),
+            num_blocks=9,
+            kv_load_failure_policy=ANEW,
+            async_scheduling=True,
+            max_frames_in_flight=2,
+        ),
+        LOST,
+    ),
+    "lost-beside": Program(
+        of(window(1, 2), policy=Policy.PRIORITY, kv_load_failure_policy=ANEW),
+        LOST_BESIDE_A_SESSION,
+    ),
+    "lost-later": Program(
+        of(window(2, 1), num_blocks=3, block_size=2, kv_load_failure_policy=ANEW), LOST_LATER
+    ),
+    "no-block": Program(of(window(1, 1), enable_prefix_caching=False), HELD_WITHOUT_A_BLOCK),
     "parked": Program(SMALL, GIVES_TO_WHO_IS_PARKED),
     "evicts": Program(
         replace(

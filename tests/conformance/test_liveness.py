@@ -25,6 +25,7 @@ from blockstep.spec.vocabulary import (
     NewRow,
     Observation,
     PauseState,
+    PinsSnapshot,
     RequestSnapshot,
     Snapshot,
     Stats,
@@ -135,6 +136,7 @@ OTHER = {
     "cached": {BlockKey(None, (1,)): (1,)},
     "prev_scheduled_req_ids": (),
     "transfers": TransfersSnapshot(received=("A",)),
+    "pins": PinsSnapshot(now=1),
 }
 """What the others may be; each alone tells them apart."""
 OTHER_REQUEST = {

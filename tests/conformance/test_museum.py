@@ -41,7 +41,7 @@ from blockstep.conformance.protocol.tokens import token_function
 from blockstep.conformance.search.arms import draw_workload, run_workload
 from blockstep.conformance.search.episodes import run_episode
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, Request, TokenIds
+from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, Policy, Request, TokenIds
 
 NAMED = {entry.id for entry in PROPERTIES} | {"P10"}
 """What a finding may name. P10 is about whole runs: the driver speaks of it."""
@@ -111,6 +111,8 @@ def test_every_exhibit_can_be_built_and_runs(name: str) -> None:
         config = replace(config, enable_kv_cache_events=True)
     if EXHIBITS[name].takes == "transfers":
         config = replace(config, kv_connector=True)
+    if EXHIBITS[name].takes == "pins":
+        config = replace(config, policy=Policy.CONTINUUM)
     engine = build(name)(config)
     assert (Capability.GROUPS in engine.capabilities()) is EXHIBITS[name].takes_groups
     assert engine.snapshot() is not None

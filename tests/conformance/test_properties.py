@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from play_support import brought, telling, transferring
+from play_support import brought, pinning, telling, transferring
 from play_support.altered import alter_each
 from play_support.grouped import going_on, told_of_its_token
 from play_support.play import (
@@ -101,9 +101,12 @@ from blockstep.conformance.draw.presets import PRESETS, draw_swarm
 from blockstep.conformance.judge.properties import CHECKS_OF, PROPERTIES, Step, check_step
 from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.worker.names import PrefixNames
-from blockstep.conformance.protocol.features import Wish, find_lacking
+from blockstep.conformance.protocol.features import (
+    find_lacking,
+)
 from blockstep.conformance.protocol.program import Answer, Hostile, Misanswer, Propose
 from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.protocol.wishes import Wish
 from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
     Abort,
@@ -1086,6 +1089,7 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
     *brought.EACH_KIND,
     *telling.EACH_KIND,
     *transferring.EACH_KIND,
+    *pinning.EACH_KIND,
 ]
 
 
@@ -1138,6 +1142,10 @@ STILL: list[tuple[Callable[[], Play], tuple[str, ...]]] = [
         ("pause_state", "encoder", *QUEUES, *POOL, *FRAMES, "finished_req_ids", "requests"),
     ),
     (transferring.received, ("pause_state", "block_keys", "cached", *FRAMES)),
+    *[
+        (play, ("pause_state", "encoder", *QUEUES, *POOL, *FRAMES, "finished_req_ids", "requests"))
+        for play in (pinning.clocked, pinning.estimated_anew)
+    ],
 ]
 """What is no business of an event, one of each kind."""
 
@@ -1177,7 +1185,7 @@ def test_every_sentence_has_a_wrong_step_of_each_kind_of_event() -> None:
         step = bend(stage(scene).step)
         is_refused = isinstance(step.observation, Rejected)
         tried.add((sentence, Rejected if is_refused else type(step.event)))
-    alone = brought.ALONE + transferring.ALONE
+    alone = brought.ALONE + transferring.ALONE + pinning.ALONE
     tried |= {(name, type(stage(scene).step.event)) for name, scene, _, _ in alone}
     owed = {(name, kind) for name, each in CHECKS.items() for kind in each.kinds}
     unsaid = (StreamingUpdate, GrammarFailed, GrammarBitmask)

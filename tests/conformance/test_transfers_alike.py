@@ -70,7 +70,7 @@ def draw_config(draw: random.Random) -> Config:
         max_num_seqs=draw.randint(1, 5),
         max_num_batched_tokens=draw.randint(2, 16) if chunked else 24,
         max_model_len=draw.randint(16, 24),
-        policy=draw.choice(list(Policy)),
+        policy=draw.choice((Policy.FCFS, Policy.PRIORITY)),
         enable_prefix_caching=draw.random() < 0.85,
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=draw.choice((0, 0, 1, 3)),

@@ -85,7 +85,9 @@ def check_state(state: Snapshot) -> None:
     tables = [table for r in state.requests for table in r.block_tables]
     if state.transfers is not None:
         tables += [table for held in state.transfers.held for table in held.block_tables]
-    holders = Counter(block for table in tables for block in table)
+    if state.pins is not None:
+        tables += [table for pin in state.pins.pins for table in pin.block_tables]
+    holders = Counter(block for table in tables for block in table if block)
     assert state.ref_counts == (0, *(holders[block] for block in blocks))
     assert sorted(state.free_queue) == [block for block in blocks if not holders[block]]
     found = {block: key for key, ids in state.cached.items() for block in ids}

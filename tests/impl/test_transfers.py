@@ -381,7 +381,7 @@ def test_one_that_does_not_fit_stays_as_it_is(session: OpenSession) -> None:
 # Behind a head that does not fit, and giving.
 
 
-@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize("policy", [Policy.FCFS, Policy.PRIORITY])
 def test_loaded_ones_run_behind_a_head_that_does_not_fit(
     session: OpenSession, policy: Policy
 ) -> None:
@@ -518,6 +518,24 @@ def test_a_failed_load_ends_its_request(session: OpenSession) -> None:
     assert [r.request_id for r in s.state().requests] == ["b"]
     assert s.state().finished_req_ids == ("a",)
     assert len(answer(s, second, a=(7,), b=(8,)).rows) == 1
+
+
+def test_a_load_whose_request_has_gone_stops_no_other_of_its_frame(session: OpenSession) -> None:
+    s = open_with_store(session)
+    bring(s, "a", 5, 4)
+    bring(s, "b", 5, 4)
+    plan = s.plan()
+    s.apply(Abort(("a",)))
+    answer(s, plan, a=(7,), b=(8,))
+    assert transfers(s).unsettled == ()
+
+
+def test_the_first_block_that_is_not_there_is_not_found(session: OpenSession) -> None:
+    s = session(num_blocks=17, block_size=1, max_model_len=32, kv_connector=True, **RECOMPUTE)
+    bring(s, "a", 5, 4)
+    plan = s.plan()
+    answer(s, plan, invalid=plan.kv_loads[0].block_ids[0][2:3], a=(7,))
+    assert list_cached(s) == [0, 1]
 
 
 def test_blocks_that_nobody_loads_are_nothing(session: OpenSession) -> None:

@@ -124,6 +124,10 @@ def test_reasoning_is_held_by_nothing_up_to_its_last_token() -> None:
     assert follow((1, 2), Stand(), wanted) == Stand(0), "nothing is ended"
 
 
+def test_reasoning_does_not_go_on_behind_a_placeholder() -> None:
+    assert get_stands(REASONING, ONE_TWO, Stand(), (3, -1, 3), get_next_stand) == (Stand(),) * 2
+
+
 def test_a_mask_repeats_itself_behind_a_placeholder() -> None:
     mask = get_mask(CONFIG, ONE_TWO, Stand(), (1, -1, -1), get_next_stand, True)
     assert mask == ((1, EOS), (2,), (2,), (2,))

@@ -48,7 +48,7 @@ def draw_config(random: Random) -> Config:
         max_num_seqs=3,
         max_num_batched_tokens=random.randint(2, 10),
         max_model_len=16,
-        policy=random.choice(tuple(Policy)),
+        policy=random.choice((Policy.FCFS, Policy.PRIORITY)),
         enable_prefix_caching=random.random() < 0.8,
         scheduler_reserve_full_isl=random.random() < 0.6,
         max_frames_in_flight=depth,

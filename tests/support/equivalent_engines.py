@@ -58,7 +58,12 @@ class OtherIds(HostEngine):
             replace(row, new_block_ids=self._called(row.new_block_ids)) for row in answer.cached
         )
         zeroed = self._called((answer.new_block_ids_to_zero,))[0]
-        return replace(answer, new=new, cached=cached, new_block_ids_to_zero=zeroed)
+        loads = self._all_called(answer.kv_loads, "block_ids")
+        plan = replace(answer, new=new, cached=cached, kv_loads=loads)
+        return replace(plan, new_block_ids_to_zero=zeroed)
+
+    def _all_called(self, holders: Any, field: str = "block_tables") -> tuple[Any, ...]:
+        return tuple(replace(it, **{field: self._called(getattr(it, field))}) for it in holders)
 
     def _called(self, tables: BlockTables) -> BlockTables:
         count = self.config.num_blocks
@@ -70,12 +75,16 @@ class OtherIds(HostEngine):
 
     def snapshot(self) -> Snapshot:
         seen = super().snapshot()
+        pins, transfers = seen.pins, seen.transfers
+        if pins is not None:
+            pins = replace(pins, pins=self._all_called(pins.pins))
+        if transfers is not None:
+            transfers = replace(transfers, held=self._all_called(transfers.held))
         return replace(
             seen,
-            requests=tuple(
-                replace(request, block_tables=self._called(request.block_tables))
-                for request in seen.requests
-            ),
+            requests=self._all_called(seen.requests),
+            pins=pins,
+            transfers=transfers,
             ref_counts=self._placed(seen.ref_counts),
             block_keys=self._placed(seen.block_keys),
             free_queue=tuple(sorted(self._called((seen.free_queue,))[0])),

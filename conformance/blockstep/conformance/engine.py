@@ -69,6 +69,8 @@ class Capability(StrEnum):
     """It takes `enable_kv_cache_events`, and tells `kv_events`."""
     TRANSFERS = "transfers"
     """It takes `kv_connector`: loads from a store, and blocks that outlive their request."""
+    PINS = "pins"
+    """It takes `Policy.CONTINUUM`: blocks stay between two turns of a job, for a time."""
     STATISTICS = "statistics"
     """Its counters mean what `Stats` says."""
     CACHE_STATISTICS = "cache statistics"

@@ -40,14 +40,16 @@ HOST: Final = frozenset(
         "encoder",
         "events",
         "transfers",
+        "pins",
     )
 )
 """Everything."""
 COMPILED: Final = HOST - {
     *("groups", "common prefix", "adapters", "masks", "sessions", "encoder", "events", "transfers"),
+    "pins",
 }
 """The same for one KV-cache group, without its hint to the worker, what requests bring along, what
-is told of blocks and what comes from a store."""
+is told of blocks, what comes from a store and what stays between turns."""
 
 DEVICE: Final = COMPILED
 """The kernels on a GPU: what the compiled engine can, and lacks for the same reasons."""
@@ -83,6 +85,7 @@ _LACKED: Final = {
         "leave it out",
     ),
     "transfers": ("kv_connector", "must be False: this engine has no store", "leave it out"),
+    "pins": ("policy", "must not be continuum: this engine pins nothing", "use Policy.FCFS"),
 }
 """By capability: the field of a config that asks for it, and why an engine without cannot have it.
 """
@@ -102,5 +105,6 @@ def list_needed(config: Config) -> frozenset[str]:
         "encoder": config.encoder_cache_size > 0,
         "events": config.enable_kv_cache_events,
         "transfers": config.kv_connector,
+        "pins": config.policy is Policy.CONTINUUM,
     }
     return frozenset(name for name, is_asked in asked.items() if is_asked)

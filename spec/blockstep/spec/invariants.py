@@ -24,6 +24,7 @@ from blockstep.spec.memory.groups import (
     compute_num_skipped_blocks,
     get_num_slots_of,
 )
+from blockstep.spec.memory.pins import NO_PINS, list_jobs
 from blockstep.spec.requests import (
     NOTHING_HELD,
     FrameRow,
@@ -77,6 +78,9 @@ def is_every_block_free_or_held(state: State) -> bool:
             holders[block_id] += 1
     for entry in state.transfers.held.values():
         for block_id in without_nulls(sum(entry.block_tables, ())):
+            holders[block_id] += 1
+    for pin in state.pins.pins:
+        for block_id in without_nulls(sum(pin.block_tables, ())):
             holders[block_id] += 1
     usable = range(NULL_BLOCK + 1, state.config.num_blocks)
     return (
@@ -351,6 +355,22 @@ def is_every_offer_of_an_unfinished_request(state: State) -> bool:
     )
 
 
+def is_every_pin_of_a_job_and_findable(state: State) -> bool:
+    """A job has one pin at most, of blocks that can be found; an estimate is for a job that has a
+    pin or an unfinished turn. Source: P3, P17.
+    """
+    jobs = list_jobs(state.pins)
+    known = {*jobs, *[request.request.job_id for request in state.requests.values()]}
+    blocks = [without_nulls(sum(pin.block_tables, ())) for pin in state.pins.pins]
+    return (
+        len({*jobs}) == len(jobs)
+        and all(blocks)
+        and all(state.pool.block_keys[block_id] is not None for held in blocks for block_id in held)
+        and all(job in known and ttl > 0 for job, ttl in state.pins.estimates.items())
+        and (state.config.has_pins or state.pins == NO_PINS)
+    )
+
+
 def is_priority_queue_sorted(state: State) -> bool:
     """Under PRIORITY both waiting queues are in order of rank. Source: P16."""
     if state.config.policy is not Policy.PRIORITY:
@@ -381,6 +401,7 @@ INVARIANTS: tuple[Callable[[State], bool], ...] = (
     is_every_load_unpublished,
     is_every_hold_of_somebody_gone,
     is_every_offer_of_an_unfinished_request,
+    is_every_pin_of_a_job_and_findable,
     is_priority_queue_sorted,
 )
 

@@ -142,6 +142,14 @@ class Oracle:
         )
         return self._accepted(v.TransfersReported(transfers), v.Outputs)
 
+    def tell_time(self, now: int) -> None:
+        """It is `now`, in ticks."""
+        self._accepted(v.Clock(now), v.Ack)
+
+    def estimate(self, job_id: str, ttl: int) -> None:
+        """Set for how long blocks of a job stay between its turns, in ticks."""
+        self._accepted(v.PinEstimate(job_id, ttl), v.Ack)
+
     def _accepted(self, event: v.Event, kind: type[Answer]) -> Answer:
         answer = self.apply(event)
         if isinstance(answer, v.Rejected):

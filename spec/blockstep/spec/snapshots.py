@@ -6,11 +6,14 @@ from collections.abc import Callable
 
 from blockstep.spec.beside.encoder import Encoder, count_free, count_freeable
 from blockstep.spec.beside.transfers import is_received
+from blockstep.spec.memory.pins import Pins
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     EncoderEntry,
     EncoderSnapshot,
+    PinEstimate,
+    PinsSnapshot,
     RequestSnapshot,
     Snapshot,
     TransfersSnapshot,
@@ -43,6 +46,7 @@ def get_snapshot(
         stats=state.stats,
         encoder=get_encoder_snapshot(state.encoder),
         transfers=get_transfers_snapshot(state) if state.config.kv_connector else None,
+        pins=get_pins_snapshot(state.pins) if state.config.has_pins else None,
     )
 
 
@@ -73,6 +77,12 @@ def get_transfers_snapshot(state: State) -> TransfersSnapshot:
         unsettled=tuple(sorted(unsettled)),
         held=tuple([moving.held[name] for name in sorted(moving.held)]),
     )
+
+
+def get_pins_snapshot(pins: Pins) -> PinsSnapshot:
+    """What stays between turns, estimates by job. Source: architecture D1."""
+    estimates = [PinEstimate(*entry) for entry in sorted(pins.estimates.items())]
+    return PinsSnapshot(now=pins.now, pins=pins.pins, estimates=tuple(estimates))
 
 
 def get_request_snapshot(request: RequestState) -> RequestSnapshot:

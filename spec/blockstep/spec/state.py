@@ -8,6 +8,7 @@ from blockstep.spec.beside.encoder import NO_ENCODER, Encoder, create_encoder
 from blockstep.spec.beside.transfers import NO_STORE, Transfers
 from blockstep.spec.copies import wide_dataclass
 from blockstep.spec.maps import FrozenMap
+from blockstep.spec.memory.pins import NO_PINS, Pins
 from blockstep.spec.pool import Pool, create_pool
 from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.rules import Rules
@@ -46,6 +47,7 @@ class State:
     stats: Stats = NO_STATS
     encoder: Encoder = NO_ENCODER
     transfers: Transfers = NO_STORE
+    pins: Pins = NO_PINS
 
 
 def create_state(config: Config, rules: Rules) -> State:

@@ -26,6 +26,7 @@ from blockstep.spec.lives.lifecycle import (
 from blockstep.spec.lives.masks import process_bitmask
 from blockstep.spec.lives.reports import process_kv_offer, process_transfers_reported
 from blockstep.spec.lives.sessions import process_streaming_update
+from blockstep.spec.lives.turns import process_clock, process_estimate
 from blockstep.spec.state import State
 from blockstep.spec.step.schedule import process_schedule
 
@@ -85,5 +86,9 @@ def process_event(state: State, event: v.Event) -> tuple[State, v.Observation] |
             return process_kv_offer(state, event)
         case v.TransfersReported(transfers=transfers):
             return process_transfers_reported(state, transfers)
+        case v.Clock(now=now):
+            return process_clock(state, now)
+        case v.PinEstimate():
+            return process_estimate(state, event)
         case _:
             assert_never(event)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import kernel_support
 import pytest
+import typer
 from tests.impl.compiled.test_compiled import draw_request
+from typer.testing import CliRunner
 
+from blockstep.conformance.command.explore import explore_command
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.impl.capabilities import DEVICE
 from blockstep.impl.device import layout
 from blockstep.impl.device.engine import DeviceEngine
-from blockstep.impl.device.launch import Numpied, list_files
+from blockstep.impl.device.launch import Numpied
 from blockstep.impl.host import HostEngine
+from blockstep.kernels.numpied import HeldBack, Watched
 from blockstep.spec.vocabulary import (
     Abort,
     Ack,
@@ -32,10 +38,17 @@ from blockstep.spec.vocabulary import (
     Reset,
     RowTokens,
     Schedule,
+    SpecMethod,
     Submit,
 )
 
-HELD_BACK = Numpied(list_files(), holds_back=True)
+HELD_BACK = Numpied(HeldBack())
+ASYNCHRONOUS = {
+    "async_scheduling": True,
+    "max_frames_in_flight": 2,
+    "spec_method": SpecMethod.NGRAM,
+    "num_speculative_tokens": 2,
+}
 
 
 def make_held_back(config: Config) -> DeviceEngine:
@@ -56,7 +69,7 @@ def test_no_barrier_lacks_where_a_store_is_read() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("preset", ["tiny", "small"])
-@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize("policy", [Policy.FCFS, Policy.PRIORITY])
 def test_it_conforms_for_long(preset: str, policy: Policy) -> None:
     options = CheckOptions("device", preset=preset, policy=policy, seed=13, max_events=100_000)
     assert check(options).first is None
@@ -144,7 +157,7 @@ def step_alike(engine: DeviceEngine, other: HostEngine, draw: random.Random) -> 
     assert engine.snapshot() == other.snapshot()
 
 
-@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize("policy", [Policy.FCFS, Policy.PRIORITY])
 def test_it_grows_as_it_must(policy: Policy) -> None:
     """More requests, stops, nodes and commands than there is room for at first."""
     draw = random.Random(3)
@@ -171,6 +184,93 @@ def test_it_grows_as_it_must(policy: Policy) -> None:
     apply_alike(engine, other, Reset(reset_running_requests=False))
 
 
+@pytest.mark.parametrize("fields", [{"policy": Policy.PRIORITY}, ASYNCHRONOUS])
+def test_nothing_is_read_and_written_between_two_barriers(fields: dict[str, Any]) -> None:
+    draw, watched = random.Random(6), Watched()
+    config = Config(
+        num_blocks=12, block_size=2, max_num_seqs=5, max_num_batched_tokens=12, **fields
+    )
+    engine, other = DeviceEngine(config, Numpied(watched)), HostEngine(config)
+    for number in range(8):
+        prompt = tuple(draw.choices(range(2), k=draw.randint(1, 9)))
+        request = Request(f"{number}", prompt, max_tokens=6, priority=draw.randrange(2))
+        apply_alike(engine, other, Submit(request))
+        step_alike(engine, other, draw)
+    apply_alike(engine, other, Reset(reset_running_requests=True))
+    while other.table.slot_of:
+        step_alike(engine, other, draw)
+    assert engine.stats().preemptions > 2
+    assert watched.shadows
+    assert watched.findings == []
+
+
+@pytest.mark.parametrize("fields", [{}, ASYNCHRONOUS])
+def test_a_plan_says_where_its_tokens_stand(fields: dict[str, Any]) -> None:
+    """In the same arrays as the kernel that prepares a step of any other scheduler."""
+    torch = pytest.importorskip("torch")
+    kernels = importlib.import_module("blockstep.kernels")
+    config = Config(num_blocks=30, block_size=2, max_num_batched_tokens=24, **fields)
+    engine, other, draw = DeviceEngine(config), HostEngine(config), random.Random(9)
+    longest = 0
+    for number in range(12):
+        prompt = tuple(draw.choices(range(2), k=draw.randint(1, 30)))
+        apply_alike(engine, other, Submit(Request(f"{number}", prompt, max_tokens=5)))
+        step_alike(engine, other, draw)
+        s, count = engine.inbox.state, int(engine.inbox.state.num_rows[0])
+        frame = torch.from_numpy(s.plans[int(s.control[layout.PLACE]), :, :count].copy())
+        tokens = frame[layout.ROW_TOKENS]
+        tables = torch.from_numpy(s.tables)[frame[layout.ROW_SLOT].long()]
+        total, longest = int(tokens.sum()), max(longest, int(tokens.max()))
+        step = kernels.prepare_step(tables, frame[layout.ROW_COMPUTED], tokens, config.block_size)
+        assert s.positions[:total].tolist() == step.positions.tolist()
+        assert s.slot_mapping[:total].tolist() == step.slot_mapping.tolist()
+        assert s.query_start_loc[: count + 1].tolist() == step.query_start_loc.tolist()
+        assert s.seq_lens[:count].tolist() == step.seq_lens.tolist()
+    assert longest > engine.inbox.dims.lanes
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_frames_in_flight": 3}, ASYNCHRONOUS])
+def test_a_loop_without_a_host_does_the_same(fields: dict[str, Any]) -> None:
+    """One launch per step, in which the host writes nothing but requests and the sampled tokens."""
+    config = Config(num_blocks=8, block_size=2, max_num_batched_tokens=8, **fields)
+    alone, stepped, draw = DeviceEngine(config, Numpied()), DeviceEngine(config), random.Random(8)
+    s, d = alone.inbox.state, alone.inbox.dims
+    s.control[layout.BUDGET], s.control[layout.ADMITS] = config.max_num_batched_tokens, 1
+    s.control[layout.PREVIOUS_ID] = layout.NONE
+    num_rows, empty = -1, 0
+    for step in range(60):
+        if step % 2 == 0 and step < 24:
+            prompt = tuple(draw.choices(range(2), k=draw.randint(1, 5)))
+            for engine in (alone, stepped):
+                engine.apply(Submit(Request(f"{step}", prompt, max_tokens=6)))
+        ended: list[int] = []
+        oldest = next(iter(stepped.frames), None)
+        is_full = len(stepped.frames) == d.frames
+        if oldest is not None and (is_full or num_rows == 0):
+            rows = stepped.frames[oldest].rows.values()
+            counts = [0 if drafts is None else 1 for drafts in rows]
+            s.answer_counts[: len(counts)], s.answer_tokens[: len(counts), 0] = counts, 1
+            names = stepped.frames[oldest].rows
+            answers = ((name, (1,) * count) for name, count in zip(names, counts, strict=True))
+            before = dict(stepped.inbox.slot_of)
+            alone.inbox.reserve_nodes(sum(counts), len(counts))
+            stepped.apply(Commit(oldest, tuple(RowTokens(*answer) for answer in answers)))
+            ended = [slot for name, slot in before.items() if name not in stepped.inbox.slot_of]
+        alone.inbox.launch("loop_kernel")
+        for slot in ended:
+            alone.inbox.remove(slot)
+        stepped.apply(Schedule())
+        num_rows = int(stepped.inbox.state.num_rows[0])
+        empty += num_rows == 0
+        assert int(s.num_rows[0]) == num_rows
+        own = {"control", "plans", "plan_rows", "plan_ids", "in_flight", "scratch", "mark"}
+        for name in {*layout.State._fields} - own:
+            same = getattr(s, name) == getattr(stepped.inbox.state, name)
+            assert same.all(), (step, name)
+    assert empty
+    assert stepped.stats().preemptions
+
+
 def test_nothing_is_kept_of_contents_that_nobody_needs() -> None:
     config = Config(num_blocks=8, block_size=2, max_model_len=12)
     engine, other = DeviceEngine(config), HostEngine(config)
@@ -190,3 +290,26 @@ def test_what_it_lacks_is_refused() -> None:
     assert DeviceEngine(Config(num_blocks=2)).capabilities() == DEVICE
     with pytest.raises(ConfigError, match=r"max_loras = 1: .* no cap on adapters"):
         DeviceEngine(Config(num_blocks=2, max_loras=1))
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        *("loop", "alone"),
+        *(
+            pytest.param(world, marks=pytest.mark.soak)
+            for world in ("pair", "equals", "seats", "whole", "brink", "endings", "chunks")
+        ),
+    ],
+)
+def test_it_agrees_on_every_transition_of_a_small_world(world: str) -> None:
+    app = typer.Typer()
+    app.command()(explore_command)
+    result = CliRunner().invoke(app, ["--preset", world, "--engine", "device"])
+    assert result.exit_code == 0, result.output
+    assert "device agrees on every event in every state" in " ".join(result.output.split())
+
+
+def test_a_tensor_that_kernels_cannot_reach_is_refused_before_it_is_made() -> None:
+    with pytest.raises(ValueError, match=r"^tokens would have 512 x 5000001 elements, .* fewer"):
+        DeviceEngine(Config(num_blocks=1_000, max_num_seqs=512, max_model_len=5_000_000))

@@ -43,6 +43,8 @@ def test_a_commit_of_1024_rows_fits_an_h100() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kernel", ["step_kernel", "plan_kernel", "commit_kernel", "sweep_kernel"])
+@pytest.mark.parametrize(
+    "kernel", ["loop_kernel", "step_kernel", "commands_kernel", "sweep_kernel"]
+)
 def test_every_kernel_fits_an_h100(kernel: str) -> None:
     assert_fits(compile_apart(kernel, *CONFIGS))

@@ -21,7 +21,9 @@ from blockstep.spec.vocabulary import (
     KVOffer,
     KVTransfers,
     Observation,
+    PinEstimate,
     Plan,
+    Policy,
     Request,
     RowTokens,
     Schedule,
@@ -124,6 +126,21 @@ def test_gauges_show_the_state_and_why_requests_wait() -> None:
     assert told.shown["num_requests_waiting_by_reason", "seats"] == 1
     assert told.shown["num_requests_waiting_by_reason", "next"] == 0
     assert told.shown["kv_cache_usage_perc", ""] == 4 / 8  # B shares two blocks of A
+
+
+def test_of_usage_it_is_told_what_pins_alone_hold() -> None:
+    told = Metered(replace(CONFIG, policy=Policy.CONTINUUM))
+    turn = replace(A, max_tokens=1, job_id="j")
+    for name, job in (("A", "j"), ("B", "k")):
+        told.do(Submit(replace(turn, request_id=name, job_id=job)), 0.0)
+        told.do(PinEstimate(job, 4), 0.0)
+        told.step(0.0, 1.0)
+    assert told.shown["kv_cache_usage_perc", ""] == 2 / 8  # both pins hold the same two blocks
+    assert told.shown["kv_cache_pinned_perc", ""] == 2 / 8
+    told.do(Submit(replace(turn, request_id="C")), 1.0)
+    told.do(Schedule(), 2.0)
+    assert told.shown["kv_cache_usage_perc", ""] == 3 / 8
+    assert told.shown["kv_cache_pinned_perc", ""] == 0
 
 
 def test_who_gives_up_is_counted_and_has_no_times_that_were_not() -> None:

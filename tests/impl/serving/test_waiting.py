@@ -14,6 +14,7 @@ from blockstep.impl.serving.meter import Meter
 from blockstep.impl.serving.waiting import count_waiting, explain_waiting
 from blockstep.spec.vocabulary import (
     Abort,
+    Clock,
     Commit,
     Config,
     Event,
@@ -26,6 +27,7 @@ from blockstep.spec.vocabulary import (
     MambaCacheMode,
     Observation,
     PauseState,
+    PinEstimate,
     Plan,
     Policy,
     Request,
@@ -97,6 +99,31 @@ def test_a_pause_holds_all() -> None:
     assert told.why() == {"A": "grammar", "B": "next"}
     told.engine.apply(SetPause(PauseState.PAUSED_NEW))
     assert told.why() == {"A": "paused", "B": "paused"}
+
+
+def test_behind_who_is_warm_others_wait_and_for_who_lacks_room_pins_give_way() -> None:
+    told = Told(replace(CONFIG, policy=Policy.CONTINUUM, max_num_seqs=1))
+    told.submit("A", *range(9), max_tokens=1, job_id="j")
+    told.engine.apply(PinEstimate("j", 4))
+    told.schedule()
+    told.commit()
+    told.submit("B", *range(20, 31))
+    told.submit("C", *range(9), job_id="j")
+    assert told.why() == {"C": "next", "B": "behind"}
+    told.engine.apply(Clock(4))
+    assert told.why() == {"B": "next", "C": "behind"}
+    told.engine.apply(PinEstimate("j", 4))
+    told.engine.apply(Abort(("C",)))
+    assert told.why() == {"B": "next"}
+    told.submit("D", *range(40, 43))
+    told.engine.apply(Abort(("B",)))
+    told.schedule()
+    told.commit()
+    told.config = replace(told.config, max_num_seqs=2)  # as if there were a seat
+    told.submit("E", *range(50, 57))
+    assert told.why() == {"E": "capacity"}
+    told.engine.apply(Clock(8))
+    assert told.why() == {"E": "next"}
 
 
 def test_a_grammar_that_is_ready_is_no_reason() -> None:
@@ -248,6 +275,7 @@ WORLDS: dict[str, dict[str, Any]] = {
         "num_blocks": 15,
     },
     "store": STORE,
+    "pins": {},
 }
 
 
@@ -263,11 +291,12 @@ class Storm:
                 "num_blocks": draw.randint(blocks, blocks + 2),
                 "max_num_seqs": 3,
                 "max_num_batched_tokens": draw.choice((3, 8)),
-                "policy": draw.choice(tuple(Policy)),
-                "enable_prefix_caching": world == "states" or draw.random() < 0.5,
+                "policy": draw.choice((Policy.FCFS, Policy.PRIORITY)),
+                "enable_prefix_caching": world in ("states", "pins") or draw.random() < 0.5,
                 "scheduler_reserve_full_isl": draw.random() < 0.7,
                 "long_prefill_token_threshold": draw.choice((0, 2)),
                 **(AHEAD if draw.random() < 0.5 else {}),
+                **({"policy": Policy.CONTINUUM} if world == "pins" else {}),
             },
         )
         self.draw, self.told = draw, Told(config)
@@ -290,6 +319,7 @@ class Storm:
         is_session = draw.random() < 0.3
         if draw.random() < 0.4:
             name, priority = f"r{number}", draw.randint(0, 2)
+            job_id = draw.choice((None, "j", "k")) if self.told.config.has_pins else None
             self.apply(
                 Submit(
                     Request(
@@ -299,10 +329,14 @@ class Storm:
                         priority=priority,
                         arrival_time=number,
                         resumable=is_session,
+                        job_id=job_id,
                     )
                 )
             )
             live.append(name)
+            if job_id is not None:
+                self.apply(PinEstimate(job_id, draw.choice((0, 4, 40))))
+                self.apply(Clock(number))
         if live and draw.random() < 0.3:
             name = draw.choice(live)
             self.apply(StreamingUpdate(Request(name, prompt[:3], 2, resumable=draw.random() < 0.7)))

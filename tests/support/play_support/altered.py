@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from blockstep.spec.vocabulary import BlockKey, EncoderSnapshot, TransfersSnapshot
+from blockstep.spec.vocabulary import BlockKey, EncoderSnapshot, PinsSnapshot, TransfersSnapshot
 
 
 def alter(value: Any, name: str = "") -> Any:
@@ -31,6 +31,8 @@ def alter(value: Any, name: str = "") -> Any:
             return EncoderSnapshot()
         case None if name == "transfers":
             return TransfersSnapshot()
+        case None if name == "pins":
+            return PinsSnapshot()
     raise TypeError(f"no other value for {value!r}: say here what one is, or give the sample one")
 
 

@@ -12,6 +12,7 @@ from blockstep.spec.vocabulary import (
     BlockKey,
     BlockRemoved,
     BlockStored,
+    Clock,
     Commit,
     Config,
     EncoderEntry,
@@ -26,6 +27,7 @@ from blockstep.spec.vocabulary import (
     KVTransfers,
     Outputs,
     PauseState,
+    PinEstimate,
     Policy,
     Reset,
     Schedule,
@@ -339,9 +341,17 @@ def encoder_offered() -> Play:
     return Play(STORE).do(EncoderOffer(()))
 
 
+def clocked() -> Play:
+    return Play(STORE).do(Clock(3))
+
+
+def estimated() -> Play:
+    return Play(STORE).do(PinEstimate("x", 1))
+
+
 OF_EACH = (
     *(submitted, parked, settled, drafted, held, compiled, paused, held_and_reset),
-    *(encoder_reset, encoder_offered, offered, received),
+    *(encoder_reset, encoder_offered, offered, received, clocked, estimated),
 )
 """A play for each kind of event."""
 

@@ -10,7 +10,8 @@ import typer
 
 from blockstep.conformance.command import console
 from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
-from blockstep.conformance.protocol.features import BY_NAME, UsageError, parse_features
+from blockstep.conformance.protocol.features import BY_NAME, UsageError
+from blockstep.conformance.protocol.wishes import parse_features
 from blockstep.conformance.search.budget import read_budget
 from blockstep.conformance.search.options import find_profile, search_first
 from blockstep.spec import profiles

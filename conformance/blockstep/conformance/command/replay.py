@@ -20,9 +20,9 @@ from blockstep.conformance.protocol.features import (
     UsageError,
     find_lacking,
     get_missing,
-    make_wish,
 )
 from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.protocol.wishes import make_wish
 from blockstep.conformance.recorded.figures import ReplayReport
 from blockstep.conformance.recorded.pace import REPLAY_PRESETS
 from blockstep.conformance.recorded.replay import replay

@@ -16,13 +16,17 @@ from blockstep.conformance.search.options import ExitCode, exit_code_of
 
 def validate_command(
     context: typer.Context,
-    trace: Annotated[Path, typer.Argument(help="A recorded run (blockstep check --record).")],
+    trace: Annotated[
+        Path,
+        typer.Argument(help="A recorded run (blockstep check --record), or records of steps."),
+    ],
     brief: options.Brief = False,
     json_path: options.Json = None,
 ) -> None:
     """Hold a recorded run to the spec: does the spec give every recorded answer?
 
     A run of an engine that is not exact is asked what its equivalence asks; the trace names it.
+    Records of steps (step_snapshot, prefix_cache_event, step_decision) are held to each other.
     """
     with console.input_errors():
         result = validate(trace)

@@ -15,10 +15,11 @@ from typing import TypeAlias, TypeVar
 
 from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.items import IDENTIFIERS
+from blockstep.conformance.draw.jobs import draw_clock, draw_estimate
 from blockstep.conformance.draw.memory import Memory
-from blockstep.conformance.draw.mistakes import list_bad_events
+from blockstep.conformance.draw.mistakes import draw_bad_event
 from blockstep.conformance.draw.presets import Habit, Swarm
-from blockstep.conformance.draw.requests import draw_request, draw_twin, draw_update
+from blockstep.conformance.draw.requests import draw_request, draw_turn, draw_twin, draw_update
 from blockstep.conformance.draw.store import draw_answered, draw_offer, draw_report
 from blockstep.conformance.protocol.features import (
     ABORTS,
@@ -28,6 +29,7 @@ from blockstep.conformance.protocol.features import (
     HOSTILE,
     MASKS,
     PAUSE,
+    PINS,
     RESET,
     SESSIONS,
     TRANSFERS,
@@ -123,6 +125,8 @@ def submit(view: View, draw: Draw) -> Action:
         return v.Submit(draw_twin(swarm, draw, name, index, client.rejected_texts))
     if client.preempted_texts and draw.chance(80 if _has_preempted(view) else 25):
         return v.Submit(draw_twin(swarm, draw, name, index, client.preempted_texts))
+    if swarm.has(PINS) and client.turns and draw.chance(50):
+        return v.Submit(draw_turn(swarm, draw, name, index, client.turns))
     return v.Submit(draw_request(swarm, draw, name, index, client.texts))
 
 
@@ -154,16 +158,31 @@ def kv_offer(view: View, draw: Draw) -> Action:
     """The store answers otherwise about a request, most often about one that came lately."""
     client = view.client
     names = [*client.live][-3:] if draw.chance(70) else [*client.live]
+    if draw.chance(60):
+        names = [name for name in names if name not in client.transfers.offers] or names
     if view.swarm.has(HOSTILE) and draw.chance(5):
         names = [*client.ended[-2:], "nobody"]
     name = draw.choice(names or ["nobody"])
     request = client.live.get(name, v.Request(name, (0,)))
-    return draw_offer(name, len(request.prompt_token_ids), draw)
+    return draw_offer(name, len(request.prompt_token_ids), view.swarm.token_seed // 7, draw)
 
 
 def report(view: View, draw: Draw) -> Action:
     """A worker reports transfers without an answer."""
     return draw_report(view.client.transfers, draw)
+
+
+def clock(view: View, draw: Draw) -> Action:
+    """It is later than before, or not."""
+    return draw_clock(view.client.now, draw)
+
+
+def pin_estimate(view: View, draw: Draw) -> Action:
+    """An estimator gives something for a job, most often for one that has a turn."""
+    client = view.client
+    jobs = [it.job_id for it in client.live.values() if it.job_id is not None]
+    jobs += [it.job_id for it, _ in client.turns if it.job_id is not None]
+    return draw_estimate(jobs, draw)
 
 
 def misanswer(view: View, draw: Draw) -> Action:
@@ -196,8 +215,20 @@ def abort(view: View, draw: Draw) -> Action:
     if view.seeks_aborts and draw.chance(60):
         flying = {row.request_id for plan in client.plans for row in plan.rows}
         known = [name for name in client.live if name in flying] or known
+    if client.live and view.swarm.has(RESET) and draw.chance(10):
+        return v.Abort(tuple(client.live))  # what is cached can then be emptied without force
+    loaded = [name for name in client.transfers.loading if name in client.live]
+    if _share_a_block(client.last_plan):
+        known = [*client.live] or known
+    elif loaded and draw.chance(60):
+        known = loaded
     count = 1 if draw.chance(80) else draw.integer(1, 3)
     return v.Abort(tuple(draw.choice(known) for _ in range(count)))
+
+
+def _share_a_block(plan: v.Plan | None) -> bool:
+    """Whether all whom the last plan runs hold a block together, and there are several."""
+    return plan is not None and any(plan.num_common_prefix_blocks) and len(plan.rows) > 1
 
 
 def grammar_ready(view: View, draw: Draw) -> Action:
@@ -264,7 +295,7 @@ def pause(_view: View, draw: Draw) -> Action:
 def reset(view: View, draw: Draw) -> Action:
     """Empty the cache, politely or by force; with a store, at times that as well."""
     is_forced = draw.chance(50)
-    return v.Reset(is_forced, view.swarm.has(TRANSFERS) and draw.chance(50))
+    return v.Reset(is_forced, view.swarm.has(TRANSFERS) and draw.chance(60))
 
 
 def hostile(view: View, draw: Draw) -> Action:
@@ -272,30 +303,7 @@ def hostile(view: View, draw: Draw) -> Action:
     client = view.client
     names = [*client.live, *client.ended[-2:], "nobody"]
     frames = [*(plan.frame_id for plan in client.plans), 0, 10**6]
-    token = draw.integer(0, view.swarm.vocabulary_size - 1)
-    row = v.RowTokens(draw.choice(names), (token,) * draw.integer(0, 3))
-    brought = list_bad_events(view.swarm, client.live, names, frames)
-    if brought and draw.chance(40):
-        return Hostile(draw.choice(brought))
-    return draw.choice(
-        (
-            Hostile(v.Commit(-1, ())),
-            Hostile(v.Commit(draw.choice(frames), ())),
-            Hostile(v.Commit(draw.choice(frames), (row,))),
-            Hostile(v.Commit(draw.choice(frames), (row, row))),
-            Hostile(v.Drafts((row,))),
-            Hostile(v.Drafts((row, row))),
-            Hostile(v.Drafts(tuple(v.RowTokens(name, (token,)) for name in client.live))),
-            Hostile(v.Drafts((v.RowTokens(row.request_id, (token,) * 9),))),
-            Hostile(v.GrammarReady("nobody")),
-            Hostile(v.Submit(v.Request("bad", ()))),
-            Hostile(v.Submit(v.Request("bad", (1,), max_tokens=0))),
-            Hostile(v.Submit(v.Request("bad", (1,), max_tokens=10**6))),
-            Hostile(
-                v.Submit(v.Request("bad", (token,) * 4, items=(v.MultiModalItem("cat", 3, 9),)))
-            ),
-        )
-    )
+    return Hostile(draw_bad_event(view.swarm, client.live, names, frames, draw))
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +333,8 @@ ACTIONS: Mapping[str, WeightedAction] = {
     "streaming_update": WeightedAction(streaming_update, 14, SESSIONS),
     "kv_offer": WeightedAction(kv_offer, 24, TRANSFERS),
     "report": WeightedAction(report, 6, TRANSFERS),
+    "clock": WeightedAction(clock, 8, PINS),
+    "pin_estimate": WeightedAction(pin_estimate, 12, PINS),
 }
 
 
@@ -394,6 +404,17 @@ def _weight_of_reports(weight: int, view: View) -> int:
     return weight * 3 if transfers.loading or transfers.sending else weight
 
 
+def _weight_of_aborts(weight: int, view: View) -> int:
+    """More give up where much hangs on it: who is loaded, or holds a block together with others."""
+    client = view.client
+    if view.seeks_aborts and _is_ambush(view):
+        return weight * 50
+    if view.seeks_aborts:
+        return weight * 6 if client.plans else weight
+    is_loaded = any(name in client.live for name in client.transfers.loading)
+    return weight * 5 if is_loaded or _share_a_block(client.last_plan) else weight
+
+
 def _weight(name: str, view: View) -> int:
     """Without late commits an answer follows a full pipeline closely, as in real runs."""
     weight, habits = ACTIONS[name].weight, view.swarm.habits
@@ -401,6 +422,13 @@ def _weight(name: str, view: View) -> int:
         return weight * 3
     if name == "report":
         return _weight_of_reports(weight, view)
+    if name == "kv_offer":  # a store is asked before a newcomer runs
+        is_asked = [*view.client.live][-1] in view.client.transfers.offers
+        return weight // 4 if is_asked else weight * 2
+    if name == "abort":
+        return _weight_of_aborts(weight, view)
+    if name == "reset":
+        return weight * (1 + 5 * (not view.client.live) + view.swarm.has(TRANSFERS))
     if name == "schedule" and not view.client.live:
         return 4
     if name == "schedule" and _is_pipeline_full(view):
@@ -413,8 +441,4 @@ def _weight(name: str, view: View) -> int:
         return 4  # it is no event there, it sets how many drafts will be right
     if name == "submit" and view.client.preempted_texts and _has_preempted(view):
         return weight * 2
-    if name == "abort" and view.seeks_aborts and _is_ambush(view):
-        return weight * 50
-    if name == "abort" and view.seeks_aborts:
-        return weight * 6 if view.client.plans else weight
     return weight

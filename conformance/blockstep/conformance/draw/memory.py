@@ -35,6 +35,16 @@ class Memory(Protocol):
         ...
 
     @property
+    def turns(self) -> Sequence[Text]:
+        """What turns of jobs came to that ended lately."""
+        ...
+
+    @property
+    def now(self) -> int:
+        """The latest time that was told."""
+        ...
+
+    @property
     def preempted_texts(self) -> Sequence[Text]:
         """Of requests preempted lately, where keys of theirs may be looked for."""
         ...

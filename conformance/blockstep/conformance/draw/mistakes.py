@@ -9,19 +9,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.jobs import list_strange_pins
 from blockstep.conformance.draw.presets import Swarm
 from blockstep.conformance.draw.store import list_strange_reports
-from blockstep.conformance.protocol.features import ENCODER, GRAMMAR, MASKS, SESSIONS, TRANSFERS
+from blockstep.conformance.protocol.features import (
+    ENCODER,
+    GRAMMAR,
+    MASKS,
+    PINS,
+    SESSIONS,
+    TRANSFERS,
+)
 from blockstep.conformance.protocol.program import Mistake
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     Commit,
+    Drafts,
     EncoderOffer,
     Event,
     FrameId,
     Grammar,
     GrammarBitmask,
     GrammarFailed,
+    GrammarReady,
     MultiModalItem,
     Plan,
     Request,
@@ -89,6 +100,37 @@ def _wrong_tokens(mistake: Mistake, row: RowTokens, drafts: TokenIds) -> TokenId
     return None
 
 
+def draw_bad_event(
+    swarm: Swarm,
+    live: Mapping[RequestId, Request],
+    names: Sequence[RequestId],
+    frames: Sequence[FrameId],
+    draw: Draw,
+) -> Event:
+    """Something that a broken client, or a late worker, sends."""
+    token = draw.integer(0, swarm.vocabulary_size - 1)
+    row = RowTokens(draw.choice(names), (token,) * draw.integer(0, 3))
+    brought = list_bad_events(swarm, live, names, frames)
+    if brought and draw.chance(40):
+        return draw.choice(brought)
+    events: tuple[Event, ...] = (
+        Commit(-1, ()),
+        Commit(draw.choice(frames), ()),
+        Commit(draw.choice(frames), (row,)),
+        Commit(draw.choice(frames), (row, row)),
+        Drafts((row,)),
+        Drafts((row, row)),
+        Drafts(tuple(RowTokens(name, (token,)) for name in live)),
+        Drafts((RowTokens(row.request_id, (token,) * 9),)),
+        GrammarReady("nobody"),
+        Submit(Request("bad", ())),
+        Submit(Request("bad", (1,), max_tokens=0)),
+        Submit(Request("bad", (1,), max_tokens=10**6)),
+        Submit(Request("bad", (token,) * 4, items=(MultiModalItem("cat", 3, 9),))),
+    )
+    return draw.choice(events)
+
+
 def list_bad_events(
     swarm: Swarm,
     live: Mapping[RequestId, Request],
@@ -124,6 +166,8 @@ def list_bad_events(
         ]
     if swarm.has(TRANSFERS):
         events += list_strange_reports(swarm.config.num_blocks, names)
+    if swarm.has(PINS):
+        events += list_strange_pins(names)
     if swarm.has(ENCODER):
         events += [
             EncoderOffer(("",)),

@@ -14,6 +14,7 @@ from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.grammars import draw_reasoning
 from blockstep.conformance.draw.groups import draw_groups
 from blockstep.conformance.draw.items import draw_beside, draw_encoder
+from blockstep.conformance.draw.jobs import draw_pins
 from blockstep.conformance.draw.store import draw_store
 from blockstep.conformance.protocol.features import (
     ABORTS,
@@ -31,17 +32,17 @@ from blockstep.conformance.protocol.features import (
     LATE,
     MASKS,
     MULTIMODAL,
-    NO_WISH,
     PAUSE,
+    PINS,
     PIPELINE,
     PRIORITY,
     RESET,
     SEVERAL_AT_ONCE,
     TRANSFERS,
     Feature,
-    Wish,
     settle_states,
 )
+from blockstep.conformance.protocol.wishes import NO_WISH, Wish
 from blockstep.spec.vocabulary import Config, Policy, SpecMethod
 
 
@@ -171,11 +172,16 @@ def draw_swarm(
         has_long_prompts=is_storm and is_judged_alone,
         has_equals=is_storm and is_judged_alone and draw.chance(25),
     )
-    return _draw_late(swarm, draw, wish, takes)
+    return _draw_late(swarm, draw, wish, takes, has_policy=policy is not None)
 
 
-def _draw_late(swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], bool]) -> Swarm:
-    """The swarm with features of `LATE`; the seed of its tokens decides which of them it has."""
+def _draw_late(
+    swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], bool], *, has_policy: bool
+) -> Swarm:
+    """The swarm with features of `LATE`; the seed of its tokens decides which of them it has.
+
+    `has_policy`: its policy was asked for.
+    """
     config, seed = swarm.config, swarm.token_seed
     drawn: set[str] = set()
     left_out: list[Feature] = []
@@ -193,6 +199,12 @@ def _draw_late(swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], 
             continue  # adapters are keys
         if feature is ENCODER and MULTIMODAL.name in wish.never and name not in wish.always:
             continue  # items are what it encodes
+        if feature is TRANSFERS and PINS.name in wish.always:
+            continue  # pins go without
+        if feature is PINS and name not in wish.always:
+            is_free = not has_policy and PRIORITY.name not in wish.always
+            if not is_free or config.kv_connector or not config.enable_prefix_caching:
+                continue
         if name not in wish.always and not takes(feature):
             left_out.append(feature)
             continue
@@ -211,6 +223,8 @@ def _draw_late(swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], 
             config = replace(config, enable_kv_cache_events=True)
         elif feature is TRANSFERS:
             config = draw_store(config, draw)
+        elif feature is PINS:
+            config = draw_pins(config)
         elif feature is MASKS:
             drawn |= {GRAMMAR.name, DRAFTS.name} - wish.never
             config = draw_reasoning(config, draw, swarm.vocabulary_size)
@@ -296,7 +310,7 @@ def draw_config(
         max_num_seqs=draw.integer(*preset.max_num_seqs),
         max_num_batched_tokens=budget if chunked else max(budget, max_model_len),
         max_model_len=max_model_len,
-        policy=draw.choice(tuple(Policy)),
+        policy=draw.choice((Policy.FCFS, Policy.PRIORITY)),
         enable_prefix_caching=wish.decide(CACHING, draw.chance(80)),
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=draw.choice(

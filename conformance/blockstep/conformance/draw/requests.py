@@ -10,6 +10,7 @@ from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.grammars import draw_grammar
 from blockstep.conformance.draw.groups import count_slots, list_boundaries
 from blockstep.conformance.draw.items import draw_encoded, keep_items
+from blockstep.conformance.draw.jobs import draw_job
 from blockstep.conformance.draw.presets import Swarm
 from blockstep.conformance.protocol.features import (
     ADAPTERS,
@@ -19,6 +20,7 @@ from blockstep.conformance.protocol.features import (
     KEYS,
     MASKS,
     MULTIMODAL,
+    PINS,
     PRIORITY,
     SESSIONS,
     STOPS,
@@ -59,6 +61,20 @@ def draw_twin(
     if len(keys["prompt_embeds"]) < length:
         keys["prompt_embeds"] = ()
     return replace(twin, **keys)
+
+
+def draw_turn(
+    swarm: Swarm, draw: Draw, name: v.RequestId, index: int, turns: Sequence[Text]
+) -> v.Request:
+    """The next turn of a job: what one of its turns came to, most often the last, and a token."""
+    turn = draw_twin(swarm, draw, name, index, turns)
+    before = next((it for it, text in reversed(turns) if _goes_on(turn, text)), turns[-1][0])
+    return draw_job(turn, draw, before.job_id)
+
+
+def _goes_on(turn: v.Request, text: v.TokenIds) -> bool:
+    """Whether a prompt begins with as much of a text as it has room for."""
+    return turn.prompt_token_ids[:-1] == text[: len(turn.prompt_token_ids) - 1]
 
 
 def draw_request(
@@ -137,6 +153,8 @@ def draw_late(swarm: Swarm, draw: Draw, request: v.Request, goes_on: bool = Fals
         seed, is_storm = swarm.token_seed, swarm.is_storm
         items = draw_encoded(draw, length, swarm.config, seed, is_storm) if drawn else ()
         request = replace(request, items=items)
+    if swarm.has(PINS):
+        request = draw_job(request, draw)
     if swarm.has(SESSIONS) and request.grammar is None and draw.chance(60):
         # Room is left for what is to come.
         prompt = request.prompt_token_ids[: max(len(request.prompt_token_ids) // 2, 1)]

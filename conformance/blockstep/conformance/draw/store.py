@@ -16,26 +16,26 @@ from blockstep.spec import vocabulary as v
 
 
 def draw_store(config: v.Config, draw: Draw) -> v.Config:
-    """The config with a store beside the pool, where all of what a group holds is attended to."""
+    """The config with a store beside the pool: it has the KV of tokens, and nothing else."""
     has_groups = bool(config.groups)
     if config.is_encoder_decoder:
         config = settle_states(replace(config, is_encoder_decoder=False))
     config = without_states(config)
-    sizes = [group.block_size for group in config.groups]
-    if has_groups and not sizes:
-        sizes = [config.block_size]
-    full = [v.KVGroup(v.GroupKind.FULL, size) for size in sizes]
-    config = replace(config, groups=tuple(full))
+    if has_groups and not config.groups:
+        config = replace(config, groups=(v.KVGroup(v.GroupKind.FULL, config.block_size),))
     policy = draw.choice(tuple(v.KVLoadFailurePolicy))
     return replace(config, kv_connector=True, kv_load_failure_policy=policy)
 
 
-def draw_offer(name: v.RequestId, num_prompt: int, draw: Draw) -> v.KVOffer:
-    """Nothing, part of a prompt, all of it or more, or that it is not known yet."""
-    num_tokens = draw.choice(
-        (0, None, 1, draw.integer(1, num_prompt), draw.integer(1, num_prompt), num_prompt, 10**6)
-    )
-    return v.KVOffer(name, num_tokens, is_async=draw.chance(60), delays_free=draw.chance(40))
+def draw_offer(name: v.RequestId, num_prompt: int, seed: int, draw: Draw) -> v.KVOffer:
+    """Nothing, part of a prompt, all of it or more, or that it is not known yet.
+
+    Of some stores, so a seed says, most comes later, of others most comes at once.
+    """
+    few = (0, None, 1, draw.integer(1, num_prompt), draw.integer(1, num_prompt))
+    num_tokens = draw.choice((*few, num_prompt, num_prompt, 10**6, 10**6))
+    is_async = draw.chance((90, 60, 25)[seed % 3])
+    return v.KVOffer(name, num_tokens, is_async=is_async, delays_free=draw.chance(35))
 
 
 def draw_report(transfers: Transfers, draw: Draw) -> Report:
@@ -47,7 +47,7 @@ def draw_report(transfers: Transfers, draw: Draw) -> Report:
         sending += draw.choice((sending, transfers.over, ["nobody"]))
     if draw.chance(5):
         recving, sending = sending, recving
-    loads = [load for load in transfers.loading.values() if draw.chance(25)]
+    loads = [load for load in transfers.loading.values() if draw.chance(35)]
     loads += [load for load in transfers.received.values() if draw.chance(5)]
     return Report(tuple(recving), tuple(sending), _draw_invalid(loads, draw))
 
@@ -62,9 +62,9 @@ def draw_answered(transfers: Transfers, loads: Sequence[v.KVLoad], draw: Draw) -
 def _draw_invalid(loads: Sequence[v.KVLoad], draw: Draw) -> tuple[tuple[v.RequestId, int], ...]:
     """Of each load a block or two: the first, the last, or any."""
     return tuple(
-        (load.request_id, draw.choice((0, -1, draw.integer(0, 5))))
+        (load.request_id, draw.choice((0, -1, -1, draw.integer(0, 5))))
         for load in loads
-        for _ in range(1 + draw.chance(30))
+        for _ in range(1 + draw.chance(15))
     )
 
 

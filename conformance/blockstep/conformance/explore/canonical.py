@@ -3,8 +3,8 @@
 Left out is what only grows and decides nothing: statistics, counts of preemptions, frame ids.
 Renamed, in order of appearance, is what has a name but no meaning:
 
-    block ids      free queue, head first, then block tables, of ended ones last: each block is in
-                   one of these
+    block ids      free queue, head first, then block tables, of ended ones last, and pins: each
+                   block is in one of these
     request ids    running, waiting, skipped, then frames, then the rest; within a class
     tokens         outputs, drafts, then keys; those that no request names
 
@@ -88,6 +88,10 @@ class Canonicaliser:
         for block_id in chain.from_iterable(chain(*(entry.block_tables for entry in held))):
             if block_id not in places:
                 places[block_id] = len(places)
+        for pin in state.pins.pins:
+            for block_id in chain.from_iterable(pin.block_tables):
+                if block_id not in places:
+                    places[block_id] = len(places)
         contents = [
             _NO_KEY if key is None else self._content(key)
             for key in (pool.block_keys[block_id] for block_id in places)
@@ -115,6 +119,7 @@ class Canonicaliser:
             *(tuple(sorted(labels[name] for name in names)) for names in _get_sets(state)),
             *_encoder_form(state.encoder, labels),
             *_transfers_form(state, labels, places),
+            *_pins_form(state, places),
             *((type(event).__name__, len(_get_keys(event))) for event in told),
         )
 
@@ -270,6 +275,20 @@ def _transfers_form(
         for frame in state.frames
     ]  # fmt: skip
     return tuple(sorted(offers)), tuple(sorted(loads)), tuple(sorted(held)), *map(tuple, at_once)
+
+
+def _pins_form(state: State, places: Mapping[int, int]) -> Form:
+    """What stays between turns, and for how long from now: the time itself says nothing."""
+    pins = state.pins
+    kept: list[Form] = [
+        (
+            pin.job_id,
+            max(pin.end - pins.now, 0),
+            *[tuple(places[block_id] for block_id in table) for table in pin.block_tables],
+        )
+        for pin in pins.pins
+    ]
+    return (tuple(kept), tuple(sorted(pins.estimates.items()))) if state.config.has_pins else ()
 
 
 def _get_sets(state: State) -> tuple[Iterable[RequestId], ...]:

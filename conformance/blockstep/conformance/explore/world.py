@@ -53,6 +53,9 @@ class World:
     kv_offers: tuple[v.KVOffer, ...] = ()
     """What a store may answer about a request. Where there is one, loads end, fail or do not, and
     resets are tried with the store's as well."""
+    estimates: tuple[v.PinEstimate, ...] = ()
+    """What an estimator may give for a job. Where there is one, time goes on while pins wait for
+    it, tick by tick, and goes back."""
     updates: tuple[v.Request, ...] = ()
     """What sessions may go on with, or end by."""
     expected: Counts | None = None
@@ -98,6 +101,7 @@ class World:
             *((v.EncoderReset(),) if self.encoder_resets else ()),
             *map(v.EncoderOffer, self.offers),
             *self.kv_offers,
+            *self.estimates,
         )
 
     @cached_property
@@ -160,6 +164,10 @@ def get_events(world: World, state: State) -> Iterator[v.Event]:
             yield from get_masks(world, frame)
     if world.config.kv_connector:
         yield from get_reports(state)
+    if world.estimates:
+        yield v.Clock(0)
+        if any(pin.end > state.pins.now for pin in state.pins.pins):
+            yield v.Clock(state.pins.now + 1)
     if state.frames:
         yield from get_answers(world, state.frames[0])
         yield from get_failed_answers(world, state)

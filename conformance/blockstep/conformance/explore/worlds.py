@@ -43,6 +43,7 @@ _RANKED: dict[str, Any] = {"policy": v.Policy.PRIORITY}
 _UNRESERVED: dict[str, Any] = {"scheduler_reserve_full_isl": False}
 _UNCACHED: dict[str, Any] = {"enable_prefix_caching": False}
 _AHEAD: dict[str, Any] = {"max_frames_in_flight": 2, "async_scheduling": True}
+_PINNED: dict[str, Any] = {"policy": v.Policy.CONTINUUM}
 _TOLD: dict[str, Any] = {"enable_kv_cache_events": True}
 _FETCHED: dict[str, Any] = {"kv_connector": True}
 _COMPUTED: dict[str, Any] = _FETCHED | {
@@ -358,15 +359,30 @@ _TABLE = (
         aborts=True, resets=_BOTH,
         kv_offers=(_offer("A", 1, is_async=True, delays_free=True), _offer("B", 2, is_async=True)),
         expected=Counts(3_464, 41_348, 12_888, 26)),
+    World("turns", "a job of two turns: a pin that ends between any two events; aborts, resets",
+        v.Config(4, 2, 1, 3, 6, **_PINNED),
+        (_a(3, 1, job_id="x"), _b(5, 1, job_id="x", is_last_step=True)),
+        aborts=True, resets=_BOTH,
+        estimates=(v.PinEstimate("x", 2), v.PinEstimate("x")),
+        expected=Counts(904, 8_060, 3_190, 18)),
+    World("kept", "a turn of a job with a pin beside one of none: who is preempted, and who is not",
+        v.Config(7, 1, 2, 3, 4, **_PINNED, **_UNRESERVED),
+        (_a(2, 2, job_id="x"), _b(1, 3, token=1)), estimates=(v.PinEstimate("x", 1),),
+        expected=Counts(710, 2_591, 2_745, 21)),
+    World("warm", "two jobs and a pool for one of them: who is warm, who is cold, who gives way",
+        v.Config(5, 1, 2, 3, 4, **_PINNED, **_UNRESERVED),
+        (_a(2, 2, job_id="x"), _b(2, 3, token=1, job_id="y"), _c(1, 3, token=2)),
+        estimates=(v.PinEstimate("x", 1), v.PinEstimate("y", 1)),
+        expected=Counts(4_110, 19_581, 17_987, 20)),
     World("returned", "PRIORITY: a load later and one at once, computed again; preempted",
         v.Config(5, 1, 2, 3, 5, **_RANKED, **_COMPUTED, **_UNRESERVED),
         (_a(2, 3, priority=1), _b(3, 2)),
         aborts=True, kv_offers=(_offer("A", 1, is_async=True), _offer("A", None), _offer("B", 2)),
         expected=Counts(4_569, 39_925, 16_071, 28)),
     World("narrowed", "a window that begins behind what a store loads, which fails",
-        v.Config(8, 1, 2, 4, 4, **_FETCHED, **_UNRESERVED, groups=(_FULL, _WINDOW)),
+        v.Config(8, 1, 2, 4, 4, **_COMPUTED, **_UNRESERVED, groups=(_FULL, _WINDOW)),
         (_a(3, 1), _b(1, 2)), kv_offers=(_offer("A", 2), _offer("A", 2, is_async=True)),
-        expected=Counts(995, 6_011, 3_419, 20)),
+        expected=Counts(810, 5_725, 2_893, 18)),
     World("tokens", "FCFS with caching: three tokens to sample, two of them alike, both resets",
         v.Config(5, 2, 3, 3, 6), (_a(3, 3), _b(2, 3)),
         vocabulary=(0, 1, 2), aborts=True, resets=_BOTH,

@@ -27,6 +27,10 @@ class Client:
     ended: list[v.RequestId] = field(default_factory=list)
     texts: deque[v.TokenIds] = field(default_factory=lambda: deque(maxlen=TEXTS_MAX))
     """Prompt and outputs of those that ended last."""
+    turns: deque[Text] = field(default_factory=lambda: deque(maxlen=TEXTS_MAX))
+    """What turns of jobs came to that ended lately."""
+    now: int = 0
+    """The latest time that was told."""
     preempted_texts: deque[Text] = field(default_factory=lambda: deque(maxlen=TEXTS_MAX))
     """Of requests preempted lately. Only where nobody compares states (`lockstep.safety`)."""
     rejected_texts: deque[Text] = field(default_factory=lambda: deque(maxlen=TEXTS_MAX))
@@ -74,6 +78,8 @@ class Client:
             case v.TransfersReported(transfers=report), v.Outputs(rows=rows):
                 self._end(row.request_id for row in rows)
                 self.transfers.take(report, self.live)
+            case v.Clock(now=now), _:
+                self.now = max(self.now, now)
             case v.KVOffer(request_id=name), _ if name in self.live:
                 self.transfers.offer(event)
             case v.Reset(reset_connector=True), v.ResetDone(success=True):
@@ -130,3 +136,5 @@ class Client:
             self.ending = tuple(name for name in self.ending if name != request_id)
             if request is not None and said:
                 self.texts.append(request.prompt_token_ids + said)
+            if request is not None and said and request.job_id is not None:
+                self.turns.append((request, request.prompt_token_ids + said))

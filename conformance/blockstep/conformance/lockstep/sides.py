@@ -119,7 +119,7 @@ class Side(Client):
                 return None if session is None or session.is_closed else action
             case v.Submit() | v.Schedule() | v.Abort() | v.SetPause() | v.Reset():
                 return action
-            case v.EncoderReset() | v.EncoderOffer() | v.KVOffer():
+            case v.EncoderReset() | v.EncoderOffer() | v.KVOffer() | v.Clock() | v.PinEstimate():
                 return action
             case Report():
                 return v.TransfersReported(self.transfers.resolve(action, self.config.block_sizes))

@@ -23,6 +23,7 @@ from blockstep.conformance.museum import (
     grammars,
     groups,
     identity,
+    pins,
     plan,
     pool,
     preemption,
@@ -43,7 +44,15 @@ _BROUGHT = (brought.ADAPTERS, grammars.PAGE, brought.SESSIONS, encoder.PAGE)
 _TELLING = (telling.PAGE, telling.SKIPPING)
 _TRANSFERS = (transfers.PAGE, transfers.GROUPS)
 EXHIBITS: Mapping[str, Exhibit] = collect(
-    (*(page.PAGE for page in _PAGES), groups.STATES, *_BROUGHT, across.PAGE, *_TELLING, *_TRANSFERS)
+    (
+        *(page.PAGE for page in _PAGES),
+        groups.STATES,
+        *_BROUGHT,
+        across.PAGE,
+        *_TELLING,
+        *_TRANSFERS,
+        pins.PAGE,
+    )
 )
 """All planted defects, by name."""
 

@@ -41,6 +41,8 @@ class Feature:
     """What an engine needs for it; None: every engine has it."""
     config: Mapping[str, object] = field(default_factory=dict)
     """Fields of a config that ask for it, with their values where nothing does."""
+    values: Mapping[str, object] = field(default_factory=dict)
+    """Of fields that ask for several features: the value that asks for this one."""
     request: tuple[str, ...] = ()
     """Fields of a request that ask for it by anything but their defaults."""
     actions: tuple[type, ...] = ()
@@ -59,6 +61,8 @@ class Feature:
             return any(getattr(thing, name) != getattr(plain, name) for name in self.request)
         if self is PIPELINE and thing.async_scheduling:
             return False  # several frames for another reason
+        if any(getattr(thing, name) != value for name, value in self.values.items()):
+            return False
         return any(getattr(thing, name) != value for name, value in self.config.items())
 
     def take_from(self, thing: T) -> T:
@@ -98,8 +102,10 @@ def settle_states(config: v.Config) -> v.Config:
     """The config, without groups that do not go with the rest of it.
 
     The mode of recurrent ones follows from prefix caching, and each draft needs a block of theirs.
-    Nobody attends across without an encoder beside.
+    Nobody attends across without an encoder beside, and nobody finds what stays without caching.
     """
+    if not config.enable_prefix_caching and config.policy is v.Policy.CONTINUUM:
+        config = replace(config, policy=v.Policy.FCFS)
     if not config.is_encoder_decoder:
         config = without_kind(config, v.GroupKind.CROSS_ATTENTION)
     return without_states(config) if v.config_problems(config) else config
@@ -110,8 +116,10 @@ PRIORITY = Feature(
     "the urgent are admitted first and preempted last",
     Capability.PRIORITY,
     config={"policy": v.Policy.FCFS},
+    values={"policy": v.Policy.PRIORITY},
     request=("priority",),
     situations=("admission_overtakes", "priority_"),
+    hides=("pins_",),  # there is one policy
     properties=("P16",),
 )
 DRAFTS = Feature(
@@ -283,10 +291,9 @@ TRANSFERS = Feature(
     },
     actions=(v.KVOffer, v.TransfersReported, Report),
     situations=("transfers_",),
-    hides=(  # draws give a store groups under full attention, and no encoder-decoder model
-        *("groups_of_three_kinds", "groups_window_slid", "groups_chunk_left", "groups_state_left"),
-        *("groups_block_in_doubt", "groups_hit_behind_nulls", "groups_hit_cut_by_full_attention"),
-        *("groups_ended_with_nulls", "encoder_beside_", "encoder_across_"),
+    hides=(  # a store has no recurrent groups, no encoder-decoder model, and no pins
+        *("groups_state_left", "groups_hit_of_a_state"),
+        *("encoder_beside_", "encoder_across_", "pins_"),
     ),
     properties=("P17", "P18", "P19"),
 )
@@ -297,6 +304,18 @@ EVENTS = Feature(
     config={"enable_kv_cache_events": False},
     situations=("events_",),
     properties=("P20",),
+)
+PINS = Feature(
+    "pins",
+    "agents: blocks stay between two turns of a job, for a time that an estimator gives",
+    Capability.PINS,
+    config={"policy": v.Policy.FCFS},
+    values={"policy": v.Policy.CONTINUUM},
+    request=("job_id", "is_last_step"),
+    actions=(v.Clock, v.PinEstimate),
+    situations=("pins_",),
+    hides=("admission_overtakes", "priority_", "transfers_"),  # there is one policy, and no store
+    properties=("P10", "P17"),
 )
 CACHING = Feature(
     "caching",
@@ -313,12 +332,13 @@ CACHING = Feature(
 
 FEATURES: tuple[Feature, ...] = (
     *(PRIORITY, DRAFTS, ASYNC, PIPELINE, PAUSE, RESET, GRAMMAR, MULTIMODAL, EMBEDS, KEYS, STOPS),
-    *(ABORTS, HOSTILE, GROUPS, ADAPTERS, SESSIONS, MASKS, ENCODER, EVENTS, TRANSFERS, CACHING),
+    *(ABORTS, HOSTILE, GROUPS, ADAPTERS, SESSIONS, MASKS, ENCODER, EVENTS, TRANSFERS, PINS),
+    CACHING,
 )
 """The table. Whoever lacks several is fitted in this order: without `async`, several frames in
 flight are a `pipeline`."""
 BY_NAME: Mapping[str, Feature] = {feature.name: feature for feature in FEATURES}
-LATE = ("groups", "adapters", "masks", "sessions", "encoder", "events", "transfers")
+LATE = ("groups", "adapters", "masks", "sessions", "encoder", "events", "transfers", "pins")
 """Names of features that are drawn when all else is, and only where they are taken: who lacks them
 is given what it would be given if there were none. Appended to, never put in another order."""
 SEVERAL_AT_ONCE = frozenset({ASYNC.name, PIPELINE.name})
@@ -387,54 +407,3 @@ def fit(thing: T, lacking: Iterable[Feature]) -> tuple[T, tuple[Capability, ...]
             thing = feature.take_from(thing)
             missing.append(feature.capability)
     return thing, tuple(missing)
-
-
-# What a user wants.
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """Features by name: those of every run, and those of none."""
-
-    always: frozenset[str] = frozenset()
-    never: frozenset[str] = frozenset()
-
-    def decide(self, feature: Feature, is_drawn: bool) -> bool:
-        """Whether a run has a feature: as it was drawn, unless the user said so."""
-        return feature.name in self.always or (is_drawn and feature.name not in self.never)
-
-
-NO_WISH = Wish()
-
-
-def parse_features(names: Iterable[str]) -> tuple[str, ...]:
-    """Names of features, each once, from texts that may name several with commas between.
-
-    Raises:
-        UsageError: one is not in the table.
-    """
-    found = dict.fromkeys(name.strip() for text in names for name in text.split(","))
-    for name in found:
-        if name not in BY_NAME:
-            raise UsageError(f"feature {name!r}: must be one of {', '.join(BY_NAME)}")
-    return tuple(found)
-
-
-def make_wish(with_features: Iterable[str], without_features: Iterable[str]) -> Wish:
-    """What `--with` and `--without` come to.
-
-    Raises:
-        UsageError: a name is not in the table, or no run can be like this.
-    """
-    wish = Wish(
-        frozenset(parse_features(with_features)), frozenset(parse_features(without_features))
-    )
-    known = f"the features are {', '.join(BY_NAME)}"
-    for name in sorted(wish.always & wish.never):
-        raise UsageError(f"feature {name!r}: cannot be both with and without; {known}")
-    if wish.always >= SEVERAL_AT_ONCE:
-        raise UsageError(
-            f"features {ASYNC.name!r} and {PIPELINE.name!r}: no run has both, for in a pipeline "
-            f"each request waits for its own token; {known}"
-        )
-    return wish

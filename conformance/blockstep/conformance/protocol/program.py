@@ -127,6 +127,8 @@ Action: TypeAlias = (
     | v.EncoderOffer
     | v.KVOffer
     | v.TransfersReported
+    | v.Clock
+    | v.PinEstimate
     | Drain
     | Hostile
 )
@@ -184,6 +186,10 @@ def describe(action: Action) -> str:
             return f"store     {describe_offer(action)}"
         case v.TransfersReported(transfers=transfers):
             return f"transfers {describe_transfers(transfers)}"
+        case v.Clock(now=now):
+            return f"clock     it is {now}"
+        case v.PinEstimate(job_id=job_id, ttl=ttl):
+            return f"estimate  blocks of job {job_id} stay for {ttl}"
         case Hostile(event=event):
             return f"hostile   {describe_event(event)}"
         case _:

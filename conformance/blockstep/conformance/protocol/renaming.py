@@ -65,6 +65,9 @@ def rename_plan(plan: Plan, names: Names) -> Plan:
             replace(row, new_block_ids=names.rename(row.new_block_ids)) for row in plan.cached
         ),
         new_block_ids_to_zero=names.rename((plan.new_block_ids_to_zero,))[0],
+        kv_loads=tuple(
+            replace(load, block_ids=names.rename(load.block_ids)) for load in plan.kv_loads
+        ),
     )
 
 
@@ -75,12 +78,24 @@ def pair_states(spec: Snapshot, engine: Snapshot) -> Names:
     for request in spec.requests:
         theirs = tables_of.get(request.request_id, ())
         names.pair(chain.from_iterable(request.block_tables), chain.from_iterable(theirs))
+    others = _list_left(engine)
+    for name, tables in _list_left(spec).items():
+        names.pair(chain.from_iterable(tables), chain.from_iterable(others.get(name, ())))
     for key, blocks in spec.cached.items():
         names.pair_rest(blocks, engine.cached.get(key, ()))
     names.pair_rest(_by_use(spec), _by_use(engine))
     known = (*range(len(engine.ref_counts)), *engine.free_queue)
     names.rename((known, *(blocks for blocks in engine.cached.values())))
     return names
+
+
+def _list_left(snapshot: Snapshot) -> dict[tuple[str, str], BlockTables]:
+    """What requests that have ended left held: for a transfer, or for the next turn of a job."""
+    transfers, pins = snapshot.transfers, snapshot.pins
+    held = () if transfers is None else transfers.held
+    left = {("request", it.request_id): it.block_tables for it in held}
+    kept = () if pins is None else pins.pins
+    return left | {("job", pin.job_id): pin.block_tables for pin in kept}
 
 
 def _by_use(snapshot: Snapshot) -> list[BlockId]:
@@ -98,6 +113,13 @@ def _renamed(spec: Snapshot, engine: Snapshot, names: Names) -> Snapshot:
         ref_counts[names.of[block]] = engine.ref_counts[block]
     keys = dict(zip((names.of[block] for block in range(size)), engine.block_keys, strict=False))
     place = {block: index for index, block in enumerate(spec.free_queue)}
+    transfers, pins = engine.transfers, engine.pins
+    if transfers is not None:
+        held = [replace(it, block_tables=names.rename(it.block_tables)) for it in transfers.held]
+        transfers = replace(transfers, held=tuple(held))
+    if pins is not None:
+        kept = [replace(pin, block_tables=names.rename(pin.block_tables)) for pin in pins.pins]
+        pins = replace(pins, pins=tuple(kept))
     free = sorted(names.rename((engine.free_queue,))[0], key=lambda block: place.get(block, size))
     return replace(
         engine,
@@ -109,6 +131,8 @@ def _renamed(spec: Snapshot, engine: Snapshot, names: Names) -> Snapshot:
         free_queue=tuple(free),
         block_keys=tuple(keys.get(block) for block, _ in enumerate(block_keys)),
         cached={key: names.rename((blocks,))[0] for key, blocks in engine.cached.items()},
+        transfers=transfers,
+        pins=pins,
     )
 
 

@@ -114,13 +114,18 @@ def list_loaded(load: v.KVLoad, block_sizes: Sequence[int]) -> list[tuple[int, v
     return [(position, block) for position, _, block in sorted(found)]
 
 
-def count_valid(
-    load: v.KVLoad, block_sizes: Sequence[int], invalid: Iterable[v.BlockId]
-) -> int | None:
+def count_valid(load: v.KVLoad, config: v.Config, invalid: Iterable[v.BlockId]) -> int | None:
     """Leading tokens of a request that are there, where these blocks are not; None if all are."""
     wrong = set(invalid)
-    loaded = list_loaded(load, block_sizes) if wrong else []
-    return next((position for position, block in loaded if block in wrong), None)
+    loaded = list_loaded(load, config.block_sizes) if wrong else []
+    num_valid = next((position for position, block in loaded if block in wrong), None)
+    return 0 if num_valid is not None and loses_all(config) else num_valid
+
+
+def loses_all(config: v.Config) -> bool:
+    """Whether a load that has failed leaves nothing: not all groups hold what is before a token, so
+    that a row further back would attend to what is not there."""
+    return any(group.kind is not v.GroupKind.FULL for group in config.groups)
 
 
 def list_failed(
@@ -128,5 +133,6 @@ def list_failed(
 ) -> Iterator[v.RequestId]:
     """Of whose loads a report says that a block is invalid."""
     for load in loads if report.invalid_block_ids else ():
-        if count_valid(load, block_sizes, report.invalid_block_ids) is not None:
+        wrong = {*report.invalid_block_ids}
+        if any(block in wrong for _, block in list_loaded(load, block_sizes)):
             yield load.request_id

@@ -268,7 +268,7 @@ def _find_programs(corpus: str | None) -> dict[str, Path]:
 def _read_options(config: pytest.Config, presets: Sequence[str]) -> dict[str, CheckOptions]:
     """The options of each check. Raises UsageError in the words of the command line."""
     from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS  # noqa: PLC0415
-    from blockstep.conformance.protocol.features import parse_features  # noqa: PLC0415
+    from blockstep.conformance.protocol.wishes import parse_features  # noqa: PLC0415
     from blockstep.conformance.search import options as checking  # noqa: PLC0415
     from blockstep.conformance.search.budget import read_budget  # noqa: PLC0415
 

@@ -33,6 +33,7 @@ from blockstep.conformance.protocol.compare import observation_differences
 from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
 from blockstep.conformance.protocol.program import describe_event
 from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.recorded.steps import Snapshot, StepJudge, is_step_file, read_steps
 from blockstep.conformance.recorded.traces import Trace, TraceStep, read_trace
 from blockstep.spec import vocabulary as v
 
@@ -55,6 +56,8 @@ class Validation:
     """Events that nothing could be asked of, by kind."""
     excused: Counter[str] = field(default_factory=Counter)
     """Findings that are what the engine's adapter declares, by the deviation."""
+    has_events: bool = True
+    """False: it has records of steps, of which no state follows."""
 
     @property
     def conforms(self) -> bool:
@@ -70,9 +73,13 @@ class Validation:
 def validate(path: Path) -> Validation:
     """Give each recorded event to the spec and compare its answer with the recorded one.
 
+    Of a scheduler's own records of its steps (`steps`) each is held to those before it.
+
     Raises:
         TraceError: if the file is no trace.
     """
+    if is_step_file(path):
+        return _validate_steps(path)
     trace = read_trace(path)
     left_out: Counter[str] = Counter()
     excused: Counter[str] = Counter()
@@ -87,6 +94,20 @@ def validate(path: Path) -> Validation:
             event = describe_event(step.event)
             return Validation(num_steps, number, equivalence, event, finding, left_out, excused)
     return Validation(num_steps, num_steps, equivalence, left_out=left_out, excused=excused)
+
+
+def _validate_steps(path: Path) -> Validation:
+    """Hold records of steps to each other, up to the first that does not fit."""
+    judge, wrong, num_steps = StepJudge(), None, 0
+    for number, record in read_steps(path):
+        num_steps += isinstance(record, Snapshot)
+        finding = judge.take(record) if wrong is None else None
+        if finding is not None:
+            event = f"{type(record).__name__.lower()} of step {record.step}, line {number}"
+            wrong = (max(num_steps - 1, 0), Safety.name, event, finding)
+    if wrong is None:
+        return Validation(num_steps, num_steps, Safety.name, has_events=False)
+    return Validation(max(num_steps, 1), *wrong, has_events=False)
 
 
 def _judge_exactly(trace: Trace) -> Callable[[TraceStep], Finding | None]:

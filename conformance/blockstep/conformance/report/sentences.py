@@ -358,6 +358,22 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
             "with attention writes there: what a state leaves may read as NaN."
         ),
     ),
+    # records of steps
+    "step_is_told_in_order": (
+        "P26",
+        "Steps are told one after the other, each by a snapshot, its hits and its decision.",
+    ),
+    "running_follows_from_decisions": (
+        "P16",
+        "Before a step nobody runs who was not left running, or admitted, by the step before.",
+    ),
+    "rows_are_of_who_ran_or_waited": (
+        "P26",
+        (
+            "A row is of one who ran and was not preempted, or who waited and is admitted; each "
+            "runs a token or more, and has one row."
+        ),
+    ),
     # real memory
     "attention_reads_the_slots_of_the_block_table": (
         "P3",

@@ -50,7 +50,8 @@ def render_validation(path: Path, result: Validation) -> str:
         ]
     else:
         lines += render_finding(result.finding)
-    lines += ["", f"  explain   blockstep explain {path.name} --at {result.num_agreed}"]
+    if result.has_events:
+        lines += ["", f"  explain   blockstep explain {path.name} --at {result.num_agreed}"]
     return "\n".join(lines) + "\n"
 
 

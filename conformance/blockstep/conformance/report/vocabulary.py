@@ -26,7 +26,7 @@ SOURCES = {
 _ROOMS = (
     *(f"blockstep.spec.vocabulary.{room}" for room in ("config", "request", "events")),
     *(f"blockstep.spec.vocabulary.{room}" for room in ("observations", "kv_events", "transfers")),
-    *(f"blockstep.spec.vocabulary.{room}" for room in ("snapshot", "waiting", "keys")),
+    *(f"blockstep.spec.vocabulary.{room}" for room in ("pins", "snapshot", "waiting", "keys")),
     "blockstep.spec.vocabulary.constants",
     "blockstep.spec.vocabulary.wellformed",
     "blockstep.conformance.engine",

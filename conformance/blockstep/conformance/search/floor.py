@@ -26,6 +26,7 @@ from blockstep.conformance.protocol.features import (
     BY_NAME,
     GROUPS,
     LATE,
+    PINS,
     PRIORITY,
     SEVERAL_AT_ONCE,
     UsageError,
@@ -155,6 +156,7 @@ SMALL_ONLY = {
 RARE_AT_TINY = {
     *("abort_of_shared_block", "abort_preempted", "drafts_lost_by_preemption"),
     *("drafts_some_accepted", "running_left_out_by_budget", "groups_block_in_doubt"),
+    "transfers_returned_behind_a_head",
 }
 """Where requests are two or three tokens long, seen a few times in 60,000 events."""
 RARE_UNLESS_WANTED = {
@@ -173,6 +175,11 @@ RARE_UNLESS_WANTED = {
     *("groups_block_in_doubt", "groups_hit_cut_by_a_window", "groups_admitted_past_its_room"),
     *("groups_preempted_with_nulls", "groups_preempted_about_to_slide"),
     *("groups_resumed_behind_nulls", "groups_hit_of_a_state", "groups_state_left"),
+    *("pins_last_step", "pins_of_whom_gave_up", "pins_preempted_beside", "pins_warm_goes_ahead"),
+    *("pins_victim_stands_ahead", "pins_victim_of_a_job", "pins_preempted_stays_ahead"),
+    *("pins_reset", "pins_reset_forced", "pins_reset_refused"),
+    *("transfers_parked_behind_a_hit", "transfers_returned_behind_a_head"),
+    *("transfers_asked_anew", "transfers_preempted_unsettled", "transfers_held_twice"),
 }
 """Required where every run has the feature that they need: one in four does otherwise."""
 RARE_WHERE_WANTED = {
@@ -189,6 +196,8 @@ def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> 
     absent = {*lacking, *wish.never} & BY_NAME.keys()
     if options.policy is Policy.FCFS:
         absent.add(PRIORITY.name)
+    if options.policy is not None:
+        absent.add(PINS.name)
     if options.max_depth == 1:
         absent |= SEVERAL_AT_ONCE
     elif SEVERAL_AT_ONCE & wish.always:

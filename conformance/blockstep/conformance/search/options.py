@@ -9,14 +9,14 @@ from enum import IntEnum
 from blockstep.conformance.draw.presets import MAX_DEPTH
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.protocol.features import (
+    PINS,
     PRIORITY,
     SEVERAL_AT_ONCE,
     UsageError,
-    Wish,
-    make_wish,
 )
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.protocol.wishes import Wish, make_wish
 from blockstep.conformance.search.wrapped import hide_state
 from blockstep.spec.profiles import PROFILES, STRICT, Profile, get_profile
 from blockstep.spec.vocabulary import Policy
@@ -92,6 +92,8 @@ def get_wish(options: CheckOptions) -> Wish:
             raise UsageError(f"feature {name!r}: needs 2 plans in flight or more, not depth 1")
     if options.policy is Policy.FCFS and PRIORITY.name in wish.always:
         raise UsageError(f"feature {PRIORITY.name!r}: cannot be with policy {options.policy}")
+    if options.policy is not None and PINS.name in wish.always:
+        raise UsageError(f"feature {PINS.name!r}: cannot be with policy {options.policy}")
     if options.policy is Policy.PRIORITY and PRIORITY.name in wish.never:
         raise UsageError(f"without {PRIORITY.name!r}: the policy cannot be {options.policy}")
     return wish

@@ -59,6 +59,7 @@ from blockstep.spec.vocabulary import (
     Abort,
     Aborted,
     Ack,
+    Clock,
     Commit,
     Config,
     ConfigError,
@@ -76,6 +77,7 @@ from blockstep.spec.vocabulary import (
     Observation,
     Outputs,
     PauseState,
+    PinEstimate,
     Rejected,
     Request,
     RequestId,
@@ -166,8 +168,8 @@ class CompiledEngine:
                 return Ack()
             case Reset(reset_running_requests=reset_running_requests):
                 return ResetDone(self._reset(reset_running_requests))
-            case EncoderReset() | EncoderOffer() | KVOffer():
-                return Ack()  # of an encoder, or a store, that this engine has not
+            case EncoderReset() | EncoderOffer() | KVOffer() | Clock() | PinEstimate():
+                return Ack()  # of an encoder, a store or pins, that this engine has not
             case TransfersReported():
                 return Outputs()
             case GrammarFailed() | GrammarBitmask():

@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 
 from blockstep.impl.device import layout
+from blockstep.impl.device.growth import check_reach, grow
 from blockstep.impl.device.launch import Launch
 from blockstep.impl.names import NOTHING, Extras, Labels, list_extras
 from blockstep.spec.vocabulary import Config, FrameId, Policy, Request, RequestId
@@ -20,6 +21,7 @@ class Inbox:
     def __init__(self, config: Config, launch: Launch) -> None:
         self.config = config
         self.dims = layout.make_dims(config)
+        check_reach(self.dims)
         self.state = layout.make_state(self.dims)
         self.slot_of: dict[RequestId, int] = {}
         self.requests: dict[int, Request] = {}
@@ -111,7 +113,7 @@ class Inbox:
         self.launch("commands_kernel")
         slots = 2 * self.dims.slots if self._is_full() else self.dims.slots
         dims = layout.make_dims(self.config, slots, stops, nodes=max(num_nodes, self.dims.nodes))
-        self.state, self.dims = layout.grow(self.state, self.dims, dims), dims
+        self.state, self.dims = grow(self.state, self.dims, dims), dims
 
     def _row_of(self, request: Request) -> list[int]:
         """What is known of a new request, by column of `inbox`."""

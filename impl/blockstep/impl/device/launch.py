@@ -15,7 +15,18 @@ Launch: TypeAlias = Callable[[str, State, Dims], None]
 """Runs a kernel of `step`, by its name, on a state of numpy arrays, which it changes."""
 FOLDER: Final = Path(__file__).parent
 MODULES: Final = (
-    *("pool", "contents", "lives", "commands", "running", "waiting", "results", "sweep", "step"),
+    *(
+        "pool",
+        "contents",
+        "lives",
+        "commands",
+        "running",
+        "waiting",
+        "results",
+        "sweep",
+        "inputs",
+        "step",
+    ),
 )
 """The sources of the kernels; each calls those before it."""
 OPTIONS: Final = {"num_warps": 8, "num_stages": 1, "maxnreg": 255}

@@ -161,6 +161,8 @@ class Dims(NamedTuple):
     """Plans that can be in flight."""
     commands: int
     """A power of two."""
+    batch: int
+    """Most tokens of a step."""
 
 
 class State(NamedTuple):
@@ -272,6 +274,8 @@ class State(NamedTuple):
     front: Any
     """int64; the last place given before all others."""
     num_passed: Any
+    in_flight: Any
+    """Frames, where the device runs its own loop."""
     num_rows: Any
     num_continued: Any
     """Of the rows of the last plan, those of its running phase."""
@@ -300,6 +304,16 @@ class State(NamedTuple):
     """[frames, ROW_COLUMNS, rows]; by place."""
     plan_rows: Any
     """[frames]; rows of each."""
+    plan_ids: Any
+    """[frames]; frames in flight by place, where the device runs its own loop."""
+    positions: Any
+    """[batch] int64; of the last plan, row after row,"""
+    slot_mapping: Any
+    """[batch] int64; the slot of paged memory of each token,"""
+    query_start_loc: Any
+    """[1 + rows]; the first token of each row, and their number,"""
+    seq_lens: Any
+    """[rows]; tokens of each that have KV after the step."""
     victims: Any
     """[rows]; slots preempted by the last plan."""
     answer_counts: Any
@@ -314,7 +328,9 @@ class State(NamedTuple):
 
 
 _COUNTERS: Final = ("queries", "hits", "preemptions", "drafts_scheduled", "drafts_accepted")
-INT64S: Final = frozenset(("key", "ranks", "back", "front", *_COUNTERS))
+INT64S: Final = frozenset(
+    ("key", "ranks", "back", "front", "positions", "slot_mapping", *_COUNTERS)
+)
 _OF_SLOTS: Final = State._fields[: State._fields.index("tokens")]
 _OF_BLOCKS: Final = ("ref_count", "place", "node", "next_same", "previous_same")
 _OF_NODES: Final = State._fields[State._fields.index("parent") : State._fields.index("node_tokens")]
@@ -367,6 +383,7 @@ def make_dims(
         max(stops, 1),
         config.max_frames_in_flight,
         _power_of_two(2 * slots),
+        config.max_num_batched_tokens,
     )
 
 
@@ -382,7 +399,7 @@ def shape_of(name: str, d: Dims) -> tuple[int, ...]:
         return (1,)
     if name in ("tables", "paths", "extras"):
         return (d.slots, d.table)
-    if name in ("run", "victims", "answer_counts"):
+    if name in ("run", "victims", "answer_counts", "seq_lens"):
         return (d.rows,)
     if name in ("drafts", "offered"):
         return (d.slots, d.drafts)
@@ -394,10 +411,14 @@ def shape_of(name: str, d: Dims) -> tuple[int, ...]:
         "ring": (d.ring,),
         "node_tokens": (d.nodes, d.size),
         "buckets": (d.buckets,),
+        "positions": (d.batch,),
+        "slot_mapping": (d.batch,),
+        "query_start_loc": (1 + d.rows,),
         "control": (CONTROL_COLUMNS,),
         "commands": (d.commands, COMMAND_COLUMNS),
         "plans": (d.frames, ROW_COLUMNS, d.rows),
         "plan_rows": (d.frames,),
+        "plan_ids": (d.frames,),
         "answer_tokens": (d.rows, 1 + d.drafts),
         "record": (TOLD_COLUMNS, d.rows),
         "scratch": (max(d.rows, d.table, d.num_blocks),),
@@ -417,27 +438,6 @@ def make_state(d: Dims) -> State:
     made["free_nodes"][:] = np.arange(d.nodes, dtype=np.int32)
     made["num_free_nodes"][:] = d.nodes
     return State(**made)
-
-
-def grow(old: State, was: Dims, d: Dims) -> State:
-    """The same in longer tensors: of slots, nodes and stops; commands must have been taken."""
-    made = make_state(d)
-    for name in State._fields:
-        before, after = getattr(old, name), getattr(made, name)
-        after[tuple(slice(length) for length in before.shape)] = before
-    fresh = np.arange(was.nodes, d.nodes, dtype=np.int32)
-    count = int(old.num_free_nodes[0])
-    made.free_nodes[:] = NONE
-    made.free_nodes[: count + len(fresh)] = np.concatenate([old.free_nodes[:count], fresh])
-    made.num_free_nodes[:] = count + len(fresh)
-    made.buckets[:] = NONE
-    used = np.ones(d.nodes, bool)
-    used[made.free_nodes[: count + len(fresh)]] = False
-    for node in used.nonzero()[0].tolist():
-        bucket = int(made.node_hash[node]) & (d.buckets - 1)
-        made.next_node[node], made.buckets[bucket] = made.buckets[bucket], node
-    made.command_at[:] = made.command_end[:]
-    return made
 
 
 def _power_of_two(count: int) -> int:

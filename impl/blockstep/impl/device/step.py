@@ -7,6 +7,7 @@ import triton.language as tl
 
 from blockstep.impl.device import layout
 from blockstep.impl.device.commands import take_commands
+from blockstep.impl.device.inputs import write_inputs
 from blockstep.impl.device.results import commit
 from blockstep.impl.device.running import schedule_running
 from blockstep.impl.device.sweep import sweep
@@ -16,6 +17,8 @@ FRAME_ID = tl.constexpr(layout.FRAME_ID)
 PREVIOUS_ID = tl.constexpr(layout.PREVIOUS_ID)
 PLACE = tl.constexpr(layout.PLACE)
 BUDGET = tl.constexpr(layout.BUDGET)
+OLDEST_ID = tl.constexpr(layout.OLDEST_ID)
+COMMIT_PLACE = tl.constexpr(layout.COMMIT_PLACE)
 ADMITS = tl.constexpr(layout.ADMITS)
 ROW_SLOT = tl.constexpr(layout.ROW_SLOT)
 ROW_BIRTH = tl.constexpr(layout.ROW_BIRTH)
@@ -117,6 +120,53 @@ def plan(s, d: tl.constexpr):
     if (tl.load(s.control + ADMITS) > 0) & (tl.load(s.num_preempted) == 0):
         schedule_waiting(s, budget, d)
     issue(s, num_continued, d)
+    write_inputs(s, d)
+
+
+@triton.jit
+def commit_oldest(s, d: tl.constexpr):
+    """The answer to the oldest frame, if no more frames may be in flight, or no more came."""
+    count = tl.load(s.in_flight)
+    is_due = (count == d.frames) | ((count > 0) & (tl.load(s.num_rows) == 0))
+    if is_due:
+        commit(s, d)
+        place = tl.load(s.control + COMMIT_PLACE)
+        tl.debug_barrier()
+        tl.store(s.control + COMMIT_PLACE, (place + 1) % d.frames)
+        tl.store(s.in_flight, count - 1)
+        tl.debug_barrier()
+
+
+@triton.jit
+def plan_next(s, d: tl.constexpr):
+    """The next frame, in the next place; an empty one has an id and no place."""
+    frame_id = tl.load(s.control + FRAME_ID)
+    place = tl.load(s.control + PLACE)
+    count = tl.load(s.in_flight)
+    oldest = tl.load(s.plan_ids + tl.load(s.control + COMMIT_PLACE))
+    tl.store(s.control + OLDEST_ID, tl.where(count > 0, oldest, frame_id))
+    tl.debug_barrier()
+    plan(s, d)
+    has_rows = (tl.load(s.num_rows) > 0).to(tl.int32)
+    tl.debug_barrier()
+    tl.store(s.plan_ids + place, frame_id, mask=has_rows > 0)
+    tl.store(s.control + PLACE, (place + has_rows) % d.frames)
+    tl.store(s.control + PREVIOUS_ID, frame_id)
+    tl.store(s.control + FRAME_ID, frame_id + 1)
+    tl.store(s.in_flight, count + has_rows)
+    tl.debug_barrier()
+
+
+@triton.jit
+def loop_kernel(s, d: tl.constexpr):
+    """One program: a whole step of a loop without a host, which a graph can replay.
+
+    It commits what the sampler has left in `answer_tokens`, takes what the host has written
+    meanwhile, and plans. The host wrote the budget once, and NONE as the plan before the first.
+    """
+    commit_oldest(s, d)
+    take_commands(s, d)
+    plan_next(s, d)
 
 
 @triton.jit

@@ -26,8 +26,10 @@ def mark_needed(s, d: tl.constexpr):
     while at < d.num_blocks:
         block = at + lane
         node = tl.load(s.node + block, mask=block < d.num_blocks, other=NONE)
-        tl.store(s.mark + node, 1, mask=node >= 0)
+        before = tl.load(s.previous_same + block, mask=node >= 0, other=NONE)
+        tl.store(s.mark + node, 1, mask=(node >= 0) & (before < 0))
         at += d.lanes
+    tl.debug_barrier()
     slot = 0
     while slot < d.slots:
         full = tl.load(s.known + slot) // d.size
@@ -38,14 +40,14 @@ def mark_needed(s, d: tl.constexpr):
             node = tl.load(s.paths + slot * d.table + at + lane, mask=at + lane < full, other=0)
             tl.store(s.mark + node, 1, mask=at + lane < full)
             at += d.lanes
+        tl.debug_barrier()
         slot += 1
-    tl.debug_barrier()
 
 
 @triton.jit
 def mark_parents(s, d: tl.constexpr):
     """What a marked node continues is marked, until nothing changes."""
-    lane = tl.arange(0, d.lanes)
+    lane = tl.arange(0, d.chunk)
     changed = 1
     while changed > 0:
         changed = 0
@@ -54,11 +56,13 @@ def mark_parents(s, d: tl.constexpr):
             is_marked = tl.load(s.mark + at + lane) > 0
             parent = tl.load(s.parent + at + lane, mask=is_marked, other=NONE)
             lacks = (parent >= 0) & (tl.load(s.mark + parent, mask=parent >= 0, other=1) == 0)
+            same = (parent[:, None] == parent[None, :]) & (lane[:, None] > lane[None, :])
+            is_first = tl.sum(same.to(tl.int32), 1) == 0
             tl.debug_barrier()
-            tl.store(s.mark + parent, 1, mask=lacks)
+            tl.store(s.mark + parent, 1, mask=lacks & is_first)
             changed += tl.sum(lacks.to(tl.int32), 0)
             tl.debug_barrier()
-            at += d.lanes
+            at += d.chunk
 
 
 @triton.jit

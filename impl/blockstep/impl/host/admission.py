@@ -78,7 +78,7 @@ class WaitingPhase(Promises, Encodings, Loading):
         waiting, skipped = self.waiting, self.skipped_waiting
         if not skipped:
             return waiting if waiting else None
-        if not waiting or self.config.policy is Policy.FCFS:
+        if not waiting or self.config.policy is not Policy.PRIORITY:
             return skipped
         rank_of = self.table.rank_of
         return waiting if rank_of(waiting.head()) < rank_of(skipped.head()) else skipped

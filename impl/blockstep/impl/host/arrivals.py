@@ -41,7 +41,7 @@ class Arrivals(Sessions):
         """
         invalid = frozenset(report.invalid_block_ids) - {NULL_BLOCK}
         failed = self._take_invalid_of_parked(invalid) if invalid else []
-        for load in transfers.loads.get(-1 if frame_id is None else frame_id, ()):
+        for load in () if frame_id is None else transfers.loads.get(frame_id, ()):
             slot = self.table.slot_of.get(load.request_id)
             if slot is None:
                 continue
@@ -121,12 +121,11 @@ class Arrivals(Sessions):
             self._publish(slot, valid, 0)
 
     def _end_failed(self, failed: list[RequestId]) -> list[OutputRow]:
-        """End by an error those who fail by a load; each once."""
+        """End by an error those who fail by a load. No row delivers to them, so nothing has ended
+        them before, and nobody is parked for one load and awaits another."""
         rows: list[OutputRow] = []
         for request_id in failed:
-            slot = self.table.slot_of.get(request_id)
-            if slot is None:
-                continue
+            slot = self.table.slot_of[request_id]
             num_cached = max(self.table.num_cached_tokens[slot], 0)
             self._finish(slot)
             row = OutputRow(request_id, (), FinishReason.ERROR, num_cached_tokens=num_cached)

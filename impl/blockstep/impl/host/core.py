@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import ClassVar
 
 from blockstep.impl.capabilities import HOST, list_config_problems
@@ -10,6 +10,7 @@ from blockstep.impl.host.digests import Digest, find_digest
 from blockstep.impl.host.encoder import EncoderCache
 from blockstep.impl.host.grammars import Matcher
 from blockstep.impl.host.groups import GroupMemory
+from blockstep.impl.host.pins import Pins
 from blockstep.impl.host.pool import BlockPool
 from blockstep.impl.host.prefix import PrefixMap
 from blockstep.impl.host.queues import make_queue
@@ -18,6 +19,7 @@ from blockstep.impl.host.telling import EventLog
 from blockstep.impl.host.transfers import Transfers
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
+    NULL_BLOCK,
     BlockTables,
     Config,
     ConfigError,
@@ -46,6 +48,7 @@ class Core:
     encoder_type: ClassVar[type[EncoderCache]] = EncoderCache
     log_type: ClassVar[type[EventLog]] = EventLog
     transfers_type: ClassVar[type[Transfers]] = Transfers
+    pins_type: ClassVar[type[Pins]] = Pins
 
     def __init__(self, config: Config, digest: str | Digest = "sha256") -> None:
         problems = list_config_problems(config, HOST)
@@ -76,6 +79,8 @@ class Core:
         without."""
         self.encoder = self.encoder_type(config) if config.encoder_cache_size else None
         """What is kept of encoded items; None where no encoder is modelled."""
+        self.pins = self.pins_type() if config.has_pins else None
+        """What is kept between turns of jobs; None where nothing is."""
         self.table = RequestTable(len(config.kv_groups))
         self._no_new_blocks: BlockTables = ((),) * self.table.num_groups
         self._nothing_common = (0,) * self.table.num_groups
@@ -237,7 +242,13 @@ class Core:
         )
 
     def _take_back_one(self, needy: int, passed_over: Sequence[int] = ()) -> bool:
-        """One that does not run, and is not this one, gives its blocks up; False if none can."""
+        """Blocks are given up by a pin, or else by one that does not run, and is not this one;
+        False if none can."""
+        if self.pins is not None:
+            giver = self.pins.find_giver(self.table.requests[needy].job_id)
+            if giver is not None:
+                self._end_pins([giver])
+                return True
         idle = [slot for slot in self._list_idle(passed_over) if slot != needy]
         if idle:
             self._take_back(idle[0])
@@ -264,6 +275,18 @@ class Core:
             self.pool.free(holding.blocks)
             holding.clear()
 
+    def _end_pins(self, job_ids: Iterable[str]) -> None:
+        """What they held is free, but for what somebody else holds; it can still be found."""
+        if self.pins is None:
+            return
+        for job_id in job_ids:
+            for table in self.pins.end(job_id):
+                self.pool.free([block for block in table if block != NULL_BLOCK])
+
+    def _is_warm(self, slot: int) -> bool:
+        """Whether blocks of its job's turn before are kept."""
+        return self.pins is not None and self.pins.is_warm(self.table.requests[slot].job_id)
+
     def _finish(self, slot: int) -> None:
         """End an unfinished request, wherever it is; the next plan tells the worker."""
         table = self.table
@@ -283,6 +306,8 @@ class Core:
             self.matchers.pop(request_id, None)
         if self.sessions:
             self.sessions.pop(request_id, None)
+        if self.pins is not None:
+            self.pins.end_turn(table.requests[slot].job_id)
         table.remove(slot)
 
     def _leave_held(self, transfers: Transfers, slot: int) -> bool:

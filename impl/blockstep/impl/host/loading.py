@@ -91,7 +91,7 @@ class Loading(Core):
             is_async,
         )
 
-    def _count_hits(self, slot: int, num_hit: int, num_external: int = 0) -> None:
+    def _count_hits(self, slot: int, num_hit: int, num_external: int) -> None:
         """It has been given blocks: what caches have served of what was asked (P21)."""
         request, num_known = self.table.requests[slot], self.table.num_known[slot]
         if self._asks_cache(slot):

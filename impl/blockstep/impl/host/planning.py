@@ -11,6 +11,7 @@ from blockstep.impl.host.groups import GroupMemory
 from blockstep.impl.host.masks import Masks
 from blockstep.impl.host.running import RunningPhase
 from blockstep.impl.host.step import RunningRow, Step
+from blockstep.impl.host.turns import Turns
 from blockstep.impl.refusals import schedule_problem
 from blockstep.spec.vocabulary import (
     BlockId,
@@ -27,7 +28,7 @@ _NOBODY: Final[tuple[()]] = ()
 _NO_MASKS: Final = (False, False)
 
 
-class Planning(RunningPhase, WaitingPhase, Masks):
+class Planning(RunningPhase, WaitingPhase, Masks, Turns):
     """Runs both phases and tells the worker what changed since the plan before (P26)."""
 
     def _schedule(self) -> Plan | Rejected:
@@ -36,6 +37,8 @@ class Planning(RunningPhase, WaitingPhase, Masks):
             return problem
         if self.groups is not None:
             self.groups.begin_step()
+        if self.pins is not None:
+            self._begin_with_pins(self.pins)
         step = Step(self._step_budget(), encoder_budget=self.config.encoder_compute_budget)
         self._schedule_running(step)
         if not step.preempted_req_ids and self.pause_state is PauseState.UNPAUSED:
@@ -136,13 +139,13 @@ class Planning(RunningPhase, WaitingPhase, Masks):
     def _count_common_blocks(self, group: int, blocks: list[BlockId], num_running: int) -> int:
         """Of a table of one who runs, in a group under full attention.
 
-        Where no session has kept any and there is no store, nobody but who runs holds blocks, and
+        Where no session or pin keeps any and there is no store, only those who run hold blocks, and
         each of them a block once: one with as many holders as run is in all tables. What is taken
         later no two share, so the count stays while nobody begins or ceases to hold what is there.
         """
         if num_running == 1:
             return len(blocks)
-        if self.sessions or self.transfers is not None:
+        if self.sessions or self.transfers is not None or (self.pins and self.pins.pins):
             tables = [self.table.holdings[slot][group].blocks for slot in self.running]
             places = enumerate(zip(*tables, strict=False))
             differing = (i for i, of_all in places if len({*of_all}) > 1)

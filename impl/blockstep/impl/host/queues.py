@@ -42,6 +42,10 @@ class RequestQueue(Protocol):
         """Take it out from anywhere; False if it is not here."""
         ...
 
+    def sort(self, rank_of: Callable[[int], int]) -> None:
+        """The lowest come first, equals as before, as far as the policy leaves a choice."""
+        ...
+
 
 class FcfsQueue:
     """First come, first served."""
@@ -77,6 +81,10 @@ class FcfsQueue:
             return False
         self._slots.remove(slot)
         return True
+
+    def sort(self, rank_of: Callable[[int], int]) -> None:
+        """See `RequestQueue`. O(length)."""
+        self._slots = deque(sorted(self._slots, key=rank_of))
 
 
 class PriorityQueue:
@@ -121,6 +129,9 @@ class PriorityQueue:
             return False
         del self._entries[at]
         return True
+
+    def sort(self, rank_of: Callable[[int], int]) -> None:
+        """See `RequestQueue`: its own rank leaves no choice."""
 
 
 def make_queue(policy: Policy, rank_of: Callable[[int], Rank]) -> RequestQueue:

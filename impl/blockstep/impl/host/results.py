@@ -8,6 +8,7 @@ from typing import Final, TypeAlias
 from blockstep.impl.host.arrivals import Arrivals
 from blockstep.impl.host.masks import Masks
 from blockstep.impl.host.promises import Promises
+from blockstep.impl.host.turns import Turns
 from blockstep.impl.refusals import answer_problem, frame_out_of_order, unknown_frame
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
@@ -28,7 +29,7 @@ _NOT_CUT: Final[Mapping[RequestId, TokenIds]] = {}
 _GOES_ON: Final[Verdict] = (None, None)
 
 
-class Results(Promises, Masks, Arrivals):
+class Results(Promises, Masks, Arrivals, Turns):
     """Takes Commit: all rows of it are checked before one changes anything."""
 
     def _commit(self, event: Commit) -> Outputs | Rejected:
@@ -130,6 +131,8 @@ class Results(Promises, Masks, Arrivals):
         if self.async_scheduling:
             self._publish_verified(slot)
         if reason is not None and not (self.sessions and self._rest(slot)):
+            if self.pins is not None:
+                self._end_turn(self.pins, slot)
             self._finish(slot)
         return OutputRow(request_id, delivered, reason, stop_token_id, num_cached_tokens)
 

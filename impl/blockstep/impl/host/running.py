@@ -132,12 +132,15 @@ class RunningPhase(Promises, Encodings):
     def _select_victim(self) -> int:
         """Position in `running` of the one to preempt (P16).
 
-        FCFS: the last. Priority: the one that would wait longest, in the order of the queues; any
-        other choice among equals lets two of them preempt each other for ever (P10).
+        FCFS: the last. Continuum: the last of those for whose job nothing is kept, if there is
+        one. Priority: the one that would wait longest, in the order of the queues; any other choice
+        among equals lets two of them preempt each other for ever (P10).
         """
-        if self.config.policy is Policy.FCFS:
-            return len(self.running) - 1
-        rank_of, running = self.table.rank_of, self.running
+        rank_of, running, last = self.table.rank_of, self.running, len(self.running) - 1
+        if self.pins is not None:
+            return next((at for at in range(last, -1, -1) if not self._is_warm(running[at])), last)
+        if self.config.policy is not Policy.PRIORITY:
+            return last
         return max(range(len(running)), key=lambda position: rank_of(running[position]))
 
     def _unschedule(self, victim: int, step: Step) -> None:

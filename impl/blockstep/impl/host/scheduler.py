@@ -17,6 +17,7 @@ from blockstep.spec.vocabulary import (
     Abort,
     Aborted,
     Ack,
+    Clock,
     Commit,
     Drafts,
     EncoderOffer,
@@ -27,6 +28,7 @@ from blockstep.spec.vocabulary import (
     GrammarReady,
     KVOffer,
     Observation,
+    PinEstimate,
     Rejected,
     Request,
     RequestId,
@@ -103,6 +105,14 @@ class HostEngine(Planning, Results, Proposals):
                 return Ack()
             case TransfersReported(transfers=transfers):
                 return self._take_report(transfers)
+            case Clock(now=now):
+                if self.pins is not None:
+                    self.pins.tell_time(now)
+                return Ack()
+            case PinEstimate():
+                if self.pins is not None:
+                    self.pins.take_estimate(event)
+                return Ack()
             case _:
                 assert_never(event)
 
@@ -125,6 +135,8 @@ class HostEngine(Planning, Results, Proposals):
             self.matchers[request.request_id] = matcher
         if request.resumable:
             self.sessions[request.request_id] = Session()
+        if self.pins is not None:
+            self.pins.begin_turn(request.job_id)
         if request.structured_output:
             status = Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
             self.skipped_waiting.append(self.table.add(request, lineage, status, max_known))
@@ -170,10 +182,18 @@ class HostEngine(Planning, Results, Proposals):
             for slot in self._list_idle():
                 self._take_back(slot)
             self.prev_scheduled_req_ids = ()
-        elif not self.pool.is_unused():
+        elif not self._is_unused():
             return False
+        if self.pins is not None:
+            self._end_pins([*self.pins.pins])
         self.prefix.clear()
         return True
+
+    def _is_unused(self) -> bool:
+        """Whether pins alone hold blocks, if anybody does."""
+        if self.pins is None:
+            return self.pool.is_unused()
+        return sum(self.pool.ref_counts) == self.pins.count_holds()
 
     def _can_reset_transfers(self, reset_connector: bool) -> bool:
         """Whether no transfer stands against a reset: nobody can take its blocks (P17)."""

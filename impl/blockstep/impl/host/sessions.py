@@ -136,7 +136,7 @@ class Sessions(Core):
 
     def _go_on_in_line(self, slot: int, update: Request) -> None:
         """It rests, and goes on where it stands; by priority, where its new arrival puts it."""
-        if self.config.policy is Policy.FCFS:
+        if self.config.policy is not Policy.PRIORITY:
             self._go_on(slot, update)
             return
         self.skipped_waiting.remove(slot)

@@ -2,12 +2,14 @@
 
 A sample is added to a counter, observed by a histogram, or shown by a gauge from now on. All of it
 follows from events, answers and states, and from the caller's clock. Names are vLLM's, without the
-`vllm:` before them. Source: vLLM 0.19.1 `v1/metrics/loggers.py`, `stats.py`.
+`vllm:` before them; `kv_cache_pinned_perc`, of usage what turns have left for the next of their
+jobs, and the reasons of who waits are ours. Source: vLLM 0.19.1 `v1/metrics/loggers.py`,
+`stats.py`.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,6 +17,7 @@ from enum import StrEnum
 from blockstep.impl.host.sessions import append_chunk
 from blockstep.impl.serving.waiting import count_waiting, explain_waiting
 from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
     Abort,
     Aborted,
     Ack,
@@ -210,6 +213,17 @@ class Meter:
         yield Sample(Kind.GAUGE, "num_requests_running", len(after.running))
         yield Sample(Kind.GAUGE, "num_requests_waiting", num_waiting)
         yield Sample(Kind.GAUGE, "kv_cache_usage_perc", 1 - len(after.free_queue) / usable)
+        if after.pins is not None:
+            yield Sample(Kind.GAUGE, "kv_cache_pinned_perc", _count_pinned(after) / usable)
+
+
+def _count_pinned(after: Snapshot) -> int:
+    """Blocks that pins alone hold: free, if all of them gave way."""
+    pins = () if after.pins is None else after.pins.pins
+    holds = Counter(block for pin in pins for table in pin.block_tables for block in table)
+    return sum(
+        after.ref_counts[block] == count for block, count in holds.items() if block != NULL_BLOCK
+    )
 
 
 def _take_tokens(life: _Life, row: OutputRow, now: float) -> Iterator[Sample]:

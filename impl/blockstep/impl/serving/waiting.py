@@ -18,6 +18,7 @@ from blockstep.spec.vocabulary import (
     Config,
     KVOffer,
     PauseState,
+    Pin,
     Policy,
     Request,
     RequestId,
@@ -70,7 +71,13 @@ def _list_in_line(
     config: Config, state: Snapshot, requests: Mapping[RequestId, Request]
 ) -> list[RequestId]:
     """Who waits, in the order in which they are tried."""
-    line = [*state.skipped_waiting, *state.waiting]
+    waiting = [*state.waiting]
+    if state.pins is not None:
+        warm = {pin.job_id for pin in state.pins.pins if pin.end > state.pins.now}
+        returning = {r.request_id for r in state.requests if r.status is Status.PREEMPTED}
+        cold = {name for name in waiting if requests[name].job_id not in warm}
+        waiting.sort(key=lambda name: 0 if name in returning else 1 + (name in cold))
+    line = [*state.skipped_waiting, *waiting]
     if config.policy is Policy.PRIORITY:
         line.sort(key=lambda name: (requests[name].priority, requests[name].arrival_time, name))
     return line
@@ -116,13 +123,13 @@ def _lacks_seat(config: Config, adapter: str | None, in_use: set[str | None]) ->
 class _Shown:
     """A state's blocks, in the words in which the memory of groups asks about them."""
 
-    def __init__(self, state: Snapshot, giving: Sequence[RequestSnapshot]) -> None:
-        """`giving`: those who give back what they have."""
+    def __init__(self, state: Snapshot, giving: Sequence[RequestSnapshot | Pin]) -> None:
+        """`giving`: those that give back what they have."""
         self._cached = state.cached
         given = Counter(
             block
-            for request in giving
-            for table in request.block_tables
+            for one in giving
+            for table in one.block_tables
             for block in table
             if block != NULL_BLOCK
         )
@@ -147,9 +154,11 @@ def _find_room(
     if len(state.running) >= config.max_num_seqs:
         return WaitingReason.SEATS
     computed = request.num_computed_tokens
-    giving = [] if computed else [request]
+    giving: list[RequestSnapshot | Pin] = [] if computed else [request]
     if not state.running:
         giving += [one for one in state.requests if one != request and _may_give(state, one)]
+    if state.pins is not None:
+        giving += [pin for pin in state.pins.pins if not state.running or pin.end <= state.pins.now]
     shown = cast("Any", _Shown(state, giving))
     memory = GroupMemory(config, shown, shown)
     num_known = len(asked.prompt_token_ids) + len(request.output_token_ids)

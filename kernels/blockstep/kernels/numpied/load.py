@@ -32,7 +32,7 @@ def load_kernels(
     space: dict[str, Any] = {**make_space(memory), "tl": _TL}
     for file in files:
         text = (changed or {}).get(file) or file.read_text()
-        tree = rewrite(ast.parse(text), file.name)
+        tree = rewrite(ast.parse(text), file.name, space.keys())
         tree.body = [one for one in tree.body if not _is_known(one, space)]
         exec(compile(tree, str(file), "exec"), space)  # noqa: S102 - our files
     return space

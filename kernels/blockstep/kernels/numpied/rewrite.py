@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 from blockstep.kernels.numpied import values
@@ -31,18 +32,20 @@ _OPERATORS: Final = {ast.FloorDiv: "_divide", ast.Mod: "_modulo", ast.RShift: "_
 _GROWING: Final = (ast.Add, ast.Sub, ast.Mult, ast.LShift)
 
 
-def rewrite(tree: ast.Module, file: str) -> ast.Module:
+def rewrite(tree: ast.Module, file: str, known: AbstractSet[str] = frozenset()) -> ast.Module:
     """The functions of a module under `@triton.jit` and its constants; the rest goes.
 
-    Line numbers stay those of the source, so that a traceback shows the kernel.
+    Line numbers stay those of the source, so that a traceback shows the kernel. `known` are the
+    names of kernels in other files.
 
     Raises:
         RefusedError: Python would run it otherwise than Triton compiles it, or it is not known.
     """
     body: list[ast.stmt] = []
+    own = {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}
     for statement in tree.body:
         if isinstance(statement, ast.FunctionDef) and _is_kernel(statement):
-            body.append(_Kernel(statement, file).rewritten())
+            body.append(_Kernel(statement, file, known | own).rewritten())
         elif isinstance(statement, ast.Assign):
             statement.value = _call("_constant", statement.value)
             body.append(statement)
@@ -65,8 +68,8 @@ def _call(name: str, *args: ast.expr, **named: ast.expr) -> ast.Call:
 class _Kernel(ast.NodeTransformer):
     """One function."""
 
-    def __init__(self, function: ast.FunctionDef, file: str) -> None:
-        self.function, self.file = function, file
+    def __init__(self, function: ast.FunctionDef, file: str, known: AbstractSet[str]) -> None:
+        self.function, self.file, self.known = function, file, known
         self.tensors = {argument.arg for argument in function.args.args}
         """Arguments that are not assigned to: what stands in them may be loaded from."""
 
@@ -193,7 +196,7 @@ class _Kernel(ast.NodeTransformer):
             if function.attr != "to":
                 raise self.refused(node, f".{function.attr}() is not known here")
             return _call("_to", self.visit(function.value), *node.args)
-        if not isinstance(function, ast.Name):
+        if not isinstance(function, ast.Name) or function.id not in self.known:
             raise self.refused(node, f"{ast.unparse(function)}() is not known here")
         return node
 
@@ -229,12 +232,14 @@ class _Kernel(ast.NodeTransformer):
         return ast.copy_location(_call(f"_{name}", *args, **named), node)
 
     def _split(self, node: ast.expr) -> tuple[ast.expr, ast.expr | None]:
-        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add):
+        """The left-most leaf of a chain of + and -, and what is added to it."""
+        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add | ast.Sub):
             return node, None
         base, rest = self._split(node.left)
-        if rest is None:
+        if rest is None and isinstance(node.op, ast.Add):
             return base, node.right
-        return base, ast.copy_location(ast.BinOp(rest, ast.Add(), node.right), node)
+        rest = ast.copy_location(ast.Constant(0), node) if rest is None else rest
+        return base, ast.copy_location(ast.BinOp(rest, node.op, node.right), node)
 
 
 def make_space(memory: Any) -> dict[str, Callable[..., Any]]:

@@ -150,7 +150,7 @@ def hold_ended(transfers: Transfers, request_id: RequestId, tables: BlockTables)
     is_recving = is_under_way(transfers, request_id)
     is_sending = get_offer(transfers, request_id).delays_free
     held = transfers.held
-    if (is_recving or is_sending) and any(map(any, tables)):
+    if (is_recving or is_sending) and any(tables):
         entry = HeldBlocks(request_id, tables, is_recving, is_sending)
         held = held.having(request_id, entry)
     offers, parked = transfers.offers.without(request_id), transfers.parked.without(request_id)

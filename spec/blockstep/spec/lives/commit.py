@@ -11,6 +11,7 @@ from blockstep.spec.lives.endings import get_ended, get_extended
 from blockstep.spec.lives.masks import get_advanced, get_forbidden
 from blockstep.spec.lives.reports import get_reported
 from blockstep.spec.lives.sessions import get_chunk_ended, goes_on
+from blockstep.spec.lives.turns import get_turn_ended
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import publish_slots
 from blockstep.spec.pool import Pool, take_events
@@ -109,8 +110,12 @@ def get_all_ended(state: State, outputs: Sequence[OutputRow]) -> State:
     for output in outputs:
         if output.finish_reason is not None:
             name = output.request_id
-            is_chunk = goes_on(state.requests[name])
-            state = get_chunk_ended(state, name) if is_chunk else get_ended(state, [name])
+            if goes_on(state.requests[name]):
+                state = get_chunk_ended(state, name)
+                continue
+            if state.config.has_pins:
+                state = get_turn_ended(state, name)
+            state = get_ended(state, [name])
     return state
 
 

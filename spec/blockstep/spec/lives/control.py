@@ -5,6 +5,7 @@ from __future__ import annotations
 from blockstep.spec.beside.encoder import create_encoder
 from blockstep.spec.beside.transfers import NO_OFFERS, is_moving
 from blockstep.spec.copies import replace
+from blockstep.spec.lives.turns import without_pins
 from blockstep.spec.pool import get_num_free_blocks, take_events, withdraw_all
 from blockstep.spec.state import State
 from blockstep.spec.step.giving import process_giving
@@ -26,14 +27,16 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     Blocks in use would be published again, so without `reset_running_requests` nothing happens
     while any block is held. With it the running requests are preempted first, the last one first,
     and so they wait in the order in which they ran; then sessions that do not run give up their
-    blocks, where upstream stops by an error. Of a transfer that is under way nobody can.
+    blocks, where upstream stops by an error. Of a transfer that is under way nobody can. Pins stand
+    against no reset: they end with what they keep.
     With `reset_connector` the store is told to forget, too. Source: seed 001 "Reset Prefix Cache",
     vLLM 0.19.1 `reset_connector_cache`; P17, P25.
     """
     if reset.reset_connector and state.rules.resets_apart:
         return process_resets_apart(state, reset)
     # refuse
-    is_idle = get_num_free_blocks(state.pool) == state.config.num_usable_blocks
+    num_free = get_num_free_blocks(without_pins(state).pool)
+    is_idle = num_free == state.config.num_usable_blocks
     if not is_idle and not reset.reset_running_requests:
         return state, ResetDone(False)
     is_without_store = reset.reset_connector and not state.config.kv_connector
@@ -42,6 +45,7 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     # requests
     if reset.reset_running_requests:
         state = process_forced_preemption(state)
+    state = without_pins(state)
     if get_num_free_blocks(state.pool) < state.config.num_usable_blocks:
         return state, ResetDone(False)  # by a quirk only
     if reset.reset_connector:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from blockstep.spec.beside.transfers import hold_ended
 from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
+from blockstep.spec.memory.pins import forget_jobs, list_unfinished_jobs
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules, Stop
@@ -127,11 +128,15 @@ def get_ended(state: State, request_ids: Sequence[RequestId]) -> State:
             pool = release_slots(pool, request, state.rules)
         encoder = state.rules.free_items(encoder, request.request, None)
     gone = set(request_ids)
+    pins = state.pins
+    if pins.estimates:
+        pins = forget_jobs(pins, list_unfinished_jobs(requests))
     return replace(
         state,
         pool=pool,
         encoder=encoder,
         transfers=transfers,
+        pins=pins,
         requests=FrozenMap(requests),
         running=tuple(r for r in state.running if r not in gone),
         waiting=tuple(r for r in state.waiting if r not in gone),

@@ -196,7 +196,7 @@ STORIES = (
         Quirk.LAST_TOKEN_IS_LOADED,
         last_token_is_loaded,
         "a load that comes later has all known tokens; the last of them is then computed again",
-        ("P2", "P10"),
+        ("P2", "P10", "P12"),
         "not found upstream",
         "0.19.1",
         "a prompt of one block, all of it offered for later: its row writes into a block that "
@@ -246,7 +246,7 @@ STORIES = (
         Quirk.GROUPS_LOAD_BY_TURNS,
         groups_load_by_turns,
         "a group takes blocks for what is loaded before the next one holds its hit",
-        ("P1", "P2", "P8"),
+        ("P1", "P2", "P8", "P16"),
         "#33775 (fixed by #44409, 0.24.0)",
         "0.19.1",
         "two groups, a hit on blocks that are free, and a load behind it: the first group takes a "
@@ -261,6 +261,7 @@ STORIES = (
         "0.19.1",
         "two equal prompts share a block whose load fails: the first computes it again, the second "
         "goes on behind it at once",
+        upon=(Quirk.LOADS_PUBLISH_AT_ONCE,),
     ),
     QuirkStory(
         Quirk.FAILED_TELL_WHAT_IS_NOT_COUNTED,

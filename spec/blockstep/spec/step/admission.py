@@ -17,7 +17,6 @@ from blockstep.spec.step.encoding import (
     process_items_refused,
     process_items_taken,
 )
-from blockstep.spec.step.giving import process_giving
 from blockstep.spec.step.loading import (
     asks_store,
     get_offered_hit,
@@ -26,6 +25,7 @@ from blockstep.spec.step.loading import (
 )
 from blockstep.spec.step.queues import is_blocked, process_prepend, select_queue
 from blockstep.spec.step.share import compute_num_drafts, compute_share
+from blockstep.spec.step.warmth import process_taking
 from blockstep.spec.step.work import Scheduled, Step, Verdict
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
@@ -97,7 +97,7 @@ def get_verdict(step: Step, request_id: RequestId) -> Verdict:
     Source: seed 001 "Waiting Queue -- Admission Gate"; P15, P16.
     """
     verdict = process_trial(step, request_id)
-    while verdict is Verdict.NO_BLOCKS and not step.running and process_giving(step, request_id):
+    while verdict is Verdict.NO_BLOCKS and not step.running and process_taking(step, request_id):
         verdict = process_trial(step, request_id)
     return verdict
 

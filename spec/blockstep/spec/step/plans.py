@@ -133,7 +133,7 @@ def get_num_common_prefix_blocks(step: Step) -> tuple[int, ...]:
     """
     config = step.state.config
     if not step.running or not config.enable_prefix_caching:
-        return (0,) * len(config.block_sizes)
+        return (0,) * (len(config.groups) or 1)
     holders = [step.requests[name].block_tables for name in step.running]
     if step.state.rules.hint_is_of_all_holders:
         waiting = [step.requests[name].block_tables for name in (*step.waiting, *step.skipped)]

@@ -8,11 +8,12 @@ computes everything again.
 from __future__ import annotations
 
 from blockstep.spec.copies import replace
+from blockstep.spec.memory.pins import list_jobs
 from blockstep.spec.memory.slots import allocate_slots, skip_slots
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import NOTHING_HELD, RequestState
-from blockstep.spec.step.giving import process_giving
 from blockstep.spec.step.queues import process_prepend, select_victim
+from blockstep.spec.step.warmth import process_taking
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import RequestId, Status
 
@@ -40,10 +41,10 @@ def process_claim(
         )
         if granted is not None:
             return granted, index
-        if len(step.running) == 1 and process_giving(step, request.request_id):
+        if len(step.running) == 1 and process_taking(step, request.request_id):
             continue
         victim_index = select_victim(
-            config.policy, step.running, step.requests, rules.get_victim_rank
+            config.policy, step.running, step.requests, rules.get_victim_rank, list_jobs(step.pins)
         )
         num_rows = len(step.rows)
         if process_preemption(step, victim_index) == request.request_id:

@@ -7,7 +7,7 @@ preempted return to the front. Under PRIORITY both are kept sorted, and neither 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from blockstep.spec.requests import RequestState
 from blockstep.spec.vocabulary import Policy, RequestId, Status
@@ -69,7 +69,7 @@ def select_queue(
     """
     if not skipped or not waiting:
         return skipped or waiting
-    if policy is Policy.FCFS:
+    if policy is not Policy.PRIORITY:
         return skipped
     first_is_waiting = get_rank(requests[waiting[0]]) < get_rank(requests[skipped[0]])
     return waiting if first_is_waiting else skipped
@@ -80,14 +80,20 @@ def select_victim(
     running: list[RequestId],
     requests: Requests,
     get_victim_rank: Callable[[RequestState], tuple[int | str, ...]] = get_rank,
+    warm: Collection[str] = (),
 ) -> int:
     """Index in `running` of the request to preempt.
 
-    FCFS: the last admitted. PRIORITY: the one of greatest rank, the very order of the queues.
+    FCFS: the last admitted. CONTINUUM: the last one of no job in `warm`, if there is one (seed 001
+    "Change 7"). PRIORITY: the one of greatest rank, the very order of the queues.
     Upstream leaves the id out here and takes the first of equal priority and arrival; two such
     requests that do not both fit then preempt each other for ever (P10).
     Source: seed 001 "Preemption in the Running Loop"; P10, P16.
     """
     if policy is Policy.FCFS:
         return len(running) - 1
+    if policy is Policy.CONTINUUM:
+        jobs = [requests[name].request.job_id for name in running]
+        cold = [index for index, job_id in enumerate(jobs) if job_id not in warm]
+        return max(cold, default=len(running) - 1)
     return max(range(len(running)), key=lambda index: get_victim_rank(requests[running[index]]))

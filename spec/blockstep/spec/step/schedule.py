@@ -14,6 +14,7 @@ from blockstep.spec.state import State
 from blockstep.spec.step.admission import process_waiting_phase
 from blockstep.spec.step.plans import get_frame_rows, get_plan, process_advance
 from blockstep.spec.step.running import process_running_phase
+from blockstep.spec.step.warmth import process_expiry
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import PauseState, Plan, RejectCode, Rejected
 
@@ -27,6 +28,8 @@ def process_schedule(state: State) -> tuple[State, Plan] | Rejected:
     # select
     step = create_step(state)
     step.encoder = begin_step(step.encoder, state.config.encoder_compute_budget)
+    if state.config.has_pins:
+        process_expiry(step)
     process_running_phase(step)
     if not step.preempted:
         process_waiting_phase(step)
@@ -54,4 +57,5 @@ def create_step(state: State) -> Step:
         stats=state.stats,
         encoder=state.encoder,
         transfers=state.transfers,
+        pins=state.pins,
     )

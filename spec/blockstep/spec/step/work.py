@@ -10,6 +10,7 @@ from blockstep.spec.beside.encoder import NO_ENCODER, Encoder
 from blockstep.spec.beside.transfers import NO_STORE, Transfers
 from blockstep.spec.copies import replace, wide_dataclass
 from blockstep.spec.maps import FrozenMap
+from blockstep.spec.memory.pins import NO_PINS, Pins
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
@@ -63,6 +64,7 @@ class Step:
     stats: Stats
     encoder: Encoder = NO_ENCODER
     transfers: Transfers = NO_STORE
+    pins: Pins = NO_PINS
     rows: list[Scheduled] = field(default_factory=list)
     granted: list[Scheduled] = field(default_factory=list)
     """Those, and rows that were taken back."""
@@ -98,5 +100,6 @@ class Step:
             stats=self.stats,
             encoder=self.encoder,
             transfers=self.transfers,
+            pins=self.pins,
             **others,
         )

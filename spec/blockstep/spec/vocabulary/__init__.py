@@ -62,6 +62,7 @@ from blockstep.spec.vocabulary.observations import (
     Rejected,
     ResetDone,
 )
+from blockstep.spec.vocabulary.pins import Clock, Pin, PinEstimate
 from blockstep.spec.vocabulary.request import (
     DRAFT_PLACEHOLDER,
     NULL_BLOCK,
@@ -81,6 +82,7 @@ from blockstep.spec.vocabulary.request import (
 from blockstep.spec.vocabulary.snapshot import (
     EncoderEntry,
     EncoderSnapshot,
+    PinsSnapshot,
     RequestSnapshot,
     Snapshot,
     Stats,
@@ -107,6 +109,7 @@ __all__ = [
     "BlockStored",
     "BlockTables",
     "CachedRow",
+    "Clock",
     "Commit",
     "Config",
     "ConfigError",
@@ -142,6 +145,9 @@ __all__ = [
     "OutputRow",
     "Outputs",
     "PauseState",
+    "Pin",
+    "PinEstimate",
+    "PinsSnapshot",
     "Plan",
     "Policy",
     "RejectCode",

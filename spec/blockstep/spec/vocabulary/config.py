@@ -15,6 +15,9 @@ class Policy(StrEnum):
 
     FCFS = "fcfs"
     PRIORITY = "priority"
+    CONTINUUM = "continuum"
+    """As FCFS, but between two turns of a job its blocks stay for a time, its next turn goes ahead
+    of others, and who is of such a job is preempted last (seed 001, "Feature A")."""
 
 
 class SpecMethod(StrEnum):
@@ -168,6 +171,11 @@ class Config:
         """Whether a group leaves blocks behind that no token attends to any more."""
         whole = (GroupKind.FULL, GroupKind.CROSS_ATTENTION)
         return any(group.kind not in whole for group in self.groups)
+
+    @property
+    def has_pins(self) -> bool:
+        """Whether blocks may stay between two turns of a job."""
+        return self.policy is Policy.CONTINUUM
 
     @property
     def num_encoder_lookahead_tokens(self) -> int:

@@ -100,6 +100,8 @@ def _find_broken_rules(config: Config) -> Iterator[BrokenRule]:
         yield "async_scheduling", "needs room for a plan ahead of the one that runs", fix
     if config.kv_connector:
         yield from _find_broken_transfers(config)
+    if config.policy is Policy.CONTINUUM:
+        yield from _find_broken_pins(config)
     if config.enable_in_reasoning and config.reasoning_end_token_id is None:
         fix = "set reasoning_end_token_id, or leave it out"
         yield "enable_in_reasoning", "says something only of a model that reasons", fix
@@ -116,6 +118,16 @@ def _find_broken_transfers(config: Config) -> Iterator[BrokenRule]:
         yield "kv_connector", "does not go with is_encoder_decoder", fix
     if any(group.kind is GroupKind.RECURRENT for group in config.groups):
         yield "kv_connector", "does not go with recurrent groups: a store has tokens' KV", fix
+
+
+def _find_broken_pins(config: Config) -> Iterator[BrokenRule]:
+    """Every rule against pins beside the rest of a config. Source: seed 001 "Feature A"."""
+    fix = "use Policy.FCFS"
+    if not config.enable_prefix_caching:
+        rule = "continuum needs prefix caching: nobody finds what stays without it"
+        yield "policy", rule, "enable it, or use Policy.FCFS"
+    if config.kv_connector:
+        yield "policy", "continuum does not go with kv_connector: both hold what has ended", fix
 
 
 def _find_broken_types(config: Config) -> Iterator[BrokenRule]:

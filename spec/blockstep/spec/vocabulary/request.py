@@ -131,3 +131,8 @@ class Request:
     """True: it waits until its grammar is compiled (event `GrammarReady`)."""
     grammar: Grammar | None = None
     """Only with `structured_output`. None: every token is allowed, and no mask has rows of it."""
+    job_id: str | None = None
+    """The job of which it is a turn: an agent that calls a tool, say, and comes back with what the
+    tool said. Says something under `Policy.CONTINUUM` only; None: it is nobody's turn."""
+    is_last_step: bool = False
+    """Whether no further turn of its job is to come."""

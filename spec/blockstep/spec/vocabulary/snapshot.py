@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from blockstep.spec.copies import wide_dataclass
 from blockstep.spec.vocabulary.events import KVOffer, PauseState
 from blockstep.spec.vocabulary.keys import BlockKey
+from blockstep.spec.vocabulary.pins import Pin, PinEstimate
 from blockstep.spec.vocabulary.request import (
     BlockId,
     BlockTables,
@@ -113,6 +114,18 @@ class TransfersSnapshot:
     """By request id."""
 
 
+@dataclass(frozen=True, slots=True)
+class PinsSnapshot:
+    """What stays between turns of jobs, and the time."""
+
+    now: int = 0
+    """Ticks: the latest time that was told."""
+    pins: tuple[Pin, ...] = ()
+    """In the order in which turns ended; of each job one at most."""
+    estimates: tuple[PinEstimate, ...] = ()
+    """By job, of those that have a pin or an unfinished turn: what keeps blocks at all."""
+
+
 @wide_dataclass(frozen=True, slots=True)
 class Snapshot:
     """Everything two exact engines must agree on, in canonical form."""
@@ -144,6 +157,8 @@ class Snapshot:
     """None where no encoder is modelled."""
     transfers: TransfersSnapshot | None = None
     """None without a connector."""
+    pins: PinsSnapshot | None = None
+    """None unless the policy is `Policy.CONTINUUM`."""
 
     def request(self, request_id: RequestId) -> RequestSnapshot | None:
         """The unfinished request of this id, or None."""

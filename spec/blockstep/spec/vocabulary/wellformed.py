@@ -29,6 +29,7 @@ from blockstep.spec.vocabulary.events import (
     TransfersReported,
 )
 from blockstep.spec.vocabulary.observations import RejectCode, Rejected
+from blockstep.spec.vocabulary.pins import Clock, PinEstimate
 from blockstep.spec.vocabulary.request import Grammar, MultiModalItem, RepetitionDetection, Request
 from blockstep.spec.vocabulary.transfers import NO_TRANSFERS, KVTransfers
 
@@ -84,6 +85,12 @@ def event_problem(event: object) -> Rejected | None:
             return _offer_problem(event)
         case TransfersReported(transfers=transfers):
             return _transfers_problem("TransfersReported.transfers", transfers)
+        case Clock(now=now):
+            return None if is_count(now) else _malformed("Clock.now", now, "an int >= 0")
+        case PinEstimate(job_id=job_id, ttl=ttl):
+            if not _is_name(job_id):
+                return _malformed("PinEstimate.job_id", job_id, "a non-empty string")
+            return None if is_count(ttl) else _malformed("PinEstimate.ttl", ttl, "an int >= 0")
         case _:
             return _malformed("event", event, "one of blockstep.spec's events")
 
@@ -163,11 +170,12 @@ def _request_problem(request: object, event: str) -> Rejected | None:
             return _malformed(name, getattr(request, name), "an int")
     if type(request.priority) is not int or abs(request.priority) > MAX_INT:
         return _malformed("priority", request.priority, f"an int within +-{MAX_INT}")
-    for name in ("adapter", "cache_salt"):
+    for name in ("adapter", "cache_salt", "job_id"):
         value = getattr(request, name)
         if value is not None and not _is_name(value):
             return _malformed(name, value, "None or a non-empty string")
-    for name in ("skip_reading_prefix_cache", "resumable", "structured_output"):
+    flags = ("skip_reading_prefix_cache", "resumable", "structured_output", "is_last_step")
+    for name in flags:
         if type(getattr(request, name)) is not bool:
             return _malformed(name, getattr(request, name), "a bool")
     items = request.items

@@ -23,6 +23,7 @@ from blockstep.conformance.judge.properties import (
     messages,
     order,
     output,
+    pins,
     pool,
     refusals,
     sessions,
@@ -75,6 +76,7 @@ _FAMILIES = (
     encoder,
     telling,
     transfers,
+    pins,
 )
 """In the order in which sentences of one property speak."""
 _SENTENCES = [
@@ -171,6 +173,8 @@ ANSWER_TYPES: dict[type, tuple[type, ...]] = {
     v.EncoderOffer: (v.Ack,),
     v.KVOffer: (v.Ack,),
     v.TransfersReported: (v.Outputs,),
+    v.Clock: (v.Ack,),
+    v.PinEstimate: (v.Ack,),
 }
 """What an accepted event is answered with."""
 

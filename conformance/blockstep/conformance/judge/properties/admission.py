@@ -27,6 +27,7 @@ from blockstep.conformance.judge.properties.hits import find_offered, hit_now
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import (
     Seats,
+    begin_plan,
     freed_blocks,
     hides_a_rollback,
     in_policy_order,
@@ -97,7 +98,8 @@ def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Complaints:
     """When nobody is scheduled or preempted, pool, queues and statistics are as before.
 
     Who is passed over, though nothing outside is to come for it, may change from one queue to the
-    other: for its tokens in flight, or its adapter.
+    other: for its tokens in flight, or its adapter. Pins end whose time is over, and others order
+    the queue: what then is free and who then waits is judged by how it comes about.
     """
     if step.plan.new or step.plan.cached or step.preempted or step.plan.kv_loads:
         return
@@ -105,7 +107,10 @@ def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Complaints:
         return  # to one who did not fit all the same
     before, after = step.before, step.after
     queues = () if may_pass_over(step.config) else ("waiting", "skipped_waiting")
-    for name in ("ref_counts", "free_queue", "block_keys", "cached", *queues, "running", "stats"):
+    fields = ["ref_counts", "free_queue", "block_keys", "cached", *queues, "running", "stats"]
+    if before.pins is not None and before.pins.pins:
+        fields = [name for name in fields if name not in ("ref_counts", "free_queue", "waiting")]
+    for name in fields:
         old, new = getattr(before, name), getattr(after, name)
         if old is not new and old != new:
             yield unequal(f"nobody was scheduled, but {name} changed", name, old, new)
@@ -160,14 +165,14 @@ def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Co
         life = ledger.lives[row.request_id]
         known, num_across = life.num_known, count_across(step.config, life.request)
         num_free, num_free_hits = room[row.request_id]
-        need = num_free_hits + _reserve(step.config, row.num_hit, known, num_across, row.hit_tables)
+        need = num_free_hits + _reserve(step.config, row.first, known, num_across, row.hit_tables)
         if need > num_free:
             what = f"{row.request_id!r} was admitted though its {known} tokens do not fit"
             yield unequal(what, "free blocks", f">= {need}", num_free)
 
 
 def _reserve(config: Config, first: int, end: int, num_across: int, hit_tables: BlockTables) -> int:
-    """Blocks that are taken and held at once behind a hit, at least, to compute [first, end).
+    """Blocks that are taken and held at once beside a hit, at least, to compute [first, end).
 
     Where not all is attended to, it is no less than what is held beside the hit at any time.
     """
@@ -288,7 +293,8 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Comp
     last_gain = max((place[name] for name, row in rows.items() if row.gained), default=-1)
     # Blocks to be had before the last preemption, at most: what a victim took in this very step
     # it gave back as well.
-    room = len(step.before.free_queue) + len(freed_blocks(step.before, victims[:-1]))
+    queue, _ = begin_plan(step.before)
+    room = len(queue) + len(freed_blocks(step.before, victims[:-1]))
     if config.groups:  # and what rows gave back because they attend to it no more
         for name in step.before.running:
             room += sum(map(len, left_behind(step, ledger, name)))
@@ -393,7 +399,7 @@ def next_in_line(step: Step, ledger: Ledger) -> RequestId | None:
     """Who would be admitted next: the first in policy order that waits for nothing outside, and
     whose adapter may join those of the running."""
     seats = Seats(ledger, step.after.running)
-    for name in in_policy_order(ledger, step.after):
+    for name in in_policy_order(ledger, step.after, is_behind_a_plan=True):
         if not must_wait(ledger, seats, step.new[name]):
             return name
     return None

@@ -17,6 +17,7 @@ from blockstep.conformance.judge.properties.sentence import (
     unequal,
 )
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step, is_parked
+from blockstep.conformance.judge.properties.store_ledger import has_lost_all
 from blockstep.spec import vocabulary as v
 
 
@@ -105,6 +106,7 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
     settled that is not computed and known.
     """
     config, sizes = step.config, step.block_sizes
+    is_async, has_across = config.async_scheduling, config.is_encoder_decoder
     promised = ledger.promised_after(step)
     for request in step.after.requests:
         life = ledger.lives.get(request.request_id)
@@ -120,16 +122,19 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
         # All others are, once a row that samples is dispatched.
         least = most if owed and request.status is v.Status.RUNNING else 0
         filled = min(computed, known)
+        if has_lost_all(config, request):  # its hit is settled until it is given back
+            load = ledger.store.parked.get(request.request_id)
+            filled = 0 if load is None else load.num_computed_tokens
         tables, nums_settled, is_held = request.block_tables, request.num_cached_blocks, True
         for group, size in enumerate(sizes):
             due = computed
-            if config.is_encoder_decoder and is_across(step.groups[group]):
+            if has_across and is_across(step.groups[group]):
                 due = count_across(config, life.request) if computed else 0
             if len(tables[group]) * size < due or not (0 <= nums_settled[group] <= filled // size):
                 is_held = False
         if (
             not least <= computed <= most
-            or request.num_output_placeholders != (owed if config.async_scheduling else 0)
+            or request.num_output_placeholders != (owed if is_async else 0)
             or not is_held
         ):
             what = (
@@ -281,6 +286,7 @@ def _after(stats: v.Stats, step: Step, ledger: Ledger) -> v.Stats:
             external_hits = step.after.stats.external_prefix_cache_hits
     elif isinstance(step.event, v.Commit):
         void = ledger.find_void(step)
+        preemptions += len(ledger.list_lost(step))
         for flight in ledger.frame_of(step):
             tokens = step.sampled.get(flight.request_id, ())
             is_over = flight.is_dropped or flight.request_id in void

@@ -28,9 +28,9 @@ def cut_at_placeholder(drafts: v.TokenIds) -> v.TokenIds:
 
 NEEDED = (
     *("async_scheduling", "enable_kv_cache_events", "encoder_cache_size"),
-    *("groups", "kv_connector"),
+    *("groups", "has_pins", "kv_connector"),
 )
-"""Fields of a config of which some sentences speak alone: see `Sentence.needs`."""
+"""What a config may have of which some sentences speak alone: see `Sentence.needs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +171,11 @@ class Ledger:
             return {}
         return self.store.find_void(step, self.promised)
 
+    def list_lost(self, step: Step) -> list[v.RequestId]:
+        """Whom a commit preempts, for its load has failed and leaves nothing."""
+        void = self.find_void(step)
+        return self.store.list_lost(step, void) if void else []
+
     def list_failing(self, step: Step) -> list[v.RequestId]:
         """Whom an event ends because its load has failed, in order."""
         if self.config.kv_load_failure_policy is not v.KVLoadFailurePolicy.FAIL:
@@ -209,8 +214,9 @@ class Ledger:
         promised = dict(self.promised)
         for request_id, count in change.items():
             promised[request_id] = promised.get(request_id, 0) + count
-        for request_id in (*self.list_stopped(step), *self.find_void(step)):
-            promised[request_id] = 0
+        if isinstance(step.event, v.Commit):
+            for request_id in (*self.list_stopped(step), *self.find_void(step)):
+                promised[request_id] = 0
         return promised
 
     def record(self, step: Step) -> None:

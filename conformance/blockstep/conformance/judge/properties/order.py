@@ -7,12 +7,15 @@ from dataclasses import replace
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.life import order_of
+from blockstep.conformance.judge.properties.pins import follow_pins
 from blockstep.conformance.judge.properties.queue_replay import (
     Holders,
+    begin_plan,
     freed_blocks,
     get_seats,
     hides_a_rollback,
     in_policy_order,
+    in_waiting_order,
     left_behind,
     may_pass_over,
     must_wait,
@@ -124,7 +127,8 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Complaints:
     else:
         admitted = {row.request_id for row in step.admitted_rows}
     old = step.before
-    waiting = [*reversed(victims), *(name for name in old.waiting if name not in admitted)]
+    queue = old.waiting if isinstance(step.event, v.Reset) else in_waiting_order(ledger, old)
+    waiting = [*reversed(victims), *(name for name in queue if name not in admitted)]
     skipped = [name for name in old.skipped_waiting if name not in admitted]
     if step.config.policy is v.Policy.PRIORITY and victims:
         waiting.sort(key=lambda name: ledger.lives[name].order)
@@ -142,12 +146,13 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Complaints:
 def queues_lose_exactly_the_ended(step: Step, ledger: Ledger) -> Complaints:
     """A commit or an abort takes the ended out of their queue; the others keep their order.
 
-    A session that has come to a stop joins the end of one: of the skipped ones if it rests.
+    A session that has come to a stop joins the end of one: of the skipped ones if it rests. Whom a
+    load that failed leaves nothing waits again, before all others.
     """
     left = step.new.keys()
-    stopped = ledger.list_stopped(step)
-    if stopped:
-        yield from _queues_with(step, ledger, stopped)
+    stopped, lost = ledger.list_stopped(step), ledger.list_lost(step)
+    if stopped or lost:
+        yield from _queues_with(step, ledger, stopped, lost)
         return
     for queue in ("waiting", "skipped_waiting", "running"):
         old, new = getattr(step.before, queue), getattr(step.after, queue)
@@ -156,9 +161,11 @@ def queues_lose_exactly_the_ended(step: Step, ledger: Ledger) -> Complaints:
             yield from differing(queue, expected, new)
 
 
-def _queues_with(step: Step, ledger: Ledger, stopped: Sequence[v.RequestId]) -> Complaints:
-    """The queues once sessions have come to a stop."""
-    going_on = set(ledger.list_going_on(step))
+def _queues_with(
+    step: Step, ledger: Ledger, stopped: Sequence[v.RequestId], lost: Sequence[v.RequestId]
+) -> Complaints:
+    """The queues once requests were preempted by a commit, and sessions have come to a stop."""
+    going_on, gone = set(ledger.list_going_on(step)), {*stopped, *lost}
     joining = {
         "waiting": [name for name in stopped if name in going_on],
         "skipped_waiting": [name for name in stopped if name not in going_on],
@@ -166,7 +173,9 @@ def _queues_with(step: Step, ledger: Ledger, stopped: Sequence[v.RequestId]) -> 
     }
     for queue, joined in joining.items():
         old = [name for name in getattr(step.before, queue) if name in step.new]
-        expected = [*(name for name in old if name not in stopped), *joined]
+        expected = [*(name for name in old if name not in gone), *joined]
+        if queue == "waiting":
+            expected = [*reversed(lost), *expected]
         if queue != "running" and step.config.policy is v.Policy.PRIORITY:
             requests = {name: ledger.get_request_after(step, name) for name in expected}
             expected.sort(key=lambda name: order_of(requests[name]))
@@ -242,7 +251,7 @@ def _freed_by_last(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) -
 
     Without those that it attends to no more: when it gave them back is not seen.
     """
-    holders = Holders(step.before)
+    _, holders = begin_plan(step.before)
     for name in victims[:-1]:
         holders.free(name)
     holders.give_back(victims[-1], left_behind(step, ledger, victims[-1]))
@@ -260,6 +269,11 @@ def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
     if isinstance(step.event, ENDINGS) and step.config.kv_connector:
         freed, _ = follow_holds(step, ledger)
         return differing("free_queue", (*before.free_queue, *freed), after.free_queue)
+    is_forced = isinstance(step.event, v.Reset) and step.event.reset_running_requests
+    if step.config.has_pins and not (is_forced and ledger.has_sessions):
+        return differing(
+            "free_queue", (*before.free_queue, *follow_pins(step, ledger).freed), after.free_queue
+        )
     if not isinstance(step.event, v.Reset):
         names = [name for name in step.ended if _is_freed(step, ledger, name)]
     else:
@@ -284,6 +298,8 @@ def follow_holds(
     """
     store, report = ledger.store, ledger.store.get_report(step)
     holders, held, freed = Holders(step.before), dict(store.held), list[v.BlockId]()
+    for name in ledger.list_lost(step):
+        freed += holders.free(name)
     for name in step.ended:
         if name not in step.old or not _is_freed(step, ledger, name):
             continue

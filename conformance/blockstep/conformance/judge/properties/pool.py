@@ -19,6 +19,7 @@ from blockstep.conformance.judge.properties.sentence import (
     unequal,
 )
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
+from blockstep.conformance.judge.properties.store_ledger import has_lost_all
 from blockstep.spec import vocabulary as v
 
 
@@ -33,7 +34,7 @@ def pool_keeps_its_size(step: Step, _ledger: Ledger) -> Complaints:
 def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
     """Its ref count is the number of its holders; free ones are in the free queue, once.
 
-    Whoever has ended holds those that a transfer reads or writes.
+    Whoever has ended holds those that a transfer reads or writes; or a pin does that stays of it.
     The null block is neither: nobody holds it, and it is not in the queue. In a table it stands for
     a block that is attended to no more; with one KV group there is none.
     """
@@ -42,11 +43,14 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
     holders = [0] * num_blocks
     held = () if after.transfers is None else after.transfers.held
     holding: tuple[v.RequestSnapshot | v.HeldBlocks, ...] = (*after.requests, *held)
-    for request in holding:
-        for table in request.block_tables:
+    tables = [(it.request_id, it.block_tables) for it in holding]
+    if after.pins is not None:
+        tables += [(f"job {pin.job_id}", pin.block_tables) for pin in after.pins.pins]
+    for name, block_tables in tables:
+        for table in block_tables:
             for block in table:
                 if not least <= block < num_blocks:
-                    what = f"{request.request_id!r} holds block {block}, of {num_blocks}"
+                    what = f"{name!r} holds block {block}, of {num_blocks}"
                     return [Complaint(what)]
                 holders[block] += 1
     holders[v.NULL_BLOCK] = 0
@@ -91,11 +95,12 @@ def block_still_to_be_written_is_not_published(step: Step, ledger: Ledger) -> Co
 def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapshot, v.BlockId]]:
     """Blocks across are among them, all: none is ever found by another."""
     found: list[tuple[v.RequestSnapshot, v.BlockId]] = []
-    sizes = [0 if is_across(group) else group.block_size for group in step.config.groups]
-    sizes = sizes or [step.config.block_size]
+    sizes: Sequence[int] = step.block_sizes
+    if step.config.groups:
+        sizes = [0 if is_across(group) else group.block_size for group in step.config.groups]
     for request in step.after.requests:
         tables, life = request.block_tables, ledger.lives.get(request.request_id)
-        if life is None or not any(tables):
+        if life is None or not any(tables) or has_lost_all(step.config, request):
             continue
         known = (len(request.prompt_token_ids) or life.num_prompt) + len(request.output_token_ids)
         filled = min(request.num_computed_tokens, known)
@@ -280,14 +285,14 @@ def verified_blocks(step: Step, ledger: Ledger) -> list[Stretch]:
 
 def _settled_blocks(step: Step, ledger: Ledger) -> list[Stretch]:
     """Of who runs and was loaded by the frame that a commit answers."""
-    store, void = ledger.store, ledger.find_void(step)
+    store, void, lost = ledger.store, ledger.find_void(step), ledger.list_lost(step)
     found = []
     for load in store.transfers.at_once.get(step.commit.frame_id, ()):
         name = load.request_id
         if store.unsettled.get(name) != step.commit.frame_id:
             continue
-        if name in void and name not in step.new:
-            continue  # it ends, and nothing of it is found
+        if name in lost or (name in void and name not in step.new):
+            continue  # it begins anew, or ends, and nothing of it is found
         old = step.old[name]
         filled = min(old.num_computed_tokens, ledger.lives[name].num_known)
         filled = void.get(name, filled)

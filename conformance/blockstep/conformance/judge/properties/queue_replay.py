@@ -36,22 +36,53 @@ class QueueReplay:
 def victims_of(step: Step, ledger: Ledger) -> list[v.RequestId]:
     """Who was preempted in this step, in the order in which the policy preempts.
 
-    FCFS preempts from the end of the running list. PRIORITY preempts whoever would be admitted
+    FCFS preempts from the end of the running list; CONTINUUM as well, those of jobs with a pin
+    behind all others. PRIORITY preempts whoever would be admitted
     last: the greatest (priority, arrival_time, request_id). Upstream leaves the id out; then of
     two equal requests the older one gives way to the younger, and by turns neither gets anywhere.
     """
     if step.config.policy is v.Policy.FCFS or not step.preempted:
         return step.preempted[::-1]
+    if step.config.policy is v.Policy.CONTINUUM:
+        warm = list_pinned(step.before)
+        youngest = step.preempted[::-1]
+        return sorted(youngest, key=lambda name: ledger.lives[name].request.job_id in warm)
     return sorted(step.preempted, key=lambda name: ledger.lives[name].order, reverse=True)
 
 
-def in_policy_order(ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
-    """All who wait, in the order in which a plan meets them.
+def list_pinned(snapshot: v.Snapshot) -> set[str | None]:
+    """Jobs with a pin whose time is not over: at the beginning of a plan."""
+    pins = snapshot.pins
+    return set() if pins is None else {pin.job_id for pin in pins.pins if pin.end > pins.now}
+
+
+def in_waiting_order(ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
+    """The waiting queue as a plan takes it up.
+
+    CONTINUUM has the preempted first, then those of jobs with a pin.
+    """
+    names, warm = [*snapshot.waiting], list_pinned(snapshot)
+    if ledger.config.policy is v.Policy.CONTINUUM and warm:
+        returning = {
+            request.request_id
+            for request in snapshot.requests
+            if request.status is v.Status.PREEMPTED
+        }
+        cold = {name for name in names if ledger.lives[name].request.job_id not in warm}
+        names.sort(key=lambda name: (name not in returning) * (1 + (name in cold)))
+    return names
+
+
+def in_policy_order(
+    ledger: Ledger, snapshot: v.Snapshot, is_behind_a_plan: bool = False
+) -> list[v.RequestId]:
+    """All who wait, in the order in which a plan meets them; or has met them, behind one.
 
     FCFS meets skipped requests before waiting ones, for they came earlier. PRIORITY meets the
     lowest (priority, arrival_time, request_id) of both.
     """
-    names = [*snapshot.skipped_waiting, *snapshot.waiting]
+    waiting = snapshot.waiting if is_behind_a_plan else in_waiting_order(ledger, snapshot)
+    names = [*snapshot.skipped_waiting, *waiting]
     if ledger.config.policy is v.Policy.PRIORITY:
         names.sort(key=lambda name: ledger.lives[name].order)
     return names
@@ -185,15 +216,23 @@ def freed_blocks(before: v.Snapshot, names: Sequence[v.RequestId]) -> list[v.Blo
 
 
 class Holders:
-    """Who holds which blocks, while requests give some back."""
+    """Who holds which blocks, while requests and pins give some back."""
 
     def __init__(self, before: v.Snapshot) -> None:
         self._counts = list(before.ref_counts)
         held = () if before.transfers is None else before.transfers.held
         holding: tuple[v.RequestSnapshot | v.HeldBlocks, ...] = (*before.requests, *held)
-        self._tables = {holder.request_id: holder.block_tables for holder in holding}
+        self._tables: dict[v.RequestId | v.Pin, v.BlockTables] = {
+            holder.request_id: holder.block_tables for holder in holding
+        }
+        if before.pins is not None:
+            self._tables.update({pin: pin.block_tables for pin in before.pins.pins})
 
-    def free(self, name: v.RequestId) -> list[v.BlockId]:
+    def hand_over(self, name: v.RequestId, pin: v.Pin) -> None:
+        """What a request holds, a pin holds from now on."""
+        self._tables[pin] = self._tables.pop(name)
+
+    def free(self, name: v.RequestId | v.Pin) -> list[v.BlockId]:
         """All that a request holds: what becomes free of it, the last block of each table first."""
         freed = [self._drop(table) for table in self._tables[name]]
         self._tables[name] = ()
@@ -216,6 +255,15 @@ class Holders:
                 if counts[block] == 0:
                     freed.append(block)
         return freed
+
+
+def begin_plan(before: v.Snapshot) -> tuple[list[v.BlockId], Holders]:
+    """The free queue, and who holds what, once the pins have ended whose time is over."""
+    queue, holders, pins = list(before.free_queue), Holders(before), before.pins
+    if pins is not None:
+        for pin in pins.pins:
+            queue += holders.free(pin) if pin.end <= pins.now else []
+    return queue, holders
 
 
 def unattended_ends(
@@ -251,9 +299,10 @@ def replay_schedule(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) 
     A running request first gives back what it attends to no more. Who then lacks blocks has others
     preempted until there are enough, or until it is preempted itself.
     """
-    replay = QueueReplay(list(step.before.free_queue))
+    queue, holders = begin_plan(step.before)
+    replay = QueueReplay(queue)
     if victims or step.config.groups:
-        _replay_running(replay, step, ledger, victims)
+        _replay_running(replay, step, ledger, victims, holders)
     else:
         for row in step.running_rows:
             if row.gained or row.hits:
@@ -275,9 +324,13 @@ def _given_back(step: Step, name: v.RequestId) -> list[list[v.BlockId]]:
 
 
 def _replay_running(
-    replay: QueueReplay, step: Step, ledger: Ledger, victims: Sequence[v.RequestId]
+    replay: QueueReplay,
+    step: Step,
+    ledger: Ledger,
+    victims: Sequence[v.RequestId],
+    holders: Holders,
 ) -> None:
-    queue, holders, left = replay.final, Holders(step.before), list(victims)
+    queue, left = replay.final, list(victims)
     for row in step.running_rows:
         if step.config.groups:
             queue += holders.give_back(row.request_id, _given_back(step, row.request_id))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from operator import attrgetter
 
 from blockstep.conformance.judge.properties.amounts import least_need, most_need
@@ -75,8 +76,7 @@ def refusal_names_what_is_wrong(step: Step, ledger: Ledger) -> Complaints:
     expected = _due(step, ledger)
     if expected is step.observation.code or step.observation.code in _FOR_SIZE:
         return ()
-    due = "none" if expected is None else expected
-    differences = (difference("code", due, step.observation.code),)
+    differences = (difference("code", expected or "none", step.observation.code),)
     return [Complaint("the event was refused, but not for that", differences)]
 
 
@@ -271,11 +271,12 @@ _STILL: dict[type, tuple[str, ...]] = {
         *("pause_state", "running", "block_keys", "cached"),
         *("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids"),
     ),
-    v.GrammarBitmask: ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
     v.SetPause: ("requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
     v.EncoderReset: ("pause_state", "requests", *_QUEUES, *_POOL, *_FRAMES),
-    v.EncoderOffer: ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
-    v.KVOffer: ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
+    **dict.fromkeys(
+        (v.GrammarBitmask, v.EncoderOffer, v.KVOffer, v.Clock, v.PinEstimate),
+        ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
+    ),
     v.TransfersReported: (
         *("pause_state", "block_keys", "cached"),
         *("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids"),
@@ -308,7 +309,7 @@ _LOOK_AT = {names: _make_look(names) for names in (*_STILL.values(), *_STILL_ASY
 
 
 @sentence("P18", *_STILL)
-def event_leaves_alone_what_it_is_not_about(step: Step, _ledger: Ledger) -> Complaints:
+def event_leaves_alone_what_it_is_not_about(step: Step, ledger: Ledger) -> Complaints:
     """An event changes only what it is about: an abort no frame, a pause no queue, and so on."""
     kind = type(step.event)
     may_publish = step.config.async_scheduling or step.config.kv_connector
@@ -317,6 +318,10 @@ def event_leaves_alone_what_it_is_not_about(step: Step, _ledger: Ledger) -> Comp
     before, after = look(step.before), look(step.after)
     if before == after:
         return ()
+    lost = ledger.list_lost(step)
+    if lost:
+        scheduled = tuple(n for n in step.before.prev_scheduled_req_ids if n not in lost)
+        before = look(replace(step.before, prev_scheduled_req_ids=scheduled))
     return [
         unequal(f"{kind.__name__} changed {name}", name, old, new)
         for name, old, new in zip(still, before, after, strict=True)
@@ -394,13 +399,15 @@ def reset_empties_the_cache(step: Step, _ledger: Ledger) -> Complaints:
 
 @sentence("P25", v.Reset)
 def reset_succeeds_unless_blocks_are_held(step: Step, ledger: Ledger) -> Complaints:
-    """By force always; otherwise only if nobody holds a block.
+    """By force always; otherwise only if nobody holds a block, but for pins.
 
     Not while a load is under way or a hold has no end; not the store's, where there is none.
     """
     assert isinstance(step.event, v.Reset)
     assert isinstance(step.observation, v.ResetDone)
-    all_free = len(step.before.free_queue) == step.config.num_usable_blocks
+    all_free = _all_free(step, step.before)
+    if step.config.has_pins:
+        all_free = not any(any(chain(*request.block_tables)) for request in step.before.requests)
     expected = step.event.reset_running_requests or all_free
     if step.event.reset_connector and not step.config.kv_connector:
         expected = False

@@ -280,14 +280,22 @@ class Step:
         return found
 
     @once
+    def given_pins(self) -> list[v.Pin]:
+        """Pins that a plan ended before their time."""
+        before, after = self.before.pins, self.after.pins
+        if before is None or after is None or not before.pins:
+            return []
+        return [pin for pin in before.pins if pin.end > before.now and pin not in after.pins]
+
+    @once
     def hides_what_was_given(self) -> bool:
-        """Whether who held blocks without running gave them back, at a time that is not seen.
+        """Whether pins, or who held blocks without running, gave them back at a time not seen.
 
         Where nobody ran, one may have given them to who was admitted or parked before it, and hit
         them again.
         """
         kept = [row for row in self.admitted_rows if row.kind is RowKind.CONTINUED]
-        if self.giving or (kept and self.config.groups):
+        if self.giving or self.given_pins or (kept and self.config.groups):
             return True
         is_first = kept == self.admitted_rows[:1] and not self.parked
         return bool(kept) and not self.running_rows and not is_first

@@ -9,8 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from blockstep.conformance.judge.properties.step import Step, is_parked
-from blockstep.conformance.protocol.transfers import Transfers, count_valid
+from blockstep.conformance.protocol.transfers import Transfers, count_valid, loses_all
 from blockstep.spec import vocabulary as v
+
+
+def has_lost_all(config: v.Config, request: v.RequestSnapshot) -> bool:
+    """Whether a request keeps its blocks only to give them back, once its load has come to its end:
+    of that nothing is left."""
+    return is_parked(request) and not request.num_computed_tokens and loses_all(config)
 
 
 @dataclass(slots=True)
@@ -94,7 +100,7 @@ class StoreLedger:
             before = step.before
             for name in (*before.skipped_waiting, *before.waiting):
                 if is_parked(step.old[name]) and name in self.parked:
-                    valid = count_valid(self.parked[name], self.config.block_sizes, invalid)
+                    valid = count_valid(self.parked[name], self.config, invalid)
                     if valid is not None:
                         found[name] = valid
         return found
@@ -109,15 +115,23 @@ class StoreLedger:
         report, found = self.get_report(step), dict[v.RequestId, int]()
         if not (isinstance(step.event, v.Commit) and report.invalid_block_ids):
             return found
-        sizes, frame_id, names = self.config.block_sizes, step.event.frame_id, set(sampling)
+        frame_id, names = step.event.frame_id, set(sampling)
         for load in self.transfers.at_once.get(frame_id, ()):
-            valid, name = count_valid(load, sizes, report.invalid_block_ids), load.request_id
+            valid, name = count_valid(load, self.config, report.invalid_block_ids), load.request_id
             if valid is None or name not in step.old:
                 continue
             waits = name in names and step.old[name].status is not v.Status.RUNNING
             if self.unsettled.get(name) == frame_id or waits:
                 found[name] = valid
         return found
+
+    def list_lost(self, step: Step, sampling: Iterable[v.RequestId]) -> list[v.RequestId]:
+        """Who runs, and is preempted by a commit, for its load has failed and leaves nothing."""
+        policy = self.config.kv_load_failure_policy
+        if policy is not v.KVLoadFailurePolicy.RECOMPUTE or not loses_all(self.config):
+            return []
+        void = self.find_void(step, sampling)
+        return [name for name in void if self.unsettled.get(name) == step.commit.frame_id]
 
     def list_settled(self, step: Step) -> list[v.RequestId]:
         """Who is settled by a commit: it runs, and all that was loaded for it is there."""

@@ -13,6 +13,7 @@ from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import unattended_ends
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence
 from blockstep.conformance.judge.properties.step import RowKind, Step
+from blockstep.conformance.judge.properties.store_ledger import has_lost_all
 from blockstep.spec import vocabulary as v
 
 
@@ -27,7 +28,7 @@ def attended_blocks_are_held(step: Step, ledger: Ledger) -> Complaints:
         (request, at, table)
         for request in step.after.requests
         for at, table in enumerate(request.block_tables)
-        if v.NULL_BLOCK in table
+        if v.NULL_BLOCK in table and not has_lost_all(step.config, request)
     ]
     in_doubt = ledger.count_drafts_in_flight(step) if nulls else {}
     for request, at, table in nulls:

@@ -17,6 +17,7 @@ from blockstep.conformance.judge.properties.amounts import (
     blocks_behind,
     blocks_for,
 )
+from blockstep.conformance.judge.properties.budgets import nothing_held
 from blockstep.conformance.judge.properties.hits import find_offered
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.order import follow_holds
@@ -249,10 +250,23 @@ def failed_load_counts_no_further_than_it_came(step: Step, ledger: Ledger) -> Co
         due = replace(old, num_computed_tokens=min(old.num_computed_tokens, valid))
         if new != due:
             yield unequal(f"{name!r} has {valid} tokens", f"request {name}", due, new)
-    for name, valid in ledger.find_void(step).items():
+    void = ledger.find_void(step)
+    lost = ledger.list_lost(step)
+    no_tables, nothing_settled = nothing_held(step)
+    for name, valid in void.items():
         old, new = step.old[name], step.new.get(name)
         due = replace(old, num_output_placeholders=0)
-        if ledger.store.unsettled.get(name) == step.commit.frame_id:
+        if name in lost:
+            due = replace(
+                due,
+                status=v.Status.PREEMPTED,
+                num_computed_tokens=0,
+                spec_token_ids=(),
+                block_tables=no_tables,
+                num_cached_blocks=nothing_settled,
+                num_preemptions=old.num_preemptions + 1,
+            )
+        elif ledger.store.unsettled.get(name) == step.commit.frame_id:
             due = replace(
                 due,
                 num_computed_tokens=valid,

@@ -29,6 +29,7 @@ from blockstep.conformance.judge.witnesses.masks import (
     of_masked_plan,
     of_proposals,
 )
+from blockstep.conformance.judge.witnesses.pins import PINS, of_pins
 from blockstep.conformance.judge.witnesses.plans import (
     PLANS,
     PREEMPTION,
@@ -62,6 +63,7 @@ WITNESSES: Mapping[str, str] = (
     | ENCODER
     | TELLING
     | TRANSFERS
+    | PINS
     | REFUSALS
 )
 """All situations, by name, with what they mean."""
@@ -135,3 +137,5 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield "id_used_again"
     if step.config.kv_connector:
         yield from of_store(step, ledger)
+    if step.after.pins is not None:
+        yield from of_pins(step, ledger)

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from blockstep.conformance.judge.attended import count_unattended
 from blockstep.conformance.judge.worker.items import Items
 from blockstep.conformance.judge.worker.names import SPOILED, Name, NamedText
 from blockstep.conformance.judge.worker.sampling import NextToken
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
-from blockstep.conformance.protocol.transfers import count_valid, list_loaded
+from blockstep.conformance.protocol.transfers import count_valid, list_loaded, loses_all
 from blockstep.spec import vocabulary as v
 
 
@@ -96,7 +97,7 @@ class Stored(Items):
             if self._delays.pop(name, False):
                 tables = self._get_held(name)
                 self._read_by_store[name] = tables
-                self._kept.update(block for table in tables for block in table)
+                self._kept.update(block for table in tables for block in table if block)
 
     def _get_held(self, name: v.RequestId) -> v.BlockTables:
         """What one that ends holds, as far as plans have told: who waits may have given it back."""
@@ -105,7 +106,10 @@ class Stored(Items):
         view = self.views.get(name)
         if view is None or view.is_preempted or view.may_resume:
             return ()
-        return tuple([tuple(table) for table in view.tables])
+        # What it attends to no more it may have given back, of which no plan tells.
+        nums_left = [count_unattended(group, view.num_computed) for group in self.groups]
+        pairs = zip(nums_left, view.tables, strict=True)
+        return tuple([(v.NULL_BLOCK,) * count + tuple(table[count:]) for count, table in pairs])
 
     def _take(self, report: v.KVTransfers) -> None:
         """A worker has reported: blocks that are invalid first."""
@@ -118,7 +122,7 @@ class Stored(Items):
                 self._receive(load_of, self._invalid.pop(name))
         for name in report.finished_sending:
             for table in self._read_by_store.pop(name, ()):
-                self._kept.subtract(table)
+                self._kept.subtract(filter(None, table))
         self._kept += Counter()  # without those that nobody keeps
 
     # Loads.
@@ -160,10 +164,13 @@ class Stored(Items):
     def _is_sound(self, load: v.KVLoad) -> bool:
         """Whether a load names blocks that there are, and that have room for it."""
         end = load.num_computed_tokens + load.num_external_tokens
-        pairs = [*zip(load.block_ids, self.block_sizes, strict=False)]
-        is_right = len(load.block_ids) == len(self.block_sizes) and all(
-            len(table) * size >= end and all(0 < one < self.config.num_blocks for one in table)
-            for table, size in pairs
+        pairs = [*zip(load.block_ids, self.groups, strict=False)]
+        is_right = len(load.block_ids) == len(self.groups) and all(
+            len(table) * group.block_size >= end
+            and all(
+                0 < one < self.config.num_blocks for one in table[count_unattended(group, end) :]
+            )
+            for table, group in pairs
         )
         if not is_right or load.num_external_tokens < 1:
             what = f"{load.request_id!r} is to be loaded up to {end} into {load.block_ids}"
@@ -200,7 +207,7 @@ class Stored(Items):
         self._unsettled[name] = self.frame_id
         for table, size in zip(view.tables, self.block_sizes, strict=True):
             behind = table[load.num_computed_tokens // size :]
-            self._doubtful |= dict.fromkeys(behind, name)
+            self._doubtful |= dict.fromkeys(filter(None, behind), name)
         self._fill_slots(load, self._name_text(view, load), set())
 
     def _receive(self, load: v.KVLoad, invalid: set[v.BlockId]) -> None:
@@ -254,7 +261,7 @@ class Stored(Items):
             del self._unsettled[name]
         self._forget_doubts(name)
         until = self._until.pop((name, frame_id), self.frame_id + 1)
-        num_valid = count_valid(load, self.block_sizes, invalid)
+        num_valid = count_valid(load, self.config, invalid)
         if num_valid is None:
             return
         view, rows = self.views.get(name), self._frames.get(frame_id, ())
@@ -268,6 +275,8 @@ class Stored(Items):
         waits = (view.is_preempted or view.may_resume) and view.num_promised > 0
         if is_held or waits:
             self._forsake(view, row, num_valid if is_held else view.num_computed)
+        if is_held and loses_all(self.config):
+            self.views[name].may_resume = True  # it was preempted, of which no plan tells
 
     def _forget_doubts(self, name: v.RequestId) -> None:
         """A request holds its blocks no more, or it is certain what they hold."""
@@ -336,12 +345,19 @@ class Stored(Items):
             return
         for row in rows:
             for group in self.attended:
+                size = self.block_sizes[group]
                 for index, block in self._list_attended(row, group):
-                    self._check_transfer(row, block, index >= row.first // self.block_sizes[group])
+                    if (
+                        index * size >= row.first
+                        and self._doubtful.get(block) != row.view.request.request_id
+                    ):
+                        self._doubtful.pop(block, None)  # its owner attends to it no more
+                    self._check_transfer(row, block, index >= row.first // size)
 
     def _list_attended(self, row: FrameRow, group: int) -> Iterator[tuple[int, v.BlockId]]:
+        first = count_unattended(self.groups[group], row.first)
         end = -(-row.end // self.block_sizes[group])
-        yield from enumerate(row.view.tables[group][:end])
+        yield from enumerate(row.view.tables[group][first:end], first)
 
     def _check_transfer(self, row: FrameRow, block: v.BlockId, is_written: bool) -> None:
         name = row.view.request.request_id

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import TypeAlias
 
 from blockstep.conformance.judge.attended import is_across, without_given_back
@@ -22,6 +23,8 @@ from blockstep.spec import vocabulary as v
 
 Tables: TypeAlias = list[list[v.BlockId]]
 """Per KV group, positions in order."""
+_VIEWED = ("output_token_ids", "num_output_placeholders", "block_tables", "num_computed_tokens")
+_get_viewed = attrgetter(*_VIEWED)
 
 
 class Worker(Stored):
@@ -413,23 +416,20 @@ class Worker(Stored):
                 what = f"{request.request_id!r} is unknown"
                 self._complain("P26", "running_request_is_known", what)
                 continue
-            pairs: list[tuple[str, object, object]] = [
-                ("output_token_ids", request.output_token_ids, view.output_token_ids)
-            ]
+            shown_by_state = _get_viewed(request)
+            _, promised, tables, computed = shown_by_state
             if self.config.async_scheduling:
-                promised = request.num_output_placeholders
-                pairs.append(("num_output_placeholders", promised, view.num_promised))
+                promised = view.num_promised
             if request.status is v.Status.RUNNING:
                 computed = view.num_computed + view.num_rejected
                 tables = self._tables_seen(view, request)
                 if told is not None and request.request_id not in told:
                     is_as_long = [*map(len, tables)] == [*map(len, request.block_tables)]
                     tables = request.block_tables if is_as_long else tables
-                pairs += (
-                    ("block_tables", request.block_tables, tables),
-                    ("num_computed_tokens", request.num_computed_tokens, computed),
-                )
-            for name, state, seen in pairs:
+            seen_here = (view.output_token_ids, promised, tables, computed)
+            if shown_by_state == seen_here:
+                continue
+            for name, state, seen in zip(_VIEWED, shown_by_state, seen_here, strict=True):
                 if state != seen:
                     what = f"{request.request_id!r}: state and worker differ in {name}"
                     difference = Difference(

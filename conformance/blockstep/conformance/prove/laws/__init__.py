@@ -22,6 +22,7 @@ from blockstep.conformance.prove.laws import (
     groups,
     host,
     output,
+    pins,
     pool,
     preemption,
     promises,
@@ -38,7 +39,10 @@ _AMOUNTS = (
     *(counts, slots, publishing, telling, allocation, groups, states, encoder),
     *(drafts, grammars, promises),
 )
-_BLOCKS_AND_STEPS = (pool, preemption, step, admission, adapters, sessions, transfers, output, host)
+_BLOCKS_AND_STEPS = (
+    *(pool, pins, preemption, step, admission, adapters),
+    *(sessions, transfers, output, host),
+)
 ROOMS: Final = tuple(module.ROOM for module in (*_AMOUNTS, *_BLOCKS_AND_STEPS))
 LAWS: Final[Mapping[str, Law]] = MappingProxyType(
     {law.name: law for room in ROOMS for law in room.laws}

@@ -1,0 +1,219 @@
+"""Pins: P17 what stays has an owner and an end; P10 it starves nobody; P16 what it is good for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import NamedTuple
+
+from blockstep.conformance.judge.properties.admission import may_have_its_items, next_in_line
+from blockstep.conformance.judge.properties.amounts import admitted_share
+from blockstep.conformance.judge.properties.hits import hit_now
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.pool import verified_blocks
+from blockstep.conformance.judge.properties.queue_replay import Holders, list_pinned, victims_of
+from blockstep.conformance.judge.properties.sentence import (
+    ENDINGS,
+    Complaint,
+    Complaints,
+    differing,
+    once_a_step,
+    sentence,
+)
+from blockstep.conformance.judge.properties.step import Step
+from blockstep.spec import vocabulary as v
+
+NO_PINS = v.PinsSnapshot()
+PROPER_ENDS = (v.FinishReason.STOP, v.FinishReason.LENGTH, v.FinishReason.REPETITION)
+"""A turn that ends so has said what it had to say, and its job may come back."""
+_ENDS = (*ENDINGS, v.StreamingUpdate)
+
+
+class Followed(NamedTuple):
+    """What an event that is no plan makes of pins."""
+
+    pins: tuple[v.Pin, ...]
+    freed: list[v.BlockId]
+    """Blocks that requests and pins leave behind, in the order in which they become free."""
+
+
+@once_a_step
+def follow_pins(step: Step, ledger: Ledger) -> Followed:
+    """What becomes of pins when requests end, or all is reset, or an estimate comes.
+
+    Of a turn that ends properly the leading blocks that can be found stay, if it is not the last
+    one and its job is worth it; they take the place of what stayed of a turn before.
+    """
+    before = step.before.pins or NO_PINS
+    pins = {pin.job_id: pin for pin in before.pins}
+    holders, freed = Holders(step.before), list[v.BlockId]()
+    match step.event, step.observation:
+        case v.PinEstimate(job_id=job_id, ttl=ttl), _ if job_id in pins:
+            pins[job_id] = replace(pins[job_id], end=before.now + ttl)
+        case v.Reset(), v.ResetDone(success=True):
+            for name in reversed(step.before.running):
+                freed += holders.free(name)
+            for pin in before.pins:
+                freed += holders.free(pin)
+            pins = {}
+        case _ if isinstance(step.event, _ENDS):
+            for name in step.ended:
+                if name in step.old and not ledger.goes_on(name, step):
+                    freed += _end(step, ledger, name, pins, holders)
+                elif name in step.new and not any(step.new[name].block_tables):
+                    freed += holders.free(name)  # a session that cannot go back
+    return Followed(tuple(pins.values()), freed)
+
+
+def _end(
+    step: Step, ledger: Ledger, name: v.RequestId, pins: dict[str, v.Pin], holders: Holders
+) -> list[v.BlockId]:
+    """One request ends; `pins` and `holders` are as that leaves them."""
+    before = step.before.pins or NO_PINS
+    asked, tables = ledger.get_request_after(step, name), step.old[name].block_tables
+    ends_properly = isinstance(step.event, v.Commit) and any(
+        row.request_id == name and row.finish_reason in PROPER_ENDS for row in step.output_rows
+    )
+    job_id = asked.job_id
+    if job_id is None or not ends_properly:
+        return holders.free(name)
+    old_pin = pins.get(job_id)
+    ttl = next((it.ttl for it in before.estimates if it.job_id == job_id), 0)
+    counts = _count_findable(step, ledger, name)
+    kept = tuple([table[:count] for table, count in zip(tables, counts, strict=True)])
+    is_kept = not asked.is_last_step and ttl > 0 and any(chain(*kept))
+    freed = []
+    if old_pin is not None and (is_kept or asked.is_last_step):
+        freed += holders.free(pins.pop(job_id))
+    if not is_kept:
+        return freed + holders.free(name)
+    pins[job_id] = pin = v.Pin(job_id, kept, before.now + ttl)
+    rest = [table[count:] for table, count in zip(tables, counts, strict=True)]
+    freed += holders.give_back(name, rest)
+    holders.hand_over(name, pin)
+    return freed
+
+
+def _count_findable(step: Step, ledger: Ledger, name: v.RequestId) -> list[int]:
+    """Per group: leading blocks of one that ends that are settled; a commit may settle some."""
+    counts = [*step.old[name].num_cached_blocks]
+    for stretch in verified_blocks(step, ledger):
+        if stretch.request_id == name:
+            counts[stretch.group] = max(counts[stretch.group], stretch.end)
+    return counts
+
+
+def list_jobs(step: Step, ledger: Ledger) -> set[str]:
+    """Jobs of which there is a pin or an unfinished turn after the step."""
+    requests = [ledger.lives[name].request for name in step.new if name in ledger.lives]
+    if isinstance(step.event, v.Submit):
+        requests.append(step.event.request)
+    jobs = {it.job_id for it in requests if it.job_id is not None}
+    return jobs.union(pin.job_id for pin in (step.after.pins or NO_PINS).pins)
+
+
+@sentence("P17", *_ENDS, v.Submit, v.PinEstimate, v.Clock, v.Reset, needs="has_pins")
+def pins_are_of_turns_that_ended(step: Step, ledger: Ledger) -> Complaints:
+    """A pin comes from a turn that ended properly and was not the last one, and holds its leading
+    blocks that can be found, for so long as was estimated. It goes with the job's next pin, with
+    the end of its last turn, or with a reset; and by nothing else that is no plan."""
+    followed, after = follow_pins(step, ledger), step.after.pins or NO_PINS
+    return differing("pins", followed.pins, after.pins)
+
+
+@sentence("P17", v.Schedule, needs="has_pins")
+def pins_end_in_time(step: Step, _ledger: Ledger) -> Complaints:
+    """Behind a plan there is no pin whose time was over, and none that was not there before."""
+    before, after = (step.before.pins or NO_PINS), (step.after.pins or NO_PINS)
+    for pin in after.pins:
+        if pin.end <= before.now:
+            yield Complaint(f"the pin of job {pin.job_id!r} outlived its end, {pin.end}")
+    left = [pin for pin in before.pins if pin in after.pins]
+    if len(after.pins) != len(left) or left != [*after.pins]:
+        yield Complaint("a plan made a pin, changed one, or put them in another order")
+
+
+@sentence("P17", *_ENDS, v.Schedule, v.Reset, needs="has_pins")
+def pins_hold_what_can_be_found(step: Step, _ledger: Ledger) -> Complaints:
+    """What stays for a next turn, that can find: blocks with a key; and of each job once."""
+    pins = (step.after.pins or NO_PINS).pins
+    for pin in pins:
+        for block in chain(*pin.block_tables):
+            if block != v.NULL_BLOCK and step.after.block_keys[block] is None:
+                yield Complaint(f"the pin of job {pin.job_id!r} holds block {block}, without a key")
+    if len({pin.job_id for pin in pins}) != len(pins):
+        yield Complaint("a job has two pins")
+
+
+@sentence("P10", v.Schedule, needs="has_pins")
+def pins_give_way_only_where_nobody_else_runs(step: Step, _ledger: Ledger) -> Complaints:
+    """A pin goes before its time for one who runs alone, or who waits while nobody runs."""
+    if not step.given_pins:
+        return ()
+    left = [name for name in step.before.running if name not in step.preempted]
+    if len(left) <= 1 and (not left or not step.admitted_rows or step.running_rows):
+        return ()
+    jobs = [pin.job_id for pin in step.given_pins]
+    return [Complaint(f"pins of {jobs} went before their time, though {left} run")]
+
+
+@sentence("P10", v.Schedule, needs="has_pins")
+def nobody_waits_for_a_pin(step: Step, ledger: Ledger) -> Complaints:
+    """While nobody runs no pin keeps the next in line from being admitted."""
+    config, pins = step.config, (step.after.pins or NO_PINS).pins
+    if (
+        not pins
+        or step.after.running
+        or step.preempted
+        or ledger.pause_state is not v.PauseState.UNPAUSED
+    ):
+        return ()
+    name = next_in_line(step, ledger)
+    if name is None or not may_have_its_items(step, ledger, name):
+        return ()
+    life = ledger.lives[name]
+    start = step.new[name].num_computed_tokens or hit_now(step, ledger, life)[0]
+    share = admitted_share(config, life.num_known, start)
+    if not config.enable_chunked_prefill and share > config.max_num_batched_tokens:
+        return ()
+    return [Complaint(f"{name!r} waits while nobody runs, and {len(pins)} pins hold blocks")]
+
+
+@sentence("P16", v.Schedule, needs="has_pins")
+def preempted_of_a_job_with_a_pin_are_the_last(step: Step, ledger: Ledger) -> Complaints:
+    """Preempted are the youngest of those whose job has no pin; then the youngest of the others."""
+    if not step.preempted:
+        return ()
+    order = _rank_of_victims(step, ledger)
+    expected = order[: len(step.preempted)]
+    return differing("preempted", expected, victims_of(step, ledger))
+
+
+def _rank_of_victims(step: Step, ledger: Ledger) -> list[v.RequestId]:
+    """Who runs, in the order in which they have to go."""
+    warm = list_pinned(step.before)
+    youngest: Sequence[v.RequestId] = step.before.running[::-1]
+    return sorted(youngest, key=lambda name: ledger.lives[name].request.job_id in warm)
+
+
+@sentence("P18", *v.EVENT_TYPES)
+def time_and_estimates_are_as_told(step: Step, ledger: Ledger) -> Complaints:
+    """The time is the latest that was told; a job has the estimate that came last, for as long as
+    it has an unfinished turn or a pin. Under other policies a state knows of neither."""
+    after = step.after.pins
+    if (after is not None) is not step.config.has_pins:
+        yield from differing("pins", step.config.has_pins, after is not None)
+    if after is None:
+        return
+    before = step.before.pins or NO_PINS
+    now = before.now
+    if isinstance(step.event, v.Clock):
+        now = max(now, step.event.now)
+    yield from differing("now", now, after.now)
+    ttls, jobs = {it.job_id: it.ttl for it in before.estimates}, list_jobs(step, ledger)
+    if isinstance(step.event, v.PinEstimate):
+        ttls[step.event.job_id] = step.event.ttl
+    left = sorted((job, ttl) for job, ttl in ttls.items() if ttl and job in jobs)
+    estimates = tuple([v.PinEstimate(*entry) for entry in left])
+    yield from differing("estimates", estimates, after.estimates)

@@ -1,0 +1,74 @@
+"""Wishes: the features that a user wants in every run, and those in none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from blockstep.conformance.protocol.features import (
+    ASYNC,
+    BY_NAME,
+    CACHING,
+    PINS,
+    PIPELINE,
+    PRIORITY,
+    SEVERAL_AT_ONCE,
+    TRANSFERS,
+    Feature,
+    UsageError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Features by name: those of every run, and those of none."""
+
+    always: frozenset[str] = frozenset()
+    never: frozenset[str] = frozenset()
+
+    def decide(self, feature: Feature, is_drawn: bool) -> bool:
+        """Whether a run has a feature: as it was drawn, unless the user said so."""
+        return feature.name in self.always or (is_drawn and feature.name not in self.never)
+
+
+NO_WISH = Wish()
+
+
+def parse_features(names: Iterable[str]) -> tuple[str, ...]:
+    """Names of features, each once, from texts that may name several with commas between.
+
+    Raises:
+        UsageError: one is not in the table.
+    """
+    found = dict.fromkeys(name.strip() for text in names for name in text.split(","))
+    for name in found:
+        if name not in BY_NAME:
+            raise UsageError(f"feature {name!r}: must be one of {', '.join(BY_NAME)}")
+    return tuple(found)
+
+
+def make_wish(with_features: Iterable[str], without_features: Iterable[str]) -> Wish:
+    """What `--with` and `--without` come to.
+
+    Raises:
+        UsageError: a name is not in the table, or no run can be like this.
+    """
+    wish = Wish(
+        frozenset(parse_features(with_features)), frozenset(parse_features(without_features))
+    )
+    known = f"the features are {', '.join(BY_NAME)}"
+    for name in sorted(wish.always & wish.never):
+        raise UsageError(f"feature {name!r}: cannot be both with and without; {known}")
+    if wish.always >= SEVERAL_AT_ONCE:
+        raise UsageError(
+            f"features {ASYNC.name!r} and {PIPELINE.name!r}: no run has both, for in a pipeline "
+            f"each request waits for its own token; {known}"
+        )
+    for other, reason in ((PRIORITY, "a run has one policy"), (TRANSFERS, "pins go without")):
+        if wish.always >= {PINS.name, other.name}:
+            raise UsageError(
+                f"features {PINS.name!r} and {other.name!r}: no run has both, for {reason}; {known}"
+            )
+    if PINS.name in wish.always and CACHING.name in wish.never:
+        raise UsageError(f"feature {PINS.name!r}: cannot be without {CACHING.name!r}; {known}")
+    return wish

@@ -1,0 +1,73 @@
+"""The benchmark of pins: what it makes of a trace, and that it tells the sides apart."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.pins import SIDES, make_page, measure, read_sessions
+
+from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START
+
+
+def row(session: str, ms: int, num_prompt: int, num_outputs: int, ids: range) -> dict[str, Any]:
+    return {
+        "suite": "s",
+        "session": session,
+        "timestamp_us": 1000 * ms,
+        "hash_ids": [*ids],
+        "input_length": num_prompt,
+        "output_length": num_outputs,
+    }
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_tool_takes_what_the_outputs_leave_of_a_gap(tmp_path: Path) -> None:
+    rows = [
+        row("x", 0, 32, 20, range(2)),
+        row("y", 50, 32, 20, range(2)),
+        row("x", 200, 64, 9, range(4)),
+        row("x", 210, 0, 9, range(0)),
+        row("x", 300, 48, 9, range(100, 103)),
+    ]
+    x, y = read_sessions(write(tmp_path / "trace.jsonl", rows), [])
+    assert (x.name, y.name) == ("s/x", "s/y")
+    assert [turn.tool_ms for turn in x.turns] == [80.0, 46.0, None]  # 200 - 6 * 20, 100 - 6 * 9
+    first, second, third = x.turns
+    assert (*first.prompt, *first.outputs) == second.prompt[:52]
+    assert [turn.num_found for turn in x.turns] == [None, 52, 0]
+    assert third.outputs == (OUTPUT_TOKENS_START,) * 9
+
+
+def test_where_others_need_the_pool_pins_keep_what_is_found(tmp_path: Path) -> None:
+    """Two jobs keep three quarters of the pool; beside them others come once, with as much as a
+    half of it."""
+    rows = []
+    for number in range(8):
+        for agent in range(2):
+            ids = range(1_000 * agent, 1_000 * agent + 100 + number)
+            rows.append(row(f"a{agent}", 400 * number, 16 * len(ids), 16, ids))
+        once = range(10_000 + 1_000 * number, 10_150 + 1_000 * number)
+        rows.append(row(f"b{number}", 400 * number, 16 * len(once), 16, once))
+    sessions = read_sessions(write(tmp_path / "trace.jsonl", rows), [])
+    args = argparse.Namespace(agents=3, step_ms=6.0, token_us=50.0)
+    sides = {side: measure(side, 270, sessions, args) for side in SIDES}
+    none = sides.pop("no pins")
+    for figures in sides.values():
+        assert figures.hit_rate > 1.2 * none.hit_rate
+        assert figures.whole_s < none.whole_s
+        assert figures.mean_turn_ms < none.mean_turn_ms
+    assert make_page([*sides.values()]).count("\n") == 5
+
+
+@pytest.mark.parametrize("suite", ["s", "t"])
+def test_a_suite_can_be_chosen(tmp_path: Path, suite: str) -> None:
+    path = write(tmp_path / "trace.jsonl", [row("x", 0, 32, 1, range(2))])
+    assert len(read_sessions(path, [suite])) == (suite == "s")

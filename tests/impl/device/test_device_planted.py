@@ -1,0 +1,217 @@
+"""Mistakes planted in the kernels' source: the lock-step or the memory finds each of them.
+
+What a check sees is what the engine decides. What lacks on a GPU only (a barrier, a bound) leaves
+every decision right on a CPU, and only a memory that watches knows of it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from blockstep.conformance.search.check import check
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.impl.device import launch
+from blockstep.impl.device.engine import DeviceEngine
+from blockstep.kernels.numpied import Memory, Watched
+from blockstep.spec.vocabulary import (
+    Commit,
+    Config,
+    Policy,
+    Request,
+    Reset,
+    RowTokens,
+    Schedule,
+    Submit,
+)
+
+BARRIER = "    tl.debug_barrier()\n"
+PLANTED: list[launch.Numpied] = []
+"""The last one is under check."""
+
+
+def make_planted(config: Config) -> DeviceEngine:
+    """The engine that is under check."""
+    return DeviceEngine(config, PLANTED[-1])
+
+
+def plant(memory: Memory, module: str, old: str, new: str) -> None:
+    """Change one place of a kernel's source."""
+    text = (launch.FOLDER / f"{module}.py").read_text()
+    assert text.count(old) == 1, (module, old, text.count(old))
+    PLANTED.append(launch.Numpied(memory, {module: text.replace(old, new)}))
+
+
+play = partial(CheckOptions, f"{__name__}:make_planted", preset="small")
+
+DECISIONS = {
+    "blocks are freed first block first": (
+        "pool", "(held - 1 - step)", "step",
+        "freed_tail_is_evicted_first",
+    ),
+    "a hit stays in the free queue": (
+        "pool", "tl.store(s.ring + place, NONE, mask=is_hit & (refs == 0))", "free += 0",
+        "every_block_is_free_or_held",
+    ),
+    "a prompt that is all cached has nothing to run": (
+        "contents", "limit = (known - 1) // d.size", "limit = known // d.size",
+        "running_request_is_known",
+    ),
+    "an evicted block is still found": (
+        "contents", "        tl.store(s.first_block + node, NONE, mask=is_alone)\n", "",
+        "written_block_is_in_one_place",
+    ),
+    "the first is preempted, not the last": (
+        "running", "found = tl.load(s.run + (count - 1))", "found = tl.load(s.run + 0 * count)",
+        "preempted_fcfs_are_the_youngest",
+    ),
+    "what a victim had in the step is lost": (
+        "running", "        budget += tl.load(s.step_tokens + victim)\n", "",
+        "tokens_of_a_preempted_row_are_given_back",
+    ),
+    "who is preempted waits behind all others": (
+        "lives", "place = tl.load(s.front) - 1", "place = tl.load(s.front) + 1_000",
+        "queues_keep_their_order",
+    ),
+    "no lookahead after the tokens of a step": (
+        "running", " + tokens + d.num_lookahead", " + tokens",
+        "row_gains_exactly_the_blocks_it_needs",
+    ),
+    "somebody is admitted after a preemption": (
+        "step", " & (tl.load(s.num_preempted) == 0)", "",
+        "engine_equals_spec",
+    ),
+    "a drained budget is shared out once more": (
+        "running", "tl.maximum(budget - before, 0)", "tl.maximum(budget, 0)",
+        "plan_stays_within_token_budget",
+    ),
+    "rejected drafts stay computed": (
+        "results", "computed - drafts + counts - 1, mask", "computed, mask",
+        "plans_alone_rebuild_the_request",
+    ),
+    "a promise is kept twice": (
+        "results", "promised - 1 - drafts, mask=live", "promised - 2 - drafts, mask=live",
+        "plans_alone_rebuild_the_request",
+    ),
+    "the last sampled token is published before it has run": (
+        "results", "full = (tl.load(s.known + slot, mask=live, other=0) - 1) // d.size",
+        "full = tl.load(s.known + slot, mask=live, other=0) // d.size",
+        "verified_full_blocks_are_published",
+    ),
+    "a request that waits for its grammar is admitted": (
+        "waiting", "((awaits == 0) | has_grammar)", "(slot >= 0)",
+        "admissions_follow_the_policy",
+    ),
+}  # fmt: skip
+
+
+SLOW = {
+    "what a victim had in the step is lost", "a drained budget is shared out once more",
+    "rejected drafts stay computed",
+}  # fmt: skip
+"""Found after some thousand events only."""
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new", "sentence"),
+    [
+        pytest.param(*row, id=name, marks=pytest.mark.soak if name in SLOW else ())
+        for name, row in DECISIONS.items()
+    ],
+)
+def test_a_wrong_decision_is_found(module: str, old: str, new: str, sentence: str) -> None:
+    plant(Memory(), module, old, new)
+    first = check(play(seed=1, max_events=6_000), shrinks=False).first
+    assert first is not None
+    assert first.sentence == sentence
+
+
+def play_some(run: launch.Numpied) -> None:
+    """Hits, evictions, preemptions and a reset, with both policies; far fewer than a check has."""
+    for policy in (Policy.FCFS, Policy.PRIORITY):
+        config = Config(
+            num_blocks=6, block_size=2, max_num_seqs=3, max_num_batched_tokens=6, policy=policy
+        )
+        engine = DeviceEngine(config, run)
+        for number, name in enumerate("abcd"):
+            request = Request(name, (1, 2, 3, 4), max_tokens=4, priority=number % 2)
+            engine.apply(Submit(request))
+        for frame_id in range(20):
+            engine.apply(Schedule())
+            if frame_id == 9:
+                engine.apply(Submit(Request("e", (1, 2, 3, 5), max_tokens=3)))
+            frame = engine.frames.get(frame_id)
+            if frame is not None:
+                rows = frame.rows.items()
+                answers = (RowTokens(name, () if x is None else (7,)) for name, x in rows)
+                engine.apply(Commit(frame_id, tuple(answers)))
+            if frame_id == 12:
+                engine.apply(Reset(reset_running_requests=True))
+        assert engine.stats().preemptions
+        assert engine.stats().prefix_cache_hits
+
+
+UNORDERED = {
+    "taken blocks are read before they are seen": (
+        "pool", "    tl.store(s.num_free, free - count)\n" + BARRIER,
+        "STORE-LOAD pop_free",
+    ),
+    "blocks are taken while others look where the queue starts": (
+        "pool", BARRIER + "    got = 0\n", "LOAD-STORE pop_free",
+    ),
+    "running order is closed up while others read it": (
+        "lives", BARRIER + "    stays", "LOAD-STORE leave_running",
+    ),
+    "a victim is noted while others count the victims": (
+        "running", BARRIER.replace("    ", "        ", 1) + "        tl.store(s.victims",
+        "LOAD-STORE make_room",
+    ),
+    "who was admitted gets blocks before it is seen to hold its hits": (
+        "waiting", BARRIER + "    take_blocks", "STORE-LOAD admit",
+    ),
+    "tokens are counted before they are seen": (
+        "results", "    tl.store(s.known + slot, known, mask=live)\n" + BARRIER,
+        "STORE-LOAD store_tokens",
+    ),
+}  # fmt: skip
+
+
+def test_as_they_stand_they_lack_no_barrier() -> None:
+    memory = Watched()
+    play_some(launch.Numpied(memory))
+    assert memory.findings == []
+
+
+@pytest.mark.parametrize(("module", "old", "finding"), UNORDERED.values(), ids=UNORDERED.keys())
+def test_a_missing_barrier_is_found(module: str, old: str, finding: str) -> None:
+    """Each decision is still right: nothing but the memory knows."""
+    memory = Watched()
+    plant(memory, module, old, old.replace("tl.debug_barrier()", "pass"))
+    play_some(PLANTED[-1])
+    assert any(finding in found for found in memory.findings)
+
+
+OUTSIDE = {
+    "lanes behind the last position": (
+        "results", "tl.load(s.answer_counts + row, mask=in_frame, other=0)",
+        "tl.load(s.answer_counts + row + 1)",
+    ),
+    "a place of the ring without its remainder": (
+        "pool", "(tail + tl.cumsum(is_freed, 0) - is_freed) & (d.ring - 1)",
+        "tail + tl.cumsum(is_freed, 0) - is_freed",
+    ),
+    "the block of a node that has none": (
+        "contents", "tl.store(s.first_block + node, NONE, mask=is_alone)",
+        "tl.store(s.first_block + node, NONE, mask=others == 0)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "old", "new"), OUTSIDE.values(), ids=OUTSIDE.keys())
+def test_an_access_out_of_bounds_is_found(module: str, old: str, new: str) -> None:
+    plant(Memory(), module, old, new)
+    first = check(play(seed=1, max_events=300), shrinks=False).first
+    assert first is not None
+    assert first.sentence == "engine_raises_nothing"
+    assert "OUT-OF-BOUNDS" in first.message

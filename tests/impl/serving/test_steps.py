@@ -1,0 +1,144 @@
+"""Steps: records of a plan say what was before it, what was found, and what was decided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from blockstep.conformance.recorded.validate import validate
+from blockstep.impl.host import HostEngine
+from blockstep.impl.serving.steps import (
+    PrefixCacheEvent,
+    StepDecision,
+    StepRecord,
+    StepSnapshot,
+    StepTrace,
+    write_record,
+)
+from blockstep.spec.vocabulary import (
+    Commit,
+    Config,
+    Event,
+    KVOffer,
+    Plan,
+    Request,
+    RowTokens,
+    Schedule,
+    Submit,
+)
+
+CONFIG = Config(num_blocks=6, block_size=2, max_num_seqs=2, max_num_batched_tokens=8)
+A = Request("A", (1, 2, 3, 4, 5), max_tokens=2, job_id="x")
+B = Request("B", (1, 2, 3, 4, 6, 7), max_tokens=2)
+
+
+class Traced:
+    """An engine, and all records of its steps."""
+
+    def __init__(self, config: Config = CONFIG) -> None:
+        self.engine, self.trace = HostEngine(config), StepTrace(config, "shelf")
+        self.records: list[StepRecord] = []
+
+    def do(self, *events: Event) -> list[StepRecord]:
+        """The records of some events."""
+        told: list[StepRecord] = []
+        for event in events:
+            before = self.engine.snapshot()
+            answer = self.engine.apply(event)
+            told += self.trace.observe(before, event, answer, self.engine.snapshot())
+            self.plan = answer if isinstance(answer, Plan) else self.plan
+        self.records += told
+        return told
+
+    plan = Plan(0)
+
+    def answer(self, token: int = 9) -> list[StepRecord]:
+        rows = [RowTokens(row.request_id, (token,)) for row in self.plan.rows]
+        return self.do(Commit(self.plan.frame_id, tuple(rows)))
+
+
+def test_a_step_is_told_by_what_was_before_what_was_found_and_what_was_decided() -> None:
+    traced = Traced()
+    assert traced.do(Submit(A)) == []
+    seen, hit, decision = traced.do(Schedule())
+    assert seen == StepSnapshot(
+        *(0, [], ["A"]),
+        free_blocks=5,
+        total_blocks=6,
+        gpu_cached_blocks=0,
+        num_pinned=0,
+        pinned_blocks=0,
+        pinned_job_ids=[],
+        max_num_running_reqs=2,
+        max_num_scheduled_tokens=8,
+    )
+    assert hit == PrefixCacheEvent(0, "A", "x", 0, 0, 5, 5)
+    assert decision == StepDecision(0, ["A"], [], [], [], {"A": 5}, 5)
+
+
+def test_a_hit_is_told_of_who_is_admitted_and_of_nobody_who_runs() -> None:
+    traced = Traced()
+    traced.do(Submit(A), Schedule())
+    assert traced.answer() == []
+    traced.do(Submit(B))
+    seen, hit, decision = traced.do(Schedule())
+    assert isinstance(seen, StepSnapshot)
+    assert (seen.running, seen.waiting, seen.free_blocks) == (["A"], ["B"], 2)
+    assert seen.gpu_cached_blocks == 2
+    assert hit == PrefixCacheEvent(1, "B", None, 4, 0, 6, 6)
+    assert decision == StepDecision(1, ["B"], [], ["A"], [], {"A": 1, "B": 2}, 3)
+
+
+def test_who_comes_back_brings_its_outputs() -> None:
+    traced = Traced(Config(num_blocks=6, block_size=2, max_num_seqs=2, max_num_batched_tokens=12))
+    first = Request("A", (1, 2, 3, 4), max_tokens=6)
+    traced.do(Submit(first), Submit(Request("B", (5, 6, 7), max_tokens=6)), Schedule())
+    while not (told := traced.do(Schedule()) if not traced.answer() else []) or not (
+        isinstance(told[-1], StepDecision) and told[-1].preempted_req_ids
+    ):
+        pass
+    assert told[-1].preempted_req_ids == ["B"]
+    while not any(isinstance(it, PrefixCacheEvent) for it in told):
+        traced.answer()
+        told = traced.do(Schedule())
+    _, hit, decision = told
+    assert isinstance(hit, PrefixCacheEvent)
+    assert isinstance(decision, StepDecision)
+    assert hit.num_tokens > hit.total_prompt_tokens == 3
+    assert decision.scheduled_resumed_req_ids == ["B"]
+
+
+def test_a_load_is_told_with_the_name_of_its_store_and_of_who_is_parked_too() -> None:
+    config = Config(num_blocks=9, block_size=2, kv_connector=True)
+    traced = Traced(config)
+    traced.do(Submit(A), KVOffer("A", 4), Submit(B), KVOffer("B", 4, is_async=True))
+    _, *hits, decision = traced.do(Schedule())
+    assert hits == [
+        PrefixCacheEvent(0, "A", "x", 0, 4, 5, 5, "shelf"),
+        PrefixCacheEvent(0, "B", None, 0, 4, 6, 6, "shelf", load_kv_async=True),
+    ]
+    assert isinstance(decision, StepDecision)
+    assert decision.scheduled_new_req_ids == ["A"]
+
+
+def test_what_is_refused_is_no_step() -> None:
+    traced = Traced()
+    traced.do(Submit(A), Schedule())
+    assert traced.do(Schedule()) == []
+
+
+def test_lines_are_read_back_and_conform(tmp_path: Path) -> None:
+    traced = Traced()
+    traced.do(Submit(A), Submit(B), Schedule())
+    for _ in range(4):
+        traced.answer()
+        traced.do(Schedule())
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(b"".join(map(write_record, traced.records)))
+    first = msgspec.json.decode(path.read_bytes().splitlines()[0])
+    assert first["type"] == "step_snapshot"
+    assert "cpu_free_blocks" in first
+    result = validate(path)
+    assert result.conforms
+    assert (result.num_steps, result.equivalence) == (5, "safety")

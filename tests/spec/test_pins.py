@@ -1,0 +1,299 @@
+"""Pins: what a turn leaves for the next of its job, how long it stays, who gets it first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from groups_support import full, window
+
+from blockstep.spec import Config, Oracle, Outputs, Policy, Request
+from blockstep.spec.invariants import get_broken_invariants
+from blockstep.spec.vocabulary import (
+    Abort,
+    Ack,
+    Clock,
+    Event,
+    FinishReason,
+    Observation,
+    PauseState,
+    Pin,
+    PinEstimate,
+    PinsSnapshot,
+    Plan,
+    Rejected,
+    Reset,
+    ResetDone,
+    Schedule,
+    SetPause,
+    StreamingUpdate,
+    Submit,
+    config_problems,
+)
+
+
+def build(**changes: Any) -> Oracle:
+    fields: dict[str, Any] = {
+        "num_blocks": 9,
+        "block_size": 2,
+        "max_model_len": 32,
+        "scheduler_reserve_full_isl": False,
+        "policy": Policy.CONTINUUM,
+    }
+    return Oracle(Config(**fields | changes))
+
+
+def tell(oracle: Oracle, event: Event) -> Observation:
+    answer = oracle.apply(event)
+    assert get_broken_invariants(oracle.state) == ()
+    return answer
+
+
+def bring(oracle: Oracle, name: str, num_tokens: int, job: str | None = None, **more: Any) -> None:
+    """A turn; prompts of one job begin alike, and those of two jobs do not."""
+    first = 100 * ord((job or name)[0])
+    prompt = tuple(range(first, first + num_tokens))
+    fields: dict[str, Any] = {"max_tokens": 1, **more}
+    assert tell(oracle, Submit(Request(name, prompt, job_id=job, **fields))) == Ack()
+
+
+def plan(oracle: Oracle) -> Plan:
+    found = tell(oracle, Schedule())
+    assert isinstance(found, Plan)
+    return found
+
+
+def answer(oracle: Oracle, planned: Plan) -> Outputs:
+    frame = next(f for f in oracle.state.frames if f.frame_id == planned.frame_id)
+    sampled = {row.request_id: (9,) * row.samples for row in frame.rows}
+    outputs = oracle.commit(planned, sampled)
+    assert get_broken_invariants(oracle.state) == ()
+    return outputs
+
+
+def step(oracle: Oracle) -> Plan:
+    planned = plan(oracle)
+    answer(oracle, planned)
+    return planned
+
+
+def keep(oracle: Oracle, name: str, num_tokens: int, job: str, ttl: int, **more: Any) -> None:
+    """A turn of one output runs to its end, alone."""
+    bring(oracle, name, num_tokens, job, **more)
+    tell(oracle, PinEstimate(job, ttl))
+    step(oracle)
+
+
+def kept(oracle: Oracle) -> PinsSnapshot:
+    found = oracle.snapshot().pins
+    assert found is not None
+    return found
+
+
+def ends(oracle: Oracle) -> dict[str, int]:
+    """Of each job the end of its pin, in the order in which they were pinned."""
+    return {pin.job_id: pin.end for pin in kept(oracle).pins}
+
+
+# A turn ends.
+
+
+def test_what_can_be_found_stays_and_the_rest_is_free() -> None:
+    oracle = build()
+    tell(oracle, Clock(5))
+    keep(oracle, "a", 5, "j", ttl=3)
+    assert kept(oracle) == PinsSnapshot(5, (Pin("j", ((1, 2),), 8),), (PinEstimate("j", 3),))
+    assert oracle.snapshot().free_queue == (4, 5, 6, 7, 8, 3)
+    keep(oracle, "b", 7, "j", ttl=3)
+    assert kept(oracle).pins == (Pin("j", ((1, 2, 4),), 8),)
+    assert oracle.snapshot().stats.prefix_cache_hits == 4
+
+
+def test_windows_leave_null_blocks() -> None:
+    oracle = build(num_blocks=17, groups=(full(2), window(2, 3)), max_num_batched_tokens=4)
+    bring(oracle, "a", 8, "j", max_tokens=2)
+    tell(oracle, PinEstimate("j", 4))
+    for _ in range(3):
+        step(oracle)
+    assert kept(oracle).pins == (Pin("j", ((1, 2, 5, 6), (0, 0, 0, 8)), 4),)
+
+
+@pytest.mark.parametrize("event", [Abort(("a",)), StreamingUpdate(Request("a", (1,)))])
+def test_who_is_ended_from_outside_leaves_nothing(event: Event) -> None:
+    oracle = build()
+    bring(oracle, "a", 5, "j", resumable=True, max_tokens=1)
+    tell(oracle, PinEstimate("j", 3))
+    step(oracle)  # it rests, and has not ended
+    assert kept(oracle).pins == ()
+    assert kept(oracle).estimates == (PinEstimate("j", 3),)
+    tell(oracle, event)
+    assert kept(oracle) == PinsSnapshot()
+    assert oracle.num_free_blocks == 8
+
+
+def test_a_session_that_ends_at_its_stop_is_pinned() -> None:
+    oracle = build()
+    bring(oracle, "a", 5, "j", resumable=True)
+    tell(oracle, PinEstimate("j", 3))
+    tell(oracle, StreamingUpdate(Request("a", (1,))))
+    planned = plan(oracle)
+    assert answer(oracle, planned).rows[0].finish_reason is FinishReason.LENGTH
+    assert ends(oracle) == {"j": 3}
+
+
+@pytest.mark.parametrize(("num_tokens", "ttl"), [(1, 6), (5, 0)])
+def test_a_turn_that_leaves_nothing_takes_no_older_pin(num_tokens: int, ttl: int) -> None:
+    oracle = build()
+    keep(oracle, "a", 5, "j", ttl=4)
+    bring(oracle, "b", num_tokens, "j")
+    planned = plan(oracle)
+    tell(oracle, PinEstimate("j", ttl))
+    answer(oracle, planned)
+    assert kept(oracle).pins == (Pin("j", ((1, 2),), ttl),)
+
+
+def test_the_last_turn_ends_the_pin() -> None:
+    oracle = build()
+    keep(oracle, "a", 5, "j", ttl=4)
+    keep(oracle, "b", 7, "j", ttl=4, is_last_step=True)
+    assert kept(oracle) == PinsSnapshot()
+    assert oracle.snapshot().free_queue[-2:] == (2, 1)
+
+
+# Time.
+
+
+def test_time_does_not_go_back_and_an_estimate_counts_from_now() -> None:
+    oracle = build()
+    keep(oracle, "a", 5, "j", ttl=4)
+    keep(oracle, "b", 5, "k", ttl=4)
+    tell(oracle, Clock(3))
+    tell(oracle, Clock(1))
+    tell(oracle, PinEstimate("j", 4))
+    tell(oracle, PinEstimate("l", 4))  # nobody's
+    assert list(ends(oracle).items()) == [("j", 7), ("k", 4)]
+    assert kept(oracle).estimates == (PinEstimate("j", 4), PinEstimate("k", 4))
+    tell(oracle, PinEstimate("j", 0))
+    assert ends(oracle) == {"j": 3, "k": 4}
+    plan(oracle)
+    assert ends(oracle) == {"k": 4}
+
+
+@pytest.mark.parametrize("pause", list(PauseState))
+def test_a_step_begins_with_what_has_had_its_time(pause: PauseState) -> None:
+    oracle = build()
+    keep(oracle, "a", 5, "j", ttl=4)
+    keep(oracle, "b", 5, "k", ttl=4)
+    tell(oracle, SetPause(pause))
+    tell(oracle, Clock(4))
+    assert len(kept(oracle).pins) == 2
+    plan(oracle)
+    assert kept(oracle) == PinsSnapshot(4)
+    assert oracle.snapshot().free_queue[-4:] == (2, 1, 5, 4)
+
+
+def test_a_step_that_is_refused_changes_nothing() -> None:
+    oracle = build()
+    keep(oracle, "a", 5, "j", ttl=4)
+    bring(oracle, "b", 5)
+    plan(oracle)
+    tell(oracle, Clock(9))
+    assert isinstance(tell(oracle, Schedule()), Rejected)
+    assert ends(oracle) == {"j": 4}
+
+
+# In a step.
+
+
+def test_who_is_warm_goes_ahead_and_the_line_stays_so() -> None:
+    oracle = build(max_num_seqs=1)
+    keep(oracle, "a", 3, "j", ttl=4)
+    for name, job in (("x", None), ("b", "j"), ("y", "k"), ("c", "j")):
+        bring(oracle, name, 3, job)
+    tell(oracle, SetPause(PauseState.PAUSED_ALL))
+    plan(oracle)
+    assert oracle.snapshot().waiting == ("b", "c", "x", "y")
+    tell(oracle, Clock(9))
+    plan(oracle)
+    assert oracle.snapshot().waiting == ("b", "c", "x", "y")
+
+
+def test_who_is_warm_is_preempted_last_even_for_one_with_a_row() -> None:
+    """x | 3 blocks: scheduled, taken back |   b | 2 blocks, lacks one |   of 5 that there are"""
+    oracle = build(num_blocks=6)
+    keep(oracle, "a", 3, "j", ttl=9)
+    bring(oracle, "x", 3, max_tokens=6)
+    step(oracle)
+    bring(oracle, "b", 3, "j", max_tokens=6)
+    step(oracle)
+    step(oracle)
+    bring(oracle, "c", 3, "j")
+    planned = plan(oracle)
+    assert planned.preempted_req_ids == ("x",)
+    assert [row.request_id for row in planned.cached] == ["b"]
+    assert oracle.snapshot().waiting == ("x", "c")
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "job", "left"),
+    [
+        (5, None, ["j", "k", "l"]),
+        (7, None, ["j", "l"]),
+        (11, None, ["j"]),
+        (15, None, []),
+        (9, "k", ["j", "k", "l"]),
+        (11, "k", ["j", "k"]),
+        (15, "k", ["k"]),
+    ],
+)
+def test_while_nobody_runs_pins_give_way(num_tokens: int, job: str | None, left: list[str]) -> None:
+    """Of 9 blocks three jobs keep two each; those of other jobs go first, then the soonest."""
+    oracle = build(num_blocks=10)
+    for name, ttl in (("j", 9), ("k", 5), ("l", 5)):
+        keep(oracle, f"{name}1", 5, name, ttl)
+    bring(oracle, "x", num_tokens, job)
+    assert [row.request_id for row in plan(oracle).new] == ["x"]
+    assert list(ends(oracle)) == left
+
+
+def test_while_somebody_runs_pins_stay() -> None:
+    oracle = build(num_blocks=7)
+    keep(oracle, "a", 5, "j", ttl=9)
+    bring(oracle, "x", 3, max_tokens=9)
+    step(oracle)
+    bring(oracle, "y", 7)
+    assert plan(oracle).new == ()
+    assert ends(oracle) == {"j": 9}
+
+
+# Resets, and other policies.
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_pins_alone_do_not_stand_against_a_reset(is_forced: bool) -> None:
+    oracle = build()
+    keep(oracle, "a", 5, "j", ttl=4)
+    bring(oracle, "b", 3, "j", max_tokens=4)
+    step(oracle)
+    done = tell(oracle, Reset(reset_running_requests=is_forced))
+    assert done == ResetDone(is_forced)
+    assert ends(oracle) == ({} if is_forced else {"j": 4})
+    assert kept(oracle).estimates == (PinEstimate("j", 4),)
+    tell(oracle, Abort(("b",)))
+    assert tell(oracle, Reset()) == ResetDone(True)
+    assert kept(oracle) == PinsSnapshot()
+    assert oracle.num_free_blocks == 8
+
+
+def test_under_another_policy_jobs_say_nothing() -> None:
+    oracle = build(policy=Policy.FCFS)
+    assert tell(oracle, Clock(4)) == Ack()
+    keep(oracle, "a", 5, "j", ttl=4)
+    assert oracle.snapshot().pins is None
+    assert oracle.num_free_blocks == 8
+
+
+@pytest.mark.parametrize("changes", [{"enable_prefix_caching": False}, {"kv_connector": True}])
+def test_pins_need_prefix_caching_and_no_store(changes: dict[str, Any]) -> None:
+    (problem,) = config_problems(Config(num_blocks=9, policy=Policy.CONTINUUM, **changes))
+    assert problem.field == "policy"
