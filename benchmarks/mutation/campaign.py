@@ -47,6 +47,7 @@ class Plan:
     first: tuple[Stage, ...] = (
         ("host", "small transfers", 6_000),
         ("host", "small groups transfers", 4_000),
+        ("host", "small events", 2_000),
         ("host", "small groups events", 4_000),
         ("host", "small groups", 4_000),
         ("host", "small groups sessions", 4_000),

@@ -101,6 +101,7 @@ REQUEST = v.Request(
     repetition_detection=v.RepetitionDetection(3),
     adapter="a",
     cache_salt="s",
+    job_id="j",
     items=(v.MultiModalItem("i", 0, 1),),
     structured_output=True,
     grammar=v.Grammar((((1, 0),),)),

@@ -9,7 +9,8 @@ import pytest
 from blockstep.impl.host import CRC32, SHA256, Digest
 from blockstep.impl.host.digests import chain_message, find_digest, pack_extras, pack_tokens
 from blockstep.impl.host.lineage import Lineage
-from blockstep.spec.vocabulary import BlockKey, MultiModalItem, Request
+from blockstep.impl.host.telling import EventLog
+from blockstep.spec.vocabulary import BlockKey, BlockStored, MultiModalItem, Request
 
 
 def lineage_of(request: Request, block_size: int = 2, digest: Digest = SHA256) -> Lineage:
@@ -137,3 +138,15 @@ def test_items_belong_to_the_blocks_that_they_overlap() -> None:
     assert lineage.items_of(2) == (("p", -3), ("q", 1))
     assert lineage.items_of(3) == (("q", -1),)
     assert lineage.key_of(2).items == (("p", -3), ("q", 1))
+
+
+def test_blocks_on_both_sides_of_one_left_out_are_two_events() -> None:
+    log = EventLog(2)
+    log.stored(lineage_of(Request("r", (1, 2, 3, 4, 5, 6, 7, 8))), (0, 2, 3))
+    first = BlockKey(None, (1, 2))
+    second = BlockKey(first, (3, 4))
+    third = BlockKey(second, (5, 6))
+    assert log.take() == (
+        BlockStored((first,), None, (1, 2), 2),
+        BlockStored((third, BlockKey(third, (7, 8))), second, (5, 6, 7, 8), 2),
+    )

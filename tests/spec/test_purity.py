@@ -358,10 +358,24 @@ def short(file: Path) -> str:
     return file.relative_to(SPEC).as_posix()
 
 
+PLUMBING = {
+    "copies.py": (
+        "__dict__ goes behind a frozen dataclass",
+        "exec() acts on the world, or on names",
+        "setattr() acts on the world, or on names",
+    ),
+    "vocabulary/config.py": ("cache keeps state between calls",),
+}
+"""What decides nothing: constructors and copies written for the fields of a class, as `dataclasses`
+writes its own (`tests/spec/test_copies.py` holds them to those), and the one KV group of a config,
+a function of an int that is remembered."""
+
+
 @pytest.mark.parametrize("file", FILES, ids=short)
 def test_spec_is_pure(file: Path) -> None:
     others = [other.read_text() for other in FILES]
-    assert impurities(file.read_text(), file, *others) == []
+    flaws = [flaw.split(": ", 1)[1] for flaw in impurities(file.read_text(), file, *others)]
+    assert tuple(flaws) == PLUMBING.get(short(file), ())
 
 
 RULES = [file for file in FILES if not {VOCABULARY, RELEASES} & {*file.parents}]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from blockstep.spec.memory.telling import get_stored
 from blockstep.spec.oracle import Oracle
 from blockstep.spec.profiles import Profile
 from blockstep.spec.releases import Quirk
@@ -210,6 +211,17 @@ def test_what_a_window_has_left_behind_is_not_told_again(num_steps: int) -> None
                 assert event.parent == event.keys[0].parent
         follow(copies, events)
         assert copies == {key: len(held) for key, held in oracle.state.pool.cached.items()}
+
+
+def test_blocks_on_both_sides_of_a_null_one_are_two_events() -> None:
+    oracle = Oracle(CONFIG)
+    oracle.submit(replace(A, prompt_token_ids=(1, 2, 3, 4, 5, 6, 7, 8, 9)))
+    told = get_stored(CONFIG, oracle.state.requests["A"], 0, (2, 0, 3, 4), 0)
+    third = BlockKey(SECOND, (5, 6))
+    assert told == (
+        BlockStored((FIRST,), None, (1, 2), 2),
+        BlockStored((third, BlockKey(third, (7, 8))), SECOND, (5, 6, 7, 8), 2),
+    )
 
 
 @pytest.mark.parametrize("quirk", [False, True])

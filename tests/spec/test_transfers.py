@@ -369,7 +369,8 @@ def test_a_window_holds_nothing_of_a_load_that_it_does_not_attend_to() -> None:
     (load,) = plan.kv_loads
     assert load.block_ids == ((1, 2, 3, 4), (0, 0, 5, 6))
     answer(oracle, plan, 0)
-    assert moving(oracle).unsettled == (), "a null block is nobody's"
+    assert moving(oracle).unsettled == ()
+    assert status(oracle) is Status.RUNNING, "a null block is nobody's"
     oracle = build(groups=(full(2), window(2, 3)), **RECOMPUTE)
     submit(oracle, "A", 8)
     oracle.offer_kv("A", 7)

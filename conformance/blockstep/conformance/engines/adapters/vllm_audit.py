@@ -25,7 +25,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from blockstep.conformance.engine import EngineFault
-from blockstep.conformance.engines.adapters.vllm_build import HASH, build_embeds
+from blockstep.conformance.engines.adapters.vllm_build import HASH, RELEASE, build_embeds
 from blockstep.conformance.engines.adapters.vllm_names import get_lora_name, get_text
 from blockstep.spec import vocabulary as v
 
@@ -94,12 +94,15 @@ class Audit:
             _compare(f"the block table shown of {name!r}", request.block_tables, tables)
         scheduler, pool = self.scheduler, self.pool
         waiting = len(shown.waiting) + len(shown.skipped_waiting)
+        has_ended = bool(shown.finished_req_ids)
+        if RELEASE.counts_held_as_ended and shown.transfers is not None:
+            has_ended = has_ended or bool(shown.transfers.held)
         for what, seen, own in (
             ("blocks in the free queue", len(shown.free_queue), pool.get_num_free_blocks()),
             ("keys in the cache", len(shown.cached), len(pool.cached_block_hash_to_block)),
             ("running", len(shown.running), scheduler.get_request_counts()[0]),
             ("waiting", waiting, scheduler.get_request_counts()[1]),
-            ("has ended", bool(shown.finished_req_ids), scheduler.has_finished_requests()),
+            ("has ended", has_ended, scheduler.has_finished_requests()),
         ):
             if seen != own:
                 raise EngineFault(f"{what}: {seen} in the snapshot, {own} says the scheduler")

@@ -172,7 +172,8 @@ def _get_told_cached(run: Run, row: EngineCoreOutput) -> int:
     known = run.known[row.request_id]
     if row.prefill_stats is not None:
         known.num_cached_tokens = row.prefill_stats.num_cached_tokens
-    return known.num_cached_tokens
+    # Of who fails before it ever ran nothing is told.
+    return max(known.num_cached_tokens, 0)
 
 
 def read_mask(run: Run, frame: SchedulerOutput, output: Any) -> v.GrammarOutput:

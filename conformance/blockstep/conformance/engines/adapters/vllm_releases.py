@@ -140,6 +140,8 @@ class Release:
     """Whether its profile follows what it does beside a connector; else hunts alone look at it."""
     frees_behind_frames: bool = False
     """Whether blocks beside a connector are freed once all frames in flight have been answered."""
+    counts_held_as_ended: bool = False
+    """Whether who has ended and holds blocks for a connector keeps the engine awake."""
     ignores_offers_of_who_skips: bool = False
     """Whether who skips reading the cache is asked about, and what is offered is not taken."""
     has_sessions: bool = False
@@ -271,6 +273,7 @@ def _build_table() -> Mapping[str, Release]:
         has_told_groups=True,
         has_store=True,
         frees_behind_frames=True,
+        counts_held_as_ended=True,
         ignores_offers_of_who_skips=True,
     )
     table = (*older, r0200, r0220, r0240, r0250, r0270, r0280, r0290, r0310, r0330)
