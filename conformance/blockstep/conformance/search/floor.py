@@ -156,7 +156,7 @@ SMALL_ONLY = {
 RARE_AT_TINY = {
     *("abort_of_shared_block", "abort_preempted", "drafts_lost_by_preemption"),
     *("drafts_some_accepted", "running_left_out_by_budget", "groups_block_in_doubt"),
-    "transfers_returned_behind_a_head",
+    *("transfers_returned_behind_a_head", "transfers_failed_at_a_later_block"),
 }
 """Where requests are two or three tokens long, seen a few times in 60,000 events."""
 RARE_UNLESS_WANTED = {
@@ -180,6 +180,7 @@ RARE_UNLESS_WANTED = {
     *("pins_reset", "pins_reset_forced", "pins_reset_refused"),
     *("transfers_parked_behind_a_hit", "transfers_returned_behind_a_head"),
     *("transfers_asked_anew", "transfers_preempted_unsettled", "transfers_held_twice"),
+    "transfers_failed_at_a_later_block",
 }
 """Required where every run has the feature that they need: one in four does otherwise."""
 RARE_WHERE_WANTED = {
