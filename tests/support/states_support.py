@@ -55,7 +55,7 @@ def draw_config(random: Random) -> Config:
             max_num_seqs=3,
             max_num_batched_tokens=random.randint(1, 12),
             max_model_len=24,
-            policy=random.choice(tuple(Policy)),
+            policy=random.choice((Policy.FCFS, Policy.PRIORITY)),
             enable_prefix_caching=mode is not NONE,
             long_prefill_token_threshold=random.choice((0, 0, 2, 5)),
             scheduler_reserve_full_isl=random.random() < 0.7,

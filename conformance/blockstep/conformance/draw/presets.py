@@ -134,10 +134,14 @@ def draw_swarm(
 ) -> Swarm:
     """Draw a swarm; `policy` fixes the policy, `max_depth` bounds the frames in flight.
 
+    The policy that pins is the feature `pins`: whoever asks for the one asks for the other.
+
     Features of `LATE` are drawn last, where they are wished for or the engine takes them.
 
     Where an engine is judged alone wrong memory shows only to who reads it: more swarms are storms.
     """
+    if policy is Policy.CONTINUUM:
+        policy, wish = None, replace(wish, always=wish.always | {PINS.name})
     config = draw_config(preset, draw, max_depth, wish)
     is_storm = draw.chance(40 if is_judged_alone else 20)
     if is_storm and is_judged_alone and wish.decide(DRAFTS, draw.chance(50)):

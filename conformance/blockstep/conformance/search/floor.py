@@ -197,7 +197,7 @@ def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> 
     absent = {*lacking, *wish.never} & BY_NAME.keys()
     if options.policy is Policy.FCFS:
         absent.add(PRIORITY.name)
-    if options.policy is not None:
+    if options.policy not in (None, Policy.CONTINUUM):
         absent.add(PINS.name)
     if options.max_depth == 1:
         absent |= SEVERAL_AT_ONCE

@@ -86,13 +86,14 @@ def get_wish(options: CheckOptions) -> Wish:
     Raises:
         UsageError: a name is in no row of the table, or no run can be as the options say.
     """
-    wish = make_wish(options.with_features, options.without_features)
+    pins = (PINS.name,) if options.policy is Policy.CONTINUUM else ()
+    wish = make_wish((*options.with_features, *pins), options.without_features)
     if options.max_depth == 1:
         for name in sorted(wish.always & SEVERAL_AT_ONCE):
             raise UsageError(f"feature {name!r}: needs 2 plans in flight or more, not depth 1")
     if options.policy is Policy.FCFS and PRIORITY.name in wish.always:
         raise UsageError(f"feature {PRIORITY.name!r}: cannot be with policy {options.policy}")
-    if options.policy is not None and PINS.name in wish.always:
+    if options.policy not in (None, Policy.CONTINUUM) and PINS.name in wish.always:
         raise UsageError(f"feature {PINS.name!r}: cannot be with policy {options.policy}")
     if options.policy is Policy.PRIORITY and PRIORITY.name in wish.never:
         raise UsageError(f"without {PRIORITY.name!r}: the policy cannot be {options.policy}")
