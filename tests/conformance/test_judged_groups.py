@@ -277,7 +277,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Any], None]:
 def test_a_planted_defect_is_said_by_name(play: Any, plant: Any, defect: Defect) -> None:
     sentence, groups, features, rule, wrap = defect
     plant(rule, wrap)
-    assert sentence in play(groups, SpecEngine, 1, 400, *features)
+    assert sentence in play(groups, SpecEngine, 1, 900, *features)
 
 
 def test_a_world_shows_what_is_given_back_too_early(plant: Any) -> None:

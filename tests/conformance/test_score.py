@@ -75,7 +75,7 @@ def test_who_decides_alike_agrees_in_many_events(engine: Any, preset: str) -> No
 @pytest.fixture(scope="module")
 def result() -> ScoreResult:
     """Of a simulator whose hits are a block short."""
-    return scored(SHORT, preset="tiny")
+    return scored(SHORT, preset="tiny", without_features=("transfers",))
 
 
 def test_a_score_goes_on_past_a_difference_and_shows_the_first_of_each_kind(

@@ -370,7 +370,7 @@ def test_the_passed_over_keep_their_order(session: OpenSession, policy: Policy) 
     plan = s.plan()
     assert [row.request_id for row in plan.rows] == ["d"]
     assert s.state().waiting == ()
-    expected = ("g", "a", "b") if policy is Policy.FCFS else ("a", "b", "g")
+    expected = ("a", "b", "g") if policy is Policy.PRIORITY else ("g", "a", "b")
     assert s.state().skipped_waiting == expected
 
 

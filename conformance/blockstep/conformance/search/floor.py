@@ -177,7 +177,7 @@ RARE_UNLESS_WANTED = {
     *("groups_resumed_behind_nulls", "groups_hit_of_a_state", "groups_state_left"),
     *("pins_last_step", "pins_of_whom_gave_up", "pins_preempted_beside", "pins_warm_goes_ahead"),
     *("pins_victim_stands_ahead", "pins_victim_of_a_job", "pins_preempted_stays_ahead"),
-    *("pins_reset", "pins_reset_forced", "pins_reset_refused"),
+    *("pins_reset", "pins_reset_forced", "pins_reset_refused", "pins_hit"),
     *("transfers_parked_behind_a_hit", "transfers_returned_behind_a_head"),
     *("transfers_asked_anew", "transfers_preempted_unsettled", "transfers_held_twice"),
     "transfers_failed_at_a_later_block",
