@@ -146,6 +146,7 @@ class VllmEngine:
             Capability.ENCODER: RELEASE.has_offers,
             Capability.EVENTS: RELEASE.has_events,
             Capability.TRANSFERS: self.shows_store,
+            Capability.PINS: False,  # an open pull request, in no release
         }
         return frozenset(one for one in Capability if has.get(one, True))
 
