@@ -8,11 +8,18 @@ from typing import Final, Generic, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from blockstep.spec.vocabulary import Request, RequestId, TokenIds
+from blockstep.spec.vocabulary import Request, RequestId, Status, TokenIds
 
 Extras: TypeAlias = tuple[str | None, str | None, tuple[tuple[str, int], ...], TokenIds]
 """Adapter, cache salt, overlapping items and embeddings of a block (P6)."""
 NOTHING: Final[Extras] = (None, None, (), ())
+STATUSES: Final = (
+    Status.WAITING,
+    Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
+    Status.RUNNING,
+    Status.PREEMPTED,
+)
+"""By the number that engines in arrays have for each."""
 K = TypeVar("K", RequestId, tuple[int, int, RequestId])
 _STEP: Final = 1 << 24
 _LAST: Final = 1 << 62

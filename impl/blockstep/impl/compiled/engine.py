@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Final, assert_never
+from collections.abc import Mapping
+from typing import ClassVar, Final
 
 import numpy as np
 
 from blockstep.impl.arrays import ArrayOutputs, ArrayPlan, SlotNames
-from blockstep.impl.capabilities import COMPILED, list_config_problems
+from blockstep.impl.capabilities import COMPILED
 from blockstep.impl.compiled.blocks import withdraw_all
 from blockstep.impl.compiled.frames import Frame, RowDrafts
 from blockstep.impl.compiled.jit import SLOW_BECAUSE, warn_if_slow
@@ -43,55 +44,22 @@ from blockstep.impl.compiled.state import (
     Int32s,
 )
 from blockstep.impl.compiled.view import View
-from blockstep.impl.refusals import (
-    answer_problem,
-    bad_result,
-    brought_problem,
-    drafts_problem,
-    frame_problem,
-    grammar_problem,
-    most_blocks,
-    schedule_problem,
-    submit_problem,
-    update_problem,
-)
+from blockstep.impl.doors import Doors
+from blockstep.impl.refusals import bad_result, frame_problem, schedule_problem
 from blockstep.spec.vocabulary import (
-    Abort,
-    Aborted,
-    Ack,
-    Clock,
-    Commit,
     Config,
-    ConfigError,
     Drafts,
     DraftsTaken,
-    EncoderOffer,
-    EncoderReset,
-    Event,
     FinishReason,
     FrameId,
-    GrammarBitmask,
-    GrammarFailed,
-    GrammarReady,
-    KVOffer,
-    Observation,
     Outputs,
     PauseState,
-    PinEstimate,
+    Plan,
     Rejected,
-    Request,
     RequestId,
-    Reset,
-    ResetDone,
-    Schedule,
-    SetPause,
     Snapshot,
     Stats,
-    StreamingUpdate,
-    Submit,
     TokenIds,
-    TransfersReported,
-    event_problem,
 )
 
 _REASONS: Final = {
@@ -105,7 +73,7 @@ _NO_MARKS: Final = np.empty(0, np.uint8)
 _NO_NAMES: Final = SlotNames(np.empty(0, np.object_), np.empty(0, np.int64))
 
 
-class CompiledEngine:
+class CompiledEngine(Doors[Frame]):
     """The scheduler and its paged KV memory on one CPU core, compiled by numba.
 
     Without numba the same functions run as plain Python: the same decisions, slowly; it says so.
@@ -121,61 +89,12 @@ class CompiledEngine:
     """Why its times mean nothing here, in one sentence; empty if they do mean something."""
 
     def __init__(self, config: Config) -> None:
-        problems = list_config_problems(config)
-        if problems:
-            raise ConfigError(problems)
+        super().__init__(config, COMPILED)
         warn_if_slow()
-        self.config = config
         self.requests = Requests(config)
-        self.pause_state = PauseState.UNPAUSED
-        self.frames: dict[FrameId, Frame] = {}
-        """In flight, oldest first."""
-        self.next_frame_id: FrameId = 0
-        self.finished_req_ids: set[RequestId] = set()
         self.previous_names = _NO_NAMES
         """Of the rows of the last plan."""
-        self._previous_id: FrameId = -1
-        """The last plan; -1 before the first."""
-        self._last_frame_of_ended: dict[RequestId, FrameId] = {}
-        """Of ended requests that frames in flight name: the last of these frames."""
         self._view = View(self)
-
-    def apply(self, event: Event) -> Observation:
-        """Take one event. Never raises; what is refused changes nothing."""
-        problem = event_problem(event) or brought_problem(event)
-        if problem is not None:
-            return problem
-        match event:
-            case Schedule():
-                plan = self.schedule_arrays()
-                return plan if isinstance(plan, Rejected) else plan.build_plan()
-            case Commit():
-                return self._commit(event)
-            case Submit(request=request):
-                return self._submit(request)
-            case Drafts():
-                return self._take_drafts(event)
-            case Abort(request_ids=request_ids):
-                return self._abort(request_ids)
-            case GrammarReady(request_id=request_id):
-                return self._set_grammar_ready(request_id)
-            case StreamingUpdate(request=request):
-                return update_problem(
-                    request.request_id, request.request_id in self.requests.slot_of
-                )
-            case SetPause(pause_state=pause_state):
-                self.pause_state = pause_state
-                return Ack()
-            case Reset(reset_running_requests=reset_running_requests):
-                return ResetDone(self._reset(reset_running_requests))
-            case EncoderReset() | EncoderOffer() | KVOffer() | Clock() | PinEstimate():
-                return Ack()  # of an encoder, a store or pins, that this engine has not
-            case TransfersReported():
-                return Outputs()
-            case GrammarFailed() | GrammarBitmask():
-                raise AssertionError("refused above")
-            case _:
-                assert_never(event)
 
     def snapshot(self) -> Snapshot:
         """The whole state in canonical form. O(blocks and tokens); takes no part in a step."""
@@ -190,6 +109,10 @@ class CompiledEngine:
         return COMPILED
 
     # a step
+
+    def _schedule(self) -> Plan | Rejected:
+        plan = self.schedule_arrays()
+        return plan if isinstance(plan, Rejected) else plan.build_plan()
 
     def schedule_arrays(self) -> ArrayPlan | Rejected:
         """`Schedule` without an object per row; refused like that event."""
@@ -275,23 +198,13 @@ class CompiledEngine:
         lengths = None if counts is None else np.ascontiguousarray(counts, np.int32)
         return self._take(frame_id, tokens, lengths)
 
-    def _commit(self, event: Commit) -> Outputs | Rejected:
-        problem = frame_problem(event.frame_id, self.frames)
-        if problem is not None:
-            return problem
-        rows = self.frames[event.frame_id].build_rows()
-        answers = {row.request_id: row.token_ids for row in event.sampled}
-        problem = answer_problem(event.frame_id, len(event.sampled), rows, answers, self._are_among)
-        if problem is not None:
-            return problem
-        tokens = [answers[request_id] for request_id in rows]
-        flat = np.array([token for row in tokens for token in row], np.int32)
-        outputs = self._take(event.frame_id, flat, np.array([*map(len, tokens)], np.int32))
-        return outputs if isinstance(outputs, Rejected) else outputs.build_outputs()
+    def _get_rows(self, frame: Frame) -> Mapping[RequestId, TokenIds | None]:
+        return frame.build_rows()
 
-    def _are_among(self, drafts: TokenIds, accepted: TokenIds) -> bool:
-        """Under asynchronous scheduling drafts are placeholders, and any token may be behind."""
-        return self.config.async_scheduling or accepted == drafts[: len(accepted)]
+    def _take_answer(self, frame_id: FrameId, tokens: list[TokenIds]) -> Outputs | Rejected:
+        flat = np.array([token for row in tokens for token in row], np.int32)
+        outputs = self._take(frame_id, flat, np.array([*map(len, tokens)], np.int32))
+        return outputs if isinstance(outputs, Rejected) else outputs.build_outputs()
 
     def _take(
         self, frame_id: FrameId, token_ids: Int32s, counts: Int32s | None
@@ -337,42 +250,16 @@ class CompiledEngine:
             outputs.ended[row] = (_REASONS[verdict], stop)
             self._forget(int(frame.who[0, at]))
 
-    def _forget(self, slot: int) -> RequestId:
-        """It has ended; the next plan tells the worker."""
-        last = int(self.requests.state.requests[slot, LAST_FRAME])
-        request_id = self.requests.remove(slot)
-        self.finished_req_ids.add(request_id)
-        if last in self.frames:
-            self._last_frame_of_ended[request_id] = last
-        return request_id
-
-    def _close(self, frame_id: FrameId) -> None:
-        """It is committed, and names nobody any more."""
-        del self.frames[frame_id]
-        if self._last_frame_of_ended:
-            self._last_frame_of_ended = {
-                name: last for name, last in self._last_frame_of_ended.items() if last != frame_id
-            }
+    def _get_last_frame(self, slot: int) -> FrameId:
+        return int(self.requests.state.requests[slot, LAST_FRAME])
 
     # what comes in between steps
 
-    def _submit(self, request: Request) -> Ack | Rejected:
-        problem = submit_problem(
-            self.config,
-            request,
-            most_blocks(self.config, request),
-            request.request_id in self.requests.slot_of,
-            request.request_id in self._last_frame_of_ended,
-        )
-        if problem is not None:
-            return problem
-        self.requests.add(request)
-        return Ack()
+    @property
+    def _register(self) -> Requests:
+        return self.requests
 
-    def _take_drafts(self, event: Drafts) -> DraftsTaken | Rejected:
-        problem = drafts_problem(self.config, event)
-        if problem is not None:
-            return problem
+    def _take_drafts(self, event: Drafts) -> DraftsTaken:
         s, taken = self.requests.state, []
         for row in event.drafts:
             slot = self.requests.slot_of.get(row.request_id)
@@ -383,26 +270,13 @@ class CompiledEngine:
             taken.append(row.request_id)
         return DraftsTaken(tuple(taken))
 
-    def _set_grammar_ready(self, request_id: RequestId) -> Ack | Rejected:
-        slot = self.requests.slot_of.get(request_id)
-        request = None if slot is None else self.requests.requests[slot]
-        problem = grammar_problem(request, request_id)
-        if problem is not None:
-            return problem
+    def _set_grammar_ready(self, slot: int) -> None:
         self.requests.state.requests[slot, GRAMMAR_READY] = 1
-        return Ack()
 
-    def _abort(self, request_ids: tuple[RequestId, ...]) -> Aborted:
-        ended: list[RequestId] = []
-        for request_id in request_ids:
-            slot = self.requests.slot_of.get(request_id)
-            if slot is not None:
-                end(self.requests.state, slot)
-                ended.append(self._forget(slot))
-        return Aborted(tuple(ended))
+    def _end(self, slot: int) -> None:
+        end(self.requests.state, slot)
 
     def _reset(self, reset_running_requests: bool) -> bool:
-        """Forget every cached block; whether that was possible (P25)."""
         s = self.requests.state
         if reset_running_requests:
             preempt_all(s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from blockstep.impl.compiled.lives import get_tokens
 from blockstep.impl.compiled.state import (
@@ -38,6 +38,7 @@ from blockstep.impl.compiled.state import (
     TIMES_PREEMPTED,
     WAITING,
 )
+from blockstep.impl.names import STATUSES
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     NULL_BLOCK,
@@ -46,20 +47,11 @@ from blockstep.spec.vocabulary import (
     RequestSnapshot,
     Snapshot,
     Stats,
-    Status,
     TokenIds,
 )
 
 if TYPE_CHECKING:
     from blockstep.impl.compiled.engine import CompiledEngine
-
-_STATUSES: Final = (
-    Status.WAITING,
-    Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
-    Status.RUNNING,
-    Status.PREEMPTED,
-)
-"""By number."""
 
 
 class View:
@@ -133,7 +125,7 @@ class View:
             drafts = tuple(s.drafts[row[SEAT], : row[NUM_DRAFTS]].tolist())
         return RequestSnapshot(
             request_id=request.request_id,
-            status=_STATUSES[row[STATUS]],
+            status=STATUSES[row[STATUS]],
             output_token_ids=tuple(tokens[len(request.prompt_token_ids) :].tolist()),
             num_computed_tokens=row[NUM_COMPUTED],
             num_output_placeholders=row[NUM_PROMISED],

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from blockstep.impl.device import layout
 from blockstep.impl.device.frames import get_tokens
 from blockstep.impl.device.layout import State
+from blockstep.impl.names import STATUSES
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     BlockKey,
@@ -14,21 +15,12 @@ from blockstep.spec.vocabulary import (
     RequestSnapshot,
     Snapshot,
     Stats,
-    Status,
     TokenIds,
 )
 
 if TYPE_CHECKING:
     from blockstep.impl.device.engine import DeviceEngine
     from blockstep.impl.device.inbox import Inbox
-
-_STATUSES: Final = (
-    Status.WAITING,
-    Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
-    Status.RUNNING,
-    Status.PREEMPTED,
-)
-"""By number."""
 
 
 def take_snapshot(engine: DeviceEngine) -> Snapshot:
@@ -112,7 +104,7 @@ def _take_request(inbox: Inbox, slot: int) -> RequestSnapshot:
         drafts = tuple(s.drafts[slot, :num_drafts].tolist())
     return RequestSnapshot(
         request_id=request.request_id,
-        status=_STATUSES[int(s.status[slot])],
+        status=STATUSES[int(s.status[slot])],
         output_token_ids=get_tokens(inbox, slot)[len(request.prompt_token_ids) :],
         num_computed_tokens=int(s.computed[slot]),
         num_output_placeholders=int(s.promised[slot]),

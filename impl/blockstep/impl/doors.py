@@ -1,0 +1,241 @@
+"""Doors: what engines in arrays answer alike. They know requests by slot, and clients by name."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Generic, Protocol, TypeVar, assert_never
+
+from blockstep.impl.capabilities import list_config_problems
+from blockstep.impl.refusals import (
+    answer_problem,
+    brought_problem,
+    drafts_problem,
+    frame_problem,
+    grammar_problem,
+    most_blocks,
+    submit_problem,
+    update_problem,
+)
+from blockstep.spec.vocabulary import (
+    Abort,
+    Aborted,
+    Ack,
+    Clock,
+    Commit,
+    Config,
+    ConfigError,
+    Drafts,
+    DraftsTaken,
+    EncoderOffer,
+    EncoderReset,
+    Event,
+    FrameId,
+    GrammarBitmask,
+    GrammarFailed,
+    GrammarReady,
+    KVOffer,
+    Observation,
+    Outputs,
+    PauseState,
+    PinEstimate,
+    Plan,
+    Rejected,
+    Request,
+    RequestId,
+    Reset,
+    ResetDone,
+    Schedule,
+    SetPause,
+    StreamingUpdate,
+    Submit,
+    TokenIds,
+    TransfersReported,
+    event_problem,
+)
+
+F = TypeVar("F")
+"""A frame in flight, as an engine keeps it."""
+
+
+class Register(Protocol):
+    """Gives each unfinished request a slot."""
+
+    slot_of: dict[RequestId, int]
+
+    @property
+    def requests(self) -> Mapping[int, Request] | Sequence[Request]:
+        """By slot."""
+        ...
+
+    def add(self, request: Request) -> object:
+        """A new request."""
+        ...
+
+    def remove(self, slot: int) -> RequestId:
+        """Forget a request that has ended."""
+        ...
+
+
+class Doors(ABC, Generic[F]):
+    """Checks what comes in, and takes it where it does not matter how a step is planned.
+
+    Args:
+        config: the constants of the run.
+        capabilities: of the engine.
+
+    Raises:
+        ConfigError: `list_config_problems` has something against the config.
+    """
+
+    def __init__(self, config: Config, capabilities: frozenset[str]) -> None:
+        problems = list_config_problems(config, capabilities)
+        if problems:
+            raise ConfigError(problems)
+        self.config = config
+        self.pause_state = PauseState.UNPAUSED
+        self.frames: dict[FrameId, F] = {}
+        """In flight, oldest first."""
+        self.next_frame_id: FrameId = 0
+        self.finished_req_ids: set[RequestId] = set()
+        self._previous_id: FrameId = -1
+        """The last plan; -1 before the first."""
+        self._last_frame_of_ended: dict[RequestId, FrameId] = {}
+        """Of ended requests that frames in flight name: the last of these frames."""
+
+    def apply(self, event: Event) -> Observation:
+        """Take one event. Never raises; what is refused changes nothing."""
+        problem = event_problem(event) or brought_problem(event)
+        if problem is not None:
+            return problem
+        match event:
+            case Schedule():
+                return self._schedule()
+            case Commit():
+                return self._commit(event)
+            case Submit(request=request):
+                return self._submit(request)
+            case Drafts():
+                return drafts_problem(self.config, event) or self._take_drafts(event)
+            case Abort(request_ids=request_ids):
+                return self._abort(request_ids)
+            case GrammarReady(request_id=request_id):
+                return self._take_grammar(request_id)
+            case StreamingUpdate(request=request):
+                return update_problem(
+                    request.request_id, request.request_id in self._register.slot_of
+                )
+            case SetPause(pause_state=pause_state):
+                self.pause_state = pause_state
+                return Ack()
+            case Reset(reset_running_requests=reset_running_requests):
+                return ResetDone(self._reset(reset_running_requests))
+            case EncoderReset() | EncoderOffer() | KVOffer() | Clock() | PinEstimate():
+                return Ack()  # of an encoder, a store or pins, that this engine has not
+            case TransfersReported():
+                return Outputs()
+            case GrammarFailed() | GrammarBitmask():
+                raise AssertionError("refused above")
+            case _:
+                assert_never(event)
+
+    # what an engine does in its own way; nothing of it is refused any more but a step too many
+
+    @property
+    @abstractmethod
+    def _register(self) -> Register: ...
+
+    @abstractmethod
+    def _schedule(self) -> Plan | Rejected: ...
+
+    @abstractmethod
+    def _get_rows(self, frame: F) -> Mapping[RequestId, TokenIds | None]:
+        """Drafts of each row, None where it does not sample; in the order of rows."""
+
+    @abstractmethod
+    def _take_answer(self, frame_id: FrameId, tokens: list[TokenIds]) -> Outputs | Rejected:
+        """The answer to the oldest frame, by row."""
+
+    @abstractmethod
+    def _take_drafts(self, event: Drafts) -> DraftsTaken: ...
+
+    @abstractmethod
+    def _set_grammar_ready(self, slot: int) -> None: ...
+
+    @abstractmethod
+    def _end(self, slot: int) -> None:
+        """It gives its blocks back."""
+
+    @abstractmethod
+    def _get_last_frame(self, slot: int) -> FrameId:
+        """The last plan that had a row of the request; -1 if none had."""
+
+    @abstractmethod
+    def _reset(self, reset_running_requests: bool) -> bool:
+        """Forget every cached block; whether that was possible (P25)."""
+
+    # what all do alike
+
+    def _submit(self, request: Request) -> Ack | Rejected:
+        problem = submit_problem(
+            self.config,
+            request,
+            most_blocks(self.config, request),
+            request.request_id in self._register.slot_of,
+            request.request_id in self._last_frame_of_ended,
+        )
+        if problem is not None:
+            return problem
+        self._register.add(request)
+        return Ack()
+
+    def _commit(self, event: Commit) -> Outputs | Rejected:
+        problem = frame_problem(event.frame_id, self.frames)
+        if problem is not None:
+            return problem
+        rows = self._get_rows(self.frames[event.frame_id])
+        answers = {row.request_id: row.token_ids for row in event.sampled}
+        problem = answer_problem(event.frame_id, len(event.sampled), rows, answers, self._are_among)
+        if problem is not None:
+            return problem
+        return self._take_answer(event.frame_id, [answers[request_id] for request_id in rows])
+
+    def _are_among(self, drafts: TokenIds, accepted: TokenIds) -> bool:
+        """Under asynchronous scheduling drafts are placeholders, and any token may be behind."""
+        return self.config.async_scheduling or accepted == drafts[: len(accepted)]
+
+    def _take_grammar(self, request_id: RequestId) -> Ack | Rejected:
+        slot = self._register.slot_of.get(request_id)
+        request = None if slot is None else self._register.requests[slot]
+        problem = grammar_problem(request, request_id)
+        if problem is not None or slot is None:
+            assert problem is not None, "an unknown request is refused"
+            return problem
+        self._set_grammar_ready(slot)
+        return Ack()
+
+    def _abort(self, request_ids: tuple[RequestId, ...]) -> Aborted:
+        ended: list[RequestId] = []
+        for request_id in request_ids:
+            slot = self._register.slot_of.get(request_id)
+            if slot is not None:
+                self._end(slot)
+                ended.append(self._forget(slot))
+        return Aborted(tuple(ended))
+
+    def _forget(self, slot: int) -> RequestId:
+        """It has ended; the next plan tells the worker."""
+        last = self._get_last_frame(slot)
+        request_id = self._register.remove(slot)
+        self.finished_req_ids.add(request_id)
+        if last in self.frames:
+            self._last_frame_of_ended[request_id] = last
+        return request_id
+
+    def _close(self, frame_id: FrameId) -> None:
+        """It is committed, and names nobody any more."""
+        del self.frames[frame_id]
+        if self._last_frame_of_ended:
+            self._last_frame_of_ended = {
+                name: last for name, last in self._last_frame_of_ended.items() if last != frame_id
+            }
