@@ -7,10 +7,9 @@ before, and a bend of what came of it. A sentence without a case says nothing th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 from play_support import brought, pinning, telling, transferring
@@ -21,12 +20,16 @@ from play_support.play import (
     B,
     Bend,
     C,
+    Case,
+    Plant,
     Play,
     after,
     changed,
     first_output,
+    nothing,
     observed,
     request,
+    same,
     table_of,
     with_count,
     with_row,
@@ -111,20 +114,6 @@ from blockstep.spec.vocabulary import (
 )
 
 SENTENCES = {each.sentence: each for entry in PROPERTIES for each in entry.checks}
-
-Plant: TypeAlias = Callable[[Any], object]
-"""Breaks a host engine that has been right so far."""
-Case: TypeAlias = tuple[str, Callable[[], Play], Plant, Bend]
-"""The sentence, a play that is right, and what is done in its last step."""
-
-
-def nothing(_engine: Any) -> None:
-    """The engine is right; only what came of it is bent."""
-
-
-def same(step: Step) -> Step:
-    """What came of it is judged as it is."""
-    return step
 
 
 def having(**values: object) -> Plant:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from blockstep.conformance.judge.properties import Step
 from blockstep.conformance.protocol.registry import SpecEngine
@@ -32,17 +32,23 @@ from blockstep.spec.vocabulary import (
     StreamingUpdate,
     Submit,
 )
-from play_support.play import CONFIG, Bend, Play, after, changed, first_output, observed, request
+from play_support.play import (
+    CONFIG,
+    Bend,
+    Case,
+    Play,
+    after,
+    changed,
+    counted,
+    first_output,
+    nothing,
+    observed,
+    request,
+)
 from play_support.scenes import AHEAD, DRAFTING, DRAFTING_AHEAD
 
-Case: TypeAlias = tuple[str, Callable[[], Play], Callable[[Any], object], Bend]
-"""The sentence, a play that is right, what is planted, and how the last step is bent."""
 X = request("X", 1, 2, 3, adapter="x")
 Y = request("Y", 1, 2, 3, adapter="y")
-
-
-def nothing(_engine: Any) -> None:
-    """The engine is right; only what came of it is bent."""
 
 
 def of_two_adapters() -> Play:
@@ -323,10 +329,6 @@ def held_by_nobody(step: Step) -> Step:
     return with_entry(step, holders=("nobody",))
 
 
-def preempted_once_more(step: Step) -> Step:
-    return after(step, stats=replace(step.after.stats, preemptions=7))
-
-
 def elsewhere(step: Step) -> Step:
     """The grammar of A stands where its outputs did not lead it."""
     return changed(step, "A", grammar_state=2)
@@ -338,8 +340,8 @@ EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
     ("encoder_cache_adds_up", ENCODER_RESET, counted_wrong),
     *[("only_running_requests_hold_items", play, held_by_nobody) for play in (GIVEN_UP, EMPTIED)],
     ("only_running_requests_hold_items", encoding_and_answered, held_by_nobody),
-    ("counters_grow_by_what_happened", OFFERED, preempted_once_more),
-    ("counters_grow_by_what_happened", ENCODER_RESET, preempted_once_more),
+    ("counters_grow_by_what_happened", OFFERED, counted),
+    ("counters_grow_by_what_happened", ENCODER_RESET, counted),
     (
         "stale_or_wrong_event_is_refused",
         OFFERED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 from blockstep.conformance.judge.properties import Step
 from blockstep.spec.vocabulary import (
@@ -30,10 +30,8 @@ from blockstep.spec.vocabulary import (
     Submit,
     TransfersReported,
 )
-from play_support.play import CONFIG, Bend, C, Play, after, request
+from play_support.play import CONFIG, Bend, C, Case, Play, after, counted, nothing, request, same
 
-Case: TypeAlias = tuple[str, Callable[[], Play], Callable[[Any], object], Bend]
-"""The sentence, a play that is right, what is planted, and how the last step is bent."""
 PINNED = replace(CONFIG, policy=Policy.CONTINUUM)
 X = replace(request("X", 1, 2, 3, 4, 5, max_tokens=1), job_id="x")
 """A turn of two blocks that can be found, and one that cannot."""
@@ -139,15 +137,6 @@ def went_on() -> Play:
     return Play(PINNED).do(Submit(session), StreamingUpdate(update))
 
 
-def nothing(_engine: Any) -> None:
-    """The engine is right; only what came of it is bent."""
-
-
-def same(step: Step) -> Step:
-    """What came of it is judged as it is."""
-    return step
-
-
 def with_pins(step: Step, **fields: Any) -> Step:
     """Another state of the pins after a step."""
     assert step.after.pins is not None
@@ -197,10 +186,6 @@ def giving_nothing(engine: Any) -> None:
 
 def preempting_the_last(engine: Any) -> None:
     engine._select_victim = lambda: len(engine.running) - 1
-
-
-def counted(step: Step) -> Step:
-    return after(step, stats=replace(step.after.stats, preemptions=7))
 
 
 def malformed(step: Step) -> Step:

@@ -109,6 +109,19 @@ C = request("C", 7, 8, arrival_time=1)
 
 Bend: TypeAlias = Callable[[Step], Step]
 """Another step than the one that was."""
+Plant: TypeAlias = Callable[[Any], object]
+"""Breaks an engine that has been right so far."""
+Case: TypeAlias = tuple[str, Callable[[], Play], Plant, Bend]
+"""The sentence, a play that is right, what is planted, and how the last step is bent."""
+
+
+def nothing(_engine: Any) -> None:
+    """The engine is right; only what came of it is bent."""
+
+
+def same(step: Step) -> Step:
+    """What came of it is judged as it is."""
+    return step
 
 
 def after(step: Step, **fields: Any) -> Step:
@@ -143,6 +156,11 @@ def first_output(step: Step, **fields: Any) -> Step:
     assert isinstance(step.observation, Outputs)
     rows = step.observation.rows
     return observed(step, rows=(replace(rows[0], **fields), *rows[1:]))
+
+
+def counted(step: Step) -> Step:
+    """As if seven had been preempted."""
+    return after(step, stats=replace(step.after.stats, preemptions=7))
 
 
 def table_of(step: Step, name: str) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from blockstep.conformance.judge.properties import Step
 from blockstep.spec.vocabulary import (
@@ -19,10 +19,8 @@ from blockstep.spec.vocabulary import (
     Schedule,
     Submit,
 )
-from play_support.play import CONFIG, A, B, Bend, Play, observed, request
+from play_support.play import CONFIG, A, B, Bend, Case, Play, nothing, observed, request
 
-Case: TypeAlias = tuple[str, Callable[[], Play], Callable[[Any], object], Bend]
-"""The sentence, a play that is right, what is planted, and how the last step is bent."""
 NEVER = BlockKey(None, (8, 8))
 """The key of a block that nobody has stored."""
 LAST = request("D", *[6] * 14)
@@ -76,10 +74,6 @@ def stored_as(**fields: Any) -> Bend:
         return observed(step, kv_events=tuple(events))
 
     return bend
-
-
-def nothing(_engine: Any) -> None:
-    """The engine is right; only what came of it is bent."""
 
 
 ALONE: list[Case] = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from blockstep.conformance.judge.properties import Step
 from blockstep.spec.vocabulary import (
@@ -43,16 +43,18 @@ from play_support.play import (
     B,
     Bend,
     C,
+    Case,
     Play,
     after,
     changed,
+    counted,
     first_output,
+    nothing,
     observed,
     request,
+    same,
 )
 
-Case: TypeAlias = tuple[str, Callable[[], Play], Callable[[Any], object], Bend]
-"""The sentence, a play that is right, what is planted, and how the last step is bent."""
 FAILING = replace(CONFIG, kv_connector=True, enable_kv_cache_events=True)
 STORE = replace(FAILING, kv_load_failure_policy=KVLoadFailurePolicy.RECOMPUTE)
 
@@ -164,15 +166,6 @@ def reset_beside() -> Play:
     return parked().do(Reset())
 
 
-def nothing(_engine: Any) -> None:
-    """The engine is right; only what came of it is bent."""
-
-
-def same(step: Step) -> Step:
-    """What came of it is judged as it is."""
-    return step
-
-
 def with_store(step: Step, **fields: Any) -> Step:
     """Another state of the transfers after a step."""
     assert step.after.transfers is not None
@@ -270,10 +263,6 @@ def held_by_a_stranger(step: Step) -> Step:
 
 def in_another_order(step: Step) -> Step:
     return after(step, free_queue=step.after.free_queue[::-1])
-
-
-def counted(step: Step) -> Step:
-    return after(step, stats=replace(step.after.stats, preemptions=7))
 
 
 def with_offer(step: Step) -> Step:
