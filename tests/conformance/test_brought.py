@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from blockstep.conformance.lockstep.runs import run_program
-from blockstep.conformance.protocol.program import Action, Answer, Hostile, Mask, Program, Propose
-from blockstep.conformance.protocol.registry import SpecEngine, load_engine
+from blockstep.conformance.protocol.program import Answer, Hostile, Mask, Program, Propose
+from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec.vocabulary import (
     Abort,
     Config,
@@ -129,36 +129,3 @@ def test_who_ends_behind_a_mask_that_knew_none_of_its_drafts_has_sampled_a_token
     assert findings == []
     assert run.witnesses["rejected_bad_result"] == 0
     assert run.plans == []
-
-
-def test_what_was_evicted_for_a_row_that_is_taken_back_is_there_again() -> None:
-    """A takes the block of B in the step in which B has evicted its first item for its second."""
-    config = Config(
-        num_blocks=4,
-        block_size=2,
-        max_num_batched_tokens=8,
-        max_model_len=8,
-        policy=Policy.PRIORITY,
-        enable_prefix_caching=False,
-        long_prefill_token_threshold=1,
-        max_frames_in_flight=4,
-        async_scheduling=True,
-        encoder_compute_budget=1,
-        encoder_cache_size=1,
-    )
-    items = (MultiModalItem("cat", 0, 1), MultiModalItem("dog", 3, 1))
-    actions: tuple[Action, ...] = (
-        Submit(Request("B", (0, 0, 0, 0), max_tokens=1, items=items)),
-        Schedule(),
-        Submit(Request("A", (0,), max_tokens=2)),
-        Schedule(),
-        Schedule(),
-        Schedule(),
-    )
-    for engine in (SpecEngine, load_engine("host")):
-        run, findings = run_program(Program(config, actions), engine)
-        assert findings == []
-        plan = run.last_plan
-        assert plan is not None
-        assert plan.preempted_req_ids == ("B",)
-        assert plan.free_encoder_mm_hashes == ()

@@ -1,13 +1,15 @@
-"""Items of rows that a step takes back: our engine does with them what the specification does.
+"""Items of rows that a step takes back, and of sessions that begin anew: the host does as the spec.
 
-Whoever comes outranks those who run, blocks are few, and prompts are items one after the other: so
-a step preempts whom it has just given an item, which others may share, or have lost room to.
+In what is drawn whoever comes outranks those who run, blocks are few, and prompts are items one
+after the other: so a step preempts whom it has just given an item, which others may share, or have
+lost room to.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -19,10 +21,13 @@ from blockstep.spec.vocabulary import (
     Config,
     EncoderOffer,
     MultiModalItem,
+    NewRow,
+    Plan,
     Policy,
     Request,
     Schedule,
     SpecMethod,
+    StreamingUpdate,
     Submit,
 )
 
@@ -105,3 +110,138 @@ def test_items_of_rows_that_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> N
         play(seed)
     assert sum(number > 0 for number in returned) > 10, "items that had made room return"
     assert max(returned) > 1, "several at once, too"
+
+
+CAT, DOG, OWL = "cat", "dog", "owl"
+NARROW = Config(
+    num_blocks=5,
+    block_size=2,
+    policy=Policy.PRIORITY,
+    enable_prefix_caching=False,
+    encoder_compute_budget=1,
+    encoder_cache_size=1,
+)
+"""The encoder makes an item of one embedding a step, and keeps one."""
+
+
+def begin(config: Config) -> LockStep:
+    return LockStep.start(config, load_engine("host"))
+
+
+def come(run: LockStep, name: str, num_prompt: int, *items: MultiModalItem, **fields: Any) -> None:
+    request = Request(name, (1,) * num_prompt, **{"max_tokens": 1, **fields}, items=items)
+    assert run.perform(Submit(request)) == []
+
+
+def plan_step(run: LockStep) -> Plan:
+    assert run.perform(Schedule()) == []
+    assert run.last is not None
+    assert isinstance(run.last.seen, Plan)
+    return run.last.seen
+
+
+def step(run: LockStep) -> Plan:
+    plan = plan_step(run)
+    assert run.perform(Answer()) == []
+    return plan
+
+
+def test_who_gave_its_blocks_up_may_stop_before_an_item_that_it_had() -> None:
+    run = begin(
+        Config(
+            num_blocks=4,
+            block_size=4,
+            max_num_seqs=2,
+            max_num_batched_tokens=7,
+            max_model_len=32,
+            enable_prefix_caching=False,
+            long_prefill_token_threshold=4,
+            scheduler_reserve_full_isl=False,
+            encoder_compute_budget=5,
+            encoder_cache_size=5,
+        )
+    )
+    come(run, "D", 8, MultiModalItem(CAT, 1, 2), MultiModalItem(DOG, 4, 1), resumable=True)
+    step(run)
+    step(run)
+    others = (MultiModalItem(DOG, 1, 1), MultiModalItem(OWL, 2, 3), MultiModalItem(DOG, 5, 1))
+    come(run, "G", 11, *others)
+    step(run)
+    update = StreamingUpdate(Request("D", (1,), max_tokens=1, resumable=True))
+    assert run.perform(update) == []
+    (row,) = plan_step(run).new
+    assert isinstance(row, NewRow)
+    assert (row.request_id, row.num_computed_tokens, row.num_scheduled_tokens) == ("D", 0, 1)
+
+
+def test_what_made_room_for_a_row_that_was_taken_back_returns() -> None:
+    run = begin(
+        replace(
+            NARROW,
+            max_model_len=64,
+            spec_method=SpecMethod.DRAFT_MODEL,
+            num_speculative_tokens=1,
+            max_frames_in_flight=3,
+            async_scheduling=True,
+        )
+    )
+    items = (MultiModalItem(CAT, 0, 1), MultiModalItem(DOG, 1, 1), MultiModalItem(OWL, 2, 1))
+    come(run, "A", 4, *items)
+    plan_step(run)
+    come(run, "B", 1, max_tokens=2, priority=-1)
+    plan_step(run)
+    plan = plan_step(run)
+    assert (plan.preempted_req_ids, plan.free_encoder_mm_hashes) == (("A",), ())
+    encoder = run.spec.snapshot().encoder
+    assert encoder is not None
+    assert encoder.freeable == (DOG,)
+
+
+def test_what_made_room_for_a_row_without_a_head_returns() -> None:
+    """A takes the block of B in the step in which B has evicted its first item for its second."""
+    run = begin(
+        replace(
+            NARROW,
+            num_blocks=4,
+            max_model_len=8,
+            max_num_batched_tokens=8,
+            long_prefill_token_threshold=1,
+            max_frames_in_flight=4,
+            async_scheduling=True,
+        )
+    )
+    come(run, "B", 4, MultiModalItem(CAT, 0, 1), MultiModalItem(DOG, 3, 1))
+    plan_step(run)
+    come(run, "A", 1, max_tokens=2)
+    plan_step(run)
+    plan_step(run)
+    plan = plan_step(run)
+    assert (plan.preempted_req_ids, plan.free_encoder_mm_hashes) == (("B",), ())
+
+
+def test_who_has_found_an_item_that_is_taken_back_brings_it_in() -> None:
+    """A row before it has found another one, which stays as it is."""
+    run = begin(
+        replace(
+            NARROW,
+            num_blocks=12,
+            block_size=1,
+            max_model_len=32,
+            long_prefill_token_threshold=1,
+            scheduler_reserve_full_isl=False,
+            encoder_cache_size=3,
+        )
+    )
+    come(run, "Z", 1, MultiModalItem(DOG, 0, 1))
+    step(run)
+    come(run, "A", 4, MultiModalItem(CAT, 3, 1), priority=2)
+    step(run)
+    come(run, "G", 3, MultiModalItem(DOG, 2, 1))
+    come(run, "H", 3, MultiModalItem(CAT, 2, 1))
+    step(run)
+    come(run, "B", 2, priority=1)
+    step(run)
+    plan = step(run)
+    assert plan.preempted_req_ids == ("A",)
+    made = {one.request_id: one.item_indices for one in plan.scheduled_encoder_inputs}
+    assert made == {"H": (0,)}

@@ -12,146 +12,67 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from groups_support import ALL, NONE, chunks, full, recurrent, window
+from alike_support import (
+    NAMES,
+    Pair,
+    draw_answer,
+    draw_config,
+    draw_drafts,
+    draw_request,
+    draw_update,
+    list_attending,
+    list_recurrent,
+    play_all,
+)
 
-from blockstep.impl.host import HostEngine
-from blockstep.spec import Oracle
 from blockstep.spec.vocabulary import (
-    DRAFT_PLACEHOLDER,
     Abort,
     Clock,
     Commit,
     Config,
-    Drafts,
     Event,
-    Grammar,
     GrammarBitmask,
     GrammarFailed,
     GrammarReady,
     KVGroup,
-    MultiModalItem,
     Outputs,
     PauseState,
     PinEstimate,
     Plan,
     Policy,
-    Rejected,
     Request,
     Reset,
     ResetDone,
-    RowTokens,
     Schedule,
     SetPause,
     Snapshot,
-    SpecMethod,
     StreamingUpdate,
     Submit,
     config_problems,
 )
 
-NAMES = tuple("abcdefgh")
 JOBS = ("j", "k", "l")
-ANYTHING = Grammar(((((0, 0), (1, 0), (2, 0))),))
-"""A grammar that forbids nothing that is sampled here."""
 
 
-def draw_config(draw: random.Random) -> Config:
+def draw_pinning(draw: random.Random) -> Config:
     """Fields that go together are drawn again until nothing is against them."""
     while True:
-        config = _draw_any_config(draw)
+        config = replace(draw_config(draw, list_groups), policy=Policy.CONTINUUM)
         if not config_problems(config):
             return config
 
 
-def _draw_any_config(draw: random.Random) -> Config:
-    method = draw.choice((SpecMethod.NONE, SpecMethod.NGRAM, SpecMethod.EAGLE))
-    num_drafts = 0 if method is SpecMethod.NONE else draw.randint(1, 3)
-    chunked = draw.random() < 0.8
-    depth = draw.choice((1, 1, 2, 2, 3))
-    size = draw.choice((1, 2, 2, 4))
-    cache_size = draw.choice((0, 0, 6))
-    groups = draw.choice(((), (), (), *list_groups(size, num_drafts)))
-    return Config(
-        num_blocks=draw.randint(9, 16) + (draw.randint(8, 30) if groups else 0),
-        block_size=size,
-        max_num_seqs=draw.randint(1, 5),
-        max_num_batched_tokens=draw.randint(2, 16) if chunked else 24,
-        max_model_len=draw.randint(16, 24),
-        policy=Policy.CONTINUUM,
-        enable_chunked_prefill=chunked,
-        long_prefill_token_threshold=draw.choice((0, 0, 1, 3)),
-        scheduler_reserve_full_isl=draw.random() < 0.5,
-        spec_method=method,
-        num_speculative_tokens=num_drafts,
-        max_frames_in_flight=depth,
-        async_scheduling=depth > 1 and draw.random() < 0.6,
-        groups=groups,
-        max_loras=draw.choice((0, 0, 1)),
-        encoder_compute_budget=4 if cache_size else 0,
-        encoder_cache_size=cache_size,
-        enable_kv_cache_events=draw.random() < 0.5,
-    )
-
-
 def list_groups(size: int, num_drafts: int) -> tuple[tuple[KVGroup, ...], ...]:
-    return (
-        (full(size), full(2 * size)),
-        (full(size), window(size, 3)),
-        (window(2 * size, 5), full(size)),
-        (window(size, 4),),
-        (chunks(size, 4), full(2 * size)),
-        (full(size), recurrent(2 * size, num_speculative=num_drafts)),
-        (full(size), recurrent(size, ALL, num_drafts)),
-        (full(size), recurrent(size, NONE, num_drafts)),
-    )
+    return (*list_attending(size), *list_recurrent(size, num_drafts))
 
 
-def draw_request(draw: random.Random, config: Config, name: str) -> Request:
-    stem = draw.choice(((0,) * 14, (0, 1) * 7))
-    prompt = (*stem[: draw.randint(1, 14)], *draw.choice(((), (), (1, 1, 1))))
-    items: tuple[MultiModalItem, ...] = ()
-    if draw.random() < 0.2:
-        offset = draw.randrange(len(prompt))
-        length = min(draw.randint(1, 4), len(prompt) - offset)
-        items = (MultiModalItem(f"x{length}", offset, length),)
-    structured = draw.random() < 0.08
-    return Request(
-        name,
-        prompt,
-        max_tokens=draw.randint(1, 4),
-        eos_token_id=draw.choice((None, None, 2)),
-        arrival_time=draw.randrange(3),
-        adapter=draw.choice((None, None, "x", "y")) if config.max_loras else None,
-        items=items,
-        skip_reading_prefix_cache=draw.random() < 0.1,
-        structured_output=structured,
-        grammar=ANYTHING if structured and draw.random() < 0.5 else None,
-        resumable=draw.random() < 0.1,
-        job_id=draw.choice((None, *JOBS)),
-        is_last_step=draw.random() < 0.1,
-    )
+def draw_turn(draw: random.Random, name: str) -> Request:
+    job, is_last = draw.choice((None, *JOBS)), draw.random() < 0.1
+    return draw_request(draw, name, job_id=job, is_last_step=is_last)
 
 
-def draw_answer(draw: random.Random, host: HostEngine) -> Event:
-    """The commit of the oldest frame in flight, or Schedule if there is none."""
-    for frame_id, frame in host.frames.items():
-        rows: list[RowTokens] = []
-        for name, drafts in {**frame, **host.dropped.get(frame_id, {})}.items():
-            if drafts is None:
-                rows.append(RowTokens(name))
-                continue
-            # Behind a placeholder may be any token.
-            accepted = [
-                draw.randrange(3) if token == DRAFT_PLACEHOLDER else token
-                for token in drafts[: draw.randint(0, len(drafts))]
-            ]
-            rows.append(RowTokens(name, (*accepted, draw.randrange(3))))
-        return Commit(frame_id, tuple(rows))
-    return Schedule()
-
-
-def draw_event(draw: random.Random, host: HostEngine) -> Event:
-    kind, name = draw.random(), draw.choice(NAMES)
+def draw_event(draw: random.Random, pair: Pair) -> Event:
+    kind, name, host = draw.random(), draw.choice(NAMES), pair.host
     config, table = host.config, host.table
     pins = host.snapshot().pins
     assert pins is not None
@@ -161,16 +82,13 @@ def draw_event(draw: random.Random, host: HostEngine) -> Event:
         return PinEstimate(draw.choice(sorted(map(str, unknown))), draw.choice((3, 9, 30)))
     if kind < 0.2:
         unused = [n for n in NAMES if n not in table.slot_of]
-        return Submit(draw_request(draw, config, draw.choice(unused or NAMES)))
+        return Submit(draw_turn(draw, draw.choice(unused or NAMES)))
     if kind < 0.26:
         return PinEstimate(draw.choice((*JOBS, "m")), draw.choice((0, 1, 3, 9, 30)))
     if kind < 0.3:
         return Clock(max(pins.now + draw.choice((-2, 1, 1, 2, 5)), 0))
     if kind < 0.35:
-        most = config.num_speculative_tokens
-        named = (*host.table.slot_of, name)
-        proposals = {n: tuple(draw.choices(range(3), k=draw.randint(0, most))) for n in named}
-        return Drafts(tuple(RowTokens(n, tokens) for n, tokens in proposals.items()))
+        return draw_drafts(draw, host, name)
     if kind < 0.37:
         return Abort((name, draw.choice(NAMES)))
     if kind < 0.4:
@@ -178,8 +96,7 @@ def draw_event(draw: random.Random, host: HostEngine) -> Event:
     if kind < 0.41 and host.frames:
         return GrammarBitmask(draw.choice(list(host.frames)))
     if kind < 0.43:
-        update = replace(draw_request(draw, config, name), structured_output=False, grammar=None)
-        return StreamingUpdate(replace(update, resumable=draw.random() < 0.7))
+        return draw_update(draw, draw_turn(draw, name))
     if kind < 0.44:
         return SetPause(draw.choice((*PauseState, *[PauseState.UNPAUSED] * 9)))
     if kind < 0.46:
@@ -187,39 +104,6 @@ def draw_event(draw: random.Random, host: HostEngine) -> Event:
     if kind < (0.55 if config.max_frames_in_flight == 1 else 0.68):
         return Schedule()
     return draw_answer(draw, host)
-
-
-class Pair:
-    """The specification and the host side by side."""
-
-    def __init__(self, config: Config, seed: int) -> None:
-        self.oracle, self.host = Oracle(config), HostEngine(config)
-        self.seed = seed
-        self.witnessed: Counter[str] = Counter()
-
-    def apply(self, event: Event) -> Snapshot:
-        """Let both take an event; where they are then."""
-        where = f"seed {self.seed}, event {self.witnessed['events']}: {event}"
-        before = self.host.snapshot()
-        wanted, found = self.oracle.apply(event), self.host.apply(event)
-        if isinstance(wanted, Rejected) and isinstance(found, Rejected):
-            assert found.code == wanted.code, where
-        else:
-            assert found == wanted, where
-        after = self.host.snapshot()
-        assert after == self.oracle.snapshot(), where
-        self.witnessed += count_witnesses(event, found, before, after)
-        return after
-
-
-def play(seed: int, num_events: int) -> Counter[str]:
-    """One random program through both, to its end; what happened in it."""
-    draw = random.Random(seed)
-    pair = Pair(draw_config(draw), seed)
-    for _ in range(num_events):
-        pair.apply(draw_event(draw, pair.host))
-    drain(draw, pair)
-    return pair.witnessed
 
 
 def drain(draw: random.Random, pair: Pair) -> None:
@@ -249,7 +133,7 @@ def count_witnesses(event: Event, found: object, before: Snapshot, after: Snapsh
     """What shows that the programs reach what they are to reach."""
     assert before.pins is not None
     assert after.pins is not None
-    seen: Counter[str] = Counter(events=1)
+    seen: Counter[str] = Counter()
     there = {pin.job_id: pin for pin in before.pins.pins}
     now = {pin.job_id: pin for pin in after.pins.pins}
     if isinstance(event, Commit) and isinstance(found, Outputs):
@@ -274,10 +158,10 @@ def count_witnesses(event: Event, found: object, before: Snapshot, after: Snapsh
 
 
 def run(seeds: range, num_events: int) -> Counter[str]:
-    witnessed: Counter[str] = Counter()
-    for seed in seeds:
-        witnessed += play(seed, num_events)
-    return witnessed
+    def begin(draw: random.Random, seed: int) -> Pair:
+        return Pair(draw_pinning(draw), seed, count_witnesses)
+
+    return play_all(seeds, num_events, begin, draw_event, drain)
 
 
 def test_specification_and_host_are_alike() -> None:

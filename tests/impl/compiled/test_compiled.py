@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from alike_support import apply_alike, step_alike
 
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.options import CheckOptions
@@ -25,16 +26,11 @@ from blockstep.spec.hashing import get_item_keys
 from blockstep.spec.vocabulary import (
     Abort,
     Ack,
-    Commit,
     Config,
-    Event,
     MultiModalItem,
-    Plan,
     Policy,
     Request,
     Reset,
-    RowTokens,
-    Schedule,
     Submit,
 )
 
@@ -67,25 +63,6 @@ assert check(CheckOptions("compiled", seed=12, max_events=1_500)).first is None
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr
-
-
-def apply_alike(engine: CompiledEngine, other: HostEngine, event: Event) -> object:
-    answer = engine.apply(event)
-    assert answer == other.apply(event)
-    return answer
-
-
-def step_alike(engine: CompiledEngine, other: HostEngine, draw: random.Random) -> None:
-    plan = apply_alike(engine, other, Schedule())
-    assert isinstance(plan, Plan)
-    frame = other.frames.get(plan.frame_id, {})
-    rows = [
-        RowTokens(name, () if drafts is None else (draw.randrange(5),))
-        for name, drafts in frame.items()
-    ]
-    if rows:
-        apply_alike(engine, other, Commit(plan.frame_id, tuple(rows)))
-    assert engine.snapshot() == other.snapshot()
 
 
 def draw_request(draw: random.Random, number: int) -> Request:

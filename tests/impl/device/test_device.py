@@ -13,6 +13,7 @@ from typing import Any
 import kernel_support
 import pytest
 import typer
+from alike_support import apply_alike, step_alike
 from tests.impl.compiled.test_compiled import draw_request
 from typer.testing import CliRunner
 
@@ -31,8 +32,6 @@ from blockstep.spec.vocabulary import (
     Commit,
     Config,
     ConfigError,
-    Event,
-    Plan,
     Policy,
     Request,
     Reset,
@@ -137,24 +136,6 @@ def test_numpy_and_the_interpreter_agree_bit_for_bit() -> None:
 def test_numpy_and_the_interpreter_agree_for_long() -> None:
     pytest.importorskip("triton")
     play_interpreted("long")
-
-
-def apply_alike(engine: DeviceEngine, other: HostEngine, event: Event) -> object:
-    answer = engine.apply(event)
-    assert answer == other.apply(event)
-    return answer
-
-
-def step_alike(engine: DeviceEngine, other: HostEngine, draw: random.Random) -> None:
-    plan = apply_alike(engine, other, Schedule())
-    assert isinstance(plan, Plan)
-    rows = [
-        RowTokens(name, () if drafts is None else (draw.randrange(5),))
-        for name, drafts in other.frames.get(plan.frame_id, {}).items()
-    ]
-    if rows:
-        apply_alike(engine, other, Commit(plan.frame_id, tuple(rows)))
-    assert engine.snapshot() == other.snapshot()
 
 
 @pytest.mark.parametrize("policy", [Policy.FCFS, Policy.PRIORITY])
