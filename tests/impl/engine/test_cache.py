@@ -10,31 +10,8 @@ import torch
 from engine_support.models import Checkpoint
 
 from blockstep.impl.engine import LLM, RequestError, SamplingParams, SettingsError
-from blockstep.impl.engine.cache import compute_block_bytes, compute_num_blocks
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "num_kv_heads", "bytes_per_layer", "megabytes"),
-    [
-        pytest.param(32, 32, 262_144, 8.39, id="Llama 7B"),
-        pytest.param(40, 40, 327_680, 13.11, id="Llama 13B"),
-        pytest.param(80, 8, 65_536, 5.24, id="Llama 70B"),
-        pytest.param(32, 8, 65_536, 2.10, id="Mixtral 8x7B"),
-        pytest.param(126, 8, 65_536, 8.26, id="Llama 405B"),
-    ],
-)
-def test_a_block_takes_what_the_table_of_seed_002_says(
-    num_layers: int, num_kv_heads: int, bytes_per_layer: int, megabytes: float
-) -> None:
-    assert compute_block_bytes(1, num_kv_heads, 128, 16, 2) == bytes_per_layer
-    whole = compute_block_bytes(num_layers, num_kv_heads, 128, 16, 2)
-    assert round(whole / 1e6, 2) == megabytes
-
-
-def test_the_blocks_of_an_h100_are_those_of_seed_002() -> None:
-    # The seed divides 43 GB by 5.24 MB, a rounded size, and gets 8,206.
-    assert compute_num_blocks(43 * 10**9, 5_240_000) == 8_206
-    assert compute_num_blocks(43 * 10**9, compute_block_bytes(80, 8, 128, 16, 2)) == 8_201
+from blockstep.impl.engine.cache import compute_num_blocks
+from blockstep.impl.tiers import KVShape
 
 
 def test_memory_is_rounded_down_to_blocks() -> None:
@@ -48,14 +25,14 @@ def test_memory_for_less_than_two_blocks_is_refused(size: int) -> None:
 
 
 def test_the_engine_sizes_its_cache_from_memory(qwen3: Checkpoint) -> None:
-    block_bytes = compute_block_bytes(2, 2, 32, 16, 4)
+    block_bytes = KVShape(2, 2, 32, 16, 4).block_bytes
     llm = LLM(qwen3.folder, kv_cache_bytes=10 * block_bytes + 1)
     assert llm.config.num_blocks == 10
     assert llm.config.max_model_len == 9 * 16
 
 
 def test_a_draft_model_shares_the_memory(qwen3: Checkpoint) -> None:
-    block_bytes = compute_block_bytes(2, 2, 32, 16, 4)
+    block_bytes = KVShape(2, 2, 32, 16, 4).block_bytes
     llm = LLM(
         qwen3.folder,
         kv_cache_bytes=10 * block_bytes,
@@ -69,7 +46,7 @@ def test_a_draft_model_shares_the_memory(qwen3: Checkpoint) -> None:
 def test_windows_serve_longer_texts_from_the_same_memory(windows: Checkpoint) -> None:
     """Two layers: in one table a block holds both, in two groups one, and the window's are few."""
     size: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 8}
-    size["kv_cache_bytes"] = 12 * compute_block_bytes(2, 2, 16, 4, 4)
+    size["kv_cache_bytes"] = 12 * KVShape(2, 2, 16, 4, 4).block_bytes
     one = LLM(windows.folder, **size, disable_hybrid_kv_cache_manager=True)
     assert one.config.groups == ()
     assert (one.config.num_blocks, one.config.max_model_len) == (12, 11 * 4)
@@ -91,7 +68,7 @@ def test_a_small_model_does_not_take_all_memory(qwen3: Checkpoint) -> None:
 
 
 def test_halves_take_half(qwen3: Checkpoint) -> None:
-    block_bytes = compute_block_bytes(2, 2, 32, 16, torch.bfloat16.itemsize)
+    block_bytes = KVShape(2, 2, 32, 16, torch.bfloat16.itemsize).block_bytes
     llm = LLM(qwen3.folder, dtype="bfloat16", kv_cache_bytes=10 * block_bytes)
     assert llm.config.num_blocks == 10
 

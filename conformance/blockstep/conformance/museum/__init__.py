@@ -23,6 +23,7 @@ from blockstep.conformance.museum import (
     grammars,
     groups,
     identity,
+    listings,
     pins,
     plan,
     pool,
@@ -38,7 +39,7 @@ from blockstep.spec.vocabulary import Config
 
 __all__ = ["EXHIBITS", "Exhibit", "build"]
 
-_PAGES = (pool, admission, preemption, drafts, promises, plan, identity, groups)
+_PAGES = (pool, admission, preemption, drafts, promises, plan, identity, listings, groups)
 
 _BROUGHT = (brought.ADAPTERS, grammars.PAGE, brought.SESSIONS, encoder.PAGE)
 _TELLING = (telling.PAGE, telling.SKIPPING)

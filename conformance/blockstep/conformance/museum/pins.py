@@ -153,7 +153,82 @@ class LastIsPreempted(Defect):
         return len(self.running) - 1
 
 
+@PAGE.exhibit(
+    "a victim that is not the last keeps its row of this step",
+    "vLLM V1: The Fork, Changes 7 and 9",
+    "P26 P2 P3 P9",
+)
+class RowOfColdVictimStays(Defect):
+    """More rows are planned than requests run, which the fork then warns of, and plans."""
+
+    def _unschedule(self, victim: int, step: Any) -> None:
+        if self.pins is None:
+            super()._unschedule(victim, step)
+
+
+# Change 11: what is told as a turn arrives.
+
+
+@PAGE.exhibit(
+    "an estimate is lost that is told before its turn ends",
+    "vLLM V1: The Fork, Change 11",
+    "P18 P17",
+    part=PART,
+    invisible=KEPT,
+)
+class EstimateAtArrivalIsLost(Defect):
+    """Whoever knows the tool as the turn comes has told it too early."""
+
+    def take_estimate(self, estimate: Any) -> None:
+        if estimate.job_id in self.pins:
+            super().take_estimate(estimate)
+
+
 # Change 12: what is pinned, and when.
+
+
+@PAGE.exhibit(
+    "a turn of no job is pinned", "vLLM V1: The Fork, Change 12", "P17 P16", invisible=KEPT
+)
+class TurnOfNoJobIsPinned(Defect):
+    """There is no next one that could come for it."""
+
+    def _end_turn(self, pins: Any, slot: int) -> None:
+        request = self.table.requests[slot]
+        if request.job_id is not None:
+            super()._end_turn(pins, slot)
+            return
+        name = f"no job of {request.request_id}"
+        self.table.requests[slot] = type(request)(name, request.prompt_token_ids, job_id=name)
+        pins.estimates[name] = 2
+        super()._end_turn(pins, slot)
+        self.table.requests[slot] = request
+        if name not in pins.pins:
+            del pins.estimates[name]
+
+
+@PAGE.exhibit(
+    "the worker is not told of the end of a turn that is pinned",
+    "vLLM V1: The Fork, Change 12",
+    "P26",
+)
+class PinnedTurnIsNotTold(Defect):
+    """It keeps a row for a request that is gone, and meets its name again."""
+
+    _is_pinned = False
+
+    def _end_turn(self, pins: Any, slot: int) -> None:
+        job_id = self.table.requests[slot].job_id
+        before = pins.pins.get(job_id)
+        super()._end_turn(pins, slot)
+        self._is_pinned = pins.pins.get(job_id) not in (None, before)
+
+    def _finish(self, slot: int) -> None:
+        request_id = self.table.requests[slot].request_id
+        super()._finish(slot)
+        if self._is_pinned:
+            self.finished_req_ids.discard(request_id)
+            self._is_pinned = False
 
 
 @PAGE.exhibit(

@@ -5,7 +5,7 @@
 
 A block holds as many layers as a group of them has: all, where there is one group (see `groups`).
 A draft model keeps its KV in a cache of its own under the same block ids, so one block costs what
-it takes in both. Source: seed 002 "Physical Memory Layout of a Single Block", "The Free Pool".
+it takes in both. What that is says `tiers.costs`. Source: seed 002 "The Free Pool".
 """
 
 from __future__ import annotations
@@ -17,13 +17,7 @@ import torch
 from blockstep.impl.engine.config import ModelConfig
 from blockstep.impl.engine.errors import SettingsError
 from blockstep.impl.engine.groups import LayerGroup, count_stacked
-
-
-def compute_block_bytes(
-    num_layers: int, num_kv_heads: int, head_size: int, block_size: int, dtype_bytes: int
-) -> int:
-    """Bytes of one block over all layers, keys and values. Source: seed 002 (its table)."""
-    return block_size * num_kv_heads * head_size * 2 * dtype_bytes * num_layers
+from blockstep.impl.tiers import KVShape
 
 
 def get_block_bytes(
@@ -34,13 +28,13 @@ def get_block_bytes(
 ) -> int:
     """Bytes of one block in the caches of all models that share block ids, and so `groups`."""
     return sum(
-        compute_block_bytes(
+        KVShape(
             count_stacked(groups, place),
             model.num_kv_heads,
             model.head_size,
             block_size,
             dtype.itemsize,
-        )
+        ).block_bytes
         for place, model in enumerate(models)
     )
 
@@ -79,9 +73,10 @@ class PagedCache:
         try:
             kv = torch.zeros(shape, dtype=dtype, device=device)
         except (RuntimeError, MemoryError) as error:
-            size = num_blocks * compute_block_bytes(
+            shape_of_kv = KVShape(
                 num_stacked, model.num_kv_heads, model.head_size, block_size, dtype.itemsize
             )
+            size = num_blocks * shape_of_kv.block_bytes
             raise SettingsError(
                 f"num_blocks = {num_blocks}: the machine has no {size} bytes for the cache; "
                 "give fewer blocks, or less as kv_cache_bytes"

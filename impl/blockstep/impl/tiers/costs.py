@@ -1,0 +1,202 @@
+"""Costs: what a block takes, what it costs to move it, and when it is cheaper to compute it again.
+
+    who is preempted      swap       | out ...... |   others run   | back ...... |
+                          recompute  |                others run   | prefill ............... |
+
+Whole numbers in, whole numbers and fractions out: nothing is rounded, and a tie is a tie. Units
+are in the names: bytes, bytes per second (10^9, not 2^30, of them are a GB/s), nanoseconds. Times
+are fractions of a second; `float(...)` is for people. Source: seed 002 "Physical Memory Layout of
+a Single Block", "Transfer Latency Math", "Preemption Strategies: Swap vs Recompute"; where its
+figures are wrong the page on discrepancies has the right ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from fractions import Fraction
+from math import floor
+from typing import Final, TypeAlias
+
+Seconds: TypeAlias = Fraction
+NS_PER_SECOND: Final = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What is kept of each token: keys and values of `num_kv_heads` heads in each layer.
+
+    `num_layers` are those that a block holds: all of a model, where its layers are one KV group.
+
+    Raises:
+        ValueError: a field is no whole number, or below 1.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    dtype_bytes: int
+
+    def __post_init__(self) -> None:
+        _require(self, **{field.name: 1 for field in fields(self)})
+
+    @property
+    def token_bytes_per_layer(self) -> int:
+        """Bytes of one token in one layer: a key and a value for each head."""
+        return self.num_kv_heads * self.head_size * 2 * self.dtype_bytes
+
+    @property
+    def block_bytes_per_layer(self) -> int:
+        """Bytes of one block in one layer."""
+        return self.block_size * self.token_bytes_per_layer
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers."""
+        return self.num_layers * self.block_bytes_per_layer
+
+    def count_blocks(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens, the last one perhaps in part."""
+        return -(-num_tokens // self.block_size)
+
+    def count_fitting(self, memory_bytes: int) -> int:
+        """Blocks that fit into so much memory, the null block among them."""
+        return memory_bytes // self.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction between two memories.
+
+    Raises:
+        ValueError: a field is no whole number; no speed, or a latency below 0.
+    """
+
+    bytes_per_second: int
+    ns_per_copy: int = 0
+    """Until the first byte moves, however many blocks follow."""
+    ns_per_block: int = 0
+    """For each block besides its bytes: a call, say, where each is a transfer of its own."""
+
+    def __post_init__(self) -> None:
+        _require(self, bytes_per_second=1, ns_per_copy=0, ns_per_block=0)
+
+    @property
+    def setup_time(self) -> Seconds:
+        """Of a copy."""
+        return Fraction(self.ns_per_copy, NS_PER_SECOND)
+
+    def compute_block_time(self, block_bytes: int) -> Seconds:
+        """For each block of it."""
+        moved = Fraction(block_bytes, self.bytes_per_second)
+        return moved + Fraction(self.ns_per_block, NS_PER_SECOND)
+
+    def compute_copy_time(self, num_blocks: int, block_bytes: int) -> Seconds:
+        """For so many blocks in one copy; nothing for none."""
+        per_block = self.compute_block_time(block_bytes)
+        return self.setup_time + num_blocks * per_block if num_blocks else Fraction(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """How quickly an engine computes what it has lost.
+
+    Raises:
+        ValueError: a field is no whole number; no speed, or a latency below 0.
+    """
+
+    tokens_per_second: int
+    ns_per_prefill: int = 0
+    """What it takes besides, however many tokens there are."""
+
+    def __post_init__(self) -> None:
+        _require(self, tokens_per_second=1, ns_per_prefill=0)
+
+    @property
+    def setup_time(self) -> Seconds:
+        """Of a prefill."""
+        return Fraction(self.ns_per_prefill, NS_PER_SECOND)
+
+    def compute_time(self, num_tokens: int) -> Seconds:
+        """For so many tokens; nothing for none."""
+        per_token = Fraction(1, self.tokens_per_second)
+        return self.setup_time + num_tokens * per_token if num_tokens else Fraction(0)
+
+
+class Way(StrEnum):
+    """What becomes of the KV of somebody who is preempted."""
+
+    SWAP = "swap"
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What it costs to preempt somebody and to have it back, in either way.
+
+    A swap moves whole blocks, and moves them twice: seed 002 counts the way back alone.
+    """
+
+    shape: KVShape
+    out: Link | None
+    """None: what would be moved is in the lower tier already, as with a store that is written to
+    while requests run."""
+    back: Link
+    prefill: Prefill
+
+    def compute_swap_time(self, num_tokens: int) -> Seconds:
+        """To move so many tokens out and back."""
+        num_blocks, size = self.shape.count_blocks(num_tokens), self.shape.block_bytes
+        return _add(link.compute_copy_time(num_blocks, size) for link in self._links)
+
+    def compute_recompute_time(self, num_tokens: int) -> Seconds:
+        """To compute so many tokens again."""
+        return self.prefill.compute_time(num_tokens)
+
+    def choose(self, num_tokens: int) -> Way:
+        """The cheaper way for so many tokens. At equal cost nothing is moved: that takes no memory
+        of a lower tier."""
+        is_cheaper = self.compute_swap_time(num_tokens) < self.compute_recompute_time(num_tokens)
+        return Way.SWAP if is_cheaper else Way.RECOMPUTE
+
+    def get_break_even(self) -> int | None:
+        """The number of tokens from which on it is always cheaper to swap; None if there is none.
+
+        Computing costs more with each token, moving with each block, so just below this number the
+        choice may change several times:
+
+            lead of swapping     /|  /|  /      it falls by a block's time where a block begins,
+                             ___/_|_/_|_/__     and rises by a token's with each token in it
+                               /  |/  |/ ^ from here on it is above 0
+                              /   /   /
+        """
+        token, block_size = Fraction(1, self.prefill.tokens_per_second), self.shape.block_size
+        block = _add(link.compute_block_time(self.shape.block_bytes) for link in self._links)
+        handicap = _add(link.setup_time for link in self._links) - self.prefill.setup_time
+        gain = block_size * token - block  # with each full block
+        lead = token - block - handicap  # at the first token
+        if gain < 0 or (gain == 0 and lead <= 0):
+            return None
+        if lead > 0:
+            return 1
+        num_dips = floor(-lead / gain) + 1  # blocks at whose first token swapping does not lead
+        leads_in_last_from = floor((handicap + num_dips * block) / token) + 1
+        return min(leads_in_last_from, num_dips * block_size + 1)
+
+    @property
+    def _links(self) -> tuple[Link, ...]:
+        return (self.back,) if self.out is None else (self.out, self.back)
+
+
+def _add(times: Iterable[Seconds]) -> Seconds:
+    return sum(times, Fraction(0))
+
+
+def _require(numbers: object, **least: int) -> None:
+    """Raise ValueError unless each field named is an int, and at least so much."""
+    for name, bound in least.items():
+        value = getattr(numbers, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < bound:
+            raise ValueError(f"{name} = {value!r}: must be a whole number, {bound} or more")
