@@ -19,7 +19,7 @@ from blockstep.conformance.engine import Capability, Safety, get_traits
 from blockstep.conformance.judge.properties import PROPERTIES
 from blockstep.conformance.judge.properties.output import cut_at_stop
 from blockstep.conformance.judge.worker import NextToken
-from blockstep.conformance.museum import EXHIBITS, Exhibit, build
+from blockstep.conformance.museum import EXHIBITS, Exhibit, build, listings, pins
 from blockstep.conformance.museum.exhibit import Defect, Page, collect
 from blockstep.conformance.museum.trial import (
     DIVERGENCE,
@@ -38,11 +38,13 @@ from blockstep.conformance.museum.trial import (
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.protocol.tokens import token_function
+from blockstep.conformance.recorded import steps
 from blockstep.conformance.search.arms import draw_workload, run_workload
 from blockstep.conformance.search.episodes import run_episode
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, Policy, Request, TokenIds
 
+DOCS = Path(__file__).parents[2] / "docs"
 NAMED = {entry.id for entry in PROPERTIES} | {"P10"}
 """What a finding may name. P10 is about whole runs: the driver speaks of it."""
 QUICK = ("leak-on-abort", "forward-frees", "row-of-victim-stays")
@@ -127,6 +129,25 @@ def test_titles_differ_and_wrong_fixes_are_of_something_else() -> None:
     for entry in fixes:
         assert not EXHIBITS[entry.wrong_fix_of].wrong_fix_of
         assert entry.wrong_fix_of != entry.name
+
+
+def test_the_page_on_sources_names_what_breaks_each_change_and_each_listing() -> None:
+    page = (DOCS / "explanation" / "discrepancies.md").read_text()
+    of_listings, changes = (
+        page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+        for title in ("Listings of the block manager", "The twelve changes of the fork")
+    )
+    rows = re.findall(r"^\| (\d+): .* \| (.*) \|$", changes, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == [*range(1, 13)]
+    sentences = re.findall(r'"(\w+_\w+)"', inspect.getsource(steps))
+    named = [name for _, told in rows for name in re.findall(r"`([\w-]+)`", told)]
+    assert set(named) <= EXHIBITS.keys() | set(sentences)
+    assert all(re.search("`", told) for _, told in rows[1:])  # the first changes imports only
+    of_pins = {entry.name for entry in pins.PAGE.exhibits}
+    assert of_pins <= {*re.findall(r"`([\w-]+)`", changes)}
+    shown = re.findall(r"Exhibits? ((?:`[\w-]+`(?:, )?)+)", of_listings)
+    planted = {name for names in shown for name in re.findall(r"`([\w-]+)`", names)}
+    assert {entry.name for entry in listings.PAGE.exhibits} <= planted <= EXHIBITS.keys()
 
 
 def test_a_name_is_given_once() -> None:

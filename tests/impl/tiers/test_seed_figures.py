@@ -1,4 +1,4 @@
-"""The worked figures of seed 002 (`002_784d0e11d4d20367.txt`): those that are right, and the others.
+"""The worked figures of seed 002 (`002_784d0e11d4d20367.txt`): those that are right, and others.
 
 What is right is a test of our arithmetic. What is not stands on the page on discrepancies, with the
 figure that is, and these tests compute that.
@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -147,7 +148,7 @@ def test_a_block_takes_what_the_table_of_seed_002_says(
 def test_one_step_in_sixteen_takes_a_block() -> None:
     # "15 out of 16 decode iterations are allocation-free."
     held = [LLAMA_70B.count_blocks(num_tokens) for num_tokens in range(100, 100 + 16 * 50 + 1)]
-    steps = [after - before for before, after in zip(held, held[1:], strict=False)]
+    steps = [after - before for before, after in pairwise(held)]
     assert set(steps) == {0, 1}
     assert sum(steps) * 16 == len(steps)
 
