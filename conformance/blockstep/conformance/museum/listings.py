@@ -24,7 +24,7 @@ class TailBlockLeftOut(Defect):
     def _blocks_to_admit(self, num_tokens: int, num_hits: int) -> int:
         whole, rest = divmod(min(num_tokens, self.max_model_len), self.block_size)
         has_tail = rest > 0 and whole == num_hits
-        return max(whole + has_tail - num_hits, 0)
+        return max(int(whole + has_tail) - num_hits, 0)
 
 
 @PAGE.exhibit(
