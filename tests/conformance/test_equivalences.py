@@ -14,6 +14,7 @@ from equivalent_engines import (
     RENAMED,
     Blockless,
     HitOneShort,
+    Mute,
     NoneShared,
     OtherIds,
     OtherOrder,
@@ -37,7 +38,7 @@ from blockstep.conformance.judge.properties import CHECKS_OF, RENAMED_CHECKS
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.museum import EXHIBITS, build
 from blockstep.conformance.protocol.findings import Finding, FindingKind
-from blockstep.conformance.protocol.program import Answer, Drain, Program
+from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Report
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.renaming import TablePairs, rename_snapshot
 from blockstep.conformance.search.check import check
@@ -48,7 +49,19 @@ from blockstep.conformance.search.shrink import shrink
 from blockstep.impl.host import HostEngine
 from blockstep.impl.host.pool import BlockPool
 from blockstep.spec import Config, Request, Schedule, Submit
-from blockstep.spec.vocabulary import CachedRow, GroupKind, KVGroup, NewRow, Plan
+from blockstep.spec.vocabulary import (
+    BlockTables,
+    CachedRow,
+    Commit,
+    Event,
+    GroupKind,
+    KVGroup,
+    KVLoadFailurePolicy,
+    KVOffer,
+    NewRow,
+    Plan,
+    TransfersReported,
+)
 
 EXACT = EngineTraits()
 CLEAN = {
@@ -108,6 +121,69 @@ def test_a_block_that_a_window_has_let_go_of_is_renamed_anew(engine: Any) -> Non
     actions = (Submit(first), Schedule(), Answer(), Submit(second), Schedule(), Answer())
     run, findings = run_program(Program(config, actions), engine)
     assert (run.num_events, findings) == (6, [])
+
+
+class OtherIdsTold(OtherIds):
+    """Whoever speaks to it of a block calls it as it does."""
+
+    def apply(self, event: Event) -> Any:
+        if not isinstance(event, Commit | TransfersReported):
+            return super().apply(event)
+        (invalid,) = self._called((event.transfers.invalid_block_ids,))
+        told = replace(event.transfers, invalid_block_ids=invalid)
+        return super().apply(replace(event, transfers=told))
+
+
+@pytest.mark.parametrize("engine", [OtherOrder, OtherIdsTold, held_to(Silent, RENAMED)])
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("policy", list(KVLoadFailurePolicy))
+def test_an_engine_is_told_in_its_own_ids_which_blocks_could_not_be_loaded(
+    engine: Any, is_async: bool, policy: KVLoadFailurePolicy
+) -> None:
+    config = Config(num_blocks=9, block_size=2, kv_connector=True, kv_load_failure_policy=policy)
+    failed = Report(invalid=(("A", 1),))
+    actions: tuple[Action, ...] = (
+        Submit(Request("Z", (3,), 1)),
+        Schedule(),
+        Answer(),
+        Submit(Request("A", (0, 1, 2, 3, 4), 2)),
+        KVOffer("A", 4, is_async=is_async),
+        Schedule(),
+        failed if is_async else Answer(failed),
+        Drain(),
+    )
+    run, findings = run_program(Program(config, actions), engine)
+    assert findings == []
+    is_recomputed = policy is KVLoadFailurePolicy.RECOMPUTE
+    what = "recomputed" if is_recomputed else "ends"
+    assert run.witnesses[f"transfers_failure_{what}"] == 1
+
+
+class GivesRestingAway(OtherIds):
+    """What a session holds at rest is given to the next who needs blocks."""
+
+    def _called(self, tables: BlockTables) -> BlockTables:
+        called = super()._called(tables)
+        rests = [r for r in HostEngine.snapshot(self).requests if r.request_id == "S"]
+        if len(self.table.slot_of) < 2 or not rests:
+            return called
+        ((kept,),) = super()._called(rests[0].block_tables)
+        return tuple(tuple(kept for _ in table) for table in called)
+
+
+def test_what_a_session_holds_at_rest_stays_its_own() -> None:
+    """The plan alone shows it: no state is shown."""
+    engine = held_to(GivesRestingAway, RENAMED, Mute)
+    config = Config(num_blocks=9, block_size=4)
+    actions = (
+        Submit(Request("S", (1, 2), 1, resumable=True)),
+        Schedule(),
+        Answer(),
+        Submit(Request("B", (3, 4), 1)),
+        Schedule(),
+    )
+    _, findings = run_program(Program(config, actions), engine)
+    assert [found.kind for found in findings][-1:] == [FindingKind.DIVERGENCE]
 
 
 @pytest.mark.parametrize("engine", [held_to(HostEngine, PLANS), Simulator])

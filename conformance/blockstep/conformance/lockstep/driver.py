@@ -183,24 +183,30 @@ class LockStep(Runner):
             self.skip(Capability.REJECTION)
             self.last = Exchange(event, expected, expected)
             return []
+        told = self._tell(event)
         try:
-            seen = self.engine.apply(event)
+            seen = self.engine.apply(told)
             after = self.engine.snapshot() if self._sees_state() else None
         except Exception as error:
-            self._keep(Exchange(event, expected, None))
-            return self.excuses.take([fault_of(error)], event, expected, None)
-        self._keep(Exchange(event, expected, seen))
+            self._keep(Exchange(told, expected, None))
+            return self.excuses.take([fault_of(error)], told, expected, None)
+        self._keep(Exchange(told, expected, seen))
         try:
-            return self._compare(event, expected, seen, after)
+            return self._compare(event, told, expected, seen, after)
         except Exception:
-            found = fault_of_types(event, seen, after)
+            found = fault_of_types(told, seen, after)
             if found is None:
                 raise
-            return self.excuses.take([found], event, expected, None)
+            return self.excuses.take([found], told, expected, None)
+
+    def _tell(self, event: v.Event) -> v.Event:
+        """The event in the words of the engine."""
+        return event
 
     def _compare(
         self,
         event: v.Event,
+        told: v.Event,
         expected: v.Observation,
         seen: v.Observation,
         after: v.Snapshot | None,
@@ -211,15 +217,15 @@ class LockStep(Runner):
             Exception: the engine's side is so ill-typed that it cannot be compared.
         """
         comparable = self._comparable(after)
-        findings = list(self._diverge(event, expected, seen, comparable))
+        findings = list(self._diverge(told, expected, seen, comparable))
         if findings or self.equivalence:
-            found = fault_of_types(event, seen, after)
+            found = fault_of_types(told, seen, after)
             if found is not None:
-                return self.excuses.take([found], event, expected, None)
+                return self.excuses.take([found], told, expected, None)
         if self.compare_every is None:  # who judges must have seen every state
-            findings = self._judge(event, expected, seen, comparable, findings)
+            findings = self._judge(event, told, expected, seen, comparable, findings)
         else:
-            findings = self.excuses.take(findings, event, expected, seen)
+            findings = self.excuses.take(findings, told, expected, seen)
         self.before = comparable
         self.follow(event, expected)
         return findings
@@ -227,6 +233,7 @@ class LockStep(Runner):
     def _judge(
         self,
         event: v.Event,
+        told: v.Event,
         expected: v.Observation,
         seen: v.Observation,
         after: v.Snapshot | None,
@@ -240,12 +247,12 @@ class LockStep(Runner):
         step: Step | None
         if after is None or self.before is None:
             step = self._step_of_spec(event, expected)
-            findings = [*self._check_answer(event, seen), *diverged]
+            findings = [*self._check_answer(told, seen), *diverged]
         else:
             self.spec_before = None
-            step = Step(self.config, self.num_events, event, seen, self.before, after)
+            step = Step(self.config, self.num_events, told, seen, self.before, after)
             findings = [*self._check_step(step), *diverged]
-        findings = self.excuses.take(self._unexplained(findings), event, expected, seen)
+        findings = self.excuses.take(self._unexplained(findings), told, expected, seen)
         if step is not None:
             if not findings:  # what a quirk does was reached as well
                 witnesses = self.witnesses

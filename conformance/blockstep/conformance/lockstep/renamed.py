@@ -21,7 +21,12 @@ from blockstep.conformance.judge.properties import Step, check_step
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.scoped import ScopedRun
 from blockstep.conformance.protocol.findings import Finding
-from blockstep.conformance.protocol.renaming import TablePairs, rename_snapshot, sort_free_queue
+from blockstep.conformance.protocol.renaming import (
+    LoadPairs,
+    TablePairs,
+    rename_snapshot,
+    sort_free_queue,
+)
 from blockstep.spec import vocabulary as v
 
 
@@ -30,14 +35,28 @@ class RenamedRun(ScopedRun):
     """One run of one engine, compared up to the names of its blocks. Not reusable."""
 
     tables: TablePairs = field(default_factory=TablePairs)
+    loads: LoadPairs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.loads = LoadPairs(self.config.num_blocks)
+
+    def _tell(self, event: v.Event) -> v.Event:
+        """The event with the engine's ids of blocks that could not be loaded."""
+        if not isinstance(event, v.Commit | v.TransfersReported):
+            return event
+        if not event.transfers.invalid_block_ids:
+            return event
+        invalid = self.loads.tell(event.transfers.invalid_block_ids)
+        return replace(event, transfers=replace(event.transfers, invalid_block_ids=invalid))
 
     def _diverge(
         self, event: v.Event, expected: v.Observation, seen: object, after: v.Snapshot | None
     ) -> Iterator[Finding]:
         if isinstance(expected, v.Plan) and isinstance(seen, v.Plan):
-            if self.config.groups:
-                requests = self.spec.snapshot().requests
-                self.tables.let_go({it.request_id: it.block_tables for it in requests})
+            # A window, a load that failed, a session whose blocks another took: no plan tells.
+            requests = self.spec.snapshot().requests
+            self.tables.let_go({it.request_id: it.block_tables for it in requests})
+            self.loads.take(expected, seen)
             seen = self.tables.take(expected, seen)
         if after is not None:
             after = rename_snapshot(self.spec.snapshot(), after)
@@ -50,12 +69,12 @@ class RenamedRun(ScopedRun):
         return check_step(unordered, self.ledger, self.worker, is_renamed=True)
 
     def follow(self, event: v.Event, observation: v.Observation) -> None:
-        """Take in one event and the answer to it: whoever holds no block any more has no table."""
+        """Take in one event and the answer to it: whoever holds no block any more has no table.
+
+        A session that has come to its stop and rests holds what it held.
+        """
+        LockStep.follow(self, event, observation)
+        self.tables.drop([name for name in self.tables.of if name not in self.live])
         match event, observation:
-            case _, v.Outputs(rows=rows):
-                self.tables.drop(row.request_id for row in rows if row.finish_reason is not None)
-            case _, v.Aborted(request_ids=names):
-                self.tables.drop(names)
             case v.Reset(reset_running_requests=True), v.ResetDone(success=True):
                 self.tables.drop(list(self.tables.of))
-        LockStep.follow(self, event, observation)

@@ -152,6 +152,9 @@ class TablePairs:
         """Learn from a plan of each side; the engine's in terms of the spec's block ids."""
         for name in {*spec.preempted_req_ids, *engine.preempted_req_ids}:
             self.of.pop(name, None)
+        loaded = {load.request_id: load.block_ids for load in engine.kv_loads}
+        for load in spec.kv_loads:  # whoever waits for one has no row
+            self.of[load.request_id] = load.block_ids, loaded.get(load.request_id, ())
         gained = {row.request_id: row for row in engine.rows}
         for row in spec.rows:
             other = gained.get(row.request_id)
@@ -174,6 +177,32 @@ class TablePairs:
         """These hold no blocks any more."""
         for name in names:
             self.of.pop(name, None)
+
+
+@dataclass(slots=True)
+class LoadPairs:
+    """Blocks that a store loads, as the plans of both sides tell them."""
+
+    num_blocks: int
+    of: dict[BlockId, BlockId] = field(default_factory=dict)
+    """The engine's by the spec's, of what was loaded last; no block stands twice."""
+
+    def take(self, spec: Plan, engine: Plan) -> None:
+        """Learn from a plan of each side."""
+        theirs = {load.request_id: load.block_ids for load in engine.kv_loads}
+        for load in spec.kv_loads:
+            others = chain.from_iterable(theirs.get(load.request_id, ()))
+            for mine, other in zip(chain.from_iterable(load.block_ids), others, strict=False):
+                self.of = {left: right for left, right in self.of.items() if right != other}
+                self.of[mine] = other
+
+    def tell(self, blocks: Iterable[BlockId]) -> tuple[BlockId, ...]:
+        """The spec's blocks in the engine's ids; what is loaded on neither side pairs in order."""
+        known, called = {NULL_BLOCK, *self.of}, {NULL_BLOCK, *self.of.values()}
+        mine = (block for block in range(self.num_blocks) if block not in known)
+        theirs = (block for block in range(self.num_blocks) if block not in called)
+        names = dict(zip(mine, theirs, strict=False)) | self.of
+        return tuple(names.get(block, block) for block in blocks)
 
 
 def _kept(tables: BlockTables, mine: BlockTables, now: BlockTables) -> BlockTables:
