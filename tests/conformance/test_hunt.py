@@ -33,7 +33,7 @@ from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
 from blockstep.conformance.search import distinct
 from blockstep.conformance.search.check import InProcess, check
-from blockstep.conformance.search.distinct import Mark, Symptoms
+from blockstep.conformance.search.distinct import Mark, Symptoms, mark_of
 from blockstep.conformance.search.forgiving import (
     Cause,
     Forgiving,
@@ -63,6 +63,7 @@ from blockstep.spec.vocabulary import (
     Request,
     Reset,
     Schedule,
+    StreamingUpdate,
     Submit,
 )
 
@@ -338,6 +339,24 @@ def test_what_a_plan_out_of_shape_masks_is_told_by_itself(
 
 
 # What is one defect.
+
+
+@pytest.mark.parametrize("is_hit", [False, True])
+def test_a_session_that_goes_on_has_no_hit(is_hit: bool) -> None:
+    """Its row is told anew, and begins behind what it computed itself; another may find that."""
+    turn = (Schedule(), Answer())
+    actions = (
+        Submit(Request("S", (0, 0, 0), max_tokens=1, resumable=True)),
+        *turn,
+        StreamingUpdate(Request("S", (1,), max_tokens=1, resumable=True)),
+        *turn,
+        *((Submit(Request("B", (0, 0, 0), max_tokens=1)), *turn) if is_hit else ()),
+    )
+    program = Program(Config(num_blocks=9, block_size=2), actions)
+    run, findings = run_program(program, SpecEngine)
+    assert findings == []
+    mark = mark_of(program, run, Finding(FindingKind.PROPERTY, "P1", "a_b", ""))
+    assert ("hits" in mark.means) == is_hit
 
 
 def test_alike_are_those_that_say_the_same_after_the_same_acts_by_comparable_means() -> None:

@@ -175,11 +175,21 @@ def list_asked(program: Program) -> Iterator[Feature]:
             yield feature
 
 
-def _list_outcomes(plan: v.Plan) -> Iterator[str]:
+def _list_outcomes(run: LockStep) -> Iterator[str]:
+    """What plans show; a session that goes on is told anew, with what it has, and hits nothing."""
+    having: set[v.RequestId] = set()
+    for plan in [it.seen for it in run.exchanges if isinstance(it.seen, v.Plan)]:
+        having.difference_update(plan.finished_req_ids, plan.preempted_req_ids)
+        yield from _list_outcomes_of(plan, having)
+        having.update(row.request_id for row in plan.rows)
+
+
+def _list_outcomes_of(plan: v.Plan, having: set[v.RequestId]) -> Iterator[str]:
     if plan.preempted_req_ids:
         yield "preempts"
     for row in plan.rows:
-        if row.num_computed_tokens and (isinstance(row, v.NewRow) or row.resumed):
+        is_new = isinstance(row, v.NewRow) and row.request_id not in having
+        if row.num_computed_tokens and (is_new or (isinstance(row, v.CachedRow) and row.resumed)):
             yield "hits"
         end = row.num_computed_tokens + row.num_scheduled_tokens
         if isinstance(row, v.NewRow) and end < len(row.request.prompt_token_ids):
@@ -190,10 +200,9 @@ def mark_of(program: Program, run: LockStep, finding: Finding) -> Mark:
     """The mark of a failure to which a run of the program came."""
     engine = run.engine
     raised_at = engine.raised_at if isinstance(engine, ForgivenEngine) else ""
-    plans = [it.seen for it in run.exchanges if isinstance(it.seen, v.Plan)]
     asked = set(list_asked(program))
     means = {feature.name for feature in asked.difference(ACTS, (ASYNC, PIPELINE))}
-    means.update(outcome for plan in plans for outcome in _list_outcomes(plan))
+    means.update(_list_outcomes(run))
     if asked & {ASYNC, PIPELINE}:
         means.add("several frames")
     acts = {feature.name for feature in asked.intersection(ACTS)}
