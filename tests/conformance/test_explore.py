@@ -139,9 +139,10 @@ UNREACHED = {
     Quirk.STATES_COME_BEFORE_ITEMS,
     Quirk.NULL_BLOCKS_ARE_TOLD,
     Quirk.LOADED_WAIT_BEHIND_THE_HEAD,
+    Quirk.EMPTY_TRANSFERS_ARE_RESET,
 }
 """Quirks that no world is small enough for, or that change a hint alone, of which no walk asks, or
-a log, which no world has whose groups leave blocks out."""
+a log or a reset, which no world has whose groups leave blocks out."""
 DEFECT_ROWS = {
     name: (length, world, difference)
     for world, (defects,) in rows_of("| world | defect, events, first difference |").items()

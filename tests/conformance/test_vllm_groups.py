@@ -141,7 +141,6 @@ def test_every_release_takes_these(release: Release, config: Config) -> None:
         ("0.11.0", build(FULL, WINDOW, FULL), "OTHER_MIXES", (FULL, FULL, WINDOW)),
         ("0.11.0", build(WINDOW, CHUNKS), "OTHER_MIXES", (WINDOW,)),
         ("0.11.0", build(FULL, FULL), "OTHER_MIXES", (FULL,)),
-        ("0.19.1", build(WINDOW, kv_connector=True), "BESIDE_A_STORE", (FULL,)),
     ],
 )
 def test_of_other_mixes_a_release_is_given_the_nearest(

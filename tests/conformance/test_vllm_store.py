@@ -304,6 +304,27 @@ def test_a_failed_load_of_who_has_tokens_promised_is_declined() -> None:
     assert get_request(engine).num_output_placeholders == 1
 
 
+def test_a_failed_load_of_a_session_with_a_row_in_flight_is_declined() -> None:
+    """Given it all the same, it stops behind half of its prompt: the next chunk is behind that, and
+    its prompt is as long as if nothing had been lost."""
+    policy = v.KVLoadFailurePolicy.RECOMPUTE
+    engine: Any = load_engine(ENGINE)(replace(CONFIG, kv_load_failure_policy=policy))
+    session = replace(REQUEST, max_tokens=1, resumable=True)
+    engine.apply(v.Submit(session))
+    engine.apply(v.StreamingUpdate(replace(session, prompt_token_ids=(8,))))
+    engine.apply(v.KVOffer("A", num_tokens=4))
+    plan = engine.apply(v.Schedule())
+    event = report(invalid_block_ids=(2,))
+    assert "of which the end is then lost" in find_decline(engine, event)
+    failed = v.KVTransfers(invalid_block_ids=(2,))
+    told = v.Commit(plan.frame_id, (v.RowTokens("A", (7,)),), failed)
+    assert not find_decline(engine, told), "with the answer to its row, it does not stop"
+    engine.apply(event)
+    engine.apply(v.Commit(plan.frame_id, (v.RowTokens("A", (7,)),)))
+    request = engine.scheduler.requests["A"]
+    assert (request.num_tokens, request.num_prompt_tokens) == (3, 6)
+
+
 def test_blocks_told_as_removed_out_of_a_set_are_declined() -> None:
     """One alone is told in any order."""
     engine = load_engine(ENGINE)(replace(CONFIG, enable_kv_cache_events=True))

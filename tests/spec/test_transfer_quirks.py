@@ -261,6 +261,118 @@ def test_holds_are_one(quirk: bool) -> None:
 
 
 @both
+def test_a_window_is_left_before_the_rest_of_who_ends(quirk: bool) -> None:
+    """The last block is the one that is attended to: it is queued behind those before it."""
+    config = replace(CONFIG, groups=(KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=2),))
+    oracle = create(config, *[Quirk.ENDED_LEAVE_THEIR_WINDOWS_FIRST] * quirk)
+    oracle.submit(replace(A, max_tokens=1))
+    oracle.offer_kv("A", 0, delays_free=True)
+    answer(oracle, oracle.schedule())
+    (held,) = oracle.snapshot().transfers.held  # type: ignore[union-attr]
+    assert held.block_tables == (((0, 0, 3),) if quirk else ((1, 2, 3),))
+    oracle.report(finished_sending=["A"])
+    assert oracle.state.pool.free_queue[-3:] == ((2, 1, 3) if quirk else (3, 2, 1))
+
+
+@both
+def test_what_a_load_writes_may_be_left_with_the_window(quirk: bool) -> None:
+    """P17: the first token is loaded, and the window behind a prompt of three has left it."""
+    config = replace(
+        CONFIG, block_size=1, groups=(KVGroup(GroupKind.SLIDING_WINDOW, 1, sliding_window=2),)
+    )
+    oracle = create(config, *[Quirk.ENDED_LEAVE_THEIR_WINDOWS_FIRST] * quirk)
+    (load,) = park(oracle, Request("A", (1, 2, 3), max_tokens=2), 1).kv_loads
+    assert load.block_ids == ((1,),)
+    oracle.abort("A")
+    assert (1 in oracle.state.pool.free_queue) is quirk
+    oracle.report(finished_recving=["A"])
+    assert oracle.num_free_blocks == 8
+
+
+@both
+def test_what_is_answered_is_left_first_and_what_is_in_flight_stays(quirk: bool) -> None:
+    config = replace(CONFIG, groups=(KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=2),))
+    quirks = {Quirk.ENDED_LEAVE_WHAT_IS_ANSWERED_FIRST, Quirk.ALL_IN_FLIGHT_IS_IN_DOUBT}
+    for is_answered in (True, False):
+        oracle = create(config, *quirks if quirk else ())
+        oracle.submit(replace(A, max_tokens=2))
+        oracle.offer_kv("A", 0, delays_free=True)
+        plan = oracle.schedule()
+        if is_answered:
+            answer(oracle, plan)
+        oracle.abort("A")
+        (held,) = oracle.snapshot().transfers.held  # type: ignore[union-attr]
+        assert held.block_tables == (((0, 0, 3),) if quirk and is_answered else ((1, 2, 3),))
+
+
+@both
+def test_what_was_offered_is_told_as_cached_though_none_of_it_came(quirk: bool) -> None:
+    oracle = create(RECOMPUTE, *[Quirk.CACHED_TOKENS_OF_THE_OFFER] * quirk)
+    park(oracle, A, 4)
+    oracle.report(finished_recving=["A"], invalid_block_ids=[2])
+    plan = oracle.schedule()
+    assert rows_of(plan) == {"A": (2, 3)}
+    (row,) = answer(oracle, plan).rows
+    assert row.num_cached_tokens == (4 if quirk else 2)
+
+
+def test_who_asks_again_is_told_what_is_offered_then() -> None:
+    oracle = create(RECOMPUTE, Quirk.CACHED_TOKENS_OF_THE_OFFER)
+    park(oracle, A, 4)
+    oracle.offer_kv("A", 2)
+    oracle.report(finished_recving=["A"], invalid_block_ids=[1])
+    (row,) = answer(oracle, oracle.schedule()).rows
+    assert row.num_cached_tokens == 2
+
+
+NARROW = replace(
+    CONFIG, block_size=1, enable_prefix_caching=False,
+    groups=(KVGroup(GroupKind.SLIDING_WINDOW, 1, sliding_window=1),),
+)  # fmt: skip
+"""Of what is loaded behind its hit nothing is attended to."""
+
+
+@both
+def test_skipped_loads_are_settled(quirk: bool) -> None:
+    oracle = create(NARROW, *[Quirk.SKIPPED_LOADS_ARE_SETTLED] * quirk)
+    park(oracle, Request("A", (1, 2), max_tokens=2), 1)
+    (request,) = oracle.snapshot().requests
+    assert request.block_tables == ((0,),)
+    assert request.num_cached_blocks == (int(quirk),)
+
+
+@both
+def test_empty_transfers_are_reset(quirk: bool) -> None:
+    oracle = create(NARROW, *[Quirk.EMPTY_TRANSFERS_ARE_RESET] * quirk)
+    park(oracle, Request("A", (1, 2), max_tokens=2), 1)
+    assert oracle.num_free_blocks == 8
+    assert oracle.reset() is quirk
+    oracle.submit(Request("B", (3,), max_tokens=2))
+    answer(oracle, oracle.schedule())
+    assert not oracle.reset(), "a block is held"
+
+
+def test_who_is_loaded_for_ever_keeps_its_null_blocks_as_they_are() -> None:
+    oracle = create(NARROW, Quirk.LAST_TOKEN_IS_LOADED)
+    park(oracle, Request("A", (1,), max_tokens=2), 1)
+    for _ in range(3):
+        oracle.report(finished_recving=["A"])
+        (load,) = oracle.schedule().kv_loads
+        assert load.block_ids == ((0,),)
+    assert oracle.state.requests["A"].block_tables == ((0,),)
+
+
+def test_a_group_that_skips_all_that_is_loaded_takes_no_block_for_it() -> None:
+    """Upstream takes those of its window with what is computed: behind the other group's."""
+    groups = (KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=1), KVGroup(GroupKind.FULL, 2))
+    oracle = create(replace(CONFIG, groups=groups), Quirk.GROUPS_LOAD_BY_TURNS)
+    oracle.submit(Request("A", (1, 2, 3, 4), max_tokens=1))
+    oracle.offer_kv("A", 3)
+    oracle.schedule()
+    assert oracle.state.requests["A"].block_tables == ((0, 3), (1, 2))
+
+
+@both
 def test_a_store_forgets_though_the_pool_does_not(quirk: bool) -> None:
     oracle = create(CONFIG, *[Quirk.POOL_AND_STORE_RESET_APART] * quirk)
     oracle.submit(A)

@@ -110,6 +110,9 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.ONLY_THE_FIRST_GOES_BACK,
                 Quirk.FAILED_TELL_WHAT_IS_NOT_COUNTED,
                 Quirk.HOLDS_ARE_ONE,
+                Quirk.SKIPPED_LOADS_ARE_SETTLED,
+                Quirk.ENDED_LEAVE_THEIR_WINDOWS_FIRST,
+                Quirk.EMPTY_TRANSFERS_ARE_RESET,
                 Quirk.POOL_AND_STORE_RESET_APART,
                 Quirk.WINDOW_HIT_CUT_BLINDLY,
                 Quirk.WINDOWS_RESERVE_EVERYTHING,
@@ -250,10 +253,13 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.WITHOUT_ITEMS_PASSED_OVER,
                 Quirk.STATES_COME_BEFORE_ITEMS,
                 Quirk.REMADE_ITEMS_BESIDE_ARE_DROPPED,
+                Quirk.ENDED_LEAVE_WHAT_IS_ANSWERED_FIRST,
+                Quirk.CACHED_TOKENS_OF_THE_OFFER,
             }
         ),
         frozenset(
             {
+                Quirk.ENDED_LEAVE_THEIR_WINDOWS_FIRST,
                 Quirk.SESSIONS_KEEP_WHAT_IS_COMPUTED,
                 Quirk.ADAPTERS_OF_ROWS_ONLY,
                 Quirk.PLACES_OF_ITEMS_ARE_ONE,

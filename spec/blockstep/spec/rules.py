@@ -226,6 +226,8 @@ class Rules:
     compute_num_external: Callable[[int, int, int, bool], int]
     """Tokens to load: (tokens that are offered, known, of the local hit, whether they come later
     than the step)."""
+    get_parked: Callable[[RequestState], RequestState] = as_is
+    """Who is parked for a load: nothing of it is told as cached before it is admitted (P21)."""
     get_returned: Callable[[RequestState], RequestState] = as_is
     """Who comes back once its load has come: with all of that computed."""
     publishes_loads_at_once: bool = False
@@ -238,6 +240,9 @@ class Rules:
     """Whether those whose load has come give their blocks up where they are needed (P10)."""
     take_hit: Callable[[Config, Pool, RequestState, Hit], tuple[Pool, BlockTables]]
     """Hold what a hit has, and take blocks with it: (.., hit). Per group: those (P2)."""
+    count_settled: Callable[[int, Sequence[BlockId]], int] = as_is
+    """Leading blocks of one group behind a load whose key is settled: those of the local hit (P19);
+    (that, what the group has before the blocks that it takes)."""
     get_failures: Callable[..., tuple[Any, tuple[RequestId, ...]]]
     """What blocks do that could not be loaded: (state, those, the frame that is answered or None).
     The state, whose oldest frame has dropped the rows that deliver nothing, and who fails by
@@ -248,6 +253,11 @@ class Rules:
     """What is delivered of a request that fails by policy: 0 cached tokens, if it never ran."""
     holds_are_one: bool = False
     """Whether any end of a transfer ends all that hold the blocks of an ended request (P17)."""
+    let_go_at_end: Callable[..., tuple[Pool, RequestState]] = as_is
+    """What is freed of who ends beside a store before the store sees its tables: nothing, it holds
+    all of them (P17); ((pool, request), the state before)."""
+    waits_for_empty_transfers: bool = True
+    """Whether a reset waits for transfers of which no block is held, as of any (P25)."""
     resets_apart: bool = False
     """Whether a store is reset though the pool was not, and the pool though there is no store."""
 

@@ -291,10 +291,8 @@ TRANSFERS = Feature(
     },
     actions=(v.KVOffer, v.TransfersReported, Report),
     situations=("transfers_",),
-    hides=(  # a store has no states, no encoder-decoder model, no pins; some adapters no windows
-        *("groups_of_three_kinds", "groups_window_slid", "groups_chunk_left", "groups_state_left"),
-        *("groups_block_in_doubt", "groups_hit_behind_nulls", "groups_hit_cut_by_full_attention"),
-        *("groups_ended_with_nulls", "groups_hit_of_a_state"),
+    hides=(  # a store has no states, no encoder-decoder model, no pins
+        *("groups_of_three_kinds", "groups_state_left", "groups_hit_of_a_state"),
         *("encoder_beside_", "encoder_across_", "pins_"),
     ),
     properties=("P17", "P18", "P19"),

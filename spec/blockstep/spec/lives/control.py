@@ -40,7 +40,8 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     if not is_idle and not reset.reset_running_requests:
         return state, ResetDone(False)
     is_without_store = reset.reset_connector and not state.config.kv_connector
-    if is_without_store or is_moving(state.transfers):
+    may_pass = is_idle and not state.rules.waits_for_empty_transfers
+    if is_without_store or (is_moving(state.transfers) and not may_pass):
         return state, ResetDone(False)
     # requests
     if reset.reset_running_requests:

@@ -123,6 +123,7 @@ def get_ended(state: State, request_ids: Sequence[RequestId]) -> State:
     for request_id in request_ids:
         request = requests.pop(request_id)
         if state.config.kv_connector:
+            pool, request = state.rules.let_go_at_end((pool, request), state)
             transfers = hold_ended(transfers, request_id, request.block_tables)
         if request_id not in transfers.held:
             pool = release_slots(pool, request, state.rules)

@@ -233,7 +233,10 @@ def allocate_slots(
         num_blocks = compute_num_state_blocks(group, num_tokens, num_slots)
         table, is_begun = holding.block_table + found, bool(holding.block_table)
         table = get_extended_states(group, table, is_begun, num_blocks, new_blocks)
-        num_settled = len(found) if not hit.num_external else hit.num_local // group.block_size
+        num_settled = len(found)
+        if hit.num_external:
+            num_settled = hit.num_local // group.block_size
+            num_settled = rules.count_settled(num_settled, found) if rules else num_settled
         holdings.append(Holding(table, holding.num_cached_blocks + num_settled))
     # requests
     if holdings != [*request.holdings]:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from blockstep.spec import copies
 from blockstep.spec.lives.sessions import drop_row
-from blockstep.spec.memory.slots import compute_num_blocks
+from blockstep.spec.memory.groups import compute_num_skipped_tokens
+from blockstep.spec.memory.slots import compute_num_blocks, skip_slots
 from blockstep.spec.pool import Pool, allocate_blocks, touch_blocks, withdraw_blocks
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Frame, Hit, RequestState, without_nulls
@@ -85,9 +86,12 @@ def groups_load_by_turns(rules: Rules, _config: Config) -> Rules:
             return rules.take_hit(config, pool, request, hit)
         early: list[tuple[BlockId, ...]] = []
         hit_tables = hit.block_tables or ((),) * len(request.holdings)
-        for size, found in zip(config.block_sizes, hit_tables, strict=True):
+        for group, found in zip(config.kv_groups, hit_tables, strict=True):
             pool = touch_blocks(pool, without_nulls(found))
-            num_loaded = compute_num_blocks(hit.num_tokens, size) - len(found)
+            num_loaded = compute_num_blocks(hit.num_tokens, group.block_size) - len(found)
+            num_skipped = compute_num_skipped_tokens(group, hit.num_tokens)
+            if num_skipped == hit.num_tokens and num_skipped >= group.block_size:
+                num_loaded = 0  # of its last block nothing is
             pool, taken = allocate_blocks(pool, num_loaded)
             early.append(taken)
         return pool, tuple(early)
@@ -175,6 +179,65 @@ def failed_tell_what_is_not_counted(rules: Rules, _config: Config) -> Rules:
 def holds_are_one(rules: Rules, _config: Config) -> Rules:
     """The first end of a transfer frees the blocks of an ended request, whoever else needs them."""
     return replace(rules, holds_are_one=True)
+
+
+def skipped_loads_are_settled(rules: Rules, _config: Config) -> Rules:
+    """Blocks of a load that are skipped, and so never loaded, count as found."""
+
+    def count_settled(num_settled: int, found: Sequence[BlockId]) -> int:
+        del num_settled
+        return len(found)
+
+    return replace(rules, count_settled=count_settled)
+
+
+def ended_leave_their_windows_first(rules: Rules, _config: Config) -> Rules:
+    """Who ends beside a store gives back what no token behind its known ones attends to, whatever
+    still writes there; the store has null blocks in its place."""
+
+    def let_go_at_end(ended: tuple[Pool, RequestState], state: State) -> tuple[Pool, RequestState]:
+        pool, request = rules.let_go_at_end(ended, state)
+        at_end = copies.replace(request, num_computed_tokens=request.num_known_tokens)
+        pool, at_end = skip_slots(state.config, pool, at_end, 0, state.rules)
+        return pool, copies.replace(request, holdings=at_end.holdings)
+
+    return replace(rules, let_go_at_end=let_go_at_end)
+
+
+def ended_leave_what_is_answered_first(rules: Rules, _config: Config) -> Rules:
+    """The same of what no token behind those attends to whose step has been answered."""
+
+    def let_go_at_end(ended: tuple[Pool, RequestState], state: State) -> tuple[Pool, RequestState]:
+        pool, request = rules.let_go_at_end(ended, state)
+        num_in_doubt = state.rules.count_in_doubt(state.frames, request.request_id)
+        return skip_slots(state.config, pool, request, num_in_doubt, state.rules)
+
+    return replace(rules, let_go_at_end=let_go_at_end)
+
+
+def cached_tokens_of_the_offer(rules: Rules, _config: Config) -> Rules:
+    """What a request looks up before its first output is told as cached, though a load fails of it,
+    or the last token is computed again; preempted once, it is as it was."""
+
+    def get_parked(request: RequestState) -> RequestState:
+        if request.num_preemptions or request.output_token_ids:
+            return rules.get_parked(request)
+        return copies.replace(
+            rules.get_parked(request), num_cached_tokens=request.num_computed_tokens
+        )
+
+    def get_num_cached_tokens(num_cached: int, request: RequestState, num_start: int) -> int:
+        num_cached = rules.get_num_cached_tokens(num_cached, request, num_start)
+        looks_up = request.num_computed_tokens == 0
+        is_first = not request.num_preemptions and not request.output_token_ids
+        return num_start if looks_up and is_first else num_cached
+
+    return replace(rules, get_parked=get_parked, get_num_cached_tokens=get_num_cached_tokens)
+
+
+def empty_transfers_are_reset(rules: Rules, _config: Config) -> Rules:
+    """A reset asks whether blocks are held, and not for transfers: those of null blocks go on."""
+    return replace(rules, waits_for_empty_transfers=False)
 
 
 def pool_and_store_reset_apart(rules: Rules, _config: Config) -> Rules:
@@ -281,6 +344,57 @@ STORIES = (
         "0.19.1",
         "a request is aborted during its load, and the store wants its blocks: they are free once "
         "they are sent, while the load writes to them",
+    ),
+    QuirkStory(
+        Quirk.SKIPPED_LOADS_ARE_SETTLED,
+        skipped_loads_are_settled,
+        "blocks of a load that are skipped, and so never loaded, count as found",
+        ("P19",),
+        "not found upstream",
+        "0.19.1",
+        "blocks of 1, a window of 1, a store has the first token of a prompt of two: its block is "
+        "a null block, and counts as cached while the load is under way",
+    ),
+    QuirkStory(
+        Quirk.ENDED_LEAVE_THEIR_WINDOWS_FIRST,
+        ended_leave_their_windows_first,
+        "who ends beside a store first gives back what no token behind its known ones attends to",
+        ("P16", "P17"),
+        "not found upstream",
+        "0.19.1",
+        "blocks of 1, a window of 1, a prompt of 3 tokens; it is aborted while the second one is "
+        "loaded: its block is free while the load writes to it",
+    ),
+    QuirkStory(
+        Quirk.ENDED_LEAVE_WHAT_IS_ANSWERED_FIRST,
+        ended_leave_what_is_answered_first,
+        "who ends beside a store first gives back what no token behind its computed ones attends "
+        "to, but for those in flight",
+        ("P16",),
+        "not found upstream",
+        "0.33.0",
+        "blocks of 1, full attention and a window of 1, a prompt of one token: it ends, and the "
+        "block of its window is queued first",
+    ),
+    QuirkStory(
+        Quirk.CACHED_TOKENS_OF_THE_OFFER,
+        cached_tokens_of_the_offer,
+        "what is told as cached is what a store offered when the load began",
+        ("P19", "P21"),
+        "not found upstream",
+        "0.33.0",
+        "a load that comes later of half a prompt fails: all of it is computed, and half is told "
+        "as cached",
+    ),
+    QuirkStory(
+        Quirk.EMPTY_TRANSFERS_ARE_RESET,
+        empty_transfers_are_reset,
+        "a reset does not wait for transfers of which no block is held",
+        ("P25",),
+        "not found upstream",
+        "0.19.1",
+        "blocks of 1, a window of 1, a store has the first token of a prompt of two, which the "
+        "second does not attend to: a reset is done while that load is under way",
     ),
     QuirkStory(
         Quirk.POOL_AND_STORE_RESET_APART,

@@ -257,9 +257,8 @@ def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
     if granted is None:
         return Verdict.NO_BLOCKS
     step.pool, after = granted
-    step.requests[request.request_id] = replace(
-        after, status=Status.WAITING_FOR_REMOTE_KVS, num_computed_tokens=hit.num_tokens
-    )
+    after = replace(after, status=Status.WAITING_FOR_REMOTE_KVS, num_computed_tokens=hit.num_tokens)
+    step.requests[request.request_id] = step.state.rules.get_parked(after)
     step.transfers = start_load(step.transfers, request.request_id, request.status)
     process_load(step, after, hit, is_async=True)
     process_counted(step, request, hit)

@@ -51,13 +51,16 @@ def get_offered_hit(
     if num_external == 0:
         return hit, False
     num_start = num_local + num_external
-    tables = get_clipped_tables(config, hit, num_start) if config.groups else hit.block_tables
+    tables = hit.block_tables
+    if config.groups:
+        tables = get_clipped_tables(config, hit, num_start, request.block_tables)
     hit = Hit(num_start, tables, hit.junction, num_external)
     return hit, offer.is_async
 
 
-def get_clipped_tables(config: Config, hit: Hit, num_start: int) -> BlockTables:
-    """Per group: the blocks of a hit, null ones instead of what is not attended from there on.
+def get_clipped_tables(config: Config, hit: Hit, num_start: int, held: BlockTables) -> BlockTables:
+    """Per group: the blocks of a hit, null ones instead of what is not attended from there on, and
+    none of those that are held, which nobody has who asks a store, but by a quirk.
 
         hit      | 1 | 2 | 3 |                  of a window that begins in the fourth block:
         clipped  | 0 | 0 | 0 | 0 | what is loaded, and new
@@ -66,9 +69,9 @@ def get_clipped_tables(config: Config, hit: Hit, num_start: int) -> BlockTables:
     """
     found = hit.block_tables or ((),) * len(config.groups)
     tables = []
-    for group, table in zip(config.groups, found, strict=True):
+    for group, table, own in zip(config.groups, found, held, strict=True):
         num_null = compute_num_skipped_blocks(group, num_start)
-        tables.append((NULL_BLOCK,) * num_null + table[num_null:])
+        tables.append(((NULL_BLOCK,) * num_null + table[num_null:])[len(own) :])
     return tuple(tables)
 
 

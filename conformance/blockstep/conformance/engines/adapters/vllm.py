@@ -23,6 +23,7 @@ no counter of preemptions.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 # First, because it says what to do where vLLM cannot be imported.
@@ -269,9 +270,18 @@ class VllmEngine:
             request, known = requests[name], run.known[name]
             known.promised[frame_id] = request.num_output_placeholders - before[name]
             known.is_prefill_chunk = request.num_computed_tokens < request.num_tokens + before[name]
-            if RELEASE.has_prefill_stats and request.prefill_stats is not None:
-                known.num_cached_tokens = request.prefill_stats.num_cached_tokens
+        self._note_cached(run.planned)
         return plan
+
+    def _note_cached(self, names: Iterable[v.RequestId]) -> None:
+        """Note cached tokens that a release tells once: of these, and of whom a load is begun."""
+        if not RELEASE.has_prefill_stats:
+            return
+        requests, loading = self.scheduler.requests, self.run.store and self.run.store.loading
+        for name in {*names, *(loading or ())} & requests.keys():
+            if requests[name].prefill_stats is not None and not requests[name].is_finished():
+                told = requests[name].prefill_stats.num_cached_tokens
+                self.run.known[name].num_cached_tokens = told
 
     def _commit(
         self,

@@ -15,7 +15,6 @@ from blockstep.spec.vocabulary import (
     ConfigError,
     ConfigProblem,
     GroupKind,
-    KVGroup,
     MambaCacheMode,
     SpecMethod,
 )
@@ -29,7 +28,6 @@ NO_STATES_OF_ALL = "recurrent groups of mode all: the release has the others alo
 TOLD_OF_ONE = "KV events of several groups: the release treats all as full attention beside them"
 PARTS_OF_BLOCKS = "groups of several block sizes: the release publishes parts of blocks"
 NARROW_WINDOWS = "windows of one token: the release publishes no block of them"
-BESIDE_A_STORE = "windows or chunks beside a store: not followed in this release"
 OTHER_MIXES = (
     "other groups than of full attention and, all before or all behind them, of one other kind"
 )
@@ -47,8 +45,6 @@ def find_problem(release: Release, config: Config) -> str | None:
     has_sizes = len(set(config.block_sizes)) > 1
     if has_states and not release.has_recurrent_groups:
         return NO_RECURRENT
-    if config.kv_connector and any(group.kind is not GroupKind.FULL for group in groups):
-        return BESIDE_A_STORE
     if not config.enable_prefix_caching or not groups:
         return None
     if config.enable_kv_cache_events and len(groups) > 1 and not release.has_told_groups:
@@ -118,9 +114,6 @@ def _mend(config: Config, reason: str) -> Config:
         return resize_blocks(config, max(*config.block_sizes, num_drafts + 1))
     if reason == NO_RECURRENT:
         return resize_blocks(without_states(config), config.block_size)
-    if reason == BESIDE_A_STORE:
-        full = [KVGroup(GroupKind.FULL, group.block_size) for group in config.groups]
-        return replace(config, groups=tuple(full))
     if reason == TOLD_OF_ONE:
         return resize_blocks(replace(config, groups=config.groups[:1]), config.groups[0].block_size)
     return _arrange(config) if reason == OTHER_MIXES else replace(config, groups=config.groups[:1])

@@ -15,6 +15,10 @@ SEVERAL_FAILURES = "loads of several that fail at once: they end in the order of
 EVICTED_OUT_OF_A_SET = "blocks behind an invalid one are told as removed in the order of a set"
 MASK_OF_THE_HELD = "the mask of a frame with an ended request whose blocks are held: it has a row"
 FAILED_PROMISES = "a failed load of who has tokens promised: they are dropped, and stay promised"
+CUT_SESSIONS = (
+    "a failed load of a session that a frame has a row of: it may stop within its prompt, of which "
+    "the end is then lost"
+)
 PARKED = "WAITING_FOR_REMOTE_KVS"
 RESET_BESIDE_HELD = "a forced reset while blocks are held for a transfer: it raises"
 RESET_IN_FLIGHT = (
@@ -66,6 +70,10 @@ def _find_report_reason(
     requests = run.scheduler.requests
     if not does_fail and any(requests[name].num_output_placeholders for name in affected):
         return FAILED_PROMISES
+    elsewhere = {name for frame in run.frames.values() for name in frame.num_scheduled_tokens}
+    behind = elsewhere.intersection(affected).difference(scheduled)
+    if not does_fail and any(getattr(requests[name], "resumable", False) for name in behind):
+        return CUT_SESSIONS
     ending = affected if does_fail else ()
     return None if _are_signals_known(run, transfers, ending) else UNKNOWN_SIGNAL
 
