@@ -292,7 +292,7 @@ TRANSFERS = Feature(
     actions=(v.KVOffer, v.TransfersReported, Report),
     situations=("transfers_",),
     hides=(  # a store has no states, no encoder-decoder model, no pins
-        *("groups_of_three_kinds", "groups_state_left", "groups_hit_of_a_state"),
+        *("groups_state_left", "groups_hit_of_a_state"),
         *("encoder_beside_", "encoder_across_", "pins_"),
     ),
     properties=("P17", "P18", "P19"),
