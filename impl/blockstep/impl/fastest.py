@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Final, Protocol, TypeAlias, cast
 
-from blockstep.impl.capabilities import COMPILED, list_needed
+from blockstep.impl.capabilities import COMPILED, DEVICE, HOST, list_needed
 from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import Config, Event, Observation, Snapshot
 
@@ -29,6 +29,18 @@ class Scheduler(Protocol):
 
 
 MakeScheduler: TypeAlias = Callable[[Config], Scheduler]
+NAMED: Final = {"fastest": HOST, "host": HOST, "device": DEVICE}
+"""Who wants one by name: what it is capable of, at most."""
+
+
+def get_named(name: str, config: Config, also: frozenset[str] = frozenset()) -> MakeScheduler:
+    """The factory of the engine of a name in `NAMED`; "fastest": as `get_fastest`."""
+    if name == "host":
+        return HostEngine
+    if name == "device":
+        device: Any = import_module("blockstep.impl.device.engine")
+        return cast("MakeScheduler", device.DeviceEngine)
+    return get_fastest(config, also)
 
 
 def get_fastest(config: Config, also: frozenset[str] = frozenset()) -> MakeScheduler:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from benchmarks.barriers import Separating, list_barriers
 
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.options import CheckOptions
@@ -181,6 +182,21 @@ def test_as_they_stand_they_lack_no_barrier() -> None:
     memory = Watched()
     play_some(launch.Numpied(memory))
     assert memory.findings == []
+
+
+def test_what_a_barrier_orders_alone_is_a_finding_without_it() -> None:
+    memory = Separating()
+    play_some(launch.Numpied(memory))
+    assert memory.findings == []
+    assert set(memory.needed) <= set(memory.passed)
+    assert set(memory.needed) <= set(list_barriers())
+    for barrier, pair in [*memory.needed.items()][::16]:
+        module, line = barrier.split()[0], int(barrier.rsplit(":", 1)[1])
+        lines = (launch.FOLDER / f"{module}.py").read_text().splitlines()
+        lines[line - 1] = lines[line - 1].replace("tl.debug_barrier()", "pass")
+        watched = Watched()
+        play_some(launch.Numpied(watched, {module: "\n".join(lines)}))
+        assert pair in watched.findings, barrier
 
 
 @pytest.mark.parametrize(("module", "old", "finding"), UNORDERED.values(), ids=UNORDERED.keys())

@@ -44,7 +44,11 @@ class Inbox:
             return
         self._launch(kernel, self.state, self.dims)
         if kernel != "commit_kernel":
-            self._written = 0
+            self.taken()
+
+    def taken(self) -> None:
+        """A launch that somebody else made has taken all commands."""
+        self._written = 0
 
     def command(self, opcode: int, slot: int, argument: int = 0) -> None:
         """Write a command into the ring; one that is full is emptied first."""

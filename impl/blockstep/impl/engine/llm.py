@@ -35,7 +35,7 @@ from blockstep.impl.engine.prompts import (
 from blockstep.impl.engine.runner import Answer, Logprobs
 from blockstep.impl.engine.sessions import Session
 from blockstep.impl.engine.store import KVStore
-from blockstep.impl.fastest import Scheduler, get_fastest
+from blockstep.impl.fastest import Scheduler, get_named
 from blockstep.spec.vocabulary import (
     Abort,
     Commit,
@@ -116,7 +116,7 @@ class LLM:
         self.observer: Observer | None = None
         """Who watches, if anybody does."""
         asked = frozenset(("sessions",) if self.settings.enable_sessions else ())
-        make_scheduler = get_fastest(self.config, asked)
+        make_scheduler = get_named(self.settings.scheduler, self.config, asked)
         self._scheduler: Scheduler | Observer
         if self._check is None:
             self._scheduler = make_scheduler(self.config)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from blockstep.impl.capabilities import list_config_problems
 from blockstep.impl.engine.adapters import LayerAdapters, stack_adapters
 from blockstep.impl.engine.cache import PagedCache, compute_num_blocks, get_block_bytes
 from blockstep.impl.engine.checkpoint import ModelWeights, load_weights
@@ -30,6 +31,7 @@ from blockstep.impl.engine.runner import Runner
 from blockstep.impl.engine.speculation import DraftModelProposer, NgramProposer, Proposer
 from blockstep.impl.engine.store import KVStore, identify_folder
 from blockstep.impl.engine.text import load_tokenizer
+from blockstep.impl.fastest import NAMED
 from blockstep.impl.host.groups import make_groups
 from blockstep.spec.vocabulary import (
     Config,
@@ -94,6 +96,8 @@ class Settings:
     """What becomes of a request whose KV the store cannot give any more."""
     enable_async_kv_loads: bool = False
     """Whether others are served while KV is loaded; otherwise the step waits for it."""
+    scheduler: str = "fastest"
+    """fastest, host or device: whose kernels numpy runs, whichever device the model is on."""
     seed: int = 0
     """From which requests without a seed of their own get one."""
 
@@ -120,6 +124,9 @@ class Settings:
         for name in ("enable_sessions", "enable_in_reasoning", "enable_async_kv_loads"):
             if type(getattr(self, name)) is not bool:
                 raise SettingsError(f"{name} = {getattr(self, name)!r}: must be a bool")
+        if self.scheduler not in NAMED:
+            known = ", ".join(NAMED)
+            raise SettingsError(f"scheduler = {self.scheduler!r}: must be one of {known}")
         modules = self.lora_modules
         if not isinstance(modules, Mapping) or not all(isinstance(n, str) and n for n in modules):
             raise SettingsError(
@@ -162,7 +169,8 @@ def load_engine(folder: Path, settings: Settings, kv_store: KVStore | None = Non
     groups = get_groups(settings, models)
     has_store = kv_store is not None
     # What cannot be is said before gigabytes are read.
-    get_config(settings, models, groups, dtype, device, reasoning_end, has_store)
+    planned = get_config(settings, models, groups, dtype, device, reasoning_end, has_store)
+    _expect_scheduler(settings, planned)
     adapters = _load_adapters(settings, model_config, dtype, device)
     weights = load_weights(folder, model_config, dtype, device)
     draft_weights = None
@@ -198,6 +206,17 @@ def load_engine(folder: Path, settings: Settings, kv_store: KVStore | None = Non
         connector = make_connector(kv_store, settings, config, dtype, folders, caches)
     runner = Runner(config, model, proposer, device, tuple(settings.lora_modules), connector)
     return Loaded(config, model_config, tokenizer, runner)
+
+
+def _expect_scheduler(settings: Settings, config: Config) -> None:
+    """Raise `SettingsError` if the scheduler asked for lacks what the settings ask for."""
+    name, capabilities = settings.scheduler, NAMED[settings.scheduler]
+    if settings.enable_sessions and "sessions" not in capabilities:
+        raise SettingsError(f"scheduler = {name!r}: knows no sessions; use host")
+    problems = list_config_problems(config, capabilities)
+    if problems:
+        told = "; ".join(f"{one.field}: {one.rule}; {one.fix}" for one in problems)
+        raise SettingsError(f"scheduler = {name!r}: {told}, or use host")
 
 
 def make_connector(
