@@ -6,8 +6,10 @@ The whole campaign writes benchmarks/results/DATE-mutation-Ncore.json and
 docs/reference/mutation.md; a part of it (--only, --sample, --drawn, other --events) prints and
 writes only what is asked for. `--page` makes the page again from the last results, after
 benchmarks/mutation/survivors.toml was edited; `--page --put FILE` puts the results of some modules
-(--only, --json FILE) into them before. Exit code 1: a survivor is unexplained or a hole, a class of
-survivors.toml explains nothing or more than it may, or the score of an engine is too low.
+(--only, --json FILE) into them before. `--claims` has each survivor of the last results play the
+tests of which survivors.toml says that they catch it. Exit code 1: a survivor is unexplained or a
+hole, a class of survivors.toml explains nothing or more than it may, the score of an engine is too
+low, or a test does not catch what it is said to.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from benchmarks.mutation.campaign import (
     preload,
     run_campaign,
 )
+from benchmarks.mutation.claims import find_broken_claims, list_claims
 from benchmarks.mutation.journal import Journal
 from benchmarks.mutation.mutants import WINGS, Source, find_sources
 from benchmarks.mutation.page import render_page
@@ -60,12 +63,14 @@ def main() -> int:
     """Play the campaign, or make its page again."""
     args = parse_arguments()
     explanations = read_explanations(SURVIVORS)
-    if args.page:
+    if args.page or args.claims:
         files = sorted(RESULTS.glob("*-mutation-*.json"))
         if not files:
             print(f"no results in {RESULTS}: run `make mutation` first", file=sys.stderr)
             return 2
         whole = json.loads(files[-1].read_text())
+        if args.claims:
+            return check_claims(judge(whole, explanations), args.only or (), args.jobs)
         if args.put is not None:
             whole = put_into(whole, json.loads(args.put.read_text()))
             files[-1].write_text(dump(whole), encoding="utf-8")
@@ -87,6 +92,19 @@ def main() -> int:
     if file is not None:
         file.write_text(dump(results), encoding="utf-8")
     return write_page(verdicts) if is_whole else report(verdicts, "")
+
+
+def check_claims(verdicts: Verdicts, only: Sequence[str], jobs: int) -> int:
+    """Say which claims about tests do not hold; the exit code of the process."""
+    claims = list_claims(verdicts, only)
+    num_broken = 0
+    for line in find_broken_claims(claims, HOUSE, max(jobs, 1)):
+        num_broken += 1
+        print(line, flush=True)
+    print(
+        f"{len(claims)} survivors of which it is said which test catches them: {num_broken} not so"
+    )
+    return 1 if num_broken else 0
 
 
 def write_page(verdicts: Verdicts) -> int:
@@ -120,6 +138,9 @@ def parse_arguments() -> argparse.Namespace:
         "--journal", type=Path, help="where each result is kept, to go on after an interruption"
     )
     parser.add_argument("--page", action="store_true", help="only make the page again")
+    parser.add_argument(
+        "--claims", action="store_true", help="only play the tests that survivors.toml names"
+    )
     parser.add_argument(
         "--put", type=Path, help="with --page: results of some modules, to go into the last ones"
     )

@@ -45,6 +45,8 @@ class Plan:
     """What is played, and from what seed."""
 
     first: tuple[Stage, ...] = (
+        ("host", "small pins", 4_000),
+        ("host", "small groups pins", 4_000),
         ("host", "small transfers", 6_000),
         ("host", "small groups transfers", 4_000),
         ("host", "small events", 2_000),
@@ -61,6 +63,8 @@ class Plan:
     )
     """For every mutant. What few of the runs drawn freely have comes first."""
     deep: tuple[Stage, ...] = (
+        ("host", "small pins", 30_000),
+        ("host", "small groups pins", 30_000),
         ("host", "small transfers", 30_000),
         ("host", "small groups transfers", 30_000),
         ("host", "small groups events", 15_000),

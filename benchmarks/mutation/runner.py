@@ -105,14 +105,19 @@ def forget(import_name: str) -> None:
             del sys.modules[name]
 
 
+def import_mutated(import_name: str, file: str, text: str) -> None:
+    """Have a module imported from this text. For a process of its own."""
+    forget(import_name)
+    sys.meta_path.insert(0, MutatedFinder(import_name, file, text))
+    importlib.import_module(import_name)
+
+
 def play_mutant(
     import_name: str, file: str, text: str, stages: Sequence[Stage], seed: int
 ) -> Outcome:
     """Play against a mutated module until something speaks. For a process of its own."""
-    forget(import_name)
-    sys.meta_path.insert(0, MutatedFinder(import_name, file, text))
     try:
-        importlib.import_module(import_name)
+        import_mutated(import_name, file, text)
         check: Any = importlib.import_module("blockstep.conformance.search.check")
     except Exception as error:
         return Outcome("import", type(error).__name__)

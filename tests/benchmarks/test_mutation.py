@@ -21,6 +21,7 @@ from benchmarks.mutation.campaign import (
     make_run,
     measure_reach,
 )
+from benchmarks.mutation.claims import find_broken_claims, list_claims, list_tests
 from benchmarks.mutation.engines import COLLIDING, COMPILED_ARRAYS
 from benchmarks.mutation.journal import Journal, make_key
 from benchmarks.mutation.mutants import (
@@ -540,6 +541,45 @@ def test_the_page_counts_what_the_results_count() -> None:
         assert shown == sum((one.verdict == "equivalent") == is_same for one in said)
     for name, count in results["properties"].items():
         assert f"`{name}` {count}" in page
+
+
+def test_tests_are_found_in_what_is_said_of_a_class() -> None:
+    why = "Seldom drawn; tests/spec/test_a.py, tests/impl/test_b.py and test_c.py catch it."
+    assert list_tests(why) == (
+        "tests/spec/test_a.py",
+        "tests/impl/test_b.py",
+        "tests/impl/test_c.py",
+    )
+    assert list_tests("Nobody asks.") == ()
+
+
+def test_a_claim_that_a_test_catches_a_mutant_is_tried() -> None:
+    pytest.importorskip("cosmic_ray")
+    place = {"module": "spec/beside/adapters.py", "function": "has_seat", "line": 1}
+    changes = ("max_loras == {0 => -1}", "max_loras {== => <} 0")
+    (source,) = find_sources([place["module"]])
+    lines = [line.strip() for line in source.text.splitlines() if "max_loras == 0" in line]
+    survivors = [
+        {**place, "change": lines[0].replace("max_loras == 0", change)} for change in changes
+    ]
+    survivors.append({**place, "change": "no {such => line}"})
+    why = ("tests/spec/test_adapters.py catches it.", "tests/spec/test_copies.py catches it.")
+    said = [
+        Explanation(why[0], "a", "unreachable", lines=("{0 => -1}",)),
+        Explanation(why[1], "b", "unreachable", lines=("{== => <}",)),
+        Explanation(why[0], "c", "unreachable", lines=("{such => line}",)),
+    ]
+    claims = list_claims(judge(make_results(survivors), said))
+    assert len(claims) == 3
+    broken = list(find_broken_claims(claims, HOUSE, 1))
+    assert [line.split(" impl")[0].split(" spec")[0] for line in broken] == ["GONE", "NOT CAUGHT"]
+    assert "{== => <}" in broken[1]
+
+
+def test_every_test_that_is_named_is_there() -> None:
+    named = {test for one in read_explanations(SURVIVORS) for test in list_tests(one.why)}
+    assert named
+    assert not [test for test in named if not (HOUSE / test).is_file()]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ class Turns(Core):
         pins.pin(job_id, settled)
         for holding in holdings:
             del holding.blocks[: holding.num_cached]
-            holding.num_cached = 0
             holding.num_left = 0  # what is null behind it is passed over in any case
 
     def _begin_with_pins(self, pins: Pins) -> None:
@@ -42,7 +41,7 @@ class Turns(Core):
         Who was preempted stays before them all. Without a pin everybody stands as before.
         """
         self._end_pins(pins.list_ended())
-        if pins.pins and len(self.waiting) > 1:
+        if pins.pins:
             self.waiting.sort(self._rank_by_warmth)
 
     def _rank_by_warmth(self, slot: int) -> int:

@@ -45,15 +45,15 @@ def get_turn_ended(state: State, request_id: RequestId) -> State:
     job_id, is_last = request.request.job_id, request.request.is_last_step
     if job_id is None:
         return state
-    tables, ttl = get_findable_tables(request), state.pins.estimates.get(job_id, 0)
-    is_kept = bool(tables) and ttl > 0 and not is_last
+    tables, estimates = get_findable_tables(request), state.pins.estimates
+    is_kept = bool(tables) and job_id in estimates and not is_last
     if not is_kept and not is_last:
         return state
     pool, pins = free_pins(state.pool, state.pins, list_of_job(state.pins, job_id))
     state = replace(state, pool=pool, pins=pins)
     if not is_kept:
         return state
-    pins = replace(pins, pins=(*pins.pins, Pin(job_id, tables, pins.now + ttl)))
+    pins = replace(pins, pins=(*pins.pins, Pin(job_id, tables, pins.now + estimates[job_id])))
     requests = state.requests.having(request_id, without_findable(request))
     return replace(state, pins=pins, requests=requests)
 

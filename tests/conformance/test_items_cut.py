@@ -1,0 +1,99 @@
+"""Where a chunk ends that comes upon an item: our engine ends it where the specification does.
+
+Chunks end among items, compute and room are for one or two of them, and half of the items
+are not to be cut, are read in part, or stand in a store: what random programs have seldom at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.protocol.program import Answer
+from blockstep.conformance.protocol.registry import load_engine
+from blockstep.spec.vocabulary import (
+    Abort,
+    Config,
+    EncoderOffer,
+    MultiModalItem,
+    Request,
+    Schedule,
+    SpecMethod,
+    Submit,
+)
+
+NUM_RUNS = 40
+LENGTHS = dict(zip("abcdefg", (1, 1, 2, 2, 3, 3, 4), strict=True))
+MASKS = {
+    "b": (True,),
+    "d": (False, True),
+    "f": (True, False, False),
+    "g": (False, True, False, True),
+}
+
+
+def draw_config(random: Random) -> Config:
+    """Chunks of a token to nine; compute and room for the longest item, or for two."""
+    is_beside, with_head = random.random() < 0.2, random.random() < 0.4
+    return Config(
+        num_blocks=60,
+        block_size=2,
+        max_num_seqs=4,
+        max_num_batched_tokens=64 if is_beside else random.randint(4, 12),
+        long_prefill_token_threshold=0 if is_beside else random.choice((1, 2, 3, 4, 9)),
+        enable_chunked_prefill=not is_beside,
+        max_model_len=24,
+        is_encoder_decoder=is_beside,
+        disable_chunked_mm_input=is_beside or random.random() < 0.5,
+        enable_prefix_caching=not is_beside and random.random() < 0.5,
+        spec_method=SpecMethod.EAGLE if with_head and not is_beside else SpecMethod.NONE,
+        num_speculative_tokens=1 if with_head and not is_beside else 0,
+        encoder_compute_budget=random.randint(4, 7),
+        encoder_cache_size=random.randint(4, 8),
+    )
+
+
+def draw_request(random: Random, number: int, config: Config) -> Request:
+    """A prompt with items close to each other, some of them twice; or with one beside it."""
+    request = Request(f"r{number}", (random.randint(1, 2),) * random.randint(1, 16), 2)
+    items: list[MultiModalItem] = []
+    at = random.randint(0, 3)
+    while True:
+        name = random.choice(tuple(LENGTHS))
+        item = MultiModalItem(name, at, LENGTHS[name], MASKS.get(name, ()))
+        if config.is_encoder_decoder:
+            return replace(request, items=(replace(item, offset=0, is_embed=()),))
+        at += item.length + random.choice((0, 0, 1, 2))
+        if item.offset + item.length > len(request.prompt_token_ids):
+            return replace(request, items=tuple(items))
+        items.append(item)
+
+
+def play(seed: int) -> Counter[str]:
+    """A run of some dozens of steps; the situations that it came to."""
+    random = Random(seed)
+    config = draw_config(random)
+    run = LockStep.start(config, load_engine("host"))
+    for number in range(25):
+        if random.random() < 0.5:
+            assert run.perform(Submit(draw_request(random, number, config))) == [], seed
+        if random.random() < 0.15:
+            offered = tuple(sorted(random.sample(tuple(LENGTHS), 3)))
+            assert run.perform(EncoderOffer(offered)) == [], seed
+        if random.random() < 0.05:
+            assert run.perform(Abort((f"r{random.randint(0, number)}",))) == [], seed
+        assert run.perform(Schedule()) == [], seed
+        if random.random() < 0.9:
+            assert run.perform(Answer()) == [], seed
+    return run.witnesses
+
+
+def test_chunks_that_come_upon_items() -> None:
+    reached: Counter[str] = Counter()
+    for seed in range(NUM_RUNS):
+        reached += play(seed)
+    assert reached["encoder_chunk_stops_before_an_item"] > 50
+    assert reached["encoder_item_loaded"] > 30
+    assert reached["encoder_row_waits_for_an_item"] > 3
