@@ -94,10 +94,12 @@ def find_broken_claims(
     for claim in claims:
         place = (claim.survivor["function"], claim.survivor["change"])
         what = f"{_module(claim)} {place[0]}\n  {place[1]}\n  {' '.join(claim.tests)}"
-        mutated = texts.get(_module(claim), {}).get(place)
-        if mutated is None:
+        found = texts.get(_module(claim), {}).get(place)
+        if found is None:
             yield f"GONE {what}"
             continue
+        line = claim.survivor["line"]
+        mutated = found[min(found, key=lambda there: abs(there - line))]
         works.append(partial(_play, sources[_module(claim)], mutated, claim.tests, house))
         said.append(f"NOT CAUGHT {what}")
     for index, result in run_forked(works, jobs, wall_seconds):
@@ -110,16 +112,17 @@ def _module(claim: Claim) -> str:
     return str(claim.survivor["module"])
 
 
-def _find_texts(source: Source, claims: Sequence[Claim]) -> dict[tuple[str, str], str]:
-    """Mutated texts by function and change, which stay where lines move."""
+def _find_texts(source: Source, claims: Sequence[Claim]) -> dict[tuple[str, str], dict[int, str]]:
+    """Mutated texts by function and change, which stay where lines move, and by line."""
     functions = {claim.survivor["function"] for claim in claims}
-    found: dict[tuple[str, str], str] = {}
+    found: dict[tuple[str, str], dict[int, str]] = {}
     for mutant in find_mutants(source)[0]:
         if mutant.function not in functions:
             continue
         mutated = make_mutated_text(source.text, mutant.operator, mutant.occurrence)
         if is_change(source.text, mutated):
-            found[mutant.function, mark_change(source.text, mutated)] = mutated
+            change = mark_change(source.text, mutated)
+            found.setdefault((mutant.function, change), {})[mutant.line] = mutated
     return found
 
 

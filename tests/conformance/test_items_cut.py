@@ -24,13 +24,14 @@ from blockstep.spec.vocabulary import (
     Submit,
 )
 
-NUM_RUNS = 40
+NUM_RUNS = 60
 LENGTHS = dict(zip("abcdefg", (1, 1, 2, 2, 3, 3, 4), strict=True))
 MASKS = {
     "b": (True,),
     "d": (False, True),
+    "e": (True, False, False),
     "f": (True, False, False),
-    "g": (False, True, False, True),
+    "g": (False, True, False, False),
 }
 
 
@@ -41,8 +42,8 @@ def draw_config(random: Random) -> Config:
         num_blocks=60,
         block_size=2,
         max_num_seqs=4,
-        max_num_batched_tokens=64 if is_beside else random.randint(4, 12),
-        long_prefill_token_threshold=0 if is_beside else random.choice((1, 2, 3, 4, 9)),
+        max_num_batched_tokens=64 if is_beside else random.randint(4, 20),
+        long_prefill_token_threshold=0 if is_beside else random.choice((1, 2, 3, 4, 9, 9, 9)),
         enable_chunked_prefill=not is_beside,
         max_model_len=24,
         is_encoder_decoder=is_beside,
@@ -50,7 +51,7 @@ def draw_config(random: Random) -> Config:
         enable_prefix_caching=not is_beside and random.random() < 0.5,
         spec_method=SpecMethod.EAGLE if with_head and not is_beside else SpecMethod.NONE,
         num_speculative_tokens=1 if with_head and not is_beside else 0,
-        encoder_compute_budget=random.randint(4, 7),
+        encoder_compute_budget=random.choice((4, 4, 4, 5, 6)),
         encoder_cache_size=random.randint(4, 8),
     )
 

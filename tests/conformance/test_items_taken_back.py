@@ -245,3 +245,52 @@ def test_who_has_found_an_item_that_is_taken_back_brings_it_in() -> None:
     assert plan.preempted_req_ids == ("A",)
     made = {one.request_id: one.item_indices for one in plan.scheduled_encoder_inputs}
     assert made == {"H": (0,)}
+
+
+def test_what_was_made_anew_is_passed_over_as_others_return() -> None:
+    config = Config(
+        num_blocks=9,
+        block_size=2,
+        policy=Policy.PRIORITY,
+        max_num_batched_tokens=8,
+        max_model_len=32,
+        enable_prefix_caching=False,
+        long_prefill_token_threshold=2,
+        scheduler_reserve_full_isl=False,
+        encoder_compute_budget=4,
+        encoder_cache_size=4,
+    )
+    run = LockStep.start(config, load_engine("host"))
+
+    def come(name: str, length: int, priority: int, *items: MultiModalItem) -> None:
+        assert (
+            run.perform(Submit(Request(name, (1,) * length, 1, priority=priority, items=items)))
+            == []
+        )
+
+    def step() -> Plan:
+        assert run.perform(Schedule()) == []
+        assert run.last is not None
+        plan = run.last.seen
+        assert isinstance(plan, Plan)
+        assert run.perform(Answer()) == []
+        return plan
+
+    come(
+        "Z", 4, 0, *[MultiModalItem(name, at, 1) for at, name in enumerate((CAT, DOG, OWL, "elk"))]
+    )
+    step()
+    step()
+    come("V", 9, 2, MultiModalItem("large", 6, 3))
+    step()
+    come("H", 5, 1, MultiModalItem(OWL, 4, 1))
+    step()
+    come("G", 4, 0)
+    step()
+    plan = step()
+    assert plan.preempted_req_ids == ("V",)
+    made = {one.request_id: one.item_indices for one in plan.scheduled_encoder_inputs}
+    assert (made, plan.free_encoder_mm_hashes) == ({"H": (0,)}, ())
+    encoder = run.spec.snapshot().encoder
+    assert encoder is not None
+    assert sorted(encoder.freeable) == [CAT, DOG, "elk", OWL]

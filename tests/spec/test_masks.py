@@ -226,6 +226,8 @@ def test_a_mask_waits_for_the_tokens_before_it() -> None:
         oracle.mask(second)
     assert oracle.mask(first) == (GrammarRow("A", ((1, EOS),)),)
     oracle.commit(first, {"A": (1,), "B": (1,)})
+    late = oracle.apply(GrammarBitmask(first.frame_id))
+    assert late == Rejected(RejectCode.UNKNOWN_FRAME), "a later frame does not stand for it"
     told = {"A": (2, 1, 1), "B": (1, 1, 1), "nobody": (1,)}
     assert oracle.mask(second, told) == (GrammarRow("A", ((2,), (1, EOS), (2,), (2,)), (2, 1, -1)),)
     with pytest.raises(RejectedEvent, match=r"bad_result: .* leading drafts of \(2, 1\)"):
