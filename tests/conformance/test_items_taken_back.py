@@ -260,34 +260,17 @@ def test_what_was_made_anew_is_passed_over_as_others_return() -> None:
         encoder_compute_budget=4,
         encoder_cache_size=4,
     )
-    run = LockStep.start(config, load_engine("host"))
-
-    def come(name: str, length: int, priority: int, *items: MultiModalItem) -> None:
-        assert (
-            run.perform(Submit(Request(name, (1,) * length, 1, priority=priority, items=items)))
-            == []
-        )
-
-    def step() -> Plan:
-        assert run.perform(Schedule()) == []
-        assert run.last is not None
-        plan = run.last.seen
-        assert isinstance(plan, Plan)
-        assert run.perform(Answer()) == []
-        return plan
-
-    come(
-        "Z", 4, 0, *[MultiModalItem(name, at, 1) for at, name in enumerate((CAT, DOG, OWL, "elk"))]
-    )
-    step()
-    step()
-    come("V", 9, 2, MultiModalItem("large", 6, 3))
-    step()
-    come("H", 5, 1, MultiModalItem(OWL, 4, 1))
-    step()
-    come("G", 4, 0)
-    step()
-    plan = step()
+    run = begin(config)
+    come(run, "Z", 4, *[MultiModalItem(n, at, 1) for at, n in enumerate((CAT, DOG, OWL, "elk"))])
+    step(run)
+    step(run)
+    come(run, "V", 9, MultiModalItem("large", 6, 3), priority=2)
+    step(run)
+    come(run, "H", 5, MultiModalItem(OWL, 4, 1), priority=1)
+    step(run)
+    come(run, "G", 4)
+    step(run)
+    plan = step(run)
     assert plan.preempted_req_ids == ("V",)
     made = {one.request_id: one.item_indices for one in plan.scheduled_encoder_inputs}
     assert (made, plan.free_encoder_mm_hashes) == ({"H": (0,)}, ())
