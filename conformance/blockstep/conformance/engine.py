@@ -71,6 +71,8 @@ class Capability(StrEnum):
     """It takes `kv_connector`: loads from a store, and blocks that outlive their request."""
     PINS = "pins"
     """It takes `Policy.CONTINUUM`: blocks stay between two turns of a job, for a time."""
+    FORKS = "forks"
+    """It takes `enable_forks`, `Fork`, `watermark_blocks` and `pool_order`."""
     STATISTICS = "statistics"
     """Its counters mean what `Stats` says."""
     CACHE_STATISTICS = "cache statistics"

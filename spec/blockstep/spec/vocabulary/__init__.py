@@ -12,6 +12,7 @@ from blockstep.spec.vocabulary.config import (
     KVLoadFailurePolicy,
     MambaCacheMode,
     Policy,
+    PoolOrder,
     SpecMethod,
 )
 from blockstep.spec.vocabulary.constants import MAX_INT, ConfigError, ConfigProblem, config_problems
@@ -36,6 +37,7 @@ from blockstep.spec.vocabulary.events import (
     Submit,
     TransfersReported,
 )
+from blockstep.spec.vocabulary.forks import BlockCopy, Fork
 from blockstep.spec.vocabulary.items import item_problem, refuse_other_size
 from blockstep.spec.vocabulary.keys import BlockKey
 from blockstep.spec.vocabulary.kv_events import (
@@ -103,6 +105,7 @@ __all__ = [
     "Aborted",
     "Ack",
     "AllBlocksCleared",
+    "BlockCopy",
     "BlockId",
     "BlockKey",
     "BlockRemoved",
@@ -123,6 +126,7 @@ __all__ = [
     "EncoderSnapshot",
     "Event",
     "FinishReason",
+    "Fork",
     "FrameId",
     "Grammar",
     "GrammarBitmask",
@@ -150,6 +154,7 @@ __all__ = [
     "PinsSnapshot",
     "Plan",
     "Policy",
+    "PoolOrder",
     "RejectCode",
     "Rejected",
     "RepetitionDetection",

@@ -20,6 +20,16 @@ class Policy(StrEnum):
     of others, and who is of such a job is preempted last (seed 001, "Feature A")."""
 
 
+class PoolOrder(StrEnum):
+    """Which free block is taken next."""
+
+    LRU = "lru"
+    """The one that has been free longest: what was freed last stays findable longest."""
+    LIFO = "lifo"
+    """The one that was freed last (seed 002, "The Free Pool"): few blocks are in use, and what is
+    overwritten is what would be hit next."""
+
+
 class SpecMethod(StrEnum):
     """Who proposes draft tokens; it decides lookahead slots and the head-drop on hits."""
 
@@ -153,6 +163,11 @@ class Config:
     """Whether there is a store beside the pool, from which KV is loaded, and which may read the
     blocks of requests that have ended (`KVOffer`)."""
     kv_load_failure_policy: KVLoadFailurePolicy = KVLoadFailurePolicy.FAIL
+    enable_forks: bool = False
+    """Whether a request may go on as several (`Fork`)."""
+    watermark_blocks: int = 0
+    """Free blocks that an admission leaves for those that run already, if any do."""
+    pool_order: PoolOrder = PoolOrder.LRU
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

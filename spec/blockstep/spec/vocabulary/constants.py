@@ -13,6 +13,7 @@ from blockstep.spec.vocabulary.config import (
     KVLoadFailurePolicy,
     MambaCacheMode,
     Policy,
+    PoolOrder,
     SpecMethod,
 )
 from blockstep.spec.vocabulary.items import BrokenRule, find_encoder_rule
@@ -32,13 +33,14 @@ _LEAST_COUNTS: Final = (
     ("max_loras", 0),
     ("encoder_compute_budget", 0),
     ("encoder_cache_size", 0),
+    ("watermark_blocks", 0),
 )
 """The ints of a config, and the least that each may be."""
 _FLAGS: Final = (
     *("enable_prefix_caching", "enable_chunked_prefill", "scheduler_reserve_full_isl"),
     *("async_scheduling", "enable_in_reasoning"),
     *("disable_chunked_mm_input", "is_encoder_decoder", "enable_kv_cache_events"),
-    "kv_connector",
+    *("kv_connector", "enable_forks"),
 )
 
 
@@ -102,6 +104,8 @@ def _find_broken_rules(config: Config) -> Iterator[BrokenRule]:
         yield from _find_broken_transfers(config)
     if config.policy is Policy.CONTINUUM:
         yield from _find_broken_pins(config)
+    if config.enable_forks:
+        yield from _find_broken_forks(config)
     if config.enable_in_reasoning and config.reasoning_end_token_id is None:
         fix = "set reasoning_end_token_id, or leave it out"
         yield "enable_in_reasoning", "says something only of a model that reasons", fix
@@ -130,6 +134,23 @@ def _find_broken_pins(config: Config) -> Iterator[BrokenRule]:
         yield "policy", "continuum does not go with kv_connector: both hold what has ended", fix
 
 
+def _find_broken_forks(config: Config) -> Iterator[BrokenRule]:
+    """Every rule against forks beside the rest of a config. Source: seed 002 "Fork".
+
+    What is beside a request's tokens is not shared: loads, encoded items, the pin of a turn. Nor is
+    a state, which stands for one boundary and is written over.
+    """
+    fix = "leave enable_forks out"
+    if config.kv_connector:
+        yield "enable_forks", "does not go with kv_connector", fix
+    if config.encoder_cache_size:
+        yield "enable_forks", "does not go with an encoder", fix
+    if config.policy is Policy.CONTINUUM:
+        yield "enable_forks", "does not go with continuum: a branch is nobody's turn", fix
+    if any(group.kind is GroupKind.RECURRENT for group in config.groups):
+        yield "enable_forks", "does not go with recurrent groups: a state is written over", fix
+
+
 def _find_broken_types(config: Config) -> Iterator[BrokenRule]:
     """Every rule against the types and the least values of fields."""
     for name, least in _LEAST_COUNTS:
@@ -140,6 +161,8 @@ def _find_broken_types(config: Config) -> Iterator[BrokenRule]:
             yield name, "must be a bool", "use True or False"
     if not isinstance(config.policy, Policy):
         yield "policy", "must be a Policy", "use Policy.FCFS"
+    if not isinstance(config.pool_order, PoolOrder):
+        yield "pool_order", "must be a PoolOrder", "use PoolOrder.LRU"
     if not isinstance(config.spec_method, SpecMethod):
         yield "spec_method", "must be a SpecMethod", "use SpecMethod.NONE"
     if not isinstance(config.kv_load_failure_policy, KVLoadFailurePolicy):

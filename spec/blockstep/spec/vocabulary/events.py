@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+from blockstep.spec.vocabulary.forks import Fork
 from blockstep.spec.vocabulary.pins import Clock, PinEstimate
 from blockstep.spec.vocabulary.request import FrameId, Request, RequestId, TokenIds
 from blockstep.spec.vocabulary.transfers import NO_TRANSFERS, KVTransfers
@@ -197,9 +198,10 @@ Event: TypeAlias = (
     | TransfersReported
     | Clock
     | PinEstimate
+    | Fork
 )
 EVENT_TYPES: tuple[type, ...] = (
     *(Submit, Schedule, Commit, Drafts, Abort, GrammarReady, GrammarFailed, GrammarBitmask),
     *(StreamingUpdate, SetPause, Reset, EncoderReset, EncoderOffer, KVOffer, TransfersReported),
-    *(Clock, PinEstimate),
+    *(Clock, PinEstimate, Fork),
 )

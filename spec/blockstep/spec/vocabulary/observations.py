@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from blockstep.spec.copies import wide_dataclass
+from blockstep.spec.vocabulary.forks import BlockCopy
 from blockstep.spec.vocabulary.kv_events import KVEvent
 from blockstep.spec.vocabulary.request import (
     DRAFT_PLACEHOLDER,
@@ -55,6 +56,11 @@ class RejectCode(StrEnum):
     """The request does not use structured output, so it has no grammar."""
     GRAMMAR_BEHIND = "grammar_behind"
     """A request of which the mask has rows samples in an older frame, too: commit that first."""
+    BAD_FORK = "bad_fork"
+    """Forks are off, the parent is a session or has not begun, or an output of the branch would
+    have ended it or is what its grammar forbids."""
+    FORK_IN_FLIGHT = "fork_in_flight"
+    """A frame in flight names the parent: commit it first."""
     NOT_RESUMABLE = "not_resumable"
     """The request is no session, or its client has said that no more input comes."""
 
@@ -81,8 +87,10 @@ class NewRow:
     block_ids: BlockTables
     """Its whole block tables."""
     num_computed_tokens: int
-    """Tokens whose KV exists already: the prefix hit."""
+    """Tokens whose KV exists already: the prefix hit, or what a branch shares."""
     num_scheduled_tokens: int
+    output_token_ids: TokenIds = ()
+    """Of a branch: the outputs that it begins with."""
 
     @property
     def request_id(self) -> RequestId:
@@ -91,12 +99,13 @@ class NewRow:
 
     @property
     def draft_token_ids(self) -> TokenIds:
-        """A placeholder for each scheduled token past the prompt; there are some only by a quirk.
+        """A placeholder for each scheduled token past the known ones; there only by a quirk.
 
         Nobody has proposed for a new request, so it is for none of them to be accepted.
         """
         end = self.num_computed_tokens + self.num_scheduled_tokens
-        return (DRAFT_PLACEHOLDER,) * max(end - len(self.request.prompt_token_ids), 0)
+        num_known = len(self.request.prompt_token_ids) + len(self.output_token_ids)
+        return (DRAFT_PLACEHOLDER,) * max(end - num_known, 0)
 
 
 @wide_dataclass(frozen=True, slots=True)
@@ -147,8 +156,12 @@ class Plan:
     """Running requests of whose row `new_block_ids` is the whole block table, sorted.
 
     Blocks of theirs were exchanged for others that hold the same (a duplicate was freed, say). A
-    worker replaces the table, as it does for one that resumes, and computes nothing again. Always
-    empty here: a block that is held stays where it is."""
+    worker replaces the table, as it does for one that resumes, and computes nothing again. Here a
+    block that is held stays where it is, but for one that is copied."""
+    block_copies: tuple[BlockCopy, ...] = ()
+    """Shared blocks that a row of this step writes in, and the copies that it writes in instead: to
+    be copied one by one before anything else is done to a block. In the order of scheduling, and of
+    the groups for each row."""
     num_common_prefix_blocks: tuple[int, ...] = field(default=(), compare=False)
     """Per group: leading blocks that stand in the table of every running request, whatever else
     holds them, so that a worker may attend to them once for all rows (P26). 0 for a group that is

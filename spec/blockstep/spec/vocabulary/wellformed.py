@@ -28,6 +28,7 @@ from blockstep.spec.vocabulary.events import (
     Submit,
     TransfersReported,
 )
+from blockstep.spec.vocabulary.forks import Fork
 from blockstep.spec.vocabulary.observations import RejectCode, Rejected
 from blockstep.spec.vocabulary.pins import Clock, PinEstimate
 from blockstep.spec.vocabulary.request import Grammar, MultiModalItem, RepetitionDetection, Request
@@ -91,6 +92,8 @@ def event_problem(event: object) -> Rejected | None:
             if not _is_name(job_id):
                 return _malformed("PinEstimate.job_id", job_id, "a non-empty string")
             return None if is_count(ttl) else _malformed("PinEstimate.ttl", ttl, "an int >= 0")
+        case Fork():
+            return _fork_problem(event)
         case _:
             return _malformed("event", event, "one of blockstep.spec's events")
 
@@ -115,6 +118,17 @@ def _are_tokens(value: object) -> bool:
         if type(token) is not int or not 0 <= token <= MAX_INT:
             return False
     return True
+
+
+def _fork_problem(fork: Fork) -> Rejected | None:
+    for name in ("request_id", "child_id"):
+        if not _is_name(getattr(fork, name)):
+            return _malformed(f"Fork.{name}", getattr(fork, name), "a non-empty string")
+    if not _are_tokens(fork.output_token_ids):
+        return _malformed(
+            "Fork.output_token_ids", fork.output_token_ids, f"a tuple of 0..{MAX_INT}"
+        )
+    return None
 
 
 def _rows_problem(what: str, rows: object) -> Rejected | None:
