@@ -5,12 +5,14 @@ By value: the enum belongs to the conformance wing, which this wing must not imp
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Final
 
 from blockstep.spec.vocabulary import (
     Config,
     ConfigProblem,
     Policy,
+    PoolOrder,
     SpecMethod,
     config_problems,
 )
@@ -41,15 +43,17 @@ HOST: Final = frozenset(
         "events",
         "transfers",
         "pins",
+        "forks",
     )
 )
 """Everything."""
 COMPILED: Final = HOST - {
     *("groups", "common prefix", "adapters", "masks", "sessions", "encoder", "events", "transfers"),
-    "pins",
+    *("pins", "forks"),
 }
 """The same for one KV-cache group, without its hint to the worker, what requests bring along, what
-is told of blocks, what comes from a store and what stays between turns."""
+is told of blocks, what comes from a store, what stays between turns, branches and what comes with
+them."""
 
 DEVICE: Final = COMPILED
 """The kernels on a GPU: what the compiled engine can, and lacks for the same reasons."""
@@ -65,30 +69,36 @@ def list_config_problems(
     lacking = list_needed(config) - capabilities
     return tuple(
         ConfigProblem(field, getattr(config, field), rule, fix)
-        for name, (field, rule, fix) in _LACKED.items()
-        if name in lacking
+        for name, field, rule, fix in _LACKED
+        if name in lacking and getattr(config, field) != _DEFAULTS[field]
     )
 
 
-_LACKED: Final = {
-    "groups": ("groups", "must be empty: this engine has one KV-cache group", "leave it out"),
-    "masks": (
+_LACKED: Final = (
+    ("groups", "groups", "must be empty: this engine has one KV-cache group", "leave it out"),
+    (
+        "masks",
         "reasoning_end_token_id",
         "must be None: this engine has no masks, so no grammar to hold off",
         "leave it out",
     ),
-    "adapters": ("max_loras", "must be 0: this engine has no cap on adapters", "leave it out"),
-    "encoder": ("encoder_cache_size", "must be 0: this engine has no encoder", "leave it out"),
-    "events": (
+    ("adapters", "max_loras", "must be 0: this engine has no cap on adapters", "leave it out"),
+    ("encoder", "encoder_cache_size", "must be 0: this engine has no encoder", "leave it out"),
+    (
+        "events",
         "enable_kv_cache_events",
         "must be False: this engine tells nothing of blocks",
         "leave it out",
     ),
-    "transfers": ("kv_connector", "must be False: this engine has no store", "leave it out"),
-    "pins": ("policy", "must not be continuum: this engine pins nothing", "use Policy.FCFS"),
-}
-"""By capability: the field of a config that asks for it, and why an engine without cannot have it.
-"""
+    ("transfers", "kv_connector", "must be False: this engine has no store", "leave it out"),
+    ("pins", "policy", "must not be continuum: this engine pins nothing", "use Policy.FCFS"),
+    ("forks", "enable_forks", "must be False: this engine has no forks", "leave it out"),
+    ("forks", "watermark_blocks", "must be 0: this engine keeps none free", "leave it out"),
+    ("forks", "pool_order", "must be lru: this engine has no other order", "leave it out"),
+)
+"""Capabilities, the fields of a config that ask for them, and why an engine without cannot have
+them."""
+_DEFAULTS: Final = {field.name: field.default for field in fields(Config)}
 
 
 def list_needed(config: Config) -> frozenset[str]:
@@ -106,5 +116,8 @@ def list_needed(config: Config) -> frozenset[str]:
         "events": config.enable_kv_cache_events,
         "transfers": config.kv_connector,
         "pins": config.policy is Policy.CONTINUUM,
+        "forks": config.enable_forks
+        or config.watermark_blocks > 0
+        or config.pool_order is not PoolOrder.LRU,
     }
     return frozenset(name for name, is_asked in asked.items() if is_asked)

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar, assert_never
 from blockstep.impl.capabilities import list_config_problems
 from blockstep.impl.refusals import (
     answer_problem,
+    bad_fork,
     brought_problem,
     drafts_problem,
     frame_problem,
@@ -30,6 +31,7 @@ from blockstep.spec.vocabulary import (
     EncoderOffer,
     EncoderReset,
     Event,
+    Fork,
     FrameId,
     GrammarBitmask,
     GrammarFailed,
@@ -134,6 +136,8 @@ class Doors(ABC, Generic[F]):
                 return Ack()  # of an encoder, a store or pins, that this engine has not
             case TransfersReported():
                 return Outputs()
+            case Fork():
+                return bad_fork(event, "this engine has no forks")
             case GrammarFailed() | GrammarBitmask():
                 raise AssertionError("refused above")
             case _:

@@ -8,6 +8,7 @@ from blockstep.spec.vocabulary import (
     Config,
     Drafts,
     Event,
+    Fork,
     FrameId,
     GrammarBitmask,
     GrammarFailed,
@@ -46,18 +47,8 @@ def submit_problem(
 ) -> Rejected | None:
     """Why a request cannot be taken, or None; `needed` blocks at its longest."""
     name, prompt = repr(request.request_id), len(request.prompt_token_ids)
-    if is_unfinished:
-        return Rejected(
-            RejectCode.DUPLICATE_REQUEST,
-            f"request {name}: the id belongs to an unfinished request; use another id",
-        )
-    if is_in_flight:
-        return Rejected(
-            RejectCode.REQUEST_IN_FLIGHT,
-            f"request {name}: a frame in flight has a row of an ended request of this id; "
-            "commit the frame first",
-        )
-    problem = item_problem(config, request)
+    problem = name_problem(request.request_id, is_unfinished, is_in_flight)
+    problem = problem or item_problem(config, request)
     if problem is not None:
         return problem
     if prompt >= config.max_model_len:
@@ -71,6 +62,22 @@ def submit_problem(
             RejectCode.NEVER_FITS,
             f"request {name}: at its longest it needs {needed} blocks, and the pool has "
             f"{config.num_usable_blocks} without the null block; shorten it or lower max_tokens",
+        )
+    return None
+
+
+def name_problem(request_id: RequestId, is_unfinished: bool, is_in_flight: bool) -> Rejected | None:
+    """Why no new request can have this id, or None."""
+    if is_unfinished:
+        return Rejected(
+            RejectCode.DUPLICATE_REQUEST,
+            f"request {request_id!r}: the id belongs to an unfinished request; use another id",
+        )
+    if is_in_flight:
+        return Rejected(
+            RejectCode.REQUEST_IN_FLIGHT,
+            f"request {request_id!r}: a frame in flight has a row of an ended request of this id; "
+            "commit the frame first",
         )
     return None
 
@@ -166,6 +173,53 @@ def update_problem(request_id: RequestId, is_unfinished: bool) -> Rejected:
         RejectCode.NOT_RESUMABLE,
         f"update: request {request_id!r} is no session that takes more input; submit one",
     )
+
+
+def fork_problem(
+    config: Config,
+    fork: Fork,
+    *,
+    is_unfinished: bool,
+    is_child_unfinished: bool,
+    is_child_in_flight: bool,
+    may_fork: bool,
+    is_in_flight: bool,
+) -> Rejected | None:
+    """Why a request cannot go on as another one, whatever that one's outputs are, or None.
+
+    Args:
+        config: of the engine.
+        fork: the event.
+        is_unfinished: whether the parent is.
+        is_child_unfinished: whether a request of the child's id is.
+        is_child_in_flight: whether a frame in flight names an ended request of that id.
+        may_fork: whether the parent has begun and is no session.
+        is_in_flight: whether a frame in flight names the parent.
+    """
+    name, parent = repr(fork.child_id), repr(fork.request_id)
+    if not config.enable_forks:
+        return bad_fork(fork, "forks are off; switch enable_forks on")
+    if not is_unfinished:
+        return Rejected(
+            RejectCode.UNKNOWN_REQUEST,
+            f"fork {name}: no unfinished request has the id {parent}; submit it first",
+        )
+    problem = name_problem(fork.child_id, is_child_unfinished, is_child_in_flight)
+    if problem is not None:
+        return problem
+    if not may_fork:
+        return bad_fork(fork, f"{parent} is a session, or has not begun; fork one that runs")
+    if is_in_flight:
+        return Rejected(
+            RejectCode.FORK_IN_FLIGHT,
+            f"fork {name}: a frame in flight names {parent}; commit it first",
+        )
+    return None
+
+
+def bad_fork(fork: Fork, detail: str) -> Rejected:
+    """The refusal of a branch that cannot be."""
+    return Rejected(RejectCode.BAD_FORK, f"fork {fork.child_id!r}: {detail}")
 
 
 def schedule_problem(config: Config, num_in_flight: int) -> Rejected | None:

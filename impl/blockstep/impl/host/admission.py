@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.impl.host.adapters import AdapterSeats
+from blockstep.impl.host.copies import Copies
 from blockstep.impl.host.encodings import Encodings
 from blockstep.impl.host.groups import GroupHits, GroupMemory
 from blockstep.impl.host.kinds import Extent
@@ -16,7 +17,7 @@ from blockstep.impl.host.transfers import Transfers
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Policy, Status
 
 
-class WaitingPhase(Promises, Encodings, Loading):
+class WaitingPhase(Promises, Encodings, Loading, Copies):
     """Admits waiting requests in the order of the policy; the first that does not fit ends it."""
 
     def _schedule_waiting(self, step: Step) -> None:
@@ -118,7 +119,8 @@ class WaitingPhase(Promises, Encodings, Loading):
                 num_scheduled = chosen.num_tokens
         if num_scheduled <= 0:
             return False
-        free, free_hits = self.pool.num_free, self.pool.count_free(hits)
+        free = self.pool.num_free - self._count_kept_free()
+        free_hits = self.pool.count_free(hits)
         if self.config.scheduler_reserve_full_isl:
             whole = self._blocks_to_admit(self.table.num_known[slot], len(hits))
             if whole + free_hits > free:
@@ -189,8 +191,8 @@ class WaitingPhase(Promises, Encodings, Loading):
         return False
 
     def _try_go_on(self, slot: int, queue: RequestQueue, step: Step) -> bool:
-        """The same for one that has blocks, a session or one whose load has come: it goes on behind
-        what is computed."""
+        """The same for one that has blocks, a session, a branch or one whose load has come: it goes
+        on behind what is computed."""
         table, groups, holdings = self.table, self.groups, self.table.holdings[slot]
         computed, num_known = table.num_computed[slot], table.num_known[slot]
         num_scheduled = self._tokens_to_admit(slot, computed, step.budget)
@@ -201,7 +203,7 @@ class WaitingPhase(Promises, Encodings, Loading):
             num_scheduled = self._align_chunk(groups, slot, computed, num_scheduled)
         if num_scheduled <= 0:
             return False
-        free = self.pool.num_free
+        free = self.pool.num_free - self._count_kept_free()
         if groups is not None:
             free += groups.count_leaving(holdings, computed)
         if self.config.scheduler_reserve_full_isl:
@@ -211,7 +213,8 @@ class WaitingPhase(Promises, Encodings, Loading):
                 whole = groups.count_to_end(holdings, computed, num_known)
             if whole > free:
                 return False
-        if self._count_lacking(slot, computed + num_scheduled) > free:
+        lacking = self._count_lacking(slot, computed + num_scheduled)
+        if lacking + self._count_copies(slot) > free:
             return False
         queue.remove(slot)
         if self.transfers is not None and self._is_parked(slot):
@@ -219,10 +222,9 @@ class WaitingPhase(Promises, Encodings, Loading):
         if groups is not None:
             groups.leave(holdings, computed, 0)
             end = computed + num_scheduled
-            step.taken.append(groups.take(holdings, Extent(end, end)))
+            step.taken.append(self._take(groups, slot, Extent(end, end), step))
         else:
-            needed = self._count_lacking(slot, computed + num_scheduled)
-            holdings[0].blocks += self.pool.take(needed)
+            holdings[0].blocks += self.pool.take(lacking)
         self._begin(slot, num_scheduled, step)
         self._encode_if_any(slot, chosen, step)
         return True

@@ -27,6 +27,7 @@ from blockstep.spec.vocabulary import (
     KVEvent,
     PauseState,
     Policy,
+    PoolOrder,
     RequestId,
     Stats,
     Status,
@@ -70,13 +71,14 @@ class Core:
         self.log = self.log_type(config.block_size) if config.enable_kv_cache_events else None
         """What is to be told of the prefix map; None where nobody is told."""
         self.prefix.log = self.log
-        self.pool = self.pool_type(config.num_blocks, self.prefix)
+        is_lifo = config.pool_order is PoolOrder.LIFO
+        self.pool = self.pool_type(config.num_blocks, self.prefix, is_lifo)
         self.transfers = self.transfers_type() if config.kv_connector else None
         """What is under way to and from a store; None without one."""
-        has_groups = bool(config.groups) or config.kv_connector
+        has_groups = bool(config.groups) or config.kv_connector or config.enable_forks
         self.groups = self.groups_type(config, self.pool, self.prefix) if has_groups else None
-        """Their memory, where a config names groups or has a store; None for the one that there is
-        without."""
+        """Their memory, where a config names groups, has a store or forks; None for the one that
+        there is without."""
         self.encoder = self.encoder_type(config) if config.encoder_cache_size else None
         """What is kept of encoded items; None where no encoder is modelled."""
         self.pins = self.pins_type() if config.has_pins else None
@@ -213,12 +215,13 @@ class Core:
 
     def _list_idle(self, passed_over: Sequence[int] = ()) -> list[int]:
         """Who holds blocks and does not run, in the order in which they give them up: sessions that
-        rest before those that have input and those whose load has come, and whoever is taken last
-        before the others. Nobody takes the blocks of a load that is under way (P17).
+        rest before those that have input, branches and those whose load has come, and whoever is
+        taken last before the others. Nobody takes the blocks of a load that is under way (P17).
 
         `passed_over`: who stands in no queue now, for others are tried before them.
         """
-        if not self.sessions and not (self.transfers and self.transfers.received):
+        has_loaded = self.transfers is not None and bool(self.transfers.received)
+        if not (self.sessions or has_loaded or self.config.enable_forks):
             return []
         line = [*passed_over, *self.skipped_waiting, *self.waiting]
         if self.config.policy is Policy.PRIORITY:
@@ -240,6 +243,10 @@ class Core:
             self.transfers is not None
             and self.table.requests[slot].request_id in self.transfers.received
         )
+
+    def _count_kept_free(self) -> int:
+        """Free blocks that an admission leaves for those that run, if anybody does."""
+        return self.config.watermark_blocks if self.running else 0
 
     def _take_back_one(self, needy: int, passed_over: Sequence[int] = ()) -> bool:
         """Blocks are given up by a pin, or else by one that does not run, and is not this one;

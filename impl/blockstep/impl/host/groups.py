@@ -23,6 +23,7 @@ from blockstep.impl.host.states import AlignedGroup, StateGroup
 from blockstep.impl.host.table import Holding
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
+    BlockCopy,
     BlockId,
     BlockTables,
     Config,
@@ -79,6 +80,7 @@ class GroupMemory:
         """Groups whose new blocks are zeroed: a kernel reads whole blocks, and a state left in one
         may read as NaN."""
         self.no_hits = GroupHits(0, ((),) * len(self.groups))
+        self.has_forks = config.enable_forks
 
     def begin_step(self) -> None:
         """A step is planned: what the ones before have published will be there."""
@@ -129,6 +131,64 @@ class GroupMemory:
                 for group, holding in zip(self.groups, holdings, strict=True)
             ]
         )
+
+    # Branches.
+
+    def count_copies(self, holdings: Sequence[Holding], num_computed: int) -> int:
+        """Blocks that others hold, too, and that the next token is written in (P8)."""
+        if not self.has_forks:
+            return 0
+        shared = map(self._find_shared, self.groups, holdings, [num_computed] * len(self.groups))
+        return sum(index is not None for index in shared)
+
+    def take_own(
+        self, holdings: Sequence[Holding], num_computed: int, extent: Extent
+    ) -> tuple[tuple[BlockCopy, ...], BlockTables]:
+        """As `take`; in each group a copy goes before what is appended (seed 002, "COW").
+
+        The source is held by others, so it does not become free.
+        """
+        copies: list[BlockCopy] = []
+        taken: list[tuple[BlockId, ...]] = []
+        for group, holding in zip(self.groups, holdings, strict=True):
+            index = self._find_shared(group, holding, num_computed)
+            if index is not None:
+                source, (own,) = holding.blocks[index], self.pool.take(1)
+                self.pool.free((source,))
+                holding.blocks[index] = own
+                copies.append(BlockCopy(source, own))
+            taken.append(group.extend(holding, extent, self.pool))
+        return tuple(copies), tuple(taken)
+
+    def _find_shared(self, group: Group, holding: Holding, num_computed: int) -> int | None:
+        """The place of the block that the next token is written in, if others hold it, too.
+
+        A whole block is written in no more, so that it may be shared.
+        """
+        index, num_begun = divmod(num_computed, group.block_size)
+        if not num_begun or index >= len(holding.blocks):
+            return None
+        return index if self.pool.ref_counts[holding.blocks[index]] > 1 else None
+
+    def find_branch_point(self, holdings: Sequence[Holding], most: int) -> int:
+        """The largest number of tokens, at most so many, behind which another request can go on
+        with the blocks of these."""
+        length, lower = most, -1
+        while length != lower:
+            lower = length
+            for group, holding in zip(self.groups, holdings, strict=True):
+                length = min(length, group.find_branch_point(holding, length))
+        return length
+
+    def branch(
+        self, holdings: Sequence[Holding], children: Sequence[Holding], num_tokens: int
+    ) -> None:
+        """Others hold the blocks of so many tokens as well."""
+        for group, holding, child in zip(self.groups, holdings, children, strict=True):
+            child.blocks += holding.blocks[: group.count_blocks(num_tokens)]
+            child.num_cached = min(holding.num_cached, num_tokens // group.block_size)
+            child.num_left = min(holding.num_left, len(child.blocks))
+            self.pool.touch(child.blocks[child.num_left :])
 
     def publish(
         self, holdings: Sequence[Holding], lineage: Lineage, num_computed: int, num_written: int
@@ -273,9 +333,11 @@ class GroupMemory:
         return needed
 
     def count_to_end(self, holdings: Sequence[Holding], num_computed: int, num_known: int) -> int:
-        """Free blocks that all known tokens of a session need at once, at most (P11, P15).
+        """Free blocks that all known tokens of one that has blocks need at once, at most (P11,
+        P15).
 
-        No more than its table lacks, nor than what it holds at once beside what it gives back.
+        No more than its table lacks and a copy, nor than what it holds at once beside what is its
+        own alone, and is not given back.
         """
         needed = 0
         for group, holding in zip(self.groups, holdings, strict=True):
@@ -284,6 +346,8 @@ class GroupMemory:
             kept = holding.blocks[group.first_block(num_computed) :]
             own = sum(b != NULL_BLOCK and self.pool.ref_counts[b] == 1 for b in kept)
             later = group.count_blocks(num_known) - len(holding.blocks)
+            if self.has_forks:
+                later += self._find_shared(group, holding, num_computed) is not None
             needed += max(min(later, group.count_held(num_known) - own), 0)
         return needed
 

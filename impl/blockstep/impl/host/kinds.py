@@ -95,6 +95,20 @@ class Group:
             blocks[begin:end] = [NULL_BLOCK] * (end - begin)
             holding.num_left = end
 
+    def find_branch_point(self, holding: Holding, num_tokens: int) -> int:
+        """`num_tokens` if another can go on behind them with blocks of these, else a bound of the
+        shorter ones that could be.
+
+        What is read there must be held, and the block that is written in next must not be settled:
+        it can be found, so nobody writes in it again.
+        """
+        index = num_tokens // self.block_size
+        if num_tokens % self.block_size and index < holding.num_cached:
+            return index * self.block_size
+        end = self.count_blocks(num_tokens)
+        is_held = self.first_block(num_tokens) >= min(holding.num_left, end)
+        return num_tokens if is_held else num_tokens - 1
+
     def count_held(self, num_slots: int) -> int:
         """Blocks that it holds at once, at most, until it has so many slots (P11)."""
         return self.count_blocks(num_slots)

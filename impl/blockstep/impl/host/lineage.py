@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from itertools import takewhile
 
 from blockstep.impl.host.digests import Digest, chain_message, pack_extras, pack_tokens
 from blockstep.spec.vocabulary import BlockKey, Request, TokenIds
@@ -58,6 +59,24 @@ class Lineage:
         self.request = request
         self.tokens = array("i", request.prompt_token_ids)
         self._ends = [item.offset + item.length for item in request.items]
+
+    def adopt_names(self, other: Lineage) -> int:
+        """Take over the names of what both begin with; how many tokens that are.
+
+        The requests are alike but for their outputs, and this one has no names yet.
+        """
+        common = self._count_common(other)
+        full = common // self._block_size
+        self._digests = other._digests[:full]
+        self._keys = other._keys[:full]
+        self._group_keys = {at: key for at, key in other._group_keys.items() if at[0] < full}
+        return common
+
+    def _count_common(self, other: Lineage) -> int:
+        """Tokens that both begin with, their prompt at least."""
+        num_prompt = len(self.request.prompt_token_ids)
+        pairs = zip(self.tokens[num_prompt:], other.tokens[num_prompt:], strict=False)
+        return num_prompt + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def name_blocks(self) -> list[bytes]:
         """The digests of all full blocks."""

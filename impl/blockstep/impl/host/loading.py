@@ -36,12 +36,13 @@ class Loading(Core):
     def _fits(self, groups: GroupMemory, slot: int, hits: GroupHits, extent: Extent) -> bool:
         """Whether there are blocks to hold one behind its hits, and all of it if that is asked."""
         num_beside = self.table.holdings[slot][0].num_beside
+        free = self.pool.num_free - self._count_kept_free()
         if self.config.scheduler_reserve_full_isl:
             whole = groups.count_for_gate(hits, self.table.num_known[slot])
-            if whole + groups.count_across(num_beside) > self.pool.num_free:
+            if whole + groups.count_across(num_beside) > free:
                 return False
         needed = groups.count_to_admit(hits, extent, num_beside)
-        return needed + self.pool.count_free(hits.shared()) <= self.pool.num_free
+        return needed + self.pool.count_free(hits.shared()) <= free
 
     def _try_park(
         self,

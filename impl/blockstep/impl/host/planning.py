@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import Final
 
 from blockstep.impl.host.admission import WaitingPhase
@@ -59,6 +60,8 @@ class Planning(RunningPhase, WaitingPhase, Masks, Turns):
         requests = self.table.requests
         for slot, row in step.rows.items():
             told = self._running_row(slot, row)
+            if slot in step.copies:
+                told = replace(told, new_block_ids=self.table.block_tables(slot))
             cached.append(told)
             samples = self._advance(slot, row[0], frame_id)
             frame[told.request_id] = row[2] if samples else None
@@ -89,6 +92,7 @@ class Planning(RunningPhase, WaitingPhase, Masks, Turns):
             finished,
             preempted,
             _NOBODY,
+            _NOBODY,
             common,
             zeroed,
         )
@@ -97,6 +101,13 @@ class Planning(RunningPhase, WaitingPhase, Masks, Turns):
                 plan,
                 has_structured_output_requests=True,
                 pending_structured_output_tokens=is_behind,
+            )
+        if step.copies:
+            remapped = [requests[slot].request_id for slot in step.copies if slot in step.rows]
+            plan = replace(
+                plan,
+                remapped_req_ids=tuple(sorted(remapped)),
+                block_copies=tuple(chain.from_iterable(step.copies.values())),
             )
         if step.loads and self.transfers is not None:
             self.transfers.open_frame(frame_id, step.loads)
@@ -139,13 +150,15 @@ class Planning(RunningPhase, WaitingPhase, Masks, Turns):
     def _count_common_blocks(self, group: int, blocks: list[BlockId], num_running: int) -> int:
         """Of a table of one who runs, in a group under full attention.
 
-        Where no session or pin keeps any and there is no store, only those who run hold blocks, and
-        each of them a block once: one with as many holders as run is in all tables. What is taken
-        later no two share, so the count stays while nobody begins or ceases to hold what is there.
+        Where no session, branch or pin keeps any and there is no store, only those who run hold
+        blocks, and each of them a block once: one with as many holders as run is in all tables.
+        What is taken later no two share, so the count stays while nobody begins or ceases to hold
+        what is there.
         """
         if num_running == 1:
             return len(blocks)
-        if self.sessions or self.transfers is not None or (self.pins and self.pins.pins):
+        may_others_hold = self.transfers is not None or self.config.enable_forks
+        if self.sessions or may_others_hold or (self.pins and self.pins.pins):
             tables = [self.table.holdings[slot][group].blocks for slot in self.running]
             places = enumerate(zip(*tables, strict=False))
             differing = (i for i, of_all in places if len({*of_all}) > 1)
@@ -203,6 +216,7 @@ class Planning(RunningPhase, WaitingPhase, Masks, Turns):
             block_ids=table.block_tables(slot),
             num_computed_tokens=table.num_computed[slot],
             num_scheduled_tokens=num_scheduled,
+            output_token_ids=table.output_token_ids(slot),  # those of a branch: others have none
         )
 
     def _was_in_previous_plan(self, slot: int) -> bool:

@@ -20,10 +20,17 @@ class BlockPool:
     When the room is used up, the stretch moves to the front without its gaps: the array is twice
     as long as there are blocks, so that costs O(1) per block freed. A freed block keeps its key
     until it is taken again (lazy eviction; seed 003, section 2.2).
+
+    Args:
+        num_blocks: the null block included.
+        prefix: where a block that is taken is withdrawn.
+        is_lifo: whether freed blocks go before the head (seed 002, "The Free Pool"). The stretch
+            then begins at the end of the array, and moves to the end.
     """
 
-    def __init__(self, num_blocks: int, prefix: PrefixMap) -> None:
+    def __init__(self, num_blocks: int, prefix: PrefixMap, is_lifo: bool = False) -> None:
         self.prefix = prefix
+        self.is_lifo = is_lifo
         self.num_blocks = num_blocks
         self.num_free = num_blocks - 1
         self.ref_counts = [0] * num_blocks
@@ -34,6 +41,8 @@ class BlockPool:
         """Where a free block stands in the queue."""
         self._head = 0
         self._tail = num_blocks - 1
+        if is_lifo:
+            self._close_gaps()
 
     def take(self, count: int) -> list[BlockId]:
         """Pop `count` blocks from the head, in order; each is held once and carries no key.
@@ -65,13 +74,15 @@ class BlockPool:
             refs[block] += 1
 
     def free(self, table: Sequence[BlockId]) -> None:
-        """Let go of a block table, last block first, so that its prefix is evicted last."""
+        """Let go of a block table, so that its prefix is evicted last: of its blocks the last one
+        stands foremost in the queue."""
         refs = self.ref_counts
         self.num_moves += 1
-        for block in reversed(table):
+        put = self._prepend if self.is_lifo else self._append
+        for block in table if self.is_lifo else reversed(table):
             refs[block] -= 1
             if refs[block] == 0:
-                self._append(block)
+                put(block)
 
     def is_free(self, block: BlockId) -> bool:
         """Whether nobody holds `block`."""
@@ -104,10 +115,19 @@ class BlockPool:
         self._tail += 1
         self.num_free += 1
 
+    def _prepend(self, block: BlockId) -> None:
+        if self._head == 0:
+            self._close_gaps()
+        self._head -= 1
+        self._queue[self._head] = block
+        self._place[block] = self._head
+        self.num_free += 1
+
     def _close_gaps(self) -> None:
-        """Move the stretch to the front of the array; at least half of it is room then."""
+        """Move the stretch to where nothing is added; at least half of the array is room then."""
         blocks = self.free_queue()
-        self._queue[: len(blocks)] = blocks
-        for place, block in enumerate(blocks):
+        begin = len(self._queue) - len(blocks) if self.is_lifo else 0
+        for place, block in enumerate(blocks, begin):
+            self._queue[place] = block
             self._place[block] = place
-        self._head, self._tail = 0, len(blocks)
+        self._head, self._tail = begin, begin + len(blocks)

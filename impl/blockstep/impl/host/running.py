@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from blockstep.impl.host.copies import Copies
 from blockstep.impl.host.encodings import Encodings
 from blockstep.impl.host.groups import GroupMemory
 from blockstep.impl.host.kinds import Extent
@@ -14,7 +15,7 @@ from blockstep.spec.vocabulary import BlockTables, Policy, TokenIds
 _NOTHING: Final[tuple[()]] = ()
 
 
-class RunningPhase(Promises, Encodings):
+class RunningPhase(Promises, Encodings, Copies):
     """Schedules the running requests in order; preempts when blocks run out (seed 001)."""
 
     def _schedule_running(self, step: Step) -> None:
@@ -49,7 +50,7 @@ class RunningPhase(Promises, Encodings):
             if needed and groups is None:
                 taken = self._take_blocks(slot, needed)
             elif needed and groups is not None:
-                taken = groups.take(table.holdings[slot], self._extent(slot, num_scheduled))
+                taken = self._take(groups, slot, self._extent(slot, num_scheduled), step)
             self._publish(slot, table.num_computed[slot], num_scheduled)
             drafts: TokenIds = _NOTHING
             if table.spec_token_ids[slot]:
@@ -97,7 +98,9 @@ class RunningPhase(Promises, Encodings):
         """New blocks of all groups for the scheduled tokens and the lookahead after them (P8)."""
         if self.groups is not None:
             extent = self._extent(slot, num_scheduled)
-            return self.groups.count_missing(self.table.holdings[slot], extent)
+            holdings, computed = self.table.holdings[slot], self.table.num_computed[slot]
+            missing = self.groups.count_missing(holdings, extent)
+            return missing + self.groups.count_copies(holdings, computed)
         table = self.table
         end = table.num_computed[slot] + num_scheduled + self.num_lookahead_tokens
         if end > self.max_model_len:
@@ -113,20 +116,24 @@ class RunningPhase(Promises, Encodings):
     def _make_room(self, slot: int, needed: int, position: int, step: Step) -> int:
         """Preempt until `needed` blocks are free for `slot`, at `position` of `running`.
 
-        Returns where `slot` stands then; -1 if it had to go itself, which ends the phase.
+        Returns where `slot` stands then; -1 if it had to go itself, which ends the phase. A block
+        is not copied any more once nobody else holds it.
         """
+        num_copies = self._count_copies(slot)
         while needed > self.pool.num_free:
-            if len(self.running) == 1 and self._take_back_one(slot):
-                continue
-            at = self._select_victim()
-            victim = self.running.pop(at)
-            if at < position:
-                position -= 1
-            self._unschedule(victim, step)
-            self._preempt(victim)
-            step.preempted_req_ids.append(self.table.requests[victim].request_id)
-            if victim == slot:
-                return -1
+            if len(self.running) > 1 or not self._take_back_one(slot):
+                at = self._select_victim()
+                victim = self.running.pop(at)
+                if at < position:
+                    position -= 1
+                self._unschedule(victim, step)
+                self._preempt(victim)
+                step.preempted_req_ids.append(self.table.requests[victim].request_id)
+                if victim == slot:
+                    return -1
+            needed -= num_copies
+            num_copies = self._count_copies(slot)
+            needed += num_copies
         return position
 
     def _select_victim(self) -> int:
@@ -146,6 +153,7 @@ class RunningPhase(Promises, Encodings):
     def _unschedule(self, victim: int, step: Step) -> None:
         """Undo the victim's row, if this step gave it one: its tokens return to the budget."""
         row = step.rows.pop(victim, None)
+        step.copies.pop(victim, None)
         if row is not None:
             step.budget += row[0]
             if self.encoder is not None:

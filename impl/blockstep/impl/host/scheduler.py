@@ -6,10 +6,10 @@ from typing import assert_never
 
 from blockstep.impl.capabilities import HOST
 from blockstep.impl.host.drafts import Proposals
+from blockstep.impl.host.forks import Forks
 from blockstep.impl.host.grammars import make_matcher
 from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.planning import Planning
-from blockstep.impl.host.results import Results
 from blockstep.impl.host.table import Session
 from blockstep.impl.host.view import take_snapshot
 from blockstep.impl.refusals import held_by_transfer, submit_problem
@@ -23,6 +23,7 @@ from blockstep.spec.vocabulary import (
     EncoderOffer,
     EncoderReset,
     Event,
+    Fork,
     GrammarBitmask,
     GrammarFailed,
     GrammarReady,
@@ -45,7 +46,7 @@ from blockstep.spec.vocabulary import (
 )
 
 
-class HostEngine(Planning, Results, Proposals):
+class HostEngine(Planning, Forks, Proposals):
     """The scheduler and its paged KV memory on one CPU core.
 
     Args:
@@ -113,6 +114,8 @@ class HostEngine(Planning, Results, Proposals):
                 if self.pins is not None:
                     self.pins.take_estimate(event)
                 return Ack()
+            case Fork():
+                return self._fork(event)
             case _:
                 assert_never(event)
 

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from blockstep.impl.host.adapters import AdapterSeats
 from blockstep.impl.host.encoder import Encoding
-from blockstep.spec.vocabulary import BlockTables, KVLoad, RequestId, TokenIds
+from blockstep.spec.vocabulary import BlockCopy, BlockTables, KVLoad, RequestId, TokenIds
 
 RunningRow: TypeAlias = tuple[int, BlockTables, TokenIds]
 """Tokens scheduled, blocks appended (no group at all if there are none), drafts among the tokens. A
@@ -28,6 +28,9 @@ class Step:
     """In order of admission; nothing takes one out again."""
     taken: list[BlockTables] = field(default_factory=list)
     """Blocks taken by those admitted, where there are several KV groups."""
+    copies: dict[int, tuple[BlockCopy, ...]] = field(default_factory=dict)
+    """Shared blocks that rows write in, and what they write in instead, by slot, in order of
+    scheduling; preemption takes some out again."""
     loads: list[KVLoad] = field(default_factory=list)
     """What a store loads, in order of being found."""
     preempted_req_ids: list[RequestId] = field(default_factory=list)

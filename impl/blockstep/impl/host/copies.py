@@ -1,0 +1,33 @@
+"""Copies: blocks that branches share, and that are copied before one of them is written in.
+
+parent   3 7 9      9 is not full: it is copied for the one of them that writes first,
+branch   3 7 9      and the other, its last holder, writes in place
+"""
+
+from __future__ import annotations
+
+from blockstep.impl.host.core import Core
+from blockstep.impl.host.groups import GroupMemory
+from blockstep.impl.host.kinds import Extent
+from blockstep.impl.host.step import Step
+from blockstep.spec.vocabulary import BlockTables
+
+
+class Copies(Core):
+    """Gives a row its blocks: what it appends to its tables, and what it may not write in."""
+
+    def _take(self, groups: GroupMemory, slot: int, extent: Extent, step: Step) -> BlockTables:
+        """Append what its tables lack; what they have got."""
+        holdings = self.table.holdings[slot]
+        if not groups.has_forks:
+            return groups.take(holdings, extent)
+        copies, taken = groups.take_own(holdings, self.table.num_computed[slot], extent)
+        if copies:
+            step.copies[slot] = copies
+        return taken
+
+    def _count_copies(self, slot: int) -> int:
+        """Blocks that it holds with others, and that its next token is written in (P8)."""
+        if self.groups is None:
+            return 0
+        return self.groups.count_copies(self.table.holdings[slot], self.table.num_computed[slot])

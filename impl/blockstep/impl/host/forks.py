@@ -1,0 +1,88 @@
+"""Forks: a request goes on as several, which share what they have in common."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.impl.host.grammars import make_matcher
+from blockstep.impl.host.lineage import Lineage
+from blockstep.impl.host.results import Results
+from blockstep.impl.refusals import bad_fork, fork_problem
+from blockstep.spec.vocabulary import Ack, Fork, Rejected, Request, RequestId, Status, TokenIds
+
+
+class Forks(Results):
+    """Makes branches: requests with outputs, and with blocks before their first row."""
+
+    def _fork(self, event: Fork) -> Ack | Rejected:
+        """A branch stands in front of those who wait (seed 002, "Fork: Creating New Beams")."""
+        problem = self._fork_problem(event)
+        if problem is not None:
+            return problem
+        table, parent = self.table, self.table.slot_of[event.request_id]
+        request = replace(table.requests[parent], request_id=event.child_id)
+        matcher = make_matcher(self.config, request)
+        if matcher is not None:
+            position = matcher.follow(event.output_token_ids)
+            if position is None:
+                return bad_fork(event, "its grammar forbids one of its outputs")
+            matcher.position = position
+        child = self._add_branch(request, event.output_token_ids)
+        if child is None:
+            return bad_fork(event, "one of its outputs ends it")
+        if matcher is not None:
+            self.matchers[request.request_id] = matcher
+        table.grammar_ready[child] = table.grammar_ready[parent]
+        table.num_cached_tokens[child] = table.num_cached_tokens[parent]
+        self._share(parent, child)
+        self.waiting.prepend((child,))
+        return Ack()
+
+    def _fork_problem(self, event: Fork) -> Rejected | None:
+        """Why nobody can be a branch of it, whatever that one's outputs are, or None."""
+        slot = self.table.slot_of.get(event.request_id)
+        may_fork = slot is not None and (
+            self.table.statuses[slot] in (Status.RUNNING, Status.PREEMPTED)
+            and not self.table.requests[slot].resumable
+        )
+        return fork_problem(
+            self.config,
+            event,
+            is_unfinished=slot is not None,
+            is_child_unfinished=event.child_id in self.table.slot_of,
+            is_child_in_flight=self.is_in_flight(event.child_id),
+            may_fork=may_fork,
+            is_in_flight=self._has_row(event.request_id),
+        )
+
+    def _has_row(self, request_id: RequestId) -> bool:
+        """Whether a frame in flight names it."""
+        return any(request_id in frame for frame in self.frames.values())
+
+    def _add_branch(self, request: Request, outputs: TokenIds) -> int | None:
+        """Its slot, with its outputs; None if one of them ends it."""
+        lineage = Lineage(request, self.block_size, self.digest)
+        max_known = min(len(request.prompt_token_ids) + request.max_tokens, self.max_model_len)
+        slot = self.table.add(request, lineage, Status.WAITING, max_known)
+        _, (reason, _) = self._accept(slot, outputs)
+        if reason is None:
+            return slot
+        self.table.remove(slot)
+        return None
+
+    def _share(self, parent: int, child: int) -> None:
+        """Hold what the parent has computed of the tokens that both begin with.
+
+        First all of it that is full can be found: nobody shares a block that is still to be named,
+        so that none is named twice.
+        """
+        assert self.groups is not None, "where there are forks, groups count copies"
+        table, (own, other) = self.table, (self.table.lineages[child], self.table.lineages[parent])
+        common = own.adopt_names(other)
+        computed, holdings = table.num_computed[parent], table.holdings[parent]
+        self._publish(parent, computed, 0)
+        most = min(computed, common, table.num_known[child] - 1)
+        table.num_computed[child] = self.groups.find_branch_point(holdings, most)
+        self.groups.branch(holdings, table.holdings[child], table.num_computed[child])
+        if self.config.enable_prefix_caching:
+            own.name_blocks()  # now, as of one that is submitted
