@@ -12,9 +12,11 @@ from blockstep.impl.host import HostEngine
 from blockstep.impl.serving.meter import Kind, Meter, Sample
 from blockstep.spec.vocabulary import (
     Abort,
+    Ack,
     Commit,
     Config,
     Event,
+    Fork,
     GroupKind,
     KVGroup,
     KVLoadFailurePolicy,
@@ -220,6 +222,24 @@ def test_a_session_is_counted_when_it_ends() -> None:
     told.step(1.0, 2.0)
     assert told.counted["request_success", "length"] == 1
     assert told.meter.explain(told.engine.snapshot())[0].value == 0
+
+
+def test_a_branch_is_a_request_of_its_own_whose_prompt_is_counted_with_its_parent() -> None:
+    told = Metered(replace(CONFIG, enable_forks=True))
+    told.do(Submit(A), 1.0)
+    told.step(2.0, 3.0)
+    assert told.do(Fork("A", "B", (8,)), 4.0) == Ack()
+    assert told.do(Fork("C", "D"), 4.0) != Ack()
+    told.look()
+    assert told.shown["num_requests_waiting_by_reason", "next"] == 1
+    told.step(5.0, 6.0)
+    told.step(7.0, 8.0)
+    assert told.counted["request_success", "length"] == 2
+    assert told.counted["prompt_tokens", ""] == len(A.prompt_token_ids)
+    assert told.counted["prompt_tokens_by_source", "local_compute"] == len(A.prompt_token_ids)
+    assert told.seen["iteration_tokens_total"] == [6.0, 2.0, 2.0]
+    assert told.seen["time_to_first_token_seconds"] == [2.0, 2.0]
+    assert sorted(told.seen["request_generation_tokens"]) == [2.0, 3.0]
 
 
 def test_prometheus_shows_them_under_the_names_of_the_release() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -20,9 +21,11 @@ from blockstep.spec.vocabulary import (
     Commit,
     Config,
     Event,
+    Fork,
     KVOffer,
     Plan,
     Request,
+    Reset,
     RowTokens,
     Schedule,
     Submit,
@@ -75,6 +78,33 @@ def test_a_step_is_told_by_what_was_before_what_was_found_and_what_was_decided()
     )
     assert hit == PrefixCacheEvent(0, "A", "x", 0, 0, 5, 5)
     assert decision == StepDecision(0, ["A"], [], [], [], {"A": 5}, 5)
+
+
+def begin_branch() -> Traced:
+    """A has an output, and a branch of it waits."""
+    traced = Traced(replace(CONFIG, num_blocks=9, enable_forks=True))
+    traced.do(Submit(A), Schedule())
+    traced.answer()
+    assert traced.do(Fork("A", "C", (8,)), Fork("unknown", "F")) == []
+    return traced
+
+
+def test_a_branch_goes_on_behind_what_it_shares_which_is_no_hit() -> None:
+    seen, decision = begin_branch().do(Schedule())
+    assert isinstance(seen, StepSnapshot)
+    assert seen.waiting == ["C"]
+    assert isinstance(decision, StepDecision)
+    assert decision.scheduled_new_req_ids == ["C"]
+
+
+def test_a_branch_that_has_lost_what_it_shared_is_told_of_like_others() -> None:
+    traced = begin_branch()
+    traced.do(Reset(reset_running_requests=True))
+    hits = [one for one in traced.do(Schedule()) if isinstance(one, PrefixCacheEvent)]
+    assert hits == [
+        PrefixCacheEvent(1, "C", "x", 4, 0, 5, 6),
+        PrefixCacheEvent(1, "A", "x", 0, 0, 5, 6),
+    ]
 
 
 def test_a_hit_is_told_of_who_is_admitted_and_of_nobody_who_runs() -> None:

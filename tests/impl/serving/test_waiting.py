@@ -14,10 +14,12 @@ from blockstep.impl.serving.meter import Meter
 from blockstep.impl.serving.waiting import count_waiting, explain_waiting
 from blockstep.spec.vocabulary import (
     Abort,
+    Ack,
     Clock,
     Commit,
     Config,
     Event,
+    Fork,
     GrammarReady,
     GroupKind,
     KVGroup,
@@ -260,10 +262,35 @@ def test_what_is_loaded_needs_room_as_what_is_computed(
     assert told.why() == {"B": reason}
 
 
+def test_free_blocks_are_kept_for_who_runs_and_for_nobody_else() -> None:
+    told = Told(replace(CONFIG, num_blocks=7, watermark_blocks=3))
+    told.submit("A", 1, 2, 3, 4)
+    assert told.why() == {"A": "next"}, "of six blocks it takes two, and nobody runs"
+    told.schedule()
+    told.submit("B", 5, 6, 7, 8)
+    assert told.why() == {"B": "capacity"}
+    told.engine.apply(Abort(("A",)))
+    told.requests.pop("A")
+    assert told.why() == {"B": "next"}
+
+
+@pytest.mark.parametrize(("num_free", "reason"), [(0, "capacity"), (1, "next")])
+def test_a_branch_needs_room_for_a_copy_of_what_it_shares(num_free: int, reason: str) -> None:
+    told = Told(replace(CONFIG, num_blocks=3 + num_free, enable_forks=True))
+    told.submit("A", 1, 2, 3, max_tokens=2)
+    told.schedule()
+    told.commit()
+    assert told.engine.apply(Fork("A", "B", (0,))) == Ack()
+    told.requests["B"] = replace(told.requests["A"], request_id="B")
+    assert told.why() == {"B": reason}
+
+
 WINDOWS = (
     KVGroup(GroupKind.FULL, 2),
     KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=4),
 )
+SHARED = {"max_num_batched_tokens": 8, "long_prefill_token_threshold": 2}
+"""Tokens of a step such that those who run leave enough for the next chunk of another one."""
 WORLDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "groups": {"groups": WINDOWS, "num_blocks": 19},
@@ -276,6 +303,9 @@ WORLDS: dict[str, dict[str, Any]] = {
     },
     "store": STORE,
     "pins": {},
+    "watermark": {"watermark_blocks": 2, **SHARED},
+    "forks": {"enable_forks": True, "watermark_blocks": 1, **SHARED},
+    "forks of windows": {"enable_forks": True, "groups": WINDOWS, "num_blocks": 19, **SHARED},
 }
 
 
@@ -297,6 +327,7 @@ class Storm:
                 "long_prefill_token_threshold": draw.choice((0, 2)),
                 **(AHEAD if draw.random() < 0.5 else {}),
                 **({"policy": Policy.CONTINUUM} if world == "pins" else {}),
+                **{name: it for name, it in WORLDS[world].items() if name in SHARED},
             },
         )
         self.draw, self.told = draw, Told(config)
@@ -342,6 +373,9 @@ class Storm:
             self.apply(StreamingUpdate(Request(name, prompt[:3], 2, resumable=draw.random() < 0.7)))
         if live and draw.random() < 0.1:
             self.apply(Abort((draw.choice(live),)))
+        running = self.told.engine.snapshot().running
+        if running and self.told.config.enable_forks and draw.random() < 0.4:
+            self.fork(draw.choice(running), f"b{number}")
         if live and self.told.config.kv_connector:
             count = draw.choice((None, 0, 2, 5, 9))
             self.apply(KVOffer(draw.choice(live), count, draw.random() < 0.6))
@@ -355,11 +389,7 @@ class Storm:
         told, draw = self.told, self.draw
         if len(told.plans) == told.config.max_frames_in_flight or draw.random() < 0.3:
             if told.plans:
-                oldest = told.plans.pop(0)
-                drafts = told.engine.frames[oldest.frame_id]
-                token = draw.choice((1, 2))
-                rows = [RowTokens(n, () if d is None else (token,)) for n, d in drafts.items()]
-                self.apply(Commit(oldest.frame_id, tuple(rows)))
+                self.commit()
             return
         why, before = told.why(), told.engine.snapshot()
         self.check_requests()
@@ -377,6 +407,21 @@ class Storm:
         may_make_room = not is_idle and (config.enable_prefix_caching or config.groups)
         has_room = bool(may_make_room) or has_given
         self.check(why, given, is_idle, has_room)
+
+    def commit(self) -> None:
+        """The oldest plan is answered."""
+        told, token = self.told, self.draw.choice((1, 2))
+        oldest = told.plans.pop(0)
+        drafts = told.engine.frames[oldest.frame_id]
+        rows = [RowTokens(n, () if d is None else (token,)) for n, d in drafts.items()]
+        self.apply(Commit(oldest.frame_id, tuple(rows)))
+
+    def fork(self, parent: str, child: str) -> None:
+        """No plan may name the parent."""
+        while self.told.plans:
+            self.commit()
+        outputs = self.draw.choice(((), (1,), (2,)))
+        self.seen["forked"] += self.apply(Fork(parent, child, outputs)) == Ack()
 
     def check(
         self, why: dict[RequestId, str], given: set[RequestId], is_idle: bool, has_room: bool
@@ -410,3 +455,4 @@ def test_who_is_kept_out_is_not_admitted_and_who_is_next_is(world: str, seed: in
     assert storm.seen["behind"]
     assert storm.seen["gate"] + storm.seen["capacity"] + storm.seen["seats"]
     assert (storm.seen["remote_kv"] > 5) == (storm.seen["store"] > 5) == (world == "store")
+    assert (storm.seen["forked"] > 5) == ("forks" in world)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from blockstep.impl.host.sessions import append_chunk
@@ -25,6 +25,7 @@ from blockstep.spec.vocabulary import (
     Config,
     Event,
     FinishReason,
+    Fork,
     GrammarFailed,
     Observation,
     OutputRow,
@@ -69,6 +70,8 @@ class _Life:
     first_token: float | None = None
     last_token: float | None = None
     num_outputs: int = 0
+    is_branch: bool = False
+    """Whether it has the prompt of another one, which was counted with that."""
     num_local: int | None = None
     """Tokens of the local hit, where more were loaded behind it."""
     chunks: deque[Request] = field(default_factory=deque)
@@ -144,6 +147,9 @@ class Meter:
         match event, seen:
             case Submit(request=request), Ack():
                 self._lives[request.request_id] = _Life(request, now)
+            case Fork(request_id=parent, child_id=name), Ack() if parent in self._lives:
+                request = replace(self._lives[parent].request, request_id=name)
+                self._lives[name] = _Life(request, now, is_branch=True)
             case _, Plan() as plan:
                 for row in plan.rows:
                     life = self._lives.get(row.request_id)
@@ -171,7 +177,7 @@ class Meter:
             if life is None:
                 continue
             if row.new_token_ids:
-                if life.first_token is None:
+                if life.first_token is None and not life.is_branch:
                     num_prompt += len(life.request.prompt_token_ids)
                 yield from _take_tokens(life, row, now)
                 num_new += len(row.new_token_ids)
@@ -229,7 +235,8 @@ def _count_pinned(after: Snapshot) -> int:
 def _take_tokens(life: _Life, row: OutputRow, now: float) -> Iterator[Sample]:
     """It has new tokens."""
     if life.first_token is None:
-        yield from _count_prompt(life, row.num_cached_tokens)
+        if not life.is_branch:
+            yield from _count_prompt(life, row.num_cached_tokens)
         yield Sample(Kind.HISTOGRAM, "time_to_first_token_seconds", now - life.queued)
         life.first_token = now
     elif life.last_token is not None:

@@ -15,7 +15,7 @@ did not fit. `blockstep validate` reads such a file back.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TypeAlias
 
@@ -25,6 +25,7 @@ from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     Config,
     Event,
+    Fork,
     KVLoad,
     NewRow,
     Observation,
@@ -117,6 +118,9 @@ class StepTrace:
             return []
         if isinstance(event, Submit | StreamingUpdate):
             self._requests.setdefault(event.request.request_id, event.request)
+        if isinstance(event, Fork):
+            parent = self._requests[event.request_id]
+            self._requests[event.child_id] = replace(parent, request_id=event.child_id)
         records: list[StepRecord] = []
         if isinstance(seen, Plan):
             hits = self._find_hits(before, seen)

@@ -171,6 +171,7 @@ def _find_room(
         free = shown.num_free + memory.count_leaving(holdings, computed)
         whole = memory.count_to_end(holdings, computed, num_known)
         needed = memory.count_missing(holdings, Extent(end, end))
+        needed += memory.count_copies(holdings, computed)
     else:
         hits = _find_hits(config, memory, asked, request)
         start, is_async = _find_start(state, request.request_id, asked, hits, num_known)
@@ -179,6 +180,8 @@ def _find_room(
         whole = memory.count_for_gate(hits, num_known) + memory.count_across(num_beside)
         needed = memory.count_to_admit(hits, Extent(end, end), num_beside)
         needed += sum(shown.is_free(block) for block in hits.shared())
+    if state.running:
+        free -= config.watermark_blocks
     if needed > free:
         return WaitingReason.CAPACITY
     is_gated = config.scheduler_reserve_full_isl and whole > free
