@@ -14,8 +14,8 @@ from blockstep.impl.host.prefix import PrefixMap
 from blockstep.spec.vocabulary import Request
 
 
-def make_pool(num_blocks: int) -> BlockPool:
-    return BlockPool(num_blocks, PrefixMap(num_blocks, verify=False))
+def make_pool(num_blocks: int, is_lifo: bool = False) -> BlockPool:
+    return BlockPool(num_blocks, PrefixMap(num_blocks, verify=False), is_lifo)
 
 
 def test_blocks_are_taken_from_the_head_without_the_null_block() -> None:
@@ -39,6 +39,17 @@ def test_a_table_is_freed_last_block_first() -> None:
     pool.free(pool.take(3))
     assert pool.free_queue() == [4, 3, 2, 1]
     assert pool.is_unused()
+
+
+def test_of_two_tables_the_one_freed_later_is_taken_first_if_that_is_asked() -> None:
+    pool = make_pool(7, is_lifo=True)
+    assert pool.free_queue() == [1, 2, 3, 4, 5, 6]
+    first, second = pool.take(2), pool.take(3)
+    pool.free(first)
+    assert pool.free_queue() == [2, 1, 6]
+    pool.free(second)
+    assert pool.free_queue() == [5, 4, 3, 2, 1, 6]
+    assert pool.take(4) == [5, 4, 3, 2]
 
 
 def test_the_last_block_can_be_taken_and_given_back() -> None:
@@ -72,10 +83,13 @@ def test_a_freed_block_keeps_its_key_until_it_is_taken() -> None:
     assert pool.prefix.hits(lineage, 1) == []
 
 
+@pytest.mark.parametrize("is_lifo", [False, True])
 @pytest.mark.parametrize(("num_blocks", "most_hits"), [(12, 4), (300, 90)])
-def test_the_queue_equals_a_plain_one_under_random_use(num_blocks: int, most_hits: int) -> None:
+def test_the_queue_equals_a_plain_one_under_random_use(
+    num_blocks: int, most_hits: int, is_lifo: bool
+) -> None:
     draw = random.Random(7)
-    pool, queue = make_pool(num_blocks), deque(range(1, num_blocks))
+    pool, queue = make_pool(num_blocks, is_lifo), deque(range(1, num_blocks))
     held: list[list[int]] = []
     for _ in range(3000):
         move = draw.randrange(3)
@@ -87,7 +101,8 @@ def test_the_queue_equals_a_plain_one_under_random_use(num_blocks: int, most_hit
         elif move == 1 and held:
             table = held.pop(draw.randrange(len(held)))
             pool.free(table)
-            queue.extend(b for b in reversed(table) if not any(b in other for other in held))
+            released = [b for b in reversed(table) if not any(b in other for other in held)]
+            queue = deque([*released, *queue] if is_lifo else [*queue, *released])
         elif move == 2:
             hits = draw.sample(range(1, num_blocks), draw.randint(0, most_hits))
             assert pool.count_free(hits) == sum(block in queue for block in hits)
