@@ -91,12 +91,24 @@ def is_every_block_free_or_held(state: State) -> bool:
 
 
 def is_every_unpublished_block_held_once(state: State) -> bool:
-    """A block that somebody may still write has one holder, at one position. Source: P2."""
+    """A block that somebody may still write has one holder, at one position.
+
+    Branches share what is written of one, too; who goes on in it gets a copy. Source: P2.
+    """
     return all(
         state.pool.ref_counts[block_id] == 1
-        for _, _, _, holding in list_holdings(state)
-        for block_id in without_nulls(holding.block_table[holding.num_cached_blocks :])
+        for request, _, group, holding in list_holdings(state)
+        for block_id in without_nulls(
+            holding.block_table[count_unwritable(state, request, group, holding) :]
+        )
     )
+
+
+def count_unwritable(state: State, request: RequestState, group: KVGroup, holding: Holding) -> int:
+    """Leading blocks of a table that are not written without having been copied. Source: P2."""
+    if not state.config.enable_forks:
+        return holding.num_cached_blocks
+    return max(holding.num_cached_blocks, -(-request.num_computed_tokens // group.block_size))
 
 
 def is_cache_map_exact(state: State) -> bool:
@@ -176,10 +188,10 @@ def is_every_request_in_one_place(state: State) -> bool:
     )
 
 
-def may_hold_blocks(request: RequestState) -> bool:
-    """Whether it runs, is parked, or is a session that has run. Source: P17."""
+def may_hold_blocks(config: Config, request: RequestState) -> bool:
+    """Whether it runs, is parked, or is a session that has run, or a branch. Source: P17."""
     return request.status in (Status.RUNNING, PARKED) or (
-        request.request.resumable
+        (request.request.resumable or config.enable_forks)
         and request.status in (Status.WAITING, Status.WAITING_FOR_STREAMING_REQ)
     )
 
@@ -210,7 +222,7 @@ def is_token_accounting_sound(state: State) -> bool:
         num_ahead = request.num_output_placeholders or num_drafts
         if not 0 <= request.num_computed_tokens <= request.num_known_tokens + num_ahead:
             return False
-        if not may_hold_blocks(request) and {*request.holdings} != {*NOTHING_HELD}:
+        if not may_hold_blocks(state.config, request) and {*request.holdings} != {*NOTHING_HELD}:
             return False
         if request.num_computed_tokens > 0 and not is_every_table_begun(state.config, request):
             return False

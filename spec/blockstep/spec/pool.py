@@ -36,11 +36,13 @@ class Pool:
     """Blocks nobody holds, next to be evicted first."""
     cached: FrozenMap[BlockKey, tuple[BlockId, ...]]
     """Published blocks by key, in order of publication."""
+    is_lifo: bool = False
+    """Whether what was freed last is taken next."""
     kv_events: tuple[KVEvent, ...] | None = None
     """What has become of `cached` since it was told last; None where nobody is told."""
 
 
-def create_pool(num_blocks: int, *, tells: bool = False) -> Pool:
+def create_pool(num_blocks: int, *, tells: bool = False, is_lifo: bool = False) -> Pool:
     """A pool of `num_blocks`, the null block included, all free in order of their ids.
 
     `tells`: what becomes of the map is kept until it is told.
@@ -52,6 +54,7 @@ def create_pool(num_blocks: int, *, tells: bool = False) -> Pool:
         block_keys=(None,) * num_blocks,
         free_queue=tuple(range(NULL_BLOCK + 1, num_blocks)),
         cached=FrozenMap(),
+        is_lifo=is_lifo,
         kv_events=() if tells else None,
     )
 
@@ -110,8 +113,10 @@ def free_blocks(pool: Pool, block_table: Sequence[BlockId]) -> Pool:
     """Give up one hold on each block of a table, its tail first.
 
     Blocks that nobody holds any more join the end of the free queue in that order, keys and all:
-    the tail of a prompt is the least likely to be asked for again, so it is evicted first.
-    Source: seed 001 "Deallocation: free_blocks()"; seed 003 section 2.2; P1, P16.
+    the tail of a prompt is the least likely to be asked for again, so it is evicted first. In a
+    stack they join its head instead, the tail first of them all.
+    Source: seed 001 "Deallocation: free_blocks()"; seed 002 "The Free Pool"; seed 003 section 2.2;
+    P1, P16.
     """
     if not block_table:
         return pool
@@ -122,7 +127,8 @@ def free_blocks(pool: Pool, block_table: Sequence[BlockId]) -> Pool:
         ref_counts[block_id] -= 1
         if ref_counts[block_id] == 0:
             released.append(block_id)
-    free_queue = (*pool.free_queue, *released)
+    parts = (released, pool.free_queue) if pool.is_lifo else (pool.free_queue, released)
+    free_queue = (*parts[0], *parts[1])
     return replace(pool, ref_counts=tuple(ref_counts), free_queue=free_queue)
 
 

@@ -85,7 +85,9 @@ class Rules:
     # groups
     get_joint_hit: Callable[[Config, Pool, RequestState], Hit]
     """What a waiting request shares, where there are KV groups."""
-    count_reserved_blocks: Callable[[Config, Pool, KVGroup, int, tuple[BlockId, ...], Holding], int]
+    count_reserved_blocks: Callable[
+        [Config, Pool, KVGroup, int, tuple[BlockId, ...], Holding, int], int
+    ]
     """Free blocks of one group that the gate wants: (.., slots, its hit, what it holds)."""
     count_skipped_blocks: Callable[[int, KVGroup, Holding], int] = as_is
     """Leading blocks of one group that are given back: all that are skipped (P8); (those, .., what

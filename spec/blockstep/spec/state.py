@@ -17,6 +17,7 @@ from blockstep.spec.vocabulary import (
     ConfigError,
     FrameId,
     PauseState,
+    PoolOrder,
     RequestId,
     Stats,
     config_problems,
@@ -62,7 +63,11 @@ def create_state(config: Config, rules: Rules) -> State:
     return State(
         config=config,
         rules=rules,
-        pool=create_pool(config.num_blocks, tells=config.enable_kv_cache_events),
+        pool=create_pool(
+            config.num_blocks,
+            tells=config.enable_kv_cache_events,
+            is_lifo=config.pool_order is PoolOrder.LIFO,
+        ),
         requests=FrozenMap(),
         encoder=create_encoder(config),
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from blockstep.spec import vocabulary as v
+from blockstep.spec.lives.branches import process_fork
 from blockstep.spec.lives.commit import process_commit
 from blockstep.spec.lives.control import (
     process_encoder_offer,
@@ -90,5 +91,7 @@ def process_event(state: State, event: v.Event) -> tuple[State, v.Observation] |
             return process_clock(state, now)
         case v.PinEstimate():
             return process_estimate(state, event)
+        case v.Fork():
+            return process_fork(state, event)
         case _:
             assert_never(event)

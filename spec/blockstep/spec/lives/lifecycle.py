@@ -33,7 +33,14 @@ def get_submit_problem(state: State, request: Request) -> Rejected | None:
     only when no frame in flight names it, or its tokens would go to a stranger.
     Source: upstream #52520, seed 001 "FINISHED_IGNORED"; P11, P13.
     """
-    config, request_id = state.config, request.request_id
+    problem = get_id_problem(state, request.request_id)
+    if problem is not None:
+        return problem
+    return get_size_problem(state.config, request) or get_other_size_problem(state, request)
+
+
+def get_id_problem(state: State, request_id: RequestId) -> Rejected | None:
+    """Why nobody can be called so now, or None. Source: P13, P17."""
     if request_id in state.requests:
         detail = f"{request_id!r} is unfinished; choose another id or abort it first"
         return Rejected(RejectCode.DUPLICATE_REQUEST, detail)
@@ -44,7 +51,7 @@ def get_submit_problem(state: State, request: Request) -> Rejected | None:
     if request_id in state.transfers.held:
         detail = f"a transfer holds blocks of {request_id!r}, which has ended; report its end first"
         return Rejected(RejectCode.REQUEST_IN_FLIGHT, detail)
-    return get_size_problem(config, request) or get_other_size_problem(state, request)
+    return None
 
 
 def get_other_size_problem(state: State, request: Request) -> Rejected | None:

@@ -16,6 +16,7 @@ from operator import ge
 
 from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_group_keys
+from blockstep.spec.memory.forks import compute_num_copies, get_own
 from blockstep.spec.memory.groups import (
     compute_max_doubt,
     compute_max_held_blocks,
@@ -152,8 +153,11 @@ def count_free_hits(pool: Pool, hit: tuple[BlockId, ...]) -> int:
     return count_free(pool, without_nulls(hit)) if hit else 0
 
 
-def can_finish(config: Config, pool: Pool, request: RequestState, hit: Hit, rules: Rules) -> bool:
-    """Whether the free blocks suffice for all known tokens of a waiting request, behind its hit.
+def can_finish(
+    config: Config, pool: Pool, request: RequestState, hit: Hit, rules: Rules, num_spared: int = 0
+) -> bool:
+    """Whether the free blocks suffice for all known tokens of a waiting request, behind its hit,
+    and so many are left.
 
     Source: seed 001 "Full ISL reservation"; P8, P11.
     """
@@ -162,8 +166,13 @@ def can_finish(config: Config, pool: Pool, request: RequestState, hit: Hit, rule
     num_needed = 0
     for group, found, held in zip(config.kv_groups, hit_tables, request.holdings, strict=True):
         num_owned = get_num_slots_of(group, num_slots, request.request)
-        num_needed += rules.count_reserved_blocks(config, pool, group, num_owned, found, held)
-    return num_needed <= get_num_free_blocks(pool)
+        num_copies = 0
+        if config.enable_forks:
+            num_copies = compute_num_copies(pool, group, held, request.num_computed_tokens)
+        num_needed += rules.count_reserved_blocks(
+            config, pool, group, num_owned, found, held, num_copies
+        )
+    return num_needed + num_spared <= get_num_free_blocks(pool)
 
 
 def count_reserved_blocks(
@@ -173,16 +182,17 @@ def count_reserved_blocks(
     num_slots: int,
     hit: tuple[BlockId, ...],
     holding: Holding,
+    num_copies: int = 0,
 ) -> int:
     """Free blocks that a waiting request wants of one group for so many slots, behind its hit.
 
-    What its table lacks, but no more than it holds at once at most: while a window moves on, what
-    it leaves is free again. So is what a session has kept, unless others hold it too. Upstream
-    charges all of them (#39734). Source: seed 001 "Full ISL reservation"; P8, P10, P11.
+    What its table lacks, and copies of what it shares, but no more than it holds at once at most:
+    while a window moves on, what it leaves is free again. So is what a session has kept, unless
+    others hold it too. Upstream charges all of them (#39734). Source: seed 001 "Full ISL reservation"; P8, P10, P11.
     """
     kept = holding.block_table
     num_new_blocks = compute_num_new_blocks(num_slots, group.block_size, len(kept) + len(hit))
-    num_lacking = num_new_blocks + count_free_hits(pool, hit)
+    num_lacking = num_new_blocks + count_free_hits(pool, hit) + num_copies
     if not kept:
         num_lacking += group.num_speculative_blocks
     reach, doubt = compute_max_reach(config), compute_max_doubt(config)
@@ -217,6 +227,8 @@ def allocate_slots(
         num_held, num_owned = len(holding.block_table), get_num_slots_of(group, num_slots, asked)
         nums_new.append(compute_num_taken(group, num_tokens, num_owned, num_held, len(found)))
         num_needed += nums_new[-1] + count_free_hits(pool, found)
+        if config.enable_forks:
+            num_needed += compute_num_copies(pool, group, holding, num_computed)
     # refuse
     if num_needed > get_num_free_blocks(pool):
         return None
@@ -225,6 +237,8 @@ def allocate_slots(
     pool, early = take(config, pool, request, hit)
     holdings = []
     for (group, holding, found), num_new_blocks, taken in zip(groups, nums_new, early, strict=True):
+        if config.enable_forks:
+            pool, holding = get_own(pool, group, holding, num_computed)
         if not found and num_new_blocks == 0:
             holdings.append(holding)
             continue

@@ -208,8 +208,9 @@ def windows_reserve_everything(rules: Rules, _config: Config) -> Rules:
         num_slots: int,
         hit: tuple[BlockId, ...],
         holding: Holding,
+        num_copies: int,
     ) -> int:
-        del config
+        del config, num_copies
         return count_needed(pool, group, num_slots, len(holding.block_table), hit)
 
     return replace(rules, count_reserved_blocks=count_reserved_blocks)
@@ -225,7 +226,9 @@ def windows_reserve_steps_in_flight(rules: Rules, _config: Config) -> Rules:
         num_slots: int,
         hit: tuple[BlockId, ...],
         holding: Holding,
+        num_copies: int,
     ) -> int:
+        del num_copies
         is_window = group.kind is GroupKind.SLIDING_WINDOW
         if is_window or group.kind is GroupKind.CHUNKED_LOCAL:
             num_behind = group.sliding_window - 1 if is_window else group.attention_chunk_size

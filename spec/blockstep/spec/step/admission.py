@@ -8,9 +8,10 @@ from typing import TypeAlias
 from blockstep.spec.beside.adapters import has_seat
 from blockstep.spec.beside.transfers import is_received, start_load
 from blockstep.spec.copies import replace
+from blockstep.spec.memory.forks import list_copies
 from blockstep.spec.memory.prefix import get_prefix_hit, reads_prefix_cache
 from blockstep.spec.memory.slots import NO_HIT, allocate_slots, can_finish, skip_slots
-from blockstep.spec.pool import Pool
+from blockstep.spec.pool import Pool, get_num_free_blocks
 from blockstep.spec.requests import Frame, Hit, RequestState, list_rows_in_flight, without_nulls
 from blockstep.spec.step.encoding import (
     process_items_asked,
@@ -270,7 +271,9 @@ def get_slots_at_admission(
 ) -> tuple[Pool, RequestState] | None:
     """Slots for the first tokens of a waiting request, or None if it does not fit.
 
-    Source: seed 001 "Full ISL reservation"; P7, P8.
+    Beside others that run it leaves them some free blocks; upstream leaves none. Nobody waits for
+    the sake of nobody. Source: seed 001 "Full ISL reservation"; seed 002 "The Watermark", which
+    has an empty engine wait, too; P7, P8, P10.
     """
     config, rules, pool = step.state.config, step.state.rules, step.pool
     name, goes_on = request.request_id, bool(config.groups and request.num_computed_tokens)
@@ -278,14 +281,18 @@ def get_slots_at_admission(
     if goes_on and rules.skips_before_the_gate:
         pool, request = skip_slots(config, pool, request, num_in_doubt, rules)
     is_reserved = config.scheduler_reserve_full_isl and rules.reserves_full_isl
-    if is_reserved and not can_finish(config, pool, request, hit, rules):
+    num_spared = config.watermark_blocks if step.running else 0
+    if is_reserved and not can_finish(config, pool, request, hit, rules, num_spared):
         return None
     if goes_on and not rules.skips_before_the_gate:
         pool, request = skip_slots(config, pool, request, num_in_doubt, rules)
         step.pool = pool
         step.requests[name] = replace(step.requests[name], holdings=request.holdings)
     num_lookahead = rules.get_num_lookahead_at_admission(config, request)
-    return allocate_slots(config, pool, request, num_new, num_lookahead, hit, rules)
+    granted = allocate_slots(config, pool, request, num_new, num_lookahead, hit, rules)
+    if granted is not None and num_spared > get_num_free_blocks(granted[0]):
+        return None
+    return granted
 
 
 def get_unwritten_states(step: Step) -> list[BlockId]:
@@ -330,11 +337,9 @@ def process_entrance(
     tables = after.block_tables
     is_kept = num_start > num_hit
     hit_tables = request.block_tables if is_kept else hit.block_tables
-    step.add(
-        Scheduled(
-            request.request_id, num_start, num_new, tables, hit_tables, drafts, request.status
-        )
-    )
+    copies = list_copies(request.block_tables, tables) if step.state.config.enable_forks else ()
+    name, status = request.request_id, request.status
+    step.add(Scheduled(name, num_start, num_new, tables, hit_tables, drafts, status, copies))
 
 
 def process_counted(step: Step, request: RequestState, hit: Hit) -> None:

@@ -61,7 +61,15 @@ def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
     for row in step.rows:
         request = step.requests[row.request_id]
         if row.status is Status.WAITING:
-            new.append(NewRow(request.request, row.new_blocks, row.num_computed, row.num_scheduled))
+            new.append(
+                NewRow(
+                    request.request,
+                    row.new_blocks,
+                    row.num_computed,
+                    row.num_scheduled,
+                    request.output_token_ids if step.state.config.enable_forks else (),
+                )
+            )
             continue
         known_to_worker = row.request_id in step.state.prev_scheduled_req_ids
         is_resumed = row.status is Status.PREEMPTED
@@ -91,6 +99,8 @@ def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
         pending_structured_output_tokens=any(one.num_output_placeholders for one in masked),
         kv_loads=tuple(step.loads),
     )
+    if step.state.config.enable_forks:
+        plan = get_copying(step, plan)
     if not step.encoder.size:
         return plan
     return replace(
@@ -98,6 +108,19 @@ def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
         scheduled_encoder_inputs=list_encoder_inputs(step, is_external=False),
         external_encoder_inputs=list_encoder_inputs(step, is_external=True),
         free_encoder_mm_hashes=list_freed(step.encoder, step.state.rules.drops_remade_items),
+    )
+
+
+def get_copying(step: Step, plan: Plan) -> Plan:
+    """The plan with blocks to be copied, and with who has another table by that.
+
+    Source: seed 002 "The COW Mechanism" (`pending_copies`); P2, P26.
+    """
+    running = [row for row in step.rows if row.copies and row.status is Status.RUNNING]
+    return replace(
+        plan,
+        block_copies=tuple([copy for row in step.rows for copy in row.copies]),
+        remapped_req_ids=tuple(sorted([row.request_id for row in running])),
     )
 
 

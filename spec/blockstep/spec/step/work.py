@@ -14,7 +14,15 @@ from blockstep.spec.memory.pins import NO_PINS, Pins
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
-from blockstep.spec.vocabulary import BlockTables, KVLoad, RequestId, Stats, Status, TokenIds
+from blockstep.spec.vocabulary import (
+    BlockCopy,
+    BlockTables,
+    KVLoad,
+    RequestId,
+    Stats,
+    Status,
+    TokenIds,
+)
 
 
 class Verdict(Enum):
@@ -46,6 +54,8 @@ class Scheduled:
     drafts: TokenIds = ()
     status: Status = Status.RUNNING
     """What it was before: RUNNING, or WAITING or PREEMPTED when the step admits it."""
+    copies: tuple[BlockCopy, ...] = ()
+    """Of blocks that others hold, too: its own stand in their places."""
 
 
 @dataclass(slots=True)

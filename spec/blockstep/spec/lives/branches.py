@@ -1,0 +1,108 @@
+"""Branches: how a request goes on as several."""
+
+from __future__ import annotations
+
+from blockstep.spec.beside.grammar import get_first_stand
+from blockstep.spec.copies import replace
+from blockstep.spec.hashing import get_keyed
+from blockstep.spec.lives.endings import get_extended
+from blockstep.spec.lives.lifecycle import get_id_problem
+from blockstep.spec.lives.masks import get_advanced
+from blockstep.spec.memory.forks import compute_num_shared, count_common_tokens, get_shared
+from blockstep.spec.memory.slots import publish_slots
+from blockstep.spec.pool import Pool, touch_blocks
+from blockstep.spec.requests import NOTHING_HELD, RequestState, without_nulls
+from blockstep.spec.state import State
+from blockstep.spec.step.queues import process_prepend
+from blockstep.spec.vocabulary import Ack, Fork, RejectCode, Rejected, Status
+
+
+def process_fork(state: State, fork: Fork) -> tuple[State, Ack] | Rejected:
+    """A branch begins: it waits at the front with what it shares of its parent, as its own.
+
+    Source: seed 002 "Fork: Creating New Beams"; P2, P4, P16.
+    """
+    # refuse
+    problem = get_fork_problem(state, fork)
+    if problem is not None:
+        return problem
+    branch = get_branch(state, fork)
+    if branch is None:
+        detail = f"{fork.child_id!r}: an output of {fork.output_token_ids} ends it or is forbidden"
+        return Rejected(RejectCode.BAD_FORK, f"{detail}; leave it out")
+    # pool
+    pool, parent = publish_computed(state, state.requests[fork.request_id])
+    num_common = count_common_tokens(parent.all_token_ids, branch.all_token_ids)
+    num_tokens = min(parent.num_computed_tokens, num_common, branch.num_known_tokens - 1)
+    groups = state.config.kv_groups
+    num_shared = compute_num_shared(groups, parent.holdings, num_tokens)
+    holdings = tuple(map(get_shared, groups, parent.holdings, [num_shared] * len(groups)))
+    for holding in holdings:
+        pool = touch_blocks(pool, without_nulls(holding.block_table))
+    # requests
+    branch = replace(branch, holdings=holdings, num_computed_tokens=num_shared)
+    requests = state.requests.having(fork.request_id, parent).having(fork.child_id, branch)
+    waiting = list(state.waiting)
+    process_prepend(state.config.policy, waiting, fork.child_id, requests)
+    return replace(state, pool=pool, requests=requests, waiting=tuple(waiting)), Ack()
+
+
+def get_fork_problem(state: State, fork: Fork) -> Rejected | None:
+    """Why this request cannot go on as another one now, or None. Source: P7, P13, P18."""
+    name, parent = fork.request_id, state.requests.get(fork.request_id)
+    if not state.config.enable_forks:
+        detail = "forks are off; set enable_forks, or submit the request once more"
+        return Rejected(RejectCode.BAD_FORK, detail)
+    if parent is None:
+        return Rejected(RejectCode.UNKNOWN_REQUEST, f"{name!r} is unknown; fork who has not ended")
+    problem = get_id_problem(state, fork.child_id)
+    if problem is not None:
+        return problem
+    if parent.request.resumable:
+        return Rejected(RejectCode.BAD_FORK, f"{name!r} is a session; submit one beside it")
+    if parent.status not in (Status.RUNNING, Status.PREEMPTED):
+        return Rejected(RejectCode.BAD_FORK, f"{name!r} has not begun; submit it once more")
+    for frame in state.frames:
+        if any(row.request_id == name for row in frame.rows):
+            detail = f"frame {frame.frame_id} has a row of {name!r}; commit it first"
+            return Rejected(RejectCode.FORK_IN_FLIGHT, detail)
+    return None
+
+
+def get_branch(state: State, fork: Fork) -> RequestState | None:
+    """The branch before it shares anything; None if an output ends it, or is forbidden.
+
+    Source: seed 002 "Fork: Creating New Beams"; P13, P23.
+    """
+    config, parent = state.config, state.requests[fork.request_id]
+    asked, outputs = replace(parent.request, request_id=fork.child_id), fork.output_token_ids
+    branch = RequestState(
+        asked,
+        Status.WAITING,
+        holdings=NOTHING_HELD * len(config.block_sizes),
+        num_cached_tokens=parent.num_cached_tokens,
+        grammar_ready=parent.grammar_ready,
+    )
+    branch, row = get_extended(branch, outputs, config.max_model_len, state.rules)
+    if row.finish_reason is not None:
+        return None
+    if asked.grammar is not None:
+        stand = get_first_stand(config, asked.prompt_token_ids)
+        advanced = get_advanced(state, replace(branch, stand=stand), outputs)
+        if advanced is None:
+            return None
+        branch = advanced
+    return get_keyed(config, branch, state.rules)
+
+
+def publish_computed(state: State, parent: RequestState) -> tuple[Pool, RequestState]:
+    """Make findable what a parent has filled: so what is shared is named already, and by one.
+
+    Source: seed 001 "Phase 5: commit to the prefix cache"; P3, P4.
+    """
+    config, is_running = state.config, parent.status is Status.RUNNING
+    if not config.enable_prefix_caching or not is_running:
+        return state.pool, parent
+    num_there = min(parent.num_computed_tokens, parent.num_known_tokens)
+    nums_full = [num_there // size for size in config.block_sizes]
+    return publish_slots(config, state.pool, parent, nums_full, state.rules)
