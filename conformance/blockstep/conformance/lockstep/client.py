@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from blockstep.conformance.draw.requests import Text
 from blockstep.conformance.protocol.sessions import Session
@@ -57,6 +57,9 @@ class Client:
                 self.live[request.request_id] = request
                 if request.resumable:
                     self.sessions[request.request_id] = Session()
+            case v.Fork(request_id=name, child_id=child_id, output_token_ids=outputs), _:
+                self.live[child_id] = replace(self.live[name], request_id=child_id)
+                self.said[child_id] = outputs
             case v.Schedule(), v.Plan() as plan:
                 self.end_aborted()
                 self.last_plan = plan

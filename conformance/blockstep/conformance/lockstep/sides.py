@@ -121,6 +121,8 @@ class Side(Client):
                 return action
             case v.EncoderReset() | v.EncoderOffer() | v.KVOffer() | v.Clock() | v.PinEstimate():
                 return action
+            case v.Fork(request_id=name):
+                return action if name in self.live else None
             case Report():
                 return v.TransfersReported(self.transfers.resolve(action, self.config.block_sizes))
             case _:

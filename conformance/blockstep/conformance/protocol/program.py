@@ -129,6 +129,7 @@ Action: TypeAlias = (
     | v.TransfersReported
     | v.Clock
     | v.PinEstimate
+    | v.Fork
     | Drain
     | Hostile
 )
@@ -190,6 +191,8 @@ def describe(action: Action) -> str:
             return f"clock     it is {now}"
         case v.PinEstimate(job_id=job_id, ttl=ttl):
             return f"estimate  blocks of job {job_id} stay for {ttl}"
+        case v.Fork(request_id=name, child_id=child_id, output_token_ids=outputs):
+            return f"fork      {name} as {child_id} outputs={','.join(map(str, outputs)) or 'none'}"
         case Hostile(event=event):
             return f"hostile   {describe_event(event)}"
         case _:
@@ -310,6 +313,8 @@ def _describe_observation(observation: object) -> str:
                 ("remapped", observation.remapped_req_ids),
             ):
                 parts += [f"{word} {' '.join(names)}"] if names else []
+            copies = [f"{it.source} to {it.destination}" for it in observation.block_copies]
+            parts += [f"copies block {', '.join(copies)}"] if copies else []
             for word, told in (
                 ("encodes", observation.scheduled_encoder_inputs),
                 ("loads", observation.external_encoder_inputs),

@@ -51,7 +51,7 @@ def is_shareable(group: KVGroup, holding: Holding, num_shared: int) -> bool:
 
 
 def get_shared(group: KVGroup, holding: Holding, num_shared: int) -> Holding:
-    """What a branch holds of its parent's table. Source: seed 002 "Fork: Creating New Beams"; P2."""
+    """What a branch holds of its parent's table. Source: seed 002 "Fork"; P2."""
     size = group.block_size
     num_settled = min(holding.num_cached_blocks, num_shared // size)
     return Holding(holding.block_table[: -(-num_shared // size)], num_settled)

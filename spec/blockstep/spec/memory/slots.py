@@ -188,7 +188,8 @@ def count_reserved_blocks(
 
     What its table lacks, and copies of what it shares, but no more than it holds at once at most:
     while a window moves on, what it leaves is free again. So is what a session has kept, unless
-    others hold it too. Upstream charges all of them (#39734). Source: seed 001 "Full ISL reservation"; P8, P10, P11.
+    others hold it too. Upstream charges all of them (#39734). Source: seed 001 "Full ISL
+    reservation"; P8, P10, P11.
     """
     kept = holding.block_table
     num_new_blocks = compute_num_new_blocks(num_slots, group.block_size, len(kept) + len(hit))
