@@ -236,6 +236,8 @@ class Ledger:
                     self.has_grammars = True
                     self.lives[request.request_id].automaton = Automaton(self.config, request)
                 self.num_progress += 1
+            case v.Fork(), _:
+                self._fork(step.event)
             case _, v.Plan():
                 self._record_plan(step)
             case v.Commit(frame_id=frame_id), v.Outputs(rows=rows, kv_events=kv_events):
@@ -277,6 +279,17 @@ class Ledger:
             case v.StreamingUpdate(request=request), _:
                 self._update(request)
                 self.num_progress += 1
+
+    def _fork(self, fork: v.Fork) -> None:
+        """A branch begins, as its parent is but for its id and its outputs."""
+        parent = self.lives[fork.request_id]
+        request = replace(parent.request, request_id=fork.child_id)
+        self.lives[fork.child_id] = life = Life(request, self.names)
+        life.tokens += fork.output_token_ids
+        life.grammar_ready, life.num_cached_tokens = parent.grammar_ready, parent.num_cached_tokens
+        if request.grammar is not None:
+            life.automaton = Automaton(self.config, request)
+        self.num_progress += 1
 
     def _record_plan(self, step: Step) -> None:
         for request_id in sorted(self.ending):

@@ -29,6 +29,7 @@ from blockstep.conformance.judge.worker.view import FrameRow
 from blockstep.conformance.protocol.findings import Difference, Finding, violated
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
+    BlockCopy,
     BlockId,
     Config,
     FrameId,
@@ -162,6 +163,19 @@ class TaggedKV:
         self.kv[block] = [NEVER_WRITTEN] * size
         self._writes[block] = []
         return True
+
+    def copy(self, copies: Iterable[BlockCopy]) -> None:
+        """Copy blocks one by one: each holds from then on what the other holds, and for whom."""
+        for copy in copies:
+            source, target = copy.source, copy.destination
+            if not (0 < min(source, target) and max(source, target) < len(self._owners)):
+                what = f"block {source} is to be copied to block {target}"
+                self._complain("P1", "plan_names_real_blocks", what)
+                continue
+            self.kv[target] = [*self.kv[source]]
+            self._owners[target] = self._owners[source]
+            self._writes[target] = [*self._writes[source]]
+            self._checked[target] = None
 
     def zero(self, blocks: Iterable[BlockId]) -> None:
         """Blank blocks: nothing in them may be read before it is written again."""
