@@ -161,11 +161,13 @@ def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Co
     if not reserves or not step.askers or step.hides_what_was_given:
         return
     room = replay_schedule(step, ledger, ()).room
+    before = [*step.before.running, *[row.request_id for row in step.admitted_rows]]
     for row in step.askers:
         life = ledger.lives[row.request_id]
         known, num_across = life.num_known, count_across(step.config, life.request)
         num_free, num_free_hits = room[row.request_id]
         need = num_free_hits + _reserve(step.config, row.first, known, num_across, row.hit_tables)
+        need += get_watermark(step.config, before[:1] if before[0] != row.request_id else ())
         if need > num_free:
             what = f"{row.request_id!r} was admitted though its {known} tokens do not fit"
             yield unequal(what, "free blocks", f">= {need}", num_free)
@@ -183,6 +185,11 @@ def _reserve(config: Config, first: int, end: int, num_across: int, hit_tables: 
     return most_held(config, first, end, num_across) - sum(
         1 for block in chain(*hit_tables) if block != NULL_BLOCK
     )
+
+
+def get_watermark(config: Config, running: Sequence[RequestId]) -> int:
+    """Free blocks that an admission leaves, beside so many who run."""
+    return config.watermark_blocks if running else 0
 
 
 @sentence("P15", Schedule)
@@ -293,8 +300,8 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Comp
     last_gain = max((place[name] for name, row in rows.items() if row.gained), default=-1)
     # Blocks to be had before the last preemption, at most: what a victim took in this very step
     # it gave back as well.
-    queue, _ = begin_plan(step.before)
-    room = len(queue) + len(freed_blocks(step.before, victims[:-1]))
+    queue, _ = begin_plan(step)
+    room = len(queue) + sum(map(len, freed_blocks(step.before, victims[:-1])))
     if config.groups:  # and what rows gave back because they attend to it no more
         for name in step.before.running:
             room += sum(map(len, left_behind(step, ledger, name)))
@@ -346,8 +353,7 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
         return ()
     life = ledger.lives[name]
     num_across = count_across(config, life.request)
-    keeps_blocks = life.request.resumable or is_parked(step.new[name])
-    if (keeps_blocks and any(step.new[name].block_tables)) or _hides_a_return(step):
+    if any(step.new[name].block_tables) or _hides_a_return(step):
         return ()  # goes on behind what it kept, which is no hit
     num_hit, hits = hit_now(step, ledger, life)
     num_offered, is_async = find_offered(ledger, name, num_hit)
@@ -359,7 +365,7 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
     need = blocks_behind(config, start + min(share, left), hits, num_across) + sum(nums_free)
     if config.scheduler_reserve_full_isl:
         need = max(need, _charge(config, life.num_known, num_across, hits, nums_free))
-    if need > len(after.free_queue):
+    if need + get_watermark(config, after.running) > len(after.free_queue):
         return ()
     what = f"{name!r} was left waiting with {left} tokens of budget"
     return [unequal(what, "free blocks", f"< {need}", len(after.free_queue))]
@@ -417,6 +423,8 @@ def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> Comp
         return ()
     free = replay_schedule(step, ledger, victims).room_of_the_last
     last = step.old[victims[-1]]
+    if any(step.before.ref_counts[it] > 1 for it in chain(*last.block_tables) if it):
+        return ()  # what it shared, another need not copy any more
     own_end = last.num_computed_tokens + share_of(ledger, last)
     slots = running_slots(step.config, own_end)
     if free is None or free < blocks_behind(step.config, slots, last.block_tables):

@@ -16,7 +16,13 @@ from blockstep.conformance.judge.properties.sentence import (
     sentence,
     unequal,
 )
-from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step, is_parked
+from blockstep.conformance.judge.properties.step import (
+    PlannedRow,
+    RowKind,
+    Step,
+    is_parked,
+    keeps_blocks,
+)
 from blockstep.conformance.judge.properties.store_ledger import has_lost_all
 from blockstep.spec import vocabulary as v
 
@@ -145,12 +151,14 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
 
 
 @sentence("P12", *ENDINGS, v.Schedule, v.Reset)
-def only_running_requests_hold_anything(step: Step, _ledger: Ledger) -> Complaints:
+def only_running_requests_hold_anything(step: Step, ledger: Ledger) -> Complaints:
     """Who waits has no block, no computed token and no draft; a session no draft."""
     no_tables, nothing_settled = nothing_held(step)
     for request in step.after.requests:
-        if (request.prompt_token_ids or is_parked(request)) and not request.spec_token_ids:
-            continue  # a session may hold what it keeps, and one who is parked what is loaded
+        if keeps_blocks(request) and not request.spec_token_ids:
+            life = ledger.lives.get(request.request_id)
+            if life is None or life.is_branch or request.prompt_token_ids or is_parked(request):
+                continue  # it may hold what it keeps, what it shares, or what is loaded
         if request.status is not v.Status.RUNNING and (
             request.block_tables != no_tables
             or request.num_computed_tokens

@@ -27,6 +27,7 @@ def cut_at_placeholder(drafts: v.TokenIds) -> v.TokenIds:
 
 
 NEEDED = (
+    *("enable_forks", "watermark_blocks"),
     *("async_scheduling", "enable_kv_cache_events", "encoder_cache_size"),
     *("groups", "has_pins", "kv_connector"),
 )
@@ -286,6 +287,7 @@ class Ledger:
         request = replace(parent.request, request_id=fork.child_id)
         self.lives[fork.child_id] = life = Life(request, self.names)
         life.tokens += fork.output_token_ids
+        life.is_branch = True
         life.grammar_ready, life.num_cached_tokens = parent.grammar_ready, parent.num_cached_tokens
         if request.grammar is not None:
             life.automaton = Automaton(self.config, request)

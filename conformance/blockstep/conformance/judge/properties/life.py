@@ -17,7 +17,7 @@ class Life(NamedText):
     """One unfinished request, from its submission on."""
 
     __slots__ = (
-        "admitted_in", "automaton", "drafts", "grammar_ready", "last_planned_in",
+        "admitted_in", "automaton", "drafts", "grammar_ready", "is_branch", "last_planned_in",
         "num_cached_tokens", "num_known_then", "preempted_at", "session",
     )  # fmt: skip
 
@@ -32,6 +32,8 @@ class Life(NamedText):
         self.num_cached_tokens = -1
         """Tokens of the hit at its first admission; -1 before that."""
         self.grammar_ready = False
+        self.is_branch = False
+        """It goes on from another one's text."""
         self.admitted_in: v.FrameId = -1
         """The plan of its last admission; -1 before that."""
         self.last_planned_in: v.FrameId = -1

@@ -9,6 +9,7 @@ from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.life import order_of
 from blockstep.conformance.judge.properties.pins import follow_pins
 from blockstep.conformance.judge.properties.queue_replay import (
+    Freed,
     Holders,
     begin_plan,
     freed_blocks,
@@ -20,6 +21,7 @@ from blockstep.conformance.judge.properties.queue_replay import (
     may_pass_over,
     must_wait,
     passed_over,
+    queue_up,
     replay_schedule,
     victims_of,
 )
@@ -31,7 +33,7 @@ from blockstep.conformance.judge.properties.sentence import (
     sentence,
     unequal,
 )
-from blockstep.conformance.judge.properties.step import Step, is_parked
+from blockstep.conformance.judge.properties.step import Step, is_parked, keeps_blocks
 from blockstep.spec import vocabulary as v
 
 _PASSED_OVER = (
@@ -241,6 +243,8 @@ def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
     if step.config.groups:  # behind them stands what others gave back for want of attention
         queue = [block for block in queue if block in freed]
     length = min(len(freed), len(queue))
+    if step.config.pool_order is v.PoolOrder.LIFO:  # what was taken behind it is gone
+        return differing("head of free_queue", freed[len(freed) - length :], queue[:length])
     return differing(
         "end of free_queue", freed[len(freed) - length :], queue[-length:] if length else []
     )
@@ -251,11 +255,14 @@ def _freed_by_last(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) -
 
     Without those that it attends to no more: when it gave them back is not seen.
     """
-    _, holders = begin_plan(step.before)
+    _, holders = begin_plan(step)
     for name in victims[:-1]:
         holders.free(name)
+    for row in step.running_rows if step.plan.block_copies else ():
+        if row.copies:
+            holders.give_back(row.request_id, [[it.source for it in of] for of in row.copies])
     holders.give_back(victims[-1], left_behind(step, ledger, victims[-1]))
-    return holders.free(victims[-1])
+    return queue_up(step.config, (), holders.free(victims[-1]))
 
 
 @sentence("P16", *ENDINGS, v.Reset)
@@ -268,36 +275,38 @@ def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
     before, after = step.before, step.after
     if isinstance(step.event, ENDINGS) and step.config.kv_connector:
         freed, _ = follow_holds(step, ledger)
-        return differing("free_queue", (*before.free_queue, *freed), after.free_queue)
+        return differing("free_queue", _queued(step, freed), after.free_queue)
     is_forced = isinstance(step.event, v.Reset) and step.event.reset_running_requests
     if step.config.has_pins and not (is_forced and ledger.has_sessions):
-        return differing(
-            "free_queue", (*before.free_queue, *follow_pins(step, ledger).freed), after.free_queue
-        )
+        freed = follow_pins(step, ledger).freed
+        return differing("free_queue", _queued(step, freed), after.free_queue)
     if not isinstance(step.event, v.Reset):
         names = [name for name in step.ended if _is_freed(step, ledger, name)]
     else:
         is_done = isinstance(step.observation, v.ResetDone) and step.observation.success
         if not (step.event.reset_running_requests and is_done):
             names = []
-        elif ledger.has_sessions or any(map(is_parked, before.requests)):
+        elif any(map(keeps_blocks, before.requests)) or ledger.has_sessions:
             return ()  # in which order those give way that do not run is a policy
         else:
             names = list(reversed(before.running))
     freed = freed_blocks(before, [name for name in names if name in step.old]) if names else []
-    return differing("free_queue", (*before.free_queue, *freed), after.free_queue)
+    return differing("free_queue", _queued(step, freed), after.free_queue)
 
 
-def follow_holds(
-    step: Step, ledger: Ledger
-) -> tuple[list[v.BlockId], dict[v.RequestId, v.HeldBlocks]]:
+def _queued(step: Step, freed: Freed) -> tuple[v.BlockId, ...]:
+    return tuple(queue_up(step.config, step.before.free_queue, freed))
+
+
+def follow_holds(step: Step, ledger: Ledger) -> tuple[Freed, dict[v.RequestId, v.HeldBlocks]]:
     """What becomes free, in order, and whose blocks are held behind an event that may end requests.
 
     Whoever ends leaves its blocks to a load that is under way, and to a store that wants to read
     them. Then a report ends holds: loads first.
     """
     store, report = ledger.store, ledger.store.get_report(step)
-    holders, held, freed = Holders(step.before), dict(store.held), list[v.BlockId]()
+    freed: Freed = []
+    holders, held = Holders(step.before), dict(store.held)
     for name in ledger.list_lost(step):
         freed += holders.free(name)
     for name in step.ended:

@@ -12,7 +12,12 @@ from blockstep.conformance.judge.properties.amounts import admitted_share
 from blockstep.conformance.judge.properties.hits import hit_now
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.pool import verified_blocks
-from blockstep.conformance.judge.properties.queue_replay import Holders, list_pinned, victims_of
+from blockstep.conformance.judge.properties.queue_replay import (
+    Freed,
+    Holders,
+    list_pinned,
+    victims_of,
+)
 from blockstep.conformance.judge.properties.sentence import (
     ENDINGS,
     Complaint,
@@ -34,7 +39,7 @@ class Followed(NamedTuple):
     """What an event that is no plan makes of pins."""
 
     pins: tuple[v.Pin, ...]
-    freed: list[v.BlockId]
+    freed: Freed
     """Blocks that requests and pins leave behind, in the order in which they become free."""
 
 
@@ -47,7 +52,8 @@ def follow_pins(step: Step, ledger: Ledger) -> Followed:
     """
     before = step.before.pins or NO_PINS
     pins = {pin.job_id: pin for pin in before.pins}
-    holders, freed = Holders(step.before), list[v.BlockId]()
+    freed: Freed = []
+    holders = Holders(step.before)
     match step.event, step.observation:
         case v.PinEstimate(job_id=job_id, ttl=ttl), _ if job_id in pins:
             pins[job_id] = replace(pins[job_id], end=before.now + ttl)
@@ -68,7 +74,7 @@ def follow_pins(step: Step, ledger: Ledger) -> Followed:
 
 def _end(
     step: Step, ledger: Ledger, name: v.RequestId, pins: dict[str, v.Pin], holders: Holders
-) -> list[v.BlockId]:
+) -> Freed:
     """One request ends; `pins` and `holders` are as that leaves them."""
     before = step.before.pins or NO_PINS
     asked, tables = ledger.get_request_after(step, name), step.old[name].block_tables
@@ -83,7 +89,7 @@ def _end(
     counts = _count_findable(step, ledger, name)
     kept = tuple([table[:count] for table, count in zip(tables, counts, strict=True)])
     is_kept = not asked.is_last_step and ttl > 0 and any(chain(*kept))
-    freed = []
+    freed: Freed = []
     if old_pin is not None and (is_kept or asked.is_last_step):
         freed += holders.free(pins.pop(job_id))
     if not is_kept:

@@ -11,12 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import TypeAlias
 
 from blockstep.conformance.judge.attended import blocks_of_drafts, count_unattended
 from blockstep.conformance.judge.properties.hits import may_ask_the_store
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import PlannedRow, Step
 from blockstep.spec import vocabulary as v
+
+Freed: TypeAlias = list[list[v.BlockId]]
+"""Blocks that become free: of one table after the other, each from its end."""
+
+
+def queue_up(config: v.Config, queue: Iterable[v.BlockId], freed: Freed) -> list[v.BlockId]:
+    """The free queue once these have joined it: its end, or table by table its head."""
+    if config.pool_order is v.PoolOrder.LIFO:
+        return [*chain(*reversed(freed)), *queue]
+    return [*queue, *chain(*freed)]
 
 
 @dataclass(slots=True)
@@ -209,10 +221,10 @@ def hides_a_rollback(step: Step, victims: Sequence[v.RequestId]) -> bool:
     return min(places) < last_row or places != sorted(places, reverse=True)
 
 
-def freed_blocks(before: v.Snapshot, names: Sequence[v.RequestId]) -> list[v.BlockId]:
+def freed_blocks(before: v.Snapshot, names: Sequence[v.RequestId]) -> Freed:
     """Blocks that become free when these requests free theirs, in order of joining the queue."""
     holders = Holders(before)
-    return [block for name in names for block in holders.free(name)]
+    return [freed for name in names for freed in holders.free(name)]
 
 
 class Holders:
@@ -232,20 +244,20 @@ class Holders:
         """What a request holds, a pin holds from now on."""
         self._tables[pin] = self._tables.pop(name)
 
-    def free(self, name: v.RequestId | v.Pin) -> list[v.BlockId]:
+    def free(self, name: v.RequestId | v.Pin) -> Freed:
         """All that a request holds: what becomes free of it, the last block of each table first."""
         freed = [self._drop(table) for table in self._tables[name]]
         self._tables[name] = ()
-        return [block for blocks in freed for block in blocks]
+        return freed
 
-    def give_back(self, name: v.RequestId, given: Sequence[Sequence[v.BlockId]]) -> list[v.BlockId]:
+    def give_back(self, name: v.RequestId, given: Sequence[Sequence[v.BlockId]]) -> Freed:
         """Likewise some blocks of each of its tables."""
         freed = [self._drop(blocks) for blocks in given]
         self._tables[name] = tuple(
             tuple(block for block in table if block not in blocks)
             for table, blocks in zip(self._tables[name], given, strict=True)
         )
-        return [block for blocks in freed for block in blocks]
+        return freed
 
     def _drop(self, blocks: Sequence[v.BlockId]) -> list[v.BlockId]:
         freed, counts = [], self._counts
@@ -257,12 +269,14 @@ class Holders:
         return freed
 
 
-def begin_plan(before: v.Snapshot) -> tuple[list[v.BlockId], Holders]:
+def begin_plan(step: Step) -> tuple[list[v.BlockId], Holders]:
     """The free queue, and who holds what, once the pins have ended whose time is over."""
+    before = step.before
     queue, holders, pins = list(before.free_queue), Holders(before), before.pins
     if pins is not None:
         for pin in pins.pins:
-            queue += holders.free(pin) if pin.end <= pins.now else []
+            if pin.end <= pins.now:
+                queue = queue_up(step.config, queue, holders.free(pin))
     return queue, holders
 
 
@@ -299,7 +313,7 @@ def replay_schedule(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) 
     A running request first gives back what it attends to no more. Who then lacks blocks has others
     preempted until there are enough, or until it is preempted itself.
     """
-    queue, holders = begin_plan(step.before)
+    queue, holders = begin_plan(step)
     replay = QueueReplay(queue)
     if victims or step.config.groups:
         _replay_running(replay, step, ledger, victims, holders)
@@ -330,21 +344,27 @@ def _replay_running(
     victims: Sequence[v.RequestId],
     holders: Holders,
 ) -> None:
-    queue, left = replay.final, list(victims)
+    left = list(victims)
+
+    def free(freed: Freed) -> None:
+        replay.final = queue_up(step.config, replay.final, freed)
+
     for row in step.running_rows:
         if step.config.groups:
-            queue += holders.give_back(row.request_id, _given_back(step, row.request_id))
-        while left and len(queue) < len(row.gained):
-            queue += holders.free(left.pop(0))
+            free(holders.give_back(row.request_id, _given_back(step, row.request_id)))
+        while left and len(replay.final) < len(row.gained):
+            free(holders.free(left.pop(0)))
         _replay_row(replay, row)
+        if row.copies:
+            holders.give_back(row.request_id, [[it.source for it in of] for of in row.copies])
     if left:
         last = left[-1]
         if step.config.groups:
-            queue += holders.give_back(last, left_behind(step, ledger, last))
+            free(holders.give_back(last, left_behind(step, ledger, last)))
         for name in left[:-1]:
-            queue += holders.free(name)
-        replay.room_of_the_last = len(queue)
-        queue += holders.free(last)
+            free(holders.free(name))
+        replay.room_of_the_last = len(replay.final)
+        free(holders.free(last))
 
 
 def _replay_row(replay: QueueReplay, row: PlannedRow) -> None:

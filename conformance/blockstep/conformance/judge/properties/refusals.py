@@ -22,7 +22,7 @@ from blockstep.conformance.judge.properties.sentence import (
     sentence,
     unequal,
 )
-from blockstep.conformance.judge.properties.step import Step, is_parked
+from blockstep.conformance.judge.properties.step import Step, keeps_blocks
 from blockstep.conformance.protocol.sessions import get_longest
 from blockstep.spec import vocabulary as v
 
@@ -430,7 +430,7 @@ def forced_reset_preempts_all_who_run(step: Step, _ledger: Ledger) -> Complaints
     if after.running or after.prev_scheduled_req_ids or not _all_free(step, after):
         yield Complaint("after a forced reset somebody still runs or holds a block")
     for name, old in step.old.items():
-        may_give = (bool(old.prompt_token_ids) or is_parked(old)) and any(old.block_tables)
+        may_give = keeps_blocks(old) and any(old.block_tables)
         if name not in step.before.running and step.new.get(name) != old and not may_give:
             yield Complaint(f"a reset changed {name!r}, which did not run")
 

@@ -40,6 +40,14 @@ def is_parked(request: v.RequestSnapshot) -> bool:
     return request.status is v.Status.WAITING_FOR_REMOTE_KVS
 
 
+def keeps_blocks(request: v.RequestSnapshot) -> bool:
+    """Whether a request that does not run may hold blocks: a session, one that is parked, or a
+    branch that has not run yet."""
+    if request.prompt_token_ids or is_parked(request):
+        return True
+    return request.status is v.Status.WAITING and any(request.block_tables)
+
+
 class RowKind(StrEnum):
     """How a request came into a plan."""
 
@@ -47,7 +55,7 @@ class RowKind(StrEnum):
     NEW = "new"
     RESUMED = "resumed"
     CONTINUED = "continued"
-    """A session, or one whose load has come, announced behind the blocks that it kept."""
+    """A session, a branch, or one whose load has come, announced behind the blocks it kept."""
     PARKED = "parked"
     """No row: it is given the blocks of an asynchronous load."""
 
@@ -73,11 +81,21 @@ class PlannedRow:
     """Blocks for states behind drafts: appended again they are no new ones."""
     num_external: int = 0
     """Tokens behind the hit that a store loads, before the first that runs."""
+    kept_tables: v.BlockTables = ()
+    """Per KV group: of one that goes on with copies of blocks, those in the places of its old ones;
+    empty for others."""
+    copies: tuple[tuple[v.BlockCopy, ...], ...] = ()
+    """Per KV group: blocks that others hold as well, each exchanged for a new one; likewise."""
 
     @property
     def gained(self) -> tuple[v.BlockId, ...]:
-        """Blocks gained, in the order of groups."""
+        """Blocks gained, in the order of groups; in each, copies first."""
         tables = self.gained_tables
+        if self.copies:
+            pairs = zip(self.copies, tables, strict=True)
+            return tuple(
+                [b for one, table in pairs for b in (*[c.destination for c in one], *table)]
+            )
         if len(tables) == 1 and not self.moved and v.NULL_BLOCK not in tables[0]:
             return tables[0]
         taken = chain(*tables)
@@ -98,6 +116,11 @@ class PlannedRow:
     def end(self) -> int:
         """One past the last position that runs."""
         return self.first + self.num_scheduled
+
+
+def is_exchanged(before: v.BlockId, after: v.BlockId) -> bool:
+    """Whether another block stands in a place of a table, and none was given back there."""
+    return v.NULL_BLOCK not in (before, after) and before != after
 
 
 @dataclass
@@ -243,14 +266,17 @@ class Step:
         kind = RowKind.NEW if isinstance(row, v.NewRow) else RowKind.RESUMED
         if old is None or not any(old.block_tables) or row.request_id in self.loads:
             return kind
-        if not (old.num_computed_tokens if is_parked(old) else old.prompt_token_ids):
+        if not (old.num_computed_tokens if is_parked(old) else keeps_blocks(old)):
             return kind
         tables = row.block_ids if isinstance(row, v.NewRow) else row.new_block_ids
         pairs = zip(old.block_tables, tables, strict=True)
         is_kept = row.num_computed_tokens == old.num_computed_tokens and all(
             len(told) >= len(held)
-            # What is attended to no more was given back on the way.
-            and all(one in (block, v.NULL_BLOCK) for one, block in zip(told, held, strict=False))
+            # What is attended to no more was given back on the way, what is shared was copied.
+            and all(
+                one in (block, v.NULL_BLOCK) or v.BlockCopy(block, one) in self.plan.block_copies
+                for one, block in zip(told, held, strict=False)
+            )
             for held, told in pairs
         )
         return RowKind.CONTINUED if is_kept else kind
@@ -262,9 +288,9 @@ class Step:
 
     @once
     def giving(self) -> list[v.RequestId]:
-        """Who held blocks without running, and gave them to another: sessions, and those whose load
-        has come, or was lost as a whole."""
-        resting = [old for old in self.before.requests if old.prompt_token_ids or is_parked(old)]
+        """Who held blocks without running, and gave them to another: sessions, branches, and those
+        whose load has come, or was lost as a whole."""
+        resting = [old for old in self.before.requests if keeps_blocks(old)]
         if not resting:
             return []
         found = []
@@ -305,6 +331,8 @@ class Step:
         first, count = row.num_computed_tokens, row.num_scheduled_tokens
         name, drafts = row.request_id, row.draft_token_ids
         is_remapped = kind is RowKind.RUNNING and name in self.plan.remapped_req_ids
+        if self.config.enable_forks and (is_remapped or kind is RowKind.CONTINUED):
+            return self._copying(row, kind, tables)
         if kind is RowKind.RUNNING and not is_remapped:
             no_hits: v.BlockTables = ((),) * len(tables)
             moved: frozenset[v.BlockId] = frozenset()
@@ -324,6 +352,28 @@ class Step:
             num_external=num_external,
         )
 
+    def _copying(
+        self, row: v.NewRow | v.CachedRow, kind: RowKind, tables: v.BlockTables
+    ) -> PlannedRow:
+        """A row whose whole tables are told, of one that goes on with what it held, or copies."""
+        held = [*zip(self.old[row.request_id].block_tables, tables, strict=True)]
+        kept = tuple([told[: len(old)] for old, told in held])
+        gained = tuple([told[len(old) :] for old, told in held])
+        copies = tuple(
+            [
+                tuple(
+                    [v.BlockCopy(*it) for it in zip(old, told, strict=False) if is_exchanged(*it)]
+                )
+                for old, told in held
+            ]
+        )
+        return PlannedRow(
+            *(row.request_id, kind, row.num_computed_tokens, row.num_scheduled_tokens),
+            *(gained, ((),) * len(tables), row.draft_token_ids),
+            kept_tables=kept,
+            copies=copies,
+        )
+
     def _cut(self, tables: v.BlockTables, num_hit: int) -> tuple[v.BlockTables, v.BlockTables]:
         """Tables behind and before the end of a hit: what it fills, and the rest."""
         held = [*zip(tables, self.block_sizes, strict=True)]
@@ -335,7 +385,7 @@ class Step:
         tables = row.hit_tables
         is_kept = row.kind in (RowKind.RUNNING, RowKind.CONTINUED)
         if is_kept and not row.is_remapped:
-            tables = self.old[row.request_id].block_tables
+            tables = row.kept_tables or self.old[row.request_id].block_tables
         pairs = zip(tables, row.gained_tables, strict=True)
         return tuple([table + gained for table, gained in pairs])
 

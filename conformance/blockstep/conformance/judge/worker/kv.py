@@ -168,7 +168,7 @@ class TaggedKV:
         """Copy blocks one by one: each holds from then on what the other holds, and for whom."""
         for copy in copies:
             source, target = copy.source, copy.destination
-            if not (0 < min(source, target) and max(source, target) < len(self._owners)):
+            if not (min(source, target) > 0 and max(source, target) < len(self._owners)):
                 what = f"block {source} is to be copied to block {target}"
                 self._complain("P1", "plan_names_real_blocks", what)
                 continue

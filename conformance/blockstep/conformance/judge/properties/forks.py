@@ -1,0 +1,259 @@
+"""Forks: what a branch begins with, who may write in what it shares, and what admissions leave.
+
+parent   [ 4 ][ 7 ][ 9 . ]        9 is not full: whoever writes in it first gets a copy, and
+branch   [ 4 ][ 7 ][ 9 . ]        the last who holds it writes in it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+
+from blockstep.conformance.judge.attended import count_unattended
+from blockstep.conformance.judge.automaton import Automaton
+from blockstep.conformance.judge.properties.amounts import blocks_for
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.life import order_of
+from blockstep.conformance.judge.properties.output import stop_of
+from blockstep.conformance.judge.properties.sentence import (
+    Complaint,
+    Complaints,
+    differing,
+    sentence,
+    unequal,
+)
+from blockstep.conformance.judge.properties.step import PlannedRow, Step
+from blockstep.spec import vocabulary as v
+
+
+def problem_of_fork(config: v.Config, fork: v.Fork, ledger: Ledger) -> v.RejectCode | None:
+    """Why a branch cannot begin now."""
+    parent, child_id = ledger.lives.get(fork.request_id), fork.child_id
+    if not config.enable_forks:
+        return v.RejectCode.BAD_FORK
+    if parent is None:
+        return v.RejectCode.UNKNOWN_REQUEST
+    if child_id in ledger.lives:
+        return v.RejectCode.DUPLICATE_REQUEST
+    if ledger.in_flight(child_id):
+        return v.RejectCode.REQUEST_IN_FLIGHT
+    if parent.session is not None or parent.admitted_in < 0:
+        return v.RejectCode.BAD_FORK
+    if ledger.in_flight(fork.request_id):
+        return v.RejectCode.FORK_IN_FLIGHT
+    outputs, num_prompt = fork.output_token_ids, parent.num_prompt
+    for count in range(1, len(outputs) + 1):
+        if stop_of(config, parent.request, outputs[:count], num_prompt + count)[0] is not None:
+            return v.RejectCode.BAD_FORK
+    if parent.automaton is not None and parent.automaton.read(outputs) is None:
+        return v.RejectCode.BAD_FORK
+    return None
+
+
+def count_settled(step: Step, ledger: Ledger, request: v.RequestSnapshot) -> tuple[int, ...]:
+    """Per KV group: leading blocks of a parent that are named once a branch has begun."""
+    if not step.config.enable_prefix_caching:
+        return request.num_cached_blocks
+    filled = min(request.num_computed_tokens, ledger.lives[request.request_id].num_known)
+    pairs = zip(request.num_cached_blocks, step.block_sizes, strict=True)
+    if not any(request.block_tables):
+        return request.num_cached_blocks
+    return tuple([max(count, filled // size) for count, size in pairs])
+
+
+def count_shared(step: Step, ledger: Ledger, fork: v.Fork) -> int:
+    """The most tokens whose KV a branch can have of its parent.
+
+    Both have them in common, and the parent has computed them; one is left to compute. The branch
+    does not go on within a block that others can find, and all that it attends to is there.
+    """
+    parent, life = step.old[fork.request_id], ledger.lives[fork.request_id]
+    tokens = (*life.request.prompt_token_ids, *fork.output_token_ids)
+    pairs = enumerate(zip(life.tokens, tokens, strict=False))
+    least = min(len(tokens), len(life.tokens))
+    common = next((at for at, (mine, theirs) in pairs if mine != theirs), least)
+    settled = count_settled(step, ledger, parent)
+    most = min(parent.num_computed_tokens, common, len(tokens) - 1)
+    held = [*zip(step.groups, parent.block_tables, settled, strict=True)]
+    return next(
+        count for count in range(most, -1, -1) if all(_goes_on(count, *group) for group in held)
+    )
+
+
+def _goes_on(count: int, group: v.KVGroup, table: Sequence[v.BlockId], num_settled: int) -> bool:
+    size = group.block_size
+    attended = table[count_unattended(group, count) : blocks_for(count, size)]
+    return (count % size == 0 or count // size >= num_settled) and v.NULL_BLOCK not in attended
+
+
+@sentence("P5", v.Fork)
+def branch_begins_with_all_that_it_can_share(step: Step, ledger: Ledger) -> Complaints:
+    """A branch waits, with its own outputs, and holds what it has in common with its parent: as
+    much as can be, and nothing else."""
+    fork = step.event
+    assert isinstance(fork, v.Fork)
+    life, parent = ledger.lives[fork.request_id], step.old[fork.request_id]
+    count, settled = count_shared(step, ledger, fork), count_settled(step, ledger, parent)
+    held = [*zip(parent.block_tables, settled, step.block_sizes, strict=True)]
+    expected = v.RequestSnapshot(
+        fork.child_id,
+        v.Status.WAITING,
+        output_token_ids=fork.output_token_ids,
+        num_computed_tokens=count,
+        block_tables=tuple([table[: blocks_for(count, size)] for table, _, size in held]),
+        num_cached_blocks=tuple([min(num, count // size) for _, num, size in held]),
+        num_cached_tokens=parent.num_cached_tokens,
+        grammar_ready=parent.grammar_ready,
+    )
+    if life.request.grammar is not None:
+        automaton = Automaton(step.config, life.request)
+        place = automaton.read(fork.output_token_ids)
+        if place is not None:
+            is_over = automaton.is_reasoning_over(place)
+            expected = replace(expected, grammar_state=place.state, reasoning_ended=is_over)
+    seen = step.new.get(fork.child_id)
+    if seen != expected:
+        what = f"{fork.child_id!r} is a branch of {fork.request_id!r}"
+        yield unequal(what, f"request {fork.child_id}", expected, seen)
+
+
+@sentence("P7", v.Fork)
+def fork_changes_nobody_else(step: Step, ledger: Ledger) -> Complaints:
+    """A branch comes, and all others are as before. Of its parent the full blocks are named."""
+    fork = step.event
+    assert isinstance(fork, v.Fork)
+    parent = step.old[fork.request_id]
+    named = replace(parent, num_cached_blocks=count_settled(step, ledger, parent))
+    expected = {**step.old, fork.request_id: named}
+    seen = {name: new for name, new in step.new.items() if name != fork.child_id}
+    for name in sorted(expected.keys() | seen.keys()):
+        if expected.get(name) != seen.get(name):
+            what = f"{name!r} is not as it should be beside a branch"
+            yield unequal(what, f"request {name}", expected.get(name), seen.get(name))
+
+
+@sentence("P3", v.Fork)
+def full_blocks_of_a_parent_are_named(step: Step, ledger: Ledger) -> Complaints:
+    """What a parent has computed and filled is findable once it is shared, and no other block."""
+    fork = step.event
+    assert isinstance(fork, v.Fork)
+    parent, life, keys = step.old[fork.request_id], ledger.lives[fork.request_id], step.after
+    before = list(step.before.block_keys)
+    settled = zip(parent.num_cached_blocks, count_settled(step, ledger, parent), strict=True)
+    for group, (first, end) in enumerate(settled):
+        size = step.block_sizes[group]
+        for index in range(first, end):
+            block = parent.block_tables[group][index]
+            key = keys.block_keys[block]
+            if block == v.NULL_BLOCK:
+                continue
+            expected = life.block_name(index, size)
+            if key is None or key.group != group or ledger.names.of_key(key)[-1] != expected:
+                yield Complaint(f"block {block} of {fork.request_id!r} is shared, and not named")
+            before[block] = key
+    yield from differing("block_keys", tuple(before), keys.block_keys)
+
+
+@sentence("P16", v.Fork)
+def branch_goes_to_the_front_of_the_queue(step: Step, ledger: Ledger) -> Complaints:
+    """FCFS: before everybody. PRIORITY: where its parent's place is, ties by its own id."""
+    fork = step.event
+    assert isinstance(fork, v.Fork)
+    waiting = [fork.child_id, *step.before.waiting]
+    if step.config.policy is v.Policy.PRIORITY:
+        requests = {name: life.request for name, life in ledger.lives.items()}
+        mine = replace(requests[fork.request_id], request_id=fork.child_id)
+        requests[fork.child_id] = mine
+        waiting.sort(key=lambda name: order_of(requests[name]))
+    return differing("waiting", tuple(waiting), step.after.waiting)
+
+
+def get_written(step: Step, row: PlannedRow) -> list[tuple[int, v.BlockId]]:
+    """Per KV group: where a row goes on within a block, the index of that and what is there before
+    the step; nothing where it begins one."""
+    if row.kind not in _GOING_ON:
+        return []
+    tables, found = step.old[row.request_id].block_tables, []
+    for table, size in zip(tables, step.block_sizes, strict=True):
+        index = row.first // size
+        is_within = row.first % size > 0 and index < len(table)
+        found.append((index, table[index] if is_within else v.NULL_BLOCK))
+    return found
+
+
+_GOING_ON = ("running", "continued")
+
+
+@sentence("P2", v.Schedule, needs="enable_forks", of="rows")
+def nobody_writes_in_what_another_holds(step: Step, _ledger: Ledger) -> Complaints:
+    """A row goes on in a block that nobody else has held since before it, and nobody can find."""
+    for row in step.rows:
+        name, tables = row.request_id, step.new[row.request_id].block_tables
+        for table, (index, before) in zip(tables, get_written(step, row), strict=False):
+            block = table[index]
+            if before == v.NULL_BLOCK or block != before:
+                continue
+            others = [
+                other
+                for other, new in step.new.items()
+                if other != name
+                and other in step.old
+                and block in chain(*new.block_tables)
+                and block in chain(*step.old[other].block_tables)
+            ]
+            if others:
+                what = f"{name!r} writes at position {row.first} in block {block}"
+                yield Complaint(f"{what}, which {others} hold, too")
+            if step.before.block_keys[block] is not None:
+                yield Complaint(f"{name!r} writes in block {block}, which was findable")
+
+
+@sentence("P8", v.Schedule, needs="enable_forks")
+def shared_blocks_are_copied_where_they_are_written(step: Step, _ledger: Ledger) -> Complaints:
+    """A row gets a copy of the block in which it goes on, if another holds it at that time: one for
+    each KV group, and of no other block. The plan tells all of them, in the order of scheduling,
+    and whose table is another one by that."""
+    unsure = {*step.preempted, *step.giving}
+    holders: dict[v.BlockId, set[v.RequestId]] = {}
+    for request in step.before.requests:
+        for block in chain(*request.block_tables):
+            holders.setdefault(block, set()).add(request.request_id)
+    told: list[v.BlockCopy] = []
+    remapped = []
+    for row in step.rows:
+        name, copies = row.request_id, row.copies or ((),) * len(step.block_sizes)
+        for (_, block), of_group in zip(get_written(step, row), copies, strict=False):
+            others = holders.get(block, set()) - {name}
+            if [it.source for it in of_group] not in ([], [block]) or (of_group and not others):
+                yield Complaint(f"{name!r} goes on in block {block}, and has copied {of_group}")
+            elif others - unsure and not of_group:
+                yield Complaint(f"{name!r} goes on in block {block}, which {others} hold, too")
+            for it in of_group:
+                told.append(it)
+                holders.get(it.source, set()).discard(name)
+        if any(copies) and row.kind == "running":
+            remapped.append(name)
+    yield from differing("block_copies", tuple(told), step.plan.block_copies)
+    yield from differing("remapped_req_ids", tuple(sorted(remapped)), step.plan.remapped_req_ids)
+
+
+@sentence("P26", v.Schedule, needs="enable_forks", of="rows")
+def new_row_tells_the_outputs_of_a_branch(step: Step, ledger: Ledger) -> Complaints:
+    """A worker that hears of a branch first is told what it has said; others have said nothing."""
+    for row in step.plan.new:
+        life = ledger.lives[row.request_id]
+        if row.output_token_ids != life.output_token_ids:
+            what = f"the new row of {row.request_id!r} tells other outputs"
+            yield unequal(what, "output_token_ids", life.output_token_ids, row.output_token_ids)
+
+
+@sentence("P10", v.Schedule, needs="watermark_blocks", of="admitted_rows")
+def admission_leaves_the_watermark(step: Step, _ledger: Ledger) -> Complaints:
+    """Whoever is admitted beside others leaves so many blocks free, that they can go on."""
+    num_free, watermark = len(step.after.free_queue), step.config.watermark_blocks
+    if not step.admitted_rows or len(step.after.running) < 2 or num_free >= watermark:
+        return ()
+    name = step.admitted_rows[-1].request_id
+    what = f"{name!r} was admitted beside others"
+    return [unequal(what, "free blocks", f">= {watermark}", num_free)]
