@@ -18,6 +18,7 @@ from blockstep.conformance.judge.properties import (
     admission,
     budgets,
     encoder,
+    forks,
     grammars,
     hits,
     messages,
@@ -77,6 +78,7 @@ _FAMILIES = (
     telling,
     transfers,
     pins,
+    forks,
 )
 """In the order in which sentences of one property speak."""
 _SENTENCES = [
@@ -175,6 +177,7 @@ ANSWER_TYPES: dict[type, tuple[type, ...]] = {
     v.TransfersReported: (v.Outputs,),
     v.Clock: (v.Ack,),
     v.PinEstimate: (v.Ack,),
+    v.Fork: (v.Ack,),
 }
 """What an accepted event is answered with."""
 

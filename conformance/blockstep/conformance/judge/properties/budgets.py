@@ -150,7 +150,7 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
             yield unequal(what, "request", "", request)
 
 
-@sentence("P12", *ENDINGS, v.Schedule, v.Reset)
+@sentence("P12", *ENDINGS, v.Schedule, v.Reset, v.Fork)
 def only_running_requests_hold_anything(step: Step, ledger: Ledger) -> Complaints:
     """Who waits has no block, no computed token and no draft; a session no draft."""
     no_tables, nothing_settled = nothing_held(step)

@@ -42,9 +42,9 @@ def problem_of_fork(config: v.Config, fork: v.Fork, ledger: Ledger) -> v.RejectC
         return v.RejectCode.BAD_FORK
     if ledger.in_flight(fork.request_id):
         return v.RejectCode.FORK_IN_FLIGHT
-    outputs, num_prompt = fork.output_token_ids, parent.num_prompt
+    outputs = fork.output_token_ids
     for count in range(1, len(outputs) + 1):
-        if stop_of(config, parent.request, outputs[:count], num_prompt + count)[0] is not None:
+        if stop_of(config, parent.request, outputs[:count]) is not None:
             return v.RejectCode.BAD_FORK
     if parent.automaton is not None and parent.automaton.read(outputs) is None:
         return v.RejectCode.BAD_FORK

@@ -43,7 +43,7 @@ _PASSED_OVER = (
 )
 
 
-@sentence("P16", *ENDINGS, v.Submit, v.Schedule, v.Reset)
+@sentence("P16", *ENDINGS, v.Submit, v.Schedule, v.Reset, v.Fork)
 def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> Complaints:
     """Each unfinished request is in exactly one of the queues and the running list, by status."""
     after = step.after

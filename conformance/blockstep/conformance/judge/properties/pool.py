@@ -23,14 +23,14 @@ from blockstep.conformance.judge.properties.store_ledger import has_lost_all
 from blockstep.spec import vocabulary as v
 
 
-@sentence("P1", *ENDINGS, v.Schedule, v.Reset)
+@sentence("P1", *ENDINGS, v.Schedule, v.Reset, v.Fork)
 def pool_keeps_its_size(step: Step, _ledger: Ledger) -> Complaints:
     """A state tells what each block of the pool carries, of no more and no fewer of them."""
     num_keys, num_blocks = len(step.after.block_keys), step.config.num_blocks
     return [Complaint(f"{num_keys} keys for {num_blocks} blocks")] if num_keys != num_blocks else ()
 
 
-@sentence("P1", *ENDINGS, v.Schedule, v.Reset)
+@sentence("P1", *ENDINGS, v.Schedule, v.Reset, v.Fork)
 def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
     """Its ref count is the number of its holders; free ones are in the free queue, once.
 
@@ -74,12 +74,26 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
 
 @sentence("P2", v.Schedule, v.Commit)
 def block_still_to_be_written_has_one_holder(step: Step, ledger: Ledger) -> Complaints:
-    """From the first block that is not full of known, computed tokens on, blocks are exclusive."""
+    """From the first block that is not full of known, computed tokens on, blocks are exclusive.
+
+    But for one that is begun and shared with a branch: who writes in it gets a copy.
+    """
     ref_counts = step.after.ref_counts
     for request, block in _unfinished_blocks(step, ledger):
-        if ref_counts[block] != 1:
+        if ref_counts[block] != 1 and not _is_begun(step, ledger, request, block):
             what = f"{request.request_id!r} will write block {block}, which it does not own alone"
             yield unequal(what, f"ref_counts[{block}]", 1, ref_counts[block])
+
+
+def _is_begun(step: Step, ledger: Ledger, request: v.RequestSnapshot, block: v.BlockId) -> bool:
+    """Whether a block is one in which a request goes on that may be shared with a branch."""
+    if not step.config.enable_forks:
+        return False
+    filled = min(request.num_computed_tokens, ledger.lives[request.request_id].num_known)
+    return any(
+        filled % size and table[filled // size : filled // size + 1] == (block,)
+        for table, size in zip(request.block_tables, step.block_sizes, strict=True)
+    )
 
 
 @sentence("P4", v.Schedule, v.Commit)
@@ -113,7 +127,7 @@ def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapsh
     return found
 
 
-@sentence("P3", *ENDINGS, v.Schedule, v.Reset)
+@sentence("P3", *ENDINGS, v.Schedule, v.Reset, v.Fork)
 def cache_map_and_blocks_agree(step: Step, _ledger: Ledger) -> Complaints:
     """The cache map has a block under a key exactly if the block carries the key, and once."""
     after = step.after

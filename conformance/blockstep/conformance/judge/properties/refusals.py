@@ -11,6 +11,7 @@ from itertools import chain
 from operator import attrgetter
 
 from blockstep.conformance.judge.properties.amounts import least_need, most_need
+from blockstep.conformance.judge.properties.forks import problem_of_fork
 from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger
 from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.properties.sentence import (
@@ -125,6 +126,8 @@ def due_refusal(
             return _has_other_size(request, ledger, kept)
         case v.GrammarBitmask():
             return _problem_of_asking(config, event, ledger)
+        case v.Fork():
+            return problem_of_fork(config, event, ledger)
         case v.Drafts(drafts=drafts):
             return None if _may_be_drafts(config, drafts) else v.RejectCode.BAD_DRAFTS
         case v.GrammarReady(request_id=request_id) | v.GrammarFailed(request_id=request_id):
@@ -281,6 +284,7 @@ _STILL: dict[type, tuple[str, ...]] = {
         *("pause_state", "block_keys", "cached"),
         *("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids"),
     ),
+    v.Fork: ("pause_state", "running", "skipped_waiting", "free_queue", *_FRAMES),
     v.Schedule: ("pause_state",),
     v.Commit: ("pause_state", "block_keys", "cached", "next_frame_id", "prev_scheduled_req_ids"),
     v.Abort: (
