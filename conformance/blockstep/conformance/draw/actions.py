@@ -14,6 +14,7 @@ from random import Random
 from typing import TypeAlias, TypeVar
 
 from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.forks import draw_outputs
 from blockstep.conformance.draw.items import IDENTIFIERS
 from blockstep.conformance.draw.jobs import draw_clock, draw_estimate
 from blockstep.conformance.draw.memory import Memory
@@ -25,6 +26,7 @@ from blockstep.conformance.protocol.features import (
     ABORTS,
     DRAFTS,
     ENCODER,
+    FORKS,
     GRAMMAR,
     HOSTILE,
     MASKS,
@@ -103,6 +105,8 @@ class View:
             case v.Submit(request=request):
                 self.num_submitted += 1
                 self.ready.discard(request.request_id)
+            case v.Fork():
+                self.num_submitted += 1
             case v.GrammarReady(request_id=name):
                 self.ready.add(name)
 
@@ -183,6 +187,22 @@ def pin_estimate(view: View, draw: Draw) -> Action:
     jobs = [it.job_id for it in client.live.values() if it.job_id is not None]
     jobs += [it.job_id for it, _ in client.turns if it.job_id is not None]
     return draw_estimate(jobs, draw)
+
+
+def fork(view: View, draw: Draw) -> Action:
+    """A request that runs goes on as two; at times one that cannot, or that is none."""
+    client, index = view.client, view.num_submitted
+    flying = {row.request_id for plan in client.plans for row in plan.rows}
+    begun = [name for name in client.live if client.said.get(name)]
+    ready = [name for name in begun if name not in flying and name not in client.sessions]
+    names = ready if ready and draw.chance(92) else [*client.live]
+    name = draw.choice(names or ["nobody"])
+    child_id = request_name(shuffled(index))
+    if view.swarm.has(HOSTILE) and draw.chance(4):
+        child_id = draw.choice([*client.live, *client.ended[-2:], child_id])
+    asked = client.live.get(name, v.Request(name, (0,)))
+    said, size = client.said.get(name, ()), view.swarm.vocabulary_size
+    return v.Fork(name, child_id, draw_outputs(said, asked.max_tokens, size, draw))
 
 
 def misanswer(view: View, draw: Draw) -> Action:
@@ -335,6 +355,7 @@ ACTIONS: Mapping[str, WeightedAction] = {
     "report": WeightedAction(report, 6, TRANSFERS),
     "clock": WeightedAction(clock, 8, PINS),
     "pin_estimate": WeightedAction(pin_estimate, 12, PINS),
+    "fork": WeightedAction(fork, 16, FORKS),
 }
 
 
@@ -360,6 +381,9 @@ def _has_a_point(name: str, view: View) -> bool:
         return bool(view.client.plans)
     if name == "kv_offer":
         return bool(view.client.live)
+    if name == "fork":
+        room = len(view.client.live) < swarm.preset.num_requests_max + 2
+        return bool(view.client.live) and room
     return True
 
 

@@ -20,6 +20,11 @@ class Memory(Protocol):
         ...
 
     @property
+    def said(self) -> dict[v.RequestId, v.TokenIds]:
+        """Outputs delivered to those."""
+        ...
+
+    @property
     def sessions(self) -> dict[v.RequestId, Session]:
         """Where those among them stand that are resumable."""
         ...

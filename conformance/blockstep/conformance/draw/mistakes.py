@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.forks import list_strange_forks
 from blockstep.conformance.draw.jobs import list_strange_pins
 from blockstep.conformance.draw.presets import Swarm
 from blockstep.conformance.draw.store import list_strange_reports
 from blockstep.conformance.protocol.features import (
     ENCODER,
+    FORKS,
     GRAMMAR,
     MASKS,
     PINS,
@@ -168,6 +170,8 @@ def list_bad_events(
         events += list_strange_reports(swarm.config.num_blocks, names)
     if swarm.has(PINS):
         events += list_strange_pins(names)
+    if swarm.has(FORKS):
+        events += list_strange_forks(names)
     if swarm.has(ENCODER):
         events += [
             EncoderOffer(("",)),

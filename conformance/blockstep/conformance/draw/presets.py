@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.forks import draw_forks
 from blockstep.conformance.draw.grammars import draw_reasoning
 from blockstep.conformance.draw.groups import draw_groups
 from blockstep.conformance.draw.items import draw_beside, draw_encoder
@@ -26,6 +27,7 @@ from blockstep.conformance.protocol.features import (
     ENCODER,
     EVENTS,
     FEATURES,
+    FORKS,
     GRAMMAR,
     GROUPS,
     KEYS,
@@ -205,6 +207,12 @@ def _draw_late(
             continue  # items are what it encodes
         if feature is TRANSFERS and PINS.name in wish.always:
             continue  # pins go without
+        if FORKS.name in wish.always and feature in (ENCODER, TRANSFERS, PINS):
+            continue  # forks go without
+        if feature is FORKS and name not in wish.always:
+            has_other = config.encoder_cache_size or config.kv_connector or config.has_pins
+            if has_other:
+                continue
         if feature is PINS and name not in wish.always:
             is_free = not has_policy and PRIORITY.name not in wish.always
             if not is_free or config.kv_connector or not config.enable_prefix_caching:
@@ -229,6 +237,8 @@ def _draw_late(
             config = draw_store(config, draw)
         elif feature is PINS:
             config = draw_pins(config)
+        elif feature is FORKS:
+            config = draw_forks(config, draw)
         elif feature is MASKS:
             drawn |= {GRAMMAR.name, DRAFTS.name} - wish.never
             config = draw_reasoning(config, draw, swarm.vocabulary_size)

@@ -317,6 +317,16 @@ PINS = Feature(
     hides=("admission_overtakes", "priority_", "transfers_"),  # there is one policy, and no store
     properties=("P10", "P17"),
 )
+FORKS = Feature(
+    "forks",
+    "a request goes on as several, which share blocks and copy those in which they go on",
+    Capability.FORKS,
+    config={"enable_forks": False, "watermark_blocks": 0, "pool_order": v.PoolOrder.LRU},
+    actions=(v.Fork,),
+    situations=("forks_", "rejected_bad_fork", "rejected_fork_in_flight"),
+    hides=("transfers_", "encoder_", "pins_", "groups_of_three_kinds", "groups_state_left"),
+    properties=("P2", "P8"),
+)
 CACHING = Feature(
     "caching",
     "prefix caching: blocks are found again by what is in them",
@@ -333,12 +343,16 @@ CACHING = Feature(
 FEATURES: tuple[Feature, ...] = (
     *(PRIORITY, DRAFTS, ASYNC, PIPELINE, PAUSE, RESET, GRAMMAR, MULTIMODAL, EMBEDS, KEYS, STOPS),
     *(ABORTS, HOSTILE, GROUPS, ADAPTERS, SESSIONS, MASKS, ENCODER, EVENTS, TRANSFERS, PINS),
+    FORKS,
     CACHING,
 )
 """The table. Whoever lacks several is fitted in this order: without `async`, several frames in
 flight are a `pipeline`."""
 BY_NAME: Mapping[str, Feature] = {feature.name: feature for feature in FEATURES}
-LATE = ("groups", "adapters", "masks", "sessions", "encoder", "events", "transfers", "pins")
+LATE = (
+    *("groups", "adapters", "masks", "sessions", "encoder", "events", "transfers", "pins"),
+    "forks",
+)
 """Names of features that are drawn when all else is, and only where they are taken: who lacks them
 is given what it would be given if there were none. Appended to, never put in another order."""
 SEVERAL_AT_ONCE = frozenset({ASYNC.name, PIPELINE.name})

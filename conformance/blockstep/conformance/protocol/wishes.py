@@ -9,6 +9,8 @@ from blockstep.conformance.protocol.features import (
     ASYNC,
     BY_NAME,
     CACHING,
+    ENCODER,
+    FORKS,
     PINS,
     PIPELINE,
     PRIORITY,
@@ -17,6 +19,15 @@ from blockstep.conformance.protocol.features import (
     Feature,
     UsageError,
 )
+
+APART = (
+    (PINS, PRIORITY, "a run has one policy"),
+    (PINS, TRANSFERS, "pins go without"),
+    (FORKS, PINS, "a branch is nobody's turn"),
+    (FORKS, TRANSFERS, "branches share what they have, and no loads"),
+    (FORKS, ENCODER, "branches share no items"),
+)
+"""Features that no run has both of, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +75,10 @@ def make_wish(with_features: Iterable[str], without_features: Iterable[str]) -> 
             f"features {ASYNC.name!r} and {PIPELINE.name!r}: no run has both, for in a pipeline "
             f"each request waits for its own token; {known}"
         )
-    for other, reason in ((PRIORITY, "a run has one policy"), (TRANSFERS, "pins go without")):
-        if wish.always >= {PINS.name, other.name}:
+    for one, other, reason in APART:
+        if wish.always >= {one.name, other.name}:
             raise UsageError(
-                f"features {PINS.name!r} and {other.name!r}: no run has both, for {reason}; {known}"
+                f"features {one.name!r} and {other.name!r}: no run has both, for {reason}; {known}"
             )
     if PINS.name in wish.always and CACHING.name in wish.never:
         raise UsageError(f"feature {PINS.name!r}: cannot be without {CACHING.name!r}; {known}")

@@ -19,6 +19,13 @@ from blockstep.conformance.judge.witnesses.encoder import (
     of_ends_across,
     of_items,
 )
+from blockstep.conformance.judge.witnesses.forks import (
+    FORKS,
+    of_branches,
+    of_fork,
+    of_parents,
+    of_pool,
+)
 from blockstep.conformance.judge.witnesses.frames import FRAMES, of_frames
 from blockstep.conformance.judge.witnesses.groups import GROUPED, of_ends, of_groups
 from blockstep.conformance.judge.witnesses.masks import (
@@ -64,6 +71,7 @@ WITNESSES: Mapping[str, str] = (
     | TELLING
     | TRANSFERS
     | PINS
+    | FORKS
     | REFUSALS
 )
 """All situations, by name, with what they mean."""
@@ -92,6 +100,9 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield from of_frames(step, ledger)
             if step.config.groups:
                 yield from of_groups(step, ledger)
+            if step.config.enable_forks:
+                yield from of_branches(step, ledger)
+                yield from of_pool(step)
             if step.config.max_loras:
                 yield from of_adapters(step, ledger)
             if step.config.encoder_cache_size:
@@ -111,6 +122,8 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield from of_stops(step, ledger)
             if step.config.enable_kv_cache_events:
                 yield from of_telling(step, ledger)
+        case v.Fork() as fork, _:
+            yield from of_fork(step, ledger, fork)
         case v.GrammarBitmask(), v.GrammarOutput(rows=masks):
             yield from of_mask(step, ledger, masks)
         case v.EncoderReset(), _:
@@ -139,3 +152,5 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
         yield from of_store(step, ledger)
     if step.after.pins is not None:
         yield from of_pins(step, ledger)
+    if step.config.enable_forks and step.ended:
+        yield from of_parents(step, ledger)

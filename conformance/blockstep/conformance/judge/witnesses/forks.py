@@ -1,0 +1,128 @@
+"""Situations that there are only with branches: what is shared, copied, and left to others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+from blockstep.conformance.judge.properties.forks import count_settled
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.step import RowKind, Step
+from blockstep.spec import vocabulary as v
+
+FORKS = {
+    "forks_within_a_block": "a branch shares a block that is not full",
+    "forks_at_a_block_end": "a branch shares full blocks, and begins a new one",
+    "forks_of_the_preempted": "a branch began of a request that had been preempted, with nothing",
+    "forks_cut_short": "a branch shares less than both texts have in common and were computed",
+    "forks_before_an_output": "a branch began of a request that had said nothing yet",
+    "forks_named_what_is_full": "a full block was named because a branch shares it",
+    "forks_three_holders": "three or more hold a block that is not full",
+    "forks_with_other_outputs": "a branch began with outputs that its parent does not have",
+    "forks_copied_by_who_runs": "one who runs got a copy of a block that a branch holds",
+    "forks_copied_by_a_branch": "a branch got a copy of a block with its first row",
+    "forks_several_copies": "a plan copied several blocks",
+    "forks_last_holder_writes": "the last who held a shared block went on in it",
+    "forks_copied_with_drafts": "who got a copy had drafts in that row",
+    "forks_parent_ended_first": "a parent ended while a branch of it had not run yet",
+    "forks_gave_way": "a branch that had not run gave its blocks up",
+    "forks_began_anew": "a branch ran first with nothing of its parent, and computed it again",
+    "forks_branch_preempted": "a branch was preempted",
+    "forks_preempted_beside_sharers": "one was preempted whose blocks others held, too",
+    "forks_watermark_holds_up": "one waited though it would fit, for what is left to who runs",
+    "forks_watermark_for_nobody": "one was admitted beside nobody, and left less than is left else",
+    "forks_stack_reused": "a block was taken before others that were free for longer",
+}
+
+
+def of_fork(step: Step, ledger: Ledger, fork: v.Fork) -> Iterator[str]:
+    """What a branch begins with."""
+    parent, child = step.old[fork.request_id], step.new[fork.child_id]
+    count, tables = child.num_computed_tokens, child.block_tables
+    outputs, said = fork.output_token_ids, parent.output_token_ids
+    for table, size in zip(tables, step.block_sizes, strict=True):
+        if count and count % size == 0:
+            yield "forks_at_a_block_end"
+        if count % size:
+            yield "forks_within_a_block"
+            if step.after.ref_counts[table[-1]] > 2:
+                yield "forks_three_holders"
+    if parent.status is v.Status.PREEMPTED:
+        yield "forks_of_the_preempted"
+    elif outputs[: len(said)] == said and count < min(
+        parent.num_computed_tokens, ledger.lives[fork.request_id].num_known - (outputs == said)
+    ):
+        yield "forks_cut_short"
+    if not said:
+        yield "forks_before_an_output"
+    if count_settled(step, ledger, parent) != parent.num_cached_blocks:
+        yield "forks_named_what_is_full"
+    if outputs != said[: len(outputs)]:
+        yield "forks_with_other_outputs"
+
+
+def of_branches(step: Step, ledger: Ledger) -> Iterator[str]:
+    """What a plan makes of branches, and of what they share."""
+    copied = [row for row in step.rows if any(row.copies)]
+    for row in copied:
+        is_first = row.kind is RowKind.CONTINUED
+        yield "forks_copied_by_a_branch" if is_first else "forks_copied_by_who_runs"
+        if row.drafts:
+            yield "forks_copied_with_drafts"
+    if len(step.plan.block_copies) > 1:
+        yield "forks_several_copies"
+    if _goes_on_in_what_was_shared(step):
+        yield "forks_last_holder_writes"
+    for name in step.giving:
+        if ledger.lives[name].is_branch:
+            yield "forks_gave_way"
+    for row in step.plan.new:
+        if row.output_token_ids and step.old[row.request_id].num_computed_tokens == 0:
+            yield "forks_began_anew"
+    for name in step.preempted:
+        if ledger.lives[name].is_branch:
+            yield "forks_branch_preempted"
+        held = chain(*step.old[name].block_tables)
+        if any(step.before.ref_counts[block] > 1 for block in held if block):
+            yield "forks_preempted_beside_sharers"
+
+
+def _goes_on_in_what_was_shared(step: Step) -> bool:
+    """Whether a row writes in a block that two held before the step, and has not copied it."""
+    for row in step.rows:
+        if row.kind not in (RowKind.RUNNING, RowKind.CONTINUED) or any(row.copies):
+            continue
+        tables = step.old[row.request_id].block_tables
+        for table, size in zip(tables, step.block_sizes, strict=True):
+            index = row.first // size
+            if row.first % size and step.before.ref_counts[table[index]] > 1:
+                return True
+    return False
+
+
+def of_pool(step: Step) -> Iterator[str]:
+    """What a plan shows of the watermark, and of the order of the pool."""
+    num_free, watermark = len(step.after.free_queue), step.config.watermark_blocks
+    rows, running = step.admitted_rows, step.after.running
+    if rows and len(running) == 1 and num_free < watermark:
+        yield "forks_watermark_for_nobody"
+    is_stopped = (step.after.waiting or step.after.skipped_waiting) and not step.preempted
+    if is_stopped and running and 0 < num_free <= watermark:
+        yield "forks_watermark_holds_up"
+    is_stack = step.config.pool_order is v.PoolOrder.LIFO
+    left = step.all_gained.intersection(step.before.free_queue)
+    if is_stack and left and max(left) < max(step.before.free_queue):
+        yield "forks_stack_reused"
+
+
+def of_parents(step: Step, ledger: Ledger) -> Iterator[str]:
+    """Whoever ends leaves branches that have not run yet, and share blocks with it."""
+    branches = [
+        new
+        for new in step.new.values()
+        if new.status is v.Status.WAITING and ledger.lives[new.request_id].is_branch
+    ]
+    shared = {block for new in branches for block in chain(*new.block_tables) if block}
+    for name in step.ended:
+        if name in step.old and shared.intersection(chain(*step.old[name].block_tables)):
+            yield "forks_parent_ended_first"
