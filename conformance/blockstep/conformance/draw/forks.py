@@ -1,7 +1,7 @@
 """Forks: requests that go on as several, and how a branch's outputs differ from its parent's.
 
-Most branch where the parent stands, as a beam or a sample does; some earlier, some with more than it
-has. Who shares little, and nothing that is full, finds what a copy leaves out.
+Most branch where the parent stands, as a beam or a sample does; some earlier, some with more than
+it has.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def draw_outputs(outputs: v.TokenIds, max_tokens: int, size: int, draw: Draw) ->
     """
     token = draw.integer(0, size - 1)
     cut = outputs[: draw.integer(0, len(outputs))]
+    other = (*outputs[:-1], token)
     told = draw.choice(
-        (outputs, outputs, (*outputs[:-1], token), (*outputs[:-1], token), (*outputs, token))
-        + (cut, (*cut, token), ())
+        (outputs, outputs, other, other, (*outputs, token), cut, (*cut, token), ()),
     )
     return told if draw.chance(4) else told[: max_tokens - 1]
 

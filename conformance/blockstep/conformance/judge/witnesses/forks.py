@@ -76,8 +76,8 @@ def of_branches(step: Step, ledger: Ledger) -> Iterator[str]:
     for name in step.giving:
         if ledger.lives[name].is_branch:
             yield "forks_gave_way"
-    for row in step.plan.new:
-        if row.output_token_ids and step.old[row.request_id].num_computed_tokens == 0:
+    for new in step.plan.new:
+        if new.output_token_ids and step.old[new.request_id].num_computed_tokens == 0:
             yield "forks_began_anew"
     for name in step.preempted:
         if ledger.lives[name].is_branch:
