@@ -3,11 +3,12 @@
 In the order of the data: `fields`, `config`, `rope`, `checkpoint` and `lora` (what a folder holds),
 `cache`, `adapters` and `model` (memory, and the forward pass over it), `params`, `grammars` and
 `sampler` (which token), `batch` (what plans said), `speculation` (drafts), `graphs` and `runner`
-(running plans), `loading`, `prompts`, `text`, `outputs`, `sessions` and `llm` (what a user
-sees); `store`, `remote`, `moves` and `connector` keep KV beside the cache and bring it back;
+(running plans), `loading`, `prompts`, `text`, `outputs`, `steps`, `beams`, `branches`, `sessions`
+and `llm` (what a user sees); `store`, `remote`, `moves` and `connector` keep KV beside the cache and bring it back;
 `transfer` is how numbers reach a GPU, `observer` is for who wants to watch.
 """
 
+from blockstep.impl.engine.beams import BeamSequence
 from blockstep.impl.engine.connector import KVRole
 from blockstep.impl.engine.errors import (
     CheckpointError,
@@ -19,13 +20,15 @@ from blockstep.impl.engine.llm import LLM
 from blockstep.impl.engine.loading import Settings
 from blockstep.impl.engine.observer import MakeObserver, Observer, Pass, Ran
 from blockstep.impl.engine.outputs import Chunk, Completion
-from blockstep.impl.engine.params import SamplingParams
+from blockstep.impl.engine.params import BeamSearchParams, SamplingParams
 from blockstep.impl.engine.remote import RemoteStore, StoreServer
 from blockstep.impl.engine.sessions import Session
 from blockstep.impl.engine.store import HostStore, KVStore, StoreError
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
+    "BeamSequence",
     "CheckpointError",
     "Chunk",
     "Completion",

@@ -161,6 +161,8 @@ class Batch:
                 row.num_computed = row.num_blocks = 0
         self._failed = failed or {}
         self._frame_id = plan.frame_id
+        for request_id in plan.remapped_req_ids:
+            self.rows[request_id].num_blocks = 0  # its row brings whole tables
         step = [self._start_new(new, chosen[new.request_id]) for new in plan.new]
         step += [self._start_cached(cached) for cached in plan.cached]
         if self.config.num_speculative_tokens:
@@ -241,7 +243,7 @@ class Batch:
         adapter = NO_ADAPTER if name is None else self.adapters.index(name)
         row = BatchRow(new.request_id, self._take_index(), wanted, adapter, len(prompt), 0)
         self.rows[row.request_id] = row
-        self.append(row, prompt)
+        self.append(row, (*prompt, *new.output_token_ids))
         row.num_computed = new.num_computed_tokens
         self._append_blocks(row, new.block_ids)
         return self._start(row, new.num_scheduled_tokens, ())

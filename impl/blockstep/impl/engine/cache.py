@@ -12,12 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from blockstep.impl.engine.config import ModelConfig
 from blockstep.impl.engine.errors import SettingsError
 from blockstep.impl.engine.groups import LayerGroup, count_stacked
+from blockstep.impl.engine.transfer import to_device
 from blockstep.impl.tiers import KVShape
+from blockstep.kernels import copy_blocks
+from blockstep.spec.vocabulary import BlockCopy
 
 
 def get_block_bytes(
@@ -95,3 +99,14 @@ class PagedCache:
             (kv[place][0], kv[place][1]) for _, _, place in places
         )
         """Keys and values of each layer: views [num_blocks, block_size, num_kv_heads, head_size]"""
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks of all layers, one after the other: a block may be free again by then, and
+        the copy of another one."""
+        pairs = np.array([(copy.source, copy.destination) for copy in copies], np.int64)
+        sources, targets = set(pairs[:, 0].tolist()), set(pairs[:, 1].tolist())
+        copy_blocks(
+            self.kv.flatten(0, 1).unbind(),
+            to_device(pairs, self.kv.device),
+            independent=len(targets) == len(pairs) and not sources & targets,
+        )

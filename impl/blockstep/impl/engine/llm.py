@@ -15,12 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from blockstep.impl.engine.batch import Wanted
+from blockstep.impl.engine.beams import BeamSearch, BeamSequence
+from blockstep.impl.engine.branches import Branches, Sampling, Searching
 from blockstep.impl.engine.errors import RequestError, SettingsError
 from blockstep.impl.engine.grammars import Grammars
 from blockstep.impl.engine.loading import Settings, load_engine
 from blockstep.impl.engine.observer import MakeObserver
 from blockstep.impl.engine.outputs import Chunk, Completion, Live, Output
-from blockstep.impl.engine.params import SamplingParams
+from blockstep.impl.engine.params import BeamSearchParams, SamplingParams
 from blockstep.impl.engine.prompts import (
     Prompt,
     encode_for,
@@ -30,8 +32,8 @@ from blockstep.impl.engine.prompts import (
     split_prompts,
 )
 from blockstep.impl.engine.sessions import Session
-from blockstep.impl.engine.steps import Steps
 from blockstep.impl.engine.store import KVStore
+from blockstep.impl.engine.text import Detokenizer
 from blockstep.spec.vocabulary import (
     FinishReason,
     Request,
@@ -42,7 +44,7 @@ from blockstep.spec.vocabulary import (
 )
 
 
-class LLM(Steps):
+class LLM(Branches):
     """A model that serves requests.
 
         llm = LLM("path/to/model")
@@ -93,24 +95,92 @@ class LLM(Steps):
     ) -> list[Completion]:
         """Serve `prompts` (texts or token ids) together; completions in their order.
 
+        Where `params` ask for `n` outputs, so many completions of a prompt stand side by side.
+
         Raises:
-            RequestError: a prompt that cannot be served; then none of them is.
+            RequestError: a prompt that cannot be served; then none of them is. Or several outputs
+                to a prompt, and the engine was not loaded with `enable_forks`.
         """
         several = split_prompts(prompts)
         wanted = give_each("params", SamplingParams, params, len(several), SamplingParams())
         adapters = give_each("adapter", str, adapter, len(several), None)
-        names: list[RequestId] = []
+        runs: list[Sampling] = []
         try:
             for prompt, one, name in zip(several, wanted, adapters, strict=True):
-                names.append(self.add_request(prompt, one, adapter=name))
-            while any(name in self._live for name in names) or self._is_saving(*names):
+                runs.append(self._begin_sampling(prompt, one, name))
+            while any(run.others or self._is_busy(*run.names) for run in runs):
                 self.step()
+                for run in runs:
+                    run.begin_others()
         except BaseException:
-            self.abort(*names)
-            for name in names:
-                self._completions.pop(name, None)
+            self.drop([name for run in runs for name in run.names])
             raise
-        return [self._completions.pop(name) for name in names]
+        return [self._completions.pop(name) for run in runs for name in run.names]
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
+    ) -> list[list[BeamSequence]]:
+        """The likeliest continuations of each prompt, the best first, `beam_width` of them.
+
+        A beam is a request that branches off another one, and shares its KV.
+
+        Raises:
+            RequestError: as `generate`.
+        """
+        self.expect_forks("beam_search")
+        runs: list[Searching] = []
+        try:
+            runs += [self._begin_search(prompt, params) for prompt in split_prompts(prompts)]
+            while any(not run.search.is_done for run in runs):
+                self.step()
+                for run in runs:
+                    run.advance()
+        except BaseException:
+            self.drop([name for run in runs for name in run.names])
+            raise
+        return [
+            [replace(one, text=self._spell(run.request, one)) for one in run.search.found]
+            for run in runs
+        ]
+
+    def _begin_sampling(
+        self, prompt: Prompt, params: SamplingParams, adapter: str | None
+    ) -> Sampling:
+        if params.n > 1:
+            self.expect_forks(f"n = {params.n}")
+        seeds = [None if params.seed is None else params.seed + i for i in range(params.n)]
+        first, *others = [replace(params, n=1, seed=seed) for seed in seeds]
+        with self._whole():
+            name = self.add_request(prompt, first, adapter=adapter)
+            wanted = [
+                Wanted(one, self._take_seed(one), self._grammars.begin(one)) for one in others
+            ]
+            return Sampling(self, self._live[name].output.request, wanted)
+
+    def _begin_search(self, prompt: Prompt, params: BeamSearchParams) -> Searching:
+        with self._whole():
+            eos = self.model_config.eos_token_ids
+            num_prompt = len(self._encode(prompt, SamplingParams(), is_session=False))
+            most = max(min(params.max_tokens, self.config.max_model_len - num_prompt), 1)
+            search = BeamSearch(replace(params, max_tokens=most), eos)
+            wanted = SamplingParams(
+                max_tokens=most, ignore_eos=True, logprobs=search.num_candidates
+            )
+            name = self.add_request(prompt, wanted)
+            return Searching(self, search, self._live[name].output)
+
+    def _spell(self, request: Request, found: BeamSequence) -> str:
+        """The text of what was found, without the token that ended it."""
+        if self.tokenizer is None:
+            return ""
+        detokenizer = Detokenizer(self.tokenizer, (), request.prompt_token_ids)
+        is_stopped = found.finish_reason is FinishReason.STOP
+        tokens = found.token_ids[:-1] if is_stopped else found.token_ids
+        return "".join([detokenizer.append(token) for token in tokens]) + detokenizer.finish()
+
+    def _is_busy(self, *names: RequestId) -> bool:
+        """Whether any of these is served, or its KV is being saved."""
+        return any(name in self._live for name in names) or self._is_saving(*names)
 
     def stream(
         self,
@@ -189,6 +259,8 @@ class LLM(Steps):
         cache_salt: str | None = None,
     ) -> RequestId:
         params = SamplingParams() if params is None else params
+        if getattr(params, "n", 1) != 1:
+            raise RequestError(f"n = {params.n}: several outputs to a prompt come by generate")
         expect_adapter(adapter, self.settings.lora_modules)
         token_ids = self._encode(prompt, params, is_session=resumable)
         matcher = self._grammars.begin(params)

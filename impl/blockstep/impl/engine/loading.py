@@ -88,6 +88,8 @@ class Settings:
     """The token that ends reasoning, as a text or an id: grammars hold behind it only."""
     enable_in_reasoning: bool = False
     """True: grammars hold while the model reasons, too."""
+    enable_forks: bool = False
+    """Whether a request may go on as several: for `SamplingParams.n` and beams."""
     enable_sessions: bool = False
     """Whether there may be sessions. The scheduler is the plain one then, which knows them."""
     kv_role: KVRole = KVRole.BOTH
@@ -121,7 +123,9 @@ class Settings:
                 raise SettingsError(f"{name} = {value!r}: must be an int of at least 1")
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
             raise SettingsError("num_blocks and kv_cache_bytes: each fixes the other; give one")
-        for name in ("enable_sessions", "enable_in_reasoning", "enable_async_kv_loads"):
+        for name in (
+            "enable_forks", "enable_sessions", "enable_in_reasoning", "enable_async_kv_loads",
+        ):  # fmt: skip
             if type(getattr(self, name)) is not bool:
                 raise SettingsError(f"{name} = {getattr(self, name)!r}: must be a bool")
         if self.scheduler not in NAMED:
@@ -319,6 +323,7 @@ def get_config(
         max_loras=settings.max_loras,
         reasoning_end_token_id=reasoning_end,
         enable_in_reasoning=settings.enable_in_reasoning,
+        enable_forks=settings.enable_forks,
     )
     if has_store:
         policy = settings.kv_load_failure_policy

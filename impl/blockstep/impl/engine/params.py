@@ -47,10 +47,13 @@ class SamplingParams:
     """The output is one of these texts."""
     logprobs: int | None = None
     """So many likeliest tokens are reported with each output token; None: nothing is."""
+    n: int = 1
+    """Outputs to a prompt, whose KV they share. The seed of each is one more than that before."""
 
     def __post_init__(self) -> None:
         seed, logprobs, stop, tokens = self.seed, self.logprobs, self.stop, self.stop_token_ids
         for name, ok, rule in (
+            ("n", _is_int(self.n, 1), "must be an int from 1 to 2**31 - 1"),
             ("max_tokens", _is_int(self.max_tokens, 1), "must be an int from 1 to 2**31 - 1"),
             (
                 "temperature",
@@ -101,6 +104,39 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the likeliest token is taken."""
         return self.temperature < GREEDY_BELOW
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """Names are vLLM's; what they mean is what transformers' `generate` takes them for.
+
+    Raises:
+        SettingsError: a value of another type, or out of its range.
+    """
+
+    beam_width: int
+    """Texts that are followed side by side, and returned."""
+    max_tokens: int = 16
+    """Output tokens, at most."""
+    length_penalty: float = 1.0
+    """A text's score is its log probability over its number of tokens to the power of this."""
+    early_stopping: bool = False
+    """Whether it is enough that so many texts have ended; otherwise it goes on while those that
+    have not could still be better, if they ended here."""
+    ignore_eos: bool = False
+    """True: the model's own end-of-sequence tokens do not end a text."""
+
+    def __post_init__(self) -> None:
+        is_penalty = type(self.length_penalty) in (int, float) and abs(self.length_penalty) <= 100
+        for name, ok, rule in (
+            ("beam_width", _is_int(self.beam_width, 1), "must be an int of at least 1"),
+            ("max_tokens", _is_int(self.max_tokens, 1), "must be an int from 1 to 2**31 - 1"),
+            ("length_penalty", is_penalty, "must be a number from -100 to 100"),
+            ("early_stopping", type(self.early_stopping) is bool, "must be True or False"),
+            ("ignore_eos", type(self.ignore_eos) is bool, "must be True or False"),
+        ):
+            if not ok:
+                raise SettingsError(f"{name} = {getattr(self, name)!r}: {rule}")
 
 
 def _is_text(value: object) -> bool:

@@ -22,10 +22,11 @@ from blockstep.impl.engine.grammars import mask_logits
 from blockstep.impl.engine.model import Inputs, Model
 from blockstep.impl.engine.observer import Pass, Ran
 from blockstep.impl.engine.sampler import NO_TOKEN, get_logprobs, sample
-from blockstep.impl.engine.speculation import Proposer
+from blockstep.impl.engine.speculation import DraftModelProposer, Proposer
 from blockstep.impl.engine.transfer import to_device
 from blockstep.spec.vocabulary import (
     NO_TRANSFERS,
+    BlockCopy,
     Config,
     FrameId,
     KVTransfers,
@@ -97,6 +98,8 @@ class Runner:
         """Start a plan. It is to be collected if it has rows."""
         with torch.inference_mode():
             self._settle()
+            if plan.block_copies:
+                self._copy_blocks(plan.block_copies)
             failed: Mapping[RequestId, int] = {}
             if self.connector is not None:
                 self.connector.save(plan, self.batch)
@@ -111,6 +114,12 @@ class Runner:
             frame = Frame(plan.frame_id, step, None, None, [_get_pass(False, rows, inputs)])
             self._choose(frame, self.model.forward(inputs))
             self._unsettled = frame
+
+    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """In the caches of all models, which share block ids."""
+        self.model.cache.copy(copies)
+        if isinstance(self.proposer, DraftModelProposer):
+            self.proposer.model.cache.copy(copies)
 
     def peek(self, frame_id: FrameId) -> Answer:
         """What a dispatched plan came to; waits for it."""
