@@ -4,8 +4,8 @@ In the order of the data: `fields`, `config`, `rope`, `checkpoint` and `lora` (w
 `cache`, `adapters` and `model` (memory, and the forward pass over it), `params`, `grammars` and
 `sampler` (which token), `batch` (what plans said), `speculation` (drafts), `graphs` and `runner`
 (running plans), `loading`, `prompts`, `text`, `outputs`, `steps`, `beams`, `branches`, `sessions`
-and `llm` (what a user sees); `store`, `remote`, `moves` and `connector` keep KV beside the cache and bring it back;
-`transfer` is how numbers reach a GPU, `observer` is for who wants to watch.
+and `llm` (what a user sees); `store`, `remote`, `moves` and `connector` keep KV beside the cache
+and bring it back; `transfer` is how numbers reach a GPU, `observer` is for who wants to watch.
 """
 
 from blockstep.impl.engine.beams import BeamSequence
