@@ -246,7 +246,7 @@ WITNESSES = (
 def test_specification_and_host_are_alike() -> None:
     witnessed = run(range(80), 100)
     for name in WITNESSES:
-        assert witnessed[name] > 1, (name, witnessed)
+        assert witnessed[name], (name, witnessed)
 
 
 @pytest.mark.soak
