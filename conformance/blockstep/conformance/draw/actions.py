@@ -13,8 +13,8 @@ from itertools import accumulate
 from random import Random
 from typing import TypeAlias, TypeVar
 
+from blockstep.conformance.draw.branches import draw_fork, list_ready
 from blockstep.conformance.draw.decisions import Draw
-from blockstep.conformance.draw.forks import draw_outputs
 from blockstep.conformance.draw.items import IDENTIFIERS
 from blockstep.conformance.draw.jobs import draw_clock, draw_estimate
 from blockstep.conformance.draw.memory import Memory
@@ -191,18 +191,10 @@ def pin_estimate(view: View, draw: Draw) -> Action:
 
 def fork(view: View, draw: Draw) -> Action:
     """A request that runs goes on as two; at times one that cannot, or that is none."""
-    client, index = view.client, view.num_submitted
-    flying = {row.request_id for plan in client.plans for row in plan.rows}
-    begun = [name for name in client.live if client.said.get(name)]
-    ready = [name for name in begun if name not in flying and name not in client.sessions]
-    names = ready if ready and draw.chance(92) else [*client.live]
-    name = draw.choice(names or ["nobody"])
-    child_id = request_name(shuffled(index))
-    if view.swarm.has(HOSTILE) and draw.chance(4):
-        child_id = draw.choice([*client.live, *client.ended[-2:], child_id])
-    asked = client.live.get(name, v.Request(name, (0,)))
-    said, size = client.said.get(name, ()), view.swarm.vocabulary_size
-    return v.Fork(name, child_id, draw_outputs(said, asked.max_tokens, size, draw))
+    child_id, swarm = request_name(shuffled(view.num_submitted)), view.swarm
+    if swarm.has(HOSTILE) and draw.chance(4):
+        child_id = draw.choice([*view.client.live, *view.client.ended[-2:], child_id])
+    return draw_fork(view.client, child_id, swarm.vocabulary_size, draw)
 
 
 def misanswer(view: View, draw: Draw) -> Action:
@@ -451,6 +443,8 @@ def _weight(name: str, view: View) -> int:
         return weight // 4 if is_asked else weight * 2
     if name == "abort":
         return _weight_of_aborts(weight, view)
+    if name == "fork":
+        return weight * 2 if list_ready(view.client) else 2
     if name == "reset":
         return weight * (1 + 5 * (not view.client.live) + view.swarm.has(TRANSFERS))
     if name == "schedule" and not view.client.live:

@@ -1,8 +1,4 @@
-"""Forks: requests that go on as several, and how a branch's outputs differ from its parent's.
-
-Most branch where the parent stands, as a beam or a sample does; some earlier, some with more than
-it has.
-"""
+"""Forks: configs under which a request goes on as several, and what nobody should ask of one."""
 
 from __future__ import annotations
 
@@ -24,20 +20,6 @@ def draw_forks(config: v.Config, draw: Draw) -> v.Config:
         watermark_blocks=draw.choice((0, 0, 1, 1, 2)),
         pool_order=draw.choice((v.PoolOrder.LRU, v.PoolOrder.LRU, v.PoolOrder.LIFO)),
     )
-
-
-def draw_outputs(outputs: v.TokenIds, max_tokens: int, size: int, draw: Draw) -> v.TokenIds:
-    """What a branch has said: what its parent has, with another last token, less, or more.
-
-    Seldom as much as a request may say: nobody goes on behind that.
-    """
-    token = draw.integer(0, size - 1)
-    cut = outputs[: draw.integer(0, len(outputs))]
-    other = (*outputs[:-1], token)
-    told = draw.choice(
-        (outputs, outputs, other, other, (*outputs, token), cut, (*cut, token), ()),
-    )
-    return told if draw.chance(4) else told[: max_tokens - 1]
 
 
 def list_strange_forks(names: Sequence[v.RequestId]) -> list[v.Event]:

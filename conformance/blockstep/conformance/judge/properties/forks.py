@@ -62,19 +62,24 @@ def count_settled(step: Step, ledger: Ledger, request: v.RequestSnapshot) -> tup
     return tuple([max(count, filled // size) for count, size in pairs])
 
 
-def count_shared(step: Step, ledger: Ledger, fork: v.Fork) -> int:
-    """The most tokens whose KV a branch can have of its parent.
-
-    Both have them in common, and the parent has computed them; one is left to compute. The branch
-    does not go on within a block that others can find, and all that it attends to is there.
-    """
+def count_in_common(step: Step, ledger: Ledger, fork: v.Fork) -> int:
+    """Tokens that a branch and its parent have in common, and the parent has computed, but for one
+    that is left to compute."""
     parent, life = step.old[fork.request_id], ledger.lives[fork.request_id]
     tokens = (*life.request.prompt_token_ids, *fork.output_token_ids)
     pairs = enumerate(zip(life.tokens, tokens, strict=False))
     least = min(len(tokens), len(life.tokens))
     common = next((at for at, (mine, theirs) in pairs if mine != theirs), least)
+    return min(parent.num_computed_tokens, common, len(tokens) - 1)
+
+
+def count_shared(step: Step, ledger: Ledger, fork: v.Fork) -> int:
+    """The most of those whose KV a branch can share.
+
+    It does not go on within a block that others can find, and all that it attends to is there.
+    """
+    parent, most = step.old[fork.request_id], count_in_common(step, ledger, fork)
     settled = count_settled(step, ledger, parent)
-    most = min(parent.num_computed_tokens, common, len(tokens) - 1)
     held = [*zip(step.groups, parent.block_tables, settled, strict=True)]
     return next(
         count for count in range(most, -1, -1) if all(_goes_on(count, *group) for group in held)
@@ -217,7 +222,7 @@ def shared_blocks_are_copied_where_they_are_written(step: Step, _ledger: Ledger)
     unsure = {*step.preempted, *step.giving}
     holders: dict[v.BlockId, set[v.RequestId]] = {}
     for request in step.before.requests:
-        for block in chain(*request.block_tables):
+        for block in filter(None, chain(*request.block_tables)):
             holders.setdefault(block, set()).add(request.request_id)
     told: list[v.BlockCopy] = []
     remapped = []

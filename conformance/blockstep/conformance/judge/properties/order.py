@@ -240,10 +240,11 @@ def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
         return ()
     freed = _freed_by_last(step, ledger, victims)
     queue = list(step.after.free_queue)
-    if step.config.groups:  # behind them stands what others gave back for want of attention
+    is_stack = step.config.pool_order is v.PoolOrder.LIFO
+    if step.config.groups or is_stack:  # beside them stands what others gave back, or never took
         queue = [block for block in queue if block in freed]
     length = min(len(freed), len(queue))
-    if step.config.pool_order is v.PoolOrder.LIFO:  # what was taken behind it is gone
+    if is_stack:
         return differing("head of free_queue", freed[len(freed) - length :], queue[:length])
     return differing(
         "end of free_queue", freed[len(freed) - length :], queue[-length:] if length else []

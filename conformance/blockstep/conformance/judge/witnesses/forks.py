@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from blockstep.conformance.judge.properties.forks import count_settled
+from blockstep.conformance.judge.properties.forks import count_in_common, count_settled
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import RowKind, Step
 from blockstep.spec import vocabulary as v
@@ -14,7 +14,7 @@ FORKS = {
     "forks_within_a_block": "a branch shares a block that is not full",
     "forks_at_a_block_end": "a branch shares full blocks, and begins a new one",
     "forks_of_the_preempted": "a branch began of a request that had been preempted, with nothing",
-    "forks_cut_short": "a branch shares less than both texts have in common and were computed",
+    "forks_cut_short": "a branch shares less than both have in common and was computed",
     "forks_before_an_output": "a branch began of a request that had said nothing yet",
     "forks_named_what_is_full": "a full block was named because a branch shares it",
     "forks_three_holders": "three or more hold a block that is not full",
@@ -49,9 +49,7 @@ def of_fork(step: Step, ledger: Ledger, fork: v.Fork) -> Iterator[str]:
                 yield "forks_three_holders"
     if parent.status is v.Status.PREEMPTED:
         yield "forks_of_the_preempted"
-    elif outputs[: len(said)] == said and count < min(
-        parent.num_computed_tokens, ledger.lives[fork.request_id].num_known - (outputs == said)
-    ):
+    elif count < count_in_common(step, ledger, fork):
         yield "forks_cut_short"
     if not said:
         yield "forks_before_an_output"
