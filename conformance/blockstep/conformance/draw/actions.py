@@ -444,7 +444,8 @@ def _weight(name: str, view: View) -> int:
     if name == "abort":
         return _weight_of_aborts(weight, view)
     if name == "fork":
-        return weight * 2 if list_ready(view.client) else 2
+        has_drafts = view.swarm.has(DRAFTS) and not view.swarm.config.async_scheduling
+        return weight * (1 + 3 * has_drafts) if list_ready(view.client) else 2
     if name == "reset":
         return weight * (1 + 5 * (not view.client.live) + view.swarm.has(TRANSFERS))
     if name == "schedule" and not view.client.live:

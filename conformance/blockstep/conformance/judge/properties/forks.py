@@ -219,7 +219,6 @@ def shared_blocks_are_copied_where_they_are_written(step: Step, _ledger: Ledger)
     """A row gets a copy of the block in which it goes on, if another holds it at that time: one for
     each KV group, and of no other block. The plan tells all of them, in the order of scheduling,
     and whose table is another one by that."""
-    unsure = {*step.preempted, *step.giving}
     holders: dict[v.BlockId, set[v.RequestId]] = {}
     for request in step.before.requests:
         for block in filter(None, chain(*request.block_tables)):
@@ -232,8 +231,6 @@ def shared_blocks_are_copied_where_they_are_written(step: Step, _ledger: Ledger)
             others = holders.get(block, set()) - {name}
             if [it.source for it in of_group] not in ([], [block]) or (of_group and not others):
                 yield Complaint(f"{name!r} goes on in block {block}, and has copied {of_group}")
-            elif others - unsure and not of_group:
-                yield Complaint(f"{name!r} goes on in block {block}, which {others} hold, too")
             for it in of_group:
                 told.append(it)
                 holders.get(it.source, set()).discard(name)
