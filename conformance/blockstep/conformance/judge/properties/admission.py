@@ -161,13 +161,13 @@ def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Co
     if not reserves or not step.askers or step.hides_what_was_given:
         return
     room = replay_schedule(step, ledger, ()).room
-    before = [*step.before.running, *[row.request_id for row in step.admitted_rows]]
     for row in step.askers:
         life = ledger.lives[row.request_id]
         known, num_across = life.num_known, count_across(step.config, life.request)
         num_free, num_free_hits = room[row.request_id]
         need = num_free_hits + _reserve(step.config, row.first, known, num_across, row.hit_tables)
-        need += get_watermark(step.config, before[:1] if before[0] != row.request_id else ())
+        is_beside = row in step.admitted_rows[1:] or bool(step.before.running)
+        need += step.config.watermark_blocks * is_beside
         if need > num_free:
             what = f"{row.request_id!r} was admitted though its {known} tokens do not fit"
             yield unequal(what, "free blocks", f">= {need}", num_free)
@@ -185,11 +185,6 @@ def _reserve(config: Config, first: int, end: int, num_across: int, hit_tables: 
     return most_held(config, first, end, num_across) - sum(
         1 for block in chain(*hit_tables) if block != NULL_BLOCK
     )
-
-
-def get_watermark(config: Config, running: Sequence[RequestId]) -> int:
-    """Free blocks that an admission leaves, beside so many who run."""
-    return config.watermark_blocks if running else 0
 
 
 @sentence("P15", Schedule)
@@ -365,7 +360,7 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
     need = blocks_behind(config, start + min(share, left), hits, num_across) + sum(nums_free)
     if config.scheduler_reserve_full_isl:
         need = max(need, _charge(config, life.num_known, num_across, hits, nums_free))
-    if need + get_watermark(config, after.running) > len(after.free_queue):
+    if need + config.watermark_blocks * bool(after.running) > len(after.free_queue):
         return ()
     what = f"{name!r} was left waiting with {left} tokens of budget"
     return [unequal(what, "free blocks", f"< {need}", len(after.free_queue))]
