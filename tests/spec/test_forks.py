@@ -1,0 +1,671 @@
+"""Forks: what a branch is, what it shares, who copies what, and what is told of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from groups_support import chunks, full, recurrent, window
+
+from blockstep.spec import Config, Oracle, Policy, Request, SpecMethod
+from blockstep.spec.invariants import get_broken_invariants
+from blockstep.spec.vocabulary import (
+    Abort,
+    Ack,
+    BlockCopy,
+    BlockStored,
+    CachedRow,
+    Event,
+    Fork,
+    Grammar,
+    Observation,
+    Plan,
+    PoolOrder,
+    RejectCode,
+    Rejected,
+    RepetitionDetection,
+    RequestSnapshot,
+    Reset,
+    ResetDone,
+    Status,
+    Submit,
+    config_problems,
+)
+
+
+def build(**changes: Any) -> Oracle:
+    fields: dict[str, Any] = {
+        "num_blocks": 12,
+        "block_size": 4,
+        "max_model_len": 40,
+        "scheduler_reserve_full_isl": False,
+        "enable_forks": True,
+    }
+    return Oracle(Config(**fields | changes))
+
+
+def tell(oracle: Oracle, event: Event) -> Observation:
+    answer = oracle.apply(event)
+    assert get_broken_invariants(oracle.state) == ()
+    return answer
+
+
+def bring(oracle: Oracle, name: str, num_tokens: int, **more: Any) -> None:
+    """A request whose prompt is like no other's."""
+    first = 100 * ord(name[0])
+    prompt = tuple(range(first, first + num_tokens))
+    assert tell(oracle, Submit(Request(name, prompt, **{"max_tokens": 8} | more))) == Ack()
+
+
+def step(oracle: Oracle, *tokens: int) -> Plan:
+    """A plan and its answer: the rows sample these tokens, the last one again and again."""
+    plan = oracle.schedule()
+    assert get_broken_invariants(oracle.state) == ()
+    answer(oracle, plan, *tokens)
+    return plan
+
+
+def answer(oracle: Oracle, plan: Plan, *tokens: int) -> None:
+    frame = next((f for f in oracle.state.frames if f.frame_id == plan.frame_id), None)
+    left, sampled = [*tokens] or [7], {}
+    for row in frame.rows if frame else ():
+        if row.samples:
+            sampled[row.request_id] = (left.pop(0) if len(left) > 1 else left[0],)
+    if frame:
+        oracle.commit(plan, sampled)
+    assert get_broken_invariants(oracle.state) == ()
+
+
+def begin(oracle: Oracle, num_tokens: int, num_outputs: int = 1, **more: Any) -> None:
+    """Request `a` runs, and has so many outputs: 7 each."""
+    bring(oracle, "a", num_tokens, **more)
+    for _ in range(num_outputs):
+        step(oracle)
+
+
+def fork(oracle: Oracle, child: str, *outputs: int, parent: str = "a") -> Observation:
+    return tell(oracle, Fork(parent, child, outputs))
+
+
+def code(answer: Observation) -> RejectCode | None:
+    return answer.code if isinstance(answer, Rejected) else None
+
+
+def shown(oracle: Oracle, name: str) -> RequestSnapshot:
+    return next(r for r in oracle.snapshot().requests if r.request_id == name)
+
+
+def tables(oracle: Oracle, name: str) -> tuple[tuple[int, ...], ...]:
+    return shown(oracle, name).block_tables
+
+
+def refused(oracle: Oracle, event: Fork) -> RejectCode | None:
+    """The code of a refusal, which leaves everything as it was."""
+    before = oracle.state
+    found = code(tell(oracle, event))
+    assert oracle.state == before
+    return found
+
+
+# F1: refusals, in their order.
+
+
+def test_forks_are_off() -> None:
+    oracle = build(enable_forks=False)
+    begin(oracle, 5)
+    assert refused(oracle, Fork("a", "b")) is RejectCode.BAD_FORK
+    assert refused(oracle, Fork("nobody", "a")) is RejectCode.BAD_FORK
+
+
+def test_the_parent_is_unfinished() -> None:
+    oracle = build()
+    begin(oracle, 5)
+    assert refused(oracle, Fork("nobody", "a")) is RejectCode.UNKNOWN_REQUEST
+    tell(oracle, Abort(("a",)))
+    assert refused(oracle, Fork("a", "b")) is RejectCode.UNKNOWN_REQUEST
+
+
+def test_the_childs_id_is_free() -> None:
+    oracle = build()
+    begin(oracle, 5, resumable=True)
+    bring(oracle, "b", 5)
+    oracle.schedule()
+    assert refused(oracle, Fork("a", "a")) is RejectCode.DUPLICATE_REQUEST
+    assert refused(oracle, Fork("a", "b")) is RejectCode.DUPLICATE_REQUEST
+    tell(oracle, Abort(("b",)))
+    assert refused(oracle, Fork("a", "b")) is RejectCode.REQUEST_IN_FLIGHT
+    assert refused(oracle, Fork("a", "c")) is RejectCode.BAD_FORK  # it is a session, in flight
+
+
+def test_the_parent_has_begun() -> None:
+    oracle = build()
+    bring(oracle, "a", 5)
+    assert refused(oracle, Fork("a", "b")) is RejectCode.BAD_FORK
+    oracle.schedule()
+    assert refused(oracle, Fork("a", "b", (-1,))) is RejectCode.MALFORMED_EVENT
+    assert refused(oracle, Fork("a", "b")) is RejectCode.FORK_IN_FLIGHT
+
+
+def test_a_branch_that_waits_has_not_begun() -> None:
+    oracle = build()
+    begin(oracle, 5)
+    fork(oracle, "b", 7)
+    assert refused(oracle, Fork("b", "c")) is RejectCode.BAD_FORK
+
+
+def test_who_was_preempted_in_flight_is_in_flight() -> None:
+    oracle = build(max_frames_in_flight=2, async_scheduling=True)
+    begin(oracle, 5)
+    plan = oracle.schedule()
+    tell(oracle, Reset(reset_running_requests=True))
+    assert shown(oracle, "a").status is Status.PREEMPTED
+    assert refused(oracle, Fork("a", "b")) is RejectCode.FORK_IN_FLIGHT
+    answer(oracle, plan)
+    assert fork(oracle, "b", 7, 7, 3) == Ack()
+    assert shown(oracle, "b").num_computed_tokens == 0
+
+
+ENDS = (
+    # what ends a request; outputs that do not, and one more that does
+    ({"eos_token_id": 9}, (7,), 9),
+    ({"stop_token_ids": (8, 9)}, (7,), 8),
+    ({"max_tokens": 3}, (7, 8), 9),
+    ({"max_tokens": 99}, (7,) * 34, 7),
+    ({"repetition_detection": RepetitionDetection(2, 1, 3)}, (1, 5, 5), 5),
+)
+
+
+@pytest.mark.parametrize(("fields", "outputs", "last"), ENDS)
+def test_no_output_of_a_branch_ends_it(
+    fields: dict[str, Any], outputs: tuple[int, ...], last: int
+) -> None:
+    oracle = build()
+    begin(oracle, 5, **fields)
+    assert refused(oracle, Fork("a", "b", (*outputs, last))) is RejectCode.BAD_FORK
+    assert refused(oracle, Fork("a", "b", (*outputs, last, 1))) is RejectCode.BAD_FORK
+    assert fork(oracle, "b", *outputs) == Ack()
+
+
+def test_least_tokens_hold_a_stop_off_in_a_branch_too() -> None:
+    oracle = build()
+    begin(oracle, 5, eos_token_id=9, min_tokens=3)
+    assert fork(oracle, "b", 7, 9) == Ack()
+    assert refused(oracle, Fork("a", "c", (7, 9, 9))) is RejectCode.BAD_FORK
+
+
+def test_a_branch_stands_where_its_outputs_lead_in_its_grammar() -> None:
+    grammar = Grammar((((7, 1), (8, 2)), ((7, 1),), ((3, 0),)))
+    oracle = build()
+    bring(oracle, "a", 5, structured_output=True, grammar=grammar)
+    oracle.grammar_ready("a")
+    step(oracle, 7)
+    assert refused(oracle, Fork("a", "b", (7, 8))) is RejectCode.BAD_FORK
+    assert fork(oracle, "b", 8) == Ack()
+    branch = shown(oracle, "b")
+    assert (branch.status, branch.grammar_ready, branch.grammar_state) == (Status.WAITING, True, 2)
+    plan = oracle.schedule()
+    assert {row.request_id: row.allowed for row in oracle.mask(plan)} == {
+        "a": ((7,),),
+        "b": ((3,),),
+    }
+
+
+# F2: what a branch is.
+
+
+def test_a_branch_is_like_its_parent_and_waits_at_the_front() -> None:
+    oracle = build(max_num_seqs=2)
+    begin(oracle, 6, adapter="x", priority=3)
+    bring(oracle, "n", 3)
+    assert fork(oracle, "b", 7) == Ack()
+    assert fork(oracle, "c", 8) == Ack()
+    assert oracle.state.waiting == ("c", "b", "n")
+    parent, branch = oracle.state.requests["a"], oracle.state.requests["b"]
+    assert branch.request.prompt_token_ids == parent.request.prompt_token_ids
+    assert (branch.request.adapter, branch.request.priority) == ("x", 3)
+    assert shown(oracle, "b") == RequestSnapshot(
+        request_id="b",
+        status=Status.WAITING,
+        output_token_ids=(7,),
+        num_computed_tokens=6,
+        num_output_placeholders=0,
+        spec_token_ids=(),
+        is_prefill_chunk=False,
+        block_tables=((1, 2),),
+        num_cached_blocks=(1,),
+        num_cached_tokens=0,
+        num_preemptions=0,
+        grammar_ready=False,
+    )
+
+
+def test_under_priority_a_branch_stands_by_rank() -> None:
+    oracle = build(policy=Policy.PRIORITY, max_num_seqs=1)
+    begin(oracle, 6, priority=1)
+    bring(oracle, "n", 3, priority=0)
+    bring(oracle, "z", 3, priority=1)
+    fork(oracle, "b", 7)
+    assert oracle.state.waiting == ("n", "b", "z")
+
+
+def test_a_branch_has_no_drafts_of_its_parent() -> None:
+    oracle = build(spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
+    begin(oracle, 6)
+    oracle.propose({"a": (1, 2)})
+    fork(oracle, "b", 7)
+    assert shown(oracle, "a").spec_token_ids == (1, 2)
+    assert shown(oracle, "b").spec_token_ids == ()
+
+
+# F3: what it shares.
+
+
+SHARES = (
+    # prompt, the parent's outputs, the branch's, whether blocks are cached: what is shared
+    (6, 1, (7,), True, 6),
+    (6, 1, (), True, 5),
+    (6, 3, (7, 7, 7), True, 8),  # eight of eight: all that is computed
+    (6, 2, (7, 7), True, 7),
+    (6, 4, (7, 7, 7), True, 8),
+    (6, 4, (7, 7), True, 4),  # the second block is findable: not within it
+    (6, 4, (7, 7), False, 7),
+    (6, 4, (7, 9, 9), False, 7),
+    (6, 4, (9,), True, 4),
+    (6, 4, (9,), False, 6),
+    (6, 6, (7, 9), True, 4),
+    (6, 6, (7, 7, 7, 9), True, 9),  # within the block that is not full
+    (1, 1, (), True, 0),
+    (1, 1, (9,), True, 1),
+)
+
+
+@pytest.mark.parametrize(("num_prompt", "num_outputs", "outputs", "caches", "num_shared"), SHARES)
+def test_the_most_is_shared_that_both_have_computed(
+    num_prompt: int, num_outputs: int, outputs: tuple[int, ...], caches: bool, num_shared: int
+) -> None:
+    oracle = build(enable_prefix_caching=caches)
+    begin(oracle, num_prompt, num_outputs)
+    fork(oracle, "b", *outputs)
+    branch, (table,) = shown(oracle, "b"), tables(oracle, "a")
+    assert branch.num_computed_tokens == num_shared
+    assert branch.block_tables == (table[: -(-num_shared // 4)],)
+    assert branch.num_cached_blocks == (num_shared // 4 * caches,)
+    counts = oracle.state.pool.ref_counts
+    assert [counts[b] for b in table] == [1 + (4 * i < num_shared) for i in range(len(table))]
+
+
+def test_nothing_is_shared_of_who_was_preempted_but_its_hit_is_there() -> None:
+    oracle = build()
+    begin(oracle, 9)
+    tell(oracle, Reset(reset_running_requests=True))
+    fork(oracle, "b", 7)
+    assert tables(oracle, "b") == ((),)
+    plan = step(oracle)
+    assert [row.request_id for row in plan.rows] == ["b", "a"]  # new rows first
+    assert plan.cached[0].num_computed_tokens == 8
+    assert plan.block_copies == ()
+
+
+def test_a_window_that_has_left_its_blocks_is_not_shared() -> None:
+    oracle = build(num_blocks=30, block_size=2, groups=(full(2), window(2, 3)))
+    begin(oracle, 9, 6)
+    assert tables(oracle, "a")[1][:6] == (0, 0, 0, 0, 0, tables(oracle, "a")[1][5])
+    fork(oracle, "b", 7, 7, 9)  # 11 in common: position 11 reads from 9 on
+    assert shown(oracle, "b").num_computed_tokens == 0
+    fork(oracle, "c", 7, 7, 7, 7, 7)  # 13, but within a block that is findable
+    branch, table = shown(oracle, "c"), tables(oracle, "a")
+    assert branch.num_computed_tokens == 12
+    assert branch.block_tables == (table[0][:6], table[1][:6])
+    plan = step(oracle)
+    assert [len(row.block_ids) for row in plan.new] == [2, 2]
+
+
+def test_each_group_allows_what_is_shared() -> None:
+    oracle = build(num_blocks=30, block_size=2, groups=(full(4), chunks(2, 4)))
+    begin(oracle, 6, 2)  # seven computed: the chunk from 4 on is there, a block of it findable
+    fork(oracle, "b", 9)  # six in common, within the block of four that is not full
+    assert shown(oracle, "b").num_computed_tokens == 6
+    fork(oracle, "c")  # five would be within a findable block of the second group
+    assert shown(oracle, "c").num_computed_tokens == 4
+    assert shown(oracle, "c").block_tables == (
+        tables(oracle, "a")[0][:1],
+        tables(oracle, "a")[1][:2],
+    )
+
+
+# F4: what is full is findable first.
+
+
+def test_what_drafts_filled_is_named_before_it_is_shared() -> None:
+    oracle = build(
+        spec_method=SpecMethod.NGRAM, num_speculative_tokens=3, enable_kv_cache_events=True
+    )
+    begin(oracle, 6)
+    oracle.propose({"a": (7, 7, 7)})
+    assert len(oracle.commit(oracle.schedule(), {"a": (7, 7, 7, 5)}).kv_events) == 0
+    assert (shown(oracle, "a").num_computed_tokens, shown(oracle, "a").num_cached_blocks) == (
+        *(10,),
+        (1,),
+    )
+    fork(oracle, "b", 7, 7, 7, 7)
+    assert (shown(oracle, "a").num_cached_blocks, shown(oracle, "b").num_cached_blocks) == (
+        *((2,),),
+        (2,),
+    )
+    assert shown(oracle, "b").num_computed_tokens == 9
+    told = oracle.commit(oracle.schedule(), {"a": (1,), "b": (2,)}).kv_events
+    assert [type(event) for event in told] == [BlockStored]
+
+
+# F5: who writes in a shared block is given a copy.
+
+
+def test_who_runs_copies_and_the_last_holder_does_not() -> None:
+    oracle = build()
+    begin(oracle, 6)
+    fork(oracle, "b", 7)
+    plan = step(oracle, 1, 2)
+    assert plan.block_copies == (BlockCopy(2, 3),)
+    assert plan.remapped_req_ids == ("a",)
+    assert plan.cached[0].new_block_ids == ((1, 3),)
+    assert (tables(oracle, "a"), tables(oracle, "b")) == (((1, 3),), ((1, 2),))
+    assert step(oracle).block_copies == ()
+
+
+def test_who_is_left_alone_with_a_block_writes_in_place() -> None:
+    oracle = build(max_num_batched_tokens=1)
+    begin(oracle, 1)
+    fork(oracle, "b", 7)
+    tell(oracle, Abort(("a",)))
+    plan = step(oracle)
+    assert [row.request_id for row in plan.new] == ["b"]
+    assert (plan.block_copies, plan.new[0].block_ids) == ((), ((1,),))
+
+
+def test_an_admitted_branch_copies_from_who_has_no_row() -> None:
+    oracle = build(max_num_seqs=4)
+    begin(oracle, 6)
+    fork(oracle, "b", 7)
+    fork(oracle, "c", 8)
+    fork(oracle, "d", 9)
+    plan = step(oracle)
+    # The parent first, then the admitted in order; the last one writes in place.
+    assert [row.request_id for row in plan.new] == ["d", "c", "b"]
+    assert plan.block_copies == (BlockCopy(2, 3), BlockCopy(2, 4), BlockCopy(2, 5))
+    assert [row.block_ids for row in plan.new] == [((1, 4),), ((1, 5),), ((1, 2),)]
+    assert [row.output_token_ids for row in plan.new] == [(9,), (8,), (7,)]
+
+
+def test_at_the_end_of_a_block_nothing_is_copied() -> None:
+    oracle = build()
+    begin(oracle, 8)
+    fork(oracle, "b", 7)
+    plan = step(oracle)
+    assert plan.block_copies == ()
+    assert plan.cached[0].new_block_ids == ((3,),)
+    assert plan.new[0].block_ids == ((1, 2, 4),)
+
+
+def test_a_copy_is_the_first_block_that_a_group_takes() -> None:
+    oracle = build(num_blocks=30, block_size=2, groups=(full(2), window(2, 5)))
+    begin(oracle, 3)
+    fork(oracle, "b", 5, 6, 7)  # three in common, and it computes three
+    (first, second), head = tables(oracle, "a"), oracle.state.pool.free_queue
+    plan = step(oracle)
+    # The parent copies a block of each group, the branch then writes in place.
+    assert plan.block_copies == (BlockCopy(first[1], head[0]), BlockCopy(second[1], head[1]))
+    assert plan.new[0].block_ids == ((*first, head[2]), (*second, head[3]))
+    fork(oracle, "c", 5, 6, 7, 7, 8, parent="b")
+    (first, second), head = tables(oracle, "b"), oracle.state.pool.free_queue
+    oracle.pause()
+    fork(oracle, "d", 5, 6, 7, 7, 8, parent="b")
+    oracle.resume()
+    plan = step(oracle)
+    assert [row.request_id for row in plan.new] == ["d", "c"]
+    assert plan.block_copies == ()  # at the end of a block there is none to copy
+
+
+def test_a_branch_copies_before_it_takes_what_is_new() -> None:
+    oracle = build(num_blocks=30, block_size=2, groups=(full(2), full(2)), max_num_batched_tokens=3)
+    begin(oracle, 3)
+    fork(oracle, "b", 5, 6)
+    fork(oracle, "c", 5, 6)
+    (first, second), head = tables(oracle, "a"), oracle.state.pool.free_queue
+    plan = step(oracle)  # one token for the parent, two for a branch
+    copies = zip((first[1], second[1]) * 2, (*head[:3], head[4]), strict=True)
+    assert plan.block_copies == tuple([BlockCopy(*copy) for copy in copies])
+    assert plan.new[0].block_ids == ((first[0], head[2], head[3]), (second[0], head[4], head[5]))
+
+
+def test_a_running_request_that_cannot_have_its_copy_preempts() -> None:
+    oracle = build(num_blocks=5, max_num_seqs=2)
+    begin(oracle, 5, max_tokens=5)
+    bring(oracle, "z", 7, max_tokens=5)
+    step(oracle)
+    fork(oracle, "b", 7, 7)
+    assert oracle.num_free_blocks == 0
+    plan = step(oracle)
+    assert plan.preempted_req_ids == ("z",)
+    assert [copy.source for copy in plan.block_copies] == [2]
+    assert plan.new == ()  # who preempts admits nobody
+
+
+def test_where_the_victim_held_the_block_nothing_is_copied() -> None:
+    oracle = build(num_blocks=4, max_num_seqs=2)
+    begin(oracle, 5, max_tokens=5)
+    fork(oracle, "b", 7)
+    step(oracle)
+    fork(oracle, "c", 7, 7, parent="a")
+    assert oracle.num_free_blocks == 0
+    plan = step(oracle)
+    assert (plan.preempted_req_ids, plan.block_copies) == (("b",), (BlockCopy(3, 2),))
+
+
+@pytest.mark.parametrize(("num_blocks", "names"), [(5, ["a"]), (6, ["a", "c"]), (7, ["a", "c"])])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_an_admission_counts_the_copy(num_blocks: int, names: list[str], is_gated: bool) -> None:
+    oracle = build(num_blocks=num_blocks, scheduler_reserve_full_isl=is_gated, max_num_seqs=3)
+    begin(oracle, 5, max_tokens=5)
+    bring(oracle, "z", 1, max_tokens=5)
+    step(oracle)
+    fork(oracle, "b", 7, 7)
+    fork(oracle, "c", 7, 7)
+    # Three are held. The parent takes a copy; of what is left the first branch takes one.
+    plan = oracle.schedule()
+    assert [row.request_id for row in plan.rows if row.request_id != "z"] == sorted(
+        names, reverse=True
+    )
+
+
+# F6: the plan.
+
+
+def test_a_victim_takes_its_copies_with_it() -> None:
+    oracle = build(num_blocks=6, policy=Policy.PRIORITY, max_num_seqs=2)
+    begin(oracle, 5, priority=2)
+    bring(oracle, "u", 7, priority=1)
+    step(oracle)
+    step(oracle)
+    fork(oracle, "b", 7, 7)  # it stays outside: there are two seats
+    assert oracle.state.pool.free_queue == (5,)
+    plan = step(oracle)
+    # The parent had taken 5 for its copy; who comes after it lacks a block, and takes that one.
+    assert (plan.preempted_req_ids, plan.block_copies, plan.remapped_req_ids) == (("a",), (), ())
+    assert [(row.request_id, row.new_block_ids) for row in plan.cached] == [("u", ((5,),))]
+    assert tables(oracle, "b") == ((1, 2),)
+
+
+def test_a_row_of_one_who_runs_without_a_copy_is_as_ever() -> None:
+    oracle = build()
+    begin(oracle, 6)
+    bring(oracle, "z", 3)
+    step(oracle)
+    fork(oracle, "b", 7, 7)
+    plan = step(oracle)
+    assert [row.new_block_ids for row in plan.cached] == [((1, 4),), ((),)]
+    assert plan.remapped_req_ids == ("a",)
+    assert all(isinstance(row, CachedRow) and not row.resumed for row in plan.cached)
+
+
+def test_a_branch_that_was_preempted_resumes_like_others() -> None:
+    oracle = build()
+    begin(oracle, 6)
+    fork(oracle, "b", 8)
+    step(oracle, 1, 2)
+    tell(oracle, Reset(reset_running_requests=True))
+    plan = step(oracle)
+    assert (plan.new, [row.resumed for row in plan.cached]) == ((), [True, True])
+    assert plan.cached[1].all_token_ids is not None
+    assert plan.cached[1].all_token_ids[6:] == (8, 2)
+
+
+# F7: a branch that waits holds blocks, and gives them up.
+
+
+def test_a_branch_that_waits_gives_its_blocks_to_who_runs_alone() -> None:
+    oracle = build(num_blocks=4, max_num_seqs=1, max_model_len=13)
+    begin(oracle, 4, 2, max_tokens=9)
+    fork(oracle, "b", 9)
+    held = [tables(oracle, "b")]
+    while "a" in oracle.state.requests:
+        assert step(oracle).preempted_req_ids == ()
+        held.append(tables(oracle, "b"))
+    assert (held[0], held[-1]) == (((1,),), ((1,),))  # a block that both have is no gain
+    plan = step(oracle)
+    assert (plan.new[0].request_id, plan.new[0].output_token_ids) == ("b", (9,))
+
+
+def test_who_is_looked_at_last_gives_first_and_no_more_than_is_needed() -> None:
+    oracle = build(num_blocks=5, max_num_seqs=1)
+    begin(oracle, 5, max_tokens=10)
+    fork(oracle, "b", 7)
+    fork(oracle, "c")
+    assert (tables(oracle, "b"), tables(oracle, "c")) == (((1, 2),), ((1,),))
+    assert step(oracle).block_copies == (BlockCopy(2, 3),)
+    while len(tables(oracle, "a")[0]) < 4:
+        assert step(oracle).preempted_req_ids == ()
+    assert (tables(oracle, "a"), tables(oracle, "b")) == (((1, 3, 4, 2),), ((),))
+    assert (tables(oracle, "c"), shown(oracle, "b").status) == (((1,),), Status.WAITING)
+
+
+def test_a_reset_takes_them_by_force_only() -> None:
+    oracle = build()
+    begin(oracle, 6)
+    fork(oracle, "b", 7)
+    tell(oracle, Abort(("a",)))
+    assert tell(oracle, Reset()) == ResetDone(False)
+    assert tables(oracle, "b") != ((),)
+    assert tell(oracle, Reset(reset_running_requests=True)) == ResetDone(True)
+    branch = shown(oracle, "b")
+    assert (branch.status, branch.num_computed_tokens, branch.block_tables) == (
+        *(Status.WAITING, 0),
+        ((),),
+    )
+    plan = step(oracle)
+    assert plan.new[0].output_token_ids == (7,)
+    assert plan.new[0].num_scheduled_tokens == 7
+
+
+# F8: ends.
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_each_frees_its_own_holds(first: str) -> None:
+    oracle = build()
+    begin(oracle, 6)
+    fork(oracle, "b", 7)
+    tell(oracle, Abort((first,)))
+    assert oracle.num_free_blocks == 9
+    tell(oracle, Abort(("ab".replace(first, ""),)))
+    assert oracle.num_free_blocks == 11
+    assert oracle.schedule().finished_req_ids == ("a", "b")
+
+
+# F9: the watermark.
+
+
+@pytest.mark.parametrize(("num_left", "is_admitted"), [(0, True), (1, True), (2, False)])
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("has_forks", [False, True])
+def test_an_admission_leaves_blocks_for_those_that_run(
+    num_left: int, is_admitted: bool, is_gated: bool, has_forks: bool
+) -> None:
+    oracle = build(
+        num_blocks=5,
+        max_model_len=16,
+        watermark_blocks=num_left,
+        scheduler_reserve_full_isl=is_gated,
+        enable_forks=has_forks,
+    )
+    begin(oracle, 5)  # two of four
+    bring(oracle, "z", 3)
+    plan = oracle.schedule()
+    assert [row.request_id for row in plan.new] == ["z"] * is_admitted
+
+
+def test_an_empty_engine_has_no_watermark() -> None:
+    oracle = build(num_blocks=5, max_model_len=16, watermark_blocks=99)
+    bring(oracle, "a", 13)
+    bring(oracle, "z", 1)
+    assert [row.request_id for row in oracle.schedule().new] == ["a"]
+
+
+def test_who_runs_may_take_all_and_who_needs_nothing_new_waits_below_it() -> None:
+    oracle = build(num_blocks=4, max_model_len=13, watermark_blocks=1)
+    begin(oracle, 7, max_tokens=5)
+    fork(oracle, "b", 7)
+    assert step(oracle).new == ()  # it would write in place, but the parent's copy was the last
+    assert oracle.num_free_blocks == 0
+
+
+# F10: the order of the pool.
+
+
+def queue(oracle: Oracle) -> tuple[int, ...]:
+    return oracle.state.pool.free_queue
+
+
+def test_what_was_freed_last_is_taken_first() -> None:
+    oracle = build(pool_order=PoolOrder.LIFO, enable_forks=False)
+    bring(oracle, "a", 9)
+    bring(oracle, "z", 5)
+    step(oracle)
+    assert queue(oracle) == (6, 7, 8, 9, 10, 11)
+    tell(oracle, Abort(("a",)))
+    assert queue(oracle) == (3, 2, 1, 6, 7, 8, 9, 10, 11)
+    tell(oracle, Abort(("z",)))
+    assert queue(oracle) == (5, 4, 3, 2, 1, 6, 7, 8, 9, 10, 11)
+    bring(oracle, "a", 9)
+    step(oracle)  # a hit takes from the middle
+    assert tables(oracle, "a") == ((1, 2, 5),)
+    assert queue(oracle) == (4, 3, 6, 7, 8, 9, 10, 11)
+
+
+def test_in_the_other_order_it_is_taken_last() -> None:
+    oracle = build(enable_forks=False)
+    begin(oracle, 9)
+    tell(oracle, Abort(("a",)))
+    assert queue(oracle) == (4, 5, 6, 7, 8, 9, 10, 11, 3, 2, 1)
+
+
+# F11: what they go with.
+
+
+ENCODER = {"encoder_compute_budget": 4, "encoder_cache_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_good"),
+    [
+        ({"kv_connector": True}, False),
+        (ENCODER, False),
+        ({"policy": Policy.CONTINUUM}, False),
+        ({"groups": (full(4), recurrent(4))}, False),
+        ({"groups": (full(4), window(4, 5), chunks(4, 8))}, True),
+        ({"policy": Policy.PRIORITY, "enable_kv_cache_events": True, "max_loras": 1}, True),
+        ({"max_frames_in_flight": 3, "async_scheduling": True}, True),
+    ],
+)
+def test_forks_go_with_what_is_of_tokens_alone(fields: dict[str, Any], is_good: bool) -> None:
+    config = Config(9, block_size=4, enable_forks=True, **fields)
+    assert ("enable_forks" in [problem.field for problem in config_problems(config)]) != is_good
