@@ -18,6 +18,7 @@ from blockstep.conformance.prove.laws import (
     counts,
     drafts,
     encoder,
+    forks,
     grammars,
     groups,
     host,
@@ -40,7 +41,7 @@ _AMOUNTS = (
     *(drafts, grammars, promises),
 )
 _BLOCKS_AND_STEPS = (
-    *(pool, pins, preemption, step, admission, adapters),
+    *(pool, pins, forks, preemption, step, admission, adapters),
     *(sessions, transfers, output, host),
 )
 ROOMS: Final = tuple(module.ROOM for module in (*_AMOUNTS, *_BLOCKS_AND_STEPS))
