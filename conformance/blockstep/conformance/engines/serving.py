@@ -17,7 +17,7 @@ A model engine is not imported here: it hands in what has the attributes of `Ser
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -225,6 +225,13 @@ class Shadow:
             names[block * size : (block + 1) * size] = [NEVER_WRITTEN] * size
         names[slot] = name
 
+    def copy(self, one: v.BlockCopy) -> None:
+        """A block holds what another one holds, for the same group."""
+        self.owners[one.destination] = self.owners[one.source]
+        for names, size in zip(self.names, self.block_sizes, strict=True):
+            source, target = one.source * size, one.destination * size
+            names[target : target + size] = names[source : source + size]
+
 
 class ServingWorker(Worker):
     """The worker, sampling what a model sampled; and the tagged shadows of the model's caches."""
@@ -252,6 +259,13 @@ class ServingWorker(Worker):
                 name = self.kv[table[index]][offset]
                 for shadow in self.shadows.values():
                     shadow.write(group, table[index] * self.block_sizes[group] + offset, name)
+
+    def copy(self, copies: Iterable[v.BlockCopy]) -> None:
+        """The blocks of the layers of both models are copied."""
+        super().copy(copies)
+        for one in copies:
+            for shadow in self.shadows.values():
+                shadow.copy(one)
 
     def report(self, served: ServedPlan) -> list[Finding]:
         """A dispatched plan ran; returns what is wrong with its passes."""

@@ -104,7 +104,9 @@ def _leave_the_last_token_out(
 
 
 @_planted("copy_blocks", "copied-in-any-order")
-def _copy_in_any_order(_kernels: Kernels, caches: Any, pairs: torch.Tensor) -> None:
+def _copy_in_any_order(
+    _kernels: Kernels, caches: Any, pairs: torch.Tensor, **_promise: bool
+) -> None:
     """Sources are read as they were before all pairs: right unless one copies on another's."""
     before = [cache.clone() for cache in caches]
     for cache, old in zip(caches, before, strict=True):
@@ -113,13 +115,13 @@ def _copy_in_any_order(_kernels: Kernels, caches: Any, pairs: torch.Tensor) -> N
 
 
 @_planted("copy_blocks", "copied-backwards")
-def _copy_backwards(kernels: Kernels, caches: Any, pairs: torch.Tensor) -> None:
+def _copy_backwards(kernels: Kernels, caches: Any, pairs: torch.Tensor, **_promise: bool) -> None:
     """The last pair first."""
     kernels.copy_blocks(caches, pairs.flip(0))
 
 
 @_planted("copy_blocks", "keys-copied-only")
-def _copy_keys_only(kernels: Kernels, caches: Any, pairs: torch.Tensor) -> None:
+def _copy_keys_only(kernels: Kernels, caches: Any, pairs: torch.Tensor, **_promise: bool) -> None:
     """Keys find the right slots, and read something else there."""
     kernels.copy_blocks(caches[:1], pairs)
 

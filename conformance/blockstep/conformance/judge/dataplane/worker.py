@@ -14,7 +14,7 @@ that no plan names: schedulers that share blocks on write, or offload them, will
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import takewhile
 from typing import Any, Protocol, TypeAlias
 
@@ -30,6 +30,7 @@ from blockstep.conformance.judge.worker.view import FrameRow
 from blockstep.conformance.protocol.findings import Difference
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
+    BlockCopy,
     BlockId,
     Config,
     GroupKind,
@@ -226,6 +227,26 @@ class DataPlaneWorker(Worker):
         return place
 
     # Copies.
+
+    def copy(self, copies: Iterable[BlockCopy]) -> None:
+        """What a plan copies is copied by the kernels, pair after pair, and as it must be.
+
+        Only what was looked through is promised to be independent: a block may be free again, and
+        the copy of another one.
+        """
+        copies = tuple(copies)
+        super().copy(copies)
+        pairs = [(one.source, one.destination) for one in copies]
+        if self._findings:
+            return  # what is wrong with the plan is said already
+        sources, targets = {source for source, _ in pairs}, {target for _, target in pairs}
+        self.kernels.copy_blocks(
+            list(self._caches(0)),
+            torch.tensor(pairs, dtype=torch.int64, device=self.device),
+            independent=len(targets) == len(pairs) and not sources & targets,
+        )
+        for source, target in pairs:
+            self.expected[:, target] = self.expected[:, source]
 
     def _copy_blocks(self) -> None:
         """Copy some blocks to spare ones, which the next pairs may copy on."""

@@ -223,6 +223,7 @@ def shared_blocks_are_copied_where_they_are_written(step: Step, _ledger: Ledger)
     for request in step.before.requests:
         for block in filter(None, chain(*request.block_tables)):
             holders.setdefault(block, set()).add(request.request_id)
+    holders.pop(v.NULL_BLOCK, None)
     told: list[v.BlockCopy] = []
     remapped = []
     for row in step.rows:
