@@ -91,10 +91,7 @@ def is_every_block_free_or_held(state: State) -> bool:
 
 
 def is_every_unpublished_block_held_once(state: State) -> bool:
-    """A block that somebody may still write has one holder, at one position.
-
-    Branches share what is written of one, too; who goes on in it gets a copy. Source: P2.
-    """
+    """A block that somebody may still write has one holder, or a copy is written. Source: P2."""
     return all(
         state.pool.ref_counts[block_id] == 1
         for request, _, group, holding in list_holdings(state)
@@ -106,9 +103,8 @@ def is_every_unpublished_block_held_once(state: State) -> bool:
 
 def count_unwritable(state: State, request: RequestState, group: KVGroup, holding: Holding) -> int:
     """Leading blocks of a table that are not written without having been copied. Source: P2."""
-    if not state.config.enable_forks:
-        return holding.num_cached_blocks
-    return max(holding.num_cached_blocks, -(-request.num_computed_tokens // group.block_size))
+    num_tokens = request.num_computed_tokens if state.config.enable_forks else 0
+    return max(holding.num_cached_blocks, -(-num_tokens // group.block_size))
 
 
 def is_cache_map_exact(state: State) -> bool:

@@ -20,8 +20,15 @@ from blockstep.conformance.draw.jobs import draw_clock, draw_estimate
 from blockstep.conformance.draw.memory import Memory
 from blockstep.conformance.draw.mistakes import draw_bad_event
 from blockstep.conformance.draw.presets import Habit, Swarm
-from blockstep.conformance.draw.requests import draw_request, draw_turn, draw_twin, draw_update
-from blockstep.conformance.draw.store import draw_answered, draw_offer, draw_report
+from blockstep.conformance.draw.requests import (
+    draw_request,
+    draw_turn,
+    draw_twin,
+    draw_update,
+    request_name,
+    shuffled,
+)
+from blockstep.conformance.draw.store import draw_answered, draw_offer, draw_report, weigh_reports
 from blockstep.conformance.protocol.features import (
     ABORTS,
     DRAFTS,
@@ -135,17 +142,6 @@ def submit(view: View, draw: Draw) -> Action:
         others = [(it, it.prompt_token_ids) for it in client.live.values()]
         return v.Submit(draw_twin(swarm, draw, name, index, others))
     return v.Submit(draw_request(swarm, draw, name, index, client.texts))
-
-
-def request_name(index: int) -> v.RequestId:
-    """A, B, ... Z, A1, B1, ..."""
-    letter = chr(ord("A") + index % 26)
-    return letter if index < 26 else f"{letter}{index // 26}"
-
-
-def shuffled(index: int) -> int:
-    """The index of a name: each 26 in no order, so that no order can follow from names unseen."""
-    return index - index % 26 + index * 11 % 26
 
 
 def schedule(_view: View, _draw: Draw) -> Action:
@@ -411,14 +407,6 @@ def _is_ambush(view: View) -> bool:
     )
 
 
-def _weight_of_reports(weight: int, view: View) -> int:
-    """Some stores report nothing until all is healed; the others soon where there is something."""
-    if view.swarm.token_seed % 7 == 0:
-        return 1
-    transfers = view.client.transfers
-    return weight * 3 if transfers.loading or transfers.sending else weight
-
-
 def _weight_of_aborts(weight: int, view: View) -> int:
     """More give up where much hangs on it: who is loaded, or holds a block together with others."""
     client = view.client
@@ -437,15 +425,14 @@ def _weight(name: str, view: View) -> int:
     if name == "grammar_ready" and view.swarm.has(MASKS):
         return weight * 3
     if name == "report":
-        return _weight_of_reports(weight, view)
+        return weigh_reports(weight, view.client.transfers, view.swarm.token_seed)
     if name == "kv_offer":  # a store is asked before a newcomer runs
         is_asked = [*view.client.live][-1] in view.client.transfers.offers
         return weight // 4 if is_asked else weight * 2
     if name == "abort":
         return _weight_of_aborts(weight, view)
     if name == "fork":
-        has_drafts = view.swarm.has(DRAFTS) and not view.swarm.config.async_scheduling
-        return weight * (1 + 3 * has_drafts) if list_ready(view.client) else 2
+        return weight * 3 if list_ready(view.client) else 2
     if name == "reset":
         return weight * (1 + 5 * (not view.client.live) + view.swarm.has(TRANSFERS))
     if name == "schedule" and not view.client.live:

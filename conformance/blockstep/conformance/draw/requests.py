@@ -31,6 +31,17 @@ Text: TypeAlias = tuple[v.Request, v.TokenIds]
 """Whose it is, and what was known or guessed of it."""
 
 
+def request_name(index: int) -> v.RequestId:
+    """A, B, ... Z, A1, B1, ..."""
+    letter = chr(ord("A") + index % 26)
+    return letter if index < 26 else f"{letter}{index // 26}"
+
+
+def shuffled(index: int) -> int:
+    """The index of a name: each 26 in no order, so that no order can follow from names unseen."""
+    return index - index % 26 + index * 11 % 26
+
+
 def draw_twin(
     swarm: Swarm, draw: Draw, name: v.RequestId, index: int, texts: Sequence[Text]
 ) -> v.Request:

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 
-from blockstep.conformance.draw.actions import SeededDraw, request_name
+from blockstep.conformance.draw.actions import SeededDraw
 from blockstep.conformance.draw.presets import Swarm
-from blockstep.conformance.draw.requests import draw_request
+from blockstep.conformance.draw.requests import draw_request, request_name
 from blockstep.conformance.engine import (
     BadEngineError,
     Capability,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from typing import Protocol, TypeAlias
 
-from blockstep.conformance.draw.actions import request_name
+from blockstep.conformance.draw.requests import request_name
 from blockstep.conformance.engine import EngineFactory, get_traits
 from blockstep.conformance.lockstep.exchange import Exchange
 from blockstep.conformance.lockstep.runs import run_program

@@ -283,14 +283,7 @@ class Ledger:
 
     def _fork(self, fork: v.Fork) -> None:
         """A branch begins, as its parent is but for its id and its outputs."""
-        parent = self.lives[fork.request_id]
-        request = replace(parent.request, request_id=fork.child_id)
-        self.lives[fork.child_id] = life = Life(request, self.names)
-        life.tokens += fork.output_token_ids
-        life.is_branch = True
-        life.grammar_ready, life.num_cached_tokens = parent.grammar_ready, parent.num_cached_tokens
-        if request.grammar is not None:
-            life.automaton = Automaton(self.config, request)
+        self.lives[fork.child_id] = self.lives[fork.request_id].begin_branch(fork)
         self.num_progress += 1
 
     def _record_plan(self, step: Step) -> None:

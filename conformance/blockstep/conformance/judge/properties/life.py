@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from blockstep.conformance.judge.automaton import Automaton, Place
 from blockstep.conformance.judge.worker.names import Name, NamedText, PrefixNames, extras_of
 from blockstep.conformance.protocol.sessions import Session
@@ -42,6 +44,14 @@ class Life(NamedText):
         """What `Ledger.num_progress` was when it was last preempted for want of blocks."""
         self.num_known_then = 0
         """What it knew then, tokens."""
+
+    def begin_branch(self, fork: v.Fork) -> Life:
+        """One that goes on as this one does, with outputs of its own."""
+        branch = Life(replace(self.request, request_id=fork.child_id), self.names)
+        branch.tokens += fork.output_token_ids
+        branch.is_branch, branch.automaton = True, self.automaton
+        branch.grammar_ready, branch.num_cached_tokens = self.grammar_ready, self.num_cached_tokens
+        return branch
 
     def go_on(self, request: v.Request | None) -> None:
         """It is a session, and now what this request says; None: it is as it was."""

@@ -61,8 +61,7 @@ def accepted_request_fits_an_empty_pool(step: Step, ledger: Ledger) -> Complaint
 def request_is_refused_for_its_size_only_if_it_never_fits(step: Step, ledger: Ledger) -> Complaints:
     """PROMPT_TOO_LONG and NEVER_FITS are what is wrong when they are said."""
     assert isinstance(step.observation, v.Rejected)
-    code = step.observation.code
-    due = _due(step, ledger)
+    code, due = step.observation.code, _due(step, ledger)
     if code not in _FOR_SIZE or code is due:
         return ()
     if code is v.RejectCode.NEVER_FITS and _may_be_too_large(step.config, step.event, ledger):
@@ -252,8 +251,7 @@ def _problem_of_asking(
 def _may_be_drafts(config: v.Config, drafts: Sequence[v.RowTokens]) -> bool:
     if config.spec_method is v.SpecMethod.NONE or config.async_scheduling:
         return False
-    limit = config.num_speculative_tokens
-    if any(len(row.token_ids) > limit for row in drafts):
+    if any(len(row.token_ids) > config.num_speculative_tokens for row in drafts):
         return False
     return len({row.request_id for row in drafts}) == len(drafts)
 

@@ -19,13 +19,7 @@ from blockstep.conformance.judge.witnesses.encoder import (
     of_ends_across,
     of_items,
 )
-from blockstep.conformance.judge.witnesses.forks import (
-    FORKS,
-    of_branches,
-    of_fork,
-    of_parents,
-    of_pool,
-)
+from blockstep.conformance.judge.witnesses.forks import FORKS, of_forks
 from blockstep.conformance.judge.witnesses.frames import FRAMES, of_frames
 from blockstep.conformance.judge.witnesses.groups import GROUPED, of_ends, of_groups
 from blockstep.conformance.judge.witnesses.masks import (
@@ -100,9 +94,6 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield from of_frames(step, ledger)
             if step.config.groups:
                 yield from of_groups(step, ledger)
-            if step.config.enable_forks:
-                yield from of_branches(step, ledger)
-                yield from of_pool(step)
             if step.config.max_loras:
                 yield from of_adapters(step, ledger)
             if step.config.encoder_cache_size:
@@ -122,8 +113,6 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield from of_stops(step, ledger)
             if step.config.enable_kv_cache_events:
                 yield from of_telling(step, ledger)
-        case v.Fork() as fork, _:
-            yield from of_fork(step, ledger, fork)
         case v.GrammarBitmask(), v.GrammarOutput(rows=masks):
             yield from of_mask(step, ledger, masks)
         case v.EncoderReset(), _:
@@ -150,7 +139,5 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield "id_used_again"
     if step.config.kv_connector:
         yield from of_store(step, ledger)
-    if step.after.pins is not None:
-        yield from of_pins(step, ledger)
-    if step.config.enable_forks and step.ended:
-        yield from of_parents(step, ledger)
+    yield from of_pins(step, ledger)
+    yield from of_forks(step, ledger)

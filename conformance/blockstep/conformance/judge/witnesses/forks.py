@@ -35,6 +35,20 @@ FORKS = {
 }
 
 
+def of_forks(step: Step, ledger: Ledger) -> Iterator[str]:
+    """What an event shows of branches, and of what they share."""
+    if not step.config.enable_forks:
+        return
+    match step.event, step.observation:
+        case v.Schedule(), v.Plan():
+            yield from of_branches(step, ledger)
+            yield from of_pool(step)
+        case v.Fork() as fork, v.Ack():
+            yield from of_fork(step, ledger, fork)
+        case _ if step.ended:
+            yield from of_parents(step, ledger)
+
+
 def of_fork(step: Step, ledger: Ledger, fork: v.Fork) -> Iterator[str]:
     """What a branch begins with."""
     parent, child = step.old[fork.request_id], step.new[fork.child_id]

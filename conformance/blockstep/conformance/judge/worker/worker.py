@@ -93,8 +93,7 @@ class Worker(Stored):
             self._check_remapped(plan)
         if self.config.encoder_cache_size:
             self.encode(plan, rows)
-        if plan.block_copies:
-            self.copy(plan.block_copies)
+        self.copy(plan.block_copies)
         if plan.new_block_ids_to_zero:
             self.zero(plan.new_block_ids_to_zero)
         self._last_scheduled = {row.request_id for row in plan.rows}
@@ -181,9 +180,8 @@ class Worker(Stored):
             self.give_back(row.request_id, gone, "gave way, or went on")
         elif known is not None:
             self._complain("P26", "new_row_is_new", f"{row.request_id!r} is known already")
-        view = self.make_view(row.request)
+        self.views[row.request_id] = view = self.make_view(row.request)
         view.tokens += row.output_token_ids
-        self.views[row.request_id] = view
         view.tables = self._blocks(row.request_id, row.block_ids)
         view.num_computed = row.num_computed_tokens
         return self._start(row.request_id, view, row.num_scheduled_tokens, self._fill_in(row, view))
