@@ -15,6 +15,7 @@ from blockstep.spec import (
     Config,
     ConfigError,
     Drafts,
+    Fork,
     GrammarReady,
     MultiModalItem,
     Oracle,
@@ -182,6 +183,8 @@ CASES: dict[str, tuple[object, RejectCode]] = {
         RejectCode.NOT_RESUMABLE,
     ),
     "update with None": (StreamingUpdate(None), M),  # type: ignore[arg-type]
+    "fork where forks are off": (Fork("A", "a branch"), RejectCode.BAD_FORK),
+    "fork of None": (Fork(None, "a branch"), M),  # type: ignore[arg-type]
     "pause with a string": (SetPause("paused_all"), M),  # type: ignore[arg-type]
     "pause with a bool": (SetPause(True), M),  # type: ignore[arg-type]
     "reset with an int": (Reset(1), M),  # type: ignore[arg-type]
@@ -202,6 +205,7 @@ def test_bad_input_is_rejected_and_changes_nothing(name: str) -> None:
 def test_there_are_enough_kinds() -> None:
     assert len(CASES) >= 40
     elsewhere = {RejectCode.NEVER_FITS, RejectCode.FRAME_OUT_OF_ORDER, RejectCode.GRAMMAR_BEHIND}
+    elsewhere.add(RejectCode.FORK_IN_FLIGHT)
     assert {code for _, code in CASES.values()} >= set(RejectCode) - elsewhere
 
 

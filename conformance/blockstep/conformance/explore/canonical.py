@@ -51,6 +51,7 @@ LEFT_OUT = frozenset(
         "request", "request_id", "num_preemptions", "block_keys",  # of RequestState, FrameRow
         "frame_id",  # of Frame
         "is_shared", "budget", "planned", "evicted",  # of Encoder: fixed, or of a step in planning
+        "is_lifo",  # of Pool: fixed
     }
 )  # fmt: skip
 """Fields that are no part of a digest: fixed, growing, or following from others."""

@@ -26,7 +26,8 @@ SOURCES = {
 _ROOMS = (
     *(f"blockstep.spec.vocabulary.{room}" for room in ("config", "request", "events")),
     *(f"blockstep.spec.vocabulary.{room}" for room in ("observations", "kv_events", "transfers")),
-    *(f"blockstep.spec.vocabulary.{room}" for room in ("pins", "snapshot", "waiting", "keys")),
+    *(f"blockstep.spec.vocabulary.{room}" for room in ("pins", "forks", "snapshot", "waiting")),
+    "blockstep.spec.vocabulary.keys",
     "blockstep.spec.vocabulary.constants",
     "blockstep.spec.vocabulary.wellformed",
     "blockstep.conformance.engine",

@@ -237,7 +237,7 @@ class DataPlaneWorker(Worker):
         copies = tuple(copies)
         super().copy(copies)
         pairs = [(one.source, one.destination) for one in copies]
-        if self._findings:
+        if self._findings or not pairs:
             return  # what is wrong with the plan is said already
         sources, targets = {source for source, _ in pairs}, {target for _, target in pairs}
         self.kernels.copy_blocks(
