@@ -144,7 +144,7 @@ def check_engine(folder: Path, name: str, *args: object) -> Result:
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_an_engine_that_conforms_does_so_in_processes_of_its_own(tmp_path: Path, jobs: int) -> None:
-    args = ("--budget", 12_000, "--seed", 1, "--jobs", jobs)
+    args = ("--budget", 16_000, "--seed", 1, "--jobs", jobs)
     result = check_engine(tmp_path, "SpecEngine", *args)
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[-1].startswith("conforms: engine cli_engines:SpecEngine, ")

@@ -15,7 +15,6 @@ from blockstep.spec import (
     Config,
     ConfigError,
     Drafts,
-    Fork,
     GrammarReady,
     MultiModalItem,
     Oracle,
@@ -34,6 +33,7 @@ from blockstep.spec import (
 from blockstep.spec.vocabulary import (
     MAX_INT,
     EncoderOffer,
+    Fork,
     GroupKind,
     KVGroup,
     RejectCode,

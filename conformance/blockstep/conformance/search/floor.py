@@ -157,6 +157,7 @@ RARE_AT_TINY = {
     *("abort_of_shared_block", "abort_preempted", "drafts_lost_by_preemption"),
     *("drafts_some_accepted", "running_left_out_by_budget", "groups_block_in_doubt"),
     *("transfers_returned_behind_a_head", "transfers_failed_at_a_later_block"),
+    "forks_named_what_is_full",
 }
 """Where requests are two or three tokens long, seen a few times in 60,000 events."""
 RARE_UNLESS_WANTED = {
@@ -181,6 +182,9 @@ RARE_UNLESS_WANTED = {
     *("transfers_parked_behind_a_hit", "transfers_returned_behind_a_head"),
     *("transfers_asked_anew", "transfers_preempted_unsettled", "transfers_held_twice"),
     "transfers_failed_at_a_later_block",
+    *("forks_copied_by_a_branch", "forks_several_copies", "forks_copied_with_drafts"),
+    *("forks_gave_way", "forks_branch_preempted", "forks_preempted_beside_sharers"),
+    *("forks_three_holders", "forks_named_what_is_full", "forks_cut_short"),
 }
 """Required where every run has the feature that they need: one in four does otherwise."""
 RARE_WHERE_WANTED = {
