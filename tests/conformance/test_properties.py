@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from play_support import brought, pinning, telling, transferring
+from play_support import brought, forking, pinning, telling, transferring
 from play_support.altered import alter_each
 from play_support.grouped import going_on, told_of_its_token
 from play_support.play import (
@@ -1090,6 +1090,7 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
     *telling.EACH_KIND,
     *transferring.EACH_KIND,
     *pinning.EACH_KIND,
+    *forking.EACH_KIND,
 ]
 
 
@@ -1146,6 +1147,13 @@ STILL: list[tuple[Callable[[], Play], tuple[str, ...]]] = [
         (play, ("pause_state", "encoder", *QUEUES, *POOL, *FRAMES, "finished_req_ids", "requests"))
         for play in (pinning.clocked, pinning.estimated_anew)
     ],
+    (
+        forking.forked,
+        (
+            *("pause_state", "encoder", "running", "skipped_waiting", "free_queue", *FRAMES),
+            "finished_req_ids",
+        ),
+    ),
 ]
 """What is no business of an event, one of each kind."""
 
@@ -1185,7 +1193,7 @@ def test_every_sentence_has_a_wrong_step_of_each_kind_of_event() -> None:
         step = bend(stage(scene).step)
         is_refused = isinstance(step.observation, Rejected)
         tried.add((sentence, Rejected if is_refused else type(step.event)))
-    alone = brought.ALONE + transferring.ALONE + pinning.ALONE
+    alone = brought.ALONE + transferring.ALONE + pinning.ALONE + forking.ALONE
     tried |= {(name, type(stage(scene).step.event)) for name, scene, _, _ in alone}
     owed = {(name, kind) for name, each in CHECKS.items() for kind in each.kinds}
     unsaid = (StreamingUpdate, GrammarFailed, GrammarBitmask)

@@ -35,6 +35,7 @@ from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     Ack,
+    BlockCopy,
     BlockKey,
     Commit,
     EncoderInputs,
@@ -250,6 +251,11 @@ def a_row_gets_the_null_block() -> list[Finding]:
 @says("plan_names_real_blocks")
 def a_row_gets_a_block_beyond_the_last() -> list[Finding]:
     return started().execute(Plan(1, cached=(cached("A", 5, 1, new_block_ids=((10,),)),)))
+
+
+@says("plan_names_real_blocks")
+def a_block_is_copied_to_one_beyond_the_last() -> list[Finding]:
+    return started().execute(Plan(1, block_copies=(BlockCopy(1, 10),)))
 
 
 @says("row_runs_a_token")

@@ -348,7 +348,8 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
         return ()
     life = ledger.lives[name]
     num_across = count_across(config, life.request)
-    if any(step.new[name].block_tables) or _hides_a_return(step):
+    may_hold = life.request.resumable or life.is_branch or is_parked(step.new[name])
+    if (may_hold and any(step.new[name].block_tables)) or _hides_a_return(step):
         return ()  # goes on behind what it kept, which is no hit
     num_hit, hits = hit_now(step, ledger, life)
     num_offered, is_async = find_offered(ledger, name, num_hit)

@@ -241,16 +241,6 @@ def shared_blocks_are_copied_where_they_are_written(step: Step, _ledger: Ledger)
     yield from differing("remapped_req_ids", tuple(sorted(remapped)), step.plan.remapped_req_ids)
 
 
-@sentence("P26", v.Schedule, needs="enable_forks", of="rows")
-def new_row_tells_the_outputs_of_a_branch(step: Step, ledger: Ledger) -> Complaints:
-    """A worker that hears of a branch first is told what it has said; others have said nothing."""
-    for row in step.plan.new:
-        life = ledger.lives[row.request_id]
-        if row.output_token_ids != life.output_token_ids:
-            what = f"the new row of {row.request_id!r} tells other outputs"
-            yield unequal(what, "output_token_ids", life.output_token_ids, row.output_token_ids)
-
-
 @sentence("P10", v.Schedule, needs="watermark_blocks", of="admitted_rows")
 def admission_leaves_the_watermark(step: Step, _ledger: Ledger) -> Complaints:
     """Whoever is admitted beside others leaves so many blocks free, that they can go on."""

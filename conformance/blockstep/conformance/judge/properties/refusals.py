@@ -282,7 +282,7 @@ _STILL: dict[type, tuple[str, ...]] = {
         *("pause_state", "block_keys", "cached"),
         *("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids"),
     ),
-    v.Fork: ("pause_state", "running", "skipped_waiting", "free_queue", *_FRAMES),
+    v.Fork: ("pause_state", "encoder", "running", "skipped_waiting", "free_queue", *_FRAMES),
     v.Schedule: ("pause_state",),
     v.Commit: ("pause_state", "block_keys", "cached", "next_frame_id", "prev_scheduled_req_ids"),
     v.Abort: (

@@ -1,0 +1,147 @@
+"""Requests that go on as several: plays with branches, and the sentences that speak of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from blockstep.conformance.judge.properties import Step
+from blockstep.spec.vocabulary import (
+    BlockCopy,
+    Fork,
+    PinsSnapshot,
+    Schedule,
+    Submit,
+    TransfersSnapshot,
+)
+from play_support.play import (
+    CONFIG,
+    Bend,
+    C,
+    Case,
+    Play,
+    after,
+    changed,
+    counted,
+    nothing,
+    observed,
+    request,
+    same,
+    with_row,
+)
+
+FORKING = replace(CONFIG, enable_forks=True)
+P = request("P", 1, 2, 3, 4, 5, max_tokens=6)
+"""Two full blocks, and one that is begun."""
+Q = Fork("P", "Q", (7,))
+
+
+def forked() -> Play:
+    """A branch with another output shares what the parent has computed."""
+    return Play(FORKING).do(Submit(P), Schedule()).commit().do(Q)
+
+
+def forked_ahead() -> Play:
+    """C waits, and the branch goes ahead of it."""
+    return Play(FORKING).do(Submit(P), Schedule()).commit().do(Submit(C), Q)
+
+
+def copied() -> Play:
+    """The parent gets a copy, and the branch goes on in what it shared."""
+    return forked().do(Schedule())
+
+
+def copied_beside_one_who_waits() -> Play:
+    """There is one seat, and nothing is found again."""
+    config = replace(FORKING, max_num_seqs=1, enable_prefix_caching=False)
+    return Play(config).do(Submit(P), Schedule()).commit().do(Q, Schedule())
+
+
+def not_admitted() -> Play:
+    """One who would leave nothing to another who runs waits."""
+    config = replace(FORKING, watermark_blocks=1, scheduler_reserve_full_isl=False)
+    config = replace(config, max_num_batched_tokens=16)
+    play = Play(config).do(Submit(P), Schedule()).commit()
+    return play.do(Submit(request("W", *[9] * 10, max_tokens=2)), Schedule())
+
+
+def shared_and_written(step: Step) -> Step:
+    """As if the parent had gone on in the block that the branch holds, too."""
+    (copy,) = step.plan.block_copies
+    counts = list(step.before.ref_counts)
+    table = step.old["P"].block_tables[0]
+    step = with_row(step, "P", new_block_ids=((),))
+    step = observed(step, block_copies=(), remapped_req_ids=())
+    assert counts[copy.source] == 2
+    step = after(step, ref_counts=tuple(counts), free_queue=step.before.free_queue)
+    return changed(step, "P", block_tables=(table,))
+
+
+def named_once_more(step: Step) -> Step:
+    """A block that nobody holds carries the key of one that is shared."""
+    keys = list(step.after.block_keys)
+    block = step.new["P"].block_tables[0][0]
+    free, key = step.after.free_queue[-1], keys[block]
+    assert key is not None
+    keys[free] = key
+    cached = {**step.after.cached, key: (*step.after.cached[key], free)}
+    return after(step, block_keys=tuple(keys), cached=cached)
+
+
+def leaving_nothing(engine: Any) -> None:
+    """Who is admitted leaves nothing to others."""
+    engine.config = replace(engine.config, watermark_blocks=0)
+
+
+def malformed(step: Step) -> Step:
+    """What was taken should have been refused."""
+    return replace(step, event=Fork("P", ""))
+
+
+ALONE: list[Case] = [
+    (
+        "branch_begins_with_all_that_it_can_share",
+        forked,
+        nothing,
+        lambda s: changed(s, "Q", num_cached_tokens=3),
+    ),
+    (
+        "fork_changes_nobody_else",
+        forked,
+        nothing,
+        lambda s: changed(s, "P", is_prefill_chunk=True),
+    ),
+    ("full_blocks_of_a_parent_are_named", forked, nothing, named_once_more),
+    (
+        "branch_goes_to_the_front_of_the_queue",
+        forked_ahead,
+        nothing,
+        lambda s: after(s, waiting=("C", "Q")),
+    ),
+    (
+        "nobody_writes_in_what_another_holds",
+        copied_beside_one_who_waits,
+        nothing,
+        shared_and_written,
+    ),
+    (
+        "shared_blocks_are_copied_where_they_are_written",
+        copied,
+        nothing,
+        lambda s: observed(s, block_copies=(*s.plan.block_copies, BlockCopy(7, 8))),
+    ),
+    ("admission_leaves_the_watermark", not_admitted, leaving_nothing, same),
+]
+EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
+    ("counters_grow_by_what_happened", forked, counted),
+    ("stale_or_wrong_event_is_refused", forked, malformed),
+    ("time_and_estimates_are_as_told", forked, lambda s: after(s, pins=PinsSnapshot())),
+    ("offers_are_those_made_last", forked, lambda s: after(s, transfers=TransfersSnapshot())),
+    ("pool_keeps_its_size", forked, lambda s: after(s, block_keys=s.after.block_keys[1:])),
+    ("every_block_is_free_or_held", forked, lambda s: after(s, ref_counts=s.before.ref_counts)),
+    ("cache_map_and_blocks_agree", forked, lambda s: after(s, cached={})),
+    ("only_running_requests_hold_anything", forked, lambda s: changed(s, "Q", spec_token_ids=(1,))),
+    ("every_request_stands_in_one_queue", forked, lambda s: after(s, waiting=())),
+]
+"""More that is wrong, of a fork."""
