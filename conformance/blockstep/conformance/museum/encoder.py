@@ -70,28 +70,6 @@ class WaiterAtTheGateKeepsThem(WaiterKeepsWhatItFound):
 
 
 @PAGE.exhibit(
-    "who waits lets its items go where blocks are lacking, and not where no token is left for it",
-    "#31857",
-    "P22 P10",
-    wrong_fix_of="waiter-keeps-what-it-found",
-)
-class WaiterWithoutATokenKeepsThem(WaiterKeepsWhatItFound):
-    """Its next item cannot be made, right where its row would begin; vLLM 0.19.1 has this exit."""
-
-    def _choose_if_any(self, slot: int, num_computed: int, num_scheduled: int, step: Any) -> Any:
-        chosen = super()._choose_if_any(slot, num_computed, num_scheduled, step)
-        self._lacks_tokens = chosen is not None and chosen.num_tokens <= 0
-        return chosen
-
-    def _try_admit(self, slot: int, queue: Any, step: Any) -> Any:
-        self._lacks_tokens = False
-        is_admitted = super()._try_admit(slot, queue, step)
-        if not is_admitted and not self._lacks_tokens:
-            self.encoder.drop(self.table.requests[slot])
-        return is_admitted
-
-
-@PAGE.exhibit(
     "an item is freed again with each step that it is behind",
     "#55733",
     "P22 P9",
@@ -128,34 +106,3 @@ class ItemsOfVictimStay(Defect):
         chosen = step.encodings.pop(victim, None)
         if chosen is not None:
             step.encoder_budget += chosen.num_embeds
-
-
-@PAGE.exhibit(
-    "the embeddings of a victim's row stay charged",
-    "#23713",
-    "P9 P15",
-    invisible="efficiency: an item is made a step later",
-)
-class EmbeddingsOfVictimStayCharged(Defect):
-    """Whoever comes behind it in the step has less compute than there is."""
-
-    def _undo_encoding(self, encoder: Any, victim: int, step: Any) -> None:
-        chosen = step.encodings.get(victim)
-        charged = 0 if chosen is None else chosen.num_embeds
-        super()._undo_encoding(encoder, victim, step)
-        step.encoder_budget -= charged
-
-
-@PAGE.exhibit(
-    "the embeddings of a victim's row come back though another row has them made",
-    "#23713, rule",
-    "P9",
-    wrong_fix_of="embeddings-of-victim-stay-charged",
-)
-class EmbeddingsOfVictimComeBackWhole(Defect):
-    """More is encoded in the step than there is compute for."""
-
-    def _undo_encoding(self, encoder: Any, victim: int, step: Any) -> None:
-        chosen, budget = step.encodings.get(victim), step.encoder_budget
-        super()._undo_encoding(encoder, victim, step)
-        step.encoder_budget = budget + (0 if chosen is None else chosen.num_embeds)
