@@ -152,7 +152,7 @@ DEFECT_ROWS = {
 
 NO_WORLD = {
     *("loaded-give-way-alone", "late-report-kills", "load-eats-a-hit", "last-group-counts"),
-    *("all-pins-give-way", "preempted-turns-stay-warm"),
+    *("all-pins-give-way", "preempted-turns-stay-warm", "row-of-cold-victim-stays"),
 }
 """Planted defects that differ in no world of transfers or of pins within some thousand states; a
 run of the museum kills them."""
