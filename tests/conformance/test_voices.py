@@ -253,7 +253,7 @@ def a_row_gets_a_block_beyond_the_last() -> list[Finding]:
     return started().execute(Plan(1, cached=(cached("A", 5, 1, new_block_ids=((10,),)),)))
 
 
-@says("plan_names_real_blocks")
+@says("copy_names_real_blocks")
 def a_block_is_copied_to_one_beyond_the_last() -> list[Finding]:
     return started().execute(Plan(1, block_copies=(BlockCopy(1, 10),)))
 

@@ -127,8 +127,9 @@ def free_blocks(pool: Pool, block_table: Sequence[BlockId]) -> Pool:
         ref_counts[block_id] -= 1
         if ref_counts[block_id] == 0:
             released.append(block_id)
-    parts = (released, pool.free_queue) if pool.is_lifo else (pool.free_queue, released)
-    free_queue = (*parts[0], *parts[1])
+    free_queue = (*pool.free_queue, *released)
+    if pool.is_lifo:
+        free_queue = (*released, *pool.free_queue)
     return replace(pool, ref_counts=tuple(ref_counts), free_queue=free_queue)
 
 

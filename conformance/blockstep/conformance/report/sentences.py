@@ -241,6 +241,10 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
         "P1",
         ("Block ids in a plan are from 1 to `num_blocks` - 1; 0 is the null block, and nobody's."),
     ),
+    "copy_names_real_blocks": (
+        "P1",
+        "What a plan has copied are blocks from 1 to `num_blocks` - 1, to others of these.",
+    ),
     "written_block_is_in_one_place": (
         "P2",
         (

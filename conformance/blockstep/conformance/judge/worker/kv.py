@@ -170,7 +170,7 @@ class TaggedKV:
             source, target = copy.source, copy.destination
             if not (min(source, target) > 0 and max(source, target) < len(self._owners)):
                 what = f"block {source} is to be copied to block {target}"
-                self._complain("P1", "plan_names_real_blocks", what)
+                self._complain("P1", "copy_names_real_blocks", what)
                 continue
             self.kv[target] = [*self.kv[source]]
             self._owners[target] = self._owners[source]
