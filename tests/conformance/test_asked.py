@@ -35,6 +35,9 @@ def test_who_is_not_asked_has_nothing_to_say(monkeypatch: pytest.MonkeyPatch) ->
     for name in sorted(EXHIBITS)[::12]:
         options = CheckOptions(engine=MUSEUM + name, preset="small")
         wrong += run_episode(options, 1, load_engine(MUSEUM + name)).first is not None
+    for index in range(3):
+        options = CheckOptions(engine="host", preset="small", with_features=("forks",))
+        assert run_episode(options, index, load_engine("host")).first is None
     assert wrong
     assert spared.keys() >= SPARED
 

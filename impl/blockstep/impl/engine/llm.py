@@ -146,6 +146,8 @@ class LLM(Branches):
     def _begin_sampling(
         self, prompt: Prompt, params: SamplingParams, adapter: str | None
     ) -> Sampling:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params = {params!r}: must be SamplingParams")
         if params.n > 1:
             self.expect_forks(f"n = {params.n}")
         seeds = [None if params.seed is None else params.seed + i for i in range(params.n)]
