@@ -57,6 +57,7 @@ from blockstep.spec.vocabulary import (
     Request,
     RowTokens,
     Schedule,
+    Status,
     Submit,
 )
 
@@ -94,8 +95,10 @@ QUICK = (
     "free",
     "further",
     "held",
+    "filled",
 )
 """Worlds of a second at most."""
+FORKING = tuple(name for name, world in WORLDS.items() if world.forks and name not in QUICK)
 KINDS = (
     *(State, RequestState, Holding, Stand, Frame, FrameRow, Pool, Encoder, Entry),
     *(Transfers, Load, KVLoad, HeldBlocks, KVOffer, Pins, Pin),
@@ -179,7 +182,10 @@ def explore(*args: object) -> Result:
 
 @pytest.mark.parametrize(
     "name",
-    [*QUICK, *(pytest.param(name, marks=pytest.mark.soak) for name in ("marks", "reasoning"))],
+    [
+        *QUICK,
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("marks", "reasoning", *FORKING)),
+    ],
 )
 def test_counts_are_those_committed_and_every_property_holds(name: str) -> None:
     walked = walk(Task(WORLDS[name]))
@@ -204,7 +210,8 @@ def test_our_engines_agree_on_every_event_in_every_state(name: str, engine: str)
     [
         "rewritten",
         "copies",
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("states", "marks")),
+        "filled",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("states", "marks", *FORKING)),
     ],
 )
 def test_the_host_keeps_the_same_states(name: str) -> None:
@@ -331,7 +338,7 @@ def test_blocks_are_told_apart_by_what_they_carry_and_when_they_are_taken() -> N
 # --- what is judged
 
 
-@pytest.mark.parametrize("name", ["endings", "gap", "guesses", "pipeline"])
+@pytest.mark.parametrize("name", ["endings", "gap", "guesses", "pipeline", "left", "overtaken"])
 def test_the_ledger_of_a_state_is_what_a_run_would_have_kept(name: str) -> None:
     """As far as a state tells: what is checked here is what the properties rely on."""
     world = WORLDS[name]
@@ -359,6 +366,13 @@ def test_the_ledger_of_a_state_is_what_a_run_would_have_kept(name: str) -> None:
         } == {
             frame: [(row.request_id, row.drafts, row.samples) for row in rows]
             for frame, rows in ledger.frames.items()
+        }
+        assert {n: life.admitted_in >= 0 for n, life in read.lives.items()} == {
+            n: life.admitted_in >= 0 for n, life in ledger.lives.items()
+        }
+        waiting = [n for n, request in state.requests.items() if request.status is Status.WAITING]
+        assert {n: read.lives[n].is_branch for n in waiting} == {
+            n: ledger.lives[n].is_branch for n in waiting
         }
         assert read.promised == ledger.promised
         assert read.ended == ledger.ended

@@ -19,7 +19,7 @@ from typing import TypeAlias
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.explore.shard import Task
 from blockstep.conformance.explore.walk import PathStep, Walked
-from blockstep.conformance.explore.world import Counts, World
+from blockstep.conformance.explore.world import Counts, World, get_forks
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.runs import get_start
 from blockstep.conformance.protocol.features import get_missing
@@ -101,7 +101,7 @@ def _play(
 
 def _list_deeds(world: World, run: LockStep, walked: Walked) -> Iterator[Deed]:
     """What may be done now, always in the same order."""
-    for event in world.signals:
+    for event in (*world.signals, *_list_forks(world, run)):
         assert not isinstance(event, v.Drafts | v.Commit), "a signal is an action as it stands"
         action = run.fit(event)
         if get_missing(action, run.lacking) is not None:
@@ -114,6 +114,14 @@ def _list_deeds(world: World, run: LockStep, walked: Walked) -> Iterator[Deed]:
         yield Propose(((1, 1),))
     if run.plans:
         yield from _list_answers(world, run)
+
+
+def _list_forks(world: World, run: LockStep) -> Iterator[v.Fork]:
+    """Each branch of who is unfinished, as one who is not."""
+    if world.forks:
+        said = {name: run.said.get(name, ()) for name in run.live}
+        forks = get_forks(world, said)
+        yield from (fork for fork in forks if fork.request_id in said and fork.child_id not in said)
 
 
 def _list_answers(world: World, run: LockStep) -> Iterator[v.Commit]:

@@ -46,6 +46,7 @@ OF_THE_PAST = frozenset(
         "row_of_an_ended_request_ignored",
         "commit_for_aborted",
         "stale_tokens_delivered",
+        "forks_branch_preempted",
     }
 )
 """Witnesses that no single step can tell: they depend on what happened long before."""
@@ -80,6 +81,10 @@ def get_ledger(state: State) -> Ledger:
         life.drafts = request.spec_token_ids
         life.num_cached_tokens = request.num_cached_tokens
         life.grammar_ready = request.grammar_ready
+        has_begun = request.status in (v.Status.RUNNING, v.Status.PREEMPTED)
+        life.admitted_in = 0 if has_begun else -1
+        is_new = request.status is v.Status.WAITING and not request.request.resumable
+        life.is_branch = is_new and request.num_cached_tokens >= 0
         if request.request.grammar is not None:
             ledger.has_grammars = True
             life.automaton = Automaton(state.config, request.request)

@@ -7,7 +7,7 @@ but there are finitely many states.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product, repeat
@@ -58,6 +58,8 @@ class World:
     it, tick by tick, and goes back."""
     updates: tuple[v.Request, ...] = ()
     """What sessions may go on with, or end by."""
+    forks: bool = False
+    """Whether anybody may go on as another one who is alike but for the id."""
     expected: Counts | None = None
     """What a complete walk must count; a change of the specification shows up here."""
 
@@ -69,9 +71,18 @@ class World:
         """
         if self.config.policy is v.Policy.PRIORITY or self.updates:
             return {request.request_id: rank for rank, request in enumerate(self.requests)}
-        models = {r.request_id: replace(r, request_id="") for r in self.requests}
-        distinct = list(dict.fromkeys(models.values()))
-        return {request_id: distinct.index(model) for request_id, model in models.items()}
+        distinct = list(dict.fromkeys(self._models.values()))
+        return {request_id: distinct.index(model) for request_id, model in self._models.items()}
+
+    @cached_property
+    def _models(self) -> dict[v.RequestId, v.Request]:
+        """Each request but for its id."""
+        return {r.request_id: replace(r, request_id="") for r in self.requests}
+
+    def list_alike(self, name: v.RequestId) -> list[v.RequestId]:
+        """The others that are alike but for their ids: those as which it may go on."""
+        mine = self._models[name]
+        return [other for other, model in self._models.items() if model == mine and other != name]
 
     @cached_property
     def free_tokens(self) -> frozenset[v.TokenId]:
@@ -159,6 +170,9 @@ def get_events(world: World, state: State) -> Iterator[v.Event]:
         for request_id in state.requests:
             for tokens in world.proposals:
                 yield v.Drafts((v.RowTokens(request_id, tokens),))
+    if world.forks:
+        said = {name: request.output_token_ids for name, request in state.requests.items()}
+        yield from get_forks(world, said)
     if any(request.grammar is not None for request in world.requests):
         for frame in state.frames:
             yield from get_masks(world, frame)
@@ -173,6 +187,20 @@ def get_events(world: World, state: State) -> Iterator[v.Event]:
         yield from get_failed_answers(world, state)
         yield from get_wrong_answers(state)
     yield v.Commit(state.next_frame_id, ())
+
+
+def get_forks(world: World, said: Mapping[v.RequestId, v.TokenIds]) -> Iterator[v.Fork]:
+    """Each branch of anybody unfinished: behind each of its outputs, or with another token there.
+
+    `said`: the outputs of who is unfinished. Of an id in use there is one, which must be refused.
+    """
+    for name, outputs in said.items():
+        kept = [outputs[:count] for count in range(len(outputs) + 1)]
+        others = [(*head, token) for head in kept for token in world.vocabulary]
+        for child_id in world.list_alike(name):
+            for told in ((),) if child_id in said else dict.fromkeys((*kept, *others)):
+                yield v.Fork(name, child_id, told)
+    yield v.Fork("nobody", world.requests[0].request_id)
 
 
 def get_masks(world: World, frame: Frame) -> Iterator[v.GrammarBitmask]:

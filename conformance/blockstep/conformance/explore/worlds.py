@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from blockstep.conformance.explore.forked import FORKED
 from blockstep.conformance.explore.world import Counts, World
 from blockstep.spec import vocabulary as v
 
@@ -383,6 +384,7 @@ _TABLE = (
         v.Config(8, 1, 2, 4, 4, **_COMPUTED, **_UNRESERVED, groups=(_FULL, _WINDOW)),
         (_a(3, 1), _b(1, 2)), kv_offers=(_offer("A", 2), _offer("A", 2, is_async=True)),
         expected=Counts(810, 5_725, 2_893, 18)),
+    *FORKED,
     World("tokens", "FCFS with caching: three tokens to sample, two of them alike, both resets",
         v.Config(5, 2, 3, 3, 6), (_a(3, 3), _b(2, 3)),
         vocabulary=(0, 1, 2), aborts=True, resets=_BOTH,
