@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from dataclasses import dataclass as wide_dataclass
     from dataclasses import replace
 else:
-    from dataclasses import dataclass
+    from dataclasses import dataclass, fields
     from dataclasses import replace as replace_narrow
     from functools import partial, wraps
 
@@ -19,8 +19,9 @@ else:
 
         The constructor of a frozen dataclass has `object` set each field, which is slow. Here a
         value is of another class while its fields are set, with the same slots and not frozen. A
-        type checker is shown the other, which it knows. Not for fields that have a factory.
-        Source: architecture D2.
+        type checker is shown the other, which it knows. Two values are compared as tuples of their
+        fields are, but without such tuples, which takes two thirds of the time. Not for fields that
+        have a factory. Source: architecture D2.
         """
         return partial(_make_wide_class, frozen=frozen, slots=slots)
 
@@ -33,6 +34,10 @@ else:
             "make": object.__new__,
             "set_class": object.__dict__["__class__"].__set__,
         }
+        compared = [field.name for field in fields(value_class) if field.compare]
+        same = [
+            f"(self.{name} is other.{name} or self.{name} == other.{name})" for name in compared
+        ]
         lines = [
             f"def __init__(self, {', '.join(names)}):",
             "    set_class(self, open_class)",
@@ -42,11 +47,16 @@ else:
             "    copy = make(open_class)",
             *[f"    copy.{name} = self.{name}" for name in names],
             "    return copy",
+            "def __eq__(self, other):",
+            "    if other.__class__ is not self.__class__:",
+            "        return NotImplemented",
+            f"    return {' and '.join(same)}",
         ]
         exec("\n".join(lines), known)  # noqa: S102 of names of fields, as `dataclass` does
         init = known["__init__"]
         init.__defaults__ = value_class.__init__.__defaults__
         value_class.__init__ = wraps(value_class.__init__)(init)
+        value_class.__eq__ = wraps(value_class.__eq__)(known["__eq__"])
         value_class._copy_open = known["_copy_open"]
         return value_class
 

@@ -69,7 +69,8 @@ class Client:
             case v.Commit(frame_id=frame_id, sampled=sampled), v.Outputs(rows=rows):
                 self.last_commit = event
                 self.plans = [plan for plan in self.plans if plan.frame_id != frame_id]
-                self.dropped = {row for row in self.dropped if row[0] != frame_id}
+                if self.dropped:
+                    self.dropped = {row for row in self.dropped if row[0] != frame_id}
                 self.sampled = tuple(row.request_id for row in sampled if row.token_ids)
                 for row in rows:
                     if row.request_id in self.live:  # whoever has ended may come again

@@ -149,14 +149,15 @@ class LockStep(Runner):
     def _perform(self, action: Action) -> list[Finding]:
         if isinstance(action, Drain):
             return self._drain()
-        missing, event = get_missing(action, self.lacking), None
+        lacking, event = self.lacking, None
+        missing = get_missing(action, lacking) if lacking else None
         if isinstance(action, Answer) and self._owes_a_mask():
             findings = self.apply(ask_mask(self.worker, self.plans[0]))
             if findings:
                 return findings
         if missing is None:
             event = self.resolve(action)
-            missing = None if event is None else get_missing(event, self.lacking)
+            missing = get_missing(event, lacking) if lacking and event is not None else None
         if missing is not None:
             self.skip(missing)
         elif event is not None:
@@ -252,7 +253,8 @@ class LockStep(Runner):
             self.spec_before = None
             step = Step(self.config, self.num_events, told, seen, self.before, after)
             findings = [*self._check_step(step), *diverged]
-        findings = self.excuses.take(self._unexplained(findings), told, expected, seen)
+        if findings:
+            findings = self.excuses.take(self._unexplained(findings), told, expected, seen)
         if step is not None:
             if not findings:  # what a quirk does was reached as well
                 witnesses = self.witnesses

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from blockstep.conformance.engine import Engine
 from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind, tell_error
 from blockstep.conformance.protocol.typed import find_ill_typed
 from blockstep.spec import vocabulary as v
+from blockstep.spec.copies import wide_dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class Exchange:
     """One event and both answers to it."""
 

@@ -40,6 +40,8 @@ class Runner(Client):
     def resolve(self, action: Action) -> v.Event | None:
         """The event that an action comes to now; None when it comes to nothing."""
         match action:
+            case v.Schedule() | v.Submit():
+                return action
             case Answer(report=report):
                 if not self.plans:
                     return None

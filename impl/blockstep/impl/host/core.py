@@ -123,13 +123,13 @@ class Core:
     def stats(self) -> Stats:
         """The counters since the start (P21)."""
         return Stats(
-            prefix_cache_queries=self.prefix_cache_queries,
-            prefix_cache_hits=self.prefix_cache_hits,
-            preemptions=self.preemptions,
-            drafts_scheduled=self.drafts_scheduled,
-            drafts_accepted=self.drafts_accepted,
-            external_prefix_cache_queries=0 if self.transfers is None else self.transfers.queries,
-            external_prefix_cache_hits=0 if self.transfers is None else self.transfers.hits,
+            self.prefix_cache_queries,
+            self.prefix_cache_hits,
+            self.preemptions,
+            self.drafts_scheduled,
+            self.drafts_accepted,
+            0 if self.transfers is None else self.transfers.queries,
+            0 if self.transfers is None else self.transfers.hits,
         )
 
     def is_in_flight(self, request_id: RequestId) -> bool:

@@ -200,9 +200,10 @@ def find_absent(step: Step) -> tuple[str, ...]:
     if not isinstance(step.observation, v.Plan):
         return ()
     try:
-        return tuple([name for name in _SPOKEN_OF if not getattr(step, name)])
+        found = (step.rows, step.admitted_rows, step.askers, step.preempted)
     except Exception:
         return ()  # it makes no sense, as each of them will say
+    return tuple([name for name, it in zip(_SPOKEN_OF, found, strict=True) if not it])
 
 
 def check_step(

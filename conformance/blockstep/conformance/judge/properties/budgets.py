@@ -128,14 +128,18 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
         # All others are, once a row that samples is dispatched.
         least = most if owed and request.status is v.Status.RUNNING else 0
         filled = min(computed, known)
-        if has_lost_all(config, request):  # its hit is settled until it is given back
+        if config.groups and has_lost_all(
+            config, request
+        ):  # its hit is settled until it is given back
             load = ledger.store.parked.get(request.request_id)
             filled = 0 if load is None else load.num_computed_tokens
         tables, nums_settled, is_held = request.block_tables, request.num_cached_blocks, True
+        due = computed
         for group, size in enumerate(sizes):
-            due = computed
-            if has_across and is_across(step.groups[group]):
-                due = count_across(config, life.request) if computed else 0
+            if has_across:
+                due = computed
+                if is_across(step.groups[group]):
+                    due = count_across(config, life.request) if computed else 0
             if len(tables[group]) * size < due or not (0 <= nums_settled[group] <= filled // size):
                 is_held = False
         if (
@@ -155,11 +159,13 @@ def only_running_requests_hold_anything(step: Step, ledger: Ledger) -> Complaint
     """Who waits has no block, no computed token and no draft; a session no draft."""
     no_tables, nothing_settled = nothing_held(step)
     for request in step.after.requests:
+        if request.status is v.Status.RUNNING:
+            continue
         if keeps_blocks(request) and not request.spec_token_ids:
             life = ledger.lives.get(request.request_id)
             if life is None or life.is_branch or request.prompt_token_ids or is_parked(request):
                 continue  # it may hold what it keeps, what it shares, or what is loaded
-        if request.status is not v.Status.RUNNING and (
+        if (
             request.block_tables != no_tables
             or request.num_computed_tokens
             or request.num_cached_blocks != nothing_settled

@@ -51,12 +51,15 @@ def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> Complaints
     if len(names) != len(after.requests) or set(names) != step.new.keys():
         what = "queues and unfinished requests differ"
         return [unequal(what, "queues", sorted(step.new), sorted(names))]
-    running = set(after.running)
+    running, skipped, runs = set(after.running), after.skipped_waiting, v.Status.RUNNING
     return [
         Complaint(f"{name!r} is {request.status} and in the wrong queue")
         for name, request in step.new.items()
-        if (request.status is v.Status.RUNNING) is not (name in running)
-        or (request.status in _PASSED_OVER and name not in after.skipped_waiting)
+        if (
+            name not in running
+            if request.status is runs
+            else name in running or (request.status in _PASSED_OVER and name not in skipped)
+        )
     ]
 
 

@@ -41,9 +41,9 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
     after, num_blocks = step.after, step.config.num_blocks
     least = v.NULL_BLOCK if step.config.groups else 1
     holders = [0] * num_blocks
-    held = () if after.transfers is None else after.transfers.held
-    holding: tuple[v.RequestSnapshot | v.HeldBlocks, ...] = (*after.requests, *held)
-    tables = [(it.request_id, it.block_tables) for it in holding]
+    tables = [(it.request_id, it.block_tables) for it in after.requests]
+    if after.transfers is not None:
+        tables += [(it.request_id, it.block_tables) for it in after.transfers.held]
     if after.pins is not None:
         tables += [(f"job {pin.job_id}", pin.block_tables) for pin in after.pins.pins]
     for name, block_tables in tables:
@@ -114,7 +114,9 @@ def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapsh
         sizes = [0 if is_across(group) else group.block_size for group in step.config.groups]
     for request in step.after.requests:
         tables, life = request.block_tables, ledger.lives.get(request.request_id)
-        if life is None or not any(tables) or has_lost_all(step.config, request):
+        if life is None or not any(tables):
+            continue
+        if step.config.groups and has_lost_all(step.config, request):
             continue
         known = (len(request.prompt_token_ids) or life.num_prompt) + len(request.output_token_ids)
         filled = min(request.num_computed_tokens, known)

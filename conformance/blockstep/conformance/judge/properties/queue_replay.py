@@ -73,8 +73,11 @@ def in_waiting_order(ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
 
     CONTINUUM has the preempted first, then those of jobs with a pin.
     """
-    names, warm = [*snapshot.waiting], list_pinned(snapshot)
-    if ledger.config.policy is v.Policy.CONTINUUM and warm:
+    names = [*snapshot.waiting]
+    if ledger.config.policy is not v.Policy.CONTINUUM:
+        return names
+    warm = list_pinned(snapshot)
+    if warm:
         returning = {
             request.request_id
             for request in snapshot.requests
@@ -313,14 +316,17 @@ def replay_schedule(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) 
     A running request first gives back what it attends to no more. Who then lacks blocks has others
     preempted until there are enough, or until it is preempted itself.
     """
-    queue, holders = begin_plan(step)
-    replay = QueueReplay(queue)
-    if victims or step.config.groups:
-        _replay_running(replay, step, ledger, victims, holders)
+    is_plain = not (victims or step.config.groups)
+    if is_plain and step.before.pins is None:  # nobody gives anything back
+        replay = QueueReplay(list(step.before.free_queue))
     else:
-        for row in step.running_rows:
-            if row.gained or row.hits:
-                _replay_row(replay, row)
+        queue, holders = begin_plan(step)
+        replay = QueueReplay(queue)
+        if not is_plain:
+            _replay_running(replay, step, ledger, victims, holders)
+    for row in step.running_rows if is_plain else ():
+        if row.gained or row.hits:
+            _replay_row(replay, row)
     for row in list_takers(step, ledger):
         _replay_row(replay, row)
     return replay

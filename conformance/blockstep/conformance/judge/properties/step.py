@@ -43,9 +43,10 @@ def is_parked(request: v.RequestSnapshot) -> bool:
 def keeps_blocks(request: v.RequestSnapshot) -> bool:
     """Whether a request that does not run may hold blocks: a session, one that is parked, or a
     branch that has not run yet."""
-    if request.prompt_token_ids or is_parked(request):
+    status = request.status
+    if request.prompt_token_ids or status is v.Status.WAITING_FOR_REMOTE_KVS:
         return True
-    return request.status is v.Status.WAITING and any(request.block_tables)
+    return status is v.Status.WAITING and any(request.block_tables)
 
 
 class RowKind(StrEnum):
@@ -320,11 +321,13 @@ class Step:
         Where nobody ran, one may have given them to who was admitted or parked before it, and hit
         them again.
         """
-        kept = [row for row in self.admitted_rows if row.kind is RowKind.CONTINUED]
-        if self.giving or self.given_pins or (kept and self.config.groups):
+        if self.giving or self.given_pins:
             return True
+        kept = [row for row in self.admitted_rows if row.kind is RowKind.CONTINUED]
+        if not kept:
+            return False
         is_first = kept == self.admitted_rows[:1] and not self.parked
-        return bool(kept) and not self.running_rows and not is_first
+        return bool(self.config.groups) or not (self.running_rows or is_first)
 
     def _row(self, row: v.NewRow | v.CachedRow, kind: RowKind) -> PlannedRow:
         tables = row.block_ids if isinstance(row, v.NewRow) else row.new_block_ids
