@@ -2,12 +2,15 @@
 
 Two accesses of one place, one of them a store, with exactly one barrier between them: without that
 barrier they would be a finding of `Watched`. A barrier without such a pair may go, or was not put
-to the test. `python -m benchmarks.barriers` plays drawn programs and lists every barrier.
+to the test. `python -m benchmarks.barriers` plays drawn programs, with many lanes and with two,
+loops without a host, and what is rare in both; it lists every barrier, and exits with 1 if one of
+them orders nothing alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import re
 import sys
 from collections import Counter
@@ -16,14 +19,25 @@ from typing import Any
 
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.options import CheckOptions
+from blockstep.impl.device import layout
 from blockstep.impl.device.engine import DeviceEngine
 from blockstep.impl.device.launch import Numpied, list_files
 from blockstep.kernels.numpied import Watched, memory
-from blockstep.spec.vocabulary import Config
+from blockstep.spec.vocabulary import (
+    Abort,
+    Commit,
+    Config,
+    Policy,
+    Request,
+    RowTokens,
+    Schedule,
+    SpecMethod,
+    Submit,
+)
 
 OWN = (__file__, memory.__file__)
 EVENTS = 500
-"""Of a run; presets take turns."""
+"""Of a run; presets and lanes take turns."""
 WATCHING: list[Numpied] = []
 """Who runs the kernels of the engine under check."""
 
@@ -31,6 +45,11 @@ WATCHING: list[Numpied] = []
 def make_watched(config: Config) -> DeviceEngine:
     """The engine that is under check."""
     return DeviceEngine(config, WATCHING[-1])
+
+
+def make_narrow(config: Config) -> DeviceEngine:
+    """The same with two lanes, so that every loop goes round."""
+    return DeviceEngine(config, WATCHING[-1], lanes=2)
 
 
 class Separating(Watched):
@@ -60,18 +79,18 @@ class Separating(Watched):
         self.first, self.cut, self.last = self.cut, end, _find_barrier()
         self.passed[self.last] += 1
 
-    def _compare(self, kind: str, before: Any, now: int, vector: Any, *, in_place: bool) -> None:
+    def _compare(self, kind: str, before: Any, now: int, same: tuple[Any] | None) -> None:
         crossing = before[(before >= self.first) & (before < self.cut)]
         if crossing.size and self.last and self.last not in self.needed:
             for number in {int(one) for one in crossing.ravel()}:
-                if not (in_place and self.vectors[number - self.first] == vector):
+                if same is None or self.vectors[number - self.first] != same[0]:
                     old, new = self.lines[number - self.first], self.lines[now - self.first]
                     self.needed[self.last] = f"{kind} {old} -> {new}"
-        super()._compare(kind, before[before >= self.cut], now, vector, in_place=in_place)
+        super()._compare(kind, before[before >= self.cut], now, same)
 
 
 def _find_barrier() -> str:
-    """The barrier that is met, as `function:line`."""
+    """The barrier that is met, as `file function:line`."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename in OWN and frame.f_back is not None:
         frame = frame.f_back
@@ -91,21 +110,102 @@ def list_barriers() -> list[str]:
     return found
 
 
-def main() -> None:
-    """Play, and print each barrier with what it orders alone."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--events", type=int, default=2_000)
-    num_events = parser.parse_args().events
+def play_loop(seed: int) -> None:
+    """A loop without a host, in which requests hit, are preempted and end."""
+    draw = random.Random(seed)  # noqa: S311
+    config = Config(
+        num_blocks=draw.choice((8, 20)), block_size=2, max_num_batched_tokens=8,
+        max_frames_in_flight=1 + seed % 3, policy=draw.choice((Policy.FCFS, Policy.PRIORITY)),
+    )  # fmt: skip
+    engine = DeviceEngine(config, WATCHING[-1], lanes=draw.choice((2, 16)))
+    inbox = engine.inbox
+    control = inbox.state.control
+    control[layout.BUDGET], control[layout.ADMITS] = config.max_num_batched_tokens, 1
+    control[layout.PREVIOUS_ID] = layout.NONE
+    for step in range(60):
+        inbox.reserve_nodes(config.max_num_seqs, config.max_num_seqs)
+        if step % 2 == 0 and step < 24:
+            prompt = tuple(draw.choices(range(2), k=draw.randint(1, 5)))
+            engine.apply(Submit(Request(f"{step}", prompt, max_tokens=6)))
+        s = inbox.state
+        place = int(s.control[layout.COMMIT_PLACE])
+        s.answer_counts[:] = s.plans[place, layout.ROW_SAMPLES]
+        s.answer_tokens[:, 0] = 1
+        inbox.launch("loop_kernel")
+        for slot in [slot for slot in inbox.requests if inbox.state.birth[slot] == 0]:
+            inbox.remove(slot)
+
+
+def serve(engine: DeviceEngine, *requests: Request) -> None:
+    """One request after the other; every draft is right."""
+    for request in requests:
+        engine.apply(Submit(request))
+        while engine.inbox.slot_of:
+            engine.apply(Schedule())
+            is_empty = int(engine.inbox.state.num_rows[0]) == 0
+            if len(engine.frames) == engine.inbox.dims.frames or (engine.frames and is_empty):
+                frame_id, frame = next(iter(engine.frames.items()))
+                told = (
+                    (name, () if x is None else (7, *[7] * len(x)))
+                    for name, x in frame.rows.items()
+                )
+                engine.apply(Commit(frame_id, tuple(RowTokens(*row) for row in told)))
+
+
+def play_rare() -> None:
+    """What draws seldom come to."""
+    # Hits out of the middle of the free queue, until its holes are closed.
+    config = Config(num_blocks=16, block_size=2, max_num_batched_tokens=16, max_model_len=12)
+    engine = DeviceEngine(config, WATCHING[-1], lanes=2)
+    serve(engine, *[Request(f"{number}", (1,) * 9, max_tokens=1) for number in range(12)])
+    # A needed node continues one that no block carries and no request has; its parent likewise.
+    engine = DeviceEngine(config, WATCHING[-1], lanes=2)
+    serve(engine, Request("a", (1,) * 9, max_tokens=1))
+    engine.inbox.state.node[[2, 3]] = layout.NONE
+    WATCHING[-1]("sweep_kernel", engine.inbox.state, engine.inbox.dims)
+    # Two commands of one launch for one request.
+    engine = DeviceEngine(Config(num_blocks=9, policy=Policy.PRIORITY), WATCHING[-1])
+    engine.apply(Submit(Request("a", (1,))))
+    engine.apply(Abort(("a",)))
+    engine.inbox.launch("commands_kernel")
+    # Outputs that are known contents, and are published when they are verified.
+    config = Config(
+        num_blocks=20, block_size=2, async_scheduling=True, max_frames_in_flight=2,
+        spec_method=SpecMethod.NGRAM, num_speculative_tokens=1,
+    )  # fmt: skip
+    engine = DeviceEngine(config, WATCHING[-1])
+    serve(engine, *[Request(name, (1, 7), max_tokens=9) for name in "ab"])
+
+
+def play_drawn(run: int) -> None:
+    """A drawn program, held to the specification."""
+    make = ("make_watched", "make_narrow")[run // 2 % 2]
+    preset = ("tiny", "small")[run % 2]
+    options = CheckOptions(f"{__name__}:{make}", preset=preset, seed=run // 2, max_events=EVENTS)
+    first = check(options, shrinks=False).first
+    if first is not None:
+        raise RuntimeError(first)
+
+
+def separate(num_events: int) -> Separating:
+    """What each barrier orders, in so many drawn events and a loop for every run of them."""
     watched = Separating()
     WATCHING.append(Numpied(watched))
     for run in range(-(-num_events // EVENTS)):
-        play = CheckOptions(
-            f"{__name__}:make_watched", preset=("tiny", "small")[run % 2], seed=run // 2,
-            max_events=EVENTS,
-        )  # fmt: skip
-        first = check(play, shrinks=False).first
-        if first is not None or watched.findings:
-            raise RuntimeError(f"{first} {watched.findings}")
+        play_drawn(run)
+        play_loop(run)
+    play_rare()
+    if watched.findings:
+        raise RuntimeError(watched.findings)
+    return watched
+
+
+def main() -> int:
+    """Play, and print each barrier with what it orders alone."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--events", type=int, default=6_000)
+    num_events = parser.parse_args().events
+    watched = separate(num_events)
     counts: Counter[str] = Counter()
     for barrier in list_barriers():
         verdict = "met" if watched.passed[barrier] else "not met"
@@ -113,7 +213,8 @@ def main() -> None:
         counts[verdict] += 1
         print(f"{barrier}: {verdict} {watched.needed.get(barrier, '')}".rstrip())
     print(f"{sum(counts.values())} barriers in {num_events} events: {dict(counts)}")
+    return int(counts["alone"] < counts.total())
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

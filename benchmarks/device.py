@@ -60,9 +60,9 @@ class Counting(Memory):
         self.counts[f"{kind}s"] += 1
         self.counts[f"bytes {kind}d" if kind == "store" else "bytes loaded"] += sectors * SECTOR
 
-    def _read(self, array: Any, offset: Any, _vector: Any = None) -> Any:
+    def _read(self, array: Any, offset: Any) -> Any:
         self._count("load", array, offset)
-        return super()._read(array, offset, _vector)
+        return super()._read(array, offset)
 
     def _read_one(self, array: Any, offset: Any) -> Any:
         self._count("load", array, offset)

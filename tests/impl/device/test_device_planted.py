@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from benchmarks.barriers import Separating, list_barriers
+from benchmarks.barriers import Separating, list_barriers, separate
 
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.options import CheckOptions
@@ -197,6 +197,12 @@ def test_what_a_barrier_orders_alone_is_a_finding_without_it() -> None:
         watched = Watched()
         play_some(launch.Numpied(watched, {module: "\n".join(lines)}))
         assert pair in watched.findings, barrier
+
+
+@pytest.mark.soak
+def test_every_barrier_orders_something_alone() -> None:
+    """So none may go. `separate` raises if anything lacks an order with all of them."""
+    assert set(separate(4_000).needed) == set(list_barriers())
 
 
 @pytest.mark.parametrize(("module", "old", "finding"), UNORDERED.values(), ids=UNORDERED.keys())

@@ -48,20 +48,18 @@ def take_commands(s, d: tl.constexpr):
         argument = tl.load(s.commands + first + 3)
         if opcode == SUBMIT:
             submit(s, slot, birth, d)
-        if opcode == RESET:
+        elif opcode == RESET:
             reset(s, argument, d)
-        else:
-            if tl.load(s.birth + slot) == birth:
-                if opcode == ABORT:
-                    end(s, slot, d)
-                if opcode == GRAMMAR:
-                    tl.store(s.grammar_ready + slot, 1)
-                if opcode == DRAFT:
-                    take_drafts(s, slot, argument, d)
-                tl.debug_barrier()
+        elif tl.load(s.birth + slot) == birth:
+            if opcode == ABORT:
+                end(s, slot, d)
+            if opcode == GRAMMAR:
+                tl.store(s.grammar_ready + slot, 1)
+            if opcode == DRAFT:
+                take_drafts(s, slot, argument, d)
+        tl.debug_barrier()
         at += 1
     tl.store(s.command_at, at)
-    tl.debug_barrier()
 
 
 @triton.jit
@@ -93,7 +91,6 @@ def submit(s, slot, birth, d: tl.constexpr):
     tl.store(s.preempted + slot, 0)
     tl.store(s.grammar_ready + slot, 0)
     tl.store(s.step_tokens + slot, 0)
-    tl.debug_barrier()
     if d.has_cache:
         extend_path(s, slot, 0, prompt, d)
     append(s, slot, tl.where(has_grammar > 0, SKIPPED, WAITING), d)
@@ -113,7 +110,6 @@ def take_drafts(s, slot, count, d: tl.constexpr):
             at += d.lanes
         tl.store(s.num_drafts + slot, count)
     tl.store(s.taken + slot, fits.to(tl.int32))
-    tl.debug_barrier()
 
 
 @triton.jit
@@ -122,9 +118,7 @@ def reset(s, preempts, d: tl.constexpr):
     if preempts > 0:
         running = tl.load(s.num_running)
         while running > 0:
-            slot = tl.load(s.run + (running - 1))
-            tl.debug_barrier()
-            preempt(s, slot, d)
+            preempt(s, tl.load(s.run + (running - 1)), d)
             running -= 1
     is_possible = (preempts > 0) | (tl.load(s.num_free) == d.num_blocks - 1)
     if is_possible:
@@ -136,4 +130,3 @@ def reset(s, preempts, d: tl.constexpr):
         tl.debug_barrier()
         withdraw_listed(s, d.num_blocks, d)
     tl.store(s.reset_done, is_possible.to(tl.int32))
-    tl.debug_barrier()

@@ -89,7 +89,6 @@ def extend_path(s, slot, first, known, d: tl.constexpr):
         tl.store(s.paths + slot * d.table + index, before)
         index += 1
         left -= 1
-    tl.debug_barrier()
 
 
 @triton.jit
@@ -126,7 +125,6 @@ def extend_listed(s, count, d: tl.constexpr):
                 one = tl.load(s.scratch + each)
                 extend_path(s, one, tl.load(s.step_first + one), tl.load(s.known + one), d)
                 each += 1
-        tl.debug_barrier()
         at += d.chunk
 
 

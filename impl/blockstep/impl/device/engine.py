@@ -38,14 +38,17 @@ class DeviceEngine(Doors[Frame]):
     Args:
         config: the constants of the run.
         launch: how kernels are run; by default their source is run by numpy.
+        lanes: a power of two; see `layout.Dims`.
 
     Raises:
         ConfigError: `list_config_problems` has something against the config.
     """
 
-    def __init__(self, config: Config, launch: Launch | None = None) -> None:
+    def __init__(
+        self, config: Config, launch: Launch | None = None, lanes: int = layout.LANES
+    ) -> None:
         super().__init__(config, DEVICE)
-        self.inbox = Inbox(config, launch or get_numpied())
+        self.inbox = Inbox(config, launch or get_numpied(), lanes)
         self.previous_names: tuple[RequestId, ...] = ()
         """Of the rows of the last plan."""
 

@@ -18,9 +18,9 @@ _COLUMNS: Final = layout.INBOX_COLUMNS
 class Inbox:
     """Gives each unfinished request a slot, and sees to it that no tensor is too short."""
 
-    def __init__(self, config: Config, launch: Launch) -> None:
+    def __init__(self, config: Config, launch: Launch, lanes: int = layout.LANES) -> None:
         self.config = config
-        self.dims = layout.make_dims(config)
+        self.dims = layout.make_dims(config, lanes=lanes)
         check_reach(self.dims)
         self.state = layout.make_state(self.dims)
         self.slot_of: dict[RequestId, int] = {}
@@ -115,9 +115,10 @@ class Inbox:
     def _grow(self, stops: int, num_nodes: int = 0) -> None:
         """Longer tensors; the device must have taken all commands."""
         self.launch("commands_kernel")
-        slots = 2 * self.dims.slots if self._is_full() else self.dims.slots
-        dims = layout.make_dims(self.config, slots, stops, nodes=max(num_nodes, self.dims.nodes))
-        self.state, self.dims = grow(self.state, self.dims, dims), dims
+        d = self.dims
+        slots = 2 * d.slots if self._is_full() else d.slots
+        dims = layout.make_dims(self.config, slots, stops, d.lanes, max(num_nodes, d.nodes))
+        self.state, self.dims = grow(self.state, d, dims), dims
 
     def _row_of(self, request: Request) -> list[int]:
         """What is known of a new request, by column of `inbox`."""

@@ -56,4 +56,3 @@ def write_inputs(s, d: tl.constexpr):
             done += d.lanes
         longer = longer & (row > at)
         left -= 1
-    tl.debug_barrier()

@@ -24,6 +24,8 @@ NONE: Final = -1
 """No node, no block."""
 FAR: Final = 1 << 62
 """The key of who does not wait: after all others."""
+LANES: Final = 16
+"""Slots, blocks or tokens that are looked at together where nobody says: enough for a CPU."""
 
 # Statuses.
 IS_WAITING: Final = 0
@@ -347,7 +349,7 @@ _FILLED: Final = {
 
 
 def make_dims(
-    config: Config, slots: int = 16, stops: int = 4, lanes: int = 16, nodes: int = 0
+    config: Config, slots: int = 16, stops: int = 4, lanes: int = LANES, nodes: int = 0
 ) -> Dims:
     """The constants for a config, with room for so many unfinished requests and nodes."""
     size = config.block_size

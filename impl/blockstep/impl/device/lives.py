@@ -31,7 +31,6 @@ def append(s, slot, queue, d: tl.constexpr):
         key = tl.cast(queue, tl.int64) * QUEUE_SPAN + QUEUE_SPAN // 2 + place
     tl.store(s.key + slot, key)
     tl.store(s.queue + slot, queue)
-    tl.debug_barrier()
 
 
 @triton.jit
@@ -46,7 +45,6 @@ def prepend(s, slot, queue, d: tl.constexpr):
         key = tl.cast(queue, tl.int64) * QUEUE_SPAN + QUEUE_SPAN // 2 + place
     tl.store(s.key + slot, key)
     tl.store(s.queue + slot, queue)
-    tl.debug_barrier()
 
 
 @triton.jit
@@ -67,7 +65,6 @@ def leave_running(s, slot, d: tl.constexpr):
     stays = ((position < count) & (other != slot)).to(tl.int32)
     tl.store(s.run + (tl.cumsum(stays, 0) - stays), other, mask=stays > 0)
     tl.store(s.num_running, tl.sum(stays, 0))
-    tl.debug_barrier()
 
 
 @triton.jit
@@ -112,4 +109,3 @@ def end(s, slot, d: tl.constexpr):
     else:
         leave_queue(s, slot)
     tl.store(s.birth + slot, 0)
-    tl.debug_barrier()

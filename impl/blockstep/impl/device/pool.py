@@ -3,8 +3,9 @@
 The free queue is a ring of block ids between two places that count on and on. A block that is hit
 leaves a hole in it, so its order stays without a list being walked.
 
-Each function here and in the modules beside it starts after a barrier and ends with one. Inside, a
-barrier stands between a load and a store to the same place: warps go at their own speed.
+Warps go at their own speed, so a barrier stands between two accesses of one place, one of them a
+store, here and in the modules beside it. Where a function does not end with one, its caller's next
+barrier is what orders it. `benchmarks/barriers.py` shows for each barrier what it orders alone.
 """
 
 from __future__ import annotations
@@ -22,10 +23,9 @@ def close_holes(s, d: tl.constexpr):
     """Move free blocks together, so that the ring has room for all blocks again."""
     head = tl.load(s.head)
     tail = tl.load(s.tail)
-    tl.debug_barrier()
     at = head
     end = head
-    while at < tail:
+    while at < tail:  # once at least: it is called where the ring is nearly full
         place = at + tl.arange(0, d.lanes)
         block = tl.load(s.ring + (place & (d.ring - 1)), mask=place < tail, other=NONE)
         tl.debug_barrier()
@@ -104,12 +104,15 @@ def touch_hits(s, slot, count, d: tl.constexpr):
         at += d.lanes
     tl.debug_barrier()
     tl.store(s.num_free, free)
-    tl.debug_barrier()
 
 
 @triton.jit
 def free_blocks(s, slot, d: tl.constexpr):
-    """Let go of a block table, last block first, so that its prefix is evicted last."""
+    """Let go of a block table, last block first, so that its prefix is evicted last.
+
+    Who runs holds a block at least, so the loop goes round, and its barrier stands between what is
+    loaded before it and stored behind it.
+    """
     held = tl.load(s.held + slot)
     if tl.load(s.tail) - tl.load(s.head) + held > d.ring:
         close_holes(s, d)
@@ -131,9 +134,7 @@ def free_blocks(s, slot, d: tl.constexpr):
         tail += count
         free += count
         at += d.lanes
-    tl.debug_barrier()
     tl.store(s.tail, tail)
     tl.store(s.num_free, free)
     tl.store(s.held + slot, 0)
     tl.store(s.published + slot, 0)
-    tl.debug_barrier()

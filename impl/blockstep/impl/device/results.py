@@ -47,7 +47,6 @@ def roll_back(s, slot, drafts, counts, live, d: tl.constexpr):
     tl.store(s.computed + slot, computed - drafts + counts - 1, mask=has_drafts & runs)
     tl.store(s.drafts_scheduled, scheduled + tl.sum(tl.where(has_drafts, drafts, 0), 0))
     tl.store(s.drafts_accepted, accepted + tl.sum(tl.where(has_drafts, counts - 1, 0), 0))
-    tl.debug_barrier()
 
 
 @triton.jit
@@ -163,6 +162,7 @@ def publish_verified(s, slot, live, d: tl.constexpr):
     full = (tl.load(s.known + slot, mask=live, other=0) - 1) // d.size
     fills = (runs & (full > tl.load(s.published + slot, mask=live, other=0))).to(tl.int32)
     place = tl.cumsum(fills, 0) - fills
+    tl.debug_barrier()
     tl.store(s.scratch + place, slot, mask=fills > 0)
     tl.debug_barrier()
     publish_listed(s, tl.sum(fills, 0), 1, d)

@@ -116,7 +116,6 @@ def schedule_together(s, budget, d: tl.constexpr):
             tl.store(s.tables + slot * d.table + held + index, block, mask=gets)
             index += 1
         tl.store(s.held + slot, held + needed, mask=fits)
-        tl.debug_barrier()
     add_rows(s, slot, tokens, held, fits)
     if d.has_cache:
         publish_rows(s, first, d)

@@ -134,7 +134,6 @@ def commit_oldest(s, d: tl.constexpr):
         tl.debug_barrier()
         tl.store(s.control + COMMIT_PLACE, (place + 1) % d.frames)
         tl.store(s.in_flight, count - 1)
-        tl.debug_barrier()
 
 
 @triton.jit
@@ -145,7 +144,6 @@ def plan_next(s, d: tl.constexpr):
     count = tl.load(s.in_flight)
     oldest = tl.load(s.plan_ids + tl.load(s.control + COMMIT_PLACE))
     tl.store(s.control + OLDEST_ID, tl.where(count > 0, oldest, frame_id))
-    tl.debug_barrier()
     plan(s, d)
     has_rows = (tl.load(s.num_rows) > 0).to(tl.int32)
     tl.debug_barrier()
@@ -154,7 +152,6 @@ def plan_next(s, d: tl.constexpr):
     tl.store(s.control + PREVIOUS_ID, frame_id)
     tl.store(s.control + FRAME_ID, frame_id + 1)
     tl.store(s.in_flight, count + has_rows)
-    tl.debug_barrier()
 
 
 @triton.jit

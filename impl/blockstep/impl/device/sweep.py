@@ -29,7 +29,6 @@ def mark_needed(s, d: tl.constexpr):
         before = tl.load(s.previous_same + block, mask=node >= 0, other=NONE)
         tl.store(s.mark + node, 1, mask=(node >= 0) & (before < 0))
         at += d.lanes
-    tl.debug_barrier()
     slot = 0
     while slot < d.slots:
         full = tl.load(s.known + slot) // d.size
@@ -40,8 +39,8 @@ def mark_needed(s, d: tl.constexpr):
             node = tl.load(s.paths + slot * d.table + at + lane, mask=at + lane < full, other=0)
             tl.store(s.mark + node, 1, mask=at + lane < full)
             at += d.lanes
-        tl.debug_barrier()
         slot += 1
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -89,7 +88,6 @@ def rebuild(s, d: tl.constexpr):
             unused += 1
         node += 1
     tl.store(s.num_free_nodes, unused)
-    tl.debug_barrier()
 
 
 @triton.jit

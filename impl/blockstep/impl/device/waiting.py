@@ -50,7 +50,6 @@ def is_ready(s, slot):
     is_in_flight = is_in_flight & (tl.load(s.is_prefill + slot) == 0)
     tl.debug_barrier()
     tl.store(s.status + slot, IS_WAITING, mask=awaits & has_grammar)
-    tl.debug_barrier()
     return ((awaits == 0) | has_grammar) & (is_in_flight == 0)
 
 
@@ -71,7 +70,6 @@ def return_passed(s, d: tl.constexpr):
     """Who was passed over comes first among those skipped, in the same order."""
     count = tl.load(s.num_passed)
     front = tl.load(s.front)
-    tl.debug_barrier()
     if count > 0:
         at = 0
         while at < d.slots:
@@ -87,7 +85,6 @@ def return_passed(s, d: tl.constexpr):
             at += d.lanes
         tl.store(s.front, front - count)
         tl.store(s.num_passed, 0)
-        tl.debug_barrier()
 
 
 @triton.jit
@@ -110,13 +107,11 @@ def try_admit(s, slot, budget, d: tl.constexpr):
     fits = fits & (needed <= free) & ((whole <= free) | (d.reserves_whole == 0))
     admitted = tl.where(fits, tokens, 0)
     if fits:
-        admit(s, slot, hits, needed, tokens, d)
         queries = tl.load(s.queries)
         total = tl.load(s.hits)
-        tl.debug_barrier()
+        admit(s, slot, hits, needed, tokens, d)
         tl.store(s.queries, queries + known, mask=asks)
         tl.store(s.hits, total + computed, mask=asks)
-        tl.debug_barrier()
     return admitted
 
 

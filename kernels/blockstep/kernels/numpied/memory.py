@@ -7,7 +7,7 @@ said of the order in which what one thread stores is seen by another.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -79,7 +79,7 @@ class Memory:
                 mask = np.broadcast_to(mask, offset.shape)
             loaded = np.empty(offset.shape, array.dtype)
             loaded.fill(other)
-            loaded[mask] = self._read(array, offset[mask], offset)
+            loaded[mask] = self._read(array, offset[mask])
             return loaded
         if mask is None or _is_true(mask, "tl.load"):
             return self._read_one(array, offset)
@@ -134,8 +134,8 @@ class Memory:
     def note_atomic(self, array: Any, offset: Any) -> None:
         """Atomics touch these places."""
 
-    def _read(self, array: Any, offset: Any, _vector: Any = None) -> Any:
-        """What stands at the places of active lanes, of a vector of pointers."""
+    def _read(self, array: Any, offset: Any) -> Any:
+        """What stands at the places of active lanes."""
         try:
             return array[_index(array, offset)]
         except IndexError:
@@ -201,15 +201,15 @@ class Shadow:
     array: Any
     writes: Any
     reads: Any
-    mixed: Any = field(init=False)
-    """The last reads since a barrier through another vector of pointers than `reads`."""
-
-    def __post_init__(self) -> None:
-        self.mixed = np.zeros_like(self.reads)
 
 
 class Watched(Memory):
-    """Two accesses of one place, one of them a store, must have a barrier between them."""
+    """Two accesses of one place, one of them a store, must have a barrier between them.
+
+    Stores through one vector of pointers are in order, since each lane is stored by one thread. A
+    load and a store are not: where a vector has fewer lanes than the program has threads, many
+    threads load a lane, and one of them may come after the store.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
@@ -217,7 +217,7 @@ class Watched(Memory):
         self.lines: list[str] = [""]
         """Of each access since the last barrier."""
         self.vectors: list[Any] = [None]
-        """What tells its vector of pointers from others; None for a scalar."""
+        """What tells the vector of pointers of a store from others; None for a scalar."""
         self.first = 1
         """The number of the first access since the last barrier."""
 
@@ -234,15 +234,14 @@ class Watched(Memory):
         """They order themselves; against others they are stores."""
         self._note_write(array, offset.reshape(-1), "atomic", None)
 
-    def _read(self, array: Any, offset: Any, _vector: Any = None) -> Any:
+    def _read(self, array: Any, offset: Any) -> Any:
         inside = _inside(array, offset)
-        vector = offset if _vector is None else _vector
-        self._note_read(array, inside.reshape(-1), vector.tobytes())
+        self._note_read(array, inside.reshape(-1))
         return array[inside]
 
     def _read_one(self, array: Any, offset: Any) -> Any:
         value = super()._read_one(array, offset)
-        self._note_read(array, np.array([offset]), None)
+        self._note_read(array, np.array([offset]))
         return value
 
     def _write_one(self, array: Any, offset: Any, value: Any) -> None:
@@ -269,14 +268,9 @@ class Watched(Memory):
         self.vectors.append(vector)
         return self.first + len(self.lines) - 1
 
-    def _note_read(self, array: Any, offset: Any, vector: Any) -> None:
-        shadow, now = self._shadow(array), self._access(vector)
-        self._compare("STORE-LOAD", shadow.writes[offset], now, vector, in_place=False)
-        before = shadow.reads[offset]
-        for number in np.unique(before[before >= self.first]).tolist():
-            if vector is None or self.vectors[number - self.first] != vector:
-                other = offset[before == number]
-                shadow.mixed[other] = number
+    def _note_read(self, array: Any, offset: Any) -> None:
+        shadow, now = self._shadow(array), self._access(None)
+        self._compare("STORE-LOAD", shadow.writes[offset], now, None)
         shadow.reads[offset] = now
 
     def _note_write(self, array: Any, offset: Any, vector: Any, value: Any) -> None:
@@ -284,20 +278,19 @@ class Watched(Memory):
         # Stores of one value may come in any order.
         writes = shadow.writes[offset]
         writes = writes if value is None else writes[array[offset] != value]
-        self._compare("STORE-STORE", writes, now, vector, in_place=True)
-        # What is read and then written through one vector was needed for what is written; a scalar
-        # is read by all threads, and written by one.
-        in_place = vector is not None
-        self._compare("LOAD-STORE", shadow.reads[offset], now, vector, in_place=in_place)
-        self._compare("LOAD-STORE", shadow.mixed[offset], now, vector, in_place=in_place)
+        self._compare("STORE-STORE", writes, now, (vector,))
+        self._compare("LOAD-STORE", shadow.reads[offset], now, None)
         shadow.writes[offset] = now
 
-    def _compare(self, kind: str, before: Any, now: int, vector: Any, *, in_place: bool) -> None:
-        """Judge an access against those of the same places since the last barrier."""
+    def _compare(self, kind: str, before: Any, now: int, same: tuple[Any] | None) -> None:
+        """Judge an access against those of the same places since the last barrier.
+
+        `same`: the vector of pointers, accesses through which are in order with this one.
+        """
         if before.size == 0 or before.max() < self.first:
             return
         for number in np.unique(before[before >= self.first]).tolist():
-            if not (in_place and self.vectors[number - self.first] == vector):
+            if same is None or self.vectors[number - self.first] != same[0]:
                 lines = self.lines
                 self._find(kind, lines[number - self.first], lines[now - self.first])
 
