@@ -81,10 +81,11 @@ speed_up()
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.impl.device.engine import DeviceEngine
-from blockstep.impl.device.launch import Interpreted, get_numpied
+from blockstep.impl.device.interpreted import get_interpreted
+from blockstep.impl.device.launch import get_numpied
 from blockstep.spec.vocabulary import Commit, Config, Request, RowTokens, Schedule, Submit
 
-interpreted, numpied = Interpreted(), get_numpied()
+interpreted, numpied = get_interpreted(), get_numpied()
 
 def launch(kernel, state, dims):
     other = type(state)(*[tensor.copy() for tensor in state])
@@ -136,6 +137,28 @@ def test_numpy_and_the_interpreter_agree_bit_for_bit() -> None:
 def test_numpy_and_the_interpreter_agree_for_long() -> None:
     pytest.importorskip("triton")
     play_interpreted("long")
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles here")
+def test_a_check_can_have_it_interpreted() -> None:
+    pytest.importorskip("triton")
+    result = check(CheckOptions("device-interpreted", preset="tiny", episode=3))
+    assert result.first is None
+    assert result.num_events > 40
+
+
+def test_what_triton_would_compile_is_not_taken_for_interpreted() -> None:
+    module = "blockstep.impl.device.interpreted"
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {module}"],
+        env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode
+    assert "ImportError: set TRITON_INTERPRET=1" in done.stderr
 
 
 @pytest.mark.parametrize("policy", [Policy.FCFS, Policy.PRIORITY])

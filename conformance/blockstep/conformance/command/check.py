@@ -26,7 +26,9 @@ from blockstep.conformance.search.options import CheckOptions, load
 from blockstep.spec.profiles import STRICT
 from blockstep.spec.vocabulary import Policy
 
-TRUSTED = frozenset({"host", "compiled", "device", "fastest", "host-kernels", "spec"})
+TRUSTED = frozenset(
+    {"host", "compiled", "device", "device-interpreted", "fastest", "host-kernels", "spec"}
+)
 """Engines that are checked in this process, as the museum is: nothing of ours hangs or crashes."""
 
 

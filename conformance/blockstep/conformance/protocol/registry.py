@@ -83,6 +83,11 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
             "the scheduler as GPU kernels; here numpy runs their source",
         ),
         KnownEngine(
+            "device-interpreted",
+            "blockstep.impl.device.interpreted:make_interpreted",
+            "the same, run by Triton's interpreter (TRITON_INTERPRET=1), 30 times slower",
+        ),
+        KnownEngine(
             "host-kernels",
             "blockstep.conformance.judge.dataplane:HOST",
             "our engine, its plans carried out by our kernels on real paged memory",

@@ -5,5 +5,5 @@
 for), `running` and `waiting` (the plan), `inputs` (where its tokens stand), `results` (the answer),
 `sweep` (contents that nobody needs) and `step` (what is launched). Around them, on the host:
 `engine`, with the `inbox` that it writes (and `growth`), the `frames` that it reads, the `view` of
-a snapshot, and `launch`, which runs kernels.
+a snapshot, and `launch`, which runs kernels by numpy, and `interpreted`, which has Triton do it.
 """

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from blockstep.impl.device.layout import Dims, State
 from blockstep.kernels import numpied
@@ -15,19 +14,9 @@ Launch: TypeAlias = Callable[[str, State, Dims], None]
 """Runs a kernel of `step`, by its name, on a state of numpy arrays, which it changes."""
 FOLDER: Final = Path(__file__).parent
 MODULES: Final = (
-    *(
-        "pool",
-        "contents",
-        "lives",
-        "commands",
-        "running",
-        "waiting",
-        "results",
-        "sweep",
-        "inputs",
-        "step",
-    ),
-)
+    "pool", "contents", "lives", "commands", "running", "waiting", "results", "sweep", "inputs",
+    "step",
+)  # fmt: skip
 """The sources of the kernels; each calls those before it."""
 OPTIONS: Final = {"num_warps": 8, "num_stages": 1, "maxnreg": 255}
 """One program has a multiprocessor for itself, so that registers cost nothing; and a load that is
@@ -63,16 +52,3 @@ class Numpied:
 def get_numpied() -> Numpied:
     """The one that engines share: it keeps nothing between launches."""
     return Numpied()
-
-
-class Interpreted:
-    """Runs them by Triton's interpreter; TRITON_INTERPRET=1 must be set before Triton's import."""
-
-    def __init__(self) -> None:
-        self._torch: Any = import_module("torch")
-        self._kernels: Any = import_module("blockstep.impl.device.step")
-
-    def __call__(self, kernel: str, state: State, dims: Dims) -> None:
-        """Run one, on tensors that share the memory of the arrays."""
-        tensors = State(*map(self._torch.from_numpy, state))
-        getattr(self._kernels, kernel)[(1,)](tensors, dims)

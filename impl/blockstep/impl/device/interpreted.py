@@ -1,0 +1,47 @@
+"""Interpreted: the engine whose kernels Triton's interpreter runs.
+
+Triton asks for `TRITON_INTERPRET` when it is imported, for the whole process; so where it is not 1,
+this cannot be imported.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from blockstep.impl.device.engine import DeviceEngine
+from blockstep.impl.device.layout import Dims, State
+from blockstep.spec.vocabulary import Config
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    raise ImportError("set TRITON_INTERPRET=1 in the environment: Triton compiles otherwise")
+
+
+class Interpreted:
+    """Runs kernels by Triton's interpreter."""
+
+    def __init__(self) -> None:
+        self._torch: Any = import_module("torch")
+        self._kernels: Any = import_module("blockstep.impl.device.step")
+
+    def __call__(self, kernel: str, state: State, dims: Dims) -> None:
+        """Run one, on tensors that share the memory of the arrays."""
+        tensors = State(*map(self._torch.from_numpy, state))
+        getattr(self._kernels, kernel)[(1,)](tensors, dims)
+
+
+@cache
+def get_interpreted() -> Interpreted:
+    """The one that engines share: it keeps nothing between launches."""
+    return Interpreted()
+
+
+def make_interpreted(config: Config) -> DeviceEngine:
+    """`DeviceEngine`, interpreted.
+
+    Raises:
+        ConfigError: `list_config_problems` has something against the config.
+    """
+    return DeviceEngine(config, get_interpreted())
