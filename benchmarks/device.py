@@ -1,24 +1,25 @@
-"""A step of the device's scheduler on one GPU, replayed from a CUDA graph; or counted without one.
+"""A step of the device's scheduler on one GPU, replayed from a CUDA graph; and those on a host.
 
-    python benchmarks/device.py [-n RUNNING ...] [--replays 512] [--json FILE]
+    python benchmarks/device.py [-n RUNNING ...] [--replays 512] [--vllm PYTHON] [--json FILE]
     python benchmarks/device.py --count [-n RUNNING ...] [--json FILE]
 
-Each step is one launch of `loop_kernel`: it commits a token of every running request, takes what
-the host wrote, and plans the next step. All run, all decode; a sixteenth of them fills a block in
-each step. Times are of the device, from one event behind a replay to the next, the whole graph
-included. Beside it, in the same run, the compiled engine on this machine's CPU; vLLM's own step is
-measured by `python benchmarks/scheduler.py`. `--count` runs the same steps by numpy, and counts
-what a GPU would load and store: instructions, barriers, and sectors of 32 bytes. Without a GPU the
-first says so and exits with 2.
+Each step commits a token of every running request and plans the next step: all run, all decode; a
+sixteenth of them fills a block in each. On the device it is one launch of `loop_kernel`, timed from
+one event behind a replay to the next, the whole graph included; without a GPU that is left out, and
+said. On the host it is a plan and a commit of the compiled engine, and, by a Python that can import
+vLLM (`make vllm`), `schedule` and `update_from_output` of its scheduler: processor time on this
+machine, bare of what builds and reads their arguments. `--count` runs the device's steps by numpy,
+and counts what a GPU would load and store: instructions, barriers, and sectors of 32 bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import subprocess
 import sys
-import time
 from collections import Counter
 from importlib import import_module
 from itertools import pairwise
@@ -27,20 +28,21 @@ from statistics import median, quantiles
 from typing import Any
 
 import numpy as np
-import torch
 
+from blockstep.conformance.bench.measure import describe_machine, garbage_collection
+from blockstep.conformance.bench.sides import open_side
 from blockstep.impl.device import layout
 from blockstep.impl.device.inbox import Inbox
 from blockstep.impl.device.launch import OPTIONS, Numpied
-from blockstep.impl.device.step import loop_kernel
 from blockstep.kernels.numpied import Memory
-from blockstep.spec.vocabulary import Config, Rejected, Request, Submit
+from blockstep.spec.vocabulary import Config, Request
 
 RUNNING = (64, 256, 1_024, 4_096)
 LANES = 256
 SECTOR = 32
 WARM = 20
 VOCABULARY = 30_000
+HOSTS = ("compiled", "vllm")
 
 
 class Counting(Memory):
@@ -132,9 +134,10 @@ def count(running: int) -> dict[str, float]:
 
 def replay(running: int, replays: int) -> list[float]:
     """Microseconds of each replay of a step, after some to warm up."""
+    torch: Any = import_module("torch")
+    kernel = import_module("blockstep.impl.device.step").loop_kernel
     inbox = start(running, replays + 2 * WARM, Memory())
     state = layout.State(*(torch.from_numpy(field).cuda() for field in inbox.state))
-    kernel: Any = loop_kernel
     kernel[(1,)](state, inbox.dims, **OPTIONS)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -153,32 +156,50 @@ def replay(running: int, replays: int) -> list[float]:
     return [1_000 * a.elapsed_time(b) for a, b in pairwise(marks)]
 
 
-def step_compiled(running: int, steps: int) -> list[float]:
-    """Microseconds of each plan and commit of the compiled engine, in arrays, on the CPU."""
-    # Our folder "coverage" would hide the package of that name, which numba asks for.
-    sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]
-    engine = import_module("blockstep.impl.compiled").CompiledEngine(
-        make_config(running, steps + 2 * WARM)
-    )
+def step_host(name: str, running: int, steps: int) -> list[float]:
+    """Microseconds of each plan and commit of an engine on the CPU, after some to warm up."""
+    side = open_side(name, make_config(running, steps + 2 * WARM))
     for request in make_requests(running, steps + 2 * WARM):
-        engine.apply(Submit(request))
-    tokens = np.ones(running, np.int32)
-    times = []
-    for _ in range(steps + WARM):
-        before = time.perf_counter()
-        plan = engine.schedule_arrays()
-        if isinstance(plan, Rejected):
-            raise RuntimeError(plan)
-        outputs = engine.commit_arrays(plan.frame_id, tokens)
-        if isinstance(outputs, Rejected):
-            raise RuntimeError(outputs)
-        times.append(1e6 * (time.perf_counter() - before))
-    return times[WARM:]
+        side.submit(request)
+
+    def step() -> float:
+        plan, planned = side.schedule()
+        side.frames.append(plan)
+        names = [row.request_id for row in side.read_plan(plan).rows]
+        if len(names) != running:
+            raise RuntimeError(f"{name}: {len(names)} of {running} run")
+        _, committed = side.commit(side.prepare([(one, (1,)) for one in names]))
+        return 1e6 * (planned + committed)
+
+    for _ in range(WARM):
+        step()
+    with garbage_collection(on=False):
+        return [step() for _ in range(steps)]
+
+
+def step_apart(python: str, name: str, running: int, steps: int) -> dict[str, float]:
+    """What `step_host` tells in another environment."""
+    own = [python, __file__, "--side", name, "-n", f"{running}", "--replays", f"{steps}"]
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONHASHSEED": "0", **os.environ}
+    done = subprocess.run(own, check=True, stdout=subprocess.PIPE, text=True, env=environment)  # noqa: S603
+    told: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return told
 
 
 def tell(times: list[float]) -> dict[str, float]:
     """Median and 99th percentile."""
     return {"p50_us": median(times), "p99_us": quantiles(times, n=100)[98]}
+
+
+def measure(running: int, options: argparse.Namespace, has_gpu: bool) -> dict[str, Any]:
+    """One size, by everybody who is here."""
+    if options.count:
+        return count(running)
+    made = {"device": tell(replay(running, options.replays))} if has_gpu else {}
+    made["compiled"] = tell(step_host("compiled", running, options.replays))
+    if options.vllm:
+        made["vllm"] = step_apart(options.vllm, "vllm", running, options.replays)
+    return made
 
 
 def main() -> int:
@@ -187,22 +208,25 @@ def main() -> int:
     parser.add_argument("-n", type=int, action="append", help="running requests; repeatable")
     parser.add_argument("--replays", type=int, default=512)
     parser.add_argument("--count", action="store_true", help="count by numpy; needs no GPU")
+    parser.add_argument("--vllm", metavar="PYTHON", help="measure its vLLM, too")
+    parser.add_argument("--side", choices=HOSTS, help="measure this one only; print JSON")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
+    # Our folder "coverage" would hide the package of that name, which numba asks for.
+    sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]
+    if options.side:
+        (running,) = options.n
+        sys.stdout.write(json.dumps(tell(step_host(options.side, running, options.replays))) + "\n")
+        return 0
+    torch: Any = import_module("torch")
+    has_gpu = not options.count and torch.cuda.is_available()
     made: dict[str, Any] = {}
     if not options.count:
-        if not torch.cuda.is_available():
-            sys.stderr.write("benchmarks/device.py: no GPU here; --count needs none\n")
-            return 2
-        made["device"] = torch.cuda.get_device_name()
+        made["device"] = torch.cuda.get_device_name() if has_gpu else "not run: no GPU here"
+        made["host"] = describe_machine()
+        sys.stderr.write(f"device: {made['device']}\n")
     for running in options.n or RUNNING:
-        if options.count:
-            made[f"{running}"] = count(running)
-        else:
-            made[f"{running}"] = {
-                "device": tell(replay(running, options.replays)),
-                "compiled": tell(step_compiled(running, options.replays)),
-            }
+        made[f"{running}"] = measure(running, options, has_gpu)
         sys.stdout.write(f"{running:6,} running  {json.dumps(made[f'{running}'])}\n")
         sys.stdout.flush()
     if options.json is not None:
