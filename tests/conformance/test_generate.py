@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,14 @@ def test_a_checked_run_says_what_was_checked(model: Path, options: tuple[object,
     result = blockstep("--model", model, "abc", "--max-tokens", 8, "--check", *given)
     assert result.exit_code == 0
     assert "check: nothing found; " in result.stderr
+
+
+def test_the_scheduler_of_the_device_is_checked_at_fences(model: Path) -> None:
+    options = ("--model", model, "abc", "--max-tokens", 20)
+    result = blockstep(*options, "--scheduler", "device", "--check")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == blockstep(*options).stdout
+    assert re.search(r"check: nothing found; \d+ events, [2-9] fences", result.stderr)
 
 
 def test_the_same_seed_says_the_same(model: Path) -> None:

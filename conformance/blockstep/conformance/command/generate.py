@@ -14,17 +14,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
 
 from blockstep.conformance.command import console, options
+from blockstep.conformance.engines.fences import FenceChecker
 from blockstep.conformance.engines.serving import CheckFailedError, ServingChecker
 from blockstep.conformance.report.failure import render_served
 from blockstep.conformance.search.options import ExitCode, exit_code_of
 from blockstep.spec.vocabulary import SpecMethod
 
+Checker: TypeAlias = FenceChecker | ServingChecker
 ENGINE = "blockstep.impl.engine"
 """The module of the model engine."""
 ADAPTER = "lora"
@@ -73,6 +75,9 @@ def generate_command(
     num_drafts: Annotated[int, typer.Option(help="Drafts of a step, with --speculate.")] = 4,
     draft_model: Annotated[Path | None, typer.Option(help="Folder of the draft model.")] = None,
     depth: Annotated[int, typer.Option(min=1, help="Plans in flight; 2: asynchronous.")] = 1,
+    scheduler: Annotated[
+        str, typer.Option(help="fastest, host, or device: checked at each fence.")
+    ] = "fastest",
     check: Check = False,
     json_path: options.Json = None,
 ) -> None:
@@ -103,6 +108,7 @@ def generate_command(
         "spec_method": speculate,
         "draft_model": draft_model,
         "max_frames_in_flight": depth,
+        "scheduler": scheduler,
         "seed": seed,
         "kv_cache_bytes": None if cache_gib is None else _cache_bytes(cache_gib),
         "num_speculative_tokens": 0 if speculate is SpecMethod.NONE else num_drafts,
@@ -121,16 +127,17 @@ def run_generate(
 ) -> None:
     """Load, serve and report."""
     engine = _load_engine()
+    make_checker = FenceChecker if settings["scheduler"] == "device" else ServingChecker
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model says what not every terminal can show
     with _engine_errors(engine):
         params = engine.SamplingParams(**sampling)
-        llm = engine.LLM(model, check=ServingChecker if check else None, **settings)
+        llm = engine.LLM(model, check=make_checker if check else None, **settings)
         start = time.monotonic()
         completions = _serve(llm, prompts, params, quiet=json_path == Path("-"))
     seconds = time.monotonic() - start
     num_tokens = sum(len(one.token_ids) for one in completions)
-    checker: ServingChecker | None = llm.observer
+    checker: Checker | None = llm.observer
     typer.echo(f"{num_tokens} tokens in {seconds:.2f} s", err=True)
     if checker is not None:
         typer.echo(f"check: nothing found; {checker.describe()}", err=True)
@@ -138,7 +145,7 @@ def run_generate(
 
 
 def completions_to_json(
-    model: Path, completions: list[Any], seconds: float, checker: ServingChecker | None
+    model: Path, completions: list[Any], seconds: float, checker: Checker | None
 ) -> dict[str, object]:
     """The result for machines (docs/reference/json.md)."""
     return {

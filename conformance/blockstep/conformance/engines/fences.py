@@ -1,8 +1,8 @@
 """Fences: a loop without a host, held to the specification each time it lets the host look.
 
-Between two fences nobody sees a state. At a fence the loop tells what it was given and what each of
-its steps planned, ran and sampled; the specification goes the same way, and must stand where the
-loop stands: the same rows of each plan, and the same state to the block id.
+Between two fences nobody sees a state. At a fence the loop tells what each of its steps planned,
+ran, sampled and delivered; the specification goes the same way, and must stand where the loop
+stands: the same rows of each plan, and the same state to the block id.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.engines.serving import CheckFailedError
-from blockstep.conformance.protocol.compare import snapshot_differences
+from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
 from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
 from blockstep.spec import vocabulary as v
 from blockstep.spec.oracle import Oracle
@@ -49,31 +50,63 @@ class StepTold(Protocol):
         """In the order of the plan."""
         ...
 
+    @property
+    def outputs(self) -> v.Outputs:
+        """What it delivered."""
+        ...
+
 
 class FenceChecker:
-    """Looks at every fence of one run.
+    """Stands between a model engine and its scheduler, and looks at every event and fence.
 
     Raises:
-        CheckFailedError: from `fence`, at the first thing that is wrong.
+        CheckFailedError: at the first thing that is wrong.
     """
 
-    def __init__(self, config: v.Config) -> None:
+    def __init__(self, config: v.Config, make_engine: EngineFactory) -> None:
         self.oracle = Oracle(config)
+        self.engine = make_engine(config)
         self.num_events = 0
         self.num_fences = 0
 
-    def fence(self, told: Sequence[v.Submit | v.Abort | StepTold], snapshot: v.Snapshot) -> None:
-        """Go the same way, and compare where it led."""
-        for one in told:
-            if isinstance(one, v.Submit | v.Abort):
-                self.num_events += 1
-                self.oracle.apply(one)
-            else:
-                self._step(one)
-        self.num_fences += 1
-        differences = snapshot_differences(self.oracle.snapshot(), snapshot)
+    def apply(self, event: v.Event) -> v.Observation:
+        """Give the event to both; the scheduler's answer if nothing is wrong."""
+        expected, seen = self.oracle.apply(event), self.engine.apply(event)
+        self.num_events += 1
+        differences = observation_differences(expected, seen)
         if differences:
-            self._complain("the state at a fence", differences)
+            self._complain(f"the answer to {type(event).__name__}", differences)
+        self._compare_states(f"the state after {type(event).__name__}")
+        return seen
+
+    def snapshot(self) -> v.Snapshot:
+        """The state, which is the same on both sides."""
+        return self.oracle.snapshot()
+
+    def ran(self, _ran: object) -> None:
+        """Passes are not looked at: `ServingChecker` does that, where every event is told."""
+
+    def fence(self, steps: Sequence[StepTold]) -> None:
+        """Go the same way, and compare where it led."""
+        for step in steps:
+            self._step(step)
+        self.num_fences += 1
+        self._compare_states("the state at a fence")
+
+    def describe(self) -> str:
+        """What was held to the specification, on one line."""
+        return f"{self.num_events:,} events, {self.num_fences:,} fences"
+
+    def counts(self) -> dict[str, int]:
+        """The same for machines."""
+        return {"num_events": self.num_events, "num_fences": self.num_fences}
+
+    def _compare_states(self, what: str) -> None:
+        state = self.engine.snapshot()
+        assert state is not None, "the engine shows its state"
+        differences = snapshot_differences(self.oracle.snapshot(), state)
+        if differences:
+            self._complain(what, differences)
 
     def _step(self, step: StepTold) -> None:
         plan = self.oracle.schedule()
@@ -94,7 +127,16 @@ class FenceChecker:
         if isinstance(answer, v.Rejected):
             told = Difference("sampled", answer.detail, str(rows))
             self._complain("what a step between two fences sampled", (told,))
+        delivered = observation_differences(_sort(answer), _sort(step.outputs))
+        if delivered:
+            self._complain("what a step between two fences delivered", delivered)
 
     def _complain(self, what: str, differences: tuple[Difference, ...]) -> None:
         finding = Finding(FindingKind.DIVERGENCE, "", "engine_equals_spec", what, differences)
         raise CheckFailedError([finding], self.num_events)
+
+
+def _sort(outputs: v.Observation) -> v.Observation:
+    """A loop has its rows in running order."""
+    assert isinstance(outputs, v.Outputs)
+    return v.Outputs(tuple(sorted(outputs.rows, key=lambda row: row.request_id)))

@@ -109,6 +109,25 @@ class DeviceEngine(Doors[Frame]):
         self._close(frame_id)
         return outputs
 
+    @property
+    def previous_id(self) -> FrameId:
+        """The last plan; -1 before the first."""
+        return self._previous_id
+
+    def take_steps(self, count: int, names: tuple[RequestId, ...]) -> None:
+        """A loop without a host has planned and committed so often, the last time rows of `names`.
+
+        Who ended before the last plan has been told of by a plan; others are told of by the next.
+        """
+        self.next_frame_id += count
+        self._previous_id = self.next_frame_id - 1
+        self.finished_req_ids.clear()
+        for slot in tuple(self.inbox.requests):
+            if self.inbox.state.birth[slot] == 0:
+                self._forget(slot)
+        self.finished_req_ids &= set(names)
+        self.previous_names = names
+
     def _get_last_frame(self, slot: int) -> FrameId:
         return self.inbox.last_frames.get(slot, layout.NONE)
 

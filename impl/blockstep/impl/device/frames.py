@@ -93,12 +93,19 @@ def read_outputs(inbox: Inbox, frame: Frame, answers: list[TokenIds]) -> tuple[O
     for slot, name, tokens, delivered, verdict, cached in told:
         if delivered == layout.NONE:
             continue
-        kept = tokens[:delivered]
-        stop = kept[-1] if verdict == layout.BY_STOP_TOKEN else None
-        rows.append(OutputRow(name, kept, _REASONS[verdict], stop, cached))
+        rows.append(tell_row(name, tokens, delivered, verdict, cached))
         if verdict != layout.GOES_ON:
             ended.append(slot)
     return Outputs(tuple(rows)), ended
+
+
+def tell_row(
+    name: RequestId, tokens: TokenIds, delivered: int, verdict: int, cached: int
+) -> OutputRow:
+    """What a row of a record says, of the tokens that were sampled."""
+    kept = tokens[:delivered]
+    stop = kept[-1] if verdict == layout.BY_STOP_TOKEN else None
+    return OutputRow(name, kept, _REASONS[verdict], stop, cached)
 
 
 def get_tokens(inbox: Inbox, slot: int) -> TokenIds:

@@ -14,7 +14,7 @@ is its own for every request that runs, and the plan's for one that starts or re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +36,9 @@ from blockstep.spec.vocabulary import (
     FrameId,
     NewRow,
     Plan,
+    Request,
     RequestId,
+    RequestSnapshot,
     TokenIds,
 )
 
@@ -170,6 +172,15 @@ class Batch:
                 row.proposal = ()
         return step
 
+    def restore(self, begun: Iterable[tuple[Request, RequestSnapshot, Wanted]]) -> None:
+        """Steps were run elsewhere: these are all requests that have begun, as they stand now."""
+        for name in tuple(self.rows):
+            self._forget(name)
+        for request, now, wanted in begun:
+            row = self._add(request, wanted, now.output_token_ids)
+            row.num_computed = now.num_computed_tokens
+            self._append_blocks(row, now.block_tables)
+
     def go_back(self, frame_id: FrameId) -> None:
         """The scheduler hears of the loads that failed with this plan."""
         for row in self.rows.values():
@@ -238,15 +249,18 @@ class Batch:
         return to_device(np.repeat(numbers, counts), self.device)
 
     def _start_new(self, new: NewRow, wanted: Wanted) -> StepRow:
-        self._forget(new.request_id)  # a session that has gone on begins anew, with all it keeps
-        prompt, name = new.request.prompt_token_ids, new.request.adapter
-        adapter = NO_ADAPTER if name is None else self.adapters.index(name)
-        row = BatchRow(new.request_id, self._take_index(), wanted, adapter, len(prompt), 0)
-        self.rows[row.request_id] = row
-        self.append(row, (*prompt, *new.output_token_ids))
+        row = self._add(new.request, wanted, new.output_token_ids)
         row.num_computed = new.num_computed_tokens
         self._append_blocks(row, new.block_ids)
         return self._start(row, new.num_scheduled_tokens, ())
+
+    def _add(self, request: Request, wanted: Wanted, outputs: TokenIds) -> BatchRow:
+        name, prompt = request.request_id, request.prompt_token_ids
+        self._forget(name)  # a session that has gone on begins anew, with all it keeps
+        adapter = NO_ADAPTER if request.adapter is None else self.adapters.index(request.adapter)
+        row = self.rows[name] = BatchRow(name, self._take_index(), wanted, adapter, len(prompt), 0)
+        self.append(row, (*prompt, *outputs))
+        return row
 
     def _go_back(self, row: BatchRow) -> None:
         if row.void is not None:

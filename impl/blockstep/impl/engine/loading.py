@@ -99,7 +99,10 @@ class Settings:
     enable_async_kv_loads: bool = False
     """Whether others are served while KV is loaded; otherwise the step waits for it."""
     scheduler: str = "fastest"
-    """fastest, host or device: whose kernels numpy runs, whichever device the model is on."""
+    """fastest, host or device: its steps stay on the device as long as all that is served is greedy
+    and wants no more than tokens."""
+    steps_per_fence: int = 16
+    """Of the device's scheduler: steps after which the host looks, at most."""
     seed: int = 0
     """From which requests without a seed of their own get one."""
 
@@ -115,10 +118,10 @@ class Settings:
             object.__setattr__(self, name, kind(value))
         for name in (
             "block_size", "max_num_seqs", "kv_cache_bytes", "num_blocks", "max_model_len",
-            "max_lora_rank",
+            "max_lora_rank", "steps_per_fence",
         ):  # fmt: skip
             value = getattr(self, name)
-            left_out = value is None and name not in ("block_size", "max_num_seqs", "max_lora_rank")
+            left_out = value is None and name in ("kv_cache_bytes", "num_blocks", "max_model_len")
             if not left_out and (type(value) is not int or value < 1):
                 raise SettingsError(f"{name} = {value!r}: must be an int of at least 1")
         if self.num_blocks is not None and self.kv_cache_bytes is not None:

@@ -7,11 +7,12 @@ what is done with that; `blockstep.conformance.engines.serving` holds both to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from blockstep.impl.engine.model import Inputs
+from blockstep.impl.engine.resident import StepRan
 from blockstep.impl.fastest import MakeScheduler
 from blockstep.spec.vocabulary import (
     Config,
@@ -61,6 +62,16 @@ class Observer(Protocol):
 
     def ran(self, ran: Ran) -> None:
         """A plan was run; told before the next event. What it raises ends the run."""
+        ...
+
+
+@runtime_checkable
+class FenceObserver(Observer, Protocol):
+    """One that can do with fences: between two of them the scheduler goes on unseen."""
+
+    def fence(self, steps: Sequence[StepRan]) -> None:
+        """What the scheduler has done by itself, which has come to rest. What it raises ends the
+        run."""
         ...
 
 

@@ -133,6 +133,12 @@ class Live:
     is_resting: bool = False
     """It is a session, and has said all that it will to what it was given."""
 
+    @property
+    def wants_tokens_only(self) -> bool:
+        """Whether the likeliest tokens are all that it needs of a step."""
+        wanted = self.output.wanted
+        return wanted.params.is_greedy and wanted.params.logprobs is None and wanted.matcher is None
+
     def go_on(self) -> bool:
         """Begin with the next input behind a stop, or rest; False if no more comes.
 

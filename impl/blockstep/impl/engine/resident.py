@@ -1,47 +1,41 @@
-"""Resident: steps whose plans and tokens stay on the device, and a fence after every so many.
+"""Resident: steps whose plans and tokens stay on the device, and a fence behind them.
 
     host:    submits, aborts --+                       +--> tokens, ends, journal
                                v                       |
     device:  [ commit -> plan -> forward -> tokens ] x steps -> commit
 
 Between two fences the host launches and looks at nothing: where no step can have a prompt or lack a
-block, it does not even know how many rows a plan has, and a GPU replays one graph. Behind a fence
-the scheduler is a `DeviceEngine` like any, which takes requests and aborts and shows its state.
+block, it does not even know how many rows a plan has, and a GPU replays one graph. Otherwise it
+asks after each plan how many rows and tokens that has. Behind a fence the scheduler is a
+`DeviceEngine` like any, which takes events and shows its state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
 from blockstep.impl.device import layout
 from blockstep.impl.device.engine import DeviceEngine
-from blockstep.impl.device.launch import OPTIONS, Launch
-from blockstep.impl.engine.errors import EngineError, RequestError, SettingsError
+from blockstep.impl.device.frames import tell_row
+from blockstep.impl.device.launch import OPTIONS
+from blockstep.impl.engine.errors import EngineError
 from blockstep.impl.engine.graphs import NUM_WARM_UPS
-from blockstep.impl.engine.loading import Settings, load_engine
-from blockstep.impl.engine.model import Inputs
+from blockstep.impl.engine.model import Inputs, Model
 from blockstep.impl.engine.sampler import NO_TOKEN
-from blockstep.spec.vocabulary import (
-    Abort,
-    Config,
-    FrameId,
-    Rejected,
-    Request,
-    RequestId,
-    Snapshot,
-    Submit,
-    TokenIds,
-)
+from blockstep.spec.vocabulary import FrameId, Outputs, PauseState, RequestId, TokenIds
+
+LANES_ON_GPU = 256
+"""As many as a program has threads."""
+TOLD = 4
+"""Lines of a step in the journal: slot, tokens run, whether it samples, token."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RowRan:
     """A request in a step."""
 
     request_id: RequestId
@@ -51,149 +45,119 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class StepRan:
     """A step: what was planned, run and committed; no rows: there was nothing to do."""
 
     frame_id: FrameId
-    rows: tuple[Row, ...]
-
-
-Told: TypeAlias = Submit | Abort | Ran
-"""What the scheduler was given, and what it did by itself."""
+    rows: tuple[RowRan, ...]
+    outputs: Outputs
 
 
 class Journal(NamedTuple):
     """What the steps since the last fence did."""
 
     rows: torch.Tensor
-    """[steps, 4, rows] int32: slot, tokens run, whether it samples, token; no tokens: no row."""
+    """[steps, TOLD + TOLD_COLUMNS, rows] int32; the last are the record of the commit before."""
     at: torch.Tensor
     """[1] int64; the step that comes next."""
 
 
-class Watcher(Protocol):
-    """Somebody who looks at a fence."""
-
-    def fence(self, told: Sequence[Told], snapshot: Snapshot) -> None:
-        """All since the last fence, in order, and the state now. What it raises ends the run."""
-        ...
-
-
 class Resident:
-    """A model that serves greedy requests by a loop without a host.
+    """Runs greedy requests of one frame in flight, without drafts or adapters.
 
     Args:
-        folder: the checkpoint.
-        settings: without drafts, asynchronous scheduling, adapters or a store.
-        steps: steps from one fence to the next.
-        watch: builds who looks at each fence.
-        launch: how kernels are run on a CPU; by default their source is run by numpy.
-
-    Raises:
-        CheckpointError: the folder holds no model that can be run.
-        SettingsError: settings that contradict each other, or ask for what it lacks.
+        engine: the scheduler; its requests are those of `model`'s cache.
+        model: on whichever device.
+        steps: most steps from one fence to the next.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        settings: Settings,
-        steps: int = 16,
-        watch: Callable[[Config], Watcher] | None = None,
-        launch: Launch | None = None,
-    ) -> None:
-        if settings.num_speculative_tokens or settings.max_frames_in_flight > 1:
-            raise SettingsError("a resident loop has one frame in flight and no drafts")
-        if settings.lora_modules or steps < 1:
-            raise SettingsError("a resident loop has no adapters, and 1 step at least")
-        loaded = load_engine(folder, settings)
-        self.config, self.steps = loaded.config, steps
-        self.model = loaded.runner.model
-        self.engine = DeviceEngine(self.config, launch)
-        self.device = self.model.weights.embedding.device
+    def __init__(self, engine: DeviceEngine, model: Model, steps: int) -> None:
+        self.engine, self.model, self.steps = engine, model, steps
+        self.config = engine.config
+        self.device = model.weights.embedding.device
+        self.num_bursts = 0
         self.num_reads = 0
         """Times that the host waited for a number of the device between two fences."""
-        self._watcher = None if watch is None else watch(self.config)
-        self._told: list[Told] = []
-        self._ended: dict[RequestId, TokenIds] = {}
-        shape, device = (steps, 4, self.engine.inbox.dims.rows), self.device
+        shape, device = (steps, TOLD + layout.TOLD_COLUMNS, engine.inbox.dims.rows), self.device
         self._journal = Journal(
             torch.zeros(shape, dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int64, device=device),
         )
         self._state: layout.State | None = None
-        self._graph: Any = None
+        self._graphs: dict[int, Any] = {}
+        """By rows: how many steps have warmed up for one, or the graph."""
 
-    def submit(self, request: Request) -> None:
-        """Hand in a request, which has its tokens chosen greedily. Raises `RequestError`."""
-        answer = self.engine.apply(Submit(request))
-        if isinstance(answer, Rejected):
-            raise RequestError(f"{request.request_id!r}: {answer.detail}")
-        self._told.append(Submit(request))
+    def run(self) -> list[StepRan]:
+        """Some steps, and the fence behind them: a step without rows is the last.
 
-    def abort(self, *request_ids: RequestId) -> None:
-        """Give requests up; what they have gained is kept."""
-        for name in request_ids:
-            if name in self.engine.inbox.slot_of:
-                self._ended[name] = self._get_outputs(name)
-        self.engine.apply(Abort(request_ids))
-        self._told.append(Abort(request_ids))
-
-    @property
-    def has_unfinished_requests(self) -> bool:
-        """Whether another burst would do something."""
-        return bool(self.engine.inbox.slot_of)
-
-    def pop_outputs(self, request_id: RequestId) -> TokenIds:
-        """The tokens of a request that has ended."""
-        return self._ended.pop(request_id)
-
-    def run(self) -> None:
-        """So many steps, and the fence behind them."""
-        inbox, engine = self.engine.inbox, self.engine
+        Raises:
+            EngineError: the model overflows.
+        """
+        inbox = self.engine.inbox
         inbox.reserve_nodes(self.steps * inbox.dims.rows, len(inbox.slot_of))
-        is_decode = self._is_decode()
+        width = self._get_width()
+        count = self._count_left() if width else self.steps
         self._begin()
         state, journal = self._upload(), self._journal
         journal.rows.zero_()
         journal.at.zero_()
-        step = self._decode if is_decode else self._run_rows
+        done, goes = 0, True
         with torch.inference_mode():
-            for _ in range(self.steps):
-                step(state, journal)
+            while goes and done < count:
+                if width:
+                    self._decode(state, journal, width)
+                else:
+                    goes = self._run_rows(state, journal)
+                done += 1
             if int(state.in_flight[0]):
                 self._launch("commit_kernel", state)
         self._download(state)
-        self._take(journal)
-        if self._watcher is not None:
-            told, self._told = self._told, []
-            self._watcher.fence(told, engine.snapshot())
-        self._told.clear()
+        self.num_bursts += 1
+        return self._take(journal, done)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the engine's next steps may be made without a host."""
+        engine, config = self.engine, self.config
+        has_one_frame = config.max_frames_in_flight == 1 and not config.num_speculative_tokens
+        return has_one_frame and not engine.frames and engine.pause_state is PauseState.UNPAUSED
+
+    @property
+    def num_preempted(self) -> int:
+        """By the last step."""
+        return int(self.engine.inbox.state.num_preempted[0])
 
     # What a burst is.
 
-    def _is_decode(self) -> bool:
-        """Whether no step of the burst can have a prompt, a request that waits, or lack a block."""
-        s, size = self.engine.inbox.state, self.config.block_size
+    def _get_width(self) -> int:
+        """Rows of padded steps; 0: a step may have a prompt, a request that waits or lack a block.
+
+        Whoever runs goes on or ends, so rows are never more.
+        """
+        s, d, size = self.engine.inbox.state, self.engine.inbox.dims, self.config.block_size
         running = s.run[: int(s.num_running[0])]
-        return (
+        width = 1 << max(len(running) - 1, 0).bit_length()
+        is_decode = (
             bool((s.key == layout.FAR).all())
-            and 0 < len(running) <= self._width
+            and len(running) > 0
+            and width <= min(d.rows, d.batch)
             and bool((s.computed[running] == s.known[running] - 1).all())
             and int(s.num_free[0]) >= len(running) * (self.steps // size + 1)
         )
+        return width if is_decode else 0
 
-    @property
-    def _width(self) -> int:
-        """Rows of a padded step."""
-        dims = self.engine.inbox.dims
-        return min(dims.rows, dims.batch)
+    def _count_left(self) -> int:
+        """Steps until the last of those that run has ended by its length; `steps` at most."""
+        s = self.engine.inbox.state
+        running = s.run[: int(s.num_running[0])]
+        ends = s.end_by_max_tokens[running].clip(max=self.config.max_model_len)
+        return min(int((ends - s.known[running]).max()), self.steps)
 
     def _begin(self) -> None:
         """The numbers that the host writes once for the whole burst."""
         s, engine = self.engine.inbox.state, self.engine
         s.control[layout.FRAME_ID] = engine.next_frame_id
-        s.control[layout.PREVIOUS_ID] = engine._previous_id
+        s.control[layout.PREVIOUS_ID] = engine.previous_id
         s.control[layout.BUDGET] = self.config.max_num_batched_tokens
         s.control[layout.ADMITS] = 1
         s.control[layout.PLACE] = s.control[layout.COMMIT_PLACE] = 0
@@ -201,30 +165,28 @@ class Resident:
 
     # A step. Nothing in `_decode` reads a number of the device.
 
-    def _decode(self, state: Any, journal: Journal) -> None:
-        """A step of at most a token for each row, padded; on a GPU a replay."""
-        if self.device.type == "cpu":
-            self._launch("loop_kernel", state)
-            self._note(state, journal, self._choose_padded(state))
-            return
-        if self._graph is None:
-            self._graph = self._capture(state, journal)
-        self._graph.replay()
+    def _decode(self, state: Any, journal: Journal, width: int) -> None:
+        """A step of at most a token for each row, padded; on a GPU a replay.
 
-    def _capture(self, state: Any, journal: Journal) -> Any:
-        """Record a step. Warming up runs no row, so that it writes nothing."""
-        for _ in range(NUM_WARM_UPS):
-            self._choose_padded(state)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._launch("loop_kernel", state)
-            self._note(state, journal, self._choose_padded(state))
-        return graph
+        The first of them run as they are: they compile what a graph holds, which must not happen
+        while it is recorded.
+        """
+        warm = self._graphs.get(width, 0)
+        if self.device.type != "cpu" and warm == NUM_WARM_UPS:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._run_padded(state, journal, width)
+            warm = self._graphs[width] = graph
+        if isinstance(warm, int):
+            self._run_padded(state, journal, width)
+            self._graphs[width] = warm + 1
+        else:
+            warm.replay()
 
-    def _choose_padded(self, state: Any) -> torch.Tensor:
-        """The next token of each row, [width]; a row too many reads the null block."""
-        width = self._width
+    def _run_padded(self, state: Any, journal: Journal, width: int) -> None:
+        """A row too many reads the null block, and writes nothing."""
+        self._launch("loop_kernel", state)
         live = torch.arange(width, device=self.device) < state.num_rows
         slots = torch.where(live, state.plans[0, layout.ROW_SLOT, :width], 0).long()
         positions = torch.where(live, state.positions[:width], 0)
@@ -238,16 +200,17 @@ class Resident:
             max_query_len=1,
             max_seq_len=self.config.max_model_len,
         )
-        return self._choose(self.model.forward(inputs))
+        # Not a model's own graph of a decode: this is recorded as a whole.
+        self._note(state, journal, self._choose(Model.forward(self.model, inputs)))
 
-    def _run_rows(self, state: Any, journal: Journal) -> None:
-        """Any step: the host asks how many rows and tokens it has."""
+    def _run_rows(self, state: Any, journal: Journal) -> bool:
+        """Any step: the host asks how many rows and tokens it has. Whether it had any."""
         self._launch("loop_kernel", state)
         rows = int(state.num_rows[0])
         self.num_reads += 1
         if rows == 0:
-            journal.at.add_(1)
-            return
+            self._note(state, journal, state.answer_tokens[:0, 0])
+            return False
         starts = state.query_start_loc[: rows + 1]
         total = int(starts[rows])
         slots = state.plans[0, layout.ROW_SLOT, :rows].long()
@@ -265,13 +228,14 @@ class Resident:
         )
         hidden = self.model.forward(inputs)
         self._note(state, journal, self._choose(hidden[starts[1:].long() - 1]))
+        return True
 
     def _choose(self, hidden: torch.Tensor) -> torch.Tensor:
         best, tokens = self.model.compute_logits(hidden).max(dim=-1)
         return tokens.masked_fill_(~best.isfinite(), NO_TOKEN)
 
     def _note(self, state: Any, journal: Journal, tokens: torch.Tensor) -> None:
-        """The answer that the next launch commits, and the line of the journal."""
+        """The answer that the next launch commits, and the lines of the journal."""
         count = len(tokens)
         live = torch.arange(count, device=self.device) < state.num_rows
         plan = state.plans[0, :, :count]
@@ -280,7 +244,8 @@ class Resident:
         state.answer_tokens[:count, 0].copy_(tokens)
         lengths = torch.where(live, plan[layout.ROW_TOKENS], 0)
         told = torch.stack((plan[layout.ROW_SLOT], lengths, samples, tokens.int()))
-        journal.rows[:, :, :count].index_copy_(0, journal.at, told[None])
+        journal.rows[:, :TOLD, :count].index_copy_(0, journal.at, told[None])
+        journal.rows[:, TOLD:].index_copy_(0, journal.at, state.record[None])
         journal.at.add_(1)
 
     # Between host and device.
@@ -302,7 +267,7 @@ class Resident:
         kept = self._state
         if kept is None or any(a.shape != b.shape for a, b in zip(kept, own, strict=True)):
             kept = self._state = layout.State(*(array.to(self.device) for array in own))
-            self._graph = None
+            self._graphs.clear()
         else:
             for to, array in zip(kept, own, strict=True):
                 to.copy_(array)
@@ -315,35 +280,24 @@ class Resident:
         for array, tensor in zip(self.engine.inbox.state, state, strict=True):
             torch.from_numpy(array).copy_(tensor)
 
-    def _take(self, journal: Journal) -> None:
-        """Tell of the steps by the names of their rows, and let go who has ended."""
-        engine, inbox = self.engine, self.engine.inbox
-        lines = journal.rows.tolist()
-        last: tuple[Row, ...] = ()
-        for line in lines:
-            rows = zip(*line, strict=True)
-            last = tuple(
-                Row(inbox.requests[slot].request_id, length, (token,) * samples)
-                for slot, length, samples, token in rows
-                if length
-            )
-            if any(NO_TOKEN in row.sampled for row in last):
+    def _take(self, journal: Journal, count: int) -> list[StepRan]:
+        """The steps in the words of the vocabulary; the engine lets go who has ended."""
+        engine, lines = self.engine, journal.rows[:count].tolist()
+        records = [line[TOLD:] for line in lines[1:]] + [engine.inbox.state.record.tolist()]
+        steps: list[StepRan] = []
+        for frame_id, (line, record) in enumerate(
+            zip(lines, records, strict=True), engine.next_frame_id
+        ):
+            rows, outputs = [], []
+            for (slot, length, samples, token), told in zip(
+                zip(*line[:TOLD], strict=True), zip(*record, strict=True), strict=True
+            ):
+                if length:
+                    name = engine.inbox.requests[slot].request_id
+                    rows.append(RowRan(name, length, (token,) * samples))
+                    outputs += [tell_row(name, (token,), *told)] if samples else []
+            if any(NO_TOKEN in row.sampled for row in rows):
                 raise EngineError("logits are not finite: the model overflows its dtype")
-            self._told.append(Ran(engine.next_frame_id, last))
-            engine._previous_id = engine.next_frame_id
-            engine.next_frame_id += 1
-        engine.finished_req_ids.clear()
-        names = tuple(row.request_id for row in last)
-        engine.previous_names = names
-        for name, slot in tuple(inbox.slot_of.items()):
-            if inbox.state.birth[slot] == 0:
-                self._ended[name] = self._get_outputs(name)
-                inbox.remove(slot)
-                if name in names:
-                    engine.finished_req_ids.add(name)
-
-    def _get_outputs(self, name: RequestId) -> TokenIds:
-        inbox = self.engine.inbox
-        slot = inbox.slot_of[name]
-        first, end = len(inbox.requests[slot].prompt_token_ids), int(inbox.state.known[slot])
-        return tuple(inbox.state.tokens[slot, first:end].tolist())
+            steps.append(StepRan(frame_id, tuple(rows), Outputs(tuple(outputs))))
+        engine.take_steps(count, tuple(row.request_id for row in steps[-1].rows))
+        return steps

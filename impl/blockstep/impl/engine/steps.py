@@ -12,18 +12,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import RLock
 
+from blockstep.impl.device.engine import DeviceEngine
 from blockstep.impl.engine.batch import Wanted
 from blockstep.impl.engine.connector import Connector
 from blockstep.impl.engine.errors import EngineError, RequestError
 from blockstep.impl.engine.loading import Loaded, Settings
-from blockstep.impl.engine.observer import MakeObserver, Observer
+from blockstep.impl.engine.observer import FenceObserver, MakeObserver, Observer
 from blockstep.impl.engine.outputs import Chunk, Completion, Live, Output, begin_output, pick_drafts
 from blockstep.impl.engine.params import SamplingParams
+from blockstep.impl.engine.resident import LANES_ON_GPU, Resident
 from blockstep.impl.engine.runner import Answer, Logprobs
 from blockstep.impl.fastest import Scheduler, get_named
 from blockstep.spec.vocabulary import (
     Abort,
     Commit,
+    Config,
     Drafts,
     Event,
     FinishReason,
@@ -62,13 +65,30 @@ class Steps:
         """A scheduler that knows no request."""
         self.observer: Observer | None = None
         """Who watches, if anybody does."""
-        asked = frozenset(("sessions",) if self.settings.enable_sessions else ())
-        make_scheduler = get_named(self.settings.scheduler, self.config, asked)
+        self._resident: Resident | None = None
+        """Who runs what can stay on the device, if the scheduler lives there."""
+        self._is_batch_old = False
+        """Whether the runner does not know what `_resident` has done."""
         self._scheduler: Scheduler | Observer
         if self._check is None:
-            self._scheduler = make_scheduler(self.config)
+            self._scheduler = self._make_scheduler(self.config)
         else:
-            self._scheduler = self.observer = self._check(self.config, make_scheduler)
+            self._scheduler = self.observer = self._check(self.config, self._make_scheduler)
+            if not isinstance(self.observer, FenceObserver):
+                self._resident = None
+
+    def _make_scheduler(self, config: Config) -> Scheduler:
+        settings, runner = self.settings, self._runner
+        if settings.scheduler != "device":
+            asked = frozenset(("sessions",) if settings.enable_sessions else ())
+            return get_named(settings.scheduler, config, asked)(config)
+        if runner.batch.device == "cpu":
+            engine = DeviceEngine(config)
+        else:
+            engine = DeviceEngine(config, lanes=LANES_ON_GPU)
+        if runner.connector is None and not runner.batch.adapters:
+            self._resident = Resident(engine, runner.model, settings.steps_per_fence)
+        return engine
 
     def step(self) -> list[Chunk]:
         """Plan and run until an answer is due, and take it; what each request gained by it."""
@@ -92,6 +112,11 @@ class Steps:
                 raise
 
     def _step(self) -> list[Chunk]:
+        resident, live = self._resident, self._live.values()
+        if resident is not None and resident.is_free and live:
+            if all(one.wants_tokens_only for one in live):
+                return self._run_burst(resident)
+            self._tell_runner(resident.engine)
         chunks = [] if self._connector is None else self._hear_of_store(self._connector)
         while len(self._frames) < self.config.max_frames_in_flight:
             plan = self._apply(Schedule())
@@ -110,6 +135,29 @@ class Steps:
         if self.has_unfinished_requests and not (chunks or is_waiting):
             raise EngineError(f"no progress: {len(self._live)} requests wait for nothing")
         return chunks
+
+    def _run_burst(self, resident: Resident) -> list[Chunk]:
+        """Some steps on the device, and what they came to."""
+        self._is_batch_old = True
+        steps = resident.run()
+        if isinstance(self.observer, FenceObserver):
+            self.observer.fence(steps)
+        if not any(step.rows for step in steps) and not resident.num_preempted:
+            raise EngineError(f"no progress: {len(self._live)} requests wait for nothing")
+        chunks = [self._deliver_all(step.outputs, {}) for step in steps]
+        return [chunk for of_step in chunks for chunk in of_step]
+
+    def _tell_runner(self, engine: DeviceEngine) -> None:
+        """Plans tell what changes from step to step; the runner has not seen the last ones."""
+        if not self._is_batch_old:
+            return
+        self._is_batch_old = False
+        self._runner.batch.restore(
+            (live.output.request, now, live.output.wanted)
+            for now in engine.snapshot().requests
+            if now.num_cached_tokens >= 0
+            for live in [self._live[now.request_id]]
+        )
 
     def _hear_of_store(self, connector: Connector) -> list[Chunk]:
         """Tell the scheduler what the store says, and what has come to its end."""
