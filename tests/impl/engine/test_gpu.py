@@ -18,6 +18,7 @@ if torch.cuda.is_available():
 from engine_support.standin import GPU, standin
 from kernel_support.interpreter import speed_up
 
+from blockstep.conformance.engines.fences import FenceChecker
 from blockstep.impl.engine import LLM, SamplingParams
 from blockstep.impl.engine.graphs import NUM_WARM_UPS, GraphedModel
 from blockstep.impl.engine.model import Inputs, Model
@@ -93,6 +94,31 @@ def test_a_graph_has_the_tables_of_every_group(
     assert made == [windows.expected.token_ids[row][:NUM_TOKENS] for row in short]
     assert len(llm.config.groups) == 2
     assert "replay" in gpu.events
+
+
+def test_steps_stay_on_the_device_and_are_replayed_as_a_whole(
+    gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int]
+) -> None:
+    llm = LLM(
+        qwen3.folder, device="cuda", scheduler="device", steps_per_fence=6, check=FenceChecker,
+        **SETTINGS,
+    )  # fmt: skip
+    resident, params = llm._resident, SamplingParams(max_tokens=14)
+    assert resident is not None
+    for row in short[:3]:
+        llm.add_request(prompts[row], params)
+    while not resident._get_width():
+        llm.step()
+    gpu.waits.clear()
+    gpu.events.clear()
+    frames = resident.engine.next_frame_id
+    while llm.has_unfinished_requests:
+        llm.step()
+    steps = resident.engine.next_frame_id - frames
+    made = [llm.pop_completion(f"request-{number}").token_ids for number in range(3)]
+    assert made == [qwen3.expected.token_ids[row][:14] for row in short[:3]]
+    assert gpu.events.count("capture") == 1
+    assert gpu.events.count("replay") == steps - NUM_WARM_UPS > 5
 
 
 def test_adapters_have_graphs_of_their_own(

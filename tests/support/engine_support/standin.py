@@ -98,6 +98,9 @@ class GPU(TorchFunctionMode):  # type: ignore[misc]
             return func.__objclass__.clone(args[0]).as_subclass(PinnedTensor)
         to_gpu, args, kwargs = take_device(name, args, kwargs)
         self.check(name, args, to_gpu=to_gpu, waits=not kwargs.get("non_blocking"))
+        if self.capturing is not None and is_in_place(name) and isinstance(args[0], GpuTensor):
+            self.capturing.tape.append(lambda: func(*args, **kwargs))  # nothing runs meanwhile
+            return args[0]
         with torch._C.DisableTorchFunction():
             out = func(*args, **kwargs)
         if home:
@@ -144,10 +147,7 @@ class GPU(TorchFunctionMode):  # type: ignore[misc]
             return
         made = [x for x in flatten(out) if isinstance(x, torch.Tensor)]
         given = {storage(x) for x in flatten((args, kwargs)) if isinstance(x, torch.Tensor)}
-        in_place = name.endswith("_") and not name.startswith("__")
-        if in_place or name in ("__setitem__", "__iadd__"):
-            graph.tape.append(lambda: func(*args, **kwargs))
-        elif made and not given.intersection(map(storage, made)):
+        if made and not given.intersection(map(storage, made)):
             graph.made += made
             graph.tape.append(
                 lambda: [
@@ -202,6 +202,21 @@ def as_gpu(value: Any) -> Any:
     return value
 
 
+def is_in_place(name: str) -> bool:
+    """Whether a function changes its first argument."""
+    ends = name.endswith("_") and not name.startswith("__")
+    return ends or name in ("__setitem__", "__iadd__")
+
+
+def as_plain(value: Any) -> Any:
+    """The same with its tensors on the CPU; the types of named tuples are kept."""
+    if isinstance(value, GpuTensor):
+        return value.as_subclass(torch.Tensor)
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(map(as_plain, value))
+    return value
+
+
 def storage(tensor: Any) -> int:
     """Where its memory begins."""
     with torch._C.DisableTorchFunction():
@@ -229,11 +244,11 @@ def launch(call: Callable[..., None], executor: Any, *args: Any, **named: Any) -
 
     def run() -> None:
         with torch._C.DisableTorchFunction():
-            plain = [x.as_subclass(torch.Tensor) if isinstance(x, GpuTensor) else x for x in args]
-            call(executor, *plain, **named)
+            call(executor, *map(as_plain, args), **named)
 
     gpu = GPU.now
-    if any(isinstance(x, torch.Tensor) and not isinstance(x, GpuTensor) for x in args):
+    tensors = [x for x in flatten(args) if isinstance(x, torch.Tensor)]
+    if not all(isinstance(x, GpuTensor) for x in tensors):
         raise RuntimeError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
     if gpu.capturing is not None:
         gpu.capturing.tape.append(run)

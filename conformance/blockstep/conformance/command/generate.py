@@ -36,6 +36,9 @@ Regex = Annotated[str | None, typer.Option(help="The output matches this regular
 JsonSchema = Annotated[str | None, typer.Option(help="The output is JSON that follows this.")]
 Choice = Annotated[list[str] | None, typer.Option(help="The output is this text, or another one.")]
 Lora = Annotated[Path | None, typer.Option(help="Folder of a LoRA adapter, as peft saves it.")]
+Scheduler = Annotated[
+    str, typer.Option(help="fastest, host, or device, whose steps are checked at fences.")
+]
 Check = Annotated[
     bool, typer.Option("--check", help="Hold every step to the specification while serving.")
 ]
@@ -75,9 +78,7 @@ def generate_command(
     num_drafts: Annotated[int, typer.Option(help="Drafts of a step, with --speculate.")] = 4,
     draft_model: Annotated[Path | None, typer.Option(help="Folder of the draft model.")] = None,
     depth: Annotated[int, typer.Option(min=1, help="Plans in flight; 2: asynchronous.")] = 1,
-    scheduler: Annotated[
-        str, typer.Option(help="fastest, host, or device: checked at each fence.")
-    ] = "fastest",
+    scheduler: Scheduler = "fastest",
     check: Check = False,
     json_path: options.Json = None,
 ) -> None:
@@ -89,16 +90,10 @@ def generate_command(
     """
     given = _all_prompts(prompts or [], token_ids or [])
     sampling: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "stop": tuple(stop or ()),
-        "ignore_eos": ignore_eos,
-        "logprobs": logprobs,
-    }
-    sampling |= {"regex": regex, "json_schema": json_schema, "choice": tuple(choice or ())}
+        "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
+        "min_p": min_p, "stop": tuple(stop or ()), "ignore_eos": ignore_eos, "logprobs": logprobs,
+        "regex": regex, "json_schema": json_schema, "choice": tuple(choice or ()),
+    }  # fmt: skip
     settings = {
         "device": device,
         "dtype": dtype,
@@ -112,8 +107,8 @@ def generate_command(
         "seed": seed,
         "kv_cache_bytes": None if cache_gib is None else _cache_bytes(cache_gib),
         "num_speculative_tokens": 0 if speculate is SpecMethod.NONE else num_drafts,
+        **_adapter_settings(lora),
     }
-    settings |= _adapter_settings(lora)
     run_generate(model, given, sampling, settings, check, json_path)
 
 

@@ -173,7 +173,6 @@ class Resident:
         """
         warm = self._graphs.get(width, 0)
         if self.device.type != "cpu" and warm == NUM_WARM_UPS:
-            torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 self._run_padded(state, journal, width)
