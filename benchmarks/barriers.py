@@ -203,7 +203,7 @@ def separate(num_events: int) -> Separating:
 def main() -> int:
     """Play, and print each barrier with what it orders alone."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--events", type=int, default=6_000)
+    parser.add_argument("--events", type=int, default=4_000)
     num_events = parser.parse_args().events
     watched = separate(num_events)
     counts: Counter[str] = Counter()

@@ -229,8 +229,8 @@ def main() -> int:
         made[f"{running}"] = measure(running, options, has_gpu)
         sys.stdout.write(f"{running:6,} running  {json.dumps(made[f'{running}'])}\n")
         sys.stdout.flush()
-    if options.json is not None:
-        options.json.write_text(json.dumps(made, indent=2) + "\n")
+        if options.json is not None:
+            options.json.write_text(json.dumps(made, indent=2) + "\n")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,12 @@ import pytest
 from kernel_support.compiled import Compiled
 from kernel_support.device import CONFIGS
 
+from blockstep.impl.device.launch import FOLDER
+
 pytest.importorskip("triton")
 SHARED_MAX = 16 * 1024
+KERNELS = re.findall(r"^def (\w+_kernel)\(", (FOLDER / "step.py").read_text(), re.MULTILINE)
+"""All that are launched."""
 
 
 def compile_apart(kernel: str, *names: str) -> list[Compiled]:
@@ -43,8 +48,6 @@ def test_a_commit_of_1024_rows_fits_an_h100() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    "kernel", ["loop_kernel", "step_kernel", "commands_kernel", "sweep_kernel"]
-)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kernel_fits_an_h100(kernel: str) -> None:
     assert_fits(compile_apart(kernel, *CONFIGS))
