@@ -138,6 +138,9 @@ def submit(view: View, draw: Draw) -> Action:
         return v.Submit(draw_twin(swarm, draw, name, index, client.preempted_texts))
     if swarm.has(PINS) and client.turns and draw.chance(50):
         return v.Submit(draw_turn(swarm, draw, name, index, client.turns))
+    if client.live and draw.chance(12):  # blocks are shared by those whose keys are alike
+        others = [(it, it.prompt_token_ids) for it in client.live.values()]
+        return v.Submit(draw_twin(swarm, draw, name, index, others))
     return v.Submit(draw_request(swarm, draw, name, index, client.texts))
 
 
@@ -226,17 +229,13 @@ def abort(view: View, draw: Draw) -> Action:
     if client.live and view.swarm.has(RESET) and draw.chance(10):
         return v.Abort(tuple(client.live))  # what is cached can then be emptied without force
     loaded = [name for name in client.transfers.loading if name in client.live]
-    if _share_a_block(client.last_plan):
-        known = [*client.live] or known
+    sharing = client.list_sharing()
+    if sharing and draw.chance(80):
+        known = sharing
     elif loaded and draw.chance(60):
         known = loaded
     count = 1 if draw.chance(80) else draw.integer(1, 3)
     return v.Abort(tuple(draw.choice(known) for _ in range(count)))
-
-
-def _share_a_block(plan: v.Plan | None) -> bool:
-    """Whether all whom the last plan runs hold a block together, and there are several."""
-    return plan is not None and any(plan.num_common_prefix_blocks) and len(plan.rows) > 1
 
 
 def grammar_ready(view: View, draw: Draw) -> Action:
@@ -415,8 +414,9 @@ def _weight_of_aborts(weight: int, view: View) -> int:
         return weight * 50
     if view.seeks_aborts:
         return weight * 6 if client.plans else weight
-    is_loaded = any(name in client.live for name in client.transfers.loading)
-    return weight * 5 if is_loaded or _share_a_block(client.last_plan) else weight
+    if client.list_sharing():
+        return weight * 10
+    return weight * 5 if any(name in client.live for name in client.transfers.loading) else weight
 
 
 def _weight(name: str, view: View) -> int:

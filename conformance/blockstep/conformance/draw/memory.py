@@ -73,3 +73,7 @@ class Memory(Protocol):
     def last_plan(self) -> v.Plan | None:
         """In flight or answered."""
         ...
+
+    def list_sharing(self) -> list[v.RequestId]:
+        """Those whose first block another has as well, as far as plans tell."""
+        ...

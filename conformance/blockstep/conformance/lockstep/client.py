@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from blockstep.conformance.draw.requests import Text
 from blockstep.conformance.protocol.sessions import Session
@@ -40,6 +41,8 @@ class Client:
     plans: list[v.Plan] = field(default_factory=list)
     """In flight, oldest first."""
     last_plan: v.Plan | None = None
+    first_blocks: dict[v.RequestId, frozenset[int]] = field(default_factory=dict)
+    """Of those in `live` that have blocks, as far as plans tell: the first one of each table."""
     last_commit: v.Commit | None = None
     transfers: Transfers = field(default_factory=Transfers)
     """Those that are under way."""
@@ -65,6 +68,7 @@ class Client:
                 self.last_plan = plan
                 if plan.rows:
                     self.plans.append(plan)
+                self._note_blocks(plan)
                 self.transfers.plan(plan)
             case v.Commit(frame_id=frame_id, sampled=sampled), v.Outputs(rows=rows):
                 self.last_commit = event
@@ -97,6 +101,25 @@ class Client:
             case v.Abort(), v.Aborted(request_ids=request_ids, ending_req_ids=ending):
                 self._end(request_ids)
                 self.ending = tuple(dict.fromkeys((*self.ending, *ending)))
+
+    def list_sharing(self) -> list[v.RequestId]:
+        """Those whose first block another has as well: prefixes are shared from there on."""
+        counts = Counter(chain.from_iterable(self.first_blocks.values()))
+        return [
+            name
+            for name, blocks in self.first_blocks.items()
+            if any(counts[block] > 1 for block in blocks)
+        ]
+
+    def _note_blocks(self, plan: v.Plan) -> None:
+        """A plan takes blocks from whom it preempts, and gives others theirs."""
+        for name in plan.preempted_req_ids:
+            self.first_blocks.pop(name, None)
+        tables = {row.request_id: row.block_ids for row in plan.new}
+        tables.update((row.request_id, row.new_block_ids) for row in plan.cached if row.resumed)
+        for name, table in tables.items():
+            firsts = (next((b for b in row if b != v.NULL_BLOCK), None) for row in table)
+            self.first_blocks[name] = frozenset(block for block in firsts if block is not None)
 
     def _go_on(self, update: v.Request) -> None:
         """A client goes on with a session: now if it rests."""
@@ -135,6 +158,7 @@ class Client:
         for request_id in request_ids:
             self.sessions.pop(request_id, None)
             self.transfers.end(request_id)
+            self.first_blocks.pop(request_id, None)
             request, said = self.live.pop(request_id, None), self.said.pop(request_id, ())
             self.ended.append(request_id)
             self.ending = tuple(name for name in self.ending if name != request_id)
