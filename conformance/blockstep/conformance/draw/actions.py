@@ -17,7 +17,7 @@ from blockstep.conformance.draw.branches import draw_fork, list_ready
 from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.items import IDENTIFIERS
 from blockstep.conformance.draw.jobs import draw_clock, draw_estimate
-from blockstep.conformance.draw.memory import Memory
+from blockstep.conformance.draw.memory import Memory, list_frames
 from blockstep.conformance.draw.mistakes import draw_bad_event
 from blockstep.conformance.draw.presets import Habit, Swarm
 from blockstep.conformance.draw.requests import (
@@ -284,7 +284,7 @@ def encoder_offer(view: View, draw: Draw) -> Action:
 def mask(view: View, draw: Draw) -> Action:
     """The runner asks for a mask, most often of the newest plan; or a broken one asks."""
     if view.swarm.has(HOSTILE) and draw.chance(25):
-        frames = [*(plan.frame_id for plan in view.client.plans), 10**6]
+        frames = list_frames(view.client)
         rows = tuple(
             v.RowTokens(draw.choice([*view.client.live, "nobody"]), (0,) * draw.integer(0, 2))
             for _ in range(draw.integer(0, 2))
@@ -309,8 +309,7 @@ def hostile(view: View, draw: Draw) -> Action:
     """What a broken client or a late worker might send."""
     client = view.client
     names = [*client.live, *client.ended[-2:], "nobody"]
-    frames = [*(plan.frame_id for plan in client.plans), 0, 10**6]
-    return Hostile(draw_bad_event(view.swarm, client.live, names, frames, draw))
+    return Hostile(draw_bad_event(view.swarm, client.live, names, list_frames(client), draw))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,15 @@ CROWD = (*IDENTIFIERS, "elk", "fox", "hen")
 def draw_encoder(config: Config, draw: Draw) -> Config:
     """The config with an encoder: room for the largest item, or for two of them, seldom for all."""
     longest = get_longest_item(config)
-    return replace(
+    config = replace(
         config,
         encoder_compute_budget=draw.integer(longest, 2 * longest),
         encoder_cache_size=draw.integer(longest, 3 * longest),
         disable_chunked_mm_input=draw.chance(25),
     )
+    if config.disable_chunked_mm_input and draw.chance(40):  # an item is then just a chunk, or more
+        config = replace(config, long_prefill_token_threshold=draw.integer(1, longest))
+    return config
 
 
 def get_longest_item(config: Config) -> int:

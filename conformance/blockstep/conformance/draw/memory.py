@@ -70,6 +70,11 @@ class Memory(Protocol):
         ...
 
     @property
+    def last_commit(self) -> v.Commit | None:
+        """The last one that was taken."""
+        ...
+
+    @property
     def last_plan(self) -> v.Plan | None:
         """In flight or answered."""
         ...
@@ -77,3 +82,10 @@ class Memory(Protocol):
     def list_sharing(self) -> list[v.RequestId]:
         """Those whose first block another has as well, as far as plans tell."""
         ...
+
+
+def list_frames(client: Memory) -> list[v.FrameId]:
+    """Those in flight, the first of all, the one that was answered last, and none."""
+    last = client.last_commit
+    answered = [] if last is None else [last.frame_id]
+    return [*(plan.frame_id for plan in client.plans), 0, *answered, 10**6]

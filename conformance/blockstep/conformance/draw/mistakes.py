@@ -163,7 +163,7 @@ def list_bad_events(
             Submit(Request("bad", (0,), structured_output=True, grammar=Grammar(()))),
             GrammarFailed("nobody"),
             GrammarBitmask(-1),
-            GrammarBitmask(10**6),
+            *[GrammarBitmask(frame) for frame in frames[-3:]],
             GrammarBitmask(frames[0], twice),
         ]
     if swarm.has(TRANSFERS):

@@ -210,7 +210,9 @@ def _draw_late(
         if FORKS.name in wish.always and feature in (ENCODER, TRANSFERS, PINS):
             continue  # forks go without
         if feature is FORKS and name not in wish.always:
-            continue  # drawn only where they are asked for
+            has_other = config.encoder_cache_size or config.kv_connector or config.has_pins
+            if has_other:
+                continue
         if feature is PINS and name not in wish.always:
             is_free = not has_policy and PRIORITY.name not in wish.always
             if not is_free or config.kv_connector or not config.enable_prefix_caching:

@@ -116,9 +116,11 @@ class Client:
         for name in plan.preempted_req_ids:
             self.first_blocks.pop(name, None)
         tables = {row.request_id: row.block_ids for row in plan.new}
-        tables.update((row.request_id, row.new_block_ids) for row in plan.cached if row.resumed)
+        for row in plan.cached:
+            if row.resumed or row.request_id in plan.remapped_req_ids:
+                tables[row.request_id] = row.new_block_ids
         for name, table in tables.items():
-            firsts = (next((b for b in row if b != v.NULL_BLOCK), None) for row in table)
+            firsts = (next((b for b in blocks if b != v.NULL_BLOCK), None) for blocks in table)
             self.first_blocks[name] = frozenset(block for block in firsts if block is not None)
 
     def _go_on(self, update: v.Request) -> None:

@@ -24,7 +24,6 @@ from blockstep.conformance.judge.witnesses.plans import PREEMPTION
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.features import (
     BY_NAME,
-    FORKS,
     GROUPS,
     LATE,
     PINS,
@@ -208,8 +207,6 @@ def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> 
         absent |= SEVERAL_AT_ONCE
     elif SEVERAL_AT_ONCE & wish.always:
         absent |= SEVERAL_AT_ONCE - wish.always
-    if FORKS.name not in wish.always:
-        absent.add(FORKS.name)
     deepest = {"four_frames_in_flight"} if options.max_depth < MAX_DEPTH else set()
     rare = {TINY.name: RARE_AT_TINY, REAL.name: SMALL_ONLY}.get(options.preset, set())
     left_out = NOT_REQUIRED | deepest | rare
