@@ -117,6 +117,7 @@ from blockstep.spec.vocabulary import (
     Drafts,
     DraftsTaken,
     FinishReason,
+    Fork,
     GrammarBitmask,
     GrammarFailed,
     GrammarReady,
@@ -125,6 +126,7 @@ from blockstep.spec.vocabulary import (
     Outputs,
     PauseState,
     Plan,
+    Policy,
     RejectCode,
     Rejected,
     Request,
@@ -134,6 +136,7 @@ from blockstep.spec.vocabulary import (
     Schedule,
     SetPause,
     Snapshot,
+    SpecMethod,
     Stats,
     Status,
     StreamingUpdate,
@@ -1294,6 +1297,26 @@ def test_shared_blocks_stay_out_of_the_queue() -> None:
     play.commit().do(Abort(("A",)))
     wrong = after(play.step, free_queue=(*play.step.after.free_queue, table_of(play.step, "B")[0]))
     assert CHECKS["freed_tail_is_evicted_first"](wrong, play.ledger)
+
+
+def test_a_copy_that_a_victim_was_planned_with_goes_back_as_well() -> None:
+    """A is planned first, with a copy of what H shares; then B needs a block, and A has to go."""
+    config = replace(
+        CONFIG,
+        num_blocks=5,
+        block_size=4,
+        policy=Policy.PRIORITY,
+        enable_prefix_caching=False,
+        spec_method=SpecMethod.DRAFT_MODEL,
+        num_speculative_tokens=3,
+        enable_forks=True,
+    )
+    play = Play(config).do(Submit(Request("A", (0,), max_tokens=3, priority=3)), Schedule())
+    play.do(Submit(Request("B", (0,), max_tokens=2))).commit().do(Schedule()).commit()
+    known = play.step.new["A"].output_token_ids
+    play.do(Fork("A", "H", known[:1]), Schedule())
+    assert play.step.preempted == ["A"]
+    assert play.step.after.free_queue == (4,), "the copy; what A held besides is with B"
 
 
 @pytest.mark.parametrize("in_pipeline", [False, True])

@@ -27,12 +27,14 @@ from blockstep.conformance.protocol.program import (
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec.vocabulary import (
     Abort,
+    Aborted,
     Ack,
     Commit,
     Config,
     Drafts,
     DraftsTaken,
     Event,
+    Fork,
     Grammar,
     GrammarReady,
     Observation,
@@ -42,6 +44,7 @@ from blockstep.spec.vocabulary import (
     RejectCode,
     Rejected,
     Request,
+    Reset,
     RowTokens,
     Schedule,
     Snapshot,
@@ -293,3 +296,93 @@ def test_what_an_adapter_declines_or_cannot_read_is_not_given_to_be_refused() ->
     assert wrong == []
     assert [one.event for one in run.exchanges] == [Submit(ill[2])]
     assert run.skipped == {}
+
+
+FORKING = replace(CONFIG, enable_forks=True)
+SAID = (*RUNS, Answer())
+GRAMMAR = Grammar((((0, 0), (1, 0)),))
+HELD = Request("A", (1, 2, 3), 6, structured_output=True, grammar=GRAMMAR)
+UNFIT: dict[str, tuple[tuple[Action, ...], Fork, RejectCode]] = {
+    "malformed": (SAID, Fork("A", ""), RejectCode.MALFORMED_EVENT),
+    "of nobody": (SAID, Fork("Z", "C"), RejectCode.UNKNOWN_REQUEST),
+    "under a name that is there": (SAID, Fork("A", "A"), RejectCode.DUPLICATE_REQUEST),
+    "under a name in flight": (
+        (Submit(A), Submit(B), Schedule(), Abort(("B",))),
+        Fork("A", "B"),
+        RejectCode.REQUEST_IN_FLIGHT,
+    ),
+    "of who waits": ((*SAID, Submit(B)), Fork("B", "C"), RejectCode.BAD_FORK),
+    "of a branch that waits": ((*SAID, Fork("A", "B")), Fork("B", "C"), RejectCode.BAD_FORK),
+    "of a session": (
+        (Submit(replace(A, resumable=True)), Schedule(), Answer()),
+        Fork("A", "C"),
+        RejectCode.BAD_FORK,
+    ),
+    "of who is in flight": (RUNS, Fork("A", "C"), RejectCode.FORK_IN_FLIGHT),
+    "with its last output": (SAID, Fork("A", "C", (1,) * 6), RejectCode.BAD_FORK),
+    "with what is forbidden": (
+        (Submit(HELD), GrammarReady("A"), Schedule(), Answer()),
+        Fork("A", "C", (2,)),
+        RejectCode.BAD_FORK,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_branch_that_cannot_begin_may_be_refused_and_not_be_taken(name: str) -> None:
+    start, fork, code = UNFIT[name]
+    run, wrong = hearing(AtSafety, FORKING, *start, Hostile(fork))
+    assert wrong == []
+    assert run.exchanges[-1].seen == Rejected(code, run.exchanges[-1].seen.detail)
+    taking = answering(lambda _event, _seen: Ack())
+    assert hearing(taking, FORKING, *start, Hostile(fork))[1] == TAKEN
+
+
+def test_without_forks_nobody_goes_on_as_two() -> None:
+    assert hearing(AtSafety, CONFIG, *SAID, Hostile(Fork("A", "C")))[1] == []
+    taking = answering(lambda _event, _seen: Ack())
+    assert hearing(taking, CONFIG, *SAID, Hostile(Fork("A", "C")))[1] == TAKEN
+
+
+class RefusesForks(AtSafety):
+    """Takes no branch at all."""
+
+    def apply(self, event: Event) -> Observation:
+        return Rejected(RejectCode.BAD_FORK) if isinstance(event, Fork) else super().apply(event)
+
+
+def test_a_branch_that_can_begin_must_be_taken() -> None:
+    """Of who was preempted, too; without prefix caching what it shares is no hit."""
+    uncached = replace(FORKING, enable_prefix_caching=False)
+    for config in (FORKING, uncached):
+        branching = (*SAID, Fork("A", "C", (0,)))
+        assert hearing(AtSafety, config, *branching, Drain())[1] == []
+        assert hearing(RefusesForks, config, *branching)[1] == [
+            "answer_is_of_the_kind_of_the_event"
+        ]
+    preempted = (*SAID, Reset(reset_running_requests=True), Fork("A", "C", (0,)))
+    assert hearing(AtSafety, FORKING, *preempted, Drain())[1] == []
+    assert hearing(RefusesForks, FORKING, *preempted)[1] == ["answer_is_of_the_kind_of_the_event"]
+
+
+def test_a_branch_begins_with_its_own_outputs() -> None:
+    class Mixes(AtSafety):
+        def apply(self, event: Event) -> Observation:
+            seen = super().apply(event)
+            if not (isinstance(seen, Plan) and seen.new and seen.new[0].output_token_ids):
+                return seen
+            return replace(seen, new=(replace(seen.new[0], output_token_ids=(1,)),))
+
+    branching = (*SAID, Fork("A", "C", (0,)), Schedule())
+    assert "new_row_carries_the_request_as_submitted" in hearing(Mixes, FORKING, *branching)[1]
+
+
+def test_who_is_about_to_end_is_not_asked_for_a_branch() -> None:
+    class EndsLate(AtSafety):
+        def apply(self, event: Event) -> Observation:
+            assert not isinstance(event, Fork)
+            seen = super().apply(event)
+            return Aborted((), seen.request_ids) if isinstance(seen, Aborted) else seen
+
+    given = (*SAID, Abort(("A",)), Fork("A", "C", (0,)))
+    assert hearing(EndsLate, FORKING, *given)[1] == []

@@ -81,7 +81,7 @@ def judge_answer(
     """
     match event, seen:
         case v.Schedule(), v.Plan() as plan:
-            yield from _judge_plan(config, live, plan)
+            yield from _judge_plan(config, live, said, plan)
         case v.Commit(), v.Outputs(rows=rows):
             due = dict(_expected_outputs(config, live, said, event))
             over = [name for name in due if (event.frame_id, name) in dropped]
@@ -101,7 +101,10 @@ def judge_answer(
 
 
 def _judge_plan(
-    config: v.Config, live: Mapping[v.RequestId, v.Request], plan: v.Plan
+    config: v.Config,
+    live: Mapping[v.RequestId, v.Request],
+    said: Mapping[v.RequestId, v.TokenIds],
+    plan: v.Plan,
 ) -> Iterator[Finding]:
     """P9, and that a plan is about requests that there are."""
     rows = plan.rows
@@ -124,19 +127,28 @@ def _judge_plan(
         if name not in live:
             yield violated("P26", "row_is_of_an_unfinished_request", f"{name!r} has ended")
         elif isinstance(row, v.NewRow):
-            yield from _judge_new_row(config, row, live[name])
+            yield from _judge_new_row(config, row, live[name], said.get(name))
         if end > config.max_model_len:
             what = f"{name!r} runs {end} tokens, the model takes {config.max_model_len}"
             yield violated("P9", "row_stays_within_max_model_len", what)
 
 
-def _judge_new_row(config: v.Config, row: v.NewRow, request: v.Request) -> Iterator[Finding]:
-    """P26 that it is the request, P5 that it takes no hit that it may not take."""
+def _judge_new_row(
+    config: v.Config, row: v.NewRow, request: v.Request, outputs: v.TokenIds | None
+) -> Iterator[Finding]:
+    """P26 that it is the request, P5 that it takes no hit that it may not take.
+
+    `outputs` are those that a branch began with, which shares what is computed; None: it is none.
+    """
     if row.request != request:
         what = f"{row.request_id!r} is not the request that was submitted"
         yield violated("P26", "new_row_carries_the_request_as_submitted", what)
+    if row.output_token_ids != (outputs or ()):
+        difference = Difference("output_token_ids", str(outputs or ()), str(row.output_token_ids))
+        what = f"{row.request_id!r} has other outputs than it began with"
+        yield violated("P26", "new_row_carries_the_request_as_submitted", what, difference)
     has_any = config.enable_prefix_caching or config.kv_connector  # a store's count as a hit, too
-    may_hit = has_any and not request.skip_reading_prefix_cache
+    may_hit = (has_any and not request.skip_reading_prefix_cache) or outputs is not None
     if row.num_computed_tokens and not may_hit and not request.resumable:
         what = f"{row.request_id!r} has a hit of {row.num_computed_tokens} tokens"
         yield violated("P5", "hit_is_taken_only_where_one_may_be", what)

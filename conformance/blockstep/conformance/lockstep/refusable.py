@@ -11,8 +11,9 @@ for that depends on the input:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
+from blockstep.conformance.judge.properties.forks import may_not_say
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.protocol.findings import Finding, violated
@@ -87,6 +88,30 @@ def find_problem_of_update(
         return None
     request, said = client.live[update.request_id], client.said.get(update.request_id, ())
     return _code_of(empty, v.Submit(get_longest(empty.config, request, said, session, update)))
+
+
+def find_problem_of_fork(
+    event: v.Fork, empty: State, client: Client, not_begun: Container[v.RequestId]
+) -> v.RejectCode | None:
+    """Why a request cannot go on as two now; those `not_begun` had no row yet."""
+    problem, name = v.event_problem(event), event.request_id
+    if problem is not None:
+        return problem.code
+    if not empty.config.enable_forks:
+        return v.RejectCode.BAD_FORK
+    if name not in client.live:
+        return v.RejectCode.UNKNOWN_REQUEST
+    if event.child_id in client.live:
+        return v.RejectCode.DUPLICATE_REQUEST
+    in_flight = list_in_flight(client.plans)
+    if event.child_id in in_flight:
+        return v.RejectCode.REQUEST_IN_FLIGHT
+    if name in client.sessions or name in not_begun:
+        return v.RejectCode.BAD_FORK
+    if name in in_flight:
+        return v.RejectCode.FORK_IN_FLIGHT
+    is_wrong = may_not_say(empty.config, client.live[name], event.output_token_ids)
+    return v.RejectCode.BAD_FORK if is_wrong else None
 
 
 def may_take(code: v.RejectCode, event: v.Event, plans: Sequence[v.Plan], worker: Worker) -> bool:

@@ -34,6 +34,7 @@ from blockstep.conformance.lockstep.exchange import Exchange, fault_of
 from blockstep.conformance.lockstep.refusable import (
     ILL_FORMED,
     find_problem,
+    find_problem_of_fork,
     find_problem_of_update,
     judge_mistake,
     list_in_flight,
@@ -55,6 +56,8 @@ class SafetyRun(ScopedRun):
     """No plan was made since the last commit."""
     idle: set[v.RequestId] = field(default_factory=set)
     """Who had no row since they were submitted or preempted."""
+    not_begun: set[v.RequestId] = field(default_factory=set)
+    """Who had no row at all."""
 
     def __post_init__(self) -> None:
         self.answers = AnswerWitnesses(self.config)
@@ -88,16 +91,23 @@ class SafetyRun(ScopedRun):
         LockStep.follow(self, event, observation)
         match event, observation:
             case v.Submit(request=request), _:
-                self.idle.add(request.request_id)
+                self._note_newcomer(request.request_id)
+            case v.Fork(child_id=child_id), _:
+                self._note_newcomer(child_id)
             case v.Schedule(), v.Plan() as plan:
                 self.may_propose = False
                 self.idle.update(plan.preempted_req_ids)
                 self.idle.difference_update(row.request_id for row in plan.rows)
+                self.not_begun.difference_update(row.request_id for row in plan.new)
             case v.Commit(), v.Outputs():
                 self.may_propose = True
             case v.Reset(reset_running_requests=True), v.ResetDone(success=True):
                 self.may_propose = False
                 self.idle.update(self.live)
+
+    def _note_newcomer(self, name: v.RequestId) -> None:
+        self.idle.add(name)
+        self.not_begun.add(name)
 
     def _note_texts(self, event: v.Event, observation: v.Observation) -> None:
         """Note texts of which something is taken back: no key may be left of it."""
@@ -124,6 +134,8 @@ class SafetyRun(ScopedRun):
     def _find_problem(self, event: v.Event) -> v.RejectCode | None:
         if isinstance(event, v.StreamingUpdate):
             return find_problem_of_update(event, self.spec.state, self)
+        if isinstance(event, v.Fork):
+            return find_problem_of_fork(event, self.spec.state, self, self.not_begun)
         return find_problem(event, self.spec.state, self.live, self.plans, self.worker)
 
     def _is_welcome(self, event: v.Event) -> bool:
@@ -134,9 +146,11 @@ class SafetyRun(ScopedRun):
         """Whether the engine is given an event, which it may refuse for a problem.
 
         Not a request of the name of one who ended, while a plan in flight has a row of that one: if
-        it were taken, answers could not be told apart.
+        it were taken, answers could not be told apart. Nor a branch of who is about to end.
         """
         if self.excuses.is_over or self._is_early(event):
+            return False
+        if isinstance(event, v.Fork) and event.request_id in self.ending:
             return False
         if isinstance(event, v.Submit) and problem in ILL_FORMED:
             return problem in self.judged and self._understands_ill(event.request)

@@ -42,13 +42,16 @@ def problem_of_fork(config: v.Config, fork: v.Fork, ledger: Ledger) -> v.RejectC
         return v.RejectCode.BAD_FORK
     if ledger.in_flight(fork.request_id):
         return v.RejectCode.FORK_IN_FLIGHT
-    outputs = fork.output_token_ids
+    is_wrong = may_not_say(config, parent.request, fork.output_token_ids)
+    return v.RejectCode.BAD_FORK if is_wrong else None
+
+
+def may_not_say(config: v.Config, request: v.Request, outputs: v.TokenIds) -> bool:
+    """Whether one of these outputs would end a request, or its grammar forbids one."""
     for count in range(1, len(outputs) + 1):
-        if stop_of(config, parent.request, outputs[:count]) is not None:
-            return v.RejectCode.BAD_FORK
-    if parent.automaton is not None and parent.automaton.read(outputs) is None:
-        return v.RejectCode.BAD_FORK
-    return None
+        if stop_of(config, request, outputs[:count]) is not None:
+            return True
+    return request.grammar is not None and Automaton(config, request).read(outputs) is None
 
 
 def count_settled(step: Step, ledger: Ledger, request: v.RequestSnapshot) -> tuple[int, ...]:

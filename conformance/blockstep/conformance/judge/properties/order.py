@@ -239,7 +239,7 @@ def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
     Checked for the last victim also where the rest of the queue cannot be replayed.
     """
     victims = victims_of(step, ledger)
-    if not victims or step.hides_what_was_given:
+    if not victims or step.hides_what_was_given or _may_have_copied(step, victims):
         return ()
     freed = _freed_by_last(step, ledger, victims)
     queue = list(step.after.free_queue)
@@ -252,6 +252,19 @@ def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
     return differing(
         "end of free_queue", freed[len(freed) - length :], queue[-length:] if length else []
     )
+
+
+def _may_have_copied(step: Step, victims: Sequence[v.RequestId]) -> bool:
+    """Whether the last victim may have been planned, with a copy: it gave that back, which no plan
+    tells."""
+    if not step.config.enable_forks or not hides_a_rollback(step, victims):
+        return False
+    last, counts = step.old[victims[-1]], step.before.ref_counts
+    for table, size in zip(last.block_tables, step.block_sizes, strict=True):
+        index, written = divmod(last.num_computed_tokens, size)
+        if written and index < len(table) and counts[table[index]] > 1:
+            return True
+    return False
 
 
 def _freed_by_last(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) -> list[v.BlockId]:
