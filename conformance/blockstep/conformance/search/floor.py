@@ -151,10 +151,12 @@ SMALL_ONLY = {
     *("groups_block_in_doubt", "groups_last_block_to_another", "groups_admitted_past_its_room"),
     *("groups_preempted_with_nulls", "groups_preempted_about_to_slide"),
     *("encoder_across_waits", "encoder_across_preempted", "encoder_across_made_again"),
+    *("forks_of_the_preempted", "forks_began_anew", "forks_last_holder_writes"),
+    *("forks_watermark_holds_up", "forks_watermark_for_nobody", "forks_stack_reused"),
 }
 """Rare where pools are large: required at small scopes only."""
 RARE_AT_TINY = {
-    *("abort_of_shared_block", "abort_preempted", "drafts_lost_by_preemption"),
+    *("abort_preempted", "drafts_lost_by_preemption"),
     *("drafts_some_accepted", "running_left_out_by_budget", "groups_block_in_doubt"),
     *("transfers_returned_behind_a_head", "transfers_failed_at_a_later_block"),
     "forks_named_what_is_full",
@@ -185,6 +187,7 @@ RARE_UNLESS_WANTED = {
     *("forks_copied_by_a_branch", "forks_several_copies", "forks_copied_with_drafts"),
     *("forks_gave_way", "forks_branch_preempted", "forks_preempted_beside_sharers"),
     *("forks_three_holders", "forks_named_what_is_full", "forks_cut_short"),
+    "forks_before_an_output",
 }
 """Required where every run has the feature that they need: one in four does otherwise."""
 RARE_WHERE_WANTED = {
