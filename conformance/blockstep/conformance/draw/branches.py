@@ -29,14 +29,15 @@ def list_ready(client: Memory) -> list[v.RequestId]:
 
 
 def draw_outputs(outputs: v.TokenIds, max_tokens: int, size: int, draw: Draw) -> v.TokenIds:
-    """What a branch has said: what its parent has, with another last token, less, or more.
+    """What a branch has said: what its parent has, with another token, less, or more.
 
     Seldom as much as a request may say: nobody goes on behind that.
     """
     token = draw.integer(0, size - 1)
     cut = outputs[: draw.integer(0, len(outputs))]
     other = (*outputs[:-1], token)
+    anew = (token, *outputs[1:])
     told = draw.choice(
-        (outputs, outputs, other, other, (*outputs, token), cut, (*cut, token), ()),
+        (outputs, outputs, other, other, anew, (*outputs, token), cut, (*cut, token), ()),
     )
     return told if draw.chance(4) else told[: max_tokens - 1]

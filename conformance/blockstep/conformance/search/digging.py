@@ -17,7 +17,14 @@ from blockstep.conformance.engine import (
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Program
-from blockstep.conformance.search.distinct import Mark, Symptoms, find_symptoms, mark_of
+from blockstep.conformance.search.distinct import (
+    Mark,
+    Symptoms,
+    find_symptoms,
+    mark_of,
+    mark_plainly,
+    play_with,
+)
 from blockstep.conformance.search.episodes import EpisodeResult, fit_config, run_episode
 from blockstep.conformance.search.floor import Facts, look
 from blockstep.conformance.search.forgiving import (
@@ -130,9 +137,14 @@ def show(
     forgiven: frozenset[Cause],
     program: Program,
 ) -> list[tuple[Finding, Mark]]:
-    """What a program comes to."""
-    run, findings = run_program(program, Forgiving(make_engine, forgiven), follow(forgiven))
-    return [(finding, mark_of(program, run, finding)) for finding in findings]
+    """What a program comes to, each by no more than it needs: as other failures are marked."""
+    factory, profile = Forgiving(make_engine, forgiven), follow(forgiven)
+    run, findings = run_program(program, factory, profile)
+    play = play_with(factory, profile)
+    return [
+        (finding, mark_plainly(program, mark_of(program, run, finding), play))
+        for finding in findings
+    ]
 
 
 def look_for(

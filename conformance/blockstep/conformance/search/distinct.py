@@ -261,6 +261,18 @@ Play = Callable[[Program], tuple[LockStep, list[Finding]] | None]
 """Runs a program until something is wrong; None if the engine cannot have its config."""
 
 
+def play_with(make_engine: EngineFactory, profile: Profile) -> Play:
+    """Runs programs on engines of a factory."""
+
+    def play(program: Program) -> tuple[LockStep, list[Finding]] | None:
+        try:
+            return run_program(program, make_engine, profile)
+        except v.ConfigError:
+            return None
+
+    return play
+
+
 def find_symptoms(
     program: Program, make_engine: EngineFactory, profile: Profile, first: Finding
 ) -> Symptoms:
@@ -269,12 +281,7 @@ def find_symptoms(
     The engine is one of `Forgiving`, so that what it raises is told by where.
     """
 
-    def play(candidate: Program) -> tuple[LockStep, list[Finding]] | None:
-        try:
-            return run_program(candidate, make_engine, profile)
-        except v.ConfigError:
-            return None
-
+    play = play_with(make_engine, profile)
     length, played = len(program.actions), _list_marks(play(program), program)
     own = next((mark for mark in played if mark.saying.startswith(saying(first))), None)
     if own is None:  # it does not come back
@@ -301,6 +308,13 @@ def _list_marks(played: tuple[LockStep, list[Finding]] | None, program: Program)
         return []
     run, findings = played
     return [mark_of(program, run, finding) for finding in findings]
+
+
+def mark_plainly(program: Program, mark: Mark, play: Play) -> Mark:
+    """The mark of what a program comes to, where that does without what it can."""
+    program = relax(program, mark.saying, play)
+    played = _list_marks(play(program), program)
+    return next((it for it in played if it.saying == mark.saying), mark)
 
 
 def relax(program: Program, says: str, play: Play) -> Program:
