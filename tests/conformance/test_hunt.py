@@ -312,7 +312,7 @@ class Shares(Lengthens):
             Shares,
             [
                 ("P24", None),
-                ("P3", "attended_slot_holds_the_right_prefix"),
+                ("P6", "attended_slot_is_of_the_same_adapter_salt_and_items"),
                 ("P2", "written_block_is_in_one_place"),
             ],
         ),
@@ -323,7 +323,7 @@ def test_what_a_plan_out_of_shape_masks_is_told_by_itself(
 ) -> None:
     """Its sentence never comes first, and the line to reproduce it asks for it."""
     # Who comes back from a load has computed tokens, too, and that is no hit.
-    options = CheckOptions(max_events=800, without_features=("transfers",))
+    options = CheckOptions(max_events=800, seed=5, without_features=("transfers",))
     result = hunt(options, call_here(hide_state(engine)), scopes=["tiny"])
     seen = [(defect.first.property_id, defect.options.sentence) for defect in result.defects]
     assert seen == found

@@ -123,7 +123,7 @@ SLOW = {
 )
 def test_a_wrong_decision_is_found(module: str, old: str, new: str, sentence: str) -> None:
     plant(Memory(), module, old, new)
-    first = check(play(seed=1, max_events=6_000), shrinks=False).first
+    first = check(play(seed=2, max_events=6_000), shrinks=False).first
     assert first is not None
     assert first.sentence == sentence
 
