@@ -1,0 +1,120 @@
+"""Tiers: what is kept below the pool, by scenes and by walks.
+
+The walk holds them to a book that knows no tiers: which blocks were given, when each was last used.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockstep.spec.beside.tiers import (
+    Names,
+    Tiers,
+    clear,
+    count_held,
+    create_tiers,
+    fetch,
+    keep,
+)
+
+TEXTS: tuple[Names, ...] = (("a", "b", "c", "d"), ("a", "b", "x"), ("p", "q"), ("r",), ("a", "y"))
+
+
+def test_what_overflows_goes_down_from_the_end_of_what_was_used_longest_ago() -> None:
+    tiers = keep(create_tiers((3, 2)), ("a", "b"))
+    tiers = keep(tiers, ("p", "q"))
+    assert tiers.tiers == (("a", "q", "p"), ("b",))
+    tiers = keep(tiers, ("r", "s"))
+    assert tiers.tiers == (("p", "s", "r"), ("a", "q")), "b is gone: it went down first"
+
+
+def test_a_hit_below_comes_up_and_others_go_down_for_it() -> None:
+    tiers = Tiers((2, 2), (("q", "p"), ("b", "a")))
+    tiers, found = fetch(tiers, ("a", "b", "c"))
+    assert found == ("a", "b")
+    assert tiers.tiers == (("b", "a"), ("q", "p"))
+
+
+def test_what_has_no_room_above_stays_below() -> None:
+    tiers = Tiers((1, 3), ((), ("c", "b", "a")))
+    tiers, found = fetch(tiers, ("a", "b", "c"))
+    assert found == ("a", "b", "c")
+    assert tiers.tiers == (("a",), ("c", "b"))
+
+
+def test_a_text_longer_than_a_tier_goes_on_in_the_next_and_ends_where_none_has_room() -> None:
+    tiers = keep(create_tiers((1, 0, 2)), ("a", "b", "c", "d"))
+    assert tiers.tiers == (("a",), (), ("c", "b"))
+    assert count_held(tiers, ("a", "b", "c", "d")) == 3
+
+
+def test_what_cannot_be_read_is_lost_and_hides_what_is_behind_it() -> None:
+    tiers = Tiers((3,), (("c", "b", "a"),))
+    tiers, found = fetch(tiers, ("a", "b", "c"), unreadable={"b"})
+    assert found == ("a",)
+    assert tiers.tiers == (("c", "a"),), "b is lost, and c stays for who brings b again"
+    assert fetch(tiers, ("a", "b", "c"))[1] == ("a",)
+    assert fetch(keep(tiers, ("a", "b"), 1), ("a", "b", "c"))[1] == ("a", "b", "c")
+
+
+def test_who_has_kept_nothing_finds_nothing() -> None:
+    tiers = keep(create_tiers((2, 2)), ("a", "b", "c"))
+    assert fetch(clear(tiers), ("a", "b", "c")) == (create_tiers((2, 2)), ())
+    assert keep(create_tiers(()), ("a",)) == create_tiers(())
+
+
+@given(
+    st.lists(st.integers(0, 3), max_size=3),
+    st.lists(
+        st.tuples(
+            st.sampled_from(("keep", "fetch", "clear", "keep", "fetch")),
+            st.sampled_from(TEXTS),
+            st.integers(0, 3),
+            st.frozensets(st.sampled_from("abcdxpqry"), max_size=1),
+        ),
+        max_size=25,
+    ),
+)
+def test_walks_agree_with_a_book_without_tiers(
+    capacities: list[int], calls: list[tuple[str, Names, int, frozenset[str]]]
+) -> None:
+    tiers = create_tiers(capacities)
+    given_since: set[object] = set()
+    last_used: dict[object, int] = {}
+    for time, (call, names, first, unreadable) in enumerate(calls):
+        before = [name for tier in tiers.tiers for name in tier]
+        used: Names = ()
+        if call == "keep":
+            num_there = min(count_held(tiers, names), first)
+            tiers = keep(tiers, names, num_there)
+            used, lost = names, set()
+            given_since |= set(names[num_there:])
+            added = [name for name in names if name not in before and count_held(tiers, [name])]
+            assert added == [n for n in names[num_there:] if n not in before][: len(added)]
+        elif call == "fetch":
+            num_held = count_held(tiers, names)
+            tiers, used = fetch(tiers, names, unreadable)
+            lost = {name for name in names[len(used) : len(used) + 1] if len(used) < num_held}
+            assert lost <= unreadable, "what can be read is returned"
+            assert not set(used) & unreadable
+            assert set(used) <= given_since, "only what was kept since is returned (P25)"
+        else:
+            tiers, given_since, lost = clear(tiers), set(), set(before)
+        last_used |= dict.fromkeys(used, time)
+        held = [name for tier in tiers.tiers for name in tier]
+        assert len(held) == len(set(held)), "a name is in one tier"
+        assert all(map(fits, tiers.tiers, tiers.capacities))
+        gone = set(before) - set(held) - lost
+        if gone:
+            assert len(held) == sum(capacities), "nothing goes while there is room below"
+            assert not gone & set(used), "nothing goes for others of its own text"
+        times = [last_used[name] for tier in tiers.tiers[:1] for name in tier]
+        assert all(one <= two for one, two in pairwise(times)), "the least recent is first"
+
+
+def fits(tier: Names, capacity: int) -> bool:
+    """Whether a tier has no more than it has room for."""
+    return len(tier) <= capacity
