@@ -73,6 +73,8 @@ class Capability(StrEnum):
     """It takes `Policy.CONTINUUM`: blocks stay between two turns of a job, for a time."""
     FORKS = "forks"
     """It takes `enable_forks`, `Fork`, `watermark_blocks` and `pool_order`."""
+    TIERS = "tiers"
+    """It takes `swap_min_tokens`, `admission_low_blocks` and `admission_high_blocks`."""
     STATISTICS = "statistics"
     """Its counters mean what `Stats` says."""
     CACHE_STATISTICS = "cache statistics"

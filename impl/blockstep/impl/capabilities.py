@@ -95,6 +95,8 @@ _LACKED: Final = (
     ("forks", "enable_forks", "must be False: this engine has no forks", "leave it out"),
     ("forks", "watermark_blocks", "must be 0: this engine keeps none free", "leave it out"),
     ("forks", "pool_order", "must be lru: this engine has no other order", "leave it out"),
+    ("tiers", "swap_min_tokens", "must be 0: this engine saves nothing", "leave it out"),
+    ("tiers", "admission_high_blocks", "must be 0: its admission stays open", "leave it out"),
 )
 """Capabilities, the fields of a config that ask for them, and why an engine without cannot have
 them."""
@@ -119,5 +121,6 @@ def list_needed(config: Config) -> frozenset[str]:
         "forks": config.enable_forks
         or config.watermark_blocks > 0
         or config.pool_order is not PoolOrder.LRU,
+        "tiers": config.swap_min_tokens > 0 or config.admission_high_blocks > 0,
     }
     return frozenset(name for name, is_asked in asked.items() if is_asked)

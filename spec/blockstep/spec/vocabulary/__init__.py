@@ -90,7 +90,13 @@ from blockstep.spec.vocabulary.snapshot import (
     Stats,
     TransfersSnapshot,
 )
-from blockstep.spec.vocabulary.transfers import NO_TRANSFERS, HeldBlocks, KVLoad, KVTransfers
+from blockstep.spec.vocabulary.transfers import (
+    NO_TRANSFERS,
+    HeldBlocks,
+    KVLoad,
+    KVSave,
+    KVTransfers,
+)
 from blockstep.spec.vocabulary.waiting import WaitingReason
 from blockstep.spec.vocabulary.wellformed import event_problem
 
@@ -139,6 +145,7 @@ __all__ = [
     "KVEvent",
     "KVGroup",
     "KVLoad",
+    "KVSave",
     "KVLoadFailurePolicy",
     "KVOffer",
     "KVTransfers",

@@ -168,6 +168,14 @@ class Config:
     watermark_blocks: int = 0
     """Free blocks that an admission leaves for those that run already, if any do."""
     pool_order: PoolOrder = PoolOrder.LRU
+    swap_min_tokens: int = 0
+    """With a store: who is preempted with at least so many settled tokens has their KV saved there
+    (`Plan.kv_saves`), instead of computing all of it again. 0: nobody has."""
+    admission_low_blocks: int = 0
+    """Below so many free blocks admission closes; a step that preempts closes it, too."""
+    admission_high_blocks: int = 0
+    """It opens again with at least so many, or when nobody runs. No less than the low one; 0: it
+    never closes."""
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

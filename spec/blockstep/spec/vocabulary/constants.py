@@ -34,6 +34,9 @@ _LEAST_COUNTS: Final = (
     ("encoder_compute_budget", 0),
     ("encoder_cache_size", 0),
     ("watermark_blocks", 0),
+    ("swap_min_tokens", 0),
+    ("admission_low_blocks", 0),
+    ("admission_high_blocks", 0),
 )
 """The ints of a config, and the least that each may be."""
 _FLAGS: Final = (
@@ -106,6 +109,7 @@ def _find_broken_rules(config: Config) -> Iterator[BrokenRule]:
         yield from _find_broken_pins(config)
     if config.enable_forks:
         yield from _find_broken_forks(config)
+    yield from _find_broken_tiers(config)
     if config.enable_in_reasoning and config.reasoning_end_token_id is None:
         fix = "set reasoning_end_token_id, or leave it out"
         yield "enable_in_reasoning", "says something only of a model that reasons", fix
@@ -149,6 +153,19 @@ def _find_broken_forks(config: Config) -> Iterator[BrokenRule]:
         yield "enable_forks", "does not go with continuum: a branch is nobody's turn", fix
     if any(group.kind is GroupKind.RECURRENT for group in config.groups):
         yield "enable_forks", "does not go with recurrent groups: a state is written over", fix
+
+
+def _find_broken_tiers(config: Config) -> Iterator[BrokenRule]:
+    """Every rule against swap and the two thresholds. Source: seed 002 "Preemption Strategies"."""
+    if config.swap_min_tokens and not config.kv_connector:
+        fix = "set kv_connector, or leave it out"
+        yield "swap_min_tokens", "needs a store that keeps what is saved", fix
+    if config.admission_low_blocks > config.admission_high_blocks:
+        rule = "must be no more than admission_high_blocks: it closes below one, opens at the other"
+        yield "admission_low_blocks", rule, "lower it, or raise admission_high_blocks"
+    if config.admission_high_blocks > config.num_usable_blocks:
+        rule = f"must be at most the {config.num_usable_blocks} blocks that can be free"
+        yield "admission_high_blocks", rule, "lower it"
 
 
 def _find_broken_types(config: Config) -> Iterator[BrokenRule]:

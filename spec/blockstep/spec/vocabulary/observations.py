@@ -19,7 +19,7 @@ from blockstep.spec.vocabulary.request import (
     RequestId,
     TokenIds,
 )
-from blockstep.spec.vocabulary.transfers import KVLoad
+from blockstep.spec.vocabulary.transfers import KVLoad, KVSave
 
 
 class RejectCode(StrEnum):
@@ -182,6 +182,10 @@ class Plan:
     kv_loads: tuple[KVLoad, ...] = ()
     """What the worker has the store load, in the order in which requests were looked at. Who has an
     asynchronous one has no row."""
+    kv_saves: tuple[KVSave, ...] = ()
+    """What the worker has the store keep of requests that are preempted, in the order in which they
+    were: before anything else is done to a block, copies and loads included. Who was not yet
+    computed far enough for `swap_min_tokens` is not there, nor whose KV is to be loaded still."""
 
     has_structured_output_requests: bool = False
     """Whether the frame's mask has rows: whether a row samples whose request has a `grammar`."""

@@ -159,6 +159,8 @@ class Snapshot:
     """None without a connector."""
     pins: PinsSnapshot | None = None
     """None unless the policy is `Policy.CONTINUUM`."""
+    admission_closed: bool = False
+    """Whether admission waits for `admission_high_blocks` free blocks."""
 
     def request(self, request_id: RequestId) -> RequestSnapshot | None:
         """The unfinished request of this id, or None."""

@@ -27,6 +27,23 @@ class KVLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class KVSave:
+    """KV of a request that is preempted, which the worker has a store keep.
+
+    It is read before anything else is done to a block in the step, so that the blocks are free at
+    once. Whether the store keeps it, and for how long, it says when it is asked (`KVOffer`).
+    Source: seed 002 "Swap-Out", made sound.
+    """
+
+    request_id: RequestId
+    block_ids: BlockTables
+    """Per group: its block table up to `num_tokens`, as it was before the step. Null blocks stand
+    for what is not attended any more."""
+    num_tokens: int
+    """Its leading tokens, known and computed, that are saved: full blocks of every group."""
+
+
+@dataclass(frozen=True, slots=True)
 class KVTransfers:
     """What a worker reports of transfers.
 

@@ -10,6 +10,8 @@ class WaitingReason(StrEnum):
 
     PAUSED = "paused"
     """Nobody is admitted."""
+    CLOSED = "closed"
+    """Blocks were short, and `admission_high_blocks` are not free again."""
     GRAMMAR = "grammar"
     """Its grammar is not compiled yet."""
     REMOTE_KV = "remote_kv"
