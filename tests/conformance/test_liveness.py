@@ -137,6 +137,7 @@ OTHER = {
     "prev_scheduled_req_ids": (),
     "transfers": TransfersSnapshot(received=("A",)),
     "pins": PinsSnapshot(now=1),
+    "admission_closed": True,
 }
 """What the others may be; each alone tells them apart."""
 OTHER_REQUEST = {

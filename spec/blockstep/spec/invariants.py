@@ -273,13 +273,14 @@ def is_every_grammar_in_step(state: State) -> bool:
 
 
 def is_within_limits(state: State) -> bool:
-    """Seats, frames and adapters are within their limits. Source: P9."""
+    """Seats, frames and adapters are within their limits, as is what closes. Source: P9, P10."""
     config = state.config
     adapters = {state.requests[name].request.adapter for name in state.running} - {None}
     return (
         len(state.running) <= config.max_num_seqs
         and len(state.frames) <= config.max_frames_in_flight
         and not 0 < config.max_loras < len(adapters)
+        and (config.admission_high_blocks > 0 or not state.admission_closed)
     )
 
 

@@ -47,6 +47,7 @@ def get_snapshot(
         encoder=get_encoder_snapshot(state.encoder),
         transfers=get_transfers_snapshot(state) if state.config.kv_connector else None,
         pins=get_pins_snapshot(state.pins) if state.config.has_pins else None,
+        admission_closed=state.admission_closed,
     )
 
 

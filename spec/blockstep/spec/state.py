@@ -49,6 +49,7 @@ class State:
     encoder: Encoder = NO_ENCODER
     transfers: Transfers = NO_STORE
     pins: Pins = NO_PINS
+    admission_closed: bool = False
 
 
 def create_state(config: Config, rules: Rules) -> State:

@@ -111,6 +111,7 @@ class Canonicaliser:
         equals = [blocks for blocks in pool.cached.values() if len(blocks) > 1]
         return (
             _PAUSES[state.pause_state],
+            *_get_more(state.admission_closed),
             (len(state.running), len(state.waiting), len(pool.free_queue)),
             tuple(requests),
             tuple(pool.ref_counts[block_id] for block_id in places),

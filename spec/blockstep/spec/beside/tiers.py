@@ -85,7 +85,7 @@ def clear(tiers: Tiers) -> Tiers:
 
 
 def is_held(tiers: Tiers, name: Name) -> bool:
-    """Whether a name is kept, in any tier."""
+    """Whether a name is kept, in any tier. Source: architecture D11."""
     return any(name in tier for tier in tiers.tiers)
 
 
@@ -120,7 +120,7 @@ def touch(tiers: Tiers, names: Sequence[Name]) -> Tiers:
 
 
 def without(tiers: Tiers, gone: Sequence[Name]) -> Tiers:
-    """With these in no tier."""
+    """With these in no tier. Source: architecture D11."""
     for level, tier in enumerate(tiers.tiers):
         left = tuple([name for name in tier if name not in gone])
         tiers = with_tier(tiers, level, left)
@@ -128,5 +128,5 @@ def without(tiers: Tiers, gone: Sequence[Name]) -> Tiers:
 
 
 def with_tier(tiers: Tiers, level: int, names: Names) -> Tiers:
-    """With these names in one tier."""
+    """With these names in one tier. Source: architecture D11."""
     return replace(tiers, tiers=(*tiers.tiers[:level], names, *tiers.tiers[level + 1 :]))

@@ -98,6 +98,7 @@ def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
         has_structured_output_requests=bool(masked),
         pending_structured_output_tokens=any(one.num_output_placeholders for one in masked),
         kv_loads=tuple(step.loads),
+        kv_saves=tuple(step.saves),
     )
     if step.state.config.enable_forks:
         plan = get_copying(step, plan)

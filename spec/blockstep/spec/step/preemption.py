@@ -2,7 +2,7 @@
 
 Its blocks are free at once (`memory.slots.revoke_slots`): the last of its table is queued first,
 and what was written stays findable until somebody else needs the block. It waits at the front and
-computes everything again.
+computes everything again, but for what a store was given to keep of it (`step.saving`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from blockstep.spec.memory.slots import allocate_slots, skip_slots
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import NOTHING_HELD, RequestState
 from blockstep.spec.step.queues import process_prepend, select_victim
+from blockstep.spec.step.saving import get_save
 from blockstep.spec.step.warmth import process_taking
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import RequestId, Status
@@ -57,7 +58,8 @@ def process_preemption(step: Step, victim_index: int) -> RequestId:
     """Send one running request back to wait; if it was in this step already, take it out.
 
     Under PRIORITY the victim may have been planned earlier in the same step: its tokens return to
-    the budget, its row, its drafts and what it published for this step are withdrawn.
+    the budget, its row, its drafts and what it published for this step are withdrawn. Outside of a
+    plan there is nobody to save anything of it, and after a reset nobody to want it.
     Source: seed 001 "Preemption in the Running Loop"; upstream #23347, #23713, #28558, #43569;
     P4, P9, P14.
     """
@@ -70,6 +72,9 @@ def process_preemption(step: Step, victim_index: int) -> RequestId:
         step.encoder = rules.withdraw_items(step.encoder, victim.request, order)
     step.encoder = rules.free_items(step.encoder, victim.request, None)
     step.preempted.append(victim_id)
+    save = get_save(config, victim)
+    if save is not None:
+        step.saves.append(save)
     # pool, requests
     step.pool = rules.revoke_slots(step.pool, victim, config.block_sizes, rules)
     step.requests[victim_id] = rules.get_preempted(victim)

@@ -13,6 +13,7 @@ from blockstep.spec.beside.encoder import begin_step
 from blockstep.spec.state import State
 from blockstep.spec.step.admission import process_waiting_phase
 from blockstep.spec.step.plans import get_frame_rows, get_plan, process_advance
+from blockstep.spec.step.pressure import process_pressure
 from blockstep.spec.step.running import process_running_phase
 from blockstep.spec.step.warmth import process_expiry
 from blockstep.spec.step.work import Step
@@ -31,7 +32,8 @@ def process_schedule(state: State) -> tuple[State, Plan] | Rejected:
     if state.config.has_pins:
         process_expiry(step)
     process_running_phase(step)
-    if not step.preempted:
+    process_pressure(step)
+    if not (step.preempted or step.admission_closed):
         process_waiting_phase(step)
     assert step.budget >= 0, "the budget is never overdrawn (P9)"
     # observe
@@ -58,4 +60,5 @@ def create_step(state: State) -> Step:
         encoder=state.encoder,
         transfers=state.transfers,
         pins=state.pins,
+        admission_closed=state.admission_closed,
     )

@@ -18,6 +18,7 @@ from blockstep.spec.vocabulary import (
     BlockCopy,
     BlockTables,
     KVLoad,
+    KVSave,
     RequestId,
     Stats,
     Status,
@@ -80,9 +81,12 @@ class Step:
     """Those, and rows that were taken back."""
     loads: list[KVLoad] = field(default_factory=list)
     """In the order in which requests were looked at."""
+    saves: list[KVSave] = field(default_factory=list)
+    """In the order of preemption."""
     preempted: list[RequestId] = field(default_factory=list)
     passed_over: list[RequestId] = field(default_factory=list)
     """Of those that wait, until all have been looked at: then they stand in their queue again."""
+    admission_closed: bool = False
 
     def add(self, row: Scheduled) -> None:
         """Plan a row, and pay for it."""
@@ -111,5 +115,6 @@ class Step:
             encoder=self.encoder,
             transfers=self.transfers,
             pins=self.pins,
+            admission_closed=self.admission_closed,
             **others,
         )
