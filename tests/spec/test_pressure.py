@@ -1,0 +1,171 @@
+"""Pressure: admission closes where blocks are short, and opens where enough are free."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from blockstep.spec import Config, ConfigError, Oracle, RejectedEvent, Request
+from blockstep.spec.invariants import get_broken_invariants
+from blockstep.spec.step.pressure import is_closed
+from blockstep.spec.vocabulary import KVTransfers, PauseState, Plan, RequestId, Status
+
+
+def build(**changes: Any) -> Oracle:
+    fields: dict[str, Any] = {"num_blocks": 11, "block_size": 1, "max_model_len": 16}
+    fields |= {"admission_low_blocks": 4, "admission_high_blocks": 7}
+    return Oracle(Config(**fields | changes))
+
+
+def submit(oracle: Oracle, name: str, num_tokens: int, max_tokens: int = 4, **more: Any) -> None:
+    prompt = tuple(range(ord(name), ord(name) + num_tokens))
+    oracle.submit(Request(name, prompt, max_tokens=max_tokens, **more))
+
+
+def step(oracle: Oracle) -> Plan:
+    plan = oracle.schedule()
+    if plan.rows:
+        frame = next(f for f in oracle.state.frames if f.frame_id == plan.frame_id)
+        sampled = {row.request_id: (9,) * row.samples for row in frame.rows}
+        oracle.commit(plan, sampled, KVTransfers())
+    assert get_broken_invariants(oracle.state) == ()
+    return plan
+
+
+def names(plan: Plan) -> list[RequestId]:
+    return sorted(row.request_id for row in plan.rows)
+
+
+def closed(oracle: Oracle) -> bool:
+    return oracle.snapshot().admission_closed
+
+
+def test_it_is_closed_below_low_until_high_is_free_again() -> None:
+    oracle = build()
+    submit(oracle, "A", 2, max_tokens=8)
+    submit(oracle, "B", 4, max_tokens=3)
+    assert names(step(oracle)) == ["A", "B"]
+    assert not closed(oracle), "what was free before anybody was admitted was enough"
+    submit(oracle, "C", 1)
+    plan = step(oracle)
+    assert (names(plan), oracle.num_free_blocks) == (["A", "B"], 2)
+    assert closed(oracle)
+    assert oracle.state.waiting == ("C",)
+    step(oracle)
+    assert oracle.state.running == ("A",), "B has come to its end"
+    assert oracle.num_free_blocks == 10 - 4
+    step(oracle)
+    assert oracle.num_free_blocks == 5, "no fewer than low, but fewer than high"
+    assert closed(oracle)
+    assert oracle.state.waiting == ("C",)
+    oracle.abort("A")
+    assert closed(oracle), "nothing is decided between two plans"
+    assert names(step(oracle)) == ["C"], "nobody runs"
+    assert not closed(oracle)
+
+
+def test_it_opens_at_high_while_others_run() -> None:
+    oracle = build(admission_high_blocks=5)
+    submit(oracle, "A", 2, max_tokens=8)
+    submit(oracle, "B", 6, max_tokens=2)
+    step(oracle)
+    submit(oracle, "C", 1)
+    assert names(step(oracle)) == ["A", "B"]
+    assert closed(oracle)
+    assert names(step(oracle)) == ["A", "C"]
+    assert not closed(oracle)
+
+
+def test_a_step_that_preempts_closes_however_much_that_frees() -> None:
+    oracle = build(num_blocks=9, admission_low_blocks=0, admission_high_blocks=3)
+    submit(oracle, "A", 2, max_tokens=6)
+    submit(oracle, "B", 6, max_tokens=2)
+    step(oracle)
+    assert not closed(oracle)
+    plan = step(oracle)
+    assert plan.preempted_req_ids == ("B",)
+    assert (closed(oracle), oracle.num_free_blocks) == (True, 5)
+    plan = step(oracle)
+    assert not closed(oracle), "there is as much free as it takes"
+    assert names(plan) == ["A"], "and B does not fit"
+
+
+def test_without_a_high_one_it_never_closes() -> None:
+    oracle = build(num_blocks=9, admission_low_blocks=0, admission_high_blocks=0)
+    submit(oracle, "A", 2, max_tokens=6)
+    submit(oracle, "B", 6, max_tokens=2)
+    while oracle.state.requests:
+        step(oracle)
+        assert not closed(oracle)
+    assert oracle.snapshot().stats.preemptions == 1
+
+
+def test_who_is_parked_waits_though_its_load_has_come() -> None:
+    oracle = build(kv_connector=True, admission_low_blocks=5, admission_high_blocks=7)
+    submit(oracle, "A", 4, max_tokens=3)
+    step(oracle)
+    submit(oracle, "B", 3)
+    oracle.offer_kv("B", 2, is_async=True)
+    step(oracle)
+    assert oracle.state.requests["B"].status is Status.WAITING_FOR_REMOTE_KVS
+    oracle.report(finished_recving=["B"])
+    plan = step(oracle)
+    assert (names(plan), closed(oracle)) == (["A"], True)
+    assert oracle.state.requests["B"].status is Status.WAITING_FOR_REMOTE_KVS
+    assert oracle.state.running == ()
+    assert names(step(oracle)) == ["B"]
+
+
+@pytest.mark.parametrize("pause_state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+def test_it_is_seen_while_all_is_paused_too(pause_state: PauseState) -> None:
+    oracle = build()
+    submit(oracle, "A", 7)
+    step(oracle)
+    oracle.pause(pause_state)
+    step(oracle)
+    assert closed(oracle)
+    oracle.abort("A")
+    step(oracle)
+    assert not closed(oracle)
+
+
+def test_a_plan_that_is_refused_decides_nothing() -> None:
+    oracle = build()
+    submit(oracle, "A", 7)
+    oracle.schedule()
+    with pytest.raises(RejectedEvent):
+        oracle.schedule()
+    assert not closed(oracle)
+
+
+def test_every_case_by_the_words() -> None:
+    """Against a table of what is said: who runs, whether anybody was preempted, and what is free.
+
+    Without a distance between the two one number decides.
+    """
+    for was, running, victims, free in product((False, True), (0, 1, 2), (False, True), range(6)):
+        for low, high in ((0, 0), (1, 3), (3, 3), (0, 2)):
+            now = is_closed(was, running, victims, free, low, high)
+            if high == 0 or running == 0:
+                assert not now
+            elif victims or free < low:
+                assert now
+            elif free >= high:
+                assert not now
+            else:
+                assert now is was
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"admission_low_blocks": 8}, "admission_low_blocks"),
+        ({"admission_high_blocks": 11}, "admission_high_blocks"),
+        ({"admission_low_blocks": -1}, "admission_low_blocks"),
+    ],
+)
+def test_thresholds_that_cannot_be_are_named(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        build(**changes)

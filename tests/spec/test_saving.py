@@ -1,0 +1,201 @@
+"""Saving: what a store is given of a victim, and of whom it is given nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from groups_support import full, window
+
+from blockstep.spec import Config, ConfigError, Oracle, Policy, Request
+from blockstep.spec.invariants import get_broken_invariants
+from blockstep.spec.step.saving import compute_num_saved
+from blockstep.spec.vocabulary import KVLoad, KVSave, KVTransfers, Plan, RequestId, Status
+
+AHEAD: dict[str, Any] = {"max_frames_in_flight": 2, "async_scheduling": True}
+
+
+def build(**changes: Any) -> Oracle:
+    fields: dict[str, Any] = {"num_blocks": 5, "block_size": 2, "max_model_len": 16}
+    return Oracle(Config(**fields | {"kv_connector": True, "swap_min_tokens": 1} | changes))
+
+
+def submit(oracle: Oracle, name: str, num_tokens: int, max_tokens: int = 4, **more: Any) -> None:
+    prompt = tuple(range(ord(name), ord(name) + num_tokens))
+    oracle.submit(Request(name, prompt, max_tokens=max_tokens, **more))
+
+
+def answer(oracle: Oracle, plan: Plan, *invalid: int) -> None:
+    frame = next(f for f in oracle.state.frames if f.frame_id == plan.frame_id)
+    sampled = {row.request_id: (9,) * row.samples for row in frame.rows}
+    oracle.commit(plan, sampled, KVTransfers(invalid_block_ids=invalid))
+    assert get_broken_invariants(oracle.state) == ()
+
+
+def step(oracle: Oracle) -> Plan:
+    plan = oracle.schedule()
+    if plan.rows:
+        answer(oracle, plan)
+    return plan
+
+
+def run_names(plan: Plan) -> list[RequestId]:
+    return [row.request_id for row in plan.rows]
+
+
+@pytest.mark.parametrize(
+    ("computed", "known", "sizes", "least", "saved"),
+    [
+        (8, 9, (4,), 8, 8),
+        (8, 9, (4,), 9, 0),
+        (7, 9, (4,), 5, 0),  # what is saved is as much, not what was computed
+        (9, 7, (4,), 1, 4),  # drafts, or tokens that frames in flight promise
+        (11, 12, (2, 4), 1, 8),
+        (11, 12, (2, 4, 6), 1, 0),
+        (23, 23, (2, 4, 6), 12, 12),
+        (8, 8, (4,), 0, 0),
+        (3, 3, (1,), 3, 3),
+    ],
+)
+def test_whole_blocks_of_all_groups_are_saved_or_nothing(
+    computed: int, known: int, sizes: tuple[int, ...], least: int, saved: int
+) -> None:
+    assert compute_num_saved(computed, known, sizes, least) == saved
+
+
+@pytest.mark.parametrize(("least", "is_saved"), [(0, False), (4, True), (5, False)])
+def test_who_is_preempted_is_saved_before_its_blocks_are_anybody_elses(
+    least: int, is_saved: bool
+) -> None:
+    oracle = build(swap_min_tokens=least)
+    submit(oracle, "A", 4)
+    submit(oracle, "B", 4)
+    assert step(oracle).kv_saves == ()
+    plan = oracle.schedule()
+    assert plan.preempted_req_ids == ("B",)
+    assert plan.cached[0].new_block_ids == ((4,),), "it is written in the same step"
+    assert plan.kv_saves == ((KVSave("B", ((3, 4),), 4),) if is_saved else ())
+
+
+def test_what_a_store_was_given_is_offered_and_loaded_as_anything_else_is() -> None:
+    oracle = build()
+    submit(oracle, "A", 4, max_tokens=2)
+    submit(oracle, "B", 4, max_tokens=2)
+    step(oracle)
+    (save,) = step(oracle).kv_saves
+    assert oracle.state.requests["B"].num_computed_tokens == 0
+    oracle.offer_kv("B", save.num_tokens)
+    oracle.reset()
+    plan = oracle.schedule()
+    (row,) = plan.cached
+    assert plan.kv_loads == (KVLoad("B", (row.new_block_ids[0][:2],), 0, 4),)
+    assert (row.num_computed_tokens, row.num_scheduled_tokens) == (4, 1)
+
+
+def test_victims_stand_in_the_order_of_preemption_and_each_is_floored_for_itself() -> None:
+    oracle = build(num_blocks=7, long_prefill_token_threshold=6, scheduler_reserve_full_isl=False)
+    submit(oracle, "A", 12, max_tokens=1)
+    submit(oracle, "B", 3)
+    submit(oracle, "C", 2)
+    assert run_names(step(oracle)) == ["A", "B", "C"]
+    plan = oracle.schedule()
+    assert (run_names(plan), plan.preempted_req_ids) == (["A"], ("B", "C"))
+    assert plan.kv_saves == (KVSave("C", ((6,),), 2), KVSave("B", ((4,),), 2)), "B had computed 3"
+
+
+def test_who_was_planned_in_the_same_step_is_saved_as_it_was_before() -> None:
+    oracle = build(block_size=1, num_blocks=10, policy=Policy.PRIORITY, max_model_len=8)
+    submit(oracle, "A", 3, priority=1)
+    step(oracle)
+    submit(oracle, "B", 4, priority=0)
+    step(oracle)
+    assert oracle.state.running == ("A", "B")
+    plan = oracle.schedule()
+    assert (run_names(plan), plan.preempted_req_ids) == (["B"], ("A",))
+    assert plan.kv_saves == (KVSave("A", ((1, 2, 3, 4),), 4),), "not the fifth, of this step"
+
+
+def test_tokens_that_frames_in_flight_promise_are_not_saved() -> None:
+    oracle = build(block_size=1, num_blocks=9, **AHEAD)
+    submit(oracle, "A", 3)
+    submit(oracle, "B", 3)
+    first = oracle.schedule()
+    second = oracle.schedule()
+    answer(oracle, first)
+    request = oracle.state.requests["B"]
+    assert (request.num_computed_tokens, request.num_known_tokens) == (4, 4)
+    assert run_names(second) == ["A", "B"]
+    third = oracle.schedule()
+    assert third.kv_saves == (KVSave("B", ((4, 5, 6, 8),), 4),), "its row in flight writes the last"
+    oracle = build(block_size=1, num_blocks=8, **AHEAD)
+    submit(oracle, "A", 3)
+    submit(oracle, "B", 3)
+    oracle.schedule()
+    plan = oracle.schedule()
+    assert plan.kv_saves == (KVSave("B", ((4, 5, 6),), 3),)
+
+
+def test_nothing_is_saved_of_whose_own_load_may_not_have_come() -> None:
+    for is_answered in (False, True):
+        oracle = build(block_size=1, num_blocks=8, **AHEAD)
+        submit(oracle, "A", 3)
+        submit(oracle, "B", 3)
+        oracle.offer_kv("B", 2)
+        first = oracle.schedule()
+        assert [load.request_id for load in first.kv_loads] == ["B"]
+        if is_answered:
+            answer(oracle, first)
+        plan = oracle.schedule()
+        assert plan.preempted_req_ids == ("B",)
+        assert plan.kv_saves == ((KVSave("B", ((4, 5, 6),), 3),) if is_answered else ())
+
+
+def test_what_a_window_left_behind_is_absent_also_where_it_left_it_in_this_very_step() -> None:
+    oracle = build(num_blocks=9, groups=(full(2), window(2, 3)), max_num_batched_tokens=8)
+    submit(oracle, "A", 3, max_tokens=2)
+    submit(oracle, "B", 4, max_tokens=2)
+    step(oracle)
+    before = oracle.state.requests["B"]
+    assert before.block_tables == ((5, 6), (7, 8))
+    plan = oracle.schedule()
+    assert plan.kv_saves == (KVSave("B", ((5, 6), (0, 8)), 4),)
+    assert 7 in oracle.state.pool.free_queue
+
+
+def test_a_plan_without_rows_saves_as_well() -> None:
+    oracle = build(
+        max_frames_in_flight=2, max_num_batched_tokens=6, scheduler_reserve_full_isl=False
+    )
+    submit(oracle, "A", 4)
+    submit(oracle, "B", 6, max_tokens=1)
+    step_of_both = oracle.schedule()
+    assert run_names(step_of_both) == ["A", "B"]
+    plan = oracle.schedule()
+    assert (plan.rows, plan.preempted_req_ids) == ((), ("B",))
+    assert plan.kv_saves == (KVSave("B", ((3,),), 2),)
+
+
+def test_what_a_reset_preempts_is_void_and_nobody_saves_it_later() -> None:
+    oracle = build()
+    submit(oracle, "A", 4)
+    step(oracle)
+    assert oracle.reset(reset_running_requests=True)
+    assert oracle.state.requests["A"].status is Status.PREEMPTED
+    assert step(oracle).kv_saves == ()
+
+
+def test_who_gives_up_blocks_while_it_rests_is_no_victim() -> None:
+    oracle = build(num_blocks=4, scheduler_reserve_full_isl=False)
+    submit(oracle, "A", 4, max_tokens=1, resumable=True)
+    step(oracle)
+    assert oracle.state.requests["A"].status is Status.WAITING_FOR_STREAMING_REQ
+    submit(oracle, "B", 4, max_tokens=2)
+    plan = step(oracle)
+    assert run_names(plan) == ["B"]
+    assert oracle.state.requests["A"].block_tables == ((),)
+    assert (plan.preempted_req_ids, plan.kv_saves) == ((), ())
+
+
+def test_a_store_is_needed_to_save_anything() -> None:
+    with pytest.raises(ConfigError, match="swap_min_tokens"):
+        build(kv_connector=False)
