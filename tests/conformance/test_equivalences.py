@@ -58,6 +58,7 @@ from blockstep.spec.vocabulary import (
     KVGroup,
     KVLoadFailurePolicy,
     KVOffer,
+    KVSave,
     NewRow,
     Plan,
     TransfersReported,
@@ -412,6 +413,21 @@ def test_tables_are_followed_over_a_preemption() -> None:
     assert pairs.take(*back) == back[0], "7 is free again, and may be another block now"
     held = plan(NewRow(B, ((4,),), 2, 1)), plan(NewRow(B, ((5,),), 2, 1))
     assert pairs.take(*held) != held[0], "the spec shares block 4, the engine does not"
+
+
+def test_what_is_saved_has_the_names_of_the_step_before() -> None:
+    """Its blocks may be somebody else's in the same plan, and others than with the spec."""
+    pairs = TablePairs()
+    first = Plan(0, (NewRow(A, ((1, 2),), 0, 3),)), Plan(0, (NewRow(A, ((7, 5),), 0, 3),))
+    assert pairs.take(*first) == first[0]
+    saved, theirs = KVSave("A", ((1, 2),), 2), KVSave("A", ((7, 5),), 2)
+    new, other = NewRow(B, ((2, 1),), 0, 3), NewRow(B, ((7, 5),), 0, 3)
+    mine = Plan(1, (new,), preempted_req_ids=("A",), kv_saves=(saved,))
+    seen = Plan(1, (other,), preempted_req_ids=("A",), kv_saves=(theirs,))
+    assert pairs.take_saves(replace(seen, kv_saves=(replace(theirs, block_ids=((5, 7),)),))) != mine
+    seen = pairs.take_saves(seen)
+    assert seen.kv_saves == mine.kv_saves
+    assert pairs.take(mine, seen) == mine
 
 
 @pytest.mark.parametrize("kind", [Renamed, SamePlans, Safety])

@@ -9,7 +9,7 @@ from groups_support import full, window
 
 from blockstep.spec import Config, ConfigError, Oracle, Policy, Request
 from blockstep.spec.invariants import get_broken_invariants
-from blockstep.spec.step.saving import compute_num_saved
+from blockstep.spec.step.saving import compute_break_even, compute_num_saved
 from blockstep.spec.vocabulary import KVLoad, KVSave, KVTransfers, Plan, RequestId, Status
 
 AHEAD: dict[str, Any] = {"max_frames_in_flight": 2, "async_scheduling": True}
@@ -61,6 +61,24 @@ def test_whole_blocks_of_all_groups_are_saved_or_nothing(
     computed: int, known: int, sizes: tuple[int, ...], least: int, saved: int
 ) -> None:
     assert compute_num_saved(computed, known, sizes, least) == saved
+
+
+@pytest.mark.parametrize(
+    ("setup", "moved", "computed", "least"),
+    [
+        (0, 22, 250, 1),  # the seed's: 11 us a token either way, 4000 tokens a second
+        (10_000, 22, 250, 44),
+        (0, 250, 250, 0),
+        (5, 22, 23, 5),
+        (6, 20, 25, 2),
+    ],
+)
+def test_moving_pays_from_where_it_costs_no_more_than_computing(
+    setup: int, moved: int, computed: int, least: int
+) -> None:
+    assert compute_break_even(setup, moved, computed) == least
+    paying = [n for n in range(1, 100) if setup + n * moved <= n * computed and moved < computed]
+    assert paying == ([*range(least, 100)] if least else [])
 
 
 @pytest.mark.parametrize(("least", "is_saved"), [(0, False), (4, True), (5, False)])

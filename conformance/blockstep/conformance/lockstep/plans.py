@@ -2,9 +2,10 @@
 
 For simulators and ports that mimic a release and may have no blocks of their own. Compared are, by
 request and in no order: whether a row is new, running or resumed, how many tokens are computed and
-scheduled, which drafts; what is encoded, and whether a row has a mask; who is preempted; what is
-delivered and how it ends; which events are refused. Not compared are states, blocks, and what a
-plan repeats for the worker (ended requests, token lists, counts of outputs and of cached tokens).
+scheduled, which drafts; what is encoded, and whether a row has a mask; who is preempted; what a
+store loads and keeps; what is delivered and how it ends; which events are refused. Not compared are
+states, blocks, and what a plan repeats for the worker (ended requests, token lists, counts of
+outputs and of cached tokens).
 
 Plans that show block tables are played by a worker with memory, others by one that only counts
 tokens. Situations are counted on the specification's side: it did the same.
@@ -30,12 +31,15 @@ from blockstep.conformance.protocol.findings import Finding
 from blockstep.spec import vocabulary as v
 
 _request_id = attrgetter("request_id")
-Record = TypeVar("Record", v.Plan, v.NewRow, v.CachedRow, v.OutputRow, v.Aborted, v.ResetDone)
+Record = TypeVar("Record", v.Plan, v.NewRow, v.CachedRow, v.KVLoad, v.KVSave, v.OutputRow,
+                 v.Aborted, v.ResetDone)  # fmt: skip
 
 
 NOT_COMPARED: Mapping[type, Mapping[str, Any]] = {
     # Which blocks is not compared, so not where a table was exchanged either.
     v.NewRow: {"block_ids": ()},
+    v.KVLoad: {"block_ids": ()},
+    v.KVSave: {"block_ids": ()},
     # What is sent again, and counted for the worker, is held to by the worker.
     v.CachedRow: {"new_block_ids": (), "all_token_ids": None, "num_output_tokens": 0},
     v.Plan: {
@@ -63,6 +67,8 @@ def only_plan(observation: v.Observation) -> v.Observation:
                 new=tuple(map(_blank, sorted(observation.new, key=_request_id))),
                 cached=tuple(map(_blank, sorted(observation.cached, key=_request_id))),
                 preempted_req_ids=tuple(sorted(observation.preempted_req_ids)),
+                kv_loads=tuple(map(_blank, sorted(observation.kv_loads, key=_request_id))),
+                kv_saves=tuple(map(_blank, sorted(observation.kv_saves, key=_request_id))),
             )
         case v.Outputs(rows=rows):
             return v.Outputs(tuple(map(_blank, sorted(rows, key=_request_id))))

@@ -53,6 +53,7 @@ class RenamedRun(ScopedRun):
         self, event: v.Event, expected: v.Observation, seen: object, after: v.Snapshot | None
     ) -> Iterator[Finding]:
         if isinstance(expected, v.Plan) and isinstance(seen, v.Plan):
+            seen = self.tables.take_saves(seen)
             # A window, a load that failed, a session whose blocks another took: no plan tells.
             requests = self.spec.snapshot().requests
             self.tables.let_go({it.request_id: it.block_tables for it in requests})

@@ -320,6 +320,7 @@ def _describe_observation(observation: object) -> str:
                 ("loads", observation.external_encoder_inputs),
             ):
                 parts += [f"{word} {_numbers(one)} of {one.request_id}" for one in told]
+            parts += map(_saved, observation.kv_saves)
             parts += map(_loaded, observation.kv_loads)
             dropped = observation.free_encoder_mm_hashes
             parts += [f"drops {' '.join(dropped)}"] if dropped else []
@@ -349,6 +350,11 @@ def _loaded(load: v.KVLoad) -> str:
     how = "loads" if load.is_async else "has loaded"
     tables = describe_tables(load.block_ids)
     return f"{load.request_id} {how} positions {first}-{first + count - 1}, blocks {tables}"
+
+
+def _saved(save: v.KVSave) -> str:
+    tables = describe_tables(save.block_ids)
+    return f"{save.request_id} has saved positions 0-{save.num_tokens - 1}, blocks {tables}"
 
 
 def _planned(row: v.NewRow | v.CachedRow) -> str:

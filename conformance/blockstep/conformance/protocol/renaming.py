@@ -57,7 +57,7 @@ def rename_snapshot(spec: Snapshot, engine: Snapshot) -> Snapshot:
 
 
 def rename_plan(plan: Plan, names: Names) -> Plan:
-    """The engine's plan with the spec's block ids."""
+    """The engine's plan with the spec's block ids, but for saves: these are of the state before."""
     return replace(
         plan,
         new=tuple(replace(row, block_ids=names.rename(row.block_ids)) for row in plan.new),
@@ -148,6 +148,15 @@ class TablePairs:
     of: dict[RequestId, tuple[BlockTables, BlockTables]] = field(default_factory=dict)
     """The spec's and the engine's, of each request that holds blocks."""
 
+    def take_saves(self, engine: Plan) -> Plan:
+        """The engine's plan with the spec's block ids in what it saves, as tables were before it.
+
+        A plan takes blocks for others that it has saved, so no one bijection names them all.
+        """
+        names = self._pair()
+        saves = [replace(it, block_ids=names.rename(it.block_ids)) for it in engine.kv_saves]
+        return replace(engine, kv_saves=tuple(saves))
+
     def take(self, spec: Plan, engine: Plan) -> Plan:
         """Learn from a plan of each side; the engine's in terms of the spec's block ids."""
         for name in {*spec.preempted_req_ids, *engine.preempted_req_ids}:
@@ -161,10 +170,13 @@ class TablePairs:
             if other is not None:
                 mine, theirs = self.of.get(row.request_id, ((), ()))
                 self.of[row.request_id] = (_grown(mine, row), _grown(theirs, other))
+        return rename_plan(engine, self._pair())
+
+    def _pair(self) -> Names:
         names = Names()
         for mine, theirs in self.of.values():
             names.pair(chain.from_iterable(mine), chain.from_iterable(theirs))
-        return rename_plan(engine, names)
+        return names
 
     def let_go(self, held: Mapping[RequestId, BlockTables]) -> None:
         """Places whose block the spec's tables do not hold any more, as behind a window."""

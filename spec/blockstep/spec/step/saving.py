@@ -31,6 +31,18 @@ def compute_num_saved(
     return num_full if 0 < min_tokens <= num_full else 0
 
 
+def compute_break_even(num_setup: int, num_moved: int, num_computed: int) -> int:
+    """The least number of tokens that cost no more to save and load than to compute again; 0 if
+    there is none.
+
+    In any one unit of time: what both ways take however few tokens there are, and of one token
+    saving and loading together, and computing. It is what `swap_min_tokens` wants to be, measured.
+    Source: seed 002 "Preemption Strategies: Swap vs Recompute", which counts one way alone.
+    """
+    num_gained = num_computed - num_moved
+    return max(-(-num_setup // num_gained), 1) if num_gained > 0 else 0
+
+
 def get_save(config: Config, victim: RequestState) -> KVSave | None:
     """What is saved of a request that is about to lose its blocks, None if nothing is.
 

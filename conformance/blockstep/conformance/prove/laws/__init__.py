@@ -33,6 +33,7 @@ from blockstep.conformance.prove.laws import (
     states,
     step,
     telling,
+    tiers,
     transfers,
 )
 
@@ -42,7 +43,7 @@ _AMOUNTS = (
 )
 _BLOCKS_AND_STEPS = (
     *(pool, pins, forks, preemption, step, admission, adapters),
-    *(sessions, transfers, output, host),
+    *(sessions, transfers, tiers, output, host),
 )
 ROOMS: Final = tuple(module.ROOM for module in (*_AMOUNTS, *_BLOCKS_AND_STEPS))
 LAWS: Final[Mapping[str, Law]] = MappingProxyType(

@@ -1,0 +1,334 @@
+"""Tiers: what a store keeps, what is saved of victims, who waits. PYTEST_DONT_REWRITE.
+
+The store of these laws has two tiers, in which two blocks of another text may be already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from blockstep.conformance.prove import harness as h
+from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.spec.beside.tiers import (
+    Name,
+    Names,
+    Tiers,
+    clear,
+    count_held,
+    create_tiers,
+    fetch,
+    keep,
+    put,
+    with_tier,
+    without,
+)
+from blockstep.spec.requests import Holding, RequestState
+from blockstep.spec.step.pressure import is_closed
+from blockstep.spec.step.saving import compute_break_even, compute_num_saved, get_save
+from blockstep.spec.vocabulary import KVSave
+
+ROOM = Room("tiers")
+TEXT: Names = ("a", "b", "c")
+OTHER: Names = ("p", "q")
+SIZES = (2, 4, 6)
+"""Of blocks of three groups: twelve tokens are whole blocks of each."""
+
+
+def build_tiers(upper: int, lower: int, num_kept: int) -> Tiers:
+    """Two tiers, which were given another text, and then the beginning of this one."""
+    return keep(keep(create_tiers((upper, lower)), OTHER), TEXT[:num_kept])
+
+
+def is_sound(tiers: Tiers) -> bool:
+    """No tier holds more than it has room for, and a name is in one of them at most."""
+    names = [name for tier in tiers.tiers for name in tier]
+    fits = [len(tier) <= room for tier, room in zip(tiers.tiers, tiers.capacities, strict=True)]
+    return all(fits) and len({*names}) == len(names)
+
+
+def list_held(tiers: Tiers) -> list[bool]:
+    """Of each block of the text, whether it is kept."""
+    return [count_held(tiers, (name,)) == 1 for name in TEXT]
+
+
+# Mistakes: the store.
+
+
+@instead(put)
+def tier_is_never_full(tiers: Tiers, level: int, name: Name) -> Tiers | None:
+    """Nothing goes down."""
+    if level == len(tiers.capacities):
+        return None
+    return with_tier(tiers, level, (*tiers.tiers[level], name))
+
+
+@instead(without)
+def what_moves_stays_where_it_was(tiers: Tiers) -> Tiers:
+    """It is in two tiers, and goes down twice."""
+    return tiers
+
+
+@instead(put)
+def text_makes_room_for_itself(right: Right[Tiers | None]) -> Tiers | None:
+    """Its beginning goes for its end."""
+    return right(kept=())
+
+
+@instead(keep)
+def what_finds_no_room_is_passed_over(
+    right: Right[Tiers], names: Sequence[Name], first: int
+) -> Tiers:
+    """What is behind it is kept, and nobody can use it."""
+    return right(tiers=right(names=names[: first + 1]), names=names[first + 2 :], first=0)
+
+
+@instead(fetch)
+def what_is_behind_a_gap_is_returned(
+    right: Right[tuple[Tiers, Names]], names: Sequence[Name], unreadable: Collection[Name]
+) -> tuple[Tiers, Names]:
+    """The rest of the text, as if it were all."""
+    return right(names=[name for name in names if name not in unreadable])
+
+
+@instead(fetch)
+def what_cannot_be_read_is_kept(
+    right: Right[tuple[Tiers, Names]], names: Sequence[Name], unreadable: Collection[Name]
+) -> tuple[Tiers, Names]:
+    """It is asked for again and again."""
+    first = next((at for at, name in enumerate(names) if name in unreadable), len(names))
+    return right(names=names[:first], unreadable=())
+
+
+@instead(clear)
+def lower_tiers_are_forgotten(tiers: Tiers) -> Tiers:
+    """A file outlives a reset."""
+    return with_tier(tiers, 0, ())
+
+
+# Mistakes: what is saved.
+
+
+@instead(compute_num_saved)
+def drafts_are_saved(right: Right[int], num_computed: int) -> int:
+    """What frames in flight may still take back."""
+    return right(num_known=num_computed)
+
+
+@instead(compute_num_saved)
+def all_known_is_saved(right: Right[int], num_known: int) -> int:
+    """What is not computed yet."""
+    return right(num_computed=num_known)
+
+
+@instead(compute_num_saved)
+def largest_block_speaks_for_all(right: Right[int], block_sizes: Sequence[int]) -> int:
+    """Sizes need not divide each other."""
+    return right(block_sizes=(max(block_sizes),))
+
+
+@instead(compute_num_saved)
+def begun_block_is_saved(right: Right[int], num_computed: int, num_known: int) -> int:
+    """Up to where blocks end next."""
+    return right(num_computed=num_computed + 11, num_known=num_known + 11)
+
+
+@instead(compute_num_saved)
+def few_tokens_are_saved_too(right: Right[int], min_tokens: int) -> int:
+    """Moving them takes longer than computing them."""
+    return right(min_tokens=min(min_tokens, 1))
+
+
+@instead(compute_num_saved)
+def threshold_of_nothing_is_passed_by_all(right: Right[int], min_tokens: int) -> int:
+    """0 means never."""
+    return right(min_tokens=max(min_tokens, 1))
+
+
+@instead(get_save)
+def load_is_saved_before_it_has_come(right: Right[KVSave | None], victim: RequestState) -> object:
+    """Whoever finds it reads what nobody has written."""
+    return right(victim=replace(victim, is_unsettled=False))
+
+
+@instead(get_save)
+def end_of_the_table_is_saved(right: Right[KVSave | None], victim: RequestState) -> KVSave | None:
+    """Under the names of its beginning."""
+    save = right()
+    if save is None:
+        return None
+    num_blocks = len(save.block_ids[0])
+    return replace(save, block_ids=(h.table_of(victim)[-num_blocks:],))
+
+
+# Mistakes: what it costs, and who waits.
+
+
+@instead(compute_break_even)
+def one_way_is_counted(num_setup: int, num_moved: int, num_computed: int) -> int:
+    """As in the seed: what is saved has to be loaded, too."""
+    return -(-num_setup // max(num_computed - num_moved // 2, 1))
+
+
+@instead(compute_break_even)
+def break_even_is_rounded_down(right: Right[int], num_setup: int) -> int:
+    """One token too few."""
+    return max(right() - 1, 1) if num_setup else right()
+
+
+@instead(is_closed)
+def one_threshold_does(right: Right[bool], low: int) -> bool:
+    """Somebody is let in, preempts, and is closed out again."""
+    return right(high=low)
+
+
+@instead(is_closed)
+def upper_threshold_closes(right: Right[bool], high: int) -> bool:
+    """What was open closes where it would not have opened."""
+    return right(low=high)
+
+
+@instead(is_closed)
+def empty_engine_waits(right: Right[bool]) -> bool:
+    """As in the seed: nothing is ever free again."""
+    return right(num_running=1)
+
+
+@instead(is_closed)
+def victims_close_nothing(right: Right[bool]) -> bool:
+    """Their blocks are free, so the next is let in who takes them."""
+    return right(has_victims=False)
+
+
+# Laws.
+
+
+@ROOM.law("P1 P16", (2, 1, 1), tier_is_never_full, what_moves_stays_where_it_was)
+def check_no_tier_holds_more_than_its_room_nor_anything_twice(
+    upper: int, lower: int, num_kept: int
+) -> None:
+    """Whatever is kept, and fetched again."""
+    assert 0 <= upper <= 2 and 0 <= lower <= 2 and 0 <= num_kept <= 3
+    tiers = build_tiers(upper, lower, num_kept)
+    assert is_sound(tiers)
+    tiers = keep(tiers, TEXT, num_kept)
+    assert is_sound(tiers)
+    assert is_sound(fetch(tiers, OTHER)[0])
+
+
+@ROOM.law("P5 P16", (2, 1, 1), text_makes_room_for_itself, what_finds_no_room_is_passed_over)
+def check_of_a_text_a_beginning_is_kept(upper: int, lower: int, num_kept: int) -> None:
+    """As much of it as there is room for, and all that was kept before."""
+    assert 0 <= upper <= 3 and 0 <= lower <= 3 and 0 <= num_kept <= 3
+    before = build_tiers(upper, lower, num_kept)
+    num_before = count_held(before, TEXT)
+    after = keep(before, TEXT, num_before)
+    held = list_held(after)
+    assert held == sorted(held, reverse=True)
+    assert sum(held) == min(upper + lower, 3)
+
+
+@ROOM.law(
+    "P5 P19",
+    (2, 2, 1),
+    *(what_is_behind_a_gap_is_returned, what_cannot_be_read_is_kept),
+)
+def check_what_is_fetched_is_held_up_to_what_cannot_be_read(
+    upper: int, lower: int, unreadable: int
+) -> None:
+    """That one is lost, and what is behind it stays."""
+    assert 0 <= upper <= 3 and 0 <= lower <= 3 and 0 <= unreadable <= 3
+    before = build_tiers(upper, lower, 3)
+    num_held = count_held(before, TEXT)
+    after, found = fetch(before, TEXT, TEXT[unreadable : unreadable + 1])
+    assert found == TEXT[: min(num_held, unreadable)]
+    held = [index < num_held and index != unreadable for index in range(3)]
+    assert list_held(after) == held
+
+
+@ROOM.law("P25", (2, 1), lower_tiers_are_forgotten)
+def check_nothing_is_fetched_that_was_kept_before_a_reset(upper: int, lower: int) -> None:
+    """Of neither text, from neither tier."""
+    assert 0 <= upper <= 3 and 0 <= lower <= 3
+    tiers = clear(build_tiers(upper, lower, 3))
+    assert fetch(tiers, TEXT)[1] == () == fetch(tiers, OTHER)[1]
+    assert tiers.capacities == (upper, lower)
+
+
+@ROOM.law(
+    "P4 P5",
+    (30, 26, 13),
+    *(drafts_are_saved, all_known_is_saved, largest_block_speaks_for_all, begun_block_is_saved),
+    *(few_tokens_are_saved_too, threshold_of_nothing_is_passed_by_all),
+)
+def check_what_is_saved_is_known_and_computed_in_whole_blocks_and_enough(
+    num_computed: int, num_known: int, min_tokens: int
+) -> None:
+    """All of it, or nothing."""
+    assert 0 <= num_computed and 0 <= num_known and 0 <= min_tokens
+    num_saved = compute_num_saved(num_computed, num_known, SIZES, min_tokens)
+    num_settled = min(num_computed, num_known)
+    assert num_saved % 12 == 0
+    assert 0 <= num_saved <= num_settled
+    if num_saved == 0:
+        assert min_tokens == 0 or num_settled < 12 or num_settled // 12 * 12 < min_tokens
+    else:
+        assert num_settled < num_saved + 12
+        assert 0 < min_tokens <= num_saved
+
+
+@ROOM.law("P4 P19", (9, 10, 0), load_is_saved_before_it_has_come, end_of_the_table_is_saved)
+def check_a_victim_is_saved_by_its_first_blocks_unless_they_may_not_have_come(
+    num_computed: int, num_known: int, is_unsettled: int
+) -> None:
+    """Blocks have four slots; three are held."""
+    assert 0 <= num_computed <= 12 and 0 <= num_known <= 14 and 0 <= is_unsettled <= 1
+    table = (4, 5, 6)
+    victim = h.build_runner("a", num_known, num_computed, table)
+    victim = replace(victim, is_unsettled=is_unsettled == 1, holdings=(Holding(table),))
+    config = replace(h.build_config(4), kv_connector=True, swap_min_tokens=1)
+    save = get_save(config, victim)
+    num_blocks = min(num_computed, num_known) // 4
+    assert (save is None) == (is_unsettled == 1 or num_blocks == 0)
+    if save is not None:
+        assert save == KVSave("a", (table[:num_blocks],), 4 * num_blocks)
+
+
+@ROOM.law("P8", (100, 3, 4, 120), one_way_is_counted, break_even_is_rounded_down)
+def check_from_the_break_even_on_moving_costs_no_more_than_computing(
+    num_setup: int, num_moved: int, num_computed: int, num_tokens: int
+) -> None:
+    """And before it, it costs more; without one it always does, or gains nothing."""
+    assert 0 <= num_setup and 0 <= num_moved <= 4 and 1 <= num_computed <= 4 and 1 <= num_tokens
+    least = compute_break_even(num_setup, num_moved, num_computed)
+    is_worth_it = num_setup + num_tokens * num_moved <= num_tokens * num_computed
+    if num_computed > num_moved:
+        assert is_worth_it == (num_tokens >= least)
+    else:
+        assert least == 0
+        assert not is_worth_it or (num_setup == 0 and num_moved == num_computed)
+
+
+@ROOM.law("P10 P16", (4, 2, 6, 1), one_threshold_does, upper_threshold_closes)
+def check_between_the_thresholds_nothing_opens_and_nothing_closes(
+    num_free: int, low: int, high: int, num_running: int
+) -> None:
+    """While somebody runs, and nobody is preempted; outside of them it does."""
+    assert 0 <= num_free and 0 <= low <= high and 1 <= high and 1 <= num_running
+    for was_closed in (False, True):
+        now = is_closed(was_closed, num_running, False, num_free, low, high)
+        if low <= num_free < high:
+            assert now == was_closed
+        else:
+            assert now == (num_free < low)
+
+
+@ROOM.law("P10 P16", (4, 2, 6, 1, 1), empty_engine_waits, victims_close_nothing)
+def check_preempting_closes_and_an_empty_engine_is_open(
+    num_free: int, low: int, high: int, num_running: int, was_closed: int
+) -> None:
+    """Whatever is free; and without a high one it is always open."""
+    assert 0 <= num_free and 0 <= low <= high and 0 <= num_running and 0 <= was_closed <= 1
+    now = is_closed(was_closed == 1, num_running, True, num_free, low, high)
+    assert now == (num_running > 0 and high > 0)
+    assert not is_closed(was_closed == 1, 0, False, num_free, low, high)
