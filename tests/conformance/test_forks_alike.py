@@ -19,6 +19,7 @@ from alike_support import (
     draw_config,
     draw_drafts,
     draw_request,
+    draw_thresholds,
     draw_update,
     list_attending,
     play_all,
@@ -66,6 +67,7 @@ def draw_forking(draw: random.Random) -> Config:
             pool_order=draw.choice((*PoolOrder,)),
             enable_forks=draw.random() < 0.95,
         )
+        config = draw_thresholds(draw, config)
         if config.enable_forks:
             config = replace(config, encoder_compute_budget=0, encoder_cache_size=0)
         if not config_problems(config):

@@ -19,6 +19,7 @@ from alike_support import (
     draw_config,
     draw_drafts,
     draw_request,
+    draw_thresholds,
     draw_update,
     list_attending,
     list_recurrent,
@@ -58,6 +59,7 @@ def draw_pinning(draw: random.Random) -> Config:
     """Fields that go together are drawn again until nothing is against them."""
     while True:
         config = replace(draw_config(draw, list_groups), policy=Policy.CONTINUUM)
+        config = draw_thresholds(draw, config)
         if not config_problems(config):
             return config
 

@@ -77,6 +77,15 @@ def draw_config(
     )
 
 
+def draw_thresholds(draw: random.Random, config: Config) -> Config:
+    """Half of the time with admission that closes, and opens at more or at as much."""
+    if draw.random() < 0.5:
+        return config
+    high = draw.randint(1, min(8, config.num_usable_blocks))
+    low = draw.randint(0, high)
+    return replace(config, admission_low_blocks=low, admission_high_blocks=high)
+
+
 def list_attending(size: int, _num_drafts: int = 0) -> tuple[Groups, ...]:
     """Groups of all kinds that attend."""
     return (

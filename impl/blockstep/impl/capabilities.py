@@ -44,12 +44,13 @@ HOST: Final = frozenset(
         "transfers",
         "pins",
         "forks",
+        "tiers",
     )
 )
 """Everything."""
 COMPILED: Final = HOST - {
     *("groups", "common prefix", "adapters", "masks", "sessions", "encoder", "events", "transfers"),
-    *("pins", "forks"),
+    *("pins", "forks", "tiers"),
 }
 """The same for one KV-cache group, without its hint to the worker, what requests bring along, what
 is told of blocks, what comes from a store, what stays between turns, branches and what comes with

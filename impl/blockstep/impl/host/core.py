@@ -94,6 +94,8 @@ class Core:
         self.running: list[int] = []
         """Slots in running order."""
         self.pause_state = PauseState.UNPAUSED
+        self.is_closed = False
+        """Whether nobody is admitted until so many blocks are free again."""
         self.frames: dict[FrameId, dict[RequestId, TokenIds | None]] = {}
         """Frames in flight, oldest first. Of each row, in order of scheduling: the drafts that it
         carries, or None where it does not sample. Rows of ended requests stay."""

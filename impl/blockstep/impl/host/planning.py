@@ -42,7 +42,10 @@ class Planning(RunningPhase, WaitingPhase, Masks, Turns):
             self._begin_with_pins(self.pins)
         step = Step(self._step_budget(), encoder_budget=self.config.encoder_compute_budget)
         self._schedule_running(step)
-        if not step.preempted_req_ids and self.pause_state is PauseState.UNPAUSED:
+        if self.config.admission_high_blocks:
+            self.is_closed = self._is_closed_behind(step)
+        may_admit = not (step.preempted_req_ids or self.is_closed)
+        if may_admit and self.pause_state is PauseState.UNPAUSED:
             self._schedule_waiting(step)
         return self._issue_plan(step)
 
@@ -112,6 +115,8 @@ class Planning(RunningPhase, WaitingPhase, Masks, Turns):
         if step.loads and self.transfers is not None:
             self.transfers.open_frame(frame_id, step.loads)
             plan = replace(plan, kv_loads=tuple(step.loads))
+        if step.saves:
+            plan = replace(plan, kv_saves=tuple(step.saves))
         return plan if self.encoder is None else self._tell_encoder(self.encoder, step, plan)
 
     def _tell_encoder(self, encoder: EncoderCache, step: Step, plan: Plan) -> Plan:

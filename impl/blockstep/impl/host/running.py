@@ -9,13 +9,14 @@ from blockstep.impl.host.encodings import Encodings
 from blockstep.impl.host.groups import GroupMemory
 from blockstep.impl.host.kinds import Extent
 from blockstep.impl.host.promises import Promises
+from blockstep.impl.host.saves import Saves
 from blockstep.impl.host.step import Step
 from blockstep.spec.vocabulary import BlockTables, Policy, TokenIds
 
 _NOTHING: Final[tuple[()]] = ()
 
 
-class RunningPhase(Promises, Encodings, Copies):
+class RunningPhase(Promises, Encodings, Copies, Saves):
     """Schedules the running requests in order; preempts when blocks run out (seed 001)."""
 
     def _schedule_running(self, step: Step) -> None:
@@ -127,6 +128,8 @@ class RunningPhase(Promises, Encodings, Copies):
                 if at < position:
                     position -= 1
                 self._unschedule(victim, step)
+                if self.config.swap_min_tokens:
+                    self._save(victim, step)
                 self._preempt(victim)
                 step.preempted_req_ids.append(self.table.requests[victim].request_id)
                 if victim == slot:

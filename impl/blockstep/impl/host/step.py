@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from blockstep.impl.host.adapters import AdapterSeats
 from blockstep.impl.host.encoder import Encoding
-from blockstep.spec.vocabulary import BlockCopy, BlockTables, KVLoad, RequestId, TokenIds
+from blockstep.spec.vocabulary import BlockCopy, BlockTables, KVLoad, KVSave, RequestId, TokenIds
 
 RunningRow: TypeAlias = tuple[int, BlockTables, TokenIds]
 """Tokens scheduled, blocks appended (no group at all if there are none), drafts among the tokens. A
@@ -33,6 +33,8 @@ class Step:
     scheduling; preemption takes some out again."""
     loads: list[KVLoad] = field(default_factory=list)
     """What a store loads, in order of being found."""
+    saves: list[KVSave] = field(default_factory=list)
+    """What a store keeps of those who were preempted, in that order."""
     preempted_req_ids: list[RequestId] = field(default_factory=list)
     encoder_budget: int = 0
     """Embeddings that may still be encoded."""

@@ -29,6 +29,7 @@ def take_snapshot(core: Core) -> Snapshot:
         encoder=None if core.encoder is None else core.encoder.snapshot(),
         transfers=None if core.transfers is None else core.transfers.snapshot(),
         pins=None if core.pins is None else core.pins.snapshot(),
+        admission_closed=core.is_closed,
     )
 
 

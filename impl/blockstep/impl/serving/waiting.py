@@ -45,12 +45,14 @@ def explain_waiting(
     shown = {request.request_id: request for request in state.requests}
     adapters = {requests[name].adapter for name in state.running} - {None}
     found: dict[RequestId, WaitingReason] = {}
-    is_behind = False
+    is_behind, is_closed = False, _is_closed(config, state)
     for name in _list_in_line(config, state, requests):
         asked = requests[name]
         reason = _find_own(shown[name]) or _find_remote(state, shown[name], asked)
         if reason is None and _lacks_seat(config, asked.adapter, adapters):
             reason = WaitingReason.ADAPTER
+        if is_closed:
+            reason = WaitingReason.CLOSED
         if state.pause_state is not PauseState.UNPAUSED:
             reason = WaitingReason.PAUSED
         if reason is None and is_behind:
@@ -81,6 +83,13 @@ def _list_in_line(
     if config.policy is Policy.PRIORITY:
         line.sort(key=lambda name: (requests[name].priority, requests[name].arrival_time, name))
     return line
+
+
+def _is_closed(config: Config, state: Snapshot) -> bool:
+    """Whether too few blocks are free for anybody to be admitted beside those who run."""
+    was_closed = state.admission_closed
+    enough = config.admission_high_blocks if was_closed else config.admission_low_blocks
+    return bool(state.running) and len(state.free_queue) < enough
 
 
 def _find_own(request: RequestSnapshot) -> WaitingReason | None:
