@@ -103,6 +103,19 @@ def test_a_pause_holds_all() -> None:
     assert told.why() == {"A": "paused", "B": "paused"}
 
 
+def test_while_blocks_are_short_nobody_is_admitted() -> None:
+    told = Told(replace(CONFIG, admission_low_blocks=3, admission_high_blocks=6))
+    told.submit("A", *range(11), max_tokens=2)
+    told.schedule()
+    told.submit("B", 1)
+    assert told.why() == {"B": "closed"}, "two blocks are free"
+    told.commit()
+    assert not told.schedule().new
+    told.commit()
+    assert told.why() == {"B": "next"}, "A has ended"
+    assert told.schedule().new
+
+
 def test_behind_who_is_warm_others_wait_and_for_who_lacks_room_pins_give_way() -> None:
     told = Told(replace(CONFIG, policy=Policy.CONTINUUM, max_num_seqs=1))
     told.submit("A", *range(9), max_tokens=1, job_id="j")
