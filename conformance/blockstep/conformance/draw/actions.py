@@ -29,6 +29,7 @@ from blockstep.conformance.draw.requests import (
     shuffled,
 )
 from blockstep.conformance.draw.store import draw_answered, draw_offer, draw_report, weigh_reports
+from blockstep.conformance.draw.tiers import draw_kept
 from blockstep.conformance.protocol.features import (
     ABORTS,
     DRAFTS,
@@ -165,6 +166,10 @@ def kv_offer(view: View, draw: Draw) -> Action:
         names = [name for name in names if name not in client.transfers.offers] or names
     if view.swarm.has(HOSTILE) and draw.chance(5):
         names = [*client.ended[-2:], "nobody"]
+    saved = client.transfers.saved
+    if saved and draw.chance(60):
+        name = draw.choice([*saved])
+        return draw_kept(name, saved[name], draw)
     name = draw.choice(names or ["nobody"])
     request = client.live.get(name, v.Request(name, (0,)))
     return draw_offer(name, len(request.prompt_token_ids), view.swarm.token_seed // 7, draw)

@@ -17,6 +17,7 @@ from blockstep.conformance.draw.groups import draw_groups
 from blockstep.conformance.draw.items import draw_beside, draw_encoder
 from blockstep.conformance.draw.jobs import draw_pins
 from blockstep.conformance.draw.store import draw_store
+from blockstep.conformance.draw.tiers import draw_tiers
 from blockstep.conformance.protocol.features import (
     ABORTS,
     ADAPTERS,
@@ -40,6 +41,7 @@ from blockstep.conformance.protocol.features import (
     PRIORITY,
     RESET,
     SEVERAL_AT_ONCE,
+    TIERS,
     TRANSFERS,
     Feature,
     settle_states,
@@ -209,6 +211,8 @@ def _draw_late(
             continue  # pins go without
         if FORKS.name in wish.always and feature in (ENCODER, TRANSFERS, PINS):
             continue  # forks go without
+        if feature is TIERS and name not in wish.always:
+            continue  # drawn only where they are asked for
         if feature is FORKS and name not in wish.always:
             has_other = config.encoder_cache_size or config.kv_connector or config.has_pins
             if has_other:
@@ -239,6 +243,11 @@ def _draw_late(
             config = draw_pins(config)
         elif feature is FORKS:
             config = draw_forks(config, draw)
+        elif feature is TIERS:
+            has_store = TRANSFERS.name in drawn or TRANSFERS.name in wish.never
+            if not has_store and _may_have_store(config, takes) and draw.chance(70):
+                config, drawn = draw_store(config, draw), drawn | {TRANSFERS.name}
+            config = draw_tiers(config, draw)
         elif feature is MASKS:
             drawn |= {GRAMMAR.name, DRAFTS.name} - wish.never
             config = draw_reasoning(config, draw, swarm.vocabulary_size)
@@ -251,6 +260,11 @@ def _draw_late(
     features = swarm.features | drawn
     swarm = replace(swarm, features=features, has_long_prompts=is_long, left_out=tuple(left_out))
     return swarm.fit(config)
+
+
+def _may_have_store(config: Config, takes: Callable[[Feature], bool]) -> bool:
+    """Whether a store goes with all that was drawn."""
+    return takes(TRANSFERS) and not (config.has_pins or config.enable_forks)
 
 
 def _add_drafts(config: Config, draw: Draw) -> Config:

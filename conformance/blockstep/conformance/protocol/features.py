@@ -327,6 +327,14 @@ FORKS = Feature(
     hides=("transfers_", "encoder_", "pins_", "groups_of_three_kinds", "groups_state_left"),
     properties=("P2", "P8"),
 )
+TIERS = Feature(
+    "tiers",
+    "victims are saved for a store, and admission closes between two thresholds of free blocks",
+    Capability.TIERS,
+    config={"swap_min_tokens": 0, "admission_low_blocks": 0, "admission_high_blocks": 0},
+    situations=("tiers_",),
+    properties=("P10", "P15"),
+)
 CACHING = Feature(
     "caching",
     "prefix caching: blocks are found again by what is in them",
@@ -343,7 +351,7 @@ CACHING = Feature(
 FEATURES: tuple[Feature, ...] = (
     *(PRIORITY, DRAFTS, ASYNC, PIPELINE, PAUSE, RESET, GRAMMAR, MULTIMODAL, EMBEDS, KEYS, STOPS),
     *(ABORTS, HOSTILE, GROUPS, ADAPTERS, SESSIONS, MASKS, ENCODER, EVENTS, TRANSFERS, PINS),
-    FORKS,
+    *(FORKS, TIERS),
     CACHING,
 )
 """The table. Whoever lacks several is fitted in this order: without `async`, several frames in
@@ -351,7 +359,7 @@ flight are a `pipeline`."""
 BY_NAME: Mapping[str, Feature] = {feature.name: feature for feature in FEATURES}
 LATE = (
     *("groups", "adapters", "masks", "sessions", "encoder", "events", "transfers", "pins"),
-    "forks",
+    *("forks", "tiers"),
 )
 """Names of features that are drawn when all else is, and only where they are taken: who lacks them
 is given what it would be given if there were none. Appended to, never put in another order."""

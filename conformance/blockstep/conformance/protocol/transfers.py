@@ -31,6 +31,8 @@ class Transfers:
     """Loads that are part of a frame in flight."""
     sending: dict[v.RequestId, None] = field(default_factory=dict)
     """Ended requests whose blocks the store wanted to read, if they held any."""
+    saved: dict[v.RequestId, int] = field(default_factory=dict)
+    """Leading tokens that were saved of a victim, of those that have not ended."""
     over: list[v.RequestId] = field(default_factory=list)
     """Whose transfers came to their end lately: to be reported again."""
 
@@ -50,6 +52,8 @@ class Transfers:
             if load.is_async:
                 self.received.pop(load.request_id, None)
                 self.loading[load.request_id] = load
+        for save in plan.kv_saves:
+            self.saved[save.request_id] = save.num_tokens
         now = tuple(load for load in plan.kv_loads if not load.is_async)
         if now:
             self.at_once[plan.frame_id] = now
@@ -58,6 +62,7 @@ class Transfers:
         """A request ends."""
         offer = self.offers.pop(name, None)
         self.received.pop(name, None)
+        self.saved.pop(name, None)
         if offer is not None and offer.delays_free:
             self.sending[name] = None
 
@@ -82,6 +87,7 @@ class Transfers:
     def forget_offers(self) -> None:
         """A reset has reached the store."""
         self.offers.clear()
+        self.saved.clear()
 
     def _note_end(self, name: v.RequestId) -> None:
         self.over = [*self.over, name][-OVER_MAX:]

@@ -30,6 +30,7 @@ from blockstep.conformance.judge.properties import (
     sessions,
     tables,
     telling,
+    tiers,
     transfers,
 )
 from blockstep.conformance.judge.properties.ledger import Ledger
@@ -79,6 +80,7 @@ _FAMILIES = (
     transfers,
     pins,
     forks,
+    tiers,
 )
 """In the order in which sentences of one property speak."""
 _SENTENCES = [

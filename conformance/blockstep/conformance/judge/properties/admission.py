@@ -341,6 +341,7 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
         or ledger.pause_state is not PauseState.UNPAUSED
         or len(after.running) >= config.max_num_seqs
         or step.preempted
+        or after.admission_closed
     ):
         return ()
     name = next_in_line(step, ledger)

@@ -27,7 +27,7 @@ def cut_at_placeholder(drafts: v.TokenIds) -> v.TokenIds:
 
 
 NEEDED = (
-    *("enable_forks", "watermark_blocks"),
+    *("enable_forks", "watermark_blocks", "swap_min_tokens", "admission_high_blocks"),
     *("async_scheduling", "enable_kv_cache_events", "encoder_cache_size"),
     *("groups", "has_pins", "kv_connector"),
 )

@@ -46,6 +46,7 @@ from blockstep.conformance.judge.witnesses.sessions import (
 )
 from blockstep.conformance.judge.witnesses.signals import SIGNALS, of_abort, of_reset
 from blockstep.conformance.judge.witnesses.telling import TELLING, of_telling
+from blockstep.conformance.judge.witnesses.tiers import TIERS, of_tiers
 from blockstep.conformance.judge.witnesses.transfers import TRANSFERS, of_store
 from blockstep.spec import vocabulary as v
 
@@ -66,6 +67,7 @@ WITNESSES: Mapping[str, str] = (
     | TRANSFERS
     | PINS
     | FORKS
+    | TIERS
     | REFUSALS
 )
 """All situations, by name, with what they mean."""
@@ -141,3 +143,4 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
         yield from of_store(step, ledger)
     yield from of_pins(step, ledger)
     yield from of_forks(step, ledger)
+    yield from of_tiers(step, ledger)

@@ -18,6 +18,7 @@ from blockstep.conformance.judge.worker.items import Items
 from blockstep.conformance.judge.worker.names import SPOILED, Name, NamedText
 from blockstep.conformance.judge.worker.sampling import NextToken
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
+from blockstep.conformance.protocol.findings import Difference
 from blockstep.conformance.protocol.transfers import count_valid, list_loaded, loses_all
 from blockstep.spec import vocabulary as v
 
@@ -320,6 +321,39 @@ class Stored(Items):
         fresh.tables, fresh.num_computed = view.tables, num_computed
         fresh.is_preempted, fresh.may_resume = view.is_preempted, view.may_resume
         self.views[view.request.request_id] = fresh
+
+    # Saves.
+
+    def save(self, plan: v.Plan) -> None:
+        """What victims have is read, before anything in the plan is done to a block."""
+        for save in plan.kv_saves:
+            name, view = save.request_id, self.views.get(save.request_id)
+            if view is None or view.is_preempted or name not in plan.preempted_req_ids:
+                what = f"{name!r} holds nothing here that this plan takes"
+                self._complain("P26", "saved_request_is_preempted_by_the_plan", what)
+                continue
+            view.name_positions(save.num_tokens, ())
+            for at in self.attended:
+                self._check_saved(view, save, at)
+
+    def _check_saved(self, view: RequestView, save: v.KVSave, at: int) -> None:
+        """Name the first slot that is saved and does not hold what stands there in the text."""
+        size, num_left = self.block_sizes[at], count_unattended(self.groups[at], view.num_computed)
+        table = save.block_ids[at] if at < len(save.block_ids) else ()
+        for position in range(save.num_tokens):
+            index, slot = divmod(position, size)
+            block = table[index] if index < len(table) else v.NULL_BLOCK
+            if block == v.NULL_BLOCK and index < num_left:
+                continue
+            expected = view.chain[position] if position < len(view.chain) else SPOILED
+            seen = self._seen(block, slot, at)
+            if block == v.NULL_BLOCK or seen != expected:
+                show = self.names.show
+                what = f"{view.request.request_id!r} is saved up to {save.num_tokens}"
+                place = f"kv[{block}][{slot}]"
+                difference = Difference(place, show(expected), show(seen), f"position {position}")
+                self._complain("P3", "saved_slot_holds_the_text_of_its_request", what, difference)
+                return
 
     # What is done to blocks meanwhile.
 

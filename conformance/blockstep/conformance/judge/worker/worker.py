@@ -81,6 +81,7 @@ class Worker(Stored):
         for frame_id in list(self._frames)[: 1 - self.config.max_frames_in_flight or None]:
             # So many plans later it must have been committed, whether or not anybody says so.
             self._settle(frame_id, self.answer(frame_id))
+        self.save(plan)
         for request_id in plan.finished_req_ids:
             gone = self.views.pop(request_id, None)
             if gone is not None:

@@ -1,0 +1,30 @@
+"""Tiers: configs that save victims, or close admission, and what a store has of whom it saved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.conformance.draw.decisions import Draw
+from blockstep.spec import vocabulary as v
+
+
+def draw_tiers(config: v.Config, draw: Draw) -> v.Config:
+    """The config with victims that are saved, if there is a store, and with thresholds or none.
+
+    Pools that are short show more of both: a chunk is admitted for which the rest may lack.
+    """
+    high = draw.integer(0, min(config.num_usable_blocks, 6))
+    size = max(config.block_sizes)
+    return replace(
+        config,
+        scheduler_reserve_full_isl=config.scheduler_reserve_full_isl and draw.chance(25),
+        swap_min_tokens=draw.choice((1, 1, size, size + 1)) if config.kv_connector else 0,
+        admission_low_blocks=draw.integer(0, high),
+        admission_high_blocks=high,
+    )
+
+
+def draw_kept(name: v.RequestId, num_saved: int, draw: Draw) -> v.KVOffer:
+    """Most often all that was saved of a victim; or part of it, nothing, or it is not known yet."""
+    num_tokens = draw.choice((num_saved, num_saved, num_saved, num_saved // 2, 0, None))
+    return v.KVOffer(name, num_tokens, is_async=draw.chance(50), delays_free=draw.chance(20))

@@ -1,0 +1,84 @@
+"""Situations that there are only with a store for victims, or with thresholds of admission."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.tiers import count_settled_tokens
+from blockstep.spec import vocabulary as v
+
+TIERS = {
+    "tiers_victim_saved": "a store was given what a victim had",
+    "tiers_several_saved": "what several victims of one step had was saved",
+    "tiers_too_little_to_save": "a victim had something, but too little to be saved",
+    "tiers_unsettled_not_saved": "nothing was saved of a victim whose load may not have come",
+    "tiers_saved_beside_frames": "a victim was saved while frames were in flight",
+    "tiers_saved_without_drafts": "a victim had computed more than is known of its tokens",
+    "tiers_saved_behind_a_window": "what a victim attends to no more was left out of what is saved",
+    "tiers_victim_comes_back": "a victim that was saved is loaded again",
+    "tiers_victim_comes_back_later": "likewise, and waits until its load has come",
+    "tiers_closed_by_low": "admission closed because few blocks were free",
+    "tiers_closed_by_preemption": "admission closed because somebody was preempted",
+    "tiers_stays_closed": "it stayed closed with more free blocks than it closes at",
+    "tiers_opened_by_high": "admission opened beside others that run",
+    "tiers_opened_for_nobody": "admission opened because nobody ran",
+    "tiers_waits_while_closed": "one waited though it would have had room",
+}
+
+
+def of_tiers(step: Step, ledger: Ledger) -> Iterator[str]:
+    """What a plan shows of victims that are saved, and of admission that closes."""
+    if not isinstance(step.observation, v.Plan):
+        return
+    if step.config.swap_min_tokens:
+        yield from of_saves(step, ledger)
+    if step.config.admission_high_blocks:
+        yield from of_thresholds(step)
+
+
+def of_saves(step: Step, ledger: Ledger) -> Iterator[str]:
+    """What is saved, what is not, and what comes back."""
+    saves = {save.request_id: save for save in step.plan.kv_saves}
+    if len(saves) > 1:
+        yield "tiers_several_saved"
+    for name in step.preempted:
+        old, save = step.old[name], saves.get(name)
+        if save is None:
+            if name in ledger.store.unsettled:
+                yield "tiers_unsettled_not_saved"
+            elif count_settled_tokens(step, ledger, name):
+                yield "tiers_too_little_to_save"
+            continue
+        yield "tiers_victim_saved"
+        if step.before.frames_in_flight:
+            yield "tiers_saved_beside_frames"
+        if old.num_computed_tokens > ledger.lives[name].num_known:
+            yield "tiers_saved_without_drafts"
+        if any(v.NULL_BLOCK in table for table in save.block_ids):
+            yield "tiers_saved_behind_a_window"
+    for load in step.plan.kv_loads:
+        if load.request_id in ledger.store.transfers.saved:
+            yield "tiers_victim_comes_back"
+            if load.is_async:
+                yield "tiers_victim_comes_back_later"
+
+
+def of_thresholds(step: Step) -> Iterator[str]:
+    """How admission closes, and opens."""
+    before, after = step.before, step.after
+    num_free, config = len(after.free_queue), step.config
+    if not after.admission_closed:
+        if before.admission_closed:
+            ran_on = set(before.running) - set(step.preempted)
+            yield "tiers_opened_by_high" if ran_on else "tiers_opened_for_nobody"
+        return
+    if step.preempted:
+        yield "tiers_closed_by_preemption"
+    elif not before.admission_closed:
+        yield "tiers_closed_by_low"
+    elif num_free >= config.admission_low_blocks:
+        yield "tiers_stays_closed"
+    if num_free and (after.waiting or after.skipped_waiting):
+        yield "tiers_waits_while_closed"
