@@ -340,8 +340,7 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
         left <= 0
         or ledger.pause_state is not PauseState.UNPAUSED
         or len(after.running) >= config.max_num_seqs
-        or step.preempted
-        or after.admission_closed
+        or step.admits_nobody
     ):
         return ()
     name = next_in_line(step, ledger)

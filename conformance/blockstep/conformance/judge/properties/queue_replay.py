@@ -175,7 +175,7 @@ def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
     budget and a place left.
     """
     before, config = step.before, step.config
-    if ledger.pause_state is not v.PauseState.UNPAUSED or step.preempted:
+    if ledger.pause_state is not v.PauseState.UNPAUSED or step.admits_nobody:
         return []
     left = config.max_num_batched_tokens - sum(row.num_scheduled for row in step.running_rows)
     places = config.max_num_seqs - len(before.running)

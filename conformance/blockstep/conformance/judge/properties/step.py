@@ -168,6 +168,11 @@ class Step:
         ]
 
     @once
+    def admits_nobody(self) -> bool:
+        """Whether a plan did not get as far as to admit: it preempted, or admission is closed."""
+        return bool(self.preempted) or self.after.admission_closed
+
+    @once
     def place(self) -> dict[v.RequestId, int]:
         """Where each request that ran stood in the running list."""
         return {name: index for index, name in enumerate(self.before.running)}

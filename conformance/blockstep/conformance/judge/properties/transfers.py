@@ -309,7 +309,7 @@ def received_one_is_not_left_behind_a_head_that_does_not_fit(
         or left <= 0
         or ledger.pause_state is not v.PauseState.UNPAUSED
         or len(after.running) >= config.max_num_seqs
-        or step.preempted
+        or step.admits_nobody
         or step.giving
     ):
         return

@@ -113,7 +113,7 @@ def _first_items(life: Life, size: int) -> list[object]:
 def of_waiting(step: Step, ledger: Ledger) -> Iterator[str]:
     """Who was left waiting, if the plan got as far as to admit."""
     after, config = step.after, step.config
-    if ledger.pause_state is not PauseState.UNPAUSED or step.plan.preempted_req_ids:
+    if ledger.pause_state is not PauseState.UNPAUSED or step.admits_nobody:
         return
     rest = config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
     if rest > 0 and (after.waiting or after.skipped_waiting):

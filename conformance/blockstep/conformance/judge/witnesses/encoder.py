@@ -95,7 +95,7 @@ def _of_waiting_beside(step: Step, ledger: Ledger) -> Iterator[str]:
     left = config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
     if (
         name is None
-        or step.preempted
+        or step.admits_nobody
         or any(step.new[name].block_tables)  # a session that goes on
         or ledger.pause_state is not PauseState.UNPAUSED
         or len(step.after.running) >= config.max_num_seqs
