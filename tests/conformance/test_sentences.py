@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from play_support import brought, forking, pinning, telling, transferring
+from play_support import brought, forking, pinning, telling, tiering, transferring
 from play_support.grouped import FULL, WINDOW, attending_as, going_on
 from play_support.play import (
     CONFIG,
@@ -425,6 +425,7 @@ ALONE: list[Case] = [
     *transferring.ALONE,
     *pinning.ALONE,
     *forking.ALONE,
+    *tiering.ALONE,
     *AT_EITHER,
     GIVEN_UP,
     (
@@ -725,6 +726,7 @@ ALONE: list[Case] = [
 ]
 
 BESIDE_THE_WORKER: list[Case] = [
+    *tiering.BESIDE_THE_WORKER,
     ("held_block_carries_the_name_of_its_tokens", first_plan, naming(request("C", 7, 9)), same),
     (
         "held_block_carries_the_extra_keys_of_its_request",
@@ -800,7 +802,7 @@ def test_every_sentence_speaks_alone_somewhere() -> None:
     """A sentence that never does says nothing of its own: merge it, or plant what only it sees."""
     names = [case[0] for case in ALONE + BESIDE_THE_WORKER] + [IN_A_RELEASE]
     assert sorted(names) == sorted(SENTENCES)
-    assert len(SENTENCES) == 127
+    assert len(SENTENCES) == 132
 
 
 def test_up_to_block_ids_all_are_asked_but_three() -> None:

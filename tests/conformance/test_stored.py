@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from play_support.play import CONFIG, A, B, request
 
 from blockstep.conformance.judge.worker import Worker
@@ -19,6 +20,7 @@ from blockstep.spec.vocabulary import (
     KVLoad,
     KVLoadFailurePolicy,
     KVOffer,
+    KVSave,
     KVTransfers,
     NewRow,
     OutputRow,
@@ -151,3 +153,35 @@ def test_a_load_goes_into_the_table_of_its_request() -> None:
         Plan(2, kv_loads=(replace(LATER, block_ids=((1, 99),)),)),
     ):
         assert told(worker, wrong) == ["load_goes_into_the_table_of_its_request"]
+
+
+def test_what_is_saved_of_a_victim_is_read_before_the_plan_does_anything() -> None:
+    """D takes the block in the same plan, and that is none of the store's business."""
+    worker = hearing(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),)))
+    save = KVSave("A", ((1, 2),), 4)
+    plan = replace(TAKING, preempted_req_ids=("A",), kv_saves=(save,))
+    assert told(worker, plan) == []
+    again = replace(plan, frame_id=2, new=())
+    assert told(worker, again) == ["saved_request_is_preempted_by_the_plan"]
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        KVSave("A", ((1, 3),), 4),
+        KVSave("A", ((2, 1),), 4),
+        KVSave("A", ((1,),), 4),
+        KVSave("A", ((1, 2, 3),), 8),
+    ],
+    ids=["of another place", "in another order", "too few", "more than there is"],
+)
+def test_what_is_saved_is_the_text_of_its_request(save: KVSave) -> None:
+    worker = hearing(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),)))
+    plan = Plan(1, preempted_req_ids=("A",), kv_saves=(save,))
+    assert told(worker, plan) == ["saved_slot_holds_the_text_of_its_request"]
+
+
+def test_saved_is_who_is_preempted() -> None:
+    worker = hearing(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),)))
+    plan = Plan(1, kv_saves=(KVSave("A", ((1, 2),), 4),))
+    assert told(worker, plan) == ["saved_request_is_preempted_by_the_plan"]

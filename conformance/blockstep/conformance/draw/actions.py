@@ -166,10 +166,8 @@ def kv_offer(view: View, draw: Draw) -> Action:
         names = [name for name in names if name not in client.transfers.offers] or names
     if view.swarm.has(HOSTILE) and draw.chance(5):
         names = [*client.ended[-2:], "nobody"]
-    saved = client.transfers.saved
-    if saved and draw.chance(60):
-        name = draw.choice([*saved])
-        return draw_kept(name, saved[name], draw)
+    if client.transfers.saved and draw.chance(60):
+        return draw_kept(client.transfers.saved, draw)
     name = draw.choice(names or ["nobody"])
     request = client.live.get(name, v.Request(name, (0,)))
     return draw_offer(name, len(request.prompt_token_ids), view.swarm.token_seed // 7, draw)
@@ -289,12 +287,11 @@ def encoder_offer(view: View, draw: Draw) -> Action:
 def mask(view: View, draw: Draw) -> Action:
     """The runner asks for a mask, most often of the newest plan; or a broken one asks."""
     if view.swarm.has(HOSTILE) and draw.chance(25):
-        frames = list_frames(view.client)
         rows = tuple(
             v.RowTokens(draw.choice([*view.client.live, "nobody"]), (0,) * draw.integer(0, 2))
             for _ in range(draw.integer(0, 2))
         )
-        return Hostile(v.GrammarBitmask(draw.choice(frames), rows))
+        return Hostile(v.GrammarBitmask(draw.choice(list_frames(view.client)), rows))
     return Mask(draw.integer(0, max(len(view.client.plans) - 1, 0)))
 
 
@@ -306,8 +303,7 @@ def pause(_view: View, draw: Draw) -> Action:
 
 def reset(view: View, draw: Draw) -> Action:
     """Empty the cache, politely or by force; with a store, at times that as well."""
-    is_forced = draw.chance(50)
-    return v.Reset(is_forced, view.swarm.has(TRANSFERS) and draw.chance(60))
+    return v.Reset(draw.chance(50), view.swarm.has(TRANSFERS) and draw.chance(60))
 
 
 def hostile(view: View, draw: Draw) -> Action:

@@ -203,24 +203,8 @@ def _draw_late(
         seed //= LATE_ONE_IN
         if feature is None or not wish.decide(feature, is_drawn):
             continue
-        if feature is ADAPTERS and KEYS.name in wish.never and name not in wish.always:
-            continue  # adapters are keys
-        if feature is ENCODER and MULTIMODAL.name in wish.never and name not in wish.always:
-            continue  # items are what it encodes
-        if feature is TRANSFERS and PINS.name in wish.always:
-            continue  # pins go without
-        if FORKS.name in wish.always and feature in (ENCODER, TRANSFERS, PINS):
-            continue  # forks go without
-        if feature is TIERS and name not in wish.always:
-            continue  # drawn only where they are asked for
-        if feature is FORKS and name not in wish.always:
-            has_other = config.encoder_cache_size or config.kv_connector or config.has_pins
-            if has_other:
-                continue
-        if feature is PINS and name not in wish.always:
-            is_free = not has_policy and PRIORITY.name not in wish.always
-            if not is_free or config.kv_connector or not config.enable_prefix_caching:
-                continue
+        if not _goes_with(feature, config, wish, has_policy=has_policy):
+            continue
         if name not in wish.always and not takes(feature):
             left_out.append(feature)
             continue
@@ -244,8 +228,7 @@ def _draw_late(
         elif feature is FORKS:
             config = draw_forks(config, draw)
         elif feature is TIERS:
-            has_store = TRANSFERS.name in drawn or TRANSFERS.name in wish.never
-            if not has_store and _may_have_store(config, takes) and draw.chance(70):
+            if _may_have_store(config, wish, takes) and draw.chance(70):
                 config, drawn = draw_store(config, draw), drawn | {TRANSFERS.name}
             config = draw_tiers(config, draw)
         elif feature is MASKS:
@@ -262,9 +245,30 @@ def _draw_late(
     return swarm.fit(config)
 
 
-def _may_have_store(config: Config, takes: Callable[[Feature], bool]) -> bool:
-    """Whether a store goes with all that was drawn."""
-    return takes(TRANSFERS) and not (config.has_pins or config.enable_forks)
+def _goes_with(feature: Feature, config: Config, wish: Wish, *, has_policy: bool) -> bool:
+    """Whether a feature of `LATE` may be drawn beside what is wished for, and what was drawn."""
+    if feature in (ENCODER, TRANSFERS, PINS) and FORKS.name in wish.always:
+        return False
+    if feature is TRANSFERS and PINS.name in wish.always:
+        return False
+    if feature.name in wish.always:
+        return True
+    if feature is ADAPTERS:
+        return KEYS.name not in wish.never  # adapters are keys
+    if feature is ENCODER:
+        return MULTIMODAL.name not in wish.never  # items are what it encodes
+    if feature is FORKS:
+        return not (config.encoder_cache_size or config.kv_connector or config.has_pins)
+    if feature is PINS:
+        is_free = not has_policy and PRIORITY.name not in wish.always
+        return is_free and not config.kv_connector and config.enable_prefix_caching
+    return feature.is_drawn
+
+
+def _may_have_store(config: Config, wish: Wish, takes: Callable[[Feature], bool]) -> bool:
+    """Whether there is no store, and one goes with all that was drawn."""
+    has_other = config.kv_connector or config.has_pins or config.enable_forks
+    return not has_other and TRANSFERS.name not in wish.never and takes(TRANSFERS)
 
 
 def _add_drafts(config: Config, draw: Draw) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from blockstep.conformance.draw.decisions import Draw
@@ -13,7 +14,8 @@ def draw_tiers(config: v.Config, draw: Draw) -> v.Config:
 
     Pools that are short show more of both: a chunk is admitted for which the rest may lack.
     """
-    high = draw.integer(0, min(config.num_usable_blocks, 6))
+    least = 0 if config.kv_connector else 1
+    high = draw.integer(least, min(config.num_usable_blocks, 6))
     size = max(config.block_sizes)
     return replace(
         config,
@@ -24,7 +26,9 @@ def draw_tiers(config: v.Config, draw: Draw) -> v.Config:
     )
 
 
-def draw_kept(name: v.RequestId, num_saved: int, draw: Draw) -> v.KVOffer:
+def draw_kept(saved: Mapping[v.RequestId, int], draw: Draw) -> v.KVOffer:
     """Most often all that was saved of a victim; or part of it, nothing, or it is not known yet."""
+    name = draw.choice([*saved])
+    num_saved = saved[name]
     num_tokens = draw.choice((num_saved, num_saved, num_saved, num_saved // 2, 0, None))
     return v.KVOffer(name, num_tokens, is_async=draw.chance(50), delays_free=draw.chance(20))

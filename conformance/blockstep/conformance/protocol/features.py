@@ -53,6 +53,8 @@ class Feature:
     """Situations, likewise, that do not come up where every run has it."""
     properties: tuple[str, ...] = ()
     """What speaks of it first."""
+    is_drawn: bool = True
+    """Whether runs have it now and then that do not ask for it."""
 
     def is_asked_by(self, thing: v.Config | v.Request) -> bool:
         """Whether a config or a request asks for it."""
@@ -104,6 +106,8 @@ def settle_states(config: v.Config) -> v.Config:
     The mode of recurrent ones follows from prefix caching, and each draft needs a block of theirs.
     Nobody attends across without an encoder beside, and nobody finds what stays without caching.
     """
+    if not config.kv_connector and config.swap_min_tokens:
+        config = replace(config, swap_min_tokens=0)
     if not config.enable_prefix_caching and config.policy is v.Policy.CONTINUUM:
         config = replace(config, policy=v.Policy.FCFS)
     if not config.is_encoder_decoder:
@@ -334,6 +338,7 @@ TIERS = Feature(
     config={"swap_min_tokens": 0, "admission_low_blocks": 0, "admission_high_blocks": 0},
     situations=("tiers_",),
     properties=("P10", "P15"),
+    is_drawn=False,
 )
 CACHING = Feature(
     "caching",

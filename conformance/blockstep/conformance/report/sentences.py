@@ -237,6 +237,17 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
             "answered nobody reads it but the request for which it is loaded."
         ),
     ),
+    "saved_request_is_preempted_by_the_plan": (
+        "P26",
+        "What a plan has saved is of requests that it preempts, and that hold blocks until then.",
+    ),
+    "saved_slot_holds_the_text_of_its_request": (
+        "P3",
+        (
+            "What is saved of a request is the KV of its text, as far as it says: a store keeps it "
+            "by the name of that text, for whoever asks for it later."
+        ),
+    ),
     "plan_names_real_blocks": (
         "P1",
         ("Block ids in a plan are from 1 to `num_blocks` - 1; 0 is the null block, and nobody's."),

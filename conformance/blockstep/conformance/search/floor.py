@@ -29,7 +29,6 @@ from blockstep.conformance.protocol.features import (
     PINS,
     PRIORITY,
     SEVERAL_AT_ONCE,
-    TIERS,
     UsageError,
     find_lacking,
     is_reachable,
@@ -211,8 +210,7 @@ def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> 
         absent |= SEVERAL_AT_ONCE
     elif SEVERAL_AT_ONCE & wish.always:
         absent |= SEVERAL_AT_ONCE - wish.always
-    if TIERS.name not in wish.always:
-        absent.add(TIERS.name)
+    absent |= {name for name, it in BY_NAME.items() if not it.is_drawn} - wish.always
     deepest = {"four_frames_in_flight"} if options.max_depth < MAX_DEPTH else set()
     rare = {TINY.name: RARE_AT_TINY, REAL.name: SMALL_ONLY}.get(options.preset, set())
     left_out = NOT_REQUIRED | deepest | rare

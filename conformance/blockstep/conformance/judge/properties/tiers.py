@@ -102,12 +102,10 @@ def _list_given(step: Step) -> set[v.BlockId]:
     return {block for tables in held for block in chain(*tables) if block}
 
 
-@sentence(
-    "P7",
-    *(v.Submit, v.Commit, v.Drafts, v.Abort, v.Fork, v.SetPause, v.Reset, v.TransfersReported),
-    needs="admission_high_blocks",
-)
+@sentence("P7", *v.EVENT_TYPES)
 def plans_alone_close_and_open_admission(step: Step, _ledger: Ledger) -> Complaints:
-    """Whatever else happens, it stays as the last plan has left it."""
+    """Whatever else happens, it stays as the last plan has left it: open, if no plan closes it."""
     before, after = step.before.admission_closed, step.after.admission_closed
+    if isinstance(step.event, v.Schedule):
+        before = after if step.config.admission_high_blocks else False
     return differing("admission_closed", before, after)

@@ -141,6 +141,5 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield "id_used_again"
     if step.config.kv_connector:
         yield from of_store(step, ledger)
-    yield from of_pins(step, ledger)
-    yield from of_forks(step, ledger)
-    yield from of_tiers(step, ledger)
+    for of_feature in (of_pins, of_forks, of_tiers):
+        yield from of_feature(step, ledger)

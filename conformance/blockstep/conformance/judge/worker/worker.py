@@ -76,8 +76,7 @@ class Worker(Stored):
         if plan is self.last_plan:
             return []
         self._findings = []
-        self.last_plan, self.frame_id = plan, plan.frame_id
-        self._remapped = plan.remapped_req_ids
+        self.last_plan, self.frame_id, self._remapped = plan, plan.frame_id, plan.remapped_req_ids
         for frame_id in list(self._frames)[: 1 - self.config.max_frames_in_flight or None]:
             # So many plans later it must have been committed, whether or not anybody says so.
             self._settle(frame_id, self.answer(frame_id))

@@ -1,0 +1,92 @@
+"""Victims that are saved, and admission that closes: plays, and the sentences about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from blockstep.conformance.judge.properties import Step
+from blockstep.spec.vocabulary import KVSave, Schedule, Submit
+from play_support import forking, pinning
+from play_support.play import CONFIG, Bend, C, Case, Play, after, nothing, observed, request
+
+TIERED = replace(
+    CONFIG,
+    num_blocks=7,
+    scheduler_reserve_full_isl=False,
+    kv_connector=True,
+    swap_min_tokens=2,
+    admission_high_blocks=2,
+)
+P = request("P", 1, 2, 3, 4, 5, max_tokens=6)
+Q = request("Q", 5, 4, 3, 2, 1, max_tokens=6)
+
+
+def saved() -> Play:
+    """Q gives way to P, with two full blocks, and one that is begun."""
+    return Play(TIERED).do(Submit(P), Submit(Q)).run(2).do(Schedule())
+
+
+def admitted() -> Play:
+    """C comes beside P."""
+    return Play(TIERED).do(Submit(P)).run(1).do(Submit(C), Schedule())
+
+
+def committed() -> Play:
+    """P gets a token, and nobody is short of blocks."""
+    return Play(TIERED).do(Submit(P)).run(1)
+
+
+def other_save(step: Step, **fields: object) -> Step:
+    """Another save of Q."""
+    (save,) = step.plan.kv_saves
+    return observed(step, kv_saves=(replace(save, **fields),))  # type: ignore[arg-type]
+
+
+def saved_in_part(step: Step) -> Step:
+    (save,) = step.plan.kv_saves
+    return other_save(step, block_ids=(save.block_ids[0][:1],), num_tokens=2)
+
+
+def saved_by_another_table(step: Step) -> Step:
+    return other_save(step, block_ids=(step.old["P"].block_tables[0][:2],))
+
+
+def saved_of_somebody_else(step: Step) -> Step:
+    return observed(step, kv_saves=(KVSave("P", step.old["P"].block_tables, 2),))
+
+
+def closed(step: Step) -> Step:
+    """Admission is closed behind the step."""
+    return after(step, admission_closed=True)
+
+
+ALONE: list[Case] = [
+    ("victims_are_saved_as_far_as_they_are_settled", saved, nothing, saved_in_part),
+    (
+        "nobody_is_admitted_while_admission_is_closed",
+        admitted,
+        nothing,
+        closed,
+    ),
+    (
+        "admission_closes_and_opens_at_its_thresholds",
+        saved,
+        nothing,
+        lambda s: after(s, admission_closed=False),
+    ),
+    (
+        "plans_alone_close_and_open_admission",
+        committed,
+        nothing,
+        closed,
+    ),
+]
+BESIDE_THE_WORKER: list[Case] = [
+    ("save_names_the_blocks_that_its_request_had", saved, nothing, saved_by_another_table),
+]
+"""A worker sees what is in those blocks."""
+EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
+    ("plans_alone_close_and_open_admission", play, closed)
+    for play in (*pinning.OF_EACH, forking.forked)
+]
