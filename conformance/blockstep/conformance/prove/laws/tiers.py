@@ -146,7 +146,9 @@ def threshold_of_nothing_is_passed_by_all(right: Right[int], min_tokens: int) ->
 
 
 @instead(get_save)
-def load_is_saved_before_it_has_come(right: Right[KVSave | None], victim: RequestState) -> object:
+def load_is_saved_before_it_has_come(
+    right: Right[KVSave | None], victim: RequestState
+) -> KVSave | None:
     """Whoever finds it reads what nobody has written."""
     return right(victim=replace(victim, is_unsettled=False))
 
