@@ -30,10 +30,18 @@ from blockstep.conformance.museum import (
     preemption,
     promises,
     telling,
+    tiers,
     transfers,
 )
 from blockstep.conformance.museum.exhibit import Engine, Exhibit, collect
-from blockstep.conformance.protocol.features import BY_NAME, GROUPS, LATE, without_states
+from blockstep.conformance.protocol.features import (
+    BY_NAME,
+    GROUPS,
+    LATE,
+    TIERS,
+    TRANSFERS,
+    without_states,
+)
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.vocabulary import Config
 
@@ -53,6 +61,8 @@ EXHIBITS: Mapping[str, Exhibit] = collect(
         *_TELLING,
         *_TRANSFERS,
         pins.PAGE,
+        tiers.PAGE,
+        tiers.GROUPS,
     )
 )
 """All planted defects, by name."""
@@ -83,6 +93,8 @@ def build(name: str, traits: EngineTraits = NO_TRAITS) -> type[Any]:
     clean: Any = load_engine("host")
     late = {name: BY_NAME[name].capability for name in LATE if name in BY_NAME}
     taken = {chosen.takes, GROUPS.name if chosen.takes_groups else ""}
+    if chosen.takes == TIERS.name:
+        taken.add(TRANSFERS.name)  # what is saved is saved for a store
     left_out = frozenset(late[name] for name in late.keys() - taken)
     before: tuple[type[Any], ...] = (type("Plain", (_Plain,), {"left_out": left_out}),)
     if chosen.takes_groups and not chosen.takes_states:

@@ -345,6 +345,10 @@ class Stored(Items):
             block = table[index] if index < len(table) else v.NULL_BLOCK
             if block == v.NULL_BLOCK and index < num_left:
                 continue
+            if self._doubtful.get(block) == save.request_id:
+                what = f"block {block} is saved for {save.request_id!r}, and may not have come"
+                self._complain("P19", "block_is_shared_once_its_load_has_come", what)
+                return
             expected = view.chain[position] if position < len(view.chain) else SPOILED
             seen = self._seen(block, slot, at)
             if block == v.NULL_BLOCK or seen != expected:
