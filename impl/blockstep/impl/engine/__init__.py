@@ -24,6 +24,8 @@ from blockstep.impl.engine.params import BeamSearchParams, SamplingParams
 from blockstep.impl.engine.remote import RemoteStore, StoreServer
 from blockstep.impl.engine.sessions import Session
 from blockstep.impl.engine.store import HostStore, KVStore, StoreError
+from blockstep.impl.tiers.files import FolderError
+from blockstep.impl.tiers.store import TieredStore
 
 __all__ = [
     "LLM",
@@ -33,6 +35,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "EngineError",
+    "FolderError",
     "HostStore",
     "KVRole",
     "KVStore",
@@ -48,4 +51,5 @@ __all__ = [
     "SettingsError",
     "StoreError",
     "StoreServer",
+    "TieredStore",
 ]

@@ -2,11 +2,13 @@
 
     submit ----> names of its blocks --count--> KVOffer --> plan.kv_loads --load--> blocks
     finished_req_ids --> names of what is computed --save--> store --> finished_sending
+    plan.kv_saves -----> names of what is computed --save--> store --> KVOffer
 
 It stands on both sides. Beside the scheduler it makes offers and hands reports on; beside the
 worker it loads and saves, on the way of each plan and in jobs. What the store cannot give any more
 is reported as invalid, and the scheduler decides what becomes of it. An offer holds for as long as
 the request lives: a preempted one finds the same tokens in the store, or reports them as invalid.
+Of a victim whose KV is saved the store does not know until it has it, and has an offer then.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from functools import partial
 
 from blockstep.impl.engine.batch import Batch
 from blockstep.impl.engine.moves import Jobs, Mover
-from blockstep.impl.engine.store import BlockName, KVStore, StoreError
+from blockstep.impl.engine.store import BlockKV, BlockName, KVStore, StoreError
 from blockstep.impl.host.digests import SHA256
 from blockstep.impl.host.lineage import Lineage
 from blockstep.spec.vocabulary import (
@@ -59,7 +61,7 @@ class _Life:
 
     request: Request
     names: list[BlockName]
-    """Of the full blocks of the tokens that were offered."""
+    """Of the full blocks of the prompt, or of more, if more was saved."""
 
 
 class Connector:
@@ -101,6 +103,8 @@ class Connector:
         self._unknown: set[RequestId] = set()
         """About whom the store is to be asked again."""
         self._saving: set[RequestId] = set()
+        self._swapping: set[RequestId] = set()
+        """Victims whose KV was read, and which the store does not have yet."""
         self._received: list[RequestId] = []
         self._sent: list[RequestId] = []
         self._invalid: list[BlockId] = []
@@ -168,6 +172,8 @@ class Connector:
     def _count(self, life: _Life) -> int | None:
         if self._role is KVRole.PRODUCER:
             return 0
+        if life.request.request_id in self._swapping:
+            return None
         try:
             return self._store.count(life.names)
         except StoreError:
@@ -194,6 +200,7 @@ class Connector:
         for request_id in plan.finished_req_ids:
             life = self._lives.pop(request_id, None)
             self._unknown.discard(request_id)
+            self._swapping.discard(request_id)
             if life is None or self._role is KVRole.CONSUMER:
                 continue
             tokens, block_ids = batch.get_computed(request_id)
@@ -201,6 +208,33 @@ class Connector:
             self._saving.add(request_id)
             work = partial(self._keep, life, names, block_ids)
             self._jobs.add(work, partial(self._end_saving, request_id))
+
+    def swap(self, plan: Plan, batch: Batch) -> None:
+        """Save what is computed of victims, which `batch` has still, before anything is done to
+        their blocks: they are read at once, and kept by the store beside the steps."""
+        for victim in plan.kv_saves:
+            request_id = victim.request_id
+            life = self._lives[request_id]
+            tokens = batch.get_computed(request_id)[0][: victim.num_tokens]
+            names = self._name(life.request, tokens)
+            if len(names) > len(life.names):
+                life.names = names
+            try:
+                first = self._store.count(names) or 0
+            except StoreError:
+                continue  # it has less than it might
+            blocks = self._mover.read(victim.block_ids[0][first : len(names)])
+            self._swapping.add(request_id)
+            self._unknown.add(request_id)
+            work = partial(self._keep_blocks, names, first, blocks)
+            self._jobs.add(work, partial(self._end_swap, request_id))
+
+    def _keep_blocks(self, names: list[BlockName], first: int, blocks: list[BlockKV]) -> None:
+        with suppress(StoreError):  # it has less than it might
+            self._store.save(names, first, blocks)
+
+    def _end_swap(self, request_id: RequestId, _: None) -> None:
+        self._swapping.discard(request_id)
 
     def load(self, plan: Plan) -> dict[RequestId, int]:
         """Load what the plan says. Of those whose load has failed: how many tokens are valid."""

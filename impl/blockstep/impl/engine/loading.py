@@ -33,6 +33,7 @@ from blockstep.impl.engine.store import KVStore, identify_folder
 from blockstep.impl.engine.text import load_tokenizer
 from blockstep.impl.fastest import NAMED
 from blockstep.impl.host.groups import make_groups
+from blockstep.impl.tiers import SwapSpeeds
 from blockstep.spec.vocabulary import (
     Config,
     KVLoadFailurePolicy,
@@ -98,6 +99,15 @@ class Settings:
     """What becomes of a request whose KV the store cannot give any more."""
     enable_async_kv_loads: bool = False
     """Whether others are served while KV is loaded; otherwise the step waits for it."""
+    swap_min_tokens: int | None = None
+    """Who is preempted with so many computed tokens has their KV saved in the store; 0: nobody has.
+    None: from where on it is cheaper than to compute it again, by `swap_speeds`."""
+    swap_speeds: SwapSpeeds | None = None
+    """What was measured here of store and model; None: not known, and nothing is saved."""
+    admission_low_blocks: int = 0
+    """Below so many free blocks nobody is admitted, until there are `admission_high_blocks`."""
+    admission_high_blocks: int = 0
+    """0: admission stays open."""
     scheduler: str = "fastest"
     """fastest, host or device: its steps stay on the device as long as all that is served is greedy
     and wants no more than tokens."""
@@ -131,6 +141,8 @@ class Settings:
         ):  # fmt: skip
             if type(getattr(self, name)) is not bool:
                 raise SettingsError(f"{name} = {getattr(self, name)!r}: must be a bool")
+        if self.swap_min_tokens is not None and self.swap_speeds is not None:
+            raise SettingsError("swap_min_tokens and swap_speeds: one fixes the other; give one")
         if self.scheduler not in NAMED:
             known = ", ".join(NAMED)
             raise SettingsError(f"scheduler = {self.scheduler!r}: must be one of {known}")
@@ -336,6 +348,9 @@ def get_config(
                 f"kv_store: KV is stored of one group, and the layers make {len(config.groups)} or "
                 "forget tokens; give disable_hybrid_kv_cache_manager=True"
             )
+        config = replace(config, swap_min_tokens=_get_swap(settings, models, groups, dtype))
+    elif settings.swap_min_tokens or settings.swap_speeds:
+        raise SettingsError("swap_min_tokens, swap_speeds: need a store; give a kv_store")
     _expect_no_problem(config)
     kinds = make_groups(config)
 
@@ -356,9 +371,30 @@ def get_config(
         num_blocks=num_blocks,
         max_model_len=settings.max_model_len or max(capacity, 2),
         enable_chunked_prefill=settings.enable_chunked_prefill,
+        admission_low_blocks=settings.admission_low_blocks,
+        admission_high_blocks=settings.admission_high_blocks,
     )
     _expect_no_problem(config)
     return config
+
+
+def _get_swap(
+    settings: Settings,
+    models: list[ModelConfig],
+    groups: tuple[LayerGroup, ...],
+    dtype: torch.dtype,
+) -> int:
+    """`Config.swap_min_tokens`: as given, or from where on it pays."""
+    least = settings.swap_min_tokens or 0
+    if settings.swap_speeds is not None:
+        block_bytes = get_block_bytes(models, groups, settings.block_size, dtype)
+        least = settings.swap_speeds.get_break_even(block_bytes, settings.block_size) or 0
+    if least and settings.kv_role is not KVRole.BOTH:
+        raise SettingsError(
+            f"swap_min_tokens = {least}: the store keeps it and gives it back; "
+            "give kv_role = 'kv_both', or 0"
+        )
+    return least
 
 
 def _expect_no_problem(config: Config) -> None:

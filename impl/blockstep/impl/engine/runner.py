@@ -98,6 +98,9 @@ class Runner:
         """Start a plan. It is to be collected if it has rows."""
         with torch.inference_mode():
             self._settle()
+            if plan.kv_saves:
+                assert self.connector is not None, "nobody is saved without a store"
+                self.connector.swap(plan, self.batch)
             if plan.block_copies:
                 self._copy_blocks(plan.block_copies)
             failed: Mapping[RequestId, int] = {}

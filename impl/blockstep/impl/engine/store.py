@@ -19,6 +19,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from blockstep.impl.engine.errors import EngineError
+from blockstep.impl.tiers.announced import Announced
 
 BlockName: TypeAlias = bytes
 BlockKV: TypeAlias = tuple[torch.Tensor, ...]
@@ -65,8 +66,7 @@ class HostStore:
         self.num_bytes = 0
         self._blocks: OrderedDict[BlockName, BlockKV] = OrderedDict()
         """Next to go first."""
-        self._expected: dict[BlockName, int] = {}
-        """How often each was announced."""
+        self._announced = Announced()
         self._lock = RLock()
 
     def __len__(self) -> int:
@@ -76,17 +76,12 @@ class HostStore:
         """See `KVStore.count`."""
         with self._lock:
             held = self._count_held(names)
-            return None if any(name in self._expected for name in names[held:]) else held
+            return None if self._announced.has_any(names[held:]) else held
 
     def expect(self, names: Sequence[BlockName], is_coming: bool) -> None:
         """See `KVStore.expect`."""
         with self._lock:
-            for name in names:
-                count = self._expected.get(name, 0) + (1 if is_coming else -1)
-                if count > 0:
-                    self._expected[name] = count
-                else:
-                    self._expected.pop(name, None)
+            self._announced.add(names, is_coming)
 
     def save(self, names: Sequence[BlockName], first: int, blocks: Sequence[BlockKV]) -> None:
         """See `KVStore.save`."""

@@ -1,5 +1,9 @@
-"""Tiers: memory below the cache, and what it costs to move blocks there and back."""
+"""Tiers: memory below the cache, and what it costs to move blocks there and back.
 
-from blockstep.impl.tiers.costs import Costs, KVShape, Link, Prefill, Way
+`costs` is what it costs; `order` says what goes where, `files` keeps blocks in a folder, and
+`store` is both and host memory. (Whoever wants a store imports it from `blockstep.impl.engine`.)
+"""
 
-__all__ = ["Costs", "KVShape", "Link", "Prefill", "Way"]
+from blockstep.impl.tiers.costs import Costs, KVShape, Link, Prefill, SwapSpeeds, Way
+
+__all__ = ["Costs", "KVShape", "Link", "Prefill", "SwapSpeeds", "Way"]

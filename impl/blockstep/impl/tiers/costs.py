@@ -133,6 +133,21 @@ class Way(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class SwapSpeeds:
+    """What was measured of a machine (`benchmarks/links.py`), for whoever has yet to say what."""
+
+    out: Link | None
+    """As `Costs.out`."""
+    back: Link
+    prefill: Prefill
+
+    def get_break_even(self, block_bytes: int, block_size: int) -> int | None:
+        """As `Costs.get_break_even`, for blocks of so many bytes and tokens."""
+        shape = KVShape(1, 1, block_bytes // (2 * block_size), block_size, 1)
+        return Costs(shape, self.out, self.back, self.prefill).get_break_even()
+
+
+@dataclass(frozen=True, slots=True)
 class Costs:
     """What it costs to preempt somebody and to have it back, in either way.
 
