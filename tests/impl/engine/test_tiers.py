@@ -1,4 +1,4 @@
-"""Tiers beside the model: who is preempted comes back by the store, and tokens are what they are."""
+"""Tiers beside the model: whose KV is saved comes back by the store; tokens are what they are."""
 
 from __future__ import annotations
 
