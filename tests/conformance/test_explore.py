@@ -14,10 +14,10 @@ from typer.testing import CliRunner, Result
 from blockstep.conformance.command.explore import explore_command
 from blockstep.conformance.explore.canonical import LEFT_OUT, Canonicaliser
 from blockstep.conformance.explore.copies import Copies
-from blockstep.conformance.explore.cycles import find_cycle
+from blockstep.conformance.explore.cycles import find_cycles
 from blockstep.conformance.explore.probe import JUDGED_WITNESSES, get_ledger
 from blockstep.conformance.explore.shard import OUT_OF_NOTHING, Task
-from blockstep.conformance.explore.tables import NOWHERE, UNBROKEN
+from blockstep.conformance.explore.tables import NOWHERE, UNBROKEN, tell_program
 from blockstep.conformance.explore.walk import LostShardError, _Processes, walk
 from blockstep.conformance.explore.world import World, get_events
 from blockstep.conformance.explore.worlds import WORLDS
@@ -48,6 +48,7 @@ from blockstep.spec.vocabulary import (
     Event,
     HeldBlocks,
     KVLoad,
+    KVLoadFailurePolicy,
     KVOffer,
     Observation,
     Pin,
@@ -436,10 +437,70 @@ def test_two_that_preempt_each_other_for_ever_are_a_cycle() -> None:
     assert any(line.startswith(("P10", "P16")) for line in walk(task).found)
 
 
+@pytest.mark.parametrize(
+    ("world", "quirks", "path", "cycle"),
+    [
+        (
+            "lacking",
+            {Quirk.LOADED_KEEP_THEIR_BLOCKS},
+            "submit, submit, store, store, schedule, transfers, transfers",
+            "schedule",
+        ),
+        (
+            "lacking",
+            {Quirk.LOADED_KEEP_THEIR_BLOCKS, Quirk.LOADED_WAIT_BEHIND_THE_HEAD},
+            "submit, store, submit, store, schedule, store, transfers",
+            "schedule",
+        ),
+        (
+            "again",
+            {Quirk.LAST_TOKEN_IS_LOADED},
+            "submit, store, schedule, transfers, schedule",
+            "transfers, schedule",
+        ),
+    ],
+)
+def test_loads_that_starve_each_other_or_come_again_for_ever_are_cycles(
+    world: str, quirks: set[Quirk], path: str, cycle: str
+) -> None:
+    """Each quirk that stalls, in the fewest events; and nothing like it without."""
+    profile = Profile("", frozenset(quirks))
+    walked = walk(Task(WORLDS[world], profile, properties=False, stalls=True))
+    kinds = [
+        ", ".join(line.split()[0] for line in tell_program(steps))
+        for steps in (walked.path, walked.cycle)
+    ]
+    assert kinds == [path, cycle]
+    assert not walk(Task(WORLDS[world], properties=False, stalls=True)).found
+
+
+def test_a_load_that_fails_again_and_again_is_the_stores_stall() -> None:
+    """A load of which nothing came is asked for anew: it ends with the first that comes whole."""
+    config = dataclasses.replace(
+        WORLDS["again"].config,
+        num_blocks=4,
+        max_model_len=3,
+        kv_load_failure_policy=KVLoadFailurePolicy.RECOMPUTE,
+    )
+    world = dataclasses.replace(
+        WORLDS["again"], config=config, requests=(Request("A", (0, 0), max_tokens=1),)
+    )
+    walked = walk(Task(world, properties=False, stalls=True))
+    assert walked.is_complete
+    assert not walked.found
+
+
+def test_stalls_are_looked_for_past_what_properties_say() -> None:
+    result = explore("--preset", "lacking", "--profile", "vllm-0.19.1", "--stalls")
+    assert result.exit_code == 4
+    assert "P10 a cycle of states without progress" in result.output
+    assert "and then for ever\n     1  schedule\n" in result.output
+
+
 def test_a_cycle_is_found_among_ways_that_lead_nowhere() -> None:
-    assert find_cycle([[1, 2, 2, 3], [3, 4]]) == []
-    assert find_cycle([[1, 2, 2, 3, 3, 2], [4, 5, 5, 6, 6, 4, 7, 4]]) == [2, 3]
-    assert find_cycle([[9, 9]]) == [9]
+    assert find_cycles([[1, 2, 2, 3], [3, 4]]) == []
+    assert find_cycles([[1, 2, 2, 3, 3, 2], [4, 5, 5, 6, 6, 4, 7, 4]]) == [[2, 3], [3, 2]]
+    assert find_cycles([[9, 9]]) == [[9]]
 
 
 def test_the_shortest_way_to_a_situation_is_shown() -> None:

@@ -441,3 +441,90 @@ def test_what_it_is_spared_a_hunt_finds(flag: str, actions: tuple[Action, ...]) 
     profile = find_profile(f"vllm-{VERSION}")
     assert profile is not None
     assert cause in find_causes(program, load_engine(ENGINE), frozenset(), tuple(profile.quirks))
+
+
+# Stalls: the cycles of `explore --stalls`, event by event.
+
+
+LACKING = replace(
+    CONFIG, num_blocks=3, block_size=1, max_num_seqs=2, max_num_batched_tokens=4, max_model_len=3,
+    enable_prefix_caching=False, scheduler_reserve_full_isl=False,
+)  # fmt: skip
+"""The world `lacking`: two blocks, either of two requests needs both."""
+ALIKE = tuple(v.Request(name, (0, 0), max_tokens=1) for name in "AB")
+SCHEDULE = v.Schedule()
+
+
+def play(config: v.Config, *events: v.Event) -> Engine:
+    """An engine behind these events."""
+    engine = load_engine(ENGINE)(config)
+    for event in events:
+        engine.apply(event)
+    return engine
+
+
+def list_turns(engine: Engine, *cycle: v.Event) -> list[v.Snapshot]:
+    """States behind each of four turns of a cycle, in which nobody has a row."""
+    states = []
+    for _ in range(4):
+        for event in cycle:
+            answer = engine.apply(event)
+            assert not isinstance(answer, v.Plan) or not answer.rows
+        shown = engine.snapshot()
+        assert shown is not None
+        states.append(shown)
+    return states
+
+
+def goes_round(states: list[v.Snapshot]) -> bool:
+    """Whether nothing changes but what only ever grows."""
+    alike = {(s.waiting, s.skipped_waiting, s.free_queue, s.requests, s.transfers) for s in states}
+    return len(alike) == 1
+
+
+def later(name: v.RequestId) -> v.KVOffer:
+    """A store has one token of a request, for later."""
+    return v.KVOffer(name, 1, is_async=True)
+
+
+@pytest.mark.skipif(VERSION != "0.19.1", reason="0.33.0 begins no load that others may lack")
+def test_two_whose_loads_have_come_lack_the_blocks_of_each_other_for_ever() -> None:
+    submits = map(v.Submit, ALIKE)
+    engine = play(
+        LACKING, *submits, later("A"), later("B"), SCHEDULE,
+        report(finished_recving=("A",)), report(finished_recving=("B",)), SCHEDULE,
+    )  # fmt: skip
+    assert goes_round(list_turns(engine, SCHEDULE))
+
+
+@pytest.mark.skipif(VERSION != "0.19.1", reason="fixed by 0.32.0")
+def test_who_has_come_stands_behind_a_head_that_lacks_its_block_for_ever() -> None:
+    first, second = map(v.Submit, ALIKE)
+    engine = play(
+        LACKING, first, v.KVOffer("A", None), second, later("B"), SCHEDULE,
+        v.KVOffer("A", 0), report(finished_recving=("B",)), SCHEDULE,
+    )  # fmt: skip
+    assert goes_round(list_turns(engine, SCHEDULE))
+
+
+def test_a_prompt_of_one_token_is_loaded_again_for_ever() -> None:
+    engine = play(LACKING, v.Submit(v.Request("A", (0,), max_tokens=1)), later("A"), SCHEDULE)
+    assert goes_round(list_turns(engine, report(finished_recving=("A",)), SCHEDULE))
+
+
+@pytest.mark.skipif(VERSION != "0.33.0", reason="nothing is kept free for others there")
+@pytest.mark.parametrize("num_blocks", [3, 4])
+def test_who_lost_its_load_is_in_its_own_way_where_the_pool_holds_no_more(
+    num_blocks: int,
+) -> None:
+    policy = v.KVLoadFailurePolicy.RECOMPUTE
+    config = replace(LACKING, num_blocks=num_blocks, kv_load_failure_policy=policy)
+    engine = play(
+        config, v.Submit(ALIKE[0]), later("A"), SCHEDULE,
+        report(finished_recving=("A",), invalid_block_ids=(1,)),
+    )  # fmt: skip
+    plan = engine.apply(SCHEDULE)
+    assert isinstance(plan, v.Plan)
+    assert bool(plan.kv_loads) is (num_blocks == 4)
+    assert get_request(engine).status is (PARKED if plan.kv_loads else v.Status.WAITING)
+    assert goes_round(list_turns(engine, SCHEDULE))

@@ -69,6 +69,17 @@ def test_skipped_reading_still_loads(quirk: bool) -> None:
 
 
 @both
+def test_skipped_reading_counts_as_asked(quirk: bool) -> None:
+    oracle = create(CONFIG, *[Quirk.SKIPPED_READING_COUNTS_AS_ASKED] * quirk)
+    oracle.submit(replace(A, skip_reading_prefix_cache=True))
+    oracle.offer_kv("A", 2)
+    assert rows_of(oracle.schedule()) == {"A": (0, 5)}, "nothing of it is loaded"
+    stats = oracle.snapshot().stats
+    counted = (stats.external_prefix_cache_queries, stats.external_prefix_cache_hits)
+    assert counted == ((5, 0) if quirk else (0, 0))
+
+
+@both
 def test_the_last_token_is_loaded_and_computed_again(quirk: bool) -> None:
     oracle = create(CONFIG, *[Quirk.LAST_TOKEN_IS_LOADED] * quirk)
     (load,) = park(oracle, Request("A", (1, 2, 3, 4)), 4).kv_loads

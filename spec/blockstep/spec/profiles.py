@@ -255,6 +255,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.REMADE_ITEMS_BESIDE_ARE_DROPPED,
                 Quirk.ENDED_LEAVE_WHAT_IS_ANSWERED_FIRST,
                 Quirk.CACHED_TOKENS_OF_THE_OFFER,
+                Quirk.SKIPPED_READING_COUNTS_AS_ASKED,
             }
         ),
         frozenset(

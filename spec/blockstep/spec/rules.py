@@ -225,6 +225,8 @@ class Rules:
     # transfers
     asks_who_skips_reading: bool = False
     """Whether a store is asked also for who may not take what others have computed."""
+    counts_who_skips_reading: bool = False
+    """Whether it counts as a question to a store that somebody was admitted who asks none (P21)."""
     compute_num_external: Callable[[int, int, int, bool], int]
     """Tokens to load: (tokens that are offered, known, of the local hit, whether they come later
     than the step)."""

@@ -70,6 +70,9 @@ def explore_command(
     properties: Annotated[
         bool, typer.Option("--properties/--no-properties", help="Judge every transition by them.")
     ] = True,
+    stalls: Annotated[
+        bool, typer.Option("--stalls", help="Look for cycles without progress, and judge no more.")
+    ] = False,
     witness: Annotated[
         str, typer.Option(help="Show the shortest way to a situation (blockstep explain NAME).")
     ] = "",
@@ -118,7 +121,8 @@ def explore_command(
     elif dot is not None or svg is not None:
         _draw(worlds, follows, dot, svg, json_path)
     else:
-        task = Task(worlds[0], follows, properties, engine=engine, max_states=max_states)
+        judges = properties and not stalls
+        task = Task(worlds[0], follows, judges, stalls, engine=engine, max_states=max_states)
         again = console.tell_command(context) if brief else ""
         _explore([replace(task, world=world) for world in worlds], jobs, json_path, again)
 

@@ -5,6 +5,8 @@ and a fair run takes each of them again and again while it is possible. So there
 of Schedules and of Commits that deliver nothing, while somebody unpaused could go on. A Schedule
 that changes nothing while a frame is in flight is left out: the commit of that frame is due. So is
 the end of a transfer, or what a store has of a request, where it has not said it; a fair one does.
+Where transfers are under way the only way on is that one of them ends, whole: who loads the same
+again and again goes round.
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ from collections.abc import Iterable
 from blockstep.conformance.explore.canonical import Digest
 from blockstep.conformance.explore.probe import Moment
 from blockstep.spec.beside.transfers import get_offer, is_moving
-from blockstep.spec.vocabulary import Commit, Outputs, PauseState, Plan, Schedule, Status
+from blockstep.spec.vocabulary import (
+    Commit,
+    Outputs,
+    PauseState,
+    Plan,
+    Schedule,
+    Status,
+    TransfersReported,
+)
 
 GRAMMAR = Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
@@ -28,9 +38,13 @@ def get_no_progress(moment: Moment, is_loop: bool) -> bool:
             pass
         case Commit(transfers=transfers), Outputs(rows=()) if not transfers.invalid_block_ids:
             pass
+        case TransfersReported(transfers=transfers), Outputs(rows=()):
+            if is_loop or transfers.invalid_block_ids:
+                return False
         case _:
             return False
-    if is_moving(state.transfers) or state.pause_state is not PauseState.UNPAUSED:
+    ends_transfer = isinstance(moment.event, TransfersReported)
+    if is_moving(state.transfers) != ends_transfer or state.pause_state is not PauseState.UNPAUSED:
         return False
     return any(
         get_offer(state.transfers, request.request_id).num_tokens is not None
@@ -40,8 +54,8 @@ def get_no_progress(moment: Moment, is_loop: bool) -> bool:
     )
 
 
-def find_cycle(stalls: Iterable[Iterable[Digest]]) -> list[Digest]:
-    """The states of a shortest cycle among these transitions, or [].
+def find_cycles(stalls: Iterable[Iterable[Digest]]) -> list[list[Digest]]:
+    """The states of each of the shortest cycles among these transitions.
 
     Each item lists sources and targets by turns. States that lead nowhere are taken away until
     only those are left that lead round.
@@ -62,7 +76,9 @@ def find_cycle(stalls: Iterable[Iterable[Digest]]) -> list[Digest]:
                 dead.append(source)
     left = sorted(digest for digest, count in num_ways.items() if count)
     cycles = (_shortest_cycle(ways, set(left), digest) for digest in left[:1000])
-    return min((cycle for cycle in cycles if cycle), key=len, default=[])
+    found = [cycle for cycle in cycles if cycle]
+    shortest = min(map(len, found), default=0)
+    return [cycle for cycle in found if len(cycle) == shortest]
 
 
 def _shortest_cycle(

@@ -46,6 +46,8 @@ class Task:
     """Quirks that the spec follows."""
     properties: bool = True
     """Judge every transition by the properties, and look for cycles without progress."""
+    stalls: bool = False
+    """Look for these whatever the properties say."""
     witness: str = ""
     """Stop where this situation is reached."""
     quirk: Quirk | None = None
@@ -230,7 +232,8 @@ class Shard:
     def _record(self, level: Level, moment: Moment, source: Digest, target: Digest) -> None:
         if self._task.edges:
             level.edges.append(Edge(source, moment.event, target, sketch(moment.after)))
-        if self._task.properties and get_no_progress(moment, target == source):
+        looks = self._task.properties or self._task.stalls
+        if looks and get_no_progress(moment, target == source):
             self._stalls.extend((source, target))
 
     def _is_new(self, sent: set[Digest], target: Digest) -> bool:

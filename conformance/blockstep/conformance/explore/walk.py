@@ -26,7 +26,7 @@ from blockstep.conformance.engine import (
     get_traits,
 )
 from blockstep.conformance.explore.canonical import Canonicaliser, Digest
-from blockstep.conformance.explore.cycles import find_cycle
+from blockstep.conformance.explore.cycles import find_cycles, get_no_progress
 from blockstep.conformance.explore.probe import get_moment
 from blockstep.conformance.explore.shard import Edge, Hit, Level, Shard, Task
 from blockstep.conformance.explore.world import Counts, get_events
@@ -150,12 +150,14 @@ def walk(
             first = min(hits)
             walked.found = tuple(first.lines)
             walked.path = _path(task, shards, first.parent, first.number)
-        elif not num_new and task.properties:
-            digests = find_cycle(shards.call("stalls"))
-            if digests:
+        elif not num_new and (task.properties or task.stalls):
+            cycles = find_cycles(shards.call("stalls"))
+            if cycles:
                 walked.found = ("P10 a cycle of states without progress, nothing due from outside",)
+                _, digests = min((len(_way(shards, cycle[0])), cycle) for cycle in cycles)
                 walked.path = path = _path(task, shards, digests[0])
-                walked.cycle = _follow(task, _last_state(task, path), [*digests[1:], digests[0]])
+                start = _last_state(task, path)
+                walked.cycle = _follow(task, start, [*digests[1:], digests[0]], stalls=True)
     walked.seconds = time.perf_counter() - started
     return walked
 
@@ -165,16 +167,8 @@ def walk(
 
 def _path(task: Task, shards: _Shards, digest: Digest, number: int = -1) -> tuple[PathStep, ...]:
     """The representative way to a state, and there the event of this number, if one is given."""
-    digests: list[Digest] = []
-    while True:
-        parents = shards.call("parent", [digest] * shards.num_shards)
-        parent = next(parent for parent in parents if parent is not None)
-        if parent == digest:
-            break
-        digests.append(digest)
-        digest = parent
     start = initial_state(task.world.config, task.profile)
-    steps = _follow(task, start, digests[::-1])
+    steps = _follow(task, start, _way(shards, digest))
     if number < 0:
         return steps
     state = _last_state(task, steps)
@@ -185,14 +179,32 @@ def _path(task: Task, shards: _Shards, digest: Digest, number: int = -1) -> tupl
         return (*steps, PathStep(event, None))
 
 
-def _follow(task: Task, state: State, digests: list[Digest]) -> tuple[PathStep, ...]:
-    """The first events that lead from `state` to a state of each digest in turn."""
+def _way(shards: _Shards, digest: Digest) -> list[Digest]:
+    """The states behind the initial one on the representative way to one."""
+    digests: list[Digest] = []
+    while True:
+        parents = shards.call("parent", [digest] * shards.num_shards)
+        parent = next(parent for parent in parents if parent is not None)
+        if parent == digest:
+            return digests[::-1]
+        digests.append(digest)
+        digest = parent
+
+
+def _follow(
+    task: Task, state: State, digests: list[Digest], *, stalls: bool = False
+) -> tuple[PathStep, ...]:
+    """The first events that lead from `state` to a state of each digest in turn; with `stalls`,
+    those without progress."""
     digest_of = Canonicaliser(task.world).digest
     steps = []
     for digest in digests:
         for event in get_events(task.world, state):
             moment = get_moment(state, event)
-            if digest_of(moment.after) == digest and not isinstance(moment.observation, Rejected):
+            target = digest_of(moment.after)
+            if stalls and not get_no_progress(moment, target == digest_of(state)):
+                continue
+            if target == digest and not isinstance(moment.observation, Rejected):
                 steps.append(PathStep(event, moment.observation))
                 state = moment.after
                 break

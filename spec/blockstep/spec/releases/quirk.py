@@ -101,6 +101,7 @@ class Quirk(StrEnum):
     STATES_ARE_LEFT_AT_ONCE = "states_are_left_at_once"
     CHUNKS_END_AT_CHECKPOINTS = "chunks_end_at_checkpoints"
     SKIPPED_READING_STILL_LOADS = "skipped_reading_still_loads"
+    SKIPPED_READING_COUNTS_AS_ASKED = "skipped_reading_counts_as_asked"
     LAST_TOKEN_IS_LOADED = "last_token_is_loaded"  # noqa: S105 - as above
     LOADS_PUBLISH_AT_ONCE = "loads_publish_at_once"
     RETURNED_THOUGH_REFUSED = "returned_though_refused"

@@ -30,6 +30,11 @@ def skipped_reading_still_loads(rules: Rules, _config: Config) -> Rules:
     return replace(rules, asks_who_skips_reading=True)
 
 
+def skipped_reading_counts_as_asked(rules: Rules, _config: Config) -> Rules:
+    """Who may not take what others have computed counts as one that a store had nothing of."""
+    return replace(rules, counts_who_skips_reading=True)
+
+
 def last_token_is_loaded(rules: Rules, _config: Config) -> Rules:
     """A load that comes later has all known tokens; the last of them is then computed again."""
 
@@ -254,6 +259,15 @@ STORIES = (
         "#57269 (fixed by 0.32.0)",
         "0.19.1",
         "a request that skips reading, and an offer of its first block: it is computed behind it",
+    ),
+    QuirkStory(
+        Quirk.SKIPPED_READING_COUNTS_AS_ASKED,
+        skipped_reading_counts_as_asked,
+        "who may not take what others have computed counts as one that a store had nothing of",
+        ("P21",),
+        "not found upstream",
+        "0.33.0",
+        "a request that skips reading is admitted: its tokens are queries of the store's hit rate",
     ),
     QuirkStory(
         Quirk.LAST_TOKEN_IS_LOADED,

@@ -19,7 +19,7 @@ from blockstep.spec.step.encoding import (
     process_items_taken,
 )
 from blockstep.spec.step.loading import (
-    asks_store,
+    counts_as_asked,
     get_offered_hit,
     process_load,
     process_return,
@@ -354,7 +354,7 @@ def process_counted(step: Step, request: RequestState, hit: Hit) -> None:
             prefix_cache_queries=stats.prefix_cache_queries + request.num_known_tokens,
             prefix_cache_hits=stats.prefix_cache_hits + num_local,
         )
-    if config.kv_connector and asks_store(request, step.state.rules):
+    if config.kv_connector and counts_as_asked(request, step.state.rules):
         num_behind = request.num_known_tokens - num_local
         stats = replace(
             stats,

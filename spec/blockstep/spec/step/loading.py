@@ -32,6 +32,12 @@ def asks_store(request: RequestState, rules: Rules) -> bool:
     return request.num_computed_tokens == 0
 
 
+def counts_as_asked(request: RequestState, rules: Rules) -> bool:
+    """Whether the metrics of a store count a request that is admitted. Source: P21."""
+    is_counted = rules.counts_who_skips_reading and request.num_computed_tokens == 0
+    return is_counted or asks_store(request, rules)
+
+
 def get_offered_hit(
     config: Config, transfers: Transfers, request: RequestState, hit: Hit, rules: Rules
 ) -> tuple[Hit, bool] | None:
