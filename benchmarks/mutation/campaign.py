@@ -45,6 +45,8 @@ class Plan:
     """What is played, and from what seed."""
 
     first: tuple[Stage, ...] = (
+        ("host", "small forks", 6_000),
+        ("host", "small groups forks", 4_000),
         ("host", "small pins", 4_000),
         ("host", "small groups pins", 4_000),
         ("host", "small transfers", 6_000),
@@ -63,6 +65,8 @@ class Plan:
     )
     """For every mutant. What few of the runs drawn freely have comes first."""
     deep: tuple[Stage, ...] = (
+        ("host", "small forks", 30_000),
+        ("host", "small groups forks", 30_000),
         ("host", "small pins", 30_000),
         ("host", "small groups pins", 30_000),
         ("host", "small transfers", 30_000),
