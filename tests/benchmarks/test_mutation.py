@@ -282,7 +282,7 @@ def test_a_mutant_that_loops_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_mutant_of_code_for_collisions_meets_the_engine_that_runs_it() -> None:
     old, new = "and self._indices[block] == index\n", "and self._indices[block] != index\n"
     assert play_changed("impl/host/prefix.py", old, new).killed_by == ""
-    stages: tuple[Stage, ...] = ((COLLIDING, "small", 400),)
+    stages: tuple[Stage, ...] = ((COLLIDING, "small", 800),)
     assert play_changed("impl/host/prefix.py", old, new, stages).killed_by
 
 

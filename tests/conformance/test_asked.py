@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import product
 
 import pytest
 
@@ -35,8 +36,8 @@ def test_who_is_not_asked_has_nothing_to_say(monkeypatch: pytest.MonkeyPatch) ->
     for name in sorted(EXHIBITS)[::12]:
         options = CheckOptions(engine=MUSEUM + name, preset="small")
         wrong += run_episode(options, 1, load_engine(MUSEUM + name)).first is not None
-    for index in range(3):
-        options = CheckOptions(engine="host", preset="small", with_features=("forks",))
+    for index, feature in product(range(3), ("forks", "tiers")):
+        options = CheckOptions(engine="host", preset="small", with_features=(feature,))
         assert run_episode(options, index, load_engine("host")).first is None
     assert wrong
     assert spared.keys() >= SPARED

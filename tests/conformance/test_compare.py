@@ -130,6 +130,8 @@ ANSWERS: list[v.Observation] = [
         new=(v.NewRow(REQUEST, ((1,),), 0, 2),),
         cached=(v.CachedRow("B", False, ((2,),), (1, 2), 1, 1, 1),),
         scheduled_encoder_inputs=(v.EncoderInputs("A", (0,)),),
+        kv_loads=(v.KVLoad("A", ((1,),), 0, 2),),
+        kv_saves=(v.KVSave("C", ((3,),), 2),),
     ),
     v.Outputs(
         (v.OutputRow("A", (3,), v.FinishReason.STOP, 3),),

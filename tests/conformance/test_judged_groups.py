@@ -98,7 +98,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Iterator[str]]:
             preset="tiny",
             seed=seed,
             with_features=features,
-            without_features=("groups", "transfers"),
+            without_features=("groups", "transfers", "forks"),
         )
         for index in range(count):
             _, _, findings = episodes.play_episode(options, index, make_engine)

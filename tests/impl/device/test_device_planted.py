@@ -49,11 +49,11 @@ play = partial(CheckOptions, f"{__name__}:make_planted", preset="small")
 DECISIONS = {
     "blocks are freed first block first": (
         "pool", "(held - 1 - step)", "step",
-        "freed_tail_is_evicted_first",
+        "new_blocks_come_from_the_head_of_the_free_queue",
     ),
     "a hit stays in the free queue": (
         "pool", "tl.store(s.ring + place, NONE, mask=is_hit & (refs == 0))", "free += 0",
-        "every_block_is_free_or_held",
+        "written_block_is_in_one_place",
     ),
     "a prompt that is all cached has nothing to run": (
         "contents", "limit = (known - 1) // d.size", "limit = known // d.size",
@@ -61,7 +61,7 @@ DECISIONS = {
     ),
     "an evicted block is still found": (
         "contents", "        tl.store(s.first_block + node, NONE, mask=is_alone)\n", "",
-        "written_block_is_in_one_place",
+        "attended_slot_holds_the_right_prefix",
     ),
     "the first is preempted, not the last": (
         "running", "found = tl.load(s.run + (count - 1))", "found = tl.load(s.run + 0 * count)",
@@ -73,7 +73,7 @@ DECISIONS = {
     ),
     "who is preempted waits behind all others": (
         "lives", "place = tl.load(s.front) - 1", "place = tl.load(s.front) + 1_000",
-        "queues_keep_their_order",
+        "newcomer_goes_to_the_end_of_its_queue",
     ),
     "no lookahead after the tokens of a step": (
         "running", " + tokens + d.num_lookahead", " + tokens",
@@ -81,7 +81,7 @@ DECISIONS = {
     ),
     "somebody is admitted after a preemption": (
         "step", " & (tl.load(s.num_preempted) == 0)", "",
-        "engine_equals_spec",
+        "nobody_is_admitted_after_a_preemption",
     ),
     "a drained budget is shared out once more": (
         "running", "tl.maximum(budget - before, 0)", "tl.maximum(budget, 0)",
@@ -98,7 +98,7 @@ DECISIONS = {
     "the last sampled token is published before it has run": (
         "results", "full = (tl.load(s.known + slot, mask=live, other=0) - 1) // d.size",
         "full = tl.load(s.known + slot, mask=live, other=0) // d.size",
-        "verified_full_blocks_are_published",
+        "published_block_was_written",
     ),
     "a request that waits for its grammar is admitted": (
         "waiting", "((awaits == 0) | has_grammar)", "(slot >= 0)",

@@ -26,9 +26,11 @@ def compute_num_saved(
     From `min_tokens` on it costs less to save and load them than to compute them again; at 0 it
     never does. Source: seed 002 "Preemption Strategies: Swap vs Recompute".
     """
+    if min_tokens == 0:
+        return 0  # before `lcm`, which would make a symbolic block size a number
     unit = lcm(*block_sizes)
     num_full = min(num_computed, num_known) // unit * unit
-    return num_full if 0 < min_tokens <= num_full else 0
+    return num_full if num_full >= min_tokens else 0
 
 
 def compute_break_even(num_setup: int, num_moved: int, num_computed: int) -> int:
