@@ -160,7 +160,7 @@ class Wrong(PlainToy):
     [
         ("Raising", "pool", "the engine raised KeyError: 'blocks'"),
         ("Foreign", "", "'who', who never came"),
-        ("Wrong", "", "was answered with NoneType"),
+        ("Wrong", "", "was answered with None"),
     ],
 )
 def test_an_engine_that_breaks_is_a_fault_with_its_workload(

@@ -471,7 +471,7 @@ class AnswersNone(SpecEngine):
     def apply(self, event): return None
 
 class AnswersNumber(SpecEngine):
-    def apply(self, event): return 3
+    def apply(self, event): return 31337
 
 class PlansNothing(SpecEngine):
     def apply(self, event):
@@ -532,7 +532,7 @@ ANSWERING = {
     "Recurses": "RecursionError",
     "ExitsApply": "SystemExit: 0",
     "AnswersNone": "None",
-    "AnswersNumber": "3",
+    "AnswersNumber": "31337",
     "PlansNothing": "None",
     "RaisesSnapshot": "RuntimeError: no state",
     "OddSnapshot": "3",

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from blockstep.conformance.explore.forked import FORKED
+from blockstep.conformance.explore.swapped import SWAPPED
 from blockstep.conformance.explore.world import Counts, World
 from blockstep.spec import vocabulary as v
 
@@ -393,6 +394,7 @@ _TABLE = (
         v.Config(3, 1, 1, 2, 2, **_FETCHED), (_a(1, 1),),
         kv_offers=(_offer("A", 1, is_async=True),), expected=Counts(19, 81, 49, 9)),
     *FORKED,
+    *SWAPPED,
     World("tokens", "FCFS with caching: three tokens to sample, two of them alike, both resets",
         v.Config(5, 2, 3, 3, 6), (_a(3, 3), _b(2, 3)),
         vocabulary=(0, 1, 2), aborts=True, resets=_BOTH,

@@ -354,6 +354,8 @@ class OpenWithoutRows(Defect):
 class AdmittedWhileClosed(Defect):
     """It is told, and nobody is held to it."""
 
+    _is_told = False
+
     def _schedule_waiting(self, step: Any) -> None:
         super()._schedule_waiting(step)
         self.is_closed = self._is_told

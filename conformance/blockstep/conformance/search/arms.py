@@ -45,7 +45,7 @@ from blockstep.conformance.protocol.features import (
     fit,
     settle_states,
 )
-from blockstep.conformance.protocol.findings import tell_error
+from blockstep.conformance.protocol.findings import say, tell_error
 from blockstep.conformance.protocol.program import describe_event
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.tokens import token_function
@@ -329,7 +329,7 @@ def _ask(engine: Engine, event: v.Event) -> v.Observation:
         what = f"the engine raised {tell_error(error)}"
         raise BrokenError(f"{what}, given {describe_event(event)}") from error
     if not isinstance(answer, (*ANSWER_TYPES[type(event)], v.Rejected)):
-        raise BrokenError(f"{describe_event(event)} was answered with {type(answer).__name__}")
+        raise BrokenError(f"{describe_event(event)} was answered with {say(answer)}")
     if (fault := fault_of_types(event, answer, None)) is not None:
         raise BrokenError(fault.message)
     return answer

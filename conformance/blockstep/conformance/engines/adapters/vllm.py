@@ -75,6 +75,15 @@ if RELEASE.has_store:
 if RELEASE.has_pause:
     from vllm.v1.core.sched.interface import PauseState as VllmPauseState
 
+IN_EVERY_RELEASE = frozenset(
+    {
+        *(Capability.SNAPSHOT, Capability.PRIORITY, Capability.RESET, Capability.MULTIMODAL),
+        *(Capability.ABORT, Capability.PIPELINE, Capability.EMBEDS, Capability.GROUPS),
+        Capability.ADAPTERS,
+    }
+)
+"""Listed, not all but some: what is new in Blockstep is in no release before somebody looked."""
+
 
 class VllmEngine:
     """vLLM's scheduler, synchronous or not, as a system under test."""
@@ -127,13 +136,8 @@ class VllmEngine:
         return frozenset(code for code, is_spared in spared.items() if not is_spared)
 
     def capabilities(self) -> frozenset[str]:
-        """All but typed rejections, a counter of preemptions, and what the release has not.
-
-        See `WORKAROUNDS`, too.
-        """
-        has = {
-            Capability.REJECTION: False,
-            Capability.STATISTICS: False,
+        """What every release has, and what this one has as well; see `WORKAROUNDS`, too."""
+        some = {
             Capability.COMMON_PREFIX: RELEASE.has_common_prefix,
             Capability.CACHE_STATISTICS: not self.spare_counters,
             Capability.LATE_DRAFTS: not self.spare_late_drafts,
@@ -147,9 +151,8 @@ class VllmEngine:
             Capability.ENCODER: RELEASE.has_offers,
             Capability.EVENTS: RELEASE.has_events,
             Capability.TRANSFERS: self.shows_store,
-            Capability.PINS: False,  # an open pull request, in no release
         }
-        return frozenset(one for one in Capability if has.get(one, True))
+        return IN_EVERY_RELEASE | {one for one, is_there in some.items() if is_there}
 
     def apply(self, event: v.Event) -> v.Observation:
         """Take one event that is legal now."""
