@@ -161,7 +161,7 @@ NO_WORLD = {
     *("all-pins-give-way", "preempted-turns-stay-warm", "row-of-cold-victim-stays"),
     "drafts-are-saved",
 }
-"""Planted defects that differ in no world of transfers, pins or tiers within some thousand states; a
+"""Planted defects that differ in no world of transfers, pins or tiers of some thousand states; a
 run of the museum kills them."""
 
 

@@ -36,7 +36,7 @@ SWAPPED = (
         v.Config(5, 1, 2, 4, 5, **_SWAPPED, **_COMPUTED, **_RANKED),
         (_ask("A", 2, 3, priority=1), _ask("B", 3, 2)), kv_offers=_OFFERS,
         expected=Counts(405, 2_459, 1_830, 16)),
-    World("slid", "a window of longer blocks has left what is saved, and what is loaded again fails",
+    World("slid", "a window of longer blocks has left what is saved, and loading it fails",
         v.Config(7, 1, 2, 4, 5, **_SWAPPED, **_COMPUTED, groups=(_FULL, _WINDOW)),
         (_ask("A", 2, 3), _ask("B", 3, 2)), kv_offers=(v.KVOffer("A", 2), v.KVOffer("B", 2)),
         expected=Counts(281, 1_529, 1_178, 18)),
