@@ -333,6 +333,31 @@ def test_what_raises_ends_loads_before_the_next_ones_begin(
     assert len(get_connector(llm)._jobs) == 0
 
 
+class Unreadable(HostStore):
+    """It says what it has, and gives the first blocks of it at most."""
+
+    num_readable = 2
+
+    def load(self, names: Sequence[BlockName]) -> list[BlockKV]:
+        return super().load(names)[: self.num_readable]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_nobody_asks_for_ever_for_what_does_not_come(qwen3: Checkpoint, is_async: bool) -> None:
+    store, asked = Unreadable(), [[*range(2, 25)]]
+    made = serve(make_llm(qwen3, store, kv_role="kv_producer"), asked)
+    for num_readable in (2, 0):
+        store.num_readable = num_readable
+        llm = make_llm(
+            qwen3, store, enable_async_kv_loads=is_async, kv_role="kv_consumer",
+            kv_load_failure_policy=KVLoadFailurePolicy.RECOMPUTE, check=ServingChecker,
+        )  # fmt: skip
+        name = llm.add_request(asked[0], PARAMS)
+        for _ in range(60):
+            llm.step()
+        assert llm.pop_completion(name).token_ids == made[0]
+
+
 def test_what_is_still_announced_is_waited_for(qwen3: Checkpoint, computed: list[int]) -> None:
     store, prompt = HostStore(), list(range(2, 25))
     producer = make_llm(qwen3, store, kv_role="kv_producer")

@@ -7,7 +7,8 @@
 It stands on both sides. Beside the scheduler it makes offers and hands reports on; beside the
 worker it loads and saves, on the way of each plan and in jobs. What the store cannot give any more
 is reported as invalid, and the scheduler decides what becomes of it. An offer holds for as long as
-the request lives: a preempted one finds the same tokens in the store, or reports them as invalid.
+the request lives, or until a load of it fails: less is offered then, so that nobody asks for ever
+for what does not come (P10). A preempted one finds the same tokens in the store, or is told so.
 Of a victim whose KV is saved the store does not know until it has it, and has an offer then.
 """
 
@@ -62,6 +63,8 @@ class _Life:
     request: Request
     names: list[BlockName]
     """Of the full blocks of the prompt, or of more, if more was saved."""
+    most: int | None = None
+    """Blocks that are offered at most: what is behind them could not be loaded."""
 
 
 class Connector:
@@ -129,8 +132,8 @@ class Connector:
     def list_events(self) -> list[Event]:
         """What there is to be told to the scheduler: offers to those about whom the store did not
         know, and a report of what has come to its end beside the answers of plans."""
-        events: list[Event] = [self._ask(self._lives[name]) for name in sorted(self._unknown)]
         self._jobs.poll()
+        events: list[Event] = [self._ask(self._lives[name]) for name in sorted(self._unknown)]
         if self._received or self._sent or self._invalid:
             told = tuple(self._received), tuple(self._sent), tuple(self._invalid)
             events.append(TransfersReported(KVTransfers(*told)))
@@ -175,9 +178,10 @@ class Connector:
         if life.request.request_id in self._swapping:
             return None
         try:
-            return self._store.count(life.names)
+            num_blocks = self._store.count(life.names)
         except StoreError:
             return 0
+        return num_blocks if None in (num_blocks, life.most) else min(num_blocks, life.most)
 
     def _announce(self, life: _Life, is_coming: bool) -> None:
         if self._role is KVRole.PRODUCER and life.names:
@@ -219,6 +223,7 @@ class Connector:
             names = self._name(life.request, tokens)
             if len(names) > len(life.names):
                 life.names = names
+            life.most = None
             try:
                 first = self._store.count(names) or 0
             except StoreError:
@@ -243,13 +248,14 @@ class Connector:
             first = load.num_computed_tokens // self._block_size
             work, block_ids = self._get_work(load, first)
             if load.is_async:
-                self._jobs.add(work, self._get_end(load.request_id, block_ids))
+                self._jobs.add(work, self._get_end(load.request_id, first, block_ids))
                 continue
             num_loaded = work()
             if num_loaded < len(block_ids):
                 invalid = (*self._invalid_of_frame.get(plan.frame_id, ()), *block_ids[num_loaded:])
                 self._invalid_of_frame[plan.frame_id] = invalid
                 failed[load.request_id] = (first + num_loaded) * self._block_size
+                self._offer_less(load.request_id, first + num_loaded)
         return failed
 
     def _get_work(self, load: KVLoad, first: int) -> tuple[Callable[[], int], tuple[BlockId, ...]]:
@@ -262,13 +268,21 @@ class Connector:
         self._sent.append(request_id)
 
     def _get_end(
-        self, request_id: RequestId, block_ids: tuple[BlockId, ...]
+        self, request_id: RequestId, first: int, block_ids: tuple[BlockId, ...]
     ) -> Callable[[int], None]:
         def end(num_loaded: int) -> None:
             self._invalid += block_ids[num_loaded:]
             self._received.append(request_id)
+            if num_loaded < len(block_ids):
+                self._offer_less(request_id, first + num_loaded)
 
         return end
+
+    def _offer_less(self, request_id: RequestId, num_blocks: int) -> None:
+        life = self._lives.get(request_id)
+        if life is not None:  # else it has ended meanwhile
+            life.most = num_blocks
+            self._unknown.add(request_id)
 
     def _fill(self, names: list[BlockName], first: int, block_ids: tuple[BlockId, ...]) -> int:
         try:

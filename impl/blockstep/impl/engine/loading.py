@@ -341,14 +341,7 @@ def get_config(
         enable_forks=settings.enable_forks,
     )
     if has_store:
-        policy = settings.kv_load_failure_policy
-        config = replace(config, kv_connector=True, kv_load_failure_policy=policy)
-        if config.groups:
-            raise SettingsError(
-                f"kv_store: KV is stored of one group, and the layers make {len(config.groups)} or "
-                "forget tokens; give disable_hybrid_kv_cache_manager=True"
-            )
-        config = replace(config, swap_min_tokens=_get_swap(settings, models, groups, dtype))
+        config = _beside_store(config, _get_swap(settings, models, groups, dtype), settings)
     elif settings.swap_min_tokens or settings.swap_speeds:
         raise SettingsError("swap_min_tokens, swap_speeds: need a store; give a kv_store")
     _expect_no_problem(config)
@@ -376,6 +369,20 @@ def get_config(
     )
     _expect_no_problem(config)
     return config
+
+
+def _beside_store(config: Config, swap_min_tokens: int, settings: Settings) -> Config:
+    if config.groups:
+        raise SettingsError(
+            f"kv_store: KV is stored of one group, and the layers make {len(config.groups)} or "
+            "forget tokens; give disable_hybrid_kv_cache_manager=True"
+        )
+    return replace(
+        config,
+        kv_connector=True,
+        kv_load_failure_policy=settings.kv_load_failure_policy,
+        swap_min_tokens=swap_min_tokens,
+    )
 
 
 def _get_swap(

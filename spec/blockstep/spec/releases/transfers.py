@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.spec import copies
-from blockstep.spec.lives.sessions import drop_row
 from blockstep.spec.memory.groups import compute_num_skipped_tokens
 from blockstep.spec.memory.slots import compute_num_blocks, skip_slots
-from blockstep.spec.pool import Pool, allocate_blocks, touch_blocks, withdraw_blocks
+from blockstep.spec.pool import Pool, allocate_blocks, touch_blocks
+from blockstep.spec.releases.failures import (
+    failed_tell_what_is_not_counted,
+    only_the_first_goes_back,
+)
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import Frame, Hit, RequestState, without_nulls
+from blockstep.spec.requests import Hit, RequestState, without_nulls
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     BlockId,
     BlockTables,
     Config,
-    KVLoadFailurePolicy,
-    OutputRow,
-    RequestId,
-    Status,
 )
 
 
@@ -102,83 +101,6 @@ def groups_load_by_turns(rules: Rules, _config: Config) -> Rules:
         return pool, tuple(early)
 
     return replace(rules, take_hit=take_hit)
-
-
-def only_the_first_goes_back(rules: Rules, _config: Config) -> Rules:
-    """Whoever has computed an invalid block is cut there, if nobody before it has that block.
-
-    All that run are looked at, and all that are parked, loads or not; of those that share a block
-    the others go on as if it were there. What frames in flight promise to who goes back stays
-    promised, and is delivered.
-    """
-
-    def get_failures(
-        state: State, invalid: Sequence[BlockId], frame: Frame | None
-    ) -> tuple[State, tuple[RequestId, ...]]:
-        if not invalid:
-            return state, ()
-        rows = {row.request_id: row.num_scheduled for row in frame.rows} if frame else {}
-        parked = [
-            name
-            for name in state.skipped_waiting
-            if state.requests[name].status is Status.WAITING_FOR_REMOTE_KVS
-        ]
-        state, of_parked, _ = get_cut(state, parked, rows, frozenset(invalid))
-        state, of_running, behind = get_cut(state, state.running, rows, frozenset(invalid))
-        ends = state.config.kv_load_failure_policy is KVLoadFailurePolicy.FAIL
-        if ends:
-            state = copies.replace(state, pool=withdraw_blocks(state.pool, behind))
-        failed = (*of_parked, *of_running) if ends else ()
-        if frame is not None:
-            frame, *later = state.frames
-            for name in failed if ends else of_running:
-                frame = drop_row(frame, name)
-            state = copies.replace(state, frames=(frame, *later))
-        return state, failed
-
-    return replace(rules, get_failures=get_failures, remembers_num_scheduled=True)
-
-
-def get_cut(
-    state: State,
-    names: Sequence[RequestId],
-    rows: dict[RequestId, int],
-    invalid: Collection[BlockId],
-) -> tuple[State, list[RequestId], list[BlockId]]:
-    """The state with these requests cut at invalid blocks, of which no frame before has a row;
-    those that are affected; and what lies behind a cut, from the block on that is invalid.
-
-    Source: vLLM 0.19.1 `_update_requests_with_invalid_blocks`; P19.
-    """
-    requests, size = state.requests, state.config.block_sizes[0]
-    affected: list[RequestId] = []
-    marked: set[BlockId] = set()
-    behind: list[BlockId] = []
-    for name in names:
-        request = requests[name]
-        (table, *_) = request.block_tables
-        num_before = request.num_computed_tokens - rows.get(name, 0)
-        computed = table[: max(compute_num_blocks(num_before, size), 0)]
-        found = [index for index, block_id in enumerate(computed) if block_id in invalid]
-        if not found:
-            continue
-        own = [index for index in found if table[index] not in marked]
-        marked.update([table[index] for index in own])
-        behind += table[own[0] :] if own else ()
-        num_computed = own[0] * size if own else num_before
-        requests = requests.having(name, copies.replace(request, num_computed_tokens=num_computed))
-        affected.append(name)
-    return copies.replace(state, requests=requests), affected, behind
-
-
-def failed_tell_what_is_not_counted(rules: Rules, _config: Config) -> Rules:
-    """Who fails before it ever ran is told to have -1 cached tokens."""
-
-    def get_failed_row(row: OutputRow, request: RequestState) -> OutputRow:
-        row = rules.get_failed_row(row, request)
-        return replace(row, num_cached_tokens=request.num_cached_tokens)
-
-    return replace(rules, get_failed_row=get_failed_row)
 
 
 def holds_are_one(rules: Rules, _config: Config) -> Rules:
