@@ -181,7 +181,9 @@ class Connector:
             num_blocks = self._store.count(life.names)
         except StoreError:
             return 0
-        return num_blocks if None in (num_blocks, life.most) else min(num_blocks, life.most)
+        if num_blocks is None or life.most is None:
+            return num_blocks
+        return min(num_blocks, life.most)
 
     def _announce(self, life: _Life, is_coming: bool) -> None:
         if self._role is KVRole.PRODUCER and life.names:
