@@ -115,6 +115,8 @@ def test_every_exhibit_can_be_built_and_runs(name: str) -> None:
         config = replace(config, kv_connector=True)
     if EXHIBITS[name].takes == "pins":
         config = replace(config, policy=Policy.CONTINUUM)
+    if EXHIBITS[name].takes == "forks":
+        config = replace(config, enable_forks=True)
     if EXHIBITS[name].takes == "tiers":
         config = replace(config, kv_connector=True, swap_min_tokens=1, admission_high_blocks=2)
     engine = build(name)(config)

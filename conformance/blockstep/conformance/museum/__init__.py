@@ -20,6 +20,7 @@ from blockstep.conformance.museum import (
     brought,
     drafts,
     encoder,
+    forks,
     grammars,
     groups,
     identity,
@@ -61,6 +62,8 @@ EXHIBITS: Mapping[str, Exhibit] = collect(
         *_TELLING,
         *_TRANSFERS,
         pins.PAGE,
+        forks.PAGE,
+        forks.GROUPS,
         tiers.PAGE,
         tiers.GROUPS,
     )
