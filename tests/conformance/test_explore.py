@@ -159,9 +159,14 @@ DEFECT_ROWS = {
 NO_WORLD = {
     *("loaded-give-way-alone", "late-report-kills", "load-eats-a-hit", "last-group-counts"),
     *("all-pins-give-way", "preempted-turns-stay-warm", "row-of-cold-victim-stays"),
-    "drafts-are-saved",
+    *(
+        "drafts-are-saved",
+        "shared-behind-the-difference",
+        "copy-outlives-its-row",
+        "branch-behind-the-window",
+    ),
 }
-"""Planted defects that differ in no world of transfers, pins or tiers of some thousand states; a
+"""Planted defects that differ in no world of stores, pins, forks or tiers of such a size; a
 run of the museum kills them."""
 
 
