@@ -379,7 +379,7 @@ class HeadOnTopOfTheStack(Defect):
 @PAGE.exhibit(
     "what is freed goes to the other end of a stack",
     "by the rule of P16",
-    "P16 P1",
+    "P16",
     part="pool_type",
     invisible=ORDER,
 )
