@@ -132,7 +132,7 @@ def test_without_an_engine_nothing_is_collected_and_nothing_imported(
 
 def test_a_right_engine_passes_in_every_preset_under_xdist(inner: pytest.Pytester) -> None:
     """Each preset is checked once, whichever workers get its tests."""
-    args = ("-n", "2", "--blockstep-budget=14000", "--blockstep-seed=10", "-v", "-W", "error")
+    args = ("-n", "2", "--blockstep-budget=20000", "--blockstep-seed=11", "-v", "-W", "error")
     files = ("--blockstep-json=out.json", "--junitxml=out.xml")
     result = run(inner, "Seen", *args, *files, "--strict-markers")
     result.assert_outcomes(passed=2 * NUM_ITEMS)
@@ -152,8 +152,8 @@ def test_a_right_engine_passes_in_every_preset_under_xdist(inner: pytest.Pyteste
     assert len(cases) == 2 * NUM_ITEMS
     verdict = next(case for case in cases if case.get("name") == "verdict")
     seen = {entry.get("name"): entry.get("value") for entry in verdict.iter("property")}
-    assert seen["blockstep_seed"] == "10"
-    assert int(seen["blockstep_num_events"] or 0) >= 14000
+    assert seen["blockstep_seed"] == "11"
+    assert int(seen["blockstep_num_events"] or 0) >= 20000
 
 
 def test_a_wrong_engine_fails_where_it_is_wrong_and_is_green_nowhere(

@@ -270,6 +270,24 @@ def test_a_forced_reset_beside_blocks_of_a_transfer_is_declined(is_parked: bool)
         engine.apply(event)
 
 
+def test_a_forced_reset_beside_a_load_of_one_token_that_has_come_is_declined() -> None:
+    """Of its only token nothing counts as computed, and the block is held while it waits."""
+    engine = load_engine(ENGINE)(replace(CONFIG, enable_prefix_caching=False))
+    engine.apply(v.Submit(replace(REQUEST, prompt_token_ids=(1,))))
+    engine.apply(v.KVOffer("A", **LATER))
+    engine.apply(v.Schedule())
+    engine.apply(v.KVOffer("A", num_tokens=None))
+    engine.apply(report(finished_recving=("A",)))
+    engine.apply(v.Schedule())
+    assert get_request(engine).num_computed_tokens == 0
+    if not get_request(engine).block_tables[0]:
+        pytest.skip("the release admits it, or gives its block back")
+    event = v.Reset(reset_running_requests=True)
+    assert "after a load" in find_decline(engine, event)
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+        engine.apply(event)
+
+
 def test_a_mask_of_who_has_ended_and_holds_blocks_is_declined() -> None:
     """Asked all the same, it has a row of it."""
     grammar = v.Grammar(edges=(((7, 0),),))

@@ -22,7 +22,7 @@ STOPS_TWICE = "a plan with a session that a frame in flight may stop: it rests, 
 TRIMMED_PROMISES = "a session with drafts that the worker keeps: what its stop trims stays promised"
 KEY_INSIDE_A_HEAP = "a chunk that changes the arrival of a session inside of a heap of several"
 TRIMMED_DRAFTS = "drafts of a session that may stop amid them: more is computed then than is known"
-RESET_AT_REST = "a forced reset while a session that does not run holds blocks: it raises"
+RESET_AT_REST = "a forced reset while who waits holds blocks, a session or after a load: it raises"
 STOPS_WHILE_PREEMPTED = "a session that stops while preempted: its tokens or its place are lost"
 BEHIND_STATES = "a plan behind rejected drafts that had states: fewer blocks than there are"
 LOADED_BESIDE = "items of an encoder-decoder model are loaded: no block across is taken for them"
@@ -124,7 +124,7 @@ def find_reason(run: Run, event: v.Event) -> str | None:
                 return FORCED_RESET
             if not RELEASE.has_sound_sessions and _list_sessions_in_flight(run):
                 return STOPS_WHILE_PREEMPTED
-            if any(one.num_computed_tokens for one in (*run.scheduler.waiting, *run.get_skipped())):
+            if any(_does_hold(run, one) for one in (*run.scheduler.waiting, *run.get_skipped())):
                 return RESET_AT_REST
             return PAST_THE_END if _is_any_full(run, run.scheduler.running) else None
         case v.Schedule():
@@ -270,6 +270,13 @@ def _changes_a_key(run: Run, chunk: v.Request) -> bool:
 def _list_stopping(run: Run) -> list[VllmRequest]:
     """Sessions that run and that a frame in flight may stop."""
     return [request for request in _list_sessions_in_flight(run) if _may_stop(run, request)]
+
+
+def _does_hold(run: Run, request: VllmRequest) -> bool:
+    """Whether who waits keeps something; after a load of its only token that is a block alone."""
+    tables = [one.req_to_blocks.get(request.request_id, ()) for one in run.managers]
+    has_blocks = any(not block.is_null for table in tables for block in table)
+    return has_blocks or bool(request.num_computed_tokens)
 
 
 def _list_sessions_in_flight(run: Run) -> list[VllmRequest]:
