@@ -95,9 +95,9 @@ class BlockFiles:
                 one.unlink()
 
     def clear(self) -> None:
-        """Remove all blocks. Raises `OSError` if one cannot be."""
+        """Remove all blocks; a folder is none. Raises `OSError` if one cannot be."""
         for path in self.folder.iterdir():
-            if OWN.fullmatch(path.name):
+            if OWN.fullmatch(path.name) and not path.is_dir():
                 path.unlink()
 
     def close(self) -> None:
