@@ -1,7 +1,8 @@
-"""What pins are worth: a trace of agents through the host engine, with and without them.
+"""What pins and tiers are worth: agents through the host engine, with and without them.
 
-    python -m benchmarks.pins --trace agent_blocks16.jsonl.gz [--agents N] [--blocks N ...]
-        [--suite NAME ...] [--step-ms MS] [--token-us US] [--json FILE]
+    python -m benchmarks.pins [--trace agent_blocks16.jsonl.gz] [--agents N] [--blocks N ...]
+        [--suite NAME ...] [--step-ms MS] [--token-us US] [--block-kib KIB] [--host-blocks N]
+        [--file-blocks N] [--json FILE]
 
 So many agents work at once, each on one session of the trace after the other: a turn, a tool, the
 next turn. The engine is real, and so is every decision; the time is a model, the same for all
@@ -10,7 +11,11 @@ sides: a step takes --step-ms, and for each token in it --token-us.
 The trace tells when turns came, not when they ended. Its gaps grow by 5.4 to 6.3 ms with each token
 of the turn before, by suite, so a tool has taken what is left of the gap after 6 ms for each token.
 It does not tell tools apart either: each suite counts as one tool. What a turn outputs is what
-stands there in the prompt of the next one.
+stands there in the prompt of the next one. Without a trace sessions are made up.
+
+Tiers have no content: which blocks go where, and what is loaded, is `TierOrder`, and each copy
+takes what `benchmarks/links.py` measured (the quickest rounds: host memory 5.7 GB/s both ways and
+0.2 ms a copy; a file 0.75 GB/s there and 1.3 GB/s back, cold, and 2.3 ms).
 """
 
 from __future__ import annotations
@@ -20,23 +25,27 @@ import gzip
 import heapq
 import json
 import platform
+import random
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, takewhile, zip_longest
 from pathlib import Path
 from typing import Final
 
 from benchmarks._pages import get_commit, make_table
+from benchmarks._tiers import Tier, Tiers
 
 from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START, load
 from blockstep.impl.host import HostEngine
 from blockstep.impl.serving.estimator import Estimator, FixedRule, ToolTimes, TurnEnd
+from blockstep.impl.tiers import Link, Prefill, SwapSpeeds
 from blockstep.spec.vocabulary import (
     Ack,
     Clock,
     Commit,
     Config,
+    KVLoadFailurePolicy,
     Outputs,
     PinEstimate,
     Plan,
@@ -50,7 +59,14 @@ from blockstep.spec.vocabulary import (
 
 BLOCK_SIZE: Final = 16
 TRACE_TOKEN_MS: Final = 6.0
-SIDES: Final = ("no pins", "fixed, 2 s", "fixed, 10 s", "tool times")
+SIDES: Final = (
+    *("no pins", "fixed, 2 s", "fixed, 10 s", "tool times"),
+    *("tiers: host", "tiers: host, file"),
+)
+HOST: Final = Link(5_700_000_000, 200_000), Link(5_700_000_000)
+FILE: Final = Link(750_000_000, 330_000), Link(1_300_000_000, 2_300_000)
+"""The ways there and back."""
+MADE_UP_SEED: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +97,7 @@ class Figures:
     num_blocks: int
     side: str
     hit_rate: float
-    """Of prompt tokens."""
+    """Of prompt tokens, in the pool or in a tier."""
     mean_wait_ms: float
     """From the arrival of a turn to its first token."""
     p95_wait_ms: float
@@ -133,6 +149,24 @@ def _list_turns(turns: list[tuple[int, Request]]) -> Iterator[Turn]:
         before = (*prompt, *outputs)
 
 
+def make_sessions(seed: int) -> list[Session]:
+    """Sessions that go on, by a draw: prompts grow by what the turn before has output and by what
+    its tool gives back."""
+    draw = random.Random(seed)  # noqa: S311
+    sessions = []
+    for number in range(48):
+        turns, prompt = list[Turn](), tuple(draw.choices(range(1_000), k=draw.randint(500, 4_000)))
+        num_found: int | None = None
+        for left in reversed(range(draw.randint(4, 12))):
+            outputs = tuple(draw.choices(range(1_000), k=draw.randint(20, 200)))
+            tool_ms = draw.expovariate(1 / 1_500) if left else None
+            turns.append(Turn(prompt, outputs, num_found, tool_ms))
+            num_found = len(prompt) + len(outputs)
+            prompt += (*outputs, *draw.choices(range(1_000), k=draw.randint(50, 800)))
+        sessions.append(Session(f"made up/{number}", "made up", tuple(turns)))
+    return sessions
+
+
 @dataclass(slots=True)
 class Running:
     """A turn that has been submitted."""
@@ -154,6 +188,7 @@ class Run:
 
     config: Config
     estimator: Estimator | None
+    store: Tiers | None
     line: list[Session]
     step_ms: float
     token_ms: float
@@ -196,19 +231,27 @@ class Run:
         answer = self.engine.apply(Submit(request))
         assert isinstance(answer, Ack), answer
         self.live[name] = Running(session, number, arrival)
+        if self.store is not None:
+            self.engine.apply(self.store.begin(request))
         if self.estimator is not None:
             self.engine.apply(Clock(int(self.now)))
             self.engine.apply(self.estimator.arrive(session.name, int(arrival), turn.num_found))
 
     def _step(self) -> None:
         self.engine.apply(Clock(int(self.now)))
+        for event in () if self.store is None else self.store.list_events(self.now):
+            self.engine.apply(event)
         plan = self.engine.apply(Schedule())
         assert isinstance(plan, Plan)
+        if self.store is not None:
+            self._move(self.store, plan)
         num_tokens = sum(row.num_scheduled_tokens for row in plan.rows)
         self.now += self.step_ms + self.token_ms * num_tokens
         self.engine.apply(Clock(int(self.now)))
-        if not plan.rows:
-            return  # the first in line was preempted, and nobody is planned behind that
+        if not plan.rows:  # the first in line was preempted, or all wait for what is loaded
+            if self.store is not None:
+                self.now = self.store.find_next_end(self.now)
+            return
         rows = []
         for name, drafts in self.engine.frames[plan.frame_id].items():
             one = self.live[name]
@@ -223,10 +266,21 @@ class Run:
                 self.waits.append(self.now - one.arrival)
             if row.finish_reason is not None:
                 self.lengths.append(self.now - one.arrival)
-                self._end(self.live.pop(row.request_id))
+                self._end(row.request_id)
 
-    def _end(self, one: Running) -> None:
+    def _move(self, store: Tiers, plan: Plan) -> None:
+        for save in plan.kv_saves:
+            victim = self.live[save.request_id]
+            outputs = victim.turn.outputs[: victim.num_outputs]
+            self.engine.apply(store.swap(save, outputs, self.now))
+        for asked in plan.kv_loads:
+            store.load(asked, self.now)
+
+    def _end(self, name: str) -> None:
+        one = self.live.pop(name)
         session, turn = one.session, one.turn
+        if self.store is not None:
+            self.store.end(name, (*turn.prompt, *turn.outputs)[:-1], self.now)
         if turn.tool_ms is None:
             self._begin_session(self.now)
             estimate = PinEstimate(session.name, 0)  # its output calls no tool
@@ -245,27 +299,37 @@ def measure(
     side: str, num_blocks: int, sessions: list[Session], args: argparse.Namespace
 ) -> Figures:
     """One side over all sessions."""
+    estimators: dict[str, Estimator] = {
+        SIDES[1]: FixedRule(2_000),
+        SIDES[2]: FixedRule(2_000, ttl=10_000),
+        SIDES[3]: ToolTimes(num_blocks, args.token_us / 1e3),
+    }
     config = Config(
         num_blocks=num_blocks + 1,
         block_size=BLOCK_SIZE,
         max_num_seqs=64,
         max_num_batched_tokens=2048,
         max_model_len=40_960,
-        policy=Policy.FCFS if side == SIDES[0] else Policy.CONTINUUM,
+        policy=Policy.CONTINUUM if side in estimators else Policy.FCFS,
     )
-    estimators: dict[str, Estimator | None] = {
-        SIDES[0]: None,
-        SIDES[1]: FixedRule(2_000),
-        SIDES[2]: FixedRule(2_000, ttl=10_000),
-        SIDES[3]: ToolTimes(num_blocks, args.token_us / 1e3),
-    }
-    run = Run(config, estimators[side], sessions, args.step_ms, args.token_us / 1e3)
+    store = None
+    if side in SIDES[4:]:
+        block_bytes, prefill = args.block_kib << 10, Prefill(round(1e6 / args.token_us))
+        tiers = [Tier(args.host_blocks, *HOST), Tier(args.file_blocks, *FILE)]
+        store = Tiers(tiers[: 1 + (side == SIDES[5])], BLOCK_SIZE, block_bytes)
+        config = replace(
+            config,
+            kv_connector=True,
+            kv_load_failure_policy=KVLoadFailurePolicy.RECOMPUTE,
+            swap_min_tokens=SwapSpeeds(*HOST, prefill).get_break_even(block_bytes, BLOCK_SIZE) or 0,
+        )
+    run = Run(config, estimators.get(side), store, sessions, args.step_ms, args.token_us / 1e3)
     run.play(args.agents)
     stats = run.engine.snapshot().stats
     return Figures(
         num_blocks,
         side,
-        stats.prefix_cache_hits / stats.prefix_cache_queries,
+        (stats.prefix_cache_hits + stats.external_prefix_cache_hits) / stats.prefix_cache_queries,
         sum(run.waits) / len(run.waits),
         sorted(run.waits)[int(0.95 * len(run.waits))],
         max(run.waits),
@@ -303,15 +367,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--trace", type=Path)
     parser.add_argument("--agents", type=int, default=16)
     parser.add_argument("--blocks", type=int, nargs="+", default=[3_000, 6_000, 12_000])
     parser.add_argument("--suite", dest="suites", action="append", default=[])
     parser.add_argument("--step-ms", type=float, default=6.0)
     parser.add_argument("--token-us", type=float, default=50.0)
+    parser.add_argument("--block-kib", type=int, default=2_048)
+    parser.add_argument("--host-blocks", type=int, default=12_000)
+    parser.add_argument("--file-blocks", type=int, default=100_000)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    sessions = read_sessions(args.trace, args.suites)
+    if args.trace is None:
+        print(f"sessions are made up, seed {MADE_UP_SEED}: give a --trace for those of agents")
+        sessions = make_sessions(MADE_UP_SEED)
+    else:
+        sessions = read_sessions(args.trace, args.suites)
     num_turns = sum(len(session.turns) for session in sessions)
     print(f"{len(sessions)} sessions, {num_turns:,} turns, {args.agents} agents at once")
     start, figures = time.process_time(), []
@@ -323,7 +394,7 @@ def main() -> None:
     print(f"\n{make_page(figures)}\n{seconds:.0f} s of processor time, {get_commit()}")
     if args.json:
         told = {name: str(value) for name, value in vars(args).items() if name != "json"}
-        told["trace"] = args.trace.name
+        told["trace"] = args.trace.name if args.trace else f"made up, seed {MADE_UP_SEED}"
         found = {
             "python": platform.python_version(),
             "commit": get_commit(),
