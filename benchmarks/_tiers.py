@@ -78,8 +78,11 @@ class Tiers:
         ]
         self._move(self._order.fetch(names), now)
         invalid = block_ids[first + len(names) :]
+        end = max(ends, default=now)
+        if invalid:
+            self._tell(end, load.request_id)  # what there is now: it is asked for again
         told = KVTransfers((load.request_id,), invalid_block_ids=invalid)
-        self._tell(max(ends, default=now), TransfersReported(told))
+        self._tell(end, TransfersReported(told))
 
     def swap(self, save: KVSave, outputs: TokenIds, now: float) -> KVOffer:
         """Keep what a victim has; it is offered once it is there."""
@@ -125,12 +128,13 @@ class Tiers:
         return self._move(self._order.keep(names, 0), now)
 
     def _move(self, moves: list[Move], now: float) -> float:
-        """Copies into tiers, of which the first is waited for; when it ends."""
+        """Copies into tiers; when the last ends that comes from the pool."""
         ends = [now]
         for level in range(len(self.tiers)):
-            num_blocks = sum(move.target == level for move in moves)
-            ends.append(self._copy(level, "out", num_blocks, now))
-        return ends[1]
+            sources = [move.source for move in moves if move.target == level]
+            end = self._copy(level, "out", len(sources), now)
+            ends += [end] if None in sources else []
+        return max(ends)
 
     def _copy(self, level: int, way: str, num_blocks: int, now: float) -> float:
         if not num_blocks:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.pins import SIDES, make_page, measure, read_sessions
+from benchmarks._tiers import Tier, Tiers
+from benchmarks.pins import SIDES, make_page, make_sessions, measure, read_sessions
 
 from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START
+from blockstep.impl.tiers import Link
+from blockstep.spec.vocabulary import KVLoad, KVTransfers, Request, TransfersReported
 
 
 def row(session: str, ms: int, num_prompt: int, num_outputs: int, ids: range) -> dict[str, Any]:
@@ -46,7 +51,7 @@ def test_a_tool_takes_what_the_outputs_leave_of_a_gap(tmp_path: Path) -> None:
     assert third.outputs == (OUTPUT_TOKENS_START,) * 9
 
 
-def test_where_others_need_the_pool_pins_keep_what_is_found(tmp_path: Path) -> None:
+def test_where_others_need_the_pool_pins_and_tiers_keep_what_is_found(tmp_path: Path) -> None:
     """Two jobs keep three quarters of the pool; beside them others come once, with as much as a
     half of it."""
     rows = []
@@ -57,14 +62,47 @@ def test_where_others_need_the_pool_pins_keep_what_is_found(tmp_path: Path) -> N
         once = range(10_000 + 1_000 * number, 10_150 + 1_000 * number)
         rows.append(row(f"b{number}", 400 * number, 16 * len(once), 16, once))
     sessions = read_sessions(write(tmp_path / "trace.jsonl", rows), [])
-    args = argparse.Namespace(agents=3, step_ms=6.0, token_us=50.0)
+    args = argparse.Namespace(
+        agents=3, step_ms=6.0, token_us=50.0, block_kib=2048, host_blocks=400, file_blocks=800
+    )
     sides = {side: measure(side, 270, sessions, args) for side in SIDES}
     none = sides.pop("no pins")
-    for figures in sides.values():
+    for side, figures in sides.items():
         assert figures.hit_rate > 1.2 * none.hit_rate
+        if side.startswith("tiers"):
+            continue  # copies of so many blocks take their time
         assert figures.whole_s < none.whole_s
         assert figures.mean_turn_ms < none.mean_turn_ms
-    assert make_page([*sides.values()]).count("\n") == 5
+    assert make_page([*sides.values()]).count("\n") == 7
+
+
+def test_made_up_sessions_go_on_from_turn_to_turn() -> None:
+    sessions = make_sessions(1)
+    assert sessions == make_sessions(1) != make_sessions(2)
+    for session in sessions:
+        for before, turn in pairwise(session.turns):
+            known = (*before.prompt, *before.outputs)
+            assert (turn.prompt[: len(known)], turn.num_found) == (known, len(known))
+        assert [turn.tool_ms is None for turn in session.turns].index(True) + 1 == len(
+            session.turns
+        )
+
+
+def test_what_is_kept_comes_back_as_late_as_its_copies_end() -> None:
+    link = Link(1 << 20, 500_000_000)  # a block a second, and half a second for each copy
+    tiers = Tiers([Tier(2, link, link), Tier(2, link, link)], 16, 1 << 20)
+    asked = Request("a", tuple(range(64)))
+    assert tiers.begin(asked).num_tokens == 0
+    tiers.end("a", asked.prompt_token_ids, now=0.0)
+    assert tiers.list_events(2_499.0) == []  # two blocks into each tier, side by side
+    (sent,) = tiers.list_events(2_500.0)
+    assert sent == TransfersReported(KVTransfers(finished_sending=("a",)))
+    assert tiers.begin(replace(asked, request_id="b")).num_tokens == 64
+    tiers.load(KVLoad("b", ((1, 2, 3, 4),), 16, 48, is_async=True), now=5_000.0)
+    assert tiers.find_next_end(0.0) == 7_500.0  # two come out of the second tier, one of the first
+    (come,) = tiers.list_events(7_500.0)
+    assert come == TransfersReported(KVTransfers(("b",)))
+    assert tiers.num_loaded == 3
 
 
 @pytest.mark.parametrize("suite", ["s", "t"])
