@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -62,6 +63,12 @@ def test_what_overflows_goes_down_and_comes_up_when_it_is_asked_for(
     assert [store.count(names(one)) for one in (1, 2, 3, 4, 5)] == [1, 1, 1, 0, 1]
 
 
+def put_a_folder(path: Path) -> None:
+    """In the place of a file."""
+    path.unlink()
+    path.mkdir()
+
+
 SPOIL: dict[str, Callable[[Path], object]] = {
     "missing": Path.unlink,
     "empty": lambda path: path.write_bytes(b""),
@@ -71,7 +78,7 @@ SPOIL: dict[str, Callable[[Path], object]] = {
         path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])
     ),
     "checksum": lambda path: path.write_bytes(b"\0" * 32 + path.read_bytes()[32:]),
-    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a folder": put_a_folder,
 }
 
 
@@ -210,7 +217,9 @@ class Beside(RuleBasedStateMachine):
             assert self.store._order.list_tiers() == self.spec.tiers
             assert set(self.store._blocks) == set(self.spec.tiers[0])
             assert len(list_files(self.folder)) == len(self.spec.tiers[1])
-            assert all(self.store.count([name]) == 1 for tier in self.spec.tiers for name in tier)
+            for name in chain(*self.spec.tiers):
+                assert isinstance(name, bytes)
+                assert self.store.count([name]) == 1
 
     def teardown(self) -> None:
         if hasattr(self, "store"):

@@ -1,23 +1,22 @@
-"""Order: in which tier each block is kept, and which of them go down, come up, or go.
+"""Order: which tier holds which name, and which names make room for others.
 
-    keep  -->  tier 0  --overflow-->  tier 1  --overflow-->  ..  --overflow-->  gone
-    fetch <--  tier 0  <------------  tier 1  <------------  ..
+    keep(a b c)    tier 0 [x a b c]    tier 1 [y x]    y is gone
+                          out first -> last
 
-It knows names only. Each change is a list of moves, to be done in their order: a tier is never
-asked to hold more than it has room for. Source: seed 002 "The Offloading Pipeline", made sound.
+It knows names and no content. Whoever has the content does the moves that it answers.
+Source: seed 002 "The Offloading Pipeline", made sound.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 Name: TypeAlias = str | bytes
 
 
 class Move(NamedTuple):
-    """A block changes its tier. None: it was in none before; it is gone."""
+    """A name goes from a tier (None: it comes from outside) to another (None: it is forgotten)."""
 
     name: Name
     source: int | None
@@ -25,96 +24,121 @@ class Move(NamedTuple):
 
 
 class TierOrder:
-    """Tiers with room for so many blocks each, the fastest first.
+    """Tiers from the fastest to the slowest; a name is in one of them at most.
+
+    Of names used in one call the first is the most recent: the others are of no use without it.
+
+    Args:
+        capacities: how many names each tier holds at most.
 
     Raises:
-        ValueError: no tier, or a capacity that is no whole number, or below 0.
+        ValueError: a capacity is no whole number, or below 0.
     """
 
     def __init__(self, capacities: Sequence[int]) -> None:
-        if not capacities or any(type(room) is not int or room < 0 for room in capacities):
-            raise ValueError(f"capacities = {capacities!r}: must be whole numbers, 0 or more")
-        self.capacities = tuple(capacities)
-        self.clear()
-
-    def clear(self) -> None:
-        """Nothing is held."""
-        self._tiers: list[OrderedDict[Name, None]] = [OrderedDict() for _ in self.capacities]
-        """Of each: next to go first."""
-        self._levels: dict[Name, int] = {}
+        if any(type(one) is not int or one < 0 for one in capacities):
+            raise ValueError(f"capacities {tuple(capacities)} must be whole numbers from 0 on")
+        self._capacities = tuple(capacities)
+        self._tiers: list[dict[Name, None]] = [{} for _ in capacities]
+        """Names of each, least recently used first."""
 
     def list_tiers(self) -> tuple[tuple[Name, ...], ...]:
-        """Names in each tier, the least recently used first."""
-        return tuple(tuple(tier) for tier in self._tiers)
-
-    def count(self, names: Sequence[Name]) -> int:
-        """Leading names that are held."""
-        lacking = (at for at, name in enumerate(names) if name not in self._levels)
-        return next(lacking, len(names))
+        """Names of each tier, least recently used first."""
+        return tuple(map(tuple, self._tiers))
 
     def level_of(self, name: Name) -> int | None:
-        """In which tier it is."""
-        return self._levels.get(name)
+        """The tier that holds it, if any."""
+        return next((level for level, tier in enumerate(self._tiers) if name in tier), None)
+
+    def count(self, names: Sequence[Name]) -> int:
+        """How many there are in any tier, from the first on up to the first that lacks."""
+        lacking = (i for i, name in enumerate(names) if self.level_of(name) is None)
+        return next(lacking, len(names))
 
     def count_in(self, level: int) -> int:
-        """Blocks in a tier."""
+        """How many names a tier holds."""
         return len(self._tiers[level])
 
-    def lose(self, name: Name) -> None:
-        """It is held nowhere any more."""
-        level = self._levels.pop(name, None)
-        if level is not None:
-            del self._tiers[level][name]
-
     def keep(self, names: Sequence[Name], first: int) -> list[Move]:
-        """Hold the blocks of a text from `first` on; those of it that are held are used, too.
+        """Use `names`, and take those from `first` on that lack into the first tier with room.
 
-        None of them goes to make room for more of them: the first without room ends it.
+        The first that finds room in none ends it: those behind it would be of no use.
+
+        Returns:
+            Moves in order; a tier has made room before a name comes in.
         """
+        moves: list[Move] = []
+        call = set(names)
         self._touch(names)
-        kept, moves = frozenset(names), list[Move]()
         for name in names[first:]:
-            if name in self._levels:
+            if self.level_of(name) is not None:
                 continue
-            if not self._put(name, None, 0, kept, moves):
+            target = self._find_room(range(len(self._tiers)), call, moves)
+            if target is None:
                 break
+            self._tiers[target][name] = None
+            moves.append(Move(name, None, target))
         self._touch(names)
         return moves
 
     def fetch(self, names: Sequence[Name]) -> list[Move]:
-        """Bring these, which are held, up as far as there is room for them."""
-        kept, moves = frozenset(names), list[Move]()
+        """Use `names`, and bring those that are held up as far as there is room.
+
+        Where those of this call fill the tiers above, the rest stay where they are.
+
+        Returns:
+            Moves in order; a name leaves its tier before others come down.
+        """
+        moves: list[Move] = []
+        call = set(names)
+        self._touch(names)
         for name in names:
-            level = self._levels[name]
-            if level:
-                self.lose(name)
-                self._put(name, level, 0, kept, moves)
+            level = self.level_of(name)
+            if not level:
+                continue
+            # Its own place is for whoever goes down, so it leaves before room is made.
+            del self._tiers[level][name]
+            at = len(moves)
+            target = self._find_room(range(level), call, moves)
+            self._tiers[level if target is None else target][name] = None
+            if target is not None:
+                moves.insert(at, Move(name, level, target))
         self._touch(names)
         return moves
 
-    def _touch(self, names: Sequence[Name]) -> None:
-        """The first of a text is its most recent one: the others are of no use without it."""
-        for name in reversed(names):
-            level = self._levels.get(name)
-            if level is not None:
-                self._tiers[level].move_to_end(name)
+    def lose(self, name: Name) -> None:
+        """Its content is gone: no tier holds it."""
+        for tier in self._tiers:
+            tier.pop(name, None)
 
-    def _put(
-        self, name: Name, source: int | None, level: int, kept: Collection[Name], moves: list[Move]
-    ) -> bool:
-        """Into the first tier from `level` down that has room or makes some; whether one has."""
-        for target in range(level, len(self.capacities)):
-            tier = self._tiers[target]
-            if len(tier) == self.capacities[target]:
-                victim = next((other for other in tier if other not in kept), None)
-                if victim is None:
-                    continue
-                self.lose(victim)
-                if not self._put(victim, target, target + 1, kept, moves):
-                    moves.append(Move(victim, target, None))
-            tier[name] = None
-            self._levels[name] = target
-            if target != source:
-                moves.append(Move(name, source, target))
+    def clear(self) -> None:
+        """No tier holds anything."""
+        for tier in self._tiers:
+            tier.clear()
+
+    def _touch(self, names: Sequence[Name]) -> None:
+        for name in reversed(names):
+            for tier in self._tiers:
+                if name in tier:
+                    del tier[name]
+                    tier[name] = None
+
+    def _make_room(self, level: int, call: Collection[Name], moves: list[Move]) -> bool:
+        """Room for one more; False, and nothing has changed, if only names of `call` could go."""
+        tier = self._tiers[level]
+        if len(tier) < self._capacities[level]:
             return True
-        return False
+        name = next((one for one in tier if one not in call), None)
+        if name is None:
+            return False
+        del tier[name]
+        target = self._find_room(range(level + 1, len(self._tiers)), call, moves)
+        if target is not None:
+            self._tiers[target][name] = None
+        moves.append(Move(name, level, target))
+        return True
+
+    def _find_room(
+        self, levels: Iterable[int], call: Collection[Name], moves: list[Move]
+    ) -> int | None:
+        return next((level for level in levels if self._make_room(level, call, moves)), None)
