@@ -133,11 +133,11 @@ class BranchHasItsParentsNames(Defect):
 @PAGE.exhibit(
     "full blocks are shared before they are named",
     "by the rule of P3",
-    "P3 P5 P7",
-    invisible="efficiency: they are named later",
+    "P3 P4 P5 P7",
+    invisible_if_hidden="efficiency: they are named later, or written again with the same",
 )
 class SharedBeforeItIsNamed(Defect):
-    """Each who holds such a block names it once it runs."""
+    """Each who holds such a block names it once it runs, also before another one writes to it."""
 
     def _share(self, parent: int, child: int) -> None:
         self._publish = lambda *_: None
