@@ -339,6 +339,39 @@ class ChunkRunOn(Defect):
 
 
 @STATES.exhibit(
+    "an admission is charged one block for states, and takes those of drafts as well",
+    "#46892; ascend #11129",
+    "P8 P1 P2 P12",
+    part=PART,
+)
+class StatesChargedOnce(Defect):
+    """The blocks for states behind drafts are not there, or somebody else's."""
+
+    def count_to_admit(self, hits: Any, extent: Any, num_beside: int) -> int:
+        needed = int(super().count_to_admit(hits, extent, num_beside))
+        return needed - sum(group.num_spare for group in self.groups if group.is_aligned)
+
+
+@STATES.exhibit(
+    "an admission is charged a block for each that its chunk passes",
+    "#46892",
+    "P15 P8",
+    part=PART,
+    wrong_fix_of="states-charged-once",
+)
+class StatesChargedByTokens(Defect):
+    """A chunk writes one state, however long it is: who would fit has to wait."""
+
+    def count_to_admit(self, hits: Any, extent: Any, num_beside: int) -> int:
+        needed = int(super().count_to_admit(hits, extent, num_beside))
+        for group, shared in zip(self.groups, hits.tables, strict=True):
+            if group.is_aligned:
+                passed = group.count_blocks(extent.num_tokens) - len(shared)
+                needed += max(passed - 1 - group.num_spare, 0)
+        return needed
+
+
+@STATES.exhibit(
     "a state is hit in the step that makes it", "#56525; vLLM 0.19.1, rule", "P4 P5", part=PART
 )
 class StateHitWithinItsStep(Defect):
