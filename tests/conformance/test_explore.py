@@ -87,6 +87,7 @@ QUICK = (
     "unread",
     "doubts",
     "starved",
+    "spare",
     "zeroed",
     "withdrawn",
     "states",

@@ -17,6 +17,9 @@ from blockstep.conformance.engine import EngineFactory, EngineTraits, Safety
 from blockstep.conformance.explore.shard import Task
 from blockstep.conformance.explore.walk import walk
 from blockstep.conformance.explore.worlds import WORLDS
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.museum import build
+from blockstep.conformance.protocol.program import Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.search import episodes
 from blockstep.conformance.search.options import CheckOptions
@@ -29,7 +32,10 @@ from blockstep.spec.vocabulary import (
     GroupKind,
     KVGroup,
     MambaCacheMode,
+    Request,
+    Schedule,
     Snapshot,
+    Submit,
     config_problems,
 )
 
@@ -278,6 +284,14 @@ def test_a_planted_defect_is_said_by_name(play: Any, plant: Any, defect: Defect)
     sentence, groups, features, rule, wrap = defect
     plant(rule, wrap)
     assert sentence in play(groups, SpecEngine, 1, 900, *features)
+
+
+def test_a_chunk_is_charged_one_state_of_those_that_it_passes() -> None:
+    """Who charges more leaves somebody waiting who fits: that is said before any comparison."""
+    submits = (Submit(Request("A", (0,), 2)), Submit(Request("B", (1,) * 4, 1)))
+    program = Program(WORLDS["spare"].config, (*submits, Schedule(), Drain()))
+    _, findings = run_program(program, build("states-charged-by-tokens"))
+    assert findings[0].sentence == "head_of_the_queue_is_admitted_when_it_fits"
 
 
 def test_a_world_shows_what_is_given_back_too_early(plant: Any) -> None:

@@ -353,9 +353,9 @@ class StatesChargedOnce(Defect):
 
 
 @STATES.exhibit(
-    "an admission is charged a block for each that its chunk passes",
+    "an admission is charged a state for each block that it passes",
     "#46892",
-    "P15 P8",
+    "P15 P11 P10",
     part=PART,
     wrong_fix_of="states-charged-once",
 )
@@ -364,11 +364,21 @@ class StatesChargedByTokens(Defect):
 
     def count_to_admit(self, hits: Any, extent: Any, num_beside: int) -> int:
         needed = int(super().count_to_admit(hits, extent, num_beside))
-        for group, shared in zip(self.groups, hits.tables, strict=True):
-            if group.is_aligned:
-                passed = group.count_blocks(extent.num_tokens) - len(shared)
-                needed += max(passed - 1 - group.num_spare, 0)
+        for group, shared in self._list_aligned(hits):
+            needed += max(group.count_blocks(extent.num_tokens) - len(shared) - 1, group.num_spare)
+            needed -= group.num_spare
         return needed
+
+    def count_for_gate(self, hits: Any, num_known: int) -> int:
+        needed = int(super().count_for_gate(hits, num_known))
+        for group, shared in self._list_aligned(hits):
+            whole = group.count_blocks(num_known) - len(shared) + self.pool.count_free(shared)
+            needed += max(whole - group.count_held(num_known), 0)
+        return needed
+
+    def _list_aligned(self, hits: Any) -> Any:
+        pairs = zip(self.groups, hits.tables, strict=True)
+        return [(group, shared) for group, shared in pairs if group.is_aligned]
 
 
 @STATES.exhibit(

@@ -46,13 +46,38 @@ def blocks_behind(
 
     `num_across`: slots in tables across.
     """
+    return sum(_lacking(config, num_tokens, tables, num_across))
+
+
+def blocks_to_begin(
+    config: Config, end: int, hits: Sequence[Sequence[BlockId]], num_across: int
+) -> int:
+    """Blocks that an admission takes beside its hits, in all groups, to compute up to `end`.
+
+    Where chunks end at states it writes one state, however many blocks it passes.
+    """
+    lacking = _lacking(config, end, hits, num_across)
     if not config.groups:
-        return max(blocks_for(num_tokens, config.block_size) - len(tables[0]), 0)
+        return sum(lacking)
+    return sum(
+        min(num, 1 + group.num_speculative_blocks)
+        if group.mamba_cache_mode is MambaCacheMode.ALIGN
+        else num
+        for group, num in zip(config.groups, lacking, strict=True)
+    )
+
+
+def _lacking(
+    config: Config, num_tokens: int, tables: Sequence[Sequence[BlockId | None]], num_across: int
+) -> list[int]:
+    """Places that tables lack to hold so many tokens, of each group."""
+    if not config.groups:
+        return [max(blocks_for(num_tokens, config.block_size) - len(tables[0]), 0)]
     needs = [slots_of(group, num_tokens, num_across) for group in config.groups]
     needed = zip(config.groups, needs, strict=True)
     lengths = [table_length(group, slots, slots) for group, slots in needed]
     pairs = zip(lengths, tables, strict=True)
-    return sum([max(length - len(table), 0) for length, table in pairs])
+    return [max(length - len(table), 0) for length, table in pairs]
 
 
 def table_length(group: KVGroup, end: int, num_slots: int) -> int:
