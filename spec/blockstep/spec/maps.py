@@ -5,7 +5,7 @@ The standard library has no immutable mapping, and a state must be hashable and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from typing import TypeVar, final
 
 K = TypeVar("K")
@@ -35,6 +35,20 @@ class FrozenMap(Mapping[K, V]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._items
+
+    # Views of `Mapping` ask for one key after the other.
+
+    def keys(self) -> KeysView[K]:
+        """In order of insertion."""
+        return self._items.keys()
+
+    def values(self) -> ValuesView[V]:
+        """Likewise."""
+        return self._items.values()
+
+    def items(self) -> ItemsView[K, V]:
+        """Likewise."""
+        return self._items.items()
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, FrozenMap):

@@ -34,7 +34,7 @@ def get_snapshot(
         state.waiting,
         state.skipped_waiting,
         state.running,
-        tuple([show(requests[name]) for name in sorted(requests)]),
+        tuple([show(request) for _, request in sorted(requests.items())]),
         state.pool.ref_counts,
         state.pool.free_queue,
         state.pool.block_keys,

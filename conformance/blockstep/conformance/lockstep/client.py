@@ -104,6 +104,8 @@ class Client:
 
     def list_sharing(self) -> list[v.RequestId]:
         """Those whose first block another has as well: prefixes are shared from there on."""
+        if len(self.first_blocks) < 2:  # nobody to share with
+            return []
         counts = Counter(chain.from_iterable(self.first_blocks.values()))
         return [
             name

@@ -349,7 +349,7 @@ class StatesChargedOnce(Defect):
 
     def count_to_admit(self, hits: Any, extent: Any, num_beside: int) -> int:
         needed = int(super().count_to_admit(hits, extent, num_beside))
-        return needed - sum(group.num_spare for group in self.groups if group.is_aligned)
+        return needed - int(sum(group.num_spare for group in self.groups if group.is_aligned))
 
 
 @STATES.exhibit(

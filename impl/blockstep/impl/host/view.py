@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from blockstep.impl.host.core import Core
-from blockstep.spec.vocabulary import RequestSnapshot, Snapshot, TokenIds
+from blockstep.impl.host.table import RequestTable
+from blockstep.spec.vocabulary import RequestId, RequestSnapshot, Snapshot, TokenIds
 
 
 def take_snapshot(core: Core) -> Snapshot:
     """The canonical state. Digests become structural keys, slots become request ids."""
     table = core.table
-    id_of = [request.request_id for request in table.requests]
+    requests = table.requests
     block_keys, cached = core.prefix.show()
     return Snapshot(  # by position: of names a dictionary is made, which takes as long again
         core.pause_state,
-        tuple([id_of[slot] for slot in core.waiting]),
-        tuple([id_of[slot] for slot in core.skipped_waiting]),
-        tuple([id_of[slot] for slot in core.running]),
-        tuple([_request(core, slot) for _, slot in sorted(table.slot_of.items())]),
+        tuple([requests[slot].request_id for slot in core.waiting]),
+        tuple([requests[slot].request_id for slot in core.skipped_waiting]),
+        tuple([requests[slot].request_id for slot in core.running]),
+        tuple([_request(core, table, slot, name) for name, slot in sorted(table.slot_of.items())]),
         tuple(core.pool.ref_counts),
         tuple(core.pool.free_queue()),
         block_keys,
@@ -33,28 +34,27 @@ def take_snapshot(core: Core) -> Snapshot:
     )
 
 
-def _request(core: Core, slot: int) -> RequestSnapshot:
-    table = core.table
-    request_id = table.requests[slot].request_id
+def _request(core: Core, table: RequestTable, slot: int, request_id: RequestId) -> RequestSnapshot:
     grammar_state, reasoning_ended = 0, False
     if request_id in core.matchers:
         matcher = core.matchers[request_id]
         grammar_state, reasoning_ended = matcher.position.state, matcher.reasoning_ended
     prompt_token_ids: TokenIds = ()
     num_streaming_updates = 0
+    holdings = table.holdings[slot]
     if request_id in core.sessions:
         prompt_token_ids = table.requests[slot].prompt_token_ids
         num_streaming_updates = len(core.sessions[request_id].updates)
     return RequestSnapshot(  # likewise
         request_id,
         table.statuses[slot],
-        table.output_token_ids(slot),
+        tuple(table.lineages[slot].tokens[table.num_prompt[slot] :]),
         table.num_computed[slot],
         table.num_output_placeholders[slot],
         table.spec_token_ids[slot],
         table.is_prefill_chunk[slot],
-        table.block_tables(slot),
-        tuple([held.num_cached for held in table.holdings[slot]]),
+        tuple([tuple(held.blocks) for held in holdings]),
+        tuple([held.num_cached for held in holdings]),
         table.num_cached_tokens[slot],
         table.num_preemptions[slot],
         table.grammar_ready[slot],

@@ -152,15 +152,17 @@ class Ledger:
 
         Before `step`, or after one that is not recorded yet.
         """
-        answered = step.event.frame_id if step and isinstance(step.event, v.Commit) else None
         count: Counter[v.RequestId] = Counter()
+        if not self.config.num_speculative_tokens:
+            return count
+        answered = step.event.frame_id if step and isinstance(step.event, v.Commit) else None
         for frame_id, rows in self.frames.items():
             if frame_id != answered:
-                count.update(
-                    {row.request_id: len(row.drafts) for row in rows if not row.is_dropped}
-                )
-        if step and isinstance(step.event, v.Schedule):
-            count.update({row.request_id: len(row.drafts) for row in step.rows})
+                for row in rows:
+                    if row.drafts and not row.is_dropped:
+                        count[row.request_id] += len(row.drafts)
+        for planned in step.rows if step and isinstance(step.event, v.Schedule) else ():
+            count[planned.request_id] += len(planned.drafts)
         for name in (*self.list_stopped(step), *self.find_void(step)) if step else ():
             del count[name]
         return count
