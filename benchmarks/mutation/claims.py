@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -135,4 +136,8 @@ def _play(source: Source, text: str, tests: Sequence[str], house: Path) -> dict[
         return {"code": 1}
     pytest: Any = importlib.import_module("pytest")
     files = [str(house / test) for test in tests]
+    # A test that this process has imported before has classes of modules that are forgotten.
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)) in files:
+            del sys.modules[name]
     return {"code": int(pytest.main([*_OPTIONS, *files]))}

@@ -116,7 +116,12 @@ def test_an_episode_is_reproduced_by_its_number() -> None:
     assert again.failure.program == found.failure.program
 
 
-ENDING = {"late-report-kills", "copy-takes-what-is-not-there", "first-copy-is-not-counted"}
+ENDING = {
+    "late-report-kills",
+    "copy-takes-what-is-not-there",
+    "first-copy-is-not-counted",
+    "states-charged-once",
+}
 """Defects by which the engine ends: it raises before a property can speak."""
 
 
