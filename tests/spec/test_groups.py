@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -28,6 +29,8 @@ from blockstep.spec.memory.groups import compute_max_held_blocks, compute_max_re
 from blockstep.spec.memory.slots import compute_max_blocks, publish_slots, revoke_slots
 from blockstep.spec.pool import create_pool
 from blockstep.spec.state import State
+from blockstep.spec.step.plans import count_held_by_all
+from blockstep.spec.step.work import Step
 from blockstep.spec.strict import STRICT_RULES
 from blockstep.spec.vocabulary import (
     BlockTables,
@@ -467,6 +470,23 @@ class TestCommonPrefix:
     def test_one_group_has_it_too(self) -> None:
         oracle = self.start(replace(self.config, groups=()))
         assert oracle.schedule().num_common_prefix_blocks == (3,)
+
+    def test_upstream_counts_who_holds_a_block(self) -> None:
+        """One who stands in the tables of a request twice, by another quirk, is held twice."""
+        who = SimpleNamespace(
+            running=("A", "B"),
+            waiting=("C", "D"),
+            skipped=(),
+            requests={name: SimpleNamespace(block_tables=((), ())) for name in "CD"},
+            transfers=SimpleNamespace(held={}),
+            pool=SimpleNamespace(ref_counts=(0, 2, 2, 3, 2)),
+        )
+        step = cast(Step, who)
+        assert count_held_by_all(step, (1, 2, 3, 4)) == 2
+        who.requests["D"].block_tables = ((3,), ())
+        assert count_held_by_all(step, (3, 2)) == 1
+        who.transfers.held["E"] = SimpleNamespace(block_tables=((), (2,)))
+        assert count_held_by_all(step, (3, 2)) == 0
 
     def test_two_plans_are_equal_without_it(self) -> None:
         assert Plan(0, num_common_prefix_blocks=(3,)) == Plan(0)

@@ -158,21 +158,29 @@ def get_num_common_prefix_blocks(step: Step) -> tuple[int, ...]:
     config = step.state.config
     if not step.running or not config.enable_prefix_caching:
         return (0,) * (len(config.groups) or 1)
-    holders = [step.requests[name].block_tables for name in step.running]
+    running = [step.requests[name].block_tables for name in step.running]
     if step.state.rules.hint_is_of_all_holders:
-        waiting = [step.requests[name].block_tables for name in (*step.waiting, *step.skipped)]
-        ended = step.transfers.held
-        held = [ended[name].block_tables for name in sorted(ended)]
-        holders += [tables for tables in (*waiting, *held) if any(tables)]
-    tables = zip(*holders, strict=True)
+        counts = [count_held_by_all(step, table) for table in running[0]]
+    else:
+        counts = [count_common_blocks(of_group) for of_group in zip(*running, strict=True)]
     if not config.groups:
-        return (count_common_blocks(next(tables)),)
-    return tuple(
-        [
-            count_common_blocks(of_group) if group.kind is GroupKind.FULL else 0
-            for group, of_group in zip(config.groups, tables, strict=True)
-        ]
-    )
+        return (counts[0],)
+    kinds = [group.kind for group in config.groups]
+    pairs = zip(kinds, counts, strict=True)
+    return tuple([num if kind is GroupKind.FULL else 0 for kind, num in pairs])
+
+
+def count_held_by_all(step: Step, table: Sequence[BlockId]) -> int:
+    """Leading blocks of a table that are held as often as there are requests that hold any.
+
+    Source: vLLM 0.19.1 `FullAttentionManager.get_num_common_prefix_blocks`, where a request that
+    holds a block in two tables counts twice; P26.
+    """
+    waiting = [step.requests[name].block_tables for name in (*step.waiting, *step.skipped)]
+    held = [request.block_tables for request in step.transfers.held.values()]
+    num_holders = len(step.running) + sum(map(any, (*waiting, *held)))
+    refs = step.pool.ref_counts
+    return next((i for i, b in enumerate(table) if refs[b] != num_holders), len(table))
 
 
 def count_common_blocks(tables: Sequence[tuple[BlockId, ...]]) -> int:
