@@ -481,7 +481,7 @@ class TestCommonPrefix:
             transfers=SimpleNamespace(held={}),
             pool=SimpleNamespace(ref_counts=(0, 2, 2, 3, 2)),
         )
-        step = cast(Step, who)
+        step = cast("Step", who)
         assert count_held_by_all(step, (1, 2, 3, 4)) == 2
         who.requests["D"].block_tables = ((3,), ())
         assert count_held_by_all(step, (3, 2)) == 1

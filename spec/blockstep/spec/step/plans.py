@@ -177,7 +177,8 @@ def count_held_by_all(step: Step, table: Sequence[BlockId]) -> int:
     holds a block in two tables counts twice; P26.
     """
     waiting = [step.requests[name].block_tables for name in (*step.waiting, *step.skipped)]
-    held = [request.block_tables for request in step.transfers.held.values()]
+    ended = step.transfers.held
+    held = [ended[name].block_tables for name in sorted(ended)]
     num_holders = len(step.running) + sum(map(any, (*waiting, *held)))
     refs = step.pool.ref_counts
     return next((i for i, b in enumerate(table) if refs[b] != num_holders), len(table))
