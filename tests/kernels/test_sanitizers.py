@@ -10,12 +10,16 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from kernel_support.oracle import Batch
-from kernel_support.sanitizers import sanitize
+from kernel_support.sanitizers import Sanitizer, sanitize
 
 import blockstep.kernels
 from blockstep.kernels import (
@@ -186,6 +190,28 @@ def test_a_planted_mistake_is_found(
             call()
     assert clean.findings == []
     assert [found for found in sanitizer.findings if finding in found], sanitizer.findings
+
+
+@dataclass(frozen=True)
+class Handle:
+    """What the interpreter hands on: an array, and the type of its elements."""
+
+    data: npt.NDArray[Any]
+    dtype: str = ""
+
+
+def test_the_memory_of_another_tensor_is_out_of_bounds_too() -> None:
+    """What lies behind a tensor by chance is no place to write: it may be how long a loop is."""
+    both = torch.zeros(8, dtype=torch.int64)
+    here, behind = both[:5], both[5:]
+    sanitizer = Sanitizer(tensors=[here, here[:2], behind])
+    pointers = Handle(np.arange(2, 8, dtype=np.uint64) * 8 + both.data_ptr())
+    mask = sanitizer.access(pointers, Handle(np.ones(6, bool)), is_store=True)
+    assert mask.data.tolist() == [True, True, True, False, False, False]
+    assert len(sanitizer.findings) == 1
+    assert sanitizer.findings[0].startswith("OUT-OF-BOUNDS")
+    nobody = sanitizer.access(pointers, Handle(np.zeros(6, bool)), is_store=True)
+    assert not nobody.data.any()
 
 
 def test_a_kernel_with_atomics_is_not_passed_unjudged(

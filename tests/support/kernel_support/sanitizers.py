@@ -37,8 +37,8 @@ class Sanitizer:
     """Each once: `KIND line before -> line after`."""
     tensors: list[Any] = field(default_factory=list)
     """Arguments of the launch."""
-    allowed: Any = None
-    """Their addresses, in order; made at the first access."""
+    allowed: list[Any] = field(default_factory=list)
+    """The addresses of each, in order; made at the first access."""
     program: tuple[int, int, int] = (0, 0, 0)
     barriers: int = 0
     log: list[tuple[Access, bool, Any]] = field(default_factory=list)
@@ -58,19 +58,32 @@ class Sanitizer:
     def access(self, pointers: Any, mask: Any, *, is_store: bool) -> Any:
         """One load or store of a vector of pointers, or of a scalar; the mask of what may happen.
 
-        What is out of bounds does not happen: it would be the memory of this process.
+        What is out of bounds does not happen: it would be the memory of this process, or the
+        lengths by which a loop ends, where they lie behind what is written.
         """
-        if self.allowed is None:
-            self.allowed = np.unique(np.concatenate([list_addresses(x) for x in self.tensors]))
+        if not self.allowed:
+            self.allowed = [np.unique(list_addresses(tensor)) for tensor in self.tensors]
         line = find_line()
         active = np.broadcast_to(mask.data.astype(bool), pointers.data.shape)
-        inside = active & is_in(pointers.data, self.allowed)
+        inside = active & self.is_in_one_tensor(pointers.data, active)
         if (active & ~inside).any():
             self.find("OUT-OF-BOUNDS", "", line)
         vector = hash(pointers.data.tobytes()) if pointers.data.size > 1 else None
         now = Access(self.program, self.barriers, vector, line)
         self.log.append((now, is_store, pointers.data[inside]))
         return type(mask)(inside, mask.dtype)
+
+    def is_in_one_tensor(self, addresses: Any, active: Any) -> Any:
+        """Which addresses are in the tensor that the first active one is in."""
+        inside = np.zeros(addresses.shape, bool)
+        if not active.any():
+            return inside
+        first = addresses[active][:1]
+        for of_tensor in self.allowed:  # several, where one tensor is a part of another
+            if is_in(first, of_tensor).all():
+                found = is_in(addresses, of_tensor)
+                inside = max(inside, found, key=np.count_nonzero)
+        return inside
 
     def finish_launch(self) -> None:
         """Judge what was logged. Launches are ordered: nothing is carried over."""
@@ -88,7 +101,7 @@ class Sanitizer:
                 if is_store and read is not None:
                     self.compare("READ-WRITE", read, now)
                 (writes if is_store else reads)[address] = now
-        self.tensors, self.log, self.allowed = [], [], None
+        self.tensors, self.log, self.allowed = [], [], []
 
     def compare(self, kind: str, before: Access, now: Access) -> None:
         """Two accesses of one address, of which one is a write."""
