@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks.mutation.engines import COLLIDING, COMPILED_ARRAYS
+from benchmarks.mutation.engines import BESIDE_TIERS, COLLIDING, COMPILED_ARRAYS
 from benchmarks.mutation.journal import Journal, make_key
 from benchmarks.mutation.mutants import (
     Mutant,
@@ -36,6 +36,9 @@ from benchmarks.mutation.runner import Outcome, Stage, forget, play, play_mutant
 WALL_SECONDS = 1800
 """Of one process, whatever it does; loops end much earlier, by processor time."""
 
+TIERS = ("impl/tiers/order.py", "spec/beside/tiers.py")
+"""A machine that no scheduler knows, so no other stage plays it."""
+
 BROUGHT = "small adapters masks sessions encoder"
 """Runs in which requests bring all that they can: inputs, adapters, grammars, further chunks."""
 
@@ -45,6 +48,9 @@ class Plan:
     """What is played, and from what seed."""
 
     first: tuple[Stage, ...] = (
+        (BESIDE_TIERS, "tiny", 2_000),
+        ("host", "small tiers", 6_000),
+        ("host", "small groups tiers", 4_000),
         ("host", "small forks", 6_000),
         ("host", "small groups forks", 4_000),
         ("host", "small pins", 4_000),
@@ -65,6 +71,9 @@ class Plan:
     )
     """For every mutant. What few of the runs drawn freely have comes first."""
     deep: tuple[Stage, ...] = (
+        (BESIDE_TIERS, "tiny", 15_000),
+        ("host", "small tiers", 30_000),
+        ("host", "small groups tiers", 30_000),
         ("host", "small forks", 30_000),
         ("host", "small groups forks", 30_000),
         ("host", "small pins", 30_000),
@@ -208,6 +217,8 @@ def get_stages(run: Run, stages: Sequence[Stage]) -> Sequence[Stage]:
 
 def is_for(stage: Stage, module: str) -> bool:
     """Whether a module meets a stage: a rule meets `host` alone, a wing with an engine its own."""
+    if stage[0] == BESIDE_TIERS or module in TIERS:
+        return stage[0] == BESIDE_TIERS and module in TIERS
     is_compiled = stage[0] in {"compiled", COMPILED_ARRAYS}
     match get_wing(module):
         case "spec":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import random
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +30,7 @@ from blockstep.spec.vocabulary import (
 
 COLLIDING = f"{__name__}:make_colliding"
 COMPILED_ARRAYS = f"{__name__}:CompiledArrays"
+BESIDE_TIERS = f"{__name__}:BesideTiers"
 """As `blockstep check --engine` takes them."""
 NARROW = {"_SLOTS": 1, "TABLE_ENTRIES": 1, "_STEP": 2}
 """Of the compiled engine, for the whole process: for 8, 2**26 and 2**24. Each table has one row
@@ -45,6 +48,95 @@ def make_colliding(config: Config) -> Any:
 
 def _digest_in_two_bits(message: bytes) -> bytes:
     return bytes((zlib.crc32(message) & 3,))
+
+
+class BesideTiers:
+    """The host engine, and beside it two orders of tiers: ours and the specification's.
+
+    At each event both are asked for the same, drawn by the seed of the config; what they say, what
+    they hold and what the moves of ours come to must be one, or the engine raises.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.engine = importlib.import_module("blockstep.impl.host").HostEngine(config)
+        self._order: Any = importlib.import_module("blockstep.impl.tiers.order")
+        self._rules: Any = importlib.import_module("blockstep.spec.beside.tiers")
+        self._draw = random.Random(repr(config))  # noqa: S311
+        capacities = [self._draw.randint(0, 4) for _ in range(self._draw.randint(1, 3))]
+        self._ours = self._order.TierOrder(capacities)
+        self._theirs = self._rules.create_tiers(capacities)
+        self._places: dict[str, int] = {}
+        """By name: the tier that the moves have brought it to."""
+
+    def apply(self, event: Event) -> Observation:
+        """Take one event, and ask both orders for something."""
+        names = self._draw.sample("abcdefghijkl", self._draw.randint(1, 6))
+        num_held = self._rules.count_held(self._theirs, names)
+        assert self._ours.count(names) == num_held
+        match self._draw.randrange(20):
+            case 0:
+                self._clear()
+            case number if number < 10:
+                self._keep(names, self._draw.randint(0, num_held))
+            case _:
+                self._fetch(names, self._draw.choice((*names, "")))
+        self._compare()
+        answer: Observation = self.engine.apply(event)
+        return answer
+
+    def snapshot(self) -> Snapshot:
+        """That of the engine."""
+        snapshot: Snapshot = self.engine.snapshot()
+        return snapshot
+
+    def capabilities(self) -> frozenset[str]:
+        """Those of the engine."""
+        capabilities: frozenset[str] = self.engine.capabilities()
+        return capabilities
+
+    def _clear(self) -> None:
+        self._ours.clear()
+        self._theirs = self._rules.clear(self._theirs)
+        self._places.clear()
+
+    def _keep(self, names: Sequence[str], first: int) -> None:
+        self._theirs = self._rules.keep(self._theirs, names, first)
+        for move in self._ours.keep(names, first):
+            self._follow(move)
+            held = Counter(self._places.values())
+            assert all(held[at] <= room for at, room in enumerate(self._theirs.capacities))
+
+    def _fetch(self, names: Sequence[str], unreadable: str) -> None:
+        num_held = self._ours.count(names)
+        self._theirs, found = self._rules.fetch(self._theirs, names, (unreadable,))
+        if unreadable in names[:num_held]:
+            self._ours.lose(unreadable)
+            self._places.pop(unreadable)
+        assert self._ours.count(names) == len(found)
+        for move in self._ours.fetch(names[: len(found)]):
+            self._follow(move)
+
+    def _follow(self, move: Any) -> None:
+        """Do a move: a name is where it is said to be."""
+        assert self._places.pop(move.name, None) == move.source
+        if move.target is not None:
+            self._places[move.name] = move.target
+
+    def _compare(self) -> None:
+        assert self._ours.list_tiers() == self._theirs.tiers
+        levels = {name: at for at, tier in enumerate(self._theirs.tiers) for name in tier}
+        assert self._places == levels
+        for name in "abcdefghijkl":
+            assert self._ours.level_of(name) == levels.get(name)
+            assert self._rules.is_held(self._theirs, name) == (name in levels)
+        for at, tier in enumerate(self._theirs.tiers):
+            assert self._ours.count_in(at) == len(tier)
+        for wrong in (-1, True, 1.0):
+            try:
+                self._order.TierOrder((1, wrong))
+            except ValueError:
+                continue
+            raise AssertionError(f"a tier of {wrong} blocks is taken")
 
 
 class CompiledArrays:

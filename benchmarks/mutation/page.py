@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks._pages import make_table, quote_code
 from benchmarks.mutation.campaign import is_for
-from benchmarks.mutation.engines import COLLIDING, COMPILED_ARRAYS
+from benchmarks.mutation.engines import BESIDE_TIERS, COLLIDING, COMPILED_ARRAYS
 from benchmarks.mutation.mutants import RULES, WHOLE_MODULES, WINGS, is_in
 from benchmarks.mutation.runner import EPISODE_SECONDS, Stage
 from benchmarks.mutation.survivors import SCORE_MIN, VERDICTS, Explanation, Verdicts
@@ -17,6 +17,10 @@ from benchmarks.mutation.survivors import SCORE_MIN, VERDICTS, Explanation, Verd
 ENGINES: Mapping[str, tuple[str, str]] = {
     "host": ("host", "the host engine"),
     COLLIDING: ("colliding", "the host engine with a digest of two bits, so that contents collide"),
+    BESIDE_TIERS: (
+        "beside tiers",
+        "the host engine, and at each event the order of tiers beside the specification's",
+    ),
     "host-vector": ("host-vector", "the host engine with its code for many rows, which is gone"),
     "benchmarks.mutation.engines:Arrays": ("host arrays", "the same, plans and answers in arrays"),
     "compiled": ("compiled", "the compiled engine, as the Python that it is"),

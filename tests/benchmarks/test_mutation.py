@@ -22,7 +22,7 @@ from benchmarks.mutation.campaign import (
     measure_reach,
 )
 from benchmarks.mutation.claims import find_broken_claims, list_claims, list_tests
-from benchmarks.mutation.engines import COLLIDING, COMPILED_ARRAYS
+from benchmarks.mutation.engines import BESIDE_TIERS, COLLIDING, COMPILED_ARRAYS
 from benchmarks.mutation.journal import Journal, make_key
 from benchmarks.mutation.mutants import (
     Source,
@@ -189,7 +189,7 @@ def test_the_unmutated_code_survives() -> None:
     assert outcome.num_events >= 800
 
 
-@pytest.mark.parametrize("engine", [COLLIDING, COMPILED_ARRAYS])
+@pytest.mark.parametrize("engine", [BESIDE_TIERS, COLLIDING, COMPILED_ARRAYS])
 def test_the_unmutated_code_survives_with_every_engine(engine: str) -> None:
     importlib.import_module("blockstep.impl.compiled")  # as machine code, which must be forgotten
     stages: tuple[Stage, ...] = ((engine, "small", 3_000),)
@@ -207,6 +207,21 @@ def test_a_mutant_of_groups_is_killed_where_each_run_has_some() -> None:
     old, new = "min(num_computed, self.size - 1)", "min(num_computed, self.size - 2)"
     stages: tuple[Stage, ...] = (("host", "small groups", 800),)
     assert play_changed("impl/host/kinds.py", old, new, stages).killed_by
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("impl/tiers/order.py", "for name in reversed(names):", "for name in names:"),
+        ("spec/beside/tiers.py", "put(tiers, 0, name, kept)", "put(tiers, 1, name, kept)"),
+    ],
+)
+def test_a_mutant_of_tiers_is_killed_where_both_orders_are_played(
+    module: str, old: str, new: str
+) -> None:
+    stages: tuple[Stage, ...] = ((BESIDE_TIERS, "tiny", 400),)
+    outcome = play_changed(module, old, new, stages)
+    assert (outcome.killed_by, outcome.detail) == ("fault", "engine_raises_nothing")
 
 
 COMPILED: tuple[Stage, ...] = (("compiled", "small", 400),)
@@ -248,6 +263,8 @@ def test_a_mutant_of_what_the_engines_share_is_killed() -> None:
     ("module", "engines"),
     [
         ("spec/pool.py", ["host"]),
+        ("spec/beside/tiers.py", [BESIDE_TIERS]),
+        ("impl/tiers/order.py", [BESIDE_TIERS]),
         ("spec/step/schedule.py", ["host"]),
         ("impl/host/pool.py", ["host", COLLIDING]),
         ("impl/compiled/blocks.py", ["compiled", COMPILED_ARRAYS]),
@@ -255,7 +272,7 @@ def test_a_mutant_of_what_the_engines_share_is_killed() -> None:
     ],
 )
 def test_a_mutant_meets_the_engines_of_its_wing(module: str, engines: list[str]) -> None:
-    played = ("host", COLLIDING, "compiled", COMPILED_ARRAYS)
+    played = (BESIDE_TIERS, "host", COLLIDING, "compiled", COMPILED_ARRAYS)
     assert [one for one in played if is_for((one, "small", 1), module)] == engines
 
 
