@@ -79,6 +79,13 @@ HELD_WITHOUT_A_BLOCK: tuple[Action, ...] = (
 )
 """A window has passed what is loaded: nothing is held but the id, until the load has ended."""
 
+LOADED_ANEW: tuple[Action, ...] = (
+    *(Submit(Request("A", (0,) * 6, 2)), KVOffer("A", 1), Schedule()),
+    *(Submit(Request("B", (0, 0, 0), 1)), KVOffer("B", 2, is_async=True), Schedule()),
+    *(Report(recving=("B",)), Schedule(), Drain()),
+)
+"""What A may have read wrongly its window has passed, and the store writes it for B."""
+
 
 def of(*groups: KVGroup, **changes: object) -> Config:
     return replace(NARROW, groups=groups, **changes)  # type: ignore[arg-type]
@@ -97,6 +104,16 @@ PROGRAMS = {
             max_frames_in_flight=2,
         ),
         LOST,
+    ),
+    "loaded-anew": Program(
+        of(
+            *(full(1), window(1, 1)),
+            num_blocks=15,
+            enable_prefix_caching=False,
+            async_scheduling=True,
+            max_frames_in_flight=3,
+        ),
+        LOADED_ANEW,
     ),
     "lost-beside": Program(
         of(window(1, 2), policy=Policy.PRIORITY, kv_load_failure_policy=ANEW),

@@ -186,9 +186,9 @@ class Stored(Items):
         name = load.request_id
         self._complain_of_writing(load)
         self._loads[name], self._invalid[name] = load, set()
-        self._under_way |= dict.fromkeys(
-            (block for _, block in list_loaded(load, self.block_sizes)), name
-        )
+        for _, block in list_loaded(load, self.block_sizes):
+            self._under_way[block] = name
+            self._doubtful.pop(block, None)  # its owner attends to it no more
         self._fill_slots(load, (), set())
 
     def _complain_of_writing(self, load: v.KVLoad) -> None:
