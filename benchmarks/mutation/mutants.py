@@ -29,6 +29,7 @@ WHOLE_MODULES: Mapping[str, str] = {
     "impl/compiled/jit.py": "it hands functions to a compiler; mutants are played without one",
     "impl/fastest.py": "it picks an engine; it decides nothing",
     "impl/engine/": "the model side: `check` plays the scheduler",
+    "impl/serving/": "what stands around an engine, and reads it: `check` plays the engine",
     "impl/tiers/announced.py": "what a store is told to wait for: `check` plays the scheduler",
     "impl/tiers/costs.py": "what a setting is computed from, before anything is played",
     "impl/tiers/files.py": "bytes on a disk: `check` plays the scheduler",
