@@ -47,7 +47,7 @@ from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, Policy, Reques
 DOCS = Path(__file__).parents[2] / "docs"
 NAMED = {entry.id for entry in PROPERTIES} | {"P10"}
 """What a finding may name. P10 is about whole runs: the driver speaks of it."""
-QUICK = ("leak-on-abort", "forward-frees", "row-of-victim-stays")
+QUICK = ("leak-on-abort", "forward-frees")
 IDLE = Exhibit("nothing-is-wrong", "nothing", "nowhere", ("P1",), Defect)
 SHOWN, HIDDEN = STANDINGS[1:]
 UNSEEN = [name for name, entry in EXHIBITS.items() if HIDDEN.tell_invisible(entry)]
@@ -174,7 +174,7 @@ def test_quick_ones_are_killed_and_told_in_every_form(tmp_path: Path) -> None:
     result = blockstep("museum", "run", *QUICK, *options, "--json", told, "--markdown", page)
     assert result.exit_code == 0, result.output
     assert all(name in result.output for name in QUICK)
-    assert "6 of 6 hunts killed" in result.output
+    assert "4 of 4 hunts killed" in result.output
     rows = json.loads(told.read_text())
     assert [row["exhibit"] for row in rows] == list(QUICK)
     assert [fall["seed"] for fall in rows[0]["seeds"]] == [0, 1]
@@ -186,9 +186,9 @@ def test_quick_ones_are_killed_and_told_in_every_form(tmp_path: Path) -> None:
 
 
 def test_several_processes_find_the_same() -> None:
-    chosen = [EXHIBITS["leak-on-abort"], EXHIBITS["forward-frees"]]
-    side_by_side = run_trial(chosen, Trial((0,), max_events=30_000, jobs=2))
-    in_a_row = run_trial(chosen, Trial((0,), max_events=30_000))
+    chosen = [EXHIBITS["forward-frees"]]
+    side_by_side = run_trial(chosen, Trial((0, 1), max_events=30_000, jobs=2))
+    in_a_row = run_trial(chosen, Trial((0, 1), max_events=30_000))
     assert [_without_clock(entry) for entry in side_by_side] == [
         _without_clock(entry) for entry in in_a_row
     ]
