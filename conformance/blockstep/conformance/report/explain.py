@@ -25,6 +25,7 @@ from blockstep.conformance.protocol.program import WIDTH
 from blockstep.conformance.protocol.registry import MUSEUM
 from blockstep.conformance.report.sentences import SENTENCES
 from blockstep.conformance.report.vocabulary import (
+    Part,
     Word,
     cite,
     get_finding_kinds,
@@ -139,6 +140,9 @@ def _list_names() -> Iterator[tuple[str, str, Tell]]:
                 short = part.name.partition("(")[0]
                 yield "field", f"{word.name}.{short}", partial(_tell_field, short, word)
                 yield "field", short, partial(_tell_field, short)
+            elif part.default and word.name not in {"RejectCode", "Capability"}:  # told above
+                for name in (part.name, f"{word.name}.{part.default}"):
+                    yield word.name, name, partial(_tell_member, word, part)
     yield "list", "vocabulary", make_page
     yield "list", "capabilities", partial(tell_word, get_words()["Capability"])
     yield "list", "features", _tell_features
@@ -324,6 +328,12 @@ def _tell_field(name: str, owner: Word | None = None) -> str:
         )
         for word, part in found
     )
+
+
+def _tell_member(word: Word, part: Part) -> str:
+    others = [other.name for other in word.parts if other.default and not other.type]
+    title = f"{word.name} {part.name} ({word.name}.{part.default})"
+    return _show(title, part.text or "Its name says it.", _list("one of", others))
 
 
 def _tell_features() -> str:
