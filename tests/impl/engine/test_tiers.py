@@ -45,7 +45,7 @@ STORMS: dict[str, dict[str, Any]] = {
     "draft-model": {"spec_method": "draft_model", "num_speculative_tokens": 2},
     "thresholds": {"admission_low_blocks": 2, "admission_high_blocks": 9},
 }
-TESTED = {"ahead-later-chunks", "thresholds"}
+TESTED = {"ahead-later-chunks", "drafts-ahead", "thresholds"}
 
 
 class Spoilt(TieredStore):

@@ -196,7 +196,7 @@ class Runner:
             self.proposer.propose(self.batch, step, on_pass)
             if self.config.async_scheduling:
                 self._pad_proposals(frame)
-        answer = _get_answer(frame, logprobs)
+        answer = _get_answer(frame, logprobs, self.config.async_scheduling)
         if self.connector is not None:
             answer = replace(answer, transfers=self.connector.take_answer(frame.frame_id))
         self._answers[frame.frame_id] = answer
@@ -246,11 +246,11 @@ def _get_logprobs(frame: Frame) -> dict[RequestId, Logprobs]:
     return found
 
 
-def _get_answer(frame: Frame, logprobs: dict[RequestId, Logprobs]) -> Answer:
+def _get_answer(frame: Frame, logprobs: dict[RequestId, Logprobs], is_async: bool) -> Answer:
     sampled = tuple(RowTokens(row.row.request_id, row.sampled) for row in frame.step)
     proposals: dict[RequestId, TokenIds] = {
         row.row.request_id: row.row.proposal
         for row in frame.step
-        if row.samples and row.void is None
+        if row.samples and (row.void is None or is_async)  # the next plan may be made already
     }
     return Answer(Ran(frame.frame_id, tuple(frame.passes), sampled, proposals), logprobs)
