@@ -101,6 +101,13 @@ def test_what_an_equivalence_lets_differ_is_no_finding(engine: Any) -> None:
     assert all(reached[name] for name in wanted), "counted on the spec's side where none is shown"
 
 
+@pytest.mark.parametrize("engine", CLEAN.values(), ids=CLEAN)
+def test_what_an_equivalence_lets_differ_is_no_finding_beside_branches(engine: Any) -> None:
+    episode, reached = play(engine, 800, seed=7, with_features=("forks",))
+    assert episode.first is None
+    assert all(reached[name] for name in ("forks_copied_by_who_runs", "forks_copied_by_a_branch"))
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("preset", ["tiny", "small", "real"])
 @pytest.mark.parametrize("engine", CLEAN.values(), ids=CLEAN)
@@ -424,8 +431,8 @@ def test_what_is_saved_has_the_names_of_the_step_before() -> None:
     new, other = NewRow(B, ((2, 1),), 0, 3), NewRow(B, ((7, 5),), 0, 3)
     mine = Plan(1, (new,), preempted_req_ids=("A",), kv_saves=(saved,))
     seen = Plan(1, (other,), preempted_req_ids=("A",), kv_saves=(theirs,))
-    assert pairs.take_saves(replace(seen, kv_saves=(replace(theirs, block_ids=((5, 7),)),))) != mine
-    seen = pairs.take_saves(seen)
+    assert pairs.take_read(replace(seen, kv_saves=(replace(theirs, block_ids=((5, 7),)),))) != mine
+    seen = pairs.take_read(seen)
     assert seen.kv_saves == mine.kv_saves
     assert pairs.take(mine, seen) == mine
 

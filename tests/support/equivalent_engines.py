@@ -11,7 +11,16 @@ from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.impl.host import HostEngine
 from blockstep.impl.host.pool import BlockPool
 from blockstep.impl.host.prefix import PrefixMap
-from blockstep.spec.vocabulary import BlockTables, Commit, Event, Outputs, Plan, Schedule, Snapshot
+from blockstep.spec.vocabulary import (
+    BlockCopy,
+    BlockTables,
+    Commit,
+    Event,
+    Outputs,
+    Plan,
+    Schedule,
+    Snapshot,
+)
 
 RENAMED = EngineTraits(equivalence=Renamed())
 PLANS = EngineTraits(equivalence=SamePlans(shows_blocks=True))
@@ -59,7 +68,9 @@ class OtherIds(HostEngine):
         )
         zeroed = self._called((answer.new_block_ids_to_zero,))[0]
         loads = self._all_called(answer.kv_loads, "block_ids")
-        plan = replace(answer, new=new, cached=cached, kv_loads=loads)
+        pairs = [(it.source, it.destination) for it in answer.block_copies]
+        copies = tuple(BlockCopy(*pair) for pair in self._called(tuple(pairs)))
+        plan = replace(answer, new=new, cached=cached, kv_loads=loads, block_copies=copies)
         return replace(plan, new_block_ids_to_zero=zeroed)
 
     def _all_called(self, holders: Any, field: str = "block_tables") -> tuple[Any, ...]:
@@ -135,6 +146,7 @@ class Blockless(Mute):
             preempted_req_ids=answer.preempted_req_ids[::-1],
             finished_req_ids=(),
             remapped_req_ids=(),
+            block_copies=(),
             num_common_prefix_blocks=(),
             new_block_ids_to_zero=(),
         )

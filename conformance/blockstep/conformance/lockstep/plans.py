@@ -45,6 +45,7 @@ NOT_COMPARED: Mapping[type, Mapping[str, Any]] = {
     v.Plan: {
         "finished_req_ids": (),
         "remapped_req_ids": (),
+        "block_copies": (),
         "num_common_prefix_blocks": (),
         "new_block_ids_to_zero": (),
     },

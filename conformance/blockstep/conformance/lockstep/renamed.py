@@ -53,7 +53,7 @@ class RenamedRun(ScopedRun):
         self, event: v.Event, expected: v.Observation, seen: object, after: v.Snapshot | None
     ) -> Iterator[Finding]:
         if isinstance(expected, v.Plan) and isinstance(seen, v.Plan):
-            seen = self.tables.take_saves(seen)
+            seen = self.tables.take_read(seen)
             # A window, a load that failed, a session whose blocks another took: no plan tells.
             requests = self.spec.snapshot().requests
             self.tables.let_go({it.request_id: it.block_tables for it in requests})
@@ -79,3 +79,6 @@ class RenamedRun(ScopedRun):
         match event, observation:
             case v.Reset(reset_running_requests=True), v.ResetDone(success=True):
                 self.tables.drop(list(self.tables.of))
+            case v.Fork(request_id=parent, child_id=child), v.Ack():
+                held = [it for it in self.spec.snapshot().requests if it.request_id == child]
+                self.tables.fork(parent, child, held[0].block_tables)

@@ -14,6 +14,7 @@ from itertools import chain, count
 
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
+    BlockCopy,
     BlockId,
     BlockTables,
     CachedRow,
@@ -57,18 +58,30 @@ def rename_snapshot(spec: Snapshot, engine: Snapshot) -> Snapshot:
 
 
 def rename_plan(plan: Plan, names: Names) -> Plan:
-    """The engine's plan with the spec's block ids, but for saves: these are of the state before."""
+    """The engine's plan with the spec's block ids, but for what is of the state before it: saves,
+    and what is copied."""
     return replace(
         plan,
         new=tuple(replace(row, block_ids=names.rename(row.block_ids)) for row in plan.new),
         cached=tuple(
             replace(row, new_block_ids=names.rename(row.new_block_ids)) for row in plan.cached
         ),
+        block_copies=_copies(plan, destination=names),
         new_block_ids_to_zero=names.rename((plan.new_block_ids_to_zero,))[0],
         kv_loads=tuple(
             replace(load, block_ids=names.rename(load.block_ids)) for load in plan.kv_loads
         ),
     )
+
+
+def _copies(plan: Plan, **names: Names) -> tuple[BlockCopy, ...]:
+    """What a plan copies, with one side of it named anew."""
+
+    def rename(copy: BlockCopy) -> BlockCopy:
+        named = {side: of.rename(((getattr(copy, side),),))[0][0] for side, of in names.items()}
+        return replace(copy, **named)
+
+    return tuple(map(rename, plan.block_copies))
 
 
 def pair_states(spec: Snapshot, engine: Snapshot) -> Names:
@@ -148,14 +161,15 @@ class TablePairs:
     of: dict[RequestId, tuple[BlockTables, BlockTables]] = field(default_factory=dict)
     """The spec's and the engine's, of each request that holds blocks."""
 
-    def take_saves(self, engine: Plan) -> Plan:
-        """The engine's plan with the spec's block ids in what it saves, as tables were before it.
+    def take_read(self, engine: Plan) -> Plan:
+        """The engine's plan with the spec's block ids in what it saves, and in what it copies, as
+        tables were before it.
 
         A plan takes blocks for others that it has saved, so no one bijection names them all.
         """
         names = self._pair()
         saves = [replace(it, block_ids=names.rename(it.block_ids)) for it in engine.kv_saves]
-        return replace(engine, kv_saves=tuple(saves))
+        return replace(engine, kv_saves=tuple(saves), block_copies=_copies(engine, source=names))
 
     def take(self, spec: Plan, engine: Plan) -> Plan:
         """Learn from a plan of each side; the engine's in terms of the spec's block ids."""
@@ -169,7 +183,7 @@ class TablePairs:
             other = gained.get(row.request_id)
             if other is not None:
                 mine, theirs = self.of.get(row.request_id, ((), ()))
-                self.of[row.request_id] = (_grown(mine, row), _grown(theirs, other))
+                self.of[row.request_id] = _grown(mine, row, spec), _grown(theirs, other, engine)
         return rename_plan(engine, self._pair())
 
     def _pair(self) -> Names:
@@ -184,6 +198,12 @@ class TablePairs:
             now = held.get(name, mine)
             if now != mine:
                 self.of[name] = (_kept(mine, mine, now), _kept(theirs, mine, now))
+
+    def fork(self, parent: RequestId, child: RequestId, held: BlockTables) -> None:
+        """A branch begins with what its parent has, as far as the spec's holds it."""
+        if parent in self.of:
+            mine, theirs = self.of[parent]
+            self.of[child] = _cut(mine, held), _cut(theirs, held)
 
     def drop(self, names: Iterable[RequestId]) -> None:
         """These hold no blocks any more."""
@@ -228,10 +248,15 @@ def _kept(tables: BlockTables, mine: BlockTables, now: BlockTables) -> BlockTabl
     )
 
 
-def _grown(tables: BlockTables, row: NewRow | CachedRow) -> BlockTables:
+def _cut(tables: BlockTables, held: BlockTables) -> BlockTables:
+    """Of each table as many blocks as are held of it."""
+    return tuple(table[: len(own)] for table, own in zip(tables, held, strict=False))
+
+
+def _grown(tables: BlockTables, row: NewRow | CachedRow, plan: Plan) -> BlockTables:
     """A request's tables once a row of it is dispatched."""
     if isinstance(row, NewRow):
         return row.block_ids
-    if row.resumed or not tables:
+    if row.resumed or not tables or row.request_id in plan.remapped_req_ids:
         return row.new_block_ids
     return tuple(old + new for old, new in zip(tables, row.new_block_ids, strict=False))
