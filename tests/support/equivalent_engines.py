@@ -20,6 +20,7 @@ from blockstep.spec.vocabulary import (
     Plan,
     Schedule,
     Snapshot,
+    TransfersReported,
 )
 
 RENAMED = EngineTraits(equivalence=Renamed())
@@ -68,17 +69,21 @@ class OtherIds(HostEngine):
         )
         zeroed = self._called((answer.new_block_ids_to_zero,))[0]
         loads = self._all_called(answer.kv_loads, "block_ids")
+        saves = self._all_called(answer.kv_saves, "block_ids")
         pairs = [(it.source, it.destination) for it in answer.block_copies]
         copies = tuple(BlockCopy(*pair) for pair in self._called(tuple(pairs)))
-        plan = replace(answer, new=new, cached=cached, kv_loads=loads, block_copies=copies)
-        return replace(plan, new_block_ids_to_zero=zeroed)
+        plan = replace(answer, new=new, cached=cached, kv_loads=loads, kv_saves=saves)
+        return replace(plan, new_block_ids_to_zero=zeroed, block_copies=copies)
 
     def _all_called(self, holders: Any, field: str = "block_tables") -> tuple[Any, ...]:
         return tuple(replace(it, **{field: self._called(getattr(it, field))}) for it in holders)
 
     def _called(self, tables: BlockTables) -> BlockTables:
         count = self.config.num_blocks
-        return tuple(tuple(count - block if block else 0 for block in table) for table in tables)
+        return tuple(
+            tuple(count - block if 0 < block < count else block for block in table)
+            for table in tables
+        )
 
     def _placed(self, of_blocks: tuple[Any, ...]) -> tuple[Any, ...]:
         names = (0, *self._called((tuple(range(1, len(of_blocks))),))[0])
@@ -101,6 +106,17 @@ class OtherIds(HostEngine):
             free_queue=tuple(sorted(self._called((seen.free_queue,))[0])),
             cached={key: self._called((blocks,))[0] for key, blocks in seen.cached.items()},
         )
+
+
+class OtherIdsTold(OtherIds):
+    """Whoever speaks to it of a block calls it as it does."""
+
+    def apply(self, event: Event) -> Any:
+        if not isinstance(event, Commit | TransfersReported):
+            return super().apply(event)
+        (invalid,) = self._called((event.transfers.invalid_block_ids,))
+        told = replace(event.transfers, invalid_block_ids=invalid)
+        return super().apply(replace(event, transfers=told))
 
 
 class Restless(OtherIds):
@@ -127,7 +143,11 @@ class Mute:
 
 
 class Blockless(Mute):
-    """No blocks, no order of rows, and nothing but what runs."""
+    """No blocks, no order of rows, and nothing but what runs; so it cannot be told of blocks that
+    were not loaded."""
+
+    def capabilities(self) -> frozenset[str]:
+        return super().capabilities() - {Capability.TRANSFERS, Capability.TIERS}
 
     def apply(self, event: Event) -> Any:
         answer = super().apply(event)  # type: ignore[misc]

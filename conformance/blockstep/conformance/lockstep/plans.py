@@ -16,7 +16,7 @@ tokens. Situations are counted on the specification's side: it did the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Self, TypeVar
@@ -118,11 +118,19 @@ class PlanRun(ScopedRun):
     def _diverge(
         self, event: v.Event, expected: v.Observation, seen: object, after: v.Snapshot | None
     ) -> Iterator[Finding]:
+        if isinstance(expected, v.Plan) and isinstance(seen, v.Plan):
+            self.loads.take(expected, seen)
         if isinstance(seen, type(expected)):
             expected, seen = only_plan(expected), only_plan(seen)
         return LockStep._diverge(self, event, expected, seen, after)
 
     def _check_answer(self, event: v.Event, seen: v.Observation) -> list[Finding]:
-        """What holds of any engine's answer, and what its worker says."""
-        told = judge_answer(self.config, self.live, self.said, event, seen, self.dropped)
+        """What holds of any engine's answer, and what its worker says.
+
+        What a load that fails voids is compared with the specification, and not said here again.
+        """
+        told: Iterable[Finding] = ()
+        report = event.transfers if isinstance(event, v.Commit | v.TransfersReported) else None
+        if report is None or not report.invalid_block_ids:
+            told = judge_answer(self.config, self.live, self.said, event, seen, self.dropped)
         return [*told, *self.worker.observe(event, seen)]

@@ -22,7 +22,6 @@ from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.scoped import ScopedRun
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.renaming import (
-    LoadPairs,
     TablePairs,
     rename_snapshot,
     sort_free_queue,
@@ -35,19 +34,6 @@ class RenamedRun(ScopedRun):
     """One run of one engine, compared up to the names of its blocks. Not reusable."""
 
     tables: TablePairs = field(default_factory=TablePairs)
-    loads: LoadPairs = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.loads = LoadPairs(self.config.num_blocks)
-
-    def _tell(self, event: v.Event) -> v.Event:
-        """The event with the engine's ids of blocks that could not be loaded."""
-        if not isinstance(event, v.Commit | v.TransfersReported):
-            return event
-        if not event.transfers.invalid_block_ids:
-            return event
-        invalid = self.loads.tell(event.transfers.invalid_block_ids)
-        return replace(event, transfers=replace(event.transfers, invalid_block_ids=invalid))
 
     def _diverge(
         self, event: v.Event, expected: v.Observation, seen: object, after: v.Snapshot | None

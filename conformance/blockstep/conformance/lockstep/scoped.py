@@ -6,7 +6,7 @@ Its factory says what such an engine can be given (`engine.Equivalence`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from blockstep.conformance.engine import EngineFactory, Equivalence, Safety, get_traits
@@ -14,6 +14,7 @@ from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.protocol.features import Feature, fit
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action
+from blockstep.conformance.protocol.renaming import LoadPairs
 from blockstep.spec import vocabulary as v
 
 DECLINED = "requests that are not for this engine"
@@ -61,6 +62,19 @@ class ScopedRun(LockStep):
     """One run of one engine, within what its equivalence says of it. Not reusable."""
 
     scope: Equivalence = field(default_factory=Safety)
+    loads: LoadPairs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.loads = LoadPairs(self.config.num_blocks)
+
+    def _tell(self, event: v.Event) -> v.Event:
+        """The event with the engine's ids of blocks that could not be loaded."""
+        if not isinstance(event, v.Commit | v.TransfersReported):
+            return event
+        if not event.transfers.invalid_block_ids:
+            return event
+        invalid = self.loads.tell(event.transfers.invalid_block_ids)
+        return replace(event, transfers=replace(event.transfers, invalid_block_ids=invalid))
 
     @classmethod
     def start(cls, config: v.Config, make_engine: EngineFactory, *args: Any, **kwargs: Any) -> Self:
