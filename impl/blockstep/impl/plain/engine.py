@@ -1,0 +1,247 @@
+"""PlainEngine: events in, observations out, around the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from blockstep.impl import refusals
+from blockstep.impl.capabilities import list_config_problems
+from blockstep.impl.plain.scheduler import Row, Scheduler
+from blockstep.impl.plain.text import Text
+from blockstep.spec import vocabulary as v
+
+CAPABILITIES: Final = frozenset(
+    (
+        *("snapshot", "priority", "pause", "reset", "grammar", "multimodal", "embeds", "abort"),
+        *("rejection", "statistics", "cache statistics", "forks"),
+    )
+)
+
+
+@dataclass
+class Frame:
+    """A plan that awaits its commit: its rows, and the drafts of each that samples."""
+
+    frame_id: v.FrameId
+    rows: list[Row]
+    drafts: dict[v.RequestId, v.TokenIds | None]
+
+
+class PlainEngine:
+    """The least that conforms: one KV group, one plan at a time, no drafts, and no store.
+
+    Raises:
+        ConfigError: the config cannot be used, or asks for what this engine lacks.
+    """
+
+    def __init__(self, config: v.Config) -> None:
+        problems = list_config_problems(config, CAPABILITIES)
+        if problems:
+            raise v.ConfigError(problems)
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self.texts: dict[v.RequestId, Text] = {}
+        self.frame: Frame | None = None
+        self.next_frame_id = 0
+        self.ended: set[v.RequestId] = set()
+        self.last: set[v.RequestId] = set()
+
+    def capabilities(self) -> frozenset[str]:
+        """What it implements."""
+        return CAPABILITIES
+
+    def apply(self, event: v.Event) -> v.Observation:
+        """Take one event."""
+        problem = v.event_problem(event) or refusals.brought_problem(event)
+        if problem is not None:
+            return problem
+        take: Callable[..., v.Observation] | None = getattr(
+            self, f"_take_{type(event).__name__.lower()}", None
+        )
+        if take is None:
+            kind = type(event).__name__
+            return v.Rejected(v.RejectCode.MALFORMED_EVENT, f"{kind}: this engine takes none")
+        return take(event)
+
+    def _is_in_flight(self, name: v.RequestId) -> bool:
+        return self.frame is not None and name in self.frame.drafts
+
+    def _take_submit(self, event: v.Submit) -> v.Observation:
+        request = event.request
+        problem = refusals.submit_problem(
+            self.config,
+            request,
+            refusals.most_blocks(self.config, request),
+            request.request_id in self.texts,
+            self._is_in_flight(request.request_id),
+        )
+        if problem is not None:
+            return problem
+        text = self.texts[request.request_id] = Text(request)
+        self.scheduler.add(text)
+        return v.Ack()
+
+    def _take_fork(self, event: v.Fork) -> v.Observation:
+        parent = self.texts.get(event.request_id)
+        begun = (v.Status.RUNNING, v.Status.PREEMPTED)
+        problem = refusals.fork_problem(
+            self.config,
+            event,
+            is_unfinished=parent is not None,
+            is_child_unfinished=event.child_id in self.texts,
+            is_child_in_flight=self._is_in_flight(event.child_id),
+            may_fork=parent is not None and parent.status in begun,
+            is_in_flight=self._is_in_flight(event.request_id),
+        )
+        if problem is not None or parent is None:
+            return problem or v.Ack()
+        child = Text(replace(parent.request, request_id=event.child_id))
+        for token in event.output_token_ids:
+            if child.append(token, self.config.max_model_len) is not None:
+                return refusals.bad_fork(event, f"it ends with output {token}; leave that out")
+        child.num_cached_tokens = parent.num_cached_tokens
+        child.grammar_ready = parent.grammar_ready
+        self.texts[child.name] = child
+        self.scheduler.branch(parent, child)
+        return v.Ack()
+
+    def _take_schedule(self, _event: v.Schedule) -> v.Observation:
+        problem = refusals.schedule_problem(self.config, int(self.frame is not None))
+        if problem is not None:
+            return problem
+        scheduler = self.scheduler
+        scheduler.step()
+        rows = scheduler.rows
+        plan = v.Plan(
+            frame_id=self.next_frame_id,
+            new=tuple(self._show_new(row) for row in rows if row.is_new),
+            cached=tuple(
+                self._show_cached(row)
+                for row in sorted(rows, key=lambda row: row.resumed)
+                if not row.is_new
+            ),
+            finished_req_ids=tuple(sorted(self.ended)),
+            preempted_req_ids=tuple(sorted(text.name for text in scheduler.preempted)),
+            remapped_req_ids=tuple(sorted(row.text.name for row in rows if is_remapped(row))),
+            block_copies=tuple(copy for row in rows for copy in row.copies),
+        )
+        self.next_frame_id += 1
+        self.ended = set()
+        self.last = {row.text.name for row in rows}
+        if rows:
+            drafts = {row.text.name: () if row.samples else None for row in rows}
+            self.frame = Frame(plan.frame_id, rows, drafts)
+        return plan
+
+    def _show_new(self, row: Row) -> v.NewRow:
+        text = row.text
+        return v.NewRow(
+            text.request, (tuple(text.table),), row.start, row.count, tuple(text.outputs)
+        )
+
+    def _show_cached(self, row: Row) -> v.CachedRow:
+        text = row.text
+        is_whole = row.resumed or is_remapped(row)
+        return v.CachedRow(
+            request_id=text.name,
+            resumed=row.resumed,
+            new_block_ids=(tuple(text.table if is_whole else row.new_blocks),),
+            all_token_ids=None if text.name in self.last else text.tokens,
+            num_computed_tokens=row.start,
+            num_output_tokens=len(text.outputs),
+            num_scheduled_tokens=row.count,
+        )
+
+    def _take_commit(self, event: v.Commit) -> v.Observation:
+        frame = self.frame
+        in_flight = () if frame is None else (frame.frame_id,)
+        problem = refusals.frame_problem(event.frame_id, in_flight)
+        if problem is not None or frame is None:
+            return problem or v.Ack()
+        answers = {row.request_id: row.token_ids for row in event.sampled}
+        problem = refusals.answer_problem(
+            event.frame_id, len(event.sampled), frame.drafts, answers, lambda _all, few: not few
+        )
+        if problem is not None:
+            return problem
+        self.frame = None
+        told = []
+        for row in frame.rows:
+            text = row.text
+            if self.texts.get(text.name) is text and answers[text.name]:
+                told.append(self._deliver(text, *answers[text.name]))
+        return v.Outputs(tuple(told))
+
+    def _deliver(self, text: Text, token: v.TokenId) -> v.OutputRow:
+        reason = text.append(token, self.config.max_model_len)
+        stop = None
+        if reason is not None:
+            self._end(text)
+        if reason is v.FinishReason.STOP and token != text.request.eos_token_id:
+            stop = token
+        return v.OutputRow(text.name, (token,), reason, stop, text.num_cached_tokens)
+
+    def _end(self, text: Text) -> None:
+        self.scheduler.drop(text)
+        del self.texts[text.name]
+        self.ended.add(text.name)
+
+    def _take_abort(self, event: v.Abort) -> v.Observation:
+        named = [name for name in dict.fromkeys(event.request_ids) if name in self.texts]
+        for name in named:
+            self._end(self.texts[name])
+        return v.Aborted(tuple(named))
+
+    def _take_drafts(self, event: v.Drafts) -> v.Observation:
+        return refusals.drafts_problem(self.config, event) or v.DraftsTaken()
+
+    def _take_grammarready(self, event: v.GrammarReady) -> v.Observation:
+        text = self.texts.get(event.request_id)
+        request = None if text is None else text.request
+        problem = refusals.grammar_problem(request, event.request_id)
+        if problem is not None or text is None:
+            return problem or v.Ack()
+        text.grammar_ready = True
+        return v.Ack()
+
+    def _take_streamingupdate(self, event: v.StreamingUpdate) -> v.Observation:
+        name = event.request.request_id
+        return refusals.update_problem(name, name in self.texts)
+
+    def _take_setpause(self, event: v.SetPause) -> v.Observation:
+        self.scheduler.pause = event.pause_state
+        return v.Ack()
+
+    def _take_reset(self, event: v.Reset) -> v.Observation:
+        if event.reset_connector:
+            return v.ResetDone(success=False)
+        if event.reset_running_requests:
+            self.last = set()
+        return v.ResetDone(self.scheduler.reset(event.reset_running_requests))
+
+    def snapshot(self) -> v.Snapshot:
+        """The canonical state."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return v.Snapshot(
+            pause_state=scheduler.pause,
+            waiting=tuple(text.name for text in scheduler.waiting),
+            skipped_waiting=tuple(text.name for text in scheduler.skipped),
+            running=tuple(text.name for text in scheduler.running),
+            requests=tuple(text.show() for _, text in sorted(self.texts.items())),
+            ref_counts=tuple(pool.refs),
+            free_queue=tuple(pool.free),
+            block_keys=tuple(pool.keys),
+            cached={key: tuple(blocks) for key, blocks in pool.cached.items()},
+            frames_in_flight=() if self.frame is None else (self.frame.frame_id,),
+            next_frame_id=self.next_frame_id,
+            finished_req_ids=tuple(sorted(self.ended)),
+            prev_scheduled_req_ids=tuple(sorted(self.last)),
+            stats=scheduler.stats,
+        )
+
+
+def is_remapped(row: Row) -> bool:
+    """Whether a running row has its whole table anew."""
+    return bool(row.copies) and not (row.is_new or row.resumed)

@@ -1,0 +1,294 @@
+"""Scheduler: who runs in a step, how far, and in which blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from blockstep.impl.plain.pool import Pool
+from blockstep.impl.plain.text import Text
+from blockstep.spec.vocabulary import (
+    BlockCopy,
+    BlockId,
+    Config,
+    PauseState,
+    Policy,
+    Stats,
+    Status,
+)
+
+
+@dataclass(eq=False)
+class Row:
+    """What one text does in one step: `count` tokens from `start` on."""
+
+    text: Text
+    start: int
+    count: int
+    new_blocks: list[BlockId]
+    copies: list[BlockCopy]
+    settled_before: int
+    is_new: bool = False
+    resumed: bool = False
+
+    @property
+    def samples(self) -> bool:
+        """Whether it runs to the end of what is known (asked before its answer)."""
+        return self.start + self.count == self.text.known
+
+
+class Scheduler:
+    """Queues, pool, and the step."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.pool = Pool(config)
+        self.waiting: list[Text] = []
+        self.skipped: list[Text] = []
+        self.running: list[Text] = []
+        self.pause = PauseState.UNPAUSED
+        self.queries = self.hits = self.preemptions = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.rows: list[Row] = []
+        self.preempted: list[Text] = []
+        self.budget = self.config.max_num_batched_tokens
+
+    @property
+    def stats(self) -> Stats:
+        """Counters since the start."""
+        return Stats(self.queries, self.hits, self.preemptions)
+
+    # Queues.
+
+    def put(self, queue: list[Text], text: Text, at_front: bool = False) -> None:
+        """By priority nobody is put in front of anybody."""
+        queue.insert(0 if at_front else len(queue), text)
+        if self.config.policy is Policy.PRIORITY:
+            queue.sort(key=lambda one: one.rank)
+
+    def add(self, text: Text) -> None:
+        """It arrives."""
+        if text.request.structured_output:
+            text.status = Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+            self.put(self.skipped, text)
+        else:
+            self.put(self.waiting, text)
+
+    def line(self) -> list[Text]:
+        """Who waits, in the order in which they are looked at."""
+        both = self.skipped + self.waiting
+        if self.config.policy is Policy.PRIORITY:
+            both.sort(key=lambda one: one.rank)
+        return both
+
+    def drop(self, text: Text) -> None:
+        """It ended."""
+        for queue in (self.running, self.waiting, self.skipped):
+            if text in queue:
+                queue.remove(text)
+        self.give_up(text)
+
+    def give_up(self, text: Text) -> None:
+        """Its blocks; it has computed nothing then."""
+        self.pool.release(text.table)
+        text.table, text.settled, text.computed = [], 0, 0
+
+    def preempt(self, text: Text) -> None:
+        """It runs no longer, and is first in line."""
+        self.running.remove(text)
+        self.give_up(text)
+        text.status = Status.PREEMPTED
+        text.num_preemptions += 1
+        self.preemptions += 1
+        self.put(self.waiting, text, at_front=True)
+
+    # A step.
+
+    def step(self) -> None:
+        """Plan it: `rows` and `preempted` say what came of it."""
+        self.begin()
+        if self.pause is not PauseState.PAUSED_ALL:
+            self.run_on()
+        if self.pause is PauseState.UNPAUSED and not self.preempted:
+            self.admit_all()
+        for row in self.rows:
+            row.text.computed = row.start + row.count
+            row.text.is_prefill_chunk = not row.samples
+
+    def run_on(self) -> None:
+        """Those that run, in order, as long as there is budget."""
+        for text in list(self.running):
+            if text not in self.running:
+                continue
+            if not self.budget:
+                return
+            count = self.cap(text.known - text.computed)
+            if not self.make_room(text, count):
+                return
+            self.give_slots(text, min(count, self.budget), [])
+
+    def cap(self, count: int) -> int:
+        """Tokens of one request, by threshold and budget."""
+        threshold = self.config.long_prefill_token_threshold
+        return min(count, threshold or count, self.budget)
+
+    def make_room(self, text: Text, count: int) -> bool:
+        """Others make room, the last first; False if it had to go itself."""
+        while self.lacks(text, text.computed + count, []) > len(self.pool.free):
+            if self.running == [text] and self.let_give_way(text):
+                continue
+            by_rank = self.config.policy is Policy.PRIORITY
+            victim = max(self.running, key=lambda t: t.rank) if by_rank else self.running[-1]
+            self.take_back(victim)
+            self.preempt(victim)
+            self.preempted.append(victim)
+            if victim is text:
+                return False
+        return True
+
+    def let_give_way(self, text: Text) -> bool:
+        """Who is last in line among those that wait with blocks gives them up; False: nobody."""
+        for other in reversed(self.line()):
+            if other is not text and other.table:
+                self.give_up(other)
+                return True
+        return False
+
+    def take_back(self, text: Text) -> None:
+        """Its row in this step, if it has one, and the keys of what will not be written."""
+        for row in self.rows:
+            if row.text is text:
+                self.rows.remove(row)
+                self.budget += row.count
+                for block in text.table[row.settled_before : text.settled]:
+                    self.pool.withdraw(block)
+                return
+
+    def admit_all(self) -> None:
+        """Those that wait, as long as there are seats, budget and blocks."""
+        for text in self.line():
+            if not self.budget or len(self.running) == self.config.max_num_seqs:
+                return
+            if text.status is Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+                if not text.grammar_ready:
+                    self.pass_over(text)
+                    continue
+                text.status = Status.WAITING
+            if not self.admit(text):
+                return
+
+    def pass_over(self, text: Text) -> None:
+        """It is blocked: it stands with those that were passed over from now on."""
+        if text in self.waiting:
+            self.waiting.remove(text)
+            self.put(self.skipped, text)
+
+    def admit(self, text: Text) -> bool:
+        """Whether it runs from now on; if not, nothing has changed."""
+        config, asks = self.config, False
+        hits: list[BlockId] = []
+        if text.computed == 0:
+            asks = config.enable_prefix_caching and not text.request.skip_reading_prefix_cache
+            if asks:
+                size = config.block_size
+                hits = self.pool.find(text.list_keys((text.known - 1) // size, size))
+        start = text.computed + len(hits) * config.block_size
+        count = text.known - start
+        threshold = config.long_prefill_token_threshold
+        count = min(count, threshold or count)
+        if not config.enable_chunked_prefill and count > self.budget:
+            return False
+        count = min(count, self.budget)
+        slots = text.known if config.scheduler_reserve_full_isl else start + count
+        watermark = config.watermark_blocks if self.running else 0
+        while self.lacks(text, slots, hits) + watermark > len(self.pool.free):
+            if self.running or not self.let_give_way(text):
+                return False
+        self.queries += text.known if asks else 0
+        self.hits += start if asks else 0
+        if text.num_cached_tokens < 0:
+            text.num_cached_tokens = start
+        for queue in (self.waiting, self.skipped):
+            if text in queue:
+                queue.remove(text)
+        resumed = text.status is Status.PREEMPTED
+        text.status = Status.RUNNING
+        self.running.append(text)
+        text.computed = start
+        row = self.give_slots(text, count, hits)
+        row.is_new, row.resumed = not resumed, resumed
+        return True
+
+    # Blocks.
+
+    def is_copied(self, text: Text) -> bool:
+        """Whether it goes on within a block that others hold, too."""
+        at, within = divmod(text.computed, self.config.block_size)
+        return within > 0 and at < len(text.table) and self.pool.refs[text.table[at]] > 1
+
+    def lacks(self, text: Text, slots: int, hits: list[BlockId]) -> int:
+        """Free blocks that it uses up to have so many slots, its hit included."""
+        missing = -(-slots // self.config.block_size) - len(text.table) - len(hits)
+        return max(missing, 0) + self.pool.count_free(hits) + self.is_copied(text)
+
+    def give_slots(self, text: Text, count: int, hits: list[BlockId]) -> Row:
+        """It runs so many tokens in this step; there is room."""
+        pool, size = self.pool, self.config.block_size
+        pool.hold(hits)
+        text.table += hits
+        text.settled += len(hits)
+        copies = []
+        if self.is_copied(text):
+            at = text.computed // size
+            copies.append(BlockCopy(text.table[at], *pool.take(1)))
+            pool.release([text.table[at]])
+            text.table[at] = copies[0].destination
+        end = text.computed + count
+        new = pool.take(max(-(-end // size) - len(text.table), 0))
+        text.table += new
+        row = Row(text, text.computed, count, new, copies, text.settled)
+        self.publish(text, end)
+        self.rows.append(row)
+        self.budget -= count
+        return row
+
+    def publish(self, text: Text, end: int) -> None:
+        """What is full of known tokens before `end` can be found."""
+        if not self.config.enable_prefix_caching:
+            return
+        count = min(end, text.known) // self.config.block_size
+        keys = text.list_keys(count, self.config.block_size)
+        for at in range(text.settled, count):
+            self.pool.publish(text.table[at], keys[at])
+        text.settled = max(text.settled, count)
+
+    # Others.
+
+    def reset(self, is_forced: bool) -> bool:
+        """Nothing can be found any more; False, and nothing has changed, while a block is held."""
+        if is_forced:
+            while self.running:
+                self.preempt(self.running[-1])
+            for text in reversed(self.line()):
+                self.give_up(text)
+        if any(self.pool.refs):
+            return False
+        self.pool.forget()
+        return True
+
+    def branch(self, parent: Text, child: Text) -> None:
+        """It begins with what it shares with its parent, at the front of the line."""
+        size = self.config.block_size
+        self.publish(parent, parent.computed)
+        pairs = zip(parent.tokens, child.tokens, strict=False)
+        common = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
+        shared = min(parent.known, child.known) if common is None else common
+        shared = min(parent.computed, shared, child.known - 1)
+        if shared // size < parent.settled:
+            shared -= shared % size
+        child.computed, child.table = shared, parent.table[: -(-shared // size)]
+        child.settled = min(parent.settled, shared // size)
+        self.pool.hold(child.table)
+        self.put(self.waiting, child, at_front=True)

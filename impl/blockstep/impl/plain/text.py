@@ -1,0 +1,108 @@
+"""Text: one unfinished request, what names its blocks, and what ends it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from blockstep.impl.names import list_extras
+from blockstep.spec.vocabulary import (
+    BlockId,
+    BlockKey,
+    FinishReason,
+    RepetitionDetection,
+    Request,
+    RequestId,
+    RequestSnapshot,
+    Status,
+    TokenIds,
+)
+
+
+@dataclass(eq=False)
+class Text:
+    """A request and how far it is."""
+
+    request: Request
+    status: Status = Status.WAITING
+    outputs: list[int] = field(default_factory=list)
+    computed: int = 0
+    """Leading tokens whose KV exists, or is written by the step in flight."""
+    table: list[BlockId] = field(default_factory=list)
+    settled: int = 0
+    """Leading blocks of its table that were hit or published."""
+    num_cached_tokens: int = -1
+    num_preemptions: int = 0
+    grammar_ready: bool = False
+    is_prefill_chunk: bool = False
+    is_known: bool = False
+    """Whether the worker has had a row of it."""
+    keys: list[BlockKey] = field(default_factory=list)
+
+    @property
+    def name(self) -> RequestId:
+        """Its id."""
+        return self.request.request_id
+
+    @property
+    def tokens(self) -> TokenIds:
+        """Prompt and outputs."""
+        return (*self.request.prompt_token_ids, *self.outputs)
+
+    @property
+    def known(self) -> int:
+        """How many tokens it has."""
+        return len(self.request.prompt_token_ids) + len(self.outputs)
+
+    @property
+    def rank(self) -> tuple[int, int, RequestId]:
+        """Its place under PRIORITY: the least is first."""
+        return (self.request.priority, self.request.arrival_time, self.name)
+
+    def list_keys(self, count: int, block_size: int) -> list[BlockKey]:
+        """The keys of its first `count` blocks, all of whose tokens are known."""
+        if len(self.keys) < count:
+            tokens, extras = self.tokens, list_extras(self.request, block_size, count)
+            for at in range(len(self.keys), count):
+                adapter, salt, items, embeds = extras[at]
+                own = tokens[at * block_size : (at + 1) * block_size]
+                parent = self.keys[-1] if self.keys else None
+                self.keys.append(BlockKey(parent, own, adapter, salt, items, 0, embeds))
+        return self.keys[:count]
+
+    def append(self, token: int, max_model_len: int) -> FinishReason | None:
+        """It says one token more; why it ends with that, or None."""
+        request = self.request
+        self.outputs.append(token)
+        if len(self.outputs) >= request.min_tokens:
+            if token == request.eos_token_id or token in request.stop_token_ids:
+                return FinishReason.STOP
+        if len(self.outputs) >= request.max_tokens or self.known >= max_model_len:
+            return FinishReason.LENGTH
+        rule = request.repetition_detection
+        if len(self.outputs) >= request.min_tokens and rule and repeats(self.outputs, rule):
+            return FinishReason.REPETITION
+        return None
+
+    def show(self) -> RequestSnapshot:
+        """For a snapshot."""
+        return RequestSnapshot(
+            request_id=self.name,
+            status=self.status,
+            output_token_ids=tuple(self.outputs),
+            num_computed_tokens=self.computed,
+            is_prefill_chunk=self.is_prefill_chunk,
+            block_tables=(tuple(self.table),),
+            num_cached_blocks=(self.settled,),
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=self.num_preemptions,
+            grammar_ready=self.grammar_ready,
+        )
+
+
+def repeats(outputs: list[int], rule: RepetitionDetection) -> bool:
+    """Whether outputs end with as many copies of one pattern as are not tolerated."""
+    for size in range(rule.min_pattern_size, rule.max_pattern_size + 1):
+        tail = outputs[-size * rule.min_count :]
+        if len(tail) == size * rule.min_count and tail == tail[:size] * rule.min_count:
+            return True
+    return False
