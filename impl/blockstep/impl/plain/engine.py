@@ -131,7 +131,9 @@ class PlainEngine:
         self.ended = set()
         self.last = {row.text.name for row in rows}
         if rows:
-            drafts = {row.text.name: () if row.samples else None for row in rows}
+            drafts: dict[v.RequestId, v.TokenIds | None] = {
+                row.text.name: () if row.samples else None for row in rows
+            }
             self.frame = Frame(plan.frame_id, rows, drafts)
         return plan
 

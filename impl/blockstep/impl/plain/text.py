@@ -73,13 +73,13 @@ class Text:
         """It says one token more; why it ends with that, or None."""
         request = self.request
         self.outputs.append(token)
-        if len(self.outputs) >= request.min_tokens:
-            if token == request.eos_token_id or token in request.stop_token_ids:
-                return FinishReason.STOP
+        may_stop = len(self.outputs) >= request.min_tokens
+        if may_stop and (token == request.eos_token_id or token in request.stop_token_ids):
+            return FinishReason.STOP
         if len(self.outputs) >= request.max_tokens or self.known >= max_model_len:
             return FinishReason.LENGTH
         rule = request.repetition_detection
-        if len(self.outputs) >= request.min_tokens and rule and repeats(self.outputs, rule):
+        if may_stop and rule and repeats(self.outputs, rule):
             return FinishReason.REPETITION
         return None
 
