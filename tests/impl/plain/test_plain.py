@@ -1,0 +1,72 @@
+"""The plain engine conforms, and refuses what it lacks."""
+
+from __future__ import annotations
+
+import pytest
+
+from blockstep.conformance.search.check import check
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.impl.plain import PlainEngine
+from blockstep.spec.vocabulary import (
+    Config,
+    ConfigError,
+    EncoderReset,
+    Grammar,
+    RejectCode,
+    Rejected,
+    Request,
+    SpecMethod,
+    Submit,
+)
+
+ENGINE = "blockstep.impl.plain:PlainEngine"
+
+
+@pytest.mark.parametrize("preset", ["tiny", "small"])
+@pytest.mark.parametrize("feature", [None, *sorted(PlainEngine.features)])
+def test_it_conforms(preset: str, feature: str | None) -> None:
+    wanted = () if feature is None else (feature,)
+    unwanted = () if feature else tuple(sorted(PlainEngine.features))
+    options = CheckOptions(
+        ENGINE,
+        preset=preset,
+        seed=5,
+        max_events=3_000,
+        with_features=wanted,
+        without_features=unwanted,
+    )
+    result = check(options)
+    assert result.num_events >= 3_000
+    assert result.first is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(8, max_frames_in_flight=2),
+        Config(8, max_frames_in_flight=2, async_scheduling=True),
+        Config(8, spec_method=SpecMethod.NGRAM, num_speculative_tokens=1),
+        Config(8, kv_connector=True),
+        Config(8, max_loras=1),
+    ],
+)
+def test_a_config_that_asks_for_more_is_refused(config: Config) -> None:
+    with pytest.raises(ConfigError):
+        PlainEngine(config)
+
+
+def test_what_it_lacks_is_refused_by_name() -> None:
+    engine = PlainEngine(Config(8))
+    grammar = Grammar(((),))
+    asked = (
+        (Submit(Request("a", (1,), resumable=True)), RejectCode.BAD_REQUEST),
+        (
+            Submit(Request("a", (1,), structured_output=True, grammar=grammar)),
+            RejectCode.BAD_REQUEST,
+        ),
+        (EncoderReset(), RejectCode.MALFORMED_EVENT),
+    )
+    before = engine.snapshot()
+    for event, code in asked:
+        assert engine.apply(event) == Rejected(code)
+    assert engine.snapshot() == before
