@@ -267,6 +267,13 @@ def test_resets_in_flight_are_told_apart_from_preemption() -> None:
     assert watched.counts["abort_stale"] == 1
 
 
+def test_without_drafts_none_are_required() -> None:
+    options = CheckOptions(with_features=("forks", "masks", "tiers", "groups"))
+    required, full = (set(required_witnesses(options, lacking)) for lacking in (("drafts",), ()))
+    assert not [name for name in required if "draft" in name]
+    assert full - required >= {"rejected_bad_drafts", "groups_block_in_doubt", "head_drop"}
+
+
 def test_what_needs_several_frames_is_required_only_with_several() -> None:
     deep = set(required_witnesses(CheckOptions()))
     sync, three = (set(required_witnesses(CheckOptions(max_depth=depth))) for depth in (1, 3))

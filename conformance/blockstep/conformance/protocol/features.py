@@ -134,7 +134,9 @@ DRAFTS = Feature(
     actions=(Propose, v.Drafts),
     situations=(
         *("draft", "rollback_", "stop_inside_accepted_drafts", "head_drop"),
-        "block_for_lookahead_only",
+        *("block_for_lookahead_only", "rejected_bad_drafts", "forks_copied_with_drafts"),
+        *("groups_block_in_doubt", "masks_of_drafts", "masks_draft_cut", "masks_behind_a_cut"),
+        "tiers_saved_without_drafts",
     ),
     properties=("P14", "P24"),
 )

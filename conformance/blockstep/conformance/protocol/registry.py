@@ -68,6 +68,11 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
             "our engine in plain Python: every feature, O(1) per block operation",
         ),
         KnownEngine(
+            "plain",
+            "blockstep.impl.plain:PlainEngine",
+            "our smallest, by another writer: the core and forks, one plan at a time, no drafts",
+        ),
+        KnownEngine(
             "compiled",
             "blockstep.impl.compiled:CompiledEngine",
             "our fastest engine on the CPU: machine code, made by numba at its first import",
