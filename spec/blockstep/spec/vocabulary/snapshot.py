@@ -54,7 +54,8 @@ class RequestSnapshot:
     spec_token_ids: TokenIds = ()
     """Drafts attached, not yet scheduled; placeholders under asynchronous scheduling."""
     is_prefill_chunk: bool = False
-    """Whether the last plan that scheduled it left known tokens uncomputed; a preemption keeps it."""
+    """Whether the last plan that scheduled it left known tokens uncomputed. Who is preempted
+    keeps it."""
     block_tables: BlockTables = ((),)
     num_cached_blocks: tuple[int, ...] = (0,)
     """Per group: leading blocks of its table whose hash is settled (hit or published)."""
