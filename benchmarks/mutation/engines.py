@@ -32,6 +32,8 @@ COLLIDING = f"{__name__}:make_colliding"
 COMPILED_ARRAYS = f"{__name__}:CompiledArrays"
 BESIDE_TIERS = f"{__name__}:BesideTiers"
 """As `blockstep check --engine` takes them."""
+TIER_NAMES = "abcdefghijkl"
+"""Of what tiers are asked to keep."""
 NARROW = {"_SLOTS": 1, "TABLE_ENTRIES": 1, "_STEP": 2}
 """Of the compiled engine, for the whole process: for 8, 2**26 and 2**24. Each table has one row
 until it must grow, and between two labels there is room for one."""
@@ -67,10 +69,16 @@ class BesideTiers:
         self._theirs = self._rules.create_tiers(capacities)
         self._places: dict[str, int] = {}
         """By name: the tier that the moves have brought it to."""
+        for wrong in (-1, True, 1.0):
+            try:
+                self._order.TierOrder((1, wrong))
+            except ValueError:
+                continue
+            raise AssertionError(f"a tier of {wrong} blocks is taken")
 
     def apply(self, event: Event) -> Observation:
         """Take one event, and ask both orders for something."""
-        names = self._draw.sample("abcdefghijkl", self._draw.randint(1, 6))
+        names = self._draw.sample(TIER_NAMES, self._draw.randint(1, 6))
         num_held = self._rules.count_held(self._theirs, names)
         assert self._ours.count(names) == num_held
         match self._draw.randrange(20):
@@ -126,17 +134,11 @@ class BesideTiers:
         assert self._ours.list_tiers() == self._theirs.tiers
         levels = {name: at for at, tier in enumerate(self._theirs.tiers) for name in tier}
         assert self._places == levels
-        for name in "abcdefghijkl":
+        for name in TIER_NAMES:
             assert self._ours.level_of(name) == levels.get(name)
             assert self._rules.is_held(self._theirs, name) == (name in levels)
         for at, tier in enumerate(self._theirs.tiers):
             assert self._ours.count_in(at) == len(tier)
-        for wrong in (-1, True, 1.0):
-            try:
-                self._order.TierOrder((1, wrong))
-            except ValueError:
-                continue
-            raise AssertionError(f"a tier of {wrong} blocks is taken")
 
 
 class CompiledArrays:

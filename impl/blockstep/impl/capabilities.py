@@ -76,6 +76,10 @@ def list_config_problems(
 
 
 _LACKED: Final = (
+    ("priority", "policy", "must be fcfs: this engine has no priorities", "use Policy.FCFS"),
+    ("drafts", "spec_method", "must be none: this engine takes no drafts", "leave it out"),
+    ("async", "async_scheduling", "must be False: this engine plans what it knows", "leave it out"),
+    ("pipeline", "max_frames_in_flight", "must be 1: this engine plans one step", "leave it out"),
     ("groups", "groups", "must be empty: this engine has one KV-cache group", "leave it out"),
     (
         "masks",

@@ -60,6 +60,7 @@ class SafetyRun(ScopedRun):
     """Who had no row at all."""
 
     def __post_init__(self) -> None:
+        ScopedRun.__post_init__(self)
         self.answers = AnswerWitnesses(self.config)
 
     def _proposal(self, rows: tuple[v.RowTokens, ...]) -> v.Drafts | None:

@@ -167,6 +167,8 @@ class TablePairs:
 
         A plan takes blocks for others that it has saved, so no one bijection names them all.
         """
+        if not (engine.kv_saves or engine.block_copies):
+            return engine
         names = self._pair()
         saves = [replace(it, block_ids=names.rename(it.block_ids)) for it in engine.kv_saves]
         return replace(engine, kv_saves=tuple(saves), block_copies=_copies(engine, source=names))

@@ -36,11 +36,8 @@ class PlainEngine:
         ConfigError: the config cannot be used, or asks for what this engine lacks.
     """
 
-    features: Final = frozenset(("forks",))
-    """What it can beside the core, and some configs only ask for."""
-
     def __init__(self, config: v.Config) -> None:
-        problems = list_config_problems(config, CAPABILITIES) or list_beyond(config)
+        problems = list_config_problems(config, CAPABILITIES)
         if problems:
             raise v.ConfigError(problems)
         self.config = config
@@ -245,18 +242,6 @@ class PlainEngine:
             prev_scheduled_req_ids=tuple(sorted(self.last)),
             stats=scheduler.stats,
         )
-
-
-def list_beyond(config: v.Config) -> tuple[v.ConfigProblem, ...]:
-    """What every other engine of ours has, and this one lacks: drafts, and plans behind plans."""
-    least = (("spec_method", v.SpecMethod.NONE), ("max_frames_in_flight", 1))
-    return tuple(
-        v.ConfigProblem(
-            name, getattr(config, name), f"must be {value}: there is no more", "omit it"
-        )
-        for name, value in least
-        if getattr(config, name) != value
-    )
 
 
 def is_remapped(row: Row) -> bool:

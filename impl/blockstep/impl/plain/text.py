@@ -34,8 +34,6 @@ class Text:
     num_preemptions: int = 0
     grammar_ready: bool = False
     is_prefill_chunk: bool = False
-    is_known: bool = False
-    """Whether the worker has had a row of it."""
     keys: list[BlockKey] = field(default_factory=list)
 
     @property
