@@ -17,6 +17,7 @@ from blockstep.spec.vocabulary import (
     Abort,
     Config,
     EncoderOffer,
+    EncoderReset,
     MultiModalItem,
     Request,
     Schedule,
@@ -98,3 +99,29 @@ def test_chunks_that_come_upon_items() -> None:
     assert reached["encoder_chunk_stops_before_an_item"] > 50
     assert reached["encoder_item_loaded"] > 30
     assert reached["encoder_row_waits_for_an_item"] > 3
+
+
+def test_who_begins_inside_of_an_item_does_not_end_before_it() -> None:
+    """Its hit ends there, and the item is made anew: it is cut already."""
+    config = Config(
+        num_blocks=20,
+        block_size=2,
+        max_model_len=24,
+        max_num_batched_tokens=4,
+        disable_chunked_mm_input=True,
+        encoder_compute_budget=4,
+        encoder_cache_size=8,
+    )
+    items = (MultiModalItem("h", 1, 4),)
+    run = LockStep.start(config, load_engine("host"))
+    assert run.perform(Submit(Request("a", (1, 1, 1, 1, 1, 1), 1, items=items))) == []
+    while run.spec.state.requests:
+        assert run.perform(Schedule()) == run.perform(Answer()) == []
+    assert run.perform(EncoderReset()) == []
+    for name in ("c", "d"):
+        assert run.perform(Submit(Request(name, (3,), 9))) == []
+    assert run.perform(Schedule()) == run.perform(Answer()) == []
+    assert run.perform(Submit(Request("b", (1, 1, 2, 2, 2, 2), 1, items=items))) == []
+    assert run.perform(Schedule()) == []
+    (row,) = run.plans[-1].new
+    assert (row.num_computed_tokens, row.num_scheduled_tokens) == (2, 2)

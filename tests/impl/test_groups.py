@@ -360,17 +360,17 @@ def test_a_row_that_is_too_short_for_drafts_is_charged_for_none_in_flight(
         assert s.submit("a", range(20), max_tokens=9) == answer
 
 
-@pytest.mark.parametrize(("num_cached", "found"), [(0, [4, 5, 6]), (2, [6])])
+@pytest.mark.parametrize(("num_cached", "found"), [(0, [5, 6, 7, 8]), (3, [8])])
 def test_states_of_this_step_are_not_hit_in_it(num_cached: int, found: list[int]) -> None:
     """What was computed before is there, though its tokens were promised, and it is told late."""
     config = Config(16, 2, groups=(full(2), recurrent(2, ALL)))
     prefix = PrefixMap(16, verify=False)
     memory = GroupMemory(config, BlockPool(16, prefix), prefix)
-    lineage = Lineage(Request("A", (1, 2, 3, 4, 5, 6)), 2, CRC32)
-    table = [Holding([1, 2, 3], num_cached=3), Holding([4, 5, 6], num_cached=num_cached)]
-    memory.publish(table, lineage, 4, 6)
-    assert memory.new_states == {6}
-    states = [prefix.find(lineage, index, 1) for index in range(3)]
+    lineage = Lineage(Request("A", (1, 2, 3, 4, 5, 6, 7, 8)), 2, CRC32)
+    table = [Holding([1, 2, 3, 4], num_cached=4), Holding([5, 6, 7, 8], num_cached=num_cached)]
+    memory.publish(table, lineage, 6, 8)
+    assert memory.new_states == {8}
+    states = [prefix.find(lineage, index, 1) for index in range(4)]
     assert [block for block in states if block is not None] == found
 
 

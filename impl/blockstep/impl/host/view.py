@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from blockstep.impl.host.core import Core
 from blockstep.impl.host.table import RequestTable
-from blockstep.spec.vocabulary import RequestId, RequestSnapshot, Snapshot, TokenIds
+from blockstep.spec.vocabulary import BlockId, RequestId, RequestSnapshot, Snapshot, TokenIds
 
 
 def take_snapshot(core: Core) -> Snapshot:
@@ -41,7 +41,11 @@ def _request(core: Core, table: RequestTable, slot: int, request_id: RequestId) 
         grammar_state, reasoning_ended = matcher.position.state, matcher.reasoning_ended
     prompt_token_ids: TokenIds = ()
     num_streaming_updates = 0
-    holdings = table.holdings[slot]
+    tables: list[tuple[BlockId, ...]] = []
+    nums_cached: list[int] = []
+    for held in table.holdings[slot]:
+        tables.append(tuple(held.blocks))
+        nums_cached.append(held.num_cached)
     if request_id in core.sessions:
         prompt_token_ids = table.requests[slot].prompt_token_ids
         num_streaming_updates = len(core.sessions[request_id].updates)
@@ -53,8 +57,8 @@ def _request(core: Core, table: RequestTable, slot: int, request_id: RequestId) 
         table.num_output_placeholders[slot],
         table.spec_token_ids[slot],
         table.is_prefill_chunk[slot],
-        tuple([tuple(held.blocks) for held in holdings]),
-        tuple([held.num_cached for held in holdings]),
+        tuple(tables),
+        tuple(nums_cached),
         table.num_cached_tokens[slot],
         table.num_preemptions[slot],
         table.grammar_ready[slot],

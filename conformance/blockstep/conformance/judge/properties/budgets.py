@@ -113,6 +113,7 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
     """
     config, sizes = step.config, step.block_sizes
     is_async, has_across = config.async_scheduling, config.is_encoder_decoder
+    may_lose_all = bool(config.kv_connector and config.groups)
     promised = ledger.promised_after(step)
     for request in step.after.requests:
         life = ledger.lives.get(request.request_id)
@@ -128,9 +129,8 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
         # All others are, once a row that samples is dispatched.
         least = most if owed and request.status is v.Status.RUNNING else 0
         filled = min(computed, known)
-        if config.groups and has_lost_all(
-            config, request
-        ):  # its hit is settled until it is given back
+        if may_lose_all and has_lost_all(config, request):
+            # Its hit is settled until it is given back.
             load = ledger.store.parked.get(request.request_id)
             filled = 0 if load is None else load.num_computed_tokens
         tables, nums_settled, is_held = request.block_tables, request.num_cached_blocks, True

@@ -6,7 +6,6 @@ step may do with what it says was still open: drafts attached, frames in flight,
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -147,12 +146,12 @@ class Ledger:
             if row.request_id in lives and lives[row.request_id].automaton is not None
         ]
 
-    def count_drafts_in_flight(self, step: Step | None = None) -> Counter[v.RequestId]:
+    def count_drafts_in_flight(self, step: Step | None = None) -> dict[v.RequestId, int]:
         """Of the computed tokens of each request, how many may yet be rejected.
 
-        Before `step`, or after one that is not recorded yet.
+        Before `step`, or after one that is not recorded yet. Without those of whom none may be.
         """
-        count: Counter[v.RequestId] = Counter()
+        count: dict[v.RequestId, int] = {}
         if not self.config.num_speculative_tokens:
             return count
         answered = step.event.frame_id if step and isinstance(step.event, v.Commit) else None
@@ -160,11 +159,13 @@ class Ledger:
             if frame_id != answered:
                 for row in rows:
                     if row.drafts and not row.is_dropped:
-                        count[row.request_id] += len(row.drafts)
+                        count[row.request_id] = count.get(row.request_id, 0) + len(row.drafts)
         for planned in step.rows if step and isinstance(step.event, v.Schedule) else ():
-            count[planned.request_id] += len(planned.drafts)
-        for name in (*self.list_stopped(step), *self.find_void(step)) if step else ():
-            del count[name]
+            if planned.drafts:
+                name = planned.request_id
+                count[name] = count.get(name, 0) + len(planned.drafts)
+        for name in (*self.list_stopped(step), *self.find_void(step)) if step and count else ():
+            count.pop(name, None)
         return count
 
     def find_void(self, step: Step) -> dict[v.RequestId, int]:

@@ -303,7 +303,7 @@ def unattended_ends(
 
 def left_behind(step: Step, ledger: Ledger, name: v.RequestId) -> list[tuple[v.BlockId, ...]]:
     """Per group: the blocks of a request that runs which it attends to no more."""
-    old, in_doubt = step.old[name], ledger.count_drafts_in_flight()[name]
+    old, in_doubt = step.old[name], ledger.count_drafts_in_flight().get(name, 0)
     if not step.config.groups:
         return [()]
     ends = unattended_ends(step, old.num_computed_tokens, in_doubt, is_running=True)
@@ -337,9 +337,12 @@ def _given_back(step: Step, name: v.RequestId) -> list[list[v.BlockId]]:
     tables = zip(step.old[name].block_tables, step.new[name].block_tables, strict=True)
     given = []
     for group, (old, new) in zip(step.config.groups, tables, strict=True):
-        moved = blocks_of_drafts(group, old)
-        pairs = zip(old, new, strict=False)
-        given.append([one for one, now in pairs if now == v.NULL_BLOCK and one not in moved])
+        blocks: list[v.BlockId] = []
+        if v.NULL_BLOCK in new:
+            moved = blocks_of_drafts(group, old)
+            pairs = zip(old, new, strict=False)
+            blocks = [one for one, now in pairs if now == v.NULL_BLOCK and one not in moved]
+        given.append(blocks)
     return given
 
 
@@ -356,8 +359,9 @@ def _replay_running(
         replay.final = queue_up(step.config, replay.final, freed)
 
     for row in step.running_rows:
-        if step.config.groups:
-            free(holders.give_back(row.request_id, _given_back(step, row.request_id)))
+        given = _given_back(step, row.request_id) if step.config.groups else []
+        if any(map(any, given)):
+            free(holders.give_back(row.request_id, given))
         while left and len(replay.final) < len(row.gained):
             free(holders.free(left.pop(0)))
         _replay_row(replay, row)

@@ -54,15 +54,16 @@ def row_has_given_back_what_it_attends_to_no_more(step: Step, ledger: Ledger) ->
     """
     in_doubt = ledger.count_drafts_in_flight()
     for row in step.rows:
-        ends = unattended_ends(step, row.first, 0)
-        if row.kind is RowKind.RUNNING:
-            old = step.old[row.request_id]
-            ends = unattended_ends(step, old.num_computed_tokens, in_doubt[row.request_id], True)
-        tables = step.new[row.request_id].block_tables
+        name, is_running = row.request_id, row.kind is RowKind.RUNNING
+        first, unsure = row.first, 0
+        if is_running:
+            first, unsure = step.old[name].num_computed_tokens, in_doubt.get(name, 0)
+        ends = unattended_ends(step, first, unsure, is_running)
+        tables = step.new[name].block_tables
         for at, (end, table) in enumerate(zip(ends, tables, strict=True)):
             if any(table[:end]):
                 kept = [block for block in table[:end] if block != v.NULL_BLOCK]
                 yield Complaint(
-                    f"{row.request_id!r} runs from position {row.first} on and keeps blocks {kept} "
+                    f"{name!r} runs from position {row.first} on and keeps blocks {kept} "
                     f"of group {at}, which it attends to no more"
                 )

@@ -179,9 +179,10 @@ def offers_are_those_made_last(step: Step, ledger: Ledger) -> Complaints:
         is_done = isinstance(step.observation, v.ResetDone) and step.observation.success
         offers = {} if is_done else offers
     due = [
-        offers[name]
-        for name in sorted(offers)
-        if name in step.new and offers[name] != v.KVOffer(name)
+        offer
+        for name, offer in sorted(offers.items())
+        # Nothing at all is what is known of whom the store said nothing of.
+        if name in step.new and (offer.num_tokens != 0 or offer != v.KVOffer(name))
     ]
     if due != [*shown.offers]:
         yield from differing("offers", due, [*shown.offers])

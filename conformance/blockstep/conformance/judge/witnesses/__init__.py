@@ -78,68 +78,79 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
 
     `ledger` knows all steps before it.
     """
+    event, observation, config = step.event, step.observation, step.config
+    if isinstance(observation, v.Rejected):
+        yield f"rejected_{observation.code}"
+        if observation.code is v.RejectCode.PIPELINE_FULL and config.async_scheduling:
+            yield "rejected_pipeline_full_async"
+    elif isinstance(event, v.Schedule):
+        yield from _of_schedule(step, ledger)
+    elif isinstance(observation, v.Outputs) and isinstance(event, v.Commit):
+        yield from of_commit(step, ledger, observation.rows)
+        if config.groups:
+            yield from of_ends(step)
+            yield from of_ends_across(step)
+        if ledger.has_grammars:
+            yield from of_masked_commit(step)
+        if ledger.has_sessions:
+            yield from of_stops(step, ledger)
+        if config.enable_kv_cache_events:
+            yield from of_telling(step, ledger)
+    else:
+        yield from _of_signal(step, ledger)
+    if config.kv_connector:
+        yield from of_store(step, ledger)
+    for of_feature in (of_pins, of_forks, of_tiers):
+        yield from of_feature(step, ledger)
+
+
+def _of_schedule(step: Step, ledger: Ledger) -> Iterator[str]:
+    config = step.config
+    yield from of_plan(step, ledger)
+    for row in step.rows:
+        yield from of_row(step, ledger.lives[row.request_id], row)
+    for row in step.admitted_rows:
+        yield from of_admission(step, ledger, row)
+    yield from of_waiting(step, ledger)
+    if step.plan.preempted_req_ids:
+        yield from of_preemption(step, ledger)
+    if config.max_frames_in_flight > 1:
+        yield from of_frames(step, ledger)
+    if config.groups:
+        yield from of_groups(step, ledger)
+    if config.max_loras:
+        yield from of_adapters(step, ledger)
+    if config.encoder_cache_size:
+        yield from of_items(step, ledger)
+    if ledger.has_grammars:
+        yield from of_masked_plan(step)
+    if ledger.has_sessions:
+        yield from of_returns(step, ledger)
+
+
+def _of_signal(step: Step, ledger: Ledger) -> Iterator[str]:
     match step.event, step.observation:
-        case _, v.Rejected(code=code):
-            yield f"rejected_{code}"
-            if code is v.RejectCode.PIPELINE_FULL and step.config.async_scheduling:
-                yield "rejected_pipeline_full_async"
-        case v.Schedule(), _:
-            yield from of_plan(step, ledger)
-            for row in step.rows:
-                yield from of_row(step, ledger.lives[row.request_id], row)
-            for row in step.admitted_rows:
-                yield from of_admission(step, ledger, row)
-            yield from of_waiting(step, ledger)
-            if step.plan.preempted_req_ids:
-                yield from of_preemption(step, ledger)
-            if step.config.max_frames_in_flight > 1:
-                yield from of_frames(step, ledger)
-            if step.config.groups:
-                yield from of_groups(step, ledger)
-            if step.config.max_loras:
-                yield from of_adapters(step, ledger)
-            if step.config.encoder_cache_size:
-                yield from of_items(step, ledger)
-            if ledger.has_grammars:
-                yield from of_masked_plan(step)
-            if ledger.has_sessions:
-                yield from of_returns(step, ledger)
-        case v.Commit(), v.Outputs(rows=rows):
-            yield from of_commit(step, ledger, rows)
-            if step.config.groups:
-                yield from of_ends(step)
-                yield from of_ends_across(step)
-            if ledger.has_grammars:
-                yield from of_masked_commit(step)
-            if ledger.has_sessions:
-                yield from of_stops(step, ledger)
-            if step.config.enable_kv_cache_events:
-                yield from of_telling(step, ledger)
-        case v.GrammarBitmask(), v.GrammarOutput(rows=masks):
-            yield from of_mask(step, ledger, masks)
-        case v.EncoderReset(), _:
-            yield from of_encoder_reset(step)
-        case v.GrammarFailed(), _:
-            yield from of_failure(step, ledger)
-        case v.StreamingUpdate(request=request), _:
-            yield from of_update(step, ledger, request)
+        case v.Submit(request=request), _:
+            if request.request_id in ledger.ended:
+                yield "id_used_again"
         case v.Drafts(drafts=drafts), v.DraftsTaken(request_ids=taken):
             yield from of_drafts(step, ledger)
             if ledger.has_grammars:
                 yield from of_proposals(ledger, drafts, taken)
+        case v.GrammarReady(request_id=request_id), _:
+            if ledger.lives[request_id].grammar_ready:
+                yield "grammar_ready_twice"
+        case v.GrammarBitmask(), v.GrammarOutput(rows=masks):
+            yield from of_mask(step, ledger, masks)
+        case v.GrammarFailed(), _:
+            yield from of_failure(step, ledger)
+        case v.EncoderReset(), _:
+            yield from of_encoder_reset(step)
+        case v.StreamingUpdate(request=request), _:
+            yield from of_update(step, ledger, request)
         case v.Abort(), v.Aborted():
             yield from of_abort(step, ledger)
         case v.Reset(), v.ResetDone(success=success):
             yield from of_reset(step, ledger, success)
             if step.config.enable_kv_cache_events:
                 yield from of_telling(step, ledger)
-        case v.GrammarReady(request_id=request_id), _:
-            if ledger.lives[request_id].grammar_ready:
-                yield "grammar_ready_twice"
-        case v.Submit(request=request), _:
-            if request.request_id in ledger.ended:
-                yield "id_used_again"
-    if step.config.kv_connector:
-        yield from of_store(step, ledger)
-    for of_feature in (of_pins, of_forks, of_tiers):
-        yield from of_feature(step, ledger)

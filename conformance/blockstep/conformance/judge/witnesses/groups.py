@@ -59,9 +59,9 @@ def of_groups(step: Step, ledger: Ledger) -> Iterator[str]:
     config = step.config
     if step.rows and len({group.kind for group in config.groups}) > 2:
         yield "groups_of_three_kinds"
-    sizes = config.block_sizes
-    for key in step.after.cached.keys() - step.before.cached.keys():
-        if sizes[key.group] > config.block_size:
+    before, after = step.before.cached, step.after.cached
+    for key in after.keys() - before.keys() if after is not before else ():
+        if step.block_sizes[key.group] > config.block_size:
             yield "groups_larger_block_filled"
     yield from _of_sliding(step, ledger)
     for row in step.rows:
@@ -72,7 +72,7 @@ def of_groups(step: Step, ledger: Ledger) -> Iterator[str]:
         old = step.old[name]
         if count_nulls(old.block_tables):
             yield "groups_preempted_with_nulls"
-        if any(_list_done_with(config, old, ledger.count_drafts_in_flight()[name])):
+        if any(_list_done_with(config, old, ledger.count_drafts_in_flight().get(name, 0))):
             yield "groups_preempted_about_to_slide"
 
 
@@ -106,7 +106,7 @@ def _of_sliding(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield LEFT[group.kind]
             if group.kind is GroupKind.RECURRENT:
                 continue  # the blocks of its drafts are its own affair
-            if in_doubt[name] and num_null < min(count_unattended(group, first), len(old)):
+            if name in in_doubt and num_null < min(count_unattended(group, first), len(old)):
                 yield "groups_block_in_doubt"
 
 

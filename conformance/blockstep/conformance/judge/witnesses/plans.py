@@ -62,7 +62,7 @@ def of_plan(step: Step, ledger: Ledger) -> Iterator[str]:
             if before[block] is not None:
                 yield "eviction_of_cached_block"
     old = step.before.cached
-    for key, blocks in after.cached.items():
+    for key, blocks in after.cached.items() if after.cached is not old else ():
         if len(blocks) > 1 and len(blocks) > len(old.get(key, ())):
             yield "duplicate_key_published"
 
