@@ -1,10 +1,12 @@
 """Events per second of processor time of the lock-step, all checks on, one process.
 
-    python -m benchmarks.lockstep [--events N] [--engine NAME] [--with FEATURE] [--json FILE]
+    python -m benchmarks.lockstep [--events N] [--engine NAME] [--with FEATURE]... [--json FILE]
+    python -m benchmarks.lockstep --each FEATURE --each FEATURE ...
 
 Prints one line per preset and what each part of an event costs: the spec alone, the engine alone,
-and everything (spec, engine, both snapshots compared, worker, properties, witnesses). There is one
-KV group, unless `--with groups` has several in every run.
+and everything (spec, engine, both snapshots compared, worker, properties, witnesses). What came
+after the core is in no run, unless `--with` has it in every one. `--each` measures what `--with`
+says first, and then the same with one feature more, one after the other.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from blockstep.spec.vocabulary import Config, Event
 class Figures:
     """What was measured for one preset."""
 
+    features: tuple[str, ...]
     preset: str
     engine: str
     events: int
@@ -58,7 +61,7 @@ def measure(preset: str, engine: str, num_events: int, features: tuple[str, ...]
         recorded.append((run.config, [event for event, _ in exchanges]))
     spec_us = alone(SpecEngine, recorded)
     engine_us = alone(make_engine, recorded)
-    return Figures(preset, engine, events, events / seconds, spec_us, engine_us)
+    return Figures(features, preset, engine, events, events / seconds, spec_us, engine_us)
 
 
 def alone(make_engine: object, recorded: list[tuple[Config, list[Event]]]) -> float:
@@ -76,23 +79,30 @@ def alone(make_engine: object, recorded: list[tuple[Config, list[Event]]]) -> fl
 
 
 def main() -> None:
-    """Measure tiny and small."""
+    """Measure tiny and small, for each set of features asked for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--events", type=int, default=20_000)
     parser.add_argument("--engine", default="host")
     parser.add_argument("--with", dest="features", action="append", default=[])
+    parser.add_argument("--each", dest="each", action="append", default=[])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     print(f"Python {platform.python_version()}, {platform.machine()}, one process")
-    features = tuple(args.features)
-    figures = [measure(name, args.engine, args.events, features) for name in ("tiny", "small")]
-    for row in figures:
-        print(
-            f"{row.preset:<6} {row.events:>7,} events  {row.events_per_second:>7,.0f} events/s  "
-            f"spec {row.spec_us:5.1f} us/event  {row.engine} {row.engine_us:5.1f} us/event"
-        )
+    always = tuple(args.features)
+    figures = []
+    for features in (always, *((*always, name) for name in args.each)):
+        print(" and ".join(features) or "the core")
+        for preset in ("tiny", "small"):
+            row = measure(preset, args.engine, args.events, features)
+            figures.append(row)
+            print(
+                f"  {row.preset:<6} {row.events:>7,} events  {row.events_per_second:>7,.0f} "
+                f"events/s  spec {row.spec_us:5.1f} us/event  {row.engine} {row.engine_us:5.1f} "
+                "us/event",
+                flush=True,
+            )
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in figures], indent=2) + "\n")
 
