@@ -368,3 +368,17 @@ def test_a_run_goes_on_behind_a_quirk_and_counts_what_it_reached() -> None:
 def test_every_action_can_be_read_aloud(action: Any) -> None:
     assert describe(action)
     assert "\n" not in describe(action)
+
+
+def test_what_an_event_has_not_touched_is_judged_as_the_same_object() -> None:
+    run = LockStep.start(CONFIG, SpecEngine)
+    assert run.apply(Submit(Request("A", (1, 2, 3), max_tokens=3))) == []
+    submitted = run.before
+    assert submitted is run.spec.snapshot()
+    assert run.apply(SetPause(PauseState.PAUSED_ALL)) == []
+    paused = run.before
+    assert submitted is not None
+    assert paused is not None
+    assert paused is not submitted
+    assert paused.requests is submitted.requests
+    assert paused.free_queue is submitted.free_queue

@@ -20,21 +20,18 @@ from blockstep.spec.vocabulary import (
 )
 
 
-def get_snapshot(
-    state: State, show: Callable[[RequestState], RequestSnapshot] | None = None
-) -> Snapshot:
+def get_snapshot(state: State, shown: tuple[RequestSnapshot, ...] | None = None) -> Snapshot:
     """The canonical snapshot of `state`. Source: architecture D1.
 
-    `show` is for who shows many states and remembers requests: it must equal
-    `get_request_snapshot`.
+    `shown` is for who shows many states and remembers requests: they must equal
+    `get_request_snapshots`.
     """
-    requests, show = state.requests, show or get_request_snapshot
     return Snapshot(  # by position: of names a dictionary is made, which takes as long again
         state.pause_state,
         state.waiting,
         state.skipped_waiting,
         state.running,
-        tuple([show(request) for _, request in sorted(requests.items())]),
+        get_request_snapshots(state) if shown is None else shown,
         state.pool.ref_counts,
         state.pool.free_queue,
         state.pool.block_keys,
@@ -84,6 +81,17 @@ def get_pins_snapshot(pins: Pins) -> PinsSnapshot:
     """What stays between turns, estimates by job. Source: architecture D1."""
     estimates = [PinEstimate(*entry) for entry in sorted(pins.estimates.items())]
     return PinsSnapshot(now=pins.now, pins=pins.pins, estimates=tuple(estimates))
+
+
+def get_request_snapshots(
+    state: State, show: Callable[[RequestState], RequestSnapshot] | None = None
+) -> tuple[RequestSnapshot, ...]:
+    """The unfinished requests, by id. Source: architecture D1.
+
+    `show` is for who remembers requests: it must equal `get_request_snapshot`.
+    """
+    show = show or get_request_snapshot
+    return tuple([show(request) for _, request in sorted(state.requests.items())])
 
 
 def get_request_snapshot(request: RequestState) -> RequestSnapshot:

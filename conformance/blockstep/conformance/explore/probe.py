@@ -27,7 +27,7 @@ from blockstep.conformance.protocol.typed import fault_of_types
 from blockstep.spec import vocabulary as v
 from blockstep.spec.releases import Quirk, get_rules
 from blockstep.spec.requests import RequestState
-from blockstep.spec.snapshots import get_request_snapshot, get_snapshot
+from blockstep.spec.snapshots import get_request_snapshot, get_request_snapshots, get_snapshot
 from blockstep.spec.state import State
 from blockstep.spec.transition import transition
 
@@ -182,7 +182,7 @@ class StateMemo:
         if self._moment is not moment or self._after is None:
             before = self._snapshot_before(moment.before)
             is_same = moment.after is moment.before
-            self._after = before if is_same else get_snapshot(moment.after, self._show)
+            self._after = before if is_same else self._snapshot_after(moment, before)
             self._moment = moment
         return self._after
 
@@ -201,6 +201,12 @@ class StateMemo:
             shown = {request.request_id: request for request in self._before.requests}
             self._requests = {id(request): shown[name] for name, request in state.requests.items()}
         return self._before
+
+    def _snapshot_after(self, moment: Moment, before: v.Snapshot) -> v.Snapshot:
+        state, shown = moment.after, before.requests
+        if state.requests is not moment.before.requests:
+            shown = get_request_snapshots(state, self._show)
+        return get_snapshot(state, shown)
 
     def _show(self, request: RequestState) -> v.RequestSnapshot:
         return self._requests.get(id(request)) or get_request_snapshot(request)

@@ -223,6 +223,9 @@ class LockStep(Runner):
             found = fault_of_types(told, seen, after)
             if found is not None:
                 return self.excuses.take([found], told, expected, None)
+        elif comparable is not None:
+            # It is equal, and what an event has not touched is the same object as before.
+            comparable = self.spec.snapshot()
         if self.compare_every is None:  # who judges must have seen every state
             findings = self._judge(event, told, expected, seen, comparable, findings)
         else:

@@ -12,7 +12,12 @@ from blockstep.conformance.protocol.findings import tell_error
 from blockstep.spec import Oracle
 from blockstep.spec.profiles import STRICT, Profile
 from blockstep.spec.requests import RequestState
-from blockstep.spec.snapshots import get_request_snapshot, get_snapshot
+from blockstep.spec.snapshots import (
+    get_request_snapshot,
+    get_request_snapshots,
+    get_snapshot,
+)
+from blockstep.spec.state import State
 from blockstep.spec.vocabulary import Config, RequestSnapshot, Snapshot
 
 MEMO_SIZE_MAX = 512
@@ -27,20 +32,31 @@ class SpecEngine(Oracle):
         # By identity: most requests are the same object after an event. Holding the request keeps
         # its identity from being given to another.
         self._shown: dict[int, tuple[RequestState, RequestSnapshot]] = {}
+        self._last: tuple[State, Snapshot] | None = None
+        """The state that was shown last, and what was shown."""
 
     def __getstate__(self) -> dict[str, object]:
         """Without what is remembered by identity: a copy has other objects."""
-        return {**self.__dict__, "_shown": {}}
+        return {**self.__dict__, "_shown": {}, "_last": None}
 
     def capabilities(self) -> frozenset[str]:
         """Everything: it is what everything is measured by."""
         return ALL_CAPABILITIES
 
     def snapshot(self) -> Snapshot:
-        """The state in the form that engines are compared in."""
-        if len(self._shown) > MEMO_SIZE_MAX:
-            self._shown.clear()
-        return get_snapshot(self.state, self._show)
+        """The state in the form that engines are compared in: the same object until it changes."""
+        state, last = self.state, self._last
+        if last is None or last[0].requests is not state.requests:
+            if len(self._shown) > MEMO_SIZE_MAX:
+                self._shown.clear()
+            shown = get_request_snapshots(state, self._show)
+        elif last[0] is state:
+            return last[1]
+        else:
+            shown = last[1].requests
+        snapshot = get_snapshot(state, shown)
+        self._last = state, snapshot
+        return snapshot
 
     def _show(self, request: RequestState) -> RequestSnapshot:
         known = self._shown.get(id(request))

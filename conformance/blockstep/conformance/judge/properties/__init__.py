@@ -194,15 +194,18 @@ def list_sentences(
     return tuple([found for found in asked if found.of not in absent])
 
 
-_SPOKEN_OF = ("rows", "admitted_rows", "askers", "preempted")
+_SPOKEN_OF = ("changes", "rows", "admitted_rows", "askers", "preempted", "acts")
 
 
 def find_absent(step: Step) -> tuple[str, ...]:
     """Of what some sentences speak alone, what a step has none of: see `Sentence.of`."""
     if not isinstance(step.observation, v.Plan):
-        return ()
+        return () if step.changes else ("changes",)
     try:
-        found = (step.rows, step.admitted_rows, step.askers, step.preempted)
+        found = (
+            *(step.changes, step.rows, step.admitted_rows, step.askers, step.preempted),
+            step.acts,
+        )
     except Exception:
         return ()  # it makes no sense, as each of them will say
     return tuple([name for name, it in zip(_SPOKEN_OF, found, strict=True) if not it])

@@ -114,16 +114,18 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
     config, sizes = step.config, step.block_sizes
     is_async, has_across = config.async_scheduling, config.is_encoder_decoder
     may_lose_all = bool(config.kv_connector and config.groups)
-    promised = ledger.promised_after(step)
+    promised, promised_before, old = ledger.promised_after(step), ledger.promised, step.old
     for request in step.after.requests:
-        life = ledger.lives.get(request.request_id)
+        name = request.request_id
+        life, owed = ledger.lives.get(name), promised.get(name, 0)
         if life is None:
-            yield Complaint(f"{request.request_id!r} was never submitted, or has ended")
+            yield Complaint(f"{name!r} was never submitted, or has ended")
             continue
+        if old.get(name) is request and owed == promised_before.get(name, 0):
+            continue  # as before
         num_prompt = len(request.prompt_token_ids) or life.num_prompt
         known = num_prompt + len(request.output_token_ids)
         computed = request.num_computed_tokens
-        owed = promised.get(request.request_id, 0)
         # The last token is not computed yet: known, freshly sampled, or promised.
         most = known + owed - 1
         # All others are, once a row that samples is dispatched.
@@ -131,7 +133,7 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
         filled = min(computed, known)
         if may_lose_all and has_lost_all(config, request):
             # Its hit is settled until it is given back.
-            load = ledger.store.parked.get(request.request_id)
+            load = ledger.store.parked.get(name)
             filled = 0 if load is None else load.num_computed_tokens
         tables, nums_settled, is_held = request.block_tables, request.num_cached_blocks, True
         due = computed
@@ -148,13 +150,13 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
             or not is_held
         ):
             what = (
-                f"the counters of {request.request_id!r} cannot be: {known} tokens known, "
+                f"the counters of {name!r} cannot be: {known} tokens known, "
                 f"{owed} promised, {least} to {most} computed"
             )
             yield unequal(what, "request", "", request)
 
 
-@sentence("P12", *ENDINGS, v.Schedule, v.Reset, v.Fork)
+@sentence("P12", *ENDINGS, v.Schedule, v.Reset, v.Fork, of="changes")
 def only_running_requests_hold_anything(step: Step, ledger: Ledger) -> Complaints:
     """Who waits has no block, no computed token and no draft; a session no draft."""
     no_tables, nothing_settled = nothing_held(step)

@@ -59,19 +59,18 @@ def committed_frame_leaves_flight(step: Step, _ledger: Ledger) -> Complaints:
     return differing("frames_in_flight", left, step.after.frames_in_flight)
 
 
-@sentence("P26", Schedule)
+@sentence("P26", Schedule, of="rows")
 def rows_stand_in_the_order_of_the_running_list(step: Step, _ledger: Ledger) -> Complaints:
     """New rows, running rows and resumed rows each follow the running list; each request once."""
-    place = {name: index for index, name in enumerate(step.after.running)}
-    plan = step.plan
+    plan, runs = step.plan, step.after.running
     new = [row.request_id for row in plan.new]
     resumed = [row.request_id for row in plan.cached if row.resumed]
     running = [row.request_id for row in plan.cached if not row.resumed]
     for names in filter(None, (new, running, resumed)):
-        if any(name not in place for name in names):
+        if any(name not in runs for name in names):
             yield Complaint(f"{names} have rows, but not all of them run")
-        elif names != sorted(names, key=place.__getitem__):
-            yield unequal(f"rows {names} are out of order", "order", place, names)
+        elif len(names) > 1 and names != sorted(names, key=runs.index):
+            yield unequal(f"rows {names} are out of order", "order", runs, names)
     if [row.request_id for row in plan.cached] != running + resumed:
         yield Complaint("a resumed row stands before a running one")
     if len({*new, *running, *resumed}) != len(new) + len(running) + len(resumed):

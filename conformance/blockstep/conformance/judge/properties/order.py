@@ -43,7 +43,7 @@ _PASSED_OVER = (
 )
 
 
-@sentence("P16", *ENDINGS, v.Submit, v.Schedule, v.Reset, v.Fork)
+@sentence("P16", *ENDINGS, v.Submit, v.Schedule, v.Reset, v.Fork, of="changes")
 def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> Complaints:
     """Each unfinished request is in exactly one of the queues and the running list, by status."""
     after = step.after
@@ -108,7 +108,7 @@ def admissions_follow_the_policy(step: Step, ledger: Ledger) -> Complaints:
     return differing("order of admission", ready, admitted)
 
 
-@sentence("P16", v.Schedule)
+@sentence("P16", v.Schedule, of="acts")
 def running_keeps_its_order(step: Step, _ledger: Ledger) -> Complaints:
     """Those who stay keep their order, the admitted follow."""
     victims = set(step.preempted)
@@ -216,7 +216,7 @@ def nobody_is_admitted_after_a_preemption(step: Step, _ledger: Ledger) -> Compla
     return [Complaint(f"{names} admitted although {step.preempted} were preempted")]
 
 
-@sentence("P16", v.Schedule)
+@sentence("P16", v.Schedule, of="acts")
 def new_blocks_come_from_the_head_of_the_free_queue(step: Step, ledger: Ledger) -> Complaints:
     """The least recently freed block is evicted first; hits leave from wherever they are."""
     victims = victims_of(step, ledger)

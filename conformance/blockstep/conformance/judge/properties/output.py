@@ -261,7 +261,9 @@ def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Co
     as many drafts as there may be, from a plan in which the request sampled to the next plan.
     """
     proposed: dict[v.RequestId, v.TokenIds] = {}
-    if isinstance(step.event, v.Drafts) and isinstance(step.observation, v.DraftsTaken):
+    if not step.config.num_speculative_tokens:
+        pass  # nobody has any
+    elif isinstance(step.event, v.Drafts) and isinstance(step.observation, v.DraftsTaken):
         taken = step.observation.request_ids
         proposed = {
             row.request_id: ledger.lives[row.request_id].accept(row.token_ids)

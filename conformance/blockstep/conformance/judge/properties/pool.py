@@ -23,14 +23,14 @@ from blockstep.conformance.judge.properties.store_ledger import has_lost_all
 from blockstep.spec import vocabulary as v
 
 
-@sentence("P1", *ENDINGS, v.Schedule, v.Reset, v.Fork)
+@sentence("P1", *ENDINGS, v.Schedule, v.Reset, v.Fork, of="changes")
 def pool_keeps_its_size(step: Step, _ledger: Ledger) -> Complaints:
     """A state tells what each block of the pool carries, of no more and no fewer of them."""
     num_keys, num_blocks = len(step.after.block_keys), step.config.num_blocks
     return [Complaint(f"{num_keys} keys for {num_blocks} blocks")] if num_keys != num_blocks else ()
 
 
-@sentence("P1", *ENDINGS, v.Schedule, v.Reset, v.Fork)
+@sentence("P1", *ENDINGS, v.Schedule, v.Reset, v.Fork, of="changes")
 def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
     """Its ref count is the number of its holders; free ones are in the free queue, once.
 
@@ -72,7 +72,7 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
     return ()
 
 
-@sentence("P2", v.Schedule, v.Commit)
+@sentence("P2", v.Schedule, v.Commit, of="changes")
 def block_still_to_be_written_has_one_holder(step: Step, ledger: Ledger) -> Complaints:
     """From the first block that is not full of known, computed tokens on, blocks are exclusive.
 
@@ -96,7 +96,7 @@ def _is_begun(step: Step, ledger: Ledger, request: v.RequestSnapshot, block: v.B
     )
 
 
-@sentence("P4", v.Schedule, v.Commit)
+@sentence("P4", v.Schedule, v.Commit, of="changes")
 def block_still_to_be_written_is_not_published(step: Step, ledger: Ledger) -> Complaints:
     """A block is not findable while a later step will write to it."""
     block_keys = step.after.block_keys
@@ -129,7 +129,7 @@ def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapsh
     return found
 
 
-@sentence("P3", *ENDINGS, v.Schedule, v.Reset, v.Fork)
+@sentence("P3", *ENDINGS, v.Schedule, v.Reset, v.Fork, of="changes")
 def cache_map_and_blocks_agree(step: Step, _ledger: Ledger) -> Complaints:
     """The cache map has a block under a key exactly if the block carries the key, and once."""
     after = step.after
@@ -240,7 +240,7 @@ def _filled(
     ]
 
 
-@sentence("P4", v.Schedule)
+@sentence("P4", v.Schedule, of="acts")
 def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> Complaints:
     """A key appears on a block only if the block was full before, or a row of the plan fills it.
 
@@ -248,6 +248,8 @@ def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
     earlier step had filled: that stays. What this step was to fill is withdrawn.
     """
     before, after = step.before.block_keys, step.after.block_keys
+    if after is before:
+        return ()
     changed = [
         block
         for block, (old, new) in enumerate(zip(before, after, strict=True))

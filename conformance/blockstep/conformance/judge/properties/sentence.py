@@ -45,7 +45,7 @@ class Sentence:
     needs: str = ""
     """A field of the config without which it says nothing, and is not asked."""
     of: str = ""
-    """What of a plan it speaks of, a field of `Step`: where there is none, it is not asked."""
+    """What of a step it speaks of, a field of `Step`: where there is none, it is not asked."""
 
     def __call__(self, step: Step, ledger: Ledger) -> list[Finding]:
         """What is wrong; `ledger` knows everything up to this step, without it."""

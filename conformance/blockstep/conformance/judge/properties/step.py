@@ -158,6 +158,33 @@ class Step:
         return {request.request_id: request for request in self.after.requests}
 
     @once
+    def changes(self) -> bool:
+        """Whether a request, a queue or the pool may be another than before: another object is.
+
+        What has been said of a state need not be said again of the same one.
+        """
+        before, after = self.before, self.after
+        return not (
+            after.requests is before.requests
+            and after.waiting is before.waiting
+            and after.skipped_waiting is before.skipped_waiting
+            and after.running is before.running
+            and after.ref_counts is before.ref_counts
+            and after.free_queue is before.free_queue
+            and after.block_keys is before.block_keys
+            and after.cached is before.cached
+            and after.transfers is before.transfers
+            and after.pins is before.pins
+        )
+
+    @once
+    def acts(self) -> bool:
+        """Whether a plan may have taken or given back a block: it is for somebody, or pins end."""
+        plan, pins = self.plan, self.before.pins
+        is_for_somebody = bool(plan.new or plan.cached or plan.kv_loads or self.preempted)
+        return is_for_somebody or (pins is not None and bool(pins.pins))
+
+    @once
     def preempted(self) -> list[v.RequestId]:
         """Who ran before the step and is preempted after it, in running order."""
         new = self.new
@@ -296,7 +323,10 @@ class Step:
     def giving(self) -> list[v.RequestId]:
         """Who held blocks without running, and gave them to another: sessions, branches, and those
         whose load has come, or was lost as a whole."""
-        resting = [old for old in self.before.requests if keeps_blocks(old)]
+        runs = v.Status.RUNNING
+        resting = [
+            old for old in self.before.requests if old.status is not runs and keeps_blocks(old)
+        ]
         if not resting:
             return []
         found = []
