@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from play_support import brought, forking, pinning, telling, tiering, transferring
+from play_support import brought, forking, lacking, pinning, telling, tiering, transferring
 from play_support.altered import alter_each
 from play_support.grouped import going_on, told_of_its_token
 from play_support.play import (
@@ -1095,6 +1095,7 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
     *pinning.EACH_KIND,
     *forking.EACH_KIND,
     *tiering.EACH_KIND,
+    *lacking.EACH_KIND,
 ]
 
 
@@ -1198,7 +1199,7 @@ def test_every_sentence_has_a_wrong_step_of_each_kind_of_event() -> None:
         is_refused = isinstance(step.observation, Rejected)
         tried.add((sentence, Rejected if is_refused else type(step.event)))
     alone = brought.ALONE + transferring.ALONE + pinning.ALONE + forking.ALONE
-    alone += tiering.ALONE + tiering.BESIDE_THE_WORKER
+    alone += tiering.ALONE + tiering.BESIDE_THE_WORKER + lacking.ALONE
     tried |= {(name, type(stage(scene).step.event)) for name, scene, _, _ in alone}
     owed = {(name, kind) for name, each in CHECKS.items() for kind in each.kinds}
     unsaid = (StreamingUpdate, GrammarFailed, GrammarBitmask)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from play_support import brought, forking, pinning, telling, tiering, transferring
+from play_support import brought, forking, lacking, pinning, telling, tiering, transferring
 from play_support.grouped import FULL, WINDOW, attending_as, going_on
 from play_support.play import (
     CONFIG,
@@ -426,6 +426,7 @@ ALONE: list[Case] = [
     *pinning.ALONE,
     *forking.ALONE,
     *tiering.ALONE,
+    *lacking.ALONE,
     *AT_EITHER,
     GIVEN_UP,
     (
@@ -802,7 +803,7 @@ def test_every_sentence_speaks_alone_somewhere() -> None:
     """A sentence that never does says nothing of its own: merge it, or plant what only it sees."""
     names = [case[0] for case in ALONE + BESIDE_THE_WORKER] + [IN_A_RELEASE]
     assert sorted(names) == sorted(SENTENCES)
-    assert len(SENTENCES) == 132
+    assert len(SENTENCES) == 133
 
 
 def test_up_to_block_ids_all_are_asked_but_three() -> None:

@@ -25,12 +25,14 @@ from blockstep.spec.vocabulary import (
     GrammarReady,
     GroupKind,
     KVGroup,
+    KVTransfers,
     MultiModalItem,
     Reset,
     RowTokens,
     Schedule,
     StreamingUpdate,
     Submit,
+    TransfersReported,
 )
 from play_support.play import (
     CONFIG,
@@ -318,6 +320,7 @@ def encoding_and_answered() -> Play:
 
 
 GIVEN_UP, EMPTIED = encoding_and(Abort(("A",))), encoding_and(Reset(reset_running_requests=True))
+REPORTED = encoding_and(TransfersReported(KVTransfers()))
 ENCODER_RESET, OFFERED = encoding_and(EncoderReset()), encoding_and(EncoderOffer(("cat",)))
 
 
@@ -335,10 +338,13 @@ def elsewhere(step: Step) -> Step:
 
 
 EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
-    *[("encoder_cache_adds_up", play, counted_wrong) for play in (GIVEN_UP, EMPTIED)],
+    *[("encoder_cache_adds_up", play, counted_wrong) for play in (GIVEN_UP, EMPTIED, REPORTED)],
     ("encoder_cache_adds_up", encoding_and_answered, counted_wrong),
     ("encoder_cache_adds_up", ENCODER_RESET, counted_wrong),
-    *[("only_running_requests_hold_items", play, held_by_nobody) for play in (GIVEN_UP, EMPTIED)],
+    *[
+        ("only_running_requests_hold_items", play, held_by_nobody)
+        for play in (GIVEN_UP, EMPTIED, REPORTED)
+    ],
     ("only_running_requests_hold_items", encoding_and_answered, held_by_nobody),
     ("counters_grow_by_what_happened", OFFERED, counted),
     ("counters_grow_by_what_happened", ENCODER_RESET, counted),

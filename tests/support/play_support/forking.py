@@ -10,10 +10,8 @@ from blockstep.conformance.judge.properties import Step
 from blockstep.spec.vocabulary import (
     BlockCopy,
     Fork,
-    PinsSnapshot,
     Schedule,
     Submit,
-    TransfersSnapshot,
 )
 from play_support.play import (
     CONFIG,
@@ -136,8 +134,6 @@ ALONE: list[Case] = [
 EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
     ("counters_grow_by_what_happened", forked, counted),
     ("stale_or_wrong_event_is_refused", forked, malformed),
-    ("time_and_estimates_are_as_told", forked, lambda s: after(s, pins=PinsSnapshot())),
-    ("offers_are_those_made_last", forked, lambda s: after(s, transfers=TransfersSnapshot())),
     ("pool_keeps_its_size", forked, lambda s: after(s, block_keys=s.after.block_keys[1:])),
     ("every_block_is_free_or_held", forked, lambda s: after(s, ref_counts=s.before.ref_counts)),
     ("cache_map_and_blocks_agree", forked, lambda s: after(s, cached={})),

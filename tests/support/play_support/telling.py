@@ -120,11 +120,6 @@ def not_cleared(step: Step) -> Step:
     return observed(step, kv_events=tuple(kept))
 
 
-def unasked(step: Step) -> Step:
-    """The config asks for no log."""
-    return replace(step, config=replace(step.config, enable_kv_cache_events=False))
-
-
 def refused(step: Step) -> Step:
     """The reset is refused, and tells all the same."""
     return observed(step, success=False)
@@ -137,7 +132,6 @@ EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
     ("log_tells_what_can_be_found", telling_a_reset, silent),
     ("log_tells_what_can_be_found", telling_a_reset, not_cleared),
     ("log_tells_what_can_be_found", telling_a_reset, refused),
-    ("log_tells_what_can_be_found", telling, unasked),
     ("log_removes_what_was_there", telling_more, removing_another),
     ("log_removes_what_was_there", telling_a_reset, removing_another),
     ("stored_blocks_are_told_as_they_are", telling_more, stored_as(parent=None)),

@@ -86,7 +86,21 @@ BESIDE_THE_WORKER: list[Case] = [
     ("save_names_the_blocks_that_its_request_had", saved, nothing, saved_by_another_table),
 ]
 """A worker sees what is in those blocks."""
+
+
+def with_thresholds(play: Callable[[], Play]) -> Callable[[], Play]:
+    """The play with an admission that could close."""
+
+    def scene() -> Play:
+        done = play()
+        config = replace(done.config, admission_high_blocks=1)
+        return Play(config, done.make_engine).do(*done.events)
+
+    return scene
+
+
 EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
-    ("plans_alone_close_and_open_admission", play, closed)
+    ("plans_alone_close_and_open_admission", with_thresholds(play), closed)
     for play in (*pinning.OF_EACH, forking.forked)
+    if play is not pinning.planned
 ]

@@ -208,7 +208,8 @@ def _expected_outputs(
 
 def judge_state(step: Step, ledger: Ledger) -> list[Finding]:
     """What is wrong with a state: the sentences of `JUDGED`, and what counts as computed in it."""
-    asked = [said for said in JUDGED if type(step.event) in said.kinds]
+    kind, lacked = type(step.event), ledger.lacked
+    asked = [said for said in JUDGED if kind in said.kinds and said.needs not in lacked]
     return [*judge(asked, step, ledger), *_judge_computed(step)]
 
 

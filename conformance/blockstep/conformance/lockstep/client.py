@@ -117,13 +117,15 @@ class Client:
         """A plan takes blocks from whom it preempts, and gives others theirs."""
         for name in plan.preempted_req_ids:
             self.first_blocks.pop(name, None)
-        tables = {row.request_id: row.block_ids for row in plan.new}
-        for row in plan.cached:
-            if row.resumed or row.request_id in plan.remapped_req_ids:
-                tables[row.request_id] = row.new_block_ids
-        for name, table in tables.items():
-            firsts = (next((b for b in blocks if b != v.NULL_BLOCK), None) for blocks in table)
-            self.first_blocks[name] = frozenset(block for block in firsts if block is not None)
+        tables = [(row.request_id, row.block_ids) for row in plan.new]
+        tables += [
+            (row.request_id, row.new_block_ids)
+            for row in plan.cached
+            if row.resumed or row.request_id in plan.remapped_req_ids
+        ]
+        for name, table in tables:
+            firsts = [next(filter(None, blocks), None) for blocks in table]
+            self.first_blocks[name] = frozenset(filter(None, firsts))
 
     def _go_on(self, update: v.Request) -> None:
         """A client goes on with a session: now if it rests."""

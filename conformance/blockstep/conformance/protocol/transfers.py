@@ -46,6 +46,8 @@ class Transfers:
 
     def plan(self, plan: v.Plan) -> None:
         """A plan names its loads; whoever has a row waits for none."""
+        if not (self.received or plan.kv_loads or plan.kv_saves):
+            return
         for row in plan.rows if self.received else ():
             self.received.pop(row.request_id, None)
         for load in plan.kv_loads:

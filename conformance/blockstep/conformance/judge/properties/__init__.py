@@ -21,6 +21,7 @@ from blockstep.conformance.judge.properties import (
     forks,
     grammars,
     hits,
+    lacked,
     messages,
     order,
     output,
@@ -81,6 +82,7 @@ _FAMILIES = (
     pins,
     forks,
     tiers,
+    lacked,
 )
 """In the order in which sentences of one property speak."""
 _SENTENCES = [

@@ -8,16 +8,14 @@ from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
 
-@sentence("P22", *ENDINGS, v.Schedule, v.Reset, v.EncoderReset)
+@sentence(*("P22", *ENDINGS, v.Schedule, v.Reset, v.EncoderReset), needs="encoder_cache_size")
 def encoder_cache_adds_up(step: Step, ledger: Ledger) -> Complaints:
     """What is free is what no entry takes; freeable are exactly those that nobody holds.
 
-    What is to be dropped was there, and where no encoder is modelled nothing is. Beside the prompt
-    all that a plan has made is to be dropped.
+    What is to be dropped was there. Beside the prompt all that a plan has made is to be dropped.
     """
     encoder, size = step.after.encoder, step.config.encoder_cache_size
-    if encoder is None or not size:
-        yield from differing("an encoder's cache", bool(size), encoder is not None)
+    if encoder is None:
         return
     unheld = [entry for entry in encoder.entries if not entry.holders]
     free = size - sum(entry.num_embeds for entry in encoder.entries)
@@ -48,7 +46,7 @@ def encoder_cache_stays_within_its_size(step: Step, _ledger: Ledger) -> Complain
         yield from differing("embeddings kept", min(held, size), held)
 
 
-@sentence("P22", *ENDINGS, v.Schedule, v.Reset)
+@sentence("P22", *ENDINGS, v.Schedule, v.Reset, needs="encoder_cache_size")
 def only_running_requests_hold_items(step: Step, _ledger: Ledger) -> Complaints:
     """Who has ended, or was preempted, holds no item."""
     encoder = step.after.encoder

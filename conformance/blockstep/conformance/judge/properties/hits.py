@@ -52,8 +52,8 @@ def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Compla
     With a draft head the block after the hit is recomputed too, so it must be there.
     """
     config = step.config
+    unit = lcm(*step.block_sizes)
     for row in step.askers:
-        unit = lcm(*step.block_sizes)
         life = ledger.lives[row.request_id]
         most = 0
         if may_ask_the_cache(step, life):

@@ -33,6 +33,7 @@ NO_PINS = v.PinsSnapshot()
 PROPER_ENDS = (v.FinishReason.STOP, v.FinishReason.LENGTH, v.FinishReason.REPETITION)
 """A turn that ends so has said what it had to say, and its job may come back."""
 _ENDS = (*ENDINGS, v.StreamingUpdate)
+_BESIDE_PINS = tuple([kind for kind in v.EVENT_TYPES if kind is not v.Fork])
 
 
 class Followed(NamedTuple):
@@ -203,13 +204,11 @@ def _rank_of_victims(step: Step, ledger: Ledger) -> list[v.RequestId]:
     return sorted(youngest, key=lambda name: ledger.lives[name].request.job_id in warm)
 
 
-@sentence("P18", *v.EVENT_TYPES)
+@sentence("P18", *_BESIDE_PINS, needs="has_pins")
 def time_and_estimates_are_as_told(step: Step, ledger: Ledger) -> Complaints:
     """The time is the latest that was told; a job has the estimate that came last, for as long as
-    it has an unfinished turn or a pin. Under other policies a state knows of neither."""
+    it has an unfinished turn or a pin."""
     after = step.after.pins
-    if (after is not None) is not step.config.has_pins:
-        yield from differing("pins", step.config.has_pins, after is not None)
     if after is None:
         return
     before = step.before.pins or NO_PINS

@@ -41,16 +41,13 @@ def count_findable(snapshot: v.Snapshot) -> Counter[v.BlockKey]:
     return Counter({key: len(blocks) for key, blocks in snapshot.cached.items()})
 
 
-@sentence("P20", v.Commit, v.TransfersReported, v.Reset)
+@sentence("P20", v.Commit, v.TransfersReported, v.Reset, needs="enable_kv_cache_events")
 def log_tells_what_can_be_found(step: Step, ledger: Ledger) -> Complaints:
     """Behind each answer that tells of blocks, who has read them all knows what is findable.
 
     Copies of one key are counted. A reset that came to nothing tells nothing, nor does an engine
     that was not asked to. A plan for nobody, which nobody answers, has nothing to tell (P7).
     """
-    if not step.config.enable_kv_cache_events:
-        yield from differing("kv_events that nobody asked for", (), told_by(step))
-        return
     if isinstance(step.observation, v.ResetDone) and not step.observation.success:
         yield from differing("kv_events of a reset that was refused", (), told_by(step))
         return

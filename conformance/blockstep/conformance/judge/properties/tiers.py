@@ -102,10 +102,10 @@ def _list_given(step: Step) -> set[v.BlockId]:
     return {block for tables in held for block in chain(*tables) if block}
 
 
-@sentence("P7", *v.EVENT_TYPES)
+_OTHERS = [kind for kind in v.EVENT_TYPES if kind is not v.Schedule]
+
+
+@sentence("P7", *_OTHERS, needs="admission_high_blocks")
 def plans_alone_close_and_open_admission(step: Step, _ledger: Ledger) -> Complaints:
-    """Whatever else happens, it stays as the last plan has left it: open, if no plan closes it."""
-    before, after = step.before.admission_closed, step.after.admission_closed
-    if isinstance(step.event, v.Schedule):
-        before = after if step.config.admission_high_blocks else False
-    return differing("admission_closed", before, after)
+    """Whatever else happens, it stays as the last plan has left it."""
+    return differing("admission_closed", step.before.admission_closed, step.after.admission_closed)

@@ -37,13 +37,10 @@ from blockstep.spec import vocabulary as v
 _NOTHING = v.TransfersSnapshot()
 
 
-@sentence("P19", v.Schedule)
+@sentence("P19", v.Schedule, needs="kv_connector")
 def load_is_what_the_store_offers(step: Step, ledger: Ledger) -> Complaints:
     """Who is given blocks behind a hit has all loaded that the store has behind it, but for the
     last known token; nobody has anything else loaded."""
-    if not step.config.kv_connector:
-        yield from differing("kv_loads", (), step.plan.kv_loads)
-        return
     for row in step.askers:
         name = row.request_id
         load = step.loads.get(name)
@@ -160,16 +157,10 @@ def unsettled_are_those_of_frames_in_flight(step: Step, ledger: Ledger) -> Compl
         yield from differing("unsettled", due, list(shown.unsettled))
 
 
-@sentence("P18", *v.EVENT_TYPES)
+@sentence("P18", *_BESIDE_A_STORE, needs="kv_connector")
 def offers_are_those_made_last(step: Step, ledger: Ledger) -> Complaints:
-    """A state knows what the store said last of each unfinished request, and of nobody else.
-
-    Without a store it knows nothing.
-    """
+    """A state knows what the store said last of each unfinished request, and of nobody else."""
     shown = step.after.transfers
-    if (shown is not None) is not step.config.kv_connector:
-        yield from differing("a store", step.config.kv_connector, shown is not None)
-        return
     if shown is None:
         return
     offers = dict(ledger.store.transfers.offers)

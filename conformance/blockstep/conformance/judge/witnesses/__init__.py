@@ -100,8 +100,12 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
         yield from _of_signal(step, ledger)
     if config.kv_connector:
         yield from of_store(step, ledger)
-    for of_feature in (of_pins, of_forks, of_tiers):
-        yield from of_feature(step, ledger)
+    if config.has_pins:
+        yield from of_pins(step, ledger)
+    if config.enable_forks:
+        yield from of_forks(step, ledger)
+    if config.swap_min_tokens or config.admission_high_blocks:
+        yield from of_tiers(step, ledger)
 
 
 def _of_schedule(step: Step, ledger: Ledger) -> Iterator[str]:

@@ -37,8 +37,6 @@ FORKS = {
 
 def of_forks(step: Step, ledger: Ledger) -> Iterator[str]:
     """What an event shows of branches, and of what they share."""
-    if not step.config.enable_forks:
-        return
     match step.event, step.observation:
         case v.Schedule(), v.Plan():
             yield from of_branches(step, ledger)

@@ -80,8 +80,7 @@ class Worker(Stored):
         for frame_id in list(self._frames)[: 1 - self.config.max_frames_in_flight or None]:
             # So many plans later it must have been committed, whether or not anybody says so.
             self._settle(frame_id, self.answer(frame_id))
-        if plan.kv_saves:
-            self.save(plan)
+        self.save(plan)
         for request_id in plan.finished_req_ids:
             gone = self.views.pop(request_id, None)
             if gone is not None:
@@ -94,12 +93,10 @@ class Worker(Stored):
             self._check_remapped(plan)
         if self.config.encoder_cache_size:
             self.encode(plan, rows)
-        if plan.block_copies:
-            self.copy(plan.block_copies)
+        self.copy(plan.block_copies)
         if plan.new_block_ids_to_zero:
             self.zero(plan.new_block_ids_to_zero)
-        planned = plan.rows
-        self._last_scheduled = {row.request_id for row in planned}
+        self._last_scheduled = {row.request_id for row in plan.rows}
         if self.config.kv_connector:
             self.load(plan, rows)
         if rows:
@@ -114,7 +111,7 @@ class Worker(Stored):
                 view.proposal = ()
         for row in rows:
             self._finish(row)
-        if planned:
+        if plan.rows:
             self._frames[plan.frame_id] = rows
         return self._findings
 
