@@ -249,6 +249,12 @@ def test_events_about_an_encoder_change_nothing_where_there_is_none() -> None:
     assert oracle.snapshot().encoder is None
 
 
+def test_where_there_is_no_encoder_an_item_keeps_nobody_waiting() -> None:
+    oracle = oracle_of(encoder_compute_budget=0, encoder_cache_size=0)
+    oracle.submit(request("A", "tcc"))
+    assert amounts(step(oracle)) == {"A": 3}
+
+
 # A step that changes its mind.
 
 
@@ -488,6 +494,14 @@ def test_room_is_asked_before_need(quirk: bool, expected: int) -> None:
     oracle.submit(request("A", "ccc"))
     oracle.submit(request("B", "tDdd"))
     assert amounts(step(oracle)) == {"A": 2, "B": expected}
+
+
+def test_room_is_asked_for_what_is_not_taken_and_then_comes_the_next_item() -> None:
+    oracle = oracle_of(Quirk.ROOM_IS_ASKED_BEFORE_NEED, long_prefill_token_threshold=3)
+    oracle.submit(request("A", "ttdDc"))
+    assert made(step(oracle)) == {"A": (0,)}
+    oracle.reset_encoder()  # so that it is not there, and no longer needed
+    assert made(step(oracle)) == {"A": (1,)}
 
 
 def test_head_reads_ahead_of_the_encoder() -> None:

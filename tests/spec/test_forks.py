@@ -333,6 +333,14 @@ def test_each_group_allows_what_is_shared() -> None:
     )
 
 
+def test_who_goes_on_where_a_chunk_begins_reads_nothing_that_is_gone() -> None:
+    oracle = build(num_blocks=30, block_size=2, groups=(full(2), chunks(2, 4)))
+    begin(oracle, 10, 4)  # thirteen computed: only the chunk from 12 on is there
+    fork(oracle, "b", 7, 9)  # eleven in common, in the chunk from 8 on
+    assert shown(oracle, "b").num_computed_tokens == 8
+    assert tables(oracle, "b") == (tables(oracle, "a")[0][:4], (0, 0, 0, 0))
+
+
 # F4: what is full is findable first.
 
 

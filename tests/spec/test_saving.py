@@ -71,6 +71,7 @@ def test_whole_blocks_of_all_groups_are_saved_or_nothing(
         (0, 250, 250, 0),
         (5, 22, 23, 5),
         (6, 20, 25, 2),
+        (6, 25, 20, 0),
     ],
 )
 def test_moving_pays_from_where_it_costs_no_more_than_computing(

@@ -166,7 +166,7 @@ class GroupMemory:
         A whole block is written in no more, so that it may be shared.
         """
         index, num_begun = divmod(num_computed, group.block_size)
-        if not num_begun or index >= len(holding.blocks):
+        if not num_begun:
             return None
         return index if self.pool.ref_counts[holding.blocks[index]] > 1 else None
 

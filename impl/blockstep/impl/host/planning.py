@@ -40,7 +40,7 @@ class Planning(RunningPhase, WaitingPhase, Masks, Turns):
             self.groups.begin_step()
         if self.pins is not None:
             self._begin_with_pins(self.pins)
-        step = Step(self._step_budget(), encoder_budget=self.config.encoder_compute_budget)
+        step = Step(self._step_budget(), self.config.encoder_compute_budget)
         self._schedule_running(step)
         if self.config.admission_high_blocks:
             self.is_closed = self._is_closed_behind(step)

@@ -22,6 +22,8 @@ class Step:
 
     budget: int
     """Tokens that may still be scheduled."""
+    encoder_budget: int
+    """Embeddings that may still be encoded."""
     rows: dict[int, RunningRow] = field(default_factory=dict)
     """Running requests by slot, in order of scheduling; preemption takes some out again."""
     admitted: list[AdmittedRow] = field(default_factory=list)
@@ -36,8 +38,6 @@ class Step:
     saves: list[KVSave] = field(default_factory=list)
     """What a store keeps of those who were preempted, in that order."""
     preempted_req_ids: list[RequestId] = field(default_factory=list)
-    encoder_budget: int = 0
-    """Embeddings that may still be encoded."""
     encodings: dict[int, Encoding] = field(default_factory=dict)
     """What rows need of an encoder, by slot, in order of scheduling."""
     seats: AdapterSeats | None = None

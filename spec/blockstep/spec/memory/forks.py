@@ -63,7 +63,7 @@ def compute_num_copies(pool: Pool, group: KVGroup, holding: Holding, num_compute
     Source: seed 002 "The COW Mechanism"; P2, P8.
     """
     index, table = num_computed // group.block_size, holding.block_table
-    is_within = num_computed % group.block_size > 0 and index < len(table)
+    is_within = num_computed % group.block_size > 0
     return int(is_within and pool.ref_counts[table[index]] > 1)
 
 
