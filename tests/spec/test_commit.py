@@ -53,6 +53,8 @@ def run(tokens: list[int], **asked: Any) -> Outputs:
         ([3, 3], {"repetition_detection": RepetitionDetection(2, 2)}, None, None),
         ([3, 3], {"repetition_detection": RepetitionDetection(2)}, "repetition", None),
         ([3, 3], {"repetition_detection": RepetitionDetection(2), "min_tokens": 3}, None, None),
+        ([1, 2, 3, 3], {"repetition_detection": RepetitionDetection(1)}, "repetition", None),
+        ([1, 2, 3, 1, 2, 3], {"repetition_detection": RepetitionDetection(2)}, None, None),
     ],
 )
 def test_reasons_to_end(

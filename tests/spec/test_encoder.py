@@ -677,3 +677,8 @@ def test_states_come_before_items(quirk: bool) -> None:
     assert amounts(plan) == {"A": 2}
     assert made(plan) == ({} if quirk else {"A": (0,)})
     assert get_broken_invariants(oracle.state) == ()
+    oracle = oracle_of(*quirks, max_num_batched_tokens=3, **states)
+    oracle.submit(request("A", "ttttcct"))
+    plans = [step(oracle), step(oracle)]  # of which the second is of one that runs
+    assert [amounts(plan) for plan in plans] == [{"A": 2}] * 2
+    assert [made(plan) for plan in plans] == ([{}, {}] if quirk else [{}, {"A": (0,)}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from dataclasses import fields, replace
+from itertools import permutations
 
 import pytest
 
@@ -25,7 +26,8 @@ def test_rules_are_a_value_by_their_quirks() -> None:
     rules = get_rules(some, CACHED)
     assert rules == get_rules(some, CACHED)
     assert hash(rules) == hash(get_rules(some, CACHED))
-    assert rules != STRICT_RULES
+    for one, other in permutations((rules, STRICT_RULES)):
+        assert one != other
     assert rules != some
     assert repr(rules) == "Rules(nothing_reserved, one_waiting_queue)"
     assert repr(STRICT_RULES) == "Rules()"
