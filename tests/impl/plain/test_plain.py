@@ -20,13 +20,15 @@ from blockstep.spec.vocabulary import (
 )
 
 ENGINE = "blockstep.impl.plain:PlainEngine"
+FEATURES = ("forks", "pins")
+"""What it has beside the core."""
 
 
 @pytest.mark.parametrize("preset", ["tiny", "small"])
-@pytest.mark.parametrize("feature", [None, "forks"])
+@pytest.mark.parametrize("feature", [None, *FEATURES])
 def test_it_conforms(preset: str, feature: str | None) -> None:
     wanted = () if feature is None else (feature,)
-    unwanted = () if feature else ("forks",)
+    unwanted = () if feature else FEATURES
     options = CheckOptions(
         ENGINE,
         preset=preset,

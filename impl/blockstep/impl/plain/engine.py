@@ -15,7 +15,7 @@ from blockstep.spec import vocabulary as v
 CAPABILITIES: Final = frozenset(
     (
         *("snapshot", "priority", "pause", "reset", "grammar", "multimodal", "embeds", "abort"),
-        *("rejection", "statistics", "cache statistics", "forks"),
+        *("rejection", "statistics", "cache statistics", "forks", "pins"),
     )
 )
 
@@ -63,7 +63,9 @@ class PlainEngine:
         if take is None:
             kind = type(event).__name__
             return v.Rejected(v.RejectCode.MALFORMED_EVENT, f"{kind}: this engine takes none")
-        return take(event)
+        answer = take(event)
+        self.scheduler.pins.forget([text.request.job_id for text in self.texts.values()])
+        return answer
 
     def _is_in_flight(self, name: v.RequestId) -> bool:
         return self.frame is not None and name in self.frame.drafts
@@ -180,6 +182,7 @@ class PlainEngine:
         reason = text.append(token, self.config.max_model_len)
         stop = None
         if reason is not None:
+            self.scheduler.pins.keep(text)
             self._end(text)
         if reason is v.FinishReason.STOP and token != text.request.eos_token_id:
             stop = token
@@ -223,6 +226,14 @@ class PlainEngine:
             self.last = set()
         return v.ResetDone(self.scheduler.reset(event.reset_running_requests))
 
+    def _take_clock(self, event: v.Clock) -> v.Observation:
+        self.scheduler.pins.now = max(self.scheduler.pins.now, event.now)
+        return v.Ack()
+
+    def _take_pinestimate(self, event: v.PinEstimate) -> v.Observation:
+        self.scheduler.pins.estimate(event.job_id, event.ttl)
+        return v.Ack()
+
     def snapshot(self) -> v.Snapshot:
         """The canonical state."""
         scheduler, pool = self.scheduler, self.scheduler.pool
@@ -241,6 +252,7 @@ class PlainEngine:
             finished_req_ids=tuple(sorted(self.ended)),
             prev_scheduled_req_ids=tuple(sorted(self.last)),
             stats=scheduler.stats,
+            pins=scheduler.pins.show() if self.config.has_pins else None,
         )
 
 

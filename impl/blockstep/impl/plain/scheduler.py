@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from blockstep.impl.plain.pins import Pins
 from blockstep.impl.plain.pool import Pool
 from blockstep.impl.plain.text import Text
 from blockstep.spec.vocabulary import (
@@ -42,6 +43,7 @@ class Scheduler:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.pool = Pool(config)
+        self.pins = Pins(self.pool)
         self.waiting: list[Text] = []
         self.skipped: list[Text] = []
         self.running: list[Text] = []
@@ -54,6 +56,11 @@ class Scheduler:
         self.rows: list[Row] = []
         self.preempted: list[Text] = []
         self.budget = self.config.max_num_batched_tokens
+        self.pins.end_all(until=self.pins.now)
+        self.warm = set(self.pins.of)
+        """Jobs with a pin as the step begins."""
+        if self.warm:
+            self.waiting.sort(key=self.rank_of_return)
 
     @property
     def stats(self) -> Stats:
@@ -67,6 +74,14 @@ class Scheduler:
         queue.insert(0 if at_front else len(queue), text)
         if self.config.policy is Policy.PRIORITY:
             queue.sort(key=lambda one: one.rank)
+
+    def rank_of_return(self, text: Text) -> int:
+        """Who was preempted goes ahead of who finds a pin of its job, who goes ahead of others."""
+        return 0 if text.status is Status.PREEMPTED else 2 - self.is_warm(text)
+
+    def is_warm(self, text: Text) -> bool:
+        """Whether its job has a pin."""
+        return text.request.job_id in self.warm
 
     def add(self, text: Text) -> None:
         """It arrives."""
@@ -139,8 +154,7 @@ class Scheduler:
         while self.lacks(text, text.computed + count, []) > len(self.pool.free):
             if self.running == [text] and self.let_give_way(text):
                 continue
-            by_rank = self.config.policy is Policy.PRIORITY
-            victim = max(self.running, key=lambda t: t.rank) if by_rank else self.running[-1]
+            victim = self.choose_victim()
             self.take_back(victim)
             self.preempt(victim)
             self.preempted.append(victim)
@@ -148,8 +162,20 @@ class Scheduler:
                 return False
         return True
 
+    def choose_victim(self) -> Text:
+        """The last; of a job with a pin only if all are."""
+        if self.config.policy is Policy.PRIORITY:
+            return max(self.running, key=lambda text: text.rank)
+        cold = [text for text in self.running if not self.is_warm(text)]
+        return (cold or self.running)[-1]
+
     def let_give_way(self, text: Text) -> bool:
-        """Who is last in line among those that wait with blocks gives them up; False: nobody."""
+        """A pin ends, or who is last in line among those that wait with blocks gives them up.
+
+        False: there is neither.
+        """
+        if self.pins.let_give_way(text):
+            return True
         for other in reversed(self.line()):
             if other is not text and other.table:
                 self.give_up(other)
@@ -267,14 +293,18 @@ class Scheduler:
     # Others.
 
     def reset(self, is_forced: bool) -> bool:
-        """Nothing can be found any more; False, and nothing has changed, while a block is held."""
+        """Nothing can be found any more, and no pin is left.
+
+        False, and nothing has changed, where a request holds a block.
+        """
         if is_forced:
             while self.running:
                 self.preempt(self.running[-1])
-            for text in reversed(self.line()):
-                self.give_up(text)
-        if any(self.pool.refs):
+        elif any(text.table for text in self.running + self.line()):
             return False
+        for text in reversed(self.line()):
+            self.give_up(text)
+        self.pins.end_all()
         self.pool.forget()
         return True
 
