@@ -17,7 +17,11 @@ class Policy(StrEnum):
     PRIORITY = "priority"
     CONTINUUM = "continuum"
     """As FCFS, but between two turns of a job its blocks stay for a time, its next turn goes ahead
-    of others, and who is of such a job is preempted last (seed 001, "Feature A")."""
+    of others, and who is of such a job is preempted last (seed 001, "Feature A").
+
+    As a step begins, `waiting` is ordered: who was preempted, then whose job has a pin, then
+    others; equals stay as they were. Preempted is the last of those that run whose job had no pin
+    then; if all had one, the last."""
 
 
 class PoolOrder(StrEnum):

@@ -11,7 +11,12 @@ from blockstep.spec.vocabulary.request import BlockTables
 class Pin:
     """What a turn that has ended keeps for the next one of its job: blocks that can be found.
 
-    Source: seed 001 "Change 4", made sound: those that nobody can find are free at once.
+    A pin of its job from before ends, and its blocks are free before those that the turn does not
+    leave. A turn that leaves nothing leaves that pin as it is, unless it is the last one. Who lacks
+    blocks while nobody else runs has pins end one by one: of other jobs first, of these the one
+    with the least `end`, of equal ones that of the turn that ended first. A reset ends all of them,
+    in order, behind what requests hold. Source: seed 001 "Change 4", made sound: blocks that nobody
+    can find are free at once.
     """
 
     job_id: str
