@@ -282,6 +282,24 @@ def test_what_needs_several_frames_is_required_only_with_several() -> None:
     assert sync < deep
 
 
+@pytest.mark.parametrize("feature", ["encoder", "transfers", "pins"])
+def test_where_nobody_may_fork_no_fork_is_required(feature: str) -> None:
+    required = required_witnesses(CheckOptions(with_features=(feature,)))
+    assert not [name for name in required if "fork" in name]
+
+
+def test_one_plan_at_a_time_owes_nothing_of_several() -> None:
+    options = CheckOptions(with_features=("transfers", "tiers"))
+    required, full = (
+        set(required_witnesses(options, lacking))
+        for lacking in (("async", "pipeline", "groups"), ())
+    )
+    assert full - required >= {
+        *("transfers_preempted_unsettled", "tiers_unsettled_not_saved"),
+        *("tiers_saved_beside_frames", "tiers_saved_behind_a_window"),
+    }
+
+
 def test_refusals_are_counted_by_code() -> None:
     watched = Watched().do(Submit(A), Submit(A))
     assert watched.counts == {"rejected_duplicate_request": 1}

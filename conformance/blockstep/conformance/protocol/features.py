@@ -256,6 +256,8 @@ GROUPS = Feature(
     situations=("groups_",),
     properties=("P5", "P8"),
 )
+OF_FORKS = ("forks_", "rejected_bad_fork", "rejected_fork_in_flight")
+"""Situations of branches, by the beginnings of their names."""
 ENCODER = Feature(
     "encoder",
     "items are encoded, within a budget per step, into a cache that has room for some",
@@ -268,6 +270,7 @@ ENCODER = Feature(
     },
     actions=(v.EncoderReset, v.EncoderOffer),
     situations=("encoder_",),
+    hides=OF_FORKS,  # nobody forks beside an encoder
     properties=("P9", "P22"),
 )
 ADAPTERS = Feature(
@@ -297,9 +300,9 @@ TRANSFERS = Feature(
     },
     actions=(v.KVOffer, v.TransfersReported, Report),
     situations=("transfers_",),
-    hides=(  # a store has no states, no encoder-decoder model, no pins
+    hides=(  # a store has no states, no encoder-decoder model, no pins, no branches
         *("groups_state_left", "groups_hit_of_a_state"),
-        *("encoder_beside_", "encoder_across_", "pins_"),
+        *("encoder_beside_", "encoder_across_", "pins_", *OF_FORKS),
     ),
     properties=("P17", "P18", "P19"),
 )
@@ -320,7 +323,9 @@ PINS = Feature(
     request=("job_id", "is_last_step"),
     actions=(v.Clock, v.PinEstimate),
     situations=("pins_",),
-    hides=("admission_overtakes", "priority_", "transfers_"),  # there is one policy, and no store
+    hides=(  # there is one policy, no store, and no branch
+        *("admission_overtakes", "priority_", "transfers_", *OF_FORKS),
+    ),
     properties=("P10", "P17"),
 )
 FORKS = Feature(
@@ -329,7 +334,7 @@ FORKS = Feature(
     Capability.FORKS,
     config={"enable_forks": False, "watermark_blocks": 0, "pool_order": v.PoolOrder.LRU},
     actions=(v.Fork,),
-    situations=("forks_", "rejected_bad_fork", "rejected_fork_in_flight"),
+    situations=OF_FORKS,
     hides=("transfers_", "encoder_", "pins_", "groups_of_three_kinds", "groups_state_left"),
     properties=("P2", "P8"),
 )
@@ -375,11 +380,13 @@ SEVERAL_AT_ONCE = frozenset({ASYNC.name, PIPELINE.name})
 SEVERAL_FRAMES = (
     *("several_frames_in_flight", "four_frames_in_flight", "abort_with_two_frames_in_flight"),
     *("reset_forced_with_two_frames_in_flight", "rejected_frame_out_of_order"),
+    *("transfers_preempted_unsettled", "tiers_unsettled_not_saved", "tiers_saved_beside_frames"),
 )
 """Situations, by the beginnings of their names, that need either."""
 NEEDS_ANY: Mapping[str, frozenset[str]] = {
     "empty_plan_with_work": SEVERAL_AT_ONCE | {PAUSE.name, GRAMMAR.name},
     "running_left_out_by_budget": SEVERAL_AT_ONCE | {DRAFTS.name},
+    "tiers_saved_behind_a_window": frozenset({GROUPS.name}),
     "encoder_across_read": frozenset({GROUPS.name}),
     "encoder_across_waits": frozenset({GROUPS.name}),
     "encoder_across_preempted": frozenset({GROUPS.name}),
@@ -388,7 +395,7 @@ NEEDS_ANY: Mapping[str, frozenset[str]] = {
 }
 """Situations that need one of several features beside their own: without all of them whoever runs
 can go on, and by the token that was scheduled at its admission; and what is read across is in a
-group of its own."""
+group of its own, as what a window leaves is."""
 
 
 def is_reachable(situation: str, absent: Collection[str], always: Collection[str] = ()) -> bool:
