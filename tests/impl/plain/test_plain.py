@@ -20,7 +20,7 @@ from blockstep.spec.vocabulary import (
 )
 
 ENGINE = "blockstep.impl.plain:PlainEngine"
-FEATURES = ("forks", "pins")
+FEATURES = ("forks", "pins", "transfers")
 """What it has beside the core."""
 
 
@@ -48,7 +48,8 @@ def test_it_conforms(preset: str, feature: str | None) -> None:
         Config(8, max_frames_in_flight=2),
         Config(8, max_frames_in_flight=2, async_scheduling=True),
         Config(8, spec_method=SpecMethod.NGRAM, num_speculative_tokens=1),
-        Config(8, kv_connector=True),
+        Config(8, enable_kv_cache_events=True),
+        Config(8, encoder_cache_size=4, encoder_compute_budget=4),
         Config(8, max_loras=1),
     ],
 )

@@ -86,7 +86,7 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
         KnownEngine(
             "plain",
             "blockstep.impl.plain:PlainEngine",
-            "our smallest, by another writer: the core and forks, one plan at a time, no drafts",
+            "our smallest, by another writer: the core, forks, pins, a store; one plan, no drafts",
         ),
         KnownEngine(
             "compiled",

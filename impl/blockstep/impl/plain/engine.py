@@ -9,6 +9,7 @@ from typing import Final
 from blockstep.impl import refusals
 from blockstep.impl.capabilities import list_config_problems
 from blockstep.impl.plain.scheduler import Row, Scheduler
+from blockstep.impl.plain.store import count_valid
 from blockstep.impl.plain.text import Text
 from blockstep.spec import vocabulary as v
 
@@ -16,6 +17,7 @@ CAPABILITIES: Final = frozenset(
     (
         *("snapshot", "priority", "pause", "reset", "grammar", "multimodal", "embeds", "abort"),
         *("rejection", "statistics", "cache statistics", "forks", "pins"),
+        "transfers",
     )
 )
 
@@ -30,7 +32,7 @@ class Frame:
 
 
 class PlainEngine:
-    """The least that conforms: one KV group, one plan at a time, no drafts, and no store.
+    """The least that conforms: one KV group, one plan at a time, and no drafts.
 
     Raises:
         ConfigError: the config cannot be used, or asks for what this engine lacks.
@@ -72,6 +74,8 @@ class PlainEngine:
 
     def _take_submit(self, event: v.Submit) -> v.Observation:
         request = event.request
+        if request.request_id in self.scheduler.store.held:
+            return refusals.held_by_transfer(request.request_id)
         problem = refusals.submit_problem(
             self.config,
             request,
@@ -128,6 +132,7 @@ class PlainEngine:
             preempted_req_ids=tuple(sorted(text.name for text in scheduler.preempted)),
             remapped_req_ids=tuple(sorted(row.text.name for row in rows if is_remapped(row))),
             block_copies=tuple(copy for row in rows for copy in row.copies),
+            kv_loads=tuple(scheduler.loads),
         )
         self.next_frame_id += 1
         self.ended = set()
@@ -171,12 +176,62 @@ class PlainEngine:
         if problem is not None:
             return problem
         self.frame = None
+        failed = self._fail_loads(event.transfers, frame)
         told = []
         for row in frame.rows:
             text = row.text
-            if self.texts.get(text.name) is text and answers[text.name]:
+            if text in failed or self.texts.get(text.name) is not text:
+                continue
+            if row.load is not None and row.load is text.load:
+                self._settle(text)
+            if answers[text.name]:
                 told.append(self._deliver(text, *answers[text.name]))
-        return v.Outputs(tuple(told))
+        return v.Outputs((*told, *self._take_transfers(event.transfers, failed)))
+
+    def _take_transfersreported(self, event: v.TransfersReported) -> v.Observation:
+        failed = self._fail_loads(event.transfers, None)
+        return v.Outputs(self._take_transfers(event.transfers, failed))
+
+    def _fail_loads(self, report: v.KVTransfers, frame: Frame | None) -> list[Text]:
+        """Whose load has failed, parked ones first: they go on behind what has come, or end."""
+        found: list[tuple[Text, v.KVLoad]] = []
+        found += [(text, text.load) for text in self.scheduler.skipped if text.load]
+        for row in frame.rows if frame else ():
+            if row.load and self.texts.get(row.text.name) is row.text:
+                found.append((row.text, row.load))
+        failed = []
+        for text, load in found:
+            valid = count_valid(load, report.invalid_block_ids, self.config.block_size)
+            if valid is not None:
+                failed.append(text)
+                if self.config.kv_load_failure_policy is v.KVLoadFailurePolicy.RECOMPUTE:
+                    self._shorten(text, valid)
+        return failed
+
+    def _shorten(self, text: Text, valid: int) -> None:
+        """No more of its load has come, and what was computed on the rest is void."""
+        if text.load is not None:
+            text.computed = min(text.computed, valid)
+        if text.status is v.Status.RUNNING:
+            text.is_prefill_chunk = True
+            self._settle(text)
+
+    def _settle(self, text: Text) -> None:
+        """What was loaded for it has come, as far as it counts as computed."""
+        text.load = None
+        self.scheduler.publish(text, text.computed)
+
+    def _take_transfers(self, report: v.KVTransfers, failed: list[Text]) -> tuple[v.OutputRow, ...]:
+        """Behind the rows of an answer: those that end by it, and what has come to its end."""
+        told = []
+        if self.config.kv_load_failure_policy is v.KVLoadFailurePolicy.FAIL:
+            for text in failed:
+                self._end(text)
+                cached = max(text.num_cached_tokens, 0)
+                told.append(v.OutputRow(text.name, (), v.FinishReason.ERROR, None, cached))
+        scheduler = self.scheduler
+        scheduler.store.finish(report, list(filter(scheduler.store.is_loading, scheduler.skipped)))
+        return tuple(told)
 
     def _deliver(self, text: Text, token: v.TokenId) -> v.OutputRow:
         reason = text.append(token, self.config.max_model_len)
@@ -220,11 +275,19 @@ class PlainEngine:
         return v.Ack()
 
     def _take_reset(self, event: v.Reset) -> v.Observation:
-        if event.reset_connector:
+        if event.reset_connector and not self.config.kv_connector:
             return v.ResetDone(success=False)
-        if event.reset_running_requests:
+        success = self.scheduler.reset(event.reset_running_requests)
+        if success and event.reset_running_requests:
             self.last = set()
-        return v.ResetDone(self.scheduler.reset(event.reset_running_requests))
+        if success and event.reset_connector:
+            self.scheduler.store.offers.clear()
+        return v.ResetDone(success)
+
+    def _take_kvoffer(self, event: v.KVOffer) -> v.Observation:
+        if self.config.kv_connector and event.request_id in self.texts:
+            self.scheduler.store.offers[event.request_id] = event
+        return v.Ack()
 
     def _take_clock(self, event: v.Clock) -> v.Observation:
         self.scheduler.pins.now = max(self.scheduler.pins.now, event.now)
@@ -252,6 +315,7 @@ class PlainEngine:
             finished_req_ids=tuple(sorted(self.ended)),
             prev_scheduled_req_ids=tuple(sorted(self.last)),
             stats=scheduler.stats,
+            transfers=scheduler.store.show(scheduler.running) if self.config.kv_connector else None,
             pins=scheduler.pins.show() if self.config.has_pins else None,
         )
 

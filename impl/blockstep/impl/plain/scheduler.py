@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from blockstep.impl.plain.pins import Pins
 from blockstep.impl.plain.pool import Pool
+from blockstep.impl.plain.store import Store
 from blockstep.impl.plain.text import Text
 from blockstep.spec.vocabulary import (
     BlockCopy,
     BlockId,
     Config,
+    KVLoad,
     PauseState,
     Policy,
     Stats,
@@ -28,6 +30,8 @@ class Row:
     new_blocks: list[BlockId]
     copies: list[BlockCopy]
     settled_before: int
+    load: KVLoad | None = None
+    """What is loaded for it before it runs."""
     is_new: bool = False
     resumed: bool = False
 
@@ -44,17 +48,20 @@ class Scheduler:
         self.config = config
         self.pool = Pool(config)
         self.pins = Pins(self.pool)
+        self.store = Store(self.pool)
         self.waiting: list[Text] = []
         self.skipped: list[Text] = []
         self.running: list[Text] = []
         self.pause = PauseState.UNPAUSED
         self.queries = self.hits = self.preemptions = 0
+        self.external_queries = self.external_hits = 0
         self.begin()
 
     def begin(self) -> None:
         """A step begins."""
         self.rows: list[Row] = []
         self.preempted: list[Text] = []
+        self.loads: list[KVLoad] = []
         self.budget = self.config.max_num_batched_tokens
         self.pins.end_all(until=self.pins.now)
         self.warm = set(self.pins.of)
@@ -65,7 +72,13 @@ class Scheduler:
     @property
     def stats(self) -> Stats:
         """Counters since the start."""
-        return Stats(self.queries, self.hits, self.preemptions)
+        return Stats(
+            self.queries,
+            self.hits,
+            self.preemptions,
+            external_prefix_cache_queries=self.external_queries,
+            external_prefix_cache_hits=self.external_hits,
+        )
 
     # Queues.
 
@@ -103,12 +116,17 @@ class Scheduler:
         for queue in (self.running, self.waiting, self.skipped):
             if text in queue:
                 queue.remove(text)
+        self.store.hold(text)
+        self.store.forget(text)
         self.give_up(text)
 
     def give_up(self, text: Text) -> None:
-        """Its blocks; it has computed nothing then."""
+        """Its blocks; it has computed nothing then, and nothing is loaded for it."""
         self.pool.release(text.table)
-        text.table, text.settled, text.computed = [], 0, 0
+        text.table, text.settled, text.computed, text.load = [], 0, 0, None
+        if text in self.store.received:
+            self.store.received.remove(text)
+            text.status = Status.PREEMPTED if text.num_preemptions else Status.WAITING
 
     def preempt(self, text: Text) -> None:
         """It runs no longer, and is first in line."""
@@ -142,7 +160,7 @@ class Scheduler:
             count = self.cap(text.known - text.computed)
             if not self.make_room(text, count):
                 return
-            self.give_slots(text, min(count, self.budget), [])
+            self.give_slots(text, min(count, self.budget))
 
     def cap(self, count: int) -> int:
         """Tokens of one request, by threshold and budget."""
@@ -177,7 +195,7 @@ class Scheduler:
         if self.pins.let_give_way(text):
             return True
         for other in reversed(self.line()):
-            if other is not text and other.table:
+            if other is not text and other.table and not self.store.is_loading(other):
                 self.give_up(other)
                 return True
         return False
@@ -193,17 +211,30 @@ class Scheduler:
                 return
 
     def admit_all(self) -> None:
-        """Those that wait, as long as there are seats, budget and blocks."""
+        """Those that wait, as long as there are seats, budget and blocks.
+
+        Behind one that does not fit those are tried whose load has come: they have blocks already.
+        """
+        is_full = False
         for text in self.line():
             if not self.budget or len(self.running) == self.config.max_num_seqs:
                 return
-            if text.status is Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
-                if not text.grammar_ready:
-                    self.pass_over(text)
-                    continue
-                text.status = Status.WAITING
-            if not self.admit(text):
-                return
+            if is_full and text not in self.store.received:
+                continue
+            if not self.is_ready(text):
+                self.pass_over(text)
+            elif not self.admit(text):
+                is_full = True
+
+    def is_ready(self, text: Text) -> bool:
+        """Whether it waits for nothing outside."""
+        if text.status is Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            if not text.grammar_ready:
+                return False
+            text.status = Status.WAITING
+        if self.store.is_loading(text):
+            return False
+        return text.computed > 0 or self.store.ask(text, 0) is not None
 
     def pass_over(self, text: Text) -> None:
         """It is blocked: it stands with those that were passed over from now on."""
@@ -212,40 +243,77 @@ class Scheduler:
             self.put(self.skipped, text)
 
     def admit(self, text: Text) -> bool:
-        """Whether it runs from now on; if not, nothing has changed."""
-        config, asks = self.config, False
-        hits: list[BlockId] = []
-        if text.computed == 0:
-            asks = config.enable_prefix_caching and not text.request.skip_reading_prefix_cache
-            if asks:
-                size = config.block_size
-                hits = self.pool.find(text.list_keys((text.known - 1) // size, size))
-        start = text.computed + len(hits) * config.block_size
-        count = text.known - start
+        """Whether it runs from now on, or is loaded; if not, nothing has changed."""
+        config = self.config
+        begins = text.computed == 0
+        hits = self.find(text) if begins else []
+        hit = len(hits) * config.block_size
+        external, is_later = (self.store.ask(text, hit) if begins else None) or (0, False)
+        start = text.computed + hit + external
+        count = 0 if is_later else text.known - start
         threshold = config.long_prefill_token_threshold
         count = min(count, threshold or count)
         if not config.enable_chunked_prefill and count > self.budget:
             return False
         count = min(count, self.budget)
         slots = text.known if config.scheduler_reserve_full_isl else start + count
-        watermark = config.watermark_blocks if self.running else 0
-        while self.lacks(text, slots, hits) + watermark > len(self.pool.free):
+        if not self.find_room(text, slots, hits):
+            return False
+        if begins:
+            self.count(text, hit, external)
+            self.give_hits(text, hits)
+        self.store.received.discard(text)
+        if external:
+            self.give_blocks(text, start)
+            tables = (tuple(text.table),)
+            text.load = KVLoad(text.name, tables, hit, external, is_later)
+            self.loads.append(text.load)
+        else:
+            text.load = None
+        text.computed = start
+        if is_later:
+            self.pass_over(text)
+            text.status = Status.WAITING_FOR_REMOTE_KVS
+        else:
+            self.run(text, count)
+        return True
+
+    def find_room(self, text: Text, slots: int, hits: list[BlockId]) -> bool:
+        """Whether there is room to admit it; what it holds and begins without is free then."""
+        kept: list[BlockId] = []
+        if text.computed == 0:
+            kept, text.table = text.table, []
+        watermark = self.config.watermark_blocks if self.running else 0
+        while self.lacks(text, slots, hits) + watermark > len(self.pool.free) + len(kept):
             if self.running or not self.let_give_way(text):
+                text.table = text.table or kept
                 return False
-        self.queries += text.known if asks else 0
-        self.hits += start if asks else 0
+        self.pool.release(kept)
+        return True
+
+    def run(self, text: Text, count: int) -> None:
+        """It runs from now on."""
         if text.num_cached_tokens < 0:
-            text.num_cached_tokens = start
+            text.num_cached_tokens = text.computed
         for queue in (self.waiting, self.skipped):
             if text in queue:
                 queue.remove(text)
-        resumed = text.status is Status.PREEMPTED
         text.status = Status.RUNNING
         self.running.append(text)
-        text.computed = start
-        row = self.give_slots(text, count, hits)
-        row.is_new, row.resumed = not resumed, resumed
-        return True
+        row = self.give_slots(text, count)
+        row.load, row.resumed = text.load, text.num_preemptions > 0
+        row.is_new = not row.resumed
+
+    def count(self, text: Text, hit: int, external: int) -> None:
+        """It was given blocks behind a hit, and behind that what the store has."""
+        if text.request.skip_reading_prefix_cache:
+            return
+        if self.config.enable_prefix_caching:
+            self.queries += text.known
+            self.hits += hit
+        if self.config.kv_connector:
+            self.external_queries += text.known - hit
+            self.external_hits += external
 
     # Blocks.
 
@@ -259,23 +327,37 @@ class Scheduler:
         missing = -(-slots // self.config.block_size) - len(text.table) - len(hits)
         return max(missing, 0) + self.pool.count_free(hits) + self.is_copied(text)
 
-    def give_slots(self, text: Text, count: int, hits: list[BlockId]) -> Row:
-        """It runs so many tokens in this step; there is room."""
-        pool, size = self.pool, self.config.block_size
-        pool.hold(hits)
+    def find(self, text: Text) -> list[BlockId]:
+        """What it shares of its prefix; one token at least is left to compute."""
+        if not self.config.enable_prefix_caching or text.request.skip_reading_prefix_cache:
+            return []
+        size = self.config.block_size
+        return self.pool.find(text.list_keys((text.known - 1) // size, size))
+
+    def give_hits(self, text: Text, hits: list[BlockId]) -> None:
+        """It shares them."""
+        self.pool.hold(hits)
         text.table += hits
-        text.settled += len(hits)
+        text.settled = len(hits)
+
+    def give_blocks(self, text: Text, end: int) -> list[BlockId]:
+        """New ones for its tokens up to `end`."""
+        new = self.pool.take(max(-(-end // self.config.block_size) - len(text.table), 0))
+        text.table += new
+        return new
+
+    def give_slots(self, text: Text, count: int) -> Row:
+        """It runs so many tokens in this step; there is room."""
         copies = []
         if self.is_copied(text):
-            at = text.computed // size
-            copies.append(BlockCopy(text.table[at], *pool.take(1)))
-            pool.release([text.table[at]])
+            at = text.computed // self.config.block_size
+            copies.append(BlockCopy(text.table[at], *self.pool.take(1)))
+            self.pool.release([text.table[at]])
             text.table[at] = copies[0].destination
         end = text.computed + count
-        new = pool.take(max(-(-end // size) - len(text.table), 0))
-        text.table += new
-        row = Row(text, text.computed, count, new, copies, text.settled)
-        self.publish(text, end)
+        row = Row(text, text.computed, count, self.give_blocks(text, end), copies, text.settled)
+        if text.load is None:
+            self.publish(text, end)
         self.rows.append(row)
         self.budget -= count
         return row
@@ -295,8 +377,10 @@ class Scheduler:
     def reset(self, is_forced: bool) -> bool:
         """Nothing can be found any more, and no pin is left.
 
-        False, and nothing has changed, where a request holds a block.
+        False, and nothing has changed, where a request holds a block, or a transfer does.
         """
+        if self.store.held or any(map(self.store.is_loading, self.skipped)):
+            return False
         if is_forced:
             while self.running:
                 self.preempt(self.running[-1])

@@ -9,6 +9,7 @@ from blockstep.spec.vocabulary import (
     BlockId,
     BlockKey,
     FinishReason,
+    KVLoad,
     RepetitionDetection,
     Request,
     RequestId,
@@ -34,6 +35,8 @@ class Text:
     num_preemptions: int = 0
     grammar_ready: bool = False
     is_prefill_chunk: bool = False
+    load: KVLoad | None = None
+    """What a store loads for it, as long as it is not certain that it has come."""
     keys: list[BlockKey] = field(default_factory=list)
 
     @property
