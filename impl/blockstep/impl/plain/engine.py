@@ -219,7 +219,7 @@ class PlainEngine:
     def _settle(self, text: Text) -> None:
         """What was loaded for it has come, as far as it counts as computed."""
         text.load = None
-        self.scheduler.publish(text, text.computed)
+        self.scheduler.tables.publish(text, text.computed)
 
     def _take_transfers(self, report: v.KVTransfers, failed: list[Text]) -> tuple[v.OutputRow, ...]:
         """Behind the rows of an answer: those that end by it, and what has come to its end."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from blockstep.impl.plain.pins import Pins
 from blockstep.impl.plain.pool import Pool
 from blockstep.impl.plain.store import Store
+from blockstep.impl.plain.tables import Tables
 from blockstep.impl.plain.text import Text
 from blockstep.spec.vocabulary import (
     BlockCopy,
@@ -47,6 +48,7 @@ class Scheduler:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.pool = Pool(config)
+        self.tables = Tables(config, self.pool)
         self.pins = Pins(self.pool)
         self.store = Store(self.pool)
         self.waiting: list[Text] = []
@@ -160,7 +162,7 @@ class Scheduler:
             count = self.cap(text.known - text.computed)
             if not self.make_room(text, count):
                 return
-            self.give_slots(text, min(count, self.budget))
+            self.give_row(text, min(count, self.budget))
 
     def cap(self, count: int) -> int:
         """Tokens of one request, by threshold and budget."""
@@ -169,7 +171,7 @@ class Scheduler:
 
     def make_room(self, text: Text, count: int) -> bool:
         """Others make room, the last first; False if it had to go itself."""
-        while self.lacks(text, text.computed + count, []) > len(self.pool.free):
+        while self.tables.lacks(text, text.computed + count, []) > len(self.pool.free):
             if self.running == [text] and self.let_give_way(text):
                 continue
             victim = self.choose_victim()
@@ -246,7 +248,7 @@ class Scheduler:
         """Whether it runs from now on, or is loaded; if not, nothing has changed."""
         config = self.config
         begins = text.computed == 0
-        hits = self.find(text) if begins else []
+        hits = self.tables.find(text) if begins else []
         hit = len(hits) * config.block_size
         external, is_later = (self.store.ask(text, hit) if begins else None) or (0, False)
         start = text.computed + hit + external
@@ -261,10 +263,10 @@ class Scheduler:
             return False
         if begins:
             self.count(text, hit, external)
-            self.give_hits(text, hits)
+            self.tables.share(text, hits)
         self.store.received.discard(text)
         if external:
-            self.give_blocks(text, start)
+            self.tables.grow(text, start)
             tables = (tuple(text.table),)
             text.load = KVLoad(text.name, tables, hit, external, is_later)
             self.loads.append(text.load)
@@ -284,7 +286,7 @@ class Scheduler:
         if text.computed == 0:
             kept, text.table = text.table, []
         watermark = self.config.watermark_blocks if self.running else 0
-        while self.lacks(text, slots, hits) + watermark > len(self.pool.free) + len(kept):
+        while self.tables.lacks(text, slots, hits) + watermark > len(self.pool.free) + len(kept):
             if self.running or not self.let_give_way(text):
                 text.table = text.table or kept
                 return False
@@ -300,9 +302,20 @@ class Scheduler:
                 queue.remove(text)
         text.status = Status.RUNNING
         self.running.append(text)
-        row = self.give_slots(text, count)
+        row = self.give_row(text, count)
         row.load, row.resumed = text.load, text.num_preemptions > 0
         row.is_new = not row.resumed
+
+    def give_row(self, text: Text, count: int) -> Row:
+        """It runs so many tokens in this step; there is room."""
+        copies, settled = self.tables.copy(text), text.settled
+        end = text.computed + count
+        row = Row(text, text.computed, count, self.tables.grow(text, end), copies, settled)
+        if text.load is None:
+            self.tables.publish(text, end)
+        self.rows.append(row)
+        self.budget -= count
+        return row
 
     def count(self, text: Text, hit: int, external: int) -> None:
         """It was given blocks behind a hit, and behind that what the store has."""
@@ -314,63 +327,6 @@ class Scheduler:
         if self.config.kv_connector:
             self.external_queries += text.known - hit
             self.external_hits += external
-
-    # Blocks.
-
-    def is_copied(self, text: Text) -> bool:
-        """Whether it goes on within a block that others hold, too."""
-        at, within = divmod(text.computed, self.config.block_size)
-        return within > 0 and at < len(text.table) and self.pool.refs[text.table[at]] > 1
-
-    def lacks(self, text: Text, slots: int, hits: list[BlockId]) -> int:
-        """Free blocks that it uses up to have so many slots, its hit included."""
-        missing = -(-slots // self.config.block_size) - len(text.table) - len(hits)
-        return max(missing, 0) + self.pool.count_free(hits) + self.is_copied(text)
-
-    def find(self, text: Text) -> list[BlockId]:
-        """What it shares of its prefix; one token at least is left to compute."""
-        if not self.config.enable_prefix_caching or text.request.skip_reading_prefix_cache:
-            return []
-        size = self.config.block_size
-        return self.pool.find(text.list_keys((text.known - 1) // size, size))
-
-    def give_hits(self, text: Text, hits: list[BlockId]) -> None:
-        """It shares them."""
-        self.pool.hold(hits)
-        text.table += hits
-        text.settled = len(hits)
-
-    def give_blocks(self, text: Text, end: int) -> list[BlockId]:
-        """New ones for its tokens up to `end`."""
-        new = self.pool.take(max(-(-end // self.config.block_size) - len(text.table), 0))
-        text.table += new
-        return new
-
-    def give_slots(self, text: Text, count: int) -> Row:
-        """It runs so many tokens in this step; there is room."""
-        copies = []
-        if self.is_copied(text):
-            at = text.computed // self.config.block_size
-            copies.append(BlockCopy(text.table[at], *self.pool.take(1)))
-            self.pool.release([text.table[at]])
-            text.table[at] = copies[0].destination
-        end = text.computed + count
-        row = Row(text, text.computed, count, self.give_blocks(text, end), copies, text.settled)
-        if text.load is None:
-            self.publish(text, end)
-        self.rows.append(row)
-        self.budget -= count
-        return row
-
-    def publish(self, text: Text, end: int) -> None:
-        """What is full of known tokens before `end` can be found."""
-        if not self.config.enable_prefix_caching:
-            return
-        count = min(end, text.known) // self.config.block_size
-        keys = text.list_keys(count, self.config.block_size)
-        for at in range(text.settled, count):
-            self.pool.publish(text.table[at], keys[at])
-        text.settled = max(text.settled, count)
 
     # Others.
 
@@ -394,15 +350,5 @@ class Scheduler:
 
     def branch(self, parent: Text, child: Text) -> None:
         """It begins with what it shares with its parent, at the front of the line."""
-        size = self.config.block_size
-        self.publish(parent, parent.computed)
-        pairs = zip(parent.tokens, child.tokens, strict=False)
-        common = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
-        shared = min(parent.known, child.known) if common is None else common
-        shared = min(parent.computed, shared, child.known - 1)
-        if shared // size < parent.settled:
-            shared -= shared % size
-        child.computed, child.table = shared, parent.table[: -(-shared // size)]
-        child.settled = min(parent.settled, shared // size)
-        self.pool.hold(child.table)
+        self.tables.branch(parent, child)
         self.put(self.waiting, child, at_front=True)
