@@ -17,7 +17,7 @@ CAPABILITIES: Final = frozenset(
     (
         *("snapshot", "priority", "pause", "reset", "grammar", "multimodal", "embeds", "abort"),
         *("rejection", "statistics", "cache statistics", "forks", "pins"),
-        "transfers",
+        *("transfers", "tiers"),
     )
 )
 
@@ -133,6 +133,7 @@ class PlainEngine:
             remapped_req_ids=tuple(sorted(row.text.name for row in rows if is_remapped(row))),
             block_copies=tuple(copy for row in rows for copy in row.copies),
             kv_loads=tuple(scheduler.loads),
+            kv_saves=tuple(scheduler.saves),
         )
         self.next_frame_id += 1
         self.ended = set()
@@ -193,12 +194,17 @@ class PlainEngine:
         return v.Outputs(self._take_transfers(event.transfers, failed))
 
     def _fail_loads(self, report: v.KVTransfers, frame: Frame | None) -> list[Text]:
-        """Whose load has failed, parked ones first: they go on behind what has come, or end."""
+        """Whose load has failed, parked ones first: they go on behind what has come, or end.
+
+        Who was preempted meanwhile is one of them if a token would be delivered to it.
+        """
         found: list[tuple[Text, v.KVLoad]] = []
         found += [(text, text.load) for text in self.scheduler.skipped if text.load]
         for row in frame.rows if frame else ():
-            if row.load and self.texts.get(row.text.name) is row.text:
-                found.append((row.text, row.load))
+            text, load = row.text, row.load
+            is_waiting_for_it = self.texts.get(text.name) is text and (text.load or row.samples)
+            if load and is_waiting_for_it:
+                found.append((text, load))
         failed = []
         for text, load in found:
             valid = count_valid(load, report.invalid_block_ids, self.config.block_size)
@@ -317,6 +323,7 @@ class PlainEngine:
             stats=scheduler.stats,
             transfers=scheduler.store.show(scheduler.running) if self.config.kv_connector else None,
             pins=scheduler.pins.show() if self.config.has_pins else None,
+            admission_closed=scheduler.is_closed,
         )
 
 

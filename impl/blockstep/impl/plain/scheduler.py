@@ -14,6 +14,7 @@ from blockstep.spec.vocabulary import (
     BlockId,
     Config,
     KVLoad,
+    KVSave,
     PauseState,
     Policy,
     Stats,
@@ -55,6 +56,8 @@ class Scheduler:
         self.skipped: list[Text] = []
         self.running: list[Text] = []
         self.pause = PauseState.UNPAUSED
+        self.is_closed = False
+        """Whether nobody is admitted until enough blocks are free."""
         self.queries = self.hits = self.preemptions = 0
         self.external_queries = self.external_hits = 0
         self.begin()
@@ -64,6 +67,7 @@ class Scheduler:
         self.rows: list[Row] = []
         self.preempted: list[Text] = []
         self.loads: list[KVLoad] = []
+        self.saves: list[KVSave] = []
         self.budget = self.config.max_num_batched_tokens
         self.pins.end_all(until=self.pins.now)
         self.warm = set(self.pins.of)
@@ -146,7 +150,8 @@ class Scheduler:
         self.begin()
         if self.pause is not PauseState.PAUSED_ALL:
             self.run_on()
-        if self.pause is PauseState.UNPAUSED and not self.preempted:
+        self.is_closed = self.must_close()
+        if self.pause is PauseState.UNPAUSED and not (self.preempted or self.is_closed):
             self.admit_all()
         for row in self.rows:
             row.text.computed = row.start + row.count
@@ -176,6 +181,7 @@ class Scheduler:
                 continue
             victim = self.choose_victim()
             self.take_back(victim)
+            self.save(victim)
             self.preempt(victim)
             self.preempted.append(victim)
             if victim is text:
@@ -211,6 +217,20 @@ class Scheduler:
                 for block in text.table[row.settled_before : text.settled]:
                     self.pool.withdraw(block)
                 return
+
+    def save(self, text: Text) -> None:
+        """A store is given its full blocks, if it pays; it is about to lose them."""
+        count = text.computed // self.config.block_size
+        num_tokens = count * self.config.block_size
+        if 0 < self.config.swap_min_tokens <= num_tokens:
+            self.saves.append(KVSave(text.name, (tuple(text.table[:count]),), num_tokens))
+
+    def must_close(self) -> bool:
+        """Whether admission closes, or stays so; where nobody runs it never is."""
+        low, high = self.config.admission_low_blocks, self.config.admission_high_blocks
+        if not (high and self.running):
+            return False
+        return bool(self.preempted) or len(self.pool.free) < (high if self.is_closed else low)
 
     def admit_all(self) -> None:
         """Those that wait, as long as there are seats, budget and blocks.
