@@ -20,7 +20,7 @@ from blockstep.spec.vocabulary import (
 )
 
 ENGINE = "blockstep.impl.plain:PlainEngine"
-FEATURES = ("forks", "pins", "transfers")
+FEATURES = ("forks", "pins", "transfers", "tiers")
 """What it has beside the core."""
 
 

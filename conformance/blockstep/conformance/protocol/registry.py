@@ -86,7 +86,7 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
         KnownEngine(
             "plain",
             "blockstep.impl.plain:PlainEngine",
-            "our smallest, by another writer: the core, forks, pins, a store; one plan, no drafts",
+            "our smallest, by another writer: core, forks, pins, store, tiers; one plan, no drafts",
         ),
         KnownEngine(
             "compiled",
