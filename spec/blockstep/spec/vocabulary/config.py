@@ -79,9 +79,12 @@ class KVLoadFailurePolicy(StrEnum):
     """What becomes of a request whose KV a store could not load."""
 
     FAIL = "fail"
-    """It ends with an error."""
+    """It ends with an error, told behind all rows: parked ones first, in the order of their queue,
+    then those of the plan. Nothing of its load can be found."""
     RECOMPUTE = "recompute"
-    """It goes on behind what was loaded, and computes the rest."""
+    """It goes on at the first block that did not come, and computes the rest; its row in the plan
+    is void, and it keeps its blocks. Of whom nothing has come, when its load has ended, begins anew
+    if there is room, its own blocks counted as free: hit and store are asked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +179,8 @@ class Config:
     """With a store: who is preempted with at least so many settled tokens has their KV saved there
     (`Plan.kv_saves`), instead of computing all of it again. 0: nobody has."""
     admission_low_blocks: int = 0
-    """Below so many free blocks admission closes; a step that preempts closes it, too."""
+    """Below so many free blocks admission closes; a step that preempts closes it, too. Counted once
+    a step, behind those that run and before anybody is admitted, also while paused."""
     admission_high_blocks: int = 0
     """It opens again with at least so many, or when nobody runs. No less than the low one; 0: it
     never closes."""

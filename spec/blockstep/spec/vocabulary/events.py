@@ -125,8 +125,10 @@ class SetPause:
 class Reset:
     """Forget every cached block (weights changed, say). Observation: `ResetDone`.
 
-    Without `reset_running_requests` it succeeds only if no block is held; with it, everything
-    that runs is preempted first. Nothing can take the blocks of a transfer that is under way.
+    Without `reset_running_requests` it succeeds only if no request holds a block; with it,
+    everything that runs is preempted first, and who waits gives its blocks up, the last in line
+    first. Nothing can take the blocks of a transfer that is under way: while there is one, or a
+    hold without an end, no reset succeeds.
     """
 
     reset_running_requests: bool = False
@@ -158,16 +160,25 @@ class EncoderOffer:
 class KVOffer:
     """What the store answers from now on when it is asked about a request, instead of before.
 
-    It is asked when a waiting request that has computed nothing is looked at, behind its local hit.
-    Of a request that is not known it says nothing. Observation: `Ack`.
+    It is asked when a waiting request that has computed nothing is looked at, behind its local hit;
+    not about one that skips reading the cache. Whom it does not know yet joins those that were
+    passed over, in the order in which they were met. Of a request that is not known it says
+    nothing. Observation: `Ack`.
     """
 
     request_id: RequestId
     num_tokens: int | None = 0
     """Leading tokens of the request of which the store has the KV: those behind the local hit are
-    loaded, of no more tokens than there are. None: it does not know yet, ask again."""
+    loaded, but not the last known token: something must be sampled. None: it does not know yet,
+    ask again."""
     is_async: bool = False
-    """Whether a load takes longer than a step: the request is parked until it has come."""
+    """Whether a load takes longer than a step: the request is parked until it has come.
+
+    It takes no seat and no tokens of the step, but is looked at only while there are both; under
+    `scheduler_reserve_full_isl` all of it must fit. Once its load has come it is tried even behind
+    one that does not fit, and what was loaded can be found with its admission. Until then it may
+    have to give its blocks to who lacks them while nobody else runs, who is last in line first;
+    then it is what it was before, and asks again."""
     delays_free: bool = False
     """Whether the store reads the request's blocks when it ends: they are held until it has."""
 

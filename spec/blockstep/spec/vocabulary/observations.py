@@ -215,7 +215,7 @@ class OutputRow:
     stop_token_id: int | None = None
     """The stop token that ended it, when one of `stop_token_ids` did."""
     num_cached_tokens: int = 0
-    """Prompt tokens served from the prefix cache at its first admission."""
+    """Tokens that it had not to compute at its first admission: found, or loaded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,8 @@ class Request:
     """Which embedding stands at each prompt position, where the client sends embeddings instead of
     tokens: equal numbers mean equal vectors. Empty: the model embeds the tokens itself."""
     skip_reading_prefix_cache: bool = False
-    """True: it never takes a prefix hit (its prompt logprobs are wanted, say)."""
+    """True: it never takes a prefix hit, nor is a store asked about it (its prompt logprobs are
+    wanted, say)."""
     resumable: bool = False
     """True: it is a session, which a stop does not end. It goes on with further input (event
     `StreamingUpdate`), until the client says that there is no more."""

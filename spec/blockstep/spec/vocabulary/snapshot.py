@@ -60,7 +60,8 @@ class RequestSnapshot:
     num_cached_blocks: tuple[int, ...] = (0,)
     """Per group: leading blocks of its table whose hash is settled (hit or published)."""
     num_cached_tokens: int = -1
-    """Tokens of the prefix hit at its first admission; -1 before that."""
+    """Tokens of the prefix hit at its first admission, and of what was loaded behind it; -1 before
+    that."""
     num_preemptions: int = 0
     grammar_ready: bool = False
     grammar_state: int = 0
@@ -106,7 +107,7 @@ class TransfersSnapshot:
 
     offers: tuple[KVOffer, ...] = ()
     """By request id: what the store answers about unfinished requests, but for those of which it
-    has nothing and wants nothing."""
+    says no more than `KVOffer(request_id)`: that it has nothing and wants nothing."""
     received: tuple[RequestId, ...] = ()
     """Parked requests whose load has come to its end, sorted."""
     unsettled: tuple[RequestId, ...] = ()

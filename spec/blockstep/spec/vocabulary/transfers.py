@@ -58,8 +58,12 @@ class KVTransfers:
     finished_sending: tuple[RequestId, ...] = ()
     """Ended requests whose blocks the store has read."""
     invalid_block_ids: tuple[BlockId, ...] = ()
-    """Blocks that could not be loaded: of a load that is under way, or of one of the plan that is
-    answered. It is taken before the rows of that answer, the others behind them."""
+    """Blocks that could not be loaded: of a parked request, also once its load has come to its end,
+    or of a load of the plan that is answered. Blocks of a local hit are no part of a load.
+
+    They are taken before the rows of that answer, loads that ended behind them, then reads. What
+    comes of it is `kv_load_failure_policy`'s. One that was preempted while the plan was in flight
+    has a failed load only if its row samples: what it has computed is gone anyway."""
 
 
 NO_TRANSFERS: Final = KVTransfers()
