@@ -16,8 +16,7 @@ from blockstep.spec import vocabulary as v
 CAPABILITIES: Final = frozenset(
     (
         *("snapshot", "priority", "pause", "reset", "grammar", "multimodal", "embeds", "abort"),
-        *("rejection", "statistics", "cache statistics", "forks", "pins"),
-        *("transfers", "tiers"),
+        *("rejection", "statistics", "cache statistics", "forks", "pins", "transfers", "tiers"),
     )
 )
 

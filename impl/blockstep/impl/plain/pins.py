@@ -18,6 +18,7 @@ class Pins:
         self.now = 0
         self.of: dict[str, Pin] = {}
         self.ttls: dict[str, int] = {}
+        """Estimates but for those of 0 ticks, by which nothing stays."""
 
     def estimate(self, job: str, ttl: int) -> None:
         """For the pin that is there, from now on, and for the one to come."""
@@ -30,17 +31,15 @@ class Pins:
 
         That takes the place of the pin before; the end of a last turn leaves neither.
         """
-        job, ttl = text.request.job_id, self.ttls.get(text.request.job_id or "", 0)
-        is_last = text.request.is_last_step
-        is_kept = ttl > 0 and text.settled > 0 and not is_last
-        if job is None or not (is_kept or is_last):
+        job, is_last = text.request.job_id, text.request.is_last_step
+        if job is None:
             return
-        if job in self.of:
+        is_kept = job in self.ttls and text.settled > 0 and not is_last
+        if job in self.of and (is_kept or is_last):
             self.end(job)
         if is_kept:
-            kept = tuple(text.table[: text.settled])
-            text.table = text.table[text.settled :]
-            self.of[job] = Pin(job, (kept,), self.now + ttl)
+            kept, text.table = tuple(text.table[: text.settled]), text.table[text.settled :]
+            self.of[job] = Pin(job, (kept,), self.now + self.ttls[job])
 
     def end(self, job: str) -> None:
         """Its blocks are free, if nobody else holds them; they can still be found."""
