@@ -272,6 +272,7 @@ def test_without_drafts_none_are_required() -> None:
     required, full = (set(required_witnesses(options, lacking)) for lacking in (("drafts",), ()))
     assert not [name for name in required if "draft" in name]
     assert full - required >= {"rejected_bad_drafts", "groups_block_in_doubt", "head_drop"}
+    assert "forks_named_what_is_full" in full - required  # a commit has accepted what fills it
 
 
 def test_what_needs_several_frames_is_required_only_with_several() -> None:
@@ -286,6 +287,26 @@ def test_what_needs_several_frames_is_required_only_with_several() -> None:
 def test_where_nobody_may_fork_no_fork_is_required(feature: str) -> None:
     required = required_witnesses(CheckOptions(with_features=(feature,)))
     assert not [name for name in required if "fork" in name]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        CheckOptions(with_features=("tiers", "pins")),
+        CheckOptions(with_features=("tiers", "forks")),
+        CheckOptions(with_features=("tiers",), without_features=("transfers",)),
+    ],
+    ids=["pins", "forks", "no store"],
+)
+def test_where_there_is_no_store_nobody_must_be_saved(options: CheckOptions) -> None:
+    required = required_witnesses(options)
+    assert not [name for name in required if "saved" in name or "victim_comes" in name]
+    assert "tiers_closed_by_low" in required
+
+
+def test_without_placeholders_no_mask_waits_for_older_frames() -> None:
+    assert "masks_flag_of_frames_behind" in required_witnesses(CheckOptions())
+    assert "masks_flag_of_frames_behind" not in required_witnesses(CheckOptions(), ("async",))
 
 
 def test_one_plan_at_a_time_owes_nothing_of_several() -> None:

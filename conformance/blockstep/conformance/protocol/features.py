@@ -136,7 +136,7 @@ DRAFTS = Feature(
         *("draft", "rollback_", "stop_inside_accepted_drafts", "head_drop"),
         *("block_for_lookahead_only", "rejected_bad_drafts", "forks_copied_with_drafts"),
         *("groups_block_in_doubt", "masks_of_drafts", "masks_draft_cut", "masks_behind_a_cut"),
-        "tiers_saved_without_drafts",
+        *("tiers_saved_without_drafts", "forks_named_what_is_full"),
     ),
     properties=("P14", "P24"),
 )
@@ -151,7 +151,7 @@ ASYNC = Feature(
         *("all_preempted_in_flight", "ended_while_stale", "passed_over_for_its_tokens"),
         *("admitted_past_a_stale_one", "resumed_after_stale_tokens", "published_by_"),
         *("draft_placeholders_", "rollback_with_frames_behind", "rejected_pipeline_full_async"),
-        "row_of_an_ended_request_ignored",
+        *("row_of_an_ended_request_ignored", "masks_flag_of_frames_behind"),
     ),
     hides=("drafts_taken", "drafts_dropped", "drafts_replaced"),  # they stay with the worker
     properties=("P13", "P24"),
@@ -258,6 +258,11 @@ GROUPS = Feature(
 )
 OF_FORKS = ("forks_", "rejected_bad_fork", "rejected_fork_in_flight")
 """Situations of branches, by the beginnings of their names."""
+OF_SAVES = (
+    *("tiers_victim_", "tiers_several_saved", "tiers_too_little_to_save"),
+    *("tiers_unsettled_not_saved", "tiers_saved_"),
+)
+"""Likewise those of what a store is given of victims."""
 ENCODER = Feature(
     "encoder",
     "items are encoded, within a budget per step, into a cache that has room for some",
@@ -299,7 +304,7 @@ TRANSFERS = Feature(
         "kv_load_failure_policy": v.KVLoadFailurePolicy.FAIL,
     },
     actions=(v.KVOffer, v.TransfersReported, Report),
-    situations=("transfers_",),
+    situations=("transfers_", *OF_SAVES),
     hides=(  # a store has no states, no encoder-decoder model, no pins, no branches
         *("groups_state_left", "groups_hit_of_a_state"),
         *("encoder_beside_", "encoder_across_", "pins_", *OF_FORKS),
@@ -324,7 +329,7 @@ PINS = Feature(
     actions=(v.Clock, v.PinEstimate),
     situations=("pins_",),
     hides=(  # there is one policy, no store, and no branch
-        *("admission_overtakes", "priority_", "transfers_", *OF_FORKS),
+        *("admission_overtakes", "priority_", "transfers_", *OF_FORKS, *OF_SAVES),
     ),
     properties=("P10", "P17"),
 )
@@ -335,7 +340,10 @@ FORKS = Feature(
     config={"enable_forks": False, "watermark_blocks": 0, "pool_order": v.PoolOrder.LRU},
     actions=(v.Fork,),
     situations=OF_FORKS,
-    hides=("transfers_", "encoder_", "pins_", "groups_of_three_kinds", "groups_state_left"),
+    hides=(  # there is neither a store nor an encoder, no pin and no state
+        *("transfers_", "encoder_", "pins_", "groups_of_three_kinds", "groups_state_left"),
+        *OF_SAVES,
+    ),
     properties=("P2", "P8"),
 )
 TIERS = Feature(
