@@ -391,15 +391,12 @@ SEVERAL_FRAMES = (
     *("transfers_preempted_unsettled", "tiers_unsettled_not_saved", "tiers_saved_beside_frames"),
 )
 """Situations, by the beginnings of their names, that need either."""
+_ACROSS = ("read", "waits", "preempted", "made_again", "freed")
 NEEDS_ANY: Mapping[str, frozenset[str]] = {
     "empty_plan_with_work": SEVERAL_AT_ONCE | {PAUSE.name, GRAMMAR.name},
     "running_left_out_by_budget": SEVERAL_AT_ONCE | {DRAFTS.name},
     "tiers_saved_behind_a_window": frozenset({GROUPS.name}),
-    "encoder_across_read": frozenset({GROUPS.name}),
-    "encoder_across_waits": frozenset({GROUPS.name}),
-    "encoder_across_preempted": frozenset({GROUPS.name}),
-    "encoder_across_made_again": frozenset({GROUPS.name}),
-    "encoder_across_freed": frozenset({GROUPS.name}),
+    **{f"encoder_across_{what}": frozenset({GROUPS.name}) for what in _ACROSS},
 }
 """Situations that need one of several features beside their own: without all of them whoever runs
 can go on, and by the token that was scheduled at its admission; and what is read across is in a
