@@ -33,7 +33,8 @@ class Stats:
     """Draft tokens of committed frames whose request was still unfinished."""
     drafts_accepted: int = 0
     external_prefix_cache_queries: int = 0
-    """Tokens behind the local hit of requests that were given blocks after asking the store."""
+    """Tokens behind the local hit of requests that were given blocks after asking the store; who is
+    parked is counted then."""
     external_prefix_cache_hits: int = 0
     """Tokens of those that the store was to load."""
 

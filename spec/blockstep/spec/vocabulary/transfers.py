@@ -72,7 +72,10 @@ NO_TRANSFERS: Final = KVTransfers()
 
 @dataclass(frozen=True, slots=True)
 class HeldBlocks:
-    """Blocks of a request that has ended, which a transfer reads or writes still (P17)."""
+    """Blocks of a request that has ended, which a transfer reads or writes still (P17).
+
+    Who ended without any block leaves none.
+    """
 
     request_id: RequestId
     block_tables: BlockTables
