@@ -69,7 +69,7 @@ def test_pools_are_short_for_what_they_may_hold(preset: str) -> None:
 
 def test_all_that_may_differ_between_groups_does() -> None:
     seen: Counter[str] = Counter()
-    for swarm in draw_some("small", 400):
+    for swarm in draw_some("small", 500):
         config, groups = swarm.config, swarm.config.groups
         kinds = {group.kind for group in groups}
         windows = [group for group in groups if group.kind is WINDOW]

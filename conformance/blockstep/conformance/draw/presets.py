@@ -262,7 +262,7 @@ def _goes_with(feature: Feature, config: Config, wish: Wish, *, has_policy: bool
     if feature is PINS:
         is_free = not has_policy and PRIORITY.name not in wish.always
         return is_free and not config.kv_connector and config.enable_prefix_caching
-    return feature.is_drawn
+    return True
 
 
 def _may_have_store(config: Config, wish: Wish, takes: Callable[[Feature], bool]) -> bool:

@@ -53,8 +53,6 @@ class Feature:
     """Situations, likewise, that do not come up where every run has it."""
     properties: tuple[str, ...] = ()
     """What speaks of it first."""
-    is_drawn: bool = True
-    """Whether runs have it now and then that do not ask for it."""
 
     def is_asked_by(self, thing: v.Config | v.Request) -> bool:
         """Whether a config or a request asks for it."""
@@ -353,7 +351,6 @@ TIERS = Feature(
     config={"swap_min_tokens": 0, "admission_low_blocks": 0, "admission_high_blocks": 0},
     situations=("tiers_",),
     properties=("P10", "P15"),
-    is_drawn=False,
 )
 CACHING = Feature(
     "caching",

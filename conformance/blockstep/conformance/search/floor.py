@@ -21,6 +21,7 @@ from blockstep.conformance.engine import (
 )
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.judge.witnesses.plans import PREEMPTION
+from blockstep.conformance.judge.witnesses.tiers import TIERS
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.features import (
     BY_NAME,
@@ -188,6 +189,7 @@ RARE_UNLESS_WANTED = {
     *("forks_gave_way", "forks_branch_preempted", "forks_preempted_beside_sharers"),
     *("forks_three_holders", "forks_named_what_is_full", "forks_cut_short"),
     "forks_before_an_output",
+    *TIERS,
 }
 """Required where every run has the feature that they need: one in four does otherwise."""
 RARE_WHERE_WANTED = {
@@ -210,7 +212,6 @@ def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> 
         absent |= SEVERAL_AT_ONCE
     elif SEVERAL_AT_ONCE & wish.always:
         absent |= SEVERAL_AT_ONCE - wish.always
-    absent |= {name for name, it in BY_NAME.items() if not it.is_drawn} - wish.always
     deepest = {"four_frames_in_flight"} if options.max_depth < MAX_DEPTH else set()
     rare = {TINY.name: RARE_AT_TINY, REAL.name: SMALL_ONLY}.get(options.preset, set())
     left_out = NOT_REQUIRED | deepest | rare

@@ -7,8 +7,10 @@ from blockstep.conformance.judge.properties.sentence import ENDINGS, Complaints,
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
+_CHANGING = (*ENDINGS, v.Schedule, v.Reset, v.EncoderReset)
 
-@sentence(*("P22", *ENDINGS, v.Schedule, v.Reset, v.EncoderReset), needs="encoder_cache_size")
+
+@sentence("P22", *_CHANGING, needs="encoder_cache_size")
 def encoder_cache_adds_up(step: Step, ledger: Ledger) -> Complaints:
     """What is free is what no entry takes; freeable are exactly those that nobody holds.
 
