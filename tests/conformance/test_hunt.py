@@ -322,8 +322,8 @@ def test_what_a_plan_out_of_shape_masks_is_told_by_itself(
     engine: type[Lengthens], found: list[tuple[str, str | None]]
 ) -> None:
     """Its sentence never comes first, and the line to reproduce it asks for it."""
-    # Who comes back from a load has computed tokens, too, and that is no hit. Where admission closes
-    # few have a hit.
+    # Who comes back from a load has computed tokens, too, and that is no hit. Where admission
+    # closes few have a hit.
     options = CheckOptions(max_events=800, seed=5, without_features=("transfers", "tiers"))
     result = hunt(options, call_here(hide_state(engine)), scopes=["tiny"])
     seen = [(defect.first.property_id, defect.options.sentence) for defect in result.defects]
