@@ -110,13 +110,14 @@ def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapsh
     """Blocks across are among them, all: none is ever found by another."""
     found: list[tuple[v.RequestSnapshot, v.BlockId]] = []
     sizes: Sequence[int] = step.block_sizes
-    if step.config.groups:
+    if step.config.is_encoder_decoder:
         sizes = [0 if is_across(group) else group.block_size for group in step.config.groups]
+    may_lose_all = step.config.kv_connector and bool(step.config.groups)
     for request in step.after.requests:
         tables, life = request.block_tables, ledger.lives.get(request.request_id)
         if life is None or not any(tables):
             continue
-        if step.config.groups and has_lost_all(step.config, request):
+        if may_lose_all and has_lost_all(step.config, request):
             continue
         known = (len(request.prompt_token_ids) or life.num_prompt) + len(request.output_token_ids)
         filled = min(request.num_computed_tokens, known)
@@ -394,8 +395,6 @@ def _misnamed(step: Step, ledger: Ledger) -> list[tuple[str, v.BlockId, int, int
     """
     found = []
     for name, group, first, blocks in _touched(step, ledger):
-        if not blocks:
-            continue
         life, size = ledger.lives[name], step.block_sizes[group]
         delivered = step.delivered.get(name, ()) if isinstance(step.event, v.Commit) else ()
         for index, block in enumerate(blocks, first):
@@ -417,7 +416,9 @@ def _touched(step: Step, ledger: Ledger) -> list[Stretch]:
         name, firsts = row.request_id, (0,) * len(step.block_sizes)
         if row.kind in (RowKind.RUNNING, RowKind.CONTINUED):
             firsts = step.old[name].num_cached_blocks
-        known = ledger.lives[name].num_known
-        if known // min(step.block_sizes) > min(firsts):
-            found += _filled(step, name, firsts, step.new[name].block_tables, known)
+        known, tables = ledger.lives[name].num_known, step.new[name].block_tables
+        for group, size in enumerate(step.block_sizes):
+            first, blocks = firsts[group], tables[group][: known // size]
+            if len(blocks) > first:
+                found.append(Stretch(name, group, first, blocks[first:]))
     return found

@@ -316,7 +316,7 @@ def replay_schedule(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) 
     A running request first gives back what it attends to no more. Who then lacks blocks has others
     preempted until there are enough, or until it is preempted itself.
     """
-    is_plain = not (victims or step.config.groups)
+    is_plain = not (victims or _may_give_back(step))
     if is_plain and step.before.pins is None:  # nobody gives anything back
         replay = QueueReplay(list(step.before.free_queue))
     else:
@@ -330,6 +330,18 @@ def replay_schedule(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) 
     for row in list_takers(step, ledger):
         _replay_row(replay, row)
     return replay
+
+
+def _may_give_back(step: Step) -> bool:
+    """Whether one who runs on has more null blocks than before: each stands for one given back."""
+    if not step.config.groups:
+        return False
+    for row in step.running_rows:
+        old, new = step.old[row.request_id], step.new[row.request_id]
+        for before, after in zip(old.block_tables, new.block_tables, strict=True):
+            if v.NULL_BLOCK in after and after.count(v.NULL_BLOCK) > before.count(v.NULL_BLOCK):
+                return True
+    return False
 
 
 def _given_back(step: Step, name: v.RequestId) -> list[list[v.BlockId]]:

@@ -325,7 +325,9 @@ class Step:
         whose load has come, or was lost as a whole."""
         runs = v.Status.RUNNING
         resting = [
-            old for old in self.before.requests if old.status is not runs and keeps_blocks(old)
+            old
+            for old in self.before.requests
+            if old.status is not runs and any(old.block_tables) and keeps_blocks(old)
         ]
         if not resting:
             return []
@@ -333,7 +335,7 @@ class Step:
         rows = {row.request_id: row.kind for row in self.admitted_rows + self.parked}
         for old in resting:
             name = old.request_id
-            if name not in self.place and any(old.block_tables):
+            if name not in self.place:
                 new = self.new.get(name)
                 if rows.get(name, RowKind.CONTINUED) is not RowKind.CONTINUED or (
                     new is not None and name not in rows and not any(new.block_tables)

@@ -101,6 +101,8 @@ def _of_sliding(step: Step, ledger: Ledger) -> Iterator[str]:
     for name, first in running.items():
         tables = zip(step.old[name].block_tables, step.new[name].block_tables, strict=True)
         for group, (old, new) in zip(step.config.groups, tables, strict=True):
+            if NULL_BLOCK not in new and name not in in_doubt:
+                continue
             num_null = new.count(NULL_BLOCK)
             if num_null > old.count(NULL_BLOCK):
                 yield LEFT[group.kind]
@@ -114,7 +116,7 @@ def _of_gains(step: Step, row: PlannedRow) -> Iterator[str]:
     before = step.before.block_keys
     for index, gained in enumerate(row.gained_tables):
         keys = [before[block] for block in gained]
-        if any(key is not None and key.group != index for key in keys):
+        if keys and any(key is not None and key.group != index for key in keys):
             yield "groups_evicted_by_another"
     if any(row.gained_tables[1:]) and not step.after.free_queue:
         yield "groups_last_block_to_another"
@@ -148,14 +150,18 @@ def _of_admission(step: Step, ledger: Ledger, row: PlannedRow) -> Iterator[str]:
         ]
     )
     num_left = num_all - sum(map(len, row.hit_tables))
-    slid = sum([count_nulls(step.new[name].block_tables) for name in step.before.running])
-    if config.scheduler_reserve_full_isl and num_left > len(step.before.free_queue) + slid:
-        yield "groups_admitted_past_its_room"
+    num_past = num_left - len(step.before.free_queue)
+    if config.scheduler_reserve_full_isl and num_past > 0:
+        slid = sum([count_nulls(step.new[name].block_tables) for name in step.before.running])
+        if num_past > slid:
+            yield "groups_admitted_past_its_room"
 
 
 def _of_cuts(step: Step, ledger: Ledger, life: Life, num_hit: int) -> Iterator[str]:
     """Which groups could have hit more than all of them together."""
     unit, cut = lcm(*step.config.block_sizes), set()
+    if num_hit + unit >= life.num_known:
+        return  # nor is there a longer one
     for index, group in enumerate(step.config.groups):
         named = ledger.named_blocks(step.before, index)
 

@@ -262,15 +262,14 @@ class TaggedKV:
 
         What is no longer attended to may be anybody's.
         """
-        if not self.config.groups:
-            size, table = self.config.block_size, row.view.tables[0]
-            others = table[: row.first // size] + table[-(-row.end // size) :]
-            if writers.keys().isdisjoint(others):
-                return
         for at, (group, table) in enumerate(zip(self.groups, row.view.tables, strict=True)):
             size, first = group.block_size, count_unattended(group, row.first)
             if at in self.recurrent:  # those of drafts are moved on: no plan tells from where
                 first = (row.end - 1) // size
+            elif at in self.attended:
+                others = table[first : row.first // size] + table[-(-row.end // size) :]
+                if writers.keys().isdisjoint(others):
+                    continue
             for index, block in enumerate(table[first:], first):
                 if block in writers and writers[block][1:] != (at, index):
                     self._complain_shared(writers[block], (row, at, index), block)
@@ -289,7 +288,8 @@ class TaggedKV:
             if is_right and rest:
                 is_right = kv[table[full]][:rest] == view.chain[full * size : row.end]
             if is_right and self.config.groups:
-                is_right = all(owners[block] == at for block in table[first : full + (rest > 0)])
+                blocks = table[first : full + (rest > 0)]
+                is_right = [owners[block] for block in blocks].count(at) == len(blocks)
             if not is_right:
                 self._check_slots(row, at)
 
