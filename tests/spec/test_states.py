@@ -127,6 +127,16 @@ class TestAligned:
         oracle.submit(Request("C", tuple(range(6)), max_tokens=3))
         assert [row.num_computed_tokens for row in step(oracle).new] == [4]
 
+    def test_nor_can_what_the_next_chunk_of_another_writes_in_this_step(self) -> None:
+        config = replace(ALIGNED, max_num_batched_tokens=16, long_prefill_token_threshold=8)
+        oracle = Oracle(config)
+        oracle.submit(Request("A", tuple(range(19)), max_tokens=3))
+        assert sizes(step(oracle)) == {"A": 8}
+        oracle.submit(Request("B", tuple(range(19)), max_tokens=3))
+        plan = step(oracle)
+        assert sizes(plan) == {"A": 8, "B": 8}
+        assert [row.num_computed_tokens for row in plan.new] == [8]
+
     def test_a_frame_in_flight_has_written_its_states_when_the_next_one_runs(self) -> None:
         oracle = Oracle(replace(ALIGNED, max_frames_in_flight=2))
         oracle.submit(Request("A", tuple(range(6)), max_tokens=3))
@@ -219,6 +229,18 @@ def test_new_blocks_of_attention_are_zeroed_by_group_in_the_order_of_the_rows() 
     assert Oracle(replace(config, groups=(full(4), window(4, 3)))).schedule() == Plan(0)
 
 
+def test_what_a_session_has_kept_is_not_zeroed_when_it_goes_on() -> None:
+    oracle = Oracle(ALIGNED)
+    oracle.submit(Request("A", tuple(range(8)), max_tokens=1, resumable=True))
+    for _ in range(3):
+        step(oracle)
+    kept = tables(oracle)[0]
+    assert len(kept) == 2
+    oracle.update(Request("A", (7, 8, 9), max_tokens=2, resumable=True))
+    plan = step(oracle)
+    assert plan.new_block_ids_to_zero == tables(oracle)[0][2:] != ()
+
+
 @pytest.mark.parametrize(
     ("start", "end", "last", "unit", "sizes", "expected"),
     [
@@ -306,6 +328,11 @@ def test_chunks_end_where_every_group_has_a_boundary_also_of_who_is_resumed(
     config = replace(ALIGNED, block_size=2, groups=(full(2), recurrent(4)))
     request = of_lengths(num_prompt, num_outputs)
     assert get_aligned_share(config, request, num_computed, num_new) == share
+
+
+def test_a_head_above_states_alone_drops_no_block_of_a_hit() -> None:
+    config = replace(drafting(1), groups=(recurrent(4, ALIGN, 1),), spec_method=SpecMethod.EAGLE)
+    assert get_aligned_share(config, of_lengths(8, 0), 0, 8) == 8
 
 
 @pytest.mark.parametrize("table", [(4, 0, 5, 6), (0, 4, 0, 5), (0, 0, 4, 5), (4, 5, 0, 6)])

@@ -292,6 +292,22 @@ def test_who_has_come_goes_on_behind_a_head_that_does_not_fit(policy: Policy) ->
     assert [*oracle.state.skipped_waiting] == ["H"]
 
 
+def test_of_those_who_have_come_behind_a_head_the_first_goes_on_first() -> None:
+    oracle = build(num_blocks=9, max_num_seqs=2)
+    submit(oracle, "R", 2, max_tokens=8)
+    submit(oracle, "H", 12, max_tokens=1)
+    oracle.offer_kv("H", None)
+    for name in ("Z", "A"):
+        submit(oracle, name, 4, max_tokens=1)
+        oracle.offer_kv(name, 3, is_async=True)
+    step(oracle)
+    assert oracle.state.skipped_waiting == ("H", "Z", "A")
+    oracle.offer_kv("H", 0)
+    oracle.report(["Z", "A"])
+    assert [row.request_id for row in oracle.schedule().new] == ["Z"]
+    assert [*oracle.state.skipped_waiting] == ["H", "A"]
+
+
 def test_loads_that_have_come_give_their_blocks_to_the_first_in_line() -> None:
     """Each lacks what the other holds, and nobody runs."""
     oracle = build(num_blocks=5, scheduler_reserve_full_isl=False)
