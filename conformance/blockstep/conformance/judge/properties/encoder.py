@@ -8,6 +8,7 @@ from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
 _CHANGING = (*ENDINGS, v.Schedule, v.Reset, v.EncoderReset)
+"""Events that may change what the cache holds."""
 
 
 @sentence("P22", *_CHANGING, needs="encoder_cache_size")

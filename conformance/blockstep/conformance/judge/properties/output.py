@@ -260,10 +260,20 @@ def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Co
     `only_running_requests_hold_anything`. Under asynchronous scheduling these are placeholders for
     as many drafts as there may be, from a plan in which the request sampled to the next plan.
     """
+    proposed = _list_proposed(step, ledger) if step.config.num_speculative_tokens else {}
+    for name, new in step.new.items():
+        life = ledger.lives.get(name)
+        if life is not None and new.status is v.Status.RUNNING:
+            expected = proposed.get(name, life.drafts)
+            if new.spec_token_ids != expected:
+                what = f"the drafts of {name!r} are not those proposed last"
+                yield unequal(what, "spec_token_ids", expected, new.spec_token_ids)
+
+
+def _list_proposed(step: Step, ledger: Ledger) -> dict[v.RequestId, v.TokenIds]:
+    """The drafts of those of whom a step says what they are, or that there are none."""
     proposed: dict[v.RequestId, v.TokenIds] = {}
-    if not step.config.num_speculative_tokens:
-        pass  # nobody has any
-    elif isinstance(step.event, v.Drafts) and isinstance(step.observation, v.DraftsTaken):
+    if isinstance(step.event, v.Drafts) and isinstance(step.observation, v.DraftsTaken):
         taken = step.observation.request_ids
         proposed = {
             row.request_id: ledger.lives[row.request_id].accept(row.token_ids)
@@ -276,14 +286,7 @@ def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Co
         proposed.update(
             (row.request_id, ledger.drafts_after(ledger.flight_row(row))) for row in step.rows
         )
-    proposed |= dict.fromkeys(ledger.find_void(step), ())
-    for name, new in step.new.items():
-        life = ledger.lives.get(name)
-        if life is not None and new.status is v.Status.RUNNING:
-            expected = proposed.get(name, life.drafts)
-            if new.spec_token_ids != expected:
-                what = f"the drafts of {name!r} are not those proposed last"
-                yield unequal(what, "spec_token_ids", expected, new.spec_token_ids)
+    return proposed | dict.fromkeys(ledger.find_void(step), ())
 
 
 @sentence("P24", v.Drafts)

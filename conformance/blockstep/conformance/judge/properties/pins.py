@@ -20,6 +20,7 @@ from blockstep.conformance.judge.properties.queue_replay import (
 )
 from blockstep.conformance.judge.properties.sentence import (
     ENDINGS,
+    NO_FORKS,
     Complaint,
     Complaints,
     differing,
@@ -33,7 +34,6 @@ NO_PINS = v.PinsSnapshot()
 PROPER_ENDS = (v.FinishReason.STOP, v.FinishReason.LENGTH, v.FinishReason.REPETITION)
 """A turn that ends so has said what it had to say, and its job may come back."""
 _ENDS = (*ENDINGS, v.StreamingUpdate)
-_BESIDE_PINS = tuple([kind for kind in v.EVENT_TYPES if kind is not v.Fork])
 
 
 class Followed(NamedTuple):
@@ -204,7 +204,7 @@ def _rank_of_victims(step: Step, ledger: Ledger) -> list[v.RequestId]:
     return sorted(youngest, key=lambda name: ledger.lives[name].request.job_id in warm)
 
 
-@sentence("P18", *_BESIDE_PINS, needs="has_pins")
+@sentence("P18", *NO_FORKS, needs="has_pins")
 def time_and_estimates_are_as_told(step: Step, ledger: Ledger) -> Complaints:
     """The time is the latest that was told; a job has the estimate that came last, for as long as
     it has an unfinished turn or a pin."""

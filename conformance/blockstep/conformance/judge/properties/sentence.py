@@ -14,6 +14,8 @@ from blockstep.spec import vocabulary as v
 
 ENDINGS = (v.Commit, v.Abort, v.GrammarFailed, v.TransfersReported)
 """Events that may end requests, and whoever is left goes on as before."""
+NO_FORKS = tuple([kind for kind in v.EVENT_TYPES if kind is not v.Fork])
+"""Events where there is a store or pins: nobody forks beside them."""
 
 
 class Complaint(NamedTuple):

@@ -103,6 +103,7 @@ def _list_given(step: Step) -> set[v.BlockId]:
 
 
 _OTHERS = [kind for kind in v.EVENT_TYPES if kind is not v.Schedule]
+"""Events but plans."""
 
 
 @sentence("P7", *_OTHERS, needs="admission_high_blocks")

@@ -25,6 +25,7 @@ from blockstep.conformance.judge.properties.output import make_error_row
 from blockstep.conformance.judge.properties.queue_replay import get_seats, list_takers, must_wait
 from blockstep.conformance.judge.properties.sentence import (
     ENDINGS,
+    NO_FORKS,
     Complaint,
     Complaints,
     differing,
@@ -144,11 +145,7 @@ def _list_unsettled(step: Step, ledger: Ledger) -> set[v.RequestId]:
     return left
 
 
-_BESIDE_A_STORE = tuple([kind for kind in v.EVENT_TYPES if kind is not v.Fork])
-"""Where there is a store nobody forks."""
-
-
-@sentence("P19", *_BESIDE_A_STORE, needs="kv_connector")
+@sentence("P19", *NO_FORKS, needs="kv_connector")
 def unsettled_are_those_of_frames_in_flight(step: Step, ledger: Ledger) -> Complaints:
     """A state knows of whom it is not certain yet that what was loaded has come."""
     if step.config.kv_connector:
@@ -157,7 +154,7 @@ def unsettled_are_those_of_frames_in_flight(step: Step, ledger: Ledger) -> Compl
         yield from differing("unsettled", due, list(shown.unsettled))
 
 
-@sentence("P18", *_BESIDE_A_STORE, needs="kv_connector")
+@sentence("P18", *NO_FORKS, needs="kv_connector")
 def offers_are_those_made_last(step: Step, ledger: Ledger) -> Complaints:
     """A state knows what the store said last of each unfinished request, and of nobody else."""
     shown = step.after.transfers
@@ -179,7 +176,7 @@ def offers_are_those_made_last(step: Step, ledger: Ledger) -> Complaints:
         yield from differing("offers", due, [*shown.offers])
 
 
-@sentence("P18", *_BESIDE_A_STORE, needs="kv_connector")
+@sentence("P18", *NO_FORKS, needs="kv_connector")
 def received_are_those_reported(step: Step, ledger: Ledger) -> Complaints:
     """A parked request is received once the end of its load was reported, and until it is none any
     more; what is late, comes twice or is of nobody changes nothing."""
@@ -194,7 +191,7 @@ def received_are_those_reported(step: Step, ledger: Ledger) -> Complaints:
     yield from differing("received", sorted(due), list(after.received))
 
 
-@sentence("P17", *[it for it in _BESIDE_A_STORE if it is not v.Schedule], needs="kv_connector")
+@sentence("P17", *[it for it in NO_FORKS if it is not v.Schedule], needs="kv_connector")
 def every_hold_has_an_owner_and_an_end(step: Step, ledger: Ledger) -> Complaints:
     """Blocks of one who ends are held for a load that is under way, and for a store that wants to
     read them, until each of both has come to its end."""

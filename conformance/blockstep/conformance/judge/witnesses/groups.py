@@ -116,7 +116,7 @@ def _of_gains(step: Step, row: PlannedRow) -> Iterator[str]:
     before = step.before.block_keys
     for index, gained in enumerate(row.gained_tables):
         keys = [before[block] for block in gained]
-        if keys and any(key is not None and key.group != index for key in keys):
+        if any(key is not None and key.group != index for key in keys):
             yield "groups_evicted_by_another"
     if any(row.gained_tables[1:]) and not step.after.free_queue:
         yield "groups_last_block_to_another"
