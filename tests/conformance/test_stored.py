@@ -144,6 +144,23 @@ def test_blocks_that_the_store_reads_stay_as_they_are() -> None:
     assert told(worker, ended) == []
 
 
+@pytest.mark.parametrize("is_session", [False, True])
+def test_the_store_reads_nothing_of_who_waits_with_the_id_of_one_that_has_ended(
+    is_session: bool,
+) -> None:
+    """What the first A holds here a plan takes back later; the second holds nothing yet."""
+    first = replace(A, resumable=is_session)
+    worker = Worker(STORE, token_function(1, 50))
+    for asked in (first, D):
+        worker.observe(Submit(asked), Ack())
+    assert told(worker, Plan(0, new=(NewRow(first, ((1, 2, 3),), 0, 5),))) == []
+    worker.observe(Abort(("A",)), Aborted(("A",)))
+    worker.observe(Submit(A), Ack())
+    worker.observe(KVOffer("A", delays_free=True), Ack())
+    worker.observe(Abort(("A",)), Aborted(("A",)))
+    assert told(worker, replace(TAKING, finished_req_ids=("A",))) == []
+
+
 def test_a_load_goes_into_the_table_of_its_request() -> None:
     worker = Worker(STORE, token_function(1, 50))
     worker.observe(Submit(A), Ack())

@@ -86,6 +86,7 @@ class Stored(Items):
                 self._end((name,))
             case _, v.Aborted(request_ids=names):
                 self._end(names)
+                self._note_over(names)  # sessions, too
 
     def _end(self, names: Iterable[v.RequestId]) -> None:
         """Requests end; of a session it is not known here whether it goes on."""
@@ -99,13 +100,20 @@ class Stored(Items):
                 tables = self._get_held(name)
                 self._read_by_store[name] = tables
                 self._kept.update(block for table in tables for block in table if block)
+            self._note_over((name,))
+
+    def _note_over(self, names: Iterable[v.RequestId]) -> None:
+        """What these hold here is not held by who has their id next, until a plan tells of it."""
+        for name in names:
+            if name in self.views:
+                self.views[name].is_over = True
 
     def _get_held(self, name: v.RequestId) -> v.BlockTables:
         """What one that ends holds, as far as plans have told: who waits may have given it back."""
         if name in self._loads:
             return self._loads[name].block_ids
         view = self.views.get(name)
-        if view is None or view.is_preempted or view.may_resume:
+        if view is None or view.is_over or view.is_preempted or view.may_resume:
             return ()
         # What it attends to no more it may have given back, of which no plan tells.
         nums_left = [count_unattended(group, view.num_computed) for group in self.groups]

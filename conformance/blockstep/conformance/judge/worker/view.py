@@ -14,8 +14,9 @@ class RequestView(NamedText):
     """One request as the worker sees it."""
 
     __slots__ = (
-        "across", "automaton", "is_preempted", "may_resume", "num_computed", "num_promised",
-        "num_rejected", "num_unreported", "pages", "proposal", "state_indices", "tables",
+        "across", "automaton", "is_over", "is_preempted", "may_resume", "num_computed",
+        "num_promised", "num_rejected", "num_unreported", "pages", "proposal", "state_indices",
+        "tables",
     )  # fmt: skip
 
     def __init__(
@@ -48,6 +49,8 @@ class RequestView(NamedText):
         """A plan said so: it holds no block until it is resumed."""
         self.may_resume = False
         """A forced reset may have preempted it, of which no plan tells."""
+        self.is_over = False
+        """It has ended, of which the next plan tells: its id may be another's by then."""
 
     @property
     def table(self) -> list[BlockId]:
