@@ -48,12 +48,23 @@ def draw_groups(config: Config, draw: Draw, is_storm: bool = False) -> Config:
         groups = _add_states(groups, config, draw)
     config = replace(config, groups=groups)
     num_tokens = config.num_usable_blocks * config.block_size
-    shortest = 2 + config.num_speculative_tokens + config.num_lookahead_tokens
-    least = max(config.num_usable_blocks, count_held_blocks(config, shortest))
+    least = max(config.num_usable_blocks, _count_least(config))
     most = max(least, sum(-(-num_tokens // group.block_size) for group in groups))
     if is_storm or draw.chance(50):
         most = (least + most) // 2
     return replace(config, num_blocks=1 + draw.integer(least, most))
+
+
+def make_full(config: Config) -> Config:
+    """The config whose groups all hold every token, with blocks for the shortest request."""
+    groups = tuple(KVGroup(FULL, group.block_size) for group in config.groups)
+    config = replace(config, groups=groups)
+    return replace(config, num_blocks=1 + max(config.num_usable_blocks, _count_least(config)))
+
+
+def _count_least(config: Config) -> int:
+    """Blocks that the shortest request holds, which is not alone with its prompt."""
+    return count_held_blocks(config, 2 + config.num_speculative_tokens + config.num_lookahead_tokens)
 
 
 def _draw_group(kind: GroupKind, block_size: int, config: Config, draw: Draw) -> KVGroup:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.groups import make_full
 from blockstep.conformance.protocol.features import settle_states, without_states
 from blockstep.conformance.protocol.program import NO_REPORT, Report
 from blockstep.conformance.protocol.transfers import Transfers
@@ -16,13 +17,19 @@ from blockstep.spec import vocabulary as v
 
 
 def draw_store(config: v.Config, draw: Draw) -> v.Config:
-    """The config with a store beside the pool: it has the KV of tokens, and nothing else."""
+    """The config with a store beside the pool: it has the KV of tokens, and nothing else.
+
+    Something is left of a load that fails where every group holds all tokens, and nowhere else: of
+    configs with groups many are such.
+    """
     has_groups = bool(config.groups)
     if config.is_encoder_decoder:
         config = settle_states(replace(config, is_encoder_decoder=False))
     config = without_states(config)
     if has_groups and not config.groups:
         config = replace(config, groups=(v.KVGroup(v.GroupKind.FULL, config.block_size),))
+    if len(config.groups) > 1 and draw.chance(50):
+        config = make_full(config)
     policy = draw.choice(tuple(v.KVLoadFailurePolicy))
     return replace(config, kv_connector=True, kv_load_failure_policy=policy)
 
@@ -67,11 +74,11 @@ def weigh_reports(weight: int, transfers: Transfers, seed: int) -> int:
 
 
 def _draw_invalid(loads: Sequence[v.KVLoad], draw: Draw) -> tuple[tuple[v.RequestId, int], ...]:
-    """Of each load a block or two: the first, the last, or any."""
+    """Of each load a block or two, and more where groups may differ: the first, the last, any."""
     return tuple(
         (load.request_id, draw.choice((0, -1, -1, draw.integer(0, 5))))
         for load in loads
-        for _ in range(1 + draw.chance(15))
+        for _ in range(1 + (draw.integer(0, 3) if len(load.block_ids) > 1 else draw.chance(15)))
     )
 
 
