@@ -64,7 +64,9 @@ def make_full(config: Config) -> Config:
 
 def _count_least(config: Config) -> int:
     """Blocks that the shortest request holds, which is not alone with its prompt."""
-    return count_held_blocks(config, 2 + config.num_speculative_tokens + config.num_lookahead_tokens)
+    return count_held_blocks(
+        config, 2 + config.num_speculative_tokens + config.num_lookahead_tokens
+    )
 
 
 def _draw_group(kind: GroupKind, block_size: int, config: Config, draw: Draw) -> KVGroup:
