@@ -15,17 +15,21 @@ from blockstep.spec.memory.groups import compute_max_held_blocks, compute_max_re
 from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, MultiModalItem
 
 IDENTIFIERS = ("cat", "dog", "owl")
-CROWD = (*IDENTIFIERS, "elk", "fox", "hen")
+CROWD = (*IDENTIFIERS, *("ape", "bee", "cow", "eel", "elk", "fox", "hen", "jay", "yak"))
 """In a storm: so many that most are made, and not found."""
 
 
-def draw_encoder(config: Config, draw: Draw) -> Config:
-    """The config with an encoder: room for the largest item, or for two of them, seldom for all."""
+def draw_encoder(config: Config, draw: Draw, is_storm: bool = False) -> Config:
+    """The config with an encoder: room for the largest item, or for two of them, seldom for all.
+
+    In a storm there is more: who waits for room makes nothing that a preemption could take back.
+    """
     longest = get_longest_item(config)
+    most = 3 if is_storm else 1
     config = replace(
         config,
-        encoder_compute_budget=draw.integer(longest, 2 * longest),
-        encoder_cache_size=draw.integer(longest, 3 * longest),
+        encoder_compute_budget=draw.integer(longest, 2 * most * longest),
+        encoder_cache_size=draw.integer(longest, 3 * most * longest),
         disable_chunked_mm_input=draw.chance(25),
     )
     if config.disable_chunked_mm_input and draw.chance(40):  # an item is then just a chunk, or more

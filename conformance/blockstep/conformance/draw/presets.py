@@ -214,7 +214,7 @@ def _draw_late(
         elif feature is ADAPTERS:
             config = replace(config, max_loras=draw.choice((1, 1, 2)))
         elif feature is ENCODER:
-            config = draw_encoder(config, draw)
+            config = draw_encoder(config, draw, swarm.is_storm)
             if CACHING.name not in wish.always and draw.chance(20):
                 has_groups = GROUPS.name not in wish.never and takes(GROUPS)
                 config = draw_beside(config, draw, has_groups)

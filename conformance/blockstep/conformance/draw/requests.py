@@ -102,7 +102,7 @@ def draw_request(
     """
     room = get_room(swarm, draw)
     is_short = swarm.is_storm and not (
-        swarm.has_equals or (swarm.has_long_prompts and not index % 3)
+        swarm.has_equals or (swarm.has_long_prompts and (swarm.has(ENCODER) or not index % 3))
     )
     most = 2 * swarm.config.block_size if is_short else room  # many fit, and then they grow
     if going_on_from:
