@@ -68,6 +68,8 @@ def list_config_problems(
     if problems:
         return problems
     lacking = list_needed(config) - capabilities
+    if not lacking:
+        return ()
     return tuple(
         ConfigProblem(field, getattr(config, field), rule, fix)
         for name, field, rule, fix in _LACKED

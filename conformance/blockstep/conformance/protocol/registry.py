@@ -50,6 +50,8 @@ class SpecEngine(Oracle):
             if len(self._shown) > MEMO_SIZE_MAX:
                 self._shown.clear()
             shown = get_request_snapshots(state, self._show)
+            if last is not None and last[1].requests == shown:
+                shown = last[1].requests
         elif last[0] is state:
             return last[1]
         else:

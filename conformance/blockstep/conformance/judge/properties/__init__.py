@@ -238,9 +238,9 @@ def check_step(
 
 def _tell(step: Step, worker: Worker) -> list[Finding]:
     findings = worker.observe(step.event, step.observation)
-    may_publish = step.config.async_scheduling or step.config.kv_connector
-    if isinstance(step.event, v.Schedule) or (isinstance(step.event, v.Commit) and may_publish):
+    is_plan = isinstance(step.event, v.Schedule)
+    if not (is_plan or isinstance(step.event, v.Commit)):
+        return findings
+    if is_plan or step.config.async_scheduling or step.config.kv_connector:
         findings += worker.check_published(step.after)
-    if isinstance(step.event, v.Schedule | v.Commit):
-        findings += worker.check_view(step.after)
-    return findings
+    return findings + worker.check_view(step.after)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import Complaints, differing, sentence
 from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.telling import told_by
 from blockstep.spec import vocabulary as v
 
 
@@ -13,17 +14,17 @@ def nothing_is_known_of_what_the_config_lacks(step: Step, ledger: Ledger) -> Com
     """Without an encoder, a store, pins or thresholds of admission a state has none of it, no plan
     loads, and where nobody asked for a log nothing is told of blocks."""
     after, seen, lacked = step.after, step.observation, ledger.lacked
-    shown = {
-        "encoder_cache_size": after.encoder is not None,
-        "kv_connector": after.transfers is not None,
-        "has_pins": after.pins is not None,
-    }
-    for name, is_shown in shown.items():
-        if is_shown is (name in lacked):
-            yield from differing(name, name not in lacked, is_shown)
+    for name, part in (
+        ("encoder_cache_size", after.encoder),
+        ("kv_connector", after.transfers),
+        ("has_pins", after.pins),
+    ):
+        if (part is None) is not (name in lacked):
+            yield from differing(name, name not in lacked, part is not None)
     if after.admission_closed and "admission_high_blocks" in lacked:
         yield from differing("admission_closed", False, True)
-    if isinstance(seen, v.Plan) and seen.kv_loads and "kv_connector" in lacked:
-        yield from differing("kv_loads", (), seen.kv_loads)
-    if "enable_kv_cache_events" in lacked and isinstance(seen, v.Outputs | v.ResetDone):
-        yield from differing("kv_events", (), seen.kv_events)
+    if isinstance(seen, v.Plan):
+        if seen.kv_loads and "kv_connector" in lacked:
+            yield from differing("kv_loads", (), seen.kv_loads)
+    elif "enable_kv_cache_events" in lacked:
+        yield from differing("kv_events", (), told_by(step))

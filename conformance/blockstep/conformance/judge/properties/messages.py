@@ -9,6 +9,7 @@ from blockstep.conformance.judge.properties.sentence import (
     Complaint,
     Complaints,
     differing,
+    each_differing,
     sentence,
     unequal,
 )
@@ -20,8 +21,10 @@ from blockstep.spec.vocabulary import Commit, Schedule, StreamingUpdate
 def plan_tells_who_ended(step: Step, ledger: Ledger) -> Complaints:
     """A plan names all that ended since the plan before, sorted; then they are forgotten."""
     ended = tuple(sorted(ledger.ended))
-    yield from differing("finished_req_ids", ended, step.plan.finished_req_ids)
-    yield from differing("finished_req_ids kept", (), step.after.finished_req_ids)
+    return each_differing(
+        ("finished_req_ids", ended, step.plan.finished_req_ids),
+        ("finished_req_ids kept", (), step.after.finished_req_ids),
+    )
 
 
 @sentence("P26", *ENDINGS, StreamingUpdate)
@@ -42,13 +45,14 @@ def plan_tells_who_was_preempted(step: Step, _ledger: Ledger) -> Complaints:
 def plan_has_its_place_in_the_sequence(step: Step, _ledger: Ledger) -> Complaints:
     """Frame ids go up by one; a plan with rows is in flight, and its rows are remembered."""
     plan, before, after = step.plan, step.before, step.after
-    yield from differing("frame_id", before.next_frame_id, plan.frame_id)
-    yield from differing("next_frame_id", before.next_frame_id + 1, after.next_frame_id)
     flying = before.frames_in_flight + ((plan.frame_id,) if step.rows else ())
-    yield from differing("frames_in_flight", flying, after.frames_in_flight)
-    scheduled = tuple(sorted(row.request_id for row in step.rows))
-    seen = after.prev_scheduled_req_ids
-    yield from differing("prev_scheduled_req_ids", scheduled, seen)
+    scheduled = tuple(sorted([row.request_id for row in step.rows]))
+    return each_differing(
+        ("frame_id", before.next_frame_id, plan.frame_id),
+        ("next_frame_id", before.next_frame_id + 1, after.next_frame_id),
+        ("frames_in_flight", flying, after.frames_in_flight),
+        ("prev_scheduled_req_ids", scheduled, after.prev_scheduled_req_ids),
+    )
 
 
 @sentence("P26", Commit)

@@ -17,6 +17,7 @@ from typing import TypeAlias
 from blockstep.conformance.judge.attended import blocks_of_drafts, count_unattended
 from blockstep.conformance.judge.properties.hits import may_ask_the_store
 from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.sentence import once_a_step
 from blockstep.conformance.judge.properties.step import PlannedRow, Step
 from blockstep.spec import vocabulary as v
 
@@ -168,6 +169,7 @@ def get_seats(step: Step, ledger: Ledger) -> Seats:
     return Seats(ledger, [name for name in running if name not in step.preempted])
 
 
+@once_a_step
 def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
     """Whom a plan met at a queue's head and passed over, in the order in which it met them.
 

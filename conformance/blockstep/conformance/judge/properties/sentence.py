@@ -105,6 +105,16 @@ def differing(what: str, expected: object, seen: object) -> Complaints:
     return (unequal(f"{what} is not as it should be", what, expected, seen),)
 
 
+def each_differing(*triples: tuple[str, object, object]) -> Complaints:
+    """A complaint for each of several things whose two values differ."""
+    return [
+        complaint
+        for what, expected, seen in triples
+        if expected != seen
+        for complaint in differing(what, expected, seen)
+    ]
+
+
 def unequal(message: str, what: str, expected: object, seen: object) -> Complaint:
     """A complaint about one value, with what is demanded and what is seen."""
     return Complaint(message, (difference(what, expected, seen),))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from blockstep.conformance.judge.attended import blocks_of_drafts
@@ -33,6 +34,13 @@ class once(Generic[T]):  # noqa: N801 - stands where a decorator does
     def __get__(self, step: object, _kind: type) -> T:
         found = step.__dict__[self._name] = self._work_out(step)
         return found
+
+
+_get_standing = attrgetter(
+    *("requests", "waiting", "skipped_waiting", "running", "ref_counts", "free_queue"),
+    *("block_keys", "cached", "transfers", "pins"),
+)
+"""What stands between two steps; parts that are the same objects are compared at once."""
 
 
 def is_parked(request: v.RequestSnapshot) -> bool:
@@ -159,23 +167,11 @@ class Step:
 
     @once
     def changes(self) -> bool:
-        """Whether a request, a queue or the pool may be another than before: another object is.
+        """Whether a request, a queue or the pool is another than before.
 
         What has been said of a state need not be said again of the same one.
         """
-        before, after = self.before, self.after
-        return not (
-            after.requests is before.requests
-            and after.waiting is before.waiting
-            and after.skipped_waiting is before.skipped_waiting
-            and after.running is before.running
-            and after.ref_counts is before.ref_counts
-            and after.free_queue is before.free_queue
-            and after.block_keys is before.block_keys
-            and after.cached is before.cached
-            and after.transfers is before.transfers
-            and after.pins is before.pins
-        )
+        return _get_standing(self.before) != _get_standing(self.after)
 
     @once
     def acts(self) -> bool:

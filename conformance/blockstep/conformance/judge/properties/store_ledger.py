@@ -78,7 +78,7 @@ class StoreLedger:
 
     def get_report(self, step: Step) -> v.KVTransfers:
         """What a worker reports with an event."""
-        if isinstance(step.event, v.Commit | v.TransfersReported):
+        if isinstance(step.event, (v.Commit, v.TransfersReported)):
             return step.event.transfers
         return v.NO_TRANSFERS
 

@@ -21,11 +21,13 @@ from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.protocol.compare import name_key
 from blockstep.spec import vocabulary as v
 
+_TELLING = (v.Outputs, v.ResetDone)
+
 
 def told_by(step: Step) -> tuple[v.KVEvent, ...]:
     """What an answer tells of blocks; nothing where it is of another kind."""
     seen = step.observation
-    return seen.kv_events if isinstance(seen, v.Outputs | v.ResetDone) else ()
+    return seen.kv_events if isinstance(seen, _TELLING) else ()
 
 
 @once_a_step
