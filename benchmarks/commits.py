@@ -4,8 +4,9 @@
 
 The first commit records programs of both presets, so that they ask for nothing that it lacks. Each
 commit then replays them in a process of its own; a commit called `.` is the working tree. The
-processes take turns program by program, since a machine is never equally fast for long, and of each
-program its quickest run counts. Prints microseconds of processor time per event.
+processes take turns program by program, since a machine is never equally fast for long. Nor are two
+processes that do the same, by several per cent, as memory happens to lie: each round has new ones.
+Of each program its quickest run counts. Prints microseconds of processor time per event.
 """
 
 from __future__ import annotations
@@ -114,17 +115,23 @@ def measure(commits: list[str], engine: str, num_programs: int, num_rounds: int)
         recorder = start(trees[0], "--record", str(folder), engine, str(num_programs))
         recorder.communicate()
         assert recorder.returncode == 0, f"{commits[0]} records no programs"
+        paths = sorted(folder.glob("*.json"))
+        rounds = [replay_round(trees, engine, paths) for _ in range(num_rounds)]
+    for preset in PRESETS:
+        chosen = [index for index, path in enumerate(paths) if path.name.startswith(preset)]
+        for number, commit in enumerate(commits):
+            runs = [[one[index][number] for one in rounds] for index in chosen]
+            nanoseconds = sum(min(spent for spent, _ in of_one) for of_one in runs)
+            count = sum(of_one[0][1] for of_one in runs)
+            found.append(Figures(commit, preset, count, round(nanoseconds / count / 1e3, 1)))
+    return found
+
+
+def replay_round(trees: list[Path], engine: str, paths: list[Path]) -> list[list[tuple[int, int]]]:
+    """Nanoseconds and events of each program, once in a new process of each tree, by turns."""
+    with ExitStack() as stack:
         processes = [stack.enter_context(start(tree, "--replay", engine)) for tree in trees]
-        for preset in PRESETS:
-            paths = sorted(folder.glob(f"{preset}-*.json"))
-            spent, events = [0] * len(commits), [0] * len(commits)
-            for path in paths:
-                rounds = [[ask(each, path) for each in processes] for _ in range(num_rounds)]
-                for number, runs in enumerate(zip(*rounds, strict=True)):
-                    spent[number] += min(run[0] for run in runs)
-                    events[number] += runs[0][1]
-            for commit, nanoseconds, count in zip(commits, spent, events, strict=True):
-                found.append(Figures(commit, preset, count, round(nanoseconds / count / 1e3, 1)))
+        found = [[ask(each, path) for each in processes] for path in paths]
         for process in processes:
             process.communicate()
     return found
@@ -142,7 +149,7 @@ def main() -> None:
     parser.add_argument("commits", nargs="+", metavar="COMMIT")
     parser.add_argument("--engine", default="host")
     parser.add_argument("--programs", type=int, default=60, help="of each preset")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     print(f"Python {platform.python_version()}, {platform.machine()}, a process for each commit")

@@ -108,12 +108,13 @@ class LockStep(Runner):
         room = config if compare_every is None else v.Config(num_blocks=2)
         capabilities = engine.capabilities()
         spec = SpecEngine(config, profile)
+        first = spec.snapshot()
         run = cls(
             config=config,
             engine=engine,
             worker=make_worker(room, token_function(token_seed, vocabulary_size)),
             spec=spec,
-            spec_before=spec.snapshot(),
+            spec_before=first,
             ledger=Ledger(config),
             witnesses=Counter(),
             capabilities=capabilities,
@@ -125,7 +126,7 @@ class LockStep(Runner):
             excuses=Excuses(get_traits(make_engine).deviations),
         )
         if compare_every is None:
-            run.before = run._comparable(get_first_state(engine))
+            run.before = run._comparable(get_first_state(engine, first))
         return run
 
     def fit(self, action: Action) -> Action:

@@ -20,10 +20,13 @@ class Exchange:
     """The engine's answer; None if it raised."""
 
 
-def get_first_state(engine: Engine) -> v.Snapshot | None:
-    """The state of a new engine; None if it shows none. What is wrong is told after an event."""
+def get_first_state(engine: Engine, expected: v.Snapshot) -> v.Snapshot | None:
+    """The state of a new engine, `expected` itself if it is that; None if it shows none. What is
+    wrong is told after an event."""
     try:
         first = engine.snapshot()
+        if first == expected:
+            return expected
     except Exception:
         return None
     return first if find_ill_typed(first, v.Snapshot) is None else None

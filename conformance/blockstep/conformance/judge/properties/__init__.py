@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 
 from blockstep.conformance.judge.properties import (
     admission,
@@ -196,7 +197,10 @@ def list_sentences(
     return tuple([found for found in asked if found.of not in absent])
 
 
-_SPOKEN_OF = ("changes", "rows", "admitted_rows", "askers", "preempted", "acts")
+_SPOKEN_OF = [
+    (name, attrgetter(name))
+    for name in ("changes", "rows", "admitted_rows", "askers", "preempted", "acts")
+]
 
 
 def find_absent(step: Step) -> tuple[str, ...]:
@@ -204,13 +208,9 @@ def find_absent(step: Step) -> tuple[str, ...]:
     if not isinstance(step.observation, v.Plan):
         return () if step.changes else ("changes",)
     try:
-        found = (
-            *(step.changes, step.rows, step.admitted_rows, step.askers, step.preempted),
-            step.acts,
-        )
+        return tuple([name for name, get in _SPOKEN_OF if not get(step)])
     except Exception:
         return ()  # it makes no sense, as each of them will say
-    return tuple([name for name, it in zip(_SPOKEN_OF, found, strict=True) if not it])
 
 
 def check_step(

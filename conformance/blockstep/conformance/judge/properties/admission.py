@@ -38,7 +38,13 @@ from blockstep.conformance.judge.properties.queue_replay import (
     replay_schedule,
     victims_of,
 )
-from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
+from blockstep.conformance.judge.properties.sentence import (
+    Complaint,
+    Complaints,
+    once_a_step,
+    sentence,
+    unequal,
+)
 from blockstep.conformance.judge.properties.step import RowKind, Step, is_parked
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
@@ -400,6 +406,7 @@ def _charge(
     return charged
 
 
+@once_a_step
 def next_in_line(step: Step, ledger: Ledger) -> RequestId | None:
     """Who would be admitted next: the first in policy order that waits for nothing outside, and
     whose adapter may join those of the running."""

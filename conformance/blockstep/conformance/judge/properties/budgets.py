@@ -35,14 +35,14 @@ def plan_stays_within_token_budget(step: Step, _ledger: Ledger) -> Complaints:
     return [Complaint(f"{total} tokens planned, {limit} allowed")] if total > limit else ()
 
 
-@sentence("P9", v.Schedule)
+@sentence("P9", v.Schedule, of="changes")
 def running_stays_within_max_num_seqs(step: Step, _ledger: Ledger) -> Complaints:
     """At most `max_num_seqs` requests run."""
     running, limit = len(step.after.running), step.config.max_num_seqs
     return [Complaint(f"{running} requests run, {limit} may")] if running > limit else ()
 
 
-@sentence("P9", v.Schedule)
+@sentence("P9", v.Schedule, of="changes")
 def running_stays_within_max_loras(step: Step, ledger: Ledger) -> Complaints:
     """At most `max_loras` different adapters are of those who run, with a row or without."""
     limit = step.config.max_loras
@@ -77,7 +77,7 @@ def row_stays_within_max_model_len(step: Step, _ledger: Ledger) -> Complaints:
             )
 
 
-@sentence("P9", v.Schedule)
+@sentence("P9", v.Schedule, of="rows")
 def paused_scheduler_admits_nobody(step: Step, ledger: Ledger) -> Complaints:
     """PAUSED_NEW admits nobody, PAUSED_ALL schedules nobody."""
     if ledger.pause_state is v.PauseState.UNPAUSED:
@@ -222,7 +222,7 @@ def _moved(row: PlannedRow, name: str, due: object, seen: object) -> Complaint:
     return unequal(what, name, due, seen)
 
 
-@sentence("P12", v.Schedule, v.Reset)
+@sentence("P12", v.Schedule, v.Reset, of="preempted")
 def preempted_request_starts_again(step: Step, _ledger: Ledger) -> Complaints:
     """A preempted request keeps its outputs and history, and was preempted once more.
 

@@ -50,12 +50,18 @@ def grammar_stands_where_the_outputs_led_it(step: Step, ledger: Ledger) -> Compl
 def plan_tells_that_it_has_a_mask(step: Step, ledger: Ledger) -> Complaints:
     """A plan says whether a row samples under a grammar, and whether older frames owe tokens to
     one that does: its mask must wait for them."""
+    plan = step.plan
+    if not (
+        ledger.has_grammars
+        or plan.has_structured_output_requests
+        or plan.pending_structured_output_tokens
+    ):
+        return
     masked = [
         row
         for row in (step.rows if ledger.has_grammars else ())
         if ledger.lives[row.request_id].automaton is not None and ledger.flight_row(row).samples
     ]
-    plan = step.plan
     if plan.has_structured_output_requests != bool(masked):
         yield from differing(
             "has_structured_output_requests", bool(masked), plan.has_structured_output_requests

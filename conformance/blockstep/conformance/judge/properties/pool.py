@@ -149,7 +149,7 @@ def cache_map_and_blocks_agree(step: Step, _ledger: Ledger) -> Complaints:
     return ()
 
 
-@sentence("P3", v.Schedule)
+@sentence("P3", v.Schedule, of="changes")
 def nothing_is_cached_without_caching(step: Step, _ledger: Ledger) -> Complaints:
     """With prefix caching off, no block carries a key."""
     if step.config.enable_prefix_caching or not step.after.cached:
@@ -367,7 +367,7 @@ def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
         yield Complaint("the cache map holds something else than was published, in order")
 
 
-@sentence("P3", v.Schedule, v.Commit)
+@sentence("P3", v.Schedule, v.Commit, of="changes")
 def held_block_carries_the_name_of_its_tokens(step: Step, ledger: Ledger) -> Complaints:
     """The key of a held block names the tokens of whoever holds it."""
     names = ledger.names
@@ -377,7 +377,7 @@ def held_block_carries_the_name_of_its_tokens(step: Step, ledger: Ledger) -> Com
             yield unequal(what, f"block {block}", names.show(expected), names.show(seen))
 
 
-@sentence("P6", v.Schedule, v.Commit)
+@sentence("P6", v.Schedule, v.Commit, of="changes")
 def held_block_carries_the_extra_keys_of_its_request(step: Step, ledger: Ledger) -> Complaints:
     """The key of a held block names the adapter, salt and items of whoever holds it."""
     for request_id, block, expected, seen in _misnamed(step, ledger):
