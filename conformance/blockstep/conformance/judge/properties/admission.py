@@ -27,24 +27,16 @@ from blockstep.conformance.judge.properties.amounts import (
 from blockstep.conformance.judge.properties.hits import find_offered, hit_now
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import (
-    Seats,
     begin_plan,
     freed_blocks,
     hides_a_rollback,
-    in_policy_order,
     left_behind,
     may_pass_over,
-    must_wait,
+    next_in_line,
     replay_schedule,
     victims_of,
 )
-from blockstep.conformance.judge.properties.sentence import (
-    Complaint,
-    Complaints,
-    once_a_step,
-    sentence,
-    unequal,
-)
+from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
 from blockstep.conformance.judge.properties.step import RowKind, Step, is_parked
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
@@ -404,17 +396,6 @@ def _charge(
         num_new = blocks_for(num_slots, group.block_size) - len(table)
         charged += charge_at_most(config, group, num_new + num_free)
     return charged
-
-
-@once_a_step
-def next_in_line(step: Step, ledger: Ledger) -> RequestId | None:
-    """Who would be admitted next: the first in policy order that waits for nothing outside, and
-    whose adapter may join those of the running."""
-    seats = Seats(ledger, step.after.running)
-    for name in in_policy_order(ledger, step.after, is_behind_a_plan=True):
-        if not must_wait(ledger, seats, step.new[name]):
-            return name
-    return None
 
 
 @sentence("P15", Schedule, of="preempted")

@@ -205,9 +205,7 @@ class Ledger:
 
     def promised_after(self, step: Step) -> Mapping[v.RequestId, int]:
         """What is promised after a step that is not recorded yet."""
-        if isinstance(step.event, v.Schedule):
-            if not step.rows:
-                return self.promised
+        if isinstance(step.event, v.Schedule) and step.rows:
             change = {row.request_id: self.flight_row(row).num_promised for row in step.rows}
         elif isinstance(step.event, v.Commit):
             change = {

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from blockstep.conformance.judge.properties.admission import may_have_its_items, next_in_line
+from blockstep.conformance.judge.properties.admission import may_have_its_items
 from blockstep.conformance.judge.properties.amounts import admitted_share
 from blockstep.conformance.judge.properties.hits import hit_now
 from blockstep.conformance.judge.properties.ledger import Ledger
@@ -16,6 +16,7 @@ from blockstep.conformance.judge.properties.queue_replay import (
     Freed,
     Holders,
     list_pinned,
+    next_in_line,
     victims_of,
 )
 from blockstep.conformance.judge.properties.sentence import (

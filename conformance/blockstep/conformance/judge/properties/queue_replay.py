@@ -202,6 +202,17 @@ def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
     return met
 
 
+@once_a_step
+def next_in_line(step: Step, ledger: Ledger) -> v.RequestId | None:
+    """Who would be admitted next: the first in policy order that waits for nothing outside, and
+    whose adapter may join those of the running."""
+    seats = Seats(ledger, step.after.running)
+    for name in in_policy_order(ledger, step.after, is_behind_a_plan=True):
+        if not must_wait(ledger, seats, step.new[name]):
+            return name
+    return None
+
+
 def list_takers(step: Step, ledger: Ledger) -> list[PlannedRow]:
     """Who was admitted or parked, in the order in which a plan met them."""
     if not step.plan.kv_loads:

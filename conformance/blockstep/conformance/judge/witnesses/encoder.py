@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from blockstep.conformance.judge.attended import count_across, is_across
-from blockstep.conformance.judge.properties.admission import may_have_its_items, next_in_line
+from blockstep.conformance.judge.properties.admission import may_have_its_items
 from blockstep.conformance.judge.properties.amounts import blocks_across, blocks_behind
 from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.queue_replay import next_in_line
 from blockstep.conformance.judge.properties.step import RowKind, Step
 from blockstep.spec.vocabulary import Config, EncoderSnapshot, PauseState, RequestSnapshot
 
