@@ -18,7 +18,7 @@ from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.features import BY_NAME
 from blockstep.conformance.protocol.program import Action, Answer, Program, Propose
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.conformance.report.verdict import verdict_word
+from blockstep.conformance.report.verdict import list_unasked, verdict_word
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.claims import (
     CONFIGS,
@@ -256,6 +256,17 @@ def test_a_check_that_met_too_little_says_what_and_what_to_do() -> None:
     assert verdict_word(result).endswith(
         "or name in out_of_reach of its traits what cannot come up)"
     )
+
+
+def test_what_nobody_asked_for_may_be_left_out() -> None:
+    """Beside what was asked for an adapter may have to leave out the configs of another feature."""
+    result = check(CheckOptions("host", preset="tiny", max_events=1, with_features=("events",)))
+    assert list_unasked(result) == []
+    result = replace(result, missing=("groups_evicted_by_another", "groups_state_left"))
+    assert list_unasked(result) == ["groups"]
+    assert "or leave out: --without groups" in verdict_word(result)
+    assert list_unasked(replace(result, missing=(*result.missing, "stop_eos"))) == []
+    assert list_unasked(replace(result, options=replace(result.options, with_features=()))) == []
 
 
 @pytest.mark.soak

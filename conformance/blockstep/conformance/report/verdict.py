@@ -9,6 +9,7 @@ from rich.table import Table
 
 from blockstep.conformance.engine import ALL_CAPABILITIES, Safety, SamePlans
 from blockstep.conformance.judge.witnesses import WITNESSES
+from blockstep.conformance.protocol.features import BY_NAME, LATE
 from blockstep.conformance.report.colour import paint
 from blockstep.conformance.search.check import CheckResult
 from blockstep.conformance.search.options import ExitCode
@@ -92,11 +93,25 @@ def verdict_word(result: CheckResult) -> str:
     if result.num_events == 0:
         return "NO VERDICT (nothing ran)"
     if result.missing:
-        or_else = ""
+        or_else = "".join([f", or leave out: --without {name}" for name in list_unasked(result)])
         if result.equivalence == Safety.name:
             or_else = ", or name in out_of_reach of its traits what cannot come up"
         return f"NO VERDICT (situations not reached: raise --budget or change --seed{or_else})"
     return "NO VERDICT (the canary survived)"
+
+
+def list_unasked(result: CheckResult) -> list[str]:
+    """Features that nobody asked for, where all that was not reached is of theirs.
+
+    Beside a feature that was asked for an adapter may have to leave out their configs.
+    """
+    asked, unasked = result.options.with_features, list[str]()
+    for situation in result.missing if asked else ():
+        found = [name for name in LATE if situation.startswith(BY_NAME[name].situations)]
+        if not found or found[0] in asked:
+            return []
+        unasked += found
+    return list(dict.fromkeys(unasked))
 
 
 def witness_table(result: CheckResult, num_columns: int = COLUMNS) -> Table:
