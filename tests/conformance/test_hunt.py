@@ -103,7 +103,7 @@ def few() -> HuntResult:
 
 @pytest.mark.soak
 def test_every_quirk_of_a_release_is_found_and_named() -> None:
-    options = CheckOptions(engine="toy", max_events=60_000, profile=RELEASE)
+    options = CheckOptions(engine="toy", max_events=240_000, profile=RELEASE)
     found = hunt(options, call_here(follower(RELEASE)))
     assert {defect.causes for defect in found.defects} == {
         (Cause(Means.QUIRK, quirk),) for quirk in find(RELEASE).quirks

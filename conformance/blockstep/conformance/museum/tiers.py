@@ -225,7 +225,12 @@ class FirstGroupIsSaved(Defect):
             step.saves[-1] = replace(save, block_ids=save.block_ids[:1])
 
 
-@GROUPS.exhibit("full blocks of the first group are counted", "by the rule of P15", "P15 P3 P26")
+@GROUPS.exhibit(
+    "full blocks of the first group are counted",
+    "by the rule of P15",
+    "P15",
+    invisible="policy: how much of a victim is saved, and all of it was computed",
+)
 class FirstGroupCounts(Defect):
     """Another one's block is as long as several of them, and is filled in part."""
 
