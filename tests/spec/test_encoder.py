@@ -20,7 +20,13 @@ from blockstep.spec import (
     Request,
     SpecMethod,
 )
-from blockstep.spec.beside.encoder import Encoder, Entry, get_with_evicted
+from blockstep.spec.beside.encoder import (
+    Encoder,
+    Entry,
+    PlannedItem,
+    get_with_evicted,
+    withdraw_items,
+)
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.profiles import Profile, Quirk
@@ -682,3 +688,15 @@ def test_states_come_before_items(quirk: bool) -> None:
     plans = [step(oracle), step(oracle)]  # of which the second is of one that runs
     assert [amounts(plan) for plan in plans] == [{"A": 2}] * 2
     assert [made(plan) for plan in plans] == ([{}, {}] if quirk else [{}, {"A": (0,)}])
+
+
+def test_who_has_no_row_inherits_nothing_of_a_victim() -> None:
+    """With one quirk of a release alone somebody may hold, without a row, what is planned for
+    another: it is not encoded for that one, and not there."""
+    planned = PlannedItem(("A", 0), "c", 2, is_external=False)
+    entries = FrozenMap({"c": Entry(2, (("A", 0), ("B", 0)))})
+    encoder = Encoder(8, entries=entries, budget=1, planned=(planned,))
+    left = withdraw_items(encoder, request("A", "cc"), ["C"])
+    assert (left.planned, dict(left.entries), left.budget) == ((), {}, 3)
+    shared = withdraw_items(encoder, request("A", "cc"), ["C", "B"])
+    assert [item.holder for item in shared.planned] == [("B", 0)]

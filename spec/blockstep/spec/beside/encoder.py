@@ -269,7 +269,7 @@ def withdraw_items(encoder: Encoder, request: Request, order: Sequence[RequestId
         if item.holder[0] != name:
             planned.append(item)
             continue
-        heirs = [heir for heir in entries[item.identifier].holders if heir[0] != name]
+        heirs = [heir for heir in entries[item.identifier].holders if heir[0] in order]
         if heirs:
             heir = min(heirs, key=lambda other: (order.index(other[0]), other[1]))
             planned.append(replace(item, holder=heir))
