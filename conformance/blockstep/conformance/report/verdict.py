@@ -12,7 +12,7 @@ from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.protocol.features import BY_NAME, LATE
 from blockstep.conformance.report.colour import paint
 from blockstep.conformance.search.check import CheckResult
-from blockstep.conformance.search.options import ExitCode
+from blockstep.conformance.search.options import ExitCode, get_wish
 
 COLUMNS = 2
 WIDTH_MIN = 100
@@ -105,7 +105,7 @@ def list_unasked(result: CheckResult) -> list[str]:
 
     Beside a feature that was asked for an adapter may have to leave out their configs.
     """
-    asked, unasked = result.options.with_features, list[str]()
+    asked, unasked = get_wish(result.options).always, list[str]()
     for situation in result.missing if asked else ():
         found = [name for name in LATE if situation.startswith(BY_NAME[name].situations)]
         if not found or found[0] in asked:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter
 
 from blockstep.conformance.judge.properties import (
     admission,
@@ -197,10 +196,7 @@ def list_sentences(
     return tuple([found for found in asked if found.of not in absent])
 
 
-_SPOKEN_OF = [
-    (name, attrgetter(name))
-    for name in ("changes", "rows", "admitted_rows", "askers", "preempted", "acts")
-]
+_SPOKEN_OF = ("changes", "rows", "admitted_rows", "askers", "preempted", "acts")
 
 
 def find_absent(step: Step) -> tuple[str, ...]:
@@ -208,7 +204,7 @@ def find_absent(step: Step) -> tuple[str, ...]:
     if not isinstance(step.observation, v.Plan):
         return () if step.changes else ("changes",)
     try:
-        return tuple([name for name, get in _SPOKEN_OF if not get(step)])
+        return tuple([name for name in _SPOKEN_OF if not getattr(step, name)])
     except Exception:
         return ()  # it makes no sense, as each of them will say
 

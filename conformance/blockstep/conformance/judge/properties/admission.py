@@ -102,7 +102,7 @@ def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Complaints:
     other: for its tokens in flight, or its adapter. Pins end whose time is over, and others order
     the queue: what then is free and who then waits is judged by how it comes about.
     """
-    if step.plan.new or step.plan.cached or step.preempted or step.plan.kv_loads:
+    if step.is_for_somebody:
         return
     if step.config.kv_connector and step.giving:
         return  # to one who did not fit all the same

@@ -107,12 +107,7 @@ def differing(what: str, expected: object, seen: object) -> Complaints:
 
 def each_differing(*triples: tuple[str, object, object]) -> Complaints:
     """A complaint for each of several things whose two values differ."""
-    return [
-        complaint
-        for what, expected, seen in triples
-        if expected != seen
-        for complaint in differing(what, expected, seen)
-    ]
+    return [complaint for triple in triples for complaint in differing(*triple)]
 
 
 def unequal(message: str, what: str, expected: object, seen: object) -> Complaint:

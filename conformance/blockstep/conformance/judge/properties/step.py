@@ -174,11 +174,16 @@ class Step:
         return _get_standing(self.before) != _get_standing(self.after)
 
     @once
+    def is_for_somebody(self) -> bool:
+        """Whether a plan has rows or loads, or preempted anybody."""
+        plan = self.plan
+        return bool(plan.new or plan.cached or plan.kv_loads or self.preempted)
+
+    @once
     def acts(self) -> bool:
         """Whether a plan may have taken or given back a block: it is for somebody, or pins end."""
-        plan, pins = self.plan, self.before.pins
-        is_for_somebody = bool(plan.new or plan.cached or plan.kv_loads or self.preempted)
-        return is_for_somebody or (pins is not None and bool(pins.pins))
+        pins = self.before.pins
+        return self.is_for_somebody or (pins is not None and bool(pins.pins))
 
     @once
     def preempted(self) -> list[v.RequestId]:
