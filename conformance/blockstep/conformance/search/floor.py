@@ -160,7 +160,7 @@ RARE_AT_TINY = {
     *("abort_preempted", "drafts_lost_by_preemption"),
     *("drafts_some_accepted", "running_left_out_by_budget", "groups_block_in_doubt"),
     *("transfers_returned_behind_a_head", "transfers_failed_at_a_later_block"),
-    *("forks_named_what_is_full", "tiers_several_saved", "encoder_item_dropped_and_made"),
+    *("forks_named_what_is_full", "tiers_several_saved"),
 }
 """Where requests are two or three tokens long, seen a few times in 60,000 events."""
 RARE_UNLESS_WANTED = {
