@@ -101,8 +101,8 @@ def test_chunks_that_come_upon_items() -> None:
     assert reached["encoder_row_waits_for_an_item"] > 3
 
 
-def test_who_begins_inside_of_an_item_does_not_end_before_it() -> None:
-    """Its hit ends there, and the item is made anew: it is cut already."""
+def test_a_chunk_that_begins_inside_of_a_whole_item_waits_for_the_rest_of_it() -> None:
+    """A hit ends there, and two tokens of the budget are left for three of the item."""
     config = Config(
         num_blocks=20,
         block_size=2,
@@ -123,5 +123,7 @@ def test_who_begins_inside_of_an_item_does_not_end_before_it() -> None:
     assert run.perform(Schedule()) == run.perform(Answer()) == []
     assert run.perform(Submit(Request("b", (1, 1, 2, 2, 2, 2), 1, items=items))) == []
     assert run.perform(Schedule()) == []
+    assert [row.request_id for row in run.plans[-1].rows] == ["c", "d"]
+    assert run.perform(Answer()) == run.perform(Abort(("c",))) == run.perform(Schedule()) == []
     (row,) = run.plans[-1].new
-    assert (row.num_computed_tokens, row.num_scheduled_tokens) == (2, 2)
+    assert (row.num_computed_tokens, row.num_scheduled_tokens) == (2, 3)

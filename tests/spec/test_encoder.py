@@ -186,10 +186,56 @@ def test_a_chunk_under_a_head_stops_one_token_before() -> None:
     assert [amounts(plan) for plan in plans] == [{"A": 3}, {"A": 3}]
 
 
+WHOLE: dict[str, Any] = {"disable_chunked_mm_input": True}
+
+
 def test_whole_items_are_not_begun_by_a_chunk_that_ends_within() -> None:
-    oracle = oracle_of(max_num_batched_tokens=3, disable_chunked_mm_input=True)
+    oracle = oracle_of(max_num_batched_tokens=3, **WHOLE)
     oracle.submit(request("A", "ttcct"))
     assert [amounts(step(oracle)) for _ in range(2)] == [{"A": 2}, {"A": 3}]
+
+
+def test_a_whole_item_waits_for_a_step_that_takes_all_of_it() -> None:
+    """The budget leaves one token, and the prompt begins with an item of two (upstream #52306)."""
+    oracle = oracle_of(max_num_batched_tokens=3, **WHOLE)
+    oracle.submit(request("O", "tt"))
+    oracle.submit(request("A", "cct"))
+    assert [amounts(step(oracle)) for _ in range(2)] == [{"O": 2}, {"O": 1, "A": 2}]
+
+
+def test_a_whole_item_that_is_in_the_cache_is_not_split() -> None:
+    oracle = oracle_of(max_num_batched_tokens=4, **WHOLE)
+    oracle.submit(request("O", "cct", max_tokens=1))
+    step(oracle)
+    assert holders(oracle) == {"c": ()}
+    oracle.submit(request("A", "tttcct"))
+    assert [amounts(step(oracle)) for _ in range(2)] == [{"A": 3}, {"A": 3}]
+
+
+def test_the_second_place_of_a_whole_item_is_not_split() -> None:
+    oracle = oracle_of(max_num_batched_tokens=4, **WHOLE)
+    oracle.submit(request("A", "cctcc"))
+    assert [amounts(step(oracle)) for _ in range(2)] == [{"A": 3}, {"A": 2}]
+
+
+def test_the_rest_of_a_whole_item_behind_a_hit_is_not_split() -> None:
+    """The hit ends inside of the item: its KV is of the whole item, and so is what follows."""
+    oracle = oracle_of(block_size=2, max_num_batched_tokens=4, **WHOLE)
+    oracle.submit(request("A", "tcccct", max_tokens=1))
+    assert [amounts(step(oracle)) for _ in range(3)] == [{"A": 1}, {"A": 4}, {"A": 1}]
+    oracle.submit(request("O", "ttt", max_tokens=2))
+    again = request("A2", "tcccct")
+    oracle.submit(replace(again, prompt_token_ids=(*again.prompt_token_ids[:2], 9, 9, 9, 9)))
+    plans = [step(oracle), step(oracle)]
+    assert [amounts(plan) for plan in plans] == [{"O": 3}, {"O": 1, "A2": 3}]
+    assert plans[1].new[0].num_computed_tokens == 2
+
+
+def test_a_chunk_ends_before_a_whole_item_if_the_head_finds_no_room_for_the_next() -> None:
+    """A token before the item without room is inside of the one before it."""
+    oracle = oracle_of(encoder_cache_size=4, encoder_compute_budget=4, **WHOLE, **HEAD)
+    oracle.submit(request("A", "tccddee", max_tokens=1))
+    assert [amounts(step(oracle)) for _ in range(2)] == [{"A": 3}, {"A": 4}]
 
 
 # What is kept.
@@ -519,16 +565,55 @@ def test_head_reads_ahead_of_the_encoder() -> None:
     assert made(step(oracle)) == {"B": (0,)}
 
 
-@pytest.mark.parametrize(("quirk", "expected"), [(False, [2, 1]), (True, [None, None])])
-def test_head_never_begins_a_whole_item(quirk: bool, expected: list[int | None]) -> None:
-    oracle = oracle_of(
-        *([Quirk.HEAD_NEVER_BEGINS_A_WHOLE_ITEM] if quirk else []),
-        max_num_batched_tokens=2,
-        disable_chunked_mm_input=True,
-        **HEAD,
-    )
+@pytest.mark.parametrize(("quirk", "expected"), [(False, [1, 2]), (True, [None, None])])
+@pytest.mark.parametrize("splits", [False, True])
+def test_head_never_begins_a_whole_item(
+    quirk: bool, expected: list[int | None], splits: bool
+) -> None:
+    quirks = [Quirk.HEAD_NEVER_BEGINS_A_WHOLE_ITEM] if quirk else []
+    if splits:
+        quirks.append(Quirk.WHOLE_ITEMS_ARE_SPLIT)
+        expected = expected if quirk else [2, 1]
+    oracle = oracle_of(*quirks, max_num_batched_tokens=2, **WHOLE, **HEAD)
     oracle.submit(request("A", "tcc", max_tokens=1))
     assert [amounts(step(oracle)).get("A") for _ in range(2)] == expected
+
+
+def test_a_head_ends_a_token_before_a_whole_item() -> None:
+    """Where there is one; the quirk has it end there also if the item is not cut."""
+    for quirks, expected in (((), 2), ((Quirk.HEAD_NEVER_BEGINS_A_WHOLE_ITEM,), 1)):
+        oracle = oracle_of(*quirks, max_num_batched_tokens=2, **WHOLE, **HEAD)
+        oracle.submit(request("A", "ttcc", max_tokens=1))
+        assert amounts(step(oracle)) == {"A": expected}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [("tt", "cct", {"O": 2, "A": 1}), ("cct", "tttcct", {"A": 4}), ("t", "cctcc", {"A": 4})],
+    ids=["begins with it", "in the cache", "second place"],
+)
+def test_whole_items_are_split(first: str, second: str, expected: dict[str, int]) -> None:
+    """As by 0.19.1: with what it begins with, with what is there, and with what it makes twice."""
+    budget = 3 if first == "tt" else 4
+    oracle = oracle_of(Quirk.WHOLE_ITEMS_ARE_SPLIT, max_num_batched_tokens=budget, **WHOLE)
+    oracle.submit(request("O", first, max_tokens=4 if first == "tt" else 1))
+    if first != "tt":
+        step(oracle)
+    oracle.submit(request("A", second))
+    assert amounts(step(oracle)) == expected
+
+
+@pytest.mark.parametrize("quirk", [Quirk.WHOLE_ITEMS_ARE_SPLIT, Quirk.RESTS_OF_ITEMS_ARE_SPLIT])
+def test_rests_of_items_are_split(quirk: Quirk) -> None:
+    """A hit ends inside of the item, and the chunk behind it does, too."""
+    oracle = oracle_of(quirk, block_size=2, max_num_batched_tokens=4, **WHOLE)
+    oracle.submit(request("A", "tcccct", max_tokens=1))
+    for _ in range(3):
+        step(oracle)
+    oracle.submit(request("O", "ttt", max_tokens=2))
+    again = request("A2", "tcccct")
+    oracle.submit(replace(again, prompt_token_ids=(*again.prompt_token_ids[:2], 9, 9, 9, 9)))
+    assert amounts(step(oracle)) == {"O": 3, "A2": 1}
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, 5), (True, 3)])
@@ -640,18 +725,6 @@ def test_head_reads_what_has_no_room(quirk: bool, expected: int) -> None:
     oracle = oracle_of(*quirks, encoder_compute_budget=2, **HEAD)
     oracle.submit(request("A", "cctdd"))
     assert amounts(step(oracle)) == {"A": expected}
-
-
-@pytest.mark.parametrize("quirk", [False, True])
-def test_whole_items_are_never_begun(quirk: bool) -> None:
-    oracle = oracle_of(
-        *([Quirk.WHOLE_ITEMS_ARE_NEVER_BEGUN] if quirk else []),
-        disable_chunked_mm_input=True,
-        max_num_batched_tokens=4,
-    )
-    oracle.submit(request("A", "ttt"))
-    oracle.submit(request("B", "cct"))
-    assert amounts(step(oracle)) == ({"A": 3} if quirk else {"A": 3, "B": 1})
 
 
 @pytest.mark.parametrize("quirk", [False, True])

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from groups_support import recurrent
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -255,6 +256,12 @@ CONFIGS: dict[str, dict[str, object]] = {
     "compute for no cache": {"encoder_compute_budget": 4},
     "a cache without compute": {"encoder_cache_size": 4},
     "whole items without an encoder": {"disable_chunked_mm_input": True},
+    "whole items where chunks end at blocks": {
+        **WHOLE,
+        "encoder_compute_budget": 4,
+        "encoder_cache_size": 4,
+        "groups": (KVGroup(GroupKind.FULL, 16), recurrent(16)),
+    },
     "a decoder without an encoder": {"is_encoder_decoder": True},
     "across without an encoder": {"groups": (KVGroup(GroupKind.CROSS_ATTENTION, 16),)},
     "encoder-decoder in chunks": {**BESIDE, "enable_chunked_prefill": True},

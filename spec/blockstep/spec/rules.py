@@ -147,10 +147,11 @@ class Rules:
     """As whom a request holds an item of its: each place of it counts (P22); (that place, ..)."""
     is_item_needed: Callable[[MultiModalItem, int, int, int], bool]
     """Whether a chunk reads of an item: (.., computed, tokens, tokens read ahead)."""
-    is_item_split: Callable[[MultiModalItem, int, int, int], bool]
-    """Whether a chunk is to end before an item of which it would compute a part, likewise."""
-    begins_what_is_there: bool = True
-    """Whether a chunk may end within an item that is there already."""
+    compute_end_between_items: Callable[[Sequence[MultiModalItem], int, int], int]
+    """Where a chunk ends that must not end inside of an item: (.., computed, end)."""
+    stops_before_item: Callable[[MultiModalItem, bool, int, int], bool] = never
+    """Whether a chunk ends before an item that it reads, whether or not there is room for it: no,
+    it ends between items; (.., whether it is in the cache, computed, tokens)."""
     ends_before_the_head: bool = True
     """Whether a chunk that ends before an item without room has no draft head read of it."""
     passes_over_without_items: bool = False

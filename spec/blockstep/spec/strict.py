@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from blockstep.spec.beside.encoder import free_items, is_item_needed, is_item_split, withdraw_items
+from blockstep.spec.beside.encoder import (
+    compute_end_between_items,
+    free_items,
+    is_item_needed,
+    withdraw_items,
+)
 from blockstep.spec.beside.grammar import get_next_stand
 from blockstep.spec.beside.transfers import compute_num_external
 from blockstep.spec.hashing import get_item_keys
@@ -45,7 +50,7 @@ STRICT_RULES: Final = Rules(
     is_zeroed=is_attended,
     get_victim_rank=get_rank,
     is_item_needed=is_item_needed,
-    is_item_split=is_item_split,
+    compute_end_between_items=compute_end_between_items,
     withdraw_items=withdraw_items,
     free_items=free_items,
     get_preempted=get_preempted,

@@ -9,6 +9,7 @@ from typing import Any
 from blockstep.conformance.judge.properties import Step
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.impl.host import HostEngine
+from blockstep.spec.releases import Quirk, get_rules
 from blockstep.spec.vocabulary import (
     Abort,
     Config,
@@ -46,6 +47,7 @@ from play_support.play import (
     nothing,
     observed,
     request,
+    same,
 )
 from play_support.scenes import AHEAD, DRAFTING, DRAFTING_AHEAD
 
@@ -192,6 +194,25 @@ def encoding_at_ease() -> Play:
     return encoding(4, 2)
 
 
+def a_whole_item_waits() -> Play:
+    """O has two tokens of the three of a step, and one is no room for the item of A."""
+    config = replace(
+        CONFIG,
+        max_num_batched_tokens=3,
+        encoder_compute_budget=2,
+        encoder_cache_size=2,
+        disable_chunked_mm_input=True,
+    )
+    pictured = request("A", 1, 1, 1, items=(CAT,))
+    return Play(config, SpecEngine).do(Submit(request("O", 9, 9)), Submit(pictured), Schedule())
+
+
+def splitting_whole_items(engine: Any) -> None:
+    """As vLLM 0.19.1 does: A has that token."""
+    rules = get_rules(frozenset({Quirk.WHOLE_ITEMS_ARE_SPLIT}), engine.state.config)
+    engine.state = replace(engine.state, rules=rules)
+
+
 def with_inputs(*indices: int) -> Bend:
     """Other items of A are made."""
     inputs = (EncoderInputs("A", indices),) if indices else ()
@@ -244,6 +265,7 @@ OF_ITEMS: list[Case] = [
     ("encoded_item_is_of_its_request", encoding, nothing, with_inputs(0, 7)),
     ("item_is_made_once_in_a_plan", encoding_both, nothing, with_inputs(0, 1, 1)),
     ("item_that_a_row_reads_is_there", encoding, nothing, with_inputs()),
+    ("row_ends_inside_of_no_whole_item", a_whole_item_waits, splitting_whole_items, same),
     (
         "items_beside_are_dropped_with_the_next_plan",
         going_on_beside,

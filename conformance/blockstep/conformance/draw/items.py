@@ -12,7 +12,7 @@ from random import Random
 from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.protocol.features import without_states
 from blockstep.spec.memory.groups import compute_max_held_blocks, compute_max_reach
-from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, MultiModalItem
+from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, MambaCacheMode, MultiModalItem
 
 IDENTIFIERS = ("cat", "dog", "owl")
 CROWD = (*IDENTIFIERS, *("ape", "bee", "cow", "eel", "elk", "fox", "hen", "jay", "yak"))
@@ -30,11 +30,16 @@ def draw_encoder(config: Config, draw: Draw, is_storm: bool = False) -> Config:
         config,
         encoder_compute_budget=draw.integer(longest, 2 * most * longest),
         encoder_cache_size=draw.integer(longest, 3 * most * longest),
-        disable_chunked_mm_input=draw.chance(25),
+        disable_chunked_mm_input=draw.chance(25) and not keeps_states_at_block_ends(config),
     )
     if config.disable_chunked_mm_input and draw.chance(40):  # an item is then just a chunk, or more
         config = replace(config, long_prefill_token_threshold=draw.integer(1, longest))
     return config
+
+
+def keeps_states_at_block_ends(config: Config) -> bool:
+    """Whether chunks end at blocks for the sake of states; they may then have to end in items."""
+    return any(group.mamba_cache_mode is MambaCacheMode.ALIGN for group in config.groups)
 
 
 def get_longest_item(config: Config) -> int:

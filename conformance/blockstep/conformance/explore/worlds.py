@@ -314,7 +314,7 @@ _TABLE = (
         v.Config(9, 1, 2, 3, 6, disable_chunked_mm_input=True, **_encoder(2, 2), **_HEAD),
         (_a(4, 1, items=(_item("x", 1, 3, is_embed=(False, True, True)),)),
          _b(2, 1, items=(_item("y", 0, 2),))),
-        expected=Counts(263, 789, 801, 17)),
+        expected=Counts(271, 813, 845, 17)),
     World("compute", "PRIORITY, no caching: a row with an item is taken back for one with another",
         v.Config(8, 1, 3, 4, 5, long_prefill_token_threshold=1,
                  **_RANKED, **_UNRESERVED, **_UNCACHED, **_encoder(2, 3)),

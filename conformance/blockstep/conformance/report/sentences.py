@@ -132,6 +132,13 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
             "request reads all, and they are encoded for it in that plan."
         ),
     ),
+    "row_ends_inside_of_no_whole_item": (
+        "P22",
+        (
+            "With disable_chunked_mm_input no row ends inside of an item: under bidirectional "
+            "attention the KV of its first part would be wrong."
+        ),
+    ),
     "items_beside_are_dropped_with_the_next_plan": (
         "P22",
         (

@@ -59,7 +59,7 @@ class EncoderCache:
         self.size = config.encoder_cache_size
         self.lookahead = config.num_encoder_lookahead_tokens
         self.is_whole = config.disable_chunked_mm_input
-        """Whether an item is not cut by the end of a chunk."""
+        """Whether a row never ends inside of an item."""
         self.is_beside = config.is_encoder_decoder
         """Whether items stand beside the prompt."""
         self.entries: dict[str, Entry] = {}
@@ -89,6 +89,26 @@ class EncoderCache:
             num_tokens: of the row, as far as all else goes.
             budget: embeddings that may still be encoded in this step.
         """
+        while True:
+            num_tokens = self._count_unsplit(request, num_computed, num_tokens)
+            chosen = self._fit(request, num_computed, num_tokens, budget)
+            if not self.is_whole or self.is_beside or chosen.num_tokens == num_tokens:
+                return chosen
+            num_tokens = chosen.num_tokens
+
+    def _count_unsplit(self, request: Request, num_computed: int, num_tokens: int) -> int:
+        """The most tokens up to `num_tokens` with which a row splits no item that must be whole."""
+        if not self.is_whole or self.is_beside or not self.size:
+            return num_tokens
+        for item in reversed(request.items):
+            num_before = item.offset - num_computed
+            if num_before < num_tokens:
+                splits = num_tokens < num_before + item.length
+                return max(num_before, 0) if splits else num_tokens
+        return num_tokens
+
+    def _fit(self, request: Request, num_computed: int, num_tokens: int, budget: int) -> Encoding:
+        """What a row of `num_tokens` tokens needs, or a shorter one before what does not fit."""
         chosen = Encoding(num_tokens)
         if num_tokens <= 0:
             return chosen
@@ -103,9 +123,7 @@ class EncoderCache:
             if self._is_there(item.identifier, chosen, request):
                 chosen.found.append(index)
                 continue
-            if self._would_cut(item, num_computed, num_tokens) or not self._make_place(
-                item, budget, chosen, request
-            ):
+            if not self._make_place(item, budget, chosen, request):
                 chosen.num_tokens = max(item.offset - begin, 0)
                 break
             if self._is_offered(item):
@@ -128,12 +146,6 @@ class EncoderCache:
         if any(request.items[i].identifier == name for i in chosen.inputs + chosen.external):
             return True
         return name in self.entries and name not in chosen.evicted
-
-    def _would_cut(self, item: MultiModalItem, num_computed: int, num_tokens: int) -> bool:
-        """Whether the row would end inside of an item that must not be cut."""
-        end = num_computed + num_tokens
-        begin = num_computed + self.lookahead
-        return self.is_whole and begin < item.offset and end < item.offset + item.length
 
     def _is_read(self, item: MultiModalItem, num_computed: int, num_tokens: int) -> bool:
         """Whether the row, or the head behind it, reads one of its embeddings."""

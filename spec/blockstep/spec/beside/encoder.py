@@ -207,21 +207,24 @@ def is_item_needed(item: MultiModalItem, num_computed: int, num_new: int, num_ah
 
 
 def compute_end_before(offset: int, num_computed: int, num_ahead: int) -> int:
-    """Tokens of a chunk that ends before an item, so that nobody reads of it; 0 where it begins.
+    """Tokens of a chunk that ends so far before an item that neither chunk nor head reads of it.
 
     Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P10, P22.
     """
     return max(offset - num_computed - num_ahead, 0)
 
 
-def is_item_split(item: MultiModalItem, num_computed: int, num_new: int, num_ahead: int) -> bool:
-    """Whether a chunk from before an item would compute a part of it only.
+def compute_end_between_items(items: Sequence[MultiModalItem], num_computed: int, end: int) -> int:
+    """End of a chunk that could reach `end` and must not end inside of an item.
 
-    Who stands where it begins takes what it can, or it might wait for ever: so does a draft head
-    that reads it already. Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P10.
+    That is `end` or the offset of the item around it, and `num_computed` if the chunk would begin
+    within that item: bidirectional attention needs all of an item in one chunk, wherever its KV
+    begins. Source: vLLM `disable_chunked_mm_input`; upstream #52306, #52412; P22.
     """
-    end = item.offset + item.length
-    return num_computed + num_ahead < item.offset and num_computed + num_new < end
+    for item in items:
+        if item.offset < end < item.offset + item.length:
+            return max(item.offset, num_computed)
+    return end
 
 
 def take_item(encoder: Encoder, request: Request, index: int, holder: Holder) -> Encoder:

@@ -99,17 +99,67 @@ def head_reads_ahead_of_the_encoder(rules: Rules, _config: Config) -> Rules:
     return replace(rules, is_item_needed=is_item_needed)
 
 
-def head_never_begins_a_whole_item(rules: Rules, _config: Config) -> Rules:
-    """A draft head, which reads one token ahead, stands before an item that a chunk would split."""
+def whole_items_are_split(rules: Rules, config: Config) -> Rules:
+    """With `disable_chunked_mm_input` a chunk ends inside of an item unless it makes that item and
+    begins before it."""
+    num_ahead = config.num_encoder_lookahead_tokens
 
-    def is_item_split(
-        item: MultiModalItem, num_computed: int, num_new: int, num_ahead: int
+    def stops_before_item(
+        item: MultiModalItem, is_there: bool, num_computed: int, num_new: int
     ) -> bool:
-        del num_ahead
-        is_before = num_computed < item.offset
-        return is_before and num_computed + num_new < item.offset + item.length
+        is_before = num_computed + num_ahead < item.offset
+        return is_before and not is_there and num_computed + num_new < item.offset + item.length
 
-    return replace(rules, is_item_split=is_item_split)
+    def compute_end_between_items(
+        items: Sequence[MultiModalItem], num_computed: int, end: int
+    ) -> int:
+        del items, num_computed
+        return end
+
+    return replace(
+        rules,
+        stops_before_item=stops_before_item,
+        compute_end_between_items=compute_end_between_items,
+    )
+
+
+def rests_of_items_are_split(rules: Rules, _config: Config) -> Rules:
+    """With `disable_chunked_mm_input` a chunk that begins inside of an item may end inside of it:
+    a hit ended there."""
+
+    def compute_end_between_items(
+        items: Sequence[MultiModalItem], num_computed: int, end: int
+    ) -> int:
+        ahead = [item for item in items if item.offset >= num_computed]
+        return rules.compute_end_between_items(ahead, num_computed, end)
+
+    return replace(rules, compute_end_between_items=compute_end_between_items)
+
+
+def head_never_begins_a_whole_item(rules: Rules, _config: Config) -> Rules:
+    """With `disable_chunked_mm_input` and a draft head, which reads one token ahead, a chunk ends
+    one token before an item that it does not reach the end of: with no token right before it."""
+    splits = Quirk.WHOLE_ITEMS_ARE_SPLIT in rules.quirks
+
+    def stops_before_item(
+        item: MultiModalItem, is_there: bool, num_computed: int, num_new: int
+    ) -> bool:
+        is_begun = num_computed > item.offset
+        if splits:
+            is_begun = is_there or num_computed >= item.offset
+        return not is_begun and num_computed + num_new < item.offset + item.length
+
+    def compute_end_between_items(
+        items: Sequence[MultiModalItem], num_computed: int, end: int
+    ) -> int:
+        begun = [item for item in items if item.offset < num_computed]
+        return rules.compute_end_between_items(begun, num_computed, end)
+
+    return replace(
+        rules,
+        stops_before_item=stops_before_item,
+        compute_end_between_items=compute_end_between_items,
+    )
 
 
 def loaded_items_need_compute(rules: Rules, _config: Config) -> Rules:
@@ -172,19 +222,6 @@ def items_held_until_the_answer(rules: Rules, _config: Config) -> Rules:
 def head_reads_what_has_no_room(rules: Rules, _config: Config) -> Rules:
     """A chunk ends right before an item without room, also where a draft head reads of it."""
     return replace(rules, ends_before_the_head=False)
-
-
-def whole_items_are_never_begun(rules: Rules, config: Config) -> Rules:
-    """A chunk ends before an item that it would split, there or not, begun with it or not."""
-
-    def is_item_split(
-        item: MultiModalItem, num_computed: int, num_new: int, num_ahead: int
-    ) -> bool:
-        del num_ahead
-        is_before = num_computed <= item.offset and not config.is_encoder_decoder
-        return is_before and num_computed + num_new < item.offset + item.length
-
-    return replace(rules, is_item_split=is_item_split, begins_what_is_there=False)
 
 
 def without_items_passed_over(rules: Rules, _config: Config) -> Rules:
@@ -264,12 +301,23 @@ STORIES = (
         "head read of the item, which is not encoded",
     ),
     QuirkStory(
+        Quirk.WHOLE_ITEMS_ARE_SPLIT,
+        whole_items_are_split,
+        "with disable_chunked_mm_input a chunk ends inside of an item that it begins with, or that "
+        "is in the cache",
+        ("P22",),
+        "#52306, #52412",
+        "0.19.1",
+        "whole items, a budget of 3; a prompt of two tokens, and one that begins with an item of "
+        "two: the token that is left is one of the item",
+    ),
+    QuirkStory(
         Quirk.HEAD_NEVER_BEGINS_A_WHOLE_ITEM,
         head_never_begins_a_whole_item,
-        "a draft head, which reads one token ahead, stands before an item that a chunk would split",
+        "with a draft head a chunk ends one token before a whole item, also where there is none",
         ("P10", "P15"),
         "not found upstream",
-        "0.19.1",
+        "0.19.1 0.33.0",
         "a draft head, whole items, a budget of 2; a prompt of a token and an item of 2: it is "
         "never planned",
     ),
@@ -332,14 +380,14 @@ STORIES = (
         "the second, which the head reads, and which is not encoded",
     ),
     QuirkStory(
-        Quirk.WHOLE_ITEMS_ARE_NEVER_BEGUN,
-        whole_items_are_never_begun,
-        "a chunk ends before an item that it would split, also where it begins with it",
-        ("P15",),
+        Quirk.RESTS_OF_ITEMS_ARE_SPLIT,
+        rests_of_items_are_split,
+        "with disable_chunked_mm_input a chunk that begins inside of an item may end inside of it",
+        ("P22",),
         "not found upstream",
         "0.33.0",
-        "whole items, a budget of 4; a prompt of three tokens, and one that begins with an item of "
-        "two: it is not begun with the token that is left",
+        "whole items, blocks of 2, a budget of 4; a prompt whose first block ends inside of an "
+        "item is a hit, and another request leaves one token of the budget: it is computed",
     ),
     QuirkStory(
         Quirk.WITHOUT_ITEMS_PASSED_OVER,

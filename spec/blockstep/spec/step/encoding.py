@@ -64,30 +64,40 @@ def get_claim(
     num_computed: int,
     num_new: int,
 ) -> Claim:
-    """The claim of a chunk that may read of items: up to the first that does not fit.
+    """The items that a chunk of `num_new` tokens reads, and the tokens that it gets.
 
-    Items that stand beside the prompt stand where it begins: all come with its first chunk, or it
-    does not. Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`, `EncoderDecoderCacheManager`; P9,
-    P15, P22.
+    The chunk ends before the first item that does not fit, and with `disable_chunked_mm_input` it
+    never ends inside of an item: where the end before an item without room is inside of another
+    one, a shorter chunk is asked for. Items of an encoder-decoder model stand beside the prompt, at
+    offset 0, so its first chunk has all of them or no token. Source: vLLM 0.19.1
+    `_try_schedule_encoder_inputs`, `EncoderDecoderCacheManager`; upstream #52306; P9, P15, P22.
     """
-    num_ahead, taken = config.num_encoder_lookahead_tokens, []
+    num_ahead, taken, before = config.num_encoder_lookahead_tokens, [], encoder
+    is_whole = config.disable_chunked_mm_input and encoder.is_shared
+    get_end = rules.compute_end_between_items
+    if is_whole:
+        end = num_computed + num_new
+        num_new = get_end(request.items, num_computed, end) - num_computed
+        if num_new == 0:
+            return Claim(0)
     for index, item in enumerate(request.items):
         if item.offset >= num_computed + num_new + num_ahead:
             break
         if item.offset + item.length <= num_computed:
             continue
+        is_there = item.identifier in encoder.entries
+        if is_whole and rules.stops_before_item(item, is_there, num_computed, num_new):
+            num_new = compute_end_before(item.offset, num_computed, num_ahead)
+            break
         is_needed = rules.is_item_needed(item, num_computed, num_new, num_ahead)
         if not is_needed and not rules.asks_room_first:
             continue
-        is_there = item.identifier in encoder.entries
-        may_begin = is_there and rules.begins_what_is_there
-        is_whole = config.disable_chunked_mm_input and not may_begin
-        if is_whole and rules.is_item_split(item, num_computed, num_new, num_ahead):
-            num_new = compute_end_before(item.offset, num_computed, num_ahead)
-            break
         if not is_there and not has_room(encoder, rules, item):
             ahead = num_ahead if rules.ends_before_the_head else 0
             num_new = compute_end_before(item.offset, num_computed, ahead)
+            end = num_computed + num_new
+            if is_whole and ahead and get_end(request.items, num_computed, end) < end:
+                return get_claim(config, before, rules, request, num_computed, num_new)
             break
         if not is_there and not is_needed:
             encoder = evict_for(encoder, item.num_embeds)

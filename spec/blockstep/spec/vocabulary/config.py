@@ -160,7 +160,8 @@ class Config:
     encoder_cache_size: int = 0
     """Embeddings kept of encoded items, at most; 0: no encoder is modelled, items are but names."""
     disable_chunked_mm_input: bool = False
-    """Whether a chunk of a prompt ends before an item of which it would reach a part only."""
+    """Whether a chunk of a prompt never ends inside of an item, as bidirectional attention over the
+    item needs. Without groups of `mamba_cache_mode` `ALIGN`, whose chunks end at blocks."""
     is_encoder_decoder: bool = False
     """Whether the encoder's tokens stand beside the prompt, and the decoder attends across. Without
     chunked prefill and prefix caching: a prompt and its item are taken in one step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TypeAlias
 
-from blockstep.spec.vocabulary.config import Config, GroupKind
+from blockstep.spec.vocabulary.config import Config, GroupKind, MambaCacheMode
 from blockstep.spec.vocabulary.observations import RejectCode, Rejected
 from blockstep.spec.vocabulary.request import MultiModalItem, Request
 
@@ -33,7 +33,13 @@ def find_encoder_rule(config: Config) -> BrokenRule | None:
         ):
             if getattr(config, field) != wanted:
                 return field, "does not go with is_encoder_decoder", f"use {wanted}"
-    elif any(group.kind is GroupKind.CROSS_ATTENTION for group in config.groups):
+        return None
+    if config.disable_chunked_mm_input and any(
+        group.mamba_cache_mode is MambaCacheMode.ALIGN for group in config.groups
+    ):
+        rule = "does not go with groups of mamba_cache_mode align: their chunks end at blocks"
+        return "disable_chunked_mm_input", rule, "use another mode, or leave it out"
+    if any(group.kind is GroupKind.CROSS_ATTENTION for group in config.groups):
         return "groups", "only an encoder-decoder model attends across", "set is_encoder_decoder"
     return None
 

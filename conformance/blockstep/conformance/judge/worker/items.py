@@ -78,9 +78,10 @@ class Items(Sampling):
         return total
 
     def _gather(self, row: FrameRow) -> None:
-        """Every embedding at a position of a row is there; a draft head reads one further.
+        """Check that every embedding at a position of a row is there, for a draft head one more.
 
-        Beside the prompt a first row reads all of them, made for itself.
+        Beside the prompt a first row reads all of them, made for itself. Where items must be whole,
+        as for bidirectional attention, a row may not end inside of one (upstream #52306).
         """
         if self.config.is_encoder_decoder:
             name = row.view.request.request_id
@@ -94,6 +95,11 @@ class Items(Sampling):
                 name = row.view.request.request_id
                 what = f"{name!r} reads {identifier!r} at positions {row.first} to {end - 1}"
                 self._complain("P22", "item_that_a_row_reads_is_there", what)
+        for item in row.view.request.items if self.config.disable_chunked_mm_input else ():
+            if item.offset < row.end < item.offset + item.length:
+                name = row.view.request.request_id
+                what = f"{name!r} ends at {row.end}, inside of {item.identifier!r} at {item.offset}"
+                self._complain("P22", "row_ends_inside_of_no_whole_item", what)
 
     def _list_read(self, row: FrameRow, end: int) -> Iterator[str]:
         """Items of which a row reads an embedding."""

@@ -12,6 +12,7 @@ from blockstep.spec.beside.encoder import (
     Encoder,
     Entry,
     compute_end_before,
+    compute_end_between_items,
     count_free,
     count_freeable,
     evict_for,
@@ -19,7 +20,6 @@ from blockstep.spec.beside.encoder import (
     free_items,
     get_with_evicted,
     is_item_needed,
-    is_item_split,
     take_item,
     withdraw_items,
 )
@@ -78,10 +78,31 @@ def item_is_needed_until_the_chunk_behind_it(right: Right[bool], num_computed: i
     return right(num_computed=num_computed - 1)
 
 
-@instead(is_item_split, theirs="not found upstream")
-def head_never_begins_a_whole_item(item: MultiModalItem, num_computed: int, num_new: int) -> bool:
-    """It reads of the item already, and may not end before."""
-    return num_computed < item.offset and num_computed + num_new < item.offset + item.length
+@instead(compute_end_between_items, theirs="#52306")
+def item_that_a_chunk_begins_with_is_split(
+    right: Right[int], items: tuple[MultiModalItem, ...], num_computed: int
+) -> int:
+    """As if only an item behind other tokens of the chunk had to be whole."""
+    return right(items=[item for item in items if item.offset > num_computed])
+
+
+@instead(compute_end_between_items, theirs="not found upstream")
+def rest_of_an_item_is_split(
+    right: Right[int], items: tuple[MultiModalItem, ...], num_computed: int
+) -> int:
+    """As if an item that a hit has cut need not be whole any more."""
+    return right(items=[item for item in items if item.offset >= num_computed])
+
+
+@instead(compute_end_between_items)
+def chunk_ends_before_the_first_item_that_it_reaches(
+    items: tuple[MultiModalItem, ...], num_computed: int, end: int
+) -> int:
+    """A chunk that reaches all of it ends there, too."""
+    for item in items:
+        if item.offset < end:
+            return max(item.offset, num_computed)
+    return end
 
 
 @instead(fits)
@@ -201,14 +222,26 @@ def check_item_is_needed_exactly_if_a_token_of_it_is_read(
     assert not is_needed or first < end
 
 
-@ROOM.law("P10", (3, 1, 4, 2, 1), head_never_begins_a_whole_item)
-def check_chunk_that_would_split_an_item_has_tokens_before_it(
-    num_computed: int, num_new: int, offset: int, length: int, num_ahead: int
+@ROOM.law(
+    "P15 P22",
+    (0, 1, 1, 1, 2, 4, 2),
+    item_that_a_chunk_begins_with_is_split,
+    rest_of_an_item_is_split,
+    chunk_ends_before_the_first_item_that_it_reaches,
+)
+def check_chunk_ends_inside_of_no_whole_item_and_no_earlier_than_it_must(
+    num_computed: int, offset: int, length: int, gap: int, second_length: int, end: int, other: int
 ) -> None:
-    """So nobody waits for ever for more tokens than a step has."""
-    assert 0 <= num_computed and 1 <= num_new and 1 <= length and 0 <= num_ahead <= 1
-    if is_item_split(item(offset, length), num_computed, num_new, num_ahead):
-        assert compute_end_before(offset, num_computed, num_ahead) > 0
+    """`other`: any end that is inside of no item."""
+    assert 0 <= num_computed < end and 0 <= offset and 1 <= length
+    assert 0 <= gap and 1 <= second_length
+    items = item(offset, length), item(offset + length + gap, second_length)
+    found = compute_end_between_items(items, num_computed, end)
+    assert num_computed <= found <= end
+    is_whole = all(not one.offset < found < one.offset + one.length for one in items)
+    assert is_whole or found == num_computed
+    if all(not one.offset < other < one.offset + one.length for one in items):
+        assert found >= other or not num_computed <= other <= end
 
 
 # Budget and room.
