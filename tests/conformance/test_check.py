@@ -14,8 +14,10 @@ from blockstep.conformance.command.main import app
 from blockstep.conformance.draw.actions import SeededDraw
 from blockstep.conformance.draw.presets import PRESETS, draw_config
 from blockstep.conformance.engine import ALL_CAPABILITIES, EngineTraits
+from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.museum import EXHIBITS, build
 from blockstep.conformance.protocol.findings import FindingKind
+from blockstep.conformance.protocol.program import Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.report.verdict import render_verdict
 from blockstep.conformance.search.check import InProcess, check, search
@@ -26,11 +28,15 @@ from blockstep.conformance.search.floor import (
     release_canary,
     required_witnesses,
 )
-from blockstep.conformance.search.options import CheckOptions, ExitCode
+from blockstep.conformance.search.options import CheckOptions, ExitCode, find_profile, load
 from blockstep.spec.profiles import get_profile
 from blockstep.spec.vocabulary import (
     Config,
     Event,
+    GroupKind,
+    KVGroup,
+    KVLoadFailurePolicy,
+    KVOffer,
     Observation,
     Plan,
     Policy,
@@ -38,6 +44,7 @@ from blockstep.spec.vocabulary import (
     Request,
     Reset,
     Snapshot,
+    SpecMethod,
     Submit,
     config_problems,
 )
@@ -75,6 +82,48 @@ def test_too_short_a_run_is_no_verdict() -> None:
     assert result.first is None
     assert result.missing
     assert result.exit_code is ExitCode.HARNESS
+
+
+def test_the_specification_follows_two_quirks_together_without_an_assertion() -> None:
+    """A second full group's hit is longer than what is loaded, and groups load in turns: the
+    release asks its pool for -1 blocks, and the specification took all but one (exit 3)."""
+    config = Config(
+        num_blocks=26,
+        block_size=1,
+        max_num_batched_tokens=64,
+        max_model_len=64,
+        policy=Policy.PRIORITY,
+        long_prefill_token_threshold=1,
+        scheduler_reserve_full_isl=False,
+        spec_method=SpecMethod.EAGLE,
+        num_speculative_tokens=1,
+        groups=(
+            KVGroup(GroupKind.FULL, 1),
+            KVGroup(GroupKind.SLIDING_WINDOW, 1, sliding_window=3),
+            KVGroup(GroupKind.FULL, 2),
+        ),
+        kv_connector=True,
+        kv_load_failure_policy=KVLoadFailurePolicy.RECOMPUTE,
+    )
+    actions = (
+        Submit(Request("A", (0, 0), 4, priority=3)),
+        Submit(Request("B", (0, 0), 7)),
+        KVOffer("A", 4, is_async=True),
+        KVOffer("B", 1),
+        Drain(),
+    )
+    options = CheckOptions(engine="spec", profile="vllm-0.19.1")
+    program = Program(config, actions)
+    run, findings = run_program(program, load(options), find_profile(options.profile))
+    assert findings == []
+    assert run.num_events > 30
+
+
+def test_the_specification_is_held_to_itself_under_the_profile_of_the_run() -> None:
+    result = check(
+        CheckOptions(engine="spec", profile="vllm-0.19.1", preset="tiny", max_events=800)
+    )
+    assert result.first is None
 
 
 class Idle(SpecEngine):

@@ -54,6 +54,12 @@ def test_keys_stay_on_free_blocks_until_they_are_taken_again() -> None:
     assert (find_block(pool, K1), find_block(pool, K2)) == (1, None)
 
 
+@pytest.mark.parametrize("num_blocks", [-1, 3])
+def test_an_amount_of_blocks_is_none_at_least_and_all_at_most(num_blocks: int) -> None:
+    with pytest.raises(AssertionError, match=r"amount of blocks|capacity check"):
+        allocate_blocks(create_pool(3), num_blocks)
+
+
 def test_equal_blocks_are_hit_in_order_of_publication() -> None:
     pool, taken = allocate_blocks(create_pool(4), 3)
     pool = publish_blocks(publish_blocks(pool, (2,), (K1,)), (1, 3), (K1, K2))

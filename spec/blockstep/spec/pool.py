@@ -93,9 +93,10 @@ def touch_blocks(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
 def allocate_blocks(pool: Pool, num_blocks: int) -> tuple[Pool, tuple[BlockId, ...]]:
     """Take `num_blocks` from the head of the free queue; they lose whatever key they carry.
 
-    The caller has checked the capacity. Source: seed 001 "Allocation: get_new_blocks()";
-    seed 000 "Lazy Hash Eviction"; P1, P3.
+    The caller has checked that there are so many, and never asks for less than none. Source:
+    seed 001 "Allocation: get_new_blocks()"; seed 000 "Lazy Hash Eviction"; P1, P3.
     """
+    assert num_blocks >= 0, "an amount of blocks is never negative"
     assert num_blocks <= get_num_free_blocks(pool), "the capacity check came first"
     if num_blocks == 0:
         return pool, ()

@@ -133,7 +133,7 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
         KnownEngine(
             "spec",
             "blockstep.conformance.protocol.registry:SpecEngine",
-            "the specification held to itself; for trying out the tools",
+            "the specification held to itself, under the same profile; for trying out the tools",
         ),
     )
 }

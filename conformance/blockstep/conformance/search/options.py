@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 
 from blockstep.conformance.draw.presets import MAX_DEPTH
 from blockstep.conformance.engine import EngineFactory
@@ -15,7 +16,7 @@ from blockstep.conformance.protocol.features import (
     UsageError,
 )
 from blockstep.conformance.protocol.findings import Finding, FindingKind
-from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.protocol.wishes import Wish, make_wish
 from blockstep.conformance.search.wrapped import hide_state
 from blockstep.spec.profiles import PROFILES, STRICT, Profile, get_profile
@@ -120,6 +121,8 @@ def load(options: CheckOptions) -> EngineFactory:
     if options.path is not None:
         search_first(options.path)
     make_engine = load_engine(options.engine)
+    if make_engine is SpecEngine:  # it follows the same quirks as what it is held to
+        make_engine = partial(SpecEngine, profile=find_profile(options.profile))
     return hide_state(make_engine) if options.hide_state else make_engine
 
 

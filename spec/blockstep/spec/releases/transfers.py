@@ -21,6 +21,7 @@ from blockstep.spec.vocabulary import (
     BlockId,
     BlockTables,
     Config,
+    KVGroup,
 )
 
 
@@ -80,6 +81,20 @@ def loaded_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
     return replace(rules, takes_back_from_parked=False)
 
 
+def compute_num_loaded(group: KVGroup, num_tokens: int, num_found: int) -> int:
+    """Blocks that a group takes for what a store loads, up to `num_tokens`, behind `num_found` hit.
+
+    None if the hit of this group is longer than that, as that of a second full group may be
+    (`only_the_first_full_group_is_cut`). There 0.19.1 asks its pool for a negative amount: it is
+    given no block, and its count of free blocks is too large from then on. That is not followed.
+    Source: vLLM 0.19.1 `allocate_new_computed_blocks`, `FreeKVCacheBlockQueue.popleft_n`; P1.
+    """
+    num_skipped = compute_num_skipped_tokens(group, num_tokens)
+    if num_skipped == num_tokens and num_skipped >= group.block_size:
+        return 0  # of its last block nothing is loaded
+    return max(compute_num_blocks(num_tokens, group.block_size) - num_found, 0)
+
+
 def groups_load_by_turns(rules: Rules, _config: Config) -> Rules:
     """A group takes blocks for what is loaded before the next one holds its hit."""
 
@@ -92,10 +107,7 @@ def groups_load_by_turns(rules: Rules, _config: Config) -> Rules:
         hit_tables = hit.block_tables or ((),) * len(request.holdings)
         for group, found in zip(config.kv_groups, hit_tables, strict=True):
             pool = touch_blocks(pool, without_nulls(found))
-            num_loaded = compute_num_blocks(hit.num_tokens, group.block_size) - len(found)
-            num_skipped = compute_num_skipped_tokens(group, hit.num_tokens)
-            if num_skipped == hit.num_tokens and num_skipped >= group.block_size:
-                num_loaded = 0  # of its last block nothing is
+            num_loaded = compute_num_loaded(group, hit.num_tokens, len(found))
             pool, taken = allocate_blocks(pool, num_loaded)
             early.append(taken)
         return pool, tuple(early)

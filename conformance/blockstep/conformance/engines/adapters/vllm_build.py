@@ -335,7 +335,7 @@ def build_request(
         cache_salt=request.cache_salt and get_text(request.cache_salt),
         priority=request.priority,
         block_hasher=hasher,
-        mm_features=list(build_features(request.items)) if has_encoder else None,
+        mm_features=build_features(request.items) if has_encoder else None,
         resumable=request.resumable,
     )
     return VllmRequest(**keywords)

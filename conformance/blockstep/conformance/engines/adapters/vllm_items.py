@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,9 +12,12 @@ from blockstep.conformance.engines.adapters.vllm_names import get_text
 from blockstep.spec import vocabulary as v
 
 
-@lru_cache(maxsize=1024)
 def build_features(items: tuple[v.MultiModalItem, ...]) -> list[MultiModalFeatureSpec]:
-    """Items as a request has them, without what they show. To be copied before it is changed."""
+    """Build vLLM's features of `items`, without pixels. New ones with each call.
+
+    The scheduler changes them in place: it shifts those of a session's chunk (upstream
+    `_update_request_as_session`). Shared, they were shifted for every later request, too.
+    """
     return [
         MultiModalFeatureSpec(
             data=None,

@@ -20,13 +20,16 @@ from blockstep.spec.beside.transfers import (
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import settle_slots
 from blockstep.spec.pool import Pool
+from blockstep.spec.releases.transfers import compute_num_loaded
 from blockstep.spec.requests import Hit, RequestState
 from blockstep.spec.step.admission import process_parking, process_waiting_phase
 from blockstep.spec.step.work import Step, Verdict
 from blockstep.spec.vocabulary import (
     BlockId,
     BlockTables,
+    GroupKind,
     HeldBlocks,
+    KVGroup,
     KVOffer,
     Status,
 )
@@ -59,6 +62,12 @@ def shorter_offer_takes_tokens_back(num_offered: int, num_known: int, num_local:
 def full_load_is_left_out(right: Right[int], num_offered: int, num_known: int) -> int:
     """Who has everything is as if it had nothing."""
     return 0 if num_offered >= num_known else right()
+
+
+@instead(compute_num_loaded, theirs="0.19.1")
+def longer_hit_takes_a_negative_amount(group: KVGroup, num_tokens: int, num_found: int) -> int:
+    """The difference, whatever its sign: the count of free blocks grows by it."""
+    return -(-num_tokens // group.block_size) - num_found
 
 
 @instead(compute_num_valid, theirs="0.19.1")
@@ -151,6 +160,20 @@ def check_a_hit_is_longer_by_all_that_a_store_has_behind_it(
     assert 0 <= num_offered and 0 <= num_local < num_known
     num_start = num_local + compute_num_external(num_offered, num_known, num_local, False)
     assert num_start == max(num_local, min(num_offered, num_known - 1))
+
+
+@ROOM.law("P1 P8", (4, 9, 1), longer_hit_takes_a_negative_amount)
+def check_a_group_that_loads_in_its_turn_takes_no_negative_amount(
+    block_size: int, num_tokens: int, num_found: int
+) -> None:
+    """Of a quirk (`groups_load_by_turns`): nothing is taken behind a hit longer than the load."""
+    assert 1 <= block_size and 0 <= num_tokens and 0 <= num_found
+    group = KVGroup(GroupKind.FULL, block_size)
+    num_loaded = compute_num_loaded(group, num_tokens, num_found)
+    assert num_loaded >= 0
+    num_held = num_found + num_loaded
+    assert num_held * block_size >= num_tokens
+    assert num_loaded == 0 or (num_held - 1) * block_size < num_tokens
 
 
 @ROOM.law("P19", (16, 1, 2), hit_may_have_failed, invalid_block_is_kept)

@@ -1,0 +1,74 @@
+"""What the adapter of vLLM hands to a scheduler that changes it in place. Runs without vLLM."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from blockstep.spec.vocabulary import MultiModalItem
+
+pytest.importorskip("torch")
+NAME = "blockstep.conformance.engines.adapters.vllm_items"
+ITEMS = (MultiModalItem("cat", 1, 3), MultiModalItem("owl", 4, 2, (True, False)))
+
+
+@dataclass
+class Place:
+    """As vLLM's `PlaceholderRange`."""
+
+    offset: int
+    length: int
+    is_embed: Any
+
+
+@dataclass
+class Feature:
+    """As vLLM's `MultiModalFeatureSpec`."""
+
+    data: Any
+    modality: str
+    identifier: str
+    mm_position: Place
+
+
+@pytest.fixture
+def adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The adapter's module, with these classes for those of vLLM."""
+    inputs = ModuleType("vllm.multimodal.inputs")
+    inputs.MultiModalFeatureSpec = Feature  # type: ignore[attr-defined]
+    inputs.PlaceholderRange = Place  # type: ignore[attr-defined]
+    for name in ("vllm", "vllm.multimodal"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, inputs.__name__, inputs)
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    yield importlib.import_module(NAME)
+    sys.modules.pop(NAME, None)
+
+
+def scribble(features: list[Any]) -> None:
+    """What a scheduler may do with what it was given: change all of it."""
+    for feature in features:
+        feature.identifier = "scribbled"
+        feature.mm_position.offset += 7
+        feature.mm_position.length += 7
+        if feature.mm_position.is_embed is not None:
+            feature.mm_position.is_embed.fill_(False)
+    features.clear()
+
+
+def test_a_scheduler_that_changes_its_items_changes_those_of_no_other_request(adapter: Any) -> None:
+    """A session's chunk has its items shifted in place (upstream `_update_request_as_session`)."""
+    scribble(adapter.build_features(ITEMS))
+    assert adapter.read_features(adapter.build_features(ITEMS)) == ITEMS
+
+
+def test_what_is_handed_over_twice_is_two_things(adapter: Any) -> None:
+    first, second = adapter.build_features(ITEMS), adapter.build_features(ITEMS)
+    scribble(first)
+    assert adapter.read_features(second) == ITEMS
