@@ -17,6 +17,7 @@ from blockstep.conformance.protocol.compare import (
     observation_differences,
     snapshot_differences,
 )
+from blockstep.conformance.protocol.findings import shown_apart
 from blockstep.spec import Config, Oracle, Plan, Request, Snapshot
 from blockstep.spec import vocabulary as v
 from blockstep.spec.vocabulary import Ack, BlockKey, Rejected
@@ -209,3 +210,36 @@ def test_at_plan_each_field_is_compared_that_is_not_listed(answer: v.Observation
             continue
         left_out = {*NOT_IN_A_PLAN.get(owner, {}), *NOT_COMPARED.get(owner, {})}
         assert (only_plan(other) == only_plan(answer)) is (name in left_out), (owner, name)
+
+
+def test_rows_that_only_one_plan_has_are_named() -> None:
+    """The first row is alike, and told at length it hid the second."""
+    oracle = Oracle(Config(num_blocks=6, block_size=2))
+    oracle.submit(Request("A", (1, 2, 3), max_tokens=3))
+    oracle.submit(Request("B", (1, 2, 3), max_tokens=3))
+    plan = oracle.schedule()
+    shorter = replace(plan, new=plan.new[:1])
+    found = [(row.field, row.expected, row.seen) for row in observation_differences(plan, shorter)]
+    assert found == [("new B", "there", "-")]
+    other = replace(plan.new[0], num_scheduled_tokens=1)
+    (row,) = observation_differences(plan, replace(plan, new=(other, plan.new[1])))
+    assert (row.field, row.seen) == ("new A num_scheduled_tokens", "1")
+
+
+def test_long_texts_are_cut_where_they_differ() -> None:
+    one, other = "x" * 300 + "a" + "x" * 300, "x" * 300 + "b" + "x" * 300
+    left, right = shown_apart(one, other, 40)
+    assert (len(left), len(right)) == (40, 40)
+    assert left != right
+    assert shown_apart("a", "b", 40) == ("a", "b")
+    assert shown_apart("a" + one, "b" + one, 40) == ("a" + "x" * 36 + "...", "b" + "x" * 36 + "...")
+    left, right = shown_apart(one, one[:200], 40)
+    assert left != right
+
+
+def test_lists_that_differ_behind_their_twelfth_entry_look_different() -> None:
+    left = snapshot()
+    right = replace(left, finished_req_ids=tuple("abcdefghijklmnop"))
+    left = replace(left, finished_req_ids=tuple("abcdefghijklmnoq"))
+    ((_, mine, theirs),) = rows(left, right)
+    assert mine != theirs

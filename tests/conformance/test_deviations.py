@@ -21,6 +21,7 @@ from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.report.hunt import render_hunt
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.report.verdict import verdict_text
+from blockstep.conformance.report.wording import tell_stale
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.floor import look
 from blockstep.conformance.search.hunt import call_here, hunt
@@ -169,6 +170,14 @@ def test_a_deviation_that_is_gone_is_told() -> None:
     text = verdict_text(result)
     assert "miscounts_hits: 0 findings" in text
     assert "stale       miscounts_hits: its program does not show it" in text
+
+
+def test_a_deviation_that_excuses_findings_is_not_to_be_dropped() -> None:
+    """Its program does not show it, and hundreds of findings do."""
+    gone = "m: its program does not show it, and no finding does; the adapter can drop it"
+    assert tell_stale("m", 0) == gone
+    told = tell_stale("m", 1875)
+    assert told == "m: its program does not show it, and 1,875 findings do: mend that"
 
 
 def test_at_safety_an_episode_goes_on_behind_it() -> None:

@@ -28,6 +28,8 @@ from equivalent_engines import (
 )
 
 from blockstep.conformance.engine import (
+    BadEngineError,
+    Capability,
     EngineTraits,
     Equivalence,
     Renamed,
@@ -36,12 +38,14 @@ from blockstep.conformance.engine import (
     get_traits,
 )
 from blockstep.conformance.judge.properties import CHECKS_OF, RENAMED_CHECKS
+from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.museum import EXHIBITS, build
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Report
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.renaming import TablePairs, rename_snapshot
+from blockstep.conformance.report.wording import render_finding
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.episodes import run_episode
 from blockstep.conformance.search.floor import CANARIES, release_canary
@@ -50,6 +54,8 @@ from blockstep.conformance.search.shrink import shrink
 from blockstep.impl.host import HostEngine
 from blockstep.impl.host.pool import BlockPool
 from blockstep.spec import Config, Request, Schedule, Submit
+from blockstep.spec import vocabulary as v
+from blockstep.spec.profiles import SPARING, STRICT, Profile
 from blockstep.spec.vocabulary import (
     BlockTables,
     CachedRow,
@@ -451,3 +457,56 @@ def test_an_engine_that_plans_ahead_is_full_before_it_is_answered(kind: Any) -> 
 def test_what_is_not_asked_is_said() -> None:
     assert SamePlans(shows_blocks=True).not_asked < SamePlans().not_asked
     assert Renamed().not_asked
+
+
+@pytest.mark.parametrize("equivalence", [None, Renamed(), SamePlans(shows_blocks=True), Safety()])
+@pytest.mark.parametrize("profile", [STRICT, SPARING])
+def test_what_an_engine_declines_is_left_out_under_a_profile_that_spares(
+    equivalence: Equivalence | None, profile: Profile
+) -> None:
+    """One rule for all equivalences; at safety it was never asked."""
+
+    class Declines(SpecEngine):
+        traits = EngineTraits(equivalence=equivalence)
+
+        def declines(self, event: v.Event) -> str | None:
+            return "a defect that is known" if isinstance(event, v.Schedule) else None
+
+    request = v.Request("A", (1, 2, 3), max_tokens=1)
+    program = Program(v.Config(num_blocks=9, block_size=2), (v.Submit(request), v.Schedule()))
+    run, findings = run_program(program, Declines, profile)
+    assert findings == []
+    assert run.skipped.get("a defect that is known", 0) == int(profile.spares)
+    assert len(run.plans) == int(not profile.spares)
+
+
+def test_a_state_that_no_capability_announces_is_not_passed_over_in_silence() -> None:
+    class Unannounced(SpecEngine):
+        def capabilities(self) -> frozenset[str]:
+            return super().capabilities() - {Capability.SNAPSHOT}
+
+    with pytest.raises(
+        BadEngineError, match=r"snapshot\(\) returned a state, and capabilities\(\)"
+    ):
+        LockStep.start(v.Config(num_blocks=9), Unannounced)
+
+
+def test_a_fault_says_where_the_engine_raised_and_by_which_calls() -> None:
+    class Raises(SpecEngine):
+        def apply(self, event: v.Event) -> v.Observation:
+            return self.descend(7)
+
+        def descend(self, depth: int) -> v.Observation:
+            if depth:
+                return self.descend(depth - 1)
+            raise KeyError("no such block")
+
+    program = Program(v.Config(num_blocks=9), (v.Schedule(),))
+    _, (finding,) = run_program(program, Raises)
+    assert len(finding.frames) == 5
+    *callers, last = finding.frames
+    assert all(each.startswith("descend (test_equivalences.py:") for each in callers)
+    assert last.endswith(': raise KeyError("no such block")')
+    lines = [line.strip() for line in render_finding(finding)]
+    assert lines[2].startswith("raised in descend (test_equivalences.py:")
+    assert [line.startswith("called by descend") for line in lines[3:7]] == [True] * 4

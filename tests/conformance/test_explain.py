@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+import blockstep.conformance
 from blockstep.conformance.command.main import app
 from blockstep.conformance.draw.presets import PRESETS
 from blockstep.conformance.engine import EQUIVALENCES, Capability
+from blockstep.conformance.judge.answers import ASKED_OF_ANSWERS, JUDGED
 from blockstep.conformance.judge.properties import PROPERTIES
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.museum import EXHIBITS
@@ -104,6 +106,19 @@ def test_every_name_is_explained() -> None:
         assert not text.endswith("\n\n"), name
 
 
+def test_what_safety_asks_of_answers_is_said_to_be_asked() -> None:
+    """By what its modules speak: seven sentences were said not to be asked at safety."""
+    root = Path(blockstep.conformance.__file__).parent
+    files = [root / "judge/answers.py", *sorted((root / "lockstep").glob("*.py"))]
+    files += sorted((root / "judge/worker").glob("*.py"))
+    texts = [file.read_text() for file in files]
+    said = set().union(*(find_said(text) for text in texts))
+    said |= {name for name in ("rejected_event_changes_nothing",) if name in "".join(texts)}
+    about_steps = {check.sentence for entry in PROPERTIES for check in entry.checks}
+    judged = {check.sentence for check in JUDGED}
+    assert (said & about_steps) - judged == ASKED_OF_ANSWERS
+
+
 def test_every_rule_is_explained_and_its_source_named_in_words() -> None:
     texts = [explain_name(name) for name, _ in spec_rules()]
     assert not [text for text in texts if re.search(r"seed\s+0", text)]
@@ -122,6 +137,7 @@ def test_every_rule_is_explained_and_its_source_named_in_words() -> None:
             "sentence attended_slot_was_written (P4 publish after write)",
         ),
         ("queues_keep_their_order", "not asked at safety"),
+        ("plan_stays_within_token_budget", "asked at every equivalence, also of an engine"),
         ("pool_keeps_its_size", "asked at every equivalence that shows a state"),
         ("prefix_hit", "not reached without the feature: caching"),
         ("never_fits", "counted as: rejected_never_fits"),

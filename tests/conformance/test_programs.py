@@ -226,7 +226,10 @@ def test_a_failing_program_is_saved_and_fails_again(tmp_path: Path) -> None:
     assert same["program_file"] == str(path)
     assert same["episode"] is None
     assert found["program_file"] is None
-    assert json.loads(path.read_text())["note"].startswith("P1 every_block_is_free_or_held: ")
+    note = json.loads(path.read_text())["note"]
+    assert note.startswith("P1 every_block_is_free_or_held: ")
+    message = found["failure"]["findings"][0]["message"]
+    assert note.endswith(message), "it is of the program that is written, not of the longer one"
     names: dict[str, Any] = {}
     exec(tests.read_text(), names)
     assert names["PROGRAM"] == read_program(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,7 +125,23 @@ def test_without_an_engine_nothing_is_collected_and_nothing_imported(
     )
     result = inner.runpytest_subprocess("-rs", "--strict-markers", "-W", "error")
     result.assert_outcomes(passed=1, skipped=1)
-    result.stdout.fnmatch_lines(["*no engine: name one with --blockstep-engine"])
+    result.stdout.fnmatch_lines(
+        ["*no engine: name one with --blockstep-engine, or as blockstep_engine in *"]
+    )
+
+
+def test_the_engine_of_a_kept_program_may_stand_in_the_settings(inner: pytest.Pytester) -> None:
+    """Without the option no test of a property or preset is added to those of the project."""
+    inner.makeini("[pytest]\nblockstep_engine = spec\n")
+    inner.makepyfile("def test_program(blockstep):\n    assert blockstep.engine == 'spec'\n")
+    inner.runpytest_subprocess("--strict-config", "-W", "error").assert_outcomes(passed=1)
+
+
+def test_pytest_does_not_warn_where_the_plugin_was_imported_before(inner: pytest.Pytester) -> None:
+    name = "blockstep.conformance.pytest_plugin"
+    inner.makepyfile("def test_nothing():\n    pass\n")
+    code = f"import sys, pytest, {name}; sys.exit(pytest.main(['-W', 'error']))"
+    assert inner.run(sys.executable, "-c", code).ret == 0
 
 
 # Items.

@@ -237,6 +237,24 @@ def test_each_whom_an_abort_names_ends_once(
     )
 
 
+@pytest.mark.parametrize(
+    ("now", "later", "ending", "told"),
+    [
+        (("B",), (), (), "'A' is unfinished and was named, and the answer does not end it"),
+        (("B",), (), ("A",), "'A' is left out: its abort is pending, so name it in ending_req_ids"),
+        (("A", "B"), ("C",), (), "'C' is ended by the answer, and is finished or was not named"),
+        (("A", "B"), ("A",), (), "'A' is both in request_ids and in ending_req_ids"),
+    ],
+)
+def test_a_wrong_answer_to_an_abort_says_which_of_several_things_is_wrong(
+    now: tuple[str, ...], later: tuple[str, ...], ending: tuple[str, ...], told: str
+) -> None:
+    live = {name: Request(name, PROMPT) for name in "ABC"}
+    answer = Aborted(now, later)
+    (found,) = judge_answer(CONFIG, live, {}, Abort(("B", "A")), answer, ending=ending)
+    assert told in found.message
+
+
 # On paper.
 
 

@@ -1,1 +1,1 @@
-"""The tools that hold an implementation to the specification, step by step."""
+"""The tools that hold an implementation to the specification, step by step. PYTEST_DONT_REWRITE."""

@@ -126,6 +126,8 @@ def save(path: Path | None, result: CheckResult, isolation: Isolation) -> None:
         why = "nothing failed" if first is None else "the engine failed before any event"
         typer.echo(f"blockstep: --save {path}: nothing to write: {why}", err=True)
         return
+    if result.failure is not None and result.failure.findings:
+        first = result.failure.findings[0]  # of the program that is written, which was shrunk
     note = " ".join(filter(None, (first.property_id, f"{first.sentence}:", first.message)))
     write = write_test if path.suffix == ".py" else write_program
     try:

@@ -62,6 +62,21 @@ is computed (P14), what can be found after a reset (P25), what a plan repeats of
 Refusals (P7, P11, P18) are judged apart, by `lockstep.refusable`.
 """
 
+ASKED_OF_ANSWERS = frozenset(
+    {
+        "abort_ends_exactly_the_unfinished_it_names",
+        "delivered_rows_are_those_that_sampled",
+        "delivered_tokens_are_the_sampled_ones_until_the_stop",
+        "finish_reason_is_the_one_that_holds",
+        "new_row_carries_the_request_as_submitted",
+        "plan_stays_within_token_budget",
+        "rejected_event_changes_nothing",
+        "row_stays_within_max_model_len",
+        "stale_or_wrong_event_is_refused",
+    }
+)
+"""Sentences about a step that a safety run asks of answers alone, with or without a state."""
+
 
 def judge_answer(
     config: v.Config,
@@ -72,12 +87,14 @@ def judge_answer(
     dropped: Container[tuple[v.FrameId, v.RequestId]] = (),
     failing: Collection[v.RequestId] = (),
     doubtful: Container[v.RequestId] = (),
+    ending: Collection[v.RequestId] = (),
 ) -> Iterator[Finding]:
     """What is wrong with an answer of the right kind.
 
     `live` are those who have not ended, `said` is what was delivered to them, both before it;
     `dropped` rows of frames in flight that sample for a chunk of a session that is over. Of those
-    who are `failing` a load has failed by this event; of the `doubtful` ones perhaps, too.
+    who are `failing` a load has failed by this event; of the `doubtful` ones perhaps, too. An abort
+    of those who are `ending` was answered already, and ends them with the next plan.
     """
     match event, seen:
         case v.Schedule(), v.Plan() as plan:
@@ -92,12 +109,30 @@ def judge_answer(
             sure = [row for row in rows if not _is_error_of(row, doubtful)]
             yield from _judge_outputs(_expected_errors(config, failing), sure)
         case v.Abort(request_ids=named), v.Aborted(request_ids=now, ending_req_ids=later):
-            ended = [*dict.fromkeys(now), *dict.fromkeys(later)]
-            twice = {name for name in ended if ended.count(name) > 1}
-            wrong = sorted((set(ended) ^ (set(named) & live.keys())) | twice)
-            if wrong:
-                told = f"not ended, or ended without being named: {wrong}"
+            for told in _list_wrong_ends(set(named) & live.keys(), now, later, ending):
                 yield violated("P18", "abort_ends_exactly_the_unfinished_it_names", told)
+
+
+def _list_wrong_ends(
+    due: Collection[v.RequestId],
+    now: Sequence[v.RequestId],
+    later: Sequence[v.RequestId],
+    ending: Collection[v.RequestId],
+) -> Iterator[str]:
+    """What is wrong with an answer to an abort that names `due` of the unfinished requests."""
+    told = [*dict.fromkeys(now), *dict.fromkeys(later)]
+    for name in sorted(set(due) - set(told)):
+        if name in ending:
+            yield (
+                f"{name!r} is left out: its abort is pending, so name it in ending_req_ids until a "
+                "plan has ended it, or in request_ids if it has ended now"
+            )
+        else:
+            yield f"{name!r} is unfinished and was named, and the answer does not end it"
+    for name in sorted(set(told) - set(due)):
+        yield f"{name!r} is ended by the answer, and is finished or was not named"
+    for name in sorted({name for name in told if told.count(name) > 1}):
+        yield f"{name!r} is both in request_ids and in ending_req_ids: it ends now, or later"
 
 
 def _judge_plan(

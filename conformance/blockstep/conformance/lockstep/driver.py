@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from blockstep.conformance.engine import (
+    BadEngineError,
     Capability,
     Engine,
     EngineFactory,
@@ -101,7 +102,11 @@ class LockStep(Runner):
         profile: Profile = STRICT,
         compare_every: int | None = None,
     ) -> Self:
-        """Build both sides. What the engine raises while it is built passes through."""
+        """Build both sides. What the engine raises while it is built passes through.
+
+        Raises:
+            BadEngineError: it shows a state, and does not name the capability.
+        """
         engine = build(make_engine, config)
         make_worker = get_traits(make_engine).make_worker or Worker
         # A worker has every slot in memory; one that is given no plan needs none.
@@ -126,7 +131,13 @@ class LockStep(Runner):
             excuses=Excuses(get_traits(make_engine).deviations),
         )
         if compare_every is None:
-            run.before = run._comparable(get_first_state(engine, first))
+            shown = get_first_state(engine, first)
+            if shown is not None and Capability.SNAPSHOT not in capabilities:
+                raise BadEngineError(
+                    "snapshot() returned a state, and capabilities() does not name "
+                    f"{Capability.SNAPSHOT.value!r}; name it, or return None"
+                )
+            run.before = run._comparable(shown)
         return run
 
     def fit(self, action: Action) -> Action:

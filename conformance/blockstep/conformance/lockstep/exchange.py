@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from blockstep.conformance.engine import Engine
-from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind, tell_error
+from blockstep.conformance.protocol.findings import (
+    Difference,
+    Finding,
+    FindingKind,
+    list_frames,
+    tell_error,
+)
 from blockstep.conformance.protocol.typed import find_ill_typed
 from blockstep.spec import vocabulary as v
 from blockstep.spec.copies import wide_dataclass
@@ -40,6 +46,7 @@ def fault_of(error: Exception) -> Finding:
         "engine_raises_nothing",
         f"the engine raised {tell_error(error)}",
         (Difference("exception", "none", type(error).__name__),),
+        list_frames(error),
     )
 
 

@@ -170,7 +170,14 @@ class SafetyRun(ScopedRun):
             return False
 
     def apply(self, event: v.Event) -> list[Finding]:
-        """Give one event to the engine and check what can be checked without a reference."""
+        """Give one event to the engine and check what can be checked without a reference.
+
+        What the engine declines it is not given, under a profile that spares it (`sparing`).
+        """
+        reason = None if self.declines is None else self.declines(event)
+        if reason is not None:
+            self.skip(reason)
+            return []
         problem = self._find_problem(event)
         if not self._is_for(event, problem):
             return []
@@ -199,7 +206,9 @@ class SafetyRun(ScopedRun):
         if isinstance(event, v.Schedule):
             self.end_aborted()
         failing = self._list_failing(event), self._list_doubtful(event)
-        told = judge_answer(self.config, self.live, self.said, event, seen, self.dropped, *failing)
+        told = judge_answer(
+            self.config, self.live, self.said, event, seen, self.dropped, *failing, self.ending
+        )
         findings = [*told]
         findings += self.worker.observe(event, seen)
         if after is not None and self.before is not None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from typing import Any
 
-from blockstep.conformance.protocol.findings import Difference
+from blockstep.conformance.protocol.findings import Difference, shown_apart
 from blockstep.spec.vocabulary import (
     BlockId,
     BlockKey,
@@ -154,6 +155,8 @@ def _field_differences(name: str, mine: object, theirs: object) -> list[Differen
     ):
         pairs = zip(mine, theirs, strict=True)
         parts = [(getattr(left, "request_id", ""), left, right) for left, right in pairs]
+    elif _are_named(mine) and _are_named(theirs):
+        return _named(name, mine, theirs) or _value(name, mine, theirs)
     else:
         return _value(name, mine, theirs)
     return [
@@ -164,7 +167,34 @@ def _field_differences(name: str, mine: object, theirs: object) -> list[Differen
 
 
 def _value(name: str, mine: object, theirs: object) -> list[Difference]:
-    return [] if mine == theirs else [Difference(name, _short(mine), _short(theirs))]
+    if mine == theirs:
+        return []
+    left, right = _short(mine), _short(theirs)
+    if left == right:  # they differ in what was cut off
+        left, right = shown_apart(str(mine), str(theirs))
+    return [Difference(name, left, right)]
+
+
+def _named(name: str, mine: Any, theirs: Any) -> list[Difference]:
+    """Records of requests: by name, and those that only one side has; [] if the order differs."""
+    left, right = ({one.request_id: one for one in records} for records in (mine, theirs))
+    found: list[Difference] = []
+    for request_id in [*left, *(other for other in right if other not in left)]:
+        label = f"{name} {request_id}".strip()
+        if request_id in left and request_id in right:
+            found += _field_differences(label, left[request_id], right[request_id])
+        else:
+            sides = [request_id in side for side in (left, right)]
+            found.append(Difference(label, *["there" if side else ABSENT for side in sides]))
+    return found
+
+
+def _are_named(records: object) -> bool:
+    """Whether these are records, each of another request."""
+    if not isinstance(records, tuple) or not all(map(is_dataclass, records)):
+        return False
+    names = [getattr(record, "request_id", None) for record in records]
+    return None not in names and len(set(names)) == len(names)
 
 
 def _short(value: object) -> str:

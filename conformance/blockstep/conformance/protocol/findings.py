@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
+from traceback import extract_tb
 
 ERROR_CHARS_MAX = 500
 """Of the text of what an engine raised, so much is shown."""
+FRAMES_MAX = 5
+"""Of the calls in which an engine raised, so many are shown."""
+_HARNESS = re.compile(r"blockstep[/\\]conformance[/\\](lockstep|recorded|search|explore)[/\\]")
 
 
 class FindingKind(StrEnum):
@@ -48,12 +54,40 @@ class Finding:
     message: str
     """What was seen instead, in one line."""
     differences: tuple[Difference, ...] = ()
+    frames: tuple[str, ...] = field(default=(), compare=False)
+    """Where an engine raised, the innermost call last: `function (file.py:12): source`."""
+
+
+def list_frames(error: BaseException) -> tuple[str, ...]:
+    """The last calls in which `error` was raised, at most five, the innermost last.
+
+    Those of the harness that called the engine are left out, unless the error is of the harness.
+    """
+    frames = extract_tb(error.__traceback__)
+    first = next((i for i, one in enumerate(frames) if not _HARNESS.search(one.filename)), 0)
+    told = []
+    for one in frames[first:][-FRAMES_MAX:]:
+        where = f"{one.name} ({Path(one.filename).name}:{one.lineno})"
+        told.append(f"{where}: {shown(one.line)}" if one.line else where)
+    return tuple(told)
 
 
 def shown(value: object, length: int = 120) -> str:
     """A value in a line."""
     text = str(value)
     return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def shown_apart(one: str, other: str, length: int = 120) -> tuple[str, str]:
+    """Two different texts in a line each, cut so that the first character that differs is shown."""
+    if max(len(one), len(other)) <= length:
+        return one, other
+    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    first = min(len(one), len(other)) if at is None else at
+    start = max(first - length // 3, 0)
+    if first < length - 3:
+        return shown(one, length), shown(other, length)
+    return tuple(shown(f"...{text[start:]}", length) for text in (one, other))  # type: ignore[return-value]
 
 
 def say(value: object, length: int = 60) -> str:

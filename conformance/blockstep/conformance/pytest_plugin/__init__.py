@@ -1,6 +1,8 @@
 """The pytest plugin: an engine held to the spec as one test per property and per preset.
 
-Nothing happens without `--blockstep-engine`, and nothing of the conformance wing is imported.
+PYTEST_DONT_REWRITE: it has no assertions, and pytest would warn where it was imported before.
+Nothing happens without `--blockstep-engine` or the setting `blockstep_engine` (in
+`[tool.pytest.ini_options]`), and nothing of the conformance wing is imported.
 
 A preset is checked once in a session, in a child process (see `isolation`), when its first test
 is set up. Under xdist any worker may be the first, whatever `--dist` is: it holds a file lock while
@@ -37,6 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup(NAME, "blockstep: hold a scheduler to its specification")
     add = group.addoption
     add("--blockstep-engine", metavar="ENGINE", help="module:attribute of a factory, or a name.")
+    told = "The engine of the fixture `blockstep` where --blockstep-engine names none."
+    parser.addini("blockstep_engine", told)
     add("--blockstep-path", metavar="FOLDER", help="A folder to look in first for the engine.")
     add("--blockstep-profile", metavar="NAME", default="strict", help="Release to follow.")
     add("--blockstep-budget", metavar="N|60s|5m", default="150000", help="How long, per preset.")
@@ -63,10 +67,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Look at the options, and at nothing else yet."""
-    if config.getoption("blockstep_engine") is None:
+    if _get_engine(config) is None:
         return
     config.addinivalue_line("markers", f"{NAME}: made by --blockstep-engine, not from a file")
     config.stash[CAMPAIGN] = Campaign(config)
+
+
+def _get_engine(config: pytest.Config) -> str | None:
+    """The engine of the option, else that of the setting, or None."""
+    engine: str | None = config.getoption("blockstep_engine") or config.getini("blockstep_engine")
+    return engine or None
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -91,7 +101,10 @@ def pytest_make_collect_report(
     """Beside whatever files there are, a session has our tests."""
     report = yield
     campaign = collector.config.stash.get(CAMPAIGN, None)
-    if campaign is not None and isinstance(collector, pytest.Session) and report.passed:
+    is_asked = collector.config.getoption("blockstep_engine") is not None  # not by the setting
+    is_asked = is_asked or collector.config.getoption("blockstep_corpus") is not None
+    is_root = isinstance(collector, pytest.Session) and report.passed
+    if campaign is not None and is_asked and is_root:
         assert report.result is not None
         report.result.append(EngineNode.from_parent(collector, name=NAME, nodeid=NAME))
     return report
@@ -134,7 +147,7 @@ class Campaign:
     def __init__(self, config: pytest.Config) -> None:
         from blockstep.conformance.search.isolation import Isolation  # noqa: PLC0415 - only if wanted
 
-        self.engine: str = config.getoption("blockstep_engine")
+        self.engine: str = _get_engine(config) or ""
         self.profile: str = config.getoption("blockstep_profile")
         self.presets: Sequence[str] = tuple(
             dict.fromkeys(config.getoption("blockstep_preset") or PRESETS_DEFAULT)
@@ -291,7 +304,7 @@ def _read_options(config: pytest.Config, presets: Sequence[str]) -> dict[str, Ch
         raise pytest.UsageError(f"--blockstep-{error}") from None
     try:
         options = checking.CheckOptions(
-            engine=config.getoption("blockstep_engine"),
+            engine=_get_engine(config) or "",
             seed=seed,
             max_events=max_events,
             max_seconds=max_seconds,
@@ -427,7 +440,8 @@ def blockstep(request: pytest.FixtureRequest) -> Bench:
     """Programs of one's own on the engine: `blockstep.run(...)`, `blockstep.lockstep(config)`."""
     campaign = request.config.stash.get(CAMPAIGN, None)
     if campaign is None:
-        pytest.skip("no engine: name one with --blockstep-engine")
+        told = "with --blockstep-engine, or as blockstep_engine in [tool.pytest.ini_options]"
+        pytest.skip(f"no engine: name one {told}")
     from blockstep.conformance.pytest_plugin.fixture import Bench  # noqa: PLC0415 - only if wanted
 
     return Bench(campaign, request.node.nodeid)

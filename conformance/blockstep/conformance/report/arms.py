@@ -67,6 +67,8 @@ def _render_fault(fault: Fault, where: str, options: CheckOptions) -> list[str]:
         *textwrap.wrap(
             fault.message[:MESSAGE_CHARS_MAX], WIDTH, initial_indent="  ", subsequent_indent="  "
         ),
+        *(f"  raised in {frame}" for frame in fault.frames[-1:]),
+        *(f"  called by {frame}" for frame in reversed(fault.frames[:-1])),
         "",
         f"  arm       {fault.arm or 'none'}: {summary}",
         f"  config    {describe_config(fault.config)}",
@@ -117,6 +119,7 @@ def arms_to_json(result: ArmsResult, options: CheckOptions) -> dict[str, object]
             "config": describe_config(fault.config),
             "requests": [describe_request(request) for request in fault.requests],
             "message": fault.message,
+            "frames": list(fault.frames),
         },
         "contrast": None
         if contrast is None

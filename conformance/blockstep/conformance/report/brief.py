@@ -12,7 +12,13 @@ from pathlib import Path
 from blockstep.conformance.explore.consume import Consumed
 from blockstep.conformance.explore.tables import tell_program
 from blockstep.conformance.explore.walk import Walked
-from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind, shown
+from blockstep.conformance.protocol.findings import (
+    Difference,
+    Finding,
+    FindingKind,
+    shown,
+    shown_apart,
+)
 from blockstep.conformance.protocol.program import describe, describe_event, describe_request
 from blockstep.conformance.recorded.figures import ReplayReport
 from blockstep.conformance.recorded.validate import Validation
@@ -93,14 +99,15 @@ def tell_seen(finding: Finding) -> str:
     sides = "spec", "engine"
     if finding.kind is not FindingKind.DIVERGENCE:
         sides = "expected", "seen"
-    return f"{finding.message}{_tell_first(finding.differences, sides)}"
+    where = f"; raised in {finding.frames[-1].partition(': ')[0]}" if finding.frames else ""
+    return f"{finding.message}{where}{_tell_first(finding.differences, sides)}"
 
 
 def _tell_first(differences: Sequence[Difference], sides: tuple[str, str]) -> str:
     if not differences:
         return ""
     first, more = differences[0], len(differences) - 1
-    left, right = (shown(text, CHARS_MAX // 4) for text in (first.expected, first.seen))
+    left, right = shown_apart(first.expected, first.seen, CHARS_MAX // 4)
     told = f"; {first.field}: {sides[0]} {left}, {sides[1]} {right}"
     return f"{told} and {more} more" if more else told
 

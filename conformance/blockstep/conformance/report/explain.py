@@ -15,7 +15,7 @@ from typing import NamedTuple
 import blockstep.spec
 from blockstep.conformance.draw.presets import PRESETS
 from blockstep.conformance.engine import EQUIVALENCES, Capability
-from blockstep.conformance.judge.answers import JUDGED
+from blockstep.conformance.judge.answers import ASKED_OF_ANSWERS, JUDGED
 from blockstep.conformance.judge.properties import PROPERTIES, Sentence
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.museum import EXHIBITS, Exhibit
@@ -195,11 +195,17 @@ def _tell_check(check: Sentence) -> str:
         f"sentence {check.sentence} ({entry.id} {entry.name})",
         inspect.cleandoc(check.explanation),
         _list("asked after", kinds),
-        "asked at every equivalence that shows a state"
-        if check in JUDGED
-        else "not asked at safety: an engine that decides otherwise need not satisfy it",
+        _tell_where(check),
         _shown_by(entry.id),
     )
+
+
+def _tell_where(check: Sentence) -> str:
+    if check.sentence in ASKED_OF_ANSWERS:
+        return "asked at every equivalence, also of an engine that shows no state"
+    if check in JUDGED:
+        return "asked at every equivalence that shows a state"
+    return "not asked at safety: an engine that decides otherwise need not satisfy it"
 
 
 def _tell_sentence(name: str) -> str:

@@ -11,6 +11,7 @@ from blockstep.conformance.engine import Safety
 from blockstep.conformance.protocol.program import WIDTH, describe, describe_config
 from blockstep.conformance.report.failure import LINES_MAX, reproduce
 from blockstep.conformance.report.jsonform import finding_to_json
+from blockstep.conformance.report.wording import tell_stale
 from blockstep.conformance.search.forgiving import Cause, Means, follow
 from blockstep.conformance.search.found import Defect, HuntResult, name_of
 from blockstep.spec.profiles import QUIRKS, STRICT
@@ -150,7 +151,7 @@ def _declared(result: HuntResult) -> list[str]:
         lines += [f"known       {name}: {count:,} findings that the adapter declares"]
         lines += _told(summary)
     for name in facts.stale:
-        lines += [f"stale       {name}: its program does not show it; the adapter can drop it"]
+        lines += [f"stale       {tell_stale(name, result.excused[name])}"]
     return lines
 
 

@@ -97,6 +97,7 @@ def finding_to_json(finding: Finding) -> dict[str, object]:
         "sentence": finding.sentence,
         "message": finding.message,
         "differences": [difference_to_json(difference) for difference in finding.differences],
+        "frames": list(finding.frames),
     }
 
 

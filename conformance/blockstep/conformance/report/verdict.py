@@ -11,6 +11,7 @@ from blockstep.conformance.engine import ALL_CAPABILITIES, Safety, SamePlans
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.protocol.features import BY_NAME, LATE
 from blockstep.conformance.report.colour import paint
+from blockstep.conformance.report.wording import tell_stale
 from blockstep.conformance.search.check import CheckResult
 from blockstep.conformance.search.options import ExitCode, get_wish
 
@@ -64,7 +65,7 @@ def _render_lines(result: CheckResult, console: Console) -> None:
         told = f"known       {name}: {result.excused[name]} findings that the adapter declares"
         console.print(f"{told}: {summary}", soft_wrap=True)
     for name in result.stale:
-        console.print(f"stale       {name}: its program does not show it; the adapter can drop it")
+        console.print(f"stale       {tell_stale(name, result.excused[name])}", soft_wrap=True)
     for name in () if options.is_single else result.missing:
         console.print(f"not reached {name}: {WITNESSES[name]}")
     if options.program is not None:

@@ -23,6 +23,8 @@ def render_finding(finding: Finding) -> list[str]:
     name = f"{finding.property_id} {finding.sentence}".strip()
     label = "property" if finding.property_id else str(finding.kind)
     told = [finding.message]
+    told += [f"raised in {frame}" for frame in finding.frames[-1:]]
+    told += [f"called by {frame}" for frame in reversed(finding.frames[:-1])]
     if finding.kind is not FindingKind.DIVERGENCE:
         told += [_told(difference) for difference in finding.differences[:MAX_DIFFERENCES]]
     indent = " " * 14
@@ -43,6 +45,16 @@ def render_divergence(findings: Sequence[Finding]) -> list[str]:
         for difference in finding.differences
     ]
     return ["", *_render_differences(differences)] if differences else []
+
+
+def tell_stale(name: str, num_excused: int) -> str:
+    """What is said of a declared deviation that its own program does not show.
+
+    Where findings of the run were excused by it, the program is wrong and not the declaration.
+    """
+    if num_excused:
+        return f"{name}: its program does not show it, and {num_excused:,} findings do: mend that"
+    return f"{name}: its program does not show it, and no finding does; the adapter can drop it"
 
 
 def _told(difference: Difference) -> str:

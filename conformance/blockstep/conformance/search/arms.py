@@ -45,7 +45,7 @@ from blockstep.conformance.protocol.features import (
     fit,
     settle_states,
 )
-from blockstep.conformance.protocol.findings import say, tell_error
+from blockstep.conformance.protocol.findings import list_frames, say, tell_error
 from blockstep.conformance.protocol.program import describe_event
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.tokens import token_function
@@ -149,6 +149,8 @@ class Fault:
     config: v.Config
     requests: tuple[v.Request, ...]
     message: str
+    frames: tuple[str, ...] = ()
+    """Where it raised, the innermost call last (`findings.list_frames`)."""
 
 
 @dataclass(slots=True)
@@ -203,7 +205,9 @@ def compare_arms(
                     result.contrast = Contrast(name, episode, swarm.config, config, *found)
                     return result
         except BrokenError as error:
-            result.fault = Fault(name, episode, config, requests, str(error))
+            cause = error.__cause__
+            frames = () if cause is None else list_frames(cause)
+            result.fault = Fault(name, episode, config, requests, str(error), frames)
             return result
     result.alike = tuple(arm.name for arm in arms if arm.name not in changing)
     return result
