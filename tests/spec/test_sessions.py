@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from blockstep.spec.pool import allocate_blocks, create_pool, touch_blocks
 from blockstep.spec.profiles import Profile, Quirk
 from blockstep.spec.requests import Holding, RequestState
 from blockstep.spec.vocabulary import (
+    SESSION_FIELDS,
     FinishReason,
     Grammar,
     OutputRow,
@@ -564,3 +566,80 @@ def test_a_row_that_delivers_nothing_is_in_flight_all_the_same(quirk: bool) -> N
     (table,) = new.block_ids
     assert new.num_computed_tokens == 2
     assert (table[1] == 0) is not quirk, "the row in flight is of one token"
+
+
+# What a chunk brings.
+
+CHUNK = Request("S", (4, 5), max_tokens=3, resumable=True)
+ANOTHER: dict[str, dict[str, Any]] = {
+    "prompt_token_ids": {"prompt_token_ids": (4, 6)},
+    "max_tokens": {"max_tokens": 2},
+    "min_tokens": {"min_tokens": 1},
+    "eos_token_id": {"eos_token_id": 9},
+    "stop_token_ids": {"stop_token_ids": (9,)},
+    "repetition_detection": {"repetition_detection": RepetitionDetection(3, 1, 2)},
+    "arrival_time": {"arrival_time": 7},
+    "items": {"items": (MultiModalItem("cat", 0, 1),)},
+    "prompt_embeds": {"prompt_embeds": (1, 2)},
+    "priority": {"priority": 2},
+    "adapter": {"adapter": "other"},
+    "cache_salt": {"cache_salt": "other"},
+    "skip_reading_prefix_cache": {"skip_reading_prefix_cache": True},
+    "structured_output": {"structured_output": True},
+    "grammar": {"structured_output": True, "grammar": Grammar((((1, 0),),))},
+    "job_id": {"job_id": "other"},
+    "is_last_step": {"is_last_step": True},
+}
+"""A chunk that differs in one field; `request_id` names the session, `resumable` ends its input."""
+
+
+def resting_session(**fields: Any) -> Oracle:
+    """A session that has stopped after a token."""
+    oracle = Oracle(Config(num_blocks=20, block_size=2))
+    oracle.submit(replace(Request("S", (1, 2, 3), max_tokens=1, resumable=True), **fields))
+    oracle.commit(oracle.schedule(), {"S": [7]})
+    return oracle
+
+
+def test_every_field_of_a_chunk_is_tried() -> None:
+    names = {part.name for part in dataclasses.fields(Request)}
+    assert names == {*ANOTHER, "request_id", "resumable"}
+    assert set(SESSION_FIELDS) < names
+
+
+@pytest.mark.parametrize("name", ANOTHER)
+@pytest.mark.parametrize("rests", [True, False])
+def test_every_field_of_a_chunk_is_used_or_refused(name: str, rests: bool) -> None:
+    """None is dropped in silence, isolation by a salt least of all (upstream #57685)."""
+    plain, other = resting_session(), resting_session()
+    if not rests:
+        for oracle in (plain, other):
+            oracle.update(CHUNK)
+    changed = replace(CHUNK, **ANOTHER[name])
+    plain.update(CHUNK)
+    if name in (*SESSION_FIELDS, "prompt_embeds"):
+        before = other.state
+        with pytest.raises(RejectedEvent, match="bad_request"):
+            other.update(changed)
+        assert other.state == before
+        return
+    other.update(changed)
+    assert other.state.requests["S"] != plain.state.requests["S"]
+
+
+def test_a_chunk_may_repeat_what_its_session_has_or_leave_it_out() -> None:
+    settled = {
+        "priority": 2, "adapter": "l", "cache_salt": "x", "skip_reading_prefix_cache": True,
+        "job_id": "j", "is_last_step": True,
+    }
+    for chunk in (CHUNK, replace(CHUNK, **settled)):
+        oracle = resting_session(**settled)
+        oracle.update(chunk)
+        asked = oracle.state.requests["S"].request
+        assert {name: getattr(asked, name) for name in settled} == settled
+
+
+def test_the_end_of_input_brings_nothing_whatever_it_says() -> None:
+    oracle = resting_session()
+    oracle.update(replace(CHUNK, resumable=False, cache_salt="other", max_tokens=9))
+    assert "S" not in oracle.state.requests

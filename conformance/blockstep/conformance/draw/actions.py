@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from random import Random
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from blockstep.conformance.draw.branches import draw_fork, list_ready
 from blockstep.conformance.draw.decisions import Draw
@@ -259,6 +259,19 @@ def grammar_failed(view: View, draw: Draw) -> Action:
     return v.GrammarFailed(draw.choice([*live, *view.client.ended[-2:], "nobody"]))
 
 
+OF_A_SESSION: tuple[dict[str, Any], ...] = (
+    {"priority": 9},
+    {"adapter": "other"},
+    {"cache_salt": "other"},
+    {"skip_reading_prefix_cache": True},
+    {"structured_output": True},
+    {"structured_output": True, "grammar": v.Grammar(((),))},
+    {"job_id": "other"},
+    {"is_last_step": True},
+)
+"""What a chunk may not bring, unless its session has it."""
+
+
 def streaming_update(view: View, draw: Draw) -> Action:
     """A session goes on, most often one with nothing before it; now and then what is none."""
     client, swarm, index = view.client, view.swarm, view.num_submitted
@@ -269,7 +282,10 @@ def streaming_update(view: View, draw: Draw) -> Action:
     waiting = [name for name in open_ones if not client.sessions[name].updates]
     name = draw.choice((waiting if waiting and draw.chance(70) else open_ones) or ["nobody"])
     session = client.live.get(name, v.Request(name, (0,)))
-    return v.StreamingUpdate(draw_update(swarm, draw, session, index))
+    update = draw_update(swarm, draw, session, index)
+    if swarm.has(HOSTILE) and draw.chance(8):  # which is refused where it is not the session's own
+        update = replace(update, **draw.choice(OF_A_SESSION))
+    return v.StreamingUpdate(update)
 
 
 def encoder_reset(_view: View, _draw: Draw) -> Action:

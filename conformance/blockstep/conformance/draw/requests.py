@@ -190,11 +190,12 @@ def draw_update(swarm: Swarm, draw: Draw, session: v.Request, index: int) -> v.R
     chunk = draw_request(swarm, draw, session.request_id, index)
     prompt = draw.tokens(draw.integer(1, most), swarm.vocabulary_size)
     count = min(chunk.max_tokens, draw.integer(1, 3))
+    repeats = draw.chance(30)
+    unsaid = session if repeats else v.Request("", ())
     return replace(
         chunk,
+        **{name: getattr(unsaid, name) for name in v.SESSION_FIELDS},
         resumable=True,
-        structured_output=False,
-        grammar=None,
         prompt_embeds=(),
         prompt_token_ids=prompt,
         items=() if swarm.has(ENCODER) or not chunk.items else draw_items(draw, len(prompt)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from blockstep.spec.vocabulary import Config, Request, TokenIds
+from blockstep.spec.vocabulary import SESSION_FIELDS, Config, Request, TokenIds
 
 
 def continue_request(request: Request, outputs: TokenIds, update: Request) -> Request:
@@ -26,6 +26,13 @@ def continue_request(request: Request, outputs: TokenIds, update: Request) -> Re
         repetition_detection=update.repetition_detection,
         arrival_time=update.arrival_time,
     )
+
+
+def brings_what_is_the_sessions(request: Request, update: Request) -> bool:
+    """Whether a chunk brings a value of its own for a field that its session has for good."""
+    mine = [(getattr(update, name), getattr(request, name)) for name in SESSION_FIELDS]
+    unsaid = [getattr(Request("", ()), name) for name in SESSION_FIELDS]
+    return any(new not in (old, no) for (new, old), no in zip(mine, unsaid, strict=True))
 
 
 @dataclass(slots=True)

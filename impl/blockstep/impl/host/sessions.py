@@ -19,9 +19,11 @@ from blockstep.impl.refusals import (
     update_problem,
 )
 from blockstep.spec.vocabulary import (
+    SESSION_FIELDS,
     Aborted,
     Ack,
     Policy,
+    RejectCode,
     Rejected,
     Request,
     Status,
@@ -45,7 +47,10 @@ class Sessions(Core):
         session = self.sessions.get(update.request_id)
         if slot is None or session is None or session.is_closed:
             return update_problem(update.request_id, slot is not None)
-        problem = self._limit_problem(slot, session, update) if update.resumable else None
+        problem = None
+        if update.resumable:
+            problem = chunk_problem(self.table.requests[slot], update)
+            problem = problem or self._limit_problem(slot, session, update)
         if problem is not None:
             return problem
         if self.table.statuses[slot] is not Status.WAITING_FOR_STREAMING_REQ:
@@ -156,6 +161,19 @@ class Sessions(Core):
 
     def _count_kept(self, slot: int) -> int:
         return self.table.num_known[slot] - 1
+
+
+def chunk_problem(session: Request, chunk: Request) -> Rejected | None:
+    """Why a chunk is refused: it sets a field that was settled when its session was submitted."""
+    unset = Request(chunk.request_id, chunk.prompt_token_ids)
+    for name in SESSION_FIELDS:
+        told = getattr(chunk, name)
+        if told != getattr(unset, name) and told != getattr(session, name):
+            return Rejected(
+                RejectCode.BAD_REQUEST,
+                f"update of {chunk.request_id!r}: {name} stays as it was submitted; leave it out",
+            )
+    return None
 
 
 def append_chunk(whole: Request, kept: tuple[int, ...], update: Request) -> Request:

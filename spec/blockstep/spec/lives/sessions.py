@@ -29,6 +29,7 @@ from blockstep.spec.step.giving import without_blocks
 from blockstep.spec.step.queues import is_blocked, process_append
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
+    SESSION_FIELDS,
     Aborted,
     Ack,
     Config,
@@ -41,7 +42,10 @@ from blockstep.spec.vocabulary import (
     Status,
     TokenIds,
 )
+from blockstep.spec.vocabulary.constants import shown
 
+_LEFT_OUT = Request("", ())
+"""Its fields have the values that say nothing."""
 RESTING = Status.WAITING_FOR_STREAMING_REQ
 
 
@@ -94,8 +98,24 @@ def get_update_problem(state: State, request: RequestState, update: Request) -> 
         return Rejected(RejectCode.NOT_RESUMABLE, detail)
     if not update.resumable:
         return None
+    name_of_field = get_foreign_field(request.request, update)
+    if name_of_field is not None:
+        value = shown(getattr(update, name_of_field))
+        rule = f"a chunk brings {name_of_field} = {value}, which is the session's: leave it out"
+        return Rejected(RejectCode.BAD_REQUEST, f"request {name!r}: {rule}")
     longest = get_longest_request(state, request, update)
     return get_size_problem(state.config, longest) or get_other_size_problem(state, update)
+
+
+def get_foreign_field(asked: Request, update: Request) -> str | None:
+    """The first field of a chunk that only its session has, and that is neither left out nor equal.
+
+    Upstream drops it in silence. Source: upstream #57685; P6, P23.
+    """
+    for name in SESSION_FIELDS:
+        if getattr(update, name) not in (getattr(_LEFT_OUT, name), getattr(asked, name)):
+            return name
+    return None
 
 
 def get_longest_request(state: State, request: RequestState, update: Request) -> Request:

@@ -68,6 +68,7 @@ from blockstep.spec.vocabulary.pins import Clock, Pin, PinEstimate
 from blockstep.spec.vocabulary.request import (
     DRAFT_PLACEHOLDER,
     NULL_BLOCK,
+    SESSION_FIELDS,
     BlockId,
     BlockTables,
     FinishReason,
@@ -107,6 +108,7 @@ __all__ = [
     "MEDIUM_GPU",
     "NO_TRANSFERS",
     "NULL_BLOCK",
+    "SESSION_FIELDS",
     "Abort",
     "Aborted",
     "Ack",

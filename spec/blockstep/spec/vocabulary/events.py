@@ -106,8 +106,9 @@ class StreamingUpdate:
 
     A resumable request brings the next chunk: its prompt stands behind what there is, and from the
     stop before it on `max_tokens`, `min_tokens`, how it stops, `arrival_time` and `items` are its
-    own. One that is not resumable brings nothing, and says that no more comes. Observation: `Ack`,
-    or `Aborted` where the session rests and so ends here.
+    own. `SESSION_FIELDS` are the session's: the chunk leaves them out or repeats them, and another
+    value is refused. One that is not resumable says that no more comes, and all of its fields but
+    the id are ignored. Observation: `Ack`, or `Aborted` where the session rests and so ends here.
     """
 
     request: Request

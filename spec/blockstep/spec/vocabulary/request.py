@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from blockstep.spec.copies import wide_dataclass
 
@@ -93,6 +93,23 @@ class MultiModalItem:
     def num_embeds(self) -> int:
         """Embeddings that the encoder makes of it."""
         return sum(self.is_embed) if self.is_embed else self.length
+
+
+SESSION_FIELDS: Final = (
+    "priority",
+    "adapter",
+    "cache_salt",
+    "skip_reading_prefix_cache",
+    "structured_output",
+    "grammar",
+    "job_id",
+    "is_last_step",
+)
+"""Fields of a request that a session has from its submission for good.
+
+A chunk of further input (`StreamingUpdate`) leaves them out or repeats them. Any other value is
+refused (`bad_request`): it would be dropped in silence, isolation by a salt included.
+"""
 
 
 @wide_dataclass(frozen=True, slots=True)

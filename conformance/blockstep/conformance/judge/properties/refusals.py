@@ -24,7 +24,7 @@ from blockstep.conformance.judge.properties.sentence import (
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step, keeps_blocks
-from blockstep.conformance.protocol.sessions import get_longest
+from blockstep.conformance.protocol.sessions import brings_what_is_the_sessions, get_longest
 from blockstep.spec import vocabulary as v
 
 
@@ -220,6 +220,8 @@ def _problem_of_going_on(
     session = life.session
     if session is None or session.is_closed:
         return v.RejectCode.NOT_RESUMABLE
+    if update.resumable and brings_what_is_the_sessions(life.request, update):
+        return v.RejectCode.BAD_REQUEST
     return (
         _never_served(config, _at_its_longest(config, life, update)) if update.resumable else None
     )
