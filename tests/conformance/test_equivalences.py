@@ -47,7 +47,7 @@ from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.renaming import TablePairs, rename_snapshot
 from blockstep.conformance.report.wording import render_finding
 from blockstep.conformance.search.check import check
-from blockstep.conformance.search.episodes import run_episode
+from blockstep.conformance.search.episodes import fit_depth, run_episode
 from blockstep.conformance.search.floor import CANARIES, release_canary
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.conformance.search.shrink import shrink
@@ -510,3 +510,16 @@ def test_a_fault_says_where_the_engine_raised_and_by_which_calls() -> None:
     lines = [line.strip() for line in render_finding(finding)]
     assert lines[2].startswith("raised in descend (test_equivalences.py:")
     assert [line.startswith("called by descend") for line in lines[3:7]] == [True] * 4
+
+
+def test_no_more_plans_are_said_to_be_in_flight_than_a_config_of_the_engine_has() -> None:
+    """A hunt said four of an engine whose configs have two."""
+
+    def halve(config: v.Config) -> v.Config:
+        return replace(config, max_frames_in_flight=min(config.max_frames_in_flight, 2))
+
+    class Shallow(SpecEngine):
+        traits = EngineTraits(equivalence=Safety(fit_config=halve))
+
+    assert fit_depth(CheckOptions(max_depth=4), Shallow).max_depth == 2
+    assert fit_depth(CheckOptions(max_depth=4), SpecEngine).max_depth == 4

@@ -740,7 +740,7 @@ SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
         replace(HEADED, encoder_compute_budget=2, encoder_cache_size=8),
         (Submit(Request("A", (1,) * 5, items=TWO_ITEMS)), Schedule()),
     ),
-    Quirk.WHOLE_ITEMS_ARE_NEVER_BEGUN: (
+    Quirk.WHOLE_ITEMS_ARE_SPLIT: (
         Config(
             20, 1, max_num_batched_tokens=4, max_model_len=8, encoder_compute_budget=2,
             encoder_cache_size=4, disable_chunked_mm_input=True,
@@ -748,6 +748,28 @@ SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
         (
             Submit(Request("A", (1,) * 3)),
             Submit(Request("B", (2,) * 3, items=(MultiModalItem("c", 0, 2),))), Schedule(),
+        ),
+    ),
+    Quirk.RESTS_OF_ITEMS_ARE_SPLIT: (
+        Config(
+            20, 2, max_num_batched_tokens=4, max_model_len=8, encoder_compute_budget=4,
+            encoder_cache_size=8, disable_chunked_mm_input=True,
+        ),
+        (
+            Submit(Request("A", (1,) * 6, max_tokens=1, items=(MultiModalItem("c", 1, 4),))),
+            *(Schedule(), Answer()) * 3, Submit(Request("O", (2,) * 3, max_tokens=2)),
+            Submit(Request("B", (1, 1, 3, 3, 3, 3), items=(MultiModalItem("c", 1, 4),))),
+            Schedule(),
+        ),
+    ),
+    Quirk.HEAD_NEVER_BEGINS_A_WHOLE_ITEM: (
+        replace(
+            HEADED, max_num_batched_tokens=2, encoder_compute_budget=2, encoder_cache_size=8,
+            disable_chunked_mm_input=True,
+        ),
+        (
+            Submit(Request("A", (1,) * 3, max_tokens=1, items=(MultiModalItem("c", 1, 2),))),
+            Schedule(),
         ),
     ),
     Quirk.REMADE_ITEMS_BESIDE_ARE_DROPPED: (

@@ -27,12 +27,23 @@ from blockstep.spec.vocabulary import (
 
 CHUNK = Request("S", (4, 5), max_tokens=3, resumable=True)
 CHANGED = {
-    "prompt_token_ids": (4, 6), "max_tokens": 2, "min_tokens": 1, "eos_token_id": 9,
-    "stop_token_ids": (9,), "repetition_detection": RepetitionDetection(3, 1, 2),
-    "arrival_time": 7, "items": (MultiModalItem("cat", 0, 1),), "prompt_embeds": (1, 2),
-    "priority": 2, "adapter": "other", "cache_salt": "other",
-    "skip_reading_prefix_cache": True, "structured_output": True,
-    "grammar": Grammar((((1, 0),),)), "job_id": "other", "is_last_step": True,
+    "prompt_token_ids": (4, 6),
+    "max_tokens": 2,
+    "min_tokens": 1,
+    "eos_token_id": 9,
+    "stop_token_ids": (9,),
+    "repetition_detection": RepetitionDetection(3, 1, 2),
+    "arrival_time": 7,
+    "items": (MultiModalItem("cat", 0, 1),),
+    "prompt_embeds": (1, 2),
+    "priority": 2,
+    "adapter": "other",
+    "cache_salt": "other",
+    "skip_reading_prefix_cache": True,
+    "structured_output": True,
+    "grammar": Grammar((((1, 0),),)),
+    "job_id": "other",
+    "is_last_step": True,
 }
 REFUSED = (*SESSION_FIELDS, "prompt_embeds")
 

@@ -628,9 +628,13 @@ def test_every_field_of_a_chunk_is_used_or_refused(name: str, rests: bool) -> No
 
 
 def test_a_chunk_may_repeat_what_its_session_has_or_leave_it_out() -> None:
-    settled = {
-        "priority": 2, "adapter": "l", "cache_salt": "x", "skip_reading_prefix_cache": True,
-        "job_id": "j", "is_last_step": True,
+    settled: dict[str, Any] = {
+        "priority": 2,
+        "adapter": "l",
+        "cache_salt": "x",
+        "skip_reading_prefix_cache": True,
+        "job_id": "j",
+        "is_last_step": True,
     }
     for chunk in (CHUNK, replace(CHUNK, **settled)):
         oracle = resting_session(**settled)

@@ -154,8 +154,22 @@ def answer(view: View, draw: Draw) -> Action:
     """The worker answers; beside that it may report transfers."""
     if not view.swarm.has(TRANSFERS):
         return Answer()
-    loads = view.client.transfers.at_once.get(view.client.plans[0].frame_id, ())
-    return Answer(draw_answered(view.client.transfers, loads, draw))
+    client = view.client
+    plan, transfers = client.plans[0], client.transfers
+    loads = transfers.at_once.get(plan.frame_id, ())
+    ending = [
+        row.request_id
+        for row in plan.rows
+        if row.request_id in client.live
+        and transfers.get_offer(row.request_id).delays_free
+        and _may_end(client.live[row.request_id], client.said.get(row.request_id, ()))
+    ]
+    return Answer(draw_answered(transfers, loads, ending, draw))
+
+
+def _may_end(request: v.Request, said: v.TokenIds) -> bool:
+    """Whether the next token is the last that a request may have."""
+    return len(said) + 1 >= request.max_tokens
 
 
 def kv_offer(view: View, draw: Draw) -> Action:

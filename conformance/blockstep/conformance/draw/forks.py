@@ -14,9 +14,13 @@ def draw_forks(config: v.Config, draw: Draw) -> v.Config:
     """The config with forks; some leave blocks to those who run, some take what was freed last."""
     if config.is_encoder_decoder:
         config = settle_states(replace(config, is_encoder_decoder=False))
+    return draw_pool(replace(without_states(config), enable_forks=True), draw)
+
+
+def draw_pool(config: v.Config, draw: Draw) -> v.Config:
+    """The config with a watermark, or a pool that gives what was freed last, or as it was."""
     return replace(
-        without_states(config),
-        enable_forks=True,
+        config,
         watermark_blocks=draw.choice((0, 0, 1, 1, 2)),
         pool_order=draw.choice((v.PoolOrder.LRU, v.PoolOrder.LRU, v.PoolOrder.LIFO)),
     )

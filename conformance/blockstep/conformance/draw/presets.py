@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from blockstep.conformance.draw.decisions import Draw
-from blockstep.conformance.draw.forks import draw_forks
+from blockstep.conformance.draw.forks import draw_forks, draw_pool
 from blockstep.conformance.draw.grammars import draw_reasoning
 from blockstep.conformance.draw.groups import draw_groups
 from blockstep.conformance.draw.items import draw_beside, draw_encoder
@@ -238,6 +238,11 @@ def _draw_late(
             is_drawn = draw.chance(60) or reasons  # one commit then brings the end, and more
             if wish.decide(DRAFTS, is_drawn) and not config.num_speculative_tokens:
                 config = _add_drafts(config, draw)
+    if not config.enable_forks and FORKS.name not in wish.never and takes(FORKS):
+        # Both are of the capability of forks, and go with a store, an encoder and pins, too.
+        beside = config.kv_connector or config.encoder_cache_size or config.has_pins
+        if beside and draw.chance(30):
+            config = draw_pool(config, draw)
     # Victims of a storm are to be amid prompts with items.
     is_long = swarm.has_long_prompts or (swarm.is_storm and ENCODER.name in drawn)
     features = swarm.features | drawn

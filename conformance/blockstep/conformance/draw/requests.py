@@ -166,7 +166,7 @@ def draw_late(swarm: Swarm, draw: Draw, request: v.Request, goes_on: bool = Fals
         request = replace(request, items=items)
     if swarm.has(PINS):
         request = draw_job(request, draw)
-    if swarm.has(SESSIONS) and request.grammar is None and draw.chance(60):
+    if swarm.has(SESSIONS) and draw.chance(60):
         # Room is left for what is to come.
         prompt = request.prompt_token_ids[: max(len(request.prompt_token_ids) // 2, 1)]
         request = replace(

@@ -59,9 +59,17 @@ def draw_report(transfers: Transfers, draw: Draw) -> Report:
     return Report(tuple(recving), tuple(sending), _draw_invalid(loads, draw))
 
 
-def draw_answered(transfers: Transfers, loads: Sequence[v.KVLoad], draw: Draw) -> Report:
-    """What is reported beside the answer to a plan that had these loads."""
+def draw_answered(
+    transfers: Transfers, loads: Sequence[v.KVLoad], ending: Sequence[v.RequestId], draw: Draw
+) -> Report:
+    """What is reported beside the answer to a plan that had these loads.
+
+    `ending`: requests that the answer may end, and whose blocks the store reads then. It may have
+    read them already, so that the end of the read comes in this very answer.
+    """
     report = draw_report(transfers, draw) if draw.chance(30) else NO_REPORT
+    read = tuple([name for name in ending if draw.chance(35)])
+    report = replace(report, sending=(*report.sending, *read))
     failed = [load for load in loads if draw.chance(35)]
     return replace(report, invalid=(*report.invalid, *_draw_invalid(failed, draw)))
 

@@ -393,6 +393,7 @@ NEEDS_ANY: Mapping[str, frozenset[str]] = {
     "empty_plan_with_work": SEVERAL_AT_ONCE | {PAUSE.name, GRAMMAR.name},
     "running_left_out_by_budget": SEVERAL_AT_ONCE | {DRAFTS.name},
     "tiers_saved_behind_a_window": frozenset({GROUPS.name}),
+    "sessions_back_under_a_grammar": frozenset({MASKS.name}),
     **{f"encoder_across_{what}": frozenset({GROUPS.name}) for what in _ACROSS},
 }
 """Situations that need one of several features beside their own: without all of them whoever runs

@@ -75,7 +75,14 @@ def fit_depth(options: CheckOptions, make_engine: EngineFactory) -> CheckOptions
     """The options with no more frames in flight than the engine can have, or says it should."""
     if options.max_depth == 1:
         return options
-    depth = get_traits(make_engine).max_depth or options.max_depth
+    traits = get_traits(make_engine)
+    depth, weaker = traits.max_depth or options.max_depth, traits.equivalence
+    if weaker is not None:
+        asked = (
+            Config(64, max_frames_in_flight=depth, async_scheduling=on) for on in (True, False)
+        )
+        fitting = [weaker.fit_config(config).max_frames_in_flight for config in asked if depth > 1]
+        depth = min([depth, max(fitting, default=depth)])
     if not {Capability.ASYNC, Capability.PIPELINE} & get_capabilities(make_engine):
         depth = 1
     return replace(options, max_depth=min(depth, options.max_depth))

@@ -33,7 +33,8 @@ def find_store_reason(run: Run, event: v.Event) -> str | None:
     """The defect that would make the release raise, or end some of a set; of a run with a store."""
     match event:
         case v.Commit(frame_id=frame_id, transfers=transfers) if frame_id in run.frames:
-            return _find_report_reason(run, transfers, run.frames[frame_id].num_scheduled_tokens)
+            scheduled = run.frames[frame_id].num_scheduled_tokens
+            return _find_report_reason(run, transfers, scheduled, _list_ending(run, event))
         case v.TransfersReported(transfers=transfers):
             return _find_report_reason(run, transfers, {})
         case v.GrammarBitmask(frame_id=frame_id) if frame_id in run.frames:
@@ -52,10 +53,36 @@ def find_store_reason(run: Run, event: v.Event) -> str | None:
     return None
 
 
+def _list_ending(run: Run, event: v.Commit) -> frozenset[v.RequestId]:
+    """Requests that an answer ends by their length, and whose blocks the store reads then.
+
+    The release looks at the rows of an answer first, and at reports of the store behind them: it
+    takes the end of such a read.
+    """
+    found = set()
+    for row in event.sampled:
+        request = run.scheduler.requests.get(row.request_id)
+        offer = None if run.store is None else run.store.offers.get(row.request_id)
+        if request is None or offer is None or not offer.delays_free or not row.token_ids:
+            continue
+        asked = run.known[row.request_id].request
+        num_outputs = len(request.output_token_ids) + len(row.token_ids)
+        is_last = num_outputs >= max(asked.max_tokens, asked.min_tokens)
+        if request.status.name == "RUNNING" and not asked.resumable and is_last:
+            found.add(row.request_id)
+    return frozenset(found)
+
+
 def _find_report_reason(
-    run: Run, transfers: v.KVTransfers, scheduled: Mapping[v.RequestId, int]
+    run: Run,
+    transfers: v.KVTransfers,
+    scheduled: Mapping[v.RequestId, int],
+    over: Collection[v.RequestId] = (),
 ) -> str | None:
-    """Why a report is not to be handed on, with the tokens of each row that it comes with."""
+    """Why a report is not to be handed on, with the tokens of each row that it comes with.
+
+    `over`: requests that the answer ends, of which the store may have read the blocks.
+    """
     invalid = frozenset(transfers.invalid_block_ids)
     does_fail = run.config.kv_load_failure_policy is v.KVLoadFailurePolicy.FAIL
     parked = [one for one in run.get_skipped() if one.status.name == PARKED]
@@ -75,7 +102,8 @@ def _find_report_reason(
     if not does_fail and any(getattr(requests[name], "resumable", False) for name in behind):
         return CUT_SESSIONS
     ending = affected if does_fail else ()
-    return None if _are_signals_known(run, transfers, ending) else UNKNOWN_SIGNAL
+    over = frozenset(over).difference(affected)  # whose rows are passed over
+    return None if _are_signals_known(run, transfers, ending, over) else UNKNOWN_SIGNAL
 
 
 def _has_invalid(
@@ -115,7 +143,12 @@ def _has_held_rows(run: Run, frame_id: v.FrameId) -> bool:
     )
 
 
-def _are_signals_known(run: Run, transfers: v.KVTransfers, ending: Collection[v.RequestId]) -> bool:
+def _are_signals_known(
+    run: Run,
+    transfers: v.KVTransfers,
+    ending: Collection[v.RequestId],
+    over: Collection[v.RequestId],
+) -> bool:
     """Whether each signal is about somebody of whom the release takes it, in its order.
 
     Args:
@@ -123,6 +156,7 @@ def _are_signals_known(run: Run, transfers: v.KVTransfers, ending: Collection[v.
         transfers: What is reported.
         ending: Who ends for invalid blocks in the same report: of whom a load has come already,
             is then gone.
+        over: Who ends by the answer that the report comes with.
     """
     requests, gone = run.scheduler.requests, set()
     received = run.scheduler.finished_recving_kv_req_ids
@@ -135,7 +169,7 @@ def _are_signals_known(run: Run, transfers: v.KVTransfers, ending: Collection[v.
         elif request.status.name != PARKED:
             return False
     return all(
-        name in requests and requests[name].is_finished() and name not in gone
+        name in requests and (requests[name].is_finished() or name in over) and name not in gone
         for name in transfers.finished_sending
     )
 

@@ -316,6 +316,7 @@ def received_one_is_not_left_behind_a_head_that_does_not_fit(
         end = life.num_known if config.scheduler_reserve_full_isl else end
         num_across = count_across(config, life.request)
         need = blocks_behind(config, end, request.block_tables, num_across)
+        need += config.watermark_blocks * bool(after.running)
         if need <= num_free:
             what = f"{name!r} was left waiting, and what was loaded for it has come"
             yield unequal(what, "free blocks", f"< {need}", num_free)

@@ -21,6 +21,7 @@ SESSIONS = {
     "sessions_stop_goes_on": "a session came to a stop, and went on with the next chunk",
     "sessions_stop_ends": "a session came to a stop behind which there was no more, and ended",
     "sessions_announced_again": "a session came back with a row as if it were new",
+    "sessions_back_under_a_grammar": "a session with a grammar came back, and begins it anew",
     "sessions_rest_while_others_wait": "some waited for blocks, and a resting session holds some",
 }
 
@@ -60,6 +61,8 @@ def of_returns(step: Step, ledger: Ledger) -> Iterator[str]:
         life = ledger.lives[row.request_id]
         if life.request.resumable and life.admitted_in >= 0:
             yield "sessions_announced_again"
+            if life.request.grammar is not None:
+                yield "sessions_back_under_a_grammar"
     if ledger.pause_state is not PauseState.UNPAUSED or step.after.free_queue:
         return
     resting = [one for one in step.after.requests if one.status is RESTING]

@@ -31,6 +31,7 @@ TRANSFERS = {
     "transfers_ended_under_way": "a request ended while its load was under way",
     "transfers_ended_and_read": "a request ended whose blocks the store reads",
     "transfers_held_twice": "blocks were held for a load and for the store at once",
+    "transfers_read_by_its_end": "a request ended by the answer that says its blocks were read",
     "transfers_released": "the last hold of blocks came to its end",
     "transfers_reported_again": "what was over, or never was, was reported",
     "transfers_reset_refused": "a reset was refused for a load under way, or a hold",
@@ -114,7 +115,9 @@ def of_reports(step: Step, ledger: Ledger) -> Iterator[str]:
     after = step.after.transfers
     left = {held.request_id for held in after.held} if after else set()
     for name in report.finished_sending:
-        if name not in store.held:
+        if name in step.ended and name not in left:
+            yield "transfers_read_by_its_end"
+        elif name not in store.held:
             yield "transfers_reported_again"
     if store.held.keys() - left:
         yield "transfers_released"

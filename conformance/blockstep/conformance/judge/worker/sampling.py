@@ -161,7 +161,11 @@ class Sampling(TaggedKV):
         return False
 
     def list_masked(self, frame_id: v.FrameId) -> list[FrameRow]:
-        """The rows that sample under a grammar, of those who have not ended."""
+        """The rows of a frame that sample under a grammar, of requests that have not ended.
+
+        Nor of a session that has gone on with a further chunk since: what those rows sample stands
+        behind its stop, and is dropped.
+        """
         return [
             row
             for row in self._frames.get(frame_id, ())
@@ -169,6 +173,7 @@ class Sampling(TaggedKV):
             and not row.is_void
             and row.view.automaton is not None
             and row.view.request.request_id not in self._ended
+            and self.views.get(row.view.request.request_id, row.view) is row.view
         ]
 
     def get_masked(self, row: FrameRow) -> v.TokenIds:
