@@ -15,6 +15,7 @@ from blockstep.conformance.judge.properties import Ledger, Step
 from blockstep.conformance.judge.witnesses import WITNESSES, situations
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
+from blockstep.conformance.lockstep.runner import ask_mask
 from blockstep.conformance.protocol.features import (
     find_lacking,
 )
@@ -558,6 +559,8 @@ def _episode(index: int) -> Counter[str]:
         if isinstance(action, Answer):
             if watched.plans:
                 oldest = watched.plans[0].frame_id
+                if watched.plans[0].has_structured_output_requests:  # as every run asks for it
+                    watched.do(ask_mask(watched.worker, watched.plans[0]))
                 told = watched.report(action.report, oldest)
                 watched.do(Commit(oldest, watched.worker.answer(oldest), told))
         elif isinstance(action, Report):

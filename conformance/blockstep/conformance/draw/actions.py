@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from random import Random
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from blockstep.conformance.draw.branches import draw_fork, list_ready
 from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.items import IDENTIFIERS
 from blockstep.conformance.draw.jobs import draw_clock, draw_estimate
 from blockstep.conformance.draw.memory import Memory, list_frames
-from blockstep.conformance.draw.mistakes import draw_bad_event
+from blockstep.conformance.draw.mistakes import draw_bad_event, draw_foreign
 from blockstep.conformance.draw.presets import Habit, Swarm
 from blockstep.conformance.draw.requests import (
     draw_request,
@@ -152,24 +152,10 @@ def schedule(_view: View, _draw: Draw) -> Action:
 
 def answer(view: View, draw: Draw) -> Action:
     """The worker answers; beside that it may report transfers."""
+    now = view.client
     if not view.swarm.has(TRANSFERS):
         return Answer()
-    client = view.client
-    plan, transfers = client.plans[0], client.transfers
-    loads = transfers.at_once.get(plan.frame_id, ())
-    ending = [
-        row.request_id
-        for row in plan.rows
-        if row.request_id in client.live
-        and transfers.get_offer(row.request_id).delays_free
-        and _may_end(client.live[row.request_id], client.said.get(row.request_id, ()))
-    ]
-    return Answer(draw_answered(transfers, loads, ending, draw))
-
-
-def _may_end(request: v.Request, said: v.TokenIds) -> bool:
-    """Whether the next token is the last that a request may have."""
-    return len(said) + 1 >= request.max_tokens
+    return Answer(draw_answered(now.plans[0], now.live, now.said, now.transfers, draw))
 
 
 def kv_offer(view: View, draw: Draw) -> Action:
@@ -273,19 +259,6 @@ def grammar_failed(view: View, draw: Draw) -> Action:
     return v.GrammarFailed(draw.choice([*live, *view.client.ended[-2:], "nobody"]))
 
 
-OF_A_SESSION: tuple[dict[str, Any], ...] = (
-    {"priority": 9},
-    {"adapter": "other"},
-    {"cache_salt": "other"},
-    {"skip_reading_prefix_cache": True},
-    {"structured_output": True},
-    {"structured_output": True, "grammar": v.Grammar(((),))},
-    {"job_id": "other"},
-    {"is_last_step": True},
-)
-"""What a chunk may not bring, unless its session has it."""
-
-
 def streaming_update(view: View, draw: Draw) -> Action:
     """A session goes on, most often one with nothing before it; now and then what is none."""
     client, swarm, index = view.client, view.swarm, view.num_submitted
@@ -295,11 +268,8 @@ def streaming_update(view: View, draw: Draw) -> Action:
     open_ones = [name for name, one in client.sessions.items() if not one.is_closed]
     waiting = [name for name in open_ones if not client.sessions[name].updates]
     name = draw.choice((waiting if waiting and draw.chance(70) else open_ones) or ["nobody"])
-    session = client.live.get(name, v.Request(name, (0,)))
-    update = draw_update(swarm, draw, session, index)
-    if swarm.has(HOSTILE) and draw.chance(8):  # which is refused where it is not the session's own
-        update = replace(update, **draw.choice(OF_A_SESSION))
-    return v.StreamingUpdate(update)
+    update = draw_update(swarm, draw, client.live.get(name, v.Request(name, (0,))), index)
+    return v.StreamingUpdate(draw_foreign(update, draw) if swarm.has(HOSTILE) else update)
 
 
 def encoder_reset(_view: View, _draw: Draw) -> Action:

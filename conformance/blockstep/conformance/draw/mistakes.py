@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.forks import list_strange_forks
@@ -203,3 +204,21 @@ def _list_bad_items(
             for item in request.items[:1]
         ],
     ]
+
+
+OF_A_SESSION: tuple[dict[str, Any], ...] = (
+    {"priority": 9},
+    {"adapter": "other"},
+    {"cache_salt": "other"},
+    {"skip_reading_prefix_cache": True},
+    {"structured_output": True},
+    {"structured_output": True, "grammar": Grammar(((),))},
+    {"job_id": "other"},
+    {"is_last_step": True},
+)
+"""What a chunk may not bring, unless its session has it."""
+
+
+def draw_foreign(update: Request, draw: Draw) -> Request:
+    """The chunk of a session, now and then with a field that is the session's: it is refused."""
+    return replace(update, **draw.choice(OF_A_SESSION)) if draw.chance(8) else update

@@ -59,7 +59,7 @@ def draw_twin(
         "adapter": other.adapter,
         "cache_salt": other.cache_salt,
         "items": kept,
-        "prompt_embeds": (*other.prompt_embeds, 0)[:length],
+        "prompt_embeds": (*other.prompt_embeds, 0)[:length] if other.prompt_embeds else (),
     }
     if swarm.has(ENCODER):
         del keys["items"]  # what an identifier names has one length

@@ -5,7 +5,7 @@ It is the adversary: late, twice, never, about nobody, with blocks that could no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from blockstep.conformance.draw.decisions import Draw
@@ -59,18 +59,39 @@ def draw_report(transfers: Transfers, draw: Draw) -> Report:
     return Report(tuple(recving), tuple(sending), _draw_invalid(loads, draw))
 
 
-def draw_answered(
-    transfers: Transfers, loads: Sequence[v.KVLoad], ending: Sequence[v.RequestId], draw: Draw
-) -> Report:
-    """What is reported beside the answer to a plan that had these loads.
+def list_read_at_end(
+    plan: v.Plan,
+    live: Mapping[v.RequestId, v.Request],
+    said: Mapping[v.RequestId, v.TokenIds],
+    transfers: Transfers,
+) -> list[v.RequestId]:
+    """Requests of a plan that the next token ends, and whose blocks the store reads then."""
+    names = [row.request_id for row in plan.rows if row.request_id in live]
+    return [
+        name
+        for name in names
+        if transfers.get_offer(name).delays_free
+        and len(said.get(name, ())) + 1 >= live[name].max_tokens
+    ]
 
-    `ending`: requests that the answer may end, and whose blocks the store reads then. It may have
-    read them already, so that the end of the read comes in this very answer.
+
+def draw_answered(
+    plan: v.Plan,
+    live: Mapping[v.RequestId, v.Request],
+    said: Mapping[v.RequestId, v.TokenIds],
+    transfers: Transfers,
+    draw: Draw,
+) -> Report:
+    """What is reported beside the answer to a plan.
+
+    Of requests that the answer ends, and whose blocks the store reads then, it may have read them
+    already: the end of the read comes in this very answer.
     """
     report = draw_report(transfers, draw) if draw.chance(30) else NO_REPORT
+    ending = list_read_at_end(plan, live, said, transfers)
     read = tuple([name for name in ending if draw.chance(35)])
     report = replace(report, sending=(*report.sending, *read))
-    failed = [load for load in loads if draw.chance(35)]
+    failed = [load for load in transfers.at_once.get(plan.frame_id, ()) if draw.chance(35)]
     return replace(report, invalid=(*report.invalid, *_draw_invalid(failed, draw)))
 
 

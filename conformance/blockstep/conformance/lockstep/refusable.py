@@ -18,7 +18,7 @@ from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.protocol.findings import Finding, violated
 from blockstep.conformance.protocol.program import describe_observation
-from blockstep.conformance.protocol.sessions import brings_what_is_the_sessions, get_longest
+from blockstep.conformance.protocol.sessions import find_problem_of_chunk, get_longest
 from blockstep.spec import vocabulary as v
 from blockstep.spec.state import State
 from blockstep.spec.transition import transition
@@ -87,8 +87,9 @@ def find_problem_of_update(
     if not update.resumable:
         return None
     request, said = client.live[update.request_id], client.said.get(update.request_id, ())
-    if brings_what_is_the_sessions(request, update):
-        return v.RejectCode.BAD_REQUEST
+    problem_of_chunk = find_problem_of_chunk(request, update)
+    if problem_of_chunk is not None:
+        return problem_of_chunk
     return _code_of(empty, v.Submit(get_longest(empty.config, request, said, session, update)))
 
 

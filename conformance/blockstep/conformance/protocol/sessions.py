@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from blockstep.spec.vocabulary import SESSION_FIELDS, Config, Request, TokenIds
+from blockstep.spec.vocabulary import SESSION_FIELDS, Config, RejectCode, Request, TokenIds
 
 
 def continue_request(request: Request, outputs: TokenIds, update: Request) -> Request:
@@ -28,11 +28,12 @@ def continue_request(request: Request, outputs: TokenIds, update: Request) -> Re
     )
 
 
-def brings_what_is_the_sessions(request: Request, update: Request) -> bool:
-    """Whether a chunk brings a value of its own for a field that its session has for good."""
+def find_problem_of_chunk(request: Request, update: Request) -> RejectCode | None:
+    """Why a chunk is refused: it brings another value for a field that its session has for good."""
     mine = [(getattr(update, name), getattr(request, name)) for name in SESSION_FIELDS]
     unsaid = [getattr(Request("", ()), name) for name in SESSION_FIELDS]
-    return any(new not in (old, no) for (new, old), no in zip(mine, unsaid, strict=True))
+    is_foreign = any(new not in (old, no) for (new, old), no in zip(mine, unsaid, strict=True))
+    return RejectCode.BAD_REQUEST if is_foreign else None
 
 
 @dataclass(slots=True)

@@ -205,8 +205,7 @@ def compare_arms(
                     result.contrast = Contrast(name, episode, swarm.config, config, *found)
                     return result
         except BrokenError as error:
-            cause = error.__cause__
-            frames = () if cause is None else list_frames(cause)
+            frames = list_frames(error.__cause__ or error)
             result.fault = Fault(name, episode, config, requests, str(error), frames)
             return result
     result.alike = tuple(arm.name for arm in arms if arm.name not in changing)

@@ -24,7 +24,7 @@ from blockstep.conformance.judge.properties.sentence import (
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step, keeps_blocks
-from blockstep.conformance.protocol.sessions import brings_what_is_the_sessions, get_longest
+from blockstep.conformance.protocol.sessions import find_problem_of_chunk, get_longest
 from blockstep.spec import vocabulary as v
 
 
@@ -217,14 +217,12 @@ def _problem_of_going_on(
     life = ledger.lives.get(update.request_id)
     if life is None:
         return v.RejectCode.UNKNOWN_REQUEST
-    session = life.session
-    if session is None or session.is_closed:
+    if life.session is None or life.session.is_closed:
         return v.RejectCode.NOT_RESUMABLE
-    if update.resumable and brings_what_is_the_sessions(life.request, update):
-        return v.RejectCode.BAD_REQUEST
-    return (
-        _never_served(config, _at_its_longest(config, life, update)) if update.resumable else None
-    )
+    if not update.resumable:
+        return None
+    problem = find_problem_of_chunk(life.request, update)
+    return problem or _never_served(config, _at_its_longest(config, life, update))
 
 
 def _at_its_longest(config: v.Config, life: Life, update: v.Request) -> v.Request:
