@@ -144,7 +144,7 @@ def check_engine(folder: Path, name: str, *args: object) -> Result:
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_an_engine_that_conforms_does_so_in_processes_of_its_own(tmp_path: Path, jobs: int) -> None:
-    args = ("--budget", 16_000, "--seed", 1, "--jobs", jobs)
+    args = ("--budget", 24_000, "--seed", 3, "--jobs", jobs)
     result = check_engine(tmp_path, "SpecEngine", *args)
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[-1].startswith("conforms: engine cli_engines:SpecEngine, ")
@@ -219,7 +219,7 @@ def test_an_episode_of_an_isolated_engine_is_recorded(tmp_path: Path) -> None:
     args = ("--episode", 2, "--record", path)
     assert check_engine(tmp_path, "SpecEngine", *args).exit_code == 0
     assert blockstep("validate", path).exit_code == 0
-    again = ("--seed", 5, "--episode", 1, "--record", tmp_path / "lost.jsonl")
+    again = ("--seed", 5, "--episode", 4, "--record", tmp_path / "lost.jsonl")
     lost = check_engine(tmp_path, "Aborting", *again)
     assert lost.exit_code == 1
     assert "lost.jsonl: nothing to write: the engine's process was ended" in lost.output
