@@ -1,14 +1,27 @@
-"""Paged attention against float64, both implementations, and what a call may not be."""
+"""Paged attention against float64, both implementations, and what a call may not be.
+
+The bits of a request must not depend on its batch: that is tested interpreted and on a GPU.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from kernel_support.oracle import Batch, attention
+from kernel_support.sanitizers import Sanitizer, sanitize
 
-from blockstep.kernels import paged_attention
+from blockstep.kernels import (
+    make_attention_workspace,
+    paged_attention,
+    plan_attention,
+    use_backend,
+)
 
 FP8 = torch.float8_e4m3fn
 BATCHES = {
@@ -68,24 +81,24 @@ def test_attention_is_what_float64_says(backend: str, device: str, batch: Batch)
 
 
 def test_bounds_of_the_host_change_nothing(backend: str, device: str) -> None:
-    check_against_oracle(BATCHES["mixed"], device, max_query_len=17, max_seq_len=40)
+    check_against_oracle(BATCHES["mixed"], device, max_query_len=17)
 
 
 @pytest.mark.parametrize("seq_len", [1, 300, 513])
 def test_a_long_decode_is_split(backend: str, device: str, seq_len: int) -> None:
-    check_against_oracle(Batch((1, 1), (seq_len, 200)), device, max_query_len=1, max_seq_len=8192)
+    check_against_oracle(Batch((1, 1), (seq_len, 200)), device, max_query_len=1)
 
 
 def test_a_long_decode_of_a_group_in_parts_is_split(backend: str, device: str) -> None:
     """The last part has a head less than the others, 23 of 24, and so a row that writes nothing."""
     batch = Batch((1, 1), (300, 20), num_heads=2 * 71)
-    check_against_oracle(batch, device, max_query_len=1, max_seq_len=8192)
+    check_against_oracle(batch, device, max_query_len=1)
 
 
 @pytest.mark.parametrize("rule", ["sliding_window", "attention_chunk_size"])
 def test_a_long_decode_is_split_inside_a_window(backend: str, device: str, rule: str) -> None:
     batch = Batch((1, 1), (559, 20), rules={rule: 140})
-    check_against_oracle(batch, device, max_query_len=1, max_seq_len=8192)
+    check_against_oracle(batch, device, max_query_len=1)
 
 
 def test_memory_of_splits_without_keys_is_not_read(
@@ -94,10 +107,11 @@ def test_memory_of_splits_without_keys_is_not_read(
     """It is not written either, so it may hold NaN; there are more splits than a merge loads."""
 
     def empty(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
-        return torch.full(shape, float("nan"), **options)
+        is_float = options.get("dtype", torch.float32).is_floating_point
+        return torch.full(shape, float("nan") if is_float else 1 << 30, **options)
 
     monkeypatch.setattr(torch, "empty", empty)
-    check_against_oracle(Batch((1, 1), (70, 3)), device, max_query_len=1, max_seq_len=1 << 14)
+    check_against_oracle(Batch((1, 1), (700, 3)), device, max_query_len=1)
 
 
 @pytest.mark.parametrize("rules", [{}, {"soft_cap": 2.0}], ids=["plain", "soft cap"])
@@ -168,6 +182,233 @@ def test_many_decodes_go_in_several_groups(monkeypatch: pytest.MonkeyPatch, devi
     check_against_oracle(Batch((1,) * 6, (40, 40, 40, 3, 40, 9)), device)
 
 
+# The bits of a request.
+
+LENGTHS = {
+    "decode of one split": (1, 11), "decode": (1, 331), "drafts": (4, 170), "many drafts": (9, 530),
+    "prefill": (40, 40), "chunk": (70, 90),
+}  # fmt: skip
+"""Tokens in the step, and keys."""
+COMPANIONS: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {
+    "among prefills": ([(17, 17), (50, 60)], [(33, 40)]),
+    "among long ones": ([(1, 700)], [(5, 500)]),
+    "among padding": ([], [(1, 1)] * 5),
+    "among many": ([(1, 60)] * 3, [(1, 100), (0, 7), (1, 18)]),
+}
+"""Lengths of the requests before and after."""
+PLAIN: dict[str, Any] = {}
+WINDOW = {"rules": {"sliding_window": 150}}
+CHUNKS = {"rules": {"attention_chunk_size": 96}}
+SOFT_CAP = {"rules": {"soft_cap": 2.0}}
+CACHE = {"cache_dtype": FP8, "rules": {"k_scale": 0.5, "v_scale": 2.0}}
+BRAIN: dict[str, Any] = {"dtype": torch.bfloat16}
+BRAIN_128 = {"dtype": torch.bfloat16, "head_size": 128}
+REQUESTS = [
+    *((name, PLAIN) for name in LENGTHS), ("decode", WINDOW), ("many drafts", WINDOW),
+    ("decode", CHUNKS), ("drafts", SOFT_CAP), ("decode", CACHE), ("prefill", CACHE),
+    ("drafts", BRAIN_128), ("prefill", BRAIN), ("drafts", {"num_heads": 14}),
+]  # fmt: skip
+
+
+def make_with_subject(batch: Batch, subject: int, device: str) -> tuple[Any, dict[str, Any]]:
+    """Arguments in which request `subject` has the same queries, keys and values in any batch."""
+    (query, keys, values, tables, starts, lens), rules = batch.make()
+    draw = torch.Generator().manual_seed(7)
+    start, stop = starts[subject : subject + 2].tolist()
+    query[start:stop] = torch.randn(query[start:stop].shape, generator=draw).to(query.dtype)
+    position = torch.arange(int(lens[subject]))
+    blocks, offsets = tables[subject][position // batch.block_size], position % batch.block_size
+    for cache in (keys, values):
+        drawn = torch.randn((len(position), *cache.shape[2:]), generator=draw)
+        wide = cache.float()
+        wide[blocks.long(), offsets] = drawn
+        cache.copy_(wide.to(cache.dtype))
+    moved = tuple(x.to(device) for x in (query, keys, values, tables, starts, lens))
+    return moved, rules
+
+
+def plan_rules(rules: dict[str, Any]) -> dict[str, Any]:
+    """Those of the rules that a plan is made for."""
+    names = ("sliding_window", "attention_chunk_size")
+    return {name: rules[name] for name in names if name in rules}
+
+
+def attend_in_batches(
+    lengths: tuple[int, int],
+    kind: dict[str, Any],
+    device: str,
+    set_processors: Callable[[int], None],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The rows of one request, alone and in each batch, on devices of different sizes."""
+    batches = {"alone": ([], []), **COMPANIONS, "alone again": ([], [])}
+    for count, (name, (before, after)) in enumerate(batches.items(), 1):
+        set_processors(count)
+        query_lens, seq_lens = zip(*before, lengths, *after, strict=True)
+        batch = replace(Batch(query_lens, seq_lens), **kind)
+        (query, *others), rules = make_with_subject(batch, len(before), device)
+        workspace = make_attention_workspace(query, others[0], others[2].shape[1] * 16)
+        start = sum(query_lens[: len(before)])
+        how: dict[str, Any] = {}
+        if before:
+            plan = plan_attention(
+                query, others[0], *others[3:], max_query_len=max(query_lens), **plan_rules(rules)
+            )
+            how = {"max_query_len": max(query_lens), "workspace": workspace, "plan": plan}
+        out = paged_attention(query, *others, **{**rules, **how})
+        yield name, out[start : start + lengths[0]]
+        assert not workspace.counters.any()  # as they were, for the next call
+
+
+@pytest.mark.parametrize(("name", "kind"), REQUESTS, ids=str)
+def test_bits_of_a_request_do_not_depend_on_its_batch(
+    monkeypatch: pytest.MonkeyPatch, device: str, name: str, kind: dict[str, Any]
+) -> None:
+    """Nor on the number of multiprocessors, on a bound, or on a workspace."""
+    attention_triton = pytest.importorskip("blockstep.kernels.attention_triton")
+
+    def set_processors(count: int) -> None:
+        monkeypatch.setattr(attention_triton, "count_processors", lambda _: count)
+
+    with use_backend("triton"):
+        found = dict(attend_in_batches(LENGTHS[name], kind, device, set_processors))
+    alone = found.pop("alone")
+    assert not alone.isnan().any()
+    different = [name for name, rows in found.items() if not torch.equal(rows, alone)]
+    assert different == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU chooses the order itself")
+@pytest.mark.parametrize(
+    "name", ["many drafts", *(pytest.param(n, marks=pytest.mark.soak) for n in ("decode", "chunk"))]
+)
+def test_bits_of_a_request_do_not_depend_on_the_order_of_programs(
+    monkeypatch: pytest.MonkeyPatch, device: str, name: str
+) -> None:
+    """On a GPU a program may store splits of another one's query tile before that one begins.
+
+    The interpreter runs programs one after the other; here the last one is the first.
+    """
+    attention_triton = pytest.importorskip("blockstep.kernels.attention_triton")
+    builder = import_module("triton.runtime.interpreter").interpreter_builder
+    forward = builder.set_grid_idx
+
+    def set_processors(count: int) -> None:
+        monkeypatch.setattr(attention_triton, "count_processors", lambda _: count)
+
+    def run_backward(x: int, y: int, z: int) -> None:
+        forward(builder.grid_dim[0] - 1 - x, y, z)
+
+    with use_backend("triton"):
+        expected = dict(attend_in_batches(LENGTHS[name], PLAIN, device, set_processors))
+        monkeypatch.setattr(builder, "set_grid_idx", run_backward)
+        found = dict(attend_in_batches(LENGTHS[name], PLAIN, device, set_processors))
+    different = [name for name, rows in found.items() if not torch.equal(rows, expected[name])]
+    assert different == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("lengths", [(1, 531), (1, 8000), (4, 300)], ids=str)
+def test_bits_of_a_request_are_those_of_a_graph_whose_lengths_change(
+    lengths: tuple[int, int],
+) -> None:
+    """Captured with padding of one key; then replayed with other requests in its place."""
+    query_len, seq_len = lengths
+    kind: dict[str, Any] = {"dtype": torch.bfloat16, "head_size": 128, "num_heads": 8}
+    batch = replace(Batch((query_len,) * 9, (seq_len, *[700] * 4, *[16 * 500] * 4)), **kind)
+    (query, *others), rules = make_with_subject(batch, 0, "cuda")
+    keys, values, tables, starts, lens = others
+    wanted = lens.clone()
+    lens.fill_(query_len)
+    workspace = make_attention_workspace(query, keys, tables.shape[1] * 16)
+    how = {"max_query_len": query_len, "workspace": workspace, **rules}
+    paged_attention(query, *others, **how)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_attention(query, *others, **how)
+    lens.copy_(wanted)
+    graph.replay()
+    alone = paged_attention(
+        query[:query_len].clone(), keys, values, tables[:1].clone(), starts[:2].clone(),
+        lens[:1].clone(), **rules,
+    )  # fmt: skip
+    assert torch.equal(out[:query_len], alone)
+    expected = attention(*(x.cpu() for x in (query, *others)), **rules)
+    torch.testing.assert_close(out.double().cpu(), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_programs_compute_the_tiles_that_the_benchmark_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So its table of shares is that of the kernel."""
+    attention_triton = pytest.importorskip("blockstep.kernels.attention_triton")
+    if torch.cuda.is_available():
+        pytest.skip("looks at interpreted kernels")
+    from benchmarks.attention import share_out
+
+    tiles: Counter[int] = Counter()
+    launches: list[list[int]] = []
+    finish = Sanitizer.finish_launch
+
+    def count(self: Sanitizer) -> None:
+        tiles.clear()
+        for access, _, _ in self.log:
+            if access.line.startswith("load_tile"):
+                tiles[access.program[0]] += 1
+        if tiles:  # a plan has none
+            launches.append([tiles[program] // 2 for program in range(10)])  # keys and values
+        finish(self)
+
+    monkeypatch.setattr(Sanitizer, "finish_launch", count)
+    monkeypatch.setattr(attention_triton, "count_processors", lambda _: 5)
+    lengths = [(1, 300), (1, 40), (70, 90), (0, 9), (4, 500), (20, 400), (1, 17)]
+    batch = Batch(*zip(*lengths, strict=True))  # type: ignore[arg-type]
+    arguments, rules = batch.make()
+    with use_backend("triton"), sanitize() as sanitizer:
+        paged_attention(*arguments, **rules)
+    assert sanitizer.findings == []
+    tilings = attention_triton.choose_tilings(16, 2, 4)
+    assert launches == [
+        share_out("", lengths, tilings, 2, 10, is_few=is_few).tiles for is_few in (True, False)
+    ]
+
+
+def test_a_plan_serves_all_layers_of_a_step(backend: str, device: str) -> None:
+    arguments, rules = Batch((1, 30, 3), (200, 90, 40)).make(device)
+    query, keys, _, _, starts, lens = arguments
+    plan = plan_attention(query, keys, starts, lens)
+    expected = [paged_attention(*arguments, **rules) for _ in range(2)]
+    made = [paged_attention(*arguments, **rules, plan=plan) for _ in range(2)]
+    assert all(torch.equal(x, y) for x, y in zip(made, expected, strict=True))
+
+
+@pytest.mark.parametrize("change", [{"sliding_window": 8}, {"attention_chunk_size": 8}], ids=str)
+def test_a_plan_for_other_rules_is_refused(device: str, change: dict[str, int]) -> None:
+    pytest.importorskip("triton")
+    arguments, rules = Batch((1, 3), (20, 9)).make(device)
+    query, keys, _, _, starts, lens = arguments
+    with use_backend("triton"):
+        plan = plan_attention(query, keys, starts, lens, **change)
+        with pytest.raises(ValueError, match="plan: must be for"):
+            paged_attention(*arguments, **rules, plan=plan)
+
+
+def test_a_workspace_that_is_too_small_is_refused(device: str) -> None:
+    pytest.importorskip("triton")
+    arguments, rules = Batch((1,), (3000,)).make(device)
+    with use_backend("triton"):
+        workspace = make_attention_workspace(arguments[0], arguments[1], 16)
+        with pytest.raises(ValueError, match=r"workspace: must hold .* of at least 3008"):
+            paged_attention(*arguments, **rules, workspace=workspace)
+
+
+def test_the_reference_needs_no_workspace() -> None:
+    arguments, rules = Batch((1,), (4,)).make()
+    workspace = make_attention_workspace(arguments[0], arguments[1], 16)
+    assert [x.numel() for x in workspace] == [0, 0, 0]
+    out = paged_attention(*arguments, **rules, workspace=workspace)
+    assert torch.equal(out, paged_attention(*arguments, **rules))
+
+
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "list": ({"query": [1.0]}, TypeError, "query: must be a torch.Tensor, but is list"),
     "double": ({"query": torch.zeros(6, 4, 16).double()}, TypeError, "query: must be float32 or"),
@@ -217,7 +458,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "k_scale": ({"k_scale": 2.0}, ValueError, "k_scale: must be 1 unless the cache is float8"),
     "out": ({"out": torch.zeros(5, 4, 16)}, ValueError, "out: dimension 0"),
-    "bound": ({"max_seq_len": 0}, ValueError, "max_seq_len: must be at least 1"),
+    "bound": ({"max_query_len": 0}, ValueError, "max_query_len: must be at least 1"),
 }  # fmt: skip
 
 
@@ -230,6 +471,15 @@ def test_a_wrong_call_is_refused(
     call = {**dict(zip(names, arguments, strict=True)), **rules, **change}
     with pytest.raises(error, match=message):
         paged_attention(**call)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU checks every call")
+def test_a_wrong_call_is_refused_after_one_that_was_right() -> None:
+    arguments, rules = Batch((1,), (4,)).make("cuda")
+    for _ in range(2):
+        paged_attention(*arguments, **rules)
+        with pytest.raises(ValueError, match="scale: must be positive"):
+            paged_attention(*arguments, **{**rules, "scale": 0.0})
 
 
 def test_a_head_size_that_no_kernel_has_is_refused() -> None:

@@ -27,6 +27,11 @@ few MiB stay in the CPU's cache, and an allocator hands them out again instead o
 """
 
 
+NUM_CHECKED_MAX = 1024
+"""Combinations of shapes that are remembered, since batches differ from step to step."""
+_checked: set[tuple[object, ...]] = set()
+
+
 class Rules(NamedTuple):
     """What is the same for all sequences of a call."""
 
@@ -36,6 +41,81 @@ class Rules(NamedTuple):
     soft_cap: float | None
     k_scale: float
     v_scale: float
+
+
+class AttentionWorkspace(NamedTuple):
+    """Memory in which the programs of a call of `paged_attention` exchange results of splits."""
+
+    counters: Tensor
+    """int32: for each query tile under way the splits that are stored; 0 between calls."""
+    partial: Tensor
+    """float32: weighted values of splits."""
+    sums: Tensor
+    """float32: for each row of a split the maximum of its scores and the sum of exponentials."""
+
+
+def make_attention_workspace(
+    query: Tensor, key_cache: Tensor, max_seq_len: int
+) -> AttentionWorkspace:
+    """Allocate the workspace of `paged_attention` for a model whose layers are alike.
+
+    Calls on one stream may share it, those of different layers too. Calls on two streams must not:
+    one would merge results of the other. A call that fails half way leaves it unusable.
+
+    query, key_cache: examples of what the calls get; only heads, head size, dtypes and device
+    matter. max_seq_len: slots that the widest block table has, `max_blocks * block_size`. The torch
+    reference needs no workspace, and on the CPU it is empty.
+    """
+    if kernels := find_kernels("attention", query):
+        made: AttentionWorkspace = kernels.make_workspace(query, key_cache, max_seq_len)
+        return made
+    return AttentionWorkspace(
+        torch.zeros(0, dtype=torch.int32, device=query.device),
+        *(torch.zeros(0, device=query.device) for _ in range(2)),
+    )
+
+
+class AttentionPlan(NamedTuple):
+    """Which program of a GPU computes what, in calls of `paged_attention` with the same lengths."""
+
+    rows: Tensor
+    """[num_rows, 16] int32: for each program its first splits, then those of all programs."""
+    num_few: int
+    """Programs for requests with few rows of queries."""
+    num_many: int
+    """Programs for requests with more; 0 if there are none."""
+    num_few_runs: int
+    """Rows after those of the programs that belong to the former."""
+    shape: tuple[int | None, ...]
+    """What the plan is for: tokens, heads, head size, KV heads, requests, window, chunk size."""
+
+
+def plan_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
+    max_query_len: int | None = None,
+) -> AttentionPlan:
+    """Plan `paged_attention` of a step, once for all layers that have the same window or chunks.
+
+    Arguments are those of `paged_attention`. Of `query` and `key_cache` only shapes, dtypes and the
+    device matter. Recorded in a CUDA graph, the plan follows lengths that change. The torch
+    reference needs no plan, and on the CPU it is empty.
+    """
+    if kernels := find_kernels("attention", query):
+        made: AttentionPlan = kernels.make_plan(
+            query, key_cache, query_start_loc, seq_lens, sliding_window, attention_chunk_size,
+            max_query_len,
+        )  # fmt: skip
+        return made
+    shape = (
+        *query.shape, key_cache.shape[2], len(seq_lens), sliding_window, attention_chunk_size
+    )  # fmt: skip
+    return AttentionPlan(torch.empty((0, 16), dtype=torch.int32), 0, 0, 0, shape)
 
 
 def paged_attention(
@@ -53,7 +133,8 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     max_query_len: int | None = None,
-    max_seq_len: int | None = None,
+    plan: AttentionPlan | None = None,
+    workspace: AttentionWorkspace | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each token to its sequence's slots; `[num_tokens, num_heads, head_size]`.
@@ -69,43 +150,90 @@ def paged_attention(
     query: `[num_tokens, num_heads, head_size]`, float32, float16 or bfloat16, heads grouped by KV
     head: head `h` reads KV head `h // (num_heads // num_kv_heads)`. key_cache, value_cache: as in
     `reshape_and_cache`, the query's dtype or float8_e4m3fn with scales (then a GPU computes a
-    float32 query in bfloat16). block_tables: `[num_seqs,
-    max_blocks]` int32; entries past a sequence's last block are not read, nor are those wholly
-    before the window or the chunk of its first token. query_start_loc: `[num_seqs + 1]` int32.
-    seq_lens: `[num_seqs]` int32, computed tokens and this step's. Rows of `query` past the last
-    sequence are padding: what is written there is not said. soft_cap: `soft_cap *
-    tanh(score / soft_cap)`.
+    float32 query in bfloat16). block_tables: `[num_seqs, max_blocks]` int32; entries past a
+    sequence's last block are not read, nor are those wholly before the window or the chunk of its
+    first token. query_start_loc: `[num_seqs + 1]` int32. seq_lens: `[num_seqs]` int32, computed
+    tokens and this step's. Rows of `query` past the last sequence are padding, and undefined in the
+    result. soft_cap: `soft_cap * tanh(score / soft_cap)`.
 
-    max_query_len, max_seq_len: upper bounds known to the host; they size the launch on a GPU, and
-    without them it is sized by the shapes. Bound for decodes: the bytes of the KV that is read.
+    On a GPU the bits of a request's rows follow from the request alone: its lengths, queries, keys
+    and values. They are the same in every batch and in a CUDA graph whose lengths change.
+
+    max_query_len: upper bound of a request's tokens; a GPU saves a launch if it is small. plan: of
+    `plan_attention` for these lengths; without one each call plans. workspace: memory of
+    `make_attention_workspace`; without one each call allocates it.
 
     Raises:
-        TypeError, ValueError: a wrong dtype, shape, device, layout or number; on the CPU also
-            lengths that contradict each other and block ids outside the cache.
+        TypeError, ValueError: a wrong dtype, shape, device, layout or number, a workspace that is
+            too small, or a plan for another batch; on the CPU also lengths that contradict each
+            other and block ids outside the cache.
     """
     rules = Rules(scale, sliding_window, attention_chunk_size, soft_cap, k_scale, v_scale)
-    check_arguments(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, rules)
-    if out is None:
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    else:
-        arguments = Arguments()
-        arguments.check("query", query, "num_tokens num_heads head_size", *FLOATS)
-        arguments.check("out", out, "num_tokens num_heads head_size", query.dtype, rows=True)
-    for name, bound in (("max_query_len", max_query_len), ("max_seq_len", max_seq_len)):
-        if bound is not None and bound < 1:
-            raise ValueError(f"{name}: must be at least 1, but is {bound}; leave it out")
+    check_once(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, rules)
+    out = check_options(query, out, max_query_len)
     if query.numel() == 0 or seq_lens.numel() == 0:
         return out
     if kernels := find_kernels("attention", query):
+        if plan is None:
+            plan = kernels.make_plan(
+                query, key_cache, query_start_loc, seq_lens, sliding_window, attention_chunk_size,
+                max_query_len,
+            )  # fmt: skip
+        check_plan(plan, query, key_cache, seq_lens, rules)
         kernels.launch_paged_attention(
-            query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, rules,
-            max_query_len, max_seq_len, out,
-        )  # fmt: skip
+            query, key_cache, value_cache, block_tables, plan, rules, workspace, out
+        )
         return out
     attend_grouped(
         query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, rules, out
     )
     return out
+
+
+def check_options(query: Tensor, out: Tensor | None, max_query_len: int | None) -> Tensor:
+    """Check what a caller may leave out; the memory of the result is the caller's, or new."""
+    if max_query_len is not None and max_query_len < 1:
+        raise ValueError(f"max_query_len: must be at least 1, but is {max_query_len}; leave it out")
+    if out is None:
+        return torch.empty_like(query, memory_format=torch.contiguous_format)
+    arguments = Arguments()
+    arguments.check("query", query, "num_tokens num_heads head_size", *FLOATS)
+    arguments.check("out", out, "num_tokens num_heads head_size", query.dtype, rows=True)
+    return out
+
+
+def check_plan(
+    plan: AttentionPlan, query: Tensor, key_cache: Tensor, seq_lens: Tensor, rules: Rules
+) -> None:
+    """Refuse a plan that was made for other shapes, another window or other chunks."""
+    window = rules.sliding_window, rules.chunk_size
+    shape = (*query.shape, key_cache.shape[2], len(seq_lens), *window)
+    if plan.shape != shape:
+        raise ValueError(
+            f"plan: must be for tokens, heads and so on {shape}, but is for {plan.shape}; "
+            f"plan each step"
+        )
+
+
+def check_once(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Rules]) -> None:
+    """Check arguments as `check_arguments` does, on a GPU once for each combination of shapes.
+
+    There only shapes, strides, dtypes, devices and numbers are checked, and layer after layer they
+    are the same. The check takes longer than a small launch.
+    """
+    *tensors, rules = arguments
+    if not all(isinstance(tensor, Tensor) and tensor.is_cuda for tensor in tensors):
+        check_arguments(*arguments)
+        return
+    seen = (
+        rules,
+        *((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors),
+    )
+    if seen not in _checked:
+        check_arguments(*arguments)
+        if len(_checked) >= NUM_CHECKED_MAX:
+            _checked.clear()
+        _checked.add(seen)
 
 
 def check_arguments(

@@ -1,115 +1,397 @@
-"""The Triton kernels of paged attention: one tile of queries against its keys, tile by tile."""
+"""The Triton kernels of paged attention: programs share out the splits of all requests.
+
+Each launch has as many programs as the device runs at once. `plan_kernel` computes from the lengths
+which splits each of them computes (`blockstep.kernels.partition`): a contiguous range of them, in
+the order request, KV head, query tile, split. One launch of `attention_kernel` serves the requests
+with few rows of queries, a second one those with more, each with its own sizes of tiles.
+
+    programs           |--------- 0 ---------|--------- 1 ---------|--------- 2 ...
+    query tiles        |--- A ---|------ B ------|---------- C ----------|
+    their splits       | 0  1  2 | 0  1  2  3  4 | 0  1  2  3  4  5  6  7 |
+
+Program 0 writes the result of A. Of B it stores splits 0 to 3, merged, and program 1 stores split
+4; whichever of the two finishes last merges these and writes the result. Splits are always merged
+in their order, so the bits of a result do not depend on which program computes what.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockstep.kernels.attention import Rules
+from blockstep.kernels import partition
+from blockstep.kernels.attention import AttentionPlan, AttentionWorkspace, Rules
 from blockstep.kernels.dispatch import on_device_of_first
+from blockstep.kernels.partition import FEW, MANY, Splits, count_splits_max
 
 LOG2_E = 1.4426950408889634
-NUM_KEYS_PER_SPLIT_MIN = 256
-"""A split shorter than this costs more to merge than it saves."""
-NUM_SPLITS_MAX = 64
-NUM_SPLITS_AT_ONCE = 16
-"""What a program of the merge loads together: 16 registers of each thread for 128 dimensions."""
+NUM_LANES = 512
+"""Requests whose lengths a program reads at once."""
+NUM_ITEM_LANES = 32
+"""Query tiles of a request that a program plans at once."""
+ROW = tl.constexpr(16)
+"""Integers of a row of a plan."""
+
+
+def make_callable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a rule for kernels. Interpreted kernels call it as it is."""
+    made: Any = triton.jit(function)
+    return made if isinstance(made, triton.JITFunction) else function
+
+
+find_first_key = make_callable(partition.find_first_key)
+choose_split_tiles = make_callable(partition.choose_split_tiles)
+weigh_query_tile = make_callable(partition.weigh_query_tile)
+count_splits_before = make_callable(partition.count_splits_before)
+find_query_tile = make_callable(partition.find_query_tile)
 
 
 @triton.jit
-def find_sequence(query_start_loc, num_seqs, tile, BLOCK_Q: tl.constexpr):
-    """The sequence that tile of queries belongs to; sequence `s` begins at `start // BLOCK_Q + s`.
-
-    So each sequence has room for all its tiles, and at most one tile too many, which ends at once.
-    """
-    low = 0
-    high = num_seqs
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= tile:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
+def divide_up(number, by):
+    """The quotient, rounded up."""
+    return (number + by - 1) // by
 
 
 @triton.jit
-def find_keys(
-    position, last, window, split, num_splits, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNKS: tl.constexpr, SPLIT: tl.constexpr,
+def count_splits_before_program(
+    program, first_tile, weight, num_splits, num_tiles_all, num_programs
 ):  # fmt: skip
-    """The keys of a program whose first query is at `position`: all up to `last`, or its share."""
-    first = 0
-    if WINDOW:
-        first = tl.maximum(position - window + 1, 0)
-    if CHUNKS:
-        first = position - position % window
-    if SPLIT:
-        num_tiles = (last - first + TILE - 1) // TILE
-        share = (num_tiles + num_splits - 1) // num_splits * TILE
-        first = first + split * share
-        last = tl.minimum(last, first + share)
-    return first, last
+    """`count_splits_before`, computed in 64 bits."""
+    return count_splits_before(
+        program.to(tl.int64), first_tile.to(tl.int64), weight, num_splits, num_tiles_all,
+        num_programs,
+    ).to(tl.int32)  # fmt: skip
+
+
+@triton.jit
+def weigh_request(
+    query_len, seq_len, window, NUM_GROUPS: tl.constexpr, FEW_MAX: tl.constexpr,
+    BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Tiles of keys of a query tile, and the query tiles of the request for all parts of heads.
+
+    There are none if the other launch serves the request.
+    """
+    first = find_first_key(seq_len - query_len, window, WINDOW, CHUNKS)
+    weight = weigh_query_tile(
+        query_len.to(tl.int64), seq_len.to(tl.int64), first, window, BLOCK_Q, TILE, IS_FEW,
+        WINDOW | CHUNKS,
+    ).to(tl.int32)  # fmt: skip
+    is_few = (query_len > 0) & (query_len <= FEW_MAX)
+    is_served = is_few if IS_FEW else query_len > FEW_MAX
+    num_items = (query_len + BLOCK_Q - 1) // BLOCK_Q * NUM_GROUPS
+    return weight, tl.where(is_served, num_items, 0)
+
+
+@triton.jit
+def weigh_requests(
+    query_start_loc, seq_lens, first_request, num_seqs, window, NUM_GROUPS: tl.constexpr,
+    FEW_MAX: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Tiles of keys, and query tiles, of `LANES` requests, both `[LANES]` int32."""
+    request = first_request + tl.arange(0, LANES)
+    mask = request < num_seqs
+    start = tl.load(query_start_loc + request, mask=mask, other=0)
+    stop = tl.load(query_start_loc + request + 1, mask=mask, other=0)
+    seq_len = tl.load(seq_lens + request, mask=mask, other=0)
+    weight, num_items = weigh_request(
+        stop - start, seq_len, window,
+        NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS,
+    )  # fmt: skip
+    return weight * num_items, num_items
+
+
+@triton.jit
+def find_request(
+    query_start_loc, seq_lens, position, num_seqs, window, NUM_GROUPS: tl.constexpr,
+    FEW_MAX: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """The request of tile of keys number `position`; tiles and query tiles of those before it."""
+    request = tl.zeros((), tl.int32)
+    before = tl.zeros((), tl.int32)
+    items_before = tl.zeros((), tl.int32)
+    base = tl.zeros((), tl.int32)
+    for first_request in range(0, num_seqs, LANES):
+        tiles, num_items = weigh_requests(
+            query_start_loc, seq_lens, first_request, num_seqs, window,
+            NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS, LANES,
+        )  # fmt: skip
+        ends = base + tl.cumsum(tiles, 0)
+        is_before = ends <= position
+        request += tl.sum(is_before.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(is_before, ends, 0), 0))
+        items_before += tl.sum(tl.where(is_before, num_items, 0), 0)
+        base += tl.sum(tiles, 0)
+    return request, before, items_before
+
+
+@triton.jit
+def load_request(
+    query_start_loc, seq_lens, request, window, NUM_GROUPS: tl.constexpr, FEW_MAX: tl.constexpr,
+    BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Where a request's queries begin, its lengths, and what `weigh_request` says of it."""
+    start = tl.load(query_start_loc + request)
+    query_len = tl.load(query_start_loc + request + 1) - start
+    seq_len = tl.load(seq_lens + request)
+    weight, num_items = weigh_request(
+        query_len, seq_len, window,
+        NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS,
+    )  # fmt: skip
+    return start, query_len, seq_len, weight, num_items
+
+
+@triton.jit
+def store_run(
+    row, mask, start, query_len, seq_len, request, group, local, split, stop, num_splits,
+    split_tiles, place, num_merged, first,
+):  # fmt: skip
+    """Store what a program needs to know of splits `split` to `stop - 1` of a query tile."""
+    zero = split - split
+    tl.store(row, zero + start, mask=mask)
+    tl.store(row + 1, zero + query_len, mask=mask)
+    tl.store(row + 2, zero + seq_len, mask=mask)
+    tl.store(row + 3, zero + request, mask=mask)
+    tl.store(row + 4, group, mask=mask)
+    tl.store(row + 5, local, mask=mask)
+    tl.store(row + 6, split, mask=mask)
+    tl.store(row + 7, stop, mask=mask)
+    tl.store(row + 8, num_splits, mask=mask)
+    tl.store(row + 9, split_tiles, mask=mask)
+    tl.store(row + 10, place, mask=mask)
+    tl.store(row + 11, zero + num_merged, mask=mask)
+    tl.store(row + 12, first, mask=mask)
+
+
+@triton.jit
+def plan_items(
+    plan, header, runs_at, program, num_programs, num_tiles_all, end, start, query_len,
+    seq_len, request, before, items_before, index, num_items, weight, first_run, stop_run,
+    window, BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Write the runs of query tiles `index` of a request; the first and last row of runs so far."""
+    num_query_tiles = divide_up(query_len, BLOCK_Q)
+    local = find_query_tile(index % num_query_tiles, num_query_tiles) * BLOCK_Q
+    context = seq_len - query_len
+    first = find_first_key(context + local, window, WINDOW, CHUNKS)
+    last = context + tl.minimum(local + BLOCK_Q, query_len)
+    num_tiles = divide_up(last, TILE) - first // TILE
+    split_tiles = choose_split_tiles(num_tiles, num_query_tiles, SPLITS)
+    num_splits = divide_up(num_tiles, split_tiles)
+    origin = before + index * weight
+    split = count_splits_before_program(
+        program, origin, weight, num_splits, num_tiles_all, num_programs
+    )  # fmt: skip
+    stop = count_splits_before_program(
+        program + 1, origin, weight, num_splits, num_tiles_all, num_programs
+    )  # fmt: skip
+    owner = (origin.to(tl.int64) * num_programs // num_tiles_all).to(tl.int32)
+    num_own = count_splits_before_program(
+        owner + 1, origin, weight, num_splits, num_tiles_all, num_programs
+    )  # fmt: skip
+    place = owner
+    num_merged = num_own  # of the stored splits, in the first slot
+    if not IS_FEW:
+        # The next programs may store their splits of the owner's last query tile while the owner is
+        # still at one of which it has all splits: the two must not meet in one place.
+        place = owner + num_programs * (num_own == num_splits).to(tl.int32)
+        num_merged = num_own * 0 + 1
+    has_any = (index < num_items) & (origin < end) & (split < stop)
+    run = items_before + index + program
+    first_run = tl.minimum(first_run, tl.min(tl.where(has_any, run, 0x7FFFFFFF), 0))
+    stop_run = tl.maximum(stop_run, tl.max(tl.where(has_any, run + 1, 0), 0))
+    is_first = has_any & (run == first_run)
+    store_run(
+        plan + (runs_at + run) * ROW, has_any, start, query_len, seq_len, request,
+        index // num_query_tiles, local, split, stop, num_splits, split_tiles, place,
+        num_merged, first,
+    )  # fmt: skip
+    store_run(
+        header + run * 0, is_first, start, query_len, seq_len, request,
+        index // num_query_tiles, local, split, stop, num_splits, split_tiles, place,
+        num_merged, first,
+    )  # fmt: skip
+    return first_run, stop_run
+
+
+@triton.jit
+def plan_program(
+    plan, program, num_programs, header_at, runs_at, query_start_loc, seq_lens, num_seqs, window,
+    NUM_GROUPS: tl.constexpr, FEW_MAX: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr,
+    IS_FEW: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr,
+    LANES: tl.constexpr, ITEM_LANES: tl.constexpr,
+):  # fmt: skip
+    """Write the runs of a program: for each of its query tiles, the splits that are its own.
+
+    The tiles of keys of all query tiles are numbered. A program computes the splits whose first
+    tile is in its range of numbers. Query tile `i` of program `p` is in row `i + p` of the runs:
+    only the last one of a program may be the first one of the next, too. The first run is in the
+    program's header as well, with the rows of all.
+    """
+    num_tiles_all = tl.zeros((), tl.int32)  # 32 bits: as many tiles would be many terabytes
+    for first_request in range(0, num_seqs, LANES):
+        tiles, _ = weigh_requests(
+            query_start_loc, seq_lens, first_request, num_seqs, window,
+            NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS, LANES,
+        )  # fmt: skip
+        num_tiles_all += tl.sum(tiles, 0)
+    position = (program.to(tl.int64) * num_tiles_all // num_programs).to(tl.int32)
+    end = ((program + 1).to(tl.int64) * num_tiles_all + num_programs - 1) // num_programs
+    end = end.to(tl.int32)
+    request = tl.zeros((), tl.int32)
+    before = tl.zeros((), tl.int32)
+    items_before = tl.zeros((), tl.int32)
+    first_run = tl.full((), 0x7FFFFFFF, tl.int32)
+    stop_run = tl.zeros((), tl.int32)
+    header = plan + (header_at + program) * ROW
+    while position < end:
+        start, query_len, seq_len, weight, num_items = load_request(
+            query_start_loc, seq_lens, request, window,
+            NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS,
+        )  # fmt: skip
+        if position >= before + weight * num_items:
+            request, before, items_before = find_request(
+                query_start_loc, seq_lens, position, num_seqs, window,
+                NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS, LANES,
+            )  # fmt: skip
+            start, query_len, seq_len, weight, num_items = load_request(
+                query_start_loc, seq_lens, request, window,
+                NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, IS_FEW, WINDOW, CHUNKS,
+            )  # fmt: skip
+        first_index = (position - before) // weight
+        index = first_index + tl.arange(0, ITEM_LANES)
+        first_run, stop_run = plan_items(
+            plan, header, runs_at, program, num_programs, num_tiles_all, end, start, query_len,
+            seq_len, request, before, items_before, index, num_items, weight, first_run, stop_run,
+            window, BLOCK_Q, TILE, IS_FEW, SPLITS, WINDOW, CHUNKS,
+        )  # fmt: skip
+        stop_index = first_index + ITEM_LANES
+        position = before + stop_index * weight
+        if stop_index >= num_items:
+            position = before + num_items * weight
+            before = position
+            items_before += num_items
+            request += 1
+    tl.store(header + 13, first_run)
+    tl.store(header + 14, stop_run)
+
+
+# A number that changes from step to step is no reason to compile anew.
+@triton.jit(do_not_specialize=["num_few", "runs_at", "num_few_runs", "num_seqs"])
+def plan_kernel(
+    plan, num_few, runs_at, num_few_runs, query_start_loc, seq_lens, num_seqs, window,
+    NUM_GROUPS: tl.constexpr, FEW_MAX: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr,
+    SPLITS: tl.constexpr, MANY_BLOCK_Q: tl.constexpr, MANY_TILE: tl.constexpr,
+    MANY_SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
+    ITEM_LANES: tl.constexpr,
+):  # fmt: skip
+    """Each program plans one program of `attention_kernel`: the first `num_few` for few rows."""
+    program = tl.program_id(0)
+    if program < num_few:
+        plan_program(
+            plan, program, num_few, 0, runs_at, query_start_loc, seq_lens, num_seqs, window,
+            NUM_GROUPS, FEW_MAX, BLOCK_Q, TILE, True, SPLITS, WINDOW, CHUNKS, LANES, ITEM_LANES,
+        )  # fmt: skip
+    else:
+        plan_program(
+            plan, program - num_few, tl.num_programs(0) - num_few, num_few, runs_at + num_few_runs,
+            query_start_loc, seq_lens, num_seqs, window, NUM_GROUPS, FEW_MAX, MANY_BLOCK_Q,
+            MANY_TILE, False, MANY_SPLITS, WINDOW, CHUNKS, LANES, ITEM_LANES,
+        )  # fmt: skip
+
+
+@triton.jit
+def load_blocks(table, tile, first, last, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """The block of each key of a tile, `[TILE]` int32; 0 for keys outside `first` to `last - 1`."""
+    key_at = tile * TILE + tl.arange(0, TILE)
+    in_range = (key_at >= first) & (key_at < last)
+    return tl.load(table + key_at // BLOCK_SIZE, mask=in_range, other=0)
 
 
 @triton.jit
 def load_tile(
-    key_cache, value_cache, table, key_at, in_range, head, dim, in_head,
+    key_cache, value_cache, block, key_at, in_range, head, dim, in_head,
     key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE: tl.constexpr,
-    FAR: tl.constexpr,
+    FAR: tl.constexpr, ALIKE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys `[size, tile]` and values `[tile, size]`, slot by slot; 0 where there is none.
+    """Keys and values of a tile, both `[TILE, SIZE]`, slot by slot; 0 where there is none.
 
-    Masked, not multiplied away: a slot that was never written may hold NaN.
+    Loads are masked, unless all keys are in range: a slot that was never written may hold NaN.
     """
-    block = tl.load(table + key_at // BLOCK_SIZE, mask=in_range, other=0).to(tl.int64)
+    block = block.to(tl.int64)
     slot = key_at % BLOCK_SIZE
     if FAR:  # else 32 bits do, and save registers
         slot = slot.to(tl.int64)
-    from_key = block * key_block + slot * key_slot + head * key_head
-    from_value = block * value_block + slot * value_slot + head * value_head
-    k = tl.load(
-        key_cache + from_key[None, :] + dim[:, None],
-        mask=in_range[None, :] & in_head[:, None], other=0.0,
-    )  # fmt: skip
-    v = tl.load(
-        value_cache + from_value[:, None] + dim[None, :],
-        mask=in_range[:, None] & in_head[None, :], other=0.0,
-    )  # fmt: skip
+    from_key = block * key_block + slot * key_slot + head.to(tl.int64) * key_head
+    from_value = from_key
+    if not ALIKE:
+        from_value = block * value_block + slot * value_slot + head.to(tl.int64) * value_head
+    keys = key_cache + from_key[:, None] + dim[None, :]
+    values = value_cache + from_value[:, None] + dim[None, :]
+    if MASKED:
+        mask = in_range[:, None] & in_head[None, :]
+        k = tl.load(keys, mask=mask, other=0.0)
+        v = tl.load(values, mask=mask, other=0.0)
+    else:
+        k = tl.load(keys)
+        v = tl.load(values)
     return k, v
 
 
 @triton.jit
 def compute_scores(
-    q, k, key_at, position, in_range, scale, window, soft_cap, WINDOW: tl.constexpr,
+    q, k, key_at, position, scale, window, soft_cap, WINDOW: tl.constexpr,
     CHUNKS: tl.constexpr, SOFT_CAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores times log2(e), -inf where a query does not see a key."""
-    scores = tl.dot(q, k.to(COMPUTE), input_precision=PRECISION) * scale
+    """Scores, -inf where a query does not see a key; without a soft cap they are yet to be scaled.
+
+    Unless `MASKED`, all queries see all keys.
+    """
+    scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
     if SOFT_CAP:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1); float32 has no number between tanh(15) and 1.
-        ratio = tl.clamp(scores / soft_cap, -15.0, 15.0, tl.PropagateNan.ALL)
+        ratio = tl.clamp(scores * (scale / soft_cap), -15.0, 15.0, tl.PropagateNan.ALL)
         scores = soft_cap * (1.0 - 2.0 / (tl.exp(2.0 * ratio) + 1.0))
-    visible = in_range[None, :] & (key_at[None, :] <= position[:, None])
-    if WINDOW:
-        visible = visible & (key_at[None, :] > position[:, None] - window)
-    if CHUNKS:
-        visible = visible & (key_at[None, :] >= (position - position % window)[:, None])
-    return tl.where(visible, scores, float("-inf"))
+    if MASKED:
+        visible = key_at[None, :] <= position[:, None]
+        if WINDOW:
+            visible = visible & (key_at[None, :] > position[:, None] - window)
+        if CHUNKS:
+            visible = visible & (key_at[None, :] >= (position - position % window)[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+    return scores
 
 
 @triton.jit
 def add_tile(
-    top, total, weighted, scores, v, COMPUTE: tl.constexpr, PRECISION: tl.constexpr
+    top, total, weighted, scores, scale, v, SOFT_CAP: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The running maximum, sum of exponentials and weighted values, with one more tile."""
-    higher = tl.maximum(top, tl.max(scores, 1))
+    """The running maximum, sum of exponentials and weighted values, with one more tile.
+
+    The maximum is that of scaled scores, times log2(e).
+    """
+    highest = tl.max(scores, 1)
+    if not SOFT_CAP:  # scaled here: multiplication and subtraction are one instruction then
+        highest = highest * scale
+    higher = tl.maximum(top, highest)
     base = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(scores - base[:, None])
+    if SOFT_CAP:
+        weights = tl.exp2(scores - base[:, None])
+    else:
+        weights = tl.exp2(scores * scale - base[:, None])
     shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(weights, 1)
     weighted = weighted * shrink[:, None]
@@ -117,162 +399,494 @@ def add_tile(
     return higher, total, weighted
 
 
-# A number that changes from step to step is no reason to compile anew.
-@triton.jit(do_not_specialize=["num_seqs", "num_splits", "table_stride"])
+@triton.jit
+def add_tiles(
+    top, total, weighted, q, key_cache, value_cache, table, start_tile, stop_tile, first, last,
+    position, head, dim, in_head, scale, window, soft_cap,
+    key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr, SOFT_CAP: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, ALIKE: tl.constexpr,
+    PADDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The same with tiles `start_tile` to `stop_tile - 1`, of keys `first` to `last - 1`."""
+    # The blocks of a tile are loaded an iteration ahead, since its keys wait for them.
+    next_block = load_blocks(table, start_tile, first, last, TILE, BLOCK_SIZE)
+    for tile in tl.range(start_tile, stop_tile):
+        block = next_block
+        next_block = load_blocks(table, tile + 1, first, last, TILE, BLOCK_SIZE)
+        key_at = tile * TILE + tl.arange(0, TILE)
+        in_range = (key_at >= first) & (key_at < last)
+        k, v = load_tile(
+            key_cache, value_cache, block, key_at, in_range, head, dim, in_head,
+            key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE,
+            FAR, ALIKE, MASKED | PADDED,
+        )  # fmt: skip
+        scores = compute_scores(
+            q, k, key_at, position, scale, window, soft_cap,
+            WINDOW, CHUNKS, SOFT_CAP, COMPUTE, PRECISION, MASKED,
+        )  # fmt: skip
+        top, total, weighted = add_tile(
+            top, total, weighted, scores, scale, v, SOFT_CAP, COMPUTE, PRECISION
+        )  # fmt: skip
+    return top, total, weighted
+
+
+@triton.jit
+def merge(top, total, weighted, next_top, next_total, next_weighted):
+    """Running maximum, sum of exponentials and weighted values, with those of the next split.
+
+    Each multiplication and addition is rounded as written here: if the compiler could choose which
+    of them to fuse, bits would depend on whether a split was merged from registers or from memory.
+    """
+    higher = tl.maximum(top, next_top)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    keep = tl.exp2(top - base)
+    take = tl.exp2(next_top - base)
+    total = tl.fma(next_total, take, total * keep)
+    many = tl.broadcast_to(take[:, None], weighted.shape)
+    weighted = tl.fma(next_weighted, many, weighted * keep[:, None])
+    return higher, total, weighted
+
+
+@triton.jit
+def store_split(
+    partial, partial_sums, slot, top, total, weighted, m, is_row, dim,
+    BLOCK_M: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Store what is known of a split into a slot of the workspace."""
+    tl.store(partial_sums + slot * (2 * BLOCK_M) + m, top, mask=is_row)
+    tl.store(partial_sums + slot * (2 * BLOCK_M) + BLOCK_M + m, total, mask=is_row)
+    at = slot * (BLOCK_M * SIZE) + m[:, None] * SIZE + dim[None, :]
+    tl.store(partial + at, weighted, mask=is_row[:, None])
+
+
+@triton.jit
+def load_split(
+    partial, partial_sums, slot, m, is_row, dim, BLOCK_M: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """Rows `m` of what was stored; rows that are none have the sums of no key."""
+    sums = partial_sums + slot * (2 * BLOCK_M) + m
+    top = tl.load(sums, mask=is_row, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(sums + BLOCK_M, mask=is_row, other=0.0, cache_modifier=".cg")
+    at = slot * (BLOCK_M * SIZE) + m[:, None] * SIZE + dim[None, :]
+    weighted = tl.load(partial + at, mask=is_row[:, None], other=0.0, cache_modifier=".cg")
+    return top, total, weighted
+
+
+@triton.jit
+def store_out(out, row, dim, total, weighted, v_scale, mask):
+    """Store the weighted mean of the values."""
+    sums = tl.where(total == 0.0, 1.0, total)
+    tl.store(out + row[:, None] + dim[None, :], weighted / sums[:, None] * v_scale, mask=mask)
+
+
+@triton.jit
+def merge_stored(
+    out, partial, partial_sums, first_slot, start_split, num_splits, start, query_len, local, group,
+    dim, in_head, v_scale, out_token, out_head, GROUP: tl.constexpr, PART: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Merge splits 0 to `start_split - 1`, which are in the first slot, with the others in theirs,
+    and store the result, `ROWS` rows at a time.
+
+    Several splits are merged in one iteration, since each iteration waits for memory.
+    """
+    num_rows = tl.minimum(query_len - local, BLOCK_Q) * PART
+    for first_row in range(0, num_rows, ROWS):
+        m = first_row + tl.arange(0, ROWS)
+        step, head, is_row = find_rows(m, query_len, local, group, GROUP, PART, BLOCK_Q)
+        top, total, weighted = load_split(
+            partial, partial_sums, first_slot, m, is_row, dim, BLOCK_M, SIZE
+        )  # fmt: skip
+        for begin in tl.range(start_split, num_splits, AT_ONCE, num_stages=STAGES):
+            for offset in tl.static_range(AT_ONCE):
+                split = begin + offset
+                next_top, next_total, next_weighted = load_split(
+                    partial, partial_sums, first_slot + split, m, is_row & (split < num_splits),
+                    dim, BLOCK_M, SIZE,
+                )  # fmt: skip
+                top, total, weighted = merge(
+                    top, total, weighted, next_top, next_total, next_weighted
+                )  # fmt: skip
+        row = (start + step).to(tl.int64) * out_token + head * out_head
+        mask = is_row[:, None] & in_head[None, :]
+        store_out(out, row, dim, total, weighted, v_scale, mask)
+
+
+@triton.jit
+def find_rows(m, query_len, local, group, GROUP: tl.constexpr, PART: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Of rows `m` of a query tile: the token of the request's step, the head, whether it is one."""
+    parts: tl.constexpr = (GROUP + PART - 1) // PART
+    step = local + m // PART
+    in_group = group % parts * PART + m % PART
+    is_row = (m < BLOCK_Q * PART) & (step < query_len) & (in_group < GROUP)
+    return step, group // parts * GROUP + in_group, is_row
+
+
+@triton.jit
+def load_queries(
+    query, start, query_len, local, group, m, dim, in_head, query_token, query_head,
+    GROUP: tl.constexpr, PART: tl.constexpr, BLOCK_Q: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Rows `m` of a query tile, `[BLOCK_M, SIZE]`; their tokens, and which of them are any."""
+    step, head, is_row = find_rows(m, query_len, local, group, GROUP, PART, BLOCK_Q)
+    row = (start + step).to(tl.int64) * query_token + head * query_head
+    mask = is_row[:, None] & in_head[None, :]
+    q = tl.load(query + row[:, None] + dim[None, :], mask=mask, other=0.0).to(COMPUTE)
+    return q, step, is_row
+
+
+@triton.jit
+def finish_splits(
+    out, partial, partial_sums, counters, at, top, total, weighted, split, stop, num_splits,
+    first_slot, start, query_len, local, group, m, dim, in_head, v_scale, out_token, out_head,
+    GROUP: tl.constexpr, PART: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
+    SIZE: tl.constexpr, IS_FEW: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+    MERGE_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Store the result of a query tile if these are all splits; else store what is known of them.
+
+    Whoever counts the last split merges all.
+    """
+    step, head, is_row = find_rows(m, query_len, local, group, GROUP, PART, BLOCK_Q)
+    num_new = stop - split
+    if num_new == num_splits:
+        row = (start + step).to(tl.int64) * out_token + head * out_head
+        mask = is_row[:, None] & in_head[None, :]
+        store_out(out, row, dim, total, weighted, v_scale, mask)
+    else:
+        if (split == 0) | (not IS_FEW):
+            store_split(
+                partial, partial_sums, first_slot + split, top, total, weighted, m, is_row, dim,
+                BLOCK_M, SIZE,
+            )  # fmt: skip
+        tl.debug_barrier()  # all threads have stored before one of them counts
+        counter = counters + tl.load(at + 10)
+        num_stored = tl.atomic_add(counter, num_new, sem="acq_rel") + num_new
+        if num_stored == num_splits:
+            merge_stored(
+                out, partial, partial_sums, first_slot, tl.load(at + 11), num_splits, start,
+                query_len, local, group, dim, in_head, v_scale, out_token, out_head, GROUP, PART,
+                BLOCK_Q, BLOCK_M, SIZE, ROWS, AT_ONCE, MERGE_STAGES,
+            )  # fmt: skip
+            tl.debug_barrier()  # all threads have loaded before a slot is used again
+            tl.atomic_xchg(counter, 0)
+
+
+@triton.jit
+def attend_few(
+    partial, partial_sums, first_slot, q, key_cache, value_cache, table, first_tile, num_tiles,
+    split_tiles, split, stop_split, first, last, position, m, is_row, head, dim, in_head,
+    scale, window, soft_cap, key_block, key_slot, key_head, value_block, value_slot, value_head,
+    SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKS: tl.constexpr, SOFT_CAP: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr, FAR: tl.constexpr, ALIKE: tl.constexpr,
+):  # fmt: skip
+    """Attend to splits `split` to `stop_split - 1` of a query tile, in one loop.
+
+    Splits from split 0 on are merged and returned. Others are stored one by one.
+    """
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    weighted = tl.zeros((BLOCK_M, SIZE), tl.float32)
+    merged_top, merged_total, merged = top, total, weighted
+    stop_tile = tl.minimum(num_tiles, stop_split * split_tiles)
+    left = split_tiles  # tiles of the current split
+    slot = first_slot + split
+    # The blocks of a tile are loaded an iteration ahead, since its keys wait for them.
+    next_block = load_blocks(table, first_tile + split * split_tiles, first, last, TILE, BLOCK_SIZE)
+    for tile in tl.range(split * split_tiles, stop_tile):
+        block = next_block
+        next_block = load_blocks(table, first_tile + tile + 1, first, last, TILE, BLOCK_SIZE)
+        key_at = (first_tile + tile) * TILE + tl.arange(0, TILE)
+        in_range = (key_at >= first) & (key_at < last)
+        k, v = load_tile(
+            key_cache, value_cache, block, key_at, in_range, head, dim, in_head,
+            key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE,
+            FAR, ALIKE, True,
+        )  # fmt: skip
+        scores = compute_scores(
+            q, k, key_at, position, scale, window, soft_cap,
+            WINDOW, CHUNKS, SOFT_CAP, COMPUTE, PRECISION, True,
+        )  # fmt: skip
+        top, total, weighted = add_tile(
+            top, total, weighted, scores, scale, v, SOFT_CAP, COMPUTE, PRECISION
+        )  # fmt: skip
+        left -= 1
+        if (left == 0) | (tile + 1 == stop_tile):
+            if split == 0:
+                merged_top, merged_total, merged = merge(
+                    merged_top, merged_total, merged, top, total, weighted
+                )  # fmt: skip
+            else:
+                store_split(
+                    partial, partial_sums, slot,
+                    top, total, weighted, m, is_row, dim, BLOCK_M, SIZE,
+                )  # fmt: skip
+            slot += 1
+            left = split_tiles
+            top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            total = tl.zeros((BLOCK_M,), tl.float32)
+            weighted = tl.zeros((BLOCK_M, SIZE), tl.float32)
+    return merged_top, merged_total, merged
+
+
+@triton.jit
+def attend_many(
+    q, key_cache, value_cache, table, start_tile, stop_tile, first, last, first_position, position,
+    head, dim, in_head, scale, window, soft_cap, key_block, key_slot, key_head,
+    value_block, value_slot, value_head, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr,
+    SOFT_CAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr,
+    ALIKE: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Attend to a split of a query tile; only tiles that some query does not see are masked.
+
+    key tiles    first | some see | all see ... all see | some see | last
+    """
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    weighted = tl.zeros((BLOCK_M, SIZE), tl.float32)
+    full_start = start_tile
+    if WINDOW | CHUNKS:
+        full_start = divide_up(find_first_key(last - 1, window, WINDOW, CHUNKS), TILE)
+        full_start = tl.minimum(tl.maximum(full_start, start_tile), stop_tile)
+        top, total, weighted = add_tiles(
+            top, total, weighted, q, key_cache, value_cache, table, start_tile, full_start,
+            first, last, position, head, dim, in_head, scale, window, soft_cap,
+            key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE, TILE,
+            WINDOW, CHUNKS, SOFT_CAP, COMPUTE, PRECISION, FAR, ALIKE, PADDED, True,
+        )  # fmt: skip
+    full_stop = tl.minimum((first_position + 1) // TILE, stop_tile)
+    full_stop = tl.maximum(full_stop, full_start)
+    top, total, weighted = add_tiles(
+        top, total, weighted, q, key_cache, value_cache, table, full_start, full_stop,
+        first, last, position, head, dim, in_head, scale, window, soft_cap,
+        key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE, TILE,
+        WINDOW, CHUNKS, SOFT_CAP, COMPUTE, PRECISION, FAR, ALIKE, PADDED, False,
+    )  # fmt: skip
+    return add_tiles(
+        top, total, weighted, q, key_cache, value_cache, table, full_stop, stop_tile,
+        first, last, position, head, dim, in_head, scale, window, soft_cap,
+        key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE, TILE,
+        WINDOW, CHUNKS, SOFT_CAP, COMPUTE, PRECISION, FAR, ALIKE, PADDED, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def split_query_tile(
+    index, query_len, seq_len, window, BLOCK_Q: tl.constexpr, TILE: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Of query tile `index` of a request: its group of heads, its first token in this step, its
+    first key and the one after its last, its first tile of keys and how many, those of a split,
+    and the number of splits.
+    """
+    num_query_tiles = divide_up(query_len, BLOCK_Q)
+    local = find_query_tile(index % num_query_tiles, num_query_tiles) * BLOCK_Q
+    context = seq_len - query_len
+    first = find_first_key(context + local, window, WINDOW, CHUNKS)
+    last = context + tl.minimum(local + BLOCK_Q, query_len)
+    first_tile = first // TILE
+    num_tiles = divide_up(last, TILE) - first_tile
+    split_tiles = choose_split_tiles(num_tiles, num_query_tiles, SPLITS)
+    num_splits = divide_up(num_tiles, split_tiles)
+    group = index // num_query_tiles
+    return group, local, first, last, first_tile, num_tiles, split_tiles, num_splits
+
+
+@triton.jit
+def load_runs(at):
+    """Of the header of a program: the first row of its runs, and the one after the last."""
+    return tl.load(at + 13), tl.load(at + 14)
+
+
+@triton.jit
+def load_run(at, resumed, num_slots, IS_FEW: tl.constexpr, VOLATILE: tl.constexpr):
+    """Of a row of a plan: the request's first query and tokens, the part of heads, the first token
+    of the query tile; the next splits, the splits of the program, and of all; the first slot.
+    """
+    start = tl.load(at, volatile=VOLATILE)
+    query_len = tl.load(at + 1, volatile=VOLATILE)
+    group = tl.load(at + 4, volatile=VOLATILE)
+    local = tl.load(at + 5, volatile=VOLATILE)
+    split = tl.maximum(tl.load(at + 6, volatile=VOLATILE), resumed)
+    stop = tl.load(at + 7, volatile=VOLATILE)
+    num_splits = tl.load(at + 8, volatile=VOLATILE)
+    first_slot = tl.load(at + 10, volatile=VOLATILE) * num_slots
+    next_split = stop if IS_FEW else split + 1
+    return start, query_len, group, local, split, next_split, stop, num_splits, first_slot
+
+
+@triton.jit
+def load_keys(at, query_len, local, BLOCK_Q: tl.constexpr, TILE: tl.constexpr):
+    """Of a row of a plan: the position of the request's first query; the first key of the query
+    tile and the one after its last; its first tile of keys, how many, and how many of a split.
+    """
+    context = tl.load(at + 2) - query_len
+    first = tl.load(at + 12)
+    last = context + tl.minimum(local + BLOCK_Q, query_len)
+    first_tile = first // TILE
+    return context, first, last, first_tile, divide_up(last, TILE) - first_tile, tl.load(at + 9)
+
+
+@triton.jit(do_not_specialize=["header_at", "runs_at", "num_slots", "table_stride"])
 def attention_kernel(
-    out, partial, partial_log, query, key_cache, value_cache, block_tables, query_start_loc,
-    seq_lens, num_seqs, num_splits, scale, window, soft_cap, v_scale,
+    out, plan, header_at, runs_at, partial, partial_sums, counters, query, key_cache, value_cache,
+    block_tables, num_slots, scale, window, soft_cap, v_scale,
     query_token, query_head, out_token, out_head, key_block, key_slot, key_head,
     value_block, value_slot, value_head, table_stride,
     GROUP: tl.constexpr, PART: tl.constexpr, HEAD_SIZE: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
-    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr,
-    SOFT_CAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr,
+    IS_FEW: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr, SOFT_CAP: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, ALIKE: tl.constexpr,
+    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, MERGE_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of queries, part of a group of heads, split): `BLOCK_Q` tokens by `PART` heads.
+    """Compute the splits of a program's plan; a query tile has `BLOCK_Q` tokens by `PART` heads.
 
-        keys of the tile   first ... | split 0 | split 1 | ... | last query's own
-        within a split     TILE keys at a time, gathered slot by slot through the block table
-
-    `scale` holds log2(e) and the scale of the keys; softmax is computed in base 2. With `CHUNKS`
-    `window` is the size of a chunk.
+    With few rows it goes through all its splits of a query tile at once. `scale` holds log2(e) and
+    the scale of the keys: softmax is in base 2. With `CHUNKS` `window` is the size of a chunk.
     """
-    tile, split = tl.program_id(0), tl.program_id(2)
-    parts: tl.constexpr = (GROUP + PART - 1) // PART
-    head = (tl.program_id(1) // parts).to(tl.int64)
-    sequence, local = tile, 0
-    if not ONE_TILE:
-        sequence = find_sequence(query_start_loc, num_seqs, tile, BLOCK_Q)
-        local = (tile - tl.load(query_start_loc + sequence) // BLOCK_Q - sequence) * BLOCK_Q
-    start = tl.load(query_start_loc + sequence)
-    query_len = tl.load(query_start_loc + sequence + 1) - start
-    if local < query_len:
-        context = tl.load(seq_lens + sequence) - query_len
-        m, dim = tl.arange(0, BLOCK_M), tl.arange(0, SIZE)
-        step = local + m // PART
-        in_group = tl.program_id(1) % parts * PART + m % PART
-        is_row = (m < BLOCK_Q * PART) & (step < query_len) & (in_group < GROUP)
-        in_head = dim < HEAD_SIZE
-        mask = is_row[:, None] & in_head[None, :]
-        token = (start + step).to(tl.int64)
-        of_query = head * GROUP + in_group
-        at = token[:, None] * query_token + of_query[:, None] * query_head + dim[None, :]
-        q = tl.load(query + at, mask=mask, other=0.0).to(COMPUTE)
-        end = context + tl.minimum(local + BLOCK_Q, query_len)
-        first, last = find_keys(
-            context + local, end, window, split, num_splits, TILE, WINDOW, CHUNKS, SPLIT
-        )  # fmt: skip
-        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        weighted = tl.zeros((BLOCK_M, SIZE), tl.float32)
-        table = block_tables + sequence.to(tl.int64) * table_stride
-        for begin in range(first, last, TILE):
-            key_at = begin + tl.arange(0, TILE)
-            in_range = key_at < last
-            k, v = load_tile(
-                key_cache, value_cache, table, key_at, in_range, head, dim, in_head,
-                key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE, FAR,
-            )  # fmt: skip
-            scores = compute_scores(
-                q, k, key_at, context + step, in_range, scale, window, soft_cap,
-                WINDOW, CHUNKS, SOFT_CAP, COMPUTE, PRECISION,
-            )  # fmt: skip
-            top, total, weighted = add_tile(top, total, weighted, scores, v, COMPUTE, PRECISION)
-        sums = tl.where(total == 0.0, 1.0, total)
-        weighted = weighted / sums[:, None]
-        if SPLIT:
-            at = (token * (tl.num_programs(1) // parts * GROUP) + of_query) * num_splits + split
-            tl.store(partial_log + at, top + tl.log2(sums), mask=is_row)
-            written = is_row[:, None] & (first < last)  # of others the logarithm is read, no more
-            tl.store(partial + at[:, None] * SIZE + dim[None, :], weighted, mask=written)
-        else:
-            to = token[:, None] * out_token + of_query[:, None] * out_head + dim[None, :]
-            tl.store(out + to, weighted * v_scale, mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_splits"])
-def merge_kernel(
-    out, partial, partial_log, num_splits, v_scale, out_token, out_head,
-    HEAD_SIZE: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Program (token, head): its splits, weighted by the sums of their exponentials.
-
-    `SPLITS` are loaded at once: one after the other each would wait for memory by itself.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
+    row_of_plan = header_at + tl.program_id(0)
+    run, stop_run = load_runs(plan + row_of_plan * ROW)
+    resumed = tl.zeros((), tl.int32)  # the next split of a query tile, after its first one
     dim = tl.arange(0, SIZE)
-    row = (token * tl.num_programs(1) + head) * num_splits
-    top = tl.full((), float("-inf"), tl.float32)
-    total = tl.zeros((), tl.float32)
-    weighted = tl.zeros((SIZE,), tl.float32)
-    for start in range(0, num_splits, SPLITS):
-        split = start + tl.arange(0, SPLITS)
-        log = tl.load(partial_log + row + split, mask=split < num_splits, other=float("-inf"))
-        part = tl.load(
-            partial + (row + split)[:, None] * SIZE + dim[None, :],
-            mask=(log > float("-inf"))[:, None], other=0.0,
+    in_head = dim < HEAD_SIZE
+    parts: tl.constexpr = (GROUP + PART - 1) // PART
+    while run < stop_run:
+        at = plan + row_of_plan * ROW
+        start, query_len, group, local, split, next_split, stop, num_splits, first_slot = load_run(
+            at, resumed, num_slots, IS_FEW, False
         )  # fmt: skip
-        higher = tl.maximum(top, tl.max(log, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(top - base)
-        weight = tl.exp2(log - base)
-        total = total * shrink + tl.sum(weight, 0)
-        weighted = weighted * shrink + tl.sum(part * weight[:, None], 0)
-        top = higher
-    weighted = weighted / tl.where(total == 0.0, 1.0, total) * v_scale
-    tl.store(out + token * out_token + head * out_head + dim, weighted, mask=dim < HEAD_SIZE)
+        context, first, last, first_tile, num_tiles, split_tiles = load_keys(
+            at, query_len, local, BLOCK_Q, TILE
+        )  # fmt: skip
+        table = block_tables + tl.load(at + 3).to(tl.int64) * table_stride
+        # Always `arange`; as it seems to change, no register keeps what follows from it.
+        m = tl.arange(0, BLOCK_M) + (run < 0).to(tl.int32)
+        q, step, is_row = load_queries(
+            query, start, query_len, local, group, m, dim, in_head, query_token, query_head,
+            GROUP, PART, BLOCK_Q, COMPUTE,
+        )  # fmt: skip
+        if IS_FEW:
+            top, total, weighted = attend_few(
+                partial, partial_sums, first_slot, q, key_cache, value_cache, table, first_tile,
+                num_tiles, split_tiles, split, next_split, first, last, context + step, m, is_row,
+                group // parts, dim, in_head, scale, window, soft_cap,
+                key_block, key_slot, key_head, value_block, value_slot, value_head, SIZE,
+                BLOCK_SIZE, BLOCK_M, TILE, WINDOW, CHUNKS, SOFT_CAP, COMPUTE, PRECISION, FAR, ALIKE,
+            )  # fmt: skip
+        else:
+            start_tile = first_tile + split * split_tiles
+            stop_tile = first_tile + tl.minimum(num_tiles, next_split * split_tiles)
+            top, total, weighted = attend_many(
+                q, key_cache, value_cache, table, start_tile, stop_tile, first, last,
+                context + local, context + step, group // parts, dim, in_head, scale, window,
+                soft_cap, key_block, key_slot, key_head, value_block, value_slot, value_head, SIZE,
+                BLOCK_SIZE, BLOCK_M, TILE, WINDOW, CHUNKS, SOFT_CAP, COMPUTE, PRECISION, FAR,
+                ALIKE, HEAD_SIZE < SIZE,
+            )  # fmt: skip
+            # Loaded again: kept since above, all this would fill registers.
+            start, query_len, group, local, split, next_split, stop, num_splits, first_slot = (
+                load_run(at, resumed, num_slots, IS_FEW, True)
+            )
+            m = tl.arange(0, BLOCK_M) + (group < 0).to(tl.int32)
+        finish_splits(
+            out, partial, partial_sums, counters, at, top, total, weighted, split, next_split,
+            num_splits, first_slot, start, query_len, local, group, m, dim, in_head, v_scale,
+            out_token, out_head, GROUP, PART, BLOCK_Q, BLOCK_M, SIZE, IS_FEW, ROWS, AT_ONCE,
+            MERGE_STAGES,
+        )  # fmt: skip
+        is_done = next_split >= stop
+        resumed = tl.where(is_done, 0, next_split)
+        run += is_done.to(tl.int32)
+        row_of_plan = tl.where(is_done, runs_at + run, row_of_plan)
 
 
 class Tiling(NamedTuple):
-    """How work is cut: rows of queries, keys at a time, warps, stages of prefetching."""
+    """How the work of one kind of requests is cut, and how it is compiled."""
 
-    part: int
-    """Heads of a group that one program computes; a wider group goes to several."""
     block_m: int
+    """Rows of queries of a program: tokens by heads."""
     tile: int
+    """Keys at a time."""
     num_warps: int
     num_stages: int
+    """Of prefetching."""
+    num_programs: int
+    """Programs of a multiprocessor at once."""
+    splits: Splits
+    num_merged_at_once: int = 1
+    """Stored splits that an iteration merges."""
+    num_merge_stages: int = 1
+    """Of prefetching when stored splits are merged."""
     precision: str = "ieee"
     """How float32 factors are multiplied; others are exact."""
     registers_max: int | None = None
     """For each thread; None where the assembler's own guess is a good one."""
 
 
-def choose_tiling(size: int, group: int, element_size: int, max_query_len: int | None) -> Tiling:
-    """The tiling for heads padded to `size`; decodes take the smallest tile that holds a group.
+class Tilings(NamedTuple):
+    """The tilings of both kinds of requests."""
 
-    The sizes are those that fit the registers of sm_90a (tests/kernels/test_compiled.py). They were
-    not tuned on a GPU.
+    part: int
+    """Heads of a group that one program computes; a wider group goes to several."""
+    few: Tiling
+    """For requests of at most `few_max` tokens in a step."""
+    many: Tiling
+
+    @property
+    def few_max(self) -> int:
+        """Tokens whose rows fit the smaller tile."""
+        return self.few.block_m // self.part
+
+
+@cache
+def choose_tilings(size: int, group: int, element_size: int, *, is_fp8: bool = False) -> Tilings:
+    """Choose tilings for heads padded to `size`; those for few rows hold one token of a group.
+
+    element_size: bytes of a factor of the products. is_fp8: whether the cache is converted to it.
+
+    The sizes are those that fit the registers of sm_90a (tests/kernels/test_compiled.py).
     """
-    rows_max = choose_rows_max(size, element_size)
-    part = cut_group(group, rows_max)
-    few = int(max(16, triton.next_power_of_2(part)))
+    part = cut_group(group, choose_rows_max(size, element_size))
+    rows = int(max(16, triton.next_power_of_2(part)))
     if element_size == 4:
         # Three products of tf32 on the tensor cores have about the accuracy of one of float32. They
         # hold a row of queries twice in registers, which 256 dimensions do not leave room for.
-        if size >= 256:
-            return Tiling(part, few, 16, 4, 1)
-        return Tiling(part, few, 16, 8 if size >= 128 else 4, 1, "tf32x3")
-    if max_query_len is not None and max_query_len * part <= min(2 * few, rows_max):
-        block_m = int(max(16, triton.next_power_of_2(max_query_len * part)))
+        precision, tile, num_warps = ("ieee", 16, 4) if size >= 256 else ("tf32x3", 16, 8)
+        few = Tiling(rows, tile, num_warps, 1, 2, FEW, precision=precision)
+        return Tilings(part, few, few._replace(splits=MANY))
+    if rows >= 64:
+        few = Tiling(rows, 64, 8, 2, 1, FEW)
+    elif size >= 256:
+        few = Tiling(rows, 16, 4, 4, 2, FEW, 2, 4, registers_max=255)
     else:
-        block_m = max(64, few)
-    if block_m >= 64:
-        tile, num_warps = (32, 8) if size >= 256 else (64, 4 if block_m < 128 else 8)
-        return Tiling(part, block_m, tile, num_warps, 2)
-    # Left to itself the assembler spills 8 bytes to fit one more program on a multiprocessor.
-    if size >= 256:
-        return Tiling(part, block_m, 32, 4, 2, registers_max=255)
-    registers_max = 128 if size <= 64 else (168 if block_m == 32 else None)
-    return Tiling(part, block_m, 32 if block_m == 32 else 64, 4, 3, registers_max=registers_max)
+        few = Tiling(rows, 64 if rows == 16 else 32, 4, 3, 2, FEW, 4, 4, registers_max=255)
+    many = Tiling(64, 32, 8, 2, 1, MANY)
+    if size < 256:
+        many = Tiling(128, 64 if is_fp8 else 128, 8, 2, 1, MANY)
+    return Tilings(part, few, many)
+
+
+def find_tilings(query: Tensor, key_cache: Tensor) -> Tilings:
+    """The tilings of a call."""
+    _, num_heads, head_size = query.shape
+    return choose_tilings(
+        triton.next_power_of_2(head_size), num_heads // key_cache.shape[2],
+        choose_compute(query, key_cache).primitive_bitwidth // 8,
+        is_fp8=key_cache.dtype == torch.float8_e4m3fn,
+    )  # fmt: skip
 
 
 def choose_rows_max(size: int, element_size: int) -> int:
     """Rows of queries that one program holds in its registers beside their weighted values."""
     if element_size == 4:
-        return 16 if size >= 256 else 32
-    return 64 if size >= 256 else 128
+        return 16 if size >= 128 else 32
+    return 32 if size >= 256 else 64
 
 
 def cut_group(group: int, most: int) -> int:
@@ -280,11 +894,78 @@ def cut_group(group: int, most: int) -> int:
     return int(triton.cdiv(group, triton.cdiv(group, most)))
 
 
-def choose_num_splits(num_programs: int, max_seq_len: int, num_processors: int) -> int:
-    """Splits that give each multiprocessor two programs, if the sequences are long enough."""
-    wanted = triton.cdiv(2 * num_processors, num_programs)
-    possible = triton.cdiv(max_seq_len, NUM_KEYS_PER_SPLIT_MIN)
-    return int(max(1, min(wanted, possible, NUM_SPLITS_MAX)))
+def count_places(num_programs: int, is_few: bool) -> int:
+    """Query tiles that can be stored at once: for many rows, two that begin with each program."""
+    return num_programs if is_few else 2 * num_programs
+
+
+def count_slots(tiling: Tiling, max_seq_len: int) -> int:
+    """Splits of a query tile that sees at most `max_seq_len` keys, at most."""
+    return count_splits_max(triton.cdiv(max_seq_len, tiling.tile), tiling.splits)
+
+
+def make_workspace(
+    query: Tensor, key_cache: Tensor, max_seq_len: int
+) -> AttentionWorkspace:  # fmt: skip
+    """Memory for one call at a time, for block tables of up to `max_seq_len` slots."""
+    size, device = triton.next_power_of_2(query.shape[2]), query.device
+    tilings = find_tilings(query, key_cache)
+    processors = count_processors(device)
+    both = [
+        (tiling, count_places(processors * tiling.num_programs, tiling is tilings.few))
+        for tiling in (tilings.few, tilings.many)
+    ]
+    num_elements = max(
+        num_places * count_slots(tiling, max_seq_len) * tiling.block_m * size
+        for tiling, num_places in both
+    )
+    return AttentionWorkspace(
+        torch.zeros(max(n for _, n in both), dtype=torch.int32, device=device),
+        torch.empty((num_elements,), dtype=torch.float32, device=device),
+        torch.empty((2 * num_elements // size,), dtype=torch.float32, device=device),
+    )
+
+
+@on_device_of_first
+def make_plan(
+    query: Tensor,
+    key_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    sliding_window: int | None,
+    chunk_size: int | None,
+    max_query_len: int | None,
+) -> AttentionPlan:
+    """Plan the programs for few rows, and those for many if a request may have as many."""
+    num_tokens, num_heads, _ = query.shape
+    num_kv_heads, num_seqs = key_cache.shape[2], len(seq_lens)
+    group = num_heads // num_kv_heads
+    tilings = find_tilings(query, key_cache)
+    few, many, part = tilings.few, tilings.many, tilings.part
+    num_groups = num_kv_heads * triton.cdiv(group, part)
+    processors = count_processors(query.device)
+    num_few = processors * few.num_programs
+    num_few_runs = num_seqs * num_groups + num_few
+    num_many = num_many_runs = 0
+    if (num_tokens if max_query_len is None else max_query_len) > tilings.few_max:
+        num_many = processors * many.num_programs
+        num_query_tiles = num_tokens // (many.block_m // part) + num_seqs
+        num_many_runs = num_query_tiles * num_groups + num_many
+    num_programs = num_few + num_many
+    rows = torch.empty(
+        (num_programs + num_few_runs + num_many_runs, ROW.value), dtype=torch.int32,
+        device=query.device,
+    )  # fmt: skip
+    plan_kernel[(num_programs,)](
+        rows, num_few, num_programs, num_few_runs, query_start_loc, seq_lens, num_seqs,
+        sliding_window or chunk_size or 0, NUM_GROUPS=num_groups, FEW_MAX=tilings.few_max,
+        BLOCK_Q=few.block_m // part, TILE=few.tile, SPLITS=few.splits,
+        MANY_BLOCK_Q=many.block_m // part, MANY_TILE=many.tile, MANY_SPLITS=many.splits,
+        WINDOW=sliding_window is not None, CHUNKS=chunk_size is not None, LANES=NUM_LANES,
+        ITEM_LANES=NUM_ITEM_LANES, num_warps=4,
+    )  # fmt: skip
+    shape = (*query.shape, num_kv_heads, num_seqs, sliding_window, chunk_size)
+    return AttentionPlan(rows, num_few, num_many, num_few_runs, shape)
 
 
 @on_device_of_first
@@ -293,53 +974,52 @@ def launch_paged_attention(
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
+    plan: AttentionPlan,
     rules: Rules,
-    max_query_len: int | None,
-    max_seq_len: int | None,
+    workspace: AttentionWorkspace | None,
     out: Tensor,
 ) -> None:
-    """A grid sized by the batch; short queries of few sequences split their keys."""
-    num_tokens, num_heads, head_size = query.shape
-    num_seqs, block_size, num_kv_heads = len(seq_lens), key_cache.shape[1], key_cache.shape[2]
+    """Launch the kernel for few rows, and the one for many if the plan has programs for it."""
+    num_heads, head_size = query.shape[1:]
+    block_size, num_kv_heads = key_cache.shape[1], key_cache.shape[2]
     group, size = num_heads // num_kv_heads, triton.next_power_of_2(head_size)
     compute = choose_compute(query, key_cache)
-    tiling = choose_tiling(size, group, compute.primitive_bitwidth // 8, max_query_len)
-    block_q = tiling.block_m // tiling.part
-    num_groups = num_kv_heads * triton.cdiv(group, tiling.part)
-    one_tile = max_query_len is not None and max_query_len <= block_q
-    num_tiles = num_seqs if one_tile else num_tokens // block_q + num_seqs
-    longest = block_tables.shape[1] * block_size if max_seq_len is None else max_seq_len
-    num_splits = 1
-    if one_tile:
-        num_splits = choose_num_splits(
-            num_tiles * num_groups, longest, count_processors(query.device)
-        )
+    tilings = find_tilings(query, key_cache)
+    capacity = block_tables.shape[1] * block_size
+    if workspace is None:
+        workspace = make_workspace(query, key_cache, capacity)
     far = block_size * max(key_cache.stride(1), value_cache.stride(1)) >= 1 << 31
-    partial = partial_log = out
-    if num_splits > 1:
-        shape = (num_tokens, num_heads, num_splits)
-        partial = torch.empty((*shape, size), dtype=torch.float32, device=query.device)
-        partial_log = torch.empty(shape, dtype=torch.float32, device=query.device)
-    attention_kernel[(num_tiles, num_groups, num_splits)](
-        out, partial, partial_log, query, key_cache, value_cache, block_tables, query_start_loc,
-        seq_lens, num_seqs, num_splits, rules.scale * rules.k_scale * LOG2_E,
-        rules.sliding_window or rules.chunk_size or 0, (rules.soft_cap or 0.0) * LOG2_E,
-        rules.v_scale,
-        *query.stride()[:2], *out.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
-        block_tables.stride(0), GROUP=group, PART=tiling.part, HEAD_SIZE=head_size, SIZE=size,
-        BLOCK_SIZE=block_size, BLOCK_Q=block_q, BLOCK_M=tiling.block_m, TILE=tiling.tile,
-        ONE_TILE=one_tile, SPLIT=num_splits > 1, WINDOW=rules.sliding_window is not None,
-        CHUNKS=rules.chunk_size is not None, SOFT_CAP=rules.soft_cap is not None,
-        COMPUTE=compute, PRECISION=tiling.precision,
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=tiling.registers_max,
-        FAR=far,
-    )  # fmt: skip
-    if num_splits > 1:
-        merge_kernel[(num_tokens, num_heads)](
-            out, partial, partial_log, num_splits, rules.v_scale, *out.stride()[:2],
-            HEAD_SIZE=head_size, SIZE=size, SPLITS=NUM_SPLITS_AT_ONCE, num_warps=4,
+    runs_at = plan.num_few + plan.num_many
+    kinds = (
+        (tilings.few, plan.num_few, 0, runs_at),
+        (tilings.many, plan.num_many, plan.num_few, runs_at + plan.num_few_runs),
+    )
+    for tiling, num_programs, header_at, first_run in kinds[: 2 if plan.num_many else 1]:
+        num_slots = count_slots(tiling, capacity)
+        num_places = count_places(num_programs, tiling is tilings.few)
+        needed = num_places * num_slots * tiling.block_m * size
+        if needed > workspace.partial.numel() or num_places > workspace.counters.numel():
+            raise ValueError(
+                f"workspace: must hold {needed} elements, but holds {workspace.partial.numel()}; "
+                f"make it for this model, and with a max_seq_len of at least {capacity}"
+            )
+        attention_kernel[(num_programs,)](
+            out, plan.rows, header_at, first_run, workspace.partial, workspace.sums,
+            workspace.counters, query, key_cache, value_cache, block_tables,
+            num_slots, rules.scale * rules.k_scale * LOG2_E,
+            rules.sliding_window or rules.chunk_size or 0, (rules.soft_cap or 0.0) * LOG2_E,
+            rules.v_scale,
+            *query.stride()[:2], *out.stride()[:2], *key_cache.stride()[:3],
+            *value_cache.stride()[:3], block_tables.stride(0), GROUP=group, PART=tilings.part,
+            HEAD_SIZE=head_size, SIZE=size, BLOCK_SIZE=block_size,
+            BLOCK_Q=tiling.block_m // tilings.part, BLOCK_M=tiling.block_m, TILE=tiling.tile,
+            IS_FEW=tiling is tilings.few, WINDOW=rules.sliding_window is not None,
+            CHUNKS=rules.chunk_size is not None, SOFT_CAP=rules.soft_cap is not None,
+            COMPUTE=compute, PRECISION=tiling.precision, FAR=far,
+            ALIKE=key_cache.stride() == value_cache.stride(),
+            ROWS=min(16, max(4, triton.next_power_of_2(tilings.part))),
+            AT_ONCE=tiling.num_merged_at_once, MERGE_STAGES=tiling.num_merge_stages,
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=tiling.registers_max,
         )  # fmt: skip
 
 
@@ -363,8 +1043,9 @@ def is_compiled(query: Tensor) -> bool:
     return bool(query.is_cuda)
 
 
+@cache
 def count_processors(device: torch.device) -> int:
-    """Multiprocessors of the device; interpreted, those of an H100."""
+    """Multiprocessors of the device; one where programs are interpreted one after the other."""
     if device.type != "cuda":
-        return 132
+        return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,135 @@
+"""How the keys of a request are split, and how the splits are shared out among programs.
+
+Plain integer arithmetic, which runs in Python and which Triton compiles: the kernels and the
+figures of `benchmarks/attention.py` follow the same rule. No function calls another, since Triton
+would not compile that; nor would it compile types of arguments, which are integers or tensors.
+
+    request         query tiles, each of `block_q` tokens, for each part of the heads of a KV head
+    keys of one     first ... | split 0 | split 1 | ... | the key of its last token
+
+Where a split begins follows from the lengths of its request alone, so that the bits of a result do
+not depend on the batch. Which program computes a split follows from all lengths.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Splits(NamedTuple):
+    """How many tiles of keys make a split."""
+
+    wanted: int
+    """Splits of a query tile that sees few keys; so many programs work on a short request."""
+    tiles: int
+    """Tiles of a split, unless there would be less than `wanted` splits."""
+    enough: int
+    """Splits from which on they get larger, up to `large` tiles."""
+    large: int
+    """Tiles of a split, unless there would be more than `most` splits."""
+    most: int
+    """Splits of all query tiles of a request together, at most, for a part of the heads."""
+
+
+FEW = Splits(wanted=8, tiles=8, enough=32, large=16, most=128)
+"""For requests whose query is one tile of few rows: decodes, and short drafts."""
+MANY = Splits(wanted=1, tiles=8, enough=32, large=8, most=32)
+"""For all others. Their results are larger, so that merging costs more."""
+
+
+def find_first_key(position, window, has_window, has_chunks):
+    """The first key that a token at `position` sees."""
+    first = position * 0
+    if has_window:
+        first = (position - window + 1) * (position >= window)
+    if has_chunks:
+        first = position - position % window
+    return first
+
+
+def choose_split_tiles(num_tiles, num_query_tiles, splits):
+    """Tiles of each split of a query tile that sees `num_tiles` tiles of keys.
+
+    All splits but the last have this many.
+    """
+    short = (num_tiles + splits.wanted - 1) // splits.wanted
+    size = splits.tiles - (splits.tiles - short) * (short < splits.tiles)
+    grown = (num_tiles + splits.enough - 1) // splits.enough
+    grown = splits.large - (splits.large - grown) * (grown < splits.large)
+    size = size + (grown - size) * (grown > size)
+    capped = (num_tiles * num_query_tiles + splits.most - 1) // splits.most
+    size = size + (capped - size) * (capped > size)
+    size += size == 0
+    num_splits = (num_tiles + size - 1) // size
+    num_splits += num_splits == 0
+    equal = (num_tiles + num_splits - 1) // num_splits
+    return equal + (equal == 0)
+
+
+def weigh_query_tile(
+    query_len,
+    seq_len,
+    first,
+    window,
+    block_q,
+    tile,
+    is_few,
+    has_limit,
+):
+    """Tiles of keys that a query tile of a request sees: exact for few rows, else the mean.
+
+    first: the first key that the request's first token sees. window: with `has_limit`, keys that
+    a token sees at most. The mean is that of a line that rises to `window` and stays there.
+    """
+    if is_few:
+        tiles = (seq_len + tile - 1) // tile - first // tile
+    else:
+        queries = query_len + (query_len == 0)
+        context = seq_len - query_len
+        bend = seq_len
+        if has_limit:
+            bend = window + (seq_len - window) * (seq_len < window)
+            bend = bend + (context - bend) * (bend < context)
+        keys = (bend - context) * (bend + context) // 2
+        if has_limit:
+            keys = keys + (seq_len - bend) * window
+        tiles = 1 + (keys // queries + block_q // 2) // tile
+    return tiles
+
+
+def find_query_tile(index, num_query_tiles):
+    """The query tile that comes at `index`: last, first, last but one, second, and so on.
+
+    Later query tiles see more keys. Two in this order have about twice the mean.
+    """
+    half = index // 2
+    return half + (num_query_tiles - 1 - 2 * half) * (1 - index % 2)
+
+
+def count_splits_before(
+    program,
+    first_tile,
+    weight,
+    num_splits,
+    num_tiles_all,
+    num_programs,
+):
+    """Splits of a query tile that programs before `program` compute.
+
+    first_tile: number of the query tile's first tile of keys among `num_tiles_all`. Programs have
+    equal ranges of these, and compute the splits that begin in their range. A short query tile is
+    not cut where a range ends, unless it is much longer than the ranges: merging would take longer.
+    """
+    stop = (program * num_splits * num_tiles_all + num_programs - 1) // num_programs
+    share = stop - first_tile * num_splits
+    share = share * (share > 0)
+    count = (share + weight - 1) // weight
+    count = count + (num_splits - count) * (count > num_splits)
+    is_whole = (weight <= 8) & (weight * num_programs <= 2 * num_tiles_all)
+    is_before = first_tile * num_programs // num_tiles_all < program
+    return count + (num_splits * is_before - count) * is_whole
+
+
+def count_splits_max(num_tiles: int, splits: Splits) -> int:
+    """Splits of a query tile that sees at most `num_tiles` tiles of keys, at most."""
+    return max(1, min(splits.most, max(splits.wanted, -(-num_tiles // splits.tiles))))
