@@ -1,15 +1,14 @@
 """The kernels on one GPU: time, percent of a bound measured in the same run, and peers.
 
     python benchmarks/kernels.py [--only WORD] [--json FILE or folder]
-    python benchmarks/kernels.py --tilings
 
 Bounds: what a device-to-device copy of 1 GiB reaches (read + write), what a pinned copy reaches
 over the link, or nothing for what is bound by its launch. Times are of the device, median and 99th
 percentile, with the L2 cache flushed before each run (`triton.testing.do_bench`). What is bound by
 its launch is replayed from CUDA graphs of many runs, with the L2 cache as it is; the percentile is
 of ten means then. A peer that cannot run is listed with its reason. In a folder the file is named
-by date and device. `--tilings` times the decodes under other tilings than the one that is chosen,
-which nobody has tuned. Without a GPU this says so and exits with 2.
+by date and device. Without a GPU this says so and exits with 2. Attention has its own benchmark,
+`benchmarks/attention.py`.
 """
 
 from __future__ import annotations
@@ -24,21 +23,22 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
-from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import rms_norm, silu
 
 from blockstep.kernels import (
+    add_rms_norm,
     copy_blocks,
     gather_blocks,
-    paged_attention,
     prepare_step,
     rejection_sample,
     reshape_and_cache,
+    rotate_and_cache,
+    sample_tokens,
+    silu_and_mul,
 )
 
 Run = Callable[[], object]
@@ -64,8 +64,6 @@ class Case:
 class Size:
     """How large the cases are; the small one is for a test of this file."""
 
-    num_seqs: int = 64
-    context: int = 4096
     num_heads: int = 32
     num_kv_heads: int = 8
     head_size: int = 128
@@ -80,113 +78,8 @@ class Size:
 BLOCK_SIZE = 16
 
 
-class Decode:
-    """A token of each sequence over distinct blocks in shuffled order, and over contiguous KV."""
-
-    def __init__(self, size: Size, num_seqs: int, context: int, device: str) -> None:
-        self.size, self.context = size, context
-        shape = (num_seqs, context, size.num_kv_heads, size.head_size)
-        self.key, self.value = (torch.randn(shape, dtype=size.dtype, device=device) for _ in "kv")
-        heads = (num_seqs, size.num_heads, size.head_size)
-        self.query = torch.randn(heads, dtype=size.dtype, device=device)
-        per_seq = -(-context // BLOCK_SIZE)
-        order = torch.randperm(num_seqs * per_seq, device=device)
-        self.tables = order.view(num_seqs, per_seq).int()
-        blocks = (order.numel(), BLOCK_SIZE, *shape[2:])
-        self.caches = [torch.zeros(blocks, dtype=size.dtype, device=device) for _ in "kv"]
-        position = torch.arange(context, device=device)
-        slots = self.tables[:, position // BLOCK_SIZE].long() * BLOCK_SIZE + position % BLOCK_SIZE
-        key, value = (tensor.view(-1, *shape[2:]) for tensor in (self.key, self.value))
-        reshape_and_cache(key, value, self.caches[0], self.caches[1], slots.view(-1))
-        self.starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
-        self.lens = torch.full((num_seqs,), context, dtype=torch.int32, device=device)
-        self.scale = size.head_size**-0.5
-        self.num_bytes = self.key.nbytes + self.value.nbytes
-
-    def run(self) -> object:
-        """Ours."""
-        return paged_attention(
-            self.query, self.caches[0], self.caches[1], self.tables, self.starts, self.lens,
-            scale=self.scale, max_query_len=1, max_seq_len=self.context,
-        )  # fmt: skip
-
-    def make_sdpa(self) -> Run:
-        """torch's attention on contiguous KV: what paging costs."""
-        query, key, value = self.query[:, :, None], self.key.transpose(1, 2), self.value
-        return lambda: scaled_dot_product_attention(
-            query, key, value.transpose(1, 2), enable_gqa=True
-        )
-
-    def make_vllm(self) -> Run:
-        """FlashAttention 3 as vLLM brings it, on our cache and tables."""
-        from vllm.vllm_flash_attn import flash_attn_varlen_func  # noqa: PLC0415 - a guest
-
-        return lambda: flash_attn_varlen_func(
-            q=self.query, k=self.caches[0], v=self.caches[1], max_seqlen_q=1,
-            cu_seqlens_q=self.starts, max_seqlen_k=self.context, seqused_k=self.lens,
-            softmax_scale=self.scale, causal=True, block_table=self.tables, fa_version=3,
-        )  # fmt: skip
-
-    def make_flashinfer(self) -> Run:
-        """FlashInfer on our cache and tables; its plan is made beforehand and not timed."""
-        import flashinfer  # noqa: PLC0415 - a guest
-
-        size, per_seq, device = self.size, self.tables.shape[1], self.query.device
-        workspace = torch.empty(256 << 20, dtype=torch.uint8, device=device)
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=True
-        )
-        last = (self.lens - 1) % BLOCK_SIZE + 1
-        wrapper.plan(
-            self.starts * per_seq, self.tables.flatten(), last, size.num_heads, size.num_kv_heads,
-            size.head_size, BLOCK_SIZE, q_data_type=size.dtype, kv_data_type=size.dtype,
-        )  # fmt: skip
-        return lambda: wrapper.run(self.query, tuple(self.caches))
-
-
-def make_flex(size: Size, device: str) -> Run:
-    """torch's flex_attention over its own page table; pages of 128, which its kernel wants."""
-    # Slow to import, and not in every release.
-    from torch.nn.attention import flex_attention as flex  # noqa: PLC0415
-    from torch.nn.attention.experimental._paged_attention import PagedAttention  # noqa: PLC0415
-
-    page, num_seqs, context = 128, size.num_seqs, size.context
-    num_pages = num_seqs * -(-context // page)
-    paged = PagedAttention(num_pages, page, num_seqs, device=device)
-    paged.empty_pages = torch.randperm(num_pages).tolist()
-    for seq in range(num_seqs):
-        paged.reserve(torch.tensor([seq], device=device), torch.tensor([context], device=device))
-    shape = (1, size.num_kv_heads, num_pages * page, size.head_size)
-    key, value = (torch.randn(shape, dtype=size.dtype, device=device) for _ in range(2))
-    query = torch.randn(
-        num_seqs, size.num_heads, 1, size.head_size, dtype=size.dtype, device=device
-    )
-    logical = flex.create_block_mask(
-        flex.noop_mask, num_seqs, 1, 1, context, device, BLOCK_SIZE=(128, page)
-    )
-    mask = paged.convert_logical_block_mask(logical)
-    compiled = torch.compile(flex.flex_attention)
-    return lambda: compiled(query, key, value, block_mask=mask, enable_gqa=True)
-
-
 def list_cases(size: Size, device: str) -> Iterator[Case]:
     """Every case, made when it is its turn: they do not fit a device all at once."""
-    decode = Decode(size, size.num_seqs, size.context, device)
-    yield Case(
-        f"decode {size.num_seqs} x {size.context}", decode.run, "copy", "80 %", decode.num_bytes,
-        {
-            "SDPA, contiguous": decode.make_sdpa, "FlashAttention 3 of vLLM": decode.make_vllm,
-            "FlashInfer": decode.make_flashinfer,
-            "flex_attention, paged": partial(make_flex, size, device),
-        },
-    )  # fmt: skip
-    decode = Decode(size, 1, 500, device)
-    yield Case(
-        "decode 1 x 500", decode.run, "launch", "8 us",
-        peers={
-            "SDPA, contiguous": decode.make_sdpa, "FlashAttention 3 of vLLM": decode.make_vllm,
-        },
-    )  # fmt: skip
     yield from list_copies(size, device)
     rows = torch.arange(size.num_rows, device=device)
     ones = torch.ones(size.num_rows, dtype=torch.int32, device=device)
@@ -201,18 +94,103 @@ def list_cases(size: Size, device: str) -> Iterator[Case]:
         ),
         "launch", "8 us",
     )  # fmt: skip
-    num_drafts = 3
+    for num_tokens in (64, 1):
+        yield from list_layers(size, num_tokens, device)
+    yield make_rejection(size, device)
+    for num_rows in (64, 256):
+        yield from list_sampling(size, num_rows, device)
+
+
+def list_layers(size: Size, num_tokens: int, device: str) -> Iterator[Case]:
+    """The small kernels of a decoder layer, in a decode of `num_tokens` requests."""
+    hidden_size, inner_size = size.num_heads * 64, size.num_heads * 176
+    num_kv_heads, head_size = size.num_kv_heads // 2 or 1, 64
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=size.dtype, device=device)
+
+    hidden, residual, weight = (
+        randn(num_tokens, hidden_size), randn(num_tokens, hidden_size), randn(hidden_size)
+    )  # fmt: skip
+    gate_up = randn(num_tokens, 2 * inner_size)
+    gate, up = gate_up.chunk(2, dim=-1)
+    qkv = randn(num_tokens, hidden_size + 2 * num_kv_heads * head_size)
+    caches = [randn(num_tokens, BLOCK_SIZE, num_kv_heads, head_size) for _ in "kv"]
+    places = torch.arange(num_tokens, device=device)
+    table = randn(num_tokens, head_size)
+    yield Case(
+        f"add_rms_norm {num_tokens} x {hidden_size}",
+        lambda: add_rms_norm(hidden, residual, weight, 1e-6),
+        "launch", "3 us",
+        peers={
+            "add, then rms_norm of torch": lambda: lambda: rms_norm(
+                residual.add_(hidden), (hidden_size,), weight, 1e-6
+            ),
+        },
+    )  # fmt: skip
+    yield Case(
+        f"silu_and_mul {num_tokens} x {inner_size}",
+        lambda: silu_and_mul(gate_up),
+        "launch", "3 us",
+        peers={"silu, then mul_ of torch": lambda: lambda: silu(gate).mul_(up)},
+    )  # fmt: skip
+    yield Case(
+        f"rotate_and_cache {num_tokens} x {size.num_heads} heads",
+        lambda: rotate_and_cache(qkv, caches[0], caches[1], places, places, table),
+        "launch", "3 us",
+    )  # fmt: skip
+
+
+def make_rejection(size: Size, device: str) -> Case:
+    """64 greedy requests with four drafts each, all of them wrong: every row is read anyway."""
+    num_drafts = 4
     logits = torch.randn(64 * (num_drafts + 1), size.vocab_size, dtype=size.dtype, device=device)
-    starts = torch.arange(0, 65 * num_drafts, num_drafts, dtype=torch.int32, device=device)
+    starts = torch.arange(0, 64 * num_drafts + 1, num_drafts, dtype=torch.int32, device=device)
     seeds = torch.arange(64, device=device)
     greedy = {"temperature": torch.zeros(64, device=device), "seeds": seeds, "positions": seeds}
     drafts = torch.zeros(64 * num_drafts, dtype=torch.int64, device=device)
-    yield Case(
-        "rejection_sample greedy 64 x 4",
+    return Case(
+        f"rejection_sample greedy 64 x {num_drafts}",
         lambda: rejection_sample(logits, drafts, starts, max_num_drafts=num_drafts, **greedy),
-        "copy", "67 %", logits.nbytes,
+        "copy", "1.2 times argmax", logits.nbytes,
         {"argmax": lambda: partial(logits.argmax, -1)},
     )  # fmt: skip
+
+
+def list_sampling(size: Size, num_rows: int, device: str) -> Iterator[Case]:
+    """Drawn tokens without and with cuts; the peer sorts the vocabulary, as is usual."""
+    logits = 2 * torch.randn(num_rows, size.vocab_size, dtype=size.dtype, device=device)
+    places = torch.arange(num_rows, device=device)
+    ones = torch.ones(num_rows, device=device)
+    for name, top_k, top_p in (
+        ("greedy", 0, 1.0), ("temperature", 0, 1.0), ("top_k 50", 50, 1.0), ("top_p 0.9", 0, 0.9),
+        ("top_k 50, top_p 0.9", 50, 0.9),
+    ):  # fmt: skip
+        columns = {
+            "temperature": ones * (name != "greedy"), "top_p": ones * top_p, "min_p": 0 * ones,
+            "top_k": torch.full((num_rows,), top_k, dtype=torch.int32, device=device),
+            "seeds": places, "indices": places,
+        }  # fmt: skip
+        yield Case(
+            f"sample_tokens {num_rows}, {name}", partial(sample_tokens, logits, **columns),
+            "copy", "a few reads", logits.nbytes,
+            {"sort and cumsum": partial(make_sorted_sampling, logits, 50, 0.9)} if top_k else {},
+        )  # fmt: skip
+
+
+def make_sorted_sampling(logits: torch.Tensor, top_k: int, top_p: float) -> Run:
+    """top_k and top_p by a sort of the vocabulary, and a draw from the cumulated probabilities."""
+    uniform = torch.rand(len(logits), 1, device=logits.device)
+    last = min(top_k, logits.shape[1]) - 1
+
+    def run() -> torch.Tensor:
+        ordered, order = logits.float().sort(dim=-1, descending=True)
+        probs = ordered.masked_fill(ordered < ordered[:, last : last + 1], -torch.inf).softmax(-1)
+        probs = probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0)
+        mass = probs.cumsum(-1)
+        return order.gather(1, torch.searchsorted(mass, uniform * mass[:, -1:], right=True))
+
+    return run
 
 
 def list_copies(size: Size, device: str) -> Iterator[Case]:
@@ -299,39 +277,6 @@ def report(case: Case, rates: dict[str, float]) -> dict[str, Any]:
     return row
 
 
-def list_tilings(group: int) -> Iterator[Any]:
-    """For decodes of `group` heads per KV head, 16 at most.
-
-    Loads that go through a block table take two stages each: only from 5 on, keys are on their way
-    while those before them are multiplied. With fewer, other programs have to fill the time.
-    """
-    from blockstep.kernels.attention_triton import Tiling  # noqa: PLC0415 - not everywhere
-
-    for tile, num_warps, num_stages in product((32, 64, 128), (4, 8), (1, 3, 5)):
-        yield Tiling(group, 16, tile, num_warps, num_stages)
-
-
-def report_tilings(size: Size, rates: dict[str, float], device: str) -> None:
-    """Print a line for each tiling, of a batch that fills the device and of one that is split."""
-    from blockstep.kernels import attention_triton  # noqa: PLC0415 - not everywhere
-
-    group = size.num_heads // size.num_kv_heads
-    for num_seqs in (size.num_seqs, size.num_seqs // 8 or 1):
-        decode = Decode(size, num_seqs, size.context, device)
-        chosen = attention_triton.choose_tiling(size.head_size, group, size.dtype.itemsize, 1)
-        print(f"decode {num_seqs} x {size.context}; chosen is {chosen}")
-        for tiling in list_tilings(group):
-            name = f"    tile {tiling.tile:3} warps {tiling.num_warps} stages {tiling.num_stages}"
-            with patch.object(attention_triton, "choose_tiling", lambda *_, t=tiling: t):
-                try:
-                    median, _ = measure(decode.run, "copy")
-                except Exception as error:  # more shared memory than there is, for example
-                    print(f"{name}  not measured: {type(error).__name__}: {error}"[:200])
-                    continue
-            percent = 100 * decode.num_bytes / rates["copy"] / (median * 1e-6)
-            print(f"{name} {median:10.1f} us {percent:5.1f} % of copy")
-
-
 def choose_file(path: Path, day: str, device: str) -> Path:
     """Where results go: into the file that was named, or one of this name in the folder."""
     if not path.is_dir():
@@ -347,7 +292,6 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--only", default="", metavar="WORD", help="cases whose name has it")
-    parser.add_argument("--tilings", action="store_true", help="time tilings of the decodes")
     parser.add_argument("--json", type=Path, metavar="FILE or folder")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -365,9 +309,6 @@ def main() -> int:
     }  # fmt: skip
     print(f"{about['device']}, torch {about['torch']}, triton {about['triton']}")
     print(", ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in rates.items()))
-    if args.tilings:
-        report_tilings(Size(), rates, "cuda")
-        return 0
     day = datetime.now(UTC).date().isoformat()
     file = args.json and choose_file(args.json, day, about["device"])
     rows: list[dict[str, Any]] = []

@@ -25,8 +25,12 @@ REGISTERS_MAX = {
     "scatter_kernel": 64, "move_kernel": 64, "copy_in_sequence_kernel": 64,
     "prepare_kernel": 64, "merge_kernel": 64, "commit_kernel": 64, "finish_kernel": 64,
     "decide_kernel": 128,  # eight warps, two programs on a multiprocessor
+    "plan_kernel": 128,  # once per step
     "attention_kernel": 255,  # all there are; the accumulator lives in registers
+    "gate_kernel": 64, "norm_kernel": 128, "rotate_kernel": 128,
+    "scan_kernel": 128, "choose_kernel": 128,
 }  # fmt: skip
+LAYERS = {"gate_kernel", "norm_kernel", "rotate_kernel", "scan_kernel", "choose_kernel"}
 SHARED_MAX = 227 * 1024
 
 
@@ -48,8 +52,9 @@ def compile_apart(which: str) -> Any:
 @pytest.mark.parametrize(
     ("which", "kernels"),
     [
-        ("attention", {"attention_kernel", "merge_kernel"}),
-        ("others", {*REGISTERS_MAX} - {"attention_kernel"}),
+        ("attention", {"attention_kernel", "plan_kernel"}),
+        ("others", {*REGISTERS_MAX} - {"attention_kernel", "plan_kernel"} - LAYERS),
+        ("layers", LAYERS),
     ],
 )
 def test_every_kernel_fits_an_h100(which: str, kernels: set[str]) -> None:
@@ -67,6 +72,11 @@ def test_nothing_is_compiled_anew_because_a_step_is_of_another_size() -> None:
         "step_triton.prepare_kernel": 1,
         "step_triton.merge_kernel": 1,
         "step_triton.commit_kernel": 1,
-        "attention_triton.attention_kernel": 1,
-        "attention_triton.merge_kernel": 1,
+        "attention_triton.plan_kernel": 1,
+        "attention_triton.attention_kernel": 2,  # for few rows of queries, and for many
+        "layers_triton.norm_kernel": 1,
+        "layers_triton.gate_kernel": 1,
+        "layers_triton.rotate_kernel": 1,
+        "sampling_triton.scan_kernel": 1,
+        "sampling_triton.choose_kernel": 1,
     }

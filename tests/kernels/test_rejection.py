@@ -71,6 +71,18 @@ def test_the_lowest_id_wins_among_equals(backend: str, device: str) -> None:
     assert sample(call) == [[1, 1], [1]]
 
 
+def test_equals_far_apart_are_read_by_different_programs(backend: str, device: str) -> None:
+    call = make([1], 40_000, device, [0.0])
+    call["target_logits"][:, [39_999, 20_000, 17_000]] = 50.0
+    call["draft_token_ids"][:] = 17_000
+    assert sample(call) == [[17_000, 17_000]]
+    call["target_logits"][1] = -torch.inf
+    call["target_logits"][0, 16_383] = 50.0
+    assert sample(call) == [[16_383]]
+    call["draft_token_ids"][:] = 16_383
+    assert sample(call) == [[16_383, 0]]
+
+
 def test_nothing_to_sample(backend: str, device: str) -> None:
     assert sample(make([], 5, device, [])) == []
 

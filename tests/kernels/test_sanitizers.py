@@ -23,6 +23,7 @@ from kernel_support.sanitizers import Sanitizer, sanitize
 
 import blockstep.kernels
 from blockstep.kernels import (
+    add_rms_norm,
     commit_step,
     copy_blocks,
     gather_blocks,
@@ -31,6 +32,9 @@ from blockstep.kernels import (
     prepare_step,
     rejection_sample,
     reshape_and_cache,
+    rotate_and_cache,
+    sample_tokens,
+    silu_and_mul,
     use_backend,
 )
 
@@ -78,6 +82,33 @@ def sample() -> None:
     )  # fmt: skip
 
 
+def norm() -> None:
+    hidden = torch.ones(3, 40)
+    add_rms_norm(hidden, hidden.clone(), hidden[0].clone(), 1e-6)
+
+
+def gate() -> None:
+    silu_and_mul(torch.ones(3, 80))
+
+
+def rotate() -> None:
+    caches = torch.zeros(2, 2, 4, 2, 80)
+    slots = torch.tensor([0, -1, 1])
+    table = torch.ones(3, 80)
+    rotate_and_cache(
+        torch.ones(3, 7 * 80), caches[:, 0], caches[:, 1], slots, slots.clip(0, 2), table
+    )
+
+
+def draw() -> None:
+    ones = torch.ones(3)
+    sample_tokens(
+        torch.arange(150.0).view(3, 50), temperature=ones, top_k=torch.tensor([0, 0, 4]).int(),
+        top_p=torch.tensor([1.0, 0.9, 1.0]), min_p=0 * ones, seeds=torch.arange(3),
+        indices=torch.arange(3),
+    )  # fmt: skip
+
+
 def attend() -> None:
     arguments, rules = Batch((1, 5), (21, 9), head_size=80, block_size=4).make()
     paged_attention(*arguments, **rules)
@@ -90,7 +121,7 @@ def attend_parts() -> None:
 
 def attend_split() -> None:
     arguments, rules = Batch((1, 1), (300, 9), head_size=80).make()
-    paged_attention(*arguments, **{**rules, "max_query_len": 1, "max_seq_len": 4096})
+    paged_attention(*arguments, **{**rules, "max_query_len": 1})
 
 
 PLANTED = {
@@ -137,24 +168,60 @@ PLANTED = {
     "sampling past the last token": (
         "rejection", sample, "mask=step < width", "mask=step >= 0", "finish_kernel",
     ),
+    "norm past the row": (
+        "layers", norm, "mask = lane < HIDDEN_SIZE", "mask = lane >= 0",
+        "BETWEEN-PROGRAMS WRITE-WRITE norm_kernel",
+    ),
+    "gate past the row": (
+        "layers", gate, "mask = element < INNER_SIZE", "mask = element >= 0",
+        "BETWEEN-PROGRAMS WRITE-WRITE gate_kernel",
+    ),
+    "rotation past the head": (
+        "layers", rotate, "in_half = lane < half", "in_half = lane >= 0", "rotate_kernel",
+    ),
+    "rotation caches padding": (
+        "layers", rotate, "if slot >= 0:", "if slot >= -1:", "OUT-OF-BOUNDS rotate_kernel",
+    ),
+    "rotation takes values for keys": (
+        "layers", rotate, "(~(is_query | is_value))", "(~is_query)",
+        "BETWEEN-PROGRAMS WRITE-WRITE rotate_kernel",
+    ),
+    "drawing past the vocabulary": (
+        "sampling", draw, "mask = token < vocab_size", "mask = token >= 0",
+        "OUT-OF-BOUNDS scan_kernel",
+    ),
+    "drawing before the copies are there": (
+        "sampling", draw, "    tl.debug_barrier()\n", "", "NO-BARRIER WRITE-READ copy_out",
+    ),
     "attention past the head": (
         "attention", attend, "in_head = dim < HEAD_SIZE", "in_head = dim >= 0",
-        "OUT-OF-BOUNDS attention_kernel",
+        "OUT-OF-BOUNDS load_queries",
     ),
     "attention past the sequence": (
-        "attention", attend, "in_range = key_at < last", "in_range = key_at >= 0",
-        "OUT-OF-BOUNDS load_tile",
+        "attention", attend, "& (key_at < last)", "& (key_at >= 0)", "OUT-OF-BOUNDS load_",
     ),
     "attention takes its neighbour's queries": (
-        "attention", attend, " & (step < query_len)", "", "BETWEEN-PROGRAMS WRITE-WRITE attention",
+        "attention", attend, " & (step < query_len)", "", "OUT-OF-BOUNDS store_out",
     ),
     "attention takes the heads of the next group": (
         "attention", attend_parts, " & (in_group < GROUP)", "",
-        "BETWEEN-PROGRAMS WRITE-WRITE attention",
+        "BETWEEN-PROGRAMS WRITE-WRITE store_out",
     ),
-    "splits merge past the head": (
-        "attention", attend_split, "mask=dim < HEAD_SIZE", "mask=dim >= 0",
-        "BETWEEN-PROGRAMS WRITE-WRITE merge_kernel",
+    "splits are counted before they are stored": (
+        "attention", attend_split, "tl.debug_barrier()  # all threads have stored", "#",
+        "BETWEEN-PROGRAMS WRITE-READ store_split",
+    ),
+    "splits are counted without an order": (
+        "attention", attend_split, 'sem="acq_rel"', 'sem="relaxed"',
+        "BETWEEN-PROGRAMS WRITE-READ store_split",
+    ),
+    "a plan of two programs in one row": (
+        "attention", attend_split, "items_before + index + program", "items_before + index",
+        "BETWEEN-PROGRAMS WRITE-WRITE store_run",
+    ),
+    "splits share a slot": (
+        "attention", attend_split, "slot = first_slot + split\n", "slot = first_slot\n",
+        "BETWEEN-PROGRAMS WRITE-WRITE store_split",
     ),
 }  # fmt: skip
 
@@ -206,23 +273,24 @@ def test_the_memory_of_another_tensor_is_out_of_bounds_too() -> None:
     here, behind = both[:5], both[5:]
     sanitizer = Sanitizer(tensors=[here, here[:2], behind])
     pointers = Handle(np.arange(2, 8, dtype=np.uint64) * 8 + both.data_ptr())
-    mask = sanitizer.access(pointers, Handle(np.ones(6, bool)), is_store=True)
+    mask = sanitizer.access(pointers, Handle(np.ones(6, bool)), "store")
     assert mask.data.tolist() == [True, True, True, False, False, False]
     assert len(sanitizer.findings) == 1
     assert sanitizer.findings[0].startswith("OUT-OF-BOUNDS")
-    nobody = sanitizer.access(pointers, Handle(np.zeros(6, bool)), is_store=True)
+    nobody = sanitizer.access(pointers, Handle(np.zeros(6, bool)), "store")
     assert not nobody.data.any()
 
 
-def test_a_kernel_with_atomics_is_not_passed_unjudged(
+def test_a_kernel_that_may_wait_for_another_program_is_not_passed_unjudged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from triton.runtime.errors import InterpreterError
 
-    plant(monkeypatch, tmp_path, "blocks", "tl.store(destination", "tl.atomic_add(destination")
-    refused = pytest.raises(InterpreterError, match="does not know what atomics order")
+    reset = "tl.atomic_xchg(counter, 0)"
+    plant(monkeypatch, tmp_path, "attention", reset, "tl.atomic_cas(counter, 1, 0)")
+    refused = pytest.raises(InterpreterError, match="does not know kernels that wait")
     with use_backend("triton"), sanitize(), refused:
-        gather()
+        attend_split()
 
 
 def test_a_promise_of_independence_is_checked() -> None:

@@ -9,22 +9,40 @@ of one token, `slot = block_id * block_size + offset`. Ids, slots and positions 
 inside a block table int32), counts and offsets of a step int32.
 """
 
-from blockstep.kernels.attention import paged_attention
+from blockstep.kernels.attention import (
+    AttentionPlan,
+    AttentionWorkspace,
+    make_attention_workspace,
+    paged_attention,
+    plan_attention,
+)
 from blockstep.kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
 from blockstep.kernels.cache import reshape_and_cache
 from blockstep.kernels.dispatch import use_backend
+from blockstep.kernels.layers import add_rms_norm, rms_norm, rotate_and_cache, silu_and_mul
 from blockstep.kernels.rejection import rejection_sample
+from blockstep.kernels.sampling import NO_TOKEN, sample_tokens
 from blockstep.kernels.step import commit_step, merge_drafts, prepare_step
 
 __all__ = [
+    "NO_TOKEN",
+    "AttentionPlan",
+    "AttentionWorkspace",
+    "add_rms_norm",
     "commit_step",
     "copy_blocks",
     "gather_blocks",
+    "make_attention_workspace",
     "merge_drafts",
     "paged_attention",
+    "plan_attention",
     "prepare_step",
     "rejection_sample",
     "reshape_and_cache",
+    "rms_norm",
+    "rotate_and_cache",
+    "sample_tokens",
     "scatter_blocks",
+    "silu_and_mul",
     "use_backend",
 ]

@@ -52,12 +52,7 @@ def reshape_and_cache(
             key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
         )
         return
-    rows = slot_mapping >= 0
-    if not bool(rows.all()):
-        slot_mapping, key, value = slot_mapping[rows], key[rows], value[rows]
-    where = (slot_mapping // key_cache.shape[1], slot_mapping % key_cache.shape[1])
-    key_cache[where] = to_cache(key, key_cache.dtype, k_scale)
-    value_cache[where] = to_cache(value, value_cache.dtype, v_scale)
+    write_to_cache(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 
 
 def check_scales(cache: Tensor, k_scale: float, v_scale: float) -> None:
@@ -73,6 +68,24 @@ def check_scales(cache: Tensor, k_scale: float, v_scale: float) -> None:
                 f"{name}: must be 1 unless the cache is float8_e4m3fn, but is {scale} for a "
                 f"{str(cache.dtype).removeprefix('torch.')} cache; leave it out"
             )
+
+
+def write_to_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float,
+    v_scale: float,
+) -> None:
+    """Write keys and values to their slots: the torch reference of `reshape_and_cache`."""
+    rows = slot_mapping >= 0
+    if not bool(rows.all()):
+        slot_mapping, key, value = slot_mapping[rows], key[rows], value[rows]
+    where = (slot_mapping // key_cache.shape[1], slot_mapping % key_cache.shape[1])
+    key_cache[where] = to_cache(key, key_cache.dtype, k_scale)
+    value_cache[where] = to_cache(value, value_cache.dtype, v_scale)
 
 
 def to_cache(tensor: Tensor, dtype: torch.dtype, scale: float) -> Tensor:

@@ -7,12 +7,16 @@ position of the token and the purpose; number `index` of that stream is its `ind
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 ACCEPT = 0
 """Purpose: the uniform number that decides whether a draft is accepted."""
 CHOOSE = 1
 """Purpose: one number per token of the vocabulary, to choose a token."""
+
+SERIES_BELOW = 0.0625
+"""Where five terms of the series of `-log(1 - v)` are as exact as float32."""
 
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
@@ -41,7 +45,28 @@ def compute_uniform(seeds: Tensor, positions: Tensor, purpose: int, indices: Ten
 
     52 bits of each word are used, at the middle of their interval: never 0, never 1.
     """
+    words = _compute_words(compute_keys(seeds, positions, purpose), indices)
+    return (words.double() + 0.5) * 2.0**-52
+
+
+def compute_exponential(keys: Tensor, indices: Tensor) -> Tensor:
+    """Exponentially distributed float32 numbers above 0, of the streams that start at `keys`.
+
+    They are `-log(1 - v)` for the uniform number `v` of the same stream and index, rounded to
+    float32. Small results decide which token is drawn, so they keep all digits of float32: there
+    the logarithm is a series.
+    """
+    v = (_compute_words(keys, indices).float() * 2.0**-52 + 2.0**-53).clamp(max=1 - 2.0**-24)
+    series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5)))))
+    return torch.where(v < SERIES_BELOW, series, -(1 - v).log())
+
+
+def compute_keys(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    """Where the stream of each seed, position and purpose starts; int64 that broadcast."""
     golden = to_int64(GOLDEN)
-    key = compute_mix(compute_mix(seeds + golden) + (2 * positions + purpose) * golden)
-    words = compute_mix(key + (indices + 1) * golden)
-    return (_shift_right(words, 12).double() + 0.5) * 2.0**-52
+    return compute_mix(compute_mix(seeds + golden) + (2 * positions + purpose) * golden)
+
+
+def _compute_words(keys: Tensor, indices: Tensor) -> Tensor:
+    """The upper 52 bits of the words of streams, as int64."""
+    return _shift_right(compute_mix(keys + (indices + 1) * to_int64(GOLDEN)), 12)

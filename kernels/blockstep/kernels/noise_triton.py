@@ -10,6 +10,7 @@ from blockstep.kernels import noise
 GOLDEN = tl.constexpr(noise.GOLDEN)
 MIX_1 = tl.constexpr(noise.MIX_1)
 MIX_2 = tl.constexpr(noise.MIX_2)
+SERIES_BELOW = tl.constexpr(noise.SERIES_BELOW)
 
 
 @triton.jit
@@ -34,3 +35,14 @@ def compute_uniform(key, indices):
     golden = tl.full((), GOLDEN, tl.uint64)
     words = compute_mix(key + (indices.to(tl.uint64) + 1) * golden)
     return ((words >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
+
+
+@triton.jit
+def compute_exponential(key, indices):
+    """Exponentially distributed numbers of a stream, float32, above 0."""
+    golden = tl.full((), GOLDEN, tl.uint64)
+    words = compute_mix(key + (indices.to(tl.uint64) + 1) * golden) >> 12
+    v = words.to(tl.float32) * 2.220446049250313e-16 + 1.1102230246251565e-16
+    v = tl.minimum(v, 1.0 - 5.960464477539063e-08)
+    series = v * (1.0 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5)))))
+    return tl.where(v < SERIES_BELOW, series, -tl.log(1.0 - v))

@@ -1,4 +1,8 @@
-"""The Triton kernels of rejection sampling: first all rows of logits at once, then sequences."""
+"""The Triton kernels of rejection sampling: first all rows of logits at once, then sequences.
+
+A greedy row is read in parts by several programs, since one program cannot keep a multiprocessor's
+share of the memory busy, and rows are few. A drawn row is read by one program.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +19,24 @@ ACCEPT = tl.constexpr(noise.ACCEPT)
 CHOOSE = tl.constexpr(noise.CHOOSE)
 SIZE = 2048
 """Tokens of the vocabulary that a program looks at together when it draws."""
-GREEDY_SIZE = 8192
-"""When it looks for the greatest: it waits for memory alone, so much of it must be on its way."""
+PART = 16384
+"""Tokens of a greedy row that one program reads, all of them at once."""
+FAR = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def pick(values, indices):
     """The greatest value and the lowest index that has it."""
     best = tl.max(values, 0)
-    return best, tl.min(tl.where(values == best, indices, 2147483647), 0)
+    return best, tl.min(tl.where(values == best, indices, FAR), 0)
 
 
 @triton.jit
-def find_best(logits, vocab_size, SIZE: tl.constexpr):
-    """Argmax of a row; each lane keeps its own until the end."""
-    lane = tl.arange(0, SIZE)
-    best = tl.full((SIZE,), float("-inf"), tl.float32)
-    at = lane
-    for start in range(0, vocab_size, SIZE):
-        token = start + lane
-        x = tl.load(logits + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-        better = x > best
-        best = tl.where(better, x, best)
-        at = tl.where(better, token, at)
-    _, index = pick(best, at)
-    return index
+def find_best(logits, vocab_size, part, PART: tl.constexpr):
+    """The greatest logit of a part of a row, and the lowest token that has it; NaN is -inf."""
+    token = part * PART + tl.arange(0, PART)
+    x = tl.load(logits + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+    return pick(tl.where(x == x, x, float("-inf")), token)
 
 
 @triton.jit
@@ -89,28 +86,33 @@ def choose_token(
 
 @triton.jit
 def decide_kernel(
-    accepted, chosen, target_logits, draft_token_ids, cu_num_drafts, temperatures, seeds, positions,
-    draft_probs, logits_stride, probs_stride, vocab_size, HAS_PROBS: tl.constexpr,
-    SIZE: tl.constexpr, GREEDY_SIZE: tl.constexpr,
+    accepted, chosen, peaks, peak_tokens, target_logits, draft_token_ids, cu_num_drafts,
+    temperatures, seeds, positions, draft_probs, logits_stride, probs_stride, vocab_size,
+    HAS_PROBS: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, step): whether a draft is accepted, and the token in its place if not."""
+    """Program (sequence, step, part): whether a draft is accepted, and the token in its place.
+
+    For a greedy row that is left to `finish_kernel`, and the part's greatest logit is stored.
+    """
     sequence = tl.program_id(0)
     step = tl.program_id(1)
+    part = tl.program_id(2)
     first = tl.load(cu_num_drafts + sequence)
     num_drafts = tl.load(cu_num_drafts + sequence + 1) - first
     if step <= num_drafts:
         row = (first + sequence + step).to(tl.int64)
         logits = target_logits + row * logits_stride
         temperature = tl.load(temperatures + sequence)
-        draft = tl.full((), -1, tl.int64)
-        if step < num_drafts:
-            draft = tl.load(draft_token_ids + first + step)
-        keep = 0
-        token = tl.zeros((), tl.int32)
         if temperature == 0.0:
-            token = find_best(logits, vocab_size, GREEDY_SIZE)
-            keep = (token == draft).to(tl.int32)
-        else:
+            peak, token = find_best(logits, vocab_size, part, PART)
+            tl.store(peaks + row * NUM_PARTS + part, peak)
+            tl.store(peak_tokens + row * NUM_PARTS + part, token)
+        elif part == 0:
+            draft = tl.full((), -1, tl.int64)
+            if step < num_drafts:
+                draft = tl.load(draft_token_ids + first + step)
+            keep = 0
+            token = tl.zeros((), tl.int32)
             seed = tl.load(seeds + sequence)
             position = tl.load(positions + sequence) + step
             maximum, total = sum_exponentials(logits, temperature, vocab_size, SIZE)
@@ -137,14 +139,14 @@ def decide_kernel(
                         logits, proposal, draft, key, temperature, maximum, total, vocab_size, 0,
                         HAS_PROBS, SIZE,
                     )  # fmt: skip
-        tl.store(accepted + row, keep)
-        tl.store(chosen + row, token)
+            tl.store(accepted + row, keep)
+            tl.store(chosen + row, token)
 
 
 @triton.jit(do_not_specialize=["width"])
 def finish_kernel(
-    token_ids, num_sampled, accepted, chosen, draft_token_ids, cu_num_drafts, width,
-    WIDTH: tl.constexpr,
+    token_ids, num_sampled, accepted, chosen, peaks, peak_tokens, draft_token_ids, cu_num_drafts,
+    temperatures, width, WIDTH: tl.constexpr, NUM_PARTS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence): its drafts up to the first that is not accepted, and one token more."""
     sequence = tl.program_id(0)
@@ -152,12 +154,25 @@ def finish_kernel(
     num_drafts = tl.load(cu_num_drafts + sequence + 1) - first
     step = tl.arange(0, WIDTH)
     is_draft = step < num_drafts
-    keep = tl.load(accepted + first + sequence + step, mask=is_draft, other=0)
-    num_accepted = tl.min(tl.where(keep > 0, WIDTH, step), 0)
-    num_accepted = tl.minimum(num_accepted, num_drafts)
     draft = tl.load(draft_token_ids + first + step, mask=is_draft, other=-1)
-    last = tl.load(chosen + first + sequence + num_accepted).to(tl.int64)
-    token = tl.where(step < num_accepted, draft, tl.where(step == num_accepted, last, -1))
+    row = first + sequence + step
+    if tl.load(temperatures + sequence) == 0.0:
+        part = tl.arange(0, PARTS)
+        at = row.to(tl.int64)[:, None] * NUM_PARTS + part[None, :]
+        mask = (step <= num_drafts)[:, None] & (part < NUM_PARTS)[None, :]
+        peak = tl.load(peaks + at, mask=mask, other=float("-inf"))
+        token = tl.load(peak_tokens + at, mask=mask, other=FAR)
+        best = tl.max(peak, 1)
+        last = tl.min(tl.where(peak == best[:, None], token, FAR), 1)
+        keep = (last == draft).to(tl.int32)
+    else:
+        keep = tl.load(accepted + row, mask=is_draft, other=0)
+        last = tl.load(chosen + row, mask=step <= num_drafts, other=0)
+    num_accepted = tl.min(tl.where((keep > 0) & is_draft, num_drafts, step), 0)
+    num_accepted = tl.minimum(num_accepted, num_drafts)
+    token = tl.where(
+        step < num_accepted, draft, tl.where(step == num_accepted, last.to(tl.int64), -1)
+    )
     tl.store(token_ids + sequence.to(tl.int64) * width + step, token, mask=step < width)
     tl.store(num_sampled + sequence, num_accepted + 1)
 
@@ -173,23 +188,30 @@ def launch_rejection_sample(
     draft_probs: Tensor | None,
     max_num_drafts: int,
 ) -> tuple[Tensor, Tensor]:
-    """Two launches: a program per row of logits, then one per sequence."""
+    """Two launches: a program per row of logits and part of it, then one per sequence."""
     num_rows, vocab_size = target_logits.shape
     num_seqs, width, device = len(seeds), max_num_drafts + 1, target_logits.device
-    accepted = torch.empty(num_rows, dtype=torch.int32, device=device)
-    chosen = torch.empty(num_rows, dtype=torch.int32, device=device)
+    most = max(triton.next_power_of_2(vocab_size), 32)
+    part = min(PART, most)
+    num_parts = triton.cdiv(vocab_size, part)
+    accepted, chosen, token_of_part = (
+        torch.empty(size, dtype=torch.int32, device=device)
+        for size in (num_rows, num_rows, num_rows * num_parts)
+    )
+    peak_of_part = torch.empty(num_rows * num_parts, dtype=torch.float32, device=device)
     token_ids = torch.empty((num_seqs, width), dtype=torch.int64, device=device)
     num_sampled = torch.empty(num_seqs, dtype=torch.int32, device=device)
-    most = triton.next_power_of_2(vocab_size)
-    decide_kernel[(num_seqs, width)](
-        accepted, chosen, target_logits, draft_token_ids, cu_num_drafts, temperature, seeds,
-        positions, temperature if draft_probs is None else draft_probs, target_logits.stride(0),
+    decide_kernel[(num_seqs, width, num_parts)](
+        accepted, chosen, peak_of_part, token_of_part, target_logits, draft_token_ids,
+        cu_num_drafts, temperature, seeds, positions,
+        temperature if draft_probs is None else draft_probs, target_logits.stride(0),
         0 if draft_probs is None else draft_probs.stride(0), vocab_size,
-        HAS_PROBS=draft_probs is not None, SIZE=min(SIZE, most), GREEDY_SIZE=min(GREEDY_SIZE, most),
+        HAS_PROBS=draft_probs is not None, SIZE=min(SIZE, most), PART=part, NUM_PARTS=num_parts,
         num_warps=8,
     )  # fmt: skip
     finish_kernel[(num_seqs,)](
-        token_ids, num_sampled, accepted, chosen, draft_token_ids, cu_num_drafts, width,
-        WIDTH=triton.next_power_of_2(width), num_warps=1,
+        token_ids, num_sampled, accepted, chosen, peak_of_part, token_of_part, draft_token_ids,
+        cu_num_drafts, temperature, width, WIDTH=max(triton.next_power_of_2(width), 2),
+        NUM_PARTS=num_parts, PARTS=triton.next_power_of_2(num_parts), num_warps=1,
     )  # fmt: skip
     return token_ids, num_sampled

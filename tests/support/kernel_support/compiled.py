@@ -96,7 +96,8 @@ def specialise(
             continue
         signature[name] = describe(value)
         number = value.data_ptr() if isinstance(value, torch.Tensor) else value
-        if isinstance(number, int) and number % 16 == 0 and specialised:
+        aligned = specialised and not kernel.params[index].do_not_specialize_on_alignment
+        if isinstance(number, int) and number % 16 == 0 and aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
     return signature, constants, attributes
 
@@ -153,12 +154,8 @@ Call = tuple[str, Callable[[], object]]
 HALF, BRAIN, SINGLE, FP8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 
-KINDS: dict[str, dict[str, int]] = {
-    "prefill": {}, "decode": {"max_query_len": 1, "max_seq_len": 64},
-    "split": {"max_query_len": 1, "max_seq_len": 8192},
-    "drafts": {"max_query_len": 4, "max_seq_len": 8192},
-    "draft": {"max_query_len": 2, "max_seq_len": 8192},
-}  # fmt: skip
+KINDS = {"few": 1, "many": 40}
+"""The two launches of attention, by the tokens of a request."""
 BOTH: dict[str, Any] = {"sliding_window": 64, "soft_cap": 30.0}
 CHUNKS: dict[str, Any] = {"attention_chunk_size": 64}
 RULES: list[dict[str, Any]] = [{}, {"sliding_window": 64}, {"soft_cap": 30.0}, BOTH, CHUNKS]
@@ -177,12 +174,12 @@ def list_attention(*, every: bool) -> Iterator[Call]:
         yield from attention_calls(dtypes, [64, 128, 256], groups, RULES, list(KINDS))
     else:
         yield from attention_calls([(BRAIN, None)], [128], [8], [BOTH], list(KINDS))
-        yield from attention_calls([(BRAIN, None)], [128], [8], [CHUNKS], ["split"])
-        yield from attention_calls([(BRAIN, None)], [128], [64], [{}], ["draft"])
-        yield from attention_calls([(BRAIN, None)], [256], [7], [{}], ["drafts"])
-        yield from attention_calls([(SINGLE, None)], [128], [71], [{}], ["split"])
+        yield from attention_calls([(BRAIN, None)], [128], [8], [CHUNKS], list(KINDS))
+        yield from attention_calls([(BRAIN, None)], [128], [64], [{}], ["few"])
+        yield from attention_calls([(BRAIN, None)], [256], [7], [{}], list(KINDS))
+        yield from attention_calls([(SINGLE, None)], [128], [71], [{}], list(KINDS))
         dtypes = [(BRAIN, None), (SINGLE, None), (BRAIN, FP8)]
-        yield from attention_calls(dtypes, [64, 128, 256], [4], [{}], ["prefill", "split"])
+        yield from attention_calls(dtypes, [64, 128, 256], [4], [{}], list(KINDS))
 
 
 def attention_calls(
@@ -192,11 +189,11 @@ def attention_calls(
     from blockstep.kernels import paged_attention
 
     for (dtype, cache), size, group, rule, kind in product(dtypes, sizes, groups, rules, kinds):
-        length = KINDS[kind].get("max_query_len", 40)
+        length = KINDS[kind]
         batch = Batch((length,), (64,), 2 * group, 2, size, 16, dtype, cache, dict(rule))
         name = f"{kind} {dtype} {cache} head_size={size} group={group} {rule}".replace("torch.", "")
         arguments, named = batch.make()
-        yield name, partial(paged_attention, *arguments, **{**named, **KINDS[kind]})
+        yield name, partial(paged_attention, *arguments, **named, max_query_len=length)
 
 
 def list_others(*, every: bool) -> Iterator[Call]:
@@ -248,9 +245,55 @@ def list_others(*, every: bool) -> Iterator[Call]:
                 temperature=ones.float(), seeds=rows, positions=rows, draft_probs=probs,
             ),
         )  # fmt: skip
+        yield (
+            f"rejection_sample {dtype} large",
+            partial(
+                rejection_sample, torch.zeros(64, 131_072, dtype=dtype), rows, starts,
+                temperature=ones.float(), seeds=rows, positions=rows,
+            ),
+        )  # fmt: skip
 
 
-LISTS = {"attention": list_attention, "others": list_others}
+def list_layers(*, every: bool) -> Iterator[Call]:
+    """The small kernels of a decoder layer, and sampling."""
+    from blockstep.kernels import (
+        add_rms_norm,
+        rms_norm,
+        rotate_and_cache,
+        sample_tokens,
+        silu_and_mul,
+    )
+
+    for dtype, size in product((BRAIN, HALF, SINGLE), (64, 2048, 5632, 16384)):
+        hidden = torch.zeros(4, size, dtype=dtype)
+        yield f"rms_norm {dtype} {size}", partial(rms_norm, hidden, hidden[0], 1e-6)
+        added = partial(add_rms_norm, hidden, hidden.clone(), hidden[0], 1e-6)
+        yield f"add_rms_norm {dtype} {size}", added
+        yield f"silu_and_mul {dtype} {size}", partial(silu_and_mul, hidden)
+    dtypes = [(BRAIN, BRAIN), (BRAIN, FP8), (HALF, FP8), (SINGLE, SINGLE)]
+    for (dtype, cache), size, normed in product(dtypes, (64, 80, 128, 256), (False, True)):
+        qkv, blocks = torch.zeros(4, 12 * size, dtype=dtype), torch.zeros(4, 16, 2, size).to(cache)
+        slots, table = torch.arange(4), torch.zeros(4, size, dtype=dtype)
+        norm = table[0] if normed else None
+        yield (
+            f"rotate_and_cache {dtype} {cache} head_size={size} normed={normed}",
+            partial(
+                rotate_and_cache, qkv, blocks, blocks, slots, slots, table, q_norm=norm, k_norm=norm
+            ),
+        )
+    rows = torch.arange(16)
+    ones, ids = torch.ones(16), rows.int()
+    for dtype, vocab_size in product((BRAIN, HALF, SINGLE), (128, 32_000, 131_072)):
+        yield (
+            f"sample_tokens {dtype} {vocab_size}",
+            partial(
+                sample_tokens, torch.zeros(16, vocab_size, dtype=dtype), temperature=ones,
+                top_k=ids, top_p=ones, min_p=ones, seeds=rows, indices=rows,
+            ),
+        )  # fmt: skip
+
+
+LISTS = {"attention": list_attention, "others": list_others, "layers": list_layers}
 
 
 def record_all(calls: Iterable[Call]) -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
@@ -258,10 +301,12 @@ def record_all(calls: Iterable[Call]) -> Iterator[tuple[str, Any, tuple[Any, ...
     from blockstep.kernels import use_backend
     from blockstep.kernels import attention_triton, blocks_triton, cache_triton  # isort: skip
     from blockstep.kernels import rejection_triton, step_triton  # isort: skip
+    from blockstep.kernels import layers_triton, sampling_triton  # isort: skip
 
     # The tensors here are on the CPU, and what is asked is what a GPU would be given.
     attention_triton.is_compiled = lambda query: True
     modules = [attention_triton, blocks_triton, cache_triton, rejection_triton, step_triton]
+    modules += [layers_triton, sampling_triton]
     with use_backend("triton"):
         for name, call in calls:
             for kernel, args, named in record(modules, call):
@@ -270,7 +315,16 @@ def record_all(calls: Iterable[Call]) -> Iterator[tuple[str, Any, tuple[Any, ...
 
 def list_steps() -> Iterator[Call]:
     """One decode step after the other, of more and longer sequences, with another one's sizes."""
-    from blockstep.kernels import commit_step, merge_drafts, paged_attention, prepare_step
+    from blockstep.kernels import (
+        add_rms_norm,
+        commit_step,
+        merge_drafts,
+        paged_attention,
+        prepare_step,
+        rotate_and_cache,
+        sample_tokens,
+        silu_and_mul,
+    )
 
     for num_seqs, num_blocks in ((1, 1), (2, 3), (16, 16), (17, 31)):
         ones = torch.ones(num_seqs, dtype=torch.int32)
@@ -284,9 +338,29 @@ def list_steps() -> Iterator[Call]:
         yield name, partial(merge_drafts, rows, starts, rows, none, starts * 0)
         tokens = torch.zeros(num_seqs, num_blocks, dtype=torch.int64)
         yield name, partial(commit_step, ones, rows, ones, tokens, ones, starts * 0)
-        batch = Batch((1,) * num_seqs, (16 * num_blocks,) * num_seqs, 8, 2, 64, 16, BRAIN)
-        arguments, named = batch.make()
-        yield name, partial(paged_attention, *arguments, **{**named, **KINDS["split"]})
+        for query_len in KINDS.values():
+            lengths = (query_len,) * num_seqs, (48 + 16 * num_blocks,) * num_seqs
+            arguments, named = Batch(*lengths, 8, 2, 64, 16, BRAIN).make()
+            yield name, partial(paged_attention, *arguments, **named, max_query_len=query_len)
+        # Columns of larger tensors, which are not always aligned to 16 bytes.
+        both, more = torch.ones(2 * num_seqs), torch.arange(2 * num_seqs)
+        hidden = torch.zeros(num_seqs, 12 * 64, dtype=BRAIN)
+        yield name, partial(add_rms_norm, hidden, hidden.clone(), hidden[0], 1e-6)
+        yield name, partial(silu_and_mul, hidden)
+        table = torch.zeros(num_seqs, 64, dtype=BRAIN)
+        yield (
+            name,
+            partial(
+                rotate_and_cache, hidden, arguments[1], arguments[2], more[num_seqs:], rows, table
+            ),
+        )
+        yield (
+            name,
+            partial(
+                sample_tokens, hidden, temperature=both[:num_seqs], top_k=ones,
+                top_p=both[num_seqs:], min_p=both[num_seqs:], seeds=rows, indices=more[num_seqs:],
+            ),
+        )  # fmt: skip
 
 
 def count_variants() -> dict[str, int]:

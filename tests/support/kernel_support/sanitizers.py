@@ -1,8 +1,12 @@
 """What the interpreter lets pass and a GPU does not: addresses out of bounds, and missing order.
 
 The interpreter runs programs one after the other and each on one thread, and reads whatever memory
-an address points to. Here every load and store of interpreted kernels is looked at. Kernels with
-atomics are refused, since what they order is not known here.
+an address points to. Here every load and store of interpreted kernels is looked at.
+
+Programs are ordered by atomics alone: what a program did before a barrier and an atomic operation
+that releases is seen by a program whose own operation on that address acquires it. Atomics are not
+checked against plain loads and stores of their address. `atomic_cas` is refused: kernels that spin
+cannot be interpreted.
 """
 
 from __future__ import annotations
@@ -30,6 +34,31 @@ class Access:
 
 
 @dataclass
+class Order:
+    """What programs know of each other through atomics, in the course of a launch."""
+
+    known: dict[tuple[int, int, int], dict[tuple[int, int, int], int]] = field(default_factory=dict)
+    """By program: of other programs, the number of barriers before their last known release."""
+    released: dict[int, dict[tuple[int, int, int], int]] = field(default_factory=dict)
+    """By address of an atomic: the same."""
+
+    def pass_on(self, now: Access, address: int) -> None:
+        """An atomic operation that acquires and releases."""
+        known = self.known.setdefault(now.program, {})
+        released = self.released.setdefault(address, {})
+        known[now.program] = now.since
+        for program in {*known, *released}:
+            last = max(known.get(program, -1), released.get(program, -1))
+            known[program] = released[program] = last
+
+    def holds(self, before: Access, now: Access) -> bool:
+        """Whether an access of one program is seen by a later access of another."""
+        if before.program == now.program:
+            return False
+        return self.known.get(now.program, {}).get(before.program, -1) > before.since
+
+
+@dataclass
 class Sanitizer:
     """Of one launch at a time: what each load and store touched."""
 
@@ -41,8 +70,9 @@ class Sanitizer:
     """The addresses of each, in order; made at the first access."""
     program: tuple[int, int, int] = (0, 0, 0)
     barriers: int = 0
-    log: list[tuple[Access, bool, Any]] = field(default_factory=list)
-    """Of the launch: each access, whether it is a store, and its addresses."""
+    log: list[tuple[Access, str, Any]] = field(default_factory=list)
+    """Of the launch: each access, its kind (`load`, `store`, `atomic` or
+    `relaxed`), and its addresses."""
 
     def start_program(self, *index: int) -> None:
         """A barrier orders one program only, and so does its start."""
@@ -55,8 +85,8 @@ class Sanitizer:
         if finding not in self.findings:
             self.findings.append(finding)
 
-    def access(self, pointers: Any, mask: Any, *, is_store: bool) -> Any:
-        """One load or store of a vector of pointers, or of a scalar; the mask of what may happen.
+    def access(self, pointers: Any, mask: Any, kind: str) -> Any:
+        """One access of a vector of pointers, or of a scalar; the mask of what may happen.
 
         What is out of bounds does not happen: it would be the memory of this process, or the
         lengths by which a loop ends, where they lie behind what is written.
@@ -70,7 +100,7 @@ class Sanitizer:
             self.find("OUT-OF-BOUNDS", "", line)
         vector = hash(pointers.data.tobytes()) if pointers.data.size > 1 else None
         now = Access(self.program, self.barriers, vector, line)
-        self.log.append((now, is_store, pointers.data[inside]))
+        self.log.append((now, kind, pointers.data[inside]))
         return type(mask)(inside, mask.dtype)
 
     def is_in_one_tensor(self, addresses: Any, active: Any) -> Any:
@@ -87,18 +117,24 @@ class Sanitizer:
 
     def finish_launch(self) -> None:
         """Judge what was logged. Launches are ordered: nothing is carried over."""
-        stores = [addresses for _, is_store, addresses in self.log if is_store]
+        stores = [addresses for _, kind, addresses in self.log if kind == "store"]
         written = np.unique(np.concatenate([np.zeros(0, np.uint64), *stores]))
         reads: dict[int, Access] = {}
         writes: dict[int, Access] = {}
-        for now, is_store, addresses in self.log:
+        order = Order()
+        for now, kind, addresses in self.log:
+            is_store = kind == "store"
+            if kind in ("atomic", "relaxed"):
+                for address in addresses.tolist() if kind == "atomic" else ():
+                    order.pass_on(now, address)
+                continue
             if is_store and len(np.unique(addresses)) < addresses.size:
                 self.find("WRITTEN-TWICE", "", now.line)
             for address in addresses[is_in(addresses, written)].tolist():
                 before, read = writes.get(address), reads.get(address)
-                if before is not None:
+                if before is not None and not order.holds(before, now):
                     self.compare("WRITE-WRITE" if is_store else "WRITE-READ", before, now)
-                if is_store and read is not None:
+                if is_store and read is not None and not order.holds(read, now):
                     self.compare("READ-WRITE", read, now)
                 (writes if is_store else reads)[address] = now
         self.tensors, self.log, self.allowed = [], [], []
@@ -155,14 +191,14 @@ def sanitize() -> Iterator[Sanitizer]:
         builder.set_grid_idx,
         interpreter._implicit_cvt,
     )
-    call = executor.__call__
+    call, atomic = executor.__call__, builder.create_atomic_rmw
 
     def sanitized_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
-        mask = sanitizer.access(pointers, mask, is_store=False)
+        mask = sanitizer.access(pointers, mask, "load")
         return load(self, pointers, mask, *others)
 
     def sanitized_store(self: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
-        mask = sanitizer.access(pointers, mask, is_store=True)
+        mask = sanitizer.access(pointers, mask, "store")
         return store(self, pointers, value, mask, *others)
 
     def counted_barrier(self: Any) -> Any:
@@ -183,14 +219,22 @@ def sanitize() -> Iterator[Sanitizer]:
         sanitizer.finish_launch()
         return done
 
+    def sanitized_atomic(
+        self: Any, operation: Any, pointers: Any, value: Any, mask: Any, order: Any, scope: Any
+    ) -> Any:
+        # One that is relaxed orders nothing.
+        kind = "atomic" if "ACQUIRE_RELEASE" in str(order) else "relaxed"
+        mask = sanitizer.access(pointers, mask, kind)
+        return atomic(self, operation, pointers, value, mask, order, scope)
+
     def refused(self: Any, *args: Any) -> Any:
-        raise NotImplementedError("the sanitizer does not know what atomics order")
+        raise NotImplementedError("the sanitizer does not know kernels that wait for each other")
 
     with (
         patch.multiple(
             builder, create_masked_load=sanitized_load, create_masked_store=sanitized_store,
             create_barrier=counted_barrier, set_grid_idx=started, create_atomic_cas=refused,
-            create_atomic_rmw=refused,
+            create_atomic_rmw=sanitized_atomic,
         ),
         patch.object(interpreter, "_implicit_cvt", converted),
         patch.object(executor, "__call__", called),
