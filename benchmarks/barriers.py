@@ -10,6 +10,7 @@ them orders nothing alone.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import random
 import re
 import sys
@@ -111,26 +112,28 @@ def list_barriers() -> list[str]:
 
 
 def play_loop(seed: int) -> None:
-    """A loop without a host, in which requests hit, are preempted and end."""
+    """A loop without a host, in which requests hit, are preempted and end, or go on undisturbed."""
     draw = random.Random(seed)  # noqa: S311
     config = Config(
-        num_blocks=draw.choice((8, 20)), block_size=2, max_num_batched_tokens=8,
-        max_frames_in_flight=1 + seed % 3, policy=draw.choice((Policy.FCFS, Policy.PRIORITY)),
+        num_blocks=draw.choice((8, 20, 90)), block_size=2, max_num_batched_tokens=8,
+        max_frames_in_flight=1 + seed % 3, async_scheduling=seed % 3 > draw.randrange(2),
+        policy=draw.choice((Policy.FCFS, Policy.PRIORITY)),
     )  # fmt: skip
     engine = DeviceEngine(config, WATCHING[-1], lanes=draw.choice((2, 16)))
     inbox = engine.inbox
     control = inbox.state.control
     control[layout.BUDGET], control[layout.ADMITS] = config.max_num_batched_tokens, 1
     control[layout.PREVIOUS_ID] = layout.NONE
-    for step in range(60):
-        inbox.reserve_nodes(config.max_num_seqs, config.max_num_seqs)
+    for step in range(80):
+        if step % 8 == 0:
+            inbox.reserve_nodes(8 * config.max_num_seqs, config.max_num_seqs)
         if step % 2 == 0 and step < 24:
             prompt = tuple(draw.choices(range(2), k=draw.randint(1, 5)))
-            engine.apply(Submit(Request(f"{step}", prompt, max_tokens=6)))
+            engine.apply(Submit(Request(f"{step}", prompt, max_tokens=draw.choice((6, 30)))))
         s = inbox.state
         place = int(s.control[layout.COMMIT_PLACE])
         s.answer_counts[:] = s.plans[place, layout.ROW_SAMPLES]
-        s.answer_tokens[:, 0] = 1
+        s.answer_tokens[..., 0] = 1
         inbox.launch("loop_kernel")
         for slot in [slot for slot in inbox.requests if inbox.state.birth[slot] == 0]:
             inbox.remove(slot)
@@ -175,24 +178,35 @@ def play_rare() -> None:
     )  # fmt: skip
     engine = DeviceEngine(config, WATCHING[-1])
     serve(engine, *[Request(name, (1, 7), max_tokens=9) for name in "ab"])
+    # Two requests with the same tokens fill several blocks in one step.
+    config = dataclasses.replace(config, block_size=1, num_blocks=60, num_speculative_tokens=2)
+    engine = DeviceEngine(config, WATCHING[-1])
+    for name in "ab":
+        engine.apply(Submit(Request(name, (1, 7), max_tokens=9)))
+    serve(engine, Request("c", (1, 7), max_tokens=9))
 
 
-def play_drawn(run: int) -> None:
-    """A drawn program, held to the specification."""
+def play_drawn(run: int, features: tuple[str, ...] = ()) -> None:
+    """A drawn program that has these features, held to the specification."""
     make = ("make_watched", "make_narrow")[run // 2 % 2]
     preset = ("tiny", "small")[run % 2]
-    options = CheckOptions(f"{__name__}:{make}", preset=preset, seed=run // 2, max_events=EVENTS)
+    options = CheckOptions(
+        f"{__name__}:{make}", preset=preset, seed=run // 2, max_events=EVENTS,
+        with_features=features,
+    )  # fmt: skip
     first = check(options, shrinks=False).first
     if first is not None:
         raise RuntimeError(first)
 
 
 def separate(num_events: int) -> Separating:
-    """What each barrier orders, in so many drawn events and a loop for every run of them."""
+    """What each barrier orders, in so many drawn events, as many with several KV groups, and a
+    loop for every run of them."""
     watched = Separating()
     WATCHING.append(Numpied(watched))
     for run in range(-(-num_events // EVENTS)):
         play_drawn(run)
+        play_drawn(run, ("groups", "async", "drafts") if run % 3 == 2 else ("groups",))
         play_loop(run)
     play_rare()
     if watched.findings:

@@ -1,26 +1,32 @@
 """A step of the device's scheduler on one GPU, replayed from a CUDA graph; and those on a host.
 
-    python benchmarks/device.py [-n RUNNING ...] [--replays 512] [--vllm PYTHON] [--json FILE]
+    python benchmarks/device.py [-n RUNNING ...] [--replays 512] [--no-host] [--vllm PYTHON]
+                                [--json FILE]
     python benchmarks/device.py --count [-n RUNNING ...] [--json FILE]
 
 Each step commits a token of every running request and plans the next step: all run, all decode; a
-sixteenth of them fills a block in each. On the device it is one launch of `loop_kernel`, timed from
-one event behind a replay to the next, the whole graph included; without a GPU that is left out, and
-said. On the host it is a plan and a commit of the compiled engine, and, by a Python that can import
-vLLM (`make vllm`), `schedule` and `update_from_output` of its scheduler: processor time on this
-machine, bare of what builds and reads their arguments. `--count` runs the device's steps by numpy,
-and counts what a GPU would load and store: instructions, barriers, and sectors of 32 bytes.
+sixteenth of them fills a block in each. On the device it is one launch of `loop_kernel`; graphs of
+sixteen are timed from one event behind a replay to the next, so that no host is waited for. Without
+a GPU that is left out, and said. On the host it is a plan and a commit of the compiled engine, and,
+by a Python that can import vLLM (`make vllm`), `schedule` and `update_from_output` of its
+scheduler: processor time on this machine, bare of what builds and reads their arguments. `--count`
+runs the device's steps by numpy, and counts what a GPU would load and store: instructions,
+barriers, and sectors of 32 bytes. It also counts reductions and scans, and the longest chains: how
+many loads wait for each other, through values, branches and what was stored before, and how many
+reductions and scans do.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import operator
 import os
 import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -32,15 +38,17 @@ import numpy as np
 from blockstep.conformance.bench.measure import describe_machine, garbage_collection
 from blockstep.conformance.bench.sides import open_side
 from blockstep.impl.device import layout
+from blockstep.impl.device.dims import count_gpu_lanes, make_dims
 from blockstep.impl.device.inbox import Inbox
-from blockstep.impl.device.launch import OPTIONS, Numpied
+from blockstep.impl.device.launch import Numpied, launch_kernel
 from blockstep.kernels.numpied import Memory
 from blockstep.spec.vocabulary import Config, Request
 
 RUNNING = (64, 256, 1_024, 4_096)
-LANES = 256
 SECTOR = 32
 WARM = 20
+IN_GRAPH = 16
+"""Steps of a graph: as many as a block has tokens, so each replay fills a block of each request."""
 VOCABULARY = 30_000
 HOSTS = ("compiled", "vllm")
 
@@ -79,6 +87,148 @@ class Counting(Memory):
         super()._write_one(array, offset, value)
 
 
+class Traced:
+    """A value of a kernel, and the lengths of the longest chains that it waits for.
+
+    `chain` has the number of loads, and the number of reductions and scans.
+    """
+
+    def __init__(self, value: Any, chain: tuple[int, int], chains: Chains) -> None:
+        self.value, self.chain, self.chains = value, chain, chains
+
+    def __bool__(self) -> bool:
+        if self.chains.follows_branches:
+            self.chains.floor = _longest(self.chains.floor, self.chain)
+        return bool(self.value)
+
+    def __getitem__(self, index: Any) -> Traced:
+        return Traced(self.value[index], self.chain, self.chains)
+
+
+def _longest(*chains: tuple[int, int]) -> tuple[int, int]:
+    return max(loads for loads, _ in chains), max(scans for _, scans in chains)
+
+
+def _operate(name: str, swaps: bool) -> Callable[[Traced, Any], Traced]:
+    do = getattr(operator, name)
+
+    def run(self: Traced, other: Any) -> Traced:
+        made: Traced = (
+            self.chains.run(do, other, self) if swaps else self.chains.run(do, self, other)
+        )
+        return made
+
+    return run
+
+
+for _name in ("add", "sub", "mul", "and_", "or_", "xor", "lshift"):
+    _bare = _name.rstrip("_")
+    setattr(Traced, f"__{_bare}__", _operate(_name, swaps=False))
+    setattr(Traced, f"__r{_bare}__", _operate(_name, swaps=True))
+for _name in ("lt", "le", "eq", "ne", "gt", "ge"):
+    setattr(Traced, f"__{_name}__", _operate(_name, swaps=False))
+
+
+class Chains:
+    """Traces the values of one launch through a kernel's source, as numpy runs it.
+
+    Args:
+        numpied: runs the source; it is traced from now on.
+        follows_branches: whether a branch waits for its condition, and all that is behind it for
+            the branch, as on a GPU. Otherwise only values and what is stored make chains.
+    """
+
+    SCANS = ("sum", "max", "min", "cumsum", "argmax", "argmin")
+
+    def __init__(self, numpied: Numpied, *, follows_branches: bool = True) -> None:
+        self.follows_branches = follows_branches
+        self.floor = self.longest = (0, 0)
+        self.num_scans = 0
+        self.stored: dict[int, Any] = {}
+        """[elements, 2] of each tensor: the chains of what was stored."""
+        space = numpied._kernels
+        for name, function in list(space.items()):
+            if name.startswith("_tl_") or name in (
+                "_divide",
+                "_modulo",
+                "_shift_right",
+                "_invert",
+                "_to",
+            ):
+                space[name] = self._wrap(function, name.removeprefix("_tl_") in self.SCANS)
+        space["_load"] = self._wrap_load(space["_load"])
+        space["_store"] = self._wrap_store(space["_store"])
+
+    def run(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Call a function of values; what it returns waits for what all of them wait for."""
+        chain = _longest(
+            (0, 0), *(x.chain for x in (*args, *named.values()) if isinstance(x, Traced))
+        )
+        bare = {name: _bare_of(x) for name, x in named.items()}
+        return Traced(function(*map(_bare_of, args), **bare), chain, self)
+
+    def _note(self, made: Traced, loads: int, scans: int) -> Traced:
+        chain = _longest(made.chain, self.floor)
+        made.chain = chain[0] + loads, chain[1] + scans
+        self.longest = _longest(self.longest, made.chain)
+        return made
+
+    def _wrap(self, function: Callable[..., Any], is_scan: bool) -> Callable[..., Any]:
+        def run(*args: Any, **named: Any) -> Any:
+            made = self.run(function, *args, **named)
+            if is_scan:
+                self.num_scans += 1
+                self._note(made, 0, 1)
+            return made
+
+        return run
+
+    def _of(self, array: Any) -> Any:
+        return self.stored.setdefault(id(array), np.zeros((array.size, 2), np.int64))
+
+    def _wrap_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        def run(array: Any, offset: Any = 0, mask: Any = None, other: Any = None) -> Traced:
+            made: Traced = self.run(load, array, offset, mask, other)
+            before = self._of(array)[_active(offset, mask)].reshape(-1, 2)
+            if before.size:
+                loads, scans = before.max(0).tolist()
+                made.chain = _longest(made.chain, (loads, scans))
+            return self._note(made, 1, 0)
+
+        return run
+
+    def _wrap_store(self, store: Callable[..., Any]) -> Callable[..., Any]:
+        def run(array: Any, offset: Any, value: Any, mask: Any = None) -> None:
+            made: Traced = self.run(store, array, offset, value, mask)
+            self._of(array)[_active(offset, mask)] = _longest(made.chain, self.floor)
+
+        return run
+
+
+def _bare_of(value: Any) -> Any:
+    return value.value if isinstance(value, Traced) else value
+
+
+def _active(offset: Any, mask: Any) -> Any:
+    """The offsets that are accessed."""
+    offset, mask = np.asarray(_bare_of(offset)), _bare_of(mask)
+    return offset if mask is None else offset[np.broadcast_to(mask, offset.shape)]
+
+
+def count_chains(running: int) -> dict[str, int]:
+    """The longest chains of a step in which a sixteenth of the requests fill a block."""
+    made: dict[str, int] = {}
+    for name, follows_branches in (("chain", True), ("chain by data alone", False)):
+        memory = Memory()
+        inbox = start(running, 64, memory)
+        traced = Numpied(memory)
+        chains = Chains(traced, follows_branches=follows_branches)
+        traced("loop_kernel", inbox.state, inbox.dims)
+        made["scans"] = chains.num_scans
+        made[f"{name}, loads"], made[f"{name}, scans"] = chains.longest
+    return made
+
+
 def make_config(running: int, steps: int) -> Config:
     """Room for so many requests to decode for so long."""
     return Config(
@@ -107,13 +257,14 @@ def start(running: int, steps: int, memory: Memory) -> Inbox:
     config = make_config(running, steps)
     inbox = Inbox(config, Numpied(memory))
     nodes = running * (10 + steps // 16)
-    inbox.dims = layout.make_dims(config, slots=running, lanes=LANES, nodes=nodes)
-    inbox.state = layout.make_state(inbox.dims)
+    lanes = count_gpu_lanes(config)
+    inbox.dims = make_dims(config, slots=running, lanes=lanes, nodes=nodes)
+    inbox.arrays = layout.make_state(inbox.dims)
     s = inbox.state
     s.control[layout.BUDGET], s.control[layout.ADMITS] = config.max_num_batched_tokens, 1
     s.control[layout.PREVIOUS_ID] = layout.NONE
     s.answer_counts[:] = 1
-    s.answer_tokens[:, 0] = 1 + np.arange(len(s.answer_tokens)) % (VOCABULARY - 1)
+    s.answer_tokens[..., 0] = 1 + np.arange(s.answer_tokens.shape[1]) % (VOCABULARY - 1)
     for request in make_requests(running, steps):
         inbox.add(request)
     for _ in range(4):
@@ -132,20 +283,24 @@ def count(running: int) -> dict[str, float]:
     return {name: memory.counts[name] / 16 for name in sorted(memory.counts)}
 
 
-def replay(running: int, replays: int) -> list[float]:
-    """Microseconds of each replay of a step, after some to warm up."""
+def replay(running: int, steps: int) -> list[float]:
+    """Microseconds of a step, the mean of each replay of a graph of `IN_GRAPH` of them.
+
+    A host needs longer to launch a graph of one step than the step takes, and an event behind each
+    step would measure the host.
+    """
     torch: Any = import_module("torch")
-    kernel = import_module("blockstep.impl.device.step").loop_kernel
-    inbox = start(running, replays + 2 * WARM, Memory())
+    num_replays = max(steps // IN_GRAPH, 2)
+    inbox = start(running, (num_replays + 2) * IN_GRAPH + WARM, Memory())
     state = layout.State(*(torch.from_numpy(field).cuda() for field in inbox.state))
-    kernel[(1,)](state, inbox.dims, **OPTIONS)
+    launch_kernel("loop_kernel", state, inbox.dims)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernel[(1,)](state, inbox.dims, **OPTIONS)
-    for _ in range(WARM):
-        graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+        for _ in range(IN_GRAPH):
+            launch_kernel("loop_kernel", state, inbox.dims)
+    graph.replay()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(num_replays + 1)]
     marks[0].record()
     for mark in marks[1:]:
         graph.replay()
@@ -153,7 +308,7 @@ def replay(running: int, replays: int) -> list[float]:
     torch.cuda.synchronize()
     if int(state.num_rows[0]) != running:
         raise RuntimeError(f"{int(state.num_rows[0])} of {running} run at the end")
-    return [1_000 * a.elapsed_time(b) for a, b in pairwise(marks)]
+    return [1_000 * a.elapsed_time(b) / IN_GRAPH for a, b in pairwise(marks)]
 
 
 def step_host(name: str, running: int, steps: int) -> list[float]:
@@ -194,8 +349,10 @@ def tell(times: list[float]) -> dict[str, float]:
 def measure(running: int, options: argparse.Namespace, has_gpu: bool) -> dict[str, Any]:
     """One size, by everybody who is here."""
     if options.count:
-        return count(running)
+        return {**count(running), **count_chains(running)}
     made = {"device": tell(replay(running, options.replays))} if has_gpu else {}
+    if options.no_host:
+        return made
     made["compiled"] = tell(step_host("compiled", running, options.replays))
     if options.vllm:
         made["vllm"] = step_apart(options.vllm, "vllm", running, options.replays)
@@ -208,6 +365,7 @@ def main() -> int:
     parser.add_argument("-n", type=int, action="append", help="running requests; repeatable")
     parser.add_argument("--replays", type=int, default=512)
     parser.add_argument("--count", action="store_true", help="count by numpy; needs no GPU")
+    parser.add_argument("--no-host", action="store_true", help="measure the device only")
     parser.add_argument("--vllm", metavar="PYTHON", help="measure its vLLM, too")
     parser.add_argument("--side", choices=HOSTS, help="measure this one only; print JSON")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -220,6 +378,9 @@ def main() -> int:
         return 0
     torch: Any = import_module("torch")
     has_gpu = not options.count and torch.cuda.is_available()
+    if options.no_host and not options.count and not has_gpu:
+        sys.stderr.write("benchmarks/device.py: no CUDA device is available; nothing is measured\n")
+        return 2
     made: dict[str, Any] = {}
     if not options.count:
         made["device"] = torch.cuda.get_device_name() if has_gpu else "not run: no GPU here"

@@ -11,6 +11,7 @@ from typing import Final
 from blockstep.spec.vocabulary import (
     Config,
     ConfigProblem,
+    GroupKind,
     Policy,
     PoolOrder,
     SpecMethod,
@@ -35,6 +36,7 @@ HOST: Final = frozenset(
         "cache statistics",
         "late drafts",
         "groups",
+        "kinds",
         "common prefix",
         "adapters",
         "masks",
@@ -49,15 +51,15 @@ HOST: Final = frozenset(
 )
 """Everything."""
 COMPILED: Final = HOST - {
-    *("groups", "common prefix", "adapters", "masks", "sessions", "encoder", "events", "transfers"),
-    *("pins", "forks", "tiers"),
+    *("groups", "kinds", "common prefix", "adapters", "masks", "sessions", "encoder", "events"),
+    *("transfers", "pins", "forks", "tiers"),
 }
 """The same for one KV-cache group, without its hint to the worker, what requests bring along, what
 is told of blocks, what comes from a store, what stays between turns, branches and what comes with
 them."""
 
-DEVICE: Final = COMPILED
-"""The kernels on a GPU: what the compiled engine can, and lacks for the same reasons."""
+DEVICE: Final = COMPILED | {"groups"}
+"""The kernels on a GPU: what the compiled engine can, and groups of blocks of one size."""
 
 
 def list_config_problems(
@@ -68,6 +70,8 @@ def list_config_problems(
     if problems:
         return problems
     lacking = list_needed(config) - capabilities
+    if "groups" in lacking:
+        lacking -= {"kinds"}
     if not lacking:
         return ()
     return tuple(
@@ -83,6 +87,12 @@ _LACKED: Final = (
     ("async", "async_scheduling", "must be False: this engine plans what it knows", "leave it out"),
     ("pipeline", "max_frames_in_flight", "must be 1: this engine plans one step", "leave it out"),
     ("groups", "groups", "must be empty: this engine has one KV-cache group", "leave it out"),
+    (
+        "kinds",
+        "groups",
+        "must be full attention and sliding windows in blocks of one size: this engine has no more",
+        "use GroupKind.FULL or SLIDING_WINDOW, with the block_size of the config",
+    ),
     (
         "masks",
         "reasoning_end_token_id",
@@ -119,6 +129,11 @@ def list_needed(config: Config) -> frozenset[str]:
         "async": config.async_scheduling,
         "pipeline": several and not config.async_scheduling,
         "groups": bool(config.groups),
+        "kinds": any(
+            group.kind not in (GroupKind.FULL, GroupKind.SLIDING_WINDOW)
+            or group.block_size != config.block_size
+            for group in config.groups
+        ),
         "adapters": config.max_loras > 0,
         "masks": config.reasoning_end_token_id is not None,
         "encoder": config.encoder_cache_size > 0,

@@ -184,7 +184,7 @@ class Doors(ABC, Generic[F]):
         problem = submit_problem(
             self.config,
             request,
-            most_blocks(self.config, request),
+            self._count_most_blocks(request),
             request.request_id in self._register.slot_of,
             request.request_id in self._last_frame_of_ended,
         )
@@ -192,6 +192,10 @@ class Doors(ABC, Generic[F]):
             return problem
         self._register.add(request)
         return Ack()
+
+    def _count_most_blocks(self, request: Request) -> int:
+        """Blocks that a request needs at its longest (P11)."""
+        return most_blocks(self.config, request)
 
     def _commit(self, event: Commit) -> Outputs | Rejected:
         problem = frame_problem(event.frame_id, self.frames)

@@ -48,12 +48,12 @@ play = partial(CheckOptions, f"{__name__}:make_planted", preset="small")
 
 DECISIONS = {
     "blocks are freed first block first": (
-        "pool", "(held - 1 - step)", "step",
+        "pool", "(last - 1 - step)", "step",
         "new_blocks_come_from_the_head_of_the_free_queue",
     ),
     "a hit stays in the free queue": (
-        "pool", "tl.store(s.ring + place, NONE, mask=is_hit & (refs == 0))", "free += 0",
-        "written_block_is_in_one_place",
+        "pool", "tl.store(s.ring + place, NONE, mask=is_read & (refs == 0))", "touched += 0",
+        "every_block_is_free_or_held",
     ),
     "a prompt that is all cached has nothing to run": (
         "contents", "limit = (known - 1) // d.size", "limit = known // d.size",
@@ -84,7 +84,8 @@ DECISIONS = {
         "nobody_is_admitted_after_a_preemption",
     ),
     "a drained budget is shared out once more": (
-        "running", "tl.maximum(budget - before, 0)", "tl.maximum(budget, 0)",
+        "running", "tl.maximum(budget - before, 0), wanted)\n    needed",
+        "tl.maximum(budget, 0), wanted)\n    needed",
         "engine_raises_nothing",  # its tokens go beyond the tensor of a plan
     ),
     "rejected drafts stay computed": (
@@ -115,7 +116,58 @@ SEEDS = {"what a victim had in the step is lost": 1}
 def test_a_wrong_decision_is_found(name: str) -> None:
     module, old, new, sentence = DECISIONS[name]
     plant(Memory(), module, old, new)
-    first = check(play(seed=SEEDS.get(name, 2), max_events=6_000), shrinks=False).first
+    options = play(seed=SEEDS.get(name, 2), max_events=6_000, without_features=("groups",))
+    first = check(options, shrinks=False).first
+    assert first is not None
+    assert first.sentence == sentence
+
+
+GROUPED = {
+    "a window is left while drafts in flight may be rejected": (
+        "groups", " - tl.load(s.doubt + slot, mask=live, other=0)", "",
+        "attended_blocks_are_held",
+    ),
+    "a block is left that the next token reads": (
+        "pool", "tl.maximum(computed - window + 1, 0)", "tl.maximum(computed - window + 2, 0)",
+        "engine_equals_spec",
+    ),
+    "a hit need not be there behind a window": (
+        "contents", "goes = (length > 0).to(tl.int32)", "goes = (length < 0).to(tl.int32)",
+        "engine_raises_nothing",  # a block that no node has lies outside of all tensors
+    ),
+    "a content is found in whichever group": (
+        "contents", "link_listed(s, block, node + group * d.nodes", "link_listed(s, block, node",
+        "published_block_is_of_the_group_that_reads_it",
+    ),
+    "blocks that are left are queued first block first": (
+        "groups", "at = line * d.table + (last - 1 - index)", "at = line * d.table + first + index",
+        "new_blocks_come_from_the_head_of_the_free_queue",
+    ),
+    "a window is charged the whole request": (
+        "waiting", "tl.where(most > 0, tl.minimum(of_group, most), of_group)", "of_group",
+        "head_of_the_queue_is_admitted_when_it_fits",
+    ),
+    "two requests leave one block side by side": (
+        "running", " | (shared > 0)", "",
+        "every_block_is_free_or_held",
+    ),
+    "all groups take the same blocks": (
+        "groups", "        start += lacking\n", "",
+        "written_block_is_in_one_place",
+    ),
+    "null blocks are let go": (
+        "pool", "left = tl.load(s.left + line)", "left = 0 * tl.load(s.left + line)",
+        "every_block_is_free_or_held",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_wrong_decision_in_groups_is_found(name: str) -> None:
+    module, old, new, sentence = GROUPED[name]
+    plant(Memory(), module, old, new)
+    features = ("groups", "async", "drafts") if "drafts" in name else ("groups",)
+    first = check(play(seed=2, max_events=6_000, with_features=features), shrinks=False).first
     assert first is not None
     assert first.sentence == sentence
 
@@ -161,7 +213,8 @@ UNORDERED = {
         "LOAD-STORE make_room",
     ),
     "who was admitted gets blocks before it is seen to hold its hits": (
-        "waiting", BARRIER + "    take_blocks", "STORE-LOAD admit",
+        "waiting", BARRIER + "    group = 0\n    while group < d.groups:\n        take_blocks",
+        "STORE-LOAD admit",
     ),
     "tokens are counted before they are seen": (
         "results", "    tl.store(s.known + slot, known, mask=live)\n" + BARRIER,
@@ -208,8 +261,8 @@ def test_a_missing_barrier_is_found(module: str, old: str, finding: str) -> None
 
 OUTSIDE = {
     "lanes behind the last position": (
-        "results", "tl.load(s.answer_counts + row, mask=in_frame, other=0)",
-        "tl.load(s.answer_counts + row + 1)",
+        "results", "tl.load(s.answer_counts + answer, mask=in_frame, other=0)",
+        "tl.load(s.answer_counts + answer + 1)",
     ),
     "a place of the ring without its remainder": (
         "pool", "(tail + tl.cumsum(is_freed, 0) - is_freed) & (d.ring - 1)",

@@ -21,6 +21,7 @@ GRAMMAR = tl.constexpr(layout.GRAMMAR)
 DRAFT = tl.constexpr(layout.DRAFT)
 RESET = tl.constexpr(layout.RESET)
 COMMAND_COLUMNS = tl.constexpr(layout.COMMAND_COLUMNS)
+STEADY_PLANS = tl.constexpr(layout.STEADY_PLANS)
 INBOX_COLUMNS = tl.constexpr(layout.INBOX_COLUMNS)
 IN_PROMPT = tl.constexpr(layout.IN_PROMPT)
 IN_MAX_TOKENS = tl.constexpr(layout.IN_MAX_TOKENS)
@@ -35,11 +36,15 @@ IN_GRAMMAR = tl.constexpr(layout.IN_GRAMMAR)
 
 
 @triton.jit
-def take_commands(s, d: tl.constexpr):
-    """All that the host has written, one after the other."""
+def take_commands(s, d):
+    """All that the host has written, one after the other.
+
+    A command may change anything that plain steps rely on.
+    """
     at = tl.load(s.command_at)
     last = tl.load(s.command_end)
     tl.debug_barrier()
+    tl.store(s.steady + STEADY_PLANS, 0, mask=at < last)
     while at < last:
         first = (at & (d.commands - 1)) * COMMAND_COLUMNS
         opcode = tl.load(s.commands + first)
@@ -63,7 +68,7 @@ def take_commands(s, d: tl.constexpr):
 
 
 @triton.jit
-def submit(s, slot, birth, d: tl.constexpr):
+def submit(s, slot, birth, d):
     """A new request waits, behind those of its kind."""
     row = slot * INBOX_COLUMNS
     prompt = tl.load(s.inbox + row + IN_PROMPT)
@@ -81,8 +86,6 @@ def submit(s, slot, birth, d: tl.constexpr):
     tl.store(s.repeats_max + slot, tl.load(s.inbox + row + IN_REPEATS_MAX))
     tl.store(s.repeats_count + slot, tl.load(s.inbox + row + IN_REPEATS_COUNT))
     tl.store(s.computed + slot, 0)
-    tl.store(s.held + slot, 0)
-    tl.store(s.published + slot, 0)
     tl.store(s.num_drafts + slot, 0)
     tl.store(s.promised + slot, 0)
     tl.store(s.last_frame + slot, NONE)
@@ -91,13 +94,14 @@ def submit(s, slot, birth, d: tl.constexpr):
     tl.store(s.preempted + slot, 0)
     tl.store(s.grammar_ready + slot, 0)
     tl.store(s.step_tokens + slot, 0)
+    tl.store(s.doubt + slot, 0)
     if d.has_cache:
         extend_path(s, slot, 0, prompt, d)
     append(s, slot, tl.where(has_grammar > 0, SKIPPED, WAITING), d)
 
 
 @triton.jit
-def take_drafts(s, slot, count, d: tl.constexpr):
+def take_drafts(s, slot, count, d):
     """Drafts for the next step, if they would continue its known tokens (P24)."""
     fits = (tl.load(s.status + slot) == IS_RUNNING) & (tl.load(s.is_prefill + slot) == 0)
     fits = fits & (tl.load(s.computed + slot) == tl.load(s.known + slot) - 1)
@@ -113,7 +117,7 @@ def take_drafts(s, slot, count, d: tl.constexpr):
 
 
 @triton.jit
-def reset(s, preempts, d: tl.constexpr):
+def reset(s, preempts, d):
     """Forget every cached block, if none is held or all that runs may be preempted (P25)."""
     if preempts > 0:
         running = tl.load(s.num_running)

@@ -6,49 +6,62 @@ import triton
 import triton.language as tl
 
 from blockstep.impl.device import layout
-from blockstep.impl.device.pool import pop_free
+from blockstep.impl.device.pool import find_first_read, pop_free
 
 NONE = tl.constexpr(layout.NONE)
 
 
 @triton.jit
-def find_nodes(s, slot, index, before, live, d: tl.constexpr):
-    """[n] nodes of the full blocks `index` [n] of the slots [n], behind the nodes `before` [n].
+def find_nodes(s, slot, index, before, live, d):
+    """The nodes [n] of the full blocks `index` [n] of the slots [n]; `before` [n] are the parents.
 
-    NONE where there is none yet, and what a new one needs: tokens [n, width], extras [n], hash [n].
-    Hashes only narrow the search; tokens are compared, so nothing can collide.
+    Returns NONE where no such node exists yet, and the extras [n] and hashes [n] for a new one.
+    Hashes only narrow the search: tokens are compared, so nothing can collide.
     """
-    column = tl.arange(0, d.width)[None, :]
-    is_token = live[:, None] & (column < d.size)
-    first = (slot * d.tokens + index * d.size)[:, None]
-    token = tl.load(s.tokens + first + column, mask=is_token, other=0)
     extras = tl.load(s.extras + slot * d.table + index, mask=live, other=0)
-    spread = (column * 40_503 + 30_011).to(tl.int64) * token.to(tl.int64)
-    hashed = tl.sum(spread & 0x7FFFFFFF, 1) + (before + 1).to(tl.int64) * 1_000_003
-    hashed = (hashed + extras.to(tl.int64) * 8_191) & 0x3FFFFFFF
+    first = (slot * d.tokens + index * d.size)[:, None]
+    hashed = (before + 1).to(tl.int64) * 1_000_003 + extras.to(tl.int64) * 8_191
+    at = 0
+    while at < d.size:
+        column = at + tl.arange(0, d.width)[None, :]
+        is_token = live[:, None] & (column < d.size)
+        token = tl.load(s.tokens + first + column, mask=is_token, other=0)
+        spread = (column * 40_503 + 30_011).to(tl.int64) * token.to(tl.int64)
+        hashed += tl.sum(spread & 0x7FFFFFFF, 1)
+        at += d.width
+    hashed = hashed & 0x3FFFFFFF
     hashed = (hashed ^ (hashed >> 13)).to(tl.int32)
     node = tl.load(s.buckets + (hashed & (d.buckets - 1)), mask=live, other=NONE)
     found = tl.minimum(node, NONE)  # none so far
     walking = tl.max(node, 0)
     while walking >= 0:  # all walk their buckets together
         has_node = node >= 0
-        is_token = has_node[:, None] & (column < d.size)
-        other = tl.load(s.node_tokens + (node * d.size)[:, None] + column, mask=is_token, other=0)
         parent = tl.load(s.parent + node, mask=has_node, other=NONE)
         named = tl.load(s.node_extras + node, mask=has_node, other=NONE)
-        differing = tl.sum((other != token).to(tl.int32), 1)
-        differing += ((parent != before) | (named != extras)).to(tl.int32)
+        differing = ((parent != before) | (named != extras)).to(tl.int32)
+        at = 0
+        while at < d.size:
+            column = at + tl.arange(0, d.width)[None, :]
+            is_token = has_node[:, None] & (column < d.size)
+            own = tl.load(s.tokens + first + column, mask=is_token, other=0)
+            of_node = (node * d.size)[:, None] + column
+            other = tl.load(s.node_tokens + of_node, mask=is_token, other=0)
+            differing += tl.sum((other != own).to(tl.int32), 1)
+            at += d.width
         after = tl.load(s.next_node + node, mask=has_node, other=NONE)
         found = tl.where(has_node & (differing == 0), node, found)
         node = tl.where(found >= 0, NONE, after)
         walking = tl.max(node, 0)
-    return found, token, extras, hashed
+    return found, extras, hashed
 
 
 @triton.jit
-def make_nodes(s, found, before, token, extras, hashed, live, d: tl.constexpr):
-    """[n] the nodes found, and new ones where there was none; no two of these in one bucket."""
-    column = tl.arange(0, d.width)[None, :]
+def make_nodes(s, slot, index, found, before, extras, hashed, live, d):
+    """The nodes found [n], and new ones where none was found; no two of these in one bucket.
+
+    They are those of the full blocks `index` [n] of the slots [n]; the rest is what `find_nodes`
+    took and returned.
+    """
     lacks = (live & (found < 0)).to(tl.int32)
     count = tl.sum(lacks, 0)
     if count > 0:
@@ -59,23 +72,27 @@ def make_nodes(s, found, before, token, extras, hashed, live, d: tl.constexpr):
         new = tl.load(s.free_nodes + (unused - rank), mask=is_new, other=0)
         after = tl.load(s.buckets + bucket, mask=is_new, other=NONE)
         tl.debug_barrier()
-        is_token = is_new[:, None] & (column < d.size)
         tl.store(s.num_free_nodes, unused - count)
         tl.store(s.parent + new, before, mask=is_new)
         tl.store(s.node_extras + new, extras, mask=is_new)
         tl.store(s.node_hash + new, hashed, mask=is_new)
         tl.store(s.next_node + new, after, mask=is_new)
-        tl.store(s.first_block + new, NONE, mask=is_new)
-        tl.store(s.last_block + new, NONE, mask=is_new)
-        tl.store(s.node_tokens + (new * d.size)[:, None] + column, token, mask=is_token)
         tl.store(s.buckets + bucket, new, mask=is_new)
+        at = 0
+        while at < d.size:
+            column = at + tl.arange(0, d.width)[None, :]
+            is_token = is_new[:, None] & (column < d.size)
+            of_slot = (slot * d.tokens + index * d.size)[:, None] + column
+            token = tl.load(s.tokens + of_slot, mask=is_token, other=0)
+            tl.store(s.node_tokens + (new * d.size)[:, None] + column, token, mask=is_token)
+            at += d.width
         found = tl.where(is_new, new, found)
         tl.debug_barrier()
     return found
 
 
-@triton.jit
-def extend_path(s, slot, first, known, d: tl.constexpr):
+@triton.jit(noinline=True)
+def extend_path(s, slot, first, known, d):
     """Nodes for the full blocks of a request's known tokens, from block `first` on."""
     one = tl.arange(0, 1)
     live = one == 0
@@ -84,25 +101,51 @@ def extend_path(s, slot, first, known, d: tl.constexpr):
     left = full - first
     before = tl.load(s.paths + slot * d.table + (index - 1), mask=index > 0, other=NONE)
     while left > 0:
-        found, token, extras, hashed = find_nodes(s, slot + one, index, before, live, d)
-        before = make_nodes(s, found, before, token, extras, hashed, live, d)
+        found, extras, hashed = find_nodes(s, slot + one, index, before, live, d)
+        before = make_nodes(s, slot + one, index, found, before, extras, hashed, live, d)
         tl.store(s.paths + slot * d.table + index, before)
         index += 1
         left -= 1
 
 
 @triton.jit
-def count_pairs(value, live):
-    """Pairs of lanes [n] that have the same value [n]: they cannot be dealt with side by side."""
-    pairs = (value[:, None] == value[None, :]) & (live[:, None] & live[None, :])
-    return tl.sum(tl.sum(pairs.to(tl.int32), 1), 0) - tl.sum(live.to(tl.int32), 0)
+def count_earlier(value, live, d):
+    """[chunk]: the live lanes before each lane that have the same value."""
+    lane = tl.arange(0, d.chunk)
+    same = (value[:, None] == value[None, :]) & (lane[:, None] > lane[None, :])
+    return tl.sum((same & live[None, :]).to(tl.int32), 1)
 
 
 @triton.jit
-def extend_listed(s, count, d: tl.constexpr):
-    """The same for the slots in `scratch`, from the block that `step_first` of each says.
+def name_blocks(s, slot, index, live, d):
+    """Return the nodes [chunk] of the full blocks `index` [chunk] of different slots [chunk].
 
-    Side by side where each has filled one block, and no two new nodes fall into one bucket.
+    New nodes of one bucket are made in as many rounds, in the order of lanes: the second of them
+    may have the content of the first.
+    """
+    path = slot * d.table + index
+    before = tl.load(s.paths + (path - 1), mask=live & (index > 0), other=NONE)
+    named = path * 0
+    left = live.to(tl.int32)
+    num_left = 1
+    while num_left > 0:
+        found, extras, hashed = find_nodes(s, slot, index, before, left > 0, d)
+        lacks = (left > 0) & (found < 0)
+        waits = lacks & (count_earlier(hashed & (d.buckets - 1), lacks, d) > 0)
+        done = (left > 0) & ~waits
+        found = make_nodes(s, slot, index, found, before, extras, hashed, done, d)
+        named = tl.where(done, found, named)
+        left = waits.to(tl.int32)
+        num_left = tl.sum(left, 0)
+    tl.store(s.paths + path, named, mask=live)
+    return named
+
+
+@triton.jit
+def extend_listed(s, count, d):
+    """`extend_path` for the slots in `scratch`, from the block that `step_first` of each says.
+
+    Side by side where each has filled one block.
     """
     at = 0
     while at < count:
@@ -111,14 +154,8 @@ def extend_listed(s, count, d: tl.constexpr):
         slot = tl.load(s.scratch + lane, mask=live, other=0)
         index = tl.load(s.step_first + slot, mask=live, other=0)
         full = tl.load(s.known + slot, mask=live, other=0) // d.size
-        path = slot * d.table + index
-        before = tl.load(s.paths + (path - 1), mask=live & (index > 0), other=NONE)
-        found, token, extras, hashed = find_nodes(s, slot, index, before, live, d)
-        crowded = count_pairs(hashed & (d.buckets - 1), live & (found < 0))
-        crowded += tl.sum((live & (full > index + 1)).to(tl.int32), 0)
-        if crowded == 0:
-            found = make_nodes(s, found, before, token, extras, hashed, live, d)
-            tl.store(s.paths + path, found, mask=live)
+        if tl.sum((live & (full > index + 1)).to(tl.int32), 0) == 0:
+            name_blocks(s, slot, index, live, d)
         else:
             each = at
             while each < tl.minimum(at + d.chunk, count):
@@ -129,28 +166,75 @@ def extend_listed(s, count, d: tl.constexpr):
 
 
 @triton.jit
-def count_hits(s, slot, known, d: tl.constexpr):
-    """Blocks of the longest prefix that is cached, leaving a token to run (upstream #30320).
+def count_hits(s, slot, known, d):
+    """Blocks of the longest prefix that is cached in every group, leaving a token to run.
 
-    A hidden-state head needs the last hit block recomputed (seed 001, "find_longest_cache_hit").
+    A prompt that is all cached has its last block computed again (upstream #30320). A hidden-state
+    head needs the last hit block recomputed (seed 001, "find_longest_cache_hit").
     """
     limit = (known - 1) // d.size
     found = limit
-    at = 0
-    while at < found:
-        index = at + tl.arange(0, d.lanes)
-        node = tl.load(s.paths + slot * d.table + index, mask=index < limit, other=0)
-        block = tl.load(s.first_block + node, mask=index < limit, other=0)
-        found = tl.minimum(found, tl.min(tl.where(block < 0, index, limit), 0))
-        at += d.lanes
+    group = 0
+    while group < d.groups:
+        window = 0
+        if d.has_windows:
+            window = tl.load(s.windows + group)
+        at = 0
+        while (at < found) & (window == 0):
+            index = at + tl.arange(0, d.lanes)
+            node = tl.load(s.paths + slot * d.table + index, mask=index < limit, other=0)
+            carried = group * d.nodes + node
+            block = tl.load(s.first_block + carried, mask=index < limit, other=0)
+            found = tl.minimum(found, tl.min(tl.where(block < 0, index, limit), 0))
+            at += d.lanes
+        group += 1
     if d.drops_last_hit:
         found = tl.maximum(found - 1, 0)
+    if d.has_windows:
+        found = shorten_hits(s, slot, found, d)
+    return found
+
+
+@triton.jit(noinline=True)
+def shorten_hits(s, slot, length, d):
+    """The longest prefix, of at most `length` blocks, that is cached in all groups with a window.
+
+    Of such a group only the blocks count that the token behind the prefix reads. A block that is
+    missed among them is read behind all shorter prefixes that have it, so the next one that can be
+    valid ends before it. A hidden-state head needs one block more (see `count_hits`).
+    """
+    found = length
+    goes = (length > 0).to(tl.int32)
+    while goes > 0:
+        length = found
+        group = 0
+        while group < d.groups:
+            last = length + d.drops_last_hit
+            first = find_first_read(s, group, length * d.size, d)
+            if tl.load(s.windows + group) == 0:
+                first = last
+            missed = NONE
+            while (last > first) & (missed < 0):
+                index = last - 1 - tl.arange(0, d.lanes)
+                is_read = index >= first
+                node = tl.load(s.paths + slot * d.table + index, mask=is_read, other=0)
+                carried = group * d.nodes + node
+                block = tl.load(s.first_block + carried, mask=is_read, other=0)
+                missed = tl.max(tl.where(block < 0, index, NONE), 0)
+                last -= d.lanes
+            if missed >= 0:
+                found = tl.minimum(found, tl.maximum(missed - d.drops_last_hit, 0))
+            group += 1
+        goes = ((found < length) & (found > 0)).to(tl.int32)
     return found
 
 
 @triton.jit
 def link_blocks(s, block, node, last, live):
-    """The blocks [n] carry the nodes [n], all different, behind the last [n] that did."""
+    """The blocks [n] carry the nodes [n] in a group, all different, behind the last [n] that did.
+
+    Here, in `withdraw` and in `withdraw_listed` a node is `group * nodes + node`, as in `s.node`.
+    """
     tl.store(s.node + block, node, mask=live)
     tl.store(s.previous_same + block, last, mask=live)
     tl.store(s.next_same + block, NONE, mask=live)
@@ -160,24 +244,38 @@ def link_blocks(s, block, node, last, live):
 
 
 @triton.jit
-def publish(s, slot, tokens, d: tl.constexpr):
+def publish(s, slot, tokens, d):
     """The full blocks of its first `tokens` tokens can be found from now on; it is running."""
     if d.has_cache:
-        first = tl.load(s.published + slot)
-        full = tokens // d.size
-        if full > first:
-            at = first
-            while at < full:
-                index = at + tl.arange(0, d.lanes)
-                is_new = index < full
-                block = tl.load(s.tables + slot * d.table + index, mask=is_new, other=0)
-                node = tl.load(s.paths + slot * d.table + index, mask=is_new, other=0)
-                last = tl.load(s.last_block + node, mask=is_new, other=NONE)
-                tl.debug_barrier()
-                link_blocks(s, block, node, last, is_new)
-                at += d.lanes
-            tl.store(s.published + slot, full)
+        group = 0
+        while group < d.groups:
+            publish_in(s, slot, group, tokens, d)
+            group += 1
+
+
+@triton.jit
+def publish_in(s, slot, group, tokens, d):
+    """The same in one group. Blocks that were left before their tokens were known are gone."""
+    line = group * d.slots + slot
+    first = tl.load(s.published + line)
+    full = tokens // d.size
+    if full > first:
+        at = first
+        if d.has_windows:
+            at = tl.maximum(first, tl.load(s.left + line))
             tl.debug_barrier()
+        while at < full:
+            index = at + tl.arange(0, d.lanes)
+            is_new = index < full
+            block = tl.load(s.tables + line * d.table + index, mask=is_new, other=0)
+            node = tl.load(s.paths + slot * d.table + index, mask=is_new, other=0)
+            node += group * d.nodes
+            last = tl.load(s.last_block + node, mask=is_new, other=NONE)
+            tl.debug_barrier()
+            link_blocks(s, block, node, last, is_new)
+            at += d.lanes
+        tl.store(s.published + line, full)
+        tl.debug_barrier()
 
 
 @triton.jit
@@ -189,11 +287,29 @@ def count_filled(s, slot, live):
 
 
 @triton.jit
-def publish_listed(s, count, is_committed, d: tl.constexpr):
-    """What the requests fill whose slots lie in `scratch`, in this order.
+def link_listed(s, block, node, live, d):
+    """The blocks [chunk] carry the nodes [chunk] in a group, each behind those of earlier lanes.
+
+    Blocks of one node are linked in as many rounds.
+    """
+    left = live.to(tl.int32)
+    num_left = 1
+    while num_left > 0:
+        last = tl.load(s.last_block + node, mask=left > 0, other=NONE)
+        waits = (left > 0) & (count_earlier(node, left > 0, d) > 0)
+        tl.debug_barrier()
+        link_blocks(s, block, node, last, (left > 0) & ~waits)
+        left = waits.to(tl.int32)
+        num_left = tl.sum(left, 0)
+        tl.debug_barrier()
+
+
+@triton.jit
+def publish_listed(s, count, group, is_committed, d):
+    """Publish what the requests fill in a group whose slots lie in `scratch`, in this order.
 
     By the step that is planned, or by what was committed: then the last token may not have run yet
-    (P4). Side by side where each fills one block, and no two of them the same content.
+    (P4). Side by side where each fills one block.
     """
     at = 0
     while at < count:
@@ -202,24 +318,24 @@ def publish_listed(s, count, is_committed, d: tl.constexpr):
         slot = tl.load(s.scratch + lane, mask=live, other=0)
         tokens = tl.load(s.known + slot, mask=live, other=0) - 1
         tokens = tl.where(is_committed > 0, tokens, count_filled(s, slot, live))
-        index = tl.load(s.published + slot, mask=live, other=0)
-        block = tl.load(s.tables + slot * d.table + index, mask=live, other=0)
-        node = tl.load(s.paths + slot * d.table + index, mask=live, other=0)
-        last = tl.load(s.last_block + node, mask=live, other=NONE)
-        crowded = count_pairs(node, live)
-        crowded += tl.sum((live & (tokens // d.size > index + 1)).to(tl.int32), 0)
-        tl.debug_barrier()
-        if crowded == 0:
-            link_blocks(s, block, node, last, live)
-            tl.store(s.published + slot, index + 1, mask=live)
+        line = group * d.slots + slot
+        index = tl.load(s.published + line, mask=live, other=0)
+        left = index
+        if d.has_windows:
+            left = tl.load(s.left + line, mask=live, other=0)
+        crowded = (tokens // d.size > index + 1) | (index < left)
+        if tl.sum((live & crowded).to(tl.int32), 0) == 0:
+            block = tl.load(s.tables + line * d.table + index, mask=live, other=0)
+            node = tl.load(s.paths + slot * d.table + index, mask=live, other=0)
+            link_listed(s, block, node + group * d.nodes, live, d)
+            tl.store(s.published + line, index + 1, mask=live)
         else:
             each = at
             while each < tl.minimum(at + d.chunk, count):
                 one = tl.load(s.scratch + each)
                 of_one = tl.max(tl.where(lane == each, tokens, 0), 0)
-                publish(s, one, of_one, d)
+                publish_in(s, one, group, of_one, d)
                 each += 1
-        tl.debug_barrier()
         at += d.chunk
 
 
@@ -240,7 +356,7 @@ def withdraw(s, block):
 
 
 @triton.jit
-def withdraw_listed(s, count, d: tl.constexpr):
+def withdraw_listed(s, count, d):
     """The first `count` blocks in `scratch` can be found no more (lazy eviction).
 
     Those that carry a node alone go together; others stand in a list, and go one by one.
@@ -268,17 +384,17 @@ def withdraw_listed(s, count, d: tl.constexpr):
 
 
 @triton.jit
-def take_blocks(s, slot, count, d: tl.constexpr):
-    """Append `count` free blocks to a block table; they are found no more."""
+def take_blocks(s, line, count, d):
+    """Append `count` free blocks to the table of a line; they are found no more."""
     if count > 0:
-        held = tl.load(s.held + slot)
+        held = tl.load(s.held + line)
         pop_free(s, count, d)
         withdraw_listed(s, count, d)
         at = 0
         while at < count:
             index = at + tl.arange(0, d.lanes)
             block = tl.load(s.scratch + index, mask=index < count, other=0)
-            tl.store(s.tables + slot * d.table + held + index, block, mask=index < count)
+            tl.store(s.tables + line * d.table + held + index, block, mask=index < count)
             at += d.lanes
-        tl.store(s.held + slot, held + count)
+        tl.store(s.held + line, held + count)
         tl.debug_barrier()

@@ -6,16 +6,17 @@ a launch tells. It knows names; the device knows slots.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 
 from blockstep.impl.capabilities import DEVICE
 from blockstep.impl.device import layout
+from blockstep.impl.device.dims import LANES, count_most_blocks
 from blockstep.impl.device.frames import Frame, read_frame, read_outputs
 from blockstep.impl.device.inbox import Inbox
 from blockstep.impl.device.launch import Launch, get_numpied
 from blockstep.impl.device.view import take_snapshot, take_stats
 from blockstep.impl.doors import Doors
-from blockstep.impl.refusals import schedule_problem
+from blockstep.impl.refusals import most_slots, schedule_problem
 from blockstep.spec.vocabulary import (
     Config,
     Drafts,
@@ -25,6 +26,7 @@ from blockstep.spec.vocabulary import (
     PauseState,
     Plan,
     Rejected,
+    Request,
     RequestId,
     Snapshot,
     Stats,
@@ -38,17 +40,18 @@ class DeviceEngine(Doors[Frame]):
     Args:
         config: the constants of the run.
         launch: how kernels are run; by default their source is run by numpy.
-        lanes: a power of two; see `layout.Dims`.
+        lanes: a power of two; see `Dims`.
+        slots: unfinished requests for which there is room at first.
 
     Raises:
         ConfigError: `list_config_problems` has something against the config.
     """
 
     def __init__(
-        self, config: Config, launch: Launch | None = None, lanes: int = layout.LANES
+        self, config: Config, launch: Launch | None = None, lanes: int = LANES, slots: int = 16
     ) -> None:
         super().__init__(config, DEVICE)
-        self.inbox = Inbox(config, launch or get_numpied(), lanes)
+        self.inbox = Inbox(config, launch or get_numpied(), lanes, slots)
         self.previous_names: tuple[RequestId, ...] = ()
         """Of the rows of the last plan."""
 
@@ -73,7 +76,8 @@ class DeviceEngine(Doors[Frame]):
         if problem is not None:
             return problem
         is_open = self.pause_state is not PauseState.PAUSED_ALL
-        frame_id, control = self.next_frame_id, self.inbox.state.control
+        control = self.inbox.state.control
+        frame_id = self.next_frame_id
         control[layout.FRAME_ID], control[layout.PREVIOUS_ID] = frame_id, self._previous_id
         control[layout.OLDEST_ID] = next(iter(self.frames), frame_id)
         control[layout.BUDGET] = self.config.max_num_batched_tokens if is_open else 0
@@ -100,8 +104,8 @@ class DeviceEngine(Doors[Frame]):
         s = self.inbox.state
         s.control[layout.COMMIT_PLACE] = frame.place
         for row, ids in enumerate(tokens):
-            s.answer_counts[row] = len(ids)
-            s.answer_tokens[row, : len(ids)] = ids
+            s.answer_counts[frame.place, row] = len(ids)
+            s.answer_tokens[frame.place, row, : len(ids)] = ids
         self.inbox.launch("commit_kernel")
         outputs, ended = read_outputs(self.inbox, frame, tokens)
         for slot in ended:
@@ -114,18 +118,27 @@ class DeviceEngine(Doors[Frame]):
         """The last plan; -1 before the first."""
         return self._previous_id
 
-    def take_steps(self, count: int, names: tuple[RequestId, ...]) -> None:
-        """A loop without a host has planned and committed so often, the last time rows of `names`.
+    def take_steps(
+        self,
+        num_plans: int,
+        told: Set[RequestId],
+        ended: Sequence[tuple[int, RequestId]],
+        untold: Set[RequestId],
+        names: tuple[RequestId, ...],
+    ) -> None:
+        """Take note of `num_plans` steps that a loop without a host has planned and committed.
 
-        Who ended before the last plan has been told of by a plan; others are told of by the next.
+        `told` are ended requests that its first plan told the worker of. `ended` are the slots and
+        names of requests that ended in these steps; the next plan tells of those in `untold`.
+        `names` are the requests of the last plan.
         """
-        self.next_frame_id += count
+        self.next_frame_id += num_plans
         self._previous_id = self.next_frame_id - 1
-        self.finished_req_ids.clear()
-        for slot in tuple(self.inbox.requests):
-            if self.inbox.state.birth[slot] == 0:
+        self.finished_req_ids -= told
+        for slot, name in ended:
+            if self.inbox.slot_of.get(name) == slot:  # not aborted meanwhile
                 self._forget(slot)
-        self.finished_req_ids &= set(names)
+        self.finished_req_ids -= {name for _, name in ended} - untold
         self.previous_names = names
 
     def _get_last_frame(self, slot: int) -> FrameId:
@@ -148,6 +161,9 @@ class DeviceEngine(Doors[Frame]):
         self.inbox.launch("commands_kernel")
         taken = self.inbox.state.taken
         return DraftsTaken(tuple(request_id for request_id, slot in asked if taken[slot]))
+
+    def _count_most_blocks(self, request: Request) -> int:
+        return count_most_blocks(self.config, most_slots(self.config, request))
 
     def _set_grammar_ready(self, slot: int) -> None:
         self.inbox.command(layout.GRAMMAR, slot)

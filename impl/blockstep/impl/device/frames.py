@@ -49,6 +49,7 @@ def read_frame(
     count, continued = int(s.num_rows[0]), int(s.num_continued[0])
     columns = s.plans[place, :, :count].tolist()
     frame, new, running = Frame(place, columns[layout.ROW_SLOT], {}), [], []
+    blocks = s.plan_blocks[place, :, :, :count].tolist()
     for row, values in enumerate(zip(*columns, strict=True)):
         slot, request = values[layout.ROW_SLOT], inbox.requests[values[layout.ROW_SLOT]]
         inbox.last_frames[slot] = frame_id
@@ -57,8 +58,10 @@ def read_frame(
         if num_drafts and not d.is_async:
             drafts = tuple(s.drafts[slot, :num_drafts].tolist())
         frame.rows[request.request_id] = drafts if values[layout.ROW_SAMPLES] else None
-        first, last = values[layout.ROW_FIRST_BLOCK], values[layout.ROW_LAST_BLOCK]
-        tables = (tuple(s.tables[slot, first:last].tolist()),)
+        tables = tuple(
+            tuple(table[slot, before[row] : after[row]].tolist())
+            for table, (before, after) in zip(s.tables, blocks, strict=True)
+        )
         computed, tokens = values[layout.ROW_COMPUTED], values[layout.ROW_TOKENS]
         is_admitted = row >= continued
         is_resumed = is_admitted and bool(s.preempted[slot])

@@ -1,6 +1,6 @@
 """Growth: the same state in longer tensors, between two launches.
 
-On a GPU that means to compile and to capture anew; a host that serves makes them long enough.
+On a GPU graphs must then be captured anew; a host that serves makes tensors long enough at first.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from math import prod
 
 import numpy as np
 
-from blockstep.impl.device.layout import NONE, Dims, State, make_state, shape_of
+from blockstep.impl.device.dims import Dims
+from blockstep.impl.device.layout import NONE, State, make_state, shape_of
 
 
 def check_reach(d: Dims) -> None:
@@ -37,6 +38,9 @@ def grow(old: State, was: Dims, d: Dims) -> State:
         after[tuple(slice(length) for length in before.shape)] = before
     fresh = np.arange(was.nodes, d.nodes, dtype=np.int32)
     count = int(old.num_free_nodes[0])
+    carried = old.node >= 0
+    group, node = np.divmod(old.node[carried], was.nodes)
+    made.node[carried] = group * d.nodes + node
     made.free_nodes[:] = NONE
     made.free_nodes[: count + len(fresh)] = np.concatenate([old.free_nodes[:count], fresh])
     made.num_free_nodes[:] = count + len(fresh)

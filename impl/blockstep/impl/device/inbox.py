@@ -1,12 +1,17 @@
-"""Inbox: what the host writes for the device, and which request has which slot."""
+"""Inbox: what the host writes for the device, and which request has which slot.
+
+A device may run steps on a copy of the state (`Copy`). Then the host's arrays are behind it, but
+for the rows that the host alone writes: these are listed in `written`, and follow later.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
 from blockstep.impl.device import layout
+from blockstep.impl.device.dims import LANES, count_span, make_dims
 from blockstep.impl.device.growth import check_reach, grow
 from blockstep.impl.device.launch import Launch
 from blockstep.impl.names import NOTHING, Extras, Labels, list_extras
@@ -15,14 +20,38 @@ from blockstep.spec.vocabulary import Config, FrameId, Policy, Request, RequestI
 _COLUMNS: Final = layout.INBOX_COLUMNS
 
 
+class Copy(Protocol):
+    """A copy of the state on which a device runs steps without the host."""
+
+    def pull(self) -> None:
+        """Bring the host's arrays up to date, after all steps that were launched on the copy."""
+        ...
+
+
 class Inbox:
     """Gives each unfinished request a slot, and sees to it that no tensor is too short."""
 
-    def __init__(self, config: Config, launch: Launch, lanes: int = layout.LANES) -> None:
+    def __init__(self, config: Config, launch: Launch, lanes: int = LANES, slots: int = 16) -> None:
         self.config = config
-        self.dims = layout.make_dims(config, lanes=lanes)
+        self.dims = make_dims(config, slots, lanes=lanes)
         check_reach(self.dims)
-        self.state = layout.make_state(self.dims)
+        self.arrays = layout.make_state(self.dims)
+        for number, group in enumerate(config.kv_groups):
+            if group.sliding_window:
+                self.arrays.windows[number] = group.sliding_window
+                self.arrays.spans[number] = count_span(config, group)
+        """The host's arrays, which may be behind; see `state`."""
+        self.copy: Copy | None = None
+        self.is_behind = False
+        """Whether steps were run on `copy` that the host's arrays do not show."""
+        self.is_ahead = True
+        """Whether the host has run a kernel, or made tensors longer, since `copy` was made."""
+        self.written: list[tuple[str, int]] = []
+        """Names and rows of tensors that the host wrote since `copy` was brought up to date."""
+        self.spare_nodes = 0
+        """While the arrays are behind: unused nodes that neither steps nor commands will take."""
+        self.added: list[int] = []
+        """Slots of requests that were added; who serves them takes them from the list."""
         self.slot_of: dict[RequestId, int] = {}
         self.requests: dict[int, Request] = {}
         """By slot."""
@@ -38,26 +67,55 @@ class Inbox:
         self._num_born = 0
         self._written = 0
 
+    @property
+    def state(self) -> layout.State:
+        """The host's arrays, after all steps so far."""
+        if self.is_behind and self.copy is not None:
+            self.copy.pull()
+            self.is_behind = False
+        return self.arrays
+
     def launch(self, kernel: str) -> None:
-        """Run a kernel; the device has taken all commands after it."""
-        if kernel == "commands_kernel" and self._written == 0:
+        """Run a kernel on the host's arrays; the device has taken all commands after it."""
+        is_current = self._written == 0 and not self.arrays.steady[layout.STEPS_BEHIND]
+        if kernel == "commands_kernel" and is_current:
             return
-        self._launch(kernel, self.state, self.dims)
+        state = self.state
+        self.is_ahead = True
+        self._launch(kernel, state, self.dims)
         if kernel != "commit_kernel":
             self.taken()
 
+    def launch_on(self, kernel: str, arrays: layout.State) -> None:
+        """Run a kernel on a copy of the state in memory of the host."""
+        self._launch(kernel, arrays, self.dims)
+
+    @property
+    def has_commands(self) -> bool:
+        """Whether there are commands that no launch has taken."""
+        return self._written > 0
+
     def taken(self) -> None:
-        """A launch that somebody else made has taken all commands."""
+        """A launch on the copy of the state has taken all commands."""
         self._written = 0
+
+    def _write(self, name: str, row: int, values: Any) -> None:
+        """Write the beginning of a row that the host alone writes, or of a slot's tokens."""
+        array = getattr(self.arrays, name)
+        if isinstance(values, int):
+            array[row] = values
+        else:
+            array[row, : len(values)] = values
+        if not self.is_ahead:
+            self.written.append((name, row))
 
     def command(self, opcode: int, slot: int, argument: int = 0) -> None:
         """Write a command into the ring; one that is full is emptied first."""
         if self._written == self.dims.commands:
             self.launch("commands_kernel")
-        s, at = self.state, int(self.state.command_end[0])
-        birth = self._births.get(slot, 0)
-        s.commands[at % self.dims.commands] = opcode, slot, birth, argument
-        s.command_end[0] = at + 1
+        at, birth = int(self.arrays.command_end[0]), self._births.get(slot, 0)
+        self._write("commands", at % self.dims.commands, (opcode, slot, birth, argument))
+        self._write("command_end", 0, at + 1)
         self._written += 1
 
     def add(self, request: Request) -> None:
@@ -67,17 +125,24 @@ class Inbox:
             self._grow(max(stops, self.dims.stops))
         slot = self._unused.pop() if self._unused else len(self.slot_of)
         prompt = request.prompt_token_ids
-        self.reserve_nodes(len(prompt), 1)
+        needed = self._count_nodes(len(prompt), 1)
+        if self.is_behind and needed <= self.spare_nodes:
+            self.spare_nodes -= needed
+        else:
+            self.reserve_nodes(len(prompt), 1)
         self.slot_of[request.request_id], self.requests[slot] = slot, request
-        s = self.state
-        s.inbox[slot] = self._row_of(request)
-        s.tokens[slot, : len(prompt)] = prompt
-        s.stops[slot, :stops] = request.stop_token_ids
-        s.extras[slot] = self._number_extras(request)
+        self.added.append(slot)
+        self._write("inbox", slot, self._row_of(request))
+        self._write("tokens", slot, prompt)
+        self._write("stops", slot, request.stop_token_ids)
+        self._write("extras", slot, self._number_extras(request))
         if self.config.policy is Policy.PRIORITY:
             key = (request.priority, request.arrival_time, request.request_id)
             for name, label in self._labels.add(key):
-                self._set_rank(self.slot_of[name[2]], label)
+                if name[2] == request.request_id:
+                    self._write("ranks", slot, label)
+                else:
+                    self._set_rank(self.slot_of[name[2]], label)
         self._num_born += 1
         self._births[slot] = self._num_born
         self.last_frames.pop(slot, None)
@@ -86,6 +151,7 @@ class Inbox:
     def _set_rank(self, slot: int, rank: int) -> None:
         """Of one that waits the key follows: all keys change together, so none is out of order."""
         self.launch("commands_kernel")
+        self.is_ahead = True
         self.state.ranks[slot] = rank
         if self.state.key[slot] != layout.FAR:
             self.state.key[slot] = rank
@@ -102,12 +168,16 @@ class Inbox:
 
     def reserve_nodes(self, num_tokens: int, num_requests: int) -> None:
         """Room for the contents that so many tokens of so many requests may fill."""
-        needed = num_tokens // self.config.block_size + num_requests
+        needed = self._count_nodes(num_tokens, num_requests)
         self.launch("commands_kernel")
         if self.state.num_free_nodes[0] < needed:
+            self.is_ahead = True
             self._launch("sweep_kernel", self.state, self.dims)
         if self.state.num_free_nodes[0] < needed:
             self._grow(self.dims.stops, num_nodes=2 * (self.dims.nodes + needed))
+
+    def _count_nodes(self, num_tokens: int, num_requests: int) -> int:
+        return num_tokens // self.config.block_size + num_requests
 
     def _is_full(self) -> bool:
         return len(self.slot_of) == self.dims.slots
@@ -115,10 +185,10 @@ class Inbox:
     def _grow(self, stops: int, num_nodes: int = 0) -> None:
         """Longer tensors; the device must have taken all commands."""
         self.launch("commands_kernel")
-        d = self.dims
+        d, self.is_ahead = self.dims, True
         slots = 2 * d.slots if self._is_full() else d.slots
-        dims = layout.make_dims(self.config, slots, stops, d.lanes, max(num_nodes, d.nodes))
-        self.state, self.dims = grow(self.state, d, dims), dims
+        dims = make_dims(self.config, slots, stops, d.lanes, max(num_nodes, d.nodes))
+        self.arrays, self.dims = grow(self.state, d, dims), dims
 
     def _row_of(self, request: Request) -> list[int]:
         """What is known of a new request, by column of `inbox`."""

@@ -18,16 +18,20 @@ PLACE = tl.constexpr(layout.PLACE)
 
 
 @triton.jit
-def write_tokens(s, slot, position, to, live, d: tl.constexpr):
+def write_tokens(s, slot, position, to, live, d):
     """Tokens at `position` [n] of the slots [n] are those at `to` [n] of the batch."""
-    table = slot * d.table + position // d.size
-    block = tl.load(s.tables + table, mask=live, other=0).to(tl.int64)
     tl.store(s.positions + to, position.to(tl.int64), mask=live)
-    tl.store(s.slot_mapping + to, block * d.size + position % d.size, mask=live)
+    group = 0
+    while group < d.groups:
+        table = (group * d.slots + slot) * d.table + position // d.size
+        block = tl.load(s.tables + table, mask=live, other=0).to(tl.int64)
+        at = group * d.batch + to
+        tl.store(s.slot_mapping + at, block * d.size + position % d.size, mask=live)
+        group += 1
 
 
 @triton.jit
-def write_inputs(s, d: tl.constexpr):
+def write_inputs(s, d):
     """Of the plan just made. Rows of one token go together, others one by one."""
     row = tl.arange(0, d.rows)
     num_rows = tl.load(s.num_rows)

@@ -11,8 +11,10 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from blockstep.impl.device.dims import Dims
 from blockstep.impl.device.engine import DeviceEngine
-from blockstep.impl.device.layout import Dims, State
+from blockstep.impl.device.launch import launch_kernel
+from blockstep.impl.device.layout import State
 from blockstep.spec.vocabulary import Config
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -24,12 +26,10 @@ class Interpreted:
 
     def __init__(self) -> None:
         self._torch: Any = import_module("torch")
-        self._kernels: Any = import_module("blockstep.impl.device.step")
 
     def __call__(self, kernel: str, state: State, dims: Dims) -> None:
         """Run one, on tensors that share the memory of the arrays."""
-        tensors = State(*map(self._torch.from_numpy, state))
-        getattr(self._kernels, kernel)[(1,)](tensors, dims)
+        launch_kernel(kernel, State(*map(self._torch.from_numpy, state)), dims)
 
 
 @cache

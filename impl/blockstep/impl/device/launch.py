@@ -1,26 +1,32 @@
-"""Launch: how a kernel is run."""
+"""Launch: how a kernel is run, by numpy or on a GPU, and compiled before it is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from blockstep.impl.device.layout import Dims, State
+from blockstep.impl.device.dims import CONSTANTS, Dims
+from blockstep.impl.device.layout import INT64S, State
 from blockstep.kernels import numpied
 
 Launch: TypeAlias = Callable[[str, State, Dims], None]
 """Runs a kernel of `step`, by its name, on a state of numpy arrays, which it changes."""
 FOLDER: Final = Path(__file__).parent
 MODULES: Final = (
-    "pool", "contents", "lives", "commands", "running", "waiting", "results", "sweep", "inputs",
-    "step",
+    "pool", "contents", "groups", "lives", "commands", "running", "waiting", "results", "sweep",
+    "inputs", "steady", "step",
 )  # fmt: skip
 """The sources of the kernels; each calls those before it."""
-OPTIONS: Final = {"num_warps": 8, "num_stages": 1, "maxnreg": 255}
-"""One program has a multiprocessor for itself, so that registers cost nothing; and a load that is
-prefetched would pass by the store before it."""
+GPU_KERNELS: Final = ("loop_kernel", "settle_kernel", "sweep_kernel")
+"""The kernels that a serving engine launches on a GPU; it runs the others by numpy."""
+MOST_WARPS: Final = 16
+REGISTERS: Final = 65_536
+"""Of a multiprocessor."""
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Is told the kernel that is compiled next, how many are done, and how many there are."""
 
 
 def list_files() -> Sequence[Path]:
@@ -52,3 +58,91 @@ class Numpied:
 def get_numpied() -> Numpied:
     """The one that engines share: it keeps nothing between launches."""
     return Numpied()
+
+
+def get_constants(dims: Dims) -> tuple[int, ...]:
+    """What is compiled into a kernel: dims that have the same share it."""
+    return tuple(getattr(dims, name) for name in CONSTANTS)
+
+
+def get_options(dims: Dims) -> dict[str, int]:
+    """Triton's options for a kernel.
+
+    One program has a multiprocessor for itself, so it may use all registers. A load must not be
+    prefetched before an earlier store, so loops have one stage.
+    """
+    # The sums of one warp need no shared memory; it has two of 64 rows in each thread.
+    warps = 1 if dims.rows <= 64 else min(max(dims.rows // 128, 4), MOST_WARPS)
+    registers = min(255, REGISTERS // (32 * warps))
+    return {"num_warps": warps, "num_stages": 1, "maxnreg": registers}
+
+
+def compile_kernel(kernel: str, dims: Dims, target: Any = None) -> Any:
+    """Compile a kernel of `step`, or read it from Triton's cache on disk.
+
+    Only the fields in `CONSTANTS` are compiled in, so other dims with the same ones get the same
+    kernel. Triton's own launcher would compile one for each number that is 1 or divides by 16, and
+    would assume aligned tensors: then a thread takes four neighbours of a dense column, where
+    gathers need them apart, and layouts are converted through shared memory all the time.
+
+    Args:
+        kernel: its name.
+        dims: what it will be launched with.
+        target: Triton's `GPUTarget`; by default the current GPU.
+
+    Returns:
+        Triton's compiled kernel: `compiled[1, 1, 1](state, dims)` launches it.
+    """
+    compiler: Any = import_module("triton.compiler")
+    function = getattr(import_module("blockstep.impl.device.step"), kernel)
+    pointers: Any = ("*i64" if name in INT64S else "*i32" for name in State._fields)
+    types: Any = ("constexpr" if name in CONSTANTS else "i32" for name in Dims._fields)
+    source = compiler.ASTSource(
+        fn=function,
+        signature={"s": State(*pointers), "d": Dims(*types)},
+        constexprs={(1, Dims._fields.index(name)): getattr(dims, name) for name in CONSTANTS},
+    )
+    return compiler.compile(source, target=target, options=get_options(dims))
+
+
+@cache
+def _get_compiled(kernel: str, constants: Sequence[int], _device: int) -> Any:
+    """The kernel for a GPU, compiled once in this process for each device: it is loaded there."""
+    named = dict(zip(CONSTANTS, constants, strict=True))
+    return compile_kernel(kernel, Dims(**{name: named.get(name, 0) for name in Dims._fields}))
+
+
+def launch_kernel(kernel: str, state: State, dims: Dims) -> None:
+    """Launch a kernel on a state of tensors on the current GPU.
+
+    Where Triton interprets (`TRITON_INTERPRET=1`), tensors may be on any device.
+    """
+    if import_module("triton").knobs.runtime.interpret:
+        language: Any = import_module("triton.language")
+        wrapped = zip(CONSTANTS, map(language.constexpr, get_constants(dims)), strict=True)
+        function = getattr(import_module("blockstep.impl.device.step"), kernel)
+        function[(1,)](state, dims._replace(**dict(wrapped)))
+        return
+    device = import_module("torch").cuda.current_device()
+    _get_compiled(kernel, get_constants(dims), device)[1, 1, 1](state, dims)
+
+
+def warm_up(dims: Dims, told: Progress | None = None, kernels: Sequence[str] = GPU_KERNELS) -> None:
+    """Compile kernels for a GPU before the first step needs them; without a GPU do nothing.
+
+    The first process compiles for some seconds per kernel; others read Triton's cache on disk.
+
+    Args:
+        dims: of the scheduler that will run.
+        told: is called before each kernel, and once when all are done.
+        kernels: their names.
+    """
+    torch: Any = import_module("torch")
+    if not torch.cuda.is_available() or import_module("triton").knobs.runtime.interpret:
+        return
+    for done, kernel in enumerate(kernels):
+        if told is not None:
+            told(kernel, done, len(kernels))
+        _get_compiled(kernel, get_constants(dims), torch.cuda.current_device())
+    if told is not None:
+        told("", len(kernels), len(kernels))

@@ -18,14 +18,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from blockstep.spec.vocabulary import Config, Policy
+from blockstep.impl.device.dims import Dims
 
 NONE: Final = -1
 """No node, no block."""
 FAR: Final = 1 << 62
 """The key of who does not wait: after all others."""
-LANES: Final = 16
-"""Slots, blocks or tokens that are looked at together where nobody says: enough for a CPU."""
 
 # Statuses.
 IS_WAITING: Final = 0
@@ -85,12 +83,9 @@ ROW_OUTPUTS: Final = 4
 """Known and promised outputs before the step."""
 ROW_SAMPLES: Final = 5
 ROW_DRAFTS: Final = 6
-ROW_FIRST_BLOCK: Final = 7
-"""Blocks that the worker knows of already: `tables[slot, first:last]` are new."""
-ROW_LAST_BLOCK: Final = 8
-ROW_MISSED: Final = 9
+ROW_MISSED: Final = 7
 """It ran before, and the plan before lacked it."""
-ROW_COLUMNS: Final = 10
+ROW_COLUMNS: Final = 8
 
 # Columns of the record of a commit, each [rows] in the order of the frame.
 TOLD_DELIVERED: Final = 0
@@ -114,57 +109,27 @@ COMMIT_PLACE: Final = 6
 """Where the frame lies that `answer_*` is for."""
 CONTROL_COLUMNS: Final = 7
 
+# Numbers of `steady`, which say whether the next step may go the short way; see `steady.py`.
+STEADY_PLANS: Final = 0
+"""The last so many plans have the same rows, all that runs, one sampled token each; at most one
+more than frames can be in flight."""
+STEADY_ROWS: Final = 1
+"""Rows of each of them."""
+STEPS_LEFT: Final = 2
+"""Steps in which no request reaches a length that changes its plan."""
+HAS_WAITING: Final = 3
+"""Whether a request waits."""
+MOST_STOPS: Final = 4
+"""Most stop tokens of a running request."""
+STEPS_BEHIND: Final = 5
+"""Steps whose `computed`, `last_frame` and cached blocks are not written yet."""
+NUM_PENDING: Final = 6
+"""Entries of `pending`."""
+LAST_ID: Final = 7
+"""The last plan, if it went the short way."""
+STEADY_COLUMNS: Final = 8
+
 Int32s = NDArray[np.int32]
-
-
-class Dims(NamedTuple):
-    """Constants of the kernels: the config, and how long the tensors are."""
-
-    size: int
-    """Tokens of a block."""
-    max_model_len: int
-    max_num_seqs: int
-    max_tokens_per_row: int
-    num_lookahead: int
-    num_placeholders: int
-    """Drafts of a row that samples, under asynchronous scheduling."""
-    is_async: int
-    is_priority: int
-    has_cache: int
-    has_chunks: int
-    reserves_whole: int
-    drops_last_hit: int
-    num_blocks: int
-    rows: int
-    """Requests that can run at once, rounded up to a power of two: one lane for each."""
-    lanes: int
-    """A power of two: how many slots, blocks or tokens are looked at together."""
-    chunk: int
-    """The same where each is compared with each."""
-    width: int
-    """A block's tokens, rounded up to a power of two."""
-    slots: int
-    """A multiple of `lanes`."""
-    table: int
-    """Blocks of the longest request, rounded up to a multiple of `lanes`."""
-    ring: int
-    """A power of two, twice the blocks at least."""
-    nodes: int
-    """A multiple of `lanes`."""
-    buckets: int
-    """A power of two."""
-    tokens: int
-    """Tokens of the longest request."""
-    drafts: int
-    """Most drafts of a request; 1 at least."""
-    stops: int
-    """Most stop tokens of a request; 1 at least."""
-    frames: int
-    """Plans that can be in flight."""
-    commands: int
-    """A power of two."""
-    batch: int
-    """Most tokens of a step."""
 
 
 class State(NamedTuple):
@@ -181,10 +146,6 @@ class State(NamedTuple):
     """Prompt and verified output tokens."""
     computed: Any
     prompt: Any
-    held: Any
-    """The length of its block table."""
-    published: Any
-    """Blocks of it that were made findable, or hit."""
     num_drafts: Any
     promised: Any
     """Outputs that frames in flight will sample; always 0 without asynchronous scheduling."""
@@ -207,16 +168,27 @@ class State(NamedTuple):
     step_tokens: Any
     """Tokens that it has in the step that is being planned; 0 otherwise."""
     step_drafts: Any
-    step_first: Any
-    """Blocks that it held before the step."""
+    doubt: Any
+    """Drafts in flight: computed tokens that may have to be computed again. Counted under
+    asynchronous scheduling, where there are windows."""
     taken: Any
     """Whether its last DRAFT was taken."""
+
+    # The request of each slot in each group, each [groups, slots]; a *line* is a place in them.
+    held: Any
+    """The length of its block table, null blocks included."""
+    published: Any
+    """Blocks of it that were made findable, or hit."""
+    left: Any
+    """Null blocks at the beginning of its table: no token that is still to come reads them."""
+    step_first: Any
+    """The length of its table before the step."""
 
     # Tables by slot.
     tokens: Any
     """[slots, tokens]; the known ones."""
     tables: Any
-    """[slots, table]; blocks."""
+    """[groups, slots, table]; blocks."""
     paths: Any
     """[slots, table]; nodes of known full blocks."""
     extras: Any
@@ -240,9 +212,9 @@ class State(NamedTuple):
     place: Any
     """Where it stands in the ring, if it is free."""
     node: Any
-    """The node that it carries, or NONE."""
+    """What it carries: `group * nodes + node`, or NONE."""
     next_same: Any
-    """Blocks that carry one node are a list, in order of publication."""
+    """Blocks that carry one node in one group are a list, in order of publication."""
     previous_same: Any
     ring: Any
     """[ring]; the free queue between `head` and `tail`, NONE where a block was taken out."""
@@ -253,8 +225,6 @@ class State(NamedTuple):
     node_hash: Any
     next_node: Any
     """Nodes of one bucket are a list."""
-    first_block: Any
-    last_block: Any
     mark: Any
     """Of the sweep."""
     node_tokens: Any
@@ -263,6 +233,16 @@ class State(NamedTuple):
     """[nodes]; the first `num_free_nodes` are unused."""
     buckets: Any
     """[buckets]; first node of each."""
+    first_block: Any
+    """[groups, nodes]; the first block that carries each node."""
+    last_block: Any
+    """[groups, nodes]"""
+
+    # The KV-cache groups, each [groups].
+    windows: Any
+    """Tokens of the sliding window; 0 under full attention."""
+    spans: Any
+    """Slots that a request holds at once, at most, behind the window; 0 under full attention."""
 
     # Numbers, each [1].
     num_running: Any
@@ -302,8 +282,15 @@ class State(NamedTuple):
     command_end: Any
     """[1]; commands that the host ever wrote."""
     command_at: Any
+    steady: Any
+    """[STEADY_COLUMNS]"""
+    pending: Any
+    """[rows + chunk]; requests that have filled a block which is not cached yet, in order."""
     plans: Any
     """[frames, ROW_COLUMNS, rows]; by place."""
+    plan_blocks: Any
+    """[frames, groups, 2, rows]; by place: the length of each row's table before the step and
+    after it. `tables[group, slot, before:after]` is new to the worker."""
     plan_rows: Any
     """[frames]; rows of each."""
     plan_ids: Any
@@ -311,7 +298,7 @@ class State(NamedTuple):
     positions: Any
     """[batch] int64; of the last plan, row after row,"""
     slot_mapping: Any
-    """[batch] int64; the slot of paged memory of each token,"""
+    """[groups, batch] int64; the slot of paged memory of each token,"""
     query_start_loc: Any
     """[1 + rows]; the first token of each row, and their number,"""
     seq_lens: Any
@@ -319,9 +306,9 @@ class State(NamedTuple):
     victims: Any
     """[rows]; slots preempted by the last plan."""
     answer_counts: Any
-    """[rows]; tokens of each row, 0 where it does not sample."""
+    """[frames, rows]; by place: tokens of each row, 0 where it does not sample."""
     answer_tokens: Any
-    """[rows, 1 + drafts]"""
+    """[frames, rows, 1 + drafts]; by place."""
     record: Any
     """[TOLD_COLUMNS, rows]; of the last commit."""
 
@@ -333,7 +320,8 @@ _COUNTERS: Final = ("queries", "hits", "preemptions", "drafts_scheduled", "draft
 INT64S: Final = frozenset(
     ("key", "ranks", "back", "front", "positions", "slot_mapping", *_COUNTERS)
 )
-_OF_SLOTS: Final = State._fields[: State._fields.index("tokens")]
+_OF_SLOTS: Final = State._fields[: State._fields.index("held")]
+_OF_LINES: Final = State._fields[State._fields.index("held") : State._fields.index("tokens")]
 _OF_BLOCKS: Final = ("ref_count", "place", "node", "next_same", "previous_same")
 _OF_NODES: Final = State._fields[State._fields.index("parent") : State._fields.index("node_tokens")]
 _NUMBERS: Final = (
@@ -348,65 +336,31 @@ _FILLED: Final = {
 """What tensors hold at first, where it is not 0."""
 
 
-def make_dims(
-    config: Config, slots: int = 16, stops: int = 4, lanes: int = LANES, nodes: int = 0
-) -> Dims:
-    """The constants for a config, with room for so many unfinished requests and nodes."""
-    size = config.block_size
-    rows = _power_of_two(min(config.max_num_seqs, config.num_usable_blocks))
-    longest = min(-(-config.max_model_len // size), config.num_blocks) + 1
-    slots, table = _multiple(max(slots, rows), lanes), _multiple(longest, lanes)
-    nodes = _multiple(max(nodes, 4 * config.num_blocks), lanes)
-    return Dims(
-        size,
-        config.max_model_len,
-        config.max_num_seqs,
-        config.long_prefill_token_threshold or config.max_model_len,
-        config.num_lookahead_tokens,
-        config.num_speculative_tokens if config.async_scheduling else 0,
-        int(config.async_scheduling),
-        int(config.policy is Policy.PRIORITY),
-        int(config.enable_prefix_caching),
-        int(config.enable_chunked_prefill),
-        int(config.scheduler_reserve_full_isl),
-        int(config.drops_last_hit_block),
-        config.num_blocks,
-        rows,
-        lanes,
-        min(lanes, 64),
-        _power_of_two(size),
-        slots,
-        table,
-        _power_of_two(2 * config.num_blocks),
-        nodes,
-        _power_of_two(nodes),
-        config.max_model_len + 1,
-        max(config.num_speculative_tokens, 1),
-        max(stops, 1),
-        config.max_frames_in_flight,
-        _power_of_two(2 * slots),
-        config.max_num_batched_tokens,
-    )
-
-
 def shape_of(name: str, d: Dims) -> tuple[int, ...]:
     """The shape of a field of the state."""
     if name in _OF_SLOTS:
         return (d.slots,)
+    if name in _OF_LINES:
+        return (d.groups, d.slots)
     if name in _OF_BLOCKS:
         return (d.num_blocks,)
     if name in _OF_NODES or name == "free_nodes":
         return (d.nodes,)
     if name in _NUMBERS:
         return (1,)
-    if name in ("tables", "paths", "extras"):
+    if name in ("first_block", "last_block"):
+        return (d.groups, d.nodes)
+    if name in ("windows", "spans"):
+        return (d.groups,)
+    if name in ("paths", "extras"):
         return (d.slots, d.table)
-    if name in ("run", "victims", "answer_counts", "seq_lens"):
+    if name in ("run", "victims", "seq_lens"):
         return (d.rows,)
     if name in ("drafts", "offered"):
         return (d.slots, d.drafts)
     shapes = {
         "tokens": (d.slots, d.tokens),
+        "tables": (d.groups, d.slots, d.table),
         "stops": (d.slots, d.stops),
         "ranks": (d.slots,),
         "inbox": (d.slots, INBOX_COLUMNS),
@@ -414,14 +368,18 @@ def shape_of(name: str, d: Dims) -> tuple[int, ...]:
         "node_tokens": (d.nodes, d.size),
         "buckets": (d.buckets,),
         "positions": (d.batch,),
-        "slot_mapping": (d.batch,),
+        "slot_mapping": (d.groups, d.batch),
         "query_start_loc": (1 + d.rows,),
         "control": (CONTROL_COLUMNS,),
+        "steady": (STEADY_COLUMNS,),
+        "pending": (d.rows + d.chunk,),
         "commands": (d.commands, COMMAND_COLUMNS),
         "plans": (d.frames, ROW_COLUMNS, d.rows),
+        "plan_blocks": (d.frames, d.groups, 2, d.rows),
         "plan_rows": (d.frames,),
         "plan_ids": (d.frames,),
-        "answer_tokens": (d.rows, 1 + d.drafts),
+        "answer_counts": (d.frames, d.rows),
+        "answer_tokens": (d.frames, d.rows, 1 + d.drafts),
         "record": (TOLD_COLUMNS, d.rows),
         "scratch": (max(d.rows, d.table, d.num_blocks),),
     }
@@ -440,11 +398,3 @@ def make_state(d: Dims) -> State:
     made["free_nodes"][:] = np.arange(d.nodes, dtype=np.int32)
     made["num_free_nodes"][:] = d.nodes
     return State(**made)
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << max(count - 1, 0).bit_length()
-
-
-def _multiple(count: int, of: int) -> int:
-    return -(-count // of) * of

@@ -20,7 +20,7 @@ QUEUE_SPAN = tl.constexpr(1 << 60)
 
 
 @triton.jit
-def append(s, slot, queue, d: tl.constexpr):
+def append(s, slot, queue, d):
     """It comes last in `queue`, as far as the policy leaves a choice."""
     if d.is_priority:
         key = tl.load(s.ranks + slot)
@@ -34,7 +34,7 @@ def append(s, slot, queue, d: tl.constexpr):
 
 
 @triton.jit
-def prepend(s, slot, queue, d: tl.constexpr):
+def prepend(s, slot, queue, d):
     """It comes first in `queue`, as far as the policy leaves a choice."""
     if d.is_priority:
         key = tl.load(s.ranks + slot)
@@ -56,7 +56,7 @@ def leave_queue(s, slot):
 
 
 @triton.jit
-def leave_running(s, slot, d: tl.constexpr):
+def leave_running(s, slot, d):
     """Close the gap that it leaves in running order."""
     position = tl.arange(0, d.rows)
     count = tl.load(s.num_running)
@@ -67,8 +67,8 @@ def leave_running(s, slot, d: tl.constexpr):
     tl.store(s.num_running, tl.sum(stays, 0))
 
 
-@triton.jit
-def preempt(s, slot, d: tl.constexpr):
+@triton.jit(noinline=True)
+def preempt(s, slot, d):
     """Take everything from a running request; it will start again.
 
     Its verified tokens stay, and so do the outputs that frames in flight have promised: those
@@ -78,15 +78,24 @@ def preempt(s, slot, d: tl.constexpr):
     leave_running(s, slot, d)
     if d.has_cache:
         first = tl.load(s.computed + slot) // d.size
-        held = tl.load(s.held + slot)
-        at = first
-        while at < held:
-            index = at + tl.arange(0, d.lanes)
-            block = tl.load(s.tables + slot * d.table + index, mask=index < held, other=0)
-            tl.store(s.scratch + (index - first), block, mask=index < held)
-            at += d.lanes
+        count = 0
+        group = 0
+        while group < d.groups:
+            line = group * d.slots + slot
+            held = tl.load(s.held + line)
+            begin = first
+            if d.has_windows:
+                begin = tl.maximum(first, tl.load(s.left + line))
+            at = begin
+            while at < held:
+                index = at + tl.arange(0, d.lanes)
+                block = tl.load(s.tables + line * d.table + index, mask=index < held, other=0)
+                tl.store(s.scratch + (count + index - begin), block, mask=index < held)
+                at += d.lanes
+            count += tl.maximum(held - begin, 0)
+            group += 1
         tl.debug_barrier()
-        withdraw_listed(s, held - first, d)
+        withdraw_listed(s, count, d)
     free_blocks(s, slot, d)
     times = tl.load(s.preempted + slot) + 1
     total = tl.load(s.preemptions) + 1
@@ -101,7 +110,7 @@ def preempt(s, slot, d: tl.constexpr):
 
 
 @triton.jit
-def end(s, slot, d: tl.constexpr):
+def end(s, slot, d):
     """End an unfinished request, wherever it is."""
     if tl.load(s.status + slot) == IS_RUNNING:
         leave_running(s, slot, d)

@@ -18,8 +18,8 @@ from blockstep.impl.device import layout
 NONE = tl.constexpr(layout.NONE)
 
 
-@triton.jit
-def close_holes(s, d: tl.constexpr):
+@triton.jit(noinline=True)
+def close_holes(s, d):
     """Move free blocks together, so that the ring has room for all blocks again."""
     head = tl.load(s.head)
     tail = tl.load(s.tail)
@@ -43,7 +43,7 @@ def close_holes(s, d: tl.constexpr):
 
 
 @triton.jit
-def pop_free(s, count, d: tl.constexpr):
+def pop_free(s, count, d):
     """Take the first `count` free blocks, which exist, into `scratch`: each is held once then."""
     at = tl.load(s.head)
     tail = tl.load(s.tail)
@@ -69,15 +69,26 @@ def pop_free(s, count, d: tl.constexpr):
 
 
 @triton.jit
-def count_unheld(s, slot, count, d: tl.constexpr):
-    """How many of the first blocks that carry its content nobody holds: hits that are free."""
+def find_first_read(s, group, computed, d):
+    """The first block of a group that a token behind the `computed` ones reads.
+
+    `computed` is a number or [n].
+    """
+    window = tl.load(s.windows + group)
+    first = tl.maximum(computed - window + 1, 0) // d.size
+    return tl.where(window > 0, first, 0)
+
+
+@triton.jit
+def count_unheld(s, slot, group, first, count, d):
+    """How many hits of a request in a group are free, of the blocks from `first` to `count`."""
     unheld = 0
-    at = 0
+    at = first
     while at < count:
         index = at + tl.arange(0, d.lanes)
         is_hit = index < count
         node = tl.load(s.paths + slot * d.table + index, mask=is_hit, other=0)
-        block = tl.load(s.first_block + node, mask=is_hit, other=0)
+        block = tl.load(s.first_block + group * d.nodes + node, mask=is_hit, other=0)
         refs = tl.load(s.ref_count + block, mask=is_hit, other=1)
         unheld += tl.sum((refs == 0).to(tl.int32), 0)
         at += d.lanes
@@ -85,44 +96,50 @@ def count_unheld(s, slot, count, d: tl.constexpr):
 
 
 @triton.jit
-def touch_hits(s, slot, count, d: tl.constexpr):
-    """Hold the first `count` hits of a request, which become its block table."""
-    free = tl.load(s.num_free)
+def touch_hits(s, slot, group, first, count, d):
+    """Hold the hits of a request in a group, which become its block table; how many were free.
+
+    The blocks before `first` are null: none of their tokens is read any more.
+    """
+    line = group * d.slots + slot
+    touched = 0
     at = 0
     while at < count:
         index = at + tl.arange(0, d.lanes)
         is_hit = index < count
-        node = tl.load(s.paths + slot * d.table + index, mask=is_hit, other=0)
-        block = tl.load(s.first_block + node, mask=is_hit, other=0)
-        refs = tl.load(s.ref_count + block, mask=is_hit, other=1)
-        place = tl.load(s.place + block, mask=is_hit, other=0)
+        is_read = is_hit & (index >= first)
+        node = tl.load(s.paths + slot * d.table + index, mask=is_read, other=0)
+        block = tl.load(s.first_block + group * d.nodes + node, mask=is_read, other=0)
+        refs = tl.load(s.ref_count + block, mask=is_read, other=1)
+        place = tl.load(s.place + block, mask=is_read, other=0)
         tl.debug_barrier()
-        tl.store(s.tables + slot * d.table + index, block, mask=is_hit)
-        tl.store(s.ref_count + block, refs + 1, mask=is_hit)
-        tl.store(s.ring + place, NONE, mask=is_hit & (refs == 0))
-        free -= tl.sum((refs == 0).to(tl.int32), 0)
+        tl.store(s.tables + line * d.table + index, block, mask=is_hit)
+        tl.store(s.ref_count + block, refs + 1, mask=is_read)
+        tl.store(s.ring + place, NONE, mask=is_read & (refs == 0))
+        touched += tl.sum((refs == 0).to(tl.int32), 0)
         at += d.lanes
-    tl.debug_barrier()
-    tl.store(s.num_free, free)
+    return touched
 
 
 @triton.jit
-def free_blocks(s, slot, d: tl.constexpr):
-    """Let go of a block table, last block first, so that its prefix is evicted last.
-
-    Who runs holds a block at least, so the loop goes round, and its barrier stands between what is
-    loaded before it and stored behind it.
-    """
-    held = tl.load(s.held + slot)
-    if tl.load(s.tail) - tl.load(s.head) + held > d.ring:
+def make_ring_room(s, count, d):
+    """See to it that so many blocks can be appended to the free queue."""
+    if tl.load(s.tail) - tl.load(s.head) + count > d.ring:
         close_holes(s, d)
-    tail = tl.load(s.tail)
-    free = tl.load(s.num_free)
+
+
+@triton.jit
+def let_go(s, line, first, last, tail, d):
+    """Let go of the blocks from `first` to `last` of a line's table, the last one first.
+
+    Returns the end of the free queue then; before, it was `tail`.
+    """
+    held = last - first
     at = 0
     while at < held:
         step = at + tl.arange(0, d.lanes)
         is_held = step < held
-        block = tl.load(s.tables + slot * d.table + (held - 1 - step), mask=is_held, other=0)
+        block = tl.load(s.tables + line * d.table + (last - 1 - step), mask=is_held, other=0)
         refs = tl.load(s.ref_count + block, mask=is_held, other=2) - 1
         tl.debug_barrier()
         tl.store(s.ref_count + block, refs, mask=is_held)
@@ -130,11 +147,39 @@ def free_blocks(s, slot, d: tl.constexpr):
         place = (tail + tl.cumsum(is_freed, 0) - is_freed) & (d.ring - 1)
         tl.store(s.ring + place, block, mask=is_freed > 0)
         tl.store(s.place + block, place, mask=is_freed > 0)
-        count = tl.sum(is_freed, 0)
-        tail += count
-        free += count
+        tail += tl.sum(is_freed, 0)
         at += d.lanes
+    return tail
+
+
+@triton.jit
+def free_blocks(s, slot, d):
+    """Let go of all tables of a request, group by group; their prefixes are evicted last.
+
+    Under full attention who runs holds a block at least, so the loop of `let_go` goes round, and
+    its barrier stands between what is loaded before it and stored behind it.
+    """
+    most = 0
+    group = 0
+    while group < d.groups:
+        most += tl.load(s.held + group * d.slots + slot)
+        group += 1
+    make_ring_room(s, most, d)
+    before = tl.load(s.tail)
+    free = tl.load(s.num_free)
+    tail = before
+    group = 0
+    while group < d.groups:
+        line = group * d.slots + slot
+        held = tl.load(s.held + line)
+        left = 0
+        if d.has_windows:
+            left = tl.load(s.left + line)
+            tl.debug_barrier()
+        tail = let_go(s, line, left, held, tail, d)
+        tl.store(s.held + line, 0)
+        tl.store(s.published + line, 0)
+        tl.store(s.left + line, 0)
+        group += 1
     tl.store(s.tail, tail)
-    tl.store(s.num_free, free)
-    tl.store(s.held + slot, 0)
-    tl.store(s.published + slot, 0)
+    tl.store(s.num_free, free + tail - before)

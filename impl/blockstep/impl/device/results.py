@@ -7,6 +7,7 @@ import triton.language as tl
 
 from blockstep.impl.device import layout
 from blockstep.impl.device.contents import extend_listed, publish_listed
+from blockstep.impl.device.groups import add_doubt
 from blockstep.impl.device.lives import end
 
 NONE = tl.constexpr(layout.NONE)
@@ -28,7 +29,7 @@ TOLD_CACHED = tl.constexpr(layout.TOLD_CACHED)
 
 
 @triton.jit
-def roll_back(s, slot, drafts, counts, live, d: tl.constexpr):
+def roll_back(s, slot, drafts, counts, live, d):
     """Keep the promise (P12) and uncompute the rejected drafts (P14), of all rows at once.
 
     computed before | known | accepted | rejected |
@@ -42,6 +43,8 @@ def roll_back(s, slot, drafts, counts, live, d: tl.constexpr):
     tl.debug_barrier()
     if d.is_async:
         tl.store(s.promised + slot, promised - 1 - drafts, mask=live)
+        if d.has_windows:
+            add_doubt(s, slot, 0 - drafts, live)
     # It may have been preempted meanwhile; then nothing is computed anyway.
     has_drafts = live & (drafts > 0)
     tl.store(s.computed + slot, computed - drafts + counts - 1, mask=has_drafts & runs)
@@ -50,7 +53,7 @@ def roll_back(s, slot, drafts, counts, live, d: tl.constexpr):
 
 
 @triton.jit
-def judge(s, slot, token, known, live, d: tl.constexpr):
+def judge(s, slot, token, known, live, d):
     """Whether the token just stored ends its request, for all rows at once; repetition aside.
 
     Before `min_tokens` only the length caps do (ours; 0.19.1 masks them as well).
@@ -71,7 +74,7 @@ def judge(s, slot, token, known, live, d: tl.constexpr):
 
 
 @triton.jit
-def repeats(s, slot, known, d: tl.constexpr):
+def repeats(s, slot, known, d):
     """Whether the outputs end with as many copies of one pattern as it does not tolerate."""
     count = tl.load(s.repeats_count + slot)
     outputs = known - tl.load(s.prompt + slot)
@@ -97,7 +100,7 @@ def repeats(s, slot, known, d: tl.constexpr):
 
 
 @triton.jit
-def judge_repetition(s, slot, known, goes_on, verdict, d: tl.constexpr):
+def judge_repetition(s, slot, known, goes_on, verdict, d):
     """The verdicts [rows] with those on repetition, which few requests ask for."""
     row = tl.arange(0, d.rows)
     asks = goes_on & (tl.load(s.repeats_count + slot, mask=goes_on, other=0) > 0)
@@ -115,9 +118,11 @@ def judge_repetition(s, slot, known, goes_on, verdict, d: tl.constexpr):
 
 
 @triton.jit
-def store_tokens(s, slot, counts, live, d: tl.constexpr):
-    """Store tokens up to the one that ends each request; how many [rows], and the verdicts."""
-    row = tl.arange(0, d.rows)
+def store_tokens(s, slot, answer, counts, live, d):
+    """Store tokens up to the one that ends each request; how many [rows], and the verdicts.
+
+    `answer` [rows] are the rows of `answer_tokens`.
+    """
     known = tl.load(s.known + slot, mask=live, other=0)
     verdict = tl.full((d.rows,), 0, tl.int32)
     delivered = tl.full((d.rows,), 0, tl.int32)
@@ -125,7 +130,7 @@ def store_tokens(s, slot, counts, live, d: tl.constexpr):
     index = 0
     while index < most:
         goes_on = live & (index < counts) & (verdict == GOES_ON)
-        token = tl.load(s.answer_tokens + row * (d.drafts + 1) + index, mask=goes_on, other=NONE)
+        token = tl.load(s.answer_tokens + answer * (d.drafts + 1) + index, mask=goes_on, other=NONE)
         tl.store(s.tokens + slot * d.tokens + known, token, mask=goes_on)
         tl.debug_barrier()
         known += goes_on.to(tl.int32)
@@ -140,7 +145,7 @@ def store_tokens(s, slot, counts, live, d: tl.constexpr):
 
 
 @triton.jit
-def name_filled(s, slot, delivered, live, d: tl.constexpr):
+def name_filled(s, slot, delivered, live, d):
     """Nodes of the blocks that the tokens just stored have filled, row after row."""
     known = tl.load(s.known + slot, mask=live, other=0)
     filled = (known - delivered) // d.size
@@ -153,23 +158,27 @@ def name_filled(s, slot, delivered, live, d: tl.constexpr):
 
 
 @triton.jit
-def publish_verified(s, slot, live, d: tl.constexpr):
+def publish_verified(s, slot, live, d):
     """Under asynchronous scheduling the plan could publish none of it: tokens were not known.
 
     The last token may not have run yet (P4); who was preempted since has no blocks (P3).
     """
     runs = live & (tl.load(s.status + slot, mask=live, other=0) == IS_RUNNING)
     full = (tl.load(s.known + slot, mask=live, other=0) - 1) // d.size
-    fills = (runs & (full > tl.load(s.published + slot, mask=live, other=0))).to(tl.int32)
-    place = tl.cumsum(fills, 0) - fills
-    tl.debug_barrier()
-    tl.store(s.scratch + place, slot, mask=fills > 0)
-    tl.debug_barrier()
-    publish_listed(s, tl.sum(fills, 0), 1, d)
+    group = 0
+    while group < d.groups:
+        published = tl.load(s.published + group * d.slots + slot, mask=live, other=0)
+        fills = (runs & (full > published)).to(tl.int32)
+        place = tl.cumsum(fills, 0) - fills
+        tl.debug_barrier()
+        tl.store(s.scratch + place, slot, mask=fills > 0)
+        tl.debug_barrier()
+        publish_listed(s, tl.sum(fills, 0), group, 1, d)
+        group += 1
 
 
 @triton.jit
-def end_rows(s, slot, verdict, d: tl.constexpr):
+def end_rows(s, slot, verdict, d):
     """End those that have a verdict, in the order of their rows."""
     row = tl.arange(0, d.rows)
     ends = verdict != GOES_ON
@@ -182,7 +191,7 @@ def end_rows(s, slot, verdict, d: tl.constexpr):
 
 
 @triton.jit
-def commit(s, d: tl.constexpr):
+def commit(s, d):
     """Take the answer to a frame, which fits it."""
     row = tl.arange(0, d.rows)
     frame = tl.load(s.control + COMMIT_PLACE)
@@ -193,11 +202,12 @@ def commit(s, d: tl.constexpr):
     birth = tl.load(s.plans + first + ROW_BIRTH * d.rows, mask=in_frame, other=-1)
     samples = tl.load(s.plans + first + ROW_SAMPLES * d.rows, mask=in_frame, other=0)
     drafts = tl.load(s.plans + first + ROW_DRAFTS * d.rows, mask=in_frame, other=0)
-    counts = tl.load(s.answer_counts + row, mask=in_frame, other=0)
+    answer = frame * d.rows + row
+    counts = tl.load(s.answer_counts + answer, mask=in_frame, other=0)
     # Others were aborted meanwhile, or are still in prefill.
     live = in_frame & (samples > 0) & (tl.load(s.birth + slot, mask=in_frame, other=0) == birth)
     roll_back(s, slot, drafts, counts, live, d)
-    delivered, verdict = store_tokens(s, slot, counts, live, d)
+    delivered, verdict = store_tokens(s, slot, answer, counts, live, d)
     cached = tl.load(s.cached + slot, mask=live, other=0)
     tl.store(s.record + TOLD_DELIVERED * d.rows + row, tl.where(live, delivered, NONE))
     tl.store(s.record + TOLD_VERDICT * d.rows + row, verdict)

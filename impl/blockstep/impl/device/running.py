@@ -10,8 +10,16 @@ from blockstep.impl.device.contents import (
     count_filled,
     publish,
     publish_listed,
-    take_blocks,
     withdraw_listed,
+)
+from blockstep.impl.device.groups import (
+    append_in_groups,
+    count_in_groups,
+    count_lacking,
+    count_leaving,
+    leave_blocks,
+    leave_together,
+    take_in_groups,
 )
 from blockstep.impl.device.lives import preempt
 from blockstep.impl.device.pool import pop_free
@@ -20,7 +28,7 @@ FAR = tl.constexpr(layout.FAR)
 
 
 @triton.jit
-def count_tokens(s, slot, live, d: tl.constexpr):
+def count_tokens(s, slot, live, d):
     """[n] of the slots [n]: tokens that they would have without a budget, drafts included.
 
     computed | ... known, promised | drafts |   one slot below max_model_len stays free
@@ -41,13 +49,17 @@ def count_tokens(s, slot, live, d: tl.constexpr):
 
 
 @triton.jit
-def count_blocks(s, slot, tokens, live, d: tl.constexpr):
-    """[n] of the slots [n]: new blocks for so many tokens and the lookahead after them (P8)."""
+def find_end(s, slot, tokens, live, d):
+    """[n] of the slots [n]: slots of paged memory for so many tokens and the lookahead (P8)."""
     end = tl.load(s.computed + slot, mask=live, other=0) + tokens + d.num_lookahead
-    end = tl.minimum(end, d.max_model_len)
-    held = tl.load(s.held + slot, mask=live, other=0)
-    needed = tl.maximum((end + d.size - 1) // d.size - held, 0)
-    return tl.where(live & (tokens > 0), needed, 0)
+    return tl.minimum(end, d.max_model_len)
+
+
+@triton.jit
+def count_blocks(s, slot, tokens, live, d):
+    """[n] of the slots [n]: new blocks of the first group for so many tokens (P8)."""
+    end = find_end(s, slot, tokens, live, d)
+    return tl.where(live & (tokens > 0), count_lacking(s, slot, end, live, d), 0)
 
 
 @triton.jit
@@ -69,23 +81,29 @@ def add_rows(s, slot, tokens, first_block, live):
 
 
 @triton.jit
-def publish_rows(s, end, d: tl.constexpr):
-    """What the rows of the first `end` running requests fill can be found from now on, in order."""
+def publish_rows(s, end, d):
+    """What the rows of the first `end` running requests fill can be found from now on, in order.
+
+    Groups come one after the other: a content is another one in each.
+    """
     position = tl.arange(0, d.rows)
     live = position < end
     slot = tl.load(s.run + position, mask=live, other=0)
     tokens = tl.load(s.step_tokens + slot, mask=live, other=0)
     filled = count_filled(s, slot, live) // d.size
-    published = tl.load(s.published + slot, mask=live, other=0)
-    fills = (live & (tokens > 0) & (filled > published)).to(tl.int32)
-    place = tl.cumsum(fills, 0) - fills
-    tl.store(s.scratch + place, slot, mask=fills > 0)
-    tl.debug_barrier()
-    publish_listed(s, tl.sum(fills, 0), 0, d)
+    group = 0
+    while group < d.groups:
+        published = tl.load(s.published + group * d.slots + slot, mask=live, other=0)
+        fills = (live & (tokens > 0) & (filled > published)).to(tl.int32)
+        place = tl.cumsum(fills, 0) - fills
+        tl.store(s.scratch + place, slot, mask=fills > 0)
+        tl.debug_barrier()
+        publish_listed(s, tl.sum(fills, 0), group, 0, d)
+        group += 1
 
 
 @triton.jit
-def schedule_together(s, budget, d: tl.constexpr):
+def schedule_together(s, budget, d):
     """All running requests before the first for which blocks run short, at once.
 
     Returns its position, and the budget left.
@@ -123,7 +141,7 @@ def schedule_together(s, budget, d: tl.constexpr):
 
 
 @triton.jit
-def select_victim(s, d: tl.constexpr):
+def select_victim(s, d):
     """The slot to preempt (P16).
 
     FCFS: the last. Priority: the one that would wait longest, in the order of the queues; any
@@ -141,7 +159,7 @@ def select_victim(s, d: tl.constexpr):
 
 
 @triton.jit
-def find_position(s, slot, d: tl.constexpr):
+def find_position(s, slot, d):
     """Where it stands in running order; after all others if it does not run."""
     position = tl.arange(0, d.rows)
     count = tl.load(s.num_running)
@@ -150,7 +168,7 @@ def find_position(s, slot, d: tl.constexpr):
 
 
 @triton.jit
-def make_room(s, slot, needed, budget, d: tl.constexpr):
+def make_room(s, slot, needed, budget, d):
     """Preempt until so many blocks are free for `slot`; the budget then, and whether it still runs.
 
     What a victim had in this step returns to the budget.
@@ -170,8 +188,44 @@ def make_room(s, slot, needed, budget, d: tl.constexpr):
     return budget, runs
 
 
-@triton.jit
-def schedule_singly(s, position, budget, d: tl.constexpr):
+@triton.jit(noinline=True)
+def schedule_in_groups(s, budget, d):
+    """What `schedule_together` does, where there are several groups or windows.
+
+    A request leaves what no later token reads before it takes blocks: group by group, before all
+    requests behind it. Blocks are taken at one end of the free queue and return at the other, so
+    all may leave first; blocks of a request that leaves behind another are not counted for it.
+    Requests that leave a block which others hold go one after the other.
+    """
+    position = tl.arange(0, d.rows)
+    count = tl.load(s.num_running)
+    live = position < count
+    slot = tl.load(s.run + position, mask=live, other=0)
+    wanted = count_tokens(s, slot, live, d)
+    before = tl.cumsum(wanted, 0) - wanted
+    tokens = tl.minimum(tl.maximum(budget - before, 0), wanted)
+    live = live & (tokens > 0)
+    end = find_end(s, slot, tokens, live, d)
+    needed = count_in_groups(s, slot, end, live, d)
+    ends = tl.cumsum(needed, 0)
+    freed, shared = count_leaving(s, slot, live, d)
+    is_short = ends > tl.load(s.num_free) + tl.cumsum(freed, 0)
+    first = tl.min(tl.where(live & (is_short | (shared > 0)), position, count), 0)
+    fits = live & (position < first)
+    leave_together(s, slot, tl.where(fits, freed, 0), fits, d)
+    total = tl.sum(tl.where(fits, needed, 0), 0)
+    if total > 0:
+        pop_free(s, total, d)
+        withdraw_listed(s, total, d)
+    append_in_groups(s, slot, ends - needed, end, fits, d)
+    add_rows(s, slot, tokens, tl.load(s.step_first + slot, mask=fits, other=0), fits)
+    if d.has_cache:
+        publish_rows(s, first, d)
+    return first, budget - tl.sum(tl.where(fits, tokens, 0), 0)
+
+
+@triton.jit(noinline=True)
+def schedule_singly(s, position, budget, d):
     """Running requests from `position` on, one after the other; the budget left."""
     one = tl.arange(0, 1)
     goes = 1
@@ -179,13 +233,16 @@ def schedule_singly(s, position, budget, d: tl.constexpr):
         slot = tl.load(s.run + position)
         live = one == 0
         tokens = tl.minimum(tl.max(count_tokens(s, slot + one, live, d), 0), budget)
-        needed = tl.max(count_blocks(s, slot + one, tokens + one, live, d), 0)
+        if (d.has_windows > 0) & (tokens > 0):
+            leave_blocks(s, slot, d)
+        end = find_end(s, slot + one, tokens + one, live & (tokens > 0), d)
+        needed = tl.max(count_in_groups(s, slot + one, end, live & (tokens > 0), d), 0)
         budget, goes = make_room(s, slot, needed, budget, d)
         if goes > 0:
             position = find_position(s, slot, d) + 1
             if tokens > 0:
                 held = tl.load(s.held + slot)
-                take_blocks(s, slot, needed, d)
+                take_in_groups(s, slot, tl.max(end, 0), d)
                 filled = tl.load(s.computed + slot) + tokens
                 publish(s, slot, tl.minimum(filled, tl.load(s.known + slot)), d)
                 add_rows(s, slot + one, tokens + one, held + one, live)
@@ -194,9 +251,12 @@ def schedule_singly(s, position, budget, d: tl.constexpr):
 
 
 @triton.jit
-def schedule_running(s, budget, d: tl.constexpr):
+def schedule_running(s, budget, d):
     """The whole phase; the budget left."""
-    position, left = schedule_together(s, budget, d)
+    if (d.groups > 1) | (d.has_windows > 0):
+        position, left = schedule_in_groups(s, budget, d)
+    else:
+        position, left = schedule_together(s, budget, d)
     if position < tl.load(s.num_running):
         left = schedule_singly(s, position, left, d)
     return left

@@ -7,9 +7,11 @@ import triton.language as tl
 
 from blockstep.impl.device import layout
 from blockstep.impl.device.commands import take_commands
+from blockstep.impl.device.groups import add_doubt, write_plan_blocks
 from blockstep.impl.device.inputs import write_inputs
 from blockstep.impl.device.results import commit
 from blockstep.impl.device.running import schedule_running
+from blockstep.impl.device.steady import catch_up, note_plan, step_steadily
 from blockstep.impl.device.sweep import sweep
 from blockstep.impl.device.waiting import schedule_waiting
 
@@ -27,14 +29,12 @@ ROW_TOKENS = tl.constexpr(layout.ROW_TOKENS)
 ROW_OUTPUTS = tl.constexpr(layout.ROW_OUTPUTS)
 ROW_SAMPLES = tl.constexpr(layout.ROW_SAMPLES)
 ROW_DRAFTS = tl.constexpr(layout.ROW_DRAFTS)
-ROW_FIRST_BLOCK = tl.constexpr(layout.ROW_FIRST_BLOCK)
-ROW_LAST_BLOCK = tl.constexpr(layout.ROW_LAST_BLOCK)
 ROW_MISSED = tl.constexpr(layout.ROW_MISSED)
 ROW_COLUMNS = tl.constexpr(layout.ROW_COLUMNS)
 
 
 @triton.jit
-def count_rows(s, d: tl.constexpr):
+def count_rows(s, d):
     """Running requests that have tokens in the step."""
     position = tl.arange(0, d.rows)
     live = position < tl.load(s.num_running)
@@ -44,7 +44,7 @@ def count_rows(s, d: tl.constexpr):
 
 
 @triton.jit
-def issue(s, num_continued, d: tl.constexpr):
+def issue(s, num_continued, d):
     """Write the frame (P26), and count scheduled tokens as computed; rows stand in running order.
 
     A row that samples under asynchronous scheduling is a promise (P12). Who runs but has no row has
@@ -67,8 +67,6 @@ def issue(s, num_continued, d: tl.constexpr):
     missed = (row < num_continued) & (last != tl.load(s.control + PREVIOUS_ID))
     outputs = known - tl.load(s.prompt + slot, mask=live, other=0)
     birth = tl.load(s.birth + slot, mask=live, other=0)
-    first_block = tl.load(s.step_first + slot, mask=live, other=0)
-    last_block = tl.load(s.held + slot, mask=live, other=0)
     tl.debug_barrier()
     frame = tl.load(s.control + PLACE)
     at = frame * ROW_COLUMNS * d.rows + row
@@ -79,14 +77,15 @@ def issue(s, num_continued, d: tl.constexpr):
     tl.store(s.plans + at + ROW_OUTPUTS * d.rows, outputs, mask=live)
     tl.store(s.plans + at + ROW_SAMPLES * d.rows, samples, mask=live)
     tl.store(s.plans + at + ROW_DRAFTS * d.rows, drafts, mask=live)
-    tl.store(s.plans + at + ROW_FIRST_BLOCK * d.rows, first_block, mask=live)
-    tl.store(s.plans + at + ROW_LAST_BLOCK * d.rows, last_block, mask=live)
     tl.store(s.plans + at + ROW_MISSED * d.rows, missed.to(tl.int32), mask=live)
     tl.store(s.computed + slot, computed + tokens, mask=live)
     tl.store(s.is_prefill + slot, 1 - samples, mask=live)
     tl.store(s.last_frame + slot, frame_id, mask=live)
     tl.store(s.step_tokens + slot, 0, mask=live)
+    write_plan_blocks(s, slot, row, frame, live, d)
     if d.is_async:
+        if d.has_windows:
+            add_doubt(s, slot, drafts, live)
         tl.store(s.promised + slot, promised + 1 + drafts, mask=live & (samples > 0))
         tl.store(s.num_drafts + slot, d.num_placeholders, mask=live & (samples > 0))
         if d.num_placeholders > 0:
@@ -99,7 +98,7 @@ def issue(s, num_continued, d: tl.constexpr):
 
 
 @triton.jit
-def settle_ring(s, d: tl.constexpr):
+def settle_ring(s, d):
     """Places of the ring are counted on and on; here they start over."""
     head = tl.load(s.head)
     tail = tl.load(s.tail)
@@ -112,7 +111,7 @@ def settle_ring(s, d: tl.constexpr):
 
 
 @triton.jit
-def plan(s, d: tl.constexpr):
+def plan(s, d):
     """Plan one step: who gets which tokens and blocks. Nobody is admitted after a preemption."""
     settle_ring(s, d)
     budget = schedule_running(s, tl.load(s.control + BUDGET), d)
@@ -124,10 +123,15 @@ def plan(s, d: tl.constexpr):
 
 
 @triton.jit
-def commit_oldest(s, d: tl.constexpr):
-    """The answer to the oldest frame, if no more frames may be in flight, or no more came."""
+def commit_oldest(s, has_no_next, d):
+    """Commit the answer to the oldest frame in flight, if it is due.
+
+    It is due if no more frames may be in flight, if the last plan was empty, or if there is no
+    next plan (`has_no_next`).
+    """
     count = tl.load(s.in_flight)
-    is_due = (count == d.frames) | ((count > 0) & (tl.load(s.num_rows) == 0))
+    is_last = (tl.load(s.num_rows) == 0) | (has_no_next > 0)
+    is_due = (count == d.frames) | ((count > 0) & is_last)
     if is_due:
         commit(s, d)
         place = tl.load(s.control + COMMIT_PLACE)
@@ -137,7 +141,7 @@ def commit_oldest(s, d: tl.constexpr):
 
 
 @triton.jit
-def plan_next(s, d: tl.constexpr):
+def plan_next(s, d):
     """The next frame, in the next place; an empty one has an id and no place."""
     frame_id = tl.load(s.control + FRAME_ID)
     place = tl.load(s.control + PLACE)
@@ -146,7 +150,7 @@ def plan_next(s, d: tl.constexpr):
     tl.store(s.control + OLDEST_ID, tl.where(count > 0, oldest, frame_id))
     plan(s, d)
     has_rows = (tl.load(s.num_rows) > 0).to(tl.int32)
-    tl.debug_barrier()
+    note_plan(s, place, d)
     tl.store(s.plan_ids + place, frame_id, mask=has_rows > 0)
     tl.store(s.control + PLACE, (place + has_rows) % d.frames)
     tl.store(s.control + PREVIOUS_ID, frame_id)
@@ -155,45 +159,66 @@ def plan_next(s, d: tl.constexpr):
 
 
 @triton.jit
-def loop_kernel(s, d: tl.constexpr):
+def loop_kernel(s, d):
     """One program: a whole step of a loop without a host, which a graph can replay.
 
     It commits what the sampler has left in `answer_tokens`, takes what the host has written
     meanwhile, and plans. The host wrote the budget once, and NONE as the plan before the first.
+
+    Steps on the short way leave some of the state to later, so the host reads it behind a launch of
+    any other kernel.
     """
-    commit_oldest(s, d)
-    take_commands(s, d)
-    plan_next(s, d)
+    if step_steadily(s, d) == 0:
+        catch_up(s, d)
+        commit_oldest(s, 0, d)
+        take_commands(s, d)
+        plan_next(s, d)
 
 
 @triton.jit
-def commands_kernel(s, d: tl.constexpr):
+def settle_kernel(s, d):
+    """One program: commit the oldest frame in flight, if there is one, and take commands.
+
+    It plans nothing. Launched for each frame behind the last plan of a loop without a host, and
+    ahead of the first where the host must know the state first.
+    """
+    catch_up(s, d)
+    commit_oldest(s, 1, d)
+    take_commands(s, d)
+
+
+@triton.jit
+def commands_kernel(s, d):
     """One program: what the host asks for."""
+    catch_up(s, d)
     take_commands(s, d)
 
 
 @triton.jit
-def plan_kernel(s, d: tl.constexpr):
+def plan_kernel(s, d):
     """One program: what the host asks for, and the plan after it."""
+    catch_up(s, d)
     take_commands(s, d)
     plan(s, d)
 
 
 @triton.jit
-def commit_kernel(s, d: tl.constexpr):
+def commit_kernel(s, d):
     """One program: the answer to a frame."""
+    catch_up(s, d)
     commit(s, d)
 
 
 @triton.jit
-def step_kernel(s, d: tl.constexpr):
+def step_kernel(s, d):
     """One program: the answer to a frame, what the host asks for, and the next plan."""
+    catch_up(s, d)
     commit(s, d)
     take_commands(s, d)
     plan(s, d)
 
 
 @triton.jit
-def sweep_kernel(s, d: tl.constexpr):
+def sweep_kernel(s, d):
     """One program, between two steps: nodes that nobody needs are unused again."""
     sweep(s, d)

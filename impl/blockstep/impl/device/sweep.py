@@ -14,21 +14,20 @@ NONE = tl.constexpr(layout.NONE)
 
 
 @triton.jit
-def mark_needed(s, d: tl.constexpr):
+def mark_needed(s, d):
     """What blocks carry, and the paths of all requests that have not ended."""
     lane = tl.arange(0, d.lanes)
     at = 0
     while at < d.nodes:
-        tl.store(s.mark + at + lane, 0)
+        carried = tl.full((d.lanes,), 0, tl.int32)
+        group = 0
+        while group < d.groups:
+            block = tl.load(s.first_block + group * d.nodes + at + lane)
+            carried = tl.maximum(carried, (block >= 0).to(tl.int32))
+            group += 1
+        tl.store(s.mark + at + lane, carried)
         at += d.lanes
     tl.debug_barrier()
-    at = 0
-    while at < d.num_blocks:
-        block = at + lane
-        node = tl.load(s.node + block, mask=block < d.num_blocks, other=NONE)
-        before = tl.load(s.previous_same + block, mask=node >= 0, other=NONE)
-        tl.store(s.mark + node, 1, mask=(node >= 0) & (before < 0))
-        at += d.lanes
     slot = 0
     while slot < d.slots:
         full = tl.load(s.known + slot) // d.size
@@ -44,7 +43,7 @@ def mark_needed(s, d: tl.constexpr):
 
 
 @triton.jit
-def mark_parents(s, d: tl.constexpr):
+def mark_parents(s, d):
     """What a marked node continues is marked, until nothing changes."""
     lane = tl.arange(0, d.chunk)
     changed = 1
@@ -65,7 +64,7 @@ def mark_parents(s, d: tl.constexpr):
 
 
 @triton.jit
-def rebuild(s, d: tl.constexpr):
+def rebuild(s, d):
     """Buckets of the marked nodes, one node after the other; the rest is unused."""
     lane = tl.arange(0, d.lanes)
     at = 0
@@ -91,7 +90,7 @@ def rebuild(s, d: tl.constexpr):
 
 
 @triton.jit
-def sweep(s, d: tl.constexpr):
+def sweep(s, d):
     """All of it."""
     mark_needed(s, d)
     mark_parents(s, d)

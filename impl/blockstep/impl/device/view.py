@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from blockstep.impl.device import layout
@@ -27,9 +28,7 @@ def take_snapshot(engine: DeviceEngine) -> Snapshot:
     """The canonical state. Nodes become structural keys, slots become request ids."""
     inbox, s = engine.inbox, engine.inbox.state
     nodes = s.node.tolist()
-    keys: dict[int, BlockKey] = {}
-    for node in nodes:
-        _add_key(inbox, node, keys)
+    keys = _list_keys(inbox, nodes)
     return Snapshot(
         pause_state=engine.pause_state,
         waiting=_list_queue(inbox, layout.WAITING),
@@ -73,12 +72,28 @@ def _list_free(inbox: Inbox) -> tuple[int, ...]:
     return tuple(block for block in s.ring[places].tolist() if block != layout.NONE)
 
 
+def _list_keys(inbox: Inbox, carried: Iterable[int]) -> dict[int, BlockKey]:
+    """The structural key of each node in a group that blocks carry, by the number of both."""
+    keys: dict[int, BlockKey] = {}
+    found: dict[int, BlockKey] = {}
+    for number in {*carried} - {layout.NONE}:
+        group, node = divmod(number, inbox.dims.nodes)
+        _add_key(inbox, node, keys)
+        found[number] = keys[node].in_group(group) if group else keys[node]
+    return found
+
+
 def _list_same(s: State, node: int) -> tuple[int, ...]:
-    """The blocks that carry a node, in order of publication."""
+    """The blocks that carry a node in a group, in order of publication.
+
+    Raises:
+        AssertionError: the list has no end.
+    """
     found: list[int] = []
-    block = int(s.first_block[node])
+    block = int(s.first_block.flat[node])
     while block != layout.NONE:
         found.append(block)
+        assert len(found) < len(s.next_same), f"blocks that carry node {node} follow each other"
         block = int(s.next_same[block])
     return tuple(found)
 
@@ -110,8 +125,11 @@ def _take_request(inbox: Inbox, slot: int) -> RequestSnapshot:
         num_output_placeholders=int(s.promised[slot]),
         spec_token_ids=drafts,
         is_prefill_chunk=bool(s.is_prefill[slot]),
-        block_tables=(tuple(s.tables[slot, : int(s.held[slot])].tolist()),),
-        num_cached_blocks=(int(s.published[slot]),),
+        block_tables=tuple(
+            tuple(table[slot, :held].tolist())
+            for table, held in zip(s.tables, s.held[:, slot].tolist(), strict=True)
+        ),
+        num_cached_blocks=tuple(s.published[:, slot].tolist()),
         num_cached_tokens=int(s.cached[slot]),
         num_preemptions=int(s.preempted[slot]),
         grammar_ready=bool(s.grammar_ready[slot]),

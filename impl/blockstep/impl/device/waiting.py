@@ -8,7 +8,7 @@ import triton.language as tl
 from blockstep.impl.device import layout
 from blockstep.impl.device.contents import count_hits, publish, take_blocks
 from blockstep.impl.device.lives import QUEUE_SPAN, leave_queue
-from blockstep.impl.device.pool import count_unheld, touch_hits
+from blockstep.impl.device.pool import count_unheld, find_first_read, touch_hits
 
 FAR = tl.constexpr(layout.FAR)
 IS_WAITING = tl.constexpr(layout.IS_WAITING)
@@ -20,7 +20,7 @@ OLDEST_ID = tl.constexpr(layout.OLDEST_ID)
 
 
 @triton.jit
-def find_head(s, d: tl.constexpr):
+def find_head(s, d):
     """Who comes next: its slot and its key, which is FAR if nobody waits."""
     lane = tl.arange(0, d.lanes)
     best = tl.full((d.lanes,), FAR, tl.int64)
@@ -66,7 +66,7 @@ def pass_over(s, slot):
 
 
 @triton.jit
-def return_passed(s, d: tl.constexpr):
+def return_passed(s, d):
     """Who was passed over comes first among those skipped, in the same order."""
     count = tl.load(s.num_passed)
     front = tl.load(s.front)
@@ -87,24 +87,23 @@ def return_passed(s, d: tl.constexpr):
         tl.store(s.num_passed, 0)
 
 
-@triton.jit
-def try_admit(s, slot, budget, d: tl.constexpr):
+@triton.jit(noinline=True)
+def try_admit(s, slot, budget, d):
     """Admit it, or change nothing at all (P7); its tokens, 0 if it was not admitted."""
     known = tl.load(s.known + slot)
     asks = (tl.load(s.skips_cache + slot) == 0) & (d.has_cache > 0)
     hits = 0
-    unheld = 0
     if asks:
         hits = count_hits(s, slot, known, d)
-        unheld = count_unheld(s, slot, hits, d)
     computed = hits * d.size
     tokens = tl.minimum(known - computed, d.max_tokens_per_row)
     fits = (tokens <= budget) | (d.has_chunks > 0)
     tokens = tl.minimum(tokens, budget)
-    free = tl.load(s.num_free) - unheld
+    unheld, whole = count_admission(s, slot, known, hits, d)
+    free = tl.load(s.num_free)
     needed = (computed + tokens + d.size - 1) // d.size - hits
-    whole = (known + d.size - 1) // d.size - hits
-    fits = fits & (needed <= free) & ((whole <= free) | (d.reserves_whole == 0))
+    fits = fits & (needed * d.groups + unheld <= free)
+    fits = fits & ((whole <= free) | (d.reserves_whole == 0))
     admitted = tl.where(fits, tokens, 0)
     if fits:
         queries = tl.load(s.queries)
@@ -116,34 +115,73 @@ def try_admit(s, slot, budget, d: tl.constexpr):
 
 
 @triton.jit
-def admit(s, slot, hits, needed, tokens, d: tl.constexpr):
+def count_admission(s, slot, known, hits, d):
+    """Free blocks that the hits of a request take, and that all its known tokens take, hits too.
+
+    A window moves on, so of such a group no more is charged than is held at once (upstream #39734).
+    """
+    unheld = 0
+    whole = 0
+    group = 0
+    while group < d.groups:
+        first = 0
+        if d.has_windows:
+            first = find_first_read(s, group, hits * d.size, d)
+        of_group = count_unheld(s, slot, group, first, hits, d)
+        unheld += of_group
+        of_group += (known + d.size - 1) // d.size - hits
+        if d.has_windows:
+            most = tl.minimum(tl.load(s.spans + group), known)
+            most = (most + d.size - 1) // d.size
+            of_group = tl.where(most > 0, tl.minimum(of_group, most), of_group)
+        whole += of_group
+        group += 1
+    return unheld, whole
+
+
+@triton.jit
+def admit(s, slot, hits, needed, tokens, d):
     """It runs from now on, after all others.
 
-    Hits are held before new blocks are taken: the head of the queue could be a hit (upstream
-    #33775).
+    Hits of all groups are held before new blocks are taken: the head of the queue could be a hit
+    (upstream #33775).
     """
     leave_queue(s, slot)
     count = tl.load(s.num_running)
+    free = tl.load(s.num_free)
     is_first = tl.load(s.cached + slot) < 0
     computed = hits * d.size
-    touch_hits(s, slot, hits, d)
+    group = 0
+    while group < d.groups:
+        first = 0
+        if d.has_windows:
+            first = find_first_read(s, group, computed, d)
+        free -= touch_hits(s, slot, group, first, hits, d)
+        line = group * d.slots + slot
+        tl.store(s.held + line, hits)
+        tl.store(s.published + line, hits)
+        tl.store(s.left + line, first)
+        tl.store(s.step_first + line, 0)
+        group += 1
+    tl.debug_barrier()
+    tl.store(s.num_free, free)
     tl.store(s.run + count, slot)
     tl.store(s.num_running, count + 1)
     tl.store(s.status + slot, IS_RUNNING)
-    tl.store(s.held + slot, hits)
-    tl.store(s.published + slot, hits)
     tl.store(s.computed + slot, computed)
     tl.store(s.cached + slot, computed, mask=is_first)
     tl.store(s.step_tokens + slot, tokens)
     tl.store(s.step_drafts + slot, 0)
-    tl.store(s.step_first + slot, 0)
     tl.debug_barrier()
-    take_blocks(s, slot, needed, d)
+    group = 0
+    while group < d.groups:
+        take_blocks(s, group * d.slots + slot, needed, d)
+        group += 1
     publish(s, slot, tl.minimum(computed + tokens, tl.load(s.known + slot)), d)
 
 
 @triton.jit
-def schedule_waiting(s, budget, d: tl.constexpr):
+def schedule_waiting(s, budget, d):
     """Admit who waits, the first one first, until one does not fit."""
     goes = ((budget > 0) & (tl.load(s.num_running) < d.max_num_seqs)).to(tl.int32)
     while goes > 0:
