@@ -62,8 +62,8 @@ def test_an_abort_takes_nobody_else_along(checkpoint: Checkpoint, name: str) -> 
 @pytest.mark.parametrize(
     ("module", "old", "new"),
     [
-        ("pool", "(held - 1 - step)", "step"),
-        ("pool", "tl.store(s.ring + place, NONE, mask=is_hit & (refs == 0))", "free += 0"),
+        ("pool", "(last - 1 - step)", "(first + step)"),
+        ("pool", "tl.store(s.ring + place, NONE, mask=is_read & (refs == 0))", "touched += 0"),
     ],
 )
 def test_a_mistake_in_a_kernel_is_found_while_it_serves(

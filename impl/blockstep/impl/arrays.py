@@ -50,6 +50,11 @@ class SlotNames:
     def __len__(self) -> int:
         return len(self._slots)
 
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        """[rows]"""
+        return self._slots
+
     def tolist(self) -> list[RequestId]:
         """The request ids."""
         names: list[RequestId] = self._table.take(self._slots).tolist()
@@ -224,6 +229,13 @@ class ArrayOutputs:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def build_row(self, row: int) -> OutputRow:
+        """One row in the words of the vocabulary; `counts` must be None."""
+        reason, stop_token_id = self.ended.get(row, _GOES_ON)
+        (name,) = self.names.take(np.array([row], np.int32)).tolist()
+        tokens = (int(self.token_ids[row]),)
+        return OutputRow(name, tokens, reason, stop_token_id, int(self.num_cached_tokens[row]))
 
     def build_outputs(self) -> Outputs:
         """The outputs in the words of the vocabulary."""

@@ -21,7 +21,8 @@ from engine_support.storms import STORMS
 from blockstep.conformance.engines.serving import ServingChecker
 from blockstep.impl.engine import LLM, RequestError, SamplingParams, SettingsError
 from blockstep.impl.engine.adapters import NO_ADAPTER, Columns
-from blockstep.impl.engine.model import Inputs, Model
+from blockstep.impl.engine.batch import Batch
+from blockstep.impl.engine.model import Inputs
 
 NUM_PROMPTS = 32
 MARGIN_MIN = 1e-4
@@ -50,15 +51,16 @@ def merged(qwen3: Checkpoint, prompts: list[list[int]]) -> dict[str | None, Expe
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
-    """The adapters of each pass."""
+    """The adapters of each pass, read where inputs are built: no graph may be looked into."""
     found: list[set[int]] = []
-    forward = Model.forward
+    build: Any = Batch.build_inputs
 
-    def look(self: Model, inputs: Inputs) -> Any:
+    def look(self: Batch, *given: Any) -> Inputs:
+        inputs: Inputs = build(self, *given)
         found.append(set() if inputs.adapters is None else {*inputs.adapters.tolist()})
-        return forward(self, inputs)
+        return inputs
 
-    monkeypatch.setattr(Model, "forward", look)
+    monkeypatch.setattr(Batch, "build_inputs", look)
     return found
 
 

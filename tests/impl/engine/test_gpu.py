@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,14 @@ from engine_support.standin import GPU, standin
 from kernel_support.interpreter import speed_up
 
 from blockstep.conformance.engines.fences import FenceChecker
+from blockstep.impl.device import layout
 from blockstep.impl.engine import LLM, SamplingParams
 from blockstep.impl.engine.graphs import NUM_WARM_UPS, GraphedModel
+from blockstep.impl.engine.journal import COLUMNS
 from blockstep.impl.engine.model import Inputs, Model
-from blockstep.impl.engine.transfer import to_device
+from blockstep.impl.engine.resident import Summary
+from blockstep.impl.engine.staging import Staging
+from blockstep.impl.engine.transfer import send, to_device
 
 speed_up()
 NUM_TOKENS = 5
@@ -69,7 +76,13 @@ def serve(
     return llm, [one.token_ids for one in llm.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("way", WAYS)
+IN_CI = ("one after the other", "one ahead", "n-gram drafts")
+"""The others take a minute on the stand-in, and test_equality.py plays them without it."""
+
+
+@pytest.mark.parametrize(
+    "way", [way if way in IN_CI else pytest.param(way, marks=pytest.mark.soak) for way in WAYS]
+)
 def test_it_says_what_transformers_says(
     gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int], way: str
 ) -> None:
@@ -96,29 +109,125 @@ def test_a_graph_has_the_tables_of_every_group(
     assert "replay" in gpu.events
 
 
+@pytest.mark.soak
+def test_steps_on_the_device_have_the_tables_of_every_group(
+    gpu: GPU, windows: Checkpoint, prompts: list[list[int]], short: list[int]
+) -> None:
+    llm, made = serve(
+        windows, [prompts[row] for row in short[:3]], SamplingParams(max_tokens=NUM_TOKENS),
+        device="cuda", scheduler="device", steps_per_fence=6, check=FenceChecker,
+    )  # fmt: skip
+    assert made == [windows.expected.token_ids[row][:NUM_TOKENS] for row in short[:3]]
+    assert len(llm.config.groups) == 2
+    assert "replay" in gpu.events
+
+
+@pytest.mark.parametrize("frames", [1, 2])
 def test_steps_stay_on_the_device_and_are_replayed_as_a_whole(
-    gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int]
+    gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int], frames: int
 ) -> None:
     llm = LLM(
         qwen3.folder, device="cuda", scheduler="device", steps_per_fence=6, check=FenceChecker,
-        **SETTINGS,
+        max_frames_in_flight=frames, **{**SETTINGS, "max_num_seqs": 3},
     )  # fmt: skip
     resident, params = llm._resident, SamplingParams(max_tokens=14)
     assert resident is not None
+    # A step and the end of a burst have a graph per width; with two frames, its first plan too.
+    phases = ["step", "end"] if frames == 1 else ["first", "step", "end"]
+    assert {key.phase for key in resident._graphs} == set(phases)
+    assert len(resident._graphs) == 3 * len(phases)
+    # A step forks and joins: while it warms up, and once for all in its graph.
+    forks = 3 * 2 * (NUM_WARM_UPS + 1) if frames == 2 else 0
+    assert gpu.events.count("wait for a stream") == forks
     for row in short[:3]:
         llm.add_request(prompts[row], params)
-    while not resident._get_width():
+    while not resident.width:
         llm.step()
-    gpu.waits.clear()
     gpu.events.clear()
-    frames = resident.engine.next_frame_id
+    planned, bursts = resident.engine.next_frame_id, resident.num_bursts
     while llm.has_unfinished_requests:
         llm.step()
-    steps = resident.engine.next_frame_id - frames
+    planned, bursts = resident.engine.next_frame_id - planned, resident.num_bursts - bursts
     made = [llm.pop_completion(f"request-{number}").token_ids for number in range(3)]
     assert made == [qwen3.expected.token_ids[row][:14] for row in short[:3]]
-    assert gpu.events.count("capture") == 1
-    assert gpu.events.count("replay") == steps - NUM_WARM_UPS > 5
+    runs = planned + bursts  # of two frames, the last is run by the end
+    assert gpu.events.count("replay") == runs > 10
+    assert not {"capture", "wait for a stream"} & {*gpu.events}
+
+
+@pytest.mark.parametrize("frames", [1, 2])
+def test_a_burst_of_decodes_waits_once_and_copies_what_is_new(
+    gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int], frames: int
+) -> None:
+    llm = LLM(
+        qwen3.folder, device="cuda", scheduler="device", steps_per_fence=3,
+        max_frames_in_flight=frames, **{**SETTINGS, "max_num_seqs": 2},
+    )  # fmt: skip
+    resident, params = llm._resident, SamplingParams(max_tokens=20)
+    assert resident is not None
+    mirror = resident.mirror
+    for row in short[:2]:
+        llm.add_request(prompts[row], params)
+    while resident.num_bursts < 4:  # the next one was launched ahead of the reading of the third
+        llm.step()
+    whole = sum(array.nbytes for array in resident.engine.inbox.arrays)
+    assert 2 * whole < mirror.num_bytes_sent < 2.1 * whole  # for the capture, and anew behind it
+    assert mirror.num_bytes_read < whole / 10
+    gpu.waits.clear()
+    sent, read, bursts = mirror.num_bytes_sent, mirror.num_bytes_read, resident.num_bursts
+    llm.step()
+    llm.step()
+    assert gpu.waits == ["synchronize"] * 2
+    assert resident.num_bursts == bursts + 2
+    control = 4 * layout.CONTROL_COLUMNS
+    assert mirror.num_bytes_sent - sent == 2 * control
+    lines = (3 + frames) * COLUMNS * resident.width
+    assert mirror.num_bytes_read - read == 2 * 4 * (lines + len(Summary._fields))
+    # A new request brings its own rows, and an abort a command.
+    sent = mirror.num_bytes_sent
+    llm.add_request(prompts[short[2]], params)
+    llm.abort("request-0")
+    while llm.has_unfinished_requests:
+        llm.step()
+    assert mirror.num_bytes_sent - sent < whole / 20
+    for number in (1, 2):
+        made = llm.pop_completion(f"request-{number}").token_ids
+        expected = qwen3.expected.token_ids[short[number]]
+        assert made[: len(expected)] == expected
+    # The host's arrays are behind, until something asks for them.
+    read = mirror.num_bytes_read
+    assert llm.get_stats().prefix_cache_queries
+    assert mirror.num_bytes_read - read == whole
+
+
+@pytest.mark.parametrize("frames", [1, 2])
+def test_bursts_say_what_the_host_says_on_a_cpu(
+    qwen3: Checkpoint, prompts: list[list[int]], short: list[int], tmp_path: Path, frames: int
+) -> None:
+    """Drawn tokens and adapters, in a pool that is too small for all requests at once."""
+    modules = {
+        name: ADAPTERS[name].save(qwen3.model, tmp_path / name) for name in ("some", "whole")
+    }
+    chosen = [prompts[row] for row in (*short, *short[:3])]
+    params = [replace(one, logprobs=None, max_tokens=9) for one in (*DRAWN, *DRAWN[:3])]
+    whose = ["some", None, None, "whole", None, None, "whole", None]
+    settings = {
+        **SETTINGS, "num_blocks": 14, "max_model_len": 48,
+        "lora_modules": modules,
+    }  # fmt: skip
+    host = LLM(qwen3.folder, device="cpu", scheduler="host", **settings)
+    expected = host.generate(chosen, params, whose)
+    with standin() as gpu:
+        llm = LLM(
+            qwen3.folder, device="cuda", scheduler="device", steps_per_fence=4,
+            max_frames_in_flight=frames, check=FenceChecker, **settings,
+        )  # fmt: skip
+        made = llm.generate(chosen, params, whose)
+        stats = llm.get_stats()
+        assert "replay" in gpu.events
+    assert [one.token_ids for one in made] == [one.token_ids for one in expected]
+    assert stats.preemptions
+    assert stats.prefix_cache_hits
 
 
 def test_adapters_have_graphs_of_their_own(
@@ -135,7 +244,7 @@ def test_adapters_have_graphs_of_their_own(
         [one.token_ids for one in llm.generate(chosen, params, whose)]
         for whose in ([None] * 3, ["whole", None, "some"], [None] * 3)
     ]
-    assert gpu.waits == ["tolist"] * 3 * NUM_TOKENS
+    assert gpu.waits == ["synchronize"] * 3 * NUM_TOKENS
     expected = [qwen3.expected.token_ids[row][:NUM_TOKENS] for row in short[:3]]
     assert made[0] == made[2] == expected
     for place, name in ((0, "whole"), (2, "some")):
@@ -144,7 +253,7 @@ def test_adapters_have_graphs_of_their_own(
     assert made[1] == expected
     model = llm._runner.model
     assert isinstance(model, GraphedModel)
-    assert [*model._graphs] == [(4, False), (4, True)]
+    assert [*model.graphs] == [(size, has) for has in (False, True) for size in (8, 4, 2, 1)]
 
 
 def test_it_draws_what_the_cpu_draws(
@@ -156,34 +265,131 @@ def test_it_draws_what_the_cpu_draws(
         assert serve(qwen3, chosen, DRAWN, device="cuda", max_frames_in_flight=2)[1] == expected
 
 
+@pytest.mark.parametrize("scheduler", ["fastest", "host"])
 def test_the_host_waits_for_tokens_and_for_nothing_else(
-    gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int]
+    gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int], scheduler: str
 ) -> None:
     params = [SamplingParams(max_tokens=NUM_TOKENS, temperature=0.7, top_k=9, top_p=0.9)] * 5
-    llm = LLM(qwen3.folder, device="cuda", max_frames_in_flight=2, **SETTINGS)
+    llm = LLM(qwen3.folder, device="cuda", scheduler=scheduler, **SETTINGS)
     gpu.waits.clear()
     llm.generate([prompts[row] for row in short], params)
-    assert gpu.waits == ["tolist"] * NUM_TOKENS  # once per step: none ended early
+    assert gpu.waits == ["synchronize"] * NUM_TOKENS  # once per step: none ended early
 
 
-def test_a_graph_is_made_once_per_size_after_a_warm_up_and_in_one_memory(
-    gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int]
+@pytest.mark.parametrize("scheduler", ["fastest", "host"])
+def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(
+    gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int], scheduler: str
 ) -> None:
+    llm = LLM(qwen3.folder, device="cuda", scheduler=scheduler, **SETTINGS)
+    assert llm.config.max_frames_in_flight == 2
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    gpu.events.clear()
+    (made,) = llm.generate(prompts[short[0]], params)
+    assert made.token_ids == qwen3.expected.token_ids[short[0]][:NUM_TOKENS]
+    order = [event for event in gpu.events if event != "launch"]
+    assert order == ["replay", *["wait", "replay"] * (NUM_TOKENS - 2), "wait", "wait"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"enable_forks": True}, WAYS["n-gram drafts"], {"device": "cpu"}],
+)
+def test_one_frame_is_in_flight_where_a_second_one_would_only_wait(
+    gpu: GPU, qwen3: Checkpoint, settings: dict[str, Any]
+) -> None:
+    settings = {"device": "cuda", **SETTINGS, **settings, "max_frames_in_flight": None}
+    assert LLM(qwen3.folder, **settings).config.max_frames_in_flight == 1
+
+
+def test_more_rows_than_the_device_began_with_and_preempted_ones(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch, qwen3: Checkpoint
+) -> None:
+    """The device's tables grow behind graphs that were captured, and rows change hands."""
+    monkeypatch.setattr("blockstep.impl.engine.batch.NUM_ROWS_FIRST", 4)
+    prompts = [[2 + number, 3 * number + 2] for number in range(7)]
+    params = SamplingParams(max_tokens=7, ignore_eos=True)
+    settings = {**SETTINGS, "num_blocks": 14, "max_model_len": 12, "max_num_seqs": 8}
+    llm, made = serve(qwen3, prompts, params, device="cuda", **settings)
+    assert llm.config.max_frames_in_flight == 2
+    assert llm.get_stats().preemptions
+    assert len(llm._runner.batch.token_ids) == 8
+    assert made == serve(qwen3, prompts, params, device="cpu", **settings)[1]
+
+
+def test_new_blocks_and_tokens_go_with_one_copy(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch, qwen3: Checkpoint, prompts: list[list[int]],
+    short: list[int],
+) -> None:  # fmt: skip
+    sent: list[int] = []
+
+    def count(arrays: Any, device: Any, into: Any = None) -> Any:
+        sent.append(len(arrays))
+        return send(arrays, device, into)
+
+    monkeypatch.setattr("blockstep.impl.engine.staging.send", count)
+    llm = LLM(qwen3.folder, device="cuda", **SETTINGS)
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    chosen = [prompts[row] for row in short]
+    made = [one.token_ids for one in llm.generate(chosen, params)]
+    assert len(sent) == 9
+    assert max(sent) > min(sent)  # some steps have new blocks
+    assert made == serve(qwen3, chosen, params, device="cpu")[1]
+
+
+def test_all_graphs_are_captured_at_load_after_a_warm_up_and_in_one_memory(
+    gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    caplog.set_level("INFO", "blockstep.impl.engine.graphs")
     llm = LLM(qwen3.folder, device="cuda", enable_prefix_caching=False, **SETTINGS)
+    model = llm._runner.model
+    assert isinstance(model, GraphedModel)
+    assert [*model.graphs] == [(size, False) for size in (8, 4, 2, 1)]
+    recorded = [graph.recorded for graph in model.graphs.values() if graph.recorded is not None]
+    assert len(recorded) == 4
+    assert len({one.pool() for one in recorded}) == 1
+    warm_up = gpu.events[: gpu.events.index("capture")]
+    assert set(warm_up) == {"launch"}
+    assert gpu.events == [*warm_up, "capture"] * 4
+    assert caplog.messages[-1] == "captured graph 4 of 4: 1 rows"
+    gpu.events.clear()
     for count in (1, 3, 4, 1):
         made = llm.generate([prompts[row] for row in short[:count]], SamplingParams(max_tokens=3))
         assert [one.token_ids for one in made] == [
             qwen3.expected.token_ids[row][:3] for row in short[:count]
         ]
-    model = llm._runner.model
-    assert isinstance(model, GraphedModel)
-    assert sorted(model._graphs) == [(1, False), (4, False)]
-    assert len({graph.pool() for graph, _ in model._graphs.values()}) == 1
-    beside = [event for event in gpu.events if event != "launch"]
-    assert beside == ["capture", "replay", "replay", "capture", *["replay"] * 6]
-    metadata, forward = 1, 2 * model.config.num_layers
-    launches = gpu.events[: gpu.events.index("capture")].count("launch")
-    assert launches == 2 * metadata + (1 + NUM_WARM_UPS) * forward
+    assert gpu.events.count("replay") == 8
+    assert "capture" not in gpu.events
+
+
+def test_a_step_outside_of_a_burst_has_wider_tables_than_a_graph(
+    gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int]
+) -> None:
+    """The device's tables are padded to its lanes; the pool is too small for a burst."""
+    prompt = prompts[short[0]]
+    llm = LLM(
+        qwen3.folder, device="cuda", scheduler="device", steps_per_fence=30,
+        **{**SETTINGS, "num_blocks": 9, "max_num_seqs": 1},
+    )  # fmt: skip
+    gpu.events.clear()
+    (made,) = llm.generate(prompt, SamplingParams(max_tokens=NUM_TOKENS))
+    assert made.token_ids == qwen3.expected.token_ids[short[0]][:NUM_TOKENS]
+    assert gpu.events.count("replay") == NUM_TOKENS - 1
+
+
+def test_the_thread_of_a_store_does_not_spoil_a_capture(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch, qwen3: Checkpoint
+) -> None:
+    forward = Model.forward
+
+    def disturb(model: Model, inputs: Inputs) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(model.cache.kv.sum).result().shape == ()
+        return forward(model, inputs)
+
+    monkeypatch.setattr(Model, "forward", disturb)
+    LLM(qwen3.folder, device="cuda", **SETTINGS)
+    assert gpu.events.count("capture") == 4
 
 
 # The stand-in itself: mistakes that it must not let pass.
@@ -225,22 +431,38 @@ def test_a_wait_inside_of_a_graph_is_refused(
     gpu: GPU, monkeypatch: pytest.MonkeyPatch, qwen3: Checkpoint, plant: Any, found: str
 ) -> None:
     monkeypatch.setattr(Model, "forward", plant(Model.forward))
-    llm = LLM(qwen3.folder, device="cuda", **SETTINGS)
     with pytest.raises(RuntimeError, match=found):
-        llm.generate([[2, 3, 4]], SamplingParams(max_tokens=3))
+        LLM(qwen3.folder, device="cuda", **SETTINGS)
 
 
+def test_a_call_of_another_thread_spoils_a_global_capture(gpu: GPU) -> None:
+    kept = torch.zeros(3, device="cuda")
+    with ThreadPoolExecutor(1) as pool:
+        for mode in ("thread_local", "global"):
+            with (
+                (
+                    pytest.raises(RuntimeError, match="CaptureInvalidated")
+                    if mode == "global"
+                    else nullcontext()
+                ),
+                torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode=mode),
+            ):
+                told = pool.submit(kept.sum).exception()
+                assert (told is not None) == (mode == "global")
+
+
+@pytest.mark.parametrize("method", ["_feed", "_take_tables"])
 def test_a_buffer_that_is_not_filled_shows(
     gpu: GPU, monkeypatch: pytest.MonkeyPatch, qwen3: Checkpoint, prompts: list[list[int]],
-    short: list[int],
+    short: list[int], method: str,
 ) -> None:  # fmt: skip
-    fill = GraphedModel._fill
+    fill = getattr(Staging, method)
 
-    def fill_once(model: GraphedModel, inputs: Inputs, size: int) -> None:
-        if (size, False) not in model._graphs:
-            fill(model, inputs, size)
+    def fill_without_graph(self: Staging, *given: Any) -> Any:
+        is_decode = len(given[0]["rows"]) > 5  # padded to 8
+        return None if is_decode else fill(self, *given)
 
-    monkeypatch.setattr(GraphedModel, "_fill", fill_once)
+    monkeypatch.setattr(Staging, method, fill_without_graph)
     chosen = [prompts[row] for row in short]
     _, made = serve(qwen3, chosen, SamplingParams(max_tokens=NUM_TOKENS), device="cuda")
     assert made != [qwen3.expected.token_ids[row][:NUM_TOKENS] for row in short]

@@ -7,7 +7,7 @@ import torch
 from engine_support.models import MAX_TOKENS, Checkpoint
 
 from blockstep.impl.engine import LLM, SamplingParams
-from blockstep.impl.engine.graphs import GraphedModel, get_graph_sizes, take_rows
+from blockstep.impl.engine.graphs import GraphedModel, get_graph_sizes
 from blockstep.impl.engine.model import Model
 
 
@@ -20,6 +20,8 @@ from blockstep.impl.engine.model import Model
         (8, [1, 2, 4, 8]),
         (9, [1, 2, 4, 8, 16]),
         (24, [1, 2, 4, 8, 16, 24]),
+        (65, [1, 2, 4, *range(8, 65, 8), 80]),
+        (130, [1, 2, 4, *range(8, 65, 8), 80, 96, 112, 128, 160]),
     ],
 )
 def test_sizes_reach_every_batch(max_num_seqs: int, sizes: list[int]) -> None:
@@ -40,32 +42,32 @@ def test_padding_reads_the_null_block_and_writes_nothing(
     llm = LLM(folder, block_size=4, max_model_len=64)
     model = llm._runner.model
     graphs = with_graphs(model)
-    graphs.buffers.slot_mapping.fill_(77)
-    graphs.buffers.block_tables.fill_(9)
-    graphs.buffers.seq_lens.fill_(33)
+    graph = graphs.find_graph(3, has_adapters=False)
+    assert graph is not None
+    assert graph.size == 4
+    filled = graph.inputs
+    filled.slot_mapping.fill_(77)
+    filled.block_tables.fill_(9)
+    filled.seq_lens.fill_(33)
     llm.generate([[2, 3, 4, 5, 6], [7, 8]], SamplingParams(max_tokens=2, ignore_eos=True))
     rows = list(llm._runner.batch.rows.values())
     inputs = llm._runner.batch.build_inputs(rows, [5, 2], [6, 3])
-    assert graphs.fits(inputs)
-    graphs._fill(inputs, 4)
-    buffers = graphs.buffers
-    assert len(buffers.slot_mapping) == len(llm.config.kv_groups)
-    for filled, given in zip(buffers.slot_mapping, inputs.slot_mapping, strict=True):
-        assert filled[:4].tolist() == [*given.tolist(), -1, -1]
-    assert buffers.seq_lens[:4].tolist() == [6, 3, 1, 1]
-    assert buffers.block_tables[:, 2:4].unique().tolist() == [0]
-    assert buffers.token_ids[:4].tolist() == [*inputs.token_ids.tolist(), 0, 0]
-    padded = Model.forward(model, take_rows(buffers, 4))
+    graphs._fill(inputs, filled)
+    assert len(filled.slot_mapping) == len(llm.config.kv_groups)
+    for slots, given in zip(filled.slot_mapping, inputs.slot_mapping, strict=True):
+        assert slots.tolist() == [*given.tolist(), -1, -1]
+    assert filled.seq_lens.tolist() == [6, 3, 1, 1]
+    assert filled.block_tables[:, 2:].unique().tolist() == [0]
+    assert filled.token_ids.tolist() == [*inputs.token_ids.tolist(), 0, 0]
+    padded = Model.forward(model, filled)
     alone = Model.forward(model, inputs)
     torch.testing.assert_close(padded[:2], alone, rtol=1e-4, atol=1e-4)
 
 
-def test_only_pure_decodes_fit(qwen3: Checkpoint) -> None:
-    llm = LLM(qwen3.folder, block_size=4, max_model_len=64)
-    graphs = with_graphs(llm._runner.model)
-    llm.generate([[2, 3, 4, 5, 6]], SamplingParams(max_tokens=2, ignore_eos=True))
-    (row,) = llm._runner.batch.rows.values()
-    assert not graphs.fits(llm._runner.batch.build_inputs([row], [4], [6]))
+def test_only_batches_up_to_the_largest_size_have_a_graph(qwen3: Checkpoint) -> None:
+    graphs = with_graphs(LLM(qwen3.folder, block_size=4, max_model_len=64)._runner.model)
+    found = [graphs.find_graph(count, has_adapters=True) for count in (3, 8, 9)]
+    assert [None if one is None else one.size for one in found] == [4, 8, None]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -31,8 +31,9 @@ from blockstep.impl.engine import (
     StoreServer,
 )
 from blockstep.impl.engine.connector import Connector
-from blockstep.impl.engine.model import Inputs, Model
+from blockstep.impl.engine.model import Model
 from blockstep.impl.engine.moves import LateJobs
+from blockstep.impl.engine.staging import ArrayStep, Staging
 from blockstep.impl.engine.store import BlockKV, BlockName
 from blockstep.spec.vocabulary import FinishReason, KVLoadFailurePolicy
 
@@ -101,15 +102,15 @@ def serve(
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each pass."""
+    """Tokens of each step. Counted where inputs are built: a replay calls no `Model.forward`."""
     counts: list[int] = []
-    forward = Model.forward
+    build: Any = Staging.build
 
-    def count(self: Model, inputs: Inputs) -> Any:
-        counts.append(len(inputs.token_ids))
-        return forward(self, inputs)
+    def count(self: Staging, step: ArrayStep, *given: Any) -> Any:
+        counts.append(int(step.counts.sum()))
+        return build(self, step, *given)
 
-    monkeypatch.setattr(Model, "forward", count)
+    monkeypatch.setattr(Staging, "build", count)
     return counts
 
 

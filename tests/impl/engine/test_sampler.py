@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +18,10 @@ from transformers.generation.logits_process import (
 )
 
 from blockstep.impl.engine import LLM, SamplingParams, SettingsError
-from blockstep.impl.engine.sampler import (
-    NO_TOKEN,
-    Draw,
-    compute_uniform,
-    get_logprobs,
-    get_probabilities,
-    sample,
-)
+from blockstep.impl.engine.sampler import NO_TOKEN, Draw, get_columns, get_logprobs, sample
+from blockstep.kernels.sampling import compute_log_weights
 
-CHI_SQUARE_999 = {9: 27.88, 15: 37.70, 255: 330.52}
+CHI_SQUARE_999 = {9: 27.88, 15: 37.70}
 """Exceeded by one true sample in a thousand, by degrees of freedom."""
 
 
@@ -37,6 +32,13 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 def make_logits(num_rows: int = 1, vocab_size: int = 16, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     return torch.randn(num_rows, vocab_size) * 2
+
+
+def get_probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """What each row is drawn from."""
+    columns = get_columns([Draw(one, 0, 0) for one in params], "cpu")
+    del columns["seeds"], columns["indices"]
+    return compute_log_weights(logits, **columns).softmax(-1)
 
 
 # Probabilities.
@@ -82,21 +84,30 @@ def test_tokens_as_likely_as_the_last_of_top_k_stay() -> None:
 # Draws.
 
 
-def test_uniform_numbers_are_uniform() -> None:
-    many = compute_uniform([7] * 100_000, range(100_000))
-    assert 0 <= many.min() <= many.max() < 1
-    counts = np.bincount((many * 256).astype(int), minlength=256)
-    assert chi_square(counts, np.full(256, 100_000 / 256)) < CHI_SQUARE_999[255]
-
-
-def test_neighbouring_seeds_and_places_are_independent() -> None:
-    size = 10_000
-    here = compute_uniform(range(size), [3] * size)
-    for seeds, places in ((range(1, size + 1), [3] * size), (range(size), [4] * size)):
-        there = compute_uniform(seeds, places)
-        cells = (here * 16).astype(int) * 16 + (there * 16).astype(int)
-        counts = np.bincount(cells, minlength=256)
-        assert chi_square(counts, np.full(256, size / 256)) < CHI_SQUARE_999[255]
+def test_the_columns_are_the_draws() -> None:
+    params = [
+        SamplingParams(),
+        SamplingParams(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125),
+        SamplingParams(temperature=9e-6, top_k=2**31 - 1),
+    ]
+    draws = [
+        Draw(one, seed, 7 + seed % 5) for one, seed in zip(params, (3, 2**63 + 1, 0), strict=True)
+    ]
+    columns = get_columns(draws, "cpu")
+    assert {name: column.tolist() for name, column in columns.items()} == {
+        "seeds": [3, 1 - 2**63, 0],
+        "indices": [10, 11, 7],
+        "temperature": [0.0, 0.5, 0.0],
+        "top_p": [1.0, 0.25, 1.0],
+        "min_p": [0.0, 0.125, 0.0],
+        "top_k": [0, 3, 2**31 - 1],
+    }
+    assert all(column.is_contiguous() for column in columns.values())
+    greedy = get_columns(draws[::2], "cpu")
+    assert {name: (len(column), column.dtype) for name, column in greedy.items()} == {
+        name: (2, column.dtype) for name, column in columns.items()
+    }
+    assert greedy["temperature"].tolist() == [0.0, 0.0]
 
 
 def test_tokens_are_drawn_with_their_probabilities() -> None:

@@ -18,7 +18,7 @@ from tokenizers import processors
 from blockstep.conformance.engines.serving import ServingChecker
 from blockstep.impl.engine import LLM, RequestError, SamplingParams, Session, SettingsError
 from blockstep.impl.engine.batch import NUM_ROWS_FIRST
-from blockstep.impl.engine.model import Inputs, Model
+from blockstep.impl.engine.staging import ArrayStep, Staging
 from blockstep.spec.vocabulary import FinishReason
 
 MAX_TOKENS = 7
@@ -157,14 +157,15 @@ def test_an_answer_tells_what_it_was_said_to(llm: LLM) -> None:
 
 
 def test_only_further_input_is_computed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted where inputs are built: on a GPU a replay calls no `Model.forward`."""
     counts: list[int] = []
-    forward = Model.forward
+    build: Any = Staging.build
 
-    def count(self: Model, inputs: Inputs) -> Any:
-        counts.append(len(inputs.token_ids))
-        return forward(self, inputs)
+    def count(self: Staging, step: ArrayStep, *given: Any) -> Any:
+        counts.append(int(step.counts.sum()))
+        return build(self, step, *given)
 
-    monkeypatch.setattr(Model, "forward", count)
+    monkeypatch.setattr(Staging, "build", count)
     session = llm.open_session([2, 3, 4, 5, 6], SamplingParams(max_tokens=3))
     session.receive()
     session.send([7, 8])

@@ -3,15 +3,19 @@
 Code for `device="cuda"` runs on it, kernels interpreted, and three things are seen that only a GPU
 would show otherwise:
 
-- whenever the host waits: it reads a number, asks for a size that depends on numbers, or copies
-  from memory that is not pinned. Between the ends of a capture that raises, as CUDA does;
+- whenever the host waits: it reads a number, asks for a size that depends on numbers, copies from
+  or to memory that is not pinned, or waits for an event. Between the ends of a capture that raises,
+  as CUDA does;
+- copies into pinned memory: it holds garbage until the host has waited for an event behind them;
 - tensors of host and device that meet in one operation;
 - graphs: a capture records, and leaves nothing but garbage in what it made; a replay runs what was
-  recorded, on the memory that it was recorded with.
+  recorded, on the memory that it was recorded with. What another thread does with the device
+  meanwhile invalidates a capture in the mode "global".
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +33,8 @@ READS = {
 }  # fmt: skip
 """What cannot be answered before the device has come so far."""
 GARBAGE = -77
+PROCESSORS = 3
+"""Of the device: few, for attention has as many programs, interpreted one after the other."""
 
 
 class GpuTensor(torch.Tensor):  # type: ignore[misc]
@@ -37,9 +43,37 @@ class GpuTensor(torch.Tensor):  # type: ignore[misc]
     is_cuda = True
     device = torch.device("cuda", 0)
 
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """What the mode `GPU` does not see: calls of other threads, for modes are of a thread."""
+        GPU.now.hear_of_another_thread()
+        return super().__torch_function__(func, types, args, kwargs or {})
+
 
 class PinnedTensor(torch.Tensor):  # type: ignore[misc]
-    """Memory of the host that a device copies from by itself."""
+    """Memory of the host that a device copies from and to by itself."""
+
+
+class Event:
+    """Stands in for `torch.cuda.Event`."""
+
+    def __init__(self) -> None:
+        self._copies: list[Callable[[], object]] = []
+
+    def record(self) -> None:
+        """Behind all copies to the host so far."""
+        self._copies = list(GPU.now.copies)
+
+    def synchronize(self) -> None:
+        """Wait, and bring the copies home."""
+        GPU.now.wait("synchronize")
+        GPU.now.events.append("wait")
+        with torch._C.DisableTorchFunction():
+            for copy in self._copies:
+                copy()
+        GPU.now.copies = [copy for copy in GPU.now.copies if copy not in self._copies]
 
 
 class Graph:
@@ -71,15 +105,46 @@ class Graph:
                 run()
 
 
+class Stream:
+    """Stands in for `torch.cuda.Stream`: all streams run in the order of launches."""
+
+    def __init__(self, priority: int = 0) -> None:
+        self.priority = priority
+
+    def wait_stream(self, _other: Stream) -> None:
+        """Order this stream behind another one."""
+        GPU.now.events.append("wait for a stream")
+
+
+@contextmanager
+def use_stream(stream: Stream) -> Iterator[None]:
+    """Stands in for `torch.cuda.stream`."""
+    gpu = GPU.now
+    before, gpu.stream = gpu.stream, stream
+    try:
+        yield
+    finally:
+        gpu.stream = before
+
+
 @dataclass
 class GPU(TorchFunctionMode):  # type: ignore[misc]
     """The device, as long as the mode is on."""
 
     events: list[str] = field(default_factory=list)
-    """Launches, captures and replays, in order."""
+    """Launches, captures, replays and waits for events, in order."""
     waits: list[str] = field(default_factory=list)
     """What made the host wait."""
+    copies: list[Callable[[], object]] = field(default_factory=list)
+    """To the host, which no event was waited for."""
     capturing: Graph | None = None
+    stream: Stream = field(default_factory=Stream)
+    """The current one."""
+    capture_error_mode: str = "global"
+    """Of the capture under way."""
+    is_invalidated: bool = False
+    """Whether another thread has spoilt the capture under way."""
+    thread: int = field(default_factory=threading.get_ident)
     now: ClassVar[Any] = None
 
     def __post_init__(self) -> None:
@@ -96,6 +161,10 @@ class GPU(TorchFunctionMode):  # type: ignore[misc]
         home = home and isinstance(args[0], GpuTensor)
         if name == "pin_memory":
             return func.__objclass__.clone(args[0]).as_subclass(PinnedTensor)
+        if kwargs.pop("pin_memory", False):
+            return func(*args, **kwargs).as_subclass(PinnedTensor)
+        if name == "copy_" and isinstance(args[0], PinnedTensor) and isinstance(args[1], GpuTensor):
+            return self.copy_home(*args, **kwargs)
         to_gpu, args, kwargs = take_device(name, args, kwargs)
         self.check(name, args, to_gpu=to_gpu, waits=not kwargs.get("non_blocking"))
         if self.capturing is not None and is_in_place(name) and isinstance(args[0], GpuTensor):
@@ -112,6 +181,25 @@ class GPU(TorchFunctionMode):  # type: ignore[misc]
                 self.record(self.capturing, name, func, args, kwargs, out)
         return out
 
+    def copy_home(self, to: Any, given: Any, non_blocking: bool = False) -> Any:
+        """A copy into pinned memory, which comes when an event behind it was waited for."""
+        with torch._C.DisableTorchFunction():
+            kept, to_now = given.clone(), to.as_subclass(torch.Tensor)
+            to_now.fill_(GARBAGE)
+        self.copies.append(lambda: to_now.copy_(kept))
+        if not non_blocking:
+            event = Event()
+            event.record()
+            event.synchronize()
+        return to
+
+    def hear_of_another_thread(self) -> None:
+        """Another thread uses the device: during a capture in the mode "global" both fail."""
+        is_another = threading.get_ident() != self.thread
+        if is_another and self.capturing is not None and self.capture_error_mode == "global":
+            self.is_invalidated = True
+            raise RuntimeError("cudaErrorStreamCaptureUnsupported: another thread is capturing")
+
     def check(self, name: str, args: Any, *, to_gpu: bool, waits: bool) -> None:
         """Notice a wait, and tensors of host and device in one operation."""
         tensors = [x for x in flatten(args) if isinstance(x, torch.Tensor)]
@@ -120,10 +208,14 @@ class GPU(TorchFunctionMode):  # type: ignore[misc]
         if to_gpu and (theirs or name in ("tensor", "as_tensor")):
             if waits or not isinstance(theirs[0], PinnedTensor):
                 self.wait(f"{name} from pageable memory")
+        elif name == "copy_" and isinstance(args[0], PinnedTensor) and not waits:
+            pass  # home, by itself: an event tells when it is there
         elif ours and any(x.dim() > 0 for x in theirs):
             if name not in ("__getitem__", "__setitem__", "copy_"):
                 raise RuntimeError(f"Expected all tensors to be on the same device: {name}")
-            self.wait(f"{name} of host and device")
+            is_async = name == "copy_" and isinstance(theirs[0], PinnedTensor) and not waits
+            if not is_async:
+                self.wait(f"{name} of host and device")
         boolean = name in ("__getitem__", "__setitem__") and any(
             x.dtype == torch.bool for x in flatten(args[1]) if isinstance(x, torch.Tensor)
         )
@@ -224,16 +316,20 @@ def storage(tensor: Any) -> int:
 
 
 @contextmanager
-def capture(graph: Graph, pool: object = None) -> Iterator[None]:
+def capture(
+    graph: Graph, pool: object = None, *, capture_error_mode: str = "global"
+) -> Iterator[None]:
     """Stands in for `torch.cuda.graph`."""
     gpu = GPU.now
     gpu.events.append("capture")
     graph.start(pool)
-    gpu.capturing = graph
+    gpu.capturing, gpu.capture_error_mode, gpu.is_invalidated = graph, capture_error_mode, False
     try:
         yield
     finally:
         gpu.capturing = None
+    if gpu.is_invalidated:
+        raise RuntimeError("cudaErrorStreamCaptureInvalidated")
     with torch._C.DisableTorchFunction():
         for tensor in graph.made:
             tensor.fill_(GARBAGE)
@@ -265,8 +361,9 @@ def standin() -> Iterator[GPU]:
     with (
         patch.multiple(
             torch.cuda, is_available=lambda: True, CUDAGraph=Graph, graph=capture,
+            Stream=Stream, Event=Event, stream=use_stream, current_stream=lambda: gpu.stream,
             mem_get_info=lambda device: (1 << 24, 1 << 24),
-            get_device_properties=lambda device: SimpleNamespace(multi_processor_count=132),
+            get_device_properties=lambda device: SimpleNamespace(multi_processor_count=PROCESSORS),
         ),
         patch.object(GridExecutor, "__call__", lambda *args, **named: launch(call, *args, **named)),
         gpu,

@@ -1,14 +1,14 @@
 """Fences: a loop without a host, held to the specification each time it lets the host look.
 
-Between two fences nobody sees a state. At a fence the loop tells what each of its steps planned,
-ran, sampled and delivered; the specification goes the same way, and must stand where the loop
-stands: the same rows of each plan, and the same state to the block id.
+Between two fences nothing is seen of the state. At a fence the loop tells its plans and commits in
+order, with as many frames in flight as the config has. The specification takes the same steps, and
+must come to the same: rows of each plan, outputs of each commit, and the state to the block id.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.engines.serving import CheckFailedError
@@ -19,7 +19,7 @@ from blockstep.spec.oracle import Oracle
 
 
 class RowTold(Protocol):
-    """A request in a step."""
+    """A request in a plan."""
 
     @property
     def request_id(self) -> v.RequestId:
@@ -28,26 +28,37 @@ class RowTold(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """What it ran."""
-        ...
-
-    @property
-    def sampled(self) -> v.TokenIds:
-        """What was committed."""
+        """Tokens that it runs."""
         ...
 
 
-class StepTold(Protocol):
-    """A step: planned, run and committed by the loop itself."""
+@runtime_checkable
+class PlanTold(Protocol):
+    """A plan that the loop made and ran."""
 
     @property
     def frame_id(self) -> v.FrameId:
-        """Its plan."""
+        """Its id."""
         ...
 
     @property
     def rows(self) -> Sequence[RowTold]:
-        """In the order of the plan."""
+        """Its requests, in running order."""
+        ...
+
+
+@runtime_checkable
+class CommitTold(Protocol):
+    """An answer that the loop committed."""
+
+    @property
+    def frame_id(self) -> v.FrameId:
+        """The plan that it answers."""
+        ...
+
+    @property
+    def sampled(self) -> Sequence[v.RowTokens]:
+        """The answer, a row for each row of the plan."""
         ...
 
     @property
@@ -68,6 +79,8 @@ class FenceChecker:
         self.engine = make_engine(config)
         self.num_events = 0
         self.num_fences = 0
+        self._orders: dict[v.FrameId, list[v.RequestId]] = {}
+        """Requests of each plan in flight, in the order of the specification's plan."""
 
     def apply(self, event: v.Event) -> v.Observation:
         """Give the event to both; the scheduler's answer if nothing is wrong."""
@@ -86,10 +99,14 @@ class FenceChecker:
     def ran(self, _ran: object) -> None:
         """Passes are not looked at: `ServingChecker` does that, where every event is told."""
 
-    def fence(self, steps: Sequence[StepTold]) -> None:
-        """Go the same way, and compare where it led."""
+    def fence(self, steps: Sequence[PlanTold | CommitTold]) -> None:
+        """Have the specification take the same steps, and compare what it and the loop decided."""
         for step in steps:
-            self._step(step)
+            self.num_events += 1
+            if isinstance(step, CommitTold):
+                self._commit(step)
+            else:
+                self._plan(step)
         self.num_fences += 1
         self._compare_states("the state at a fence")
 
@@ -108,26 +125,29 @@ class FenceChecker:
         if differences:
             self._complain(what, differences)
 
-    def _step(self, step: StepTold) -> None:
+    def _plan(self, told: PlanTold) -> None:
         plan = self.oracle.schedule()
-        self.num_events += 1
         # A loop has its rows in running order, which a plan has not; states tell of that order.
         expected = sorted((row.request_id, row.num_scheduled_tokens) for row in plan.rows)
-        seen = sorted((row.request_id, row.num_tokens) for row in step.rows)
-        if (plan.frame_id, expected) != (step.frame_id, seen):
-            names = f"rows of plan {plan.frame_id}", f"rows of plan {step.frame_id}"
-            told = Difference("rows", f"{names[0]}: {expected}", f"{names[1]}: {seen}")
-            self._complain("the plan of a step between two fences", (told,))
-        if not step.rows:
-            return
-        sampled = {row.request_id: row.sampled for row in step.rows}
-        rows = tuple(v.RowTokens(row.request_id, sampled[row.request_id]) for row in plan.rows)
-        self.num_events += 1
-        answer = self.oracle.apply(v.Commit(plan.frame_id, rows))
+        seen = sorted((row.request_id, row.num_tokens) for row in told.rows)
+        if (plan.frame_id, expected) != (told.frame_id, seen):
+            names = f"rows of plan {plan.frame_id}", f"rows of plan {told.frame_id}"
+            differs = Difference("rows", f"{names[0]}: {expected}", f"{names[1]}: {seen}")
+            self._complain("the plan of a step between two fences", (differs,))
+        self._orders[plan.frame_id] = [row.request_id for row in plan.rows]
+
+    def _commit(self, told: CommitTold) -> None:
+        sampled = {row.request_id: row for row in told.sampled}
+        order = self._orders.pop(told.frame_id, [])
+        if sorted(order) != sorted(sampled):
+            differs = Difference("rows", str(sorted(order)), str(sorted(sampled)))
+            self._complain(f"the requests that answer {told.frame_id} is for", (differs,))
+        rows = tuple(sampled[name] for name in order)
+        answer = self.oracle.apply(v.Commit(told.frame_id, rows))
         if isinstance(answer, v.Rejected):
-            told = Difference("sampled", answer.detail, str(rows))
-            self._complain("what a step between two fences sampled", (told,))
-        delivered = observation_differences(_sort(answer), _sort(step.outputs))
+            differs = Difference("sampled", answer.detail, str(rows))
+            self._complain("what a step between two fences sampled", (differs,))
+        delivered = observation_differences(_sort(answer), _sort(told.outputs))
         if delivered:
             self._complain("what a step between two fences delivered", delivered)
 

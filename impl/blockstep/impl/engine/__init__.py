@@ -2,10 +2,11 @@
 
 In the order of the data: `fields`, `config`, `rope`, `checkpoint` and `lora` (what a folder holds),
 `cache`, `adapters` and `model` (memory, and the forward pass over it), `params`, `grammars` and
-`sampler` (which token), `batch` (what plans said), `speculation` (drafts), `graphs` and `runner`
-(running plans), `loading`, `prompts`, `text`, `outputs`, `steps`, `beams`, `branches`, `sessions`
-and `llm` (what a user sees); `store`, `remote`, `moves` and `connector` keep KV beside the cache
-and bring it back; `transfer` is how numbers reach a GPU, `observer` is for who wants to watch.
+`sampler` (which token), `batch` (what plans said), `staging` (the batch's side of the device),
+`speculation` (drafts), `graphs` and `runner` (running plans), `settings`, `loading`, `prompts`,
+`text`, `outputs`, `steps`, `beams`, `branches`, `sessions` and `llm` (what a user sees); `store`,
+`remote`, `moves` and `connector` keep KV beside the cache and bring it back; `transfer` is how
+numbers go to a GPU and back, `observer` is for those who want to watch.
 """
 
 from blockstep.impl.engine.beams import BeamSequence
@@ -17,12 +18,12 @@ from blockstep.impl.engine.errors import (
     SettingsError,
 )
 from blockstep.impl.engine.llm import LLM
-from blockstep.impl.engine.loading import Settings
 from blockstep.impl.engine.observer import MakeObserver, Observer, Pass, Ran
 from blockstep.impl.engine.outputs import Chunk, Completion
 from blockstep.impl.engine.params import BeamSearchParams, SamplingParams
 from blockstep.impl.engine.remote import RemoteStore, StoreServer
 from blockstep.impl.engine.sessions import Session
+from blockstep.impl.engine.settings import Settings
 from blockstep.impl.engine.store import HostStore, KVStore, StoreError
 from blockstep.impl.tiers.files import FolderError
 from blockstep.impl.tiers.store import TieredStore

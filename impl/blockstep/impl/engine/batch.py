@@ -2,14 +2,17 @@
 
     token_ids     [row, position]   prompt and outputs, then drafts of the step
     block_tables  [group, row, index]      blocks of the request, a table per KV group
+    columns       [row]                    numbers of each request
     known tokens  |------------- num_known -------------|
+                  | read from the device |- num_pending-|   sampled by frames in flight
     KV exists     |------- num_computed -------|
 
-One row per request from its first plan until the plan that says it ended. A plan brings differences
-only; nothing is rebuilt. Under asynchronous scheduling the worker is ahead of the plans by what the
-frames in flight sampled, and behind them by the drafts that those rejected, so that `num_computed`
-is its own for every request that runs, and the plan's for one that starts or resumes. Source: seed
-001 "CachedRequestData", "NewRequestData"; P26.
+One row per request from its first plan until the plan that says it ended. Row 0 belongs to no
+request: padding reads its table, which is all null blocks. A plan brings differences only; nothing
+is rebuilt. Under asynchronous scheduling the worker is ahead of the plans by what the frames in
+flight sampled, and behind them by the drafts that those rejected, so that `num_computed` is its own
+for every request that runs, and the plan's for one that starts or resumes. Source: seed 001
+"CachedRequestData", "NewRequestData"; P26.
 """
 
 from __future__ import annotations
@@ -18,15 +21,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
+from blockstep.impl.arrays import ArrayPlan
 from blockstep.impl.engine.adapters import NO_ADAPTER
 from blockstep.impl.engine.grammars import Matcher
 from blockstep.impl.engine.model import Inputs
 from blockstep.impl.engine.params import SamplingParams
 from blockstep.impl.engine.sampler import Draw
-from blockstep.impl.engine.transfer import to_device
-from blockstep.kernels import prepare_step
+from blockstep.impl.engine.staging import ArrayStep, Columns, Staging
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     BlockId,
@@ -55,25 +57,70 @@ class Wanted:
     """Where they stand in their grammar, if they are held to one."""
 
 
-@dataclass(slots=True)
 class BatchRow:
-    """One request; of a session, from one of its inputs to the next."""
+    """One request; of a session, from one of its inputs to the next.
 
-    request_id: RequestId
-    index: int
-    """Its row in the arrays."""
-    wanted: Wanted
-    adapter: int
-    """Its number, or `NO_ADAPTER`."""
-    num_prompt: int
-    num_known: int
-    num_computed: int = 0
-    num_blocks: int = 0
-    """In each of its tables: all have blocks of one size, so all are equally long."""
-    proposal: TokenIds = ()
-    """Drafts for its next row, where they stay with the worker."""
-    void: Void | None = None
-    """What to go back to, where its KV could not be loaded."""
+    Its numbers are in the columns of the batch; when the batch forgets the request, the row keeps
+    the last ones.
+    """
+
+    __slots__ = (
+        "_at", "_columns", "adapter", "index", "num_prompt", "proposal", "request_id", "void",
+        "wanted",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        index: int,
+        columns: Columns,
+        wanted: Wanted,
+        adapter: int,
+        num_prompt: int,
+    ) -> None:
+        self.request_id = request_id
+        self.index = self._at = index
+        """Its row in the arrays."""
+        self._columns = columns
+        self.wanted = wanted
+        self.adapter = adapter
+        """Its number, or `NO_ADAPTER`."""
+        self.num_prompt = num_prompt
+        self.proposal: TokenIds = ()
+        """Drafts for its next row, where they stay with the worker."""
+        self.void: Void | None = None
+        """What to go back to, where its KV could not be loaded."""
+
+    def detach(self) -> None:
+        """Keep the numbers as they are: the row of the arrays goes to another request."""
+        self._columns, self._at = self._columns.take(self._at), 0
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of prompt and outputs."""
+        return int(self._columns.num_known[self._at])
+
+    @num_known.setter
+    def num_known(self, value: int) -> None:
+        self._columns.num_known[self._at] = value
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that have KV, once the steps that were given to the device have run."""
+        return int(self._columns.num_computed[self._at])
+
+    @num_computed.setter
+    def num_computed(self, value: int) -> None:
+        self._columns.num_computed[self._at] = value
+
+    @property
+    def num_blocks(self) -> int:
+        """In each of its tables: all have blocks of one size, so all are equally long."""
+        return int(self._columns.num_blocks[self._at])
+
+    @num_blocks.setter
+    def num_blocks(self, value: int) -> None:
+        self._columns.num_blocks[self._at] = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +185,13 @@ class Batch:
         self.block_tables: np.ndarray = np.zeros(
             (len(config.kv_groups), NUM_ROWS_FIRST, self.max_blocks), dtype=np.int32
         )
-        self._free = list(range(NUM_ROWS_FIRST - 1, -1, -1))
+        self.columns = Columns(NUM_ROWS_FIRST)
+        self.row_at: list[BatchRow | None] = [None] * NUM_ROWS_FIRST
+        """[rows]"""
+        self.staging = Staging(self, device)
+        self._free = list(range(NUM_ROWS_FIRST - 1, 0, -1))
+        self._index_of_slot: np.ndarray = np.zeros(NUM_ROWS_FIRST, np.int64)
+        """[slots]: the row of the request that has this slot in the scheduler; 0: not known."""
         self._failed: Mapping[RequestId, int] = {}
         """Of the plan that is being taken: tokens that are valid, where a load has failed."""
         self._frame_id: FrameId = 0
@@ -154,13 +207,7 @@ class Batch:
         `chosen` says how new requests want their tokens. `failed`: of those whose KV could not be
         loaded, how many tokens are valid.
         """
-        for request_id in plan.finished_req_ids:
-            self._forget(request_id)
-        for request_id in plan.preempted_req_ids:
-            row = self.rows.get(request_id)
-            if row is not None:  # not who gave up what was only loaded
-                self._go_back(row)
-                row.num_computed = row.num_blocks = 0
+        self._leave(plan.finished_req_ids, plan.preempted_req_ids)
         self._failed = failed or {}
         self._frame_id = plan.frame_id
         for request_id in plan.remapped_req_ids:
@@ -171,6 +218,66 @@ class Batch:
             for row in self.rows.values():
                 row.proposal = ()
         return step
+
+    def apply_arrays(self, plan: ArrayPlan, chosen: Mapping[RequestId, Wanted]) -> ArrayStep:
+        """As `apply`, for a plan without drafts in arrays: no object is made for a row that only
+        goes on. `chosen` as there."""
+        self._leave(plan.finished_req_ids, plan.preempted_req_ids)
+        index = self._get_index(plan, chosen)
+        columns = self.columns
+        if plan.resumed_rows:
+            columns.num_blocks[index[plan.resumed_rows]] = 0
+        if len(plan.block_ids):
+            self._append_block_arrays(index, plan.block_rows, plan.block_ids)
+        starts = plan.num_computed_tokens.astype(np.int64)
+        counts = plan.num_scheduled_tokens.astype(np.int64)
+        columns.num_computed[index] = starts + counts
+        sampling = None if plan.samples is None else plan.samples.nonzero()[0]
+        return ArrayStep(index, starts, counts, sampling)
+
+    def _get_index(self, plan: ArrayPlan, chosen: Mapping[RequestId, Wanted]) -> np.ndarray:
+        """[rows] int64: the row of each request of a plan; new ones begin."""
+        slots = plan.slots
+        num_slots = int(slots.max(initial=0)) + 1
+        if num_slots > len(self._index_of_slot):
+            more = np.zeros(2 * num_slots, np.int64)
+            more[: len(self._index_of_slot)] = self._index_of_slot
+            self._index_of_slot = more
+        for at, request in plan.new_rows.items():
+            row = self._add(request, chosen[request.request_id], ())
+            self._learn_slot(int(slots[at]), row.index)
+        index = self._index_of_slot[slots]
+        if not index.all():  # these began with a plan in objects
+            for at in (index == 0).nonzero()[0].tolist():
+                index[at] = self.rows[plan.request_ids[at]].index
+                self._learn_slot(int(slots[at]), int(index[at]))
+        return index
+
+    def _learn_slot(self, slot: int, index: int) -> None:
+        self._index_of_slot[slot] = index
+        self.columns.slot[index] = slot
+
+    def note_delivered(self, slots: np.ndarray, num_cached_tokens: np.ndarray) -> np.ndarray:
+        """Count a token for the requests in these slots, which their outputs take later.
+
+        Returns the requests' rows.
+        """
+        index: np.ndarray = self._index_of_slot[slots]
+        self.columns.num_late[index] += 1
+        self.columns.num_cached[index] = num_cached_tokens
+        return index
+
+    def take_late(self, request_id: RequestId, num_taken: int) -> tuple[TokenIds, int]:
+        """Output tokens that were delivered and not taken, behind the first `num_taken`; and how
+        many prompt tokens came from the prefix cache."""
+        row = self.rows.get(request_id)
+        num_late = 0 if row is None else int(self.columns.num_late[row.index])
+        if row is None or not num_late:
+            return (), 0
+        self.columns.num_late[row.index] = 0
+        first = row.num_prompt + num_taken
+        tokens = self.token_ids[row.index, first : first + num_late].tolist()
+        return tuple(tokens), int(self.columns.num_cached[row.index])
 
     def restore(self, begun: Iterable[tuple[Request, RequestSnapshot, Wanted]]) -> None:
         """Steps were run elsewhere: these are all requests that have begun, as they stand now."""
@@ -218,35 +325,9 @@ class Batch:
     ) -> Inputs:
         """The inputs of a pass over positions [`first`, `end`) of each row, on the device."""
         index = np.fromiter((row.index for row in rows), np.int64, len(rows))
-        starts, ends = np.array(first, np.int32), np.array(end, np.int32)
-        counts = ends - starts
-        max_seq_len = int(ends.max())
-        num_blocks = -(-max_seq_len // self.config.block_size)
-        tables = to_device(self.block_tables[:, :, :num_blocks].take(index, 1), self.device)
-        on_device = to_device(starts, self.device), to_device(counts, self.device)
-        size, num_tokens = self.config.block_size, int(counts.sum())
-        steps = [prepare_step(own, *on_device, size, num_tokens=num_tokens) for own in tables]
-        positions, _, query_start_loc, seq_lens = steps[0]
-        before = np.cumsum(counts) - counts
-        flat = np.arange(len(positions)) + np.repeat(index * self.width + starts - before, counts)
-        return Inputs(
-            token_ids=to_device(self.token_ids.reshape(-1)[flat].astype(np.int64), self.device),
-            positions=positions,
-            slot_mapping=torch.stack([step.slot_mapping for step in steps]),
-            block_tables=tables,
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            max_query_len=int(counts.max()),
-            max_seq_len=max_seq_len,
-            adapters=self._get_adapters(rows, counts),
-        )
-
-    def _get_adapters(self, rows: Sequence[BatchRow], counts: np.ndarray) -> torch.Tensor | None:
-        """Of each token; None where no row has one."""
-        if all(row.adapter == NO_ADAPTER for row in rows):
-            return None
-        numbers = np.fromiter((row.adapter for row in rows), np.int64, len(rows))
-        return to_device(np.repeat(numbers, counts), self.device)
+        starts = np.array(first, np.int64)
+        step = ArrayStep(index, starts, np.array(end, np.int64) - starts, None)
+        return self.staging.build(step).inputs
 
     def _start_new(self, new: NewRow, wanted: Wanted) -> StepRow:
         row = self._add(new.request, wanted, new.output_token_ids)
@@ -258,9 +339,22 @@ class Batch:
         name, prompt = request.request_id, request.prompt_token_ids
         self._forget(name)  # a session that has gone on begins anew, with all it keeps
         adapter = NO_ADAPTER if request.adapter is None else self.adapters.index(request.adapter)
-        row = self.rows[name] = BatchRow(name, self._take_index(), wanted, adapter, len(prompt), 0)
+        index = self._take_index()
+        self.columns.start(index, len(prompt), adapter, wanted)
+        row = BatchRow(name, index, self.columns, wanted, adapter, len(prompt))
+        self.rows[name] = self.row_at[index] = row
         self.append(row, (*prompt, *outputs))
         return row
+
+    def _leave(self, ended: Iterable[RequestId], preempted: Iterable[RequestId]) -> None:
+        """Forget requests that have ended; the KV of preempted ones is gone."""
+        for request_id in ended:
+            self._forget(request_id)
+        for request_id in preempted:
+            row = self.rows.get(request_id)
+            if row is not None:  # not one that gave up what was only loaded
+                self._go_back(row)
+                row.num_computed = row.num_blocks = 0
 
     def _go_back(self, row: BatchRow) -> None:
         if row.void is not None:
@@ -270,6 +364,10 @@ class Batch:
     def _forget(self, request_id: RequestId) -> None:
         row = self.rows.pop(request_id, None)
         if row is not None:
+            slot = self.columns.slot[row.index]
+            if slot >= 0:
+                self._index_of_slot[slot] = 0
+            row.detach()
             self._free.append(row.index)
 
     def _start_cached(self, cached: CachedRow) -> StepRow:
@@ -294,10 +392,25 @@ class Batch:
         return StepRow(row, first, end, drafts, samples=end >= row.num_known, void=row.void)
 
     def _append_blocks(self, row: BatchRow, tables: BlockTables) -> None:
-        end = row.num_blocks + len(tables[0])
+        if not tables[0]:
+            return
+        first = row.num_blocks
+        end = first + len(tables[0])
         for group, blocks in enumerate(tables):
-            self.block_tables[group, row.index, row.num_blocks : end] = blocks
+            self.block_tables[group, row.index, first:end] = blocks
         row.num_blocks = end
+        self.staging.note_blocks(np.full(end - first, row.index), np.arange(first, end))
+
+    def _append_block_arrays(
+        self, index: np.ndarray, block_rows: np.ndarray, block_ids: np.ndarray
+    ) -> None:
+        """Append blocks, of one group; `block_rows` ascending, places in `index`."""
+        num_before = np.arange(len(block_rows)) - block_rows.searchsorted(block_rows)
+        rows = index[block_rows]
+        places = self.columns.num_blocks[rows] + num_before
+        self.block_tables[0, rows, places] = block_ids
+        self.columns.num_blocks[rows] = places + 1  # of a row with several the last one stays
+        self.staging.note_blocks(rows, places)
 
     def _take_index(self) -> int:
         """A free row; the arrays double when there is none."""
@@ -307,5 +420,7 @@ class Batch:
             self.block_tables = np.concatenate(
                 (self.block_tables, np.zeros_like(self.block_tables)), axis=1
             )
+            self.columns.grow()
+            self.row_at += [None] * num_rows
             self._free.extend(range(2 * num_rows - 1, num_rows - 1, -1))
         return self._free.pop()

@@ -1,15 +1,17 @@
-"""Graphs: decode steps replayed as CUDA graphs, so that launching costs nothing.
+"""Graphs: decode steps replayed as CUDA graphs, so that the host launches once per step.
 
-A graph is captured for a few batch sizes, at first use; a step of n requests with a token each is
-padded to the next size. A padding row reads one key of the null block and writes nothing. Steps
-with a prefill or drafts run without a graph, and so does the first pass of a draft model.
+`capture_all` captures one graph per batch size when the model is loaded. A step of n requests with
+one token each is padded to the next size. A padding row reads one key of the null block and writes
+nothing. Steps with a prefill or drafts run without a graph, and so does the first pass of a draft
+model.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 
@@ -18,36 +20,56 @@ from blockstep.impl.engine.cache import PagedCache
 from blockstep.impl.engine.checkpoint import ModelWeights
 from blockstep.impl.engine.config import ModelConfig
 from blockstep.impl.engine.model import Inputs, Model
+from blockstep.impl.engine.transfer import Layout
 
-NUM_WARM_UPS = 2
+NUM_WARM_UPS = 1
+"""Passes before a capture: the first one compiles the kernels and sets up cuBLAS."""
+ROOM_PER_ROW = 40
+"""Bytes behind the inputs of a graph, for each row and group, and twice more for each row: which
+rows sample and how, which tokens the device feeds, and new blocks."""
+log = logging.getLogger(__name__)
 
 
 def get_graph_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, then every multiple of 8, up to the first that is not below `max_num_seqs`."""
-    sizes = [1, 2, 4, *range(8, max_num_seqs + 8, 8)]
+    """Numbers of rows for which graphs exist, up to the first that is not below `max_num_seqs`.
+
+    1, 2, 4, then multiples of 8 up to 64, of 16 up to 128, and of 32 above. Everything that pads a
+    decode step pads it to these, so that its products have the same shapes whoever runs it.
+    """
+    fine = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16)]
+    sizes = [*fine, *range(128, max_num_seqs + 32, 32)]
     return sizes[: bisect_left(sizes, max_num_seqs) + 1]
 
 
-def take_rows(inputs: Inputs, size: int) -> Inputs:
-    """The first `size` requests of inputs that have a token each; views, no copies."""
-    return replace(
-        inputs,
-        token_ids=inputs.token_ids[:size],
-        positions=inputs.positions[:size],
-        slot_mapping=inputs.slot_mapping[:, :size],
-        block_tables=inputs.block_tables[:, :size],
-        query_start_loc=inputs.query_start_loc[: size + 1],
-        seq_lens=inputs.seq_lens[:size],
-        adapters=None if inputs.adapters is None else inputs.adapters[:size],
-    )
+@dataclass(eq=False, slots=True)
+class DecodeGraph:
+    """A decode step of a fixed number of rows, which is replayed on its own inputs."""
+
+    size: int
+    """Rows, those of padding included."""
+    inputs: Inputs
+    """What it reads: views of `flat` but for its block tables, to be filled before a replay."""
+    flat: torch.Tensor
+    """[num_bytes] uint8: token ids, positions, slots, lengths and, where the model has adapters,
+    these, laid out for `size` rows as by `Layout`; there is room behind them."""
+    lays_out_adapters: bool
+    recorded: torch.cuda.CUDAGraph | None = None
+    hidden: torch.Tensor | None = None
+
+    def replay(self) -> torch.Tensor:
+        """Hidden states [size, hidden_size], which the next replay of any graph overwrites."""
+        assert self.recorded is not None, "all graphs are captured at load"
+        assert self.hidden is not None, "a captured graph has a result"
+        self.recorded.replay()
+        return self.hidden
 
 
 class GraphedModel(Model):
-    """A model whose decodes are replayed.
+    """A model whose decode steps are replayed.
 
-    All graphs share the buffers of the largest, and their memory. So a replayed result is good
-    until the next replay. What is made of it (logits, tokens) is memory of its own, and the stream
-    makes it before that replay.
+    All graphs share the buffers of the largest one and one memory pool. So the result of a replay
+    is valid until the next replay. Logits and tokens have memory of their own, and the stream
+    computes them before that replay.
     """
 
     def __init__(
@@ -62,77 +84,113 @@ class GraphedModel(Model):
     ) -> None:
         super().__init__(config, weights, cache, num_positions, adapters)
         self.sizes = get_graph_sizes(max_num_seqs)
-        device = weights.embedding.device
-        largest = self.sizes[-1]
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.buffers = Inputs(
-            token_ids=zeros(largest),
-            positions=zeros(largest),
-            slot_mapping=zeros(num_groups, largest),
-            block_tables=zeros(
-                num_groups, largest, -(-num_positions // cache.block_size), dtype=torch.int32
-            ),
-            query_start_loc=torch.arange(largest + 1, dtype=torch.int32, device=device),
-            seq_lens=zeros(largest, dtype=torch.int32),
-            max_query_len=1,
-            max_seq_len=num_positions,
-            adapters=zeros(largest) if adapters else None,
-        )
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._num_groups, self._num_positions = num_groups, num_positions
+        device, largest = weights.embedding.device, self.sizes[-1]
+        num_bytes = self._lay_out(largest).num_bytes + ROOM_PER_ROW * (num_groups + 2) * largest
+        self._flat = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        """See `DecodeGraph`; all graphs share it."""
+        shape = num_groups, largest, -(-num_positions // cache.block_size)
+        self._block_tables = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
+        self.graphs: dict[tuple[int, bool], DecodeGraph] = {}
         """By number of rows, and whether adapters are added."""
         self._pool: object = None
-        """Memory of the first graph; none of two that never run at once needs its own."""
+        """Memory of the first graph; two graphs never run at once, so all use it."""
 
-    def fits(self, inputs: Inputs) -> bool:
-        """Whether a step has a token of each request and nothing else."""
-        return inputs.max_query_len == 1 and len(inputs.seq_lens) <= self.sizes[-1]
+    def _lay_out(self, size: int) -> Layout:
+        """Token ids, positions, slots, lengths and adapters (if there are any) of `size` rows."""
+        tokens = ((size,), torch.int64)
+        slots = ((self._num_groups, size), torch.int64)
+        more = (tokens,) if self.adapters else ()
+        return Layout((tokens, tokens, slots, ((size,), torch.int32), *more))
+
+    def find_graph(self, num_seqs: int, has_adapters: bool) -> DecodeGraph | None:
+        """The graph that runs a step with a token of each of `num_seqs` requests, if there is one.
+
+        `has_adapters`: whether any of them has an adapter.
+        """
+        place = bisect_left(self.sizes, num_seqs)
+        if place == len(self.sizes):
+            return None
+        return self._get_graph(self.sizes[place], has_adapters and bool(self.adapters))
+
+    def _get_graph(self, size: int, has_adapters: bool) -> DecodeGraph:
+        """A graph with its inputs, which may not be captured yet."""
+        if (size, has_adapters) not in self.graphs:
+            parts = [part.view(self._flat) for part in self._lay_out(size).parts]
+            inputs = Inputs(
+                token_ids=parts[0],
+                positions=parts[1],
+                slot_mapping=parts[2],
+                block_tables=self._block_tables[:, :size],
+                query_start_loc=self._starts[: size + 1],
+                seq_lens=parts[3],
+                max_query_len=1,
+                max_seq_len=self._num_positions,
+                adapters=parts[4] if has_adapters else None,
+            )
+            graph = DecodeGraph(size, inputs, self._flat, bool(self.adapters))
+            self.graphs[size, has_adapters] = graph
+        return self.graphs[size, has_adapters]
 
     def forward(self, inputs: Inputs) -> torch.Tensor:
-        """As `Model.forward`; a decode by replay, whose result is overwritten by the next one."""
-        if not self.fits(inputs):
-            return super().forward(inputs)
-        num_seqs = len(inputs.seq_lens)
-        size = self.sizes[bisect_left(self.sizes, num_seqs)]
-        key = size, bool(self.adapters) and inputs.adapters is not None
-        self._fill(inputs, size)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(*key)
-        graph, hidden = self._graphs[key]
-        graph.replay()
-        return hidden[:num_seqs]
+        """As `Model.forward`; a decode step is replayed, and the next replay overwrites its result.
 
-    def _fill(self, inputs: Inputs, size: int) -> None:
-        buffers, num_seqs = self.buffers, len(inputs.seq_lens)
+        Inputs that are not those of a graph are copied there.
+        """
+        num_seqs, graph = len(inputs.seq_lens), None
+        if inputs.max_query_len == 1:
+            graph = self.find_graph(num_seqs, inputs.adapters is not None)
+        if graph is None:
+            return super().forward(inputs)
+        self._fill(inputs, graph.inputs)
+        return graph.replay()[:num_seqs]
+
+    def _fill(self, inputs: Inputs, filled: Inputs) -> None:
+        """Copy `inputs` to those of a graph; the rows behind them become padding."""
+        num_seqs = len(inputs.seq_lens)
         for name, padding in (
             ("token_ids", 0), ("positions", 0), ("slot_mapping", -1), ("seq_lens", 1),
             ("adapters", NO_ADAPTER),
         ):  # fmt: skip
-            buffer = getattr(buffers, name)
-            if buffer is None or getattr(inputs, name) is None:
-                continue
-            buffer[..., :num_seqs].copy_(getattr(inputs, name))
-            buffer[..., num_seqs:size].fill_(padding)
-        num_blocks = inputs.block_tables.shape[2]
-        buffers.block_tables[:, :num_seqs, :num_blocks].copy_(inputs.block_tables)
-        buffers.block_tables[:, num_seqs:size].zero_()
+            buffer = getattr(filled, name)
+            if buffer is not None:
+                buffer[..., :num_seqs].copy_(getattr(inputs, name))
+                buffer[..., num_seqs:].fill_(padding)
+        # Columns past the model length hold no block: a caller may have padded its tables.
+        width = min(inputs.block_tables.shape[2], filled.block_tables.shape[2])
+        filled.block_tables[:, :num_seqs, :width].copy_(inputs.block_tables[..., :width])
+        filled.block_tables[:, num_seqs:].zero_()
 
-    def _capture(self, size: int, has_adapters: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """Record a pass over the first `size` rows of the buffers.
+    def capture_all(self) -> None:
+        """Capture the graphs of all sizes, the largest first, whose memory serves the others.
 
-        Warming up first compiles the kernels, which must not happen while recording. It runs on the
-        real inputs, and running a step twice writes the same KV. It has no stream of its own, since
-        torch keeps a workspace of cuBLAS for good for every stream that it multiplies on.
+        To be called once, before any other thread uses the device. Progress is logged (INFO).
         """
-        inputs = take_rows(self.buffers, size)
-        if not has_adapters:
-            inputs = replace(inputs, adapters=None)
+        keys = [(size, False) for size in reversed(self.sizes)]
+        keys += [(size, True) for size, _ in keys if self.adapters]
+        with torch.inference_mode():
+            for number, (size, has_adapters) in enumerate(keys, 1):
+                self._capture(self._get_graph(size, has_adapters))
+                log.info("captured graph %d of %d: %d rows", number, len(keys), size)
+
+    def _capture(self, graph: DecodeGraph) -> None:
+        """Record a pass over the inputs of a graph, all of them padding.
+
+        A pass before it compiles the kernels, which must not happen during a capture. It runs on
+        the current stream, since torch keeps a cuBLAS workspace for every stream that it ever
+        multiplied on. Calls of other threads (a KV store's) do not invalidate the capture.
+        """
+        inputs = graph.inputs
+        for tensor, padding in (
+            (inputs.token_ids, 0), (inputs.positions, 0), (inputs.slot_mapping, -1),
+            (inputs.seq_lens, 1), (inputs.adapters, NO_ADAPTER),
+        ):  # fmt: skip
+            if tensor is not None:
+                tensor.fill_(padding)
         for _ in range(NUM_WARM_UPS):
             super().forward(inputs)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            hidden = super().forward(inputs)
-        self._pool = graph.pool()
-        return graph, hidden
+        graph.recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph.recorded, pool=self._pool, capture_error_mode="thread_local"):
+            graph.hidden = super().forward(inputs)
+        self._pool = graph.recorded.pool()

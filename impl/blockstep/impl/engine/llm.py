@@ -19,7 +19,7 @@ from blockstep.impl.engine.beams import BeamSearch, BeamSequence
 from blockstep.impl.engine.branches import Branches, Sampling, Searching
 from blockstep.impl.engine.errors import RequestError, SettingsError
 from blockstep.impl.engine.grammars import Grammars
-from blockstep.impl.engine.loading import Settings, load_engine
+from blockstep.impl.engine.loading import load_engine
 from blockstep.impl.engine.observer import MakeObserver
 from blockstep.impl.engine.outputs import Chunk, Completion, Live, Output
 from blockstep.impl.engine.params import BeamSearchParams, SamplingParams
@@ -32,6 +32,7 @@ from blockstep.impl.engine.prompts import (
     split_prompts,
 )
 from blockstep.impl.engine.sessions import Session
+from blockstep.impl.engine.settings import Settings
 from blockstep.impl.engine.store import KVStore
 from blockstep.impl.engine.text import Detokenizer
 from blockstep.spec.vocabulary import (
@@ -108,10 +109,15 @@ class LLM(Branches):
         try:
             for prompt, one, name in zip(several, wanted, adapters, strict=True):
                 runs.append(self._begin_sampling(prompt, one, name))
-            while any(run.others or self._is_busy(*run.names) for run in runs):
-                self.step()
-                for run in runs:
-                    run.begin_others()
+            branching = [run for run in runs if run.others]
+            waiting = list(runs)
+            while waiting:
+                if waiting[-1].others or self._is_busy(*waiting[-1].names):
+                    self.step()
+                    for run in branching:
+                        run.begin_others()
+                else:
+                    waiting.pop()
         except BaseException:
             self.drop([name for run in runs for name in run.names])
             raise
@@ -154,10 +160,12 @@ class LLM(Branches):
         first, *others = [replace(params, n=1, seed=seed) for seed in seeds]
         with self._whole():
             name = self.add_request(prompt, first, adapter=adapter)
+            output = self._live[name].output
+            output.reads_late = not (params.stop or params.has_grammar)
             wanted = [
                 Wanted(one, self._take_seed(one), self._grammars.begin(one)) for one in others
             ]
-            return Sampling(self, self._live[name].output.request, wanted)
+            return Sampling(self, output.request, wanted)
 
     def _begin_search(self, prompt: Prompt, params: BeamSearchParams) -> Searching:
         with self._whole():

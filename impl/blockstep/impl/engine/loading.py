@@ -6,8 +6,8 @@ config.json -> groups -> bytes per block -> blocks -> Config of the scheduler ->
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,16 +28,14 @@ from blockstep.impl.engine.lora import get_modules, load_lora
 from blockstep.impl.engine.model import Model
 from blockstep.impl.engine.moves import Mover, ThreadJobs
 from blockstep.impl.engine.runner import Runner
+from blockstep.impl.engine.settings import Settings
 from blockstep.impl.engine.speculation import DraftModelProposer, NgramProposer, Proposer
 from blockstep.impl.engine.store import KVStore, identify_folder
 from blockstep.impl.engine.text import load_tokenizer
 from blockstep.impl.fastest import NAMED
 from blockstep.impl.host.groups import make_groups
-from blockstep.impl.tiers import SwapSpeeds
 from blockstep.spec.vocabulary import (
     Config,
-    KVLoadFailurePolicy,
-    Policy,
     SpecMethod,
     config_problems,
 )
@@ -46,113 +44,6 @@ CPU_CACHE_BYTES = 1 << 30
 """What the cache takes on a CPU if nobody says, at most."""
 GPU_FREE_SHARE = 0.85
 """Share of the memory left after loading that the cache takes on a GPU if nobody says."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How a model is run. Names are those of vLLM and of `Config`."""
-
-    dtype: str = "auto"
-    """float32, float16 or bfloat16; auto: what the weights were saved in."""
-    device: str = "auto"
-    """cpu or cuda; auto: a GPU if there is one."""
-    kv_cache_bytes: int | None = None
-    """Memory for all caches; None: 1 GiB on a CPU at most, most of what is free on a GPU."""
-    num_blocks: int | None = None
-    """Blocks instead of bytes, the null block included."""
-    block_size: int = 16
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None
-    """Tokens of prompt and output, at most; None: as many as model and cache allow."""
-    policy: Policy = Policy.FCFS
-    enable_prefix_caching: bool = True
-    disable_hybrid_kv_cache_manager: bool = False
-    """True: one block table for all layers; those with a window keep the KV of all tokens."""
-    enable_chunked_prefill: bool = True
-    long_prefill_token_threshold: int = 0
-    scheduler_reserve_full_isl: bool = True
-    spec_method: SpecMethod = SpecMethod.NONE
-    """ngram or draft_model."""
-    num_speculative_tokens: int = 0
-    draft_model: str | Path | None = None
-    """Folder of the draft model; its vocabulary must be that of the model."""
-    max_frames_in_flight: int = 1
-    """2: the next step is planned before the tokens of this one are known (asynchronous)."""
-    lora_modules: Mapping[str, str | Path] = field(default_factory=dict)
-    """Folders of LoRA adapters, by the names that requests know them by. All are kept in memory."""
-    max_lora_rank: int = 16
-    """An adapter of a higher rank is refused."""
-    max_loras: int = 0
-    """Different adapters among those that run, at most; 0: any number."""
-    reasoning_end_token: str | int | None = None
-    """The token that ends reasoning, as a text or an id: grammars hold behind it only."""
-    enable_in_reasoning: bool = False
-    """True: grammars hold while the model reasons, too."""
-    enable_forks: bool = False
-    """Whether a request may go on as several: for `SamplingParams.n` and beams."""
-    enable_sessions: bool = False
-    """Whether there may be sessions. The scheduler is the plain one then, which knows them."""
-    kv_role: KVRole = KVRole.BOTH
-    """What the engine does with its KV store, where it has one."""
-    kv_load_failure_policy: KVLoadFailurePolicy = KVLoadFailurePolicy.RECOMPUTE
-    """What becomes of a request whose KV the store cannot give any more."""
-    enable_async_kv_loads: bool = False
-    """Whether others are served while KV is loaded; otherwise the step waits for it."""
-    swap_min_tokens: int | None = None
-    """Who is preempted with so many computed tokens has their KV saved in the store; 0: nobody has.
-    None: from where on it is cheaper than to compute it again, by `swap_speeds`."""
-    swap_speeds: SwapSpeeds | None = None
-    """What was measured here of store and model; None: not known, and nothing is saved."""
-    admission_low_blocks: int = 0
-    """Below so many free blocks nobody is admitted, until there are `admission_high_blocks`."""
-    admission_high_blocks: int = 0
-    """0: admission stays open."""
-    scheduler: str = "fastest"
-    """fastest, host or device: its steps stay on the device as long as all that is served is greedy
-    and wants no more than tokens."""
-    steps_per_fence: int = 16
-    """Of the device's scheduler: steps after which the host looks, at most."""
-    seed: int = 0
-    """From which requests without a seed of their own get one."""
-
-    def __post_init__(self) -> None:
-        for name, kind in (
-            ("policy", Policy), ("spec_method", SpecMethod), ("kv_role", KVRole),
-            ("kv_load_failure_policy", KVLoadFailurePolicy),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value not in list(kind):
-                known = ", ".join(kind)
-                raise SettingsError(f"{name} = {value!r}: must be one of {known}")
-            object.__setattr__(self, name, kind(value))
-        for name in (
-            "block_size", "max_num_seqs", "kv_cache_bytes", "num_blocks", "max_model_len",
-            "max_lora_rank", "steps_per_fence",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            left_out = value is None and name in ("kv_cache_bytes", "num_blocks", "max_model_len")
-            if not left_out and (type(value) is not int or value < 1):
-                raise SettingsError(f"{name} = {value!r}: must be an int of at least 1")
-        if self.num_blocks is not None and self.kv_cache_bytes is not None:
-            raise SettingsError("num_blocks and kv_cache_bytes: each fixes the other; give one")
-        for name in (
-            "enable_forks", "enable_sessions", "enable_in_reasoning", "enable_async_kv_loads",
-        ):  # fmt: skip
-            if type(getattr(self, name)) is not bool:
-                raise SettingsError(f"{name} = {getattr(self, name)!r}: must be a bool")
-        if self.swap_min_tokens is not None and self.swap_speeds is not None:
-            raise SettingsError("swap_min_tokens and swap_speeds: one fixes the other; give one")
-        if self.scheduler not in NAMED:
-            known = ", ".join(NAMED)
-            raise SettingsError(f"scheduler = {self.scheduler!r}: must be one of {known}")
-        modules = self.lora_modules
-        if not isinstance(modules, Mapping) or not all(isinstance(n, str) and n for n in modules):
-            raise SettingsError(
-                f"lora_modules = {modules!r}: must be a mapping of names to folders"
-            )
-        if type(self.seed) is not int or not 0 <= self.seed < 2**32:
-            raise SettingsError(f"seed = {self.seed!r}: must be from 0 to 2**32 - 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,11 +107,13 @@ def load_engine(folder: Path, settings: Settings, kv_store: KVStore | None = Non
     elif draft_weights is not None:
         proposer = DraftModelProposer(build(1, draft_weights), config.num_speculative_tokens)
     model = build(0, weights, adapters)
+    drafts = proposer.model if isinstance(proposer, DraftModelProposer) else None
+    for one in (model, drafts):
+        if isinstance(one, GraphedModel):
+            one.capture_all()
     connector = None
     if kv_store is not None:
-        caches = [model.cache]
-        if isinstance(proposer, DraftModelProposer):
-            caches.append(proposer.model.cache)
+        caches = [one.cache for one in (model, drafts) if one is not None]
         folders = [folder] if draft_folder is None else [folder, draft_folder]
         connector = make_connector(kv_store, settings, config, dtype, folders, caches)
     runner = Runner(config, model, proposer, device, tuple(settings.lora_modules), connector)
@@ -320,6 +213,9 @@ def get_config(
         SettingsError: fewer than two blocks, or what `config_problems` has against the rest.
     """
     trained = min(model.max_model_len for model in models)
+    num_frames = settings.max_frames_in_flight
+    if num_frames is None:
+        num_frames = _get_num_frames(settings, device, has_store)
     config = Config(
         num_blocks=settings.num_blocks or 2,
         block_size=settings.block_size,
@@ -332,8 +228,8 @@ def get_config(
         scheduler_reserve_full_isl=settings.scheduler_reserve_full_isl,
         spec_method=settings.spec_method,
         num_speculative_tokens=settings.num_speculative_tokens,
-        max_frames_in_flight=settings.max_frames_in_flight,
-        async_scheduling=settings.max_frames_in_flight > 1,
+        max_frames_in_flight=num_frames,
+        async_scheduling=num_frames > 1,
         groups=get_kv_groups(groups, settings.block_size),
         max_loras=settings.max_loras,
         reasoning_end_token_id=reasoning_end,
@@ -369,6 +265,12 @@ def get_config(
     )
     _expect_no_problem(config)
     return config
+
+
+def _get_num_frames(settings: Settings, device: str, has_store: bool) -> int:
+    """`max_frames_in_flight` where the settings leave it out."""
+    has_drafts = settings.spec_method is not SpecMethod.NONE
+    return 1 if device == "cpu" or has_drafts or settings.enable_forks or has_store else 2
 
 
 def _beside_store(config: Config, swap_min_tokens: int, settings: Settings) -> Config:

@@ -2,9 +2,12 @@
 
     tokens -> embedding -> [norm -> attention -> + -> norm -> gated MLP -> +] x layers -> norm
 
-There is no batch dimension: requests lie one behind the other (`query_start_loc`), prefills and
-decodes mixed. Keys and values go through the paged cache: written first, then attended, so that a
-token sees itself and a request sees what another one has written in this very step.
+There is no batch dimension: the tokens of one request follow those of another (`query_start_loc`),
+prefills and decodes mixed. Keys and values are written to the paged cache before they are attended,
+so a token sees itself, and a request sees what another one writes in the same step.
+
+A layer without adapters is nine launches on a GPU: norm, qkv, rotation with the write to the cache,
+attention, o, norm, gate_up, gate, down. Each sum with the residual is part of the norm behind it.
 """
 
 from __future__ import annotations
@@ -19,8 +22,17 @@ from blockstep.impl.engine.adapters import LayerAdapters
 from blockstep.impl.engine.cache import PagedCache
 from blockstep.impl.engine.checkpoint import LayerWeights, ModelWeights
 from blockstep.impl.engine.config import ModelConfig
-from blockstep.impl.engine.rope import apply_rope
-from blockstep.kernels import paged_attention, reshape_and_cache
+from blockstep.kernels import (
+    AttentionPlan,
+    AttentionWorkspace,
+    add_rms_norm,
+    make_attention_workspace,
+    paged_attention,
+    plan_attention,
+    rms_norm,
+    rotate_and_cache,
+    silu_and_mul,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +56,7 @@ class Inputs:
     max_seq_len: int
     """An upper bound of `seq_lens`."""
     adapters: torch.Tensor | None = None
-    """[num_tokens] int64: the number of each token's adapter, `NO_ADAPTER` for none; None: nobody
+    """[num_tokens] int64: the number of each token's adapter, `NO_ADAPTER` for none; None: no token
     has one."""
 
 
@@ -65,65 +77,85 @@ class Model:
         self.adapters = adapters
         """Per layer; empty where the model has none, whatever its inputs say."""
         embedding = weights.embedding
-        table = config.rope.build_table(num_positions, embedding.dtype, str(embedding.device))
-        self.cos, self.sin = table[0], table[1]
+        self.cos_sin = config.rope.build_table(
+            num_positions, embedding.dtype, str(embedding.device)
+        )
         self.scale = config.head_size**-0.5
+        self._workspaces: list[AttentionWorkspace] = []
+        """Of attention, the largest last; graphs that were captured go on using the others."""
+        self._workspace_len = 0
+        """Slots of the widest block table that the last workspace serves."""
 
     def forward(self, inputs: Inputs) -> torch.Tensor:
         """Hidden states after the last norm, [num_tokens, hidden_size]; KV is written on the way.
 
         All tensors of `inputs` must agree with each other; the kernels check shapes and types.
         """
-        config, weights = self.config, self.weights
-        cos = self.cos[inputs.positions].unsqueeze(1)
-        sin = self.sin[inputs.positions].unsqueeze(1)
+        weights, eps = self.weights, self.config.rms_norm_eps
         slots, tables = inputs.slot_mapping.unbind(), inputs.block_tables.unbind()
-        hidden = weights.embedding[inputs.token_ids]
+        residual = weights.embedding[inputs.token_ids]
+        added: torch.Tensor | None = None
+        plans: dict[int | None, AttentionPlan] = {}
         for number, layer in enumerate(weights.layers):
             group = self.cache.group_of_layer[number]
-            normed = self._norm(hidden, layer.input_norm)
+            if added is None:
+                normed = rms_norm(residual, layer.input_norm, eps)
+            else:
+                normed = add_rms_norm(added, residual, layer.input_norm, eps)
             attended = self._attend(
-                normed, layer, number, cos, sin, slots[group], tables[group], inputs
+                normed, layer, number, slots[group], tables[group], inputs, plans
             )
-            hidden += self._apply(attended, number, "o", layer.o, layer.o_bias, inputs)
-            normed = self._norm(hidden, layer.post_norm)
-            gate, up = self._apply(
+            added = self._apply(attended, number, "o", layer.o, layer.o_bias, inputs)
+            normed = add_rms_norm(added, residual, layer.post_norm, eps)
+            gate_up = self._apply(
                 normed, number, "gate_up", layer.gate_up, layer.gate_up_bias, inputs
-            ).split(config.intermediate_size, dim=-1)
-            hidden += self._apply(
-                F.silu(gate).mul_(up), number, "down", layer.down, layer.down_bias, inputs
             )
-        return self._norm(hidden, weights.norm)
+            gated = silu_and_mul(gate_up)
+            added = self._apply(gated, number, "down", layer.down, layer.down_bias, inputs)
+        assert added is not None, "a config has a layer at least"
+        return add_rms_norm(added, residual, weights.norm, eps)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [num_rows, vocab_size] in float32 of hidden states [num_rows, hidden_size]."""
-        return F.linear(hidden, self.weights.lm_head).float()
+        """Logits [num_rows, vocab_size] of `hidden` [num_rows, hidden_size], in its dtype."""
+        return F.linear(hidden, self.weights.lm_head)
 
     def _attend(
         self,
         normed: torch.Tensor,
         layer: LayerWeights,
         number: int,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
         slot_mapping: torch.Tensor,
         block_tables: torch.Tensor,
         inputs: Inputs,
+        plans: dict[int | None, AttentionPlan],
     ) -> torch.Tensor:
-        """Attention of one layer, [num_tokens, q_size], with the slots and tables of its group."""
+        """Attention of one layer, [num_tokens, q_size], with the slots and tables of its group.
+
+        plans: by window, those of this pass; one that is missing is made.
+        """
         config = self.config
-        heads = self._apply(normed, number, "qkv", layer.qkv, layer.qkv_bias, inputs)
-        heads = heads.view(len(normed), -1, config.head_size)
-        split = config.num_heads + config.num_kv_heads
-        turned, value = heads[:, :split], heads[:, split:]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            query = self._norm(turned[:, : config.num_heads], layer.q_norm)
-            key = self._norm(turned[:, config.num_heads :], layer.k_norm)
-            turned = torch.cat((query, key), dim=1)
-        turned = apply_rope(turned, cos, sin)
-        query, key = turned[:, : config.num_heads], turned[:, config.num_heads :]
         key_cache, value_cache = self.cache.layers[number]
-        reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+        query = rotate_and_cache(
+            self._apply(normed, number, "qkv", layer.qkv, layer.qkv_bias, inputs),
+            key_cache,
+            value_cache,
+            slot_mapping,
+            inputs.positions,
+            self.cos_sin,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=config.rms_norm_eps,
+        )
+        window = config.sliding_windows[number]
+        if window not in plans:
+            plans[window] = plan_attention(
+                query,
+                key_cache,
+                inputs.query_start_loc,
+                inputs.seq_lens,
+                sliding_window=window,
+                max_query_len=inputs.max_query_len,
+            )
         attended = paged_attention(
             query,
             key_cache,
@@ -132,11 +164,22 @@ class Model:
             inputs.query_start_loc,
             inputs.seq_lens,
             scale=self.scale,
-            sliding_window=config.sliding_windows[number],
+            sliding_window=window,
             max_query_len=inputs.max_query_len,
-            max_seq_len=inputs.max_seq_len,
+            plan=plans[window],
+            workspace=self._get_workspace(query, key_cache, block_tables.shape[1]),
         )
         return attended.flatten(1)
+
+    def _get_workspace(
+        self, query: torch.Tensor, key_cache: torch.Tensor, max_blocks: int
+    ) -> AttentionWorkspace:
+        """The workspace of attention for tables of up to `max_blocks` blocks; layers share it."""
+        max_seq_len = max_blocks * key_cache.shape[1]
+        if max_seq_len > self._workspace_len:
+            self._workspaces.append(make_attention_workspace(query, key_cache, max_seq_len))
+            self._workspace_len = max_seq_len
+        return self._workspaces[-1]
 
     def _apply(
         self,
@@ -154,6 +197,3 @@ class Model:
             if columns is not None:
                 columns.add_to(output, taken, inputs.adapters)
         return output
-
-    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(hidden, (weight.shape[0],), weight, self.config.rms_norm_eps)

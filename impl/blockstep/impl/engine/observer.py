@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
+from blockstep.impl.engine.journal import StepRan
 from blockstep.impl.engine.model import Inputs
-from blockstep.impl.engine.resident import StepRan
 from blockstep.impl.fastest import MakeScheduler
 from blockstep.spec.vocabulary import (
     Config,
@@ -67,11 +67,13 @@ class Observer(Protocol):
 
 @runtime_checkable
 class FenceObserver(Observer, Protocol):
-    """One that can do with fences: between two of them the scheduler goes on unseen."""
+    """An observer that can do with fences: between two of them it sees nothing."""
 
     def fence(self, steps: Sequence[StepRan]) -> None:
-        """What the scheduler has done by itself, which has come to rest. What it raises ends the
-        run."""
+        """Take the plans and commits of a burst, in order; no frame is in flight behind them.
+
+        What it raises ends the run.
+        """
         ...
 
 

@@ -6,11 +6,14 @@ A session has an output for each of its inputs; between two of them it rests.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
+import msgspec
 from tokenizers import Tokenizer
 
+from blockstep.impl.arrays import ArrayOutputs
 from blockstep.impl.engine.batch import Wanted
 from blockstep.impl.engine.runner import Logprobs
 from blockstep.impl.engine.text import Detokenizer
@@ -24,17 +27,57 @@ from blockstep.spec.vocabulary import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, gc=False):
     """What one request gained in one step."""
 
     request_id: RequestId
     token_ids: TokenIds
     text: str = ""
-    """"" without a tokenizer; may lag behind the tokens while a stop string is possible."""
+    """"" without a tokenizer; may lag behind the tokens while a stop string is possible. Of a
+    prompt of `LLM.generate` all text is in the last chunk."""
     finish_reason: FinishReason | None = None
     """Set in the last chunk of a request, or of what a session says to one input."""
     logprobs: Logprobs | None = None
+
+
+class StepChunks(Sequence[Chunk]):
+    """The chunks of a step whose outputs are arrays, made when one is looked at.
+
+    Args:
+        outputs: of the step; each row has one token.
+        made: chunks that exist already, by row.
+    """
+
+    __slots__ = ("_chunks", "_made", "_outputs")
+
+    def __init__(self, outputs: ArrayOutputs, made: Mapping[int, Chunk]) -> None:
+        self._outputs, self._made = outputs, made
+        self._chunks: list[Chunk] | None = None
+
+    def _get(self) -> list[Chunk]:
+        if self._chunks is None:
+            names, tokens = self._outputs.names.tolist(), self._outputs.token_ids.tolist()
+            self._chunks = list(map(Chunk, names, zip(tokens, strict=True)))
+            for row, chunk in self._made.items():
+                self._chunks[row] = chunk
+        return self._chunks
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    @overload
+    def __getitem__(self, place: int) -> Chunk: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Chunk]: ...
+
+    def __getitem__(self, place: int | slice) -> Chunk | Sequence[Chunk]:
+        return self._get()[place]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(other) == self._get()
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +108,13 @@ class Output:
     text: str = ""
     logprobs: Logprobs = field(default_factory=list)
     num_cached_tokens: int = 0
+    reads_late: bool = False
+    """Whether its text is read when it ends: no stop string may end it, and no stream asks."""
+
+    def catch_up(self, token_ids: TokenIds, num_cached_tokens: int) -> None:
+        """Tokens that were delivered without an object of their own, behind those it has."""
+        self.token_ids += token_ids
+        self.num_cached_tokens = num_cached_tokens
 
     def take(self, row: OutputRow, logprobs: Logprobs | None) -> Chunk:
         """What a step brought; the chunk says whether that is enough."""
@@ -84,7 +134,7 @@ class Output:
     def complete(self, reason: FinishReason) -> Completion:
         """All of it, now that no more comes."""
         if reason is FinishReason.ABORT and self.detokenizer is not None:
-            self.text += self.detokenizer.finish()
+            self.text += self._read_late() + self.detokenizer.finish()
         return Completion(
             request_id=self.request.request_id,
             prompt_token_ids=self.request.prompt_token_ids,
@@ -103,7 +153,9 @@ class Output:
         tokens, reason, detokenizer = row.new_token_ids, row.finish_reason, self.detokenizer
         if detokenizer is None:
             return "", len(tokens), reason
-        text, num_tokens = "", len(tokens)
+        if self.reads_late and reason is None:
+            return "", len(tokens), None
+        text, num_tokens = self._read_late(), len(tokens)
         for number, token in enumerate(tokens[:-1] if reason is FinishReason.STOP else tokens, 1):
             text += detokenizer.append(token)
             if detokenizer.stopped:
@@ -112,6 +164,13 @@ class Output:
         if reason is not None:
             text += detokenizer.finish()
         return text, num_tokens, FinishReason.STOP if detokenizer.stopped else reason
+
+    def _read_late(self) -> str:
+        """The text of all tokens so far, if none of them was read; not to be asked for twice."""
+        if not self.reads_late or self.detokenizer is None:
+            return ""
+        self.reads_late = False
+        return "".join(map(self.detokenizer.append, self.token_ids))
 
 
 Begin = Callable[[TokenIds], Output]
@@ -134,10 +193,21 @@ class Live:
     """It is a session, and has said all that it will to what it was given."""
 
     @property
-    def wants_tokens_only(self) -> bool:
-        """Whether the likeliest tokens are all that it needs of a step."""
+    def is_attended(self) -> bool:
+        """Whether each of its tokens is looked at when it is delivered: for a stream or a session,
+        for its text, or for log probabilities."""
+        output = self.output
+        is_heard = self.chunks is not None or self.completions is not None
+        is_read = output.detokenizer is not None and not output.reads_late
+        return is_heard or is_read or output.wanted.params.logprobs is not None
+
+    @property
+    def needs_host(self) -> str:
+        """What a step must give the request beside its tokens; empty if tokens are enough."""
         wanted = self.output.wanted
-        return wanted.params.is_greedy and wanted.params.logprobs is None and wanted.matcher is None
+        if wanted.matcher is not None:
+            return "a grammar"
+        return "" if wanted.params.logprobs is None else "log probabilities"
 
     def go_on(self) -> bool:
         """Begin with the next input behind a stop, or rest; False if no more comes.

@@ -1,302 +1,670 @@
-"""Resident: steps whose plans and tokens stay on the device, and a fence behind them.
+"""Resident: bursts, steps whose plans and tokens stay on the device, with a fence behind them.
 
     host:    submits, aborts --+                       +--> tokens, ends, journal
                                v                       |
     device:  [ commit -> plan -> forward -> tokens ] x steps -> commit
 
-Between two fences the host launches and looks at nothing: where no step can have a prompt or lack a
-block, it does not even know how many rows a plan has, and a GPU replays one graph. Otherwise it
-asks after each plan how many rows and tokens that has. Behind a fence the scheduler is a
-`DeviceEngine` like any, which takes events and shows its state.
+Between two fences the host launches and reads nothing, if no step can have a prompt, wait for a
+block or admit a request: such steps are padded, and a GPU replays graphs. Otherwise the host asks
+after each plan how many rows and tokens it has.
+
+With two frames in flight a plan needs counts and not tokens, so it is made beside the forward pass
+of the frame before, on a stream of its own:
+
+    main stream       | forward n -> tokens n |                 | forward n+1 -> tokens n+1 | ...
+    scheduler stream  | commit n-1 -> plan n+1 -> inputs n+1 |  | commit n -> plan n+2 ...
+
+Behind a fence the scheduler is a `DeviceEngine` like any, which takes events and shows its state.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
+from itertools import product
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from blockstep.impl.device import layout
+from blockstep.impl.device.dims import count_running
 from blockstep.impl.device.engine import DeviceEngine
-from blockstep.impl.device.frames import tell_row
-from blockstep.impl.device.launch import OPTIONS
-from blockstep.impl.engine.errors import EngineError
-from blockstep.impl.engine.graphs import NUM_WARM_UPS
+from blockstep.impl.device.launch import launch_kernel, warm_up
+from blockstep.impl.engine.batch import Wanted
+from blockstep.impl.engine.graphs import NUM_WARM_UPS, get_graph_sizes
+from blockstep.impl.engine.journal import (
+    COLUMNS,
+    PLAN_COLUMNS,
+    RECORD_COLUMN,
+    TOKEN_COLUMN,
+    JournalReader,
+    StepRan,
+)
+from blockstep.impl.engine.mirror import Mirror, Reader
 from blockstep.impl.engine.model import Inputs, Model
-from blockstep.impl.engine.sampler import NO_TOKEN
-from blockstep.spec.vocabulary import FrameId, Outputs, PauseState, RequestId, TokenIds
+from blockstep.impl.engine.padded import (
+    ADAPTER,
+    IS_FED,
+    POSITION,
+    TOKEN,
+    Answers,
+    Padded,
+    count_words,
+)
+from blockstep.impl.engine.slots import SlotParams
+from blockstep.kernels import sample_tokens
+from blockstep.spec.vocabulary import FrameId, PauseState, RequestId
 
-LANES_ON_GPU = 256
-"""As many as a program has threads."""
-TOLD = 4
-"""Lines of a step in the journal: slot, tokens run, whether it samples, token."""
+log = logging.getLogger(__name__)
+SIDE_PRIORITY = -1
+"""Of the scheduler's stream: its one program goes first where a multiprocessor becomes free."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowRan:
-    """A request in a step."""
+class Summary(NamedTuple):
+    """Numbers of the scheduler's state."""
 
-    request_id: RequestId
+    num_rows: int
+    """Of the last plan."""
     num_tokens: int
-    sampled: TokenIds
-    """Empty where it does not sample."""
+    """Of the last plan."""
+    num_waiting: int
+    num_in_prefill: int
+    """Running requests whose prompt is not computed yet."""
+    num_running: int
+    num_free: int
+    num_free_nodes: int
+    num_preempted: int
+    """By the last plan."""
+    num_left: int
+    """Tokens until the last running request has ended by its length."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepRan:
-    """A step: what was planned, run and committed; no rows: there was nothing to do."""
+class Key(NamedTuple):
+    """What a graph was captured for."""
 
-    frame_id: FrameId
-    rows: tuple[RowRan, ...]
-    outputs: Outputs
+    phase: str
+    """first, step or end; see `Resident._launch_padded`."""
+    width: int
+    """Rows."""
+    has_adapters: bool
 
 
-class Journal(NamedTuple):
-    """What the steps since the last fence did."""
+@dataclass(slots=True)
+class Burst:
+    """Steps that were launched, and are not read yet."""
 
-    rows: torch.Tensor
-    """[steps, TOLD + TOLD_COLUMNS, rows] int32; the last are the record of the commit before."""
-    at: torch.Tensor
-    """[1] int64; the step that comes next."""
+    width: int
+    num_plans: int
+    first_frame_id: FrameId
+    names: dict[int, RequestId]
+    """The request of each slot."""
+    told: frozenset[RequestId]
+    """Ended requests that its first plan tells of."""
+    before: Summary
+    """What was known of the state before it."""
+    reader: Reader
 
 
 class Resident:
-    """Runs greedy requests of one frame in flight, without drafts or adapters.
+    """Runs bursts of requests that want tokens and nothing else of a step.
 
     Args:
-        engine: the scheduler; its requests are those of `model`'s cache.
+        engine: the scheduler; its requests are those of `model`'s cache. It has no drafts.
         model: on whichever device.
         steps: most steps from one fence to the next.
+        adapters: names of the model's adapters, in order.
+        runs_ahead: whether a burst may be launched before the one before it is read, where that
+            cannot change what the burst does.
     """
 
-    def __init__(self, engine: DeviceEngine, model: Model, steps: int) -> None:
+    def __init__(
+        self,
+        engine: DeviceEngine,
+        model: Model,
+        steps: int,
+        adapters: Sequence[str] = (),
+        *,
+        runs_ahead: bool = False,
+    ) -> None:
         self.engine, self.model, self.steps = engine, model, steps
-        self.config = engine.config
+        self.config, self.runs_ahead = engine.config, runs_ahead
         self.device = model.weights.embedding.device
+        self.num_frames = self.config.max_frames_in_flight
         self.num_bursts = 0
         self.num_reads = 0
         """Times that the host waited for a number of the device between two fences."""
-        shape, device = (steps, TOLD + layout.TOLD_COLUMNS, engine.inbox.dims.rows), self.device
-        self._journal = Journal(
-            torch.zeros(shape, dtype=torch.int32, device=device),
-            torch.zeros(1, dtype=torch.int64, device=device),
-        )
-        self._state: layout.State | None = None
-        self._graphs: dict[int, Any] = {}
-        """By rows: how many steps have warmed up for one, or the graph."""
+        self.mirror = Mirror(engine.inbox, self.device)
+        engine.inbox.copy = self
+        self._adapters = adapters
+        self._sizes = get_graph_sizes(self.config.max_num_seqs)
+        if self.device.type != "cpu":
+            warm_up(engine.inbox.dims, _tell)
+        self._side = None
+        if self.num_frames > 1 and self.device.type != "cpu":
+            self._side = torch.cuda.Stream(priority=SIDE_PRIORITY)
+        self._summary: Summary | None = None
+        """At the last fence; None where it is not known."""
+        self._ahead: Burst | None = None
+        """A burst that was launched ahead of the reading of the one before."""
+        self._unread: list[StepRan] = []
+        """Steps of bursts that were read because something asked for the state."""
+        self.was_ahead = False
+        """Whether the last burst was launched before the one before it was read."""
+        self._graphs: dict[Key, Any] = {}
+        """How often a phase has run to warm up, or its graph."""
+        self._pool: object = None
+        self._num_makes = -1
+        """Makes of the state that all buffers are for."""
 
-    def run(self) -> list[StepRan]:
-        """Some steps, and the fence behind them: a step without rows is the last.
+    # What the engine asks for.
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the engine's next steps may be a burst, once no frame is in flight."""
+        has_drafts = self.config.num_speculative_tokens > 0
+        return not has_drafts and self.engine.pause_state is PauseState.UNPAUSED
+
+    @property
+    def width(self) -> int:
+        """Rows of the padded steps that a burst would have now; 0: its steps have any shape."""
+        return 0 if self._summary is None else self._get_width(self._summary)
+
+    @property
+    def num_preempted(self) -> int:
+        """Requests that the last plan preempted."""
+        return 0 if self._summary is None else self._summary.num_preempted
+
+    def run(self, chosen: Mapping[RequestId, Wanted]) -> list[StepRan]:
+        """Return what the next burst did: some steps, at least one, and the fence behind them.
+
+        `chosen` says how requests want their tokens.
 
         Raises:
             EngineError: the model overflows.
         """
-        inbox = self.engine.inbox
-        inbox.reserve_nodes(self.steps * inbox.dims.rows, len(inbox.slot_of))
-        width = self._get_width()
-        count = self._count_left() if width else self.steps
-        self._begin()
-        state, journal = self._upload(), self._journal
-        journal.rows.zero_()
-        journal.at.zero_()
-        done, goes = 0, True
+        burst, self._ahead = self._ahead, None
+        self.was_ahead = burst is not None or bool(self._unread)
+        if self._unread:
+            return self.take_unread()
+        if burst is None:
+            burst = self._start(chosen)
+        if self.runs_ahead:
+            self._ahead = self._start_ahead(burst)
+        return self._read(burst)
+
+    def take_unread(self) -> list[StepRan]:
+        """Return what steps did that were launched, but not returned yet; no burst follows."""
+        burst, self._ahead = self._ahead, None
+        steps, self._unread = self._unread, []
+        return steps if burst is None else [*steps, *self._read(burst)]
+
+    def pull(self) -> None:
+        """Bring the host's arrays up to date; see `device.inbox.Copy`."""
+        self._unread = self.take_unread()
+        self.mirror.read_all()
+
+    def capture_all(self) -> None:
+        """Capture the graphs of all widths, on a state without requests; nothing on a CPU.
+
+        Other graphs are captured when they are first needed. Progress is logged (INFO).
+        """
+        if self.device.type == "cpu":
+            return
+        self._prepare({})
+        d, phases = self.engine.inbox.dims, self._get_phases()
+        widths = [width for width in self._sizes if width <= min(d.rows, d.batch)]
+        kinds = (False, True) if self.model.adapters else (False,)
+        # A capture collects garbage first, which takes long where there is much that is none.
+        gc.collect()
+        gc.freeze()
         with torch.inference_mode():
-            while goes and done < count:
-                if width:
-                    self._decode(state, journal, width)
-                else:
-                    goes = self._run_rows(state, journal)
-                done += 1
-            if int(state.in_flight[0]):
-                self._launch("commit_kernel", state)
-        self._download(state)
-        self.num_bursts += 1
-        return self._take(journal, done)
+            for number, width in enumerate(reversed(widths), 1):
+                for (phase, run), has_adapters in product(phases.items(), kinds):
+                    key = Key(phase, width, has_adapters)
+                    self._line.zero_()
+                    for _ in range(NUM_WARM_UPS):
+                        run(key)
+                    self._graphs[key] = self._capture(key, run)
+                log.info("captured a burst %d of %d: %d rows", number, len(widths), width)
+        gc.unfreeze()
+        self.engine.inbox.is_ahead = True  # the state is sent anew
 
-    @property
-    def is_free(self) -> bool:
-        """Whether the engine's next steps may be made without a host."""
-        engine, config = self.engine, self.config
-        has_one_frame = config.max_frames_in_flight == 1 and not config.num_speculative_tokens
-        return has_one_frame and not engine.frames and engine.pause_state is PauseState.UNPAUSED
-
-    @property
-    def num_preempted(self) -> int:
-        """By the last step."""
-        return int(self.engine.inbox.state.num_preempted[0])
+    def _get_phases(self) -> Mapping[str, Callable[[Key], None]]:
+        """What a burst of padded steps consists of, by name."""
+        first = {} if self.num_frames == 1 else {"first": self._run_first}
+        return {**first, "step": self._run_step, "end": self._run_end}
 
     # What a burst is.
 
-    def _get_width(self) -> int:
-        """Rows of padded steps; 0: a step may have a prompt, a request that waits or lack a block.
+    def _start(self, chosen: Mapping[RequestId, Wanted]) -> Burst:
+        """Launch a burst; no other is unread."""
+        before = self._prepare(chosen)
+        width = self._get_width(before)
+        num_plans = min(before.num_left, self.steps) if width else self.steps
+        return self._launch_burst(width, num_plans, before, self.engine.next_frame_id)
 
-        Whoever runs goes on or ends, so rows are never more.
+    def _start_ahead(self, burst: Burst) -> Burst | None:
+        """Launch the burst that follows `burst`, if nothing that `burst` does can change it.
+
+        New requests, aborts and what else the host asks for wait for the next one.
         """
-        s, d, size = self.engine.inbox.state, self.engine.inbox.dims, self.config.block_size
-        running = s.run[: int(s.num_running[0])]
-        width = 1 << max(len(running) - 1, 0).bit_length()
+        inbox, before = self.engine.inbox, burst.before
+        if not burst.width or inbox.has_commands or inbox.added or inbox.is_ahead:
+            return None
+        least = before._replace(
+            num_left=before.num_left - burst.num_plans,
+            num_free=before.num_free - before.num_running * self._get_blocks_per_row(),
+            num_free_nodes=before.num_free_nodes - self._get_nodes(),
+        )
+        if least.num_left < 1 or least.num_free_nodes < self._get_nodes():
+            return None
+        if self._get_width(least) != burst.width:
+            return None
+        first = burst.first_frame_id + burst.num_plans
+        return self._launch_burst(burst.width, min(least.num_left, self.steps), least, first)
+
+    def _get_width(self, now: Summary) -> int:
+        """Rows of padded steps; 0: a step may have a prompt, admit a request or lack a block.
+
+        Running requests go on or end, so there are never more rows.
+        """
+        d = self.engine.inbox.dims
+        if not 0 < now.num_running <= self._sizes[-1]:
+            return 0
+        width = self._sizes[bisect_left(self._sizes, now.num_running)]
         is_decode = (
-            bool((s.key == layout.FAR).all())
-            and len(running) > 0
+            now.num_waiting == now.num_in_prefill == 0
             and width <= min(d.rows, d.batch)
-            and bool((s.computed[running] == s.known[running] - 1).all())
-            and int(s.num_free[0]) >= len(running) * (self.steps // size + 1)
+            and now.num_free >= now.num_running * self._get_blocks_per_row()
         )
         return width if is_decode else 0
 
-    def _count_left(self) -> int:
-        """Steps until the last of those that run has ended by its length; `steps` at most."""
-        s = self.engine.inbox.state
-        running = s.run[: int(s.num_running[0])]
-        ends = s.end_by_max_tokens[running].clip(max=self.config.max_model_len)
-        return min(int((ends - s.known[running]).max()), self.steps)
+    def _get_blocks_per_row(self) -> int:
+        """Most blocks that a request takes in a burst of decodes."""
+        return (self.steps // self.config.block_size + 1) * len(self.config.kv_groups)
 
-    def _begin(self) -> None:
-        """The numbers that the host writes once for the whole burst."""
-        s, engine = self.engine.inbox.state, self.engine
-        s.control[layout.FRAME_ID] = engine.next_frame_id
-        s.control[layout.PREVIOUS_ID] = engine.previous_id
-        s.control[layout.BUDGET] = self.config.max_num_batched_tokens
-        s.control[layout.ADMITS] = 1
-        s.control[layout.PLACE] = s.control[layout.COMMIT_PLACE] = 0
-        s.in_flight[0] = s.num_rows[0] = 0
+    def _get_nodes(self) -> int:
+        """Most nodes that a burst takes, beside those of new requests."""
+        most = self.steps * count_running(self.config) // self.config.block_size
+        return most + len(self.engine.inbox.slot_of)
 
-    # A step. Nothing in `_decode` reads a number of the device.
+    def _prepare(self, chosen: Mapping[RequestId, Wanted]) -> Summary:
+        """Bring the device up to date: its state, commands, new requests, room for nodes."""
+        inbox, mirror = self.engine.inbox, self.mirror
+        if self._summary is not None and mirror.is_current:
+            self._reserve_on_device(self._summary)
+        if not mirror.is_current:
+            inbox.reserve_nodes(self.steps * count_running(self.config), len(inbox.slot_of))
+            mirror.send_all()
+            arrays = layout.State(*map(torch.from_numpy, inbox.state))
+            self._summary = self._read_summary(arrays)
+        if self._num_makes != mirror.num_makes:
+            self._make_buffers()
+        added = {slot: inbox.requests[slot] for slot in inbox.added if slot in inbox.requests}
+        inbox.added.clear()
+        num_bytes = self._params.put(added, chosen)
+        if not mirror.is_shared:
+            mirror.num_bytes_sent += num_bytes
+        assert self._summary is not None, "looked at above"
+        return self._summary
 
-    def _decode(self, state: Any, journal: Journal, width: int) -> None:
-        """A step of at most a token for each row, padded; on a GPU a replay.
+    def _reserve_on_device(self, now: Summary) -> None:
+        """Have all commands taken on the device, and room for the nodes of a burst."""
+        inbox, needed = self.engine.inbox, self._get_nodes()
+        self.mirror.send_written()
+        if inbox.has_commands:
+            self._launch("settle_kernel")
+            inbox.taken()
+            now = self._summary = self._look()
+        if now.num_free_nodes < needed:
+            self._launch("sweep_kernel")
+            now = self._summary = self._look()
+        if now.num_free_nodes < needed:
+            _ = inbox.state  # brings the host's arrays up to date: the host makes tensors longer
+            inbox.is_ahead = True
 
-        The first of them run as they are: they compile what a graph holds, which must not happen
-        while it is recorded.
+    def _look(self) -> Summary:
+        """The summary of the state on the device; waits for it."""
+        self.num_reads += 1
+        if not self.mirror.is_shared:
+            self.mirror.num_bytes_read += 4 * len(Summary._fields)
+        return self._read_summary(self.mirror.state)
+
+    def _read_summary(self, state: Any) -> Summary:
+        return Summary(*summarise(state, self.config.max_model_len).tolist())
+
+    def _make_buffers(self) -> None:
+        """Make all that graphs use beside the state; graphs of older tensors are dropped."""
+        d, device, widest = self.engine.inbox.dims, self.device, self._sizes[-1]
+        self._num_makes = self.mirror.num_makes
+        self._graphs.clear()
+        self._pool = None
+        self._params = SlotParams(d.slots, self._adapters, device)
+        self.engine.inbox.added[:] = self.engine.inbox.requests
+        shape = self.steps + self.num_frames, COLUMNS, d.rows
+        self._journal = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._line = torch.zeros(1, dtype=torch.int64, device=device)
+        """The journal's line of the next launch."""
+        self._end_summary = torch.zeros(len(Summary._fields), dtype=torch.int32, device=device)
+        self._lanes = torch.arange(max(widest, d.rows), device=device)
+        self._starts = torch.arange(widest + 1, dtype=torch.int32, device=device)
+        self._sampled = torch.zeros(d.slots + 1, dtype=torch.int64, device=device)
+        """By slot: the token that its last pass sampled. The last is for rows that sample none."""
+        words = -(-widest * count_words(d.groups, d.table) // 4) * 4  # both begin at 16 bytes
+        self._memory = torch.zeros((2, words), dtype=torch.int32, device=device)
+        """Rows of the step that runs, and of the one that is planned beside it."""
+
+    # A burst.
+
+    def _launch_burst(
+        self, width: int, num_plans: int, before: Summary, first_frame_id: FrameId
+    ) -> Burst:
+        """Launch at most `num_plans` steps, and the commits behind them."""
+        inbox = self.engine.inbox
+        names = {slot: request.request_id for slot, request in inbox.requests.items()}
+        told = frozenset(self.engine.finished_req_ids)
+        numbers = np.zeros(layout.CONTROL_COLUMNS, np.int32)
+        numbers[layout.FRAME_ID] = first_frame_id
+        numbers[layout.PREVIOUS_ID] = first_frame_id - 1
+        numbers[layout.BUDGET] = self.config.max_num_batched_tokens
+        numbers[layout.ADMITS] = 1
+        self.mirror.send_row("control", numbers)
+        self._journal.zero_()
+        self._line.zero_()
+        widest = width
+        has_adapters = bool(self.model.adapters) and self._params.has_adapters([*names])
+        with torch.inference_mode():
+            if width:
+                self._launch_padded(width, num_plans, has_adapters)
+            else:
+                num_plans, widest = self._launch_rows(num_plans, has_adapters)
+        inbox.is_behind = True
+        inbox.spare_nodes = before.num_free_nodes - self._get_nodes()
+        self.num_bursts += 1
+        lines = self._journal[: num_plans + self.num_frames, :, :widest]
+        out = torch.cat((lines.flatten(), self._end_summary))
+        return Burst(width, num_plans, first_frame_id, names, told, before, Reader(out))
+
+    def _read(self, burst: Burst) -> list[StepRan]:
+        """Wait for a burst; the engine lets go of requests that have ended."""
+        out = burst.reader.wait()
+        if not self.mirror.is_shared:
+            self.mirror.num_bytes_read += out.nbytes
+        split = len(out) - len(Summary._fields)
+        self._summary = Summary(*out[split:].tolist())
+        lines = out[:split].reshape(burst.num_plans + self.num_frames, COLUMNS, -1)
+        reader = JournalReader(lines, burst.names, self.num_frames)
+        steps = reader.read(burst.num_plans, burst.first_frame_id)
+        self.engine.take_steps(
+            burst.num_plans, burst.told, reader.ended, reader.untold, reader.last_names
+        )
+        return steps
+
+    # Steps whose shape the host asks for.
+
+    def _launch_rows(self, num_plans: int, has_adapters: bool) -> tuple[int, int]:
+        """Steps of any kind, until one has no rows or the next can be padded.
+
+        Returns how many, and the rows of the widest.
         """
-        warm = self._graphs.get(width, 0)
-        if self.device.type != "cpu" and warm == NUM_WARM_UPS:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._run_padded(state, journal, width)
-            warm = self._graphs[width] = graph
-        if isinstance(warm, int):
-            self._run_padded(state, journal, width)
-            self._graphs[width] = warm + 1
-        else:
-            warm.replay()
+        done, widest, goes = 0, 0, True
+        while goes and done < num_plans:
+            self._launch("loop_kernel")
+            now = self._look()
+            live = self._lanes[: now.num_rows] >= 0
+            plan, answers = self._note_launch(live)
+            if now.num_rows:
+                self._pass_rows(plan, answers, now.num_tokens, has_adapters)
+            goes = now.num_rows > 0 and not self._get_width(now)
+            done, widest = done + 1, max(widest, now.num_rows)
+        self._drain()
+        return done, widest
 
-    def _run_padded(self, state: Any, journal: Journal, width: int) -> None:
-        """A row too many reads the null block, and writes nothing."""
-        self._launch("loop_kernel", state)
-        live = torch.arange(width, device=self.device) < state.num_rows
-        slots = torch.where(live, state.plans[0, layout.ROW_SLOT, :width], 0).long()
-        positions = torch.where(live, state.positions[:width], 0)
+    def _pass_rows(
+        self, plan: torch.Tensor, answers: Answers, num_tokens: int, has_adapters: bool
+    ) -> None:
+        """The forward pass of the plan `[ROW_COLUMNS, num_rows]` just made, and its tokens."""
+        state, config = self.mirror.state, self.config
+        slots, num_rows = answers.slots, len(answers.slots)
+        lengths = plan[layout.ROW_TOKENS].long()
+        slot_of = slots.repeat_interleave(lengths, output_size=num_tokens)
+        positions = state.positions[:num_tokens]
+        starts = state.query_start_loc[: num_rows + 1]
+        num_blocks = -(-config.max_model_len // config.block_size)
         inputs = Inputs(
-            token_ids=torch.where(live, state.tokens[slots, positions], 0).long(),
+            token_ids=self._get_tokens(slot_of, positions),
             positions=positions,
-            slot_mapping=torch.where(live, state.slot_mapping[:width], -1)[None],
-            block_tables=torch.where(live[:, None], state.tables[slots], 0)[None].contiguous(),
-            query_start_loc=torch.arange(width + 1, dtype=torch.int32, device=self.device),
-            seq_lens=torch.where(live, state.seq_lens[:width], 1),
+            slot_mapping=state.slot_mapping[:, :num_tokens],
+            block_tables=state.tables[:, slots, :num_blocks].contiguous(),
+            query_start_loc=starts,
+            seq_lens=state.seq_lens[:num_rows],
+            max_query_len=num_tokens - num_rows + 1,
+            max_seq_len=config.max_model_len,
+            adapters=self._params.get_adapters(slot_of) if has_adapters else None,
+        )
+        hidden = self.model.forward(inputs)[starts[1:].long() - 1]
+        self._answer(hidden, answers)
+
+    def _get_tokens(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Tokens at positions of slots: the known ones, or the one that the pass before sampled."""
+        state = self.mirror.state
+        known = state.tokens[slots, positions].long()
+        if self.num_frames == 1:
+            return known
+        return torch.where(positions < state.known[slots], known, self._sampled[slots])
+
+    # Padded steps. Nothing here reads a number of the device.
+
+    def _launch_padded(self, width: int, num_plans: int, has_adapters: bool) -> None:
+        """Steps of one token for each row. On a GPU each phase is a graph.
+
+        One frame in flight: `num_plans` times step, and end. Two: first, `num_plans - 1` times
+        step, and end.
+        """
+        phases = self._get_phases()
+        repeats = {"step": num_plans - (self.num_frames > 1)}
+        for phase, run in phases.items():
+            for _ in range(repeats.get(phase, 1)):
+                self._perform(Key(phase, width, has_adapters), run)
+
+    def _perform(self, key: Key, run: Callable[[Key], None]) -> None:
+        """Run a phase; on a GPU as a graph, once it has run as it is.
+
+        The first runs compile what the graph holds, which must not happen during a capture.
+        """
+        known = self._graphs.setdefault(key, 0)
+        if self.device.type == "cpu":
+            run(key)
+        elif isinstance(known, int) and known < NUM_WARM_UPS:
+            run(key)
+            self._graphs[key] += 1
+        else:
+            if isinstance(known, int):
+                self._graphs[key] = known = self._capture(key, run)
+            known.replay()
+
+    def _capture(self, key: Key, run: Callable[[Key], None]) -> torch.cuda.CUDAGraph:
+        """Record a phase. All graphs share their memory, since no two of them run at once."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run(key)
+        self._pool = graph.pool()
+        return graph
+
+    def _get_rows(self, width: int) -> tuple[Padded, Padded]:
+        """The rows of the step that runs, and of the step that is planned."""
+        now, following = self._memory
+        d = self.engine.inbox.dims
+        return (
+            Padded.view(now, width, d.groups, d.table),
+            Padded.view(following, width, d.groups, d.table),
+        )
+
+    def _run_first(self, key: Key) -> None:
+        """Plan the first of several frames."""
+        _, following = self._get_rows(key.width)
+        self._plan(following, key)
+
+    def _run_step(self, key: Key) -> None:
+        """Plan a frame, and run one: the same, or the one planned before it."""
+        now, following = self._get_rows(key.width)
+        if self.num_frames == 1:
+            self._plan(now, key)
+            self._pass(now, key)
+            return
+        now.copy_from(following)
+        with self._beside():
+            self._plan(following, key)
+        self._pass(now, key)
+        self._join()
+
+    def _run_end(self, key: Key) -> None:
+        """Run the frame that was planned last, unless it has run; commit what is in flight."""
+        if self.num_frames > 1:
+            now, following = self._get_rows(key.width)
+            now.copy_from(following)
+            self._pass(now, key)
+        self._drain()
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """What is launched inside runs on the scheduler's stream, behind all that was launched."""
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            yield
+
+    def _join(self) -> None:
+        """What is launched from now on runs behind all that the scheduler's stream has."""
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+
+    def _plan(self, rows: Padded, key: Key) -> None:
+        """Commit, plan, and write what the pass of this plan needs into `rows`."""
+        state, width = self.mirror.state, key.width
+        self._launch("loop_kernel")
+        live = self._lanes[:width] < state.num_rows
+        _, answers = self._note_launch(live)
+        slots, positions = answers.slots, torch.where(live, state.positions[:width], 0)
+        rows.fill(
+            state.tokens[slots, positions].long(),
+            (positions >= state.known[slots]).long(),
+            positions,
+            torch.where(live, state.slot_mapping[:, :width], -1),
+            self._params.get_adapters(slots),
+            answers,
+            torch.where(live[:, None], state.tables[:, slots], 0),
+            torch.where(live, state.seq_lens[:width], 1),
+        )
+
+    def _pass(self, rows: Padded, key: Key) -> None:
+        """The forward pass of a plan, and its tokens."""
+        numbers, answers = rows.numbers, rows.get_answers()
+        tokens = numbers[TOKEN]
+        if self.num_frames > 1:
+            tokens = torch.where(numbers[IS_FED] > 0, self._sampled[answers.slots], tokens)
+        inputs = Inputs(
+            token_ids=tokens,
+            positions=numbers[POSITION],
+            slot_mapping=rows.get_slot_mapping(),
+            block_tables=rows.tables,
+            query_start_loc=self._starts[: key.width + 1],
+            seq_lens=rows.ints[0],
             max_query_len=1,
             max_seq_len=self.config.max_model_len,
+            adapters=numbers[ADAPTER] if key.has_adapters else None,
         )
         # Not a model's own graph of a decode: this is recorded as a whole.
-        self._note(state, journal, self._choose(Model.forward(self.model, inputs)))
+        self._answer(Model.forward(self.model, inputs), answers)
 
-    def _run_rows(self, state: Any, journal: Journal) -> bool:
-        """Any step: the host asks how many rows and tokens it has. Whether it had any."""
-        self._launch("loop_kernel", state)
-        rows = int(state.num_rows[0])
-        self.num_reads += 1
-        if rows == 0:
-            self._note(state, journal, state.answer_tokens[:0, 0])
-            return False
-        starts = state.query_start_loc[: rows + 1]
-        total = int(starts[rows])
-        slots = state.plans[0, layout.ROW_SLOT, :rows].long()
-        positions = state.positions[:total]
-        of_token = slots.repeat_interleave(starts.diff().long())
-        inputs = Inputs(
-            token_ids=state.tokens[of_token, positions].long(),
-            positions=positions,
-            slot_mapping=state.slot_mapping[None, :total],
-            block_tables=state.tables[slots][None],
-            query_start_loc=starts,
-            seq_lens=state.seq_lens[:rows],
-            max_query_len=total,
-            max_seq_len=self.config.max_model_len,
-        )
-        hidden = self.model.forward(inputs)
-        self._note(state, journal, self._choose(hidden[starts[1:].long() - 1]))
-        return True
+    # What all steps have.
 
-    def _choose(self, hidden: torch.Tensor) -> torch.Tensor:
-        best, tokens = self.model.compute_logits(hidden).max(dim=-1)
-        return tokens.masked_fill_(~best.isfinite(), NO_TOKEN)
+    def _note_launch(self, live: torch.Tensor) -> tuple[torch.Tensor, Answers]:
+        """Write the journal's line of a launch, and how many tokens each row is answered with.
 
-    def _note(self, state: Any, journal: Journal, tokens: torch.Tensor) -> None:
-        """The answer that the next launch commits, and the lines of the journal."""
-        count = len(tokens)
-        live = torch.arange(count, device=self.device) < state.num_rows
-        plan = state.plans[0, :, :count]
-        samples = torch.where(live, plan[layout.ROW_SAMPLES], 0)
-        state.answer_counts[:count].copy_(samples)
-        state.answer_tokens[:count, 0].copy_(tokens)
-        lengths = torch.where(live, plan[layout.ROW_TOKENS], 0)
-        told = torch.stack((plan[layout.ROW_SLOT], lengths, samples, tokens.int()))
-        journal.rows[:, :TOLD, :count].index_copy_(0, journal.at, told[None])
-        journal.rows[:, TOLD:].index_copy_(0, journal.at, state.record[None])
-        journal.at.add_(1)
+        Returns the columns of its plan `[ROW_COLUMNS, n]`, and where the tokens go; `live` [n] says
+        which are rows of the plan.
+        """
+        state, width, at = self.mirror.state, len(live), self._line.clone()
+        following = state.control[layout.PLACE : layout.PLACE + 1].long()
+        # Of an empty plan a place that is not in use: nothing may be written over other answers.
+        place = (following - (state.num_rows > 0).long()) % self.num_frames
+        plan: torch.Tensor = state.plans.index_select(0, place)[0, :, :width]
+        plan = torch.where(live, plan, 0)
+        slots, samples = plan[layout.ROW_SLOT], plan[layout.ROW_SAMPLES]
+        told = torch.stack((slots, plan[layout.ROW_TOKENS], samples))
+        self._journal[:, :PLAN_COLUMNS, :width].index_copy_(0, at, told[None])
+        self._journal[:, RECORD_COLUMN:].index_copy_(0, at, state.record[None])
+        self._line.add_(1)
+        rows = place * state.answer_counts.shape[1] + self._lanes[:width]
+        state.answer_counts.view(-1).index_copy_(0, rows, samples)
+        slots, unused = slots.long(), len(self._sampled) - 1
+        feeds = torch.where(samples > 0, slots, unused)
+        indices, sampling = plan[layout.ROW_OUTPUTS].long(), self._params.get_sampling(slots)
+        return plan, Answers(slots, indices, rows, feeds, at, sampling)
 
-    # Between host and device.
+    def _answer(self, hidden: torch.Tensor, answers: Answers) -> None:
+        """Sample a token for each row of `hidden` [n, hidden_size].
 
-    def _launch(self, kernel: str, state: Any) -> None:
+        The tokens are for the commit, the next pass and the journal.
+        """
+        state, logits = self.mirror.state, self.model.compute_logits(hidden)
+        tokens = sample_tokens(logits, **answers.sampling._asdict(), indices=answers.indices)
+        told = tokens.int()
+        first = state.answer_tokens.view(-1, state.answer_tokens.shape[2])[:, 0]
+        first.index_copy_(0, answers.rows, told)
+        self._sampled.index_copy_(0, answers.feeds, tokens)
+        self._journal[:, TOKEN_COLUMN, : len(told)].index_copy_(0, answers.line, told[None])
+
+    def _drain(self) -> None:
+        """Commit the answers of all frames in flight, and sum the state up."""
+        for _ in range(self.num_frames):
+            self._launch("settle_kernel")
+            record = self.mirror.state.record[None]
+            self._journal[:, RECORD_COLUMN:].index_copy_(0, self._line, record)
+            self._line.add_(1)
+        self._end_summary.copy_(summarise(self.mirror.state, self.config.max_model_len))
+
+    def _launch(self, kernel: str) -> None:
+        """Launch a kernel of the scheduler on the device's state."""
         inbox = self.engine.inbox
         if self.device.type == "cpu":
-            inbox.launch(kernel)
+            inbox.launch_on(kernel, self.mirror.arrays)
             return
-        kernels: Any = import_module("blockstep.impl.device.step")
-        getattr(kernels, kernel)[(1,)](state, inbox.dims, **OPTIONS)
-        inbox.taken()
+        launch_kernel(kernel, self.mirror.state, inbox.dims)
 
-    def _upload(self) -> Any:
-        """The state as tensors: the same memory on a CPU; copies that a graph may keep on a GPU."""
-        own = [torch.from_numpy(array) for array in self.engine.inbox.state]
-        if self.device.type == "cpu":
-            return layout.State(*own)
-        kept = self._state
-        if kept is None or any(a.shape != b.shape for a, b in zip(kept, own, strict=True)):
-            kept = self._state = layout.State(*(array.to(self.device) for array in own))
-            self._graphs.clear()
-        else:
-            for to, array in zip(kept, own, strict=True):
-                to.copy_(array)
-        return kept
 
-    def _download(self, state: Any) -> None:
-        """The fence: the host's arrays are what the device has."""
-        if self.device.type == "cpu":
-            return
-        for array, tensor in zip(self.engine.inbox.state, state, strict=True):
-            torch.from_numpy(array).copy_(tensor)
+def _tell(kernel: str, done: int, count: int) -> None:
+    log.info(
+        "compiled %d of %d kernels of the scheduler %s",
+        done,
+        count,
+        kernel and f"({kernel} is next)",
+    )
 
-    def _take(self, journal: Journal, count: int) -> list[StepRan]:
-        """The steps in the words of the vocabulary; the engine lets go who has ended."""
-        engine, lines = self.engine, journal.rows[:count].tolist()
-        records = [line[TOLD:] for line in lines[1:]] + [engine.inbox.state.record.tolist()]
-        steps: list[StepRan] = []
-        for frame_id, (line, record) in enumerate(
-            zip(lines, records, strict=True), engine.next_frame_id
-        ):
-            rows, outputs = [], []
-            for (slot, length, samples, token), told in zip(
-                zip(*line[:TOLD], strict=True), zip(*record, strict=True), strict=True
-            ):
-                if length:
-                    name = engine.inbox.requests[slot].request_id
-                    rows.append(RowRan(name, length, (token,) * samples))
-                    outputs += [tell_row(name, (token,), *told)] if samples else []
-            if any(NO_TOKEN in row.sampled for row in rows):
-                raise EngineError("logits are not finite: the model overflows its dtype")
-            steps.append(StepRan(frame_id, tuple(rows), Outputs(tuple(outputs))))
-        engine.take_steps(count, tuple(row.request_id for row in steps[-1].rows))
-        return steps
+
+def summarise(state: Any, max_model_len: int) -> torch.Tensor:
+    """The numbers of `Summary`, [9] int32."""
+    live = torch.arange(len(state.run), device=state.run.device) < state.num_running
+    slots = torch.where(live, state.run, 0).long()
+    left = state.end_by_max_tokens[slots].clamp(max=max_model_len) - state.known[slots]
+    return torch.cat(
+        (
+            state.num_rows,
+            state.query_start_loc.index_select(0, state.num_rows),
+            (state.key != layout.FAR).sum(0, keepdim=True),
+            (live & (state.is_prefill[slots] > 0)).sum(0, keepdim=True),
+            state.num_running,
+            state.num_free,
+            state.num_free_nodes,
+            state.num_preempted,
+            torch.where(live, left, 0).amax(0, keepdim=True),
+        )
+    ).int()

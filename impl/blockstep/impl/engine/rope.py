@@ -41,21 +41,15 @@ class Rope:
     """Positions for which the angles are right."""
 
     def build_table(self, num_positions: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-        """Cosines, then sines: [2, num_positions, head_size / 2], computed in float32."""
+        """The cosines of each position, then its sines: [num_positions, head_size].
+
+        They are computed in float32, and rounded to `dtype`.
+        """
         positions = torch.arange(num_positions, dtype=torch.float32)
         inv_freq = torch.tensor(self.inv_freq, dtype=torch.float32)
         angles = positions[:, None] * inv_freq
-        table = torch.stack((angles.cos(), angles.sin())) * self.attention_factor
+        table = torch.cat((angles.cos(), angles.sin()), dim=1) * self.attention_factor
         return table.to(device=device, dtype=dtype)
-
-
-def apply_rope(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn `heads` [num_tokens, any number of heads, head_size] by each token's angle.
-
-    `cos` and `sin` are [num_tokens, 1, head_size / 2].
-    """
-    left, right = heads.chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
 def get_rope(fields: Fields, head_size: int, max_position_embeddings: int) -> Rope:

@@ -1,20 +1,25 @@
 """Runner: runs plans on the model, and knows nothing of how they were made.
 
-    dispatch(plan): settle the plan before -> update the batch -> forward -> choose tokens
-    collect(frame): settle it: tokens to the host, drafts verified, next drafts proposed -> answer
+    dispatch(plan): update the batch -> forward -> choose tokens, which stay on the device
+    collect(frame): wait for its tokens -> answer
 
-Between dispatch and collect a GPU works while the host goes on: under asynchronous scheduling the
-next plan is made meanwhile. A draft is accepted if it is the token that was chosen in its place.
+A GPU works while the host goes on. With two frames in flight a step is launched before the host has
+read the tokens of the step before it: they are fed on the device (see `staging`). Where the host
+needs them first, it waits for them first: drafts are verified and proposed, grammars advance, a
+connector reads what is computed, and an observer is told of every pass. Such frames are kept in
+objects; a draft is accepted if it is the token that was chosen in its place.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
+from blockstep.impl.arrays import ArrayPlan
 from blockstep.impl.engine.batch import Batch, BatchRow, StepRow, Wanted
 from blockstep.impl.engine.connector import Connector
 from blockstep.impl.engine.errors import EngineError
@@ -23,7 +28,9 @@ from blockstep.impl.engine.model import Inputs, Model
 from blockstep.impl.engine.observer import Pass, Ran
 from blockstep.impl.engine.sampler import NO_TOKEN, get_logprobs, sample
 from blockstep.impl.engine.speculation import DraftModelProposer, Proposer
-from blockstep.impl.engine.transfer import to_device
+from blockstep.impl.engine.staging import ArrayStep, Staged
+from blockstep.impl.engine.transfer import Incoming, to_device
+from blockstep.kernels import sample_tokens
 from blockstep.spec.vocabulary import (
     NO_TRANSFERS,
     BlockCopy,
@@ -41,15 +48,39 @@ Logprobs = list[dict[int, float]]
 
 @dataclass(slots=True)
 class Frame:
-    """A plan that was dispatched."""
+    """A plan that was dispatched, in objects."""
 
     frame_id: FrameId
     step: list[StepRow]
     tokens: torch.Tensor | None
     """What was chosen for every position that asked for it, rows in plan order, on the device."""
     logits: torch.Tensor | None
-    """Of the same positions, if somebody wants log probabilities."""
+    """Of the same positions, if a request wants log probabilities."""
     passes: list[Pass] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ArrayFrame:
+    """A plan that was dispatched, in arrays: each row that samples has one token."""
+
+    frame_id: FrameId
+    request_ids: Sequence[RequestId]
+    """Of all rows, for a plan in objects; empty for one in arrays."""
+    index: np.ndarray
+    """[num_samples] int64: rows of the batch that sample."""
+    births: np.ndarray
+    """[num_samples] int64: of the requests that have these rows."""
+    places: np.ndarray
+    """[num_samples] int64: position of each token."""
+    sampling: np.ndarray | None
+    """[num_samples] int64: which rows of the plan sample; None: all."""
+    incoming: Incoming | None = None
+    """The tokens; None where no row samples."""
+    logits: torch.Tensor | None = None
+    """[num_samples, vocab_size], if a request wants log probabilities."""
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """[num_samples] int64, once they are settled."""
+    logprobs: dict[RequestId, Logprobs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,41 +113,136 @@ class Runner:
         self.batch = Batch(config, device, adapters)
         self.chosen: dict[RequestId, Wanted] = {}
         """Of requests that were submitted and have not ended."""
-        self._unsettled: Frame | None = None
+        self.is_observed = False
+        """Whether an observer is told of every pass."""
+        self._held: set[RequestId] = set()
+        """Of them, those that are held to a grammar."""
+        self._unsettled: deque[Frame | ArrayFrame] = deque()
+        """Frames whose tokens the host has not read, oldest first."""
         self._answers: dict[FrameId, Answer] = {}
+        self._settled: dict[FrameId, ArrayFrame] = {}
 
     def start_anew(self) -> Runner:
         """A runner on the same model that knows no request."""
         batch, connector = self.batch, self.connector
         if connector is not None:
             connector.start_anew()
-        return Runner(
+        runner = Runner(
             self.config, self.model, self.proposer, batch.device, batch.adapters, connector
         )
+        runner.is_observed = self.is_observed
+        return runner
+
+    def begin(self, request_id: RequestId, wanted: Wanted) -> None:
+        """A request was submitted, or goes on with further input."""
+        self.chosen[request_id] = wanted
+        if wanted.matcher is not None:
+            self._held.add(request_id)
+        else:
+            self._held.discard(request_id)
+
+    def end(self, request_id: RequestId) -> None:
+        """A request has ended."""
+        self.chosen.pop(request_id, None)
+        self._held.discard(request_id)
+
+    @property
+    def needs_objects(self) -> bool:
+        """Whether frames are kept in objects, and settled before the next one is launched."""
+        return bool(
+            self._held or self.is_observed or self.proposer is not None
+            or self.connector is not None
+        )  # fmt: skip
 
     def dispatch(self, plan: Plan) -> None:
         """Start a plan. It is to be collected if it has rows."""
         with torch.inference_mode():
-            self._settle()
-            if plan.kv_saves:
-                assert self.connector is not None, "nobody is saved without a store"
-                self.connector.swap(plan, self.batch)
+            if not self._prepare(self.needs_objects):
+                self._dispatch_objects(plan)
+                return
             if plan.block_copies:
                 self._copy_blocks(plan.block_copies)
-            failed: Mapping[RequestId, int] = {}
-            if self.connector is not None:
-                self.connector.save(plan, self.batch)
-                failed = self.connector.load(plan)
-            step = self.batch.apply(plan, self.chosen, failed)
-            if not step:
+            rows = self.batch.apply(plan, self.chosen)
+            if not rows:
                 return
-            rows = [scheduled.row for scheduled in step]
-            inputs = self.batch.build_inputs(
-                rows, [row.first for row in step], [row.end for row in step]
-            )
-            frame = Frame(plan.frame_id, step, None, None, [_get_pass(False, rows, inputs)])
-            self._choose(frame, self.model.forward(inputs))
-            self._unsettled = frame
+            spans = np.array([(one.row.index, one.first, one.end) for one in rows], np.int64)
+            index, starts, ends = np.ascontiguousarray(spans.T)
+            samples = np.fromiter((one.samples for one in rows), np.bool_, len(rows))
+            sampling = None if samples.all() else samples.nonzero()[0]
+            step = ArrayStep(index, starts, ends - starts, sampling)
+            self._launch(plan.frame_id, step, [one.row.request_id for one in rows])
+
+    def dispatch_arrays(self, plan: ArrayPlan) -> None:
+        """As `dispatch`, for a plan in arrays; not to be called where `needs_objects`."""
+        with torch.inference_mode():
+            self._prepare(False)
+            step = self.batch.apply_arrays(plan, self.chosen)
+            if len(plan):
+                self._launch(plan.frame_id, step, ())
+
+    def _prepare(self, needs_objects: bool) -> bool:
+        """Settle the frames in flight, unless their tokens can stay on the device while the next
+        step is launched; returns whether that is to be one in arrays."""
+        if needs_objects or any(
+            isinstance(frame, Frame) or frame.logits is not None for frame in self._unsettled
+        ):
+            self._settle()
+        return not needs_objects
+
+    def _dispatch_objects(self, plan: Plan) -> None:
+        """Start a plan in objects; every frame before it is settled."""
+        if plan.kv_saves:
+            assert self.connector is not None, "without a store there is nothing to save to"
+            self.connector.swap(plan, self.batch)
+        if plan.block_copies:
+            self._copy_blocks(plan.block_copies)
+        failed: Mapping[RequestId, int] = {}
+        if self.connector is not None:
+            self.connector.save(plan, self.batch)
+            failed = self.connector.load(plan)
+        step = self.batch.apply(plan, self.chosen, failed)
+        if not step:
+            return
+        rows = [scheduled.row for scheduled in step]
+        inputs = self.batch.build_inputs(
+            rows, [row.first for row in step], [row.end for row in step]
+        )
+        frame = Frame(plan.frame_id, step, None, None, [_get_pass(False, rows, inputs)])
+        self._choose(frame, self.model.forward(inputs))
+        self._unsettled.append(frame)
+
+    def _launch(self, frame_id: FrameId, step: ArrayStep, request_ids: Sequence[RequestId]) -> None:
+        """Start a step; its tokens are on their way to the host when this returns."""
+        batch, columns = self.batch, self.batch.columns
+        if self._unsettled and batch.staging.lacks_tokens(step):
+            self._settle()
+        staged = batch.staging.build(step, self.model)
+        index = step.sampling_index
+        places = columns.num_known[index]
+        frame = ArrayFrame(
+            frame_id, request_ids, index, columns.births[index], places, step.sampling
+        )
+        if staged.graph is not None:
+            hidden = staged.graph.replay()[: len(step.index)]
+        else:
+            hidden = self.model.forward(staged.inputs)
+        if len(index):
+            if staged.asking is not None:
+                hidden = hidden[staged.asking]
+            self._choose_one_each(frame, hidden, staged)
+        columns.num_known[index] = places + 1
+        columns.num_pending[index] += 1
+        self._unsettled.append(frame)
+
+    def _choose_one_each(self, frame: ArrayFrame, hidden: torch.Tensor, staged: Staged) -> None:
+        """Choose a token for each row that samples, from its hidden state."""
+        logits = self.model.compute_logits(hidden)
+        tokens = sample_tokens(logits, **staged.draws)
+        if self.config.max_frames_in_flight > 1:
+            self.batch.staging.keep_tokens(staged.rows, tokens)
+        frame.incoming = Incoming(tokens)
+        if self.batch.columns.has_logprobs[frame.index].any():
+            frame.logits = logits
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """In the caches of all models, which share block ids."""
@@ -126,17 +252,25 @@ class Runner:
 
     def peek(self, frame_id: FrameId) -> Answer:
         """What a dispatched plan came to; waits for it."""
-        if self._unsettled is not None and self._unsettled.frame_id == frame_id:
-            with torch.inference_mode():
-                self._settle()
+        self._settle(frame_id)
+        if frame_id in self._settled:
+            self._answers[frame_id] = _tell_in_objects(self._settled.pop(frame_id))
         return self._answers[frame_id]
 
     def collect(self, frame_id: FrameId) -> Answer:
         """As `peek`, and forget it: each plan is collected once, and committed then."""
         answer = self.peek(frame_id)
         del self._answers[frame_id]
-        self.batch.go_back(frame_id)
+        if self.connector is not None:
+            self.batch.go_back(frame_id)
         return answer
+
+    def collect_arrays(self, frame_id: FrameId) -> tuple[np.ndarray, Mapping[RequestId, Logprobs]]:
+        """What a plan in arrays came to: a token of each row that samples [num_samples] int64, and
+        log probabilities of requests that want them. Waits for it."""
+        self._settle(frame_id)
+        frame = self._settled.pop(frame_id)
+        return frame.tokens, frame.logprobs
 
     def _choose(self, frame: Frame, hidden: torch.Tensor) -> None:
         """Choose a token wherever one is asked for: only there logits are computed."""
@@ -170,18 +304,61 @@ class Runner:
             start += scheduled.num_logits
         return mask_logits(logits, rows, masks)
 
-    def _settle(self) -> None:
-        """Bring the last plan's tokens home, and propose what may follow."""
-        frame, self._unsettled = self._unsettled, None
-        if frame is None:
-            return
-        logprobs = _get_logprobs(frame)
-        tokens = [] if frame.tokens is None else frame.tokens.tolist()
-        if NO_TOKEN in tokens:
+    def _settle(self, last: FrameId | None = None) -> None:
+        """Read the tokens of frames in flight, the oldest first, up to `last`; None: of all."""
+        with torch.inference_mode():
+            while self._unsettled and (last is None or self._unsettled[0].frame_id <= last):
+                frame = self._unsettled.popleft()
+                if isinstance(frame, Frame):
+                    self._settle_objects(frame)
+                else:
+                    self._settle_arrays(frame)
+
+    def _settle_arrays(self, frame: ArrayFrame) -> None:
+        """Read the tokens of a frame, and keep those of requests that have not left."""
+        batch, columns, index = self.batch, self.batch.columns, frame.index
+        if frame.incoming is not None:
+            tokens = frame.tokens = frame.incoming.wait()
+            self._expect_tokens(tokens)
+            is_here = columns.births[index] == frame.births
+            places = frame.places
+            if not is_here.all():
+                index, places, tokens = index[is_here], places[is_here], tokens[is_here]
+            batch.token_ids[index, places] = tokens
+            columns.num_pending[index] -= 1
+        if frame.logits is not None:
+            frame.logprobs = self._list_logprobs(frame, frame.logits)
+        self._settled[frame.frame_id] = frame
+
+    def _list_logprobs(self, frame: ArrayFrame, logits: torch.Tensor) -> dict[RequestId, Logprobs]:
+        """Log probabilities of the tokens of requests that want them."""
+        found: dict[RequestId, Logprobs] = {}
+        births = self.batch.columns.births[frame.index]
+        for at, row in enumerate(frame.index.tolist()):
+            request = self.batch.row_at[row]
+            if request is not None and births[at] == frame.births[at]:
+                num_top = request.wanted.params.logprobs
+                if num_top is not None:
+                    tokens = torch.from_numpy(frame.tokens[at : at + 1])
+                    tokens = tokens.to(logits.device)
+                    found[request.request_id] = get_logprobs(logits[at : at + 1], tokens, num_top)
+        return found
+
+    def _expect_tokens(self, tokens: np.ndarray) -> None:
+        if (tokens == NO_TOKEN).any():
             raise EngineError(
                 f"logits are not finite: the model overflows {self.model.weights.norm.dtype}; "
                 "give dtype = 'bfloat16' or 'float32'"
             )
+
+    def _settle_objects(self, frame: Frame) -> None:
+        """Read the tokens of a frame, and propose what may follow."""
+        logprobs = _get_logprobs(frame)
+        tokens: list[int] = []
+        if frame.tokens is not None:
+            read = Incoming(frame.tokens).wait()
+            self._expect_tokens(read)
+            tokens = read.tolist()
         start = 0
         for scheduled in frame.step:
             if scheduled.samples:
@@ -244,6 +421,16 @@ def _get_logprobs(frame: Frame) -> dict[RequestId, Logprobs]:
             )
         start = end
     return found
+
+
+def _tell_in_objects(frame: ArrayFrame) -> Answer:
+    """The answer to a plan in objects, which no observer saw."""
+    tokens: list[TokenIds] = [()] * len(frame.request_ids)
+    rows = range(len(tokens)) if frame.sampling is None else frame.sampling.tolist()
+    for row, token in zip(rows, frame.tokens.tolist(), strict=True):
+        tokens[row] = (token,)
+    sampled = tuple(map(RowTokens, frame.request_ids, tokens))
+    return Answer(Ran(frame.frame_id, (), sampled, {}), frame.logprobs)
 
 
 def _get_answer(frame: Frame, logprobs: dict[RequestId, Logprobs], is_async: bool) -> Answer:

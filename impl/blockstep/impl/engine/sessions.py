@@ -12,7 +12,7 @@ answer is what a request of its own would get whose prompt is all that was kept,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -26,7 +26,7 @@ from blockstep.spec.vocabulary import RequestId
 class Server(Protocol):
     """Who serves sessions."""
 
-    def step(self) -> list[Chunk]:
+    def step(self) -> Sequence[Chunk]:
         """Serve all requests for a step."""
         ...
 

@@ -7,21 +7,37 @@ step:  Schedule -> plan -> runner -> answer -> Commit -> outputs -> text, stop s
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import RLock
+from typing import Protocol, runtime_checkable
 
+import numpy as np
+
+from blockstep.impl.arrays import ArrayOutputs, ArrayPlan
+from blockstep.impl.device.dims import count_gpu_lanes
 from blockstep.impl.device.engine import DeviceEngine
 from blockstep.impl.engine.batch import Wanted
 from blockstep.impl.engine.connector import Connector
 from blockstep.impl.engine.errors import EngineError, RequestError
-from blockstep.impl.engine.loading import Loaded, Settings
+from blockstep.impl.engine.journal import CommitRan, PlanRan, StepRan
+from blockstep.impl.engine.loading import Loaded
 from blockstep.impl.engine.observer import FenceObserver, MakeObserver, Observer
-from blockstep.impl.engine.outputs import Chunk, Completion, Live, Output, begin_output, pick_drafts
+from blockstep.impl.engine.outputs import (
+    Chunk,
+    Completion,
+    Live,
+    Output,
+    StepChunks,
+    begin_output,
+    pick_drafts,
+)
 from blockstep.impl.engine.params import SamplingParams
-from blockstep.impl.engine.resident import LANES_ON_GPU, Resident
+from blockstep.impl.engine.resident import Resident
 from blockstep.impl.engine.runner import Answer, Logprobs
+from blockstep.impl.engine.settings import Settings
 from blockstep.impl.fastest import Scheduler, get_named
 from blockstep.spec.vocabulary import (
     Abort,
@@ -30,6 +46,7 @@ from blockstep.spec.vocabulary import (
     Drafts,
     Event,
     FinishReason,
+    FrameId,
     Observation,
     OutputRow,
     Outputs,
@@ -40,6 +57,23 @@ from blockstep.spec.vocabulary import (
     Schedule,
     Stats,
 )
+
+log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class ArrayScheduler(Protocol):
+    """A scheduler with doors for arrays, as the compiled engine has."""
+
+    def schedule_arrays(self) -> ArrayPlan | Rejected:
+        """As the event `Schedule`."""
+        ...
+
+    def commit_arrays(
+        self, frame_id: FrameId, token_ids: np.ndarray, counts: np.ndarray | None = None
+    ) -> ArrayOutputs | Rejected:
+        """As the event `Commit`."""
+        ...
 
 
 class Steps:
@@ -54,28 +88,39 @@ class Steps:
         self._connector = loaded.runner.connector
         self._check = check
         self._live: dict[RequestId, Live] = {}
-        self._frames: deque[Plan] = deque()
+        self._attended: set[RequestId] = set()
+        """Of them, those each of whose tokens is looked at when it is delivered."""
+        self._frames: deque[Plan | ArrayPlan] = deque()
         """Dispatched and not committed, oldest first."""
         self._completions: dict[RequestId, Completion] = {}
         self._num_requests = 0
+        self._has_told_of_host = False
+        """Whether it was logged that requests are served step by step."""
         self._lock = RLock()
         self._start()
+        if self._resident is not None:
+            self._resident.capture_all()
 
     def _start(self) -> None:
         """A scheduler that knows no request."""
         self.observer: Observer | None = None
         """Who watches, if anybody does."""
         self._resident: Resident | None = None
-        """Who runs what can stay on the device, if the scheduler lives there."""
+        """Runs bursts, if the scheduler lives on the device."""
         self._is_batch_old = False
-        """Whether the runner does not know what `_resident` has done."""
+        """Whether bursts have run since the runner saw the last plan."""
         self._scheduler: Scheduler | Observer
         if self._check is None:
             self._scheduler = self._make_scheduler(self.config)
         else:
             self._scheduler = self.observer = self._check(self.config, self._make_scheduler)
             if not isinstance(self.observer, FenceObserver):
-                self._resident = None
+                self._resident = None  # it must see every step
+        self._runner.is_observed = self.observer is not None
+        self._arrays: ArrayScheduler | None = None
+        """The scheduler, if it takes and gives arrays."""
+        if self.observer is None and isinstance(self._scheduler, ArrayScheduler):
+            self._arrays = self._scheduler
 
     def _make_scheduler(self, config: Config) -> Scheduler:
         settings, runner = self.settings, self._runner
@@ -85,12 +130,21 @@ class Steps:
         if runner.batch.device == "cpu":
             engine = DeviceEngine(config)
         else:
-            engine = DeviceEngine(config, lanes=LANES_ON_GPU)
-        if runner.connector is None and not runner.batch.adapters:
-            self._resident = Resident(engine, runner.model, settings.steps_per_fence)
+            # As many again may wait before tensors must be longer, and graphs captured anew.
+            slots = 2 * config.max_num_seqs
+            engine = DeviceEngine(config, lanes=count_gpu_lanes(config), slots=slots)
+        if runner.connector is None:
+            self._resident = Resident(
+                engine,
+                runner.model,
+                settings.steps_per_fence,
+                runner.batch.adapters,
+                # An observer compares states at each fence.
+                runs_ahead=self._check is None and runner.batch.device != "cpu",
+            )
         return engine
 
-    def step(self) -> list[Chunk]:
+    def step(self) -> Sequence[Chunk]:
         """Plan and run until an answer is due, and take it; what each request gained by it."""
         with self._whole():
             return self._step()
@@ -111,18 +165,22 @@ class Steps:
                 self._runner = self._runner.start_anew()
                 raise
 
-    def _step(self) -> list[Chunk]:
-        resident, live = self._resident, self._live.values()
-        if resident is not None and resident.is_free and live:
-            if all(one.wants_tokens_only for one in live):
+    def _step(self) -> Sequence[Chunk]:
+        resident = self._resident
+        if resident is not None and self._live:
+            if self._can_burst(resident):
+                if self._frames:  # a burst begins with none in flight
+                    return self._take_answer(self._frames.popleft())
                 return self._run_burst(resident)
+            unread = resident.take_unread()
+            if unread:
+                return self._take_burst(unread)
             self._tell_runner(resident.engine)
         chunks = [] if self._connector is None else self._hear_of_store(self._connector)
         while len(self._frames) < self.config.max_frames_in_flight:
-            plan = self._apply(Schedule())
-            assert isinstance(plan, Plan), "Schedule is answered with a Plan"
-            self._runner.dispatch(plan)
-            if not plan.rows:
+            plan = self._dispatch()
+            has_rows = len(plan) if isinstance(plan, ArrayPlan) else len(plan.rows)
+            if not has_rows:
                 if plan.preempted_req_ids and not self._frames:
                     continue  # the first in line gave its blocks up: now there is room for another
                 break
@@ -130,25 +188,79 @@ class Steps:
             if self.observer is not None:
                 self.observer.ran(self._runner.peek(plan.frame_id).ran)
         if self._frames:
-            return [*chunks, *self._take_answer(self._frames.popleft())]
+            answer = self._take_answer(self._frames.popleft())
+            return [*chunks, *answer] if chunks else answer
         is_waiting = not chunks and self._connector is not None and self._connector.wait()
         if self.has_unfinished_requests and not (chunks or is_waiting):
             raise EngineError(f"no progress: {len(self._live)} requests wait for nothing")
         return chunks
 
+    def _dispatch(self) -> Plan | ArrayPlan:
+        """Plan a step and start it: in arrays where the scheduler has them and nothing that is
+        served needs objects, which `Runner.needs_objects` says."""
+        if self._arrays is not None and not self._runner.needs_objects:
+            arrays = self._arrays.schedule_arrays()
+            if isinstance(arrays, Rejected):
+                raise EngineError(f"Schedule was refused: {arrays.code}: {arrays.detail}")
+            self._runner.dispatch_arrays(arrays)
+            self._attend(arrays.new_rows.values())
+            return arrays
+        plan = self._apply(Schedule())
+        assert isinstance(plan, Plan), "Schedule is answered with a Plan"
+        self._runner.dispatch(plan)
+        self._attend(new.request for new in plan.new)
+        return plan
+
+    def _attend(self, requests: Iterable[Request]) -> None:
+        """Note which requests that begin are attended (see `Live.is_attended`)."""
+        for request in requests:
+            if self._live[request.request_id].is_attended:
+                self._attended.add(request.request_id)
+
+    def _can_burst(self, resident: Resident) -> bool:
+        """Whether the next steps may stay on the device; if not, the log says once why."""
+        if not resident.is_free:
+            return False
+        needs = next((needs for one in self._live.values() if (needs := one.needs_host)), "")
+        if needs and not self._has_told_of_host:
+            self._has_told_of_host = True
+            log.warning(
+                "scheduler = 'device': a request asks for %s, so all requests are served step by "
+                "step by the host until it ends",
+                needs,
+            )
+        return not needs
+
     def _run_burst(self, resident: Resident) -> list[Chunk]:
-        """Some steps on the device, and what they came to."""
+        """Run some steps on the device; what each request gained by them."""
         self._is_batch_old = True
-        steps = resident.run()
+        steps = resident.run(self._runner.chosen)
         if isinstance(self.observer, FenceObserver):
             self.observer.fence(steps)
-        if not any(step.rows for step in steps) and not resident.num_preempted:
+        is_idle = not any(isinstance(step, PlanRan) and step.rows for step in steps)
+        if is_idle and not resident.num_preempted and not resident.was_ahead:
             raise EngineError(f"no progress: {len(self._live)} requests wait for nothing")
-        chunks = [self._deliver_all(step.outputs, {}) for step in steps]
-        return [chunk for of_step in chunks for chunk in of_step]
+        return self._take_burst(steps)
+
+    def _take_burst(self, steps: Sequence[StepRan]) -> list[Chunk]:
+        """Deliver what the commits of a burst brought, to each request at once."""
+        tokens: dict[RequestId, list[int]] = {}
+        last: dict[RequestId, OutputRow] = {}
+        for step in steps:
+            if isinstance(step, CommitRan):
+                for row in step.outputs.rows:
+                    tokens.setdefault(row.request_id, []).extend(row.new_token_ids)
+                    last[row.request_id] = row
+        rows = tuple(
+            OutputRow(
+                name, tuple(made), row.finish_reason, row.stop_token_id, row.num_cached_tokens
+            )
+            for (name, made), row in zip(tokens.items(), last.values(), strict=True)
+        )
+        return self._deliver_all(Outputs(rows), {})
 
     def _tell_runner(self, engine: DeviceEngine) -> None:
-        """Plans tell what changes from step to step; the runner has not seen the last ones."""
+        """Bring the runner up to date: it has not seen the plans of bursts."""
         if not self._is_batch_old:
             return
         self._is_batch_old = False
@@ -176,12 +288,39 @@ class Steps:
             self._deliver(row, logprobs) for row in outputs.rows if row.request_id in self._live
         ]
 
-    def _take_answer(self, plan: Plan) -> list[Chunk]:
+    def _take_answer(self, plan: Plan | ArrayPlan) -> Sequence[Chunk]:
+        if isinstance(plan, ArrayPlan):
+            return self._take_arrays(plan.frame_id)
         answer = self._runner.collect(plan.frame_id)
         outputs = self._apply(Commit(plan.frame_id, answer.ran.sampled, answer.transfers))
         chunks = self._deliver_all(outputs, answer.logprobs)
         self._propose(answer, {one.request_id for one in chunks if one.finish_reason is not None})
         return chunks
+
+    def _take_arrays(self, frame_id: FrameId) -> Sequence[Chunk]:
+        """Commit a frame in arrays. Rows get an object only where a request ends or is attended;
+        tokens of others stay in the batch until their output is asked for."""
+        assert self._arrays is not None, "it has planned the frame"
+        tokens, logprobs = self._runner.collect_arrays(frame_id)
+        outputs = self._arrays.commit_arrays(frame_id, tokens)
+        if isinstance(outputs, Rejected):
+            raise EngineError(f"Commit was refused: {outputs.code}: {outputs.detail}")
+        rows = set(outputs.ended)
+        if self._attended:
+            names = outputs.names.tolist()
+            rows.update(row for row, name in enumerate(names) if name in self._attended)
+        batch = self._runner.batch
+        index = batch.note_delivered(outputs.names.slots, outputs.num_cached_tokens)
+        told = sorted(rows)
+        batch.columns.num_late[index[told]] -= 1  # these take their token themselves
+        made = {row: self._deliver(outputs.build_row(row), logprobs) for row in told}
+        return StepChunks(outputs, made)
+
+    def _catch_up(self, name: RequestId, output: Output) -> None:
+        """Give an output the tokens that the batch keeps for it."""
+        tokens, num_cached = self._runner.batch.take_late(name, len(output.token_ids))
+        if tokens:
+            output.catch_up(tokens, num_cached)
 
     def _propose(self, answer: Answer, stopped: set[RequestId]) -> None:
         """Hand the drafts in that a grammar accepts, unless they stay with the runner."""
@@ -196,6 +335,7 @@ class Steps:
         """Take what a step brought to one request, and end it if it has enough."""
         name = row.request_id
         live = self._live[name]
+        self._catch_up(name, live.output)
         chunk = live.output.take(row, logprobs.get(name))
         if live.chunks is not None:
             live.chunks.append(chunk)
@@ -214,6 +354,7 @@ class Steps:
 
     def _end(self, name: RequestId, reason: FinishReason) -> None:
         live = self._live[name]
+        self._catch_up(name, live.output)
         self._forget(name)
         if live.completions is None:
             self._completions[name] = live.output.complete(reason)
@@ -222,7 +363,8 @@ class Steps:
 
     def _forget(self, name: RequestId) -> None:
         del self._live[name]
-        self._runner.chosen.pop(name, None)
+        self._attended.discard(name)
+        self._runner.end(name)
 
     def _apply(self, event: Event) -> Observation:
         """Give the scheduler an event that it cannot refuse."""
@@ -248,7 +390,7 @@ class Steps:
         return seed if params.seed is None else params.seed
 
     def _begin(self, request: Request, wanted: Wanted) -> Output:
-        self._runner.chosen[request.request_id] = wanted
+        self._runner.begin(request.request_id, wanted)
         return begin_output(self.tokenizer, request, wanted)
 
     def abort(self, *request_ids: RequestId) -> None:

@@ -1,14 +1,20 @@
-"""Transfer: what the host has made goes to the device, and the host does not wait for it.
+"""Transfer: numbers go from the host to the device and back, and neither side waits for the other.
 
-A copy from ordinary memory waits for all that the device was given before: the forward pass of the
-step, where the copy is of what is needed behind it. So each copy starts from pinned memory of its
-own. Nobody writes there again: torch gives it to somebody else only after the copy has run.
+A copy between the device and pageable memory waits for everything that the device was given before
+it, the forward pass of the step included. So every copy starts from, or ends in, pinned memory of
+its own. Nobody writes there again: torch reuses it only after the copy has run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
 import numpy as np
 import torch
+
+ALIGNMENT = 8
+"""Bytes: each array of a `Layout` begins at a multiple."""
 
 
 def to_device(values: np.ndarray, device: str | torch.device) -> torch.Tensor:
@@ -17,3 +23,84 @@ def to_device(values: np.ndarray, device: str | torch.device) -> torch.Tensor:
     if torch.device(device).type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Part(NamedTuple):
+    """One array in a piece of memory that holds several."""
+
+    first: int
+    """Byte where it begins."""
+    end: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The array, a view of `flat` [num_bytes] uint8."""
+        return flat[self.first : self.end].view(self.dtype).view(self.shape)
+
+
+class Layout:
+    """Where several arrays lie in one piece of memory, one behind the other."""
+
+    def __init__(self, arrays: Iterable[tuple[tuple[int, ...], torch.dtype]] = ()) -> None:
+        self.parts: list[Part] = []
+        self.num_bytes = 0
+        for shape, dtype in arrays:
+            self.add(shape, dtype)
+
+    def add(self, shape: tuple[int, ...], dtype: torch.dtype) -> Part:
+        """One more array behind the others; returns its place."""
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        part = Part(self.num_bytes, self.num_bytes + size, shape, dtype)
+        self.parts.append(part)
+        self.num_bytes += -(-size // ALIGNMENT) * ALIGNMENT
+        return part
+
+
+def send(
+    arrays: Sequence[np.ndarray], device: torch.device, into: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """The arrays on the device, brought there by one copy; on the CPU the arrays themselves.
+
+    `into` [num_bytes] uint8: memory of the device that receives them, from its beginning, in the
+    order and at the places of a `Layout`; it must be large enough. None: new memory.
+    """
+    tensors = [torch.from_numpy(array) for array in arrays]
+    if device.type == "cpu" and into is None:
+        return tensors
+    layout = Layout(
+        (array.shape, tensor.dtype) for array, tensor in zip(arrays, tensors, strict=True)
+    )
+    staged = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=True)
+    host = staged.numpy()
+    for array, part in zip(arrays, layout.parts, strict=True):
+        host[part.first : part.end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    if into is None:
+        flat = staged.to(device, non_blocking=True)
+    else:
+        flat = into[: layout.num_bytes]
+        flat.copy_(staged, non_blocking=True)
+    return [part.view(flat) for part in layout.parts]
+
+
+class Incoming:
+    """A tensor of the device that is on its way to the host."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Start the copy behind all that the current stream was given so far."""
+        self._event: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> np.ndarray:
+        """The tensor's values, once the device has come so far."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: np.ndarray = self._host.numpy()
+        return values

@@ -79,7 +79,7 @@ IN_EVERY_RELEASE = frozenset(
     {
         *(Capability.SNAPSHOT, Capability.PRIORITY, Capability.RESET, Capability.MULTIMODAL),
         *(Capability.ABORT, Capability.PIPELINE, Capability.EMBEDS, Capability.GROUPS),
-        Capability.ADAPTERS,
+        *(Capability.KINDS, Capability.ADAPTERS),
     }
 )
 """Listed, not all but some: what is new in Blockstep is in no release before somebody looked."""

@@ -1,0 +1,124 @@
+"""Mirror: the scheduler's state in the memory of a device, kept from burst to burst.
+
+Between two bursts only rows that the host wrote are copied: new requests, and commands. The whole
+state is copied to the device after the host has run a kernel of the scheduler itself, and to the
+host when something there asks for the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from blockstep.impl.device import layout
+from blockstep.impl.device.inbox import Inbox
+from blockstep.impl.engine.transfer import to_device
+
+
+class Mirror:
+    """The state of `inbox` as tensors on `device`; on a CPU they share the memory of the arrays."""
+
+    def __init__(self, inbox: Inbox, device: torch.device) -> None:
+        self.inbox, self.device = inbox, device
+        self.num_bytes_sent = 0
+        """Copied to the device so far."""
+        self.num_bytes_read = 0
+        """Copied to the host so far."""
+        self.state: Any = None
+        """The tensors; None before the first burst."""
+        self.num_makes = 0
+        """Times that the tensors were made anew, so that no graph that has them may be replayed."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether arrays and tensors have the same memory."""
+        return str(self.device) == "cpu"
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the tensors need no more than the rows that the host wrote."""
+        return self.state is not None and not self.inbox.is_ahead
+
+    @property
+    def arrays(self) -> layout.State:
+        """The tensors as arrays; they are in memory of the host."""
+        return layout.State(*(tensor.numpy() for tensor in self.state))
+
+    def send_all(self) -> None:
+        """Bring the tensors up to date with the host's arrays, which are not behind."""
+        inbox = self.inbox
+        own = [torch.from_numpy(array) for array in inbox.state]
+        if self.state is None or self._is_longer(own):
+            if not self.is_shared:
+                own = [array.to(self.device, copy=True) for array in own]
+            self.state = layout.State(*own)
+            self.num_makes += 1
+        elif not self.is_shared:
+            for kept, array in zip(self.state, own, strict=True):
+                kept.copy_(array)
+        if not self.is_shared:
+            self.num_bytes_sent += sum(array.nbytes for array in inbox.arrays)
+        inbox.is_ahead = False
+        inbox.written.clear()
+
+    def _is_longer(self, own: Sequence[torch.Tensor]) -> bool:
+        """Whether the host's arrays have been made anew, so that other tensors are needed."""
+        if self.is_shared:
+            return any(a.data_ptr() != b.data_ptr() for a, b in zip(self.state, own, strict=True))
+        return any(a.shape != b.shape for a, b in zip(self.state, own, strict=True))
+
+    def send_written(self) -> None:
+        """Copy the rows that the host wrote since the tensors were brought up to date."""
+        if not self.is_shared:
+            by_name: dict[str, set[int]] = {}
+            for name, row in self.inbox.written:
+                by_name.setdefault(name, set()).add(row)
+            for name, rows in by_name.items():
+                index = np.array(sorted(rows), np.int64)
+                self.send(name, index, getattr(self.inbox.arrays, name)[index])
+        self.inbox.written.clear()
+
+    def send(self, name: str, rows: np.ndarray, values: np.ndarray) -> None:
+        """Copy `values` into some rows of a tensor."""
+        index, new = to_device(rows, self.device), to_device(values, self.device)
+        getattr(self.state, name).index_copy_(0, index, new)
+        self.num_bytes_sent += rows.nbytes + values.nbytes
+
+    def send_row(self, name: str, values: np.ndarray) -> None:
+        """Copy `values` into the whole of a tensor of one dimension."""
+        getattr(self.state, name).copy_(to_device(values, self.device), non_blocking=True)
+        if not self.is_shared:
+            self.num_bytes_sent += values.nbytes
+
+    def read_all(self) -> None:
+        """Bring the host's arrays up to date with the tensors."""
+        self.send_written()
+        if self.is_shared:
+            return
+        for array, tensor in zip(self.inbox.arrays, self.state, strict=True):
+            torch.from_numpy(array).copy_(tensor)
+            self.num_bytes_read += array.nbytes
+
+
+class Reader:
+    """Copies a tensor to the host behind what the device was given, without waiting for it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type == "cpu":
+            self._kept = tensor.clone()
+            return
+        self._kept = torch.empty(tensor.shape, dtype=tensor.dtype).pin_memory()
+        self._kept.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self) -> np.ndarray:
+        """What was copied, as soon as it is there."""
+        if self._event is not None:
+            self._event.synchronize()
+        array: np.ndarray = self._kept.numpy()
+        return array

@@ -1,0 +1,90 @@
+"""Slots: how the tokens of each slot's request are chosen, in tensors on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from blockstep.impl.engine.adapters import NO_ADAPTER
+from blockstep.impl.engine.batch import Wanted
+from blockstep.impl.engine.transfer import to_device
+from blockstep.spec.vocabulary import Request, RequestId
+
+SEED, TOP_K, ADAPTER = range(3)
+
+
+class Sampling(NamedTuple):
+    """How the token of each row is sampled, as `blockstep.kernels.sample_tokens` takes it."""
+
+    temperature: torch.Tensor
+    """[n] float32; 0: greedy."""
+    top_k: torch.Tensor
+    """[n] int32"""
+    top_p: torch.Tensor
+    """[n] float32"""
+    min_p: torch.Tensor
+    """[n] float32"""
+    seeds: torch.Tensor
+    """[n] int64"""
+
+
+class SlotParams:
+    """Sampling parameters and adapters by slot; a request's are written when it is added.
+
+    Args:
+        num_slots: slots of the scheduler.
+        adapters: names of the model's adapters, in order.
+        device: where the tensors are.
+    """
+
+    def __init__(self, num_slots: int, adapters: Sequence[str], device: torch.device) -> None:
+        self._adapters = {name: number for number, name in enumerate(adapters)}
+        self._floats = np.zeros((3, num_slots), np.float32)
+        self._ints = np.zeros((3, num_slots), np.int64)
+        self._device = device
+        self._floats_there = torch.zeros((3, num_slots), dtype=torch.float32, device=device)
+        self._ints_there = torch.zeros((3, num_slots), dtype=torch.int64, device=device)
+
+    def put(self, requests: Mapping[int, Request], chosen: Mapping[RequestId, Wanted]) -> int:
+        """Write the rows of some slots, before the next burst; returns the bytes sent."""
+        if not requests:
+            return 0
+        slots = np.fromiter(requests, np.int64, len(requests))
+        for slot, request in requests.items():
+            wanted = chosen[request.request_id]
+            params = wanted.params
+            temperature = 0.0 if params.is_greedy else params.temperature
+            self._floats[:, slot] = temperature, params.top_p, params.min_p
+            adapter = NO_ADAPTER
+            if request.adapter is not None:
+                adapter = self._adapters[request.adapter]
+            self._ints[:, slot] = wanted.seed, params.top_k, adapter
+        index = to_device(slots, self._device)
+        floats = np.ascontiguousarray(self._floats[:, slots])
+        ints = np.ascontiguousarray(self._ints[:, slots])
+        self._floats_there.index_copy_(1, index, to_device(floats, self._device))
+        self._ints_there.index_copy_(1, index, to_device(ints, self._device))
+        num_bytes: int = slots.nbytes + floats.nbytes + ints.nbytes
+        return num_bytes
+
+    def has_adapters(self, slots: Sequence[int]) -> bool:
+        """Whether any of these requests has an adapter."""
+        return bool((self._ints[ADAPTER, slots] != NO_ADAPTER).any())
+
+    def get_adapters(self, slots: torch.Tensor) -> torch.Tensor:
+        """Adapters `[n]` int64 of slots `[n]`, `NO_ADAPTER` where there is none."""
+        return self._ints_there[ADAPTER][slots]
+
+    def get_sampling(self, slots: torch.Tensor) -> Sampling:
+        """The sampling parameters of slots `[n]`."""
+        temperature, top_p, min_p = self._floats_there[:, slots]
+        return Sampling(
+            temperature,
+            self._ints_there[TOP_K][slots].int(),
+            top_p,
+            min_p,
+            self._ints_there[SEED][slots],
+        )

@@ -1,0 +1,381 @@
+"""Staging: from the rows of the batch to what a forward pass runs on, and back.
+
+    host    token_ids, block_tables, columns --one copy--+         +--> tokens, when asked for
+                                                         v         |
+    device  tables, last_tokens -----------------> inputs -> pass -> tokens -> last_tokens
+
+Block tables live on the device and take the blocks of a step as differences. So does the last token
+of each row: the token that a frame in flight samples is fed to the next step on the device, and the
+host need not know it to launch that step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from blockstep.impl.engine.adapters import NO_ADAPTER
+from blockstep.impl.engine.graphs import DecodeGraph, GraphedModel
+from blockstep.impl.engine.model import Inputs, Model
+from blockstep.impl.engine.transfer import ALIGNMENT, send
+
+if TYPE_CHECKING:
+    from blockstep.impl.engine.batch import Batch, Wanted
+
+
+class Columns:
+    """Numbers of each row of the batch, [num_rows] each; int64 where nothing is said."""
+
+    __slots__ = (
+        "adapter", "births", "has_logprobs", "min_p", "num_blocks", "num_cached", "num_computed",
+        "num_known", "num_late", "num_pending", "num_prompt", "seeds", "slot", "temperature",
+        "top_k", "top_p",
+    )  # fmt: skip
+
+    def __init__(self, num_rows: int) -> None:
+        def zeros(dtype: type = np.int64) -> np.ndarray:
+            return np.zeros(num_rows, dtype)
+
+        self.num_prompt = zeros()
+        self.num_known = zeros()
+        """Tokens of prompt and outputs, those of frames in flight included."""
+        self.num_pending = zeros()
+        """The last of the known tokens, which the host has not read from the device."""
+        self.num_computed = zeros()
+        self.num_blocks = zeros()
+        """In each table."""
+        self.num_late = zeros()
+        """Delivered output tokens that `Output.token_ids` has not taken yet."""
+        self.num_cached = zeros()
+        """Prompt tokens that came from the prefix cache, of rows with late tokens."""
+        self.adapter = zeros()
+        self.slot = zeros()
+        """In the scheduler; -1 where it is not known."""
+        self.births = zeros()
+        """How many requests have had this row."""
+        self.has_logprobs = zeros(np.bool_)
+        """Whether the request wants log probabilities."""
+        self.temperature = zeros(np.float32)
+        """0 where the likeliest token is taken. It and the next four: see `sample_tokens`."""
+        self.top_p = zeros(np.float32)
+        self.min_p = zeros(np.float32)
+        self.top_k = zeros(np.int32)
+        self.seeds = zeros()
+
+    def start(self, index: int, num_prompt: int, adapter: int, wanted: Wanted) -> None:
+        """A request takes a row."""
+        birth, params = self.births[index] + 1, wanted.params
+        for name in self.__slots__:
+            getattr(self, name)[index] = 0
+        self.num_prompt[index], self.adapter[index] = num_prompt, adapter
+        self.slot[index], self.births[index] = -1, birth
+        self.has_logprobs[index] = params.logprobs is not None
+        if not params.is_greedy:
+            self.temperature[index], self.seeds[index] = params.temperature, wanted.seed
+            self.top_k[index], self.top_p[index] = params.top_k, params.top_p
+            self.min_p[index] = params.min_p
+
+    def grow(self) -> None:
+        """Twice as many rows."""
+        for name in self.__slots__:
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate((column, np.zeros_like(column))))
+
+    def take(self, index: int) -> Columns:
+        """One row, copied."""
+        taken = Columns(1)
+        for name in self.__slots__:
+            getattr(taken, name)[0] = getattr(self, name)[index]
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayStep:
+    """What the requests of a step do."""
+
+    index: np.ndarray
+    """[num_seqs] int64: rows of the batch, in the order of the plan."""
+    starts: np.ndarray
+    """[num_seqs] int64: position of the first token that runs."""
+    counts: np.ndarray
+    """[num_seqs] int64: tokens that run, at least 1 each."""
+    sampling: np.ndarray | None
+    """[num_samples] int64: which of the rows sample a token behind their last one; None: all."""
+
+    @property
+    def sampling_index(self) -> np.ndarray:
+        """[num_samples] int64: rows of the batch that sample."""
+        return self.index if self.sampling is None else self.index[self.sampling]
+
+
+class _Flat(NamedTuple):
+    """The tokens of a step, requests one behind the other; see `Inputs`."""
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    slot_mapping: np.ndarray
+    seq_lens: np.ndarray
+    query_start_loc: np.ndarray
+    adapters: np.ndarray
+    has_adapters: bool
+    max_query_len: int
+    max_seq_len: int
+
+
+DRAWS = ("temperature", "top_k", "top_p", "min_p", "seeds", "indices")
+"""The parameters of `sample_tokens`."""
+PADDING = (0, 0, -1, 1)
+"""Of token ids, positions, slots and lengths: a row that reads a key of the null block."""
+
+
+@dataclass(slots=True)
+class Staged:
+    """A step that is ready to run."""
+
+    inputs: Inputs
+    asking: torch.Tensor | None
+    """[num_samples] int64: tokens behind which one is sampled; None: behind each."""
+    rows: torch.Tensor
+    """[num_samples] int64: rows of the batch that sample."""
+    draws: Mapping[str, torch.Tensor]
+    """[num_samples] each: the parameters of `sample_tokens`."""
+    graph: DecodeGraph | None
+    """Whose inputs these are; None: the step runs without a graph."""
+
+
+class Staging:
+    """The batch's side of the device."""
+
+    def __init__(self, batch: Batch, device: str) -> None:
+        self._batch = batch
+        self._device = torch.device(device)
+        self._is_on_host = self._device.type == "cpu"
+        self._changed: list[tuple[np.ndarray, np.ndarray]] = []
+        """Rows and places of blocks that `_tables` does not have yet."""
+        shape = len(batch.block_tables), 0, batch.max_blocks
+        self._tables = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        """[num_groups, num_rows, max_blocks]; empty on a CPU, where the batch's own are used."""
+        self._last_tokens = torch.zeros(0, dtype=torch.int64, device=self._device)
+        """[num_rows]; what each row sampled last."""
+        self._greedy: dict[int, Mapping[str, torch.Tensor]] = {}
+        """By number of rows; see `_take_greedy`."""
+
+    def note_blocks(self, rows: np.ndarray, places: np.ndarray) -> None:
+        """Blocks were written to the batch's tables, in each group."""
+        if not self._is_on_host:
+            self._changed.append((rows, places))
+
+    def keep_tokens(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Keep the tokens that `rows` have sampled, for the next step.
+
+        A token that is none (`NO_TOKEN`) becomes 0: the host raises when it reads it, and until
+        then the model must find an embedding.
+        """
+        self._grow()
+        self._last_tokens.index_copy_(0, rows, tokens.clamp(min=0))
+
+    def build(self, step: ArrayStep, model: Model | None = None) -> Staged:
+        """The inputs of a pass over `step`, on the device.
+
+        Where a graph of `model` can run the pass, they are the buffers of that graph, and the rows
+        up to its size are padding.
+        """
+        index, counts, sampling = step.index, step.counts, step.sampling
+        num_seqs, made = len(index), self._flatten(step)
+        graph = None
+        if made.max_query_len == 1 and isinstance(model, GraphedModel):
+            graph = model.find_graph(num_seqs, made.has_adapters)
+        if graph is None:
+            size, into = num_seqs, None
+            arrays = [*made[:4], made.query_start_loc]
+            arrays += [made.adapters] if made.has_adapters else []
+        else:
+            size, into = graph.size, graph.flat
+            arrays = [_pad(one, size, value) for one, value in zip(made[:4], PADDING, strict=True)]
+            arrays += [_pad(made.adapters, size, NO_ADAPTER)] if graph.lays_out_adapters else []
+        num_base = len(arrays)
+        more: dict[str, np.ndarray] = {"rows": _pad(index, size, 0)}
+        if sampling is not None:
+            more["sampling"] = index[sampling]
+        if sampling is not None or made.max_query_len > 1:
+            lasts = np.cumsum(counts) - 1
+            more["asking"] = lasts if sampling is None else lasts[sampling]
+        self._add_fed(more, step)
+        self._add_draws(more, step)
+        self._add_blocks(more, into, arrays)
+        sent = send([*arrays, *more.values()], self._device, into)
+        named = dict(zip(more, sent[num_base:], strict=True))
+        tables = self._take_tables(named, made.max_seq_len, graph)
+        self._feed(named, sent[0][: len(made.token_ids)])
+        if graph is not None:
+            inputs = graph.inputs
+        else:
+            inputs = Inputs(
+                token_ids=sent[0],
+                positions=sent[1],
+                slot_mapping=sent[2],
+                block_tables=tables,
+                query_start_loc=sent[4],
+                seq_lens=sent[3],
+                max_query_len=made.max_query_len,
+                max_seq_len=made.max_seq_len,
+                adapters=sent[5] if made.has_adapters else None,
+            )
+        rows = named.get("sampling", named["rows"][:num_seqs])
+        if "seeds" in named:
+            draws: Mapping[str, torch.Tensor] = {name: named[name] for name in DRAWS}
+        else:
+            draws = self._take_greedy(len(rows))
+        return Staged(inputs, named.get("asking"), rows, draws, graph)
+
+    def _flatten(self, step: ArrayStep) -> _Flat:
+        """What the tokens of a step are and where they go, in the order of the rows."""
+        batch = self._batch
+        index, starts, counts = step.index, step.starts, step.counts
+        ends = starts + counts
+        max_query_len = int(counts.max())
+        adapters = batch.columns.adapter[index]
+        has_adapters = bool((adapters != NO_ADAPTER).any())
+        query_start_loc = np.zeros(len(index) + 1, np.int32)
+        counts.cumsum(out=query_start_loc[1:], dtype=np.int32)
+        of_token, positions = index, starts
+        if max_query_len > 1:
+            of_token, adapters = index.repeat(counts), adapters.repeat(counts)
+            offsets = (starts - query_start_loc[:-1]).repeat(counts)
+            positions = np.arange(len(offsets)) + offsets
+        tokens = batch.token_ids.reshape(-1).take(of_token * batch.width + positions)
+        size = batch.config.block_size
+        places = of_token * batch.max_blocks + positions // size
+        blocks = batch.block_tables.reshape(len(batch.block_tables), -1).take(places, 1)
+        return _Flat(
+            tokens.astype(np.int64),
+            positions,
+            blocks * np.int64(size) + positions % size,
+            ends.astype(np.int32),
+            query_start_loc,
+            adapters,
+            has_adapters,
+            max_query_len,
+            int(ends.max()),
+        )
+
+    def _add_fed(self, more: dict[str, np.ndarray], step: ArrayStep) -> None:
+        """Which tokens the host does not know: the last one of a row, sampled by a frame in flight.
+
+        `fed_at`: their places among the tokens; `fed_rows`: whose they are.
+        """
+        columns, index = self._batch.columns, step.index
+        lasts = columns.num_known[index] - 1
+        is_fed = (columns.num_pending[index] > 0) & (lasts < step.starts + step.counts)
+        if is_fed.any():
+            before = step.counts.cumsum() - step.counts
+            more["fed_at"] = (before + lasts - step.starts)[is_fed]
+            more["fed_rows"] = index[is_fed]
+
+    def _add_draws(self, more: dict[str, np.ndarray], step: ArrayStep) -> None:
+        """The parameters of `sample_tokens`, if any row draws its token."""
+        columns, index = self._batch.columns, step.sampling_index
+        temperature = columns.temperature[index]
+        if temperature.any():
+            more["temperature"] = temperature
+            for name in ("top_k", "top_p", "min_p", "seeds"):
+                more[name] = getattr(columns, name)[index]
+            more["indices"] = columns.num_known[index] - columns.num_prompt[index]
+
+    def _take_greedy(self, num_rows: int) -> Mapping[str, torch.Tensor]:
+        """The parameters of `sample_tokens` where all rows take the likeliest token: zeros."""
+        if num_rows not in self._greedy:
+            zeros = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
+            dtypes = {"seeds": torch.int64, "indices": torch.int64, "top_k": torch.int32}
+            self._greedy[num_rows] = {
+                name: zeros.view(dtypes.get(name, torch.float32))[:num_rows] for name in DRAWS
+            }
+        return self._greedy[num_rows]
+
+    def lacks_tokens(self, step: ArrayStep) -> bool:
+        """Whether a step needs the host to read tokens of frames in flight first.
+
+        A row is fed one token by the device, its last; here a row computes more that is pending.
+        """
+        columns, index = self._batch.columns, step.index
+        is_behind = step.starts < columns.num_known[index] - 1
+        return bool((is_behind & (columns.num_pending[index] > 1)).any())
+
+    def _feed(self, named: Mapping[str, torch.Tensor], token_ids: torch.Tensor) -> None:
+        """Put the tokens that the device has kept to their places among `token_ids`."""
+        if "fed_at" in named:
+            rows = named["fed_rows"]
+            if len(rows) == len(token_ids):
+                torch.index_select(self._last_tokens, 0, rows, out=token_ids)
+            else:
+                token_ids.index_copy_(0, named["fed_at"], self._last_tokens.index_select(0, rows))
+
+    def _add_blocks(
+        self, more: dict[str, np.ndarray], into: torch.Tensor | None, arrays: list[np.ndarray]
+    ) -> None:
+        """New blocks that the device's tables lack: `places` in all tables, and `blocks`.
+
+        They go ahead by a copy of their own if `into` has no room for them.
+        """
+        if not self._changed:
+            return
+        self._grow()
+        tables = self._batch.block_tables
+        rows = np.concatenate([rows for rows, _ in self._changed])
+        columns = np.concatenate([columns for _, columns in self._changed])
+        self._changed.clear()
+        places = np.arange(len(tables))[:, None] * tables[0].size + rows * tables.shape[2] + columns
+        found = {"places": places.reshape(-1), "blocks": tables[:, rows, columns].reshape(-1)}
+        num_bytes = sum(
+            -(-one.nbytes // ALIGNMENT) * ALIGNMENT
+            for one in [*arrays, *more.values(), *found.values()]
+        )
+        if into is None or num_bytes <= len(into):
+            more |= found
+        else:
+            sent = send([*found.values()], self._device)
+            self._tables.view(-1).index_copy_(0, *sent)
+
+    def _take_tables(
+        self, named: Mapping[str, torch.Tensor], max_seq_len: int, graph: DecodeGraph | None
+    ) -> torch.Tensor:
+        """Block tables of the rows of a step [num_groups, num_rows, blocks of the longest row]."""
+        batch = self._batch
+        num_blocks = -(-max_seq_len // batch.config.block_size)
+        if self._is_on_host:
+            tables = batch.block_tables[:, :, :num_blocks].take(named["rows"].numpy(), 1)
+            return torch.from_numpy(tables)
+        if "places" in named:
+            self._tables.view(-1).index_copy_(0, named["places"], named["blocks"])
+        given = self._tables[:, :, :num_blocks]
+        if graph is None:
+            return given.index_select(1, named["rows"])
+        tables = graph.inputs.block_tables[:, :, :num_blocks]
+        torch.index_select(given, 1, named["rows"], out=tables)
+        return tables
+
+    def _grow(self) -> None:
+        """As many rows as the batch has."""
+        shape = self._batch.block_tables.shape
+        if len(self._last_tokens) < shape[1]:
+            kept = self._last_tokens
+            self._last_tokens = torch.zeros(shape[1], dtype=torch.int64, device=self._device)
+            self._last_tokens[: len(kept)].copy_(kept)
+            if not self._is_on_host:
+                tables = self._tables
+                self._tables = torch.zeros(shape, dtype=torch.int32, device=self._device)
+                self._tables[:, : tables.shape[1]].copy_(tables)
+
+
+def _pad(values: np.ndarray, size: int, value: int) -> np.ndarray:
+    """An array [..., num_rows] with `value` behind it, up to [..., size]."""
+    num_rows = values.shape[-1]
+    if num_rows == size:
+        return values
+    padded = np.full((*values.shape[:-1], size), value, values.dtype)
+    padded[..., :num_rows] = values
+    return padded

@@ -1,0 +1,90 @@
+"""What a decode launches on a GPU, counted on a stand-in: kernels, and operations of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from engine_support.models import Checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+pytest.importorskip("triton", reason="Triton has no wheels but for Linux")
+if torch.cuda.is_available():
+    pytest.skip("the stand-in is for machines without a GPU", allow_module_level=True)
+
+from engine_support import standin
+from kernel_support.interpreter import speed_up
+
+from blockstep.impl.engine import LLM, SamplingParams
+from blockstep.impl.engine.model import Model
+
+speed_up()
+
+
+class Launches(TorchDispatchMode):  # type: ignore[misc]
+    """Names of what would run on the device, in order; views and allocations do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        aliases = [result.alias_info for result in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        if not is_view and not func.name().startswith("aten::empty"):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def count_launches() -> Iterator[list[str]]:
+    """Inside the `with`, the list grows by each launch."""
+    launch = standin.launch
+
+    def named(call: Any, executor: Any, *args: Any, **named: Any) -> None:
+        launches.names.append(executor.fn.__name__)
+        with _disable_current_modes():  # the interpreter works on tensors, too
+            launch(call, executor, *args, **named)
+
+    with patch.object(standin, "launch", named), Launches() as launches:
+        yield launches.names
+
+
+LAYER = [
+    "norm_kernel", "aten::mm", "rotate_kernel", "attention_kernel", "aten::mm",
+    "norm_kernel", "aten::mm", "gate_kernel", "aten::mm",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen3", "windows"])
+def test_a_layer_is_nine_launches(request: pytest.FixtureRequest, name: str) -> None:
+    """With norms of heads; with biases, and two KV groups. Attention is planned once per window."""
+    checkpoint: Checkpoint = request.getfixturevalue(name)
+    with standin.standin():
+        llm = LLM(
+            checkpoint.folder, device="cuda", block_size=4, num_blocks=30, max_model_len=84,
+            max_num_seqs=4,
+        )  # fmt: skip
+        llm.generate([[2, 3, 4, 5, 6], [7, 8]], SamplingParams(max_tokens=2, ignore_eos=True))
+        batch, model = llm._runner.batch, llm._runner.model
+        inputs = batch.build_inputs(list(batch.rows.values()), [5, 2], [6, 3])
+        with count_launches() as names:
+            Model.forward(model, inputs)
+    products = [one.replace("aten::addmm", "aten::mm") for one in names]
+    assert products.count("plan_kernel") == len(set(model.config.sliding_windows))
+    others = [one for one in products if one != "plan_kernel"]
+    assert others == ["aten::index.Tensor", *LAYER * model.config.num_layers, "norm_kernel"]
+
+
+def test_a_copy_is_counted() -> None:
+    """A negative control: the mistakes that this is about."""
+    with standin.standin(), count_launches() as names:
+        tensor = torch.zeros(2, 4, device="cuda")
+        torch.cat((tensor, tensor[:, ::2].contiguous()), dim=1).float().add_(1)
+    assert names == ["aten::zeros", "aten::clone", "aten::cat", "aten::add_.Tensor"]
