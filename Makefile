@@ -45,17 +45,19 @@ docs: $(DEV) ## Build the documentation into docs/_build/html
 	@$(BIN)/sphinx-build -q -W --keep-going -n -b html -d docs/_build/doctrees docs docs/_build/html
 	@echo "docs: docs/_build/html/index.html"
 
-bench: $(DEV) ## Run every benchmark (that of the kernels is part of `make gpu`)
-	@set -- $(filter-out benchmarks/_% benchmarks/kernels.py benchmarks/commands.py,$(wildcard benchmarks/*.py)); \
+NEEDING_A_GPU := $(addprefix benchmarks/,attention.py engine.py kernels.py)
+bench: $(DEV) ## Run every benchmark that needs no GPU (the others are parts of `make gpu`)
+	@set -- $(filter-out benchmarks/_% $(NEEDING_A_GPU) benchmarks/commands.py,$(wildcard benchmarks/*.py)); \
 	if [ $$# -eq 0 ]; then echo "make bench: no benchmark in benchmarks/" >&2; exit 1; fi; \
 	for script do echo "== $$script"; $(BIN)/python "$$script" $(ARGS) || exit; done
 
 # With the Python that has torch for this GPU, since .venv may hold torch for CPUs. SANITIZER names
-# compute-sanitizer where it is not on the path, and SANITIZER= leaves it out.
+# compute-sanitizer where it is not on the path, and SANITIZER= leaves it out. RESULTS names the folder
+# of the results.
 GPU_PYTHON ?= python3
 SANITIZER ?= compute-sanitizer
 export GPU_PYTHON SANITIZER
-gpu: ## Run kernels and engine compiled on a GPU: tests, compute-sanitizer, times (GPU_PYTHON=python3)
+gpu: ## Run kernels, scheduler and engine on a GPU in parts, and print the aims (GPU_PYTHON=python3)
 	@.ci/gpu $(ARGS)
 
 mutation: $(MEASURE) ## Mutate engine and specification and see who notices (hours; see its page)

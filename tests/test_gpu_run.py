@@ -1,6 +1,7 @@
-"""`make gpu` where there is no GPU: what it asks of a machine, runs, leaves out, and says of it.
+"""`make gpu` where there is no GPU: what its script asks of a machine, and how it goes on.
 
-The Python that it is given is a script which writes down how it was called.
+The Python that it is given is a script which writes down how it was called. What is run then is
+tested in tests/benchmarks/test_gpu.py.
 """
 
 from __future__ import annotations
@@ -14,104 +15,65 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from benchmarks.gpu.parts import TESTED
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / ".ci" / "gpu"
 PYTHON = """#!/bin/sh
-echo "python $* TRITON_INTERPRET=${TRITON_INTERPRET-unset} PYTHONPATH=$PYTHONPATH" \
+echo "TRITON_INTERPRET=${TRITON_INTERPRET-unset} PYTHONPATH=$PYTHONPATH" \
   "plugins=$PYTEST_DISABLE_PLUGIN_AUTOLOAD" >> "$LOG"
-echo "this is $*"
-[ "$1" = - ] && exit "${NO_GPU:-0}"
-[ "$2" = pytest ] && exit "${TESTS:-0}"
-exit 0
-"""
-SANITIZER = """#!/bin/sh
-echo "sanitizer $* caching=$PYTORCH_NO_CUDA_MEMORY_CACHING" >> "$LOG"
-exit "${SANITIZED:-0}"
+for argument do echo "[$argument]" >> "$LOG"; done
+[ "$1" = - ] && { echo '{"device": "a GPU"}'; exit "${NO_GPU:-0}"; }
+exit "${STATUS:-0}"
 """
 
 
 def run(folder: Path, *options: str, **environment: str) -> tuple[int, list[str], str]:
-    """Exit status, how everything was called, and what was said."""
-    for name, text in (("python", PYTHON), ("sanitizer", SANITIZER)):
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    log = folder / "log"
+    """Exit status, what the second call was given, and what was said."""
+    python, log = folder / "python", folder / "log"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
     done = subprocess.run(
         [SCRIPT, *options],
         env={
-            **os.environ, "LOG": str(log), "GPU_PYTHON": str(folder / "python"),
-            "SANITIZER": str(folder / "sanitizer"), "TRITON_INTERPRET": "1", "RESULTS": "",
-            "PYTHONPATH": "carried", **environment,
+            **os.environ, "LOG": str(log), "GPU_PYTHON": str(python), "TRITON_INTERPRET": "1",
+            "PYTHONPATH": "carried", "RESULTS": "", **environment,
         },
         capture_output=True,
         text=True,
         check=False,
     )  # fmt: skip
-    return done.returncode, log.read_text().splitlines()[1:], done.stderr
+    first, *lines = log.read_text().splitlines()
+    assert lines[0] == "[-]"
+    assert first.startswith("TRITON_INTERPRET=unset ")
+    return done.returncode, lines[1:], done.stderr
 
 
-def test_tests_sanitizer_and_times_are_run_on_compiled_kernels(tmp_path: Path) -> None:
-    status, calls, said = run(tmp_path, "-x")
+def test_what_is_run_is_told_of_the_machine_and_of_the_options(tmp_path: Path) -> None:
+    status, (_, *arguments), _ = run(tmp_path, "tests", "--again", "--", "-k", "a b")
     assert status == 0
-    tests, sanitizer, times = calls
-    assert tests.startswith("python -m pytest tests/kernels tests/impl/engine -x ")
-    assert "--error-exitcode" in sanitizer
-    assert sanitizer.endswith("caching=1")
-    assert times.startswith("python benchmarks/kernels.py --json benchmarks/results ")
-    for call in (tests, times):
-        assert "TRITON_INTERPRET=unset PYTHONPATH=spec:impl:kernels:conformance:carried " in call
-    assert said.splitlines() == [
-        f"make gpu: {part} passed" for part in ("tests", "compute-sanitizer", "times")
-    ]
+    assert arguments == [
+        "[-m]", "[benchmarks.gpu]", "[--about]", '[{"device": "a GPU"}]', "[--sanitizer]",
+        "[compute-sanitizer]", "[tests]", "[--again]", "[--]", "[-k]", "[a b]",
+    ]  # fmt: skip
 
 
-def test_no_plugin_of_that_python_can_fail_the_tests(tmp_path: Path) -> None:
-    _, (tests, *_), _ = run(tmp_path)
-    assert tests.endswith("plugins=1")
-
-
-def test_parts_can_be_run_apart_and_leave_what_they_say_in_a_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "made" / "here"
-    status, calls, said = run(tmp_path, "times", "tests", "-k", "times", RESULTS=str(folder))
-    assert status == 0
-    times, tests = calls
-    assert times.startswith(f"python benchmarks/kernels.py --json {folder} ")
-    assert tests.startswith("python -m pytest tests/kernels tests/impl/engine -k times ")
-    assert said.splitlines() == ["make gpu: times passed", "make gpu: tests passed"]
-    assert sorted(file.name for file in folder.iterdir()) == ["tests.txt", "times.txt"]
-    assert (folder / "tests.txt").read_text().startswith("this is -m pytest tests/kernels")
-
-
-def test_a_part_fails_whether_or_not_its_words_are_kept(tmp_path: Path) -> None:
-    status, _, said = run(tmp_path, "tests", TESTS="1", RESULTS=str(tmp_path))
-    assert status == 1
-    assert said.splitlines() == ["make gpu: tests FAILED (1)"]
-
-
-@pytest.mark.parametrize(
-    ("environment", "line"),
-    [
-        ({"TESTS": "1"}, "tests FAILED (1)"),
-        ({"SANITIZED": "3"}, "compute-sanitizer FAILED (3)"),
-        ({"SANITIZER": "/no/such/tool"}, "compute-sanitizer NOT RUN"),
-    ],
-)
-def test_a_part_that_fails_or_is_missing_fails_the_whole_and_hinders_no_other(
-    tmp_path: Path, environment: dict[str, str], line: str
+def test_kernels_are_compiled_and_no_plugin_of_that_python_can_fail_the_tests(
+    tmp_path: Path,
 ) -> None:
-    if "SANITIZER" in environment and Path("/usr/local/cuda/bin/compute-sanitizer").exists():
-        pytest.skip("the real one is found")
-    status, calls, said = run(tmp_path, **environment)
-    assert status == 1
-    assert f"make gpu: {line}" in said.splitlines()
-    assert calls[-1].startswith("python benchmarks/kernels.py")
+    _, (environment, *_), _ = run(tmp_path)
+    assert environment == (
+        "TRITON_INTERPRET=unset PYTHONPATH=spec:impl:kernels:conformance:carried plugins=1"
+    )
 
 
-def test_the_sanitizer_is_left_out_by_wish(tmp_path: Path) -> None:
-    status, calls, said = run(tmp_path, SANITIZER="")
-    assert (status, len(calls)) == (0, 2)
-    assert "make gpu: compute-sanitizer left out, as asked" in said.splitlines()
+def test_the_sanitizer_and_the_folder_are_named_by_the_environment(tmp_path: Path) -> None:
+    _, arguments, _ = run(tmp_path, SANITIZER="", RESULTS="/a folder")
+    assert arguments[5:] == ["[--sanitizer]", "[]", "[--results]", "[/a folder]"]
+
+
+def test_the_exit_status_is_that_of_what_was_run(tmp_path: Path) -> None:
+    assert run(tmp_path, STATUS="1")[0] == 1
 
 
 def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
@@ -152,7 +114,7 @@ def find_spec(name, package=None):
 importlib.util.find_spec = find_spec
 sys.meta_path.insert(0, Missing())
 import pytest
-sys.exit(pytest.main(["-q", "--collect-only", "tests/kernels", "tests/impl/engine"]))
+sys.exit(pytest.main(["-q", "--collect-only", *sys.argv[2:]]))
 """
 """What others need in turn is theirs to bring."""
 
@@ -171,7 +133,7 @@ def test_the_tests_import_nothing_that_is_not_asked_for() -> None:
     assert {"hypothesis", "z3", "xdist"} <= set(others)
     paths = [ROOT / wing for wing in ("spec", "impl", "kernels", "conformance")]
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, ",".join(others)], cwd=ROOT, capture_output=True,
+        [sys.executable, "-c", WITHOUT, ",".join(others), *TESTED], cwd=ROOT, capture_output=True,
         text=True, check=False, env={
             **os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
