@@ -236,7 +236,7 @@ def test_the_shrinker_works_at_each_equivalence(base: Any) -> None:
 
 def test_a_block_id_means_the_same_from_one_step_to_the_next() -> None:
     """No state says so, for each is compared on its own: the worker does."""
-    episode, _ = play(Restless, 400)
+    episode, _ = play(Restless, 800)
     assert episode.first.property_id in {"P3", "P4", "P26"}
 
 

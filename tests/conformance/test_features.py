@@ -187,7 +187,7 @@ def test_an_engine_is_never_given_what_it_lacks(name: str) -> None:
 
     assert find_lacking(Lacking(Config(num_blocks=8)).capabilities()) == (feature,)
     skipped = 0
-    for index in range(12):
+    for index in range(24):
         run, program, findings = play_episode(CheckOptions(preset="tiny"), index, Lacking)
         assert findings == []
         assert not feature.is_asked_by(program.config)

@@ -281,7 +281,7 @@ class WrongState(SpecEngine):
 
 
 def test_what_stands_behind_a_wrong_state_shows_when_the_state_is_hidden() -> None:
-    result = hunt(CheckOptions(max_events=400, seed=3), call_here(WrongState))
+    result = hunt(CheckOptions(max_events=400, seed=1), call_here(WrongState))
     first, second = result.defects
     assert first.first.property_id == "P1"
     assert second.first.sentence == "finish_reason_is_the_one_that_holds"
@@ -325,7 +325,7 @@ class Shares(Lengthens):
             Shares,
             [
                 ("P24", None),
-                ("P6", "attended_slot_is_of_the_same_adapter_salt_and_items"),
+                ("P3", "attended_slot_holds_the_right_prefix"),
                 ("P2", "written_block_is_in_one_place"),
             ],
         ),
@@ -337,7 +337,7 @@ def test_what_a_plan_out_of_shape_masks_is_told_by_itself(
     """Its sentence never comes first, and the line to reproduce it asks for it."""
     # Who comes back from a load has computed tokens, too, and that is no hit. Where admission
     # closes few have a hit.
-    options = CheckOptions(max_events=800, seed=5, without_features=("transfers", "tiers"))
+    options = CheckOptions(max_events=800, seed=31, without_features=("transfers", "tiers"))
     result = hunt(options, call_here(hide_state(engine)), scopes=["tiny"])
     seen = [(defect.first.property_id, defect.options.sentence) for defect in result.defects]
     assert seen == found
@@ -674,7 +674,7 @@ def test_each_line_to_reproduce_shows_its_finding(tmp_path: Path) -> None:
     """Also of an engine that does not live: the hunt goes on with another."""
     saved = tmp_path / "saved"
     saved.mkdir()
-    args = ("--budget", "400", "--seed", "1", "--save", str(saved))
+    args = ("--budget", "400", "--seed", "4", "--save", str(saved))
     sentences, _ = hunt_and_reproduce(tmp_path, "Broken", *args)
     assert sorted(sentences) == [
         "engine_answers_every_call",

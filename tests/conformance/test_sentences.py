@@ -905,6 +905,11 @@ def drafts_at_the_end() -> Play:
     return play.run(1).propose("A", 3, 0).do(Schedule())
 
 
+def answered_out_of_turn() -> Play:
+    """No plan in flight has this number; the specification refuses the answer."""
+    return Play().do(Submit(A), Schedule(), Commit(7, (RowTokens("A", (1,)),)))
+
+
 def otherwise_waiting(step: Step) -> Step:
     """B, which was preempted, is shown as one that waits, with another output."""
     return changed(step, "B", status=Status.WAITING, output_token_ids=(9,))
@@ -943,6 +948,13 @@ AT_SAFETY: list[Case] = [
 """The sentences of `JUDGED`, in their order."""
 OF_ANSWERS: list[Case] = [
     *brought.OF_ANSWERS,
+    ("rejected_event_changes_nothing", refused_with_a_cache, losing_a_key, same),
+    (
+        "stale_or_wrong_event_is_refused",
+        answered_out_of_turn,
+        nothing,
+        lambda s: replace(s, observation=Outputs((OutputRow("A", (1,)),))),
+    ),
     (
         "computed_tokens_are_in_blocks_that_are_held",
         delivering_to_the_preempted,

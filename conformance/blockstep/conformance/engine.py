@@ -58,7 +58,10 @@ class Capability(StrEnum):
     EMBEDS = "embeds"
     """It takes requests with `prompt_embeds`."""
     GROUPS = "groups"
-    """It takes `groups`: several KV-cache groups, windows and chunks."""
+    """It takes `groups`: several KV-cache groups, under full attention or a sliding window, in
+    blocks of one size."""
+    KINDS = "kinds"
+    """It takes groups of every kind, and of several block sizes; with GROUPS."""
     ADAPTERS = "adapters"
     """It takes `max_loras`: a cap on the different adapters among the requests that run."""
     SESSIONS = "sessions"

@@ -77,7 +77,10 @@ def generate_command(
     ] = SpecMethod.NONE,
     num_drafts: Annotated[int, typer.Option(help="Drafts of a step, with --speculate.")] = 4,
     draft_model: Annotated[Path | None, typer.Option(help="Folder of the draft model.")] = None,
-    depth: Annotated[int, typer.Option(min=1, help="Plans in flight; 2: asynchronous.")] = 1,
+    depth: Annotated[
+        int | None,
+        typer.Option(min=1, help="Plans in flight; 2: asynchronous. Default: 2 on a GPU, else 1."),
+    ] = None,
     scheduler: Scheduler = "fastest",
     check: Check = False,
     json_path: options.Json = None,

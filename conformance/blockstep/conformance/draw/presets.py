@@ -32,6 +32,7 @@ from blockstep.conformance.protocol.features import (
     GRAMMAR,
     GROUPS,
     KEYS,
+    KINDS,
     LATE,
     MASKS,
     MULTIMODAL,
@@ -146,6 +147,8 @@ def draw_swarm(
     """
     if policy is Policy.CONTINUUM:
         policy, wish = None, replace(wish, always=wish.always | {PINS.name})
+    if KINDS.name in wish.always:
+        wish = replace(wish, always=wish.always | {GROUPS.name})
     config = draw_config(preset, draw, max_depth, wish)
     is_storm = draw.chance(40 if is_judged_alone else 20)
     if is_storm and is_judged_alone and wish.decide(DRAFTS, draw.chance(50)):
@@ -210,13 +213,17 @@ def _draw_late(
             continue
         drawn.add(name)
         if feature is GROUPS:
-            config = draw_groups(config, draw, swarm.is_storm)
+            plain, config = config, draw_groups(config, draw, swarm.is_storm)
+            while KINDS.name in wish.always and not KINDS.is_asked_by(config):
+                config = draw_groups(plain, draw, swarm.is_storm)
+            if KINDS.name in wish.never:
+                config = KINDS.take_from(config)
         elif feature is ADAPTERS:
             config = replace(config, max_loras=draw.choice((1, 1, 2)))
         elif feature is ENCODER:
             config = draw_encoder(config, draw, swarm.is_storm)
             if CACHING.name not in wish.always and draw.chance(20):
-                has_groups = GROUPS.name not in wish.never and takes(GROUPS)
+                has_groups = takes(GROUPS) and not wish.never & {GROUPS.name, KINDS.name}
                 config = draw_beside(config, draw, has_groups)
                 drawn |= {GROUPS.name} if has_groups else set()
         elif feature is EVENTS:
@@ -256,6 +263,8 @@ def _goes_with(feature: Feature, config: Config, wish: Wish, *, has_policy: bool
         return False
     if feature is TRANSFERS and PINS.name in wish.always:
         return False
+    if feature in (TRANSFERS, FORKS, TIERS, MASKS) and KINDS.name in wish.always:
+        return feature.name in wish.always  # they leave groups of some kinds out
     if feature.name in wish.always:
         return True
     if feature is ADAPTERS:

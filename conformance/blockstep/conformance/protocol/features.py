@@ -74,6 +74,37 @@ class Feature:
         return settle_states(replace(thing, **self.config))  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KindsOfGroups(Feature):
+    """The row of groups that are neither of full attention nor of a window, or of larger blocks."""
+
+    def is_asked_by(self, thing: v.Config | v.Request) -> bool:
+        """See `Feature`."""
+        return isinstance(thing, v.Config) and any(
+            group.kind not in (v.GroupKind.FULL, v.GroupKind.SLIDING_WINDOW)
+            or group.block_size != thing.block_size
+            for group in thing.groups
+        )
+
+    def take_from(self, thing: T) -> T:
+        """See `Feature`: chunks become windows, states and what stands across go."""
+        if isinstance(thing, v.Request) or not self.is_asked_by(thing):
+            return thing
+        config = without_kind(without_states(thing), v.GroupKind.CROSS_ATTENTION)
+        groups = [
+            replace(
+                group,
+                kind=v.GroupKind.SLIDING_WINDOW,
+                sliding_window=group.attention_chunk_size,
+                attention_chunk_size=0,
+            )
+            if group.kind is v.GroupKind.CHUNKED_LOCAL
+            else group
+            for group in config.groups
+        ]
+        return resize_blocks(replace(config, groups=tuple(groups)), config.block_size)
+
+
 def without_states(config: v.Config) -> v.Config:
     """The config without its recurrent KV groups."""
     return without_kind(config, v.GroupKind.RECURRENT)
@@ -248,10 +279,21 @@ HOSTILE = Feature(
 )
 GROUPS = Feature(
     "groups",
-    "several KV-cache groups, each with a block table and a kind of attention of its own",
+    "several KV-cache groups, each with a block table, under full attention or a window",
     Capability.GROUPS,
     config={"groups": ()},
     situations=("groups_",),
+    properties=("P5", "P8"),
+)
+KINDS = KindsOfGroups(
+    "kinds",
+    "groups of every kind (chunks, recurrent layers, attention across), and of several block sizes",
+    Capability.KINDS,
+    config={"groups": ()},
+    situations=(
+        *("groups_of_three_kinds", "groups_larger_block_filled", "groups_chunk_left"),
+        *("groups_state_left", "groups_hit_of_a_state", "encoder_across_"),
+    ),
     properties=("P5", "P8"),
 )
 OF_FORKS = ("forks_", "rejected_bad_fork", "rejected_fork_in_flight")
@@ -367,7 +409,7 @@ CACHING = Feature(
 
 FEATURES: tuple[Feature, ...] = (
     *(PRIORITY, DRAFTS, ASYNC, PIPELINE, PAUSE, RESET, GRAMMAR, MULTIMODAL, EMBEDS, KEYS, STOPS),
-    *(ABORTS, HOSTILE, GROUPS, ADAPTERS, SESSIONS, MASKS, ENCODER, EVENTS, TRANSFERS, PINS),
+    *(ABORTS, HOSTILE, GROUPS, KINDS, ADAPTERS, SESSIONS, MASKS, ENCODER, EVENTS, TRANSFERS, PINS),
     *(FORKS, TIERS),
     CACHING,
 )
