@@ -248,28 +248,3 @@ def test_a_long_function_is_caught() -> None:
     body = "    pass\n" * (NUM_LINES_MAX - 1)
     assert find_long_functions(f"def f():\n{body}") == []
     assert find_long_functions(f"def f():\n{body}    pass") == [f"f: {NUM_LINES_MAX + 1} lines"]
-
-
-LIMITS = {"spec": 420, "impl": 450, "conformance": 450}
-"""Lines of a file, at most, by wing."""
-
-
-def find_long_files(house: Path) -> set[str]:
-    return {
-        file.relative_to(house).as_posix()
-        for wing, limit in LIMITS.items()
-        for file in (house / wing).rglob("*.py")
-        if len(file.read_text().splitlines()) > limit
-    }
-
-
-def test_no_file_is_longer_than_its_wing_allows() -> None:
-    assert find_long_files(HOUSE) == set()
-
-
-def test_a_long_file_is_caught(tmp_path: Path) -> None:
-    for wing, limit in LIMITS.items():
-        (tmp_path / wing).mkdir()
-        (tmp_path / wing / "short.py").write_text("pass\n" * limit)
-        (tmp_path / wing / "long.py").write_text("pass\n" * (limit + 1))
-    assert find_long_files(tmp_path) == {f"{wing}/long.py" for wing in LIMITS}
