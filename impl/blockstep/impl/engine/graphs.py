@@ -126,7 +126,6 @@ class GraphedModel(Model):
                 query_start_loc=self._starts[: size + 1],
                 seq_lens=parts[3],
                 max_query_len=1,
-                max_seq_len=self._num_positions,
                 adapters=parts[4] if has_adapters else None,
             )
             graph = DecodeGraph(size, inputs, self._flat, bool(self.adapters))

@@ -101,24 +101,3 @@ class Mirror:
         for array, tensor in zip(self.inbox.arrays, self.state, strict=True):
             torch.from_numpy(array).copy_(tensor)
             self.num_bytes_read += array.nbytes
-
-
-class Reader:
-    """Copies a tensor to the host behind what the device was given, without waiting for it."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if tensor.device.type == "cpu":
-            self._kept = tensor.clone()
-            return
-        self._kept = torch.empty(tensor.shape, dtype=tensor.dtype).pin_memory()
-        self._kept.copy_(tensor, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
-
-    def wait(self) -> np.ndarray:
-        """What was copied, as soon as it is there."""
-        if self._event is not None:
-            self._event.synchronize()
-        array: np.ndarray = self._kept.numpy()
-        return array

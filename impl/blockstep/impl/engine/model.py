@@ -53,8 +53,6 @@ class Inputs:
     """[num_seqs] int32: keys of each request, those of this step included."""
     max_query_len: int
     """An upper bound of the tokens of one request in this pass."""
-    max_seq_len: int
-    """An upper bound of `seq_lens`."""
     adapters: torch.Tensor | None = None
     """[num_tokens] int64: the number of each token's adapter, `NO_ADAPTER` for none; None: no token
     has one."""

@@ -45,7 +45,7 @@ from blockstep.impl.engine.journal import (
     JournalReader,
     StepRan,
 )
-from blockstep.impl.engine.mirror import Mirror, Reader
+from blockstep.impl.engine.mirror import Mirror
 from blockstep.impl.engine.model import Inputs, Model
 from blockstep.impl.engine.padded import (
     ADAPTER,
@@ -57,6 +57,7 @@ from blockstep.impl.engine.padded import (
     count_words,
 )
 from blockstep.impl.engine.slots import SlotParams
+from blockstep.impl.engine.transfer import Incoming
 from blockstep.kernels import sample_tokens
 from blockstep.spec.vocabulary import FrameId, PauseState, RequestId
 
@@ -107,7 +108,7 @@ class Burst:
     """Ended requests that its first plan tells of."""
     before: Summary
     """What was known of the state before it."""
-    reader: Reader
+    incoming: Incoming
 
 
 class Resident:
@@ -388,11 +389,11 @@ class Resident:
         self.num_bursts += 1
         lines = self._journal[: num_plans + self.num_frames, :, :widest]
         out = torch.cat((lines.flatten(), self._end_summary))
-        return Burst(width, num_plans, first_frame_id, names, told, before, Reader(out))
+        return Burst(width, num_plans, first_frame_id, names, told, before, Incoming(out))
 
     def _read(self, burst: Burst) -> list[StepRan]:
         """Wait for a burst; the engine lets go of requests that have ended."""
-        out = burst.reader.wait()
+        out = burst.incoming.wait()
         if not self.mirror.is_shared:
             self.mirror.num_bytes_read += out.nbytes
         split = len(out) - len(Summary._fields)
@@ -444,7 +445,6 @@ class Resident:
             query_start_loc=starts,
             seq_lens=state.seq_lens[:num_rows],
             max_query_len=num_tokens - num_rows + 1,
-            max_seq_len=config.max_model_len,
             adapters=self._params.get_adapters(slot_of) if has_adapters else None,
         )
         hidden = self.model.forward(inputs)[starts[1:].long() - 1]
@@ -578,7 +578,6 @@ class Resident:
             query_start_loc=self._starts[: key.width + 1],
             seq_lens=rows.ints[0],
             max_query_len=1,
-            max_seq_len=self.config.max_model_len,
             adapters=numbers[ADAPTER] if key.has_adapters else None,
         )
         # Not a model's own graph of a decode: this is recorded as a whole.

@@ -222,7 +222,6 @@ class Staging:
                 query_start_loc=sent[4],
                 seq_lens=sent[3],
                 max_query_len=made.max_query_len,
-                max_seq_len=made.max_seq_len,
                 adapters=sent[5] if made.has_adapters else None,
             )
         rows = named.get("sampling", named["rows"][:num_seqs])

@@ -86,13 +86,14 @@ def send(
 
 
 class Incoming:
-    """A tensor of the device that is on its way to the host."""
+    """A copy of a tensor of the device, on its way to the host."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """Start the copy behind all that the current stream was given so far."""
         self._event: torch.cuda.Event | None = None
-        self._host = tensor
-        if tensor.is_cuda:
+        if not tensor.is_cuda:
+            self._host = tensor.clone()
+        else:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
