@@ -460,7 +460,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--only", default="", metavar="WORD", help="cases whose name has it")
+    parser.add_argument(
+        "--only", default="", metavar="WORD", help="run cases with WORD in their name"
+    )
     parser.add_argument("--variants", action="store_true", help="time other tilings")
     parser.add_argument("--partition", action="store_true", help="print shares of programs")
     parser.add_argument("--json", type=Path, metavar="FILE")

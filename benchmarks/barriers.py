@@ -200,8 +200,11 @@ def play_drawn(run: int, features: tuple[str, ...] = ()) -> None:
 
 
 def separate(num_events: int) -> Separating:
-    """What each barrier orders, in so many drawn events, as many with several KV groups, and a
-    loop for every run of them."""
+    """Return the pairs of accesses that each barrier orders.
+
+    `num_events` events are drawn with one KV group and as many with several; each run of them is
+    followed by one loop without a host.
+    """
     watched = Separating()
     WATCHING.append(Numpied(watched))
     for run in range(-(-num_events // EVENTS)):

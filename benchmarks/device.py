@@ -284,7 +284,7 @@ def count(running: int) -> dict[str, float]:
 
 
 def replay(running: int, steps: int) -> list[float]:
-    """Microseconds of a step, the mean of each replay of a graph of `IN_GRAPH` of them.
+    """Return microseconds per step: for each replay of a graph of `IN_GRAPH` steps, their mean.
 
     A host needs longer to launch a graph of one step than the step takes, and an event behind each
     step would measure the host.

@@ -88,7 +88,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The model that is measured, and what one decode step has to read of it."""
+    """The measured model; computes the bytes that one decode step has to read."""
 
     folder: Path
     shape: Mapping[str, int]

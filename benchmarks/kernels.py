@@ -291,7 +291,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--only", default="", metavar="WORD", help="cases whose name has it")
+    parser.add_argument(
+        "--only", default="", metavar="WORD", help="run cases with WORD in their name"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE or folder")
     args = parser.parse_args()
     if not torch.cuda.is_available():

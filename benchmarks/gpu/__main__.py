@@ -76,7 +76,7 @@ def main(
     make_parts: Callable[..., list[Part]] = list_parts,
     aims: Sequence[Aim] = AIMS,
 ) -> int:
-    """Run the parts that are asked for, and print what became of them."""
+    """Run the named parts, print what became of each and the aims; return the exit status."""
     own, for_pytest = split_options(arguments)
     parser = make_parser()
     options = parser.parse_args(own)

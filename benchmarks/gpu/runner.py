@@ -60,7 +60,7 @@ class Result:
 
     @property
     def is_failure(self) -> bool:
-        """Whether the whole run has not passed because of it."""
+        """Whether this result makes the whole run fail."""
         return self.status in (FAILED, STOPPED, NOT_RUN)
 
 

@@ -228,7 +228,9 @@ def sanitize() -> Iterator[Sanitizer]:
         return atomic(self, operation, pointers, value, mask, order, scope)
 
     def refused(self: Any, *args: Any) -> Any:
-        raise NotImplementedError("the sanitizer does not know kernels that wait for each other")
+        raise NotImplementedError(
+            "the sanitizer does not model atomic_cas: use atomic_add or atomic_xchg, acq_rel"
+        )
 
     with (
         patch.multiple(

@@ -91,10 +91,10 @@ def judge_answer(
 ) -> Iterator[Finding]:
     """What is wrong with an answer of the right kind.
 
-    `live` are those who have not ended, `said` is what was delivered to them, both before it;
-    `dropped` rows of frames in flight that sample for a chunk of a session that is over. Of those
-    who are `failing` a load has failed by this event; of the `doubtful` ones perhaps, too. An abort
-    of those who are `ending` was answered already, and ends them with the next plan.
+    `live`: requests that have not ended, and `said`: the tokens delivered to them, both before the
+    event. `dropped`: rows of frames in flight that sample for a chunk of a session that is over.
+    `failing`: requests whose load fails by this event; `doubtful`: requests whose load may fail by
+    it. `ending`: requests whose abort was answered already; the next plan ends them.
     """
     match event, seen:
         case v.Schedule(), v.Plan() as plan:

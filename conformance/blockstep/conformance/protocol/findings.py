@@ -9,9 +9,9 @@ from pathlib import Path
 from traceback import extract_tb
 
 ERROR_CHARS_MAX = 500
-"""Of the text of what an engine raised, so much is shown."""
+"""Characters of an engine's exception that a report shows, at most."""
 FRAMES_MAX = 5
-"""Of the calls in which an engine raised, so many are shown."""
+"""Innermost calls of an engine's exception that a report shows, at most."""
 _HARNESS = re.compile(r"blockstep[/\\]conformance[/\\](lockstep|recorded|search|explore)[/\\]")
 
 

@@ -156,7 +156,7 @@ def _are_signals_known(
         transfers: What is reported.
         ending: Who ends for invalid blocks in the same report: of whom a load has come already,
             is then gone.
-        over: Who ends by the answer that the report comes with.
+        over: Requests that end by the answer that brings the report.
     """
     requests, gone = run.scheduler.requests, set()
     received = run.scheduler.finished_recving_kv_req_ids
