@@ -12,6 +12,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -27,6 +28,10 @@ NUM_WARM_UPS = 1
 ROOM_PER_ROW = 40
 """Bytes behind the inputs of a graph, for each row and group, and twice more for each row: which
 rows sample and how, which tokens the device feeds, and new blocks."""
+PADDING: Final = {
+    "token_ids": 0, "positions": 0, "slot_mapping": -1, "seq_lens": 1, "adapters": NO_ADAPTER,
+}  # fmt: skip
+"""Fields of `Inputs` in a padding row: it reads one key of the null block and writes nothing."""
 log = logging.getLogger(__name__)
 
 
@@ -148,10 +153,7 @@ class GraphedModel(Model):
     def _fill(self, inputs: Inputs, filled: Inputs) -> None:
         """Copy `inputs` to those of a graph; the rows behind them become padding."""
         num_seqs = len(inputs.seq_lens)
-        for name, padding in (
-            ("token_ids", 0), ("positions", 0), ("slot_mapping", -1), ("seq_lens", 1),
-            ("adapters", NO_ADAPTER),
-        ):  # fmt: skip
+        for name, padding in PADDING.items():
             buffer = getattr(filled, name)
             if buffer is not None:
                 buffer[..., :num_seqs].copy_(getattr(inputs, name))
@@ -181,10 +183,8 @@ class GraphedModel(Model):
         multiplied on. Calls of other threads (a KV store's) do not invalidate the capture.
         """
         inputs = graph.inputs
-        for tensor, padding in (
-            (inputs.token_ids, 0), (inputs.positions, 0), (inputs.slot_mapping, -1),
-            (inputs.seq_lens, 1), (inputs.adapters, NO_ADAPTER),
-        ):  # fmt: skip
+        for name, padding in PADDING.items():
+            tensor = getattr(inputs, name)
             if tensor is not None:
                 tensor.fill_(padding)
         for _ in range(NUM_WARM_UPS):

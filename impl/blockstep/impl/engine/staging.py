@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from blockstep.impl.engine.adapters import NO_ADAPTER
-from blockstep.impl.engine.graphs import DecodeGraph, GraphedModel
+from blockstep.impl.engine.graphs import PADDING, DecodeGraph, GraphedModel
 from blockstep.impl.engine.model import Inputs, Model
-from blockstep.impl.engine.transfer import ALIGNMENT, send
+from blockstep.impl.engine.transfer import Layout, send
 
 if TYPE_CHECKING:
     from blockstep.impl.engine.batch import Batch, Wanted
@@ -128,8 +128,6 @@ class _Flat(NamedTuple):
 
 DRAWS = ("temperature", "top_k", "top_p", "min_p", "seeds", "indices")
 """The parameters of `sample_tokens`."""
-PADDING = (0, 0, -1, 1)
-"""Of token ids, positions, slots and lengths: a row that reads a key of the null block."""
 
 
 @dataclass(slots=True)
@@ -195,8 +193,10 @@ class Staging:
             arrays += [made.adapters] if made.has_adapters else []
         else:
             size, into = graph.size, graph.flat
-            arrays = [_pad(one, size, value) for one, value in zip(made[:4], PADDING, strict=True)]
-            arrays += [_pad(made.adapters, size, NO_ADAPTER)] if graph.lays_out_adapters else []
+            arrays = [_pad(getattr(made, name), size, PADDING[name]) for name in made._fields[:4]]
+            arrays += (
+                [_pad(made.adapters, size, PADDING["adapters"])] if graph.lays_out_adapters else []
+            )
         num_base = len(arrays)
         more: dict[str, np.ndarray] = {"rows": _pad(index, size, 0)}
         if sampling is not None:
@@ -329,11 +329,8 @@ class Staging:
         self._changed.clear()
         places = np.arange(len(tables))[:, None] * tables[0].size + rows * tables.shape[2] + columns
         found = {"places": places.reshape(-1), "blocks": tables[:, rows, columns].reshape(-1)}
-        num_bytes = sum(
-            -(-one.nbytes // ALIGNMENT) * ALIGNMENT
-            for one in [*arrays, *more.values(), *found.values()]
-        )
-        if into is None or num_bytes <= len(into):
+        layout = Layout.of([*arrays, *more.values(), *found.values()])
+        if into is None or layout.num_bytes <= len(into):
             more |= found
         else:
             sent = send([*found.values()], self._device)

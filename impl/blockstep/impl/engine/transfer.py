@@ -48,6 +48,11 @@ class Layout:
         for shape, dtype in arrays:
             self.add(shape, dtype)
 
+    @classmethod
+    def of(cls, arrays: Sequence[np.ndarray]) -> Layout:
+        """The layout of arrays in their order, as `send` writes them."""
+        return cls((array.shape, torch.from_numpy(array).dtype) for array in arrays)
+
     def add(self, shape: tuple[int, ...], dtype: torch.dtype) -> Part:
         """One more array behind the others; returns its place."""
         size = dtype.itemsize
@@ -67,12 +72,9 @@ def send(
     `into` [num_bytes] uint8: memory of the device that receives them, from its beginning, in the
     order and at the places of a `Layout`; it must be large enough. None: new memory.
     """
-    tensors = [torch.from_numpy(array) for array in arrays]
     if device.type == "cpu" and into is None:
-        return tensors
-    layout = Layout(
-        (array.shape, tensor.dtype) for array, tensor in zip(arrays, tensors, strict=True)
-    )
+        return [torch.from_numpy(array) for array in arrays]
+    layout = Layout.of(arrays)
     staged = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=True)
     host = staged.numpy()
     for array, part in zip(arrays, layout.parts, strict=True):
