@@ -258,7 +258,7 @@ def time_peers(turns: Sequence[Inputs], row: dict[str, Any]) -> Iterator[str]:
 
 
 def list_variants() -> dict[str, dict[str, Any]]:
-    """What differs from the chosen tilings: fields of `few`, or of `many`, whose names begin so."""
+    """Return variants by name: fields of the tiling, `few` or `many`, that the name begins with."""
     few, many = rule.FEW, rule.MANY
     return {
         "few chosen": {},

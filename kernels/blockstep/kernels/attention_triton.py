@@ -549,7 +549,7 @@ def finish_splits(
 ):  # fmt: skip
     """Store the result of a query tile if these are all splits; else store what is known of them.
 
-    Whoever counts the last split merges all.
+    The program that counts the last split merges all.
     """
     step, head, is_row = find_rows(m, query_len, local, group, GROUP, PART, BLOCK_Q)
     num_new = stop - split

@@ -79,7 +79,7 @@ GPU_LANES: Final = {64: 64, 256: 256, 1_024: 256, 4_096: 1_024}
 def make_dims(
     config: Config, slots: int = 16, stops: int = 4, lanes: int = LANES, nodes: int = 0
 ) -> Dims:
-    """The dims of a config, with room for so many unfinished requests and nodes."""
+    """Return the dims of a config, with room for `slots` unfinished requests and `nodes` nodes."""
     size, running = config.block_size, count_running(config)
     rows = _power_of_two(running) if lanes <= LANES else round_rows(running)
     longest = -(-config.max_model_len // size) + 1
@@ -139,7 +139,7 @@ def count_span(config: Config, group: KVGroup) -> int:
 
 
 def count_most_blocks(config: Config, num_slots: int) -> int:
-    """Blocks that a request of so many slots holds at once, at most, in all groups (P11)."""
+    """Return the most blocks that a request of `num_slots` slots holds in all groups (P11)."""
     most = 0
     for group in config.kv_groups:
         held = min(count_span(config, group), num_slots) if group.sliding_window else num_slots

@@ -51,7 +51,7 @@ class Inbox:
         self.spare_nodes = 0
         """While the arrays are behind: unused nodes that neither steps nor commands will take."""
         self.added: list[int] = []
-        """Slots of requests that were added; who serves them takes them from the list."""
+        """Slots of added requests; a burst removes them from the list when it serves them."""
         self.slot_of: dict[RequestId, int] = {}
         self.requests: dict[int, Request] = {}
         """By slot."""

@@ -111,10 +111,10 @@ CONTROL_COLUMNS: Final = 7
 
 # Numbers of `steady`, which say whether the next step may go the short way; see `steady.py`.
 STEADY_PLANS: Final = 0
-"""The last so many plans have the same rows, all that runs, one sampled token each; at most one
-more than frames can be in flight."""
+"""Number of last plans with the same rows: all running requests, one sampled token each. It is at
+most one more than the frames that can be in flight."""
 STEADY_ROWS: Final = 1
-"""Rows of each of them."""
+"""Rows of each of these plans."""
 STEPS_LEFT: Final = 2
 """Steps in which no request reaches a length that changes its plan."""
 HAS_WAITING: Final = 3
@@ -178,7 +178,7 @@ class State(NamedTuple):
     held: Any
     """The length of its block table, null blocks included."""
     published: Any
-    """Blocks of it that were made findable, or hit."""
+    """Blocks of the request that were published, or hit."""
     left: Any
     """Null blocks at the beginning of its table: no token that is still to come reads them."""
     step_first: Any

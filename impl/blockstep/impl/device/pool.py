@@ -123,7 +123,7 @@ def touch_hits(s, slot, group, first, count, d):
 
 @triton.jit
 def make_ring_room(s, count, d):
-    """See to it that so many blocks can be appended to the free queue."""
+    """Compact the ring if fewer than `count` blocks can be appended to the free queue."""
     if tl.load(s.tail) - tl.load(s.head) + count > d.ring:
         close_holes(s, d)
 
@@ -156,7 +156,7 @@ def let_go(s, line, first, last, tail, d):
 def free_blocks(s, slot, d):
     """Let go of all tables of a request, group by group; their prefixes are evicted last.
 
-    Under full attention who runs holds a block at least, so the loop of `let_go` goes round, and
+    Under full attention a running request holds a block at least, so the loop of `let_go` runs, and
     its barrier stands between what is loaded before it and stored behind it.
     """
     most = 0

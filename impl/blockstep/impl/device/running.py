@@ -50,14 +50,14 @@ def count_tokens(s, slot, live, d):
 
 @triton.jit
 def find_end(s, slot, tokens, live, d):
-    """[n] of the slots [n]: slots of paged memory for so many tokens and the lookahead (P8)."""
+    """[n] of the slots [n]: slots of paged memory for `tokens` and the lookahead (P8)."""
     end = tl.load(s.computed + slot, mask=live, other=0) + tokens + d.num_lookahead
     return tl.minimum(end, d.max_model_len)
 
 
 @triton.jit
 def count_blocks(s, slot, tokens, live, d):
-    """[n] of the slots [n]: new blocks of the first group for so many tokens (P8)."""
+    """[n] of the slots [n]: new blocks of the first group for `tokens` (P8)."""
     end = find_end(s, slot, tokens, live, d)
     return tl.where(live & (tokens > 0), count_lacking(s, slot, end, live, d), 0)
 

@@ -6,7 +6,7 @@ In the order of the data: `fields`, `config`, `rope`, `checkpoint` and `lora` (w
 `speculation` (drafts), `graphs` and `runner` (running plans), `settings`, `loading`, `prompts`,
 `text`, `outputs`, `steps`, `beams`, `branches`, `sessions` and `llm` (what a user sees); `store`,
 `remote`, `moves` and `connector` keep KV beside the cache and bring it back; `transfer` is how
-numbers go to a GPU and back, `observer` is for those who want to watch.
+numbers go to a GPU and back, `observer` is the protocol of a checker.
 """
 
 from blockstep.impl.engine.beams import BeamSequence

@@ -220,8 +220,10 @@ class Batch:
         return step
 
     def apply_arrays(self, plan: ArrayPlan, chosen: Mapping[RequestId, Wanted]) -> ArrayStep:
-        """As `apply`, for a plan without drafts in arrays: no object is made for a row that only
-        goes on. `chosen` as there."""
+        """Take the differences of a plan in arrays, which has no drafts; see `apply`.
+
+        No object is made for a row that neither begins nor ends.
+        """
         self._leave(plan.finished_req_ids, plan.preempted_req_ids)
         index = self._get_index(plan, chosen)
         columns = self.columns

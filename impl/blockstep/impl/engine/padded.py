@@ -36,7 +36,7 @@ TOKEN, IS_FED, POSITION, ADAPTER, SLOT, INDEX, ROW, FEED, LINE, SEED, SLOT_MAPPI
 
 
 def count_words(groups: int, table: int) -> int:
-    """Words of 32 bits in a row, with tables of `table` blocks in so many KV groups."""
+    """Words of 32 bits in a row, with a table of `table` blocks in each of `groups` KV groups."""
     return 2 * _count_numbers(groups) + groups * table + 5
 
 

@@ -67,12 +67,13 @@ class Settings:
     enable_async_kv_loads: bool = False
     """Whether others are served while KV is loaded; otherwise the step waits for it."""
     swap_min_tokens: int | None = None
-    """Who is preempted with so many computed tokens has their KV saved in the store; 0: nobody has.
-    None: from where on it is cheaper than to compute it again, by `swap_speeds`."""
+    """Computed tokens from which on the KV of a preempted request is saved in the store; 0: never.
+    None: where saving is cheaper than to compute again, by `swap_speeds`."""
     swap_speeds: SwapSpeeds | None = None
     """What was measured here of store and model; None: not known, and nothing is saved."""
     admission_low_blocks: int = 0
-    """Below so many free blocks nobody is admitted, until there are `admission_high_blocks`."""
+    """Below this number of free blocks no request is admitted until there are
+    `admission_high_blocks`."""
     admission_high_blocks: int = 0
     """0: admission stays open."""
     scheduler: str = "fastest"

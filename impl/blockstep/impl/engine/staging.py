@@ -142,7 +142,7 @@ class Staged:
     draws: Mapping[str, torch.Tensor]
     """[num_samples] each: the parameters of `sample_tokens`."""
     graph: DecodeGraph | None
-    """Whose inputs these are; None: the step runs without a graph."""
+    """The graph that these are the inputs of; None: the step runs without a graph."""
 
 
 class Staging:
@@ -265,7 +265,7 @@ class Staging:
     def _add_fed(self, more: dict[str, np.ndarray], step: ArrayStep) -> None:
         """Which tokens the host does not know: the last one of a row, sampled by a frame in flight.
 
-        `fed_at`: their places among the tokens; `fed_rows`: whose they are.
+        `fed_at`: their places among the tokens; `fed_rows`: their rows of the batch.
         """
         columns, index = self._batch.columns, step.index
         lasts = columns.num_known[index] - 1

@@ -89,7 +89,7 @@ class Steps:
         self._check = check
         self._live: dict[RequestId, Live] = {}
         self._attended: set[RequestId] = set()
-        """Of them, those each of whose tokens is looked at when it is delivered."""
+        """Live requests whose tokens are each looked at when they are delivered."""
         self._frames: deque[Plan | ArrayPlan] = deque()
         """Dispatched and not committed, oldest first."""
         self._completions: dict[RequestId, Completion] = {}

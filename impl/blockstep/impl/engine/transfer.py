@@ -2,7 +2,7 @@
 
 A copy between the device and pageable memory waits for everything that the device was given before
 it, the forward pass of the step included. So every copy starts from, or ends in, pinned memory of
-its own. Nobody writes there again: torch reuses it only after the copy has run.
+its own. Nothing is written there again: torch reuses it only after the copy has run.
 """
 
 from __future__ import annotations
