@@ -177,7 +177,7 @@ def test_the_host_can_do_everything_that_conformance_asks_for() -> None:
     config = Config(num_blocks=2)
     assert HostEngine(config).capabilities() == ALL_CAPABILITIES
     lacking = {"groups", "common prefix", "adapters", "masks", "sessions", "encoder", "events"}
-    lacking |= {"transfers", "pins", "forks", "tiers"}
+    lacking |= {"kinds", "transfers", "pins", "forks", "tiers"}
     assert CompiledEngine(config).capabilities() == ALL_CAPABILITIES - lacking
 
 

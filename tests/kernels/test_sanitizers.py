@@ -281,14 +281,14 @@ def test_the_memory_of_another_tensor_is_out_of_bounds_too() -> None:
     assert not nobody.data.any()
 
 
-def test_a_kernel_that_may_wait_for_another_program_is_not_passed_unjudged(
+def test_an_atomic_that_the_sanitizer_does_not_model_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from triton.runtime.errors import InterpreterError
 
     reset = "tl.atomic_xchg(counter, 0)"
     plant(monkeypatch, tmp_path, "attention", reset, "tl.atomic_cas(counter, 1, 0)")
-    refused = pytest.raises(InterpreterError, match="does not know kernels that wait")
+    refused = pytest.raises(InterpreterError, match="does not model atomic_cas")
     with use_backend("triton"), sanitize(), refused:
         attend_split()
 
