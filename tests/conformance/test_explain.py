@@ -17,25 +17,30 @@ from blockstep.conformance.engine import EQUIVALENCES, Capability
 from blockstep.conformance.judge.answers import ASKED_OF_ANSWERS, JUDGED
 from blockstep.conformance.judge.properties import PROPERTIES
 from blockstep.conformance.judge.witnesses import WITNESSES
+from blockstep.conformance.lockstep.score import Aspect
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.protocol.features import FEATURES
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import write_program
 from blockstep.conformance.report.explain import explain_name, get_names, spec_rules
+from blockstep.conformance.report.glossary import get_terms, parse_terms, read_page
 from blockstep.conformance.report.sentences import SENTENCES
 from blockstep.conformance.report.vocabulary import SOURCES, cite, get_words, make_page
 from blockstep.conformance.report.wording import HEADLINES
+from blockstep.conformance.search.lookouts import LOOKOUTS
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import PROFILES, QUIRKS
 
 HOUSE = Path(__file__).parents[2]
 WING = HOUSE / "conformance" / "blockstep" / "conformance"
-SPEAKERS = ("judge", "lockstep", "search", "recorded", "engines", "explore", "bench")
+SPEAKERS = (
+    *("judge", "lockstep", "protocol", "search", "recorded", "engines", "explore", "bench"),
+)
 """Rooms that find something."""
 ALIASES = {"BlockId", "FrameId", "RequestId", "TokenId"}
 SENTENCE = re.compile(r"[a-z]+(_[a-z0-9]+){2,}")
-SAYING = {"violated", "_complain", "complain", "Finding"}
+SAYING = {"violated", "_complain", "complain", "_broken", "Finding", "Lookout"}
 NAMES = (
     *(entry.id for entry in PROPERTIES),
     *(entry.name for entry in PROPERTIES),
@@ -52,6 +57,8 @@ NAMES = (
     *HEADLINES.values(),
     *("exact", *(kind.name for kind in EQUIVALENCES)),
     *PRESETS,
+    *(lookout.name for lookout in LOOKOUTS),
+    *(name for term in get_terms() for name in term.names),
     *(name for name in v.__all__ if name != "EVENT_TYPES"),
 )
 
@@ -90,9 +97,10 @@ def test_every_sentence_of_the_judges_is_explained_and_nothing_else() -> None:
     said = {name for file in files for name in find_said(file.read_text())}
     assert len(said) > 30
     own = {check.sentence for entry in PROPERTIES for check in entry.checks}
-    missing = said - SENTENCES.keys() - own
+    missing = said - SENTENCES.keys() - own - {lookout.name for lookout in LOOKOUTS}
     assert not missing, "say in report/sentences.py what these mean"
     composed = {name for name in SENTENCES if name.startswith(("attended_slot_", "published_b"))}
+    composed |= {f"{aspect}_agree" for aspect in Aspect}
     stale = SENTENCES.keys() - said - composed
     assert not stale, "nobody says these any more"
 
@@ -157,6 +165,12 @@ def test_every_rule_is_explained_and_its_source_named_in_words() -> None:
         ("remote_kv", "a store has not come to the end of its load"),
         ("grammar", "Its grammar is not compiled yet."),
         ("WaitingReason.GATE", "one of: paused, closed, grammar"),
+        ("preemption", "term preemption, victim"),
+        ("null block", "Block 0 is the null block"),
+        ("canary", "must catch before it may pass"),
+        ("frame", "in vLLM: entry of batch_queue"),
+        ("urgent_waits_for_a_seat", "watchpoint"),
+        ("hits_agree", "have the same hits"),
     ],
 )
 def test_an_explanation_says_where_it_comes_from_and_what_shows_it(name: str, says: str) -> None:
@@ -223,3 +237,26 @@ def test_a_source_is_named_wherever_the_line_breaks() -> None:
 def test_a_name_may_mean_several_things_and_each_is_told_once() -> None:
     kinds = [meaning.kind for meaning in get_names()["drafts"]]
     assert kinds == ["capability", "feature", "word", "field"]
+
+
+def test_the_glossary_has_one_row_for_each_term_and_bans_no_term() -> None:
+    terms = get_terms()
+    names = [name for term in terms for name in term.names]
+    assert len(names) == len(set(names))
+    assert all(term.meaning.endswith(".") for term in terms)
+    phrases = [phrase for term in terms for phrase in term.replaces]
+    assert len(phrases) == len(set(phrases))
+    assert not set(phrases) & set(names)
+    assert explain("glossary").output == read_page()
+
+
+def test_a_row_of_the_glossary_with_another_number_of_cells_is_refused() -> None:
+    (term,) = parse_terms('| term |\n| **a, b** | It is \\| so. | "c*" | - |\n')
+    assert (term.names, term.meaning, term.replaces, term.vllm) == (
+        ("a", "b"),
+        "It is | so.",
+        ("c*",),
+        "",
+    )
+    with pytest.raises(ValueError, match="has four cells, this one 2"):
+        list(parse_terms("| **a** | It is so. |\n"))

@@ -16,10 +16,11 @@ def explain_command(
     what: Annotated[
         str,
         typer.Argument(
-            help="Any name in a report: a property (P4), sentence, situation, exhibit, quirk, "
-            "reject code, capability, feature, word, field or value of the vocabulary, rule of "
-            "the spec; or a file: a recorded run, or a program. `capabilities`, `features`, "
-            "`situations`, `sentences`, `codes` and `vocabulary` list them."
+            help="Any name in a report: a term of the glossary, property (P4), sentence, "
+            "situation, exhibit, quirk, reject code, capability, feature, word, field or value of the "
+            "vocabulary, rule of the spec; or a file: a recorded run, or a program. `glossary`, "
+            "`capabilities`, `features`, `situations`, `sentences`, `codes` and `vocabulary` list "
+            "them."
         ),
     ],
     at: Annotated[

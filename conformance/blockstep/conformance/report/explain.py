@@ -23,6 +23,7 @@ from blockstep.conformance.protocol.features import FEATURES, Feature
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import WIDTH
 from blockstep.conformance.protocol.registry import MUSEUM
+from blockstep.conformance.report.glossary import get_terms, read_page
 from blockstep.conformance.report.sentences import SENTENCES
 from blockstep.conformance.report.vocabulary import (
     Part,
@@ -34,6 +35,7 @@ from blockstep.conformance.report.vocabulary import (
     tell_word,
 )
 from blockstep.conformance.report.wording import HEADLINES
+from blockstep.conformance.search.lookouts import LOOKOUTS, Lookout
 from blockstep.spec.profiles import PROFILES, QUIRKS, Profile, QuirkStory, get_profile
 from blockstep.spec.vocabulary import RejectCode
 
@@ -70,9 +72,9 @@ def _suggest(wanted: str, names: Mapping[str, str]) -> str:
     if close:
         return f"; close: {', '.join(names[name] for name in close[:CLOSE_MAX])}"
     return (
-        "; there are no property (P1, P2, ...), sentence, situation, exhibit, quirk, reject code, "
-        "capability, feature, word of the vocabulary, rule of the spec (slots.allocate_slots, ...) "
-        "and trace file that are called so"
+        "; there are no term of the glossary, property (P1, P2, ...), sentence, situation, "
+        "exhibit, quirk, reject code, capability, feature, word of the vocabulary, rule of the "
+        "spec (slots.allocate_slots, ...) and trace file that are called so"
     )
 
 
@@ -115,6 +117,8 @@ def _list_names() -> Iterator[tuple[str, str, Tell]]:
         yield "situation", situation, partial(_tell_situation, situation)
     for exhibit in EXHIBITS.values():
         yield "exhibit", exhibit.name, partial(_tell_exhibit, exhibit)
+    for lookout in LOOKOUTS:
+        yield "watchpoint", lookout.name, partial(_tell_watchpoint, lookout)
     for story in QUIRKS:
         yield "quirk", story.quirk, partial(_tell_quirk, story)
     for profile in PROFILES:
@@ -143,6 +147,10 @@ def _list_names() -> Iterator[tuple[str, str, Tell]]:
             elif part.default and word.name not in {"RejectCode", "Capability"}:  # told above
                 for name in (part.name, f"{word.name}.{part.default}"):
                     yield word.name, name, partial(_tell_member, word, part)
+    for term in get_terms():
+        for name in term.names:
+            yield "term", name, term.tell
+    yield "list", "glossary", read_page
     yield "list", "vocabulary", make_page
     yield "list", "capabilities", partial(tell_word, get_words()["Capability"])
     yield "list", "features", _tell_features
@@ -232,6 +240,15 @@ def _tell_exhibit(exhibit: Exhibit) -> str:
         _list("breaks", exhibit.properties),
         repaired,
         f"shown by: blockstep check --engine {MUSEUM}{exhibit.name}",
+    )
+
+
+def _tell_watchpoint(lookout: Lookout) -> str:
+    return _show(
+        f"watchpoint {lookout.name}",
+        f"Breaks nothing, but may surprise: {lookout.title}. `hunt` reports a program with it.",
+        f"upstream: {lookout.upstream}",
+        f"needs the capability: {lookout.capability}",
     )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from blockstep.conformance.lockstep.score import Aspect
+
 _KV = {
     "holds_the_right_prefix": ("P3", "holds the KV of the text that it is read for"),
     "was_written": ("P4", "was written before it can be read"),
@@ -42,6 +44,13 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
             "The engine raised while it was given an event or asked for its state. What "
             "it refuses it refuses with `Rejected`; whatever else it raises is a defect "
             "of the engine or its adapter."
+        ),
+    ),
+    "engine_answers_in_the_vocabulary": (
+        "",
+        (
+            "What the engine returned is not of the vocabulary: a value in it has a wrong type. "
+            "The path to the value is shown."
         ),
     ),
     "engine_answers_every_call": (
@@ -431,5 +440,29 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
         )
         for end, (number, right) in _KV.items()
     },
+    # `blockstep replay`, where a workload is played to an engine without a specification beside it
+    "a_submit_is_taken_or_refused": ("P11", "`Submit` is answered with `Ack` or `Rejected`."),
+    "a_schedule_gives_a_plan": ("P26", "`Schedule` is answered with a `Plan`."),
+    "a_plan_names_unfinished_requests": (
+        "P26",
+        "A plan has rows of, and preempts, only requests that were submitted and are unfinished.",
+    ),
+    "a_plan_schedules_known_tokens": (
+        "P12",
+        "A row ends at the latest with the last token that its request has.",
+    ),
+    "a_commit_gives_outputs": ("P13", "`Commit` is answered with `Outputs`."),
+    "every_sampled_token_is_delivered_once": (
+        "P13",
+        "`Outputs` has one row for each row that sampled, with the token that was sampled.",
+    ),
+    "a_request_ends_at_its_length_cap": (
+        "P13",
+        "A request of a workload finishes exactly when it reaches `max_tokens` or `max_model_len`.",
+    ),
+    # `blockstep score`
+    **{
+        f"{aspect}_agree": ("", f"The port and the specification have the same {aspect}.")
+        for aspect in Aspect
+    },
 }
-"""Property and meaning of each, by name; "" where no property is meant."""
