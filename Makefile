@@ -35,11 +35,12 @@ test: $(DEV) ## Run the tests
 soak: $(DEV) ## Run what takes longer than a test may: the same over more seeds (not in CI)
 	@$(BIN)/python -m pytest -n 2 -m soak $(ARGS)
 
-lint: $(DEV) ## Check style, types and who imports whom
+lint: $(DEV) ## Check style, types, imports and English
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/python .ci/words.py
 
 docs: $(DEV) ## Build the documentation into docs/_build/html
 	@$(BIN)/sphinx-build -q -W --keep-going -n -b html -d docs/_build/doctrees docs docs/_build/html

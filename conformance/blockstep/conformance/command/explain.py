@@ -17,8 +17,8 @@ def explain_command(
         str,
         typer.Argument(
             help="Any name in a report: a term of the glossary, property (P4), sentence, "
-            "situation, exhibit, quirk, reject code, capability, feature, word, field or value of the "
-            "vocabulary, rule of the spec; or a file: a recorded run, or a program. `glossary`, "
+            "situation, exhibit, quirk, reject code, capability, feature, word, field or value of "
+            "the vocabulary, rule of the spec; or a file: a recorded run, or a program. `glossary`, "
             "`capabilities`, `features`, `situations`, `sentences`, `codes` and `vocabulary` list "
             "them."
         ),

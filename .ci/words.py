@@ -1,0 +1,203 @@
+"""Lint of the English: phrases that the glossary replaces, and habits that hide the meaning.
+
+    python .ci/words.py [--list [PACKAGE]] [--update]
+
+Docstrings, messages and pages are read; code in backticks and code blocks are not, nor are tests.
+A text that is right as it is contains `words: allow`. Each package may have as many hits as
+`.ci/words.toml` says: the numbers only fall (`--update` writes today's where they are lower). Exit
+code 1 if a package has more. A clean lint does not make a text clear: it finds about two thirds of
+the unclear ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from blockstep.conformance.report.glossary import get_terms
+
+ROOT = Path(__file__).resolve().parents[1]
+ALLOWED = Path(__file__).with_name("words.toml")
+LEFT_OUT = {"tests", "__pycache__", "_build", "build"}
+GLOSSARY = "glossary.md"
+"""Lists the phrases themselves."""
+PEOPLE = ("user", "users", "client", "clients", "reader", "person", "people", "caller")
+NO_PERSON = "".join(rf"(?<!\b{word} )" for word in PEOPLE)
+HABITS = {
+    "who": NO_PERSON + r"\b(who|whoever|whom)\b",
+    "of it": r"\bof (it|them|these|those)\b(?=[.,;:)]|$)",
+    "nobody": r"\b(nobody|somebody|everybody|anybody|no one)\b",
+    "so many": r"\bso (many|much|long)\b(?! (that|as)\b)",
+    "is told": r"\b(is|are|was|were|be|been|being|as|what) (told|said|spoken|owed|meant)\b"
+    r"(?! apart)",
+    "stands": r"\b(stands?|stood)\b(?![ -](in|for)\b)",
+    "goes on": r"\b(goes|go|went) on\b",
+    "comes of": r"\b(comes|come|came) (of|in between|to (?!a (stop|halt)|pass))\b",
+    "beside": r"\bbeside\b",
+    "let go": r"\blet(s|ting)? (it |them )?go\b",
+    "aged": r"\b(anew|likewise|whereof|thereof|for want of|lest|dearer)\b|(?<=\. )Nor\b",
+}
+START = re.compile(
+    r"(Of|From|Behind|Beside|Else|Neither|Those|Who|Whose|Whom|Whoever|What|Whatever|Where|How|As|"
+    r"Nothing|Nobody|Somebody|None of|Into|Up to|Without|Before|After|Once|Here|There|Its|Theirs|"
+    r"Such|So|That|For|By|To|In|At|With)\b"
+)
+"""A first sentence that begins like this has its subject or its verb late, or has none."""
+MAIN_CLAUSE = re.compile(
+    r"(To|In|For|At|By|With|After|Before|Once|Without)\b[^.]*, (the|a|an|it|each|every)\b"
+)
+CODE = re.compile(r"``.*?``|`[^`]*`|<[^>]+>|https?://\S+")
+FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
+WORDY = re.compile(r"[A-Za-z]{2,}[ ,]+[a-z]+ [a-z]+")
+LABEL = re.compile(r"^\s*[A-Z][\w-]*( [\w-]+)?: (?=[a-z])")
+"""`Module: what it is`, the first line of a module."""
+
+
+class Text(NamedTuple):
+    """A docstring, a message or a paragraph of a page."""
+
+    path: str
+    line: int
+    kind: str
+    text: str
+
+
+class Hit(NamedTuple):
+    """A place where a text breaks a rule."""
+
+    path: str
+    line: int
+    rule: str
+    excerpt: str
+
+    def __str__(self) -> str:
+        """Return it as a line that editors know how to open."""
+        return f"{self.path}:{self.line}: [{self.rule}] {self.excerpt}"
+
+
+def read_python(text: str, name: str) -> Iterator[Text]:
+    """Yield docstrings, also those of attributes, and strings of three words or more."""
+    seen: set[int] = set()
+    nodes = list(ast.walk(ast.parse(text)))
+    for node in nodes:
+        match node:
+            case ast.Expr(value=ast.Constant(value=str() as said) as value):
+                seen.add(id(value))
+                yield Text(name, node.lineno, "docstring", said)
+            case ast.JoinedStr(values=parts):
+                seen |= {id(part) for part in ast.walk(node)}
+                said = "".join(
+                    str(part.value) if isinstance(part, ast.Constant) else "n" for part in parts
+                )
+                if WORDY.search(said):
+                    yield Text(name, node.lineno, "message", said)
+    for node in nodes:
+        match node:
+            case ast.Constant(value=str() as said) if id(node) not in seen and WORDY.search(said):
+                yield Text(name, node.lineno, "message", said)
+
+
+def read_page(text: str, name: str) -> Iterator[Text]:
+    """Yield the paragraphs of a page, without its code blocks."""
+    text = FENCE.sub(lambda code: "\n" * code[0].count("\n"), text)
+    for part in re.finditer(r"(?:[^\n]*\S[^\n]*\n?)+", text):
+        yield Text(name, 1 + text.count("\n", 0, part.start()), "page", part[0])
+
+
+def read_texts(root: Path) -> Iterator[Text]:
+    """Yield all texts of a checkout, tests and hidden folders left out."""
+    for path in sorted([*root.rglob("*.py"), *root.rglob("*.md")]):
+        parts = path.relative_to(root).parts
+        if any(part.startswith(".") or part in LEFT_OUT for part in parts) or path.name == GLOSSARY:
+            continue
+        read = read_python if path.suffix == ".py" else read_page
+        yield from read(path.read_text(encoding="utf-8"), "/".join(parts))
+
+
+def make_phrases() -> dict[str, re.Pattern[str]]:
+    """Return a pattern for each phrase of the glossary, the longest phrase first."""
+    phrases = sorted((it for term in get_terms() for it in term.replaces), key=len, reverse=True)
+
+    def compiled(phrase: str) -> re.Pattern[str]:
+        pattern = re.escape(phrase).replace(r"\*", r"\w*").replace(r"\ ", r"\s+")
+        return re.compile(rf"\b{pattern}\b", re.IGNORECASE)
+
+    return {phrase: compiled(phrase) for phrase in phrases}
+
+
+def find_hits(texts: Iterable[Text]) -> Iterator[Hit]:
+    """Yield the hits of all rules; where two phrases overlap, the longer one counts."""
+    habits = {rule: re.compile(pattern, re.IGNORECASE) for rule, pattern in HABITS.items()}
+    phrases = make_phrases()
+    names = {it: term.title for term in get_terms() for it in term.replaces}
+    for one in texts:
+        if "words: allow" in one.text:
+            continue
+        text = CODE.sub(lambda code: "`" + "x" * (len(code[0]) - 2) + "`", one.text)
+        taken: set[int] = set()
+        for rule, pattern in (*habits.items(), *phrases.items()):
+            for hit in pattern.finditer(text):
+                span = set(range(*hit.span()))
+                if rule in phrases:
+                    if taken & span:
+                        continue
+                    taken |= span
+                around = " ".join(one.text[max(0, hit.start() - 60) : hit.end() + 60].split())
+                line = one.line + text.count("\n", 0, hit.start())
+                label = f"{rule}: say {names[rule]}" if rule in phrases else rule
+                yield Hit(one.path, line, label, around)
+        first = LABEL.sub("", text.strip())
+        if one.kind == "docstring" and START.match(first) and not MAIN_CLAUSE.match(first):
+            yield Hit(one.path, one.line, "inverted", " ".join(one.text.split())[:120])
+
+
+def get_package(path: str) -> str:
+    """Return the package of a file: `spec/step` of `spec/blockstep/spec/step/plans.py`."""
+    parts = list(dict.fromkeys(part for part in path.split("/")[:-1] if part != "blockstep"))
+    return "/".join(parts[:2]) or path
+
+
+def read_allowed() -> dict[str, int]:
+    """Return the hits that each package may have."""
+    return {str(name): int(most) for name, most in tomllib.loads(ALLOWED.read_text()).items()}
+
+
+def main() -> int:
+    """Count, compare, and say where a package has more hits than allowed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--list", nargs="?", const="", metavar="PACKAGE", help="print all hits")
+    parser.add_argument(
+        "--update", action="store_true", help="lower the allowances to today's hits"
+    )
+    options = parser.parse_args()
+    hits = list(find_hits(read_texts(ROOT)))
+    counts = Counter(get_package(hit.path) for hit in hits)
+    if options.list is not None:
+        print(*(hit for hit in hits if get_package(hit.path).startswith(options.list)), sep="\n")
+        return 0
+    allowed = read_allowed()
+    if options.update:
+        lower = {name: min(most, counts[name]) for name, most in allowed.items() if counts[name]}
+        lines = [f'"{name}" = {most}\n' for name, most in sorted(lower.items())]
+        ALLOWED.write_text("".join(lines))
+        print(f"words: {sum(lower.values())} hits allowed, {sum(allowed.values())} before")
+        return 0
+    more = {name: count for name, count in counts.items() if count > allowed.get(name, 0)}
+    for name, count in sorted(more.items()):
+        print(
+            f"{name}: {count} hits, {allowed.get(name, 0)} allowed; see: .ci/words.py --list {name}"
+        )
+    return int(bool(more))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
