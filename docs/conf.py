@@ -14,7 +14,7 @@ from pkgutil import walk_packages
 from sphinx.application import Sphinx
 
 import blockstep.spec
-from blockstep.conformance.report.vocabulary import cite
+from blockstep.conformance.report.vocabulary import cite, make_page
 
 project = "Blockstep"
 author = "The Blockstep authors"
@@ -45,12 +45,15 @@ ROOM = """
    {members}
 ```
 """
+VOCABULARY = "<!-- the vocabulary:"
 CODE = re.compile(r"(?<![`:\w])`([^`]+)`(?!`)")
 DIAGRAM = re.compile(r"^    |\|--|\S {3,}\S", re.MULTILINE)
 
 
-def put_rooms(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Put every module of `blockstep.spec` where a page says so: a new room shows by itself."""
+def put_generated(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Put in what is read from the code: the modules of the specification, and the vocabulary."""
+    if source[0].startswith(VOCABULARY):
+        source[0] = make_page()
     rooms = [
         ROOM.format(
             name=module.name.removeprefix("blockstep.spec."),
@@ -81,5 +84,5 @@ def put_markup(
 
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
-    app.connect("source-read", put_rooms)
+    app.connect("source-read", put_generated)
     app.connect("autodoc-process-docstring", put_markup, priority=900)

@@ -1,6 +1,7 @@
 """Vocabulary: the words of engines and programs, with what their docstrings say of them.
 
-`blockstep explain vocabulary` prints all of them: docs/reference/vocabulary.md is that text.
+`blockstep explain vocabulary` prints all of them as a page, and `make docs` puts the page into the
+documentation.
 """
 
 from __future__ import annotations
@@ -41,8 +42,7 @@ of engines are in `blockstep.conformance.engine`, those of programs in
 `blockstep.conformance.protocol.program`. Property numbers are those of [properties](properties.md),
 sources are listed in [sources](sources.md).
 
-This page is what `blockstep explain vocabulary` prints; `blockstep explain CachedRow` prints a part
-of it.
+`blockstep explain vocabulary` prints this page; `blockstep explain CachedRow` prints a part.
 """
 
 
