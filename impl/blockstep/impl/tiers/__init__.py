@@ -1,7 +1,7 @@
-"""Tiers: memory below the cache, and what it costs to move blocks there and back.
+"""Tiers: memory below the prefix cache, and the cost of moving blocks there and back.
 
-`costs` is what it costs; `order` says what goes where, `files` keeps blocks in a folder, and
-`store` is both and host memory. (Whoever wants a store imports it from `blockstep.impl.engine`.)
+`costs` computes the cost; `order` decides which tier keeps which block, `files` keeps blocks in a
+folder, and `store` joins the two with host memory. Import a store from `blockstep.impl.engine`.
 """
 
 from blockstep.impl.tiers.costs import Costs, KVShape, Link, Prefill, SwapSpeeds, Way

@@ -1,11 +1,11 @@
-"""Costs: what a block takes, what it costs to move it, and when it is cheaper to compute it again.
+"""Costs: the size of a block, the time to move it, and when computing it again is cheaper.
 
-    who is preempted      swap       | out ...... |   others run   | back ...... |
+    preempted request     swap       | out ...... |   others run   | back ...... |
                           recompute  |                others run   | prefill ............... |
 
-Whole numbers in, whole numbers and fractions out: nothing is rounded, and a tie is a tie. Units
-are in the names: bytes, bytes per second (10^9, not 2^30, of them are a GB/s), nanoseconds. Times
-are fractions of a second; `float(...)` is for people. Source: seed 002 "Physical Memory Layout of
+Inputs are whole numbers; results are whole numbers and fractions, and nothing is rounded. Units
+are in the names: bytes, bytes per second (a GB/s is 10^9 bytes per second), nanoseconds. Times are
+fractions of a second; use `float(...)` to print them. Source: seed 002 "Physical Memory Layout of
 a Single Block", "Transfer Latency Math", "Preemption Strategies: Swap vs Recompute"; where its
 figures are wrong the page on discrepancies has the right ones.
 """
@@ -25,9 +25,9 @@ NS_PER_SECOND: Final = 10**9
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What is kept of each token: keys and values of `num_kv_heads` heads in each layer.
+    """Shape of the KV of a token: keys and values of `num_kv_heads` heads in each layer.
 
-    `num_layers` are those that a block holds: all of a model, where its layers are one KV group.
+    `num_layers` counts the layers of a block: all of a model whose layers are one KV group.
 
     Raises:
         ValueError: a field is no whole number, or below 1.
@@ -44,7 +44,7 @@ class KVShape:
 
     @property
     def token_bytes_per_layer(self) -> int:
-        """Bytes of one token in one layer: a key and a value for each head."""
+        """Bytes of a token in one layer: a key and a value for each head."""
         return self.num_kv_heads * self.head_size * 2 * self.dtype_bytes
 
     @property
@@ -58,17 +58,17 @@ class KVShape:
         return self.num_layers * self.block_bytes_per_layer
 
     def count_blocks(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens, the last one perhaps in part."""
+        """Return the number of blocks for `num_tokens` tokens; the last may be partly filled."""
         return -(-num_tokens // self.block_size)
 
     def count_fitting(self, memory_bytes: int) -> int:
-        """Blocks that fit into so much memory, the null block among them."""
+        """Return the number of blocks that fit into the memory, including the null block."""
         return memory_bytes // self.block_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between two memories.
+    """One direction of a connection between two memories.
 
     Raises:
         ValueError: a field is no whole number; no speed, or a latency below 0.
@@ -76,32 +76,32 @@ class Link:
 
     bytes_per_second: int
     ns_per_copy: int = 0
-    """Until the first byte moves, however many blocks follow."""
+    """Time before the first byte moves, once for each copy."""
     ns_per_block: int = 0
-    """For each block besides its bytes: a call, say, where each is a transfer of its own."""
+    """Time for each block in addition to its bytes, such as a call for each block."""
 
     def __post_init__(self) -> None:
         _require(self, bytes_per_second=1, ns_per_copy=0, ns_per_block=0)
 
     @property
     def setup_time(self) -> Seconds:
-        """Of a copy."""
+        """Time before the first byte of a copy moves."""
         return Fraction(self.ns_per_copy, NS_PER_SECOND)
 
     def compute_block_time(self, block_bytes: int) -> Seconds:
-        """For each block of it."""
+        """Return the time that each block of a copy takes."""
         moved = Fraction(block_bytes, self.bytes_per_second)
         return moved + Fraction(self.ns_per_block, NS_PER_SECOND)
 
     def compute_copy_time(self, num_blocks: int, block_bytes: int) -> Seconds:
-        """For so many blocks in one copy; nothing for none."""
+        """Return the time of one copy of `num_blocks` blocks; 0 for no blocks."""
         per_block = self.compute_block_time(block_bytes)
         return self.setup_time + num_blocks * per_block if num_blocks else Fraction(0)
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """How quickly an engine computes what it has lost.
+    """Speed at which an engine computes KV that it has lost.
 
     Raises:
         ValueError: a field is no whole number; no speed, or a latency below 0.
@@ -109,24 +109,24 @@ class Prefill:
 
     tokens_per_second: int
     ns_per_prefill: int = 0
-    """What it takes besides, however many tokens there are."""
+    """Time for each prefill in addition to its tokens."""
 
     def __post_init__(self) -> None:
         _require(self, tokens_per_second=1, ns_per_prefill=0)
 
     @property
     def setup_time(self) -> Seconds:
-        """Of a prefill."""
+        """Time of a prefill in addition to its tokens."""
         return Fraction(self.ns_per_prefill, NS_PER_SECOND)
 
     def compute_time(self, num_tokens: int) -> Seconds:
-        """For so many tokens; nothing for none."""
+        """Return the time to compute `num_tokens` tokens; 0 for no tokens."""
         per_token = Fraction(1, self.tokens_per_second)
         return self.setup_time + num_tokens * per_token if num_tokens else Fraction(0)
 
 
 class Way(StrEnum):
-    """What becomes of the KV of somebody who is preempted."""
+    """The two ways to restore the KV of a preempted request."""
 
     SWAP = "swap"
     RECOMPUTE = "recompute"
@@ -134,53 +134,53 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SwapSpeeds:
-    """What was measured of a machine (`benchmarks/links.py`), for whoever has yet to say what."""
+    """Speeds measured on a machine (`benchmarks/links.py`), for a model of any shape."""
 
     out: Link | None
-    """As `Costs.out`."""
+    """The link out, as in `Costs`."""
     back: Link
     prefill: Prefill
 
     def get_break_even(self, block_bytes: int, block_size: int) -> int | None:
-        """As `Costs.get_break_even`, for blocks of so many bytes and tokens."""
+        """Return `Costs.get_break_even` for blocks of these numbers of bytes and tokens."""
         shape = KVShape(1, 1, block_bytes // (2 * block_size), block_size, 1)
         return Costs(shape, self.out, self.back, self.prefill).get_break_even()
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What it costs to preempt somebody and to have it back, in either way.
+    """Costs of preempting and resuming a request, by swap or by computing again.
 
-    A swap moves whole blocks, and moves them twice: seed 002 counts the way back alone.
+    A swap moves whole blocks out and back; seed 002 counts the way back only.
     """
 
     shape: KVShape
     out: Link | None
-    """None: what would be moved is in the lower tier already, as with a store that is written to
-    while requests run."""
+    """None if the blocks are in the lower tier already, because the store saves blocks while
+    requests run."""
     back: Link
     prefill: Prefill
 
     def compute_swap_time(self, num_tokens: int) -> Seconds:
-        """To move so many tokens out and back."""
+        """Return the time to move the blocks of `num_tokens` tokens out and back."""
         num_blocks, size = self.shape.count_blocks(num_tokens), self.shape.block_bytes
         return _add(link.compute_copy_time(num_blocks, size) for link in self._links)
 
     def compute_recompute_time(self, num_tokens: int) -> Seconds:
-        """To compute so many tokens again."""
+        """Return the time to compute `num_tokens` tokens again."""
         return self.prefill.compute_time(num_tokens)
 
     def choose(self, num_tokens: int) -> Way:
-        """The cheaper way for so many tokens. At equal cost nothing is moved: that takes no memory
-        of a lower tier."""
+        """Return the cheaper way for `num_tokens` tokens; at equal cost RECOMPUTE, which takes no
+        memory of a lower tier."""
         is_cheaper = self.compute_swap_time(num_tokens) < self.compute_recompute_time(num_tokens)
         return Way.SWAP if is_cheaper else Way.RECOMPUTE
 
     def get_break_even(self) -> int | None:
-        """The number of tokens from which on it is always cheaper to swap; None if there is none.
+        """Return the number of tokens from which swapping is always cheaper; None if it never is.
 
-        Computing costs more with each token, moving with each block, so just below this number the
-        choice may change several times:
+        The cost of computing grows with each token, the cost of moving with each block, so the
+        choice may change several times just below this number:
 
             lead of swapping     /|  /|  /      it falls by a block's time where a block begins,
                              ___/_|_/_|_/__     and rises by a token's with each token in it
@@ -210,7 +210,7 @@ def _add(times: Iterable[Seconds]) -> Seconds:
 
 
 def _require(numbers: object, **least: int) -> None:
-    """Raise ValueError unless each field named is an int, and at least so much."""
+    """Raise ValueError unless each named field is an int and at least the given bound."""
     for name, bound in least.items():
         value = getattr(numbers, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < bound:

@@ -1,10 +1,10 @@
-"""Files: a folder of blocks that only its own process reads, and nothing of which is trusted.
+"""Files: a folder of blocks for one process; each file is checked when it is read.
 
     2f07..c1.kv     sha256 of name, layout and content | layout and content, as safetensors
 
-A file is whole or not there: it is written under another name first. What was cut, changed, or put
-in another's place has another checksum, and is not read. A folder is one store's: whatever an older
-one has left there is removed.
+A file is written under another name first, so it is either complete or absent. A file that was
+truncated, changed or exchanged has a wrong checksum and is not used. A folder belongs to one store:
+blocks that an earlier store left there are removed.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from safetensors.torch import load, save
 
 BlockKV: TypeAlias = tuple[torch.Tensor, ...]
 MARK: Final = "blockstep-kv-store"
-"""A file that says whose folder it is."""
+"""Name of the file that marks a folder as one of a store."""
 OWN: Final = re.compile(r"[0-9a-f]{64}\.kv(\.part)?")
-"""Names of all the others that a store makes."""
+"""Names of the other files that a store makes."""
 DIGEST_BYTES: Final = 32
 
 
 class FolderError(ValueError):
-    """A folder that is no store's, or another one's that is at work."""
+    """The folder was not made by a store, or another store is using it."""
 
 
 class BlockFiles:
-    """Blocks in a folder, which is made if need be. The folder is this object's until `close`.
+    """Blocks in a folder. The folder is created if it is missing and is in use until `close`.
 
     Raises:
-        FolderError: there is something in it and no store has made it, or a store uses it.
-        OSError: it cannot be made or written to.
+        FolderError: the folder has files and was not made by a store, or a store is using it.
+        OSError: the folder cannot be created or written to.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,7 +61,7 @@ class BlockFiles:
         self.clear()
 
     def write(self, name: bytes, block: BlockKV) -> None:
-        """Keep a block. Raises `OSError`, and then it is not kept: the disk is full, say."""
+        """Write a block. Raises OSError if that fails (a full disk, say); no file is left then."""
         content = save({str(at): part.contiguous() for at, part in enumerate(block)})
         path = self._get_path(name)
         part = path.with_suffix(".kv.part")
@@ -73,7 +73,7 @@ class BlockFiles:
             raise
 
     def read(self, name: bytes) -> BlockKV | None:
-        """The block, as it was written; None: it is not there, or not what was written."""
+        """Return the block as it was written; None if it is missing or its file was changed."""
         try:
             data = self._get_path(name).read_bytes()
         except OSError:
@@ -88,20 +88,20 @@ class BlockFiles:
         return tuple(parts[str(at)] for at in range(len(parts)))
 
     def drop(self, name: bytes) -> None:
-        """Remove a block, if it is there and can be."""
+        """Remove the file of a block if there is one; errors are ignored."""
         path = self._get_path(name)
         for one in (path, path.with_suffix(".kv.part")):
             with suppress(OSError):
                 one.unlink()
 
     def clear(self) -> None:
-        """Remove all blocks; a folder is none. Raises `OSError` if one cannot be."""
+        """Remove the files of all blocks. Raises OSError if one cannot be removed."""
         for path in self.folder.iterdir():
             if OWN.fullmatch(path.name) and not path.is_dir():
                 path.unlink()
 
     def close(self) -> None:
-        """Remove all blocks, and leave the folder to whoever takes it."""
+        """Remove all blocks and release the folder for another store."""
         if not self._mark.closed:
             self.clear()
             self._mark.close()
@@ -111,5 +111,8 @@ class BlockFiles:
 
 
 def _sign(name: bytes, content: bytes) -> bytes:
-    """Of whom, and of what. Names of one store are of one length, or their digests tell."""
+    """Return the checksum of a block's name and content.
+
+    The name is hashed first, so that names of different lengths cannot be confused.
+    """
     return sha256(sha256(name).digest() + content).digest()

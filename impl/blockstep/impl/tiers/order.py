@@ -1,9 +1,9 @@
-"""Order: which tier holds which name, and which names make room for others.
+"""Order: which tier holds which block name, and which names are evicted for others.
 
     keep(a b c)    tier 0 [x a b c]    tier 1 [y x]    y is gone
                           out first -> last
 
-It knows names and no content. Whoever has the content does the moves that it answers.
+This module knows names only. The store that has the content carries out the moves it returns.
 Source: seed 002 "The Offloading Pipeline", made sound.
 """
 
@@ -16,7 +16,7 @@ Name: TypeAlias = str | bytes
 
 
 class Move(NamedTuple):
-    """A name goes from a tier (None: it comes from outside) to another (None: it is forgotten)."""
+    """Move of a name from a tier (None: from outside) to another tier (None: it is dropped)."""
 
     name: Name
     source: int | None
@@ -24,12 +24,13 @@ class Move(NamedTuple):
 
 
 class TierOrder:
-    """Tiers from the fastest to the slowest; a name is in one of them at most.
+    """Tiers from the fastest to the slowest; a name is in at most one tier.
 
-    Of names used in one call the first is the most recent: the others are of no use without it.
+    The first name of a call counts as the most recently used: later blocks of a prefix are of no
+    use without the first.
 
     Args:
-        capacities: how many names each tier holds at most.
+        capacities: the maximum number of names of each tier.
 
     Raises:
         ValueError: a capacity is no whole number, or below 0.
@@ -40,32 +41,33 @@ class TierOrder:
             raise ValueError(f"capacities {tuple(capacities)} must be whole numbers from 0 on")
         self._capacities = tuple(capacities)
         self._tiers: list[dict[Name, None]] = [{} for _ in capacities]
-        """Names of each, least recently used first."""
+        """Names of each tier, least recently used first, as an ordered set."""
 
     def list_tiers(self) -> tuple[tuple[Name, ...], ...]:
-        """Names of each tier, least recently used first."""
+        """Return the names of each tier, least recently used first."""
         return tuple(map(tuple, self._tiers))
 
     def level_of(self, name: Name) -> int | None:
-        """The tier that holds it, if any."""
+        """Return the index of the tier that holds `name`; None if none does."""
         return next((level for level, tier in enumerate(self._tiers) if name in tier), None)
 
     def count(self, names: Sequence[Name]) -> int:
-        """How many there are in any tier, from the first on up to the first that lacks."""
+        """Return the length of the longest prefix of `names` whose names are all in a tier."""
         lacking = (i for i, name in enumerate(names) if self.level_of(name) is None)
         return next(lacking, len(names))
 
     def count_in(self, level: int) -> int:
-        """How many names a tier holds."""
+        """Return the number of names in a tier."""
         return len(self._tiers[level])
 
     def keep(self, names: Sequence[Name], first: int) -> list[Move]:
-        """Use `names`, and take those from `first` on that lack into the first tier with room.
+        """Mark `names` as used, and add the missing ones from index `first` on.
 
-        The first that finds room in none ends it: those behind it would be of no use.
+        Each goes into the first tier that has room or can evict a name that is not of this call.
+        The call ends at the first name that fits nowhere: later blocks would be of no use.
 
         Returns:
-            Moves in order; a tier has made room before a name comes in.
+            Moves in order; an eviction precedes the move that needs its place.
         """
         moves: list[Move] = []
         call = set(names)
@@ -82,12 +84,12 @@ class TierOrder:
         return moves
 
     def fetch(self, names: Sequence[Name]) -> list[Move]:
-        """Use `names`, and bring those that are held up as far as there is room.
+        """Mark `names` as used, and move them up from lower tiers as far as there is room.
 
-        Where those of this call fill the tiers above, the rest stay where they are.
+        Names stay where they are if names of this call fill the tiers above.
 
         Returns:
-            Moves in order; a name leaves its tier before others come down.
+            Moves in order; a name leaves its tier before an evicted name takes its place.
         """
         moves: list[Move] = []
         call = set(names)
@@ -96,7 +98,7 @@ class TierOrder:
             level = self.level_of(name)
             if not level:
                 continue
-            # Its own place is for whoever goes down, so it leaves before room is made.
+            # It leaves its tier first, so that the name evicted for it can take its place.
             del self._tiers[level][name]
             at = len(moves)
             target = self._find_room(range(level), call, moves)
@@ -107,12 +109,12 @@ class TierOrder:
         return moves
 
     def lose(self, name: Name) -> None:
-        """Its content is gone: no tier holds it."""
+        """Remove `name` from all tiers, because its content is lost."""
         for tier in self._tiers:
             tier.pop(name, None)
 
     def clear(self) -> None:
-        """No tier holds anything."""
+        """Remove all names."""
         for tier in self._tiers:
             tier.clear()
 
@@ -124,7 +126,10 @@ class TierOrder:
                     tier[name] = None
 
     def _make_room(self, level: int, call: Collection[Name], moves: list[Move]) -> bool:
-        """Room for one more; False, and nothing has changed, if only names of `call` could go."""
+        """Make room for one name in a tier, evicting the least recently used one if it is full.
+
+        Returns False, and changes nothing, if only names of `call` could be evicted.
+        """
         tier = self._tiers[level]
         if len(tier) < self._capacities[level]:
             return True

@@ -1,10 +1,10 @@
 """Store of two tiers: host memory, and files below it.
 
-    engine --save-->  host memory  --what is least recently used-->  files  -->  gone
-    engine <--load--  host memory  <--what is asked for------------  files
+    engine --save-->  host memory  --least recently used-->  files  -->  dropped
+    engine <--load--  host memory  <--requested-----------  files
 
-It is a `KVStore` (`impl.engine.store`). What cannot be read any more is lost: nobody gets it, and
-whoever asked computes it again. A disk that is full only means that less is kept.
+`TieredStore` is a `KVStore` (`impl.engine.store`). A block whose file cannot be read is
+dropped, and the request computes it again. If the disk is full, fewer blocks are kept.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ HOST, FILE = 0, 1
 
 
 class TieredStore:
-    """A store of so many blocks in host memory and in files; threads may share it.
+    """A store with blocks in host memory and in files; threads may share it.
 
     Args:
-        host_blocks: how many are kept in host memory.
-        file_blocks: how many in files.
-        folder: where; a new or empty one, or one that a store has left, whose blocks are removed.
+        host_blocks: the maximum number of blocks in host memory.
+        file_blocks: the maximum number of blocks in files.
+        folder: the folder of the files: new, empty, or left by a store (whose blocks are removed).
 
     Raises:
         ValueError: a number of blocks is no whole number, or below 0; files without a folder.
-        FolderError: the folder is no store's, or that of a store at work.
-        OSError: the folder cannot be made or written to.
+        FolderError: the folder was not made by a store, or another store is using it.
+        OSError: the folder cannot be created or written to.
     """
 
     def __init__(
@@ -42,20 +42,20 @@ class TieredStore:
         self._order = TierOrder((host_blocks, file_blocks))
         self._files = None if folder is None else BlockFiles(Path(folder))
         self._blocks: dict[bytes, BlockKV] = {}
-        """Those in host memory."""
+        """Blocks in host memory, by name."""
         self._announced = Announced()
         self._lock = RLock()
         self.num_host_hits = 0
-        """Blocks that were loaded from host memory."""
+        """Number of blocks loaded from host memory."""
         self.num_file_hits = 0
         self.num_lost = 0
-        """Blocks that could not be read any more, or not be written."""
+        """Number of blocks whose file could not be read or written."""
 
     def __len__(self) -> int:
         return sum(self.count_by_tier())
 
     def count_by_tier(self) -> tuple[int, int]:
-        """Blocks in host memory and in files."""
+        """Return the numbers of blocks in host memory and in files."""
         with self._lock:
             return self._order.count_in(HOST), self._order.count_in(FILE)
 
@@ -95,10 +95,10 @@ class TieredStore:
             return list(found.values())
 
     def clear(self) -> None:
-        """Forget all blocks; their files are gone.
+        """Drop all blocks and remove their files.
 
         Raises:
-            OSError: a file cannot be removed. It is forgotten all the same.
+            OSError: a file cannot be removed. Its block is dropped all the same.
         """
         with self._lock:
             self._order.clear()
@@ -107,7 +107,7 @@ class TieredStore:
                 self._files.clear()
 
     def close(self) -> None:
-        """Forget all blocks, and leave the folder to whoever takes it. It keeps nothing more."""
+        """Drop all blocks and release the folder. The store keeps no block from then on."""
         with self._lock:
             self._order = TierOrder((0, 0))
             self._blocks.clear()
@@ -124,7 +124,7 @@ class TieredStore:
         self.num_lost += 1
 
     def _move(self, moves: Sequence[Move], brought: dict[bytes, BlockKV]) -> None:
-        """Do what the order says; `brought` are blocks that are at hand."""
+        """Carry out `moves`; `brought` has the content of blocks that are in no tier."""
         for name, source, target in moves:
             assert isinstance(name, bytes), "names of blocks are digests"
             if source == HOST:
