@@ -1,6 +1,7 @@
-"""Serving: what stands around an engine that serves, and what others read of it.
+"""Serving: KV events, metrics and pin estimates of an engine that serves.
 
-`wire` is how KV events are written, `journal` numbers and keeps what was written, `mirror` is who
-reads it, and `sockets` carries it over ZeroMQ (extra `events`). `waiting` says why requests wait,
-`meter` what vLLM's metrics would, and `export` shows it to Prometheus (extra `metrics`).
+`wire` encodes KV events, `journal` numbers and keeps the encoded batches, `mirror` rebuilds the
+prefix cache from them, and `sockets` carries them over ZeroMQ (extra `events`). `waiting` says why
+requests wait, `meter` computes vLLM's metrics, and `export` hands them to Prometheus (extra
+`metrics`). `steps` writes a record of each step, `estimator` decides how long blocks are pinned.
 """

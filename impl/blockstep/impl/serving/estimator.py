@@ -1,13 +1,12 @@
-"""Estimators: for how long the blocks of a turn stay, from what the tools of agents have taken.
+"""Estimators: how long to pin the blocks of an agent's turn, from the durations of its tool calls.
 
-A turn ends with the call of a tool, and the next turn of its job brings what the tool said.
+A turn ends with a tool call, and the next turn of its job brings the tool's result.
 
-    turn | tool ...... | turn           ends, arrivals: what an estimator is told, with their times
-         ^ end         ^ arrival        the estimates: what it answers, events for the scheduler
+    turn | tool ...... | turn           inputs of an estimator: ends and arrivals, with their times
+         ^ end         ^ arrival        its answers: `PinEstimate` events for the scheduler
 
-They stand outside of the scheduler and hold no time of their own. Each answer is to be applied
-right behind what it answers: the `Submit` of a turn, the `Commit` that ends it. All times are
-ticks.
+An estimator is not part of the scheduler and has no clock. Apply each answer directly after the
+event that it belongs to: the `Submit` of a turn, or the `Commit` that ends it. All times are ticks.
 """
 
 from __future__ import annotations
@@ -21,91 +20,91 @@ from blockstep.spec.vocabulary import PinEstimate
 
 T = TypeVar("T")
 MAX_JOBS: Final = 10_000
-"""Jobs of which something is remembered: of more than these the oldest is forgotten."""
+"""Maximum number of jobs with recorded data; beyond it the oldest job is dropped."""
 MAX_TOOLS: Final = 1_000
-"""Tools told apart; what further ones take counts for all of them together."""
+"""Maximum number of tools with times of their own; further tools count for all tools only."""
 MAX_TIMES: Final = 256
-"""Times kept of a tool: the latest."""
+"""Number of latest durations that are kept for each tool."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """What is known of a turn as it ends."""
+    """A turn at its end."""
 
     job_id: str
     tool: str | None = None
-    """What it calls, as far as its client can tell."""
+    """The tool that the turn calls; None if the client does not know."""
     num_tokens: int = 0
-    """Those whose blocks would stay: the next turn need not compute them."""
+    """Tokens whose blocks would be pinned, so that the next turn need not compute them."""
     num_blocks: int = 0
-    """These blocks."""
+    """Blocks that would be pinned."""
 
 
 class Estimator(Protocol):
-    """Says of a job for how long its blocks stay."""
+    """Decides how long the blocks of a job are pinned."""
 
     def arrive(self, job_id: str, now: int, num_found: int | None = None) -> PinEstimate:
-        """A turn has been submitted, which begins with so many tokens of the one before, if known.
+        """Return the pin for a turn that was submitted.
 
-        What was kept for it stays while it waits, and so does what it leaves, until its end is
-        told.
+        The pin lasts while the turn waits, and covers the turn's own blocks until `end` is called.
+        `num_found` is the number of tokens that it shares with the turn before; None if unknown.
         """
         ...
 
     def end(self, turn: TurnEnd, now: int) -> PinEstimate:
-        """A turn has ended, which was not the last one."""
+        """Return the pin for a turn that has ended and was not the last of its job."""
         ...
 
     def forget(self, job_id: str) -> None:
-        """No turn of this job comes any more."""
+        """Drop the data of a job that has no further turn."""
         ...
 
 
 @dataclass(slots=True)
 class _Tool:
-    """What is known of a tool: the latest calls of it that have come back."""
+    """The latest finished calls of a tool."""
 
     times: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_TIMES))
-    """What it has taken."""
+    """Duration of each call."""
     found: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=MAX_TIMES))
-    """Tokens of the turn behind it that stood in the one before it, and those of that one."""
+    """Tokens of each call's turn that the next turn shares, and all tokens of the turn."""
 
     def take(self, turn: TurnEnd, ticks: int, num_found: int | None) -> None:
-        """It has come back."""
+        """Record that a call has finished."""
         self.times.append(ticks)
         if num_found is not None:
             self.found.append((min(num_found, turn.num_tokens), turn.num_tokens))
 
     @property
     def share(self) -> float:
-        """Of the tokens that would stay, those that are found; all, if nobody has told."""
+        """Share of the pinned tokens that the next turns used; 1 if nothing is known."""
         num_tokens = sum(kept for _, kept in self.found)
         return sum(found for found, _ in self.found) / num_tokens if num_tokens else 1.0
 
 
 class FixedRule:
-    """The rule of the seed: a job whose tools have taken longer than a threshold keeps nothing.
+    """A fixed rule: a job is pinned unless its tool calls took longer than a threshold on average.
 
-    Source: seed 001 "Change 12". Its pins would last ten seconds by default, and its estimator
-    never gives more than the threshold of two: here they last as long as the threshold, unless
-    `ttl` says otherwise. What is predicted is the mean of what tools have taken in this job; a job
-    without such times is kept, for else nothing would be learned of it.
+    Source: seed 001 "Change 12". Its pins last ten seconds by default, although its estimator never
+    returns more than the threshold of two seconds; here a pin lasts as long as the threshold,
+    unless `ttl` is given. The prediction is the mean duration of the job's tool calls. A job
+    without finished calls is pinned, since nothing would be learned about it otherwise.
 
     Args:
-        threshold: the longest prediction that is waited for.
-        ttl: for how long then; the threshold if it is left out.
+        threshold: the longest predicted duration for which blocks are pinned.
+        ttl: the duration of a pin; None for the threshold.
     """
 
     def __init__(self, threshold: int = 2_000, ttl: int | None = None) -> None:
         self.threshold = threshold
         self.ttl = threshold if ttl is None else ttl
         self._ended: dict[str, int] = {}
-        """By job whose tool runs: since when."""
+        """When the last turn ended, by job whose tool is running."""
         self._taken: dict[str, tuple[int, int]] = {}
-        """By job: tools that have come back, and ticks that they took together."""
+        """Number of finished tool calls and their total duration, by job."""
 
     def arrive(self, job_id: str, now: int, num_found: int | None = None) -> PinEstimate:
-        """See `Estimator`. It has no use for what is found."""
+        """See `Estimator`. `num_found` is not used."""
         del num_found
         since = self._ended.pop(job_id, None)
         if since is not None:
@@ -129,30 +128,29 @@ class FixedRule:
 
 
 class ToolTimes:
-    """A time that pays, from the distribution of what the tool has taken before.
+    """The pin that pays best, given the distribution of the tool's durations.
 
-    Of each time t that the tool has taken: blocks that stay for t are there for as many turns as
-    came within t, and save them the computation. Meanwhile, until the turn comes or t is over,
-    nobody else has that part of the pool.
+    For each duration t of the tool: a pin of t saves the prefill of those turns that arrive within
+    t. Until the turn arrives or t is over, other requests cannot use that part of the pool.
 
         gain(t) = P(T <= t) * num_tokens * share * ticks_per_token
         cost(t) = E[min(T, t)] * num_blocks / num_usable_blocks
 
-    The t with the most gain beside its cost is given, or 0 if none is worth its cost. Both sides
-    are the engine's time: a tick in which a hundredth of the pool serves nobody is a hundredth of a
-    tick. `share` of the tokens is found by next turns: some agents begin anew with each of them. A
-    tool of which too little is known is taken for all tools together; if of these too little is
-    known, a fixed time is given, to learn. A turn that has come is given the time at which what it
-    finds is used up by what it costs to keep all of it. Source: the time to live of "Continuum"
-    (arXiv 2511.02230), which adds the waiting in line to the gain; here who comes back goes ahead
-    of others, and what they lose by that is as much.
+    The t with the largest difference of gain and cost is used, or 0 if no difference is positive.
+    Both are times of the engine: a tick in which a hundredth of the pool is unused costs a
+    hundredth of a tick. `share` is the share of tokens that next turns use, since some agents start
+    with a new prompt each time. A tool with too few durations is treated as all tools together; if
+    these have too few, a fixed time is used, in order to learn. For a turn that has arrived, the
+    pin lasts until the cost of keeping its blocks reaches the gain from its hit. Source: the time
+    to live of "Continuum" (arXiv 2511.02230), which adds the queueing time to the gain; here a
+    returning job is served before others, which lose as much as it gains.
 
     Args:
-        num_usable_blocks: of the pool.
-        ticks_per_token: of a prompt, to compute one.
-        unknown: given where too little is known.
-        longest: given at most.
-        num_enough: times from which on a distribution is one.
+        num_usable_blocks: blocks of the pool without the null block.
+        ticks_per_token: time to compute one prompt token.
+        unknown: the pin if too few durations are known.
+        longest: the longest pin.
+        num_enough: the number of durations from which a distribution is used.
     """
 
     def __init__(
@@ -169,7 +167,7 @@ class ToolTimes:
         self.longest = longest
         self.num_enough = num_enough
         self._ended: dict[str, tuple[TurnEnd, int]] = {}
-        """By job whose tool runs: how its turn ended, and when."""
+        """The last turn and the time of its end, by job whose tool is running."""
         self._tools: dict[str, _Tool] = {}
         self._all = _Tool()
 
@@ -186,8 +184,10 @@ class ToolTimes:
         return PinEstimate(job_id, self.unknown)
 
     def _find_time_in_line(self, turn: TurnEnd, num_found: int) -> int:
-        """For how long what is found is worth that all of it stays: a tick at least, for of a turn
-        that has no time at all nothing is kept at its end, either."""
+        """Return how long the gain from a hit covers the cost of keeping the blocks.
+
+        At least one tick: without a pin, nothing would be kept at the end of the turn either.
+        """
         cost_per_tick = turn.num_blocks / self.num_usable_blocks
         worth = int(num_found * self.ticks_per_token / cost_per_tick)
         return max(min(worth, self.longest), 1)
@@ -212,12 +212,12 @@ class ToolTimes:
 
 
 def find_best_time(times: Iterable[int], gain: float, cost_per_tick: float) -> int:
-    """Ticks to wait for something that has taken so long before; 0 if that does not pay.
+    """Return how many ticks to wait for a call that took `times` before; 0 if waiting costs more.
 
     Args:
-        times: what it has taken.
-        gain: of being there when it comes.
-        cost_per_tick: of waiting.
+        times: earlier durations.
+        gain: the gain if the wait is long enough.
+        cost_per_tick: the cost of waiting.
     """
     line = sorted(times)
     best, most, waited = 0, 0.0, 0
@@ -226,7 +226,7 @@ def find_best_time(times: Iterable[int], gain: float, cost_per_tick: float) -> i
         num_missed = len(line) - place - 1
         worth = gain * (place + 1) - cost_per_tick * (waited + num_missed * time)
         if worth > most:
-            best, most = time + 1, worth  # a pin that ends as its turn comes is gone
+            best, most = time + 1, worth  # a pin that ends when its turn arrives has expired
     return best
 
 

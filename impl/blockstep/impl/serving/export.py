@@ -1,4 +1,4 @@
-"""Export: samples of a meter as Prometheus metrics of vLLM's names (extra `metrics`)."""
+"""Export: samples of a meter as Prometheus metrics under vLLM's names (extra `metrics`)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _TOKENS: Final = tuple(2**power for power in range(15))
 
 
 class Exporter:
-    """Puts samples into a registry, each metric as its first sample comes.
+    """Adds samples to a registry; a metric is created with its first sample.
 
     Args:
-        registry: where they are shown, one for each process.
-        model_name: a label of all of them, as is `engine`.
-        engine: the number of the engine among those that share a model.
+        registry: the registry that shows the metrics, one for each process.
+        model_name: a label of all metrics, like `engine`.
+        engine: the index of the engine among those that serve the model.
     """
 
     def __init__(self, registry: CollectorRegistry, model_name: str, engine: int = 0) -> None:
@@ -34,7 +34,7 @@ class Exporter:
         self._metrics: dict[str, Any] = {}
 
     def take(self, samples: Iterable[Sample]) -> None:
-        """Add what is counted, observe what is measured, show what is the case."""
+        """Increase counters, observe histograms and set gauges."""
         for sample in samples:
             labels = self._labels | (dict([sample.label]) if sample.label else {})
             metric = self._find(sample, tuple(labels)).labels(**labels)

@@ -1,11 +1,11 @@
-"""Journal: what was published, numbered; the last of it kept, and all of it summed up.
+"""Journal: published batches of KV events, numbered; the last ones are kept, and all are summed up.
 
     0 1 2 3 4 5 | 6 7 8 9 | 10        kept: 6 to 9; the next one is 10
-    forgotten     kept
+    dropped       kept
 
-Who lost batches that are kept asks for them. Who lost more, or comes late, asks for a snapshot: one
-batch that stores whatever is findable now, and the number from which to go on. vLLM 0.19.1 keeps
-10,000 batches and has no snapshot (upstream #40363, #57789).
+A subscriber that lost kept batches asks for these. One that lost more, or starts late, asks for a
+snapshot: one batch that stores all blocks cached now, and the number of the next batch. vLLM 0.19.1
+keeps 10,000 batches and has no snapshot (upstream #40363, #57789).
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from blockstep.impl.serving.wire import (
 )
 
 _Name: TypeAlias = tuple[BlockHash, str | None, int | None]
-"""A block by its hash, medium and KV-cache group."""
+"""Hash, medium and KV-cache group of a block."""
 
 
 @dataclass(slots=True)
 class _Block:
-    """A block of which copies are findable, told alone."""
+    """A cached block, as an event of its own, and the number of its copies."""
 
     stored: Stored
     num_copies: int
 
 
 class Journal:
-    """Numbers batches from 0 on, keeps the last `num_kept`, and knows what they come to.
+    """Numbers batches from 0, keeps the last `num_kept`, and knows the blocks that are cached.
 
-    `form`: that of its batches, in which it writes snapshots.
+    `form` is the form of the batches, and that of snapshots.
     """
 
     def __init__(self, num_kept: int = 10_000, form: Form = Form.ARRAYS) -> None:
@@ -54,10 +54,10 @@ class Journal:
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=num_kept)
         self._blocks: dict[_Name, _Block] = {}
         self.next_seq = 0
-        """Of the batch that comes next."""
+        """Number of the next batch."""
 
     def append(self, payload: bytes) -> int:
-        """Keep a batch; returns its number. Raises `msgspec.MsgspecError`: it is none."""
+        """Keep a batch; return its number. Raises msgspec.MsgspecError if it is not a batch."""
         for event in read_batch(payload).events:
             self._sum_up(event)
         seq = self.next_seq
@@ -66,14 +66,13 @@ class Journal:
         return seq
 
     def list_since(self, seq: int) -> list[tuple[int, bytes]]:
-        """What is kept from this number on; where that is forgotten, it begins with a later one."""
+        """Return the kept batches from number `seq` on, without those that were dropped."""
         return [(kept, payload) for kept, payload in self._kept if kept >= seq]
 
     def take_snapshot(self, now: float, rank: int | None = 0) -> tuple[int, bytes]:
-        """The number from which to go on, and a batch that stores all that is findable.
+        """Return the number of the next batch, and a batch that stores all cached blocks.
 
-        Parents come before what is behind them, where they are there. Of several copies each is
-        stored.
+        A parent precedes its children if it is cached. Each copy of a block is stored.
         """
         events: list[WireEvent] = []
         for block in self._list_parents_first():
@@ -119,7 +118,7 @@ class Journal:
 
 
 def split(event: Stored) -> list[Stored]:
-    """The blocks of an event, told one by one."""
+    """Return the event as one event for each block."""
     size, parent = event.block_size, event.parent_block_hash
     found = []
     for index, name in enumerate(event.block_hashes):

@@ -1,10 +1,9 @@
-"""Meter: what vLLM's metrics say, as samples that follow from what happened.
+"""Meter: vLLM's metrics as samples, computed from each step of an engine.
 
-A sample is added to a counter, observed by a histogram, or shown by a gauge from now on. All of it
-follows from events, answers and states, and from the caller's clock. Names are vLLM's, without the
-`vllm:` before them; `kv_cache_pinned_perc`, of usage what turns have left for the next of their
-jobs, and the reasons of who waits are ours. Source: vLLM 0.19.1 `v1/metrics/loggers.py`,
-`stats.py`.
+A sample increases a counter, is observed by a histogram, or is shown by a gauge from then on.
+Samples follow from events, observations and states, and from the caller's clock. Names are vLLM's
+without the prefix `vllm:`. `kv_cache_pinned_perc` (the share of the pool that only pins hold) and
+the reasons why requests wait are ours. Source: vLLM 0.19.1 `v1/metrics/loggers.py`, `stats.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from blockstep.spec.vocabulary import (
 
 
 class Kind(StrEnum):
-    """What a sample does."""
+    """Kind of metric that a sample belongs to."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -62,7 +61,7 @@ class Sample:
 
 @dataclass(slots=True)
 class _Life:
-    """What is remembered of an unfinished request; times are seconds of the caller's clock."""
+    """Data of an unfinished request; times are seconds of the caller's clock."""
 
     request: Request
     queued: float
@@ -71,15 +70,15 @@ class _Life:
     last_token: float | None = None
     num_outputs: int = 0
     is_branch: bool = False
-    """Whether it has the prompt of another one, which was counted with that."""
+    """Whether the request is a fork; its prompt was counted with the parent."""
     num_local: int | None = None
-    """Tokens of the local hit, where more were loaded behind it."""
+    """Tokens of the local hit, if a store loaded more after it; else None."""
     chunks: deque[Request] = field(default_factory=deque)
-    """Of a session: input that waits for its next stop."""
+    """Inputs of a session that wait for its next stop."""
 
 
 class Meter:
-    """Turns each step of one engine into samples. It holds no time and no lock of its own."""
+    """Turns each step of one engine into samples. It has no clock and no lock."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -88,18 +87,18 @@ class Meter:
     def observe(
         self, before: Snapshot, event: Event, seen: Observation, after: Snapshot, now: float
     ) -> list[Sample]:
-        """The samples of an event that was answered, with the states around it.
+        """Return the samples of an event, its observation, and the states before and after.
 
-        `now`: seconds, by a clock that never goes back.
+        `now` is in seconds, of a monotonic clock.
         """
         samples = [*self._follow(event, seen, after, now), *_count(before, after)]
         self._remember(before, event, seen, after)
         return [*samples, *self._gauge(after)]
 
     def explain(self, after: Snapshot) -> list[Sample]:
-        """How many wait for each reason in the state that was observed last.
+        """Return the number of waiting requests for each reason, in the state observed last.
 
-        It looks every waiting request up: ask when somebody looks, not at every event.
+        It looks up every waiting request: call it when metrics are read, not at every event.
         """
         requests = {name: life.request for name, life in self._lives.items()}
         counts = count_waiting(explain_waiting(self._config, after, requests))
@@ -109,7 +108,7 @@ class Meter:
         ]
 
     def _remember(self, before: Snapshot, event: Event, seen: Observation, after: Snapshot) -> None:
-        """What of requests no later state shows."""
+        """Record data of requests that later states do not show."""
         match event, seen:
             case StreamingUpdate(request=chunk), Ack() if chunk.request_id in self._lives:
                 self._lives[chunk.request_id].chunks.append(chunk)
@@ -129,7 +128,7 @@ class Meter:
             self._go_on(name, before, seen, after)
 
     def _go_on(self, name: RequestId, before: Snapshot, seen: Observation, after: Snapshot) -> None:
-        """A session goes on with its next chunk, behind all of its tokens but the last."""
+        """Append the next input of a session, after all of its tokens except the last."""
         was, now, life = before.request(name), after.request(name), self._lives[name]
         if was is None or now is None or now.status is Status.WAITING_FOR_STREAMING_REQ:
             return
@@ -163,14 +162,14 @@ class Meter:
             case Abort(), Aborted(request_ids=names, ending_req_ids=ending):
                 for name in (*names, *ending):
                     yield from self._end(name, FinishReason.ABORT, now)
-            case _, Aborted(request_ids=names):  # a session that ends at rest
+            case _, Aborted(request_ids=names):  # an idle session ends
                 for name in names:
                     yield from self._end(name, FinishReason.STOP, now)
 
     def _deliver(
         self, rows: tuple[OutputRow, ...], after: Snapshot, now: float
     ) -> Iterator[Sample]:
-        """What a commit brings; an iteration has the tokens of prompts and of outputs."""
+        """Yield the samples of a commit; an iteration counts tokens of prompts and of outputs."""
         num_prompt = num_new = 0
         for row in rows:
             life = self._lives.get(row.request_id)
@@ -182,14 +181,14 @@ class Meter:
                 yield from _take_tokens(life, row, now)
                 num_new += len(row.new_token_ids)
             has_ended = row.finish_reason is not None and after.request(row.request_id) is None
-            if has_ended:  # a session that stops rests
+            if has_ended:  # a session that stops becomes idle
                 yield from self._end(row.request_id, row.finish_reason, now)
         if num_new:
             yield Sample(Kind.COUNTER, "generation_tokens", num_new)
             yield Sample(Kind.HISTOGRAM, "iteration_tokens_total", num_prompt + num_new)
 
     def _end(self, name: RequestId, reason: FinishReason | None, now: float) -> Iterator[Sample]:
-        """What is known of a request once it has ended."""
+        """Yield the samples of a finished request."""
         life = self._lives.pop(name, None)
         if life is None or reason is None:
             return
@@ -213,7 +212,7 @@ class Meter:
             yield Sample(Kind.HISTOGRAM, metric, value)
 
     def _gauge(self, after: Snapshot) -> Iterator[Sample]:
-        """What is shown from now on."""
+        """Yield the gauges of a state."""
         num_waiting = len(after.waiting) + len(after.skipped_waiting)
         usable = self._config.num_usable_blocks
         yield Sample(Kind.GAUGE, "num_requests_running", len(after.running))
@@ -224,7 +223,7 @@ class Meter:
 
 
 def _count_pinned(after: Snapshot) -> int:
-    """Blocks that pins alone hold: free, if all of them gave way."""
+    """Return the number of blocks that only pins hold."""
     pins = () if after.pins is None else after.pins.pins
     holds = Counter(block for pin in pins for table in pin.block_tables for block in table)
     return sum(
@@ -233,7 +232,7 @@ def _count_pinned(after: Snapshot) -> int:
 
 
 def _take_tokens(life: _Life, row: OutputRow, now: float) -> Iterator[Sample]:
-    """It has new tokens."""
+    """Yield the samples of a row with new tokens."""
     if life.first_token is None:
         if not life.is_branch:
             yield from _count_prompt(life, row.num_cached_tokens)
@@ -246,7 +245,7 @@ def _take_tokens(life: _Life, row: OutputRow, now: float) -> Iterator[Sample]:
 
 
 def _count_prompt(life: _Life, num_cached: int) -> Iterator[Sample]:
-    """The tokens of a prompt, where they came from."""
+    """Yield the tokens of a prompt by their source."""
     num_prompt = len(life.request.prompt_token_ids)
     num_local = num_cached if life.num_local is None else min(life.num_local, num_cached)
     yield Sample(Kind.COUNTER, "prompt_tokens", num_prompt)
@@ -260,7 +259,7 @@ def _count_prompt(life: _Life, num_cached: int) -> Iterator[Sample]:
 
 
 def _count(before: Snapshot, after: Snapshot) -> Iterator[Sample]:
-    """What the engine itself has counted."""
+    """Yield the growth of the engine's own counters."""
     for metric, counter in (
         ("prefix_cache_queries", "prefix_cache_queries"),
         ("prefix_cache_hits", "prefix_cache_hits"),

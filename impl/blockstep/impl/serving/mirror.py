@@ -1,9 +1,9 @@
-"""Mirror: what a consumer knows of an engine's prefix cache, and whether it may rely on it.
+"""Mirror: a consumer's copy of an engine's prefix cache, and whether the copy can be relied on.
 
-A batch that is lost makes it worth nothing: what it believes to be there may be gone. So it fails
-closed: from then on it holds nothing, until it is healed by the batches that it lacks, or by a
-snapshot. Numbers that fall say that the engine began anew, with an empty cache; one that does, and
-loses as many batches as there were before, is not told from one that goes on (upstream #57789).
+After a lost batch the copy may name blocks that were evicted. So the mirror fails closed: it
+reports no block until it has read the missing batches or a snapshot. If the numbers of batches
+fall, the engine has restarted with an empty cache. A restart after which exactly as many batches
+are lost as there were before cannot be detected (upstream #57789).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from blockstep.spec.vocabulary import MEDIUM_GPU
 
 
 class Mirror:
-    """Reads batches in the order of their numbers. It holds nothing before its first one.
+    """Reads batches in the order of their numbers. It starts empty.
 
     Args:
-        medium: whose blocks it follows.
-        group: the KV-cache group whose blocks it follows, where events tell (`Form.MAPS`); None:
-            those of all. vLLM gives a block the same hash in each group, so there one mirror a
-            group is needed.
+        medium: the medium whose blocks are followed.
+        group: the KV-cache group whose blocks are followed, if events name it (`Form.MAPS`); None
+            for all groups. vLLM gives a block the same hash in each group, so use one mirror for
+            each group there.
     """
 
     def __init__(self, medium: str = MEDIUM_GPU, group: int | None = None) -> None:
@@ -40,19 +40,19 @@ class Mirror:
         self._group = group
         self._copies: Counter[BlockHash] = Counter()
         self._last_seen = -1
-        """The number of the batch that came in last, read or not."""
+        """Number of the last batch received, read or not."""
         self.next_seq = 0
-        """Of the batch that it waits for."""
+        """Number of the next batch to read."""
         self.is_whole = True
-        """Whether it has read all that there was; an engine begins with nothing."""
+        """Whether all batches so far were read."""
 
     def take(self, seq: int, payload: bytes) -> bool:
-        """Read a batch as it comes in; returns whether it is whole now.
+        """Read a batch that was received; return whether the mirror is complete.
 
-        One that it was healed with in the meantime is passed over.
+        A batch that `heal` has read already is ignored.
 
         Raises:
-            msgspec.MsgspecError: the batch is none. Then it is not whole.
+            msgspec.MsgspecError: the payload is not a batch. The mirror is incomplete then.
         """
         if seq <= self._last_seen:
             self._copies.clear()
@@ -66,9 +66,9 @@ class Mirror:
         return self.is_whole
 
     def heal(self, batches: Iterable[tuple[int, bytes]]) -> bool:
-        """Read batches that were asked for again; returns whether it is whole now.
+        """Read batches that were sent again; return whether the mirror is complete.
 
-        It is not where the first of them is a later one than that which it waits for.
+        It is not if the first of `batches` is later than the next one to read.
         """
         for seq, payload in batches:
             if seq > self.next_seq:
@@ -81,18 +81,18 @@ class Mirror:
         return True
 
     def restore(self, next_seq: int, payload: bytes) -> None:
-        """Begin with a snapshot, and go on behind it."""
+        """Replace the content by a snapshot; `next_seq` is the number of the batch after it."""
         self._copies.clear()
         self._read(payload)
         self.next_seq = next_seq
         self.is_whole = True
 
     def count(self, name: BlockHash) -> int:
-        """Copies of a block that can be found; 0 while it is not whole."""
+        """Return the number of cached copies of a block; 0 while the mirror is incomplete."""
         return self._copies[name] if self.is_whole else 0
 
     def count_prefix(self, names: Iterable[BlockHash]) -> int:
-        """Leading blocks of a prompt that can be found."""
+        """Return the number of leading blocks of a prompt that are cached."""
         found = 0
         for name in names:
             if not self.count(name):
@@ -101,7 +101,7 @@ class Mirror:
         return found
 
     def list_findable(self) -> dict[BlockHash, int]:
-        """Copies of each block; nothing while it is not whole."""
+        """Return the number of copies of each block; empty while the mirror is incomplete."""
         return dict(self._copies) if self.is_whole else {}
 
     def _read(self, payload: bytes) -> None:
@@ -125,7 +125,7 @@ class Mirror:
             case Cleared():
                 self._copies.clear()
             case _:
-                pass  # of another medium or group
+                pass  # a block of another medium or group
 
     def _is_followed(self, event: Stored | Removed) -> bool:
         group = get_group(event)

@@ -1,13 +1,13 @@
-"""Sockets: KV events over ZeroMQ, in the frames of vLLM (extra `events`).
+"""Sockets: KV events over ZeroMQ, in vLLM's frames (extra `events`).
 
-    PUB      topic, number, batch                        as it happens
-    ROUTER   <- [empty, number]                          batches that are kept, from this one on
+    PUB      topic, number, batch                        each batch when it is published
+    ROUTER   <- [empty, number]                          request for kept batches from this number
              -> [empty, number, batch] ...  [empty, -1, empty]
              <- [empty, "snapshot"]                      ours, as upstream #50134 proposes it
-             -> [empty, number to go on from, batch], [empty, -1, empty]
+             -> [empty, number of the next batch, batch], [empty, -1, empty]
 
-Numbers are 8 bytes, big endian. Whoever writes maps has the topic (empty at the end) before each
-number of an answer, too. Source: vLLM `ZmqEventPublisher`, 0.19.1 and 0.33.0.
+Numbers are 8 bytes, big endian. With `Form.MAPS` the topic (empty in the last frame) precedes the
+number in each reply, too. Source: vLLM `ZmqEventPublisher`, 0.19.1 and 0.33.0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SNAPSHOT = b"snapshot"
 
 
 class Sockets:
-    """What both sides have: sockets that are closed with it, whatever is not sent yet."""
+    """Base of both sides: sockets that are closed together, without waiting for unsent messages."""
 
     def __init__(self) -> None:
         self._context = zmq.Context.instance()
@@ -58,14 +58,14 @@ class Sockets:
 
 
 class Publisher(Sockets):
-    """Publishes batches, and answers who lost some. It belongs to one thread, which never waits.
+    """Publishes batches and replies to requests for lost ones. For one thread; it never blocks.
 
     Args:
-        endpoint: of the stream; bound, as `tcp://*:5557`.
-        replay_endpoint: of requests; bound.
-        topic: what subscribers ask for.
-        num_kept: batches that can be had again.
-        form: of the batches, as their writer has it.
+        endpoint: address of the stream, which is bound, such as `tcp://*:5557`.
+        replay_endpoint: address of requests, which is bound.
+        topic: the topic of the stream.
+        num_kept: the number of batches that can be sent again.
+        form: the form of the batches.
     """
 
     def __init__(
@@ -87,15 +87,15 @@ class Publisher(Sockets):
         self._replay.bind(replay_endpoint)
 
     def publish(self, payload: bytes) -> int:
-        """Send a batch; returns its number."""
+        """Send a batch; return its number."""
         seq = self.journal.append(payload)
         self._stream.send_multipart((self._topic, seq.to_bytes(8, "big"), payload))
         return seq
 
     def answer(self, now: float | None = None) -> int:
-        """Answer all requests that have come in; returns how many there were.
+        """Reply to all received requests; return their number.
 
-        One that is none is passed over, as upstream does.
+        A malformed request is ignored, as in vLLM.
         """
         count = 0
         while self._replay.poll(0):
@@ -120,13 +120,13 @@ class Publisher(Sockets):
 
 
 class Subscriber(Sockets):
-    """Follows a publisher, ours or vLLM's, and heals its mirror where batches were lost.
+    """Follows a publisher, ours or vLLM's, and asks for batches that its mirror lost.
 
     Args:
-        endpoint: of the stream.
-        replay_endpoint: of requests.
-        topic: what to subscribe to.
-        timeout_s: seconds to wait for an answer.
+        endpoint: address of the stream.
+        replay_endpoint: address of requests.
+        topic: the topic to subscribe to.
+        timeout_s: seconds to wait for a reply.
     """
 
     def __init__(
@@ -141,9 +141,9 @@ class Subscriber(Sockets):
         self._replay_endpoint = replay_endpoint
 
     def poll(self, timeout_s: float = 0.0) -> int:
-        """Take in all batches that have come in; returns how many there were.
+        """Read all received batches; return their number.
 
-        `timeout_s`: seconds to wait for the first.
+        `timeout_s` is the time to wait for the first, in seconds.
         """
         count = 0
         while self._stream.poll(0 if count else int(timeout_s * 1000)):
@@ -153,7 +153,7 @@ class Subscriber(Sockets):
         return count
 
     def ask(self, request: bytes) -> None:
-        """Ask for batches again (8 bytes: the first number), or for a snapshot."""
+        """Request batches (8 bytes: the first number) or a snapshot."""
         for socket in self._open[1:]:
             socket.close(linger=0)
         del self._open[1:]
@@ -161,24 +161,24 @@ class Subscriber(Sockets):
         self._open[1].send_multipart((b"", request))
 
     def ask_for_missing(self) -> None:
-        """Ask for what the mirror lacks."""
+        """Request the batches that the mirror has not read."""
         self.ask(self.mirror.next_seq.to_bytes(8, "big"))
 
     def heal(self) -> bool:
-        """Read the answer to `ask_for_missing`; returns whether the mirror is whole."""
+        """Read the reply to `ask_for_missing`; return whether the mirror is complete."""
         return self.mirror.heal(self._answers())
 
     def restore(self) -> bool:
-        """Read the answer to a request for a snapshot; likewise."""
+        """Read the reply to a request for a snapshot; return whether the mirror is complete."""
         for next_seq, payload in self._answers():
             self.mirror.restore(next_seq, payload)
         return self.mirror.is_whole
 
     def _answers(self) -> Iterator[tuple[int, bytes]]:
-        """Batches up to the end of an answer.
+        """Yield the batches of a reply.
 
         Raises:
-            TimeoutError: nobody answers.
+            TimeoutError: no message arrives in time.
         """
         socket = self._open[1]
         while socket.poll(self._timeout_ms):

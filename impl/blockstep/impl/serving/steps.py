@@ -1,4 +1,4 @@
-"""Steps: what a scheduler saw, found and decided in each step, as lines of JSON.
+"""Steps: state, prefix hits and decisions of each scheduler step, as lines of JSON.
 
 ::
 
@@ -7,9 +7,9 @@
     {"type":"step_decision","step":0,"scheduled_new_req_ids":["A"],...}
 
 Field names are those of the fork that seed 001 describes ("Feature B"). There a scheduler writes
-them while it plans; here they follow from the states around a plan and from the plan, whoever made
-it. So a hit is told of those who were given blocks by it, and not of those who were looked at and
-did not fit. `blockstep validate` reads such a file back.
+the records while it plans; here they are computed from a plan and the states before and after, for
+any engine. So a hit is recorded for each admitted request, and not for requests that were looked up
+and did not fit. `blockstep validate` reads such a file.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ from blockstep.spec.vocabulary import (
 
 
 class StepSnapshot(msgspec.Struct, frozen=True, tag="step_snapshot"):
-    """Before a plan, once the pins are gone whose time is over."""
+    """State before a plan, after expired pins were dropped."""
 
     step: int
     running: list[RequestId]
     waiting: list[RequestId]
-    """In the order in which they would be taken before any turn to who is of a job with a pin."""
+    """Waiting requests in queue order, before requests of pinned jobs are moved ahead."""
     free_blocks: int
     total_blocks: int
-    """The null block included, as in `Config.num_blocks`."""
+    """Blocks including the null block, as in `Config.num_blocks`."""
     gpu_cached_blocks: int
-    """Keys under which a block can be found."""
+    """Number of keys in the prefix-cache map."""
     num_pinned: int
     pinned_blocks: int
-    """Different blocks that pins hold."""
+    """Number of different blocks in pins."""
     pinned_job_ids: list[str]
     max_num_running_reqs: int
     max_num_scheduled_tokens: int
     cpu_free_blocks: int | None = None
-    """None: no tier below the pool is known of."""
+    """None: no tier below the pool is known."""
     cpu_total_blocks: int | None = None
     cpu_cached_blocks: int | None = None
 
 
 class PrefixCacheEvent(msgspec.Struct, frozen=True, tag="prefix_cache_event"):
-    """What cache and store had for one who was admitted, or parked for a load."""
+    """Local and external hit of a request that was admitted or has started an asynchronous load."""
 
     step: int
     req_id: RequestId
@@ -73,13 +73,13 @@ class PrefixCacheEvent(msgspec.Struct, frozen=True, tag="prefix_cache_event"):
     external_hit_tokens: int
     total_prompt_tokens: int
     num_tokens: int
-    """Of prompt and output."""
+    """Tokens of prompt and output."""
     connector_name: str | None = None
     load_kv_async: bool = False
 
 
 class StepDecision(msgspec.Struct, frozen=True, tag="step_decision"):
-    """What was planned."""
+    """The plan of a step."""
 
     step: int
     scheduled_new_req_ids: list[RequestId]
@@ -95,25 +95,27 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def write_record(record: StepRecord) -> bytes:
-    """One line, its end included."""
+    """Return the record as a line of JSON, with its line end."""
     return _ENCODER.encode(record) + b"\n"
 
 
 @dataclass(slots=True)
 class StepTrace:
-    """Follows the events of one engine; of each plan it tells the records."""
+    """Follows the events of one engine, and returns the records of each plan."""
 
     config: Config
     connector_name: str | None = None
-    """What a store beside the pool is called."""
+    """Name of the KV connector."""
     _requests: dict[RequestId, Request] = field(default_factory=dict)
     _step: int = 0
 
     def observe(
         self, before: Snapshot, event: Event, seen: Observation, after: Snapshot
     ) -> list[StepRecord]:
-        """The records of an event that was answered, with the states around it; of a plan that was
-        made a snapshot, hits and a decision, and of everything else none."""
+        """Return the records of an event, given its observation and the states before and after.
+
+        A plan has a snapshot, hits and a decision; other observations have no records.
+        """
         if isinstance(seen, Rejected):
             return []
         if isinstance(event, Submit | StreamingUpdate):
@@ -156,7 +158,7 @@ class StepTrace:
         )
 
     def _find_hits(self, before: Snapshot, plan: Plan) -> Iterator[PrefixCacheEvent]:
-        """Of who is given blocks behind a hit: not of a session that goes on behind its own."""
+        """Yield the hits of admitted requests; a session that continues on its own KV has none."""
         old = {request.request_id: request for request in before.requests}
         loads = {load.request_id: load for load in plan.kv_loads}
         for row in plan.rows:

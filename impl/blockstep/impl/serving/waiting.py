@@ -1,4 +1,4 @@
-"""Waiting: why each request that waits does, read off a state."""
+"""Waiting: the reason why each waiting request is not admitted, computed from a state."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from blockstep.spec.vocabulary import (
 def explain_waiting(
     config: Config, state: Snapshot, requests: Mapping[RequestId, Request]
 ) -> dict[RequestId, WaitingReason]:
-    """The reason of each request that waits, in the order in which they are tried.
+    """Return the reason of each waiting request, in the order in which admission tries them.
 
-    Who waits in a pipeline without asynchronous scheduling for a token of its own in flight is told
-    by another reason: no state shows those.
+    A pipelined request without asynchronous scheduling that waits for a token in flight has
+    another reason: states do not show such tokens.
 
     Args:
-        config: of the engine.
-        state: between two events.
-        requests: as they were submitted; of sessions, as they have become.
+        config: the engine's config.
+        state: a state between two events.
+        requests: requests as submitted; sessions with all inputs so far.
     """
     shown = {request.request_id: request for request in state.requests}
     adapters = {requests[name].adapter for name in state.running} - {None}
@@ -65,14 +65,14 @@ def explain_waiting(
 
 
 def count_waiting(reasons: Mapping[RequestId, WaitingReason]) -> dict[WaitingReason, int]:
-    """How many wait for each reason, also for none: what a gauge shows."""
+    """Return the number of requests for each reason, 0 included, as a gauge shows them."""
     return {reason: sum(one is reason for one in reasons.values()) for reason in WaitingReason}
 
 
 def _list_in_line(
     config: Config, state: Snapshot, requests: Mapping[RequestId, Request]
 ) -> list[RequestId]:
-    """Who waits, in the order in which they are tried."""
+    """Return the waiting requests in the order in which admission tries them."""
     waiting = [*state.waiting]
     if state.pins is not None:
         warm = {pin.job_id for pin in state.pins.pins if pin.end > state.pins.now}
@@ -86,14 +86,14 @@ def _list_in_line(
 
 
 def _is_closed(config: Config, state: Snapshot) -> bool:
-    """Whether too few blocks are free for anybody to be admitted beside those who run."""
+    """Return whether too few blocks are free to admit requests while others run."""
     was_closed = state.admission_closed
     enough = config.admission_high_blocks if was_closed else config.admission_low_blocks
     return bool(state.running) and len(state.free_queue) < enough
 
 
 def _find_own(request: RequestSnapshot) -> WaitingReason | None:
-    """What it waits for outside of the scheduler, if anything."""
+    """Return the reason outside of the scheduler; None if there is none."""
     if request.status is Status.WAITING_FOR_STREAMING_REQ:
         return WaitingReason.INPUT
     is_for_grammar = request.status is Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
@@ -105,7 +105,7 @@ def _find_own(request: RequestSnapshot) -> WaitingReason | None:
 
 
 def _find_remote(state: Snapshot, request: RequestSnapshot, asked: Request) -> WaitingReason | None:
-    """What it waits for of a store, if anything."""
+    """Return the reason that is due to the store; None if there is none."""
     if state.transfers is None:
         return None
     is_parked = request.status is Status.WAITING_FOR_REMOTE_KVS
@@ -123,17 +123,17 @@ def _find_offer(state: Snapshot, name: RequestId) -> KVOffer:
 
 
 def _lacks_seat(config: Config, adapter: str | None, in_use: set[str | None]) -> bool:
-    """Whether its adapter would be one too many."""
+    """Return whether the request needs a LoRA slot and none is free."""
     if not config.max_loras or adapter is None or adapter in in_use:
         return False
     return len(in_use) >= config.max_loras
 
 
 class _Shown:
-    """A state's blocks, in the words in which the memory of groups asks about them."""
+    """A state's blocks behind the interface that `GroupMemory` uses."""
 
     def __init__(self, state: Snapshot, giving: Sequence[RequestSnapshot | Pin]) -> None:
-        """`giving`: those that give back what they have."""
+        """Count the blocks of `giving` (requests and pins) as given back."""
         self._cached = state.cached
         given = Counter(
             block
@@ -153,13 +153,13 @@ class _Shown:
         return self._cached.get(lineage.key_of(index, group), (None,))[0]
 
     def share_keys(self, lineage: Lineage, block: BlockId) -> None:
-        """Nothing is remembered of a hit."""
+        """Do nothing: a state does not change."""
 
 
 def _find_room(
     config: Config, state: Snapshot, request: RequestSnapshot, asked: Request
 ) -> WaitingReason:
-    """What keeps the first in line out."""
+    """Return why the first request in the queue is not admitted."""
     if len(state.running) >= config.max_num_seqs:
         return WaitingReason.SEATS
     computed = request.num_computed_tokens
@@ -198,21 +198,21 @@ def _find_room(
 
 
 def _may_give(state: Snapshot, request: RequestSnapshot) -> bool:
-    """Whether it gives way, where nobody runs, to who lacks room."""
+    """Return whether the request's blocks can be reclaimed when no request runs."""
     is_parked = request.status is Status.WAITING_FOR_REMOTE_KVS
     has_come = state.transfers is not None and request.request_id in state.transfers.received
     return has_come or not is_parked
 
 
 def _count_left(table: tuple[BlockId, ...]) -> int:
-    """The null blocks in front of it."""
+    """Return the number of leading null blocks of a table."""
     return next((index for index, block in enumerate(table) if block != NULL_BLOCK), len(table))
 
 
 def _find_end(
     config: Config, memory: GroupMemory, asked: Request, num_known: int, start: int
 ) -> int:
-    """Where its next chunk ends, if it gets all tokens of a step."""
+    """Return the end of the next chunk if the request gets the whole token budget."""
     chunk = min(num_known - start, config.max_num_batched_tokens)
     if config.long_prefill_token_threshold:
         chunk = min(chunk, config.long_prefill_token_threshold)
@@ -223,7 +223,7 @@ def _find_end(
 def _find_hits(
     config: Config, memory: GroupMemory, asked: Request, request: RequestSnapshot
 ) -> GroupHits:
-    """The blocks of its prefix that can be found; one token at least is left to compute."""
+    """Return the cached blocks of the request's prefix; at least one token is left to compute."""
     if not config.enable_prefix_caching or asked.skip_reading_prefix_cache:
         return memory.no_hits
     lineage = Lineage(asked, config.block_size, SHA256)
@@ -235,7 +235,7 @@ def _find_hits(
 def _find_start(
     state: Snapshot, name: RequestId, asked: Request, hits: GroupHits, num_known: int
 ) -> tuple[int, bool]:
-    """Behind its hit and what is loaded; and whether that takes longer than a step."""
+    """Return the number of tokens hit and loaded, and whether the load is asynchronous."""
     offer, local = _find_offer(state, name), hits.num_tokens
     total = min(offer.num_tokens or 0, num_known - 1)
     if asked.skip_reading_prefix_cache or total <= local:

@@ -1,13 +1,13 @@
-"""Wire: KV events in the bytes in which vLLM publishes them, so that its consumers read ours.
+"""Wire: KV events in vLLM's encoding, so that its consumers can read ours.
 
-A batch is a msgpack array `[time, [event, ...], rank]`. An event was an array that begins with its
-name, with every field, also where it is nil:
+A batch is a msgpack array `[time, [event, ...], rank]`. In older releases an event is an array: its
+name and every field, nil included:
 
     ["BlockStored", hashes, parent, tokens, block_size, lora_id, medium, lora_name, extra_keys]
     ["BlockRemoved", hashes, medium]
     ["AllBlocksCleared"]
 
-Today it is a map that names its fields and leaves out most of those that are nil:
+In newer releases it is a map with the names of its fields, without most fields that are nil:
 
     {type: "BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium,
      lora_name, extra_keys, group_idx, kv_cache_spec_kind, kv_cache_spec_sliding_window, ...}
@@ -15,7 +15,7 @@ Today it is a map that names its fields and leaves out most of those that are ni
     {type: "AllBlocksCleared"}
 
 Both are read. Source: vLLM `distributed/kv_events.py`, arrays in 0.19.1, maps in 0.24.0 and later.
-Arrays name no KV-cache group: with several, the hashes that we give tell them apart.
+Arrays do not name the KV-cache group; our hashes differ between groups.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from blockstep.spec.vocabulary import (
 )
 
 BlockHash: TypeAlias = int | bytes
-"""How a block is named on the wire: 64 bits of a digest, or all of it."""
+"""Hash of a block on the wire: 64 bits of a digest, or the whole digest."""
 ExtraKeys: TypeAlias = tuple[Any, ...] | None
-"""What names a block beside its tokens; None for nothing."""
+"""Parts of a block's identity besides its tokens; None if there are none."""
 _MASK = (1 << 64) - 1
 
 
 class Stored(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
-    """Blocks became findable, each behind the one before it."""
+    """Blocks were cached; each is the child of the one before it."""
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
@@ -58,18 +58,18 @@ class Stored(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
 
 
 class Removed(msgspec.Struct, array_like=True, tag="BlockRemoved", gc=False):
-    """Blocks are not findable any more."""
+    """Blocks were evicted."""
 
     block_hashes: list[BlockHash]
     medium: str | None
 
 
 class Cleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared", gc=False):
-    """Nothing is findable any more."""
+    """The prefix cache was cleared."""
 
 
 class StoredMap(Stored, array_like=False, omit_defaults=True, tag="BlockStored"):
-    """Likewise, as a map. The last fields are read and never written: other tiers tell of them."""
+    """`Stored` as a map. Fields from `locality` on are read and never written."""
 
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
@@ -81,7 +81,7 @@ class StoredMap(Stored, array_like=False, omit_defaults=True, tag="BlockStored")
 
 
 class RemovedMap(Removed, array_like=False, omit_defaults=True, tag="BlockRemoved"):
-    """Likewise, as a map."""
+    """`Removed` as a map."""
 
     group_idx: int | None = None
     locality: str | None = None
@@ -89,23 +89,23 @@ class RemovedMap(Removed, array_like=False, omit_defaults=True, tag="BlockRemove
 
 
 class ClearedMap(Cleared, array_like=False, omit_defaults=True, tag="AllBlocksCleared"):
-    """Likewise, as a map."""
+    """`Cleared` as a map."""
 
 
 WireEvent: TypeAlias = Stored | Removed | Cleared
 
 
 class Form(StrEnum):
-    """How events are written."""
+    """Form in which events are written."""
 
     ARRAYS = "arrays"
-    """As vLLM 0.19.1 does."""
+    """The form of vLLM 0.19.1."""
     MAPS = "maps"
-    """As vLLM 0.33.0 does."""
+    """The form of vLLM 0.33.0."""
 
 
 class Batch(msgspec.Struct, array_like=True, gc=False):
-    """What one answer of an engine told."""
+    """The events of one observation of an engine."""
 
     ts: float
     """Seconds since the epoch."""
@@ -114,7 +114,7 @@ class Batch(msgspec.Struct, array_like=True, gc=False):
 
 
 class _Frame(msgspec.Struct, array_like=True, gc=False):
-    """A batch of which the events are not read yet."""
+    """A batch whose events are not decoded yet."""
 
     ts: float
     events: list[msgspec.Raw]
@@ -132,21 +132,21 @@ _KINDS = {
     GroupKind.CHUNKED_LOCAL: "chunked_local_attention",
     GroupKind.RECURRENT: "mamba",
 }
-"""Names of kinds of KV-cache groups that are not ours, too."""
+"""vLLM's names of group kinds that differ from ours."""
 
 
 class KeyDigests:
-    """SHA-256 of keys, each taken once: of the digest before, and of what a block adds.
+    """SHA-256 digests of block keys, each computed once from the parent's digest and the block.
 
-    An engine that has digests of its own gives those instead. The consumers of vLLM take hashes for
-    names, or compute them anew from tokens by vLLM's own rule, which this is not.
+    An engine with digests of its own passes those instead. Consumers of vLLM's events use a hash
+    as a name only, or compute it from tokens by vLLM's own rule, which is another one.
     """
 
     def __init__(self) -> None:
         self._known: dict[BlockKey, bytes] = {}
 
     def __call__(self, key: BlockKey) -> bytes:
-        """32 bytes that stand for the whole chain of `key`."""
+        """Return the digest of `key` and all of its ancestors, 32 bytes."""
         known = self._known.get(key)
         if known is not None:
             return known
@@ -164,16 +164,16 @@ class KeyDigests:
 
 
 class WireWriter:
-    """Writes what an engine tells.
+    """Encodes the KV events of an engine.
 
     Args:
-        digest: a digest of a key: different keys, different digests.
-        is_short: name blocks by the last 64 bits of their digests, as vLLM does unless it is told
-            otherwise (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES).
-        lora_ids: numbers of adapters, by name; consumers of today read the name.
-        rank: of the engine among those that share a model (data parallelism).
+        digest: returns the digest of a key; different keys have different digests.
+        is_short: use the last 64 bits of a digest as the hash of a block, as vLLM does by default
+            (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES).
+        lora_ids: ids of adapters by name; current consumers read the name.
+        rank: the engine's data-parallel rank.
         form: arrays or maps.
-        groups: KV-cache groups by number, of which maps tell the kind.
+        groups: KV-cache groups in order; maps have their kinds.
     """
 
     def __init__(
@@ -197,12 +197,12 @@ class WireWriter:
         ]
 
     def name(self, key: BlockKey) -> BlockHash:
-        """How a block of this key is named."""
+        """Return the hash of a block on the wire."""
         digest = self._digest(key)
         return int.from_bytes(digest, "big") & _MASK if self._is_short else digest
 
     def write(self, kv_events: Iterable[KVEvent], now: float) -> bytes:
-        """A batch of what one answer told at this time, seconds since the epoch."""
+        """Return the events of one observation as a batch; `now` is in seconds since the epoch."""
         to_wire = self._to_map if self._form is Form.MAPS else self._to_array
         return write_batch(Batch(now, [to_wire(event) for event in kv_events], self._rank))
 
@@ -243,9 +243,9 @@ class WireWriter:
 
 
 def get_extra_keys(key: BlockKey, block_size: int) -> ExtraKeys:
-    """What names a block beside its tokens: adapter, items by place, salt, embeddings; or None.
+    """Return adapter, items with their offsets, salt and digest of embeddings; None if none is set.
 
-    A block of several links has the items of each, by their place in the block.
+    A block of several keys has the items of each, with offsets in the block.
     """
     links: list[BlockKey] = []
     link: BlockKey | None = key
@@ -267,17 +267,17 @@ def get_extra_keys(key: BlockKey, block_size: int) -> ExtraKeys:
 
 
 def get_group(event: Stored | Removed) -> int | None:
-    """The KV-cache group of its blocks; None where it is not told."""
+    """Return the KV-cache group of an event's blocks; None if the event does not name it."""
     return event.group_idx if isinstance(event, StoredMap | RemovedMap) else None
 
 
 def write_batch(batch: Batch) -> bytes:
-    """The bytes of a batch."""
+    """Return a batch as bytes."""
     return _ENCODER.encode(batch)
 
 
 def read_batch(payload: bytes) -> Batch:
-    """A batch from its bytes, of either form. Raises `msgspec.MsgspecError`: they are none."""
+    """Decode a batch of either form. Raises msgspec.MsgspecError if `payload` is not a batch."""
     frame = _FRAMES.decode(payload)
     events: list[WireEvent] = [
         (_MAPS if memoryview(raw)[0] in _MAP_HEADS else _ARRAYS).decode(raw) for raw in frame.events
