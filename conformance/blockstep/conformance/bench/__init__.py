@@ -1,6 +1,6 @@
-"""Bench: how long a step of a scheduler takes, with others beside it deciding the same.
+"""Bench: the time of a scheduler step, for engines that make the same decisions.
 
-`scenarios` says what traffic there is, `sides` how one engine is timed, `player` plays clients and
-worker for it, `measure` interleaves several and demands equal decisions, `profile` looks into one
-of them, `report` shows the result.
+`scenarios` has the workloads, `sides` times one engine, `player` plays clients and worker,
+`measure` interleaves several engines and demands equal decisions, `profile` finds the functions
+that take the time, and `report` shows the result.
 """

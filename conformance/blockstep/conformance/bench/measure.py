@@ -22,7 +22,7 @@ from blockstep.conformance.bench.terms import find_obstacle, get_terms
 from blockstep.conformance.protocol.features import UsageError
 
 REHEARSAL = {"decode": 1, "storm": 14, "drafts": 14, "async": 14, "priority": 14, "hits": 2}
-"""What is played before anything counts: scenarios, and how many run."""
+"""Scenarios that are played before any measurement, with their numbers of running requests."""
 
 Advance: TypeAlias = Callable[[float, str], None]
 
@@ -38,7 +38,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One side in one reading: what its steps took."""
+    """Step times of one side in one reading."""
 
     engine: str
     reading: str
@@ -59,17 +59,17 @@ class Measurement:
     num_steps: int
     rows_mean: float
     tokens_mean: float
-    """Scheduled in a step."""
+    """Tokens scheduled in a step."""
     new_mean: float
     """New requests admitted in a step."""
     preempted_mean: float
     digest: str
-    """Of all decisions and deliveries, from the first step on; the same for every side."""
+    """Digest of all decisions and deliveries from the first step on; equal for all sides."""
     readings: tuple[Reading, ...]
     num_rounds: int = 1
-    """Times that this was measured; of several, each figure is the median."""
+    """Number of measurements; each figure is their median."""
     equivalence: str = "exact"
-    """By what the sides are held to the specification; at `safety` one side decides by itself."""
+    """Equivalence that the sides are held to; at `safety` one side decides by itself."""
 
 
 def measure(
@@ -136,10 +136,10 @@ def measure(
 
 
 def rehearse(engines: Sequence[str], advance: Advance) -> None:
-    """Play a little of everything on each engine, so that nothing is imported or compiled later.
+    """Play a short part of each scenario on each engine, so that nothing is compiled later.
 
-    Engines that are timed together, as in `measure`. What one cannot play is none of what is
-    measured later, or is told then.
+    `engines` are timed together, as in `measure`. A scenario that an engine cannot play is left
+    out here; `measure` reports it.
     """
     for name, size in REHEARSAL.items():
         scenario = SCENARIOS[name]
@@ -193,7 +193,7 @@ def merge_rounds(measurements: Sequence[Measurement]) -> list[Measurement]:
 
 
 def _merge(rounds: Sequence[Measurement]) -> Measurement:
-    """Of the same traffic, so that what was decided is the same; memory grows in the first."""
+    """Return the medians of several measurements of the same workload, with the first's memory."""
     first = rounds[0]
     assert {entry.digest for entry in rounds} == {first.digest}
     readings = []
@@ -209,7 +209,7 @@ def _take_medians(spreads: Sequence[Spread]) -> Spread:
 
 
 def group(measurements: Sequence[Measurement]) -> list[list[Measurement]]:
-    """Those of each scenario, and of engines that were measured together."""
+    """Return the measurements grouped by scenario and by the engines measured together."""
     found: dict[tuple[str, tuple[str, ...]], list[Measurement]] = {}
     for entry in measurements:
         found.setdefault((entry.scenario, get_engines(entry)), []).append(entry)
@@ -217,12 +217,12 @@ def group(measurements: Sequence[Measurement]) -> list[list[Measurement]]:
 
 
 def get_engines(entry: Measurement) -> tuple[str, ...]:
-    """Whom it is of."""
+    """Return the names of the engines in a measurement."""
     return tuple(dict.fromkeys(found.engine for found in entry.readings))
 
 
 def get_slope(measurements: Sequence[Measurement], engine: str, reading: str) -> float | None:
-    """Nanoseconds per running request: a line through the p50 of a step at 64 and more."""
+    """Return the slope of a line through the p50 at 64 and more, in ns per running request."""
     points = {
         entry.num_running: 1e3 * found.step.p50
         for entry in measurements
@@ -235,7 +235,7 @@ def get_slope(measurements: Sequence[Measurement], engine: str, reading: str) ->
 
 
 def describe_machine() -> dict[str, object]:
-    """What the figures were taken on."""
+    """Return processor, cores, Python, system, date and load of this machine."""
     cpuinfo = Path("/proc/cpuinfo")
     told = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
     model = re.search(r"^model name.*?:(.*)", told, re.MULTILINE)

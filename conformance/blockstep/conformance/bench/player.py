@@ -1,8 +1,8 @@
-"""Player: the clients and the model worker, and how a side plays what they wrote down.
+"""Player: clients and model worker of a scenario, recorded once and played to each side.
 
-The pilot plays a stretch of the scenario on an engine of its own and writes down what comes in from
-outside: requests, drafts, answers. Then each side in turn is given the same, ready made, so that
-nothing but the engine runs between two looks at the clock; and then what it decided is read.
+The pilot plays a part of the scenario on an engine of its own and records the inputs: requests,
+drafts, model outputs. Then each side gets the same inputs ready made, so that only the engine runs
+while the clock does; its decisions are read afterwards.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from blockstep.conformance.protocol.features import UsageError
 from blockstep.spec.vocabulary import Request, RequestId, TokenIds
 
 FILL_STEPS_MAX = 1000
-"""Steps without one more request that runs, after which no more ever will."""
+"""Number of steps without a further running request after which the fill is given up."""
 
 Timing: TypeAlias = tuple[s.Times, s.Times]
-"""Of schedule and commit in one step; zeros while plans pile up in the pipeline."""
+"""Times of schedule and commit in one step; zeros while the pipeline fills."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One step, as it comes in from outside."""
+    """The inputs of one step."""
 
     submitted: list[Request]
     drafts: s.Answer
     answer: s.Answer | None
-    """To the oldest plan in flight; None while plans pile up in the pipeline."""
+    """Model output for the oldest plan in flight; None while the pipeline fills."""
     counts: tuple[int, int, int, int]
     """Rows, tokens, new and preempted requests of the plan."""
     digest: str
-    """Of all that was decided and delivered until now."""
+    """Digest of all decisions and deliveries so far."""
 
 
 @dataclass(slots=True)
 class Live:
-    """One unfinished request, as its client and the worker know it."""
+    """An unfinished request as client and worker know it."""
 
     number: int
     known: int
     """Prompt and delivered output tokens."""
     promised: int = 0
-    """Outputs that plans in flight will sample."""
+    """Number of outputs that plans in flight will sample."""
     proposal: TokenIds = ()
-    """The drafts handed in for its next row."""
+    """Drafts proposed for its next row."""
 
 
 class Pilot:
-    """Plays clients and worker on one side, one step at a time, and writes them down."""
+    """Plays clients and worker on one side, step by step, and records their inputs."""
 
     def __init__(self, scenario: Scenario, num_running: int, terms: Terms = ALL_EXACT) -> None:
         self.scenario = scenario
@@ -67,10 +67,10 @@ class Pilot:
         self.has_all_submitted = False
         self._source = terms.fit_requests(scenario.get_requests(num_running), self.config)
         self._frames: deque[list[tuple[s.PlannedRow, bool]]] = deque()
-        """In flight, oldest first: each row, and whether it samples."""
+        """Plans in flight, oldest first: each row, and whether it samples."""
 
     def open_side(self, engine: str) -> s.Side:
-        """An engine on these terms. Raises as `sides.open_side`."""
+        """Return a side for `engine`. Raises as `sides.open_side`."""
         try:
             side = s.open_side(engine, self.config)
         except s.SideError as error:
@@ -79,10 +79,10 @@ class Pilot:
         return side
 
     def fill(self) -> list[Moment]:
-        """Play until enough requests run, then the warm-up.
+        """Play until enough requests run, and then the warm-up steps; return the inputs.
 
         Raises:
-            UsageError: so many never run.
+            UsageError: the wanted number of requests never runs.
         """
         wanted = self.scenario.min_running * self.num_running
         moments: list[Moment] = []
@@ -102,7 +102,7 @@ class Pilot:
         return moments + self.play(self.scenario.num_warmup)
 
     def play(self, num_steps: int) -> list[Moment]:
-        """So many steps, or fewer if the traffic ends."""
+        """Play `num_steps` steps, or fewer if the workload ends; return the inputs."""
         moments: list[Moment] = []
         try:
             while len(moments) < num_steps and (self.live or not self.has_all_submitted):
@@ -112,7 +112,7 @@ class Pilot:
         return moments
 
     def accuse(self, engine: str, error: s.SideError) -> s.SideError:
-        """What an engine did, with its name and where."""
+        """Return the error with the scenario and the engine."""
         where = f"scenario {self.scenario.name}: {engine}"
         return s.SideError(f"{where}: {error}; `blockstep check` finds out why")
 
@@ -171,7 +171,7 @@ class Pilot:
         return drafts
 
     def _promise(self, row: s.PlannedRow) -> bool:
-        """Whether a row samples; what it promises is noted."""
+        """Return whether a row samples, and count the outputs that it will sample."""
         live = self._find(row.request_id)
         reached = row.num_computed_tokens + row.num_scheduled_tokens
         samples = reached - row.num_drafts >= live.known + live.promised
@@ -193,10 +193,10 @@ class Pilot:
         return self.live[name]
 
     def _sample(self, row: s.PlannedRow) -> TokenIds:
-        """What the model samples in a row that samples: accepted drafts, and one token more."""
+        """Return the tokens of a row that samples: the accepted drafts and one more."""
         live = self.live.get(row.request_id)
         if live is None:
-            return (0,)  # it has ended meanwhile, and nobody looks
+            return (0,)  # the request has finished; its token is not used
         live.promised -= 1 + row.num_drafts
         tokens = [get_token(live.number, live.known)]
         for draft in live.proposal[: row.num_drafts]:
@@ -207,10 +207,10 @@ class Pilot:
 
 
 def play(side: s.Side, moments: Sequence[Moment], engine: str, pilot: Pilot) -> list[Timing]:
-    """Give a side what comes in, and time it; then read what it decided.
+    """Play recorded inputs to a side and time it; then read its decisions.
 
     Raises:
-        NotEqualError: that is not what the pilot decided.
+        NotEqualError: the decisions differ from the pilot's.
     """
     answers = [None if m.answer is None else side.prepare(m.answer) for m in moments]
     timings: list[Timing] = []

@@ -1,8 +1,8 @@
 """Profile: in which functions the steps of an engine spend their time.
 
-The same traffic as when it is timed, and the profiler runs only inside the calls that are timed.
-It makes small functions look dearer than they are, so what counts are shares, not microseconds. Its
-clock is the one on the wall: reading processor time costs ten times as much at each call.
+The workload is the one of `measure`, and the profiler runs only inside the timed calls. It makes
+small functions look more expensive than they are, so read shares, not microseconds. Its clock is
+wall time: reading processor time costs ten times as much at each call.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ ADDRESS = re.compile(r" object at 0x[0-9a-f]+")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One function."""
+    """A function in a profile."""
 
     function: str
     calls: float
-    """In a step."""
+    """Calls per step."""
     own: float
-    """Share of all time that was spent in itself, 0 to 1."""
+    """Share of the time spent in the function itself, 0 to 1."""
     total: float
-    """The same, with what it called."""
+    """Share of the time including the functions that it called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def name_function(code: str | CodeType) -> str:
 
 
 def to_lines(found: Profile) -> list[str]:
-    """For people."""
+    """Return the profile as lines of text."""
     what = f"{found.scenario}, {found.num_running:,} running, {found.engine}"
     return [
         f"{what}: {found.step:,.0f} us a step under the profiler",

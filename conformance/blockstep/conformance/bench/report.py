@@ -18,17 +18,17 @@ COLUMNS = (
     "commit p99", "step p50", "step p99", "times vllm", "by means", "MiB",
 )  # fmt: skip
 WIDTH_MIN = 150
-"""Of a screen that shows all columns."""
+"""Width of a screen that shows all columns, in characters."""
 FEW_COLUMNS = ("scenario", "running", "engine", "reading", "step p50", "step p99", "times vllm")
-"""What a narrow one shows."""
+"""Columns on a narrower screen."""
 YARDSTICK = "vllm"
-"""Everybody is compared with this engine, where it was measured."""
+"""The engine that all others are compared with, if it was measured."""
 LEGEND = "A step is schedule and commit: p50 / p99 in microseconds of processor time"
 RATIO = f", and in bold how many p50 of this column fit into that of {YARDSTICK}"
 
 
 def make_rows(entry: Measurement) -> list[dict[str, str]]:
-    """A row for each side in each reading; times in microseconds."""
+    """Return a row for each side in each reading; times are in microseconds."""
     rows = []
     for found in entry.readings:
         parts = (found.schedule, found.commit, found.step)
@@ -42,7 +42,7 @@ def make_rows(entry: Measurement) -> list[dict[str, str]]:
 
 
 def make_table(measurements: Sequence[Measurement], columns: Sequence[str] = COLUMNS) -> Table:
-    """For a terminal; an empty line where another scenario or size begins."""
+    """Return a table for a terminal, with an empty line between scenarios and sizes."""
     table = Table(box=None, pad_edge=False)
     for column in columns:
         is_word = column in ("scenario", "engine", "reading")
@@ -56,14 +56,14 @@ def make_table(measurements: Sequence[Measurement], columns: Sequence[str] = COL
 
 
 def get_yardstick(entry: Measurement) -> Reading | None:
-    """What the others are compared with."""
+    """Return the reading that the others are compared with; None if it was not measured."""
     return next((found for found in entry.readings if found.engine == YARDSTICK), None)
 
 
 def get_ratio(
     entry: Measurement, found: Reading, of: Literal["p50", "mean"] = "p50"
 ) -> float | None:
-    """How many times a step of `found` fits into one of the yardstick; None: nothing to compare."""
+    """Return the yardstick's step time divided by that of `found`; None without a yardstick."""
     slow = get_yardstick(entry)
     fast: float = getattr(found.step, of)
     if slow is None or found == slow or not fast:
@@ -94,7 +94,7 @@ def list_slopes(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
 def to_json(
     measurements: Sequence[Measurement], conditions: Mapping[str, object]
 ) -> dict[str, Any]:
-    """For machines; `conditions` are machine, command and settings."""
+    """Return JSON types; `conditions` are machine, command and settings."""
     return {
         "format": "blockstep-bench-scheduler",
         "version": 1,
@@ -106,14 +106,14 @@ def to_json(
 
 
 def show_time(microseconds: float) -> str:
-    """In as many digits as say something."""
+    """Return a time in microseconds as text: one digit after the point below 1,000."""
     return f"{microseconds:,.1f}" if microseconds < 1000 else f"{microseconds:,.0f}"
 
 
 def make_markdown(
     measurements: Sequence[Measurement], conditions: Mapping[str, Any], plot: Path | None
 ) -> str:
-    """A part of a page: command, machine, a table for each scenario, plot."""
+    """Return a section of a page: command, machine, a table for each scenario, plot."""
     compared = RATIO if any(map(get_yardstick, measurements)) else ""
     told = (
         f"{say_machine(conditions['machine'])} Garbage collection while measuring: "
@@ -129,13 +129,13 @@ def make_markdown(
 
 
 def make_pipes(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table in Markdown; numbers stand to the right of what is first."""
+    """Return the lines of a Markdown table; all columns but the first are right-aligned."""
     marks = ["---", *["---:"] * (len(head) - 1)]
     return [f"| {' | '.join(cells)} |" for cells in (head, marks, *rows)]
 
 
 def say_machine(machine: Mapping[str, Any]) -> str:
-    """What `describe_machine` found, as a sentence."""
+    """Return the result of `describe_machine` as text."""
     return (
         f"{machine['processor']}, {machine['cores']} cores, Python {machine['python']}, "
         f"{machine['system']}, {machine['date']}; load {machine['load_1min']} when it began."
@@ -143,7 +143,7 @@ def say_machine(machine: Mapping[str, Any]) -> str:
 
 
 def _make_scenario(entries: Sequence[Measurement]) -> list[str]:
-    """What it is, a row for each size, and what a running request more costs, or all steps."""
+    """Return the lines of a scenario: a table with a row for each size, and the slopes."""
     first = entries[0]
     told = f": {SCENARIOS[first.scenario].summary}" if first.scenario in SCENARIOS else ""
     head = ["running", *(f"{found.engine}, {found.reading}" for found in first.readings)]

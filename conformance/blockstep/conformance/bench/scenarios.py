@@ -15,35 +15,35 @@ BLOCK_SIZE = 16
 VOCABULARY = 30_000
 """Tokens of prompts and outputs are drawn below."""
 TRACE = "trace"
-"""The name of what a published trace becomes."""
+"""Name of the scenario of a published trace."""
 FOREVER = 1500
-"""Output tokens that no measurement reaches, and that even the smallest pool would hold."""
+"""A number of output tokens that no measurement reaches and the smallest pool can hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is measured: a config, and requests that keep `concurrency` of them unfinished."""
+    """A config, and a workload that keeps `get_concurrency` requests unfinished."""
 
     name: str
     summary: str
     get_config: Callable[[int], Config]
-    """By the number of running requests."""
+    """Returns the config for a number of running requests."""
     get_requests: Callable[[int], Iterator[Request]]
     get_concurrency: Callable[[int], int] = lambda num_running: num_running
     """Requests unfinished at once."""
     num_warmup: int = 40
-    """Steps before the measured ones, once as many run as shall."""
+    """Steps before the measured ones, after enough requests run."""
     num_running_max: int = 4096
     counts_every_step: bool = False
-    """Whether also the first step of a turn is counted: the times of a trace are added up."""
+    """Whether the first step of a turn is counted, too: the times of a trace are summed."""
     steps_per_turn: int = 16
-    """Steps of one side before the next has its turn; nobody's caches are warm in the first."""
+    """Steps of one side before the next side's turn; in the first, processor caches are cold."""
     min_running: float = 1.0
-    """Share of N that must run before the warm-up begins; a storm never has all of them."""
+    """Share of N that must run before the first steps are played; a storm never runs all N."""
 
 
 def get_token(number: int, position: int) -> int:
-    """What the model says at `position` (counted from the prompt's start) of a request."""
+    """Return the model's token at `position` (from the start of the prompt) of a request."""
     return (number * 7919 + position * 104_729 + 17) % VOCABULARY
 
 
@@ -104,7 +104,7 @@ def _storm(_num_running: int) -> Iterator[Request]:
 
 
 def _priorities(_num_running: int) -> Iterator[Request]:
-    """As in `mixed`, with five priorities and more waiting than running."""
+    """Yield the requests of `mixed` with five priorities."""
     for number, request in enumerate(_mixed(0)):
         yield replace(request, priority=number * 31 % 5, arrival_time=number)
 
@@ -161,7 +161,7 @@ SCENARIOS: Mapping[str, Scenario] = {
         ),
     )
 }  # fmt: skip
-"""By name."""
+"""Scenarios by name."""
 
 
 def get_trace_scenario(path: Path, limit: int) -> Scenario:

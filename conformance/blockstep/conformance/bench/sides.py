@@ -1,8 +1,8 @@
-"""Sides: one engine each, and how long its schedule and its commit take.
+"""Sides: engines whose schedule and commit are timed.
 
-A side is handed what it needs before the clock runs, and is asked what it decided after it has
-stopped. There are two readings: `arrays`, what a model runner consumes, and `materialised`, every
-object that vLLM builds in a step.
+The inputs of a side are prepared before the clock runs, and its decisions are read after it has
+stopped. There are two readings: `arrays`, which a model runner consumes, and `materialised`, with
+every object that vLLM builds in a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from blockstep.spec import vocabulary as v
 
 
 class PlannedRow(NamedTuple):
-    """What was decided for one request in one step; millions are built, so it is a tuple."""
+    """The decision for one request in one step; a tuple, because millions are built."""
 
     request_id: v.RequestId
     num_computed_tokens: int
@@ -32,12 +32,12 @@ class PlannedRow(NamedTuple):
     new_block_ids: tuple[int, ...]
     num_drafts: int
     is_new: bool
-    """It is sent with everything about it."""
+    """Whether the row carries the whole request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A plan, in the same words for every side; rows in the order of scheduling."""
+    """A plan in one form for all sides; rows are in scheduling order."""
 
     rows: tuple[PlannedRow, ...]
     preempted: tuple[v.RequestId, ...]
@@ -45,7 +45,7 @@ class Decision:
 
 
 Delivered: TypeAlias = tuple[tuple[v.RequestId, v.TokenIds, str | None], ...]
-"""What a commit delivered: id, tokens, why it ended."""
+"""Outputs of a commit: request id, tokens, finish reason."""
 Answer: TypeAlias = Sequence[tuple[v.RequestId, v.TokenIds]]
 """Tokens of requests, by id."""
 Times: TypeAlias = tuple[float, ...]
@@ -53,18 +53,18 @@ Times: TypeAlias = tuple[float, ...]
 
 
 class SideError(RuntimeError):
-    """What a side did cannot be timed."""
+    """A side cannot be timed: it raised, or returned a wrong type."""
 
 
 class NotEqualError(SideError):
-    """A side decided something else than the pilot, so their times cannot be compared."""
+    """A side decided otherwise than the pilot, so their times cannot be compared."""
 
 
 def ask(call: Callable[..., Any], *arguments: Any) -> Any:
-    """What a call of an engine gives.
+    """Return the result of a call of an engine.
 
     Raises:
-        SideError: it raised.
+        SideError: the engine raised.
     """
     try:
         return call(*arguments)
@@ -75,64 +75,64 @@ def ask(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def time_call(call: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
-    """What a call gives, and seconds of processor time: what else the machine does is not counted.
+    """Return the result of a call and its processor time in seconds.
 
-    A scheduler waits for nothing, so on an idle machine it is the time by the wall.
+    Other processes do not count. A scheduler never blocks, so on an idle machine this equals the
+    wall time.
     """
     start = time.thread_time()
     result = ask(call, *arguments)
     seconds = time.thread_time() - start
     if isinstance(result, v.Rejected):
-        raise NotEqualError(result)  # it has decided something else before
+        raise NotEqualError(result)  # an earlier decision was another one
     return result, seconds
 
 
 class Side:
-    """An engine under the clock; here any, on the events of the protocol. All times are seconds.
+    """A timed engine; this class takes any engine of the protocol. All times are seconds.
 
-    What is timed gets what it needs ready made, and leaves what it gives as it is; what that says
-    is asked for later.
+    Timed calls get prepared inputs and return results as they are; results are read later.
     """
 
     readings: tuple[str, ...] = ("protocol",)
-    """Names of what `get_times` gives, in its order."""
+    """Names of the times that `get_times` returns, in its order."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.ask: Callable[..., tuple[Any, float]] = time_call
-        """What makes the calls of a step."""
+        """Makes the calls of a step; the profiler replaces it."""
         self.frames: deque[Any] = deque()
         """Plans in flight, oldest first."""
         self.sees_blocks = True
-        """Whether the ids of blocks are part of what was decided."""
+        """Whether block ids are part of a decision."""
         self._digest = hashlib.sha256()
 
     def submit(self, request: v.Request) -> bool:
-        """Give it a request, and say whether it was taken; not timed."""
+        """Submit a request; return whether it was accepted. Not timed."""
         return isinstance(ask(self.engine.apply, v.Submit(request)), v.Ack)
 
     def propose(self, drafts: Answer) -> None:
-        """Hand drafts in for the next step; not timed."""
+        """Propose drafts for the next step. Not timed."""
         ask(self.engine.apply, v.Drafts(tuple(v.RowTokens(*row) for row in drafts)))
 
     def prepare(self, answer: Answer) -> Any:
-        """What `commit` takes, of the tokens of each row in the order of scheduling."""
+        """Return the argument of `commit` for the tokens of each row, in scheduling order."""
         return tuple(v.RowTokens(*row) for row in answer)
 
     def schedule(self) -> tuple[Any, float]:
-        """Plan a step: the plan, and its seconds."""
+        """Plan a step; return the plan and its time."""
         return self.ask(self.engine.apply, v.Schedule())
 
     def commit(self, prepared: Any) -> tuple[Any, float]:
-        """Answer the oldest plan: the outputs, and their seconds."""
+        """Commit the oldest plan; return the outputs and their time."""
         return self.ask(self.engine.apply, v.Commit(self.frames.popleft().frame_id, prepared))
 
     def get_times(self, _result: Any, seconds: float) -> Times:
-        """Those of a step in each reading, if it took so many seconds to get its result."""
+        """Return the time of a step in each reading; `seconds` is the time of its call."""
         return (seconds,)
 
     def read_plan(self, plan: Any) -> Decision:
-        """What `schedule` decided. New rows and resumed ones are told apart in a plan."""
+        """Return the decision in a plan: running rows, new rows, resumed rows."""
         if not isinstance(plan, v.Plan):
             raise SideError(f"a Schedule was answered with {type(plan).__name__}")
         running = (row for row in plan.cached if not row.resumed)
@@ -142,7 +142,7 @@ class Side:
         return Decision(rows, plan.preempted_req_ids, plan.finished_req_ids)
 
     def read_outputs(self, outputs: Any) -> Delivered:
-        """What `commit` delivered."""
+        """Return the rows that `commit` delivered."""
         if not isinstance(outputs, v.Outputs):
             raise SideError(f"a Commit was answered with {type(outputs).__name__}")
         return read_rows(outputs.rows)
@@ -161,7 +161,7 @@ class Side:
 
 
 def read_rows(rows: Iterable[Any]) -> Delivered:
-    """What rows of outputs say, ours or those of vLLM."""
+    """Return ids, tokens and finish reasons of output rows, ours or vLLM's."""
     told = [(row, None if row.finish_reason is None else str(row.finish_reason)) for row in rows]
     return tuple((row.request_id, tuple(row.new_token_ids), reason) for row, reason in told)
 
@@ -182,7 +182,7 @@ class ArraySide(Side):
     readings: tuple[str, ...] = ("arrays", "materialised")
 
     def prepare(self, answer: Answer) -> Any:
-        """See `Side`. Counts are needed only if some row carries drafts; they never do harm."""
+        """See `Side`. Counts are passed only if the config has drafts."""
         flat = np.array([token for _, tokens in answer for token in tokens], np.int32)
         counts = np.array([len(tokens) for _, tokens in answer], np.int32)
         return flat, counts if self.engine.config.num_speculative_tokens else None
@@ -215,12 +215,12 @@ class ArraySide(Side):
 
 
 def open_side(name: str, config: v.Config) -> Side:
-    """The side of an engine by name: vLLM's own scheduler for `vllm`, else by what it can do.
+    """Return the side of an engine: vLLM's own scheduler for `vllm`, else arrays if it has them.
 
     Raises:
-        SideError: it raised while it was built.
-        UsageError: the engine runs here as nobody should run it; `slow_because` says why.
-        EngineNotFoundError: it cannot be loaded.
+        SideError: the engine raised while it was built.
+        UsageError: the engine would be timed in a slow mode; `slow_because` says why.
+        EngineNotFoundError: the engine cannot be loaded.
     """
     if name == "vllm":
         return cast("Side", load_engine("blockstep.conformance.bench.vllm_side:VllmSide")(config))

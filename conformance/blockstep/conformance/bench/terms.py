@@ -1,9 +1,9 @@
-"""Terms: what an engine can be given here, and by whose decisions it is timed.
+"""Terms: the inputs that engines can take, and the engine that records the workload.
 
-Whoever is held to the specification exactly is timed together with others of that kind, on traffic
-that one engine of ours writes down, and must decide as that one does. Any other engine is timed by
-itself: at `safety` it writes its own traffic down, for what it decides is its own business; in
-between it must decide as ours does, but for the ids of blocks.
+Exact engines are timed together, on a workload recorded with one engine of ours, and must make the
+same decisions. Any other engine is timed by itself: at `safety` it records the workload itself,
+since its decisions are its own; at the equivalences in between it must decide as ours does, except
+for block ids.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.vocabulary import Config, Request
 
 PILOT = "fastest"
-"""The engine on which the traffic is written down. Where engines are asked in arrays it is one of
-them: a plan of the protocol does not say how new and resumed rows mix."""
+"""The engine with which the workload is recorded. It returns arrays, as the engines that it is
+compared with do: a plan of the protocol does not say how new and resumed rows mix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Of engines that are timed together."""
+    """Terms of engines that are timed together."""
 
     pilot: str = PILOT
-    """On whom the traffic is written down."""
+    """The engine with which the workload is recorded."""
     weaker: Equivalence | None = None
-    """The equivalence that the one engine declares; None: all are exact."""
+    """The equivalence of the one engine; None if all are exact."""
 
     @property
     def equivalence(self) -> str:
-        """By name."""
+        """Name of the equivalence."""
         return EXACT if self.weaker is None else self.weaker.name
 
     @property
     def sees_blocks(self) -> bool:
-        """Whether the ids of blocks are part of what was decided."""
+        """Whether block ids are part of a decision."""
         return self.weaker is None or self.pilot != PILOT
 
     def fit_config(self, config: Config) -> Config:
-        """The nearest config that can be given."""
+        """Return the nearest config that the engines can take."""
         return config if self.weaker is None else self.weaker.fit_config(config)
 
     def fit_requests(self, requests: Iterable[Request], config: Config) -> Iterator[Request]:
-        """The nearest requests that can be given; one that the engine declines is left out."""
+        """Yield the nearest requests that the engines can take, without those that are declined."""
         if self.weaker is None:
             yield from requests
             return
@@ -59,7 +59,7 @@ ALL_EXACT = Terms()
 
 
 def get_terms(engines: Sequence[str]) -> Terms:
-    """The terms of engines that are timed together: all exact, or one alone.
+    """Return the terms of engines that are timed together: all exact, or one alone.
 
     Raises:
         EngineNotFoundError: an engine cannot be loaded.
@@ -74,14 +74,14 @@ def get_terms(engines: Sequence[str]) -> Terms:
 
 
 def split(engines: Sequence[str]) -> list[tuple[str, ...]]:
-    """The engines that are timed together: those that are exact, then each other one."""
+    """Return groups of engines to be timed together: the exact ones, then each other one."""
     others = [name for name in engines if get_terms([name]).weaker is not None]
     exact = tuple(name for name in engines if name not in others)
     return [*([exact] if exact else []), *((name,) for name in others)]
 
 
 def find_obstacle(engine: str, config: Config) -> str | None:
-    """What an engine lacks for a scenario's config, or None."""
+    """Return what an engine lacks for a config; None if nothing."""
     if engine == "vllm":
         return None
     lacking = find_lacking(get_capabilities(load_engine(engine)))
