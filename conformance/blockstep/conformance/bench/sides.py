@@ -100,7 +100,7 @@ class Side:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.ask: Callable[..., tuple[Any, float]] = time_call
-        """Makes the calls of a step; the profiler replaces it."""
+        """Makes the calls of a step; the profiler wraps it."""
         self.frames: deque[Any] = deque()
         """Plans in flight, oldest first."""
         self.sees_blocks = True
