@@ -9,15 +9,19 @@ from groups_support import full, window
 
 from blockstep.spec import Config, ConfigError, Oracle, Policy, Request
 from blockstep.spec.invariants import get_broken_invariants
+from blockstep.spec.profiles import STRICT, Profile, Quirk
 from blockstep.spec.step.saving import compute_break_even, compute_num_saved
 from blockstep.spec.vocabulary import KVLoad, KVSave, KVTransfers, Plan, RequestId, Status
 
 AHEAD: dict[str, Any] = {"max_frames_in_flight": 2, "async_scheduling": True}
+UNFENCED = Profile("unfenced", frozenset({Quirk.FRAMES_HOLD_NO_BLOCKS}))
+"""A victim may have a row in flight; without the quirk it waits for the answer instead."""
 
 
-def build(**changes: Any) -> Oracle:
+def build(profile: Profile = STRICT, **changes: Any) -> Oracle:
     fields: dict[str, Any] = {"num_blocks": 5, "block_size": 2, "max_model_len": 16}
-    return Oracle(Config(**fields | {"kv_connector": True, "swap_min_tokens": 1} | changes))
+    config = Config(**fields | {"kv_connector": True, "swap_min_tokens": 1} | changes)
+    return Oracle(config, profile)
 
 
 def submit(oracle: Oracle, name: str, num_tokens: int, max_tokens: int = 4, **more: Any) -> None:
@@ -135,7 +139,7 @@ def test_who_was_planned_in_the_same_step_is_saved_as_it_was_before() -> None:
 
 
 def test_tokens_that_frames_in_flight_promise_are_not_saved() -> None:
-    oracle = build(block_size=1, num_blocks=9, **AHEAD)
+    oracle = build(UNFENCED, block_size=1, num_blocks=9, **AHEAD)
     submit(oracle, "A", 3)
     submit(oracle, "B", 3)
     first = oracle.schedule()
@@ -146,7 +150,7 @@ def test_tokens_that_frames_in_flight_promise_are_not_saved() -> None:
     assert run_names(second) == ["A", "B"]
     third = oracle.schedule()
     assert third.kv_saves == (KVSave("B", ((4, 5, 6, 8),), 4),), "its row in flight writes the last"
-    oracle = build(block_size=1, num_blocks=8, **AHEAD)
+    oracle = build(UNFENCED, block_size=1, num_blocks=8, **AHEAD)
     submit(oracle, "A", 3)
     submit(oracle, "B", 3)
     oracle.schedule()
@@ -154,9 +158,21 @@ def test_tokens_that_frames_in_flight_promise_are_not_saved() -> None:
     assert plan.kv_saves == (KVSave("B", ((4, 5, 6),), 3),)
 
 
+def test_a_victim_in_flight_is_saved_once_its_row_is_answered() -> None:
+    oracle = build(block_size=1, num_blocks=8, **AHEAD)
+    submit(oracle, "A", 3)
+    submit(oracle, "B", 3)
+    first = oracle.schedule()
+    waiting = oracle.schedule()
+    assert (waiting.kv_saves, waiting.preempted_req_ids) == ((), ())
+    answer(oracle, first)
+    answer(oracle, waiting)
+    assert oracle.schedule().kv_saves == (KVSave("B", ((4, 5, 6),), 3),)
+
+
 def test_nothing_is_saved_of_whose_own_load_may_not_have_come() -> None:
     for is_answered in (False, True):
-        oracle = build(block_size=1, num_blocks=8, **AHEAD)
+        oracle = build(UNFENCED, block_size=1, num_blocks=8, **AHEAD)
         submit(oracle, "A", 3)
         submit(oracle, "B", 3)
         oracle.offer_kv("B", 2)
@@ -183,7 +199,10 @@ def test_what_a_window_left_behind_is_absent_also_where_it_left_it_in_this_very_
 
 def test_a_plan_without_rows_saves_as_well() -> None:
     oracle = build(
-        max_frames_in_flight=2, max_num_batched_tokens=6, scheduler_reserve_full_isl=False
+        UNFENCED,
+        max_frames_in_flight=2,
+        max_num_batched_tokens=6,
+        scheduler_reserve_full_isl=False,
     )
     submit(oracle, "A", 4)
     submit(oracle, "B", 6, max_tokens=1)

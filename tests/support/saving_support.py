@@ -13,8 +13,9 @@ from forks_support import Walk, Worker
 from forks_support import draw_config as draw_forking
 from groups_support import attends
 
-from blockstep.spec import Config, State
+from blockstep.spec import Config, Oracle, State
 from blockstep.spec.copies import replace
+from blockstep.spec.profiles import STRICT, Profile
 from blockstep.spec.requests import RequestState, list_rows_in_flight
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
@@ -157,9 +158,10 @@ class SavingWorker(Worker):
 class SavingWalk(Walk):
     """A run of drawn events with a store that says what it has, and loses some of it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, profile: Profile = STRICT) -> None:
         random = Random(seed)
         super().__init__(seed, draw_config(random))
+        self.oracle = Oracle(self.config, profile)
         self.worker: SavingWorker = SavingWorker(self.config, self.random)
         self.seen = self.worker.seen
 

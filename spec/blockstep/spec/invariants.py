@@ -79,6 +79,9 @@ def is_every_block_free_or_held(state: State) -> bool:
     for entry in state.transfers.held.values():
         for block_id in without_nulls(sum(entry.block_tables, ())):
             holders[block_id] += 1
+    for deferred in pool.deferred_frees:
+        for block_id in deferred.block_ids:
+            holders[block_id] += 1
     for pin in state.pins.pins:
         for block_id in without_nulls(sum(pin.block_tables, ())):
             holders[block_id] += 1
@@ -356,6 +359,18 @@ def is_every_hold_of_somebody_gone(state: State) -> bool:
     )
 
 
+def is_every_deferred_free_of_a_frame_in_flight(state: State) -> bool:
+    """Blocks wait for a frame that will be answered, and only beside a store. Source: P17."""
+    frame_ids = [frame.frame_id for frame in state.frames]
+    deferred_frees = state.pool.deferred_frees
+    return (state.config.kv_connector or not deferred_frees) and all(
+        deferred.frame_id in frame_ids
+        and deferred.block_ids
+        and NULL_BLOCK not in deferred.block_ids
+        for deferred in deferred_frees
+    )
+
+
 def is_every_offer_of_an_unfinished_request(state: State) -> bool:
     """No offer outlives its request, and none is kept of nothing. Source: P18."""
     return all(
@@ -409,6 +424,7 @@ INVARIANTS: tuple[Callable[[State], bool], ...] = (
     is_every_load_of_who_is_parked,
     is_every_load_unpublished,
     is_every_hold_of_somebody_gone,
+    is_every_deferred_free_of_a_frame_in_flight,
     is_every_offer_of_an_unfinished_request,
     is_every_pin_of_a_job_and_findable,
     is_priority_queue_sorted,

@@ -20,6 +20,7 @@ from blockstep.spec.vocabulary import (
     BlockKey,
     BlockRemoved,
     BlockStored,
+    DeferredFree,
     KVEvent,
 )
 
@@ -38,6 +39,8 @@ class Pool:
     """Published blocks by key, in order of publication."""
     is_lifo: bool = False
     """Whether what was freed last is taken next."""
+    deferred_frees: tuple[DeferredFree, ...] = ()
+    """What is freed with the answers to frames in flight: until then it counts as held."""
     kv_events: tuple[KVEvent, ...] | None = None
     """What has become of `cached` since it was told last; None where nobody is told."""
 

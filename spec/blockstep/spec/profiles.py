@@ -110,6 +110,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.ONLY_THE_FIRST_GOES_BACK,
                 Quirk.FAILED_TELL_WHAT_IS_NOT_COUNTED,
                 Quirk.HOLDS_ARE_ONE,
+                Quirk.FRAMES_HOLD_NO_BLOCKS,
                 Quirk.SKIPPED_LOADS_ARE_SETTLED,
                 Quirk.ENDED_LEAVE_THEIR_WINDOWS_FIRST,
                 Quirk.EMPTY_TRANSFERS_ARE_RESET,
@@ -268,6 +269,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.HEAD_READS_AHEAD_OF_THE_ENCODER,
                 Quirk.WHOLE_ITEMS_ARE_SPLIT,
                 Quirk.REMADE_ITEMS_ARE_DROPPED,
+                Quirk.FRAMES_HOLD_NO_BLOCKS,
             }
         ),
     ),

@@ -22,6 +22,7 @@ from blockstep.spec.vocabulary import (
     BlockTables,
     Config,
     FinishReason,
+    FrameId,
     KVGroup,
     MultiModalItem,
     OutputRow,
@@ -72,8 +73,9 @@ class Rules:
     # memory
     free_blocks: Callable[[Pool, Sequence[BlockId]], Pool]
     """Give up a table: the order in which its blocks are queued."""
-    revoke_slots: Callable[[Pool, RequestState, tuple[int, ...], Rules], Pool]
-    """Free what a preempted request holds, given the block size of each group."""
+    revoke_slots: Callable[..., Pool]
+    """Free what a preempted request holds: (pool, request, the block size of each group, rules, the
+    frame in flight whose answer its blocks wait for, or None)."""
     reserves_full_isl: bool = True
     """Whether `scheduler_reserve_full_isl` is known."""
     get_num_lookahead_at_admission: Callable[[Config, RequestState], int] = none
@@ -190,6 +192,9 @@ class Rules:
     """The request after it lost its blocks."""
 
     # frames in flight
+    get_fence: Callable[[Config, Sequence[Frame], RequestId], FrameId | None]
+    """The frame in flight whose answer the blocks of a request wait for, before they are free: the
+    newest that names it, beside a store (P17). None: they are free at once."""
     is_held_by_frames: Callable[[Sequence[Frame], RequestState], bool]
     """Whether a preempted request waits for frames in flight before it is admitted again."""
     get_frames_after_reset: Callable[
@@ -211,8 +216,9 @@ class Rules:
     """Leading block keys that it keeps: (.., full blocks of kept tokens)."""
     get_chunk_request: Callable[[Request, Request], Request] = as_is
     """What a session asks for with its next chunk: (that, what it asked for before)."""
-    get_stopped: Callable[[Config, Pool, RequestState, Rules], tuple[Pool, RequestState]]
-    """A session at its stop: what it has computed, and holds."""
+    get_stopped: Callable[..., tuple[Pool, RequestState]]
+    """A session at its stop: what it has computed, and holds; (config, pool, request, rules, the
+    frame in flight whose answer its blocks wait for, or None)."""
     hint_is_of_all_holders: bool = False
     """Whether blocks that all have in common are in the tables of who does not run, too."""
     skips_before_the_gate: bool = True

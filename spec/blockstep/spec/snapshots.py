@@ -74,6 +74,7 @@ def get_transfers_snapshot(state: State) -> TransfersSnapshot:
         received=tuple([name for name in sorted(moving.parked) if is_received(moving, name)]),
         unsettled=tuple(sorted(unsettled)),
         held=tuple([moving.held[name] for name in sorted(moving.held)]),
+        deferred_frees=state.pool.deferred_frees,
     )
 
 

@@ -16,6 +16,7 @@ from blockstep.spec.hashing import get_item_keys
 from blockstep.spec.lives.endings import compute_stop
 from blockstep.spec.lives.reports import get_failures
 from blockstep.spec.lives.sessions import get_num_kept, get_num_kept_keys, get_stopped
+from blockstep.spec.memory.deferred import get_fence
 from blockstep.spec.memory.prefix import get_joint_hit
 from blockstep.spec.memory.slots import count_reserved_blocks, revoke_slots, take_hit
 from blockstep.spec.memory.states import compute_num_certain
@@ -54,6 +55,7 @@ STRICT_RULES: Final = Rules(
     withdraw_items=withdraw_items,
     free_items=free_items,
     get_preempted=get_preempted,
+    get_fence=get_fence,
     is_held_by_frames=is_held_by_frames,
     get_num_kept=get_num_kept,
     get_num_kept_keys=get_num_kept_keys,

@@ -231,8 +231,8 @@ class HitOfFullAttention(Defect):
 class WindowCutShort(Defect):
     """The last token in reach may be in a block that was just given back."""
 
-    def leave(self, holdings: Any, num_computed: int, in_doubt: int) -> None:
-        super().leave(holdings, num_computed + 1, in_doubt)
+    def leave(self, holdings: Any, num_computed: int, in_doubt: int, free: Any = None) -> None:
+        super().leave(holdings, num_computed + 1, in_doubt, free)
 
 
 @PAGE.exhibit(
@@ -244,8 +244,8 @@ class WindowCutShort(Defect):
 class DoubtForgotten(Defect):
     """Rejected, the request goes on further back, and reads what it has given up."""
 
-    def leave(self, holdings: Any, num_computed: int, _in_doubt: int) -> None:
-        super().leave(holdings, num_computed, 0)
+    def leave(self, holdings: Any, num_computed: int, _in_doubt: int, free: Any = None) -> None:
+        super().leave(holdings, num_computed, 0, free)
 
 
 @PAGE.exhibit(

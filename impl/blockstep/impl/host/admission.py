@@ -172,7 +172,7 @@ class WaitingPhase(Promises, Encodings, Loading, Copies):
         Free blocks are taken from the other end of the queue, so what is given back in vain stands
         where it can be held again.
         """
-        table, holdings = self.table, self.table.holdings[slot]
+        table, holdings, fence = self.table, self.table.holdings[slot], self._find_fence(slot)
         kept, request_id = (
             [replace(h, blocks=[*h.blocks]) for h in holdings],
             table.requests[slot].request_id,
@@ -181,7 +181,9 @@ class WaitingPhase(Promises, Encodings, Loading, Copies):
         status = table.statuses[slot]
         if self._try_admit_to_groups(groups, slot, queue, step):
             return True
-        for holding in kept:
+        if fence is not None and self.transfers is not None:
+            self.transfers.deferred_frees.pop()
+        for holding in kept if fence is None else ():
             self.pool.touch([block for block in holding.blocks if block != NULL_BLOCK])
         table.holdings[slot] = tuple(kept)
         table.statuses[slot] = Status.WAITING_FOR_REMOTE_KVS
@@ -203,8 +205,8 @@ class WaitingPhase(Promises, Encodings, Loading, Copies):
             num_scheduled = self._align_chunk(groups, slot, computed, num_scheduled)
         if num_scheduled <= 0:
             return False
-        free = self.pool.num_free - self._count_kept_free()
-        if groups is not None:
+        free, fence = self.pool.num_free - self._count_kept_free(), self._find_fence(slot)
+        if groups is not None and fence is None:
             free += groups.count_leaving(holdings, computed)
         if self.config.scheduler_reserve_full_isl:
             if groups is None:
@@ -220,7 +222,7 @@ class WaitingPhase(Promises, Encodings, Loading, Copies):
         if self.transfers is not None and self._is_parked(slot):
             self._return(slot)
         if groups is not None:
-            groups.leave(holdings, computed, 0)
+            groups.leave(holdings, computed, 0, self._free_behind(fence))
             end = computed + num_scheduled
             step.taken.append(self._take(groups, slot, Extent(end, end), step))
         else:

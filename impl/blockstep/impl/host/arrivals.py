@@ -138,13 +138,18 @@ class Arrivals(Sessions):
         for request_id in report.finished_recving:
             slot = table.slot_of.get(request_id)
             if slot is None:
-                self._let_go(transfers.release(request_id, is_recving=True))
+                self._let_go(request_id, transfers.release(request_id, is_recving=True))
             elif table.statuses[slot] is Status.WAITING_FOR_REMOTE_KVS:
                 transfers.received.add(request_id)
         for request_id in report.finished_sending:
-            self._let_go(transfers.release(request_id, is_recving=False))
+            self._let_go(request_id, transfers.release(request_id, is_recving=False))
 
-    def _let_go(self, block_tables: BlockTables) -> None:
-        """Free what an ended request held."""
+    def _let_go(self, request_id: RequestId, block_tables: BlockTables) -> None:
+        """Free what an ended request held, once no frame in flight names it."""
         assert self.groups is not None, "a store has groups of blocks, if only one"
-        self.groups.free([Holding(list(table)) for table in block_tables])
+        holdings = [Holding(list(table)) for table in block_tables]
+        last = self.last_frame_of_ended.get(request_id, -1)
+        if self.has_fences and last > self.last_answered:
+            self._free_behind(last)(self.groups.clear(holdings))
+        else:
+            self.groups.free(holdings)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import ClassVar
 
 from blockstep.impl.capabilities import HOST, list_config_problems
@@ -20,6 +21,7 @@ from blockstep.impl.host.transfers import Transfers
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     NULL_BLOCK,
+    BlockId,
     BlockTables,
     Config,
     ConfigError,
@@ -106,6 +108,10 @@ class Core:
         frame such a row stands as one that does not sample."""
         self.last_frame_of_ended: dict[RequestId, FrameId] = {}
         """Of ended requests that frames in flight name: the last of these frames."""
+        self.last_answered: FrameId = -1
+        """The last frame that was answered, or is being answered; -1 before the first."""
+        self.has_fences = config.kv_connector and config.max_frames_in_flight > 1
+        """Whether a store could load into blocks that a frame in flight reads or writes."""
         self.next_frame_id: FrameId = 0
         self.matchers: dict[RequestId, Matcher] = {}
         """Of each unfinished request with a grammar, where that stands."""
@@ -252,16 +258,17 @@ class Core:
 
     def _take_back_one(self, needy: int, passed_over: Sequence[int] = ()) -> bool:
         """Blocks are given up by a pin, or else by one that does not run, and is not this one;
-        False if none can."""
+        False if none can, or the first that can has a row in flight: then its turn is later."""
         if self.pins is not None:
             giver = self.pins.find_giver(self.table.requests[needy].job_id)
             if giver is not None:
                 self._end_pins([giver])
                 return True
         idle = [slot for slot in self._list_idle(passed_over) if slot != needy]
-        if idle:
-            self._take_back(idle[0])
-        return bool(idle)
+        if not idle or self._find_fence(idle[0]) is not None:
+            return False
+        self._take_back(idle[0])
+        return True
 
     def _take_back(self, slot: int) -> None:
         """One that does not run gives its blocks up, and computes them again later."""
@@ -276,9 +283,34 @@ class Core:
             request_id = self.table.requests[slot].request_id
             self.table.statuses[slot] = self.transfers.unpark(request_id)
 
+    def _find_fence(self, slot: int) -> FrameId | None:
+        """The frame in flight whose answer the blocks of a request wait for before they are free;
+        None if they are free at once.
+
+        Rows of later plans run behind that frame, but a store does not: it could load into the
+        blocks while the frame reads or writes them (P17; upstream #45357, #48481).
+        """
+        last = self.table.last_frame[slot]
+        return last if self.has_fences and last > self.last_answered else None
+
+    def _free_behind(self, fence: FrameId | None) -> Callable[[Sequence[BlockId]], None]:
+        """What frees blocks, or defers that to the answer to a frame."""
+        if fence is None or self.transfers is None:
+            return self.pool.free
+        return partial(self.transfers.defer, fence)
+
+    def _free_deferred(self, transfers: Transfers, frame_id: FrameId) -> None:
+        """A frame is answered: it reads and writes no block any more."""
+        for blocks in transfers.take_deferred(frame_id):
+            self.pool.free(blocks)
+
     def _free_blocks(self, slot: int) -> None:
         if self.groups is not None:
-            self.groups.free(self.table.holdings[slot])
+            fence = self._find_fence(slot)
+            if fence is None:
+                self.groups.free(self.table.holdings[slot])
+            else:
+                self._free_behind(fence)(self.groups.clear(self.table.holdings[slot]))
             return
         for holding in self.table.holdings[slot]:
             self.pool.free(holding.blocks)

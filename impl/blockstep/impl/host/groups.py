@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Final
 
-from blockstep.impl.host.kinds import ChunkGroup, CrossGroup, Extent, Group, WindowGroup
+from blockstep.impl.host.kinds import ChunkGroup, CrossGroup, Extent, Free, Group, WindowGroup
 from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.pool import BlockPool
 from blockstep.impl.host.prefix import PrefixMap
@@ -108,13 +108,16 @@ class GroupMemory:
             [block for number in self._zeroed for tables in taken for block in tables[number]]
         )
 
-    def leave(self, holdings: Sequence[Holding], num_computed: int, in_doubt: int) -> None:
+    def leave(
+        self, holdings: Sequence[Holding], num_computed: int, in_doubt: int, free: Free | None = None
+    ) -> None:
         """Give up the blocks that no token behind the computed ones reads, last block first.
 
-        Of these the last `in_doubt` may have to be computed again.
+        Of these the last `in_doubt` may have to be computed again. `free` takes the blocks of each
+        group; the pool does by default.
         """
         for group, holding in zip(self.groups, holdings, strict=True):
-            group.leave(holding, num_computed, in_doubt, self.pool)
+            group.leave(holding, num_computed, in_doubt, free or self.pool.free)
 
     def count_missing(self, holdings: Iterable[Holding], extent: Extent) -> int:
         """Blocks of all groups that the tables lack (P8)."""
@@ -245,6 +248,13 @@ class GroupMemory:
         for holding in holdings:
             self.pool.free([b for b in holding.blocks[holding.num_left :] if b != NULL_BLOCK])
             holding.clear()
+
+    def clear(self, holdings: Sequence[Holding]) -> list[BlockId]:
+        """Empty the tables without freeing anything; the blocks that they held, group by group."""
+        blocks = [b for held in holdings for b in held.blocks[held.num_left :] if b != NULL_BLOCK]
+        for holding in holdings:
+            holding.clear()
+        return blocks
 
     # Admission.
 

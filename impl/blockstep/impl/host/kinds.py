@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from math import gcd
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from blockstep.impl.host.pool import BlockPool
 from blockstep.impl.host.table import Holding
@@ -15,6 +16,10 @@ from blockstep.spec.vocabulary import (
     KVGroup,
     MambaCacheMode,
 )
+
+
+Free: TypeAlias = Callable[[Sequence[BlockId]], None]
+"""Takes blocks that are given up, in the order of their table."""
 
 
 class Extent(NamedTuple):
@@ -86,12 +91,12 @@ class Group:
         holding.blocks += taken
         return tuple(taken)
 
-    def leave(self, holding: Holding, num_computed: int, in_doubt: int, pool: BlockPool) -> None:
+    def leave(self, holding: Holding, num_computed: int, in_doubt: int, free: Free) -> None:
         """Give up the blocks in front that no token reads any more, last block first."""
         blocks, begin = holding.blocks, holding.num_left
         end = self.first_block(num_computed - self.count_doubt(in_doubt))
         if end > begin:
-            pool.free([block for block in blocks[begin:end] if block != NULL_BLOCK])
+            free([block for block in blocks[begin:end] if block != NULL_BLOCK])
             blocks[begin:end] = [NULL_BLOCK] * (end - begin)
             holding.num_left = end
 

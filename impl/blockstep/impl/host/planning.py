@@ -44,7 +44,7 @@ class Planning(RunningPhase, WaitingPhase, Masks, Turns):
         self._schedule_running(step)
         if self.config.admission_high_blocks:
             self.is_closed = self._is_closed_behind(step)
-        may_admit = not (step.preempted_req_ids or self.is_closed)
+        may_admit = not (step.preempted_req_ids or step.awaits_answer or self.is_closed)
         if may_admit and self.pause_state is PauseState.UNPAUSED:
             self._schedule_waiting(step)
         return self._issue_plan(step)

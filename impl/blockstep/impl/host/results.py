@@ -47,9 +47,11 @@ class Results(Promises, Masks, Arrivals, Turns):
             problem = self._grammar_result_problem(frame_id, answers)
         if problem is not None:
             return problem
+        self.last_answered = frame_id
         if self.transfers is None:
             rows = self._deliver_rows(frame, answers, cut)
         else:
+            self._free_deferred(self.transfers, frame_id)
             failed = self._take_invalid(self.transfers, event.transfers, frame_id)
             rows = self._deliver_rows(frame, answers, cut) + self._end_failed(failed)
             self._take_finished(self.transfers, event.transfers)

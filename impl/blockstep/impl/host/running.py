@@ -74,7 +74,8 @@ class RunningPhase(Promises, Encodings, Copies, Saves):
         The next step starts before them then, and its window must still be held (P1).
         """
         in_doubt = self._count_drafts_in_flight(slot)
-        groups.leave(self.table.holdings[slot], self.table.num_computed[slot], in_doubt)
+        free = self._free_behind(self._find_fence(slot))
+        groups.leave(self.table.holdings[slot], self.table.num_computed[slot], in_doubt, free)
 
     def _tokens_to_run(self, slot: int, budget: int) -> int:
         """Tokens of a running request in this step, drafts included; none if not positive.
@@ -117,13 +118,17 @@ class RunningPhase(Promises, Encodings, Copies, Saves):
     def _make_room(self, slot: int, needed: int, position: int, step: Step) -> int:
         """Preempt until `needed` blocks are free for `slot`, at `position` of `running`.
 
-        Returns where `slot` stands then; -1 if it had to go itself, which ends the phase. A block
-        is not copied any more once nobody else holds it.
+        Returns where `slot` stands then; -1 ends the phase: it had to go itself, or it waits for
+        the answer to a frame, behind which the next blocks are free. A block is not copied any more
+        once nobody else holds it.
         """
         num_copies = self._count_copies(slot)
         while needed > self.pool.num_free:
             if len(self.running) > 1 or not self._take_back_one(slot):
                 at = self._select_victim()
+                if self._gains_nothing(self.running[at]):
+                    step.awaits_answer = True
+                    return -1
                 victim = self.running.pop(at)
                 if at < position:
                     position -= 1
@@ -138,6 +143,12 @@ class RunningPhase(Promises, Encodings, Copies, Saves):
             num_copies = self._count_copies(slot)
             needed += num_copies
         return position
+
+    def _gains_nothing(self, victim: int) -> bool:
+        """Whether blocks of a victim are not free at once, or, if it runs alone, those of the first
+        that would give way to it: they wait for the answer to a frame (P17)."""
+        givers = self._list_idle() if self.has_fences and len(self.running) == 1 else []
+        return any(self._find_fence(slot) is not None for slot in (*givers[:1], victim))
 
     def _select_victim(self) -> int:
         """Position in `running` of the one to preempt (P16).

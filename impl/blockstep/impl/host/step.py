@@ -40,5 +40,7 @@ class Step:
     preempted_req_ids: list[RequestId] = field(default_factory=list)
     encodings: dict[int, Encoding] = field(default_factory=dict)
     """What rows need of an encoder, by slot, in order of scheduling."""
+    awaits_answer: bool = False
+    """Whether one that runs waits for blocks that are free once a frame in flight is answered."""
     seats: AdapterSeats | None = None
     """Adapters among those that run, as of the waiting phase; None where nobody counts them."""

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.spec.vocabulary import (
+    BlockId,
     BlockTables,
+    DeferredFree,
     FrameId,
     HeldBlocks,
     KVLoad,
@@ -38,6 +40,8 @@ class Transfers:
         """Of frames in flight: what is loaded before their rows read it, in order."""
         self.held: dict[RequestId, HeldBlocks] = {}
         """By ended request: its blocks, of which a transfer has not come to its end."""
+        self.deferred_frees: list[DeferredFree] = []
+        """Blocks that are free once their frame is answered, in the order of being given up."""
         self.queries = 0
         """Tokens behind the local hit of who was given blocks after asking."""
         self.hits = 0
@@ -112,6 +116,18 @@ class Transfers:
         del self.held[request_id]
         return held.block_tables
 
+    def defer(self, frame_id: FrameId, blocks: Sequence[BlockId]) -> None:
+        """Keep blocks that nobody needs any more from the pool until a frame is answered (P17)."""
+        if blocks:
+            self.deferred_frees.append(DeferredFree(frame_id, tuple(blocks)))
+
+    def take_deferred(self, frame_id: FrameId) -> list[tuple[BlockId, ...]]:
+        """The blocks that waited for a frame, which wait no longer."""
+        due = [entry.block_ids for entry in self.deferred_frees if entry.frame_id == frame_id]
+        if due:
+            self.deferred_frees = [one for one in self.deferred_frees if one.frame_id != frame_id]
+        return due
+
     def snapshot(self) -> TransfersSnapshot:
         """Its canonical state."""
         return TransfersSnapshot(
@@ -119,6 +135,7 @@ class Transfers:
             received=tuple(sorted(self.received)),
             unsettled=tuple(sorted(self.unsettled)),
             held=tuple([held for _, held in sorted(self.held.items())]),
+            deferred_frees=tuple(self.deferred_frees),
         )
 
     def _find_offer(self, request: Request) -> KVOffer | None:

@@ -13,6 +13,7 @@ from blockstep.spec.lives.reports import get_reported
 from blockstep.spec.lives.sessions import get_chunk_ended, goes_on
 from blockstep.spec.lives.turns import get_turn_ended
 from blockstep.spec.maps import FrozenMap
+from blockstep.spec.memory.deferred import free_deferred_blocks
 from blockstep.spec.memory.slots import publish_slots
 from blockstep.spec.pool import Pool, take_events
 from blockstep.spec.requests import Frame, RequestState
@@ -36,7 +37,8 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
     Rows of requests that ended meanwhile are passed over. A request that was preempted while its
     frame was in flight still gets its tokens; it computes their KV anew. No token is lost then, and
     none sampled twice, because it was not admitted again yet (upstream #48245, #42043). A session
-    that stops is not over: it rests, or goes on with the next chunk.
+    that stops is not over: it rests, or goes on with the next chunk. What the frame has written is
+    there, so blocks that waited for it are free before anything else is done (P17).
     Source: seed 001 "Speculative Decoding & update_from_output()"; P13, P14, P18.
     """
     # refuse
@@ -54,6 +56,8 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
     sampled = {row.request_id: row.token_ids for row in commit.sampled}
     failed: tuple[RequestId, ...] = ()
     if state.config.kv_connector:
+        pool = free_deferred_blocks(state.pool, frame.frame_id, state.rules)
+        state = replace(state, pool=pool)
         state, failed = state.rules.get_failures(state, commit.transfers.invalid_block_ids, frame)
         frame = state.frames[0]
     pool, encoder, stats = state.pool, state.encoder, state.stats

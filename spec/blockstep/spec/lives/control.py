@@ -6,9 +6,9 @@ from blockstep.spec.beside.encoder import create_encoder
 from blockstep.spec.beside.transfers import NO_OFFERS, is_moving
 from blockstep.spec.copies import replace
 from blockstep.spec.lives.turns import without_pins
-from blockstep.spec.pool import get_num_free_blocks, take_events, withdraw_all
+from blockstep.spec.pool import Pool, get_num_free_blocks, take_events, withdraw_all
 from blockstep.spec.state import State
-from blockstep.spec.step.giving import process_giving
+from blockstep.spec.step.giving import find_giver, process_gift
 from blockstep.spec.step.preemption import process_preemption
 from blockstep.spec.step.schedule import create_step
 from blockstep.spec.vocabulary import Ack, PauseState, Reset, ResetDone
@@ -28,7 +28,9 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     while any block is held. With it the running requests are preempted first, the last one first,
     and so they wait in the order in which they ran; then sessions that do not run give up their
     blocks, where upstream stops by an error. Of a transfer that is under way nobody can. Pins stand
-    against no reset: they end with what they keep.
+    against no reset: they end with what they keep. Blocks that wait for frames in flight count as
+    held, but do not stand against a forced reset, as in vLLM 0.33.0: they lose their keys, and
+    nobody is given them before those frames are answered.
     With `reset_connector` the store is told to forget, too. Source: seed 001 "Reset Prefix Cache",
     vLLM 0.19.1 `reset_connector_cache`; P17, P25.
     """
@@ -47,7 +49,7 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     if reset.reset_running_requests:
         state = process_forced_preemption(state)
     state = without_pins(state)
-    if get_num_free_blocks(state.pool) < state.config.num_usable_blocks:
+    if is_any_block_of_use(state.pool):
         return state, ResetDone(False)  # by a quirk only
     if reset.reset_connector:
         state = replace(state, transfers=replace(state.transfers, offers=NO_OFFERS))
@@ -56,6 +58,13 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     # observe
     pool, kv_events = take_events(pool) if state.rules.tells_resets_at_once else (pool, ())
     return replace(state, pool=pool), ResetDone(True, kv_events)
+
+
+def is_any_block_of_use(pool: Pool) -> bool:
+    """Whether a block is held by more than frees that wait for frames in flight. Source: P17, P25.
+    """
+    num_deferred = sum([len(deferred.block_ids) for deferred in pool.deferred_frees])
+    return sum(pool.ref_counts) > num_deferred
 
 
 def process_resets_apart(state: State, reset: Reset) -> tuple[State, ResetDone]:
@@ -102,8 +111,8 @@ def process_forced_preemption(state: State) -> State:
     while step.running:
         name = process_preemption(step, len(step.running) - 1)
         step.requests[name] = rules.get_reset_request(step.requests[name])
-    while process_giving(step):
-        pass
+    while (giver_id := find_giver(step)) is not None:
+        process_gift(step, giver_id)
     # observe
     named = state.running if rules.names_victims_of_resets else ()
     return replace(

@@ -113,8 +113,9 @@ def is_repeating(outputs: TokenIds, detection: RepetitionDetection) -> bool:
 def get_ended(state: State, request_ids: Sequence[RequestId]) -> State:
     """The state without these requests: all that they hold is free, in their order.
 
-    But for blocks that a store still writes or reads. The next plan tells the worker. Source: seed
-    001 "Request Completion", vLLM 0.19.1 `_free_request`; P1, P13, P17, P22.
+    But for blocks that a store still writes or reads, or beside a store a frame in flight. The next
+    plan tells the worker. Source: seed 001 "Request Completion", vLLM 0.19.1 `_free_request`; P1,
+    P13, P17, P22.
     """
     if not request_ids:
         return state
@@ -126,7 +127,8 @@ def get_ended(state: State, request_ids: Sequence[RequestId]) -> State:
             pool, request = state.rules.let_go_at_end((pool, request), state)
             transfers = hold_ended(transfers, request_id, request.block_tables)
         if request_id not in transfers.held:
-            pool = release_slots(pool, request, state.rules)
+            fence = state.rules.get_fence(state.config, state.frames, request_id)
+            pool = release_slots(pool, request, state.rules, fence)
         encoder = state.rules.free_items(encoder, request.request, None)
     gone = set(request_ids)
     pins = state.pins

@@ -20,9 +20,10 @@ from blockstep.spec.beside.transfers import (
 from blockstep.spec.copies import replace
 from blockstep.spec.lives.endings import get_ended, get_error_row
 from blockstep.spec.lives.sessions import drop_row
+from blockstep.spec.memory.deferred import give_up_blocks
 from blockstep.spec.memory.slots import settle_slots
 from blockstep.spec.pool import take_events
-from blockstep.spec.requests import Frame, RequestState, list_rows_in_flight, without_nulls
+from blockstep.spec.requests import Frame, RequestState, list_rows_in_flight
 from blockstep.spec.state import State
 from blockstep.spec.step.preemption import process_preemption
 from blockstep.spec.step.schedule import create_step
@@ -73,15 +74,13 @@ def get_reported(
     requests, get_row = state.requests, state.rules.get_failed_row
     rows = tuple([get_row(get_error_row(requests[name]), requests[name]) for name in failed])
     state = get_ended(state, failed)
-    moving, pool = state.transfers, state.pool
-    for name in transfers.finished_recving:
-        moving, tables = end_recving(moving, name, state.rules.holds_are_one)
-        for table in tables:
-            pool = state.rules.free_blocks(pool, without_nulls(table))
-    for name in transfers.finished_sending:
-        moving, tables = end_sending(moving, name, state.rules.holds_are_one)
-        for table in tables:
-            pool = state.rules.free_blocks(pool, without_nulls(table))
+    moving, pool, is_only = state.transfers, state.pool, state.rules.holds_are_one
+    ends = [(end_recving, name) for name in transfers.finished_recving]
+    ends += [(end_sending, name) for name in transfers.finished_sending]
+    for end, name in ends:
+        moving, tables = end(moving, name, is_only)
+        fence = state.rules.get_fence(state.config, state.frames, name)
+        pool = give_up_blocks(pool, tables, state.rules, fence)
     return replace(state, pool=pool, transfers=moving), rows
 
 
@@ -213,12 +212,13 @@ def get_num_kept(state: State, num_valid: int) -> int:
 
 def get_preempted_alone(state: State, request_id: RequestId) -> State:
     """The state with a running request sent back to wait, between two plans: the next one names no
-    victim, and has the worker take it in as one that resumes. Source: P19, P26.
+    victim, and has the worker take it in as one that resumes. Its blocks do not wait for the oldest
+    frame, which is being answered. Source: P17, P19, P26.
     """
-    step = create_step(state)
+    step = create_step(replace(state, frames=state.frames[1:]))
     process_preemption(step, step.running.index(request_id))
     known = tuple([name for name in state.prev_scheduled_req_ids if name != request_id])
-    return step.get_state(prev_scheduled_req_ids=known)
+    return step.get_state(prev_scheduled_req_ids=known, frames=state.frames)
 
 
 def without_rows(state: State, request_id: RequestId) -> State:

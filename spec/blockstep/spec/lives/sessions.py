@@ -33,6 +33,7 @@ from blockstep.spec.vocabulary import (
     Aborted,
     Ack,
     Config,
+    FrameId,
     GroupKind,
     Policy,
     RejectCode,
@@ -231,7 +232,8 @@ def get_chunk_ended(state: State, request_id: RequestId) -> State:
     Source: vLLM 0.19.1 `_handle_stopped_request`; P13, P14.
     """
     config, rules, request = state.config, state.rules, state.requests[request_id]
-    pool, request = rules.get_stopped(config, state.pool, request, rules)
+    fence = rules.get_fence(config, state.frames, request_id)
+    pool, request = rules.get_stopped(config, state.pool, request, rules, fence)
     if request.updates:
         update, *others = request.updates
         request = get_continued(config, replace(request, updates=tuple(others)), update, rules)
@@ -245,7 +247,11 @@ def get_chunk_ended(state: State, request_id: RequestId) -> State:
 
 
 def get_stopped(
-    config: Config, pool: Pool, request: RequestState, rules: Rules
+    config: Config,
+    pool: Pool,
+    request: RequestState,
+    rules: Rules,
+    fence: FrameId | None = None,
 ) -> tuple[Pool, RequestState]:
     """A session at its stop: computed is what it keeps, and nothing is promised any more.
 
@@ -257,7 +263,7 @@ def get_stopped(
     num_computed = min(request.num_computed_tokens, num_kept)
     request = replace(request, num_output_placeholders=0, spec_token_ids=())
     if config.groups and not can_go_back(config, request, num_computed):
-        pool = release_slots(pool, request, rules)
+        pool = release_slots(pool, request, rules, fence)
         return pool, without_blocks(request)
     return pool, replace(request, num_computed_tokens=num_computed)
 

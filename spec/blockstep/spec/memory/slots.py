@@ -16,6 +16,7 @@ from operator import ge
 
 from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_group_keys
+from blockstep.spec.memory.deferred import give_up_blocks
 from blockstep.spec.memory.forks import compute_num_copies, get_own
 from blockstep.spec.memory.groups import (
     compute_max_doubt,
@@ -47,6 +48,7 @@ from blockstep.spec.vocabulary import (
     BlockStored,
     BlockTables,
     Config,
+    FrameId,
     GroupKind,
     KVGroup,
     Request,
@@ -330,14 +332,20 @@ def settle_slots(
 
 
 def skip_slots(
-    config: Config, pool: Pool, request: RequestState, num_in_doubt: int, rules: Rules
+    config: Config,
+    pool: Pool,
+    request: RequestState,
+    num_in_doubt: int,
+    rules: Rules,
+    fence: FrameId | None = None,
 ) -> tuple[Pool, RequestState]:
     """Free the blocks that no token of a running request attends to any more.
 
     It comes before the request asks for slots, and whether or not it gets them: those blocks are of
     no use to it. A null block takes the place of each, so that no other one moves; the last is
     queued first. `num_in_doubt` computed tokens are drafts in flight: if they are rejected, the
-    request goes on where the first of them is, and reads the window before it.
+    request goes on where the first of them is, and reads the window before it. Frame `fence`, if
+    given, still reads the blocks: they are free behind its answer.
     Source: vLLM 0.19.1 `remove_skipped_blocks`, which forgets the doubt; P1, P8, P14.
     """
     holdings = [*request.holdings]
@@ -351,21 +359,28 @@ def skip_slots(
         left = without_nulls(table[:num_skipped])
         if left:
             num_left += len(left)
-            pool = rules.free_blocks(pool, left)
+            pool = give_up_blocks(pool, (left,), rules, fence)
             after = (NULL_BLOCK,) * num_skipped + table[num_skipped:]
             holdings[index] = Holding(after, holdings[index].num_cached_blocks)
     return pool, replace(request, holdings=tuple(holdings)) if num_left else request
 
 
-def release_slots(pool: Pool, request: RequestState, rules: Rules) -> Pool:
-    """Free every block that a request holds. Source: seed 001 "Deallocation"; P1."""
-    for holding in request.holdings:
-        pool = rules.free_blocks(pool, without_nulls(holding.block_table))
-    return pool
+def release_slots(
+    pool: Pool, request: RequestState, rules: Rules, fence: FrameId | None = None
+) -> Pool:
+    """Free every block that a request holds, behind the answer to frame `fence` if one is given.
+
+    Source: seed 001 "Deallocation"; P1, P17.
+    """
+    return give_up_blocks(pool, request.block_tables, rules, fence)
 
 
 def revoke_slots(
-    pool: Pool, request: RequestState, block_sizes: tuple[int, ...], rules: Rules
+    pool: Pool,
+    request: RequestState,
+    block_sizes: tuple[int, ...],
+    rules: Rules,
+    fence: FrameId | None = None,
 ) -> Pool:
     """Free every block of a request that is preempted, unpublishing what will not be computed.
 
@@ -377,4 +392,4 @@ def revoke_slots(
         num_written = request.num_computed_tokens // block_size
         unwritten = holding.block_table[num_written : holding.num_cached_blocks]
         pool = withdraw_blocks(pool, unwritten)
-    return release_slots(pool, request, rules)
+    return release_slots(pool, request, rules, fence)

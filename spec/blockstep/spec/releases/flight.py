@@ -8,7 +8,7 @@ from dataclasses import replace
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Frame, RequestState, list_rows_in_flight
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import Config, RequestId
+from blockstep.spec.vocabulary import Config, FrameId, RequestId
 
 
 def frames_hold_the_preempted(rules: Rules, _config: Config) -> Rules:
@@ -28,6 +28,16 @@ def resumed_before_its_token(rules: Rules, _config: Config) -> Rules:
         return request.num_output_placeholders > 0 and rules.is_held_by_frames(frames, request)
 
     return replace(rules, is_held_by_frames=is_held_by_frames)
+
+
+def frames_hold_no_blocks(rules: Rules, _config: Config) -> Rules:
+    """Blocks are free at once beside a store, too, while a frame in flight writes them."""
+
+    def get_fence(config: Config, frames: Sequence[Frame], request_id: RequestId) -> FrameId | None:
+        del config, frames, request_id
+        return None
+
+    return replace(rules, get_fence=get_fence)
 
 
 def reset_drops_tokens(rules: Rules, _config: Config) -> Rules:
@@ -82,6 +92,16 @@ STORIES = (
         "0.11.0 0.19.1",
         "two frames, not asynchronous; one request, its first plan in flight, a forced reset: the "
         "next plan runs it again, and both answers deliver the same position",
+    ),
+    QuirkStory(
+        Quirk.FRAMES_HOLD_NO_BLOCKS,
+        frames_hold_no_blocks,
+        "beside a store blocks are free while a frame in flight writes them, and are loaded into",
+        ("P15", "P16", "P17"),
+        "#45357, #47728, #48481 (merged)",
+        "0.19.1",
+        "two frames, a store; a request is aborted while its first plan is in flight: the next plan "
+        "has the store load KV of another request into its blocks",
     ),
     QuirkStory(
         Quirk.RESET_DROPS_TOKENS,

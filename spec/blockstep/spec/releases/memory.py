@@ -10,7 +10,7 @@ from blockstep.spec.pool import Pool
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import BlockId, Config
+from blockstep.spec.vocabulary import BlockId, Config, FrameId
 
 
 def _with_unnamed_first(rules: Rules) -> Rules:
@@ -30,10 +30,14 @@ def unwritten_keys_stay(rules: Rules, _config: Config) -> Rules:
     """A victim's keys stay published although the step that fills their blocks lost it."""
 
     def revoke_slots(
-        pool: Pool, request: RequestState, block_sizes: tuple[int, ...], rules: Rules
+        pool: Pool,
+        request: RequestState,
+        block_sizes: tuple[int, ...],
+        rules: Rules,
+        fence: FrameId | None,
     ) -> Pool:
         del block_sizes
-        return release_slots(pool, request, rules)
+        return release_slots(pool, request, rules, fence)
 
     return replace(rules, revoke_slots=revoke_slots)
 

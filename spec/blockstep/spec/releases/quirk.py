@@ -36,6 +36,7 @@ class Quirk(StrEnum):
     UNNAMED_BLOCKS_FIRST = "unnamed_blocks_first"
     UNCACHED_BLOCKS_FIRST = "uncached_blocks_first"
     FRAMES_HOLD_THE_PREEMPTED = "frames_hold_the_preempted"
+    FRAMES_HOLD_NO_BLOCKS = "frames_hold_no_blocks"
     RESET_DROPS_TOKENS = "reset_drops_tokens"
     RESET_NAMES_ITS_VICTIMS = "reset_names_its_victims"
     LONE_REQUEST_HAS_NO_THRESHOLD = "lone_request_has_no_threshold"

@@ -9,7 +9,7 @@ from blockstep.spec.pool import Pool
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import Config, FinishReason, Request, TokenId
+from blockstep.spec.vocabulary import Config, FinishReason, FrameId, Request, TokenId
 
 
 def sessions_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
@@ -52,9 +52,9 @@ def sessions_keep_what_is_computed(rules: Rules, _config: Config) -> Rules:
         return request.num_computed_tokens
 
     def get_stopped(
-        config: Config, pool: Pool, request: RequestState, rules: Rules
+        config: Config, pool: Pool, request: RequestState, rules: Rules, fence: FrameId | None
     ) -> tuple[Pool, RequestState]:
-        del config, rules
+        del config, rules, fence
         return pool, replace(request, num_output_placeholders=0, spec_token_ids=())
 
     return replace(rules, get_num_kept=get_num_kept, get_stopped=get_stopped)
@@ -64,9 +64,9 @@ def sessions_keep_their_promises(rules: Rules, _config: Config) -> Rules:
     """What frames in flight sample behind a stop is delivered, and drafts outlive it."""
 
     def get_stopped(
-        config: Config, pool: Pool, request: RequestState, within: Rules
+        config: Config, pool: Pool, request: RequestState, within: Rules, fence: FrameId | None
     ) -> tuple[Pool, RequestState]:
-        pool, after = rules.get_stopped(config, pool, request, within)
+        pool, after = rules.get_stopped(config, pool, request, within, fence)
         return pool, replace(
             after,
             num_output_placeholders=request.num_output_placeholders,
@@ -96,9 +96,9 @@ def sessions_go_back_blindly(rules: Rules, _config: Config) -> Rules:
     """A session keeps its blocks at a stop, also where what it would read is gone from them."""
 
     def get_stopped(
-        config: Config, pool: Pool, request: RequestState, within: Rules
+        config: Config, pool: Pool, request: RequestState, within: Rules, fence: FrameId | None
     ) -> tuple[Pool, RequestState]:
-        del config
+        del config, fence
         return pool, replace(
             request,
             num_computed_tokens=min(request.num_computed_tokens, within.get_num_kept(request)),

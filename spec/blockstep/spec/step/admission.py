@@ -278,14 +278,15 @@ def get_slots_at_admission(
     config, rules, pool = step.state.config, step.state.rules, step.pool
     name, goes_on = request.request_id, bool(config.groups and request.num_computed_tokens)
     num_in_doubt = rules.count_in_doubt(step.state.frames, name) if goes_on else 0
+    fence = step.get_fence(name) if goes_on else None
     if goes_on and rules.skips_before_the_gate:
-        pool, request = skip_slots(config, pool, request, num_in_doubt, rules)
+        pool, request = skip_slots(config, pool, request, num_in_doubt, rules, fence)
     is_reserved = config.scheduler_reserve_full_isl and rules.reserves_full_isl
     num_spared = config.watermark_blocks if step.running else 0
     if is_reserved and not can_finish(config, pool, request, hit, rules, num_spared):
         return None
     if goes_on and not rules.skips_before_the_gate:
-        pool, request = skip_slots(config, pool, request, num_in_doubt, rules)
+        pool, request = skip_slots(config, pool, request, num_in_doubt, rules, fence)
         step.pool = pool
         step.requests[name] = replace(step.requests[name], holdings=request.holdings)
     num_lookahead = rules.get_num_lookahead_at_admission(config, request)

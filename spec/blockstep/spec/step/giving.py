@@ -29,8 +29,24 @@ from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import Policy, RequestId, Status
 
 
-def process_giving(step: Step, receiver_id: RequestId | None = None) -> bool:
-    """Take the blocks of one that does not run, for one that lacks some; whether there was one.
+def process_giving(step: Step, receiver_id: RequestId) -> bool:
+    """Take the blocks of a request that does not run, for one that lacks some; whether it did.
+
+    Not if they would be free only behind the answer to a frame in flight: then the step waits for
+    that answer, and takes no blocks of others meanwhile. Source: upstream #49439; P10, P17.
+    """
+    giver_id = find_giver(step, receiver_id)
+    if giver_id is None:
+        return False
+    if step.get_fence(giver_id) is not None:
+        step.awaits_answer = True
+        return False
+    process_gift(step, giver_id)
+    return True
+
+
+def find_giver(step: Step, receiver_id: RequestId | None = None) -> RequestId | None:
+    """The request, not the receiver, that is the first to give up its blocks while it does not run.
 
     Source: upstream #49439; P10, P17.
     """
@@ -41,16 +57,18 @@ def process_giving(step: Step, receiver_id: RequestId | None = None) -> bool:
     if not (rules.takes_back_from_sessions and rules.takes_back_from_parked):
         queued = [name for name in queued if may_give(step.requests[name], rules)]
     givers = get_givers(step.state.config.policy, queued, step.requests)
-    giver_id = next((name for name in givers if name != receiver_id), None)
-    if giver_id is None:
-        return False
+    return next((name for name in givers if name != receiver_id), None)
+
+
+def process_gift(step: Step, giver_id: RequestId) -> None:
+    """Take the blocks of a request that does not run. Source: P10, P17."""
     giver = step.requests[giver_id]
-    step.pool = release_slots(step.pool, giver, step.state.rules)
+    fence = step.get_fence(giver_id)
+    step.pool = release_slots(step.pool, giver, step.state.rules, fence)
     if giver.status is Status.WAITING_FOR_REMOTE_KVS:
         giver = get_unparked(giver, step.transfers)
         step.transfers = forget_load(step.transfers, giver_id)
     step.requests[giver_id] = without_blocks(giver)
-    return True
 
 
 def may_give(request: RequestState, rules: Rules) -> bool:

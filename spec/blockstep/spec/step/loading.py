@@ -104,7 +104,8 @@ def process_return(step: Step, request_id: RequestId) -> None:
     request = get_unparked(step.requests[request_id], step.transfers)
     step.transfers = forget_load(step.transfers, request_id)
     if request.num_computed_tokens == 0:
-        step.pool = release_slots(step.pool, request, step.state.rules)
+        fence = step.get_fence(request_id)
+        step.pool = release_slots(step.pool, request, step.state.rules, fence)
         request = without_blocks(request)
     else:
         num_there = request.num_computed_tokens

@@ -3,6 +3,10 @@
 Its blocks are free at once (`memory.slots.revoke_slots`): the last of its table is queued first,
 and what was written stays findable until somebody else needs the block. It waits at the front and
 computes everything again, but for what a store was given to keep of it (`step.saving`).
+
+A victim whose blocks would not be free at once is not preempted: beside a store they wait for the
+frame in flight that names it (`memory.deferred`), so the step would gain nothing. The running phase
+ends there, nobody is admitted, and the next step can preempt the victim if it still has to.
 """
 
 from __future__ import annotations
@@ -26,15 +30,18 @@ def process_claim(
 
     Of others that run; one that runs alone asks sessions that do not, before it preempts itself.
 
-    Returns what it is granted, or None if it had to preempt itself, and the index at which the
-    running phase goes on: then that of the request behind it.
-    Source: seed 001 "Preemption in the Running Loop"; P15, P16.
+    Returns what it is granted, or None if it had to preempt itself or waits for the answer to a
+    frame (`Step.awaits_answer`), and the index at which the running phase goes on: after it has
+    preempted itself that of the request behind it.
+    Source: seed 001 "Preemption in the Running Loop"; vLLM 0.33.0
+    `_request_blocks_can_be_freed`; P15, P16, P17.
     """
     config, rules = step.state.config, step.state.rules
     request = step.requests[step.running[index]]
     if config.groups:
         num_in_doubt = rules.count_in_doubt(step.state.frames, request.request_id)
-        step.pool, request = skip_slots(config, step.pool, request, num_in_doubt, rules)
+        fence = step.get_fence(request.request_id)
+        step.pool, request = skip_slots(config, step.pool, request, num_in_doubt, rules, fence)
         step.requests[request.request_id] = request
     while True:
         granted = allocate_slots(
@@ -47,6 +54,10 @@ def process_claim(
         victim_index = select_victim(
             config.policy, step.running, step.requests, rules.get_victim_rank, list_jobs(step.pins)
         )
+        victim_id = step.running[victim_index]
+        step.awaits_answer = step.awaits_answer or step.get_fence(victim_id) is not None
+        if step.awaits_answer:
+            return None, index
         num_rows = len(step.rows)
         if process_preemption(step, victim_index) == request.request_id:
             return None, index
@@ -76,7 +87,8 @@ def process_preemption(step: Step, victim_index: int) -> RequestId:
     if save is not None:
         step.saves.append(save)
     # pool, requests
-    step.pool = rules.revoke_slots(step.pool, victim, config.block_sizes, rules)
+    fence = step.get_fence(victim_id)
+    step.pool = rules.revoke_slots(step.pool, victim, config.block_sizes, rules, fence)
     step.requests[victim_id] = rules.get_preempted(victim)
     step.stats = replace(step.stats, preemptions=step.stats.preemptions + 1)
     process_prepend(config.policy, step.waiting, victim_id, step.requests)

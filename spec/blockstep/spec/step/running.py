@@ -21,7 +21,8 @@ from blockstep.spec.vocabulary import BlockCopy
 def process_running_phase(step: Step) -> None:
     """Let running requests catch up, in running order; preempt where blocks are short.
 
-    Stops when the budget is spent, or when a request had to preempt itself.
+    Stops when the budget is spent, or when a request had to preempt itself, or waits for blocks
+    that are free behind the answer to a frame.
     Source: seed 001 "Schedule RUNNING Requests"; seed 000 "Phase 1"; P15.
     """
     index = 0
@@ -36,7 +37,9 @@ def process_running_phase(step: Step) -> None:
             process_grant(step, request, num_new, granted)
             process_items_taken(step, request, claim)
             index += 1
-        elif not step.state.rules.goes_on_after_self_victim(step.state.config):
+        elif step.awaits_answer or not step.state.rules.goes_on_after_self_victim(
+            step.state.config
+        ):
             return
 
 

@@ -33,7 +33,7 @@ def process_schedule(state: State) -> tuple[State, Plan] | Rejected:
         process_expiry(step)
     process_running_phase(step)
     process_pressure(step)
-    if not (step.preempted or step.admission_closed):
+    if not (step.preempted or step.awaits_answer or step.admission_closed):
         process_waiting_phase(step)
     assert step.budget >= 0, "the budget is never overdrawn (P9)"
     # observe

@@ -17,6 +17,7 @@ from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     BlockCopy,
     BlockTables,
+    FrameId,
     KVLoad,
     KVSave,
     RequestId,
@@ -87,12 +88,18 @@ class Step:
     passed_over: list[RequestId] = field(default_factory=list)
     """Of those that wait, until all have been looked at: then they stand in their queue again."""
     admission_closed: bool = False
+    awaits_answer: bool = False
+    """Whether a request lacks blocks that would be free only behind the answer to a frame."""
 
     def add(self, row: Scheduled) -> None:
         """Plan a row, and pay for it."""
         self.budget -= row.num_scheduled
         self.rows.append(row)
         self.granted.append(row)
+
+    def get_fence(self, request_id: RequestId) -> FrameId | None:
+        """The frame in flight whose answer the blocks of a request wait for. Source: P17."""
+        return self.state.rules.get_fence(self.state.config, self.state.frames, request_id)
 
     def withdraw(self, request_id: RequestId) -> bool:
         """Take back the row of a request, and its tokens; whether there was one."""

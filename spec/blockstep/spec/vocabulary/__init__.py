@@ -93,6 +93,7 @@ from blockstep.spec.vocabulary.snapshot import (
 )
 from blockstep.spec.vocabulary.transfers import (
     NO_TRANSFERS,
+    DeferredFree,
     HeldBlocks,
     KVLoad,
     KVSave,
@@ -125,6 +126,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "ConfigProblem",
+    "DeferredFree",
     "Drafts",
     "DraftsTaken",
     "EncoderEntry",

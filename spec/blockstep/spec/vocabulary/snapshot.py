@@ -17,7 +17,7 @@ from blockstep.spec.vocabulary.request import (
     Status,
     TokenIds,
 )
-from blockstep.spec.vocabulary.transfers import HeldBlocks
+from blockstep.spec.vocabulary.transfers import DeferredFree, HeldBlocks
 
 
 @wide_dataclass(frozen=True, slots=True)
@@ -115,6 +115,8 @@ class TransfersSnapshot:
     """Running ones whose load is part of a frame in flight, sorted."""
     held: tuple[HeldBlocks, ...] = ()
     """By request id."""
+    deferred_frees: tuple[DeferredFree, ...] = ()
+    """In the order in which they were given up. Empty with `max_frames_in_flight` 1."""
 
 
 @dataclass(frozen=True, slots=True)

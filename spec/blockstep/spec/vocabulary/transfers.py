@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from blockstep.spec.vocabulary.request import BlockId, BlockTables, RequestId
+from blockstep.spec.vocabulary.request import BlockId, BlockTables, FrameId, RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +84,17 @@ class HeldBlocks:
     """Whether an asynchronous load of it has not come to its end."""
     is_sending: bool = False
     """Whether the store reads them."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredFree:
+    """Blocks that were given up while a frame in flight reads or writes them (P17).
+
+    They are not free before that frame is answered: a store could write them earlier, and nothing
+    orders a store behind the frame. vLLM calls them `deferred_frees`.
+    """
+
+    frame_id: FrameId
+    """The frame in flight whose answer frees them."""
+    block_ids: tuple[BlockId, ...]
+    """In the order of the table, group by group; without null blocks."""
