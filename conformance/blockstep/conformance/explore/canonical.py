@@ -89,6 +89,10 @@ class Canonicaliser:
         for block_id in chain.from_iterable(chain(*(entry.block_tables for entry in held))):
             if block_id not in places:
                 places[block_id] = len(places)
+        for deferred in pool.deferred_frees:
+            for block_id in deferred.block_ids:
+                if block_id not in places:
+                    places[block_id] = len(places)
         for pin in state.pins.pins:
             for block_id in chain.from_iterable(pin.block_tables):
                 if block_id not in places:
@@ -276,7 +280,13 @@ def _transfers_form(
         ]
         for frame in state.frames
     ]  # fmt: skip
-    return tuple(sorted(offers)), tuple(sorted(loads)), tuple(sorted(held)), *map(tuple, at_once)
+    frame_ids = [frame.frame_id for frame in state.frames]
+    deferred = [
+        (frame_ids.index(entry.frame_id), *placed((entry.block_ids,)))
+        for entry in state.pool.deferred_frees
+    ]
+    sets = tuple(sorted(offers)), tuple(sorted(loads)), tuple(sorted(held))
+    return *sets, *map(tuple, at_once), tuple(deferred)
 
 
 def _pins_form(state: State, places: Mapping[int, int]) -> Form:

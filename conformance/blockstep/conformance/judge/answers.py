@@ -19,6 +19,7 @@ from blockstep.conformance.judge.properties import (
     pool,
     tables,
     telling,
+    transfers,
 )
 from blockstep.conformance.judge.properties.output import cut_at_stop
 from blockstep.conformance.judge.properties.sentence import judge
@@ -46,6 +47,8 @@ JUDGED: tuple[Sentence, ...] = (
     # P13: the state holds what was delivered, and no one else has ended.
     output.finished_request_is_forgotten_and_others_stay,
     output.outputs_in_the_state_are_those_delivered,
+    # P17: whatever waits for a frame waits no longer than for its answer.
+    transfers.deferred_free_ends_with_the_answer_to_its_frame,
     # P20: who asks for a log wants that of the state, however that came about.
     telling.log_tells_what_can_be_found,
     telling.log_removes_what_was_there,

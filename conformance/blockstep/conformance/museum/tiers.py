@@ -61,18 +61,6 @@ def _resize_last(engine: Any, victim: int, step: Any, num_more: int) -> None:
         step.saves.append(replace(save, num_tokens=num_tokens, block_ids=block_ids))
 
 
-@PAGE.exhibit("drafts that nobody has verified are saved", "by the rule of P15", "P15 P3")
-class DraftsAreSaved(Defect):
-    """What is computed counts, whether or not it is known what stands there."""
-
-    def _save(self, victim: int, step: Any) -> None:
-        table = self.table
-        num_known = table.num_known[victim]
-        table.num_known[victim] = max(num_known, table.num_computed[victim])
-        super()._save(victim, step)
-        table.num_known[victim] = num_known
-
-
 @PAGE.exhibit("what this step was to compute of a victim is saved", "by the rule of P15", "P15 P3")
 class WithdrawnRowIsSaved(Defect):
     """Its row has been taken out of the plan: nobody computes it."""
@@ -87,21 +75,6 @@ class WithdrawnRowIsSaved(Defect):
         self.table.num_computed[victim] += self._num_withdrawn
         super()._save(victim, step)
         self.table.num_computed[victim] -= self._num_withdrawn
-
-
-@PAGE.exhibit("a load that may not come is saved", "by the rule of P19", "P15 P19")
-class UnsettledIsSaved(Defect):
-    """What failed would come back from the store as if it were right."""
-
-    _is_saving = False
-
-    def _save(self, victim: int, step: Any) -> None:
-        self._is_saving = True
-        super()._save(victim, step)
-        self._is_saving = False
-
-    def _is_unsettled(self, slot: int) -> bool:
-        return not self._is_saving and bool(super()._is_unsettled(slot))
 
 
 @PAGE.exhibit("who has just enough is not saved", PREEMPTION, "P15", invisible=LESS)

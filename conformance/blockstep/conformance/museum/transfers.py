@@ -308,6 +308,66 @@ class ResetUnderALoad(Defect):
         return self.transfers is not None or not reset_connector
 
 
+# Blocks that a frame in flight reads or writes.
+
+
+@PAGE.exhibit(
+    "blocks are free while a frame in flight writes them, and are loaded into",
+    "#45357, #47728, #48481, vllm-ascend #14055",
+    "P17",
+)
+class FramesHoldNoBlocks(Defect):
+    """Nothing orders a store behind the frame: it writes over what was loaded."""
+
+    def _find_fence(self, _slot: int) -> None:
+        return None
+
+
+@PAGE.exhibit(
+    "blocks wait for the oldest frame that names them",
+    "rule P17",
+    "P17",
+    wrong_fix_of="frames-hold-no-blocks",
+)
+class OldestFrameHolds(Defect):
+    """The frames behind it still read and write them."""
+
+    def _find_fence(self, slot: int) -> Any:
+        if super()._find_fence(slot) is None:
+            return None
+        name = self.table.requests[slot].request_id
+        in_flight = [frame_id for frame_id in self.frames if frame_id > self.last_answered]
+        return min(frame_id for frame_id in in_flight if name in self.frames[frame_id])
+
+
+@PAGE.exhibit(
+    "blocks that wait for a frame are never free",
+    "rule P17",
+    "P17 P1 P10",
+    wrong_fix_of="frames-hold-no-blocks",
+    part=PART,
+)
+class FrameHoldsForEver(Defect):
+    """The wait has an owner and no end."""
+
+    def take_deferred(self, _frame_id: int) -> Any:
+        return []
+
+
+@GROUPS.exhibit(
+    "what a window leaves is free while a frame in flight reads it",
+    "#45357, by the rule of P17",
+    "P17",
+    wrong_fix_of="frames-hold-no-blocks",
+)
+class WindowsLeaveTooEarly(Defect):
+    """Ends and preemptions wait for the frame, windows do not."""
+
+    def _leave_blocks(self, groups: Any, slot: int) -> None:
+        in_doubt = self._count_drafts_in_flight(slot)
+        groups.leave(self.table.holdings[slot], self.table.num_computed[slot], in_doubt)
+
+
 # Several groups.
 
 

@@ -165,7 +165,7 @@ DRAFTS = Feature(
         *("draft", "rollback_", "stop_inside_accepted_drafts", "head_drop"),
         *("block_for_lookahead_only", "rejected_bad_drafts", "forks_copied_with_drafts"),
         *("groups_block_in_doubt", "masks_of_drafts", "masks_draft_cut", "masks_behind_a_cut"),
-        *("tiers_saved_without_drafts", "forks_named_what_is_full"),
+        "forks_named_what_is_full",
     ),
     properties=("P14", "P24"),
 )
@@ -298,9 +298,14 @@ KINDS = KindsOfGroups(
 )
 OF_FORKS = ("forks_", "rejected_bad_fork", "rejected_fork_in_flight")
 """Situations of branches, by the beginnings of their names."""
+OF_STALE = (
+    *("preempted_in_flight", "all_preempted_in_flight", "stale_tokens_delivered"),
+    *("ended_while_stale", "resumed_after_stale_tokens"),
+    *("pipeline_preempted_in_flight", "pipeline_token_after_preemption"),
+)
+"""Likewise those of who is preempted for want of blocks while a frame would sample for it."""
 OF_SAVES = (
-    *("tiers_victim_", "tiers_several_saved", "tiers_too_little_to_save"),
-    *("tiers_unsettled_not_saved", "tiers_saved_"),
+    *("tiers_victim_", "tiers_several_saved", "tiers_too_little_to_save", "tiers_saved_"),
 )
 """Likewise those of what a store is given of victims."""
 ENCODER = Feature(
@@ -348,6 +353,7 @@ TRANSFERS = Feature(
     hides=(  # a store has no states, no encoder-decoder model, no pins, no branches
         *("groups_state_left", "groups_hit_of_a_state"),
         *("encoder_beside_", "encoder_across_", "pins_", *OF_FORKS),
+        *OF_STALE,  # beside it nobody is preempted whose blocks a frame in flight names
     ),
     properties=("P17", "P18", "P19"),
 )
@@ -427,7 +433,7 @@ SEVERAL_AT_ONCE = frozenset({ASYNC.name, PIPELINE.name})
 SEVERAL_FRAMES = (
     *("several_frames_in_flight", "four_frames_in_flight", "abort_with_two_frames_in_flight"),
     *("reset_forced_with_two_frames_in_flight", "rejected_frame_out_of_order"),
-    *("transfers_preempted_unsettled", "tiers_unsettled_not_saved", "tiers_saved_beside_frames"),
+    *("transfers_deferred_", "transfers_waits_for_an_answer", "tiers_saved_beside_frames"),
 )
 """Situations, by the beginnings of their names, that need either."""
 _ACROSS = ("read", "waits", "preempted", "made_again", "freed")
@@ -435,6 +441,9 @@ NEEDS_ANY: Mapping[str, frozenset[str]] = {
     "empty_plan_with_work": SEVERAL_AT_ONCE | {PAUSE.name, GRAMMAR.name},
     "running_left_out_by_budget": SEVERAL_AT_ONCE | {DRAFTS.name},
     "tiers_saved_behind_a_window": frozenset({GROUPS.name}),
+    "transfers_deferred_by_a_window": frozenset({GROUPS.name}),
+    "transfers_deferred_by_a_reset": frozenset({RESET.name}),
+    "transfers_preempted_unsettled": frozenset({RESET.name}),
     "sessions_back_under_a_grammar": frozenset({MASKS.name}),
     **{f"encoder_across_{what}": frozenset({GROUPS.name}) for what in _ACROSS},
 }

@@ -103,10 +103,13 @@ def pair_states(spec: Snapshot, engine: Snapshot) -> Names:
 
 
 def _list_left(snapshot: Snapshot) -> dict[tuple[str, str], BlockTables]:
-    """What requests that have ended left held: for a transfer, or for the next turn of a job."""
+    """What requests left held: for a transfer, a frame in flight, or the next turn of a job."""
     transfers, pins = snapshot.transfers, snapshot.pins
     held = () if transfers is None else transfers.held
     left = {("request", it.request_id): it.block_tables for it in held}
+    deferred = () if transfers is None else transfers.deferred_frees
+    for number, it in enumerate(deferred):
+        left["frame", f"{it.frame_id} {number}"] = (it.block_ids,)
     kept = () if pins is None else pins.pins
     return left | {("job", pin.job_id): pin.block_tables for pin in kept}
 
@@ -129,7 +132,11 @@ def _renamed(spec: Snapshot, engine: Snapshot, names: Names) -> Snapshot:
     transfers, pins = engine.transfers, engine.pins
     if transfers is not None:
         held = [replace(it, block_tables=names.rename(it.block_tables)) for it in transfers.held]
-        transfers = replace(transfers, held=tuple(held))
+        deferred = [
+            replace(it, block_ids=names.rename((it.block_ids,))[0])
+            for it in transfers.deferred_frees
+        ]
+        transfers = replace(transfers, held=tuple(held), deferred_frees=tuple(deferred))
     if pins is not None:
         kept = [replace(pin, block_tables=names.rename(pin.block_tables)) for pin in pins.pins]
         pins = replace(pins, pins=tuple(kept))

@@ -27,7 +27,9 @@ from blockstep.conformance.judge.properties.amounts import (
 from blockstep.conformance.judge.properties.hits import find_offered, hit_now
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import (
+    admits_nobody,
     begin_plan,
+    find_waiting,
     freed_blocks,
     hides_a_rollback,
     left_behind,
@@ -57,7 +59,8 @@ def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Complain
     """Who is neither scheduled nor preempted is as before, also if its admission was tried.
 
     One thing may happen to it: at a queue's head a compiled grammar turns it into a waiting one,
-    or, if it runs and drafts stay with the worker, its placeholders for them are gone.
+    or, if it runs and drafts stay with the worker, its placeholders for them are gone. One that runs
+    and waits for blocks has given back what its windows left.
     """
     if step.after.requests is step.before.requests:
         return
@@ -71,6 +74,7 @@ def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Complain
         elif not (
             _only_promoted(step, ledger, name)
             or _only_lost_drafts(step, name)
+            or _only_left_windows(step, ledger, name)
             or name in step.giving
             or name in step.preempted
             or name in step.loads  # judged by what it is loaded with
@@ -94,8 +98,21 @@ def _only_lost_drafts(step: Step, name: RequestId) -> bool:
     return step.config.async_scheduling and new == replace(old, spec_token_ids=())
 
 
+def _only_left_windows(step: Step, ledger: Ledger, name: RequestId) -> bool:
+    old, new = step.old[name], step.new[name]
+    if name != find_waiting(step, ledger):
+        return False
+    tables = zip(old.block_tables, new.block_tables, strict=True)
+    kept = replace(new, block_tables=old.block_tables)
+    if step.config.async_scheduling:
+        kept = replace(kept, spec_token_ids=old.spec_token_ids)
+    return kept == old and all(
+        now in (block, NULL_BLOCK) for table, after in tables for block, now in zip(table, after)  # noqa: B905
+    )
+
+
 @sentence("P7", Schedule)
-def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Complaints:
+def plan_for_nobody_leaves_no_trace(step: Step, ledger: Ledger) -> Complaints:
     """When nobody is scheduled or preempted, pool, queues and statistics are as before.
 
     Who is passed over, though nothing outside is to come for it, may change from one queue to the
@@ -106,6 +123,8 @@ def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Complaints:
         return
     if step.config.kv_connector and step.giving:
         return  # to one who did not fit all the same
+    if step.config.groups and find_waiting(step, ledger) is not None:
+        return  # what its windows left is free now, or soon
     before, after = step.before, step.after
     queues = () if may_pass_over(step.config) else ("waiting", "skipped_waiting")
     fields = ["ref_counts", "free_queue", "block_keys", "cached", *queues, "running", "stats"]
@@ -207,6 +226,8 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
             # The last of them, which may have preempted itself: that stops the phase. If not, who
             # comes after it was not visited because the budget was gone; that much is let pass.
             return
+        if name == find_waiting(step, ledger):
+            return  # as if it had preempted itself
         expected = max(min(share_of(ledger, step.old[name]), left), 0)
         expected = least_share(step, ledger, name, expected)
         seen = rows[name].num_scheduled if name in rows else 0
@@ -296,8 +317,8 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Comp
     last_gain = max((place[name] for name, row in rows.items() if row.gained), default=-1)
     # Blocks to be had before the last preemption, at most: what a victim took in this very step
     # it gave back as well.
-    queue, _ = begin_plan(step)
-    room = len(queue) + sum(map(len, freed_blocks(step.before, victims[:-1])))
+    queue, _ = begin_plan(step, ledger)
+    room = len(queue) + sum(map(len, freed_blocks(step, ledger, victims[:-1])))
     if config.groups:  # and what rows gave back because they attend to it no more
         for name in step.before.running:
             room += sum(map(len, left_behind(step, ledger, name)))
@@ -341,7 +362,7 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
         left <= 0
         or ledger.pause_state is not PauseState.UNPAUSED
         or len(after.running) >= config.max_num_seqs
-        or step.admits_nobody
+        or admits_nobody(step, ledger)
     ):
         return ()
     name = next_in_line(step, ledger)

@@ -112,6 +112,22 @@ class Ledger:
         """Whether a frame in flight has a row of this id."""
         return any(row.request_id == request_id for rows in self.frames.values() for row in rows)
 
+    def get_fence(self, name: v.RequestId, step: Step | None = None) -> v.FrameId | None:
+        """The newest frame in flight with a row of a request, without the frame that `step` answers.
+
+        Blocks that the request gives up are free with the answer to that frame. None if they are
+        free at once: also without a store, and where only one frame can be in flight.
+        """
+        if not (self.config.kv_connector and self.config.max_frames_in_flight > 1):
+            return None
+        answered = step.event.frame_id if step and isinstance(step.event, v.Commit) else None
+        found = [
+            frame_id
+            for frame_id, rows in self.frames.items()
+            if frame_id != answered and any(row.request_id == name for row in rows)
+        ]
+        return max(found, default=None)
+
     def frame_of(self, step: Step) -> tuple[FlightRow, ...]:
         """The rows of the frame that a commit answers; () for an unknown one."""
         return self.frames.get(step.commit.frame_id, ())

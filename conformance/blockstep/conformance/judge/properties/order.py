@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
+from typing import NamedTuple
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.life import order_of
@@ -12,7 +13,7 @@ from blockstep.conformance.judge.properties.queue_replay import (
     Freed,
     Holders,
     begin_plan,
-    freed_blocks,
+    find_waiting,
     get_seats,
     hides_a_rollback,
     in_policy_order,
@@ -207,13 +208,20 @@ def preempted_priority_never_outrank_survivors(step: Step, ledger: Ledger) -> Co
     return differing("preempted", sorted(ranked[:count]), sorted(step.preempted))
 
 
-@sentence("P16", v.Schedule, of="preempted")
-def nobody_is_admitted_after_a_preemption(step: Step, _ledger: Ledger) -> Complaints:
-    """A step that preempts admits nobody: what was just freed is for those who run. A policy."""
-    if not step.preempted or not step.admitted_rows:
-        return ()
+@sentence("P16", v.Schedule, of="admitted_rows")
+def nobody_is_admitted_after_a_preemption(step: Step, ledger: Ledger) -> Complaints:
+    """A step that preempts admits nobody: what was just freed is for those who run. A policy.
+
+    Nor does one in which a running request waits for blocks that an answer will free.
+    """
+    if not step.admitted_rows:
+        return
     names = [row.request_id for row in step.admitted_rows]
-    return [Complaint(f"{names} admitted although {step.preempted} were preempted")]
+    if step.preempted:
+        yield Complaint(f"{names} admitted although {step.preempted} were preempted")
+    waiting = find_waiting(step, ledger)
+    if waiting is not None:
+        yield Complaint(f"{names} admitted although {waiting!r} waits for blocks")
 
 
 @sentence("P16", v.Schedule, of="acts")
@@ -223,6 +231,8 @@ def new_blocks_come_from_the_head_of_the_free_queue(step: Step, ledger: Ledger) 
     if hides_a_rollback(step, victims) or step.hides_what_was_given:
         return ()
     replay = replay_schedule(step, ledger, victims)
+    if replay.deferred is not None and not waits_as_due(step, replay.deferred):
+        return ()
     if replay.wrong:
         return [
             unequal(f"{name!r} took block {block} out of turn", "block", head, block)
@@ -272,7 +282,7 @@ def _freed_by_last(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) -
 
     Without those that it attends to no more: when it gave them back is not seen.
     """
-    _, holders = begin_plan(step)
+    _, holders = begin_plan(step, ledger)
     for name in victims[:-1]:
         holders.free(name)
     for row in step.running_rows if step.plan.block_copies else ():
@@ -287,12 +297,15 @@ def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
     """Blocks of the ended join the end of the free queue, last block of each table first.
 
     A block that others still hold stays out. Ended in order: of scheduling in a commit, as named
-    in an abort; a forced reset takes the running list from its end.
+    in an abort; a forced reset takes the running list from its end. P17 speaks of what does not wait
+    for a frame in flight as it should.
     """
     before, after = step.before, step.after
     if isinstance(step.event, ENDINGS) and step.config.kv_connector:
-        freed, _ = follow_holds(step, ledger)
-        return differing("free_queue", _queued(step, freed), after.free_queue)
+        follow = follow_holds(step, ledger)
+        if not waits_as_due(step, follow.deferred):
+            return ()
+        return differing("free_queue", _queued(step, follow.freed), after.free_queue)
     is_forced = isinstance(step.event, v.Reset) and step.event.reset_running_requests
     if step.config.has_pins and not (is_forced and ledger.has_sessions):
         freed = follow_pins(step, ledger).freed
@@ -307,23 +320,48 @@ def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
             return ()  # in which order those give way that do not run is a policy
         else:
             names = list(reversed(before.running))
-    freed = freed_blocks(before, [name for name in names if name in step.old]) if names else []
+    holders = Holders(step, ledger)
+    freed = [found for name in names if name in step.old for found in holders.free(name)]
+    if not waits_as_due(step, holders.deferred):
+        return ()
     return differing("free_queue", _queued(step, freed), after.free_queue)
+
+
+def waits_as_due(step: Step, deferred: Sequence[v.DeferredFree]) -> bool:
+    """Whether the blocks that wait for frames in flight are those that should."""
+    after = step.after.transfers
+    return after is None or sorted(map(astuple, deferred)) == sorted(
+        map(astuple, after.deferred_frees)
+    )
 
 
 def _queued(step: Step, freed: Freed) -> tuple[v.BlockId, ...]:
     return tuple(queue_up(step.config, step.before.free_queue, freed))
 
 
-def follow_holds(step: Step, ledger: Ledger) -> tuple[Freed, dict[v.RequestId, v.HeldBlocks]]:
+class Holds(NamedTuple):
+    """What is held beside a store behind an event that may end requests."""
+
+    freed: Freed
+    """What becomes free, in order."""
+    held: dict[v.RequestId, v.HeldBlocks]
+    """Whose blocks a transfer holds."""
+    deferred: list[v.DeferredFree]
+    """What waits for frames in flight."""
+
+
+def follow_holds(step: Step, ledger: Ledger) -> Holds:
     """What becomes free, in order, and whose blocks are held behind an event that may end requests.
 
-    Whoever ends leaves its blocks to a load that is under way, and to a store that wants to read
-    them. Then a report ends holds: loads first.
+    The answer to a frame first frees what waited for it. Whoever ends leaves its blocks to a load
+    that is under way, and to a store that wants to read them. Then a report ends holds: loads
+    first.
     """
     store, report = ledger.store, ledger.store.get_report(step)
     freed: Freed = []
-    holders, held = Holders(step.before), dict(store.held)
+    holders, held = Holders(step, ledger), dict(store.held)
+    if isinstance(step.event, v.Commit):
+        freed += holders.answer(step.event.frame_id)
     for name in ledger.list_lost(step):
         freed += holders.free(name)
     for name in step.ended:
@@ -348,7 +386,7 @@ def follow_holds(step: Step, ledger: Ledger) -> tuple[Freed, dict[v.RequestId, v
         if not (held[name].is_recving or held[name].is_sending):
             del held[name]
             freed += holders.free(name)
-    return freed, held
+    return Holds(freed, held, holders.deferred)
 
 
 def _is_freed(step: Step, ledger: Ledger, name: v.RequestId) -> bool:
@@ -371,9 +409,12 @@ def preemption_leaves_somebody_running(step: Step, ledger: Ledger) -> Complaints
     """A request alone in the pool fits it, so the last victim had somebody to give way to.
 
     Unless tokens are promised to it: planned ahead it may need more than it ever will. Then
-    delivering them is the progress. Or a transfer has blocks: then its end is.
+    delivering them is the progress. Or a transfer has blocks, or a frame in flight does: then its
+    end is.
     """
     if not step.preempted or step.after.running:
+        return ()
+    if step.after.transfers is not None and step.after.transfers.deferred_frees:
         return ()
     if ledger.store.held or any(map(ledger.store.is_under_way, step.after.requests)):
         return ()

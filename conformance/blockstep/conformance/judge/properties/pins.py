@@ -55,7 +55,7 @@ def follow_pins(step: Step, ledger: Ledger) -> Followed:
     before = step.before.pins or NO_PINS
     pins = {pin.job_id: pin for pin in before.pins}
     freed: Freed = []
-    holders = Holders(step.before)
+    holders = Holders(step, ledger)
     match step.event, step.observation:
         case v.PinEstimate(job_id=job_id, ttl=ttl), _ if job_id in pins:
             pins[job_id] = replace(pins[job_id], end=before.now + ttl)

@@ -34,7 +34,8 @@ def pool_keeps_its_size(step: Step, _ledger: Ledger) -> Complaints:
 def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
     """Its ref count is the number of its holders; free ones are in the free queue, once.
 
-    Whoever has ended holds those that a transfer reads or writes; or a pin does that stays of it.
+    Whoever has ended holds those that a transfer reads or writes; or a pin does that stays of it;
+    or a frame in flight does whose answer frees them.
     The null block is neither: nobody holds it, and it is not in the queue. In a table it stands for
     a block that is attended to no more; with one KV group there is none.
     """
@@ -44,6 +45,8 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
     tables = [(it.request_id, it.block_tables) for it in after.requests]
     if after.transfers is not None:
         tables += [(it.request_id, it.block_tables) for it in after.transfers.held]
+        deferred = after.transfers.deferred_frees
+        tables += [(f"frame {it.frame_id}", (it.block_ids,)) for it in deferred]
     if after.pins is not None:
         tables += [(f"job {pin.job_id}", pin.block_tables) for pin in after.pins.pins]
     for name, block_tables in tables:

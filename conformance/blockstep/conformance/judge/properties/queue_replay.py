@@ -15,10 +15,15 @@ from itertools import chain
 from typing import TypeAlias
 
 from blockstep.conformance.judge.attended import blocks_of_drafts, count_unattended
+from blockstep.conformance.judge.properties.amounts import (
+    blocks_behind,
+    running_slots,
+    share_of,
+)
 from blockstep.conformance.judge.properties.hits import may_ask_the_store
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import once_a_step
-from blockstep.conformance.judge.properties.step import PlannedRow, Step
+from blockstep.conformance.judge.properties.step import PlannedRow, Step, keeps_blocks
 from blockstep.spec import vocabulary as v
 
 Freed: TypeAlias = list[list[v.BlockId]]
@@ -42,6 +47,8 @@ class QueueReplay:
     """Taken out of turn: by whom, which block, and which one was at the head."""
     room: dict[v.RequestId, tuple[int, int]] = field(default_factory=dict)
     """Of each admitted row: free blocks before it was admitted, and free ones among its hits."""
+    deferred: list[v.DeferredFree] | None = None
+    """What waits for frames in flight after the step, if anything was given back."""
     room_of_the_last: int | None = None
     """Free blocks when the last victim had to give way to itself; None if to another one."""
 
@@ -170,6 +177,46 @@ def get_seats(step: Step, ledger: Ledger) -> Seats:
 
 
 @once_a_step
+def find_waiting(step: Step, ledger: Ledger) -> v.RequestId | None:
+    """The running request that gets no row in a plan, and waits for the answer to a frame.
+
+    It lacks blocks, and a frame in flight names the request that would be preempted for it next, or
+    that would give it blocks if it runs alone: those blocks would be free behind that answer.
+    """
+    config, after = step.config, step.after
+    if not config.kv_connector or config.max_frames_in_flight == 1 or not after.running:
+        return None
+    givers = [max(after.running, key=lambda name: ledger.lives[name].order)]
+    if config.policy is not v.Policy.PRIORITY:
+        givers = [after.running[-1]]
+    if len(after.running) == 1:
+        givers += [old.request_id for old in step.old.values() if keeps_blocks(old)]
+    if all(ledger.get_fence(name) is None for name in givers):
+        return None
+    is_paused = ledger.pause_state is v.PauseState.PAUSED_ALL
+    left = 0 if is_paused else config.max_num_batched_tokens
+    rows = {row.request_id: row for row in step.running_rows}
+    for name in step.before.running:
+        if name in rows or name not in after.running:
+            left -= rows[name].num_scheduled if name in rows else 0
+            continue
+        old, new = step.old[name], step.new[name]
+        share = min(share_of(ledger, old), left)
+        slots = running_slots(config, old.num_computed_tokens + share)
+        num_lacking = blocks_behind(config, slots, new.block_tables) if share > 0 else 0
+        if num_lacking > len(after.free_queue):
+            return name
+    return None
+
+
+@once_a_step
+def admits_nobody(step: Step, ledger: Ledger) -> bool:
+    """Whether a plan did not get as far as to admit: it preempted, one that runs waits for the
+    answer to a frame, or admission is closed."""
+    return step.admits_nobody or find_waiting(step, ledger) is not None
+
+
+@once_a_step
 def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
     """Whom a plan met at a queue's head and passed over, in the order in which it met them.
 
@@ -177,7 +224,7 @@ def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
     budget and a place left.
     """
     before, config = step.before, step.config
-    if ledger.pause_state is not v.PauseState.UNPAUSED or step.admits_nobody:
+    if ledger.pause_state is not v.PauseState.UNPAUSED or admits_nobody(step, ledger):
         return []
     left = config.max_num_batched_tokens - sum(row.num_scheduled for row in step.running_rows)
     places = config.max_num_seqs - len(before.running)
@@ -237,16 +284,23 @@ def hides_a_rollback(step: Step, victims: Sequence[v.RequestId]) -> bool:
     return min(places) < last_row or places != sorted(places, reverse=True)
 
 
-def freed_blocks(before: v.Snapshot, names: Sequence[v.RequestId]) -> Freed:
+def freed_blocks(step: Step, ledger: Ledger, names: Sequence[v.RequestId]) -> Freed:
     """Blocks that become free when these requests free theirs, in order of joining the queue."""
-    holders = Holders(before)
+    holders = Holders(step, ledger)
     return [freed for name in names for freed in holders.free(name)]
 
 
 class Holders:
-    """Who holds which blocks, while requests and pins give some back."""
+    """Who holds which blocks, while requests and pins give some back.
 
-    def __init__(self, before: v.Snapshot) -> None:
+    Blocks of a request that a frame in flight names are not free yet: its answer frees them.
+    """
+
+    def __init__(self, step: Step, ledger: Ledger) -> None:
+        before = step.before
+        self._step, self._ledger = step, ledger
+        self.deferred = [] if before.transfers is None else [*before.transfers.deferred_frees]
+        """Blocks that wait for frames in flight, in the order in which they were given up."""
         self._counts = list(before.ref_counts)
         held = () if before.transfers is None else before.transfers.held
         holding: tuple[v.RequestSnapshot | v.HeldBlocks, ...] = (*before.requests, *held)
@@ -262,18 +316,35 @@ class Holders:
 
     def free(self, name: v.RequestId | v.Pin) -> Freed:
         """All that a request holds: what becomes free of it, the last block of each table first."""
-        freed = [self._drop(table) for table in self._tables[name]]
-        self._tables[name] = ()
-        return freed
+        tables, self._tables[name] = self._tables[name], ()
+        fence = self._ledger.get_fence(name, self._step) if isinstance(name, str) else None
+        if fence is None:
+            return [self._drop(table) for table in tables]
+        self._defer(fence, chain(*tables))
+        return []
 
     def give_back(self, name: v.RequestId, given: Sequence[Sequence[v.BlockId]]) -> Freed:
         """Likewise some blocks of each of its tables."""
-        freed = [self._drop(blocks) for blocks in given]
+        fence = self._ledger.get_fence(name, self._step)
+        freed = [self._drop(blocks) for blocks in given] if fence is None else []
+        for blocks in given if fence is not None else ():
+            self._defer(fence, blocks)
         self._tables[name] = tuple(
             tuple(block for block in table if block not in blocks)
             for table, blocks in zip(self._tables[name], given, strict=True)
         )
         return freed
+
+    def answer(self, frame_id: v.FrameId) -> Freed:
+        """A frame is answered: what becomes free that waited for it, the last block first."""
+        due = [entry for entry in self.deferred if entry.frame_id == frame_id]
+        self.deferred = [entry for entry in self.deferred if entry.frame_id != frame_id]
+        return [self._drop(entry.block_ids) for entry in due]
+
+    def _defer(self, fence: v.FrameId, blocks: Iterable[v.BlockId]) -> None:
+        kept = tuple([block for block in blocks if block != v.NULL_BLOCK])
+        if kept:
+            self.deferred.append(v.DeferredFree(fence, kept))
 
     def _drop(self, blocks: Sequence[v.BlockId]) -> list[v.BlockId]:
         freed, counts = [], self._counts
@@ -285,10 +356,10 @@ class Holders:
         return freed
 
 
-def begin_plan(step: Step) -> tuple[list[v.BlockId], Holders]:
+def begin_plan(step: Step, ledger: Ledger) -> tuple[list[v.BlockId], Holders]:
     """The free queue, and who holds what, once the pins have ended whose time is over."""
     before = step.before
-    queue, holders, pins = list(before.free_queue), Holders(before), before.pins
+    queue, holders, pins = list(before.free_queue), Holders(step, ledger), before.pins
     if pins is not None:
         for pin in pins.pins:
             if pin.end <= pins.now:
@@ -329,14 +400,15 @@ def replay_schedule(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) 
     A running request first gives back what it attends to no more. Who then lacks blocks has others
     preempted until there are enough, or until it is preempted itself.
     """
-    is_plain = not (victims or _may_give_back(step))
+    is_plain = not (victims or _may_give_back(step, ledger))
     if is_plain and step.before.pins is None:  # nobody gives anything back
         replay = QueueReplay(list(step.before.free_queue))
     else:
-        queue, holders = begin_plan(step)
+        queue, holders = begin_plan(step, ledger)
         replay = QueueReplay(queue)
         if not is_plain:
             _replay_running(replay, step, ledger, victims, holders)
+            replay.deferred = holders.deferred
     for row in step.running_rows if is_plain else ():
         if row.gained or row.hits:
             _replay_row(replay, row)
@@ -345,12 +417,14 @@ def replay_schedule(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) 
     return replay
 
 
-def _may_give_back(step: Step) -> bool:
+def _may_give_back(step: Step, ledger: Ledger) -> bool:
     """Whether one who runs on has more null blocks than before: each stands for one given back."""
     if not step.config.groups:
         return False
-    for row in step.running_rows:
-        old, new = step.old[row.request_id], step.new[row.request_id]
+    waiting = find_waiting(step, ledger)
+    names = [row.request_id for row in step.running_rows]
+    for name in names if waiting is None else [*names, waiting]:
+        old, new = step.old[name], step.new[name]
         for before, after in zip(old.block_tables, new.block_tables, strict=True):
             if v.NULL_BLOCK in after and after.count(v.NULL_BLOCK) > before.count(v.NULL_BLOCK):
                 return True
@@ -392,7 +466,13 @@ def _replay_running(
         _replay_row(replay, row)
         if row.copies:
             holders.give_back(row.request_id, [[it.source for it in of] for of in row.copies])
-    if left:
+    waiting = find_waiting(step, ledger)
+    if waiting is not None:
+        if step.config.groups:
+            free(holders.give_back(waiting, _given_back(step, waiting)))
+        for name in left:
+            free(holders.free(name))
+    elif left:
         last = left[-1]
         if step.config.groups:
             free(holders.give_back(last, left_behind(step, ledger, last)))

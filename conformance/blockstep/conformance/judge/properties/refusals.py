@@ -429,7 +429,7 @@ def forced_reset_preempts_all_who_run(step: Step, _ledger: Ledger) -> Complaints
             expected = getattr(step.before, name)
             yield from differing(name, expected, getattr(after, name))
         return
-    if after.running or after.prev_scheduled_req_ids or not _all_free(step, after):
+    if after.running or after.prev_scheduled_req_ids or not _all_free(step, after, True):
         yield Complaint("after a forced reset somebody still runs or holds a block")
     for name, old in step.old.items():
         may_give = keeps_blocks(old) and any(old.block_tables)
@@ -446,5 +446,9 @@ def refused_reset_changes_nothing(step: Step, _ledger: Ledger) -> Complaints:
     return [Complaint("the reset did not succeed, but the state changed")]
 
 
-def _all_free(step: Step, snapshot: v.Snapshot) -> bool:
-    return len(snapshot.free_queue) == step.config.num_usable_blocks
+def _all_free(step: Step, snapshot: v.Snapshot, but_for_frames: bool = False) -> bool:
+    """Whether no block is held; or none but those that wait for frames in flight."""
+    num_free, transfers = len(snapshot.free_queue), snapshot.transfers
+    if but_for_frames and transfers is not None:
+        num_free += len({block for it in transfers.deferred_frees for block in it.block_ids})
+    return num_free == step.config.num_usable_blocks

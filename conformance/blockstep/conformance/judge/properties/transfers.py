@@ -7,8 +7,10 @@ nobody computes on, shares or finds what was not loaded, P15 what has come is no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 
 from blockstep.conformance.judge.attended import count_across
 from blockstep.conformance.judge.properties.admission import may_have_its_items
@@ -22,7 +24,12 @@ from blockstep.conformance.judge.properties.hits import find_offered
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.order import follow_holds
 from blockstep.conformance.judge.properties.output import make_error_row
-from blockstep.conformance.judge.properties.queue_replay import get_seats, list_takers, must_wait
+from blockstep.conformance.judge.properties.queue_replay import (
+    admits_nobody,
+    get_seats,
+    list_takers,
+    must_wait,
+)
 from blockstep.conformance.judge.properties.sentence import (
     ENDINGS,
     NO_FORKS,
@@ -200,7 +207,7 @@ def every_hold_has_an_owner_and_an_end(step: Step, ledger: Ledger) -> Complaints
         return
     held = ledger.store.held
     if isinstance(step.event, (*ENDINGS, v.StreamingUpdate)):
-        _, held = follow_holds(step, ledger)
+        held = follow_holds(step, ledger).held
     if held or after.held:
         yield from differing("held", [held[name] for name in sorted(held)], list(after.held))
 
@@ -220,6 +227,68 @@ def held_block_is_given_to_nobody(step: Step, ledger: Ledger) -> Complaints:
         taken = blocks.intersection(row.gained)
         if taken:
             yield Complaint(f"{row.request_id!r} is given blocks {sorted(taken)}, in transfer")
+
+
+@sentence("P17", *NO_FORKS, needs="kv_connector")
+def deferred_free_ends_with_the_answer_to_its_frame(step: Step, _ledger: Ledger) -> Complaints:
+    """Blocks that wait for a frame wait for one that is in flight: its answer is still to come."""
+    after = step.after.transfers
+    for entry in () if after is None else after.deferred_frees:
+        if entry.frame_id not in step.after.frames_in_flight:
+            what = f"blocks {entry.block_ids} wait for frame {entry.frame_id}"
+            in_flight = step.after.frames_in_flight
+            yield unequal(what, "frame_id", f"one of {in_flight}", entry.frame_id)
+
+
+@sentence("P17", v.Schedule, v.Reset, v.StreamingUpdate, *ENDINGS, needs="kv_connector")
+def block_of_a_frame_in_flight_is_free_behind_its_answer(
+    step: Step, ledger: Ledger
+) -> Complaints:
+    """What a request gives up while a frame in flight names it waits for the newest such frame, and
+    nothing else does: a store could write it before, and the frame still reads or writes it."""
+    before, after = step.before.transfers, step.after.transfers
+    if before is None or after is None:
+        return
+    answered = step.event.frame_id if isinstance(step.event, v.Commit) else None
+    due = Counter(pair for pair in _list_deferred(before) if pair[0] != answered)
+    for name, blocks in _list_given_up(step, before, after):
+        fence = ledger.get_fence(name, step)
+        if fence is not None:
+            due.update((fence, block) for block in blocks)
+    seen = Counter(_list_deferred(after))
+    if due != seen:
+        pairs = sorted((due - seen).elements()), sorted((seen - due).elements())
+        what = "the blocks that wait for frames in flight are others"
+        yield unequal(what, "missing, too many (frame, block)", ([], []), pairs)
+
+
+def _list_deferred(transfers: v.TransfersSnapshot) -> Iterator[tuple[v.FrameId, v.BlockId]]:
+    for entry in transfers.deferred_frees:
+        yield from ((entry.frame_id, block) for block in entry.block_ids)
+
+
+def _list_given_up(
+    step: Step, before: v.TransfersSnapshot, after: v.TransfersSnapshot
+) -> Iterator[tuple[v.RequestId, Iterable[v.BlockId]]]:
+    """Requests, and blocks that each of them held before a step, ended or not, and gave up."""
+    begun_anew = step.giving if isinstance(step.observation, v.Plan) else ()
+    held = {it.request_id: it.block_tables for it in before.held}
+    kept = {it.request_id: it.block_tables for it in after.held}
+    for name, tables in [*held.items(), *((it.request_id, it.block_tables) for it in step.before.requests)]:
+        new = step.new.get(name)
+        left = kept.get(name, ()) if new is None else new.block_tables
+        old_blocks = Counter(filter(None, chain(*tables)))
+        yield name, (old_blocks - Counter(() if name in begun_anew else chain(*left))).elements()
+
+
+@sentence("P16", v.Schedule, needs="kv_connector", of="preempted")
+def preempted_request_has_no_row_in_flight(step: Step, ledger: Ledger) -> Complaints:
+    """Nobody is preempted whose blocks would be free only behind the answer to a frame: the one who
+    lacks blocks waits for that answer instead. A policy."""
+    for name in step.preempted:
+        fence = ledger.get_fence(name)
+        if fence is not None:
+            yield Complaint(f"{name!r} was preempted while frame {fence} names it")
 
 
 @sentence("P18", v.TransfersReported)
@@ -298,7 +367,7 @@ def received_one_is_not_left_behind_a_head_that_does_not_fit(
         or left <= 0
         or ledger.pause_state is not v.PauseState.UNPAUSED
         or len(after.running) >= config.max_num_seqs
-        or step.admits_nobody
+        or admits_nobody(step, ledger)
         or step.giving
     ):
         return

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from blockstep.conformance.judge.properties.hits import may_ask_the_cache
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.life import Life
-from blockstep.conformance.judge.properties.queue_replay import next_in_line
+from blockstep.conformance.judge.properties.queue_replay import admits_nobody, next_in_line
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.spec.vocabulary import PauseState, Policy, RequestId, Status
 
@@ -113,7 +113,7 @@ def _first_items(life: Life, size: int) -> list[object]:
 def of_waiting(step: Step, ledger: Ledger) -> Iterator[str]:
     """Who was left waiting, if the plan got as far as to admit."""
     after, config = step.after, step.config
-    if ledger.pause_state is not PauseState.UNPAUSED or step.admits_nobody:
+    if ledger.pause_state is not PauseState.UNPAUSED or admits_nobody(step, ledger):
         return
     rest = config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
     if rest > 0 and (after.waiting or after.skipped_waiting):

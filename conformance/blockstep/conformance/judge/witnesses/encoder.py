@@ -8,7 +8,7 @@ from blockstep.conformance.judge.attended import count_across, is_across
 from blockstep.conformance.judge.properties.admission import may_have_its_items
 from blockstep.conformance.judge.properties.amounts import blocks_across, blocks_behind
 from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.queue_replay import next_in_line
+from blockstep.conformance.judge.properties.queue_replay import admits_nobody, next_in_line
 from blockstep.conformance.judge.properties.step import RowKind, Step
 from blockstep.spec.vocabulary import Config, EncoderSnapshot, PauseState, RequestSnapshot
 
@@ -96,7 +96,7 @@ def _of_waiting_beside(step: Step, ledger: Ledger) -> Iterator[str]:
     left = config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
     if (
         name is None
-        or step.admits_nobody
+        or admits_nobody(step, ledger)
         or any(step.new[name].block_tables)  # a session that goes on
         or ledger.pause_state is not PauseState.UNPAUSED
         or len(step.after.running) >= config.max_num_seqs

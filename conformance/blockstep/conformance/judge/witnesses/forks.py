@@ -7,6 +7,7 @@ from itertools import chain
 
 from blockstep.conformance.judge.properties.forks import count_in_common, count_settled
 from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.queue_replay import admits_nobody
 from blockstep.conformance.judge.properties.step import RowKind, Step
 from blockstep.spec import vocabulary as v
 
@@ -116,7 +117,7 @@ def of_pool(step: Step) -> Iterator[str]:
     rows, running = step.admitted_rows, step.after.running
     if rows and len(running) == 1 and num_free < watermark:
         yield "forks_watermark_for_nobody"
-    is_stopped = (step.after.waiting or step.after.skipped_waiting) and not step.admits_nobody
+    is_stopped = (step.after.waiting or step.after.skipped_waiting) and not admits_nobody(step, ledger)
     if is_stopped and running and 0 < num_free <= watermark:
         yield "forks_watermark_holds_up"
     is_stack = step.config.pool_order is v.PoolOrder.LIFO

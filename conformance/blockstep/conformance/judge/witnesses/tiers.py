@@ -13,9 +13,7 @@ TIERS = {
     "tiers_victim_saved": "a store was given what a victim had",
     "tiers_several_saved": "what several victims of one step had was saved",
     "tiers_too_little_to_save": "a victim had something, but too little to be saved",
-    "tiers_unsettled_not_saved": "nothing was saved of a victim whose load may not have come",
     "tiers_saved_beside_frames": "a victim was saved while frames were in flight",
-    "tiers_saved_without_drafts": "a victim had computed more than is known of its tokens",
     "tiers_saved_behind_a_window": "what a victim attends to no more was left out of what is saved",
     "tiers_victim_comes_back": "a victim that was saved is loaded again",
     "tiers_victim_comes_back_later": "likewise, and waits until its load has come",
@@ -44,18 +42,14 @@ def of_saves(step: Step, ledger: Ledger) -> Iterator[str]:
     if len(saves) > 1:
         yield "tiers_several_saved"
     for name in step.preempted:
-        old, save = step.old[name], saves.get(name)
+        save = saves.get(name)
         if save is None:
-            if name in ledger.store.unsettled:
-                yield "tiers_unsettled_not_saved"
-            elif count_settled_tokens(step, ledger, name):
+            if count_settled_tokens(step, ledger, name):
                 yield "tiers_too_little_to_save"
             continue
         yield "tiers_victim_saved"
         if step.before.frames_in_flight:
             yield "tiers_saved_beside_frames"
-        if old.num_computed_tokens > ledger.lives[name].num_known:
-            yield "tiers_saved_without_drafts"
         if any(v.NULL_BLOCK in table for table in save.block_ids):
             yield "tiers_saved_behind_a_window"
     for load in step.plan.kv_loads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.queue_replay import in_policy_order
+from blockstep.conformance.judge.properties.queue_replay import find_waiting, in_policy_order
 from blockstep.conformance.judge.properties.step import RowKind, Step, is_parked
 from blockstep.spec import vocabulary as v
 
@@ -20,7 +20,7 @@ TRANSFERS = {
     "transfers_asked_anew": "a load failed as a whole, and the store was asked once more",
     "transfers_not_known_yet": "a request was passed over, for the store does not know yet",
     "transfers_gave_back": "one whose load had come gave its blocks to another",
-    "transfers_preempted_unsettled": "a request was preempted before its load was certain",
+    "transfers_preempted_unsettled": "a forced reset preempted one before its load was certain",
     "transfers_settled": "a load turned out to have come, by the answer to its plan",
     "transfers_failed_at_once": "a load of a plan in flight failed",
     "transfers_failed_at_its_first_block": "a load failed as a whole",
@@ -36,11 +36,18 @@ TRANSFERS = {
     "transfers_reported_again": "what was over, or never was, was reported",
     "transfers_reset_refused": "a reset was refused for a load under way, or a hold",
     "transfers_reset_of_the_store": "a reset reached the store",
+    "transfers_deferred_by_an_end": "a request ended, and its blocks wait for a frame in flight",
+    "transfers_deferred_by_a_reset": "a forced reset left blocks that wait for a frame in flight",
+    "transfers_deferred_by_a_window": "what a window left waits for a frame in flight",
+    "transfers_deferred_until_now": "an answer freed blocks that had waited for it",
+    "transfers_waits_for_an_answer": "one that runs waited for blocks that an answer frees",
 }
 
 
 def of_store(step: Step, ledger: Ledger) -> Iterator[str]:
     """What an event shows of a store."""
+    if step.config.max_frames_in_flight > 1:
+        yield from of_deferred(step)
     match step.event, step.observation:
         case v.Schedule(), v.Plan():
             yield from of_loads(step, ledger)
@@ -69,8 +76,8 @@ def of_loads(step: Step, ledger: Ledger) -> Iterator[str]:
             yield "transfers_parked_while_nobody_runs"
         if is_parked(step.old[load.request_id]):
             yield "transfers_asked_anew"
-    if any(name in store.unsettled for name in step.preempted):
-        yield "transfers_preempted_unsettled"
+    if find_waiting(step, ledger) is not None:
+        yield "transfers_waits_for_an_answer"
     if any(is_parked(step.old[name]) for name in step.giving):
         yield "transfers_gave_back"
     yield from _of_returns(step, ledger)
@@ -145,3 +152,24 @@ def of_reset_beside(step: Step, ledger: Ledger, success: bool) -> Iterator[str]:
         yield "transfers_reset_refused"
     if success and step.event.reset_connector:
         yield "transfers_reset_of_the_store"
+    if any(name in ledger.store.unsettled for name in step.preempted):
+        yield "transfers_preempted_unsettled"
+
+
+def of_deferred(step: Step) -> Iterator[str]:
+    """What waits for frames in flight from now on, and what has waited."""
+    before, after = step.before.transfers, step.after.transfers
+    if before is None or after is None:
+        return
+    if isinstance(step.event, v.Commit):
+        frame_id = step.event.frame_id
+        if any(entry.frame_id == frame_id for entry in before.deferred_frees):
+            yield "transfers_deferred_until_now"
+    if not {*after.deferred_frees} - {*before.deferred_frees}:
+        return
+    if isinstance(step.event, v.Reset):
+        yield "transfers_deferred_by_a_reset"
+    elif not isinstance(step.event, v.Schedule):
+        yield "transfers_deferred_by_an_end"
+    elif step.config.groups:
+        yield "transfers_deferred_by_a_window"

@@ -51,6 +51,8 @@ class Stored(Items):
         self._read_by_store: dict[v.RequestId, v.BlockTables] = {}
         self._kept: Counter[v.BlockId] = Counter()
         """By how many ended requests a block is kept, which the store reads."""
+        self._in_use: dict[v.FrameId, dict[v.BlockId, v.RequestId]] = {}
+        """By plan in flight: blocks that a row of it reads or writes, and whose row."""
 
     # What is heard.
 
@@ -147,6 +149,7 @@ class Stored(Items):
             name, row = load.request_id, views.get(load.request_id)
             if not self._is_sound(load):
                 continue
+            self._complain_of_frames(load)
             if load.is_async:
                 self._begin(load)
             elif row is None:
@@ -154,6 +157,35 @@ class Stored(Items):
             else:
                 self._load_at_once(load, row)
         self.check_transfers(rows)
+        self._note_in_use(rows)
+
+    def _note_in_use(self, rows: Sequence[FrameRow]) -> None:
+        """Note what the rows of a plan read and write until the plan is answered.
+
+        A worker runs plans in their order, but late: a row may do so at any time between the plan
+        and its answer. Nothing orders a store behind it.
+        """
+        if self.config.max_frames_in_flight == 1:
+            return  # it is answered before the next plan, and so before the next load
+        self._in_use = {at: used for at, used in self._in_use.items() if at in self._frames}
+        self._in_use[self.frame_id] = {
+            block: row.view.request.request_id
+            for row in rows
+            for group in self.attended
+            for _, block in self._list_attended(row, group)
+            if block != v.NULL_BLOCK
+        }
+
+    def _complain_of_frames(self, load: v.KVLoad) -> None:
+        """What the store writes no row of a plan in flight reads or writes."""
+        for frame_id in self._frames.keys() & self._in_use.keys():
+            for _, block in list_loaded(load, self.block_sizes):
+                name = self._in_use[frame_id].get(block)
+                if name is not None:
+                    what = f"block {block} is loaded for {load.request_id!r}, and plan {frame_id}, "
+                    what += f"which is not answered, reads or writes it for {name!r}"
+                    self._complain("P17", "loaded_block_is_of_no_plan_in_flight", what)
+                    return
 
     def give_back(
         self, request_id: v.RequestId, tables: Iterable[Iterable[v.BlockId]], why: str
