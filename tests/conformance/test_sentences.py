@@ -803,7 +803,7 @@ def test_every_sentence_speaks_alone_somewhere() -> None:
     """A sentence that never does says nothing of its own: merge it, or plant what only it sees."""
     names = [case[0] for case in ALONE + BESIDE_THE_WORKER] + [IN_A_RELEASE]
     assert sorted(names) == sorted(SENTENCES)
-    assert len(SENTENCES) == 133
+    assert len(SENTENCES) == 136
 
 
 def test_up_to_block_ids_all_are_asked_but_three() -> None:
@@ -943,6 +943,7 @@ AT_SAFETY: list[Case] = [
         nothing,
         otherwise_waiting,
     ),
+    transferring.WAITING_FOR_NO_FRAME,
     *telling.ALONE,
 ]
 """The sentences of `JUDGED`, in their order."""

@@ -317,7 +317,9 @@ def test_one_plan_at_a_time_owes_nothing_of_several() -> None:
         for lacking in (("async", "pipeline", "groups"), ())
     )
     assert full - required >= {
-        *("transfers_preempted_unsettled", "tiers_unsettled_not_saved"),
+        *("transfers_deferred_by_an_end", "transfers_deferred_until_now"),
+        *("transfers_deferred_by_a_reset", "transfers_deferred_by_a_window"),
+        "transfers_waits_for_an_answer",
         *("tiers_saved_beside_frames", "tiers_saved_behind_a_window"),
     }
 

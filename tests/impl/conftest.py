@@ -85,6 +85,7 @@ def check_state(state: Snapshot) -> None:
     tables = [table for r in state.requests for table in r.block_tables]
     if state.transfers is not None:
         tables += [table for held in state.transfers.held for table in held.block_tables]
+        tables += [deferred.block_ids for deferred in state.transfers.deferred_frees]
     if state.pins is not None:
         tables += [table for pin in state.pins.pins for table in pin.block_tables]
     holders = Counter(block for table in tables for block in table if block)

@@ -18,6 +18,7 @@ from blockstep.spec.vocabulary import (
     EncoderOffer,
     EncoderReset,
     GrammarReady,
+    DeferredFree,
     HeldBlocks,
     KVLoad,
     KVLoadFailurePolicy,
@@ -159,6 +160,63 @@ def reset_beside() -> Play:
     return parked().do(Reset())
 
 
+AHEAD = replace(STORE, max_frames_in_flight=2, async_scheduling=True)
+
+
+def deferred() -> Play:
+    """A is aborted while its first plan is in flight: its blocks wait for the answer."""
+    return Play(AHEAD).do(Submit(A), Schedule(), Abort(("A",)))
+
+
+def deferred_and_planned() -> Play:
+    return deferred().do(Submit(C), Schedule())
+
+
+def deferred_and_answered() -> Play:
+    return deferred_and_planned().commit()
+
+
+def deferred_and_reported() -> Play:
+    return deferred().do(TransfersReported(KVTransfers(("nobody",))))
+
+
+def deferred_and_reset() -> Play:
+    return deferred().do(Reset())
+
+
+def short_in_flight() -> Play:
+    """D lacks a block, and the answer to the plan in flight has not come that names D and E."""
+    config = replace(AHEAD, num_blocks=3, block_size=2, scheduler_reserve_full_isl=False)
+    play = Play(config).do(Submit(request("D", 1, 2, max_tokens=2)))
+    return play.do(Submit(request("E", 3, 4, max_tokens=2)), Schedule(), Schedule())
+
+
+def holding_nothing(engine: Any) -> None:
+    """Blocks are free at once, whatever frames are in flight."""
+    engine._find_fence = lambda _slot: None
+
+
+def preempting_in_flight(engine: Any) -> None:
+    engine._gains_nothing = lambda _victim: False
+
+
+def waiting_for_no_frame(step: Step) -> Step:
+    """Blocks wait for a frame that is not in flight, and did before."""
+    assert step.before.transfers is not None
+    (entry,) = step.before.transfers.deferred_frees
+    wrong = (replace(entry, frame_id=99),)
+    transfers = replace(step.before.transfers, deferred_frees=wrong)
+    step = replace(step, before=replace(step.before, transfers=transfers))
+    return with_store(step, deferred_frees=wrong)
+
+
+def waiting_besides(step: Step) -> Step:
+    """A block more waits for a frame."""
+    assert step.after.transfers is not None
+    more = DeferredFree(99, (1,))
+    return with_store(step, deferred_frees=(*step.after.transfers.deferred_frees, more))
+
+
 def with_store(step: Step, **fields: Any) -> Step:
     """Another state of the transfers after a step."""
     assert step.after.transfers is not None
@@ -210,6 +268,12 @@ def leaving_it_behind(engine: Any) -> None:
     engine._admit_behind = lambda *_: None
 
 
+WAITING_FOR_NO_FRAME: Case = (
+    "deferred_free_ends_with_the_answer_to_its_frame",
+    deferred_and_reported,
+    nothing,
+    waiting_for_no_frame,
+)
 ALONE: list[Case] = [
     ("load_is_what_the_store_offers", loaded, asking_for_less, same),
     ("load_names_the_blocks_of_its_tokens", loaded, nothing, naming_too_much),
@@ -226,6 +290,14 @@ ALONE: list[Case] = [
     ("received_are_those_reported", received, nothing, lambda s: with_store(s, received=())),
     ("every_hold_has_an_owner_and_an_end", held, nothing, held_otherwise),
     ("held_block_is_given_to_nobody", held_and_planned, nothing, held_otherwise),
+    WAITING_FOR_NO_FRAME,
+    (
+        "block_of_a_frame_in_flight_is_free_behind_its_answer",
+        deferred,
+        holding_nothing,
+        same,
+    ),
+    ("preempted_request_has_no_row_in_flight", short_in_flight, preempting_in_flight, same),
     ("report_changes_only_what_it_is_about", reported_again, nothing, preempted_before),
     (
         "failed_load_counts_no_further_than_it_came",
@@ -341,6 +413,11 @@ OF_EACH = (
     *(encoder_reset, encoder_offered, offered, received, clocked, estimated),
 )
 """A play for each kind of event."""
+OF_DEFERRED = (
+    *(deferred, deferred_and_planned, deferred_and_answered),
+    *(deferred_and_reported, deferred_and_reset),
+)
+"""A play for each kind of event that gives blocks up, or answers."""
 
 EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
     *[("offers_are_those_made_last", play, with_offer) for play in OF_EACH],
@@ -350,6 +427,14 @@ EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
         ("every_hold_has_an_owner_and_an_end", play, with_held)
         for play in OF_EACH
         if play is not parked
+    ],
+    *[
+        ("block_of_a_frame_in_flight_is_free_behind_its_answer", play, waiting_besides)
+        for play in (*OF_EACH, *OF_DEFERRED)
+    ],
+    *[
+        ("deferred_free_ends_with_the_answer_to_its_frame", play, waiting_besides)
+        for play in OF_DEFERRED
     ],
     *each(
         received,

@@ -41,7 +41,7 @@ def of_forks(step: Step, ledger: Ledger) -> Iterator[str]:
     match step.event, step.observation:
         case v.Schedule(), v.Plan():
             yield from of_branches(step, ledger)
-            yield from of_pool(step)
+            yield from of_pool(step, ledger)
         case v.Fork() as fork, v.Ack():
             yield from of_fork(step, ledger, fork)
         case _ if step.ended:
@@ -111,7 +111,7 @@ def _goes_on_in_what_was_shared(step: Step) -> bool:
     return False
 
 
-def of_pool(step: Step) -> Iterator[str]:
+def of_pool(step: Step, ledger: Ledger) -> Iterator[str]:
     """What a plan shows of the watermark, and of the order of the pool."""
     num_free, watermark = len(step.after.free_queue), step.config.watermark_blocks
     rows, running = step.admitted_rows, step.after.running

@@ -1,0 +1,340 @@
+"""Deferred frees: beside a store blocks of a frame in flight are free behind its answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from groups_support import full, window
+
+from blockstep.spec import Config, Oracle, Policy, Request
+from blockstep.spec.invariants import get_broken_invariants
+from blockstep.spec.profiles import STRICT, Profile, Quirk
+from blockstep.spec.vocabulary import (
+    BlockId,
+    DeferredFree,
+    KVLoadFailurePolicy,
+    KVTransfers,
+    Plan,
+    PoolOrder,
+    RequestId,
+    Status,
+)
+
+UNFENCED = Profile("unfenced", frozenset({Quirk.FRAMES_HOLD_NO_BLOCKS}))
+
+
+def build(profile: Profile = STRICT, **changes: Any) -> Oracle:
+    """Blocks of 2 tokens, a store, and two frames in flight."""
+    fields: dict[str, Any] = {"num_blocks": 9, "block_size": 2, "max_model_len": 32}
+    fields |= {"kv_connector": True, "max_frames_in_flight": 2, "async_scheduling": True}
+    fields |= {"scheduler_reserve_full_isl": False, "enable_prefix_caching": False}
+    return Oracle(Config(**fields | changes), profile)
+
+
+def submit(oracle: Oracle, name: str, num_tokens: int, max_tokens: int = 4, **more: Any) -> None:
+    prompt = tuple(range(10 * ord(name), 10 * ord(name) + num_tokens))
+    oracle.submit(Request(name, prompt, max_tokens=max_tokens, **more))
+
+
+def answer(oracle: Oracle, plan: Plan, token: int = 7, **report: Any) -> None:
+    frame = next(f for f in oracle.state.frames if f.frame_id == plan.frame_id)
+    sampled = {row.request_id: (token,) * row.samples for row in frame.rows}
+    oracle.commit(plan, sampled, KVTransfers(**report))
+    assert get_broken_invariants(oracle.state) == ()
+
+
+def waiting(oracle: Oracle) -> tuple[tuple[int, tuple[BlockId, ...]], ...]:
+    """Frames, and blocks that wait for them."""
+    assert get_broken_invariants(oracle.state) == ()
+    return tuple((one.frame_id, one.block_ids) for one in oracle.state.pool.deferred_frees)
+
+
+def free(oracle: Oracle) -> tuple[BlockId, ...]:
+    return oracle.state.pool.free_queue
+
+
+def run_names(plan: Plan) -> list[RequestId]:
+    return [row.request_id for row in plan.rows]
+
+
+# A load waits for them.
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_no_load_goes_into_blocks_that_a_plan_in_flight_still_writes(is_async: bool) -> None:
+    oracle = build(num_blocks=4)
+    submit(oracle, "A", 4, max_tokens=2)
+    first = oracle.schedule()
+    oracle.abort("A")
+    assert waiting(oracle) == ((0, (1, 2)),)
+    submit(oracle, "B", 5, max_tokens=1)
+    oracle.offer_kv("B", 4, is_async=is_async)
+    plan = oracle.schedule()
+    assert (plan.kv_loads, free(oracle)) == ((), (3,))
+    answer(oracle, first)
+    assert (waiting(oracle), free(oracle)) == ((), (3, 2, 1))
+    (load,) = oracle.schedule().kv_loads
+    assert load.block_ids == ((3, 2),)
+
+
+def test_a_release_without_the_fence_loads_into_them() -> None:
+    oracle = build(UNFENCED, num_blocks=2)
+    submit(oracle, "A", 2, max_tokens=1)
+    oracle.schedule()
+    oracle.abort("A")
+    submit(oracle, "B", 2, max_tokens=1)
+    oracle.offer_kv("B", 2, is_async=True)
+    (load,) = oracle.schedule().kv_loads
+    assert load.block_ids == ((1,),)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kv_connector": False},
+        {"max_frames_in_flight": 1, "async_scheduling": False},
+    ],
+    ids=["no store", "one frame"],
+)
+def test_where_no_load_can_come_between_blocks_are_free_at_once(fields: dict[str, Any]) -> None:
+    oracle = build(**fields)
+    submit(oracle, "A", 4)
+    oracle.schedule()
+    oracle.abort("A")
+    assert (waiting(oracle), free(oracle)[-2:]) == ((), (2, 1))
+
+
+def test_a_pipeline_without_placeholders_waits_likewise() -> None:
+    oracle = build(async_scheduling=False)
+    submit(oracle, "A", 4)
+    oracle.schedule()
+    oracle.abort("A")
+    assert waiting(oracle) == ((0, (1, 2)),)
+
+
+# For which frame, and in which order.
+
+
+def test_blocks_wait_for_the_newest_frame_with_a_row_of_their_request() -> None:
+    oracle = build()
+    submit(oracle, "A", 2)
+    first, second = oracle.schedule(), oracle.schedule()
+    oracle.abort("A")
+    assert waiting(oracle) == ((1, (1, 2)),)
+    answer(oracle, first)
+    assert waiting(oracle) == ((1, (1, 2)),)
+    answer(oracle, second)
+    assert waiting(oracle) == ()
+
+
+def test_a_frame_that_does_not_name_the_request_holds_nothing_of_it() -> None:
+    oracle = build(async_scheduling=False)
+    submit(oracle, "A", 2)
+    first = oracle.schedule()
+    submit(oracle, "B", 2)
+    second = oracle.schedule()
+    assert (run_names(first), run_names(second)) == (["A"], ["B"])
+    oracle.abort("A")
+    oracle.abort("B")
+    assert waiting(oracle) == ((0, (1,)), (1, (2,)))
+    answer(oracle, first)
+    assert (waiting(oracle), free(oracle)[-1]) == (((1, (2,)),), 1)
+
+
+def test_who_never_ran_waits_for_no_frame() -> None:
+    oracle = build()
+    submit(oracle, "A", 2)
+    oracle.schedule()
+    submit(oracle, "B", 4)
+    oracle.offer_kv("B", 2, is_async=True)
+    oracle.schedule()
+    oracle.report(["B"])
+    assert oracle.state.requests["B"].status is Status.WAITING_FOR_REMOTE_KVS
+    oracle.abort("B")
+    assert waiting(oracle) == ()
+
+
+def test_what_a_frame_held_is_free_before_anything_else_of_its_answer() -> None:
+    oracle = build()
+    submit(oracle, "A", 3)
+    submit(oracle, "B", 2, max_tokens=1)
+    plan = oracle.schedule()
+    oracle.abort("A")
+    answer(oracle, plan)
+    assert free(oracle)[-3:] == (2, 1, 3), "B ends by the answer, behind what it frees"
+
+
+def test_all_groups_are_given_back_together_the_last_block_first() -> None:
+    oracle = build(groups=(full(2), full(4)))
+    submit(oracle, "A", 5)
+    plan = oracle.schedule()
+    assert oracle.state.requests["A"].block_tables == ((1, 2, 3), (4, 5))
+    oracle.abort("A")
+    assert waiting(oracle) == ((0, (1, 2, 3, 4, 5)),)
+    answer(oracle, plan)
+    assert free(oracle)[-5:] == (5, 4, 3, 2, 1)
+
+
+def test_in_a_stack_they_are_taken_next() -> None:
+    oracle = build(pool_order=PoolOrder.LIFO)
+    submit(oracle, "A", 4)
+    plan = oracle.schedule()
+    oracle.abort("A")
+    assert free(oracle)[0] == 3
+    answer(oracle, plan)
+    assert free(oracle)[:2] == (2, 1)
+
+
+def test_a_block_that_waits_can_be_hit_and_is_then_held_by_who_hit_it() -> None:
+    oracle = build(enable_prefix_caching=True)
+    submit(oracle, "A", 5)
+    first = oracle.schedule()
+    oracle.abort("A")
+    oracle.submit(Request("B", tuple(range(650, 655)), max_tokens=1))
+    second = oracle.schedule()
+    assert second.new[0].block_ids[0][:2] == (1, 2)
+    assert oracle.state.pool.ref_counts[1:4] == (2, 2, 1)
+    answer(oracle, first)
+    assert oracle.state.pool.ref_counts[1:4] == (1, 1, 0)
+
+
+# Whatever gave them up.
+
+
+def test_an_end_with_a_frame_behind_waits_for_that() -> None:
+    oracle = build()
+    oracle.submit(Request("A", (1, 2), max_tokens=9, eos_token_id=7))
+    first, second = oracle.schedule(), oracle.schedule()
+    answer(oracle, first)
+    assert "A" not in oracle.state.requests
+    assert waiting(oracle) == ((1, (1, 2)),)
+    answer(oracle, second)
+    assert waiting(oracle) == ()
+
+
+def test_an_end_in_the_newest_frame_waits_for_nothing() -> None:
+    oracle = build()
+    submit(oracle, "A", 2, max_tokens=1)
+    answer(oracle, oracle.schedule())
+    assert (waiting(oracle), len(free(oracle))) == ((), 8)
+
+
+def test_behind_the_end_of_a_transfer_they_wait_as_well() -> None:
+    oracle = build()
+    submit(oracle, "A", 4)
+    oracle.offer_kv("A", 0, delays_free=True)
+    plan = oracle.schedule()
+    oracle.abort("A")
+    assert (waiting(oracle), len(oracle.state.transfers.held)) == ((), 1)
+    oracle.report(finished_sending=["A"])
+    assert waiting(oracle) == ((0, (1, 2)),)
+    answer(oracle, plan)
+    assert waiting(oracle) == ()
+
+
+def test_what_a_window_leaves_waits_for_the_frame_that_reads_it() -> None:
+    oracle = build(num_blocks=14, groups=(full(2), window(2, 2)), max_num_batched_tokens=4)
+    submit(oracle, "A", 12)
+    first = oracle.schedule()
+    second = oracle.schedule()
+    left = oracle.state.requests["A"].block_tables[1][:2]
+    assert left == (0, 4), "the first block was left by the second plan"
+    assert waiting(oracle) == ((0, (3,)),)
+    answer(oracle, first)
+    assert waiting(oracle) == ()
+    oracle.schedule()
+    assert waiting(oracle) == ((1, (4, 7)),)
+    answer(oracle, second)
+
+
+def test_a_load_that_fails_leaves_blocks_to_the_frames_behind() -> None:
+    oracle = build(
+        num_blocks=20,
+        groups=(full(2), window(2, 3)),
+        max_num_batched_tokens=4,
+        kv_load_failure_policy=KVLoadFailurePolicy.RECOMPUTE,
+    )
+    submit(oracle, "A", 12)
+    oracle.offer_kv("A", 4)
+    first, second = oracle.schedule(), oracle.schedule()
+    (load,) = first.kv_loads
+    answer(oracle, first, invalid_block_ids=(load.block_ids[0][0],))
+    assert oracle.state.requests["A"].status is Status.PREEMPTED
+    assert {frame_id for frame_id, _ in waiting(oracle)} == {1}
+    answer(oracle, second)
+    assert len(free(oracle)) == 19
+
+
+def test_a_forced_reset_succeeds_and_they_lose_their_keys() -> None:
+    oracle = build(enable_prefix_caching=True)
+    submit(oracle, "A", 5)
+    plan = oracle.schedule()
+    assert not oracle.reset()
+    assert oracle.reset(reset_running_requests=True)
+    assert waiting(oracle) == ((0, (1, 2, 3)),)
+    assert not oracle.state.pool.cached
+    assert not oracle.reset(), "blocks are held still"
+    answer(oracle, plan)
+    assert oracle.reset()
+
+
+# Who lacks blocks waits for the answer.
+
+
+def short(**changes: Any) -> tuple[Oracle, Plan]:
+    """A, which runs, lacks a block in the second plan; both it and B are in flight."""
+    oracle = build(num_blocks=3, **changes)
+    submit(oracle, "A", 2, max_tokens=2)
+    submit(oracle, "B", 2, max_tokens=2, priority=1)
+    return oracle, oracle.schedule()
+
+
+@pytest.mark.parametrize("policy", [Policy.FCFS, Policy.PRIORITY])
+def test_a_victim_in_flight_is_not_preempted_before_its_answer(policy: Policy) -> None:
+    oracle, first = short(policy=policy)
+    second = oracle.schedule()
+    assert (run_names(second), second.preempted_req_ids) == ([], ())
+    assert oracle.state.running == ("A", "B")
+    answer(oracle, first)
+    third = oracle.schedule()
+    assert (run_names(third), third.preempted_req_ids) == (["A"], ("B",))
+    assert (waiting(oracle), oracle.state.requests["B"].status) == ((), Status.PREEMPTED)
+
+
+def test_nobody_is_admitted_while_one_that_runs_waits() -> None:
+    oracle = build(num_blocks=5, long_prefill_token_threshold=4, max_num_batched_tokens=5)
+    submit(oracle, "A", 8, max_tokens=1)
+    submit(oracle, "B", 1, max_tokens=2)
+    first = oracle.schedule()
+    submit(oracle, "C", 1, max_tokens=1)
+    second = oracle.schedule()
+    assert (run_names(first), run_names(second)) == (["A", "B"], [])
+    assert len(free(oracle)) == 1, "C would fit, and A lacks two"
+    answer(oracle, first)
+    assert run_names(oracle.schedule()) == ["A"]
+
+
+def test_a_session_in_flight_gives_its_blocks_once_it_was_answered() -> None:
+    oracle = build(num_blocks=3)
+    oracle.submit(Request("S", (1, 2), max_tokens=2, eos_token_id=7, resumable=True))
+    first, second = oracle.schedule(), oracle.schedule()
+    answer(oracle, first)
+    assert oracle.state.requests["S"].status is Status.WAITING_FOR_STREAMING_REQ
+    submit(oracle, "B", 4, max_tokens=1)
+    third = oracle.schedule()
+    assert (run_names(third), waiting(oracle)) == ([], ())
+    assert oracle.state.requests["S"].block_tables == ((1, 2),)
+    answer(oracle, second)
+    assert run_names(oracle.schedule()) == ["B"]
+    assert oracle.state.requests["S"].block_tables == ((),)
+
+
+def test_the_snapshot_shows_what_waits() -> None:
+    oracle = build()
+    submit(oracle, "A", 4)
+    oracle.schedule()
+    oracle.abort("A")
+    shown = oracle.snapshot().transfers
+    assert shown is not None
+    assert shown.deferred_frees == (DeferredFree(0, (1, 2)),)
