@@ -1,4 +1,4 @@
-"""P17: a store does not write what a frame in flight reads or writes, nor does a frame hold for ever.
+"""P17: a store does not write what a frame in flight reads or writes, and no frame holds for ever.
 
 Held to the specification, or to the properties alone with the state shown or hidden, an engine that
 gives such a block to a load is named, and one whose blocks wait for the answer is right.
@@ -91,7 +91,7 @@ def test_what_a_frame_has_answered_may_be_loaded_into() -> None:
     actions = (*before[:-1], Answer(), before[-1], report, drain)
     for standing in STANDINGS:
         for engine in ("host", "museum:frames-hold-no-blocks"):
-            run, findings = run_program(Program(AHEAD, actions), hold_to(engine, standing))
+            _, findings = run_program(Program(AHEAD, actions), hold_to(engine, standing))
             found = [one.sentence for one in findings]
             assert found == [] or (engine, standing) == ("museum:frames-hold-no-blocks", "exact")
 

@@ -336,7 +336,8 @@ class OldestFrameHolds(Defect):
         if super()._find_fence(slot) is None:
             return None
         name = self.table.requests[slot].request_id
-        in_flight = [frame_id for frame_id in self.frames if frame_id > self.last_answered]
+        last = self.transfers.last_answered
+        in_flight = [frame_id for frame_id in self.frames if frame_id > last]
         return min(frame_id for frame_id in in_flight if name in self.frames[frame_id])
 
 

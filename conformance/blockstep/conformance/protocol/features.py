@@ -304,9 +304,7 @@ OF_STALE = (
     *("pipeline_preempted_in_flight", "pipeline_token_after_preemption"),
 )
 """Likewise those of who is preempted for want of blocks while a frame would sample for it."""
-OF_SAVES = (
-    *("tiers_victim_", "tiers_several_saved", "tiers_too_little_to_save", "tiers_saved_"),
-)
+OF_SAVES = (*("tiers_victim_", "tiers_several_saved", "tiers_too_little_to_save", "tiers_saved_"),)
 """Likewise those of what a store is given of victims."""
 ENCODER = Feature(
     "encoder",

@@ -148,8 +148,8 @@ class Arrivals(Sessions):
         """Free what an ended request held, once no frame in flight names it."""
         assert self.groups is not None, "a store has groups of blocks, if only one"
         holdings = [Holding(list(table)) for table in block_tables]
-        last = self.last_frame_of_ended.get(request_id, -1)
-        if self.has_fences and last > self.last_answered:
-            self._free_behind(last)(self.groups.clear(holdings))
-        else:
+        fence = self._get_fence(self.last_frame_of_ended.get(request_id, -1))
+        if fence is None:
             self.groups.free(holdings)
+        else:
+            self._free_behind(fence)(self.groups.clear(holdings))

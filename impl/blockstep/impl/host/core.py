@@ -108,10 +108,6 @@ class Core:
         frame such a row stands as one that does not sample."""
         self.last_frame_of_ended: dict[RequestId, FrameId] = {}
         """Of ended requests that frames in flight name: the last of these frames."""
-        self.last_answered: FrameId = -1
-        """The last frame that was answered, or is being answered; -1 before the first."""
-        self.has_fences = config.kv_connector and config.max_frames_in_flight > 1
-        """Whether a store could load into blocks that a frame in flight reads or writes."""
         self.next_frame_id: FrameId = 0
         self.matchers: dict[RequestId, Matcher] = {}
         """Of each unfinished request with a grammar, where that stands."""
@@ -290,8 +286,14 @@ class Core:
         Rows of later plans run behind that frame, but a store does not: it could load into the
         blocks while the frame reads or writes them (P17; upstream #45357, #48481).
         """
-        last = self.table.last_frame[slot]
-        return last if self.has_fences and last > self.last_answered else None
+        return self._get_fence(self.table.last_frame[slot])
+
+    def _get_fence(self, last_frame: FrameId) -> FrameId | None:
+        """The last frame that names a request, if it is in flight, and a store may load before it
+        is answered: while it is the only one nothing is planned."""
+        if self.transfers is None or self.config.max_frames_in_flight == 1:
+            return None
+        return last_frame if last_frame > self.transfers.last_answered else None
 
     def _free_behind(self, fence: FrameId | None) -> Callable[[Sequence[BlockId]], None]:
         """What frees blocks, or defers that to the answer to a frame."""
@@ -301,6 +303,7 @@ class Core:
 
     def _free_deferred(self, transfers: Transfers, frame_id: FrameId) -> None:
         """A frame is answered: it reads and writes no block any more."""
+        transfers.last_answered = frame_id
         for blocks in transfers.take_deferred(frame_id):
             self.pool.free(blocks)
 

@@ -109,7 +109,11 @@ class GroupMemory:
         )
 
     def leave(
-        self, holdings: Sequence[Holding], num_computed: int, in_doubt: int, free: Free | None = None
+        self,
+        holdings: Sequence[Holding],
+        num_computed: int,
+        in_doubt: int,
+        free: Free | None = None,
     ) -> None:
         """Give up the blocks that no token behind the computed ones reads, last block first.
 

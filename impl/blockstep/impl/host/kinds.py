@@ -17,7 +17,6 @@ from blockstep.spec.vocabulary import (
     MambaCacheMode,
 )
 
-
 Free: TypeAlias = Callable[[Sequence[BlockId]], None]
 """Takes blocks that are given up, in the order of their table."""
 

@@ -47,7 +47,6 @@ class Results(Promises, Masks, Arrivals, Turns):
             problem = self._grammar_result_problem(frame_id, answers)
         if problem is not None:
             return problem
-        self.last_answered = frame_id
         if self.transfers is None:
             rows = self._deliver_rows(frame, answers, cut)
         else:

@@ -147,7 +147,8 @@ class RunningPhase(Promises, Encodings, Copies, Saves):
     def _gains_nothing(self, victim: int) -> bool:
         """Whether blocks of a victim are not free at once, or, if it runs alone, those of the first
         that would give way to it: they wait for the answer to a frame (P17)."""
-        givers = self._list_idle() if self.has_fences and len(self.running) == 1 else []
+        has_store = self.transfers is not None
+        givers = self._list_idle() if has_store and len(self.running) == 1 else []
         return any(self._find_fence(slot) is not None for slot in (*givers[:1], victim))
 
     def _select_victim(self) -> int:

@@ -42,6 +42,8 @@ class Transfers:
         """By ended request: its blocks, of which a transfer has not come to its end."""
         self.deferred_frees: list[DeferredFree] = []
         """Blocks that are free once their frame is answered, in the order of being given up."""
+        self.last_answered: FrameId = -1
+        """The last frame that was answered, or is being answered; -1 before the first."""
         self.queries = 0
         """Tokens behind the local hit of who was given blocks after asking."""
         self.hits = 0

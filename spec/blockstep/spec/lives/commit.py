@@ -37,8 +37,7 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
     Rows of requests that ended meanwhile are passed over. A request that was preempted while its
     frame was in flight still gets its tokens; it computes their KV anew. No token is lost then, and
     none sampled twice, because it was not admitted again yet (upstream #48245, #42043). A session
-    that stops is not over: it rests, or goes on with the next chunk. What the frame has written is
-    there, so blocks that waited for it are free before anything else is done (P17).
+    that stops is not over: it rests, or goes on with the next chunk.
     Source: seed 001 "Speculative Decoding & update_from_output()"; P13, P14, P18.
     """
     # refuse
@@ -56,9 +55,7 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
     sampled = {row.request_id: row.token_ids for row in commit.sampled}
     failed: tuple[RequestId, ...] = ()
     if state.config.kv_connector:
-        pool = free_deferred_blocks(state.pool, frame.frame_id, state.rules)
-        state = replace(state, pool=pool)
-        state, failed = state.rules.get_failures(state, commit.transfers.invalid_block_ids, frame)
+        state, failed = get_state_after_store(state, commit)
         frame = state.frames[0]
     pool, encoder, stats = state.pool, state.encoder, state.stats
     requests = state.requests.to_dict()
@@ -104,6 +101,19 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
     pool, kv_events = take_events(state.pool)
     state = state if pool is state.pool else replace(state, pool=pool)
     return state, Outputs(tuple(outputs), kv_events)
+
+
+def get_state_after_store(state: State, commit: Commit) -> tuple[State, tuple[RequestId, ...]]:
+    """The state before the rows of an answer are taken, and the requests that fail by policy.
+
+    Blocks that waited for the frame are free, and its loads are known to have come, or have failed.
+    Source: vLLM 0.33.0 `update_from_output`; P17, P19.
+    """
+    pool = free_deferred_blocks(state.pool, commit.frame_id, state.rules)
+    state, invalid = replace(state, pool=pool), commit.transfers.invalid_block_ids
+    failed: tuple[RequestId, ...]
+    state, failed = state.rules.get_failures(state, invalid, state.frames[0])
+    return state, failed
 
 
 def get_all_ended(state: State, outputs: Sequence[OutputRow]) -> State:

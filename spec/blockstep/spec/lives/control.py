@@ -49,7 +49,7 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     if reset.reset_running_requests:
         state = process_forced_preemption(state)
     state = without_pins(state)
-    if is_any_block_of_use(state.pool):
+    if is_held_besides(state.pool):
         return state, ResetDone(False)  # by a quirk only
     if reset.reset_connector:
         state = replace(state, transfers=replace(state.transfers, offers=NO_OFFERS))
@@ -60,9 +60,8 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     return replace(state, pool=pool), ResetDone(True, kv_events)
 
 
-def is_any_block_of_use(pool: Pool) -> bool:
-    """Whether a block is held by more than frees that wait for frames in flight. Source: P17, P25.
-    """
+def is_held_besides(pool: Pool) -> bool:
+    """Whether blocks are held by more than what waits for frames in flight. Source: P17, P25."""
     num_deferred = sum([len(deferred.block_ids) for deferred in pool.deferred_frees])
     return sum(pool.ref_counts) > num_deferred
 

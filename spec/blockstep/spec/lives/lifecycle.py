@@ -164,7 +164,8 @@ def process_abort(state: State, request_ids: tuple[RequestId, ...]) -> tuple[Sta
     """End requests at once, wherever they are; unknown ids change nothing.
 
     A frame in flight still writes their blocks, but before any later step does, so the blocks
-    are free at once; beside a store behind its answer. Source: seed 001 "finish_requests()"; P13, P18.
+    are free at once; beside a store they are free behind its answer. Source: seed 001
+    "finish_requests()"; P13, P17, P18.
     """
     # select
     ended = tuple([name for name in dict.fromkeys(request_ids) if name in state.requests])

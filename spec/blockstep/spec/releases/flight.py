@@ -100,8 +100,8 @@ STORIES = (
         ("P15", "P16", "P17"),
         "#45357, #47728, #48481 (merged)",
         "0.19.1",
-        "two frames, a store; a request is aborted while its first plan is in flight: the next plan "
-        "has the store load KV of another request into its blocks",
+        "two frames, a store; a request is aborted while its first plan is in flight: the next "
+        "plan has the store load KV of another request into its blocks",
     ),
     QuirkStory(
         Quirk.RESET_DROPS_TOKENS,

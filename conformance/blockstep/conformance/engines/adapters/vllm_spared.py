@@ -65,6 +65,8 @@ def list_out_of_reach() -> frozenset[str]:
     priorities = {name for name in WITNESSES if name.startswith("priority")}
     skipped = {"admission_after_skip", "grammar_skipped", "adapters_seat_taken"}
     across = {name for name in WITNESSES if name.startswith(("encoder_across", "encoder_beside"))}
+    waiting = {name for name in WITNESSES if name.startswith("transfers_deferred")}
+    waiting.add("transfers_waits_for_an_answer")
     # Without drafts nobody outgrows the pool alone, or wants more tokens than in the step before.
     drafts = {"head_drop", "block_for_lookahead_only", "all_preempted_in_flight"}
     somebody_waits = RELEASE.has_pause or RELEASE.has_plain_grammar or RELEASE.has_async
@@ -89,6 +91,7 @@ def list_out_of_reach() -> frozenset[str]:
         (not RELEASE.has_across, across),
         (not RELEASE.has_group_gate, {"groups_admitted_past_its_room"}),
         (RELEASE.has_store, {"transfers_returned_behind_a_head"}),  # it looks at nobody there
+        (not RELEASE.frees_behind_frames, waiting),  # quirk `frames_hold_no_blocks`
         (not RELEASE.has_recurrent_groups, {"groups_state_left", "groups_hit_of_a_state"}),
     ):
         found |= names if is_lacking else set()

@@ -26,7 +26,10 @@ from blockstep.conformance.engines.adapters.vllm_names import Digests, Known
 from blockstep.spec import vocabulary as v
 
 if RELEASE.has_store:
-    from blockstep.conformance.engines.adapters.vllm_store import read_transfers
+    from blockstep.conformance.engines.adapters.vllm_store import (
+        read_deferred_frees,
+        read_transfers,
+    )
 if RELEASE.has_encoder:
     from blockstep.conformance.engines.adapters.vllm_encoder import read_encoder
 
@@ -155,6 +158,9 @@ def read_snapshot(run: Run) -> v.Snapshot:
             f"{len(free_queue)} blocks are queued, but {pool.get_num_free_blocks()} counted"
         )
     unfinished = run.get_unfinished()
+    deferred: tuple[v.DeferredFree, ...] = ()
+    if run.store is not None and RELEASE.frees_behind_frames:
+        deferred = tuple(read_deferred_frees(scheduler, run.frames))
     return v.Snapshot(
         pause_state=v.PauseState[scheduler.pause_state.name]
         if RELEASE.has_pause
@@ -186,7 +192,11 @@ def read_snapshot(run: Run) -> v.Snapshot:
         transfers=None
         if run.store is None
         else read_transfers(
-            run.store, scheduler.requests, scheduler.finished_recving_kv_req_ids, run.managers
+            run.store,
+            scheduler.requests,
+            scheduler.finished_recving_kv_req_ids,
+            run.managers,
+            deferred,
         ),
     )
 

@@ -10,7 +10,7 @@ the calls before it (D16). There is a scheduler's side alone; nobody loads.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from vllm.config import KVTransferConfig
@@ -197,8 +197,29 @@ def read_kv_loads(metadata: Any) -> tuple[v.KVLoad, ...]:
     return metadata.loads
 
 
+def read_deferred_frees(scheduler: Any, in_flight: Iterable[v.FrameId]) -> Iterator[v.DeferredFree]:
+    """Blocks that the release frees with the answer to a plan in flight.
+
+    Args:
+        scheduler: It numbers plans with rows from 1, and counts those that were answered.
+        in_flight: Plans with rows that were not answered, oldest first.
+
+    Raises:
+        EngineFault: blocks wait for no plan in flight.
+    """
+    frames = dict(enumerate(in_flight, scheduler.processed_step_seq + 1))
+    for number, blocks in scheduler.deferred_frees:
+        if number not in frames:
+            raise EngineFault(f"blocks wait for step {number}; in flight are {sorted(frames)}")
+        yield v.DeferredFree(frames[number], tuple([block.block_id for block in blocks]))
+
+
 def read_transfers(
-    store: Store, requests: dict[v.RequestId, Any], received: set[v.RequestId], managers: Any
+    store: Store,
+    requests: dict[v.RequestId, Any],
+    received: set[v.RequestId],
+    managers: Any,
+    deferred_frees: Iterable[v.DeferredFree] = (),
 ) -> v.TransfersSnapshot:
     """What is under way between pool and store.
 
@@ -209,6 +230,7 @@ def read_transfers(
         requests: The scheduler's, ended ones that hold blocks included.
         received: Its parked requests whose load has come to its end.
         managers: Of the block tables of each group.
+        deferred_frees: Blocks that wait for plans in flight.
 
     Raises:
         EngineFault: the scheduler and its connector disagree on who loads or is read.
@@ -242,4 +264,5 @@ def read_transfers(
             )
             for name in held
         ),
+        deferred_frees=tuple(deferred_frees),
     )

@@ -59,8 +59,8 @@ def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Complain
     """Who is neither scheduled nor preempted is as before, also if its admission was tried.
 
     One thing may happen to it: at a queue's head a compiled grammar turns it into a waiting one,
-    or, if it runs and drafts stay with the worker, its placeholders for them are gone. One that runs
-    and waits for blocks has given back what its windows left.
+    or, if it runs and drafts stay with the worker, its placeholders for them are gone. A running
+    request that waits for blocks has given back what its windows left.
     """
     if step.after.requests is step.before.requests:
         return
@@ -107,7 +107,9 @@ def _only_left_windows(step: Step, ledger: Ledger, name: RequestId) -> bool:
     if step.config.async_scheduling:
         kept = replace(kept, spec_token_ids=old.spec_token_ids)
     return kept == old and all(
-        now in (block, NULL_BLOCK) for table, after in tables for block, now in zip(table, after)  # noqa: B905
+        now in (block, NULL_BLOCK)
+        for table, after in tables
+        for block, now in zip(table, after)  # noqa: B905
     )
 
 

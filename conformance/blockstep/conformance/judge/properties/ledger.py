@@ -113,7 +113,7 @@ class Ledger:
         return any(row.request_id == request_id for rows in self.frames.values() for row in rows)
 
     def get_fence(self, name: v.RequestId, step: Step | None = None) -> v.FrameId | None:
-        """The newest frame in flight with a row of a request, without the frame that `step` answers.
+        """The newest frame in flight with a row of a request, but for the one that `step` answers.
 
         Blocks that the request gives up are free with the answer to that frame. None if they are
         free at once: also without a store, and where only one frame can be in flight.

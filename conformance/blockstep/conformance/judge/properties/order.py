@@ -297,8 +297,8 @@ def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
     """Blocks of the ended join the end of the free queue, last block of each table first.
 
     A block that others still hold stays out. Ended in order: of scheduling in a commit, as named
-    in an abort; a forced reset takes the running list from its end. P17 speaks of what does not wait
-    for a frame in flight as it should.
+    in an abort; a forced reset takes the running list from its end. P17 speaks of blocks that do
+    not wait for a frame in flight as they should.
     """
     before, after = step.before, step.after
     if isinstance(step.event, ENDINGS) and step.config.kv_connector:

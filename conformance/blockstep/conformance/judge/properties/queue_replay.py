@@ -327,8 +327,9 @@ class Holders:
         """Likewise some blocks of each of its tables."""
         fence = self._ledger.get_fence(name, self._step)
         freed = [self._drop(blocks) for blocks in given] if fence is None else []
-        for blocks in given if fence is not None else ():
-            self._defer(fence, blocks)
+        if fence is not None:
+            for blocks in given:
+                self._defer(fence, blocks)
         self._tables[name] = tuple(
             tuple(block for block in table if block not in blocks)
             for table, blocks in zip(self._tables[name], given, strict=True)

@@ -241,9 +241,7 @@ def deferred_free_ends_with_the_answer_to_its_frame(step: Step, _ledger: Ledger)
 
 
 @sentence("P17", *NO_FORKS, needs="kv_connector")
-def block_of_a_frame_in_flight_is_free_behind_its_answer(
-    step: Step, ledger: Ledger
-) -> Complaints:
+def block_of_a_frame_in_flight_is_free_behind_its_answer(step: Step, ledger: Ledger) -> Complaints:
     """What a request gives up while a frame in flight names it waits for the newest such frame, and
     nothing else does: a store could write it before, and the frame still reads or writes it."""
     before, after = step.before.transfers, step.after.transfers
@@ -277,7 +275,10 @@ def _list_given_up(
     begun_anew = step.giving if isinstance(step.observation, v.Plan) else ()
     held = {it.request_id: it.block_tables for it in before.held}
     kept = {it.request_id: it.block_tables for it in after.held}
-    for name, tables in [*held.items(), *((it.request_id, it.block_tables) for it in step.before.requests)]:
+    for name, tables in [
+        *held.items(),
+        *((it.request_id, it.block_tables) for it in step.before.requests),
+    ]:
         new = step.new.get(name)
         left = kept.get(name, ()) if new is None else new.block_tables
         old_blocks = Counter(filter(None, chain(*tables)))

@@ -117,7 +117,9 @@ def of_pool(step: Step, ledger: Ledger) -> Iterator[str]:
     rows, running = step.admitted_rows, step.after.running
     if rows and len(running) == 1 and num_free < watermark:
         yield "forks_watermark_for_nobody"
-    is_stopped = (step.after.waiting or step.after.skipped_waiting) and not admits_nobody(step, ledger)
+    is_stopped = (step.after.waiting or step.after.skipped_waiting) and not admits_nobody(
+        step, ledger
+    )
     if is_stopped and running and 0 < num_free <= watermark:
         yield "forks_watermark_holds_up"
     is_stack = step.config.pool_order is v.PoolOrder.LIFO

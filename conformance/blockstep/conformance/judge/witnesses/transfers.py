@@ -61,7 +61,6 @@ def of_store(step: Step, ledger: Ledger) -> Iterator[str]:
 
 def of_loads(step: Step, ledger: Ledger) -> Iterator[str]:
     """What a plan shows of loads."""
-    store = ledger.store
     for load in step.plan.kv_loads:
         end = load.num_computed_tokens + load.num_external_tokens
         if end == ledger.lives[load.request_id].num_known - 1:
