@@ -162,7 +162,6 @@ NO_WORLD = {
     *("loaded-give-way-alone", "late-report-kills", "load-eats-a-hit", "last-group-counts"),
     *("all-pins-give-way", "preempted-turns-stay-warm", "row-of-cold-victim-stays"),
     *(
-        "drafts-are-saved",
         "shared-behind-the-difference",
         "copy-outlives-its-row",
         "branch-behind-the-window",

@@ -95,7 +95,15 @@ class OtherIds(HostEngine):
         if pins is not None:
             pins = replace(pins, pins=self._all_called(pins.pins))
         if transfers is not None:
-            transfers = replace(transfers, held=self._all_called(transfers.held))
+            deferred = [
+                replace(it, block_ids=self._called((it.block_ids,))[0])
+                for it in transfers.deferred_frees
+            ]
+            transfers = replace(
+                transfers,
+                held=self._all_called(transfers.held),
+                deferred_frees=tuple(deferred),
+            )
         return replace(
             seen,
             requests=self._all_called(seen.requests),

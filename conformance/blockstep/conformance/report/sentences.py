@@ -235,6 +235,14 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
             "begins behind it."
         ),
     ),
+    "loaded_block_is_of_no_plan_in_flight": (
+        "P17",
+        (
+            "A plan has a store load only into blocks that no row of an unanswered plan reads or "
+            "writes: a worker may run such a row at any time before its answer, and nothing orders "
+            "the store behind it."
+        ),
+    ),
     "block_in_transfer_is_not_written": (
         "P17",
         (

@@ -98,7 +98,7 @@ STORIES = (
         frames_hold_no_blocks,
         "beside a store blocks are free while a frame in flight writes them, and are loaded into",
         ("P15", "P16", "P17"),
-        "#45357, #47728, #48481 (merged)",
+        "#45357 (merged), #47728, #48481",
         "0.19.1",
         "two frames, a store; a request is aborted while its first plan is in flight: the next "
         "plan has the store load KV of another request into its blocks",
