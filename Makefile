@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help check test soak lint docs bench gpu mutation judges coverage vllm clean
+.PHONY: help check test soak lint docs bench gpu mutation judges coverage pairs vllm clean
 
 # A Python to build .venv with: `make PYTHON=python3.12 check` to choose one yourself.
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
@@ -23,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 help: ## Show this list
-	@echo "usage: make <target>    (ARGS='...' is handed on to check, vllm, test, bench, mutation, judges, coverage)"
+	@echo "usage: make <target>    (ARGS='...' is handed on to check, vllm, test, bench, mutation, judges, coverage, pairs)"
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' Makefile
 
 check: $(BASE) ## Hold our engine to the specification: `blockstep check`
@@ -66,6 +66,9 @@ mutation: $(MEASURE) ## Mutate engine and specification and see who notices (hou
 
 judges: $(DEV) ## Switch off each sentence and voice of the judges and see who misses it (see its page)
 	@$(BIN)/python -m benchmarks.judges $(ARGS)
+
+pairs: $(DEV) ## What is legal together and what is drawn together (2 minutes; see its page)
+	@$(BIN)/python -m benchmarks.pairs $(ARGS)
 
 coverage: $(MEASURE) ## Branches of the specification that `blockstep check` reaches (3 minutes)
 	@$(BIN)/python -m benchmarks.coverage $(ARGS)

@@ -15,10 +15,15 @@ from blockstep.conformance.draw.requests import draw_request
 from blockstep.conformance.protocol.features import (
     CACHING,
     GROUPS,
+    LATE,
+    PARTS_OF_GROUPS,
+    STATES,
+    GroupsOfKind,
+    UsageError,
     settle_states,
     without_states,
 )
-from blockstep.conformance.protocol.wishes import Wish
+from blockstep.conformance.protocol.wishes import Wish, make_wish
 from blockstep.spec.memory.slots import is_servable
 from blockstep.spec.vocabulary import (
     Config,
@@ -100,6 +105,44 @@ def test_all_that_may_differ_between_groups_does() -> None:
             seen["chunks of whole blocks"] += size % chunk.block_size == 0
             seen["chunks that end in a block"] += size % chunk.block_size > 0
     assert min(seen.values()) >= 10, seen
+
+
+def find_share(wish: Wish, count: int = 400) -> Counter[str]:
+    """Of a thousand drawn configs, those with recurrent groups, and those with three kinds and a
+    draft head."""
+    seen: Counter[str] = Counter()
+    for index in range(count):
+        config = draw_swarm(PRESETS["small"], SeededDraw(f"share/{index}"), wish=wish).config
+        seen["states"] += STATES.is_asked_by(config)
+        is_mixed = len({group.kind for group in config.groups}) > 2
+        seen["three kinds with a head"] += is_mixed and config.drops_last_hit_block
+        seen["groups"] += bool(config.groups)
+    return Counter({name: number * 1000 // count for name, number in seen.items()})
+
+
+def test_mixes_of_three_kinds_with_a_head_are_no_rarity_where_groups_are_asked_for() -> None:
+    """A hit gives back a block in each kind: what is decided there comes up nowhere else."""
+    assert find_share(ALWAYS)["three kinds with a head"] > 100
+    assert find_share(Wish())["states"] > 40
+
+
+@pytest.mark.parametrize(
+    "beside", [(), ("tiers",), ("masks",), ("pins",), ("forks",), ("encoder",)]
+)
+@pytest.mark.parametrize("part", PARTS_OF_GROUPS, ids=lambda part: part.name)
+def test_groups_of_one_kind_can_be_asked_for(part: GroupsOfKind, beside: tuple[str, ...]) -> None:
+    try:
+        wish = make_wish((part.name, *beside), ())
+    except UsageError:
+        assert (part, beside) == (STATES, ("forks",))
+        return
+    for index in range(60):
+        swarm = draw_swarm(PRESETS["small"], SeededDraw(f"part/{index}"), wish=wish)
+        assert part.is_asked_by(swarm.config)
+        assert wish.always <= {*swarm.features, *wish.always - {*LATE}}
+        assert config_problems(swarm.config) == ()
+    with pytest.raises(UsageError, match="'groups': cannot be both with and without"):
+        make_wish((part.name,), ("groups",))
 
 
 def test_states_are_left_out_where_they_do_not_go_with_the_rest() -> None:

@@ -176,19 +176,31 @@ def test_where_the_last_item_ends_it_may_name_an_output_block(
 
 def test_the_first_block_names_every_item_though_outputs_complete_it() -> None:
     digests = Digests(known(REFERENCE), 8)
-    digests.learn(Known(REQUEST), 0, [b"digest"], tuple(range(8)))
+    digests.learn(Known(REQUEST), 0, [b"digest"], tuple(range(8)), REQUEST.items)
     assert digests.key_of[b"digest"].items == (("a", 2), ("b", 6))
 
 
 def test_a_digest_stands_for_what_a_session_has_lost_since() -> None:
     digests, session = Digests(known(REFERENCE), 2), Known(Request("A", (1, 2, 3)))
-    digests.learn(session, 0, [b"first", b"lost"], (1, 2, 3, 9))
+    digests.learn(session, 0, [b"first", b"lost"], (1, 2, 3, 9), ())
     session.updates.append(Request("A", (5,), items=(MultiModalItem("a", 0, 1),)))
     session.follow((1, 2, 3, 5), max_tokens=16)
-    digests.learn(session, 2, [b"third"], (1, 2, 3, 5, 6, 7))
+    digests.learn(session, 2, [b"third"], (1, 2, 3, 5, 6, 7), session.request.items)
     assert [key.token_ids for key in session.keys] == [(1, 2), (3, 9), (6, 7)]
     assert session.request.items == (MultiModalItem("a", 3, 1),)
     assert not session.updates
+
+
+def test_a_digest_stands_for_items_where_the_release_has_put_them() -> None:
+    """A release that shifts the items of a session's chunk wrongly must not be shown the right
+    ones: what it hashed is what its digest stands for."""
+    digests, session = Digests(known(REFERENCE), 2), Known(Request("A", (1, 2)))
+    session.updates.append(Request("A", (5, 6, 7), items=(MultiModalItem("a", 1, 1),)))
+    session.follow((1, 2, 5, 6, 7), max_tokens=16)
+    assert session.request.items == (MultiModalItem("a", 3, 1),)
+    elsewhere = (MultiModalItem("a", 2, 1),)
+    digests.learn(session, 0, [b"first", b"second"], (1, 2, 5, 6, 7), elsewhere)
+    assert [key.items for key in session.keys] == [(), (("a", 0),)]
 
 
 @pytest.mark.parametrize(("version", "embeds"), [("0.11.0", ((), ())), (REFERENCE, ((7, 8), (9,)))])

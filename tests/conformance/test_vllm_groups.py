@@ -193,7 +193,7 @@ def test_an_engine_is_given_a_config_that_its_adapter_fits() -> None:
 def test_a_block_is_named_by_its_last_digest_or_by_all_of_them() -> None:
     digests = Digests(OURS, 2)
     names = [bytes([n]) * DIGEST_SIZE for n in range(3)]
-    digests.learn(Known(Request("A", tuple(range(6)))), 0, names, range(6))
+    digests.learn(Known(Request("A", tuple(range(6)))), 0, names, range(6), ())
     keys = [digests.key_of[name] for name in names]
     assert digests.read(names[1], 0) is keys[1]
     assert digests.read(names[1], 2) == keys[1].in_group(2)

@@ -30,6 +30,7 @@ from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     FinishReason,
     Outputs,
+    PoolOrder,
     RequestId,
     RowTokens,
 )
@@ -295,6 +296,26 @@ def test_where_freed_blocks_go(
     oracle.schedule()
     oracle.abort("A")
     assert oracle.state.pool.free_queue == expected
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("quirk", [Quirk.UNNAMED_BLOCKS_FIRST, Quirk.UNCACHED_BLOCKS_FIRST])
+def test_a_stack_has_each_freed_block_once_whatever_comes_first(
+    quirk: Quirk, caching: bool
+) -> None:
+    """Freed blocks are at the head of a stack: the quirks looked for them at its other end."""
+    config = Config(
+        num_blocks=5,
+        block_size=2,
+        max_model_len=8,
+        enable_prefix_caching=caching,
+        pool_order=PoolOrder.LIFO,
+    )
+    oracle = Oracle(config, Profile("some", frozenset({quirk})))
+    oracle.submit(Request("A", (1, 2, 3)))
+    oracle.schedule()
+    oracle.abort("A")
+    assert oracle.state.pool.free_queue == (2, 1, 3, 4)
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, ["A"]), (True, [])])

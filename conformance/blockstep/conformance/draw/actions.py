@@ -165,7 +165,8 @@ def kv_offer(view: View, draw: Draw) -> Action:
     if draw.chance(60):
         names = [name for name in names if name not in client.transfers.offers] or names
     if view.swarm.has(HOSTILE) and draw.chance(5):
-        names = [*client.ended[-2:], "nobody"]
+        names = [*client.ended[-1:] * 4, *client.ended[-2:], "nobody"]
+        return draw_offer(draw.choice(names), 1, view.swarm.token_seed // 7, draw)
     if client.transfers.saved and draw.chance(60):
         return draw_kept(client.transfers.saved, draw)
     name = draw.choice(names or ["nobody"])
@@ -196,6 +197,8 @@ def fork(view: View, draw: Draw) -> Action:
     child_id, swarm = request_name(shuffled(view.num_submitted)), view.swarm
     if swarm.has(HOSTILE) and draw.chance(4):
         child_id = draw.choice([*view.client.live, *view.client.ended[-2:], child_id])
+        if view.client.ended and draw.chance(50):  # its parent is gone
+            return v.Fork(view.client.ended[-1], child_id)
     return draw_fork(view.client, child_id, swarm.vocabulary_size, draw)
 
 
@@ -242,8 +245,10 @@ def abort(view: View, draw: Draw) -> Action:
 
 
 def grammar_ready(view: View, draw: Draw) -> Action:
-    """A grammar is compiled, of one that waits for it if there is one."""
-    live = view.client.live
+    """A grammar is compiled, of one that waits for it if any does; at times of an ended one."""
+    live, ended = view.client.live, view.client.ended
+    if view.swarm.has(HOSTILE) and ended and draw.chance(6):
+        return v.GrammarReady(draw.choice(ended[-2:]))
     waiting = [name for name, request in live.items() if request.structured_output]
     if view.swarm.has(MASKS) and draw.chance(85):
         waiting = [name for name in waiting if name not in view.ready] or waiting

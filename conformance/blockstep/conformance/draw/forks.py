@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.conformance.draw.decisions import Draw
-from blockstep.conformance.protocol.features import settle_states, without_states
+from blockstep.conformance.draw.groups import leave_states_out
+from blockstep.conformance.protocol.features import settle_states
 from blockstep.spec import vocabulary as v
 
 
@@ -14,7 +15,7 @@ def draw_forks(config: v.Config, draw: Draw) -> v.Config:
     """The config with forks; some leave blocks to those who run, some take what was freed last."""
     if config.is_encoder_decoder:
         config = settle_states(replace(config, is_encoder_decoder=False))
-    return draw_pool(replace(without_states(config), enable_forks=True), draw)
+    return draw_pool(replace(leave_states_out(config), enable_forks=True), draw)
 
 
 def draw_pool(config: v.Config, draw: Draw) -> v.Config:

@@ -8,11 +8,13 @@ the shortest request at least, and at most for as many tokens as it had with one
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
 
 from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.items import count_held_blocks
+from blockstep.conformance.protocol.features import without_states
 from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, MambaCacheMode
 
 FULL, WINDOW, CHUNKS = GroupKind.FULL, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL
@@ -29,13 +31,24 @@ SIZES = (1, 1, 1, 2, 2, 3, 4)
 """Token slots of a block, in those of the smallest."""
 
 
-def draw_groups(config: Config, draw: Draw, is_storm: bool = False) -> Config:
+def draw_groups(
+    config: Config,
+    draw: Draw,
+    is_storm: bool = False,
+    wanted: Collection[GroupKind] = (),
+    unwanted: Collection[GroupKind] = (),
+) -> Config:
     """The config with several groups, and with blocks for them.
 
-    The largest pool holds every token in every group that one group had room for; in a storm, and
-    in every other config, there is at most half of what that adds.
+    All kinds `wanted` are among them, and none of those `unwanted`. With a draft head more of them
+    are of three kinds, since a hit drops a block in each. The largest pool holds every token in
+    every group that one group had room for; in a storm, and in every other config, there is at most
+    half of what that adds.
     """
-    kinds = draw.choice(MIXES)
+    attended = {*wanted} - {RECURRENT}
+    mixes = [mix for mix in MIXES if attended.issubset(mix) and not {*unwanted}.intersection(mix)]
+    has_head = config.drops_last_hit_block and draw.chance(40)
+    kinds = draw.choice([mix for mix in mixes if has_head and len({*mix}) > 2] or mixes)
     sizes = [1] * len(kinds)
     if draw.chance(50):
         sizes = [draw.choice(SIZES) for _ in kinds]
@@ -44,8 +57,8 @@ def draw_groups(config: Config, draw: Draw, is_storm: bool = False) -> Config:
         _draw_group(kind, size * config.block_size, config, draw)
         for kind, size in zip(kinds, sizes, strict=True)
     )
-    if draw.chance(25):
-        groups = _add_states(groups, config, draw)
+    if RECURRENT in wanted or (RECURRENT not in unwanted and draw.chance(45)):
+        groups = _add_states(groups, config, draw, may_replace=not wanted)
     config = replace(config, groups=groups)
     num_tokens = config.num_usable_blocks * config.block_size
     least = max(config.num_usable_blocks, _count_least(config))
@@ -53,6 +66,14 @@ def draw_groups(config: Config, draw: Draw, is_storm: bool = False) -> Config:
     if is_storm or draw.chance(50):
         most = (least + most) // 2
     return replace(config, num_blocks=1 + draw.integer(least, most))
+
+
+def leave_states_out(config: Config) -> Config:
+    """The config without recurrent groups; if there were no others, with one of full attention."""
+    left = without_states(config)
+    if config.groups and not left.groups:
+        left = replace(left, groups=(KVGroup(FULL, left.block_size),))
+    return left
 
 
 def make_full(config: Config) -> Config:
@@ -81,10 +102,13 @@ def _draw_group(kind: GroupKind, block_size: int, config: Config, draw: Draw) ->
     return KVGroup(kind, block_size, attention_chunk_size=num_tokens)
 
 
-def _add_states(groups: tuple[KVGroup, ...], config: Config, draw: Draw) -> tuple[KVGroup, ...]:
+def _add_states(
+    groups: tuple[KVGroup, ...], config: Config, draw: Draw, may_replace: bool
+) -> tuple[KVGroup, ...]:
     """The groups with a recurrent one or two, of the modes that the config allows.
 
-    They stand in front or last, and now and then take the place of a group with the same blocks.
+    They are in front or last, and if they `may_replace` others, they now and then take the place of
+    a group with the same blocks.
     """
     unit, num_blocks = config.block_size, config.num_speculative_tokens
     mode = MambaCacheMode.NONE
@@ -98,7 +122,7 @@ def _add_states(groups: tuple[KVGroup, ...], config: Config, draw: Draw) -> tupl
         least = num_blocks + 1 if mode is MambaCacheMode.ALIGN else 1
     size = -(-max(least, unit * draw.choice((1, 1, 2))) // unit) * unit
     states = KVGroup(RECURRENT, size, mamba_cache_mode=mode, num_speculative_blocks=num_blocks)
-    kept = groups[: len(groups) - draw.integer(0, 1)]
+    kept = groups[: len(groups) - (draw.integer(0, 1) if may_replace else 0)]
     # Blocks are named by the smallest, whether or not there are states.
     if unit not in [group.block_size for group in kept or (states,)]:
         kept = groups

@@ -12,7 +12,14 @@ from random import Random
 from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.protocol.features import without_states
 from blockstep.spec.memory.groups import compute_max_held_blocks, compute_max_reach
-from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, MambaCacheMode, MultiModalItem
+from blockstep.spec.vocabulary import (
+    Config,
+    GroupKind,
+    KVGroup,
+    MambaCacheMode,
+    MultiModalItem,
+    config_problems,
+)
 
 IDENTIFIERS = ("cat", "dog", "owl")
 CROWD = (*IDENTIFIERS, *("ape", "bee", "cow", "eel", "elk", "fox", "hen", "jay", "yak"))
@@ -55,7 +62,7 @@ def draw_beside(config: Config, draw: Draw, has_groups: bool) -> Config:
     request, and seldom for many.
     """
     if config.enable_prefix_caching:
-        config = without_states(config)  # of another mode than without
+        config = forget_states(config)
     config = replace(
         config,
         is_encoder_decoder=True,
@@ -78,6 +85,23 @@ def draw_beside(config: Config, draw: Draw, has_groups: bool) -> Config:
         num_blocks = max(num_blocks, config.num_usable_blocks) + draw.integer(0, num_blocks)
         config = replace(config, num_blocks=1 + num_blocks)
     return config
+
+
+def forget_states(config: Config) -> Config:
+    """The config without prefix caching, and with recurrent groups that keep no state.
+
+    They are left out where the blocks of the others do not divide theirs.
+    """
+    unit = config.block_size
+    size = -(-config.max_model_len // unit) * unit
+    groups = [
+        replace(group, block_size=size, mamba_cache_mode=MambaCacheMode.NONE)
+        if group.kind is GroupKind.RECURRENT
+        else group
+        for group in config.groups
+    ]
+    plain = replace(config, enable_prefix_caching=False, groups=tuple(groups))
+    return without_states(config) if config_problems(plain) else plain
 
 
 def count_held_blocks(config: Config, num_slots: int) -> int:

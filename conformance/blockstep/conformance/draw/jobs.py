@@ -10,20 +10,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from blockstep.conformance.draw.decisions import Draw
-from blockstep.conformance.protocol.features import settle_states
 from blockstep.spec import vocabulary as v
 
 JOBS = ("x", "y", "z")
 
 
 def draw_pins(config: v.Config) -> v.Config:
-    """The config with blocks that stay between turns, which are found by what is in them."""
-    if config.is_encoder_decoder:
-        config = settle_states(replace(config, is_encoder_decoder=False))
-    config = replace(config, policy=v.Policy.CONTINUUM)
-    if not config.enable_prefix_caching:
-        config = settle_states(replace(config, enable_prefix_caching=True))
-    return config
+    """The config, which has prefix caching, with blocks that stay between turns."""
+    return replace(config, policy=v.Policy.CONTINUUM)
 
 
 def draw_job(request: v.Request, draw: Draw, job_id: str | None = None) -> v.Request:

@@ -6,7 +6,7 @@ whole features off: a rare situation needs others to be absent, not only to be r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -36,19 +36,21 @@ from blockstep.conformance.protocol.features import (
     LATE,
     MASKS,
     MULTIMODAL,
+    PARTS_OF_GROUPS,
     PAUSE,
     PINS,
     PIPELINE,
     PRIORITY,
     RESET,
     SEVERAL_AT_ONCE,
+    STATES,
     TIERS,
     TRANSFERS,
     Feature,
     settle_states,
 )
-from blockstep.conformance.protocol.wishes import NO_WISH, Wish
-from blockstep.spec.vocabulary import Config, Policy, SpecMethod
+from blockstep.conformance.protocol.wishes import NO_WISH, Wish, widen
+from blockstep.spec.vocabulary import Config, GroupKind, Policy, SpecMethod
 
 
 class Habit(StrEnum):
@@ -147,8 +149,9 @@ def draw_swarm(
     """
     if policy is Policy.CONTINUUM:
         policy, wish = None, replace(wish, always=wish.always | {PINS.name})
-    if KINDS.name in wish.always:
-        wish = replace(wish, always=wish.always | {GROUPS.name})
+    wish = widen(wish)
+    if PINS.name in wish.always:
+        wish = replace(wish, always=wish.always | {CACHING.name})
     config = draw_config(preset, draw, max_depth, wish)
     is_storm = draw.chance(40 if is_judged_alone else 20)
     if is_storm and is_judged_alone and wish.decide(DRAFTS, draw.chance(50)):
@@ -196,6 +199,7 @@ def _draw_late(
     config, seed = swarm.config, swarm.token_seed
     drawn: set[str] = set()
     left_out: list[Feature] = []
+    wanted_kinds = list_kinds(wish.always)
     for name in LATE:
         feature = BY_NAME.get(name)
         is_drawn = seed % LATE_ONE_IN == LATE_ONE_IN - 1
@@ -213,30 +217,30 @@ def _draw_late(
             continue
         drawn.add(name)
         if feature is GROUPS:
-            plain, config = config, draw_groups(config, draw, swarm.is_storm)
-            while KINDS.name in wish.always and not KINDS.is_asked_by(config):
-                config = draw_groups(plain, draw, swarm.is_storm)
-            if KINDS.name in wish.never:
-                config = KINDS.take_from(config)
+            config = _draw_head(config, draw, wish)
+            drawn |= {DRAFTS.name} if config.drops_last_hit_block else set()
+            config = _draw_wished_groups(config, draw, swarm.is_storm, wish)
         elif feature is ADAPTERS:
             config = replace(config, max_loras=draw.choice((1, 1, 2)))
         elif feature is ENCODER:
             config = draw_encoder(config, draw, swarm.is_storm)
-            if CACHING.name not in wish.always and draw.chance(20):
+            goes_beside = not (STATES.name in wish.always and config.enable_prefix_caching)
+            if goes_beside and CACHING.name not in wish.always and draw.chance(20):
                 has_groups = takes(GROUPS) and not wish.never & {GROUPS.name, KINDS.name}
                 config = draw_beside(config, draw, has_groups)
                 drawn |= {GROUPS.name} if has_groups else set()
         elif feature is EVENTS:
             config = replace(config, enable_kv_cache_events=True)
         elif feature is TRANSFERS:
-            config = draw_store(config, draw)
+            config = draw_store(config, draw, bool(wanted_kinds))
         elif feature is PINS:
             config = draw_pins(config)
         elif feature is FORKS:
             config = draw_forks(config, draw)
         elif feature is TIERS:
             if _may_have_store(config, wish, takes) and draw.chance(70):
-                config, drawn = draw_store(config, draw), drawn | {TRANSFERS.name}
+                config = draw_store(config, draw, bool(wanted_kinds))
+                drawn |= {TRANSFERS.name}
             config = draw_tiers(config, draw)
         elif feature is MASKS:
             drawn |= {GRAMMAR.name, DRAFTS.name} - wish.never
@@ -244,7 +248,7 @@ def _draw_late(
             reasons = config.reasoning_end_token_id is not None
             is_drawn = draw.chance(60) or reasons  # one commit then brings the end, and more
             if wish.decide(DRAFTS, is_drawn) and not config.num_speculative_tokens:
-                config = _add_drafts(config, draw)
+                config = _add_drafts(config, draw, keeps_states=STATES.name in wish.always)
     if not config.enable_forks and FORKS.name not in wish.never and takes(FORKS):
         # Both are of the capability of forks, and go with a store, an encoder and pins, too.
         beside = config.kv_connector or config.encoder_cache_size or config.has_pins
@@ -255,6 +259,31 @@ def _draw_late(
     features = swarm.features | drawn
     swarm = replace(swarm, features=features, has_long_prompts=is_long, left_out=tuple(left_out))
     return swarm.fit(config)
+
+
+def list_kinds(names: Collection[str]) -> list[GroupKind]:
+    """The kinds of KV groups that features of these names stand for."""
+    return [feature.kind for feature in PARTS_OF_GROUPS if feature.name in names]
+
+
+def _draw_head(config: Config, draw: Draw, wish: Wish) -> Config:
+    """The config, now and then with a draft head, where several groups are asked for."""
+    if GROUPS.name not in wish.always or DRAFTS.name in wish.never or not draw.chance(25):
+        return config
+    count = config.num_speculative_tokens or draw.integer(1, 4)
+    return replace(config, spec_method=SpecMethod.EAGLE, num_speculative_tokens=count)
+
+
+def _draw_wished_groups(config: Config, draw: Draw, is_storm: bool, wish: Wish) -> Config:
+    """The config with several groups, of the kinds that were asked for."""
+    wanted, unwanted = list_kinds(wish.always), list_kinds(wish.never)
+    if KINDS.name in wish.never:
+        unwanted += [GroupKind.CHUNKED_LOCAL, GroupKind.RECURRENT]
+        return KINDS.take_from(draw_groups(config, draw, is_storm, wanted, unwanted))
+    drawn = draw_groups(config, draw, is_storm, wanted, unwanted)
+    while KINDS.name in wish.always and not KINDS.is_asked_by(drawn):
+        drawn = draw_groups(config, draw, is_storm, wanted, unwanted)
+    return drawn
 
 
 def _goes_with(feature: Feature, config: Config, wish: Wish, *, has_policy: bool) -> bool:
@@ -282,13 +311,20 @@ def _goes_with(feature: Feature, config: Config, wish: Wish, *, has_policy: bool
 def _may_have_store(config: Config, wish: Wish, takes: Callable[[Feature], bool]) -> bool:
     """Whether there is no store, and one goes with all that was drawn."""
     has_other = config.kv_connector or config.has_pins or config.enable_forks
-    return not has_other and TRANSFERS.name not in wish.never and takes(TRANSFERS)
+    if has_other or STATES.name in wish.always:
+        return False
+    return TRANSFERS.name not in wish.never and takes(TRANSFERS)
 
 
-def _add_drafts(config: Config, draw: Draw) -> Config:
-    """The config with drafts; as it is, where no group of it would go with them."""
+def _add_drafts(config: Config, draw: Draw, keeps_states: bool) -> Config:
+    """The config with drafts; as it is, where no group of it would go with them.
+
+    Recurrent groups that have no blocks for drafts are left out, unless the config `keeps_states`.
+    """
     method, count = draw.choice(PROPOSERS), draw.integer(1, 4)
     added = settle_states(replace(config, spec_method=method, num_speculative_tokens=count))
+    if keeps_states and len(added.groups) < len(config.groups):
+        return config
     return added if bool(added.groups) is bool(config.groups) else config
 
 

@@ -198,10 +198,21 @@ def draw_update(swarm: Swarm, draw: Draw, session: v.Request, index: int) -> v.R
         resumable=True,
         prompt_embeds=(),
         prompt_token_ids=prompt,
-        items=() if swarm.has(ENCODER) or not chunk.items else draw_items(draw, len(prompt)),
+        items=draw_items_of_chunk(swarm, draw, chunk, len(prompt)),
         max_tokens=count,
         min_tokens=min(chunk.min_tokens, count),
     )
+
+
+def draw_items_of_chunk(
+    swarm: Swarm, draw: Draw, chunk: v.Request, num_prompt: int
+) -> tuple[v.MultiModalItem, ...]:
+    """Items inside of a chunk's own prompt. An encoder-decoder model takes none with a chunk."""
+    if not swarm.has(ENCODER):
+        return draw_items(draw, num_prompt) if chunk.items else ()
+    if swarm.config.is_encoder_decoder or not draw.chance(60):
+        return ()
+    return draw_encoded(draw, num_prompt, swarm.config, swarm.token_seed, swarm.is_storm)
 
 
 def among_others(stop: int, swarm: Swarm, index: int) -> v.TokenIds:

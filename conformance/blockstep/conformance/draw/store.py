@@ -9,26 +9,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from blockstep.conformance.draw.decisions import Draw
-from blockstep.conformance.draw.groups import make_full
-from blockstep.conformance.protocol.features import settle_states, without_states
+from blockstep.conformance.draw.groups import leave_states_out, make_full
+from blockstep.conformance.protocol.features import settle_states
 from blockstep.conformance.protocol.program import NO_REPORT, Report
 from blockstep.conformance.protocol.transfers import Transfers
 from blockstep.spec import vocabulary as v
 
 
-def draw_store(config: v.Config, draw: Draw) -> v.Config:
+def draw_store(config: v.Config, draw: Draw, keeps_kinds: bool = False) -> v.Config:
     """The config with a store beside the pool: it has the KV of tokens, and nothing else.
 
     Something is left of a load that fails where every group holds all tokens, and nowhere else: of
-    configs with groups many are such.
+    configs with groups many are such, unless the kinds of groups were asked for (`keeps_kinds`).
     """
-    has_groups = bool(config.groups)
     if config.is_encoder_decoder:
         config = settle_states(replace(config, is_encoder_decoder=False))
-    config = without_states(config)
-    if has_groups and not config.groups:
-        config = replace(config, groups=(v.KVGroup(v.GroupKind.FULL, config.block_size),))
-    if len(config.groups) > 1 and draw.chance(50):
+    config = leave_states_out(config)
+    if len(config.groups) > 1 and not keeps_kinds and draw.chance(50):
         config = make_full(config)
     policy = draw.choice(tuple(v.KVLoadFailurePolicy))
     return replace(config, kv_connector=True, kv_load_failure_policy=policy)

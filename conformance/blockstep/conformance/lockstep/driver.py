@@ -27,12 +27,14 @@ from blockstep.conformance.engine import (
     get_judged,
     get_traits,
 )
+from blockstep.conformance.judge.pairs import PairCounter
 from blockstep.conformance.judge.properties import Ledger, Step, check_step
 from blockstep.conformance.judge.witnesses import situations
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.exchange import Exchange, blame_spec, fault_of, get_first_state
 from blockstep.conformance.lockstep.excuses import Excuses
 from blockstep.conformance.lockstep.liveness import Watch, drain_bound
+from blockstep.conformance.lockstep.quirks import WatchedSpec
 from blockstep.conformance.lockstep.runner import Runner, ask_mask
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
 from blockstep.conformance.protocol.features import Feature, find_lacking, fit, get_missing
@@ -60,6 +62,7 @@ class LockStep(Runner):
     engine: Engine
     ledger: Ledger
     witnesses: Counter[str]
+    pairs: PairCounter
     lacking: tuple[Feature, ...]
     """What the engine is not given, for want of a capability."""
     judged: frozenset[v.RejectCode]
@@ -112,7 +115,8 @@ class LockStep(Runner):
         # A worker has every slot in memory; one that is given no plan needs none.
         room = config if compare_every is None else v.Config(num_blocks=2)
         capabilities = engine.capabilities()
-        spec = SpecEngine(config, profile)
+        is_watched = profile.quirks and compare_every is None
+        spec = (WatchedSpec if is_watched else SpecEngine)(config, profile)
         first = spec.snapshot()
         run = cls(
             config=config,
@@ -122,6 +126,7 @@ class LockStep(Runner):
             spec_before=first,
             ledger=Ledger(config),
             witnesses=Counter(),
+            pairs=PairCounter(config),
             capabilities=capabilities,
             lacking=find_lacking(capabilities),
             judged=get_judged(engine),
@@ -211,6 +216,16 @@ class LockStep(Runner):
             if found is None:
                 raise
             return self.excuses.take([found], told, expected, None)
+
+    def follow(self, event: v.Event, observation: v.Observation) -> None:
+        """Update what clients and the worker know, and count pairs that were met."""
+        is_watched = self.compare_every is None
+        before = [*self.live] if is_watched else []
+        if is_watched:
+            self.pairs.note(event, observation, self)
+        Runner.follow(self, event, observation)
+        if is_watched:
+            self.pairs.settle(event, before, self)
 
     def _tell(self, event: v.Event) -> v.Event:
         """The event in the words of the engine."""
@@ -331,6 +346,10 @@ class LockStep(Runner):
         if Capability.CACHE_STATISTICS in self.capabilities:
             stats = replace(snapshot.stats, preemptions=stats.preemptions)
         return replace(snapshot, stats=stats)
+
+    def list_quirk_goals(self) -> list[str]:
+        """The goals of `lockstep.quirks` that the run has reached, sorted."""
+        return sorted(self.spec.watch.met) if isinstance(self.spec, WatchedSpec) else []
 
     def skip(self, reason: str) -> None:
         """Count something that was left out."""

@@ -53,6 +53,8 @@ class Feature:
     """Situations, likewise, that do not come up where every run has it."""
     properties: tuple[str, ...] = ()
     """What speaks of it first."""
+    part_of: str = ""
+    """The feature, by name, that this one is part of: every run with this one has it, too."""
 
     def is_asked_by(self, thing: v.Config | v.Request) -> bool:
         """Whether a config or a request asks for it."""
@@ -103,6 +105,29 @@ class KindsOfGroups(Feature):
             for group in config.groups
         ]
         return resize_blocks(replace(config, groups=tuple(groups)), config.block_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupsOfKind(Feature):
+    """The row of KV groups of one kind, which can be asked for by name."""
+
+    kind: v.GroupKind = v.GroupKind.FULL
+
+    def is_asked_by(self, thing: v.Config | v.Request) -> bool:
+        """See `Feature`."""
+        return isinstance(thing, v.Config) and self.kind in [it.kind for it in thing.groups]
+
+    def take_from(self, thing: T) -> T:
+        """See `Feature`: recurrent groups go, others become groups of full attention."""
+        if isinstance(thing, v.Request) or not self.is_asked_by(thing):
+            return thing
+        if self.kind is v.GroupKind.RECURRENT:
+            return without_states(thing)
+        full = [v.KVGroup(v.GroupKind.FULL, group.block_size) for group in thing.groups]
+        pairs = zip(thing.groups, full, strict=True)
+        return replace(
+            thing, groups=tuple([new if it.kind is self.kind else it for it, new in pairs])
+        )
 
 
 def without_states(config: v.Config) -> v.Config:
@@ -295,6 +320,34 @@ KINDS = KindsOfGroups(
         *("groups_state_left", "groups_hit_of_a_state", "encoder_across_"),
     ),
     properties=("P5", "P8"),
+    part_of="groups",
+)
+WINDOW = GroupsOfKind(
+    "window",
+    "groups under a sliding window of attention",
+    config={"groups": ()},
+    situations=("groups_window_slid",),
+    properties=("P5", "P8"),
+    part_of="groups",
+    kind=v.GroupKind.SLIDING_WINDOW,
+)
+CHUNKS = GroupsOfKind(
+    "chunks",
+    "groups under chunked local attention",
+    config={"groups": ()},
+    situations=("groups_chunk_left",),
+    properties=("P5", "P8"),
+    part_of="kinds",
+    kind=v.GroupKind.CHUNKED_LOCAL,
+)
+STATES = GroupsOfKind(
+    "states",
+    "groups of recurrent layers, which keep states instead of tokens",
+    config={"groups": ()},
+    situations=("groups_state_left", "groups_hit_of_a_state"),
+    properties=("P5", "P8"),
+    part_of="kinds",
+    kind=v.GroupKind.RECURRENT,
 )
 OF_FORKS = ("forks_", "rejected_bad_fork", "rejected_fork_in_flight")
 """Situations of branches, by the beginnings of their names."""
@@ -413,13 +466,15 @@ CACHING = Feature(
 
 FEATURES: tuple[Feature, ...] = (
     *(PRIORITY, DRAFTS, ASYNC, PIPELINE, PAUSE, RESET, GRAMMAR, MULTIMODAL, EMBEDS, KEYS, STOPS),
-    *(ABORTS, HOSTILE, GROUPS, KINDS, ADAPTERS, SESSIONS, MASKS, ENCODER, EVENTS, TRANSFERS, PINS),
-    *(FORKS, TIERS),
+    *(ABORTS, HOSTILE, GROUPS, KINDS, WINDOW, CHUNKS, STATES, ADAPTERS, SESSIONS, MASKS, ENCODER),
+    *(EVENTS, TRANSFERS, PINS, FORKS, TIERS),
     CACHING,
 )
 """The table. Whoever lacks several is fitted in this order: without `async`, several frames in
 flight are a `pipeline`."""
 BY_NAME: Mapping[str, Feature] = {feature.name: feature for feature in FEATURES}
+PARTS_OF_GROUPS = (WINDOW, CHUNKS, STATES)
+"""Features that are KV groups of one kind each."""
 LATE = (
     *("groups", "adapters", "masks", "sessions", "encoder", "events", "transfers", "pins"),
     *("forks", "tiers"),
@@ -448,6 +503,12 @@ NEEDS_ANY: Mapping[str, frozenset[str]] = {
 """Situations that need one of several features beside their own: without all of them whoever runs
 can go on, and by the token that was scheduled at its admission; and what is read across is in a
 group of its own, as what a window leaves is."""
+
+
+def list_wholes(name: str) -> tuple[str, ...]:
+    """Names of the features that a feature is part of, the nearest first."""
+    whole = BY_NAME[name].part_of
+    return (whole, *list_wholes(whole)) if whole else ()
 
 
 def is_reachable(situation: str, absent: Collection[str], always: Collection[str] = ()) -> bool:

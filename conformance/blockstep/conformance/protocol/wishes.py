@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from blockstep.conformance.protocol.features import (
     ASYNC,
@@ -15,9 +15,11 @@ from blockstep.conformance.protocol.features import (
     PIPELINE,
     PRIORITY,
     SEVERAL_AT_ONCE,
+    STATES,
     TRANSFERS,
     Feature,
     UsageError,
+    list_wholes,
 )
 
 APART = (
@@ -26,6 +28,8 @@ APART = (
     (FORKS, PINS, "a branch is nobody's turn"),
     (FORKS, TRANSFERS, "branches share what they have, and no loads"),
     (FORKS, ENCODER, "branches share no items"),
+    (FORKS, STATES, "a state is written over, so that branches cannot share it"),
+    (STATES, TRANSFERS, "a store has the KV of tokens, and no states"),
 )
 """Features that no run has both of, and why."""
 
@@ -43,6 +47,12 @@ class Wish:
 
 
 NO_WISH = Wish()
+
+
+def widen(wish: Wish) -> Wish:
+    """The wish, with the features that those of every run are part of."""
+    wholes = {whole for name in wish.always for whole in list_wholes(name)}
+    return replace(wish, always=wish.always | wholes)
 
 
 def parse_features(names: Iterable[str]) -> tuple[str, ...]:
@@ -64,8 +74,8 @@ def make_wish(with_features: Iterable[str], without_features: Iterable[str]) -> 
     Raises:
         UsageError: a name is not in the table, or no run can be like this.
     """
-    wish = Wish(
-        frozenset(parse_features(with_features)), frozenset(parse_features(without_features))
+    wish = widen(
+        Wish(frozenset(parse_features(with_features)), frozenset(parse_features(without_features)))
     )
     known = f"the features are {', '.join(BY_NAME)}"
     for name in sorted(wish.always & wish.never):

@@ -37,6 +37,8 @@ def check_to_json(result: CheckResult, corpus: Sequence[CheckResult] = ()) -> di
         "canary_killed_after_events": result.canary_killed_after,
         "witnesses": dict(sorted(result.witnesses.items())),
         "witnesses_missing": list(result.missing),
+        "pairs_not_met": list(result.apart),
+        "quirk_sides_not_met": list(result.unseen_sides),
         "findings_known": dict(sorted(result.known.items())),
         "deviations": {name: result.excused[name] for name in sorted(result.deviations)},
         "deviations_stale": list(result.stale),

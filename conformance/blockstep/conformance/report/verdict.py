@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from io import StringIO
 
 from rich.console import Console
@@ -9,6 +10,7 @@ from rich.table import Table
 
 from blockstep.conformance.engine import ALL_CAPABILITIES, Safety, SamePlans
 from blockstep.conformance.judge.witnesses import WITNESSES
+from blockstep.conformance.lockstep.quirks import tell_goal
 from blockstep.conformance.protocol.features import BY_NAME, LATE
 from blockstep.conformance.report.colour import paint
 from blockstep.conformance.report.wording import tell_stale
@@ -18,6 +20,8 @@ from blockstep.conformance.search.options import ExitCode, get_wish
 COLUMNS = 2
 WIDTH_MIN = 100
 """Of a screen that has room for so many columns; a narrower one has one."""
+NAMES_SHOWN = 4
+"""Pairs that were not met, at most, which are named; a program reads all of them from the JSON."""
 
 TITLE = "situations reached (blockstep explain NAME says what one means)"
 
@@ -67,7 +71,13 @@ def _render_lines(result: CheckResult, console: Console) -> None:
     for name in result.stale:
         console.print(f"stale       {tell_stale(name, result.excused[name])}", soft_wrap=True)
     for name in () if options.is_single else result.missing:
-        console.print(f"not reached {name}: {WITNESSES[name]}")
+        console.print(f"not reached {name}: {WITNESSES.get(name) or tell_goal(name)}")
+    pairs = f"{result.num_legal_pairs:,} pairs that are legal together"
+    sides = f"{result.num_quirk_sides:,} sides of the quirks of {options.profile}"
+    for names, whole in ((result.apart, pairs), (result.unseen_sides, sides)):
+        if names:
+            words = f"not met     {len(names):,} of {whole}: {_name_some(names)}"
+            console.print(words, soft_wrap=True, markup=False)
     if options.program is not None:
         verdict = (
             f"{verdict_word(result)}: engine {options.engine}, equivalence {result.equivalence}, "
@@ -85,6 +95,12 @@ def _render_lines(result: CheckResult, console: Console) -> None:
         f"{result.seconds:.1f} s, {rate:,.0f} events/s"
     )
     console.print(paint(verdict), soft_wrap=True)
+
+
+def _name_some(names: Sequence[str]) -> str:
+    """The first of some names, and how many there are besides."""
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more:,} more (see --json)" if more > 0 else "")
 
 
 def verdict_word(result: CheckResult) -> str:

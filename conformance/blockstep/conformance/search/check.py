@@ -30,6 +30,8 @@ from blockstep.conformance.search.episodes import (
 from blockstep.conformance.search.floor import (
     CANARIES,
     Facts,
+    list_quirk_goals,
+    list_required_pairs,
     look,
     missing_witnesses,
     release_canary,
@@ -71,6 +73,10 @@ class CheckResult:
     num_events: int = 0
     seconds: float = 0.0
     witnesses: Counter[str] = field(default_factory=Counter)
+    pairs: Counter[str] = field(default_factory=Counter)
+    """Episodes that reached a cell of `judge.pairs`, by its name."""
+    quirks: Counter[str] = field(default_factory=Counter)
+    """Episodes that reached a goal of `lockstep.quirks`."""
     skipped: Counter[str] = field(default_factory=Counter)
     known: Counter[str] = field(default_factory=Counter)
     """Findings that the quirks of the profile account for, by property."""
@@ -81,6 +87,14 @@ class CheckResult:
     stale: tuple[str, ...] = ()
     """Deviations that their programs do not show any more."""
     missing: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+    """Cells of `judge.pairs` that the run could reach and did not: legal together, and not met."""
+    num_legal_pairs: int = 0
+    """Cells that it could reach."""
+    unseen_sides: tuple[str, ...] = ()
+    """Sides of the quirks of the profile that the run could see and did not."""
+    num_quirk_sides: int = 0
+    """Sides that it could see."""
     has_snapshot: bool = True
     equivalence: str = "exact"
     """By what the engine is held to the spec, as its factory declares: `exact`, `renamed`, `plan`
@@ -208,7 +222,15 @@ def search(
             on_progress(result)
             if result.first is not None:
                 break
-    result.missing = missing_witnesses(result.witnesses, options, facts)
+    counts = result.witnesses | result.quirks
+    result.missing = missing_witnesses(counts, options, facts)
+    if options.episode is None:
+        goals = list_quirk_goals(options, facts)
+        result.num_quirk_sides = len(goals)
+        result.unseen_sides = tuple([goal for goal in goals if not counts[goal]])
+        legal = list_required_pairs(options, facts)
+        result.num_legal_pairs = len(legal)
+        result.apart = tuple([cell for cell in legal if not result.pairs[cell]])
     return result
 
 
@@ -218,6 +240,8 @@ def _add(result: CheckResult, episode: EpisodeResult) -> None:
     result.num_episodes += 1
     result.num_events += episode.num_events
     result.witnesses.update(episode.witnesses)
+    result.pairs.update(episode.pairs)
+    result.quirks.update(episode.quirks)
     result.skipped.update(episode.skipped)
     result.known.update(episode.known)
     result.excused.update(episode.deviations)

@@ -62,6 +62,10 @@ class EpisodeResult:
     deviations: dict[str, int]
     """Findings that the adapter declares, by the name of the deviation."""
     has_snapshot: bool
+    pairs: tuple[str, ...] = ()
+    """Cells of `judge.pairs` that it reached."""
+    quirks: tuple[str, ...] = ()
+    """Goals of `lockstep.quirks` that it reached."""
     program: Program | None = None
     """The program, if it failed; None if its engine did not live to say so."""
     first: Finding | None = None
@@ -177,6 +181,8 @@ def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -
         known=run.known,
         deviations=dict(run.excuses.counts),
         has_snapshot=Capability.SNAPSHOT in run.capabilities,
+        pairs=tuple(sorted(run.pairs.reached)),
+        quirks=tuple(run.list_quirk_goals()),
         program=program if findings else None,
         first=first,
         beside=tuple(finding for finding in findings if finding is not first),

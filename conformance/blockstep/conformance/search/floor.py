@@ -19,9 +19,11 @@ from blockstep.conformance.engine import (
     get_capabilities,
     get_traits,
 )
+from blockstep.conformance.judge.legal import list_legal
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.judge.witnesses.plans import PREEMPTION
 from blockstep.conformance.judge.witnesses.tiers import TIERS
+from blockstep.conformance.lockstep.quirks import UNMET, get_feature, is_spared, list_goals
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.features import (
     BY_NAME,
@@ -33,12 +35,13 @@ from blockstep.conformance.protocol.features import (
     UsageError,
     find_lacking,
     is_reachable,
+    list_wholes,
 )
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.claims import find_declined, find_unmet, list_owed
 from blockstep.conformance.search.episodes import fit_depth, run_episode
-from blockstep.conformance.search.options import CheckOptions, get_wish
+from blockstep.conformance.search.options import CheckOptions, find_profile, get_wish
 from blockstep.spec.profiles import STRICT
 from blockstep.spec.vocabulary import Policy
 
@@ -115,7 +118,7 @@ def _is_shown(deviation: Deviation, make_engine: EngineFactory) -> bool:
 def require_wish(options: CheckOptions, facts: Facts) -> None:
     """See that the engine has what the options want. Raises UsageError."""
     for name in options.with_features:
-        if name in facts.lacking:
+        if {name, *list_wholes(name)} & {*facts.lacking}:
             raise UsageError(f"feature {name!r}: the engine {options.engine} lacks it")
 
 
@@ -203,8 +206,8 @@ RARE_WHERE_WANTED = {
 every one, and few states are kept."""
 
 
-def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """What a run must reach to be worth anything, with an engine that lacks these features."""
+def list_absent(options: CheckOptions, lacking: tuple[str, ...]) -> set[str]:
+    """Names of the features that no run of the options has, with an engine that lacks some."""
     wish = get_wish(options)
     absent = {*lacking, *wish.never} & BY_NAME.keys()
     if options.policy is Policy.FCFS:
@@ -215,6 +218,18 @@ def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> 
         absent |= SEVERAL_AT_ONCE
     elif SEVERAL_AT_ONCE & wish.always:
         absent |= SEVERAL_AT_ONCE - wish.always
+    return absent | {name for name in BY_NAME if absent.intersection(list_wholes(name))}
+
+
+def list_required_pairs(options: CheckOptions, facts: Facts) -> list[str]:
+    """The cells of `judge.pairs` that runs of the options can reach with this engine."""
+    return list_legal(list_absent(options, facts.lacking), get_wish(options).always)
+
+
+def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """What a run must reach to be worth anything, with an engine that lacks these features."""
+    wish = get_wish(options)
+    absent = list_absent(options, lacking)
     deepest = {"four_frames_in_flight"} if options.max_depth < MAX_DEPTH else set()
     rare = {TINY.name: RARE_AT_TINY, REAL.name: SMALL_ONLY}.get(options.preset, set())
     left_out = NOT_REQUIRED | deepest | rare
@@ -229,16 +244,32 @@ def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> 
     )
 
 
+def list_quirk_goals(options: CheckOptions, facts: Facts, only_wished: bool = False) -> list[str]:
+    """The sides of the quirks of the profile that runs of the options can see, if compared.
+
+    `only_wished`: that a quirk did not apply, of those whose feature every run has. How often one
+    decides is a matter of the release.
+    """
+    if facts.owed is not None:
+        return []
+    absent, wished = list_absent(options, facts.lacking), get_wish(options).always
+    features = wished if only_wished else None
+    goals = list_goals(find_profile(options.profile), features)
+    found = [goal for goal in goals if goal not in UNMET and get_feature(goal) not in absent]
+    return [goal for goal in found if is_spared(goal) or not only_wished]
+
+
 def missing_witnesses(
     counts: Mapping[str, int], options: CheckOptions, facts: Facts
 ) -> tuple[str, ...]:
-    """Required situations that `counts` lacks."""
+    """Required situations that `counts` lacks, and sides of quirks."""
     if facts.situations is not None:
         required = facts.situations
     else:
         required = required_witnesses(options, facts.lacking)
         if facts.owed is not None:
             required = tuple(name for name in required if name in facts.owed)
+    required += tuple(list_quirk_goals(options, facts, only_wished=True))
     return tuple(
         name for name in required if not counts.get(name) and name not in facts.out_of_reach
     )

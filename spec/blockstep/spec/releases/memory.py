@@ -18,10 +18,14 @@ def _with_unnamed_first(rules: Rules) -> Rules:
 
     def free_blocks(pool: Pool, block_table: Sequence[BlockId]) -> Pool:
         after = rules.free_blocks(pool, block_table)
-        released = after.free_queue[len(pool.free_queue) :]
+        num_released = len(after.free_queue) - len(pool.free_queue)
+        released = after.free_queue[-num_released:] if num_released else ()
+        if pool.is_lifo:
+            released = after.free_queue[:num_released]
         named = [block_id for block_id in released if pool.block_keys[block_id] is not None]
         unnamed = [block_id for block_id in released if pool.block_keys[block_id] is None]
-        return replace(after, free_queue=(*unnamed, *pool.free_queue, *named))
+        rest = (*named, *pool.free_queue) if pool.is_lifo else (*pool.free_queue, *named)
+        return replace(after, free_queue=(*unnamed, *rest))
 
     return replace(rules, free_blocks=free_blocks)
 

@@ -132,7 +132,7 @@ def _find_broken_pins(config: Config) -> Iterator[BrokenRule]:
     """Every rule against pins beside the rest of a config. Source: seed 001 "Feature A"."""
     fix = "use Policy.FCFS"
     if not config.enable_prefix_caching:
-        rule = "continuum needs prefix caching: nobody finds what stays without it"
+        rule = "continuum needs prefix caching: pinned blocks are found by their keys"
         yield "policy", rule, "enable it, or use Policy.FCFS"
     if config.kv_connector:
         yield "policy", "continuum does not go with kv_connector: both hold what has ended", fix
@@ -150,7 +150,7 @@ def _find_broken_forks(config: Config) -> Iterator[BrokenRule]:
     if config.encoder_cache_size:
         yield "enable_forks", "does not go with an encoder", fix
     if config.policy is Policy.CONTINUUM:
-        yield "enable_forks", "does not go with continuum: a branch is nobody's turn", fix
+        yield "enable_forks", "does not go with continuum: a branch is no turn of a job", fix
     if any(group.kind is GroupKind.RECURRENT for group in config.groups):
         yield "enable_forks", "does not go with recurrent groups: a state is written over", fix
 

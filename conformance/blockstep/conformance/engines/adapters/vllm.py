@@ -219,8 +219,8 @@ class VllmEngine:
 
     def _build(self, request: v.Request, hasher: Hasher | None) -> VllmRequest:
         run = self.run
-        has_encoder = run.config.encoder_cache_size > 0
-        return build_request(request, hasher, run.lora_ids, self.separate_names, has_encoder)
+        has_items = run.config.encoder_cache_size > 0 or hasher is not None
+        return build_request(request, hasher, run.lora_ids, self.separate_names, has_items)
 
     def _submit(self, request: v.Request) -> v.Ack:
         """Source: `add_request`."""

@@ -306,7 +306,7 @@ def build_request(
     hasher: Hasher | None,
     lora_ids: dict[str, int],
     separate_names: bool,
-    has_encoder: bool = False,
+    has_items: bool = False,
 ) -> VllmRequest:
     """The request as vLLM's front end would hand it to the scheduler.
 
@@ -315,7 +315,7 @@ def build_request(
         hasher: What names its full blocks; None without prefix caching.
         lora_ids: Number of each adapter seen in this run, from 1; a new one is added.
         separate_names: See `VllmEngine.separate_names`.
-        has_encoder: Whether the scheduler is told of the items, and not the hasher alone.
+        has_items: Whether it brings its items: somebody encodes them, or hashes them.
     """
     sampling = _build_sampling(request)
     lora = None
@@ -335,7 +335,7 @@ def build_request(
         cache_salt=request.cache_salt and get_text(request.cache_salt),
         priority=request.priority,
         block_hasher=hasher,
-        mm_features=build_features(request.items) if has_encoder else None,
+        mm_features=build_features(request.items) if has_items else None,
         resumable=request.resumable,
     )
     return VllmRequest(**keywords)

@@ -11,7 +11,7 @@ from sys import intern
 
 from blockstep.conformance.engine import EngineFault
 from blockstep.conformance.engines.adapters.vllm_releases import Release
-from blockstep.spec.vocabulary import BlockKey, FrameId, Request, TokenIds
+from blockstep.spec.vocabulary import BlockKey, FrameId, MultiModalItem, Request, TokenIds
 
 ADAPTER_PREFIX = "adapter:"
 DIGEST_SIZE = sha256().digest_size
@@ -49,6 +49,8 @@ class Known:
     """What a session was given, and has not taken yet."""
     keys: list[BlockKey] = field(default_factory=list)
     """Of its full blocks."""
+    features: list[object] = field(default_factory=list)
+    """vLLM's features of its items, where the scheduler does not see them: it encodes none."""
     promised: dict[FrameId, int] = field(default_factory=dict)
     """Tokens, drafts included, that plans promised."""
     is_prefill_chunk: bool = False
@@ -91,7 +93,12 @@ class Digests:
         """Different contents of one digest: vLLM takes them for the same."""
 
     def learn(
-        self, known: Known, num_before: int, digests: Sequence[bytes], token_ids: Sequence[int]
+        self,
+        known: Known,
+        num_before: int,
+        digests: Sequence[bytes],
+        token_ids: Sequence[int],
+        items: tuple[MultiModalItem, ...],
     ) -> None:
         """Take in the digests of a request's next full blocks, when they are made of its tokens.
 
@@ -102,15 +109,18 @@ class Digests:
             num_before: Digests that it has; keys beyond are forgotten.
             digests: Those that are new.
             token_ids: All of its tokens.
+            items: Its items where the release has them, which may be elsewhere than they should be.
         """
-        keys, size = known.keys, self.block_size
+        keys, size, request = known.keys, self.block_size, known.request
+        if request.items != items:
+            request = replace(request, items=items)
         del keys[num_before:]
         is_continued = bool(keys)
         for digest in digests:
             start = len(keys) * size
             key = compute_block_key(
                 self.release,
-                known.request,
+                request,
                 keys[-1] if keys else None,
                 tuple(token_ids[start : start + size]),
                 start,

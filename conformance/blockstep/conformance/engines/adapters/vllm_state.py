@@ -21,7 +21,7 @@ from blockstep.conformance.engines.adapters.vllm_build import (
     build_scheduler,
 )
 from blockstep.conformance.engines.adapters.vllm_grammars import begin_compilation
-from blockstep.conformance.engines.adapters.vllm_items import build_features
+from blockstep.conformance.engines.adapters.vllm_items import read_features
 from blockstep.conformance.engines.adapters.vllm_names import Digests, Known
 from blockstep.spec import vocabulary as v
 
@@ -67,24 +67,29 @@ class Run:
         """What the answers told; each tells what was counted since the last one."""
 
     def name_blocks(self, known: Known) -> Hasher | None:
-        """What names the full blocks of a request: vLLM's hasher, and what it hashed remembered.
+        """Return vLLM's block hasher; the digests that it makes are noted with what was hashed.
 
-        Where no encoder is modelled it is shown the items, which the scheduler is not.
+        It hashes the release's own features of the items: those that the request came with, and
+        those of later chunks where the scheduler has put them. Where no encoder is modelled the
+        scheduler must not see them, so they are kept aside between two calls.
         """
         hasher, digests = self.hasher, self.digests
         if hasher is None:
             return None
+        is_kept_aside = not self.config.encoder_cache_size
 
         def hash_blocks(target: VllmRequest) -> list[bytes]:
             known.follow(target.prompt_token_ids, target.max_tokens)
-            items = () if self.config.encoder_cache_size else known.request.items
-            if items:
-                target.mm_features = build_features(items)
+            if is_kept_aside:
+                known.features.extend(target.mm_features)
+                target.mm_features = known.features
             found = hasher(target)
-            if items:
+            items = read_features(target.mm_features)
+            if is_kept_aside:
                 target.mm_features = []
             if found:
-                digests.learn(known, len(target.block_hashes), found, target.all_token_ids)
+                num_before = len(target.block_hashes)
+                digests.learn(known, num_before, found, target.all_token_ids, items)
             return found
 
         return hash_blocks

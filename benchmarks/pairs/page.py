@@ -1,0 +1,135 @@
+"""The page of pairs: what is legal together, how often it is drawn together, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from string import ascii_lowercase
+
+from benchmarks._pages import make_table
+
+from blockstep.conformance.judge.legal import UNDRAWN, find_reason
+from blockstep.conformance.judge.pairs import (
+    CHUNK_FIELDS,
+    MOMENTS,
+    NAMES,
+    SESSION_HAS,
+    SETTINGS,
+    SIGNALS,
+    list_cells,
+    name_pair,
+)
+
+INTRO = """\
+# Pairs
+
+<!-- Made by `make pairs`; do not edit. The counts are in benchmarks/pairs/reached.json. -->
+
+What is legal together has to be drawn together: three seeded bugs once conformed after 151,000
+events, since no run had a session with a grammar, a watermark with a store, or the end of a read in
+the answer that ends its request. Three tables say what meets, and no cell is empty. A run counts
+them, too: the verdict of `blockstep check` names pairs that it could have met and did not.
+
+A digit says in how many episodes a cell was reached: `0` in 1 to 9, `1` in 10 to 99, `2` in
+100 to 999, `3` in more. A letter is a reason, listed below the table; it is what the specification
+says when it is asked for both at once. `?` is legal and was not drawn: its reason is
+at the end of the page.
+"""
+
+
+class Letters:
+    """The reasons of one table, each with a letter."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, str] = {}
+
+    def get(self, reason: str) -> str:
+        """The letter of a reason."""
+        return self.of.setdefault(reason, ascii_lowercase[len(self.of)])
+
+    def render(self) -> str:
+        """The reasons, a line each."""
+        return "".join(f"- `{letter}`: {reason}\n" for reason, letter in self.of.items())
+
+
+def list_empty(counts: Mapping[str, int]) -> list[str]:
+    """Legal cells that were never reached, and that have no reason for it."""
+    return [
+        cell
+        for cell in list_cells()
+        if not counts.get(cell) and not find_reason(cell) and cell not in UNDRAWN
+    ]
+
+
+def list_wrong(counts: Mapping[str, int]) -> list[str]:
+    """Cells that were reached in spite of a reason, so that the reason is wrong."""
+    return [
+        cell for cell, count in counts.items() if count and (find_reason(cell) or cell in UNDRAWN)
+    ]
+
+
+def make_mark(cell: str, counts: Mapping[str, int], letters: Letters) -> str:
+    """The mark of one cell: a digit, the letter of a reason, or `?`."""
+    if counts.get(cell):
+        return str(min(len(str(counts[cell])) - 1, 3))
+    reason = find_reason(cell)
+    if reason:
+        return letters.get(reason)
+    return "?"
+
+
+def render_matrix(
+    rows: Sequence[str],
+    columns: Sequence[str],
+    name: Callable[[str, str], str],
+    counts: Mapping[str, int],
+) -> str:
+    """A table of marks, whose columns are numbered, and its reasons."""
+    letters, width = Letters(), max(map(len, rows)) + 4
+    lines = [" " * width + "".join(f"{number:>3}" for number in range(1, len(columns) + 1))]
+    for number, row in enumerate(rows, 1):
+        marks = [
+            "  ." if row == column and rows == columns else f"{make_mark(cell, counts, letters):>3}"
+            for column in columns
+            for cell in [name(row, column)]
+        ]
+        lines.append(f"{number:>3} {row:<{width - 4}}{''.join(marks)}")
+    legend = "" if rows == columns else _list_columns(columns)
+    return "```text\n" + "\n".join(lines) + "\n```\n\n" + legend + letters.render()
+
+
+def _list_columns(columns: Sequence[str]) -> str:
+    numbered = ", ".join(f"{number} `{name}`" for number, name in enumerate(columns, 1))
+    return f"Columns: {numbered}.\n\n"
+
+
+def render_page(played: Mapping[str, int], counts: Mapping[str, int]) -> str:
+    """The page, from what was played (events, by options) and the episodes that reached a cell."""
+    told = "; ".join(f"`{options}`: {events:,} events" for options, events in played.items())
+    undrawn = "".join(f"- `{cell}`: {reason}\n" for cell, reason in UNDRAWN.items())
+    return "\n".join(
+        [
+            INTRO,
+            f"Played, the specification against itself: {told}.",
+            "",
+            "## Features and settings",
+            "",
+            f"A plan had a row of a request with both. Settings begin at `{next(iter(SETTINGS))}`.",
+            "",
+            render_matrix(NAMES, NAMES, name_pair, counts),
+            "## Signals",
+            "",
+            "An event about a request came at a moment of the request's life.",
+            "",
+            make_table(("signal", "what it is"), [(f"`{key}`", SIGNALS[key]) for key in SIGNALS]),
+            make_table(("moment", "when it is"), [(f"`{key}`", MOMENTS[key]) for key in MOMENTS]),
+            render_matrix((*SIGNALS,), (*MOMENTS,), lambda one, at: f"{one}@{at}", counts),
+            "## Chunks of sessions",
+            "",
+            "A chunk with the field of the row was accepted by a session with that of the column.",
+            "",
+            render_matrix(CHUNK_FIELDS, SESSION_HAS, lambda one, has: f"{one}>{has}", counts),
+            "## Legal, and not drawn",
+            "",
+            undrawn or "None.\n",
+        ]
+    )

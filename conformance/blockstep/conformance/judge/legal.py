@@ -1,0 +1,317 @@
+"""Legal: which cells of `judge.pairs` can be reached, and the reason for each that cannot.
+
+No list of what goes together is kept. Each row and column has small examples; two are merged, and
+the specification is asked. What it says against them is the reason, word for word. Only the reasons
+of signals and moments are written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+from blockstep.conformance.judge.pairs import (
+    SIGNALS,
+    list_cells,
+)
+from blockstep.conformance.protocol.features import BY_NAME, HOSTILE
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.spec import vocabulary as v
+
+PLAIN_CONFIG = v.Config(
+    num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64
+)
+PLAIN_REQUEST = v.Request("A", (1, 2, 3, 4), max_tokens=4)
+
+
+@dataclass(frozen=True)
+class Example:
+    """Fields of a config and of a request that ask for a feature or a setting."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    request: Mapping[str, Any] = field(default_factory=dict)
+
+
+FULL, LARGER = (v.KVGroup(v.GroupKind.FULL, size) for size in (4, 8))
+
+
+def _states(mode: v.MambaCacheMode, block_size: int, caching: bool) -> Example:
+    group = v.KVGroup(
+        v.GroupKind.RECURRENT, block_size, mamba_cache_mode=mode, num_speculative_blocks=2
+    )
+    return Example({"groups": (FULL, group), "enable_prefix_caching": caching})
+
+
+ENCODER = {"encoder_compute_budget": 8, "encoder_cache_size": 8}
+GRAMMAR = v.Grammar((((7, 0),),))
+METHODS = {
+    "ngram": v.SpecMethod.NGRAM,
+    "draft_model": v.SpecMethod.DRAFT_MODEL,
+    "draft_head": v.SpecMethod.EAGLE,
+}
+DRAFTS = {
+    name: Example({"spec_method": method, "num_speculative_tokens": 2})
+    for name, method in METHODS.items()
+}
+WINDOW = Example({"groups": (v.KVGroup(v.GroupKind.SLIDING_WINDOW, 4, sliding_window=6),)})
+CHUNKS = Example({"groups": (v.KVGroup(v.GroupKind.CHUNKED_LOCAL, 4, attention_chunk_size=8),)})
+STATES = (
+    _states(v.MambaCacheMode.ALIGN, 4, caching=True),
+    _states(v.MambaCacheMode.ALL, 4, caching=True),
+    _states(v.MambaCacheMode.NONE, 64, caching=False),
+)
+LOADS = {"kv_connector": True}
+SWAP = Example({**LOADS, "swap_min_tokens": 1})
+THRESHOLDS = Example({"admission_high_blocks": 2, "admission_low_blocks": 1})
+EXAMPLES: Mapping[str, tuple[Example, ...]] = {
+    "priority": (Example({"policy": v.Policy.PRIORITY}),),
+    "drafts": tuple(DRAFTS.values()),
+    "async": (Example({"max_frames_in_flight": 2, "async_scheduling": True}),),
+    "pipeline": (Example({"max_frames_in_flight": 2, "async_scheduling": False}),),
+    "pause": (Example(),),
+    "reset": (Example(),),
+    "grammar": (Example(request={"structured_output": True}),),
+    "multimodal": tuple(
+        Example(request={"items": (v.MultiModalItem("cat", offset, 2),)}) for offset in (1, 0)
+    ),
+    "embeds": (Example(request={"prompt_embeds": (0, 0, 1, 0)}),),
+    "keys": (Example(request={"adapter": "x", "cache_salt": "y"}),),
+    "stops": (Example(request={"eos_token_id": 7, "stop_token_ids": (8,)}),),
+    "aborts": (Example(),),
+    "hostile": (Example(),),
+    "groups": (Example({"groups": (FULL,)}),),
+    "kinds": (Example({"groups": (FULL, LARGER)}), CHUNKS, *STATES),
+    "window": (WINDOW,),
+    "chunks": (CHUNKS,),
+    "states": STATES,
+    "adapters": (Example({"max_loras": 1}),),
+    "sessions": (Example(request={"resumable": True}),),
+    "masks": (Example(request={"structured_output": True, "grammar": GRAMMAR}),),
+    "encoder": (Example(ENCODER),),
+    "events": (Example({"enable_kv_cache_events": True}),),
+    "transfers": (Example(LOADS),),
+    "pins": (Example({"policy": v.Policy.CONTINUUM}),),
+    "forks": (Example({"enable_forks": True}),),
+    "tiers": (THRESHOLDS, SWAP),
+    "caching": (Example({"enable_prefix_caching": True}),),
+    "whole_prompts": (Example({"enable_chunked_prefill": False}),),
+    "long_prefill_cap": (Example({"long_prefill_token_threshold": 8}),),
+    "no_reserve": (Example({"scheduler_reserve_full_isl": False}),),
+    **{name: (example,) for name, example in DRAFTS.items()},
+    "whole_items": (
+        Example({**ENCODER, "disable_chunked_mm_input": True, "is_encoder_decoder": False}),
+    ),
+    "items_beside": (
+        Example(
+            {
+                **ENCODER,
+                "is_encoder_decoder": True,
+                "disable_chunked_mm_input": True,
+                "enable_chunked_prefill": False,
+                "enable_prefix_caching": False,
+            }
+        ),
+    ),
+    "loads_computed_again": (
+        Example({**LOADS, "kv_load_failure_policy": v.KVLoadFailurePolicy.RECOMPUTE}),
+    ),
+    "reasoning": (Example({"reasoning_end_token_id": 1}),),
+    "watermark": (Example({"watermark_blocks": 1}),),
+    "stack": (Example({"pool_order": v.PoolOrder.LIFO}),),
+    "swap": (SWAP,),
+    "thresholds": (THRESHOLDS,),
+}
+"""Examples of each feature and setting, one for each way that may go with others."""
+VALUES: Mapping[str, Any] = {
+    "max_tokens": 3,
+    "min_tokens": 1,
+    "eos_token_id": 7,
+    "stop_token_ids": (8,),
+    "repetition_detection": v.RepetitionDetection(2),
+    "arrival_time": 1,
+    "items": (v.MultiModalItem("cat", 0, 1),),
+    "prompt_embeds": (0, 0, 1, 0),
+    "priority": 1,
+    "adapter": "x",
+    "cache_salt": "y",
+    "skip_reading_prefix_cache": True,
+    "structured_output": True,
+    "grammar": GRAMMAR,
+    "job_id": "j",
+    "is_last_step": True,
+}
+"""A value of each field that a session or its chunk may set."""
+TO_ALL = ("reset", "forced_reset", "pause", "encoder_reset", "encoder_offer", "clock", "estimate")
+"""Signals that name no request."""
+OWN_EVENT = "it is an event of its own, and no part of an answer"
+NO_REQUEST = "it names no request"
+A_PLAN = "it names a plan in flight, and so the requests that have rows in it"
+IMPOSSIBLE: tuple[tuple[Collection[str], Collection[str], str], ...] = (
+    (
+        SIGNALS.keys() - {"load_ends", "load_fails", "read_ends"},
+        {"in_its_last_answer"},
+        OWN_EVENT,
+    ),
+    (TO_ALL, {"never_submitted"}, NO_REQUEST),
+    (
+        {"bitmask"},
+        {"never_submitted", "before_its_plan", "between_answers"},
+        A_PLAN,
+    ),
+    ({"abort"}, {"before_its_last_answer"}, "it ends the request itself"),
+    ({"load_fails"}, {"never_submitted"}, "a block is of a load, and a load is of a request"),
+)
+"""Signals and moments at which they cannot come, and why."""
+
+
+UNDRAWN: Mapping[str, str] = {
+    "load_fails@before_its_last_answer": "Rows in flight behind a load that has failed are void. "
+    "Only a request that was scheduled again from the start can end by one, not by that load.",
+}
+"""Cells that are legal and that no draw reaches, and why."""
+
+
+def merge(one: Example, other: Example) -> Example | str:
+    """Both at once, or the reason why one field would have two values. Groups are side by side."""
+    asked: dict[str, Any] = {**one.config}
+    for name, value in other.config.items():
+        if name == "groups" and name in asked:
+            asked[name] = tuple(dict.fromkeys((*asked[name], *value)))
+        elif asked.setdefault(name, value) != value:
+            return f"a config has one value of {name}"
+    request = {**one.request, **other.request}
+    return Example(asked, request)
+
+
+def find_problem(example: Example) -> str:
+    """The reason for which the specification rejects a config or a request; "" if it takes both."""
+    config = replace(PLAIN_CONFIG, **example.config)
+    problems = v.config_problems(config)
+    if problems:
+        return f"{problems[0].field}: {problems[0].rule}"
+    request = replace(PLAIN_REQUEST, **example.request)
+    seen = SpecEngine(config).apply(v.Submit(request))
+    return seen.detail if isinstance(seen, v.Rejected) else ""
+
+
+@cache
+def find_reason_of_pair(one: str, other: str) -> str:
+    """Why no run has both features or settings; "" if some run may."""
+    problems: list[str] = []
+    for first, second in product(EXAMPLES[one], EXAMPLES[other]):
+        both = merge(first, second)
+        problems.append(both if isinstance(both, str) else find_problem(both))
+        if not problems[-1]:
+            return ""
+    return problems[0]
+
+
+@cache
+def find_reason_of_chunk(brings: str, has: str) -> str:
+    """Why no session that has a field is given a chunk with another; "" if some may be."""
+    engine = SpecEngine(PLAIN_CONFIG)
+    session = replace(PLAIN_REQUEST, resumable=True, **_with_grammar({has: VALUES[has]}))
+    if brings in v.SESSION_FIELDS:
+        session = replace(session, **_with_grammar({brings: VALUES[brings]}))
+    chunk = v.Request("A", (5, 6), max_tokens=2, resumable=True)
+    chunk = replace(chunk, **_with_grammar({brings: VALUES[brings]}))
+    for event in (v.Submit(session), v.StreamingUpdate(chunk)):
+        seen = engine.apply(event)
+        if isinstance(seen, v.Rejected):
+            return seen.detail
+    return ""
+
+
+def _with_grammar(asked: dict[str, Any]) -> dict[str, Any]:
+    return {"structured_output": True, **asked} if "grammar" in asked else asked
+
+
+def find_reason_of_signal(signal: str, moment: str) -> str:
+    """Why a signal cannot come at a moment; "" if it can."""
+    reasons = (
+        why for signals, moments, why in IMPOSSIBLE if signal in signals and moment in moments
+    )
+    return next(reasons, "")
+
+
+OF_SETTINGS: Mapping[str, str] = {
+    **dict.fromkeys(DRAFTS, "drafts"),
+    **dict.fromkeys(("whole_items", "items_beside"), "encoder"),
+    **dict.fromkeys(("watermark", "stack"), "forks"),
+    **dict.fromkeys(("swap", "thresholds"), "tiers"),
+    "loads_computed_again": "transfers",
+    "reasoning": "masks",
+}
+"""Settings that no run without a feature has, and that feature."""
+OF_SIGNALS: Mapping[str, str] = {
+    "abort": "aborts",
+    "grammar_ready": "grammar",
+    **dict.fromkeys(("grammar_failed", "bitmask"), "masks"),
+    "drafts": "drafts",
+    **dict.fromkeys(("chunk", "end_of_input"), "sessions"),
+    "fork": "forks",
+    **dict.fromkeys(("offer", "load_ends", "load_fails", "read_ends"), "transfers"),
+    **dict.fromkeys(("reset", "forced_reset"), "reset"),
+    "pause": "pause",
+    **dict.fromkeys(("encoder_reset", "encoder_offer"), "encoder"),
+    **dict.fromkeys(("clock", "estimate"), "pins"),
+}
+"""The feature of each signal."""
+OF_FIELDS: Mapping[str, str] = {
+    **dict.fromkeys(("min_tokens", "eos_token_id", "stop_token_ids"), "stops"),
+    "repetition_detection": "stops",
+    "items": "multimodal",
+    "priority": "priority",
+    **dict.fromkeys(("adapter", "cache_salt"), "keys"),
+    "structured_output": "grammar",
+    "grammar": "masks",
+    **dict.fromkeys(("job_id", "is_last_step"), "pins"),
+}
+"""The feature of a request's fields, where they have one."""
+REFUSED_AT = ("never_submitted", "before_its_end_is_told", "after_its_end")
+"""Moments at which a signal about one request is refused, or changes nothing."""
+
+
+def list_features(cell: str) -> list[str]:
+    """Names of the features without which a cell cannot be reached."""
+    if "+" in cell:
+        names = cell.split("+")
+        return [OF_SETTINGS.get(name, name) for name in names if name in {**OF_SETTINGS, **BY_NAME}]
+    if "@" in cell:
+        signal, moment = cell.split("@")
+        is_refused = moment in REFUSED_AT and signal not in TO_ALL
+        return [OF_SIGNALS[signal], *([HOSTILE.name] if is_refused else [])]
+    return ["sessions", *[OF_FIELDS[name] for name in cell.split(">") if name in OF_FIELDS]]
+
+
+def list_legal(absent: Collection[str] = (), always: Collection[str] = ()) -> list[str]:
+    """The cells that runs without some features, and all with some others, can reach."""
+    found = []
+    for cell in list_cells():
+        if find_reason(cell):
+            continue
+        names = list_features(cell)
+        if not {*names} & {*absent} and not any(
+            find_reason_of_pair(*sorted((name, other)))
+            for name in names
+            for other in always
+            if other != name
+        ):
+            found.append(cell)
+    return found
+
+
+def find_reason(cell: str) -> str:
+    """Why a cell of the tables cannot be reached; "" if it can."""
+    for sign, find in (
+        ("+", find_reason_of_pair),
+        ("@", find_reason_of_signal),
+        (">", find_reason_of_chunk),
+    ):
+        one, found, other = cell.partition(sign)
+        if found:
+            return find(one, other)
+    raise ValueError(f"no cell is called {cell!r}")
