@@ -9,11 +9,20 @@ from typing import Any
 import pytest
 from foreign_support.toys import AbortingToy, fit_config
 
-from blockstep.conformance.lockstep.liveness import LINES_MAX, Watch, drain_bound, is_same_state
+from blockstep.conformance.engine import EngineTraits, Safety
+from blockstep.conformance.lockstep import liveness
+from blockstep.conformance.lockstep.liveness import (
+    LINES_MAX,
+    Watch,
+    drain_bound,
+    idle_bound,
+    is_same_state,
+)
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
+from blockstep.impl.host import HostEngine
 from blockstep.spec import Config, Oracle, Plan, Policy, Request, Submit
 from blockstep.spec.profiles import get_profile
 from blockstep.spec.vocabulary import (
@@ -22,6 +31,8 @@ from blockstep.spec.vocabulary import (
     BlockKey,
     EncoderSnapshot,
     Event,
+    KVLoad,
+    KVOffer,
     NewRow,
     Observation,
     PauseState,
@@ -104,6 +115,62 @@ def test_an_empty_plan_is_no_stall_while_a_frame_is_in_flight() -> None:
     assert Watch().see(Plan(3, preempted_req_ids=("A",)), False, False, None) == ""
 
 
+LOAD = KVLoad("A", ((1,),), 0, 1, is_async=True)
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(3, kv_loads=(LOAD,)), Plan(3, preempted_req_ids=("A",))], ids=["load", "refusal"]
+)
+def test_plans_that_load_or_preempt_for_ever_are_a_stall(plan: Plan) -> None:
+    """Where no state is shown that could return."""
+    watch = Watch()
+    for _ in range(idle_bound(1)):
+        assert watch.see(plan, False, False, None, (0, 1)) == ""
+    assert watch.see(plan, False, False, None, (0, 1)) == (
+        "7 plans loaded or preempted, and no row came of it"
+    )
+    assert watch.see(plan, False, False, None, (1, 1)) == "", "a token was delivered"
+
+
+def test_a_state_that_returns_with_a_load_is_a_cycle() -> None:
+    state, watch = in_the_middle(), Watch()
+    plan = Plan(3, kv_loads=(LOAD,))
+    assert watch.see(plan, False, False, state, (0, 1)) == ""
+    assert watch.see(plan, False, False, state, (0, 1)).startswith("the same state returns")
+
+
+class LoadsAgain(HostEngine):
+    """What a store has loaded is given up by the next plan, and loaded again: for ever."""
+
+    def _return(self, slot: int) -> None:
+        raise AssertionError("nothing ever comes back")
+
+    def _try_go_on(self, slot: int, queue: Any, step: Any) -> bool:
+        if not self._is_parked(slot):
+            return super()._try_go_on(slot, queue, step)
+        self._take_back(slot)
+        return False
+
+
+@pytest.mark.parametrize("is_hidden", [False, True], ids=["shown", "hidden"])
+def test_a_load_that_is_given_up_for_ever_is_found(is_hidden: bool) -> None:
+    class Foreign(LoadsAgain):
+        traits = EngineTraits(equivalence=Safety())
+
+        def capabilities(self) -> frozenset[str]:
+            return super().capabilities() - ({"snapshot"} if is_hidden else set())
+
+        def snapshot(self) -> Any:
+            return None if is_hidden else super().snapshot()
+
+    config = Config(num_blocks=6, block_size=1, max_model_len=8, kv_connector=True)
+    request = Request("A", (1, 2, 3), max_tokens=1)
+    actions = (Submit(request), KVOffer("A", 2, is_async=True), Drain())
+    run, findings = run_program(Program(config, actions), Foreign)
+    assert [found.property_id for found in findings] == ["P10"]
+    assert run.num_events < 40
+
+
 # A state that returns.
 
 
@@ -138,6 +205,7 @@ OTHER = {
     "transfers": TransfersSnapshot(received=("A",)),
     "pins": PinsSnapshot(now=1),
     "admission_closed": True,
+    "has_work": False,
 }
 """What the others may be; each alone tells them apart."""
 OTHER_REQUEST = {
@@ -285,8 +353,12 @@ def test_the_bound_is_the_work_for_each_that_may_preempt_and_some() -> None:
 
 
 @pytest.mark.parametrize("too_many", [0, 1])
-def test_who_needs_the_bound_ends_and_who_needs_one_more_stalls(too_many: int) -> None:
-    """Nothing else could tell: no state is shown, and each plan preempts somebody."""
+def test_who_needs_the_bound_ends_and_who_needs_one_more_stalls(
+    too_many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else could tell: no state is shown, each plan preempts somebody, and plans without
+    rows have no bound of their own here."""
+    monkeypatch.setattr(liveness, "idle_bound", lambda _num_live: 1_000)
     request = Request("A", (1,), max_tokens=2)
     bound = drain_bound({"A": request})
 

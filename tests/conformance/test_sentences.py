@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from play_support import brought, forking, lacking, pinning, telling, tiering, transferring
+from play_support import brought, forking, idling, lacking, pinning, telling, tiering, transferring
 from play_support.grouped import FULL, WINDOW, attending_as, going_on
 from play_support.play import (
     CONFIG,
@@ -419,6 +419,12 @@ AT_EITHER: list[Case] = [
 ]
 """Held to the specification, and at safety."""
 
+EXTERNAL: Case = (
+    "told_external_tokens_are_those_that_were_loaded",
+    committed,
+    nothing,
+    lambda s: first_output(s, num_external_tokens=2),
+)
 ALONE: list[Case] = [
     *brought.ALONE,
     *telling.ALONE,
@@ -427,6 +433,7 @@ ALONE: list[Case] = [
     *forking.ALONE,
     *tiering.ALONE,
     *lacking.ALONE,
+    *idling.ALONE,
     *AT_EITHER,
     GIVEN_UP,
     (
@@ -665,6 +672,7 @@ ALONE: list[Case] = [
         nothing,
         lambda s: first_output(s, num_cached_tokens=2),
     ),
+    EXTERNAL,
     (
         "dispatched_drafts_are_the_last_proposed_ones",
         drafted_in_pipeline,
@@ -931,6 +939,7 @@ AT_SAFETY: list[Case] = [
     ),
     GIVEN_UP,
     ("paused_scheduler_admits_nobody", paused, admitting_in_the_end, same),
+    *idling.ALONE,
     (
         "finished_request_is_forgotten_and_others_stay",
         one_waits,
@@ -944,6 +953,7 @@ AT_SAFETY: list[Case] = [
         otherwise_waiting,
     ),
     transferring.WAITING_FOR_NO_FRAME,
+    EXTERNAL,
     *telling.ALONE,
 ]
 """The sentences of `JUDGED`, in their order."""

@@ -88,6 +88,9 @@ class Capability(StrEnum):
     """It drops drafts that come when their request cannot take them (P24). Without it, and without
     REJECTION, an engine is only given drafts that the spec attaches."""
 
+    WORK = "work"
+    """Its state says `has_work`: whether the loop that drives it must go on planning."""
+
 
 ALL_CAPABILITIES: frozenset[str] = frozenset(Capability)
 
@@ -264,11 +267,13 @@ def show_state(
     free_queue: tuple[BlockId, ...],
     block_keys: tuple[BlockKey | None, ...],
     num_frames_in_flight: int,
+    has_work: bool | None = None,
 ) -> Snapshot:
     """A snapshot of what is judged at this equivalence; `requests` sorted by id.
 
     Queues are in their true order, for a state that returns is taken for a cycle. A block has a key
-    if it can be hit now.
+    if it can be hit now. `has_work` is what the engine's own loop asks before it sleeps, if it asks
+    anything.
     """
     cached: dict[BlockKey, tuple[BlockId, ...]] = {}
     for block, key in enumerate(block_keys):
@@ -289,6 +294,7 @@ def show_state(
         finished_req_ids=(),
         prev_scheduled_req_ids=(),
         stats=Stats(),
+        has_work=has_work,
     )
 
 

@@ -47,6 +47,7 @@ HOST: Final = frozenset(
         "pins",
         "forks",
         "tiers",
+        "work",
     )
 )
 """Everything."""

@@ -114,6 +114,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.SKIPPED_LOADS_ARE_SETTLED,
                 Quirk.ENDED_LEAVE_THEIR_WINDOWS_FIRST,
                 Quirk.EMPTY_TRANSFERS_ARE_RESET,
+                Quirk.TRANSFERS_ARE_NO_WORK,
                 Quirk.POOL_AND_STORE_RESET_APART,
                 Quirk.WINDOW_HIT_CUT_BLINDLY,
                 Quirk.WINDOWS_RESERVE_EVERYTHING,

@@ -300,6 +300,10 @@ class Rules:
     compute_stop: Callable[[RequestState, TokenIds, int, int], Stop]
     """Why a request ends: (request, outputs, known tokens, max_model_len)."""
 
+    # the loop
+    has_work: Callable[..., bool]
+    """Whether the loop must go on planning, of a state (P10)."""
+
     def __eq__(self, other: object) -> bool:
         return self.quirks == other.quirks if isinstance(other, Rules) else NotImplemented
 

@@ -45,6 +45,7 @@ def get_snapshot(state: State, shown: tuple[RequestSnapshot, ...] | None = None)
         transfers=get_transfers_snapshot(state) if state.config.kv_connector else None,
         pins=get_pins_snapshot(state.pins) if state.config.has_pins else None,
         admission_closed=state.admission_closed,
+        has_work=state.rules.has_work(state),
     )
 
 

@@ -14,6 +14,7 @@ from blockstep.spec.beside.grammar import get_next_stand
 from blockstep.spec.beside.transfers import compute_num_external
 from blockstep.spec.hashing import get_item_keys
 from blockstep.spec.lives.endings import compute_stop
+from blockstep.spec.lives.idle import has_work
 from blockstep.spec.lives.reports import get_failures
 from blockstep.spec.lives.sessions import get_num_kept, get_num_kept_keys, get_stopped
 from blockstep.spec.memory.deferred import get_fence
@@ -66,4 +67,5 @@ STRICT_RULES: Final = Rules(
     get_stored=get_stored,
     get_next_stand=get_next_stand,
     compute_stop=compute_stop,
+    has_work=has_work,
 )

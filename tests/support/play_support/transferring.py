@@ -461,6 +461,11 @@ EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
         failed,
         lambda s: first_output(s, num_cached_tokens=2),
     ),
+    (
+        "told_external_tokens_are_those_that_were_loaded",
+        failed,
+        lambda s: first_output(s, num_external_tokens=2),
+    ),
     ("counters_grow_by_what_happened", offered, counted),
     ("stale_or_wrong_event_is_refused", offered, malformed),
     ("what_may_not_have_come_is_nobody_elses", reset_beside, published_at_once),

@@ -20,6 +20,7 @@ from blockstep.conformance.judge.properties import (
     tables,
     telling,
     transfers,
+    work,
 )
 from blockstep.conformance.judge.properties.output import cut_at_stop
 from blockstep.conformance.judge.properties.sentence import judge
@@ -44,11 +45,16 @@ JUDGED: tuple[Sentence, ...] = (
     tables.attended_blocks_are_held,
     # P9: a pause is a command.
     budgets.paused_scheduler_admits_nobody,
+    # P10: a loop that sleeps too early never wakes up, whatever the policy is.
+    work.loop_goes_on_while_there_is_work,
+    work.loop_sleeps_where_nothing_is_to_be_done,
     # P13: the state holds what was delivered, and no one else has ended.
     output.finished_request_is_forgotten_and_others_stay,
     output.outputs_in_the_state_are_those_delivered,
     # P17: whatever waits for a frame waits no longer than for its answer.
     transfers.deferred_free_ends_with_the_answer_to_its_frame,
+    # P21: what a store loaded follows from the plans.
+    output.told_external_tokens_are_those_that_were_loaded,
     # P20: who asks for a log wants that of the state, however that came about.
     telling.log_tells_what_can_be_found,
     telling.log_removes_what_was_there,

@@ -339,7 +339,10 @@ class LockStep(Runner):
         return []
 
     def _comparable(self, snapshot: v.Snapshot | None) -> v.Snapshot | None:
-        """The snapshot; with the spec's counters where the engine's mean something else."""
+        """The snapshot; with what the spec says where the engine does not, or means another thing:
+        of counters, and of work that is left."""
+        if snapshot is not None and Capability.WORK not in self.capabilities:
+            snapshot = replace(snapshot, has_work=self.spec.snapshot().has_work)
         if snapshot is None or Capability.STATISTICS in self.capabilities:
             return snapshot
         stats = self.spec.snapshot().stats
@@ -428,7 +431,9 @@ class LockStep(Runner):
                 break  # declined
             plan = self.last_plan
             assert plan is not None, "an accepted Schedule is answered with a plan"
-            why = watch.see(plan, bool(self.plans), bool(self.ledger.promised), self.before)
+            told = sum(map(len, self.said.values())), len(self.live)
+            due = bool(self.ledger.promised)
+            why = watch.see(plan, bool(self.plans), due, self.before, told)
             if why and self.live:  # nobody waits where an abort was due
                 return [], why
             if not plan.rows:

@@ -2,6 +2,10 @@
 
 A drained scheduler is deterministic and nothing comes from outside, so a state that returns will
 return for ever. The cycle that is reported is the shortest: it ends at the first return.
+
+A plan without rows is no progress by itself, though it loads or preempts: a load that is told again
+and again, or a request that is admitted and preempted in the same plan, goes on for ever. Where no
+state is shown such plans have a bound.
 """
 
 from __future__ import annotations
@@ -30,18 +34,34 @@ class Watch:
     """States after these plans, with how many of them it took to get there; by what is cheap to
     compare."""
     cycle: list[Plan] = field(default_factory=list)
+    delivered: tuple[int, int] = (-1, -1)
+    """As `progress`, but as the client was told."""
+    num_idle: int = 0
+    """Plans without rows since the client was told of the last token, with no frame in flight."""
 
     def see(
-        self, plan: Plan, is_in_flight: bool, is_token_due: bool, after: Snapshot | None
+        self,
+        plan: Plan,
+        is_in_flight: bool,
+        is_token_due: bool,
+        after: Snapshot | None,
+        delivered: tuple[int, int] = (0, 0),
     ) -> str:
         """Take in a plan and the state after it; why nothing can ever come of it, or "".
 
-        `is_token_due` says whether a frame in flight will sample for anybody.
+        `is_token_due` says whether a frame in flight will sample for anybody. `delivered`: tokens
+        that clients of unfinished requests were told, and how many requests are unfinished.
         """
+        if delivered != self.delivered:
+            self.delivered, self.num_idle = delivered, 0
         if not plan.rows:
-            if is_in_flight or plan.preempted_req_ids or plan.kv_loads:
-                return ""  # what is loaded will be there
-            return "a plan is empty although nothing is due from outside"
+            if is_in_flight:
+                return ""
+            if not (plan.preempted_req_ids or plan.kv_loads):
+                return "a plan is empty although nothing is due from outside"
+            self.num_idle += 1
+            if self.num_idle > idle_bound(delivered[1]):
+                return f"{self.num_idle} plans loaded or preempted, and no row came of it"
         if after is None:
             return ""
         num_outputs = sum(len(request.output_token_ids) for request in after.requests)
@@ -90,6 +110,15 @@ def _what_matters(snapshot: Snapshot) -> Snapshot:
         finished_req_ids=(),
         stats=Stats(),
     )
+
+
+def idle_bound(num_live: int) -> int:
+    """Plans without rows that may load or preempt until a token is delivered.
+
+    Each request may be loaded once, give its blocks up to another one, and be loaded again; and it
+    may be preempted in between.
+    """
+    return 3 * (num_live + 1)
 
 
 def drain_bound(

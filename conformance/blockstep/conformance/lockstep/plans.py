@@ -50,7 +50,7 @@ NOT_COMPARED: Mapping[type, Mapping[str, Any]] = {
         "new_block_ids_to_zero": (),
     },
     # How long a hit was is a policy; when an aborted request ends, the engine's own affair.
-    v.OutputRow: {"num_cached_tokens": 0},
+    v.OutputRow: {"num_cached_tokens": 0, "num_external_tokens": None},
     v.Aborted: {"ending_req_ids": ()},
     # What becomes of blocks follows from which they are.
     v.Outputs: {"kv_events": ()},

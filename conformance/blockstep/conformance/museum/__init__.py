@@ -24,6 +24,7 @@ from blockstep.conformance.museum import (
     grammars,
     groups,
     identity,
+    idle,
     listings,
     pins,
     plan,
@@ -66,6 +67,9 @@ EXHIBITS: Mapping[str, Exhibit] = collect(
         forks.GROUPS,
         tiers.PAGE,
         tiers.GROUPS,
+        idle.PAGE,
+        idle.STORE,
+        idle.SESSIONS,
     )
 )
 """All planted defects, by name."""

@@ -11,6 +11,7 @@ from blockstep.spec.vocabulary import (
     BlockId,
     BlockKey,
     Observation,
+    OutputRow,
     Plan,
     Rejected,
     RequestSnapshot,
@@ -20,6 +21,7 @@ from blockstep.spec.vocabulary import (
 ABSENT = "-"
 NOT_COMPARED: Mapping[type, Mapping[str, str]] = {
     Rejected: {"detail": "wording is free"},
+    OutputRow: {"num_external_tokens": "a hint, held to the loads that plans told (P21)"},
     Plan: {"num_common_prefix_blocks": "a hint, compared of an engine that claims it"},
 }
 """Fields of states and answers that are not compared, by type, and why. All others are: a field

@@ -43,6 +43,7 @@ from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     NULL_BLOCK,
     BlockKey,
+    PauseState,
     RequestId,
     RequestSnapshot,
     Snapshot,
@@ -93,7 +94,18 @@ class View:
             finished_req_ids=tuple(sorted(engine.finished_req_ids)),
             prev_scheduled_req_ids=tuple(sorted(engine.previous_names.tolist())),
             stats=self.stats(),
+            has_work=self.has_work(),
         )
+
+    def has_work(self) -> bool:
+        """Whether planning again may do anything before the next event."""
+        engine = self.engine
+        num_ready = {
+            PauseState.UNPAUSED: len(engine.requests.slot_of),
+            PauseState.PAUSED_NEW: int(engine.requests.state.scalars[NUM_RUNNING]),
+            PauseState.PAUSED_ALL: 0,
+        }[engine.pause_state]
+        return bool(engine.finished_req_ids) or num_ready > 0
 
     def stats(self) -> Stats:
         """The counters since the start (P21)."""

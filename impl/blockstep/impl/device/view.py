@@ -12,6 +12,7 @@ from blockstep.impl.names import STATUSES
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     BlockKey,
+    PauseState,
     RequestId,
     RequestSnapshot,
     Snapshot,
@@ -46,7 +47,17 @@ def take_snapshot(engine: DeviceEngine) -> Snapshot:
         finished_req_ids=tuple(sorted(engine.finished_req_ids)),
         prev_scheduled_req_ids=tuple(sorted(engine.previous_names)),
         stats=take_stats(s),
+        has_work=_has_work(engine),
     )
+
+
+def _has_work(engine: DeviceEngine) -> bool:
+    """Whether planning again may do anything before the next event."""
+    if engine.finished_req_ids:
+        return True
+    if engine.pause_state is PauseState.PAUSED_NEW:
+        return int(engine.inbox.state.num_running[0]) > 0
+    return engine.pause_state is PauseState.UNPAUSED and bool(engine.inbox.slot_of)
 
 
 def take_stats(s: State) -> Stats:

@@ -136,6 +136,23 @@ class Core:
             0 if self.transfers is None else self.transfers.hits,
         )
 
+    def has_work(self) -> bool:
+        """Whether planning again may do anything before the next event; else the loop may sleep."""
+        if self.finished_req_ids:
+            return True
+        awaits = self.transfers is not None and self.transfers.awaits_any()
+        return awaits or self._has_runnable()
+
+    def _has_runnable(self) -> bool:
+        """Whether there is a request that a plan may schedule, as the pause has it."""
+        if self.pause_state is not PauseState.UNPAUSED:
+            return self.pause_state is PauseState.PAUSED_NEW and bool(self.running)
+        statuses = self.table.statuses
+        return any(
+            statuses[slot] is not Status.WAITING_FOR_STREAMING_REQ
+            for slot in self.table.slot_of.values()
+        )
+
     def is_in_flight(self, request_id: RequestId) -> bool:
         """Whether a frame in flight has a row of this id, which no unfinished request has."""
         return request_id in self.last_frame_of_ended

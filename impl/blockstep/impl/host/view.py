@@ -31,6 +31,7 @@ def take_snapshot(core: Core) -> Snapshot:
         transfers=None if core.transfers is None else core.transfers.snapshot(),
         pins=None if core.pins is None else core.pins.snapshot(),
         admission_closed=core.is_closed,
+        has_work=core.has_work(),
     )
 
 

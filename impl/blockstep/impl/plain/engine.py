@@ -16,7 +16,16 @@ from blockstep.spec import vocabulary as v
 CAPABILITIES: Final = frozenset(
     (
         *("snapshot", "priority", "pause", "reset", "grammar", "multimodal", "embeds", "abort"),
-        *("rejection", "statistics", "cache statistics", "forks", "pins", "transfers", "tiers"),
+        *(
+            "rejection",
+            "statistics",
+            "cache statistics",
+            "forks",
+            "pins",
+            "transfers",
+            "tiers",
+            "work",
+        ),
     )
 )
 
@@ -302,6 +311,19 @@ class PlainEngine:
         self.scheduler.pins.estimate(event.job_id, event.ttl)
         return v.Ack()
 
+    def _has_work(self) -> bool:
+        """Whether a plan is of any use before the next event."""
+        scheduler = self.scheduler
+        if (
+            self.ended
+            or scheduler.store.held
+            or any(map(scheduler.store.is_loading, scheduler.skipped))
+        ):
+            return True
+        if scheduler.pause is v.PauseState.UNPAUSED:
+            return bool(self.texts)
+        return scheduler.pause is v.PauseState.PAUSED_NEW and bool(scheduler.running)
+
     def snapshot(self) -> v.Snapshot:
         """The canonical state."""
         scheduler, pool = self.scheduler, self.scheduler.pool
@@ -323,6 +345,7 @@ class PlainEngine:
             transfers=scheduler.store.show(scheduler.running) if self.config.kv_connector else None,
             pins=scheduler.pins.show() if self.config.has_pins else None,
             admission_closed=scheduler.is_closed,
+            has_work=self._has_work(),
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.spec import copies
+from blockstep.spec.lives.idle import has_runnable
 from blockstep.spec.memory.groups import compute_num_skipped_tokens
 from blockstep.spec.memory.slots import compute_num_blocks, skip_slots
 from blockstep.spec.pool import Pool, allocate_blocks, touch_blocks
@@ -184,6 +185,15 @@ def pool_and_store_reset_apart(rules: Rules, _config: Config) -> Rules:
     return replace(rules, resets_apart=True)
 
 
+def transfers_are_no_work(rules: Rules, _config: Config) -> Rules:
+    """The loop sleeps though the end of a transfer is awaited."""
+
+    def has_work(state: State) -> bool:
+        return bool(state.finished_req_ids) or has_runnable(state)
+
+    return replace(rules, has_work=has_work)
+
+
 STORIES = (
     QuirkStory(
         Quirk.SKIPPED_READING_STILL_LOADS,
@@ -352,5 +362,16 @@ STORIES = (
         "not found upstream",
         "0.19.1",
         "a request runs; a reset of pool and store is refused, and what the store had is forgotten",
+    ),
+    QuirkStory(
+        Quirk.TRANSFERS_ARE_NO_WORK,
+        transfers_are_no_work,
+        "the loop sleeps while a store reads blocks of a request that has ended, or, in a pause, "
+        "while one is loaded",
+        ("P10", "P17"),
+        "#46283, #46289 (open)",
+        "0.19.1",
+        "a request ends whose blocks a store reads: once its end was told there are no requests, "
+        "the workers are never asked, and the blocks are never free",
     ),
 )

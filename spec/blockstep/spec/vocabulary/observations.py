@@ -216,6 +216,11 @@ class OutputRow:
     """The stop token that ended it, when one of `stop_token_ids` did."""
     num_cached_tokens: int = 0
     """Tokens that it had not to compute at its first admission: found, or loaded."""
+    num_external_tokens: int | None = field(default=None, compare=False)
+    """Those of `num_cached_tokens` that a store loaded; None if the engine does not tell them.
+
+    A hint: an engine may leave it out, and two rows are equal without it. It is held to the loads
+    that plans told (P21)."""
 
 
 @dataclass(frozen=True, slots=True)

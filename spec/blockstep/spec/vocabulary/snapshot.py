@@ -166,6 +166,13 @@ class Snapshot:
     """None unless the policy is `Policy.CONTINUUM`."""
     admission_closed: bool = False
     """Whether admission waits for `admission_high_blocks` free blocks."""
+    has_work: bool | None = None
+    """Whether the loop that drives the engine must go on planning; False: it may sleep until the
+    next event. None if the engine does not say (vLLM's `has_requests`).
+
+    There is work while a request may be scheduled, a worker is to be told that one has ended, or
+    the end of a transfer is awaited. A session that rests is none, nor is who is held by a pause.
+    Answers to plans in flight are awaited by the loop in any case."""
 
     def request(self, request_id: RequestId) -> RequestSnapshot | None:
         """The unfinished request of this id, or None."""

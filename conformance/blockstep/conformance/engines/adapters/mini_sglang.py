@@ -303,7 +303,14 @@ class MiniSglang:
             free_queue=(*free, *(block for _, block in sorted(evictable))),
             block_keys=tuple(keys),
             num_frames_in_flight=len(self.frames),
+            has_work=self._has_work(),
         )
+
+    def _has_work(self) -> bool:
+        """What its loop asks before it waits for a message, and whether there is one."""
+        loop = self.loop
+        has_any = loop.prefill_manager.runnable or loop.decode_manager.runnable
+        return bool(loop.inbox or loop.due is not None or has_any)
 
     def _list_waiting(self) -> list[int]:
         """Who holds nothing yet: in its queue, or in a message that it has not read."""

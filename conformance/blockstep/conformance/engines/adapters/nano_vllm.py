@@ -188,6 +188,7 @@ class NanoVllm:
             free_queue=_ours(manager.free_block_ids),
             block_keys=(None, *keys),
             num_frames_in_flight=int(self.frame is not None),
+            has_work=not self.scheduler.is_finished(),
         )
 
 

@@ -49,6 +49,7 @@ from blockstep.conformance.engines.adapters.vllm_grammars import (
 from blockstep.conformance.engines.adapters.vllm_groups import fit_groups
 from blockstep.conformance.engines.adapters.vllm_leftovers import (
     NOTE,
+    Asked,
     check_answer,
     check_plan,
     check_state,
@@ -151,6 +152,7 @@ class VllmEngine:
             Capability.ENCODER: RELEASE.has_offers,
             Capability.EVENTS: RELEASE.has_events,
             Capability.TRANSFERS: self.shows_store,
+            Capability.WORK: RELEASE.tells_work,
         }
         return IN_EVERY_RELEASE | {one for one, is_there in some.items() if is_there}
 
@@ -316,13 +318,14 @@ class VllmEngine:
     ) -> v.Outputs:
         """Hand on what a worker says of a frame and, where there is a store, of transfers."""
         run, requests = self.run, self.scheduler.requests
-        before = frozenset(run.get_unfinished())
+        asked = Asked.now(run, frame, result)
         if run.store is not None:
             result.kv_connector_output = build_report(transfers)
+            asked.has_failures = bool(transfers.invalid_block_ids)
         answer = self.scheduler.update_from_output(frame, result)
         if run.store is not None:
             run.store.forget((*transfers.finished_recving, *transfers.finished_sending), requests)
-        check_answer(run, answer, before if run.store else frame.num_scheduled_tokens.keys())
+        check_answer(run, answer, asked)
         for core in answer.values():
             told = core.scheduler_stats
             if told is not None:
@@ -332,7 +335,7 @@ class VllmEngine:
                 )
         rows = [row for core in answer.values() for row in read_outputs(run, core)]
         unfinished = run.get_unfinished()
-        run.ended.update(before.difference(unfinished))
+        run.ended.update(asked.requests.keys() - unfinished.keys())
         for name in result.req_ids:
             if name in unfinished:
                 request = unfinished[name]
@@ -344,7 +347,10 @@ class VllmEngine:
         if not run.config.enable_kv_cache_events:
             return ()
         publisher = self.scheduler.kv_event_publisher
-        return read_events(publisher, run.digests, run.lora_ids, self.separate_names)
+        get_extras = partial(
+            self.audit.get_told_extras, has_items=run.config.encoder_cache_size > 0
+        )
+        return read_events(publisher, run.digests, run.lora_ids, self.separate_names, get_extras)
 
     def _drafts(self, drafts: tuple[v.RowTokens, ...]) -> v.DraftsTaken:
         """Source: `update_draft_token_ids`, which answers nothing: attached is what it kept.

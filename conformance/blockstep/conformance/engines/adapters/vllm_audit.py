@@ -103,6 +103,11 @@ class Audit:
             ("running", len(shown.running), scheduler.get_request_counts()[0]),
             ("waiting", waiting, scheduler.get_request_counts()[1]),
             ("has ended", has_ended, scheduler.has_finished_requests()),
+            (
+                "has unfinished requests",
+                scheduler.get_num_unfinished_requests() > 0,
+                scheduler.has_unfinished_requests(),
+            ),
         ):
             if seen != own:
                 raise EngineFault(f"{what}: {seen} in the snapshot, {own} says the scheduler")
@@ -168,15 +173,30 @@ class Audit:
         return parent
 
     def _hash(self, key: v.BlockKey, parent: bytes | None) -> bytes:
-        """The digest of one block after its parent's: of a request that has nothing but what the
-        key names, each item as long as it takes to reach into the block."""
+        """The digest of one block after its parent's."""
+        digest: bytes = hash_block_tokens(HASH, parent, key.token_ids, self.get_extras(key))
+        return digest
+
+    def get_told_extras(self, key: v.BlockKey, has_items: bool) -> Any:
+        """What a KV event tells of a block beside its tokens: what is hashed, or in newer releases
+        what older ones hashed. Arguments are those of `get_extras`."""
+        extras = self.get_extras(key, has_items)
+        tell = getattr(kv_cache_utils, "to_event_extra_keys", None)
+        return extras if tell is None else tell([extras])[0]
+
+    def get_extras(self, key: v.BlockKey, has_items: bool = True) -> Any:
+        """What the release hashes of a block beside its tokens: of a request that has nothing but
+        what the key names, each item as long as it takes to reach into the block.
+
+        `has_items`: whether the request has its items; without an encoder only its hasher does.
+        """
         start, size = key.index * len(key.token_ids), len(key.token_ids)
         items = [
             SimpleNamespace(
                 identifier=get_text(identifier),
                 mm_position=SimpleNamespace(offset=start + offset, length=max(1, 1 - offset)),
             )
-            for identifier, offset in key.items
+            for identifier, offset in (key.items if has_items else ())
         ]
         # Who sends embeddings sends one for each token of the prompt, so the first block has some.
         has_embeds = bool(key.chain()[0].embeds)
@@ -195,8 +215,7 @@ class Audit:
             _prompt_embeds_per_block_hashes={},
         )
         extras, _ = generate_block_hash_extra_keys(request, start, start + size, 0)
-        digest: bytes = hash_block_tokens(HASH, parent, key.token_ids, extras)
-        return digest
+        return extras
 
     def _get_tables(self, name: v.RequestId) -> v.BlockTables:
         return tuple(map(tuple, self.manager.get_block_ids(name)))

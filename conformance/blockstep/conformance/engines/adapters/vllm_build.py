@@ -318,10 +318,6 @@ def build_request(
         has_items: Whether it brings its items: somebody encodes them, or hashes them.
     """
     sampling = _build_sampling(request)
-    lora = None
-    if request.adapter is not None:
-        number = lora_ids.setdefault(request.adapter, len(lora_ids) + 1)
-        lora = LoRARequest(get_lora_name(request.adapter, separate_names), number, "-")
     keywords = fit_keywords(
         VllmRequest,
         request_id=request.request_id,
@@ -331,7 +327,7 @@ def build_request(
         pooling_params=None,
         eos_token_id=request.eos_token_id,
         arrival_time=float(request.arrival_time),
-        lora_request=lora,
+        lora_request=build_lora(request.adapter, lora_ids, separate_names),
         cache_salt=request.cache_salt and get_text(request.cache_salt),
         priority=request.priority,
         block_hasher=hasher,
@@ -339,6 +335,16 @@ def build_request(
         resumable=request.resumable,
     )
     return VllmRequest(**keywords)
+
+
+def build_lora(
+    adapter: str | None, lora_ids: dict[str, int], separate_names: bool
+) -> LoRARequest | None:
+    """Build vLLM's request for an adapter. Arguments are those of `build_request`."""
+    if adapter is None:
+        return None
+    number = lora_ids.setdefault(adapter, len(lora_ids) + 1)
+    return LoRARequest(get_lora_name(adapter, separate_names), number, "-")
 
 
 def build_embeds(numbers: TokenIds) -> torch.Tensor | None:

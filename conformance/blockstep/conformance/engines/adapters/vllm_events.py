@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm.config.kv_events import KVEventsConfig
@@ -56,7 +56,11 @@ def ask_for_events(vllm_config: Any) -> None:
 
 
 def read_events(
-    publisher: Any, digests: Digests, lora_ids: Mapping[str, int], separate_names: bool
+    publisher: Any,
+    digests: Digests,
+    lora_ids: Mapping[str, int],
+    separate_names: bool,
+    get_extras: Callable[[v.BlockKey], object],
 ) -> tuple[v.KVEvent, ...]:
     """What the release has published since it was asked last.
 
@@ -65,6 +69,7 @@ def read_events(
         digests: What each digest stands for.
         lora_ids: The number of each adapter.
         separate_names: See `VllmEngine.separate_names`.
+        get_extras: What the release hashes of a block beside its tokens.
 
     Raises:
         EngineFault: an event is of no kind that we know, or says something of nobody.
@@ -75,7 +80,13 @@ def read_events(
         number: (adapter, get_lora_name(adapter, separate_names))
         for adapter, number in lora_ids.items()
     }
-    return tuple(_read_event(event, digests, names) for event in publisher.take())
+    found = []
+    for event in publisher.take():
+        read = _read_event(event, digests, names)
+        if isinstance(read, v.BlockStored):
+            _check_extras(event, read.keys, get_extras)
+        found.append(read)
+    return tuple(found)
 
 
 def _read_event(event: Any, digests: Digests, names: Mapping[int, tuple[str, str]]) -> v.KVEvent:
@@ -91,7 +102,6 @@ def _read_event(event: Any, digests: Digests, names: Mapping[int, tuple[str, str
         case BlockRemoved(block_hashes=told, medium=medium):
             return v.BlockRemoved(_read_keys(digests, told, group), medium)
         case BlockStored(block_hashes=told, parent_block_hash=parent, medium=medium):
-            _check_extras(event)
             return v.BlockStored(
                 keys=_read_keys(digests, told, group),
                 parent=None if parent is None else _read_keys(digests, [parent], group)[0],
@@ -124,8 +134,18 @@ def _read_adapter(event: Any, names: Mapping[int, tuple[str, str]]) -> str | Non
     return adapter
 
 
-def _check_extras(event: Any) -> None:
-    """What names a block beside its tokens is in our keys; here there is an entry for each."""
+def _check_extras(
+    event: Any, keys: tuple[v.BlockKey, ...], get_extras: Callable[[v.BlockKey], object]
+) -> None:
+    """See that an event tells what the release hashes of each block beside its tokens.
+
+    A block that several digests name is told with an entry, and what is in it is not looked at.
+    """
     extras = getattr(event, "extra_keys", None)
-    if extras is not None and len(extras) != len(event.block_hashes):
-        raise EngineFault(f"extra_keys of {len(event.block_hashes)} blocks: {extras!r}")
+    if extras is None:
+        return
+    if len(extras) != len(keys):
+        raise EngineFault(f"extra_keys of {len(keys)} blocks: {extras!r}")
+    for told, key in zip(extras, keys, strict=True):
+        if len(key.token_ids) == event.block_size and told != get_extras(key):
+            raise EngineFault(f"extra_keys of {key!r} are {told!r}, not {get_extras(key)!r}")

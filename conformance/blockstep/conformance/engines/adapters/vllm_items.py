@@ -8,8 +8,12 @@ from typing import Any
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
+from blockstep.conformance.engine import EngineFault
 from blockstep.conformance.engines.adapters.vllm_names import get_text
 from blockstep.spec import vocabulary as v
+
+MODALITY = "image"
+"""Of every item; the scheduler does not tell kinds apart."""
 
 
 def build_features(items: tuple[v.MultiModalItem, ...]) -> list[MultiModalFeatureSpec]:
@@ -21,7 +25,7 @@ def build_features(items: tuple[v.MultiModalItem, ...]) -> list[MultiModalFeatur
     return [
         MultiModalFeatureSpec(
             data=None,
-            modality="image",
+            modality=MODALITY,
             identifier=get_text(item.identifier),
             mm_position=PlaceholderRange(
                 offset=item.offset,
@@ -34,7 +38,15 @@ def build_features(items: tuple[v.MultiModalItem, ...]) -> list[MultiModalFeatur
 
 
 def read_features(features: Iterable[Any]) -> tuple[v.MultiModalItem, ...]:
-    """Items as vLLM has them now."""
+    """Read items as vLLM has them now.
+
+    Raises:
+        EngineFault: one is of another modality than it was built with.
+    """
+    features = list(features)
+    for feature in features:
+        if feature.modality != MODALITY:
+            raise EngineFault(f"modality of {feature.identifier!r} is {feature.modality!r}")
     return tuple(
         v.MultiModalItem(
             feature.identifier,

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import asdict
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request as VllmRequest
 
 from blockstep.conformance.engine import EngineFault
-from blockstep.conformance.engines.adapters.vllm_build import RELEASE
+from blockstep.conformance.engines.adapters.vllm_build import RELEASE, build_lora
 from blockstep.conformance.engines.adapters.vllm_fields import (
     UNUSED,
     find_unknown,
@@ -23,7 +28,6 @@ from blockstep.conformance.engines.adapters.vllm_fields import (
     is_empty,
 )
 from blockstep.conformance.engines.adapters.vllm_items import read_features
-from blockstep.conformance.engines.adapters.vllm_names import get_lora_name
 from blockstep.conformance.engines.adapters.vllm_state import Run
 from blockstep.spec import vocabulary as v
 
@@ -36,12 +40,70 @@ UNUSED_HERE = {
     for kind in SAID
 }
 """Fields of this release in which nothing may be."""
+REPETITION = "repetition_detected"
+"""The reason of a request that repeats itself."""
 PARKED = v.Status.WAITING_FOR_REMOTE_KVS.name
 NOTE = get_unknown_note(
     RELEASE.version,
     tuple(name for kind in SAID for name in find_unknown(kind.__name__, kind.__annotations__)),
 )
 """What a run says of fields that this release has and the adapter does not know."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """What the release is given with an answer, and what it had counted before."""
+
+    frame: SchedulerOutput
+    nums_sampled: Mapping[v.RequestId, int]
+    """Tokens that each row sampled: the release cuts their lists where a request stops."""
+    requests: dict[v.RequestId, VllmRequest]
+    """The release's, those that are unfinished."""
+    names: Collection[v.RequestId]
+    """Requests of which the answer may speak."""
+    counts: Mapping[str, Any]
+    """Counters of caches that are told with the answer, by field of the statistics."""
+    num_drafts_max: int
+    """Drafts of a row, at most."""
+    has_failures: bool = False
+    """Whether a load failed: then the release leaves out rows of the frame."""
+
+    @classmethod
+    def now(cls, run: Run, frame: SchedulerOutput, result: ModelRunnerOutput) -> Asked:
+        """What there is before an answer to `frame`."""
+        scheduler, requests = run.scheduler, dict(run.get_unfinished())
+        counts = {"prefix_cache_stats": copy(scheduler.kv_cache_manager.prefix_cache_stats)}
+        if run.store is not None:
+            counts["connector_prefix_cache_stats"] = copy(scheduler.connector_prefix_cache_stats)
+        return cls(
+            frame,
+            dict(zip(result.req_ids, map(len, result.sampled_token_ids), strict=True)),
+            requests,
+            requests.keys() if run.store else frame.num_scheduled_tokens.keys(),
+            counts,
+            run.config.num_speculative_tokens,
+        )
+
+    def count_drafts(self) -> dict[str, Any]:
+        """Counts of the frame's drafts, of each row that sampled, by field of the statistics."""
+        per_place = [0] * self.num_drafts_max
+        invalid = getattr(self.frame, "num_invalid_spec_tokens", None) or {}
+        lengths: list[int] = []
+        for name, drafts in self.frame.scheduled_spec_decode_tokens.items():
+            if name in self.requests and drafts:
+                num_sampled = self.nums_sampled[name]
+                for place in range(num_sampled - 1):
+                    per_place[place] += 1
+                lengths += [len(drafts) - invalid.get(name, 0)] * bool(num_sampled)
+        if not lengths:
+            return {}
+        return {
+            "num_spec_tokens": self.num_drafts_max,
+            "num_drafts": len(lengths),
+            "num_draft_tokens": sum(lengths),
+            "num_accepted_tokens": sum(per_place),
+            "num_accepted_tokens_per_pos": per_place,
+        }
 
 
 def check_plan(run: Run, output: SchedulerOutput, separate_names: bool) -> None:
@@ -58,7 +120,7 @@ def check_plan(run: Run, output: SchedulerOutput, separate_names: bool) -> None:
     _check_rows(run, output, new_ids)
     for new in output.scheduled_new_reqs:
         _check_new_row(run, new, separate_names)
-    _check_parallel(cached)
+    _check_parallel(cached, run.config)
     rows = output.num_scheduled_tokens.keys()
     told = {
         "scheduled_spec_decode_tokens": output.scheduled_spec_decode_tokens,
@@ -84,10 +146,8 @@ def check_plan(run: Run, output: SchedulerOutput, separate_names: bool) -> None:
     _check_hints(run, output)
 
 
-def check_answer(
-    run: Run, answer: dict[int, EngineCoreOutputs], asked: Collection[v.RequestId]
-) -> None:
-    """See that an answer speaks of those whom its frame had, once each, and of the state as it is.
+def check_answer(run: Run, answer: dict[int, EngineCoreOutputs], asked: Asked) -> None:
+    """See that an answer speaks of requests of its frame, once each, and of the state as it is.
 
     Raises:
         EngineFault: naming the field.
@@ -98,11 +158,12 @@ def check_answer(
         _check_unused(core, "this answer")
         _check_once("outputs", [row.request_id for row in core.outputs])
         for row in core.outputs:
-            _check_known("outputs", (row.request_id,), asked, "whom this frame did not have")
+            _check_known("outputs", (row.request_id,), asked.names, "whom this frame did not have")
             _check_unused(row, f"the output of {row.request_id!r}")
             if run.store is None:
                 where = f"the output of {row.request_id!r}"
                 _check_no_store(row, "num_external_computed_tokens", where)
+            _check_sources(row, asked.requests[row.request_id])
             if not run.known[row.request_id].request.resumable:  # a session keeps its last one
                 _check_stop_reason(row)
         if core.scheduler_stats is not None:
@@ -110,6 +171,7 @@ def check_answer(
             if run.store is None:
                 _check_no_store(core.scheduler_stats, "connector_prefix_cache_stats", "this answer")
             _check_stats(run, core.scheduler_stats)
+            _check_counts(core.scheduler_stats, asked)
 
 
 def check_state(run: Run) -> None:
@@ -173,11 +235,11 @@ def _check_new_row(run: Run, new: NewRequestData, separate_names: bool) -> None:
     """What the worker is told of a newcomer is what was submitted."""
     request = run.known[new.req_id].request
     items = request.items if run.config.encoder_cache_size else ()
-    lora = None if request.adapter is None else get_lora_name(request.adapter, separate_names)
-    told = None if new.lora_request is None else new.lora_request.lora_name
+    lora = build_lora(request.adapter, run.lora_ids, separate_names)
+    told = new.lora_request and asdict(new.lora_request)
     for field, seen, expected in (
         ("prompt_token_ids", tuple(new.prompt_token_ids or ()), request.prompt_token_ids),
-        ("lora_request", told, lora),
+        ("lora_request", told, lora and asdict(lora)),
         ("mm_features", read_features(new.mm_features), items),
         (
             "sampling_params",
@@ -209,12 +271,16 @@ def _check_encoder_inputs(run: Run, output: SchedulerOutput) -> None:
                 raise EngineFault(f"{field} in this plan: {value!r}, and there is no encoder")
 
 
-def _check_parallel(cached: CachedRequestData) -> None:
-    """Source: `CachedRequestData`: an entry for each of its requests in each of its lists."""
+def _check_parallel(cached: CachedRequestData, config: v.Config) -> None:
+    """Each list of the running rows has an entry for each of them. Source: `CachedRequestData`.
+
+    Sampled tokens are told in a pipeline alone, whose first stage does not know them.
+    """
+    tells_tokens = config.max_frames_in_flight > 1 and not config.async_scheduling
     for field in CachedRequestData.__annotations__:
         value, count = getattr(cached, field), len(cached.req_ids)
-        if not isinstance(value, list) or (field == "new_token_ids" and not value):
-            continue  # outside of a pipeline nobody is told new tokens
+        if not isinstance(value, list) or (field == "new_token_ids" and not tells_tokens):
+            continue
         if len(value) != count:
             raise EngineFault(
                 f"scheduled_cached_reqs.{field} has {len(value)} entries for {count} requests"
@@ -230,12 +296,19 @@ def _check_finished(run: Run, finished: Iterable[v.RequestId]) -> None:
 
 def _check_hints(run: Run, output: SchedulerOutput) -> None:
     """Flags and numbers that follow from the rows."""
-    has_grammar = any(
-        run.known[name].request.structured_output for name in output.num_scheduled_tokens
-    )
-    for field in ("has_structured_output_requests", "pending_structured_output_tokens"):
-        if getattr(output, field, False) and not has_grammar:
+    constrained = [
+        name for name in output.num_scheduled_tokens if run.known[name].request.structured_output
+    ]
+    sampling, pending = _list_sampling(run, output, constrained)
+    for field, names in (
+        ("has_structured_output_requests", sampling),
+        ("pending_structured_output_tokens", pending),
+    ):
+        seen = getattr(output, field, False)
+        if seen and not constrained:
             raise EngineFault(f"{field} in this plan: no row has a grammar")
+        if RELEASE.has_frame_masks and seen != bool(names):
+            raise EngineFault(f"{field} in this plan is {seen}, and it is so of {names}")
     num_drafts = getattr(output, "num_spec_tokens_to_schedule", None)
     if num_drafts not in (None, run.config.num_speculative_tokens):
         raise EngineFault(
@@ -244,11 +317,46 @@ def _check_hints(run: Run, output: SchedulerOutput) -> None:
         )
 
 
+def _list_sampling(
+    run: Run, output: SchedulerOutput, names: Iterable[v.RequestId]
+) -> tuple[list[v.RequestId], list[v.RequestId]]:
+    """Those of these requests whose row samples, and of them those to which older frames still
+    bring tokens; none of a release without the flag that says so."""
+    if not RELEASE.has_chunk_flag:
+        return [], []
+    requests, drafts = run.scheduler.requests, output.scheduled_spec_decode_tokens
+    sampling = [name for name in names if not requests[name].is_prefill_chunk]
+    pending = [
+        name
+        for name in sampling
+        if requests[name].num_output_placeholders > 1 + len(drafts.get(name, ()))
+    ]
+    return sampling, pending
+
+
 def _check_stop_reason(row: EngineCoreOutput) -> None:
     """A reason is the token that stopped it, or the word for a repetition."""
     reason, is_told = row.stop_reason, row.finish_reason is not None
     if reason is not None and not (is_told and isinstance(reason, int | str)):
         raise EngineFault(f"stop_reason of {row.request_id!r} is {reason!r}, and it has not ended")
+    if isinstance(reason, str) and reason != REPETITION:
+        raise EngineFault(f"stop_reason of {row.request_id!r} is {reason!r}, not {REPETITION!r}")
+
+
+def _check_sources(row: EngineCoreOutput, request: VllmRequest) -> None:
+    """A row tells of its request what the request says, where the release keeps it there.
+
+    A request that fails is told of without the tokens that a store loaded for it.
+    """
+    if RELEASE.has_prefill_stats:
+        return
+    for field in ("num_cached_tokens", "num_external_computed_tokens"):
+        seen, kept = getattr(row, field, 0), getattr(request, field, 0)
+        is_error = str(row.finish_reason) == v.FinishReason.ERROR.value
+        if seen != kept and not (is_error and not seen and field != "num_cached_tokens"):
+            raise EngineFault(
+                f"{field} in the output of {row.request_id!r} is {seen}, and its request has {kept}"
+            )
 
 
 def _check_loads(run: Run, output: SchedulerOutput) -> None:
@@ -305,6 +413,24 @@ def _check_stats(run: Run, stats: SchedulerStats) -> None:
     ):
         if abs(seen - expected) > 1e-9:
             raise EngineFault(f"{field} in this answer is {seen}, and the state says {expected}")
+
+
+def _check_counts(stats: SchedulerStats, asked: Asked) -> None:
+    """The counters that an answer tells are those that were kept, and those of the frame's rows."""
+    for field, kept in asked.counts.items():
+        if getattr(stats, field) != kept:
+            raise EngineFault(
+                f"{field} in this answer is {getattr(stats, field)}, and {kept} was counted"
+            )
+    told, due = stats.spec_decoding_stats, {} if asked.has_failures else asked.count_drafts()
+    if told is None and due:
+        raise EngineFault(f"spec_decoding_stats in this answer is None, and the rows have {due}")
+    for field, expected in due.items():
+        seen = getattr(told, field)
+        if seen != expected:
+            raise EngineFault(
+                f"spec_decoding_stats.{field} in this answer is {seen}; the rows have {expected}"
+            )
 
 
 def _check_known(field: str, names: Iterable[Any], known: Collection[Any], who: str) -> None:

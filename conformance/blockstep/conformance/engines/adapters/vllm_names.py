@@ -57,6 +57,8 @@ class Known:
     """Whether the last plan that had it left known tokens to compute."""
     num_cached_tokens: int = -1
     """Of the hit that the first output tells."""
+    num_external_tokens: int = 0
+    """Those of them that a store loads."""
     num_preemptions: int = 0
 
     def follow(self, prompt_token_ids: Sequence[int], max_tokens: int) -> None:

@@ -160,6 +160,7 @@ def read_outputs(run: Run, core: EngineCoreOutputs) -> list[v.OutputRow]:
             else v.FinishReason(str(row.finish_reason)),
             stop_token_id=row.stop_reason if isinstance(row.stop_reason, int) else None,
             num_cached_tokens=_get_told_cached(run, row),
+            num_external_tokens=_get_told_external(run, row),
         )
         for row in core.outputs
     ]
@@ -174,6 +175,19 @@ def _get_told_cached(run: Run, row: EngineCoreOutput) -> int:
         known.num_cached_tokens = row.prefill_stats.num_cached_tokens
     # Of who fails before it ever ran nothing is told.
     return max(known.num_cached_tokens, 0)
+
+
+def _get_told_external(run: Run, row: EngineCoreOutput) -> int | None:
+    """Tokens of a row that a store loaded, as the row or the first row of its request says; None
+    without a store."""
+    if run.store is None:
+        return None
+    if not RELEASE.has_prefill_stats:
+        return int(row.num_external_computed_tokens)
+    known = run.known[row.request_id]
+    if row.prefill_stats is not None:
+        known.num_external_tokens = row.prefill_stats.num_external_cached_tokens
+    return known.num_external_tokens
 
 
 def read_mask(run: Run, frame: SchedulerOutput, output: Any) -> v.GrammarOutput:

@@ -152,6 +152,8 @@ class Release:
     """A queue of its own for who waits and holds blocks, as sessions do."""
     has_sound_seats: bool = False
     """Whether who runs keeps the seat of its adapter, with a row in the step or without."""
+    tells_work: bool = False
+    """Whether its profile follows `has_requests`, by which the loop of its engine sleeps."""
     has_equal_groups: bool = False
     """Whether several groups may all be equal."""
 
@@ -211,6 +213,7 @@ def _list_until_0_19() -> tuple[Release, ...]:
         has_events=True,
         has_store=True,
         follows_store=True,
+        tells_work=True,
     )
     return (r0110, r0111, r0120, r0150, r0160, r0170, r0180, r0190)
 
@@ -230,6 +233,7 @@ def _build_table() -> Mapping[str, Release]:
         has_events=False,
         has_store=False,
         follows_store=False,
+        tells_work=False,
     )
     r0220 = replace(r0200, version="0.22.0", environment=(("VLLM_USE_V2_MODEL_RUNNER", "0"),))
     r0240 = replace(r0220, version="0.24.0", packages=SINCE_0_24)

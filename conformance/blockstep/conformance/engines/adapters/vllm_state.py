@@ -203,6 +203,7 @@ def read_snapshot(run: Run) -> v.Snapshot:
             run.managers,
             deferred,
         ),
+        has_work=bool(scheduler.has_requests()) if RELEASE.tells_work else None,
     )
 
 

@@ -33,6 +33,7 @@ from blockstep.conformance.judge.properties import (
     telling,
     tiers,
     transfers,
+    work,
 )
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import Sentence, judge
@@ -82,6 +83,7 @@ _FAMILIES = (
     pins,
     forks,
     tiers,
+    work,
     lacked,
 )
 """In the order in which sentences of one property speak."""

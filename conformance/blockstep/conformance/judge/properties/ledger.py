@@ -328,6 +328,8 @@ class Ledger:
                 life.admitted_in = plan.frame_id
                 if life.num_cached_tokens < 0:
                     life.num_cached_tokens = row.first
+                    if self.config.kv_connector:
+                        life.num_external_tokens = self.store.count_loaded(step, row)
             self._promise(row.request_id, flight.num_promised)
         if rows:
             self.frames[plan.frame_id] = tuple(frame)

@@ -20,7 +20,7 @@ class Life(NamedText):
 
     __slots__ = (
         "admitted_in", "automaton", "drafts", "grammar_ready", "is_branch", "last_planned_in",
-        "num_cached_tokens", "num_known_then", "preempted_at", "session",
+        "num_cached_tokens", "num_external_tokens", "num_known_then", "preempted_at", "session",
     )  # fmt: skip
 
     def __init__(self, request: v.Request, names: PrefixNames) -> None:
@@ -33,6 +33,8 @@ class Life(NamedText):
         """Attached and not scheduled yet; under asynchronous scheduling their placeholders."""
         self.num_cached_tokens = -1
         """Tokens of the hit at its first admission; -1 before that."""
+        self.num_external_tokens = 0
+        """Those of the hit at its first admission that a store loaded."""
         self.grammar_ready = False
         self.is_branch = False
         """It goes on from another one's text."""

@@ -174,6 +174,20 @@ def told_cached_tokens_are_those_of_the_first_hit(step: Step, ledger: Ledger) ->
             yield unequal(what, "num_cached_tokens", due, row.num_cached_tokens)
 
 
+@sentence("P21", v.Commit, v.GrammarFailed, v.TransfersReported)
+def told_external_tokens_are_those_that_were_loaded(step: Step, ledger: Ledger) -> Complaints:
+    """A client is told how many tokens of the hit at the first admission a store loaded, if the
+    engine tells them at all."""
+    for row in step.output_rows:
+        life = ledger.lives.get(row.request_id)
+        if life is None or row.num_external_tokens is None:
+            continue
+        due = life.num_external_tokens
+        if row.num_external_tokens != due:
+            what = f"{row.request_id!r} was told a wrong number of loaded tokens"
+            yield unequal(what, "num_external_tokens", due, row.num_external_tokens)
+
+
 @sentence("P14", v.Commit)
 def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Complaints:
     """After a commit, all but the last token of a request that sampled is computed.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from blockstep.conformance.judge.properties.step import Step, is_parked
+from blockstep.conformance.judge.properties.step import PlannedRow, Step, is_parked
 from blockstep.conformance.protocol.transfers import Transfers, count_valid, loses_all
 from blockstep.spec import vocabulary as v
 
@@ -75,6 +75,18 @@ class StoreLedger:
         self.unsettled.pop(name, None)
 
     # What an event that is not recorded yet means.
+
+    def count_loaded(self, step: Step, row: PlannedRow) -> int:
+        """Tokens before an admitted row that a store loaded: in the row's own plan, or while its
+        request was parked."""
+        name = row.request_id
+        load = step.loads.get(name)
+        if load is not None:
+            return load.num_external_tokens
+        old = step.old[name]
+        if not (is_parked(old) and old.num_computed_tokens and name in self.parked):
+            return 0
+        return max(row.first - self.parked[name].num_computed_tokens, 0)
 
     def get_report(self, step: Step) -> v.KVTransfers:
         """What a worker reports with an event."""

@@ -1,0 +1,86 @@
+"""Work: P10 a loop that sleeps while there is work stalls, and one that never sleeps burns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.sentence import Complaints, sentence, unequal
+from blockstep.conformance.judge.properties.step import Step, is_parked
+from blockstep.spec import vocabulary as v
+
+
+@sentence("P10", *v.EVENT_TYPES)
+def loop_goes_on_while_there_is_work(step: Step, ledger: Ledger) -> Complaints:
+    """A state says that there is work while a request could be scheduled, a worker is to be told
+    that one has ended, or the end of a transfer is awaited. Else the loop sleeps, and nothing wakes
+    it up.
+
+    Nothing is demanded while an answer to a plan is due, which wakes the loop up.
+    """
+    if step.after.has_work is False and not step.after.frames_in_flight:
+        for why in _list_due(step, ledger):
+            yield unequal(f"the loop may sleep, and {why}", "has_work", True, False)
+            return
+
+
+@sentence("P10", *v.EVENT_TYPES)
+def loop_sleeps_where_nothing_is_to_be_done(step: Step, ledger: Ledger) -> Complaints:
+    """A state says that there is no work if no request is unfinished, but for sessions that rest
+    and those that a pause holds, nothing is to be told and no transfer is awaited. Else the loop
+    plans for ever, and nothing comes of it."""
+    after = step.after
+    if not after.has_work or after.frames_in_flight or _has_transfers(step):
+        return
+    is_open = after.pause_state is v.PauseState.UNPAUSED
+    may_run = any(_is_awake(request) for request in after.requests) if is_open else False
+    may_run |= bool(after.running) and after.pause_state is not v.PauseState.PAUSED_ALL
+    if not (may_run or _has_untold(step, ledger)):
+        what = "the loop goes on planning, and there is nothing to do"
+        yield unequal(what, "has_work", False, True)
+
+
+def _list_due(step: Step, ledger: Ledger) -> Iterator[str]:
+    """What is left to do after a step, in words."""
+    after = step.after
+    if after.finished_req_ids:
+        yield f"no worker was told that {after.finished_req_ids[0]!r} has ended"
+    if _has_transfers(step):
+        yield "the end of a transfer is awaited"
+    if after.pause_state is v.PauseState.PAUSED_ALL:
+        return
+    if after.running:
+        yield f"{after.running[0]!r} runs"
+    if after.pause_state is v.PauseState.UNPAUSED:
+        offers = ledger.store.transfers.offers
+        for request in after.requests:
+            offer = offers.get(request.request_id)
+            is_unknown = offer is not None and offer.num_tokens is None
+            if _is_awake(request) and not is_unknown and not _awaits_grammar(request):
+                yield f"{request.request_id!r} waits"
+
+
+def _is_awake(request: v.RequestSnapshot) -> bool:
+    return request.status is not v.Status.WAITING_FOR_STREAMING_REQ
+
+
+def _awaits_grammar(request: v.RequestSnapshot) -> bool:
+    waits = request.status is v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    return waits and not request.grammar_ready
+
+
+def _has_transfers(step: Step) -> bool:
+    """Whether a load is under way after a step, or blocks are held for a store."""
+    shown = step.after.transfers
+    if shown is None:
+        return False
+    parked = {request.request_id for request in step.after.requests if is_parked(request)}
+    return bool(shown.held) or not parked <= {*shown.received}
+
+
+def _has_untold(step: Step, ledger: Ledger) -> bool:
+    """Whether a request has ended, or is about to, of which no plan has told yet."""
+    if isinstance(step.observation, v.Plan):
+        return bool(step.after.finished_req_ids)
+    has_ended = bool(step.old.keys() - step.new.keys())
+    return has_ended or bool(step.after.finished_req_ids or ledger.ended or ledger.ending)

@@ -1,0 +1,39 @@
+"""Idle: whether the loop that drives a scheduler must go on planning, or may sleep.
+
+A loop that sleeps while a request could run, or while the end of a transfer is awaited, never wakes
+up for it: nothing else asks the workers. One that never sleeps burns a core for nothing.
+"""
+
+from __future__ import annotations
+
+from blockstep.spec.beside.transfers import is_under_way
+from blockstep.spec.state import State
+from blockstep.spec.vocabulary import PauseState, Status
+
+
+def has_work(state: State) -> bool:
+    """Whether a further plan may do anything before the next event.
+
+    Upstream does not count transfers: who has ended while a store reads its blocks is forgotten by
+    the loop, and the blocks are never freed. Source: vLLM 0.19.1 `has_requests`; P10, P17.
+    """
+    return bool(state.finished_req_ids) or has_transfers(state) or has_runnable(state)
+
+
+def has_transfers(state: State) -> bool:
+    """Whether the end of a load, or of a hold, is awaited. Source: P17."""
+    moving = state.transfers
+    return bool(moving.held) or any(is_under_way(moving, name) for name in moving.parked)
+
+
+def has_runnable(state: State) -> bool:
+    """Whether there is a request that a plan may schedule, as the pause has it.
+
+    Source: vLLM 0.19.1 `get_num_unfinished_requests`; P10.
+    """
+    if state.pause_state is PauseState.PAUSED_ALL:
+        return False
+    if state.pause_state is PauseState.PAUSED_NEW:
+        return bool(state.running)
+    resting = Status.WAITING_FOR_STREAMING_REQ
+    return any(request.status is not resting for request in state.requests.values())

@@ -1,0 +1,175 @@
+"""Each field that the adapter reads of a release of vLLM is changed by one, and the run fails.
+
+For each feature of the release one program is drawn and played. What the scheduler tells in it is
+then changed, one value at a time, in a copy that only the adapter sees: the release goes on with
+its own. The count of changes is printed (`pytest -m soak -s`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from blockstep.conformance.engine import get_capabilities
+from blockstep.conformance.engines.adapters.vllm_fields import READ
+from blockstep.conformance.engines.adapters.vllm_releases import (
+    REFERENCE,
+    get_installed_version,
+    get_release_problem,
+)
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.features import FEATURES
+from blockstep.conformance.protocol.program import Program
+from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.search.episodes import fit_depth, play_episode
+from blockstep.conformance.search.options import CheckOptions, find_profile
+
+ADAPTERS = "blockstep.conformance.engines.adapters"
+PROBLEM = get_release_problem(get_installed_version())
+VERSION = (get_installed_version() or REFERENCE).split("+")[0]
+pytestmark = [
+    # Importing vLLM imports torch, which warns of itself.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+    pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)),
+    pytest.mark.soak,
+]
+
+CLOCK = "a reading of a clock"
+FREE = {
+    "EngineCoreOutputs.timestamp": CLOCK,
+    "EngineCoreOutputs.outputs.events": CLOCK,
+    "EngineCoreOutputs.outputs.events.type": CLOCK,
+    "EngineCoreOutputs.outputs.events.timestamp": CLOCK,
+}
+"""What may be told otherwise, and why."""
+NUM_PLACES = 2
+"""Calls in which each value is changed, at most, for each feature."""
+
+
+class Ear:
+    """What a scheduler tells, call by call: listened to, or changed in one place."""
+
+    def __init__(self, call: int = -1, path: str = "") -> None:
+        from foreign_support.told import change_each
+
+        self._change_each = change_each
+        self.call, self.path = call, path
+        self.places: list[tuple[int, str]] = []
+        """Calls, and the paths of what could be changed in what they told."""
+        self.is_changed = False
+        self._num_calls = 0
+        self._own: dict[int, tuple[Any, Any]] = {}
+
+    def hear(self, told: Any) -> Any:
+        """What the adapter is given of what a call told."""
+        call, self._num_calls = self._num_calls, self._num_calls + 1
+        if not self.path:
+            self.places += [(call, path) for path, _ in self._change_each(told)]
+        elif call == self.call:
+            changed = next(other for path, other in self._change_each(told) if path == self.path)
+            self.is_changed = True
+            self._own[id(changed)] = (told, changed)
+            return changed
+        return told
+
+    def get_own(self, told: Any) -> Any:
+        """What the release told, of what the adapter hands back."""
+        return self._own.get(id(told), (told,))[0]
+
+
+@pytest.fixture
+def listen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Ear], None]:
+    """Has what the release tells from now on go through an ear."""
+    build = importlib.import_module(f"{ADAPTERS}.vllm_build")
+    events = importlib.import_module(f"{ADAPTERS}.vllm_events")
+    plain = {name: getattr(build, name) for name in ("Scheduler", "AsyncScheduler")}
+    take = events.Recorder.take
+
+    def start(ear: Ear) -> None:
+        for name, kind in plain.items():
+            monkeypatch.setattr(build, name, plant(kind, ear))
+        monkeypatch.setattr(
+            events.Recorder, "take", lambda self: [ear.hear(event) for event in take(self)]
+        )
+
+    return start
+
+
+def plant(kind: Any, ear: Ear) -> Any:
+    """A scheduler whose plans and answers go through an ear."""
+
+    class Planted(kind):  # type: ignore[misc]
+        def schedule(self, *arguments: Any) -> Any:
+            return ear.hear(super().schedule(*arguments))
+
+        def update_from_output(self, frame: Any, result: Any) -> Any:
+            told = super().update_from_output(ear.get_own(frame), result)
+            return {client: ear.hear(core) for client, core in told.items()}
+
+        def get_grammar_bitmask(self, frame: Any) -> Any:
+            mask = super().get_grammar_bitmask(ear.get_own(frame))
+            return mask if mask is None else ear.hear(mask)
+
+        def update_draft_token_ids_in_output(self, drafts: Any, frame: Any) -> None:
+            super().update_draft_token_ids_in_output(drafts, ear.get_own(frame))
+
+    return Planted
+
+
+def list_features() -> tuple[str, ...]:
+    """Names of the features that the release has."""
+    if PROBLEM is not None:
+        return ()
+    has = get_capabilities(load_engine("vllm"))
+    return tuple(one.name for one in FEATURES if one.capability is None or one.capability in has)
+
+
+def draw_program(feature: str) -> Program:
+    """The first program of some length that is drawn with a feature."""
+    make_engine = load_engine("vllm")
+    options = CheckOptions(
+        engine="vllm", preset="small", seed=5, profile=f"vllm-{VERSION}", with_features=(feature,)
+    )
+    options = fit_depth(options, make_engine)
+    for index in range(20):
+        _, program, findings = play_episode(options, index, make_engine)
+        assert findings == []
+        if len(program.actions) > 20:
+            return program
+    raise AssertionError(f"no program with {feature}")
+
+
+def list_changes(ear: Ear) -> Iterator[tuple[int, str]]:
+    """The first calls in which each value can be changed."""
+    counts = Counter[str]()
+    for call, path in ear.places:
+        counts[path] += 1
+        if counts[path] <= NUM_PLACES:
+            yield call, path
+
+
+def test_each_value_that_is_told_otherwise_is_noticed(listen: Callable[[Ear], None]) -> None:
+    make_engine, profile = load_engine("vllm"), find_profile(f"vllm-{VERSION}")
+    changed, passed_over = Counter[str](), []
+    for feature in list_features():
+        program = draw_program(feature)
+        ear = Ear()
+        listen(ear)
+        assert run_program(program, make_engine, profile)[1] == []
+        for call, path in list_changes(ear):
+            one = Ear(call, path)
+            listen(one)
+            _, findings = run_program(program, make_engine, profile)
+            assert one.is_changed
+            changed[path] += 1
+            if not findings and path.removesuffix(" (an entry less)") not in FREE:
+                passed_over.append(f"{path} in call {call} with {feature}")
+    told = f"{changed.total()} changes of {len(changed)} values of vLLM {VERSION}"
+    sys.stdout.write(f"{told}, passed over: {len(passed_over)}\n")
+    assert passed_over == []
+    assert len(changed) >= sum(map(len, READ.values()))

@@ -1,0 +1,232 @@
+"""Whether work is left: what a state must say, in each situation and after each kind of event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from blockstep.conformance.judge.properties import Ledger, Step
+from blockstep.conformance.judge.properties.work import (
+    loop_goes_on_while_there_is_work,
+    loop_sleeps_where_nothing_is_to_be_done,
+)
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.program import Answer, Program
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.impl.host import HostEngine
+from blockstep.spec import vocabulary as v
+from blockstep.spec.oracle import Oracle
+from blockstep.spec.profiles import Profile, Quirk
+
+CONFIG = v.Config(num_blocks=8, block_size=2, max_model_len=16)
+STORE = replace(CONFIG, kv_connector=True)
+A = v.Request("A", (1, 2, 3), max_tokens=1)
+SESSION = v.Request("A", (1, 2, 3), max_tokens=1, resumable=True)
+
+
+def run_a(oracle: Oracle) -> None:
+    """A plan with A, and its answer."""
+    plan = oracle.schedule()
+    oracle.commit(plan, {"A": (5,)})
+
+
+def after_nothing(_oracle: Oracle) -> None:
+    """A new engine."""
+
+
+def after_submit(oracle: Oracle) -> None:
+    oracle.submit(A)
+
+
+def paused(oracle: Oracle) -> None:
+    oracle.submit(A)
+    oracle.pause()
+
+
+def closed_to_newcomers(oracle: Oracle) -> None:
+    oracle.submit(A)
+    oracle.pause(v.PauseState.PAUSED_NEW)
+
+
+def running_while_closed(oracle: Oracle) -> None:
+    oracle.submit(replace(A, max_tokens=3))
+    run_a(oracle)
+    oracle.pause(v.PauseState.PAUSED_NEW)
+
+
+def ended_and_not_told(oracle: Oracle) -> None:
+    oracle.submit(A)
+    run_a(oracle)
+
+
+def ended_and_told(oracle: Oracle) -> None:
+    ended_and_not_told(oracle)
+    oracle.schedule()
+
+
+def resting(oracle: Oracle) -> None:
+    oracle.submit(SESSION)
+    run_a(oracle)
+    oracle.schedule()
+
+
+def parked_in_a_pause(oracle: Oracle) -> None:
+    oracle.submit(A)
+    oracle.offer_kv("A", 2, is_async=True)
+    oracle.schedule()
+    oracle.pause()
+
+
+def received_in_a_pause(oracle: Oracle) -> None:
+    parked_in_a_pause(oracle)
+    oracle.report(finished_recving=("A",))
+
+
+def held(oracle: Oracle) -> None:
+    oracle.submit(A)
+    oracle.offer_kv("A", 0, delays_free=True)
+    run_a(oracle)
+    oracle.schedule()
+
+
+def read(oracle: Oracle) -> None:
+    held(oracle)
+    oracle.report(finished_sending=("A",))
+
+
+SITUATIONS: dict[Callable[[Oracle], None], tuple[v.Config, bool]] = {
+    after_nothing: (CONFIG, False),
+    after_submit: (CONFIG, True),
+    paused: (CONFIG, False),
+    closed_to_newcomers: (CONFIG, False),
+    running_while_closed: (CONFIG, True),
+    ended_and_not_told: (CONFIG, True),
+    ended_and_told: (CONFIG, False),
+    resting: (CONFIG, False),
+    parked_in_a_pause: (STORE, True),
+    received_in_a_pause: (STORE, False),
+    held: (STORE, True),
+    read: (STORE, False),
+}
+"""Situations, and whether work is left."""
+
+
+@pytest.mark.parametrize("bring", SITUATIONS, ids=lambda bring: bring.__name__)
+def test_work_is_left_while_a_plan_or_a_report_can_change_something(
+    bring: Callable[[Oracle], None],
+) -> None:
+    config, is_left = SITUATIONS[bring]
+    oracle = Oracle(config)
+    bring(oracle)
+    assert oracle.snapshot().has_work is is_left
+
+
+def test_a_release_forgets_transfers() -> None:
+    """Upstream #46283: nothing asks the workers any more, and the blocks are never free."""
+    oracle = Oracle(STORE, Profile("", frozenset({Quirk.TRANSFERS_ARE_NO_WORK})))
+    held(oracle)
+    assert oracle.snapshot().transfers != v.TransfersSnapshot()
+    assert oracle.snapshot().has_work is False
+
+
+# The judge.
+
+EVENTS: dict[type, tuple[Any, Any]] = {
+    v.Submit: (v.Submit(A), v.Ack()),
+    v.Schedule: (v.Schedule(), v.Plan(0)),
+    v.Commit: (v.Commit(0, ()), v.Outputs()),
+    v.Drafts: (v.Drafts(()), v.DraftsTaken()),
+    v.Abort: (v.Abort(()), v.Aborted()),
+    v.GrammarReady: (v.GrammarReady("A"), v.Ack()),
+    v.GrammarFailed: (v.GrammarFailed("A"), v.Outputs()),
+    v.GrammarBitmask: (v.GrammarBitmask(0), v.GrammarOutput()),
+    v.StreamingUpdate: (v.StreamingUpdate(A), v.Ack()),
+    v.SetPause: (v.SetPause(v.PauseState.UNPAUSED), v.Ack()),
+    v.Reset: (v.Reset(), v.ResetDone(True)),
+    v.EncoderReset: (v.EncoderReset(), v.Ack()),
+    v.EncoderOffer: (v.EncoderOffer(), v.Ack()),
+    v.KVOffer: (v.KVOffer("A"), v.Ack()),
+    v.TransfersReported: (v.TransfersReported(v.NO_TRANSFERS), v.Outputs()),
+    v.Clock: (v.Clock(1), v.Ack()),
+    v.PinEstimate: (v.PinEstimate("j", 1), v.Ack()),
+    v.Fork: (v.Fork("A", "B", ()), v.Ack()),
+}
+
+
+def judge(config: v.Config, state: v.Snapshot, kind: type = v.SetPause) -> list[str]:
+    """Sentences that speak of a state, after an event of a kind that changed nothing."""
+    event, observation = EVENTS[kind]
+    step = Step(config, 1, event, observation, state, state)
+    sentences = (loop_goes_on_while_there_is_work, loop_sleeps_where_nothing_is_to_be_done)
+    return [said.sentence for said in sentences if said(step, Ledger(config))]
+
+
+@pytest.mark.parametrize("bring", SITUATIONS, ids=lambda bring: bring.__name__)
+def test_the_other_answer_is_a_stall_or_a_busy_loop(bring: Callable[[Oracle], None]) -> None:
+    config, is_left = SITUATIONS[bring]
+    oracle = Oracle(config)
+    bring(oracle)
+    state = oracle.snapshot()
+    assert judge(config, state) == []
+    wrong = (
+        "loop_goes_on_while_there_is_work" if is_left else "loop_sleeps_where_nothing_is_to_be_done"
+    )
+    assert judge(config, replace(state, has_work=not is_left)) == [wrong]
+
+
+def test_each_kind_of_event_is_judged() -> None:
+    assert EVENTS.keys() == set(v.EVENT_TYPES)
+    empty, busy = Oracle(CONFIG), Oracle(CONFIG)
+    after_submit(busy)
+    for kind in EVENTS:
+        stalled = replace(busy.snapshot(), has_work=False)
+        assert judge(CONFIG, stalled, kind) == ["loop_goes_on_while_there_is_work"]
+        burning = replace(empty.snapshot(), has_work=True)
+        assert judge(CONFIG, burning, kind) == ["loop_sleeps_where_nothing_is_to_be_done"]
+
+
+def test_an_engine_that_does_not_say_is_not_accused() -> None:
+    oracle = Oracle(CONFIG)
+    after_submit(oracle)
+    assert judge(CONFIG, replace(oracle.snapshot(), has_work=None)) == []
+
+
+def test_while_an_answer_is_due_the_loop_is_free() -> None:
+    oracle = Oracle(CONFIG)
+    after_submit(oracle)
+    oracle.schedule()
+    assert judge(CONFIG, replace(oracle.snapshot(), has_work=False)) == []
+
+
+class Silent(HostEngine):
+    """It does not say whether work is left."""
+
+    def capabilities(self) -> frozenset[str]:
+        return super().capabilities() - {"work"}
+
+    def snapshot(self) -> v.Snapshot:
+        return replace(super().snapshot(), has_work=None)
+
+
+class Sleepy(HostEngine):
+    """It says that no work is left, always."""
+
+    def has_work(self) -> bool:
+        return False
+
+
+PROGRAM = Program(CONFIG, (v.Submit(A), v.Schedule(), Answer(), v.Schedule()))
+
+
+def test_without_the_capability_it_is_not_asked() -> None:
+    assert run_program(PROGRAM, Silent)[1] == []
+    assert run_program(PROGRAM, SpecEngine)[1] == []
+
+
+def test_the_headline_is_the_stall() -> None:
+    (found, *_) = run_program(PROGRAM, Sleepy)[1]
+    assert (found.property_id, found.sentence) == ("P10", "loop_goes_on_while_there_is_work")
+    assert found.message == "the loop may sleep, and 'A' waits"

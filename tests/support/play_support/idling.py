@@ -1,0 +1,31 @@
+"""Idling: steps after which a state says wrongly whether work is left."""
+
+from __future__ import annotations
+
+from blockstep.spec.vocabulary import Schedule
+from play_support.play import Case, Play, after, nothing
+from play_support.scenes import submitted
+
+__all__ = ["ALONE", "NAMES"]
+
+
+def planned_for_nobody() -> Play:
+    """Nothing was ever submitted, and nothing is left to do."""
+    return Play().do(Schedule())
+
+
+ALONE: list[Case] = [
+    (
+        "loop_goes_on_while_there_is_work",
+        submitted,
+        nothing,
+        lambda s: after(s, has_work=False),
+    ),
+    (
+        "loop_sleeps_where_nothing_is_to_be_done",
+        planned_for_nobody,
+        nothing,
+        lambda s: after(s, has_work=True),
+    ),
+]
+NAMES = tuple(name for name, *_ in ALONE)
