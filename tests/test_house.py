@@ -66,6 +66,7 @@ MODULES = (
     "spec.lives.commit",
     "spec.transition", "spec.snapshots", "spec.invariants", "spec.strict", "spec.releases.order",
     "spec.profiles", "spec.oracle", "impl.host.engine", "kernels.attention",
+    "conformance.moved",
     "conformance.engine", "conformance.protocol.program", "conformance.draw.actions",
     "conformance.judge.witnesses", "conformance.lockstep.driver", "conformance.search.check",
     "conformance.recorded.replay", "conformance.engines.serving", "conformance.museum.pool",

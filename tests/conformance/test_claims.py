@@ -11,11 +11,18 @@ from typing import Any
 import pytest
 from lacking_support import make_lacking
 
-from blockstep.conformance.engine import ALL_CAPABILITIES, EngineTraits, Safety
+from blockstep.conformance.engine import (
+    ALL_CAPABILITIES,
+    EngineTraits,
+    Equivalence,
+    Renamed,
+    Safety,
+    SamePlans,
+)
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.judge.witnesses.answers import ANSWERED
 from blockstep.conformance.lockstep.runs import run_program
-from blockstep.conformance.protocol.features import BY_NAME
+from blockstep.conformance.protocol.features import BY_NAME, FEATURES
 from blockstep.conformance.protocol.program import Action, Answer, Program, Propose
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.report.verdict import list_unasked, verdict_word
@@ -26,6 +33,7 @@ from blockstep.conformance.search.claims import (
     REQUESTS,
     STOPS,
     find_declined,
+    find_unmet,
 )
 from blockstep.conformance.search.episodes import fit_depth, run_episode
 from blockstep.conformance.search.floor import look, missing_witnesses
@@ -35,6 +43,7 @@ from blockstep.spec.vocabulary import (
     Config,
     GrammarReady,
     PauseState,
+    Policy,
     Request,
     Reset,
     Schedule,
@@ -44,7 +53,9 @@ from blockstep.spec.vocabulary import (
 )
 
 SAFETY = EngineTraits(equivalence=Safety())
-EVERYTHING = set(OWED_AT_SAFETY)
+PLAIN = Request("", ())
+EVERYTHING = OWED_AT_SAFETY - {"dropped_token_runs_again"}
+"""Of an engine that drops no tokens in flight (see `test_dropped_tokens`)."""
 
 
 def owed(
@@ -65,16 +76,28 @@ def test_whoever_can_do_all_owes_all() -> None:
     assert CONFIGS.keys() | REQUESTS.keys() <= BY_NAME.keys()
 
 
-BROUGHT = ("groups", "adapters", "encoder", "masks", "sessions", "grammar", "keys")
+TAKEN_ALONG = {
+    "caching": {"pins"},
+    "grammar": {"masks"},
+    "groups": {"kinds"},
+    "transfers": {"tiers"},
+}
+"""Features that an engine does not have without another one."""
 
 
-@pytest.mark.parametrize("name", BROUGHT)
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() | REQUESTS.keys()))
 def test_what_an_adapter_takes_out_of_what_it_is_given_it_declines(name: str) -> None:
     feature = BY_NAME[name]
     scope = Safety(feature.take_from, lambda request, _config: feature.take_from(request))
-    declined = {name, "masks"} if name == "grammar" else {name}
-    assert find_declined(scope) == declined
+    declined = find_declined(scope)
+    assert name in declined
+    assert declined <= {name, *TAKEN_ALONG.get(name, ())}
     assert find_declined(Safety()) == frozenset()
+
+
+def test_every_feature_that_a_config_asks_for_is_asked_about() -> None:
+    asked = {feature.name for feature in FEATURES if feature.config}
+    assert asked <= CONFIGS.keys() | REQUESTS.keys()
 
 
 def _in_order(names: Collection[str]) -> str:
@@ -136,6 +159,52 @@ def test_nor_what_it_takes_out_of_a_request(name: str) -> None:
         name
     }
     assert owed(fit_request=lambda _request, _config: None) == EVERYTHING
+
+
+@pytest.mark.parametrize(
+    ("field", "beginnings"),
+    [
+        ("min_tokens", ("min_tokens_held_back_a_stop",)),
+        ("adapter", ("same_tokens_other_adapter", "adapters_")),
+        ("cache_salt", ("same_tokens_other_salt",)),
+        ("items", ("same_tokens_other_items", "encoder_")),
+        ("prompt_embeds", ("same_tokens_other_embeds",)),
+        ("skip_reading_prefix_cache", ("reading_skipped",)),
+        ("job_id", ("pins_",)),
+        ("is_last_step", ("pins_last_step",)),
+        ("priority", ()),
+        ("arrival_time", ()),
+    ],
+)
+@pytest.mark.parametrize("scope", [Renamed, SamePlans])
+def test_a_field_that_is_taken_out_is_owed_at_no_equivalence(
+    scope: type[Equivalence], field: str, beginnings: tuple[str, ...]
+) -> None:
+    def drop(request: Request, _config: Config) -> Request:
+        return replace(request, **{field: getattr(Request("", ()), field)})
+
+    owed = []
+    for fit_request in (lambda request, _config: request, drop):
+        traits = EngineTraits(equivalence=scope(fit_request=fit_request))
+        engine = make_lacking(SpecEngine, (), traits)
+        options = CheckOptions(with_features=("encoder",) if field == "items" else ())
+        owed.append(set(missing_witnesses({}, options, look(options, engine))))
+    assert owed[0] - owed[1] == {it for it in owed[0] if it.startswith(beginnings or "-")}
+    assert bool(owed[0] - owed[1]) is bool(beginnings) or field == "is_last_step"
+
+
+@pytest.mark.parametrize("field", ["adapter", "items", "job_id"])
+def test_a_field_that_is_taken_out_where_the_config_has_no_use_for_it_is_owed(field: str) -> None:
+    def drop(request: Request, config: Config) -> Request:
+        uses = {
+            "adapter": config.max_loras,
+            "items": config.encoder_cache_size,
+            "job_id": config.policy is Policy.CONTINUUM,
+        }
+        return request if uses[field] else replace(request, **{field: getattr(PLAIN, field)})
+
+    scope = Renamed(fit_request=drop)
+    assert find_unmet(scope, frozenset()) == find_unmet(Renamed(), frozenset())
 
 
 def test_where_nobody_is_preempted_nobody_returns() -> None:

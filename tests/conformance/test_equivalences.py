@@ -26,7 +26,9 @@ from equivalent_engines import (
     Twice,
     held_to,
 )
+from typer.testing import CliRunner
 
+from blockstep.conformance.command.main import app
 from blockstep.conformance.engine import (
     BadEngineError,
     Capability,
@@ -486,9 +488,26 @@ def test_a_state_that_no_capability_announces_is_not_passed_over_in_silence() ->
             return super().capabilities() - {Capability.SNAPSHOT}
 
     with pytest.raises(
-        BadEngineError, match=r"snapshot\(\) returned a state, and capabilities\(\)"
+        BadEngineError, match=r"Unannounced: returned a state, and capabilities\(\) does not name"
     ):
         LockStep.start(v.Config(num_blocks=9), Unannounced)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("check", "--in-process"),
+        ("hunt", "--in-process"),
+        ("arms",),
+        ("score",),
+    ],
+    ids=" ".join,
+)
+def test_every_command_says_so_before_it_begins(command: tuple[str, ...]) -> None:
+    named = "--engine=foreign_support.toys:UnannouncedToy"
+    result = CliRunner().invoke(app, (*command, named))
+    assert result.exit_code == 2
+    assert "UnannouncedToy: returned a state, and capabilities() does not name" in result.output
 
 
 def test_a_fault_says_where_the_engine_raised_and_by_which_calls() -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import shlex
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from blockstep.conformance.engine import (
     Engine,
     EngineFactory,
     EngineTraits,
+    Equivalence,
     Safety,
     get_judged,
     get_traits,
@@ -46,6 +48,7 @@ from blockstep.conformance.search.found import Defect, HuntResult, gather
 from blockstep.conformance.search.hunt import call_here, hunt
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.conformance.search.wrapped import hide_state, unwrapped
+from blockstep.impl.host import HostEngine
 from blockstep.spec.profiles import Profile, Quirk, get_profile
 from blockstep.spec.vocabulary import (
     Abort,
@@ -188,10 +191,16 @@ def test_what_nothing_known_accounts_for_is_found_once_and_counted() -> None:
         ("leak-on-abort", "every_block_is_free_or_held"),
         ("reset-keeps-keys", "published_block_was_written_since_the_reset"),
         ("take-before-touch", "written_block_is_in_one_place"),
+        pytest.param(
+            *("told-one-token-more", "attended_slot_holds_the_right_prefix"), marks=pytest.mark.soak
+        ),
+        pytest.param(
+            *("looking-is-told-as-a-reset", "log_tells_what_can_be_found"), marks=pytest.mark.soak
+        ),
     ],
 )
 def test_one_defect_is_told_once_however_it_shows(exhibit: str, name: str) -> None:
-    result = hunt(CheckOptions(max_events=700), call_here(held_to_safety(build(exhibit))))
+    result = hunt(CheckOptions(max_events=800), call_here(held_to_safety(build(exhibit))))
     (defect,) = result.defects
     assert defect.first.sentence == name
 
@@ -701,3 +710,43 @@ def test_what_cannot_be_forgiven_is_bad_input(name: str) -> None:
     run = CliRunner().invoke(app, ["hunt", "--engine", "spec", "--forgive", name])
     assert run.exit_code == 2
     assert name in run.output
+
+
+# Side by side, and how deep.
+
+
+def test_a_hunt_finds_the_same_however_many_episodes_are_played_side_by_side() -> None:
+    options = CheckOptions(max_events=400, seed=3)
+    alone = hunt(options, call_here(Two), scopes=("tiny",))
+    with ThreadPoolExecutor(3) as pool:
+        together = hunt(replace(options, jobs=3), call_here(Two), scopes=("tiny",), pool=pool)
+    assert alone.defects
+    assert render_hunt(together) == render_hunt(alone)
+
+
+@pytest.mark.soak
+def test_a_hunt_takes_jobs_and_says_the_same() -> None:
+    told = []
+    for jobs in ("1", "2"):
+        command = ("hunt", "--engine=museum:leak-on-abort", "--budget=300", f"--jobs={jobs}")
+        told.append(CliRunner().invoke(app, command))
+    assert [result.exit_code for result in told] == [1, 1]
+    assert told[0].stdout == told[1].stdout
+
+
+@pytest.mark.parametrize("equivalence", [None, Safety()])
+def test_a_hunt_says_how_many_plans_an_engine_has_in_flight(
+    equivalence: Equivalence | None,
+) -> None:
+    class HasTwo(HostEngine):
+        traits = EngineTraits(equivalence=equivalence, fit_config=fit_two)
+
+    result = hunt(CheckOptions(max_events=50), call_here(HasTwo))
+    assert "at most 2 plans in flight" in render_hunt(result)
+
+
+def fit_two(config: Config) -> tuple[Config, str | None]:
+    """The config with two frames in flight at most."""
+    if config.max_frames_in_flight <= 2:
+        return config, None
+    return replace(config, max_frames_in_flight=2), "more than two frames in flight"

@@ -124,6 +124,17 @@ def resume(worker: Worker, tokens: tuple[int, ...], outputs: int) -> list[Findin
     return worker.execute(Plan(9, cached=(row,)))
 
 
+@says("dropped_position_runs_again")
+def one_goes_on_behind_a_token_that_was_dropped() -> list[Finding]:
+    worker = make_worker(max_frames_in_flight=3)
+    worker.drops_tokens_in_flight = True
+    assert worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),))) == []
+    tokens = tuple(worker.views["A"].tokens)
+    assert len(tokens) == 6
+    assert worker.execute(Plan(1, preempted_req_ids=("A",))) == []
+    return resume(worker, tokens, 1)
+
+
 @says("resumed_request_was_preempted")
 def one_that_runs_is_resumed() -> list[Finding]:
     worker = started()
@@ -700,6 +711,26 @@ def two_write_one_block() -> list[Finding]:
     third = NewRow(Request("C", (1, 2, 3, 4, 9)), ((1, 3),), 4, 1)
     rows = Plan(3, new=(third,), cached=(cached("B", 5, 1),))
     return worker.execute(rows)
+
+
+def run_both(first: tuple[int, ...], second: tuple[int, ...]) -> list[Finding]:
+    """Two prompts run in one step, with their first block in common."""
+    rows = [
+        NewRow(Request(name, prompt), ((1, place),), 0, len(prompt))
+        for name, prompt, place in (("A", first, 2), ("B", second, 3))
+    ]
+    return make_worker().execute(Plan(0, new=tuple(rows)))
+
+
+@says(SHARED)
+def two_share_a_block_in_which_they_go_on() -> list[Finding]:
+    return run_both((1,), (1,))
+
+
+def test_two_may_write_equal_content_to_a_block_that_it_fills() -> None:
+    assert run_both((1, 2, 3), (1, 2, 4)) == []
+    unequal = said(run_both((1, 2, 3), (4, 2, 3)))
+    assert unequal == [("P2", SHARED), ("P3", "attended_slot_holds_the_right_prefix")]
 
 
 @says(SHARED)

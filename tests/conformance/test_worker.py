@@ -320,7 +320,7 @@ def test_a_slot_that_nobody_wrote_has_no_history() -> None:
 
 def test_who_shares_a_block_that_was_given_back_is_told_by_whom() -> None:
     worker = started()
-    rows = tuple(NewRow(Request(name, (1, 2)), ((3,),), 0, 2) for name in "BC")
+    rows = tuple(NewRow(Request(name, (1, ord(name))), ((3,),), 0, 2) for name in "BC")
     findings = worker.execute(Plan(1, new=rows, finished_req_ids=("A",)))
     assert findings[0].message == (
         "block 3 is of 'B' at index 0 and 'C' at index 0; "

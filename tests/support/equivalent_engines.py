@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any, ClassVar
 
-from blockstep.conformance.engine import Capability, EngineTraits, Renamed, SamePlans
+from blockstep.conformance.engine import Capability, EngineTraits, Renamed, SamePlans, show_state
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.impl.host import HostEngine
 from blockstep.impl.host.pool import BlockPool
@@ -18,8 +18,10 @@ from blockstep.spec.vocabulary import (
     Event,
     Outputs,
     Plan,
+    RequestSnapshot,
     Schedule,
     Snapshot,
+    Status,
     TransfersReported,
 )
 
@@ -113,6 +115,36 @@ class OtherIds(HostEngine):
             block_keys=self._placed(seen.block_keys),
             free_queue=tuple(sorted(self._called((seen.free_queue,))[0])),
             cached={key: self._called((blocks,))[0] for key, blocks in seen.cached.items()},
+        )
+
+
+class ShowsPart(OtherOrder):
+    """It shows what `show_state` takes, and of its requests what every engine shows."""
+
+    kept: ClassVar[tuple[str, ...]] = ()
+    """Further fields of a request that it shows."""
+
+    def snapshot(self) -> Snapshot:
+        seen = super().snapshot()
+        requests = [
+            RequestSnapshot(
+                request_id=it.request_id,
+                status=Status.RUNNING if it.status is Status.RUNNING else Status.WAITING,
+                output_token_ids=it.output_token_ids,
+                num_computed_tokens=it.num_computed_tokens,
+                block_tables=it.block_tables,
+                **{name: getattr(it, name) for name in self.kept},
+            )
+            for it in seen.requests
+        ]
+        return show_state(
+            requests,
+            (*seen.skipped_waiting, *seen.waiting),
+            seen.running,
+            seen.ref_counts,
+            seen.free_queue,
+            seen.block_keys,
+            len(seen.frames_in_flight),
         )
 
 

@@ -259,6 +259,11 @@ class Deviation:
     """In which steps: of the event and the engine's answer; None if it raised or stands still."""
 
 
+@dataclass(frozen=True, slots=True)
+class PartOfState(Snapshot):
+    """A state of which an engine shows what `show_state` takes, and no more."""
+
+
 def show_state(
     requests: Sequence[RequestSnapshot],
     waiting: Sequence[RequestId],
@@ -268,18 +273,19 @@ def show_state(
     block_keys: tuple[BlockKey | None, ...],
     num_frames_in_flight: int,
     has_work: bool | None = None,
-) -> Snapshot:
-    """A snapshot of what is judged at this equivalence; `requests` sorted by id.
+) -> PartOfState:
+    """A snapshot of what every engine can show; what else a `Snapshot` has is not judged.
 
-    Queues are in their true order, for a state that returns is taken for a cycle. A block has a key
-    if it can be hit now. `has_work` is what the engine's own loop asks before it sleeps, if it asks
-    anything.
+    `requests` are sorted by id, and need name their id, status, outputs, computed tokens and block
+    tables only: a field at its default is not compared. Queues are in their true order, for a state
+    that returns is taken for a cycle. A block has a key if it can be hit now. `has_work` is what
+    the engine's own loop asks before it sleeps, if it asks anything.
     """
     cached: dict[BlockKey, tuple[BlockId, ...]] = {}
     for block, key in enumerate(block_keys):
         if key is not None:
             cached[key] = (*cached.get(key, ()), block)
-    return Snapshot(
+    return PartOfState(
         pause_state=PauseState.UNPAUSED,
         waiting=tuple(waiting),
         skipped_waiting=(),
@@ -309,6 +315,10 @@ class EngineTraits:
     not. For what follows from no capability: they have each of two features, and not both."""
     make_worker: Callable[..., Any] | None = None
     """From a config and a token function to the worker that runs their plans; None: `Worker`."""
+    drops_tokens_in_flight: bool = False
+    """Whether a preempted request loses the tokens that frames in flight sample for it: no client
+    gets them, and their positions run again. Otherwise a request waits for its tokens before it is
+    resumed, and gets them. Only at the equivalence `safety`: the specification drops none."""
     max_depth: int | None = None
     """Frames in flight that a run may have, at most; None: as many as are wanted."""
     deviations: tuple[Deviation, ...] = ()
@@ -346,6 +356,11 @@ def get_traits(make_engine: EngineFactory) -> EngineTraits:
             f"equivalence of {make_engine!r:.80}: must be None (exact) or one of {known}, "
             f"not {traits.equivalence!r:.80}"
         )
+    if traits.drops_tokens_in_flight and not isinstance(traits.equivalence, Safety):
+        raise BadEngineError(
+            f"drops_tokens_in_flight of {make_engine!r:.80}: the specification drops no token, so "
+            "an engine that does is held to Safety()"
+        )
     for one in traits.deviations:
         if not isinstance(one, Deviation) or not (one.sentences or one.fields):
             raise BadEngineError(
@@ -377,7 +392,8 @@ def build(make_engine: EngineFactory, config: Config) -> Engine:
     """An engine for one run. What the factory raises passes through.
 
     Raises:
-        BadEngineError: it made something else, or something that cannot say what it implements.
+        BadEngineError: it made something else, or something that cannot say what it implements,
+            or that returns a state without naming the capability.
     """
     engine = make_engine(config)
     lacks = [name for name in METHODS if not callable(getattr(engine, name, None))]
@@ -394,4 +410,17 @@ def build(make_engine: EngineFactory, config: Config) -> Engine:
     for name in sorted(map(str, named - ALL_CAPABILITIES)):
         known = ", ".join(sorted(ALL_CAPABILITIES))
         raise BadEngineError(f"capabilities() of {engine!r:.80}: {name!r} is none of {known}")
+    if Capability.SNAPSHOT not in named and _shows_state(engine):
+        raise BadEngineError(
+            f"snapshot() of {type(engine).__name__}: returned a state, and capabilities() "
+            f"does not name {Capability.SNAPSHOT.value!r}; name it, or return None"
+        )
     return engine
+
+
+def _shows_state(engine: Engine) -> bool:
+    """Whether a new engine returns a state. What it raises is told after its first event."""
+    try:
+        return engine.snapshot() is not None
+    except Exception:
+        return False

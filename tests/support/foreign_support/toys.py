@@ -6,7 +6,8 @@ will ever need.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from blockstep.conformance.engine import (
     Capability,
@@ -185,6 +186,13 @@ class AbortingToy(PlainToy):
         )
 
 
+class UnannouncedToy(AbortingToy):
+    """It shows its state, and does not name the capability."""
+
+    def capabilities(self) -> frozenset[str]:
+        return frozenset({Capability.ABORT})
+
+
 class TellsTwice(AbortingToy):
     """Answers somebody who was aborted in flight once more, and says so."""
 
@@ -217,3 +225,81 @@ class SmallToy(PlainToy):
         if self.config.num_blocks > 40:
             raise MemoryError("too many blocks")
         super().__post_init__()
+
+
+class SharingToy(AbortingToy):
+    """Prompts that are admitted in one step share the blocks that they fill with the same tokens,
+    and each computes all of its prompt: both write equal content there."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.num_holders = [0] * self.config.num_blocks
+
+    def plan(self) -> v.Plan:
+        running = list(self.running)
+        plan = super().plan()
+        begun = [life for life in self.running if life not in running]
+        for life in begun:
+            for block in life.blocks:
+                self.num_holders[block] += 1
+        for place, life in enumerate(begun):
+            for other in begun[:place]:
+                self.share(life, other)
+        tables = {life.request.request_id: (life.blocks,) for life in begun}
+        new = [replace(row, block_ids=tables[row.request_id]) for row in plan.new]
+        return replace(plan, new=tuple(new))
+
+    def share(self, life: Life, other: Life) -> None:
+        """Let a request have the blocks of another one that it fills with the same tokens."""
+        count = self.count_shared(life, other)
+        pairs = zip(life.blocks[:count], other.blocks[:count], strict=True)
+        for mine, shared in pairs:
+            if mine != shared:
+                self.num_holders[shared] += 1
+                self.give_back([mine])
+        life.blocks = other.blocks[:count] + life.blocks[count:]
+
+    def count_shared(self, life: Life, other: Life) -> int:
+        """Leading blocks that the prompts of both fill with the same tokens."""
+        size, count = self.config.block_size, 0
+        mine, others = life.request.prompt_token_ids, other.request.prompt_token_ids
+        while count < min(len(mine), len(others)) // size:
+            end = (count + 1) * size
+            if mine[:end] != others[:end]:
+                break
+            count += 1
+        return count
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.num_holders[block] -= 1
+            if not self.num_holders[block]:
+                self.free.append(block)
+
+    def end(self, life: Life) -> None:
+        blocks, life.blocks = life.blocks, ()
+        super().end(life)
+        self.give_back(blocks)
+
+    def snapshot(self) -> v.Snapshot:
+        return replace(super().snapshot(), ref_counts=tuple(self.num_holders))
+
+
+class SharesMoreThanIsEqual(SharingToy):
+    """A defect: a block counts as equal if all of its tokens but the last one are."""
+
+    def count_shared(self, life: Life, other: Life) -> int:
+        size, mine = self.config.block_size, life.request.prompt_token_ids
+        others = other.request.prompt_token_ids
+        count = min(len(mine), len(others)) // size
+        return min(count, 1) if mine[: size - 1] == others[: size - 1] else 0
+
+
+class SharesThePartialBlock(SharingToy):
+    """A defect: the last block is shared as well, in which both write what they sample."""
+
+    def count_shared(self, life: Life, other: Life) -> int:
+        is_same = life.request.prompt_token_ids == other.request.prompt_token_ids
+        shortest = min(len(life.blocks), len(other.blocks))
+        size = self.config.block_size
+        return min(-(-len(life.tokens) // size), shortest) if is_same else 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from blockstep.conformance.command import console, options
 from blockstep.conformance.command.check import (
@@ -21,7 +23,7 @@ from blockstep.conformance.protocol.program_file import write_program
 from blockstep.conformance.report.brief import brief_hunt
 from blockstep.conformance.report.failure import show_options
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
-from blockstep.conformance.search.forgiving import read_cause
+from blockstep.conformance.search.forgiving import Cause, read_cause
 from blockstep.conformance.search.found import HuntResult, name_of
 from blockstep.conformance.search.hunt import SCOPES, call_here, hunt
 from blockstep.conformance.search.isolation import EVENT_SECONDS, Isolation
@@ -62,6 +64,7 @@ def hunt_command(
     episode: Annotated[
         int | None, typer.Option(min=0, help="Play this one episode only (to reproduce a defect).")
     ] = None,
+    jobs: options.Jobs = 0,
     forgive: ForgiveOption = None,
     save: SaveOption = None,
     markdown: Annotated[
@@ -91,6 +94,7 @@ def hunt_command(
         seed=seed,
         max_events=budget,
         episode=episode,
+        jobs=1 if in_process else options.count_jobs(jobs),
         max_depth=depth,
         profile=profile,
         path=None if path is None else str(path.resolve()),
@@ -98,15 +102,13 @@ def hunt_command(
         with_features=options.require_features(with_features),
         without_features=options.require_features(without_features),
     )
-    with console.input_errors(), Isolation(event_seconds) as isolation:
-        scopes = SCOPES if preset is None else (preset,)
+    is_here = in_process or (is_ours(engine) and wanted.jobs == 1)
+    scopes = SCOPES if preset is None else (preset,)
+    screen = console.make_screen(json_path)
+    with console.input_errors():
         forgiven = frozenset(map(read_cause, forgive or ()))
-        call = isolation.call
-        if in_process or is_ours(engine):
-            call = call_here(console.require_engine(load(wanted)))
-        screen = console.make_screen(json_path)
-        with console.progress(screen, f"hunting in {engine}") as advance:
-            result = hunt(wanted, call, advance, scopes, forgiven)
+        with Isolation(event_seconds) as place:
+            result = _hunt(wanted, place, is_here, screen, scopes, forgiven)
     console.say(brief_hunt(result) if brief else render_hunt(result), json_path)
     console.write_json(json_path, hunt_to_json(result))
     if save is not None:
@@ -116,6 +118,23 @@ def hunt_command(
         command = f"blockstep hunt --engine {engine}{given}"
         console.write(markdown, render_hunt_page(result, command))
     raise typer.Exit(ExitCode.FAILED if result.defects else ExitCode.CONFORMS)
+
+
+def _hunt(
+    wanted: CheckOptions,
+    place: Isolation,
+    is_here: bool,
+    screen: Console,
+    scopes: Sequence[str],
+    forgiven: frozenset[Cause],
+) -> HuntResult:
+    """Hunt in this process, or in as many others as there are jobs."""
+    call = call_here(console.require_engine(load(wanted))) if is_here else place.call
+    with (
+        console.progress(screen, f"hunting in {wanted.engine}") as advance,
+        place.open_pool(wanted.jobs) as pool,
+    ):
+        return hunt(wanted, call, advance, scopes, forgiven, pool if wanted.jobs > 1 else None)
 
 
 def _save(folder: Path, result: HuntResult) -> None:

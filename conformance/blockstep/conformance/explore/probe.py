@@ -47,6 +47,7 @@ OF_THE_PAST = frozenset(
         "commit_for_aborted",
         "stale_tokens_delivered",
         "forks_branch_preempted",
+        "dropped_token_runs_again",
     }
 )
 """Witnesses that no single step can tell: they depend on what happened long before."""

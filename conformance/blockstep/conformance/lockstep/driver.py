@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from blockstep.conformance.engine import (
-    BadEngineError,
     Capability,
     Engine,
     EngineFactory,
+    PartOfState,
     build,
     get_declines,
     get_judged,
@@ -30,7 +30,7 @@ from blockstep.conformance.engine import (
 from blockstep.conformance.judge.pairs import PairCounter
 from blockstep.conformance.judge.properties import Ledger, Step, check_step
 from blockstep.conformance.judge.witnesses import situations
-from blockstep.conformance.judge.worker import Worker
+from blockstep.conformance.judge.worker import make_worker
 from blockstep.conformance.lockstep.exchange import Exchange, blame_spec, fault_of, get_first_state
 from blockstep.conformance.lockstep.excuses import Excuses
 from blockstep.conformance.lockstep.liveness import Watch, drain_bound
@@ -46,11 +46,14 @@ from blockstep.conformance.protocol.program import (
     Report,
 )
 from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.protocol.shown import complete_state, tells_holders
 from blockstep.conformance.protocol.tokens import token_function
 from blockstep.conformance.protocol.typed import fault_of_types
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import STRICT, Profile
 
+NOT_SHOWN = "fields of states that `show_state` does not take"
+"""Counted under this name."""
 EXPLICABLE = frozenset({FindingKind.PROPERTY, FindingKind.LIVENESS})
 """What a quirk can be the reason of."""
 
@@ -108,10 +111,9 @@ class LockStep(Runner):
         """Build both sides. What the engine raises while it is built passes through.
 
         Raises:
-            BadEngineError: it shows a state, and does not name the capability.
+            BadEngineError: as `engine.build`.
         """
-        engine = build(make_engine, config)
-        make_worker = get_traits(make_engine).make_worker or Worker
+        engine, traits = build(make_engine, config), get_traits(make_engine)
         # A worker has every slot in memory; one that is given no plan needs none.
         room = config if compare_every is None else v.Config(num_blocks=2)
         capabilities = engine.capabilities()
@@ -121,10 +123,10 @@ class LockStep(Runner):
         run = cls(
             config=config,
             engine=engine,
-            worker=make_worker(room, token_function(token_seed, vocabulary_size)),
+            worker=make_worker(traits, room, token_function(token_seed, vocabulary_size)),
             spec=spec,
             spec_before=first,
-            ledger=Ledger(config),
+            ledger=Ledger(config, traits.drops_tokens_in_flight),
             witnesses=Counter(),
             pairs=PairCounter(config),
             capabilities=capabilities,
@@ -133,16 +135,10 @@ class LockStep(Runner):
             declines=get_declines(engine) if profile.spares else None,
             keep_exchanges=keep_exchanges,
             compare_every=compare_every,
-            excuses=Excuses(get_traits(make_engine).deviations),
+            excuses=Excuses(traits.deviations),
         )
         if compare_every is None:
-            shown = get_first_state(engine, first)
-            if shown is not None and Capability.SNAPSHOT not in capabilities:
-                raise BadEngineError(
-                    "snapshot() returned a state, and capabilities() does not name "
-                    f"{Capability.SNAPSHOT.value!r}; name it, or return None"
-                )
-            run.before = run._comparable(shown)
+            run.before = run._comparable(get_first_state(engine, first))
         return run
 
     def fit(self, action: Action) -> Action:
@@ -272,11 +268,11 @@ class LockStep(Runner):
     ) -> list[Finding]:
         """What worker and properties find, and what was found already, unless it is known.
 
-        Where the engine shows no state, situations are those of the specification, which has
-        answered alike up to now.
+        Where the engine shows no state, or a part of one, situations are those of the
+        specification, which has answered alike up to now.
         """
         step: Step | None
-        if after is None or self.before is None:
+        if after is None or self.before is None or NOT_SHOWN in self.skipped:
             step = self._step_of_spec(event, expected)
             findings = [*self._check_answer(told, seen), *diverged]
         else:
@@ -339,10 +335,18 @@ class LockStep(Runner):
         return []
 
     def _comparable(self, snapshot: v.Snapshot | None) -> v.Snapshot | None:
-        """The snapshot; with what the spec says where the engine does not, or means another thing:
-        of counters, and of work that is left."""
+        """Return the snapshot as it is compared with the specification's.
+
+        Where the engine shows a part of its state, the rest is the specification's; so are counters
+        that mean something else, and `has_work` of an engine that does not show it.
+        """
         if snapshot is not None and Capability.WORK not in self.capabilities:
             snapshot = replace(snapshot, has_work=self.spec.snapshot().has_work)
+        if isinstance(snapshot, PartOfState):
+            self.skip(NOT_SHOWN)
+            if not tells_holders(snapshot, self.config):
+                return None
+            return complete_state(snapshot, self.spec.snapshot(), bool(self.equivalence))
         if snapshot is None or Capability.STATISTICS in self.capabilities:
             return snapshot
         stats = self.spec.snapshot().stats

@@ -121,12 +121,8 @@ def may_take(code: v.RejectCode, event: v.Event, plans: Sequence[v.Plan], worker
     """Whether an engine may take what it may refuse for `code`, and means it to have its effect."""
     if code is v.RejectCode.FRAME_OUT_OF_ORDER and isinstance(event, v.Commit):
         later = next(plan for plan in plans if plan.frame_id == event.frame_id)
-        waiting = {
-            row.request_id
-            for plan in plans[: plans.index(later)]
-            for row in worker.answer(plan.frame_id)
-            if row.token_ids
-        }
+        older = plans[: plans.index(later)]
+        waiting = {name for plan in older for name in worker.list_awaited(plan.frame_id)}
         return event.sampled == worker.answer(event.frame_id) and not any(
             row.token_ids and row.request_id in waiting for row in event.sampled
         )
@@ -201,10 +197,9 @@ def _problem_of_asking(
     if (names and not empty.config.async_scheduling) or len(set(names)) < len(names):
         return v.RejectCode.BAD_DRAFTS
     older = {
-        row.request_id
+        row.view.request.request_id
         for plan in plans[:place]
-        for row in worker.answer(plan.frame_id)
-        if row.token_ids
+        for row in worker.list_masked(plan.frame_id)
     }
     masked = {row.view.request.request_id for row in worker.list_masked(event.frame_id)}
     return v.RejectCode.GRAMMAR_BEHIND if masked & older else None

@@ -29,7 +29,7 @@ from blockstep.conformance.judge.answers import judge_answer, judge_state
 from blockstep.conformance.judge.properties import ANSWER_TYPES, Step
 from blockstep.conformance.judge.properties.refusals import rejected_event_changes_nothing
 from blockstep.conformance.judge.witnesses.answers import AnswerWitnesses
-from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.driver import NOT_SHOWN, LockStep
 from blockstep.conformance.lockstep.exchange import Exchange, fault_of
 from blockstep.conformance.lockstep.refusable import (
     ILL_FORMED,
@@ -42,6 +42,7 @@ from blockstep.conformance.lockstep.refusable import (
 )
 from blockstep.conformance.lockstep.scoped import ScopedRun
 from blockstep.conformance.protocol.findings import Finding, violated
+from blockstep.conformance.protocol.shown import tells_holders
 from blockstep.conformance.protocol.transfers import list_failed
 from blockstep.conformance.protocol.typed import fault_of_types
 from blockstep.spec import vocabulary as v
@@ -62,6 +63,10 @@ class SafetyRun(ScopedRun):
     def __post_init__(self) -> None:
         ScopedRun.__post_init__(self)
         self.answers = AnswerWitnesses(self.config)
+
+    def _comparable(self, snapshot: v.Snapshot | None) -> v.Snapshot | None:
+        """The state as the engine shows it: it is compared with nothing."""
+        return snapshot
 
     def _proposal(self, rows: tuple[v.RowTokens, ...]) -> v.Drafts | None:
         """Drafts for those who have not ended, no more than there may be.
@@ -89,6 +94,7 @@ class SafetyRun(ScopedRun):
     def follow(self, event: v.Event, observation: v.Observation) -> None:
         """Take in one event and the answer to it."""
         self._note_texts(event, observation)
+        self._drop_tokens(event, observation)
         LockStep.follow(self, event, observation)
         match event, observation:
             case v.Submit(request=request), _:
@@ -105,6 +111,25 @@ class SafetyRun(ScopedRun):
             case v.Reset(reset_running_requests=True), v.ResetDone(success=True):
                 self.may_propose = False
                 self.idle.update(self.live)
+
+    def _drop_tokens(self, event: v.Event, observation: v.Observation) -> None:
+        """Note the rows in flight that deliver nothing, for their requests are preempted, and the
+        engine drops such tokens."""
+        if not self.worker.drops_tokens_in_flight:
+            return
+        match event, observation:
+            case v.Schedule(), v.Plan(preempted_req_ids=names):
+                self._drop_rows(set(names))
+            case v.Reset(reset_running_requests=True), v.ResetDone(success=True):
+                self._drop_rows(set(self.live))
+        if self.worker.num_run_again:
+            self.witnesses["dropped_token_runs_again"] = self.worker.num_run_again
+
+    def _drop_rows(self, names: set[v.RequestId]) -> None:
+        for plan in self.plans:
+            for row in plan.rows:
+                if row.request_id in names:
+                    self.dropped.add((plan.frame_id, row.request_id))
 
     def _note_newcomer(self, name: v.RequestId) -> None:
         self.idle.add(name)
@@ -211,6 +236,9 @@ class SafetyRun(ScopedRun):
         )
         findings = [*told]
         findings += self.worker.observe(event, seen)
+        if after is not None and not tells_holders(after, self.config):
+            self.skip(NOT_SHOWN)
+            after = None
         if after is not None and self.before is not None:
             findings += self._judge_state(event, seen, self.before, after)
         findings = self.excuses.take(findings, event, None, seen)

@@ -22,7 +22,7 @@ from itertools import zip_longest
 from typing import Self, TypeVar
 
 from blockstep.conformance.engine import EngineFactory, Equivalence, build, get_declines, get_traits
-from blockstep.conformance.judge.worker import Worker
+from blockstep.conformance.judge.worker import Worker, make_worker
 from blockstep.conformance.lockstep.exchange import Exchange, fault_of
 from blockstep.conformance.lockstep.liveness import drain_bound
 from blockstep.conformance.lockstep.plans import fit_worker
@@ -106,7 +106,7 @@ class ScoreRun:
         scope = traits.equivalence or Equivalence()
         require_fitting(config, scope)
         engine, next_token = build(make_engine, config), token_function(token_seed, vocabulary_size)
-        worker = fit_worker((traits.make_worker or Worker)(config, next_token), make_engine)
+        worker = fit_worker(make_worker(traits, config, next_token), make_engine)
         ahead = scope.plans_ahead
         return cls(
             config=config,

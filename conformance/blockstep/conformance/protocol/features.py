@@ -486,6 +486,7 @@ SEVERAL_AT_ONCE = frozenset({ASYNC.name, PIPELINE.name})
 SEVERAL_FRAMES = (
     *("several_frames_in_flight", "four_frames_in_flight", "abort_with_two_frames_in_flight"),
     *("reset_forced_with_two_frames_in_flight", "rejected_frame_out_of_order"),
+    "dropped_token_runs_again",
     *("transfers_deferred_", "transfers_waits_for_an_answer", "tiers_saved_beside_frames"),
 )
 """Situations, by the beginnings of their names, that need either."""

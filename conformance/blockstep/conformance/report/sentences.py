@@ -285,7 +285,7 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
         (
             "A block that a row writes in this step is in no other place of any table "
             "that is read or written in it, but for a prefix that is shared at the same "
-            "position."
+            "position, and for a block that several rows fill with the same known tokens."
         ),
     ),
     "row_runs_a_token": ("P12", "A row runs one token at least."),
@@ -297,7 +297,16 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
         "P13",
         (
             "A preempted request is resumed only when every token that it sampled has "
-            "been committed."
+            "been committed. An engine that drops such tokens, and runs their positions again, "
+            "says so: `EngineTraits(drops_tokens_in_flight=True)`."
+        ),
+    ),
+    "dropped_position_runs_again": (
+        "P13",
+        (
+            "Where an engine drops the tokens in flight of a request that it preempts "
+            "(`drops_tokens_in_flight`), the request is resumed before their positions, and runs "
+            "them again."
         ),
     ),
     "drafts_are_the_last_scheduled_tokens": (

@@ -30,7 +30,7 @@ from blockstep.conformance.engine import (
     get_traits,
 )
 from blockstep.conformance.judge.properties import ANSWER_TYPES
-from blockstep.conformance.judge.worker import Worker
+from blockstep.conformance.judge.worker import Worker, make_worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.lockstep.plans import fit_worker
 from blockstep.conformance.lockstep.runner import ask_mask
@@ -282,7 +282,7 @@ def run_workload(
         BrokenError: the engine raised, or its answer is none.
     """
     engine, client = _build(make_engine, config), Client()
-    worker = make_worker(make_engine, config, swarm)
+    worker = build_worker(make_engine, config, swarm)
     worker.acceptance = (0, 1, 2)
     answers: dict[v.RequestId, Answer] = {}
     chunks: Counter[v.RequestId] = Counter()
@@ -307,11 +307,10 @@ def run_workload(
     return answers
 
 
-def make_worker(make_engine: EngineFactory, config: v.Config, swarm: Swarm) -> Worker:
+def build_worker(make_engine: EngineFactory, config: v.Config, swarm: Swarm) -> Worker:
     """The worker that can live on the plans of these engines."""
-    make = get_traits(make_engine).make_worker or Worker
-    worker: Worker = make(config, token_function(swarm.token_seed, swarm.vocabulary_size))
-    return fit_worker(worker, make_engine)
+    next_token = token_function(swarm.token_seed, swarm.vocabulary_size)
+    return fit_worker(make_worker(get_traits(make_engine), config, next_token), make_engine)
 
 
 def _build(make_engine: EngineFactory, config: v.Config) -> Engine:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from blockstep.conformance.engine import Equivalence, Safety
+from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.judge.witnesses.plans import PREEMPTION
 from blockstep.conformance.protocol.features import FEATURES, PIPELINE, Feature
 from blockstep.spec import vocabulary as v
@@ -28,8 +29,22 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "adapters": {"max_loras": 1},
     "encoder": {"encoder_compute_budget": 4, "encoder_cache_size": 4},
     "caching": {"enable_prefix_caching": True},
+    "kinds": {"groups": (v.KVGroup(v.GroupKind.FULL, 4), v.KVGroup(v.GroupKind.FULL, 8))},
+    "events": {"enable_kv_cache_events": True},
+    "transfers": {"kv_connector": True},
+    "pins": {"policy": v.Policy.CONTINUUM},
+    "forks": {"enable_forks": True},
+    "tiers": {"admission_low_blocks": 1, "admission_high_blocks": 2},
 }
 """What asks for a feature in a config, where one can."""
+ASKED_UNDER: tuple[Mapping[str, Any], ...] = (
+    {},
+    CONFIGS["encoder"],
+    CONFIGS["adapters"],
+    CONFIGS["pins"],
+)
+"""Changes of `PLAIN_CONFIG` under which an adapter is asked what it keeps of a request: it may take
+a field out only where the config has no use for it."""
 REQUESTS: Mapping[str, Mapping[str, Any]] = {
     "grammar": {"structured_output": True},
     "masks": {"structured_output": True, "grammar": v.Grammar((((7, 0),),))},
@@ -46,6 +61,18 @@ STOPS: Mapping[str, Mapping[str, Any]] = {
     "stop_repetition": {"repetition_detection": v.RepetitionDetection(2)},
 }
 """Situations that need a field of a request."""
+NEED_A_FIELD: Mapping[str, Mapping[str, Any]] = {
+    **STOPS,
+    "min_tokens_held_back_a_stop": {"min_tokens": 2},
+    "same_tokens_other_adapter": {"adapter": "x"},
+    "adapters_": {"adapter": "x"},
+    "same_tokens_other_salt": {"cache_salt": "y"},
+    "encoder_": {"items": (v.MultiModalItem("cat", 1, 2),)},
+    "reading_skipped": {"skip_reading_prefix_cache": True},
+    "pins_": {"job_id": "j"},
+    "pins_last_step": {"job_id": "j", "is_last_step": True},
+}
+"""The same and others, by the beginnings of their names."""
 AFTER_PREEMPTION = frozenset((*PREEMPTION, "abort_preempted"))
 """Situations that do not come up where nobody is preempted."""
 OWED_AT_SAFETY = frozenset(
@@ -56,6 +83,7 @@ OWED_AT_SAFETY = frozenset(
         *("abort_waiting", "abort_in_flight", "drafts_taken", "drafts_scheduled"),
         *("drafts_all_accepted", "drafts_none_accepted", "draft_placeholders_scheduled"),
         *("grammar_promoted", "paused_new", "paused_all", "reset_done", "reset_forced"),
+        "dropped_token_runs_again",
     )
 )
 """What a run must have met where no state is followed, as far as its engine can meet it. How often
@@ -72,7 +100,12 @@ def find_unmet(scope: Equivalence, out_of_reach: frozenset[str]) -> frozenset[st
 
     Where nobody is preempted, nobody returns either.
     """
-    unmet = {name for name, fields in STOPS.items() if not _is_kept(fields, scope)}
+    needy = tuple(
+        beginning
+        for beginning, fields in NEED_A_FIELD.items()
+        if not _is_kept(fields, scope, list(fields)[-1:])
+    )
+    unmet = {name for name in WITNESSES if name.startswith(needy)}
     if not scope.fit_config(PLAIN_CONFIG).enable_chunked_prefill:
         unmet.add("chunked_prefill")
     if "preempted" in out_of_reach:
@@ -94,12 +127,16 @@ def _is_declined(feature: Feature, scope: Equivalence) -> bool:
 
 
 def _is_kept(fields: Mapping[str, Any], scope: Equivalence, asking: Collection[str] = ()) -> bool:
-    """Whether a request keeps any of these fields, or of those among them that are `asking`; one
-    that is declined tells nothing."""
-    request = scope.fit_request(replace(PLAIN_REQUEST, **fields), scope.fit_config(PLAIN_CONFIG))
-    return request is None or any(
-        getattr(request, name) != getattr(PLAIN_REQUEST, name) for name in asking or fields
-    )
+    """Whether a request keeps any of these fields, or of those among them that are `asking`, under
+    any of a few configs; one that is declined tells nothing."""
+    for changes in ASKED_UNDER:
+        config = scope.fit_config(replace(PLAIN_CONFIG, **changes))
+        request = scope.fit_request(replace(PLAIN_REQUEST, **fields), config)
+        if request is None or any(
+            getattr(request, name) != getattr(PLAIN_REQUEST, name) for name in asking or fields
+        ):
+            return True
+    return False
 
 
 def list_owed(scope: Equivalence | None) -> frozenset[str] | None:

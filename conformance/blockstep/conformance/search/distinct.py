@@ -8,7 +8,7 @@ Nothing says so but the engine's code, and a hunt does not read it. So two failu
    raises after such an act counts as the same: where it notices, it raises;
 2. or if one is a symptom of the other: both come at the same event, each with the other
    (`comes_with`); or a plain program of the one goes on to what the other says, which needs no
-   less, or comes to it with another bound of its config (`comes_of`).
+   less, or comes to it with another bound of its config or without an act (`comes_of`).
 
 Where this is wrong. Two defects are told as one if they break the same sentence by the same acts,
 and one of them needs more means: a block lost when a hit is preempted, and another lost when any
@@ -225,7 +225,8 @@ class Symptoms:
     onward: frozenset[Mark] = frozenset()
     """If the run goes on as though nothing were wrong, to its end and a drain."""
     near: frozenset[Mark] = frozenset()
-    """Instead of its own, with a bound or a feature of the config out of the way."""
+    """Instead of its own, without an act, or with a bound or a feature of the config out of the
+    way."""
     length: int = 0
     """Actions of the program."""
 
@@ -379,7 +380,11 @@ def _go_on(program: Program, make_engine: EngineFactory, profile: Profile) -> It
 
 
 def _list_plainer(program: Program) -> Iterator[Program]:
-    """The programs without a feature or a bound of the config, in no smaller a pool."""
+    """The programs without a feature or a bound of the config, in no smaller a pool, and those
+    without one of the acts."""
+    for act in set(list_asked(program)).intersection(ACTS):
+        left = tuple(it for it in program.actions if not isinstance(it, act.actions))
+        yield replace(program, actions=left)
     sizes = program.config.num_blocks, program.config.block_size
     for config in simpler_configs(program.config):
         if (config.num_blocks, config.block_size) == sizes:

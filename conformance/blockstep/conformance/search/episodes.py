@@ -15,6 +15,7 @@ from blockstep.conformance.draw.presets import PRESETS, Swarm, draw_swarm
 from blockstep.conformance.engine import (
     Capability,
     EngineFactory,
+    Equivalence,
     Safety,
     get_capabilities,
     get_traits,
@@ -80,13 +81,11 @@ def fit_depth(options: CheckOptions, make_engine: EngineFactory) -> CheckOptions
     if options.max_depth == 1:
         return options
     traits = get_traits(make_engine)
-    depth, weaker = traits.max_depth or options.max_depth, traits.equivalence
-    if weaker is not None:
-        asked = (
-            Config(64, max_frames_in_flight=depth, async_scheduling=on) for on in (True, False)
-        )
-        fitting = [weaker.fit_config(config).max_frames_in_flight for config in asked if depth > 1]
-        depth = min([depth, max(fitting, default=depth)])
+    depth, weaker = traits.max_depth or options.max_depth, traits.equivalence or Equivalence()
+    asked = (Config(64, max_frames_in_flight=depth, async_scheduling=on) for on in (True, False))
+    if depth > 1:
+        fitting = [traits.fit_config(weaker.fit_config(config))[0] for config in asked]
+        depth = min(depth, max(config.max_frames_in_flight for config in fitting))
     if not {Capability.ASYNC, Capability.PIPELINE} & get_capabilities(make_engine):
         depth = 1
     return replace(options, max_depth=min(depth, options.max_depth))

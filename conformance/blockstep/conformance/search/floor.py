@@ -89,6 +89,8 @@ def look(options: CheckOptions, make_engine: EngineFactory) -> Facts:
     weaker = traits.equivalence
     lacking = {feature.name for feature in find_lacking(get_capabilities(make_engine))}
     out_of_reach = traits.out_of_reach
+    if not traits.drops_tokens_in_flight:
+        out_of_reach |= {"dropped_token_runs_again"}
     if weaker is not None:
         lacking |= find_declined(weaker)
         out_of_reach = find_unmet(weaker, out_of_reach)
@@ -150,6 +152,7 @@ SMALL_ONLY = {
     *("pipeline_preempted_in_flight", "pipeline_token_after_preemption", "pool_exactly_full"),
     *("abort_with_two_frames_in_flight", "reset_forced_with_two_frames_in_flight", "reset_done"),
     *("rejected_never_fits", "rejected_not_structured", "rejected_prompt_too_long"),
+    "dropped_token_runs_again",
     *("rejected_pipeline_full_async", "published_by_the_last_commit", "stop_model_length"),
     *("admission_blocked_by_max_num_seqs", "same_tokens_other_items"),
     *("groups_block_in_doubt", "groups_last_block_to_another", "groups_admitted_past_its_room"),

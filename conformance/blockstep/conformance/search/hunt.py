@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from blockstep.conformance.draw.presets import SMALL, TINY
@@ -105,6 +107,7 @@ class Hunter:
         on_progress: Callable[[float, str], None] = lambda _done, _text: None,
         scopes: Sequence[str] = SCOPES,
         forgiven: frozenset[Cause] = frozenset(),
+        pool: Executor | None = None,
     ) -> None:
         get_wish(options)
         self._call = call
@@ -116,6 +119,7 @@ class Hunter:
         self.scopes = scopes
         self.forgiven = forgiven
         self._on_progress = on_progress
+        self._pool = pool
         profile = find_profile(options.profile)
         self._quirks = tuple(sorted(profile.quirks) if profile.quirks else Quirk)
         if ground.facts.equivalence == Safety().name:
@@ -186,16 +190,52 @@ class Hunter:
     def _play(
         self, options: CheckOptions, indices: Sequence[int], max_events: int
     ) -> list[EpisodeResult]:
-        """Episodes up to the first that fails, or in which the engine is lost."""
+        """Episodes up to the first that fails, or in which the engine is lost.
+
+        They are the same however many are played side by side: what was played behind the last of
+        them is dropped.
+        """
+        if self._pool is None or len(indices) == 1:
+            parts: Iterator[list[EpisodeResult]] = iter(
+                [self._play_part(options, indices, max_events)]
+            )
+        else:
+            parts = self._play_apart(self._pool, options, indices, max_events)
+        episodes: list[EpisodeResult] = []
+        num_events = 0
+        for episode in chain.from_iterable(parts):
+            episodes.append(episode)
+            num_events += episode.num_events
+            self.result.num_events += max(episode.num_events, 1)
+            self.result.excused.update(episode.deviations)
+            if episode.first is not None or num_events >= max_events:
+                break
+        return episodes
+
+    def _play_apart(
+        self, pool: Executor, options: CheckOptions, indices: Sequence[int], max_events: int
+    ) -> Iterator[list[EpisodeResult]]:
+        """Episodes in order, in parts that are played side by side."""
+        size = -(-len(indices) // self.options.jobs)
+        parts = [indices[start : start + size] for start in range(0, len(indices), size)]
+        futures = [pool.submit(self._play_part, options, part, max_events) for part in parts]
+        try:
+            for future in futures:
+                yield future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def _play_part(
+        self, options: CheckOptions, indices: Sequence[int], max_events: int
+    ) -> list[EpisodeResult]:
+        """Episodes up to the first that fails, or in which the engine is lost, in one place."""
         episodes: list[EpisodeResult] = []
         wanted = (self.forgiven, indices, max_events)
         try:
             self._call(digging.play, options, *wanted, on_part=episodes.append)
         except LostError as lost:
             episodes.append(lose_episode(indices[len(episodes)], lost.loss))
-        for episode in episodes:
-            self.result.num_events += max(episode.num_events, 1)
-            self.result.excused.update(episode.deviations)
         return episodes
 
     def _learn(self, options: CheckOptions, episode: EpisodeResult) -> bool:
@@ -354,6 +394,7 @@ def hunt(
     on_progress: Callable[[float, str], None] = lambda _done, _text: None,
     scopes: Sequence[str] = SCOPES,
     forgiven: frozenset[Cause] = frozenset(),
+    pool: Executor | None = None,
 ) -> HuntResult:
     """Everything that is wrong with an engine, each defect once, with a program for it.
 
@@ -365,13 +406,15 @@ def hunt(
         on_progress: Told the share that is done, and a line about it.
         scopes: Presets that are played.
         forgiven: Passed over from the start.
+        pool: Threads in which `call` may be called, as many as `jobs` of the options: episodes are
+            played side by side. What is found is the same.
 
     Raises:
         EngineNotFoundError: if the engine cannot be loaded.
         UsageError: if the options want what the engine lacks.
     """
     try:
-        hunter = Hunter(options, call, on_progress, scopes, forgiven)
+        hunter = Hunter(options, call, on_progress, scopes, forgiven, pool)
     except LostError as lost:  # nobody could even be asked
         return HuntResult(options, digging.UNKNOWN, [describe_loss(options, lost.loss)])
     return hunter.hunt()

@@ -64,6 +64,8 @@ class Ledger:
     """Everything learnt from events and answers. One object is one run."""
 
     config: v.Config
+    drops_tokens_in_flight: bool = False
+    """Whether the engine drops what frames in flight sample for a request that it preempts."""
     lives: dict[v.RequestId, Life] = field(default_factory=dict)
     """Unfinished requests."""
     frames: dict[v.FrameId, tuple[FlightRow, ...]] = field(default_factory=dict)
@@ -319,6 +321,8 @@ class Ledger:
             if request_id in known:
                 known[request_id].preempted_at = self.num_progress
                 known[request_id].num_known_then = known[request_id].num_known
+        if self.drops_tokens_in_flight:
+            self._void(plan.preempted_req_ids)
         frame = [self.flight_row(row) for row in rows]
         for row, flight in zip(rows, frame, strict=True):
             life = known[row.request_id]
@@ -458,6 +462,8 @@ class Ledger:
             self.scheduled = set()
             for life in self.lives.values():
                 life.drafts = ()
+            if self.drops_tokens_in_flight:
+                self._void(self.lives.keys())
 
     def _end(self, request_id: v.RequestId) -> None:
         self.ending.discard(request_id)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from blockstep.conformance.judge.attended import is_across
 from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.properties.sentence import (
     ENDINGS,
     Complaint,
@@ -79,13 +80,37 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
 def block_still_to_be_written_has_one_holder(step: Step, ledger: Ledger) -> Complaints:
     """From the first block that is not full of known, computed tokens on, blocks are exclusive.
 
-    But for one that is begun and shared with a branch: who writes in it gets a copy.
+    But for one that is begun and shared with a branch: who writes in it gets a copy. And for one
+    that all of its holders fill with the same known tokens: they write equal content.
     """
     ref_counts = step.after.ref_counts
     for request, block in _unfinished_blocks(step, ledger):
-        if ref_counts[block] != 1 and not _is_begun(step, ledger, request, block):
+        if ref_counts[block] == 1 or _is_begun(step, ledger, request, block):
+            continue
+        if not _is_filled_alike(step, ledger, block):
             what = f"{request.request_id!r} will write block {block}, which it does not own alone"
             yield unequal(what, f"ref_counts[{block}]", 1, ref_counts[block])
+
+
+def _is_filled_alike(step: Step, ledger: Ledger, block: v.BlockId) -> bool:
+    """Whether all holders of a block have it in one place of their tables, and the same known
+    tokens up to its end."""
+    places: set[tuple[int, int]] = set()
+    lives: list[Life] = []
+    for request in step.after.requests:
+        for at, table in enumerate(request.block_tables):
+            if block in table and request.request_id in ledger.lives:
+                places.add((at, table.index(block)))
+                lives.append(ledger.lives[request.request_id])
+    if len(places) != 1 or len(lives) != step.after.ref_counts[block]:
+        return False
+    ((at, index),) = places
+    if step.groups[at].kind is v.GroupKind.RECURRENT or is_across(step.groups[at]):
+        return False
+    size = step.block_sizes[at]
+    if any(life.num_known < (index + 1) * size for life in lives):
+        return False
+    return len({life.block_name(index, size) for life in lives}) == 1
 
 
 def _is_begun(step: Step, ledger: Ledger, request: v.RequestSnapshot, block: v.BlockId) -> bool:
@@ -122,6 +147,8 @@ def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapsh
             continue
         if may_lose_all and has_lost_all(step.config, request):
             continue
+        if life.session is not None and not request.prompt_token_ids:
+            continue  # the engine does not show what its prompt has become
         known = (len(request.prompt_token_ids) or life.num_prompt) + len(request.output_token_ids)
         filled = min(request.num_computed_tokens, known)
         for table, size in zip(tables, sizes):  # noqa: B905 - tables are counted elsewhere

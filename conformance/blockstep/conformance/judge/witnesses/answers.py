@@ -26,6 +26,7 @@ ANSWERED = frozenset(
         *("drafts_all_accepted", "drafts_some_accepted", "drafts_none_accepted"),
         *("grammar_promoted", "grammar_ready_twice", "paused_new", "paused_all"),
         *("reset_refused", "reset_done", "reset_forced", "reset_forced_in_flight"),
+        "dropped_token_runs_again",
     )
 )
 """Situations that can be told from answers."""

@@ -37,6 +37,8 @@ FRAMES = {
     "pipeline_waits_for_its_token": "one that runs had no row, for a frame would sample its token",
     "pipeline_preempted_in_flight": "one was preempted while a frame would sample its token",
     "pipeline_token_after_preemption": "one preempted so got the token of that frame",
+    "dropped_token_runs_again": "a preempted request lost a token in flight, and is resumed before "
+    "its position (of engines whose traits say that they drop such tokens)",
 }
 
 

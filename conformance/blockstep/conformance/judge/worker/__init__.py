@@ -7,6 +7,6 @@ what it says against a plan needs no reference.
 
 from blockstep.conformance.judge.worker.names import PrefixNames, extras_of
 from blockstep.conformance.judge.worker.sampling import NextToken
-from blockstep.conformance.judge.worker.worker import Worker
+from blockstep.conformance.judge.worker.worker import Worker, make_worker
 
-__all__ = ["NextToken", "PrefixNames", "Worker", "extras_of"]
+__all__ = ["NextToken", "PrefixNames", "Worker", "extras_of", "make_worker"]

@@ -143,10 +143,26 @@ class TaggedKV:
             if slot == 0:
                 writes[block] = []
             writes[block].append((slot, slot + stop - position, name, frame_id))
-            if block in writers:
+            if block in writers and not self._write_alike(writers[block], (row, group, index)):
                 self._complain_shared(writers[block], (row, group, index), block)
             writers[block] = (row, group, index)
             position = stop
+
+    def _write_alike(self, one: Place, other: Place) -> bool:
+        """Whether two rows fill a block with the same content, now or in later steps.
+
+        They do if it is in one place of both tables, and both requests have the same text up to its
+        end. A block that is not full of known tokens must be owned alone: the next ones may differ.
+        """
+        (row, group, index), (other_row, *other_place) = one, other
+        first = index * self.block_sizes[group]
+        end = first + self.block_sizes[group]
+        views = row.view, other_row.view
+        if other_place != [group, index] or any(len(it.reported_token_ids) < end for it in views):
+            return False
+        for view in views:
+            view.name_positions(end, ())
+        return views[0].chain[first:end] == views[1].chain[first:end]
 
     def _take_over(self, block: BlockId, group: int) -> bool:
         """Let a block be of another group from now on: nothing in it is of any use to it.

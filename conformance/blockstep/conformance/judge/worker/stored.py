@@ -315,7 +315,7 @@ class Stored(Items):
         is_held = is_held and not view.may_resume
         waits = (view.is_preempted or view.may_resume) and view.num_promised > 0
         if is_held or waits:
-            self._forsake(view, row, num_valid if is_held else view.num_computed)
+            self.forsake(view, row, num_valid if is_held else view.num_computed)
         if is_held and loses_all(self.config):
             self.views[name].may_resume = True  # it was preempted, of which no plan tells
 
@@ -351,8 +351,9 @@ class Stored(Items):
                 return name == load.request_id and frame_id in frames
         return False
 
-    def _forsake(self, view: RequestView, row: FrameRow, num_computed: int) -> None:
-        """A row and those behind it are void: the request is as it was before, but for its KV."""
+    def forsake(self, view: RequestView, row: FrameRow, num_computed: int) -> RequestView:
+        """Make a row and those behind it void; returns the request as it was before, but for its
+        KV."""
         for rows in self._frames.values():
             for each in rows:
                 each.is_void |= each.view is view
@@ -361,6 +362,7 @@ class Stored(Items):
         fresh.tables, fresh.num_computed = view.tables, num_computed
         fresh.is_preempted, fresh.may_resume = view.is_preempted, view.may_resume
         self.views[view.request.request_id] = fresh
+        return fresh
 
     # Saves.
 

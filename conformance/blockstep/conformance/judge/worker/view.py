@@ -15,8 +15,8 @@ class RequestView(NamedText):
 
     __slots__ = (
         "across", "automaton", "is_over", "is_preempted", "may_resume", "num_computed",
-        "num_promised", "num_rejected", "num_unreported", "pages", "proposal", "state_indices",
-        "tables",
+        "num_dropped", "num_promised", "num_rejected", "num_unreported", "pages",
+        "proposal", "state_indices", "tables",
     )  # fmt: skip
 
     def __init__(
@@ -30,6 +30,8 @@ class RequestView(NamedText):
         """What it attends to across: the names of its items' embeddings."""
         self.num_computed = 0
         """Tokens whose KV exists once every plan so far has run."""
+        self.num_dropped = 0
+        """Tokens that were dropped when it was preempted last, until it is resumed."""
         self.num_unreported = 0
         """Tokens sampled in frames whose commit it has not heard of."""
         self.num_promised = 0

@@ -14,6 +14,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import TypeAlias
 
+from blockstep.conformance.engine import EngineTraits, PartOfState
 from blockstep.conformance.judge.attended import is_across, without_given_back
 from blockstep.conformance.judge.worker.sampling import NextToken
 from blockstep.conformance.judge.worker.stored import Stored
@@ -30,6 +31,10 @@ _get_viewed = attrgetter(*_VIEWED)
 class Worker(Stored):
     """A model worker. One object is one run."""
 
+    drops_tokens_in_flight = False
+    """Whether its engine drops what frames in flight sample for a request that it preempts
+    (`EngineTraits`)."""
+
     def __init__(self, config: v.Config, next_token: NextToken) -> None:
         super().__init__(config, next_token)
         self.last_plan: v.Plan | None = None
@@ -44,6 +49,8 @@ class Worker(Stored):
         self._remapped: tuple[v.RequestId, ...] = ()
         """In the plan that runs."""
         self._last_scheduled: set[v.RequestId] = set()
+        self.num_run_again = 0
+        """Requests that were resumed before a position whose token had been dropped."""
         self._hears_more_than_plans = False
         """Somebody tells it of commits, so of resets too; else it cannot know of forced ones."""
 
@@ -152,6 +159,17 @@ class Worker(Stored):
         view.is_preempted = True
         view.tables = [[] for _ in view.tables]
         view.num_computed = 0
+        self._drop_tokens(view)
+
+    def _drop_tokens(self, view: RequestView) -> None:
+        """Forget what frames in flight sample for a preempted request, if its engine drops that."""
+        if not self.drops_tokens_in_flight or not view.num_promised:
+            return
+        if view.request.request_id in self._ended:
+            return
+        rows = [row for frame in self._frames.values() for row in frame if row.view is view]
+        first = next(row for row in rows if row.samples and not row.is_void)
+        self.forsake(view, first, view.num_computed).num_dropped = view.num_unreported
 
     def _check_common(self, nums_common: tuple[int, ...], rows: Sequence[FrameRow]) -> None:
         """What is attended to once for all rows is what each of them would attend to."""
@@ -200,6 +218,9 @@ class Worker(Stored):
         self._count_outputs(row, view)
         if row.resumed and view.num_unreported and row.all_token_ids is not None:
             view = self._disown(row.all_token_ids, view)
+        if row.resumed:
+            self.num_run_again += view.num_dropped > 0
+            view.num_dropped = 0
         drafts = self._fill_in(row, view)
         return self._start(row.request_id, view, row.num_scheduled_tokens, drafts)
 
@@ -274,6 +295,14 @@ class Worker(Stored):
             if row.resumed or row.request_id not in self._last_scheduled:
                 what = f"{row.request_id!r} was not in the plan before, and its tokens are not sent"
                 self._complain("P26", "tokens_are_sent_after_a_gap", what)
+        elif view.num_dropped and len(sent) > len(view.tokens) and self._begins_alike(sent, view):
+            what = (
+                f"{row.request_id!r} goes on behind position {len(view.tokens)}, whose token was "
+                "dropped when it was preempted: it must run again"
+            )
+            difference = Difference("all_token_ids", shown(view.tokens, 80), shown(sent, 80))
+            self._complain("P13", "dropped_position_runs_again", what, difference)
+            view.replace_tokens(sent)
         elif list(sent) != view.reported_token_ids:
             what = f"{row.request_id!r}: the tokens in the plan are not those it sampled"
             difference = Difference(
@@ -282,6 +311,10 @@ class Worker(Stored):
             self._complain("P26", "sent_tokens_are_those_of_the_worker", what, difference)
             if not view.num_unreported:
                 view.replace_tokens(sent)
+
+    def _begins_alike(self, sent: v.TokenIds, view: RequestView) -> bool:
+        """Whether the tokens that a plan sends begin with those that the worker knows."""
+        return list(sent[: len(view.tokens)]) == view.tokens
 
     def _count_outputs(self, row: v.CachedRow, view: RequestView) -> None:
         num_output = len(view.output_token_ids) + view.num_promised
@@ -363,6 +396,11 @@ class Worker(Stored):
             for row in self._frames.get(frame_id, ())
         )
 
+    def list_awaited(self, frame_id: v.FrameId) -> list[v.RequestId]:
+        """Requests for which a dispatched plan sampled tokens that are to be delivered."""
+        rows = self._frames.get(frame_id, ())
+        return [row.view.request.request_id for row in rows if row.sampled and not row.is_void]
+
     def commit(self, event: v.Commit) -> None:
         """Learn that an answer was committed. Without this call, its own answer counts."""
         self._hears_more_than_plans = True
@@ -390,8 +428,9 @@ class Worker(Stored):
         """The cache was emptied: nothing written so far may be read again (P25)."""
         self.forget()
         if forced:
-            for view in self.views.values():
+            for view in list(self.views.values()):
                 view.may_resume = True
+                self._drop_tokens(view)
 
     def check_view(
         self, snapshot: v.Snapshot, told: Container[v.RequestId] | None = None
@@ -407,6 +446,7 @@ class Worker(Stored):
         just told; of the others only the length is compared. None: all were told.
         """
         self._findings = []
+        is_part = isinstance(snapshot, PartOfState)
         for request in snapshot.requests:
             if request.status not in (v.Status.RUNNING, v.Status.PREEMPTED):
                 continue
@@ -419,7 +459,7 @@ class Worker(Stored):
                 continue
             shown_by_state = _get_viewed(request)
             _, promised, tables, computed = shown_by_state
-            if self.config.async_scheduling:
+            if self.config.async_scheduling and (promised or not is_part):
                 promised = view.num_promised
             if request.status is v.Status.RUNNING:
                 computed = view.num_computed + view.num_rejected
@@ -448,3 +488,10 @@ class Worker(Stored):
             return tables
         pairs = zip(tables, request.block_tables, strict=True)
         return tuple([without_given_back(*pair) for pair in pairs])
+
+
+def make_worker(traits: EngineTraits, config: v.Config, next_token: NextToken) -> Worker:
+    """The worker that runs the plans of engines with these traits."""
+    worker: Worker = (traits.make_worker or Worker)(config, next_token)
+    worker.drops_tokens_in_flight = traits.drops_tokens_in_flight
+    return worker

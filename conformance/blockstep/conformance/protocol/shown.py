@@ -1,0 +1,103 @@
+"""Shown: a state of which an engine tells a part (`engine.show_state`), made whole for comparison.
+
+What is not shown is taken from the specification's state, so it is neither compared nor judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+
+from blockstep.conformance.engine import PartOfState
+from blockstep.conformance.protocol.renaming import pair_states
+from blockstep.spec.vocabulary import (
+    BlockId,
+    BlockKey,
+    Config,
+    Policy,
+    RequestSnapshot,
+    Snapshot,
+    Status,
+)
+
+ALWAYS_SHOWN = frozenset(
+    {"request_id", "status", "output_token_ids", "num_computed_tokens", "block_tables"}
+)
+"""Fields of a request that every engine shows. Another field is shown if it has another value than
+`RequestSnapshot` gives it."""
+DEFAULTS = {
+    part.name: part.default for part in fields(RequestSnapshot) if part.name not in ALWAYS_SHOWN
+}
+
+
+def tells_holders(shown: Snapshot, config: Config) -> bool:
+    """Whether a state tells who holds each block: a part of a state does, but for what transfers
+    and pins hold, which `show_state` does not take."""
+    if not isinstance(shown, PartOfState):
+        return True
+    needs = config.kv_connector or config.policy is Policy.CONTINUUM
+    return not needs or shown.transfers is not None or shown.pins is not None
+
+
+def complete_state(shown: PartOfState, spec: Snapshot, is_renamed: bool) -> Snapshot:
+    """The state that an engine shows, with the rest of it as the specification has it.
+
+    `is_renamed`: the ids of its blocks are the engine's own.
+    """
+    known = {request.request_id: request for request in spec.requests}
+    requests = tuple([_complete(it, known.get(it.request_id)) for it in shown.requests])
+    waiting, skipped = shown.waiting, shown.skipped_waiting
+    if sorted(shown.waiting) == sorted(spec.waiting + spec.skipped_waiting):
+        # Both queues are shown as one: which of them is tried first is a matter of the plan.
+        waiting, skipped = spec.waiting, spec.skipped_waiting
+    frames = shown.frames_in_flight
+    if len(frames) == len(spec.frames_in_flight):
+        frames = spec.frames_in_flight
+    return replace(
+        spec,
+        waiting=waiting,
+        skipped_waiting=skipped,
+        running=shown.running,
+        requests=requests,
+        ref_counts=shown.ref_counts,
+        free_queue=shown.free_queue,
+        block_keys=shown.block_keys,
+        cached=_order_copies(shown, spec, is_renamed),
+        frames_in_flight=frames,
+        transfers=shown.transfers,
+        pins=shown.pins,
+    )
+
+
+def _order_copies(
+    shown: Snapshot, spec: Snapshot, is_renamed: bool
+) -> Mapping[BlockKey, tuple[BlockId, ...]]:
+    """The blocks of each key, oldest first as the specification has them: no order is shown."""
+    name_of = pair_states(spec, shown).of if is_renamed else {}
+    return {
+        key: tuple(sorted(blocks, key=_place_in(spec.cached.get(key, ()), name_of)))
+        for key, blocks in shown.cached.items()
+    }
+
+
+def _place_in(
+    ordered: Sequence[BlockId], name_of: Mapping[BlockId, BlockId]
+) -> Callable[[BlockId], int]:
+    """The place of a block among others; behind them if it is not there."""
+    place = {block: index for index, block in enumerate(ordered)}
+    return lambda block: place.get(name_of.get(block, block), len(place))
+
+
+def _complete(shown: RequestSnapshot, spec: RequestSnapshot | None) -> RequestSnapshot:
+    """A request, with what is not shown of it as the specification has it."""
+    if spec is None:
+        return shown
+    missing = {
+        name: getattr(spec, name)
+        for name, default in DEFAULTS.items()
+        if getattr(shown, name) == default
+    }
+    # Why a request waits is not shown.
+    if Status.RUNNING not in (shown.status, spec.status):
+        missing["status"] = spec.status
+    return replace(shown, **missing)

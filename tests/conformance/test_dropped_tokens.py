@@ -1,0 +1,184 @@
+"""Engines that drop the token in flight of a preempted request, and run its position again.
+
+Such an engine is right if it says so (`EngineTraits.drops_tokens_in_flight`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from foreign_support.hosts import (
+    AtSafety,
+    DropsAndDoesNotSaySo,
+    DropsForGood,
+    DropsInFlight,
+    SaysSoAndDoesNotDrop,
+)
+
+from blockstep.conformance.draw.presets import SMALL, TINY
+from blockstep.conformance.engine import (
+    BadEngineError,
+    Capability,
+    EngineTraits,
+    SamePlans,
+    get_traits,
+)
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.program import Answer, Drain, Mask, Program
+from blockstep.conformance.search.arms import compare_arms
+from blockstep.conformance.search.episodes import fit_depth, run_episode
+from blockstep.conformance.search.floor import look, missing_witnesses
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.spec import vocabulary as v
+
+PRESETS = (TINY.name, SMALL.name)
+GOAL = "dropped_token_runs_again"
+WRONG = (DropsForGood, DropsAndDoesNotSaySo, SaysSoAndDoesNotDrop)
+
+
+def hide(engine: type[Any]) -> type[Any]:
+    """The engine, which shows no state."""
+
+    class Hidden(engine):  # type: ignore[misc]
+        def snapshot(self) -> None:
+            return None
+
+        def capabilities(self) -> frozenset[str]:
+            named: frozenset[str] = super().capabilities()
+            return named - {Capability.SNAPSHOT}
+
+    return Hidden
+
+
+def play(engine: type[Any], preset: str, seed: int, num_events: int) -> tuple[str, int]:
+    """The first sentence that an engine breaks, "" for none, and how often a token ran again."""
+    options = fit_depth(CheckOptions("mine", preset=preset, seed=seed), engine)
+    played = num_again = index = 0
+    while played < num_events:
+        episode = run_episode(options, index, engine)
+        if episode.first is not None:
+            return episode.first.sentence, num_again
+        played, index = played + episode.num_events, index + 1
+        num_again += episode.witnesses.get(GOAL, 0)
+    return "", num_again
+
+
+@pytest.mark.parametrize("engine", [DropsInFlight, hide(DropsInFlight)], ids=["shown", "hidden"])
+def test_an_engine_that_drops_tokens_and_says_so_is_not_accused(engine: type[Any]) -> None:
+    sentence, num_again = play(engine, SMALL.name, 1, 1000)
+    assert sentence == ""
+    assert num_again > 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("engine", [DropsInFlight, hide(DropsInFlight)], ids=["shown", "hidden"])
+def test_it_is_not_accused_in_many_events(engine: type[Any], preset: str, seed: int) -> None:
+    assert play(engine, preset, seed, 50_000)[0] == ""
+
+
+@pytest.mark.parametrize("shows", [True, False], ids=["shown", "hidden"])
+@pytest.mark.parametrize("engine", WRONG)
+def test_an_engine_that_drops_otherwise_than_it_says_is_accused(
+    engine: type[Any], shows: bool
+) -> None:
+    for seed in (1, 2, 3):
+        assert play(engine if shows else hide(engine), SMALL.name, seed, 20_000)[0]
+
+
+CONFIG = v.Config(num_blocks=20, block_size=4, max_frames_in_flight=2)
+PROGRAM = Program(
+    CONFIG,
+    (
+        v.Submit(v.Request("A", (1, 2, 3), 4)),
+        v.Schedule(),
+        v.Reset(reset_running_requests=True),
+        v.Schedule(),
+        Answer(),
+        Answer(),
+    ),
+)
+
+
+def test_its_position_runs_again_and_one_token_is_delivered() -> None:
+    run, findings = run_program(PROGRAM, DropsInFlight)
+    assert findings == []
+    assert run.witnesses[GOAL] == 1
+    delivered = [it.seen.rows for it in run.exchanges if isinstance(it.seen, v.Outputs)]
+    assert [len(rows) for rows in delivered] == [0, 1]
+    assert len(run.said["A"]) == 1
+
+
+def test_the_specification_does_not_resume_before_the_token_is_there() -> None:
+    run, findings = run_program(PROGRAM, AtSafety)
+    assert findings == []
+    delivered = [it.seen.rows for it in run.exchanges if isinstance(it.seen, v.Outputs)]
+    assert [len(rows) for rows in delivered] == [1]
+
+
+ASYNC = v.Config(
+    num_blocks=4,
+    block_size=1,
+    max_model_len=3,
+    policy=v.Policy.PRIORITY,
+    enable_prefix_caching=False,
+    spec_method=v.SpecMethod.DRAFT_MODEL,
+    num_speculative_tokens=1,
+    max_frames_in_flight=2,
+    async_scheduling=True,
+)
+MASKED = Program(
+    ASYNC,
+    (
+        v.Submit(v.Request("A", (0,), 1, structured_output=True, grammar=v.Grammar((((7, 0),),)))),
+        v.GrammarReady("A"),
+        v.Submit(v.Request("B", (0,), 2, priority=-1)),
+        v.Submit(v.Request("C", (0,), 1, priority=-2)),
+        v.Schedule(),
+        v.Schedule(),
+        v.Schedule(),
+        Mask(2),
+    ),
+)
+"""The mask of A's row that runs again is asked for while the row that was dropped is in flight."""
+WINDOWED = Program(
+    replace(
+        ASYNC,
+        num_blocks=7,
+        max_model_len=64,
+        num_speculative_tokens=2,
+        max_frames_in_flight=3,
+        groups=(v.KVGroup(v.GroupKind.SLIDING_WINDOW, 1, 1),),
+    ),
+    (v.Submit(v.Request("B", (0,), 2)), v.Submit(v.Request("A", (0,), 1)), Drain()),
+)
+"""A window slides while a frame with drafts that were dropped is in flight."""
+
+
+@pytest.mark.parametrize("program", [MASKED, WINDOWED], ids=["mask", "window"])
+def test_what_was_dropped_is_in_flight_for_no_other_purpose(program: Program) -> None:
+    run, findings = run_program(program, DropsInFlight)
+    assert findings == []
+    assert run.witnesses[GOAL] > 0
+
+
+def test_a_check_of_such_an_engine_must_have_met_it() -> None:
+    options = CheckOptions("mine", preset=SMALL.name)
+    assert GOAL in missing_witnesses({}, options, look(options, DropsInFlight))
+    assert GOAL not in missing_witnesses({}, options, look(options, AtSafety))
+
+
+def test_arms_of_such_an_engine_agree() -> None:
+    result = compare_arms(CheckOptions(seed=2), DropsInFlight, 12)
+    assert (result.contrast, result.fault, result.num_endless) == (None, None, 0)
+
+
+def test_only_at_safety_may_tokens_be_dropped() -> None:
+    class AtPlans(DropsInFlight):
+        traits = EngineTraits(equivalence=SamePlans(), drops_tokens_in_flight=True)
+
+    with pytest.raises(BadEngineError, match="drops no token"):
+        get_traits(AtPlans)

@@ -1,0 +1,86 @@
+"""Engines in which two prompts of one step write to one block: equal content is no violation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from foreign_support.toys import (
+    AbortingToy,
+    Life,
+    SharesMoreThanIsEqual,
+    SharesThePartialBlock,
+    SharingToy,
+)
+
+from blockstep.conformance.engine import Capability
+from blockstep.conformance.search.episodes import fit_depth, run_episode
+from blockstep.conformance.search.options import CheckOptions
+
+
+class Hidden:
+    """It shows no state."""
+
+    def snapshot(self) -> None:
+        return None
+
+    def capabilities(self) -> frozenset[str]:
+        return frozenset({Capability.ABORT})
+
+
+def hide(engine: type[Any]) -> type[Any]:
+    return type(engine.__name__, (Hidden, engine), {})
+
+
+def play(engine: type[Any], preset: str, seed: int, num_events: int) -> str:
+    """The first sentence that an engine breaks; "" for none."""
+    options = fit_depth(CheckOptions("mine", preset=preset, seed=seed), engine)
+    played = index = 0
+    while played < num_events:
+        episode = run_episode(options, index, engine)
+        if episode.first is not None:
+            return episode.first.sentence
+        played, index = played + episode.num_events, index + 1
+    return ""
+
+
+SHOWN = pytest.mark.parametrize("dress", [lambda engine: engine, hide], ids=["shown", "hidden"])
+
+
+@SHOWN
+@pytest.mark.parametrize("preset", ["tiny", "small"])
+def test_an_engine_that_writes_equal_content_twice_is_not_accused(dress: Any, preset: str) -> None:
+    num_shared = 0
+
+    class Counting(SharingToy):
+        def share(self, life: Life, other: Life) -> None:
+            nonlocal num_shared
+            num_shared += self.count_shared(life, other) > 0
+            super().share(life, other)
+
+    assert play(dress(Counting), preset, 1, 1500) == ""
+    assert num_shared > 0
+
+
+@pytest.mark.soak
+@SHOWN
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("preset", ["tiny", "small"])
+def test_it_is_not_accused_in_many_events(dress: Any, preset: str, seed: int) -> None:
+    assert play(dress(SharingToy), preset, seed, 50_000) == ""
+
+
+@SHOWN
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("engine", [SharesMoreThanIsEqual, SharesThePartialBlock])
+def test_unequal_writes_are_still_accused(dress: Any, engine: type[Any], seed: int) -> None:
+    told = play(dress(engine), "tiny", seed, 20_000)
+    assert told in (
+        "written_block_is_in_one_place",
+        "block_still_to_be_written_has_one_holder",
+        "attended_slot_holds_the_right_prefix",
+    )
+
+
+def test_its_base_shares_nothing() -> None:
+    assert play(AbortingToy, "tiny", 1, 300) == ""

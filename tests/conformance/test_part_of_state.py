@@ -1,0 +1,108 @@
+"""Engines that show a part of their state (`show_state`): what they leave out is not judged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+from equivalent_engines import PLANS, RENAMED, HitOneShort, ShowsPart, held_to
+
+from blockstep.conformance.engine import EngineTraits, PartOfState, Safety
+from blockstep.conformance.lockstep.driver import NOT_SHOWN
+from blockstep.conformance.protocol.shown import DEFAULTS
+from blockstep.conformance.search.episodes import run_episode
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.impl.host import HostEngine
+from blockstep.spec.vocabulary import Snapshot
+
+EXACT = EngineTraits()
+AT = {"renamed": RENAMED, "plan": PLANS, "safety": EngineTraits(equivalence=Safety())}
+
+
+class SameIds(ShowsPart):
+    """The same, with the specification's block ids."""
+
+    traits = EXACT
+    pool_type: ClassVar[Any] = HostEngine.pool_type
+
+
+ENGINES: dict[str, Any] = {
+    "exact": SameIds,
+    **{name: held_to(ShowsPart, traits) for name, traits in AT.items()},
+}
+
+
+def play(engine: Any, num_events: int, preset: str = "small", **options: Any) -> tuple[Any, bool]:
+    """The first finding, if any, and whether parts of states were compared."""
+    index, has_compared = 0, False
+    while num_events > 0:
+        episode = run_episode(CheckOptions(preset=preset, **options), index, engine)
+        num_events, index = num_events - episode.num_events, index + 1
+        has_compared |= NOT_SHOWN in episode.skipped
+        if episode.first is not None:
+            return episode.first, has_compared
+    return None, has_compared
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_what_is_not_shown_is_not_judged(name: str) -> None:
+    found, has_compared = play(ENGINES[name], 500)
+    assert found is None
+    assert has_compared or name in ("plan", "safety")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("preset", ["tiny", "small"])
+@pytest.mark.parametrize("name", ENGINES)
+def test_it_is_not_judged_in_many_events(name: str, preset: str) -> None:
+    assert play(ENGINES[name], 30_000, preset)[0] is None
+
+
+@pytest.mark.parametrize("field", DEFAULTS)
+def test_each_field_of_a_request_may_be_left_out(field: str) -> None:
+    class LeavesOut(ShowsPart):
+        kept = tuple(name for name in DEFAULTS if name != field)
+
+    assert play(LeavesOut, 120)[0] is None
+
+
+@pytest.mark.parametrize("name", ["exact", "renamed"])
+def test_what_is_shown_is_compared(name: str) -> None:
+    base: Any = ENGINES[name]
+
+    class Shows(base):  # type: ignore[misc]
+        kept: ClassVar[tuple[str, ...]] = ("num_preemptions",)
+
+        def snapshot(self) -> Snapshot:
+            seen = super().snapshot()
+            assert isinstance(seen, PartOfState)
+            wrong = [
+                replace(it, num_preemptions=it.num_preemptions and it.num_preemptions + 1)
+                for it in seen.requests
+            ]
+            return replace(seen, requests=tuple(wrong))
+
+    found, _ = play(Shows, 20_000, "tiny")
+    assert found is not None
+    assert found.differences[0].field.endswith("num_preemptions")
+
+
+@pytest.mark.parametrize("name", ["exact", "renamed"])
+@pytest.mark.parametrize("field", ["free_queue", "running", "frames_in_flight", "ref_counts"])
+def test_what_every_engine_shows_is_compared(name: str, field: str) -> None:
+    base: Any = ENGINES[name]
+
+    class Wrong(base):  # type: ignore[misc]
+        def snapshot(self) -> Snapshot:
+            seen: Snapshot = super().snapshot()
+            changed: dict[str, Any] = {field: getattr(seen, field)[:-1]}
+            return replace(seen, **changed)
+
+    assert play(Wrong, 2000, "tiny")[0] is not None
+
+
+@pytest.mark.parametrize("name", ["renamed", "plan"])
+def test_a_defect_is_found_in_a_part_of_the_state(name: str) -> None:
+    engine = held_to(ENGINES[name], AT[name], HitOneShort)
+    assert play(engine, 20_000, "tiny")[0] is not None
