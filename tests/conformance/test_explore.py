@@ -148,6 +148,7 @@ UNREACHED = {
     Quirk.NULL_BLOCKS_ARE_TOLD,
     Quirk.LOADED_WAIT_BEHIND_THE_HEAD,
     Quirk.EMPTY_TRANSFERS_ARE_RESET,
+    Quirk.REASONING_IS_SOUGHT_IN_THE_NEXT_CHUNK,  # no world has reasoning in a session
 }
 """Quirks that no world is small enough for, or that change a hint alone, of which no walk asks, or
 a log or a reset, which no world has whose groups leave blocks out."""

@@ -109,6 +109,7 @@ BESIDE = ((), ("groups",), ("encoder",), ("groups", "transfers"), ("groups", "en
 SELDOM = {
     Quirk.RESTORED_COMPUTE_IS_FORGOTTEN,
     Quirk.SESSIONS_KEEP_THEIR_GRAMMAR,
+    Quirk.REASONING_IS_SOUGHT_IN_THE_NEXT_CHUNK,
     Quirk.WINDOW_HIT_CUT_BLINDLY,
 }
 """What no hunt of so many events has met."""

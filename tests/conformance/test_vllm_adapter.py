@@ -103,7 +103,7 @@ def test_the_tools_do_not_import_vllm() -> None:
 def test_an_import_that_fails_says_what_to_do(
     version: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("VLLM_LOGGING_LEVEL", "PYTHONHASHSEED", "VLLM_USE_V2_MODEL_RUNNER"):
+    for name in ("VLLM_LOGGING_LEVEL", "PYTHONHASHSEED"):
         monkeypatch.setenv(name, "0")  # the adapter sets them; undone with the test
     for name in ("torch", "vllm"):
         monkeypatch.setitem(sys.modules, name, None)  # importing it fails

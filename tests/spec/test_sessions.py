@@ -472,6 +472,32 @@ def test_sessions_keep_their_grammar(quirk: bool) -> None:
     assert isinstance(seen, Rejected) is not quirk
 
 
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize(("sampled", "waiting"), [(7, 1), (1, 7), (1, 1)])
+def test_reasoning_is_sought_in_the_next_chunk(sampled: int, waiting: int, stops: bool) -> None:
+    """P23: upstream looks for the end of reasoning (7) once a waiting chunk has replaced what was
+    sampled last; so it overlooks one that was sampled, and sees one that a client sends."""
+    kept = {Quirk.SESSIONS_KEEP_THEIR_GRAMMAR}
+    config = replace(CONFIG, reasoning_end_token_id=7)
+    ended = []
+    for quirks in (kept, kept | {Quirk.REASONING_IS_SOUGHT_IN_THE_NEXT_CHUNK}):
+        oracle = Oracle(config, Profile("some", frozenset(quirks)))
+        oracle.submit(
+            session(
+                1,
+                max_tokens=1 if stops else 2,
+                structured_output=True,
+                grammar=Grammar((((1, 0), (5, 0)),)),
+            )
+        )
+        oracle.update(session(waiting, max_tokens=1))
+        oracle.grammar_ready("A")
+        oracle.schedule()
+        oracle.apply(Commit(0, (RowTokens("A", (sampled,)),)))
+        ended.append(oracle.state.requests["A"].stand.reasoning_ended)
+    assert ended == [sampled == 7, waiting == 7 if stops else sampled == 7]
+
+
 @pytest.mark.parametrize("quirk", [False, True])
 def test_session_tells_its_last_stop_token(quirk: bool) -> None:
     quirks = {Quirk.SESSION_TELLS_ITS_LAST_STOP_TOKEN} if quirk else set()

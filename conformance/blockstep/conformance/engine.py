@@ -305,6 +305,20 @@ def show_state(
 
 
 @dataclass(frozen=True, slots=True)
+class Setting:
+    """A knob of what is under test that a check sets to another value than its default (D19)."""
+
+    name: str
+    """A few words for the verdict."""
+    knob: str
+    default: str
+    checked: str
+    where: str
+    """The configs in which it makes a difference."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class EngineTraits:
     """What a factory says of its engines, besides what they can do (`Engine.capabilities`)."""
 
@@ -334,6 +348,8 @@ class EngineTraits:
     """What is known of that version, by name (`--profile`): a hunt asks it before any other."""
     notes: tuple[str, ...] = ()
     """What a run has to say of it beside its verdict, a sentence each."""
+    settings: tuple[Setting, ...] = ()
+    """Where it is checked away from its defaults; every verdict names these."""
 
 
 NO_TRAITS = EngineTraits()

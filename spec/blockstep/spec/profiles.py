@@ -122,6 +122,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.SESSIONS_KEEP_THEIR_BLOCKS,
                 Quirk.SESSIONS_KEEP_MAX_TOKENS,
                 Quirk.SESSIONS_KEEP_THEIR_GRAMMAR,
+                Quirk.REASONING_IS_SOUGHT_IN_THE_NEXT_CHUNK,
                 Quirk.SESSION_KEYS_ARE_APPENDED,
                 Quirk.SESSIONS_KEEP_WHAT_IS_COMPUTED,
                 Quirk.SESSIONS_KEEP_THEIR_PROMISES,
@@ -184,7 +185,17 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
         ),
         frozenset(),
     ),
-    ("0.26.0", frozenset(), frozenset({Quirk.CACHED_TOKENS_OF_THE_LAST_HIT})),
+    (
+        "0.26.0",
+        frozenset(
+            {
+                Quirk.WINDOWS_RESERVE_STEPS_IN_FLIGHT,
+                Quirk.ALL_IN_FLIGHT_IS_IN_DOUBT,
+                Quirk.STATES_ARE_LEFT_AT_ONCE,
+            }
+        ),
+        frozenset({Quirk.CACHED_TOKENS_OF_THE_LAST_HIT, Quirk.WINDOWS_FORGET_DOUBT}),
+    ),
     (
         "0.27.0",
         frozenset({Quirk.FRAMES_HOLD_THE_PREEMPTED, Quirk.RESET_DROPS_TOKENS}),
@@ -192,20 +203,13 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
     ),
     (
         "0.28.0",
-        frozenset(
-            {
-                Quirk.UNCACHED_BLOCKS_FIRST,
-                Quirk.WINDOWS_RESERVE_STEPS_IN_FLIGHT,
-                Quirk.ALL_IN_FLIGHT_IS_IN_DOUBT,
-                Quirk.STATES_ARE_LEFT_AT_ONCE,
-            }
-        ),
+        frozenset({Quirk.UNCACHED_BLOCKS_FIRST}),
         frozenset(
             {
                 Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT,
                 Quirk.REASONING_ENDS_WITH_ITS_STEP,
                 Quirk.REASONING_ENDS_AT_THE_LAST_TOKEN,
-                Quirk.WINDOWS_FORGET_DOUBT,
+                Quirk.REASONING_IS_SOUGHT_IN_THE_NEXT_CHUNK,
                 Quirk.CHUNKS_ROUND_TO_NOTHING,
                 Quirk.ONLY_FULL_ATTENTION_IS_ZEROED,
             }

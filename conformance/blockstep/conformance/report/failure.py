@@ -13,7 +13,12 @@ from dataclasses import replace
 from blockstep.conformance.draw.presets import MAX_DEPTH
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import WIDTH, describe, describe_config
-from blockstep.conformance.report.wording import HEADLINES, render_divergence, render_finding
+from blockstep.conformance.report.wording import (
+    HEADLINES,
+    render_divergence,
+    render_finding,
+    tell_settings,
+)
 from blockstep.conformance.search.check import CheckResult
 from blockstep.conformance.search.episodes import Loss
 from blockstep.conformance.search.options import CheckOptions
@@ -32,6 +37,8 @@ def tell_failure(result: CheckResult) -> str:
     """The whole report of the first failure of a check, a trailing newline included."""
     failure, loss = result.failure, result.loss
     notes = "".join(f"\n  note       {note}\n" for note in result.notes)
+    if result.settings:
+        notes += f"\n  {tell_settings('run', result.settings)}\n"
     if failure is None:
         assert loss is not None
         return _tell_loss(result, loss) + notes

@@ -11,7 +11,7 @@ from blockstep.conformance.engine import Safety
 from blockstep.conformance.protocol.program import WIDTH, describe, describe_config
 from blockstep.conformance.report.failure import LINES_MAX, reproduce
 from blockstep.conformance.report.jsonform import finding_to_json
-from blockstep.conformance.report.wording import tell_stale
+from blockstep.conformance.report.wording import tell_settings, tell_stale
 from blockstep.conformance.search.forgiving import Cause, Means, follow
 from blockstep.conformance.search.found import Defect, HuntResult, name_of
 from blockstep.spec.profiles import QUIRKS, STRICT
@@ -40,6 +40,8 @@ def render_hunt(result: HuntResult) -> str:
     """All of it, a trailing newline included."""
     lines = [f"blockstep hunt: {hunt_summary(result)}", *_declared(result)]
     lines += [f"note: {note}" for note in result.ground.facts.notes]
+    settings = result.ground.facts.settings
+    lines += [tell_settings("run", settings)] if settings else []
     for number, defect in enumerate(result.defects, 1):
         lines += ["", f"{number}. {title_of(defect, result)}", *_body(defect, result)]
     for lookout, defect in result.policies:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from blockstep.conformance.protocol.findings import Difference, Finding
@@ -31,6 +32,7 @@ def check_to_json(result: CheckResult, corpus: Sequence[CheckResult] = ()) -> di
         "equivalence": result.equivalence,
         "shows_states": result.has_snapshot,
         "not_asked": list(result.not_asked),
+        "settings": [asdict(setting) for setting in result.settings],
         "num_events": result.num_events,
         "num_episodes": result.num_episodes,
         "seconds": round(result.seconds, 3),

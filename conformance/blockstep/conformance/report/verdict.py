@@ -13,7 +13,7 @@ from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.lockstep.quirks import tell_goal
 from blockstep.conformance.protocol.features import BY_NAME, LATE
 from blockstep.conformance.report.colour import paint
-from blockstep.conformance.report.wording import tell_stale
+from blockstep.conformance.report.wording import tell_settings, tell_stale
 from blockstep.conformance.search.check import CheckResult
 from blockstep.conformance.search.options import ExitCode, get_wish
 
@@ -78,12 +78,16 @@ def _render_lines(result: CheckResult, console: Console) -> None:
         if names:
             words = f"not met     {len(names):,} of {whole}: {_name_some(names)}"
             console.print(words, soft_wrap=True, markup=False)
+    for one in result.settings:
+        told = f"setting     {one.name}: {one.knob} is {one.checked}, by default {one.default}"
+        console.print(f"{told}; {one.reason}", soft_wrap=True, markup=False)
     if options.program is not None:
         verdict = (
             f"{verdict_word(result)}: engine {options.engine}, equivalence {result.equivalence}, "
             f"profile {options.profile}, program {options.program}: {result.num_events:,} events"
         )
         console.print(paint(verdict), soft_wrap=True)
+        _render_settings(result, console)
         return
     rate = result.num_events / result.seconds if result.seconds else 0.0
     word = verdict_word(result)
@@ -95,6 +99,14 @@ def _render_lines(result: CheckResult, console: Console) -> None:
         f"{result.seconds:.1f} s, {rate:,.0f} events/s"
     )
     console.print(paint(verdict), soft_wrap=True)
+    _render_settings(result, console)
+
+
+def _render_settings(result: CheckResult, console: Console) -> None:
+    """Print in one line where the engine was not at its defaults, behind the verdict."""
+    if result.settings:
+        word = "conforms" if result.exit_code is ExitCode.CONFORMS else "run"
+        console.print(tell_settings(word, result.settings), soft_wrap=True, markup=False)
 
 
 def _name_some(names: Sequence[str]) -> str:

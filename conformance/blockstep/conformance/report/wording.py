@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from blockstep.conformance.engine import Setting
 from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
 from blockstep.conformance.protocol.program import WIDTH
 
@@ -55,6 +56,16 @@ def tell_stale(name: str, num_excused: int) -> str:
     if num_excused:
         return f"{name}: its program does not show it, and {num_excused:,} findings do: mend that"
     return f"{name}: its program does not show it, and no finding does; the adapter can drop it"
+
+
+def tell_settings(word: str, settings: Sequence[Setting]) -> str:
+    """Returns the line that names where an engine was not at its defaults.
+
+    Args:
+        word: What it did there: `conforms` or `run`.
+        settings: The settings in question, with reasons that are told elsewhere.
+    """
+    return f"{word} at: {', '.join(setting.name for setting in settings)}"
 
 
 def _told(difference: Difference) -> str:

@@ -11,7 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from blockstep.conformance.draw.presets import PRESETS, TINY
-from blockstep.conformance.engine import Capability, EngineFactory, get_capabilities, get_traits
+from blockstep.conformance.engine import (
+    Capability,
+    EngineFactory,
+    Setting,
+    get_capabilities,
+    get_traits,
+)
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.features import (
     BY_NAME,
@@ -103,6 +109,8 @@ class CheckResult:
     """What that leaves out, in words."""
     notes: tuple[str, ...] = ()
     """What the engine's factory has to say of it, a sentence each."""
+    settings: tuple[Setting, ...] = ()
+    """Where the engine is checked away from its defaults, as its factory declares."""
     canary_killed_after: int | None = None
     """Events until the canary was caught; None if it survived, or was not asked for."""
     failed_episode: int | None = None
@@ -208,7 +216,7 @@ def search(
     wanted, options = options, replace(options, max_depth=facts.max_depth)
     result = CheckResult(options, equivalence=facts.equivalence, not_asked=facts.not_asked)
     result.deviations, result.stale = facts.deviations, facts.stale
-    result.notes = facts.notes
+    result.notes, result.settings = facts.notes, facts.settings
     if options.max_depth == 1 < wanted.max_depth:
         lacking = (BY_NAME[name] for name in facts.lacking if name in SEVERAL_AT_ONCE)
         result.skipped.update(str(feature.capability) for feature in lacking)
@@ -273,7 +281,8 @@ def play_program(
     result.deviations = {one.name: one.summary for one in run.excuses.deviations}
     result.skipped, result.equivalence = Counter(run.skipped), run.equivalence or "exact"
     result.has_snapshot = Capability.SNAPSHOT in run.capabilities
-    weaker = get_traits(make_engine).equivalence
+    traits = get_traits(make_engine)
+    weaker, result.settings = traits.equivalence, traits.settings
     result.not_asked = () if weaker is None else weaker.not_asked
     if findings:
         result.first, result.failure = findings[0], conclude(program, run, findings)

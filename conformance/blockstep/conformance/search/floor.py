@@ -16,6 +16,7 @@ from blockstep.conformance.engine import (
     Renamed,
     Safety,
     SamePlans,
+    Setting,
     get_capabilities,
     get_traits,
 )
@@ -77,6 +78,8 @@ class Facts:
     """Those among which the features choose, where not all can be told; None: all."""
     notes: tuple[str, ...] = ()
     """What a run has to say of it."""
+    settings: tuple[Setting, ...] = ()
+    """Where the engine is checked away from its defaults."""
     deviations: Mapping[str, str] = field(default_factory=dict)
     """What the adapter declares, in words, by name."""
     stale: tuple[str, ...] = ()
@@ -103,6 +106,7 @@ def look(options: CheckOptions, make_engine: EngineFactory) -> Facts:
         owed=list_owed(weaker),
         out_of_reach=frozenset(name for name in WITNESSES if name in out_of_reach),
         notes=tuple(map(str, traits.notes)),
+        settings=traits.settings,
         deviations={one.name: one.summary for one in traits.deviations},
         stale=tuple(one.name for one in traits.deviations if not _is_shown(one, make_engine)),
     )

@@ -65,6 +65,35 @@ def reasoning_ends_at_the_last_token(rules: Rules, _config: Config) -> Rules:
     return replace(rules, get_settled=get_settled)
 
 
+def reasoning_is_sought_in_the_next_chunk(rules: Rules, _config: Config) -> Rules:
+    """A session that goes on in the answer to a row has its text searched as it is by then.
+
+    The token that the chunk sampled last is gone, and the next chunk is there:
+
+        computed        |------ prompt ------|-- kept --|
+        searched                                        |-- next chunk --|
+        what was meant                              |--- sampled ---|
+    """
+
+    def get_settled(
+        request: RequestState, before: Stand, config: Config, tokens: TokenIds
+    ) -> RequestState:
+        chunk = request.updates[0] if request.updates else None
+        if not tokens or holds(config, before) or chunk is None or not chunk.resumable:
+            return rules.get_settled(request, before, config, tokens)
+        reason, _ = rules.compute_stop(
+            request, request.output_token_ids, request.num_known_tokens, config.max_model_len
+        )
+        if reason is None:
+            return rules.get_settled(request, before, config, tokens)
+        text = request.all_token_ids[: rules.get_num_kept(request)] + chunk.prompt_token_ids
+        first = request.num_computed_tokens - request.num_output_placeholders
+        seen = text[first if first >= 0 else max(len(text) + first, 0) :]
+        return replace(request, stand=Stand(before.state, config.reasoning_end_token_id in seen))
+
+    return replace(rules, get_settled=get_settled)
+
+
 STORIES = (
     QuirkStory(
         Quirk.PADDING_UNMASKS_WHAT_FOLLOWS,
@@ -105,5 +134,16 @@ STORIES = (
         "0.19.1",
         "a grammar that reasoning holds off; a step samples the end of reasoning, a draft, and one "
         "token more: the grammar never holds",
+    ),
+    QuirkStory(
+        Quirk.REASONING_IS_SOUGHT_IN_THE_NEXT_CHUNK,
+        reasoning_is_sought_in_the_next_chunk,
+        "the end of reasoning is sought in the next chunk of a session, not in what it sampled",
+        ("P23",),
+        "not found upstream",
+        "0.19.1",
+        "a grammar that reasoning holds off; a session samples the end of reasoning as the only "
+        "token of a chunk, and the next chunk waits: its grammar does not hold in that",
+        upon=(Quirk.SESSIONS_KEEP_THEIR_GRAMMAR,),
     ),
 )

@@ -96,6 +96,7 @@ class Quirk(StrEnum):
     MASK_OF_WHO_SAMPLES_BY_NOW = "mask_of_who_samples_by_now"
     REASONING_ENDS_WITH_ITS_STEP = "reasoning_ends_with_its_step"
     REASONING_ENDS_AT_THE_LAST_TOKEN = "reasoning_ends_at_the_last_token"  # noqa: S105 - as above
+    REASONING_IS_SOUGHT_IN_THE_NEXT_CHUNK = "reasoning_is_sought_in_the_next_chunk"
     HEAD_LOOKS_BEHIND_ONCE = "head_looks_behind_once"
     HEAD_GIVES_BACK_THE_LAST_BLOCK = "head_gives_back_the_last_block"
     WINDOWS_RESERVE_STEPS_IN_FLIGHT = "windows_reserve_steps_in_flight"

@@ -4,12 +4,14 @@
                vllm_build: how it is built      vllm_releases: what a release has and lacks
                vllm_groups: the mixes of KV-cache groups that a release takes
                vllm_spared: what it is not given    vllm_names: what a digest stands for
-               vllm_leftovers: what would be passed over     vllm_fields: what becomes of a field
+               vllm_runner: plans for Model Runner V2    vllm_defaults: what is no default
+    vllm_leftovers: what would be passed over     vllm_fields: what becomes of a field
                vllm_audit: what we say of it, asked of it once more
 
 There is no worker: what a worker would answer comes in as events. With `async_scheduling` it is
 vLLM's `AsyncScheduler`; drafts then stay with the worker, and plans carry placeholders for them.
-Nothing is patched, and answers are translated without repair. Three things are done to what goes
+No code is patched, and answers are translated without repair. What is no default of the release is
+named in `vllm_defaults`. Three things are done to what goes
 in:
 
 * adapters are renamed, so that they cannot be taken for salts (`VllmEngine.separate_names`);
@@ -23,6 +25,7 @@ no counter of preemptions.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from functools import partial
 
@@ -42,6 +45,7 @@ from vllm.v1.request import RequestStatus
 
 from blockstep.conformance.engine import Capability, EngineFault, EngineTraits
 from blockstep.conformance.engines.adapters.vllm_audit import Audit
+from blockstep.conformance.engines.adapters.vllm_defaults import list_settings
 from blockstep.conformance.engines.adapters.vllm_grammars import (
     fail_compilation,
     finish_compilation,
@@ -57,6 +61,7 @@ from blockstep.conformance.engines.adapters.vllm_leftovers import (
 from blockstep.conformance.engines.adapters.vllm_names import Known
 from blockstep.conformance.engines.adapters.vllm_plans import read_mask, read_outputs, read_plan
 from blockstep.conformance.engines.adapters.vllm_releases import get_release_note
+from blockstep.conformance.engines.adapters.vllm_runner import check_runner, note_entering
 from blockstep.conformance.engines.adapters.vllm_spared import (
     WORKAROUNDS,
     find_reason,
@@ -119,6 +124,7 @@ class VllmEngine:
         workarounds=WORKAROUNDS,
         version=RELEASE.version,
         profile=RELEASE.profile,
+        settings=list_settings(RELEASE.version, os.environ),
         notes=tuple(note for note in (get_release_note(RELEASE.version), NOTE) if note),
     )
 
@@ -201,6 +207,9 @@ class VllmEngine:
                 if forgets:
                     keywords["reset_connector"] = True
                 done = self.scheduler.reset_prefix_cache(**keywords)
+                if flag and self.run.has_second_runner:
+                    # The older runner's record of the last plan, which the release keeps there.
+                    self.run.planned = ()
                 return v.ResetDone(done, self._read_events())
         raise EngineFault(f"no such event: {event!r}")
 
@@ -255,10 +264,12 @@ class VllmEngine:
         run, requests = self.run, self.scheduler.requests
         if run.store is not None:
             run.store.spares_full_loads = self.spare_full_loads
-        before = {name: requests[name].num_output_placeholders for name in requests}
+        entering = note_entering(requests)
+        before = entering.placeholders
         running = [request.request_id for request in self.scheduler.running]
         output = self.scheduler.schedule()
         check_plan(run, output, self.separate_names)
+        check_runner(run, output, entering)
         frame_id, run.next_frame_id = run.next_frame_id, run.next_frame_id + 1
         if output.num_scheduled_tokens:
             run.frames[frame_id] = output
@@ -268,7 +279,7 @@ class VllmEngine:
             preempted = {name for name in running if requests[name].status.name == "PREEMPTED"}
         for name in preempted:
             run.known[name].num_preemptions += 1
-        plan = read_plan(run, frame_id, output, preempted)
+        plan = read_plan(run, frame_id, output, preempted, entering)
         self.audit.check_plan(plan)
         run.planned = tuple(sorted(output.num_scheduled_tokens))
         for name in run.planned:

@@ -1,18 +1,20 @@
 """Building a scheduler of vLLM, and its requests, without a model, weights or tokenizer.
 
-Nothing of vLLM is patched; what it takes from a model is given to it as plain values:
+Every setting is the release's own default, or follows the `Config`, or is named with a reason in
+`vllm_defaults`. No code of vLLM is patched; what it takes from a model is given to it as plain
+values:
 
 * without an encoder, items shape block hashes only: the real block hasher sees them, and the
   scheduler does not. With one (`vllm_encoder`) it has them, and budgets that are told.
-* speculation is a small stand-in for `SpeculativeConfig`; grammars have a backend of ours
-  (`vllm_grammars`).
+* speculation is the release's `SpeculativeConfig` with its defaults, made without a proposer's
+  weights (`Speculation`); grammars have a backend of ours (`vllm_grammars`).
 * adapters are LoRA names; an embedding is a vector of one element, its number;
 * a pipeline is a number: as many stages as frames may be in flight, where that is not
   asynchronous scheduling.
 
 Importing this module imports vLLM, which takes seconds, and sets variables of the environment
 unless they are set: `VLLM_LOGGING_LEVEL`, `PYTHONHASHSEED`, from which vLLM seeds the root of
-its hash chain (at random if there is none), and those that the release asks for.
+its hash chain (at random if there is none), and `VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES`.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ import copy
 import inspect
 import json
 import os
+import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from math import lcm
 from pathlib import Path
@@ -40,8 +43,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("PYTHONHASHSEED", "0")
 # Events then name blocks by whole digests.
 os.environ.setdefault("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
-for name, value in RELEASE.environment:
-    os.environ.setdefault(name, value)
 
 try:
     import numpy as np
@@ -52,6 +53,7 @@ try:
         LoRAConfig,
         ModelConfig,
         SchedulerConfig,
+        SpeculativeConfig,
         VllmConfig,
     )
     from vllm.lora.request import LoRARequest
@@ -116,34 +118,23 @@ Hasher: TypeAlias = Callable[[VllmRequest], list[bytes]]
 """vLLM's `block_hasher`: digests of the full blocks of a request that have none yet."""
 
 
-@dataclass
-class Speculation:
-    """Stands in for `SpeculativeConfig`: the attributes that schedulers read."""
+class Speculation(SpeculativeConfig):  # type: ignore[misc]
+    """The release's own `SpeculativeConfig` with its defaults, made without a proposer's weights.
 
-    method: str
-    num_speculative_tokens: int
-    num_speculative_tokens_per_batch_size: None = None
-    """Newer releases may choose the number by batch size."""
-    disable_eagle_block_drop: bool = False
-    disable_lookahead_block_hashes: bool = True
-    max_num_new_slots_for_drafting: int = 0
-    """Input slots of a proposer beyond the tokens of a plan."""
+    The real constructor loads the proposer's model config; everything that a scheduler asks of the
+    object follows from its method and its number of drafts.
+    """
 
-    def use_eagle(self) -> bool:
-        """Whether hits lose their last block, and lookahead slots are kept."""
-        return self.method == SpecMethod.EAGLE
+    max_num_new_slots_for_drafting = 0
+    """Deviates from the default of a draft model, which is 1 (see `vllm_defaults`)."""
 
-    def uses_draft_model(self) -> bool:
-        """Whether lookahead slots are kept."""
-        return self.method == SpecMethod.DRAFT_MODEL
-
-    def __getattr__(self, name: str) -> Callable[[], bool]:
-        """Whether it is another method: `use_...`, which newer releases ask one by one."""
-        if name.endswith("_eagle_block_drop"):
-            return self.use_eagle
-        if name.startswith("use"):
-            return lambda: False
-        raise AttributeError(name)
+    def __init__(self, method: str, num_speculative_tokens: int) -> None:
+        for name, default in SpeculativeConfig.__pydantic_fields__.items():
+            value = default.get_default(call_default_factory=True)
+            object.__setattr__(self, name, value)
+        self.__dict__ |= {"method": method, "num_speculative_tokens": num_speculative_tokens}
+        if "disable_lookahead_block_hashes" in self.__dict__:
+            self.__dict__["disable_lookahead_block_hashes"] = True
 
 
 def fit_keywords(function: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
@@ -178,22 +169,50 @@ def build_scheduler(config: Config) -> Scheduler:
     """
     require_groups(RELEASE, config)
     vllm_config = build_vllm_config(config)
+    retention = {}
+    if config.enable_prefix_caching and not any(map(is_sparse, config.groups)):
+        interval = getattr(vllm_config.cache_config, "prefix_cache_retention_interval", None)
+        retention = fit_keywords(KVCacheConfig, prefix_cache_retention_interval=interval)
     make_scheduler = AsyncScheduler if config.async_scheduling else Scheduler
     # Where it is told by which size blocks are named, the other one is that of every hit.
     is_told_both = "hash_block_size" in inspect.signature(Scheduler).parameters
     keywords = fit_keywords(
         Scheduler,
         vllm_config=vllm_config,
-        kv_cache_config=KVCacheConfig(config.num_blocks, [], build_groups(config)),
+        kv_cache_config=KVCacheConfig(config.num_blocks, [], build_groups(config), **retention),
         structured_output_manager=build_manager(vllm_config, config),
         block_size=lcm(*config.block_sizes) if is_told_both else config.block_size,
         hash_block_size=config.block_size,
         log_stats=True,
     )
-    scheduler = make_scheduler(**keywords)
+    with triton_as_on_a_gpu():
+        scheduler = make_scheduler(**keywords)
     if config.encoder_cache_size:
         install_encoder(scheduler, config)
     return scheduler
+
+
+@contextmanager
+def triton_as_on_a_gpu() -> Iterator[None]:
+    """Let the release choose its model runner as on a machine with a GPU, which has Triton.
+
+    Without Triton a release up to 0.32 takes the older runner whatever else is asked for, so a CPU
+    would never see the plans that its users get. `VLLM_USE_V2_MODEL_RUNNER` overrides the choice.
+    """
+    settings: Any = sys.modules.get("vllm.config.vllm")
+    is_there = getattr(settings, "HAS_TRITON", None)
+    if is_there is not None:
+        settings.HAS_TRITON = True
+    try:
+        yield
+    finally:
+        if is_there is not None:
+            settings.HAS_TRITON = is_there
+
+
+def is_sparse(group: KVGroup) -> bool:
+    """Whether newer releases may publish some blocks of such a group only (sparse retention)."""
+    return group.kind in (GroupKind.SLIDING_WINDOW, GroupKind.RECURRENT)
 
 
 def build_groups(config: Config) -> list[KVCacheGroupSpec]:
@@ -279,9 +298,9 @@ def build_vllm_config(config: Config) -> VllmConfig:
     if not RELEASE.has_step_budget or RELEASE.has_group_gate:
         built.scheduler_config.max_num_batched_tokens = budget  # when it has been looked at
     if config.spec_method is not SpecMethod.NONE:
-        # Set afterwards: a real `SpeculativeConfig` wants the weights of a proposer.
-        stand_in: Any = Speculation(config.spec_method, config.num_speculative_tokens)
-        built.speculative_config = stand_in
+        # Set afterwards: looking at it again would want the weights of a proposer.
+        method = config.spec_method.value
+        built.speculative_config = Speculation(method, config.num_speculative_tokens)
     if config.encoder_cache_size and RELEASE.has_offers:
         ask_for_offers(built)
     if config.enable_kv_cache_events:

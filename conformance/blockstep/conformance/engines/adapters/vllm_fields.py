@@ -20,13 +20,14 @@ READ: Mapping[str, frozenset[str]] = MappingProxyType(
                 *("pending_structured_output_tokens", "num_spec_tokens_to_schedule"),
                 *("scheduled_encoder_inputs", "free_encoder_mm_hashes", "ec_connector_metadata"),
                 *("new_block_ids_to_zero", "kv_connector_metadata", "has_sync_kv_loads"),
-                "skip_drafts",  # a hint to who proposes drafts: it may propose all the same
+                "skip_drafts",
             }
         ),
         "NewRequestData": frozenset(
             {
                 *("req_id", "prompt_token_ids", "prompt_embeds", "sampling_params"),
                 *("lora_request", "block_ids", "num_computed_tokens", "mm_features"),
+                "prefill_token_ids",
             }
         ),
         "CachedRequestData": frozenset(
@@ -80,7 +81,7 @@ UNUSED: Mapping[str, frozenset[str]] = MappingProxyType(
         ),
         "NewRequestData": frozenset(
             {
-                *("pooling_params", "prompt_is_token_ids", "prefill_token_ids"),
+                *("pooling_params", "prompt_is_token_ids"),
                 "replay_start",
             }
         ),

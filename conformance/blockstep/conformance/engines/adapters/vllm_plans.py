@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 from blockstep.conformance.engine import EngineFault
 from blockstep.conformance.engines.adapters.vllm_build import RELEASE, read_embeds
 from blockstep.conformance.engines.adapters.vllm_grammars import read_allowed
+from blockstep.conformance.engines.adapters.vllm_runner import (
+    Entering,
+    read_resumed_rows,
+    split_new_rows,
+)
 from blockstep.conformance.engines.adapters.vllm_state import Run
 from blockstep.spec import vocabulary as v
 
@@ -23,9 +28,17 @@ if RELEASE.has_store:
 
 
 def read_plan(
-    run: Run, frame_id: v.FrameId, output: SchedulerOutput, preempted: set[v.RequestId]
+    run: Run,
+    frame_id: v.FrameId,
+    output: SchedulerOutput,
+    preempted: set[v.RequestId],
+    entering: Entering,
 ) -> v.Plan:
-    """Source: `SchedulerOutput`."""
+    """Returns the plan in our words, the same for either model runner.
+
+    Source: `SchedulerOutput`.
+    """
+    new, resumed = split_new_rows(run, output, entering)
     has_masks, is_pending = _read_mask_flags(run, output)
     inputs: tuple[v.EncoderInputs, ...] = ()
     loads: tuple[v.EncoderInputs, ...] = ()
@@ -34,8 +47,8 @@ def read_plan(
         loads = read_loads(output.ec_connector_metadata) if RELEASE.has_offers else ()
     return v.Plan(
         frame_id=frame_id,
-        new=_read_new_rows(run, output),
-        cached=_read_cached_rows(run, output),
+        new=_read_new_rows(run, output, new),
+        cached=_read_cached_rows(run, output) + read_resumed_rows(output, resumed),
         finished_req_ids=tuple(sorted(output.finished_req_ids)),
         preempted_req_ids=tuple(sorted(preempted)),
         num_common_prefix_blocks=tuple(output.num_common_prefix_blocks),
@@ -73,10 +86,12 @@ def _read_mask_flags(run: Run, output: SchedulerOutput) -> tuple[bool, bool]:
     )
 
 
-def _read_new_rows(run: Run, output: SchedulerOutput) -> tuple[v.NewRow, ...]:
-    """Source: `NewRequestData`."""
+def _read_new_rows(
+    run: Run, output: SchedulerOutput, entered: list[NewRequestData]
+) -> tuple[v.NewRow, ...]:
+    """Returns the rows of requests that the worker does not have. Source: `NewRequestData`."""
     rows = []
-    for new in output.scheduled_new_reqs:
+    for new in entered:
         request, embeds = run.known[new.req_id].request, read_embeds(new.prompt_embeds)
         row = v.NewRow(
             request=request
@@ -136,16 +151,18 @@ def _get_late_outputs(
 ) -> tuple[bool, list[int] | None, int]:
     """Whether a row is resumed, its tokens if the worker may lack some, and its outputs.
 
-    Where a plan does not tell the last two, the worker keeps what it saw; they follow from the
-    request and from the last plan.
+    Where a plan does not tell the tokens, or the outputs, the worker keeps what it saw; they follow
+    from the request and from the last plan.
     """
     cached = output.scheduled_cached_reqs
     name = cached.req_ids[index]
+    request = run.scheduler.requests[name]
+    token_ids = None if name in run.planned else list(request.all_token_ids)
+    if run.has_second_runner:
+        return False, token_ids, cached.num_output_tokens[index]
     if RELEASE.has_told_rows:
         resumed = name in cached.resumed_req_ids
         return resumed, cached.all_token_ids.get(name), cached.num_output_tokens[index]
-    request = run.scheduler.requests[name]
-    token_ids = None if name in run.planned else list(request.all_token_ids)
     return cached.resumed_from_preemption[index], token_ids, request.num_output_tokens
 
 

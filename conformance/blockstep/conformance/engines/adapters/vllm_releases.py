@@ -40,8 +40,6 @@ class Release:
     version: str
     packages: tuple[str, ...]
     """What importing its scheduler needs, beside torch."""
-    environment: tuple[tuple[str, str], ...] = ()
-    """Variables of the environment that it is run with."""
     has_async: bool = False
     """Whether its asynchronous scheduler can be held to the spec."""
     has_pause: bool = False
@@ -225,6 +223,7 @@ def _build_table() -> Mapping[str, Release]:
         version="0.20.0",
         has_prefill_stats=True,
         # Not tried there.
+        has_recurrent_groups=False,
         has_sessions=False,
         has_frame_masks=False,
         has_encoder=False,
@@ -235,11 +234,11 @@ def _build_table() -> Mapping[str, Release]:
         follows_store=False,
         tells_work=False,
     )
-    r0220 = replace(r0200, version="0.22.0", environment=(("VLLM_USE_V2_MODEL_RUNNER", "0"),))
-    r0240 = replace(r0220, version="0.24.0", packages=SINCE_0_24)
+    r0240 = replace(r0200, version="0.24.0", packages=SINCE_0_24, has_partial_hits=True)
     r0250 = replace(r0240, version="0.25.0", pads_drafts=True)
+    r0260 = replace(r0250, version="0.26.0", keeps_doubtful_blocks=True, has_group_gate=True)
     r0270 = replace(
-        r0250,
+        r0260,
         version="0.27.0",
         has_sound_async_reset=True,
         has_sound_counters=True,
@@ -257,11 +256,9 @@ def _build_table() -> Mapping[str, Release]:
     r0330 = replace(
         r0310,
         version="0.33.0",
+        has_recurrent_groups=True,
         has_across=True,
         has_equal_groups=True,
-        keeps_doubtful_blocks=True,
-        has_group_gate=True,
-        has_partial_hits=True,
         has_common_prefix=False,
         has_fixed_mask_rows=True,
         has_frame_masks=True,
@@ -280,7 +277,7 @@ def _build_table() -> Mapping[str, Release]:
         counts_held_as_ended=True,
         ignores_offers_of_who_skips=True,
     )
-    table = (*older, r0200, r0220, r0240, r0250, r0270, r0280, r0290, r0310, r0330)
+    table = (*older, r0200, r0240, r0250, r0260, r0270, r0280, r0290, r0310, r0330)
     return MappingProxyType({release.version: release for release in table})
 
 

@@ -45,6 +45,8 @@ class Run:
         self.scheduler = build_scheduler(config)
         self.store = self.scheduler.connector if config.kv_connector else None
         """The connector that answers as events say, where there is one."""
+        self.has_second_runner = bool(getattr(self.scheduler, "use_v2_model_runner", False))
+        """Whether the release plans for Model Runner V2 (see `vllm_runner`)."""
         self.managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         """Of the block tables of each KV-cache group."""
         self.hasher = build_hasher(config)
@@ -186,7 +188,7 @@ def read_snapshot(run: Run) -> v.Snapshot:
         next_frame_id=run.next_frame_id,
         finished_req_ids=tuple(sorted(scheduler.finished_req_ids)),
         prev_scheduled_req_ids=tuple(sorted(scheduler.prev_step_scheduled_req_ids))
-        if RELEASE.has_told_rows
+        if RELEASE.has_told_rows and not run.has_second_runner
         else run.planned,
         encoder=read_encoder(scheduler, run.embeds) if run.config.encoder_cache_size else None,
         stats=add_counts(

@@ -1,0 +1,1 @@
+"""What tests know of the releases of vLLM without having one."""
