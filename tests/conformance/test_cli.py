@@ -187,8 +187,8 @@ def test_an_engine_that_is_never_built_is_told_by_its_name(
     result = check_engine(tmp_path, "NeverBuilt")
     assert result.exit_code == 1
     told = " ".join(result.output.split())
-    assert "FAULT at event 0 (engine cli_engines:NeverBuilt, " in told
-    assert "the engine gave no answer within 4 s while being built" in told
+    assert "FAULT at event 0: the engine gave no answer within 4 s while being built" in told
+    assert "(engine cli_engines:NeverBuilt, " in told
     assert "in __init__" in told
 
 

@@ -46,6 +46,7 @@ from blockstep.spec.transition import transition
 from blockstep.spec.vocabulary import (
     Commit,
     Config,
+    DeferredFree,
     Event,
     HeldBlocks,
     KVLoad,
@@ -105,7 +106,7 @@ QUICK = (
 FORKING = tuple(name for name, world in WORLDS.items() if world.forks and name not in QUICK)
 KINDS = (
     *(State, RequestState, Holding, Stand, Frame, FrameRow, Pool, Encoder, Entry),
-    *(Transfers, Load, KVLoad, HeldBlocks, KVOffer, Pins, Pin),
+    *(Transfers, Load, KVLoad, HeldBlocks, DeferredFree, KVOffer, Pins, Pin),
 )
 """Of which a state is made."""
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "small-worlds.md"
@@ -288,7 +289,7 @@ def test_a_digest_speaks_of_every_field_of_a_state() -> None:
         "last_stop_token_id",
         "rows", "draft_token_ids", "samples", "is_dropped", "num_in_doubt", "has_mask", "is_masked",
         "has_structured_output", "num_scheduled",
-        "ref_counts", "free_queue", "cached", "kv_events",
+        "ref_counts", "free_queue", "cached", "kv_events", "deferred_frees",
         "state", "reasoning_ended",
         "encoder", "size", "num_in_flight", "entries", "freeable", "offered", "freed", "num_embeds",
         "holders",

@@ -101,7 +101,7 @@ def test_a_group_leaves_what_the_specification_skips(kind: GroupKind) -> None:
         blocks = pool.take(max(-(-computed // group.block_size), skipped) + ours.num_spare)
         holding = Holding([*blocks])
         if computed >= ours.count_doubt(in_doubt):
-            ours.leave(holding, computed, min(in_doubt, computed), pool)
+            ours.leave(holding, computed, min(in_doubt, computed), pool.free)
             assert holding.blocks == [0] * skipped + blocks[skipped:], (group, computed, in_doubt)
             assert holding.num_left == skipped
 

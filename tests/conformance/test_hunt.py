@@ -346,8 +346,8 @@ def test_what_a_plan_out_of_shape_masks_is_told_by_itself(
 ) -> None:
     """Its sentence never comes first, and the line to reproduce it asks for it."""
     # Who comes back from a load has computed tokens, too, and that is no hit. Where admission
-    # closes few have a hit.
-    options = CheckOptions(max_events=800, seed=31, without_features=("transfers", "tiers"))
+    # closes few have a hit. Of this seed two write unequal content to the block that they share.
+    options = CheckOptions(max_events=800, seed=63, without_features=("transfers", "tiers"))
     result = hunt(options, call_here(hide_state(engine)), scopes=["tiny"])
     seen = [(defect.first.property_id, defect.options.sentence) for defect in result.defects]
     assert seen == found

@@ -363,7 +363,8 @@ PROGRAM = Program(
 def test_programs_follow_one_another_in_one_child(isolation: Isolation) -> None:
     assert isolation.run(CheckOptions("spec"), PROGRAM).first is None
     told = tell_program(isolation.run(CheckOptions(CANARY), PROGRAM), CANARY)
-    assert told.startswith(f"blockstep: VIOLATION at event 2 (engine {CANARY})\n")
+    assert told.startswith("blockstep: VIOLATION at event 2: P1 every_block_is_free_or_held: ")
+    assert told.splitlines()[0].endswith(f"(engine {CANARY})")
     assert "preset" not in told
     assert isolation.run(CheckOptions("spec"), PROGRAM).first is None
 
@@ -372,6 +373,7 @@ def test_another_child_follows_one_that_was_lost(isolation: Isolation) -> None:
     name = "isolated_engines:Exiting"
     program = replace(PROGRAM, actions=(PROGRAM.actions[0], *(Schedule(),) * 1000))
     told = tell_program(isolation.run(CheckOptions(name), program), name)
-    assert told.startswith(f"blockstep: FAULT at event 1000 (engine {name})\n")
+    assert told.startswith("blockstep: FAULT at event 1000: ")
+    assert told.splitlines()[0].endswith(f"(engine {name})")
     assert "ended with exit code 3" in told
     assert isolation.run(CheckOptions("spec"), PROGRAM).first is None

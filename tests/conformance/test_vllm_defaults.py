@@ -362,8 +362,8 @@ def test_a_release_chooses_its_runner_as_on_a_gpu(monkeypatch: pytest.MonkeyPatc
     expected = {
         SpecMethod.NONE: number >= (0, 23),
         SpecMethod.EAGLE: number >= (0, 23),
-        SpecMethod.NGRAM: number >= (0, 33),
-        SpecMethod.DRAFT_MODEL: number >= (0, 33),
+        SpecMethod.NGRAM: number >= (0, 32),
+        SpecMethod.DRAFT_MODEL: number >= (0, 31),
     }
     for method, has_second in expected.items():
         num_drafts = 0 if method is SpecMethod.NONE else 2

@@ -473,22 +473,58 @@ def test_its_log_tells_blocks_by_what_they_are_found_under() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "actions"),
+    ("flag", "groups", "actions"),
     [
-        ("spare_signals", (v.Submit(REQUEST), report(finished_recving=("A",)))),
+        ("spare_signals", (), (v.Submit(REQUEST), report(finished_recving=("A",)))),
+        (
+            "spare_group_failures",
+            (
+                v.KVGroup(v.GroupKind.FULL, 2),
+                v.KVGroup(v.GroupKind.SLIDING_WINDOW, 2, sliding_window=4),
+            ),
+            (
+                v.Submit(REQUEST),
+                v.KVOffer("A", num_tokens=4, is_async=True),
+                v.Schedule(),
+                report(invalid_block_ids=(1,)),
+            ),
+        ),
         (
             "spare_full_loads",
+            (),
             (v.Submit(REQUEST), v.KVOffer("A", num_tokens=5), v.Schedule()),
         ),
     ],
 )
-def test_what_it_is_spared_a_hunt_finds(flag: str, actions: tuple[Action, ...]) -> None:
+def test_what_it_is_spared_a_hunt_finds(
+    flag: str, groups: tuple[v.KVGroup, ...], actions: tuple[Action, ...]
+) -> None:
     """A worker or a store says it in good faith."""
-    program = Program(CONFIG, actions, vocabulary_size=1)
+    program = Program(replace(CONFIG, groups=groups), actions, vocabulary_size=1)
     cause = Cause(Means.WORKAROUND, flag)
     profile = find_profile(f"vllm-{VERSION}")
     assert profile is not None
     assert cause in find_causes(program, load_engine(ENGINE), frozenset(), tuple(profile.quirks))
+
+
+@pytest.mark.skipif(VERSION != "0.19.1", reason="0.33.0 holds all hits before it takes blocks")
+def test_step_in_which_a_load_may_end_before_a_hit_is_declined() -> None:
+    """It would ask its pool for a negative amount, and count more free blocks than it has."""
+    groups = (
+        v.KVGroup(v.GroupKind.FULL, 2),
+        v.KVGroup(v.GroupKind.SLIDING_WINDOW, 2, sliding_window=4),
+        v.KVGroup(v.GroupKind.FULL, 4),
+    )
+    engine: Any = load_engine(ENGINE)(replace(CONFIG, groups=groups))
+    engine.apply(v.Submit(REQUEST))
+    engine.apply(v.KVOffer("A", num_tokens=3, is_async=True))
+    assert engine.declines(v.Schedule()) is None
+    engine.apply(v.Submit(replace(REQUEST, request_id="B", prompt_token_ids=(7, 2, 3))))
+    assert engine.declines(v.Schedule()) is None
+    engine.apply(v.Submit(replace(REQUEST, request_id="C")))
+    reason = engine.declines(v.Schedule())
+    assert reason is not None
+    assert reason.startswith("a load that may end before the hit of a second full group")
 
 
 # Stalls: the cycles of `explore --stalls`, event by event.

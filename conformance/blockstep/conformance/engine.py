@@ -435,7 +435,7 @@ def build(make_engine: EngineFactory, config: Config) -> Engine:
 
 
 def _shows_state(engine: Engine) -> bool:
-    """Whether a new engine returns a state. What it raises is told after its first event."""
+    """Whether a new engine returns a state. An exception of it is reported after the first event."""
     try:
         return engine.snapshot() is not None
     except Exception:

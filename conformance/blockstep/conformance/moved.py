@@ -61,7 +61,7 @@ class Finder(MetaPathFinder, Loader):
     def find_spec(
         self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """How to import an old name; None for any other."""
+        """The import of a module by its old name; None for any other name."""
         if get_new_name(name) is None:
             return None
         return ModuleSpec(name, self, is_package=True)

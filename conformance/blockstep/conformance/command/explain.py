@@ -18,9 +18,9 @@ def explain_command(
         typer.Argument(
             help="Any name in a report: a term of the glossary, property (P4), sentence, "
             "situation, exhibit, quirk, reject code, capability, feature, word, field or value of "
-            "the vocabulary, rule of the spec; or a file: a recorded run, or a program. `glossary`, "
-            "`capabilities`, `features`, `situations`, `sentences`, `codes` and `vocabulary` list "
-            "them."
+            "the vocabulary, rule of the spec; or a file: a recorded run, or a program. They are "
+            "listed by `glossary`, `capabilities`, `features`, `situations`, `sentences`, `codes` "
+            "and `vocabulary`."
         ),
     ],
     at: Annotated[

@@ -13,11 +13,12 @@ nothing but the plans, whether one can live on them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
 from blockstep.conformance.engine import (
+    BadEngineError,
     Capability,
     Engine,
     EngineFactory,
@@ -28,17 +29,33 @@ from blockstep.conformance.engine import (
     get_traits,
 )
 from blockstep.conformance.judge.pairs import PairCounter
-from blockstep.conformance.judge.properties import Ledger, Step, check_step
+from blockstep.conformance.judge.properties import (
+    QUOTING_THE_FREE_QUEUE,
+    Ledger,
+    Step,
+    check_step,
+)
 from blockstep.conformance.judge.witnesses import situations
 from blockstep.conformance.judge.worker import make_worker
-from blockstep.conformance.lockstep.exchange import Exchange, blame_spec, fault_of, get_first_state
+from blockstep.conformance.lockstep.exchange import (
+    Exchange,
+    Unbuilt,
+    blame_spec,
+    fault_of,
+    get_first_state,
+)
 from blockstep.conformance.lockstep.excuses import Excuses
 from blockstep.conformance.lockstep.liveness import Watch, drain_bound
 from blockstep.conformance.lockstep.quirks import WatchedSpec
 from blockstep.conformance.lockstep.runner import Runner, ask_mask
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
 from blockstep.conformance.protocol.features import Feature, find_lacking, fit, get_missing
-from blockstep.conformance.protocol.findings import Finding, FindingKind
+from blockstep.conformance.protocol.findings import (
+    Difference,
+    Finding,
+    FindingKind,
+    shown_apart,
+)
 from blockstep.conformance.protocol.program import (
     Action,
     Answer,
@@ -56,6 +73,44 @@ NOT_SHOWN = "fields of states that `show_state` does not take"
 """Counted under this name."""
 EXPLICABLE = frozenset({FindingKind.PROPERTY, FindingKind.LIVENESS})
 """What a quirk can be the reason of."""
+OF_TRANSFERS = frozenset({"P17", "P18", "P19"})
+VALUE_CHARS_MAX = 60
+"""Characters of a value in the message of a divergence, at most."""
+
+
+def list_uncounted(capabilities: Collection[str]) -> frozenset[str]:
+    """The counters (fields of `Stats`) that an engine with these capabilities does not have."""
+    if Capability.STATISTICS in capabilities:
+        return frozenset()
+    if Capability.CACHE_STATISTICS in capabilities:
+        return frozenset({"preemptions"})
+    return frozenset(part.name for part in fields(v.Stats))
+
+
+def put_causes_first(findings: list[Finding]) -> list[Finding]:
+    """The findings, with those of the free queue's order behind all other properties if some are
+    of transfers.
+
+    A signal of a store that is lost or taken too early leaves blocks held or frees them, so the
+    order of the free queue differs because of it.
+    """
+    if not any(found.property_id in OF_TRANSFERS for found in findings):
+        return findings
+
+    def rank(found: Finding) -> tuple[bool, bool]:
+        is_divergence = found.kind is FindingKind.DIVERGENCE
+        return is_divergence, found.sentence in QUOTING_THE_FREE_QUEUE
+
+    return sorted(findings, key=rank)
+
+
+def tell_divergence(event: v.Event, differences: Sequence[Difference]) -> str:
+    """The first field in which spec and engine differ, both values, and how many fields more."""
+    first, more = differences[0], len(differences) - 1
+    expected, seen = shown_apart(first.expected, first.seen, VALUE_CHARS_MAX)
+    others = f", and {more} more field{'s' * (more > 1)} differ{'s' * (more == 1)}" * (more > 0)
+    after = type(event).__name__.lower()
+    return f"after {after}, {first.field} is {seen}, the spec has {expected}{others}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +118,8 @@ class LockStep(Runner):
     """One run of one engine beside the spec, and what its client remembers. Not reusable."""
 
     engine: Engine
+    unbuilt: Finding | None = None
+    """What the engine's constructor raised; None if it was built."""
     ledger: Ledger
     witnesses: Counter[str]
     pairs: PairCounter
@@ -94,6 +151,8 @@ class LockStep(Runner):
     """The weaker equivalence that the engine is held to; "" if it is compared with the spec."""
     known: dict[str, int] = field(default_factory=dict)
     """Findings that the quirks of the profile account for, by property."""
+    standing: set[Finding] = field(default_factory=set)
+    """The same, each once: what a quirk left behind is found again while it stays."""
     excuses: Excuses = field(default_factory=Excuses)
     """Findings that the adapter declares."""
 
@@ -108,12 +167,20 @@ class LockStep(Runner):
         profile: Profile = STRICT,
         compare_every: int | None = None,
     ) -> Self:
-        """Build both sides. What the engine raises while it is built passes through.
+        """Build both sides. If the engine's constructor raises, the run ends with its first action.
 
         Raises:
             BadEngineError: as `engine.build`.
+            ConfigError: the engine refuses the config.
         """
-        engine, traits = build(make_engine, config), get_traits(make_engine)
+        traits, unbuilt = get_traits(make_engine), None
+        engine: Engine = Unbuilt()
+        try:
+            engine = build(make_engine, config)
+        except (BadEngineError, v.ConfigError):
+            raise
+        except Exception as error:
+            unbuilt = fault_of(error, "while being built")
         # A worker has every slot in memory; one that is given no plan needs none.
         room = config if compare_every is None else v.Config(num_blocks=2)
         capabilities = engine.capabilities()
@@ -123,10 +190,13 @@ class LockStep(Runner):
         run = cls(
             config=config,
             engine=engine,
+            unbuilt=unbuilt,
             worker=make_worker(traits, room, token_function(token_seed, vocabulary_size)),
             spec=spec,
             spec_before=first,
-            ledger=Ledger(config, traits.drops_tokens_in_flight),
+            ledger=Ledger(
+                config, traits.drops_tokens_in_flight, uncounted=list_uncounted(capabilities)
+            ),
             witnesses=Counter(),
             pairs=PairCounter(config),
             capabilities=capabilities,
@@ -160,6 +230,8 @@ class LockStep(Runner):
         return findings
 
     def _perform(self, action: Action) -> list[Finding]:
+        if self.unbuilt is not None:
+            return [self.unbuilt]
         if isinstance(action, Drain):
             return self._drain()
         lacking, event = self.lacking, None
@@ -192,7 +264,7 @@ class LockStep(Runner):
         try:
             expected = self.spec.apply(event)
         except AssertionError as error:
-            return [blame_spec(error)]
+            return [blame_spec(error), *self._give_to_engine_alone(self._tell(event))]
         if isinstance(expected, v.Rejected) and expected.code not in self.judged:
             self.skip(Capability.REJECTION)
             self.last = Exchange(event, expected, expected)
@@ -222,6 +294,23 @@ class LockStep(Runner):
         Runner.follow(self, event, observation)
         if is_watched:
             self.pairs.settle(event, before, self)
+
+    def _give_to_engine_alone(self, told: v.Event) -> list[Finding]:
+        """What is wrong with the engine's step at an event at which the specification failed."""
+        try:
+            seen, after = self.engine.apply(told), self.engine.snapshot()
+        except Exception as error:
+            self._keep(Exchange(told, v.Ack(), None))
+            return [fault_of(error)]
+        self._keep(Exchange(told, seen, seen))
+        if (ill_typed := fault_of_types(told, seen, after)) is not None:
+            return [ill_typed]
+        if self.compare_every is not None:
+            return []
+        if self.before is None or after is None:
+            return self._check_answer(told, seen)
+        after = replace(after, stats=self._fill(after.stats, self.before.stats))
+        return self._check_step(Step(self.config, self.num_events, told, seen, self.before, after))
 
     def _tell(self, event: v.Event) -> v.Event:
         """The event in the words of the engine."""
@@ -272,15 +361,19 @@ class LockStep(Runner):
         specification, which has answered alike up to now.
         """
         step: Step | None
+        of_spec = self._judge_spec(told, expected) if diverged else []
         if after is None or self.before is None or NOT_SHOWN in self.skipped:
             step = self._step_of_spec(event, expected)
             findings = [*self._check_answer(told, seen), *diverged]
         else:
             self.spec_before = None
+            if diverged and self.ledger.uncounted:  # do not judge what the specification counted
+                after = replace(after, stats=self._fill(after.stats, self.before.stats))
             step = Step(self.config, self.num_events, told, seen, self.before, after)
             findings = [*self._check_step(step), *diverged]
         if findings:
-            findings = self.excuses.take(self._unexplained(findings), told, expected, seen)
+            left = self._unexplained(put_causes_first(findings), of_spec)
+            findings = self.excuses.take(left, told, expected, seen)
         if step is not None:
             if not findings:  # what a quirk does was reached as well
                 witnesses = self.witnesses
@@ -321,18 +414,43 @@ class LockStep(Runner):
             return [ill_typed]
         return list(self._diverge(event, expected, seen, self._comparable(shown)))
 
-    def _unexplained(self, findings: list[Finding]) -> list[Finding]:
-        """What is left when the quirks of the profile have spoken.
+    def _judge_spec(self, told: v.Event, expected: v.Observation) -> list[Finding]:
+        """What is wrong with the specification's own step: the work of the quirks that it follows.
 
-        The engine did exactly what the spec with its quirks does, so a violated property is the
-        work of a quirk, at first or second hand; a divergence never is.
+        Asked before the worker hears of the engine's answer. Under a weaker equivalence the worker
+        knows blocks by the engine's ids and cannot be asked; nothing is known then.
         """
-        quirks = self.spec.state.rules.quirks
-        if not quirks or any(found.kind not in EXPLICABLE for found in findings):
+        if self.equivalence or not self.spec.state.rules.quirks:
+            return []
+        worker, self.worker = self.worker, self.worker.fork()
+        try:
+            if self.before is None:
+                return self._check_answer(told, expected)
+            sides = self.before, self.spec.snapshot()
+            return self._check_step(Step(self.config, self.num_events, told, expected, *sides))
+        finally:
+            self.worker = worker
+
+    def _unexplained(self, findings: list[Finding], of_spec: Sequence[Finding]) -> list[Finding]:
+        """The findings that the quirks of the profile do not account for.
+
+        Where the engine did exactly what the specification does, a violated property is the work
+        of a quirk, at first or second hand. Where they diverge, that is said only of findings that
+        the specification's own step has as well, or an earlier one had; others of its sentences
+        come last.
+        """
+        if not self.spec.state.rules.quirks:
             return findings
-        for found in findings:
+        if all(found.kind in EXPLICABLE for found in findings):
+            known = findings
+        else:
+            known = [found for found in findings if found in of_spec or found in self.standing]
+        self.standing.update(known)
+        for found in known:
             self.known[found.property_id] = self.known.get(found.property_id, 0) + 1
-        return []
+        sentences = {found.sentence for found in of_spec}
+        left = [found for found in findings if found not in known]
+        return sorted(left, key=lambda found: found.sentence in sentences)
 
     def _comparable(self, snapshot: v.Snapshot | None) -> v.Snapshot | None:
         """Return the snapshot as it is compared with the specification's.
@@ -347,12 +465,14 @@ class LockStep(Runner):
             if not tells_holders(snapshot, self.config):
                 return None
             return complete_state(snapshot, self.spec.snapshot(), bool(self.equivalence))
-        if snapshot is None or Capability.STATISTICS in self.capabilities:
+        if snapshot is None or not self.ledger.uncounted:
             return snapshot
-        stats = self.spec.snapshot().stats
-        if Capability.CACHE_STATISTICS in self.capabilities:
-            stats = replace(snapshot.stats, preemptions=stats.preemptions)
-        return replace(snapshot, stats=stats)
+        return replace(snapshot, stats=self._fill(snapshot.stats, self.spec.snapshot().stats))
+
+    def _fill(self, shown: v.Stats, others: v.Stats) -> v.Stats:
+        """The counters that the engine shows, and others in the place of those that it lacks."""
+        missing = {name: getattr(others, name) for name in self.ledger.uncounted}
+        return replace(shown, **missing)
 
     def list_quirk_goals(self) -> list[str]:
         """The goals of `lockstep.quirks` that the run has reached, sorted."""
@@ -371,9 +491,7 @@ class LockStep(Runner):
             self.num_compared += 1
             differences += snapshot_differences(self.spec.snapshot(), after)
         if differences:
-            what = type(event).__name__.lower()
-            fields = len(differences)
-            message = f"spec and engine differ in {fields} field{'s' * (fields > 1)} after {what}"
+            message = tell_divergence(event, differences)
             yield Finding(
                 FindingKind.DIVERGENCE, "", "engine_equals_spec", message, tuple(differences)
             )
@@ -418,7 +536,7 @@ class LockStep(Runner):
         return drain_bound(self.live, self.config.max_model_len, self.sessions)
 
     def _stall(self, watch: Watch, why: str) -> list[Finding]:
-        findings = self._unexplained([watch.stall(self.live, why)])
+        findings = self._unexplained([watch.stall(self.live, why)], ())
         return self.excuses.take(findings, v.Schedule(), None, None)
 
     def _drain_step(self, watch: Watch) -> tuple[list[Finding], str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockstep.conformance.engine import Engine
+from blockstep.conformance.engine import ALL_CAPABILITIES, Engine
 from blockstep.conformance.protocol.findings import (
     Difference,
     Finding,
@@ -21,9 +21,24 @@ class Exchange:
 
     event: v.Event
     expected: v.Observation
-    """The spec's answer."""
+    """The spec's answer. The engine's, where the spec is not asked or failed an assertion."""
     seen: v.Observation | None
     """The engine's answer; None if it raised."""
+
+
+class Unbuilt:
+    """Stands in for an engine whose constructor raised."""
+
+    def apply(self, event: v.Event) -> v.Observation:
+        """It takes no event: its run ends before the first one."""
+        raise AssertionError(f"no engine was built, and {event!r} came")
+
+    def snapshot(self) -> None:
+        """It has no state."""
+
+    def capabilities(self) -> frozenset[str]:
+        """All, so that no config is taken for one that the engine need not have."""
+        return ALL_CAPABILITIES
 
 
 def get_first_state(engine: Engine, expected: v.Snapshot) -> v.Snapshot | None:
@@ -38,13 +53,13 @@ def get_first_state(engine: Engine, expected: v.Snapshot) -> v.Snapshot | None:
     return first if find_ill_typed(first, v.Snapshot) is None else None
 
 
-def fault_of(error: Exception) -> Finding:
-    """What an engine that raised has done wrong."""
+def fault_of(error: Exception, when: str = "") -> Finding:
+    """What an engine that raised has done wrong; `when`: while what, if not in a call."""
     return Finding(
         FindingKind.FAULT,
         "",
         "engine_raises_nothing",
-        f"the engine raised {tell_error(error)}",
+        f"the engine raised {tell_error(error)} {when}".rstrip(),
         (Difference("exception", "none", type(error).__name__),),
         list_frames(error),
     )
@@ -53,5 +68,9 @@ def fault_of(error: Exception) -> Finding:
 def blame_spec(error: AssertionError) -> Finding:
     """What a spec that failed an assertion of its own has done wrong."""
     return Finding(
-        FindingKind.SPEC, "", "spec_asserts_nothing_false", f"the spec is wrong: {error}"
+        FindingKind.SPEC,
+        "",
+        "spec_asserts_nothing_false",
+        f"the spec is wrong: {error}",
+        frames=list_frames(error),
     )

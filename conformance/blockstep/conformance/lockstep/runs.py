@@ -53,8 +53,14 @@ def start_program(
 def run_program(
     program: Program, make_engine: EngineFactory, profile: Profile = STRICT
 ) -> tuple[LockStep, list[Finding]]:
-    """Run a program from the start until it ends or something is wrong."""
+    """Run a program from the start until it ends or something is wrong.
+
+    Raises:
+        ConfigError: the engine refuses the config.
+    """
     run = start_program(program, make_engine, profile)
+    if run.unbuilt is not None:
+        return run, [run.unbuilt]
     for action in program.actions:
         findings = run.perform(action)
         if findings:

@@ -31,8 +31,8 @@ DEFAULTS = {
 
 
 def tells_holders(shown: Snapshot, config: Config) -> bool:
-    """Whether a state tells who holds each block: a part of a state does, but for what transfers
-    and pins hold, which `show_state` does not take."""
+    """Whether a state tells the holders of each block: a part of a state does, but for what
+    transfers and pins hold, which `show_state` does not take."""
     if not isinstance(shown, PartOfState):
         return True
     needs = config.kv_connector or config.policy is Policy.CONTINUUM
@@ -66,6 +66,7 @@ def complete_state(shown: PartOfState, spec: Snapshot, is_renamed: bool) -> Snap
         frames_in_flight=frames,
         transfers=shown.transfers,
         pins=shown.pins,
+        has_work=spec.has_work if shown.has_work is None else shown.has_work,
     )
 
 

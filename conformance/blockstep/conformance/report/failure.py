@@ -17,6 +17,7 @@ from blockstep.conformance.report.wording import (
     HEADLINES,
     render_divergence,
     render_finding,
+    tell_cause,
     tell_settings,
 )
 from blockstep.conformance.search.check import CheckResult
@@ -66,10 +67,11 @@ def render_failure(
 def headline(
     options: CheckOptions, finding: Finding, num_events: int, equivalence: str = ""
 ) -> str:
-    """What ended a check, after how many events, and where."""
+    """What ended a check, after how many events, by what cause, and where."""
     how = f"equivalence {equivalence}, " if equivalence else ""
     where = f"engine {options.engine}, {how}{_drawn_from(options)}"
-    return f"blockstep check: {HEADLINES[finding.kind]} at event {num_events} ({where})"
+    kind = HEADLINES[finding.kind]
+    return f"blockstep check: {kind} at event {num_events}: {tell_cause(finding)} ({where})"
 
 
 def _drawn_from(options: CheckOptions) -> str:
@@ -80,8 +82,9 @@ def _drawn_from(options: CheckOptions) -> str:
 
 def render_program(shrunk: Shrunk, engine: str) -> str:
     """The face of a failure of a program that somebody wrote: no preset, no seed, not shrunk."""
-    kind = HEADLINES[shrunk.findings[0].kind]
-    head = f"blockstep: {kind} at event {shrunk.num_events} (engine {engine})"
+    first = shrunk.findings[0]
+    when = f"{HEADLINES[first.kind]} at event {shrunk.num_events}"
+    head = f"blockstep: {when}: {tell_cause(first)} (engine {engine})"
     return _join([head, "", *_body(shrunk, "")])
 
 
@@ -127,8 +130,9 @@ def _tell_loss(result: CheckResult, loss: Loss) -> str:
 
 def render_loss(command: str, where: str, loss: Loss) -> str:
     """The face of the failure of an engine that did not live."""
+    when = f"{HEADLINES[loss.finding.kind]} at event {len(loss.events)}"
     lines = [
-        f"{command}: {HEADLINES[loss.finding.kind]} at event {len(loss.events)} ({where})",
+        f"{command}: {when}: {tell_cause(loss.finding)} ({where})",
         "",
         *render_finding(loss.finding),
     ]

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from blockstep.conformance.engine import Setting
-from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind, shown
 from blockstep.conformance.protocol.program import WIDTH
 
 HEADLINES = {
@@ -17,6 +17,14 @@ HEADLINES = {
     FindingKind.SPEC: "THE SPEC IS WRONG",
 }
 MAX_DIFFERENCES = 12
+CAUSE_CHARS_MAX = 120
+"""Characters of what was seen in a headline, at most."""
+
+
+def tell_cause(finding: Finding) -> str:
+    """The property, its sentence and what was seen, for a headline."""
+    name = f"{finding.property_id} {finding.sentence}: " if finding.property_id else ""
+    return f"{name}{shown(' '.join(finding.message.split()), CAUSE_CHARS_MAX)}"
 
 
 def render_finding(finding: Finding) -> list[str]:

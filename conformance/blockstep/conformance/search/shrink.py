@@ -100,16 +100,17 @@ Play: TypeAlias = Callable[[Program, EngineFactory, Profile], tuple[Run, list[Fi
 
 def conclude(program: Program, run: Run, findings: Iterable[Finding], num_runs: int = 0) -> Shrunk:
     """What is to be said of the run of a program; `num_runs` were needed to make it so short."""
-    last = None
+    last, findings = None, tuple(findings)
     if run.exchanges:
         exchange = run.exchanges[-1]
+        has_answer = all(found.kind is not FindingKind.SPEC for found in findings)
         last = LastAnswers(
             type(exchange.event).__name__.lower(),
-            describe_observation(exchange.expected),
+            describe_observation(exchange.expected) if has_answer else "it failed an assertion",
             None if exchange.seen is None else describe_observation(exchange.seen),
-            exchange.expected == exchange.seen,
+            has_answer and exchange.expected == exchange.seen,
         )
-    return Shrunk(program, tuple(findings), num_runs, run.num_events, run.equivalence, last)
+    return Shrunk(program, findings, num_runs, run.num_events, run.equivalence, last)
 
 
 def get_symptom(finding: Finding) -> tuple[FindingKind, str, str]:

@@ -123,6 +123,8 @@ class RequestTable:
 
     def output_token_ids(self, slot: int) -> TokenIds:
         """Verified output tokens."""
+        if not self.num_outputs(slot):
+            return ()  # also where a law counts tokens that are not there to be sliced
         return tuple(self.lineages[slot].tokens[self.num_prompt[slot] :])
 
     def all_token_ids(self, slot: int) -> TokenIds:

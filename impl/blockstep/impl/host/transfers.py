@@ -129,6 +129,7 @@ class Transfers:
         if due:
             self.deferred_frees = [one for one in self.deferred_frees if one.frame_id != frame_id]
         return due
+
     def awaits_any(self) -> bool:
         """Whether a load or a hold has not come to its end."""
         return bool(self.held) or not self.parked_as.keys() <= self.received

@@ -365,7 +365,7 @@ STORIES = (
         items_held_until_the_answer,
         "an item is let go with the answer of the step that read the last of it",
         (),
-        "not found upstream",
+        "#45347 (merged)",
         "0.33.0",
         "a prompt of one item, all in one step: until the step is answered, the item is held",
     ),
@@ -384,7 +384,7 @@ STORIES = (
         rests_of_items_are_split,
         "with disable_chunked_mm_input a chunk that begins inside of an item may end inside of it",
         ("P22",),
-        "not found upstream",
+        "left by #52306, #52412",
         "0.33.0",
         "whole items, blocks of 2, a budget of 4; a prompt whose first block ends inside of an "
         "item is a hit, and another request leaves one token of the budget: it is computed",

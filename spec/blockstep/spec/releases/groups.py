@@ -372,7 +372,7 @@ STORIES = (
         hits_are_searched,
         "the block that a draft head gives back is looked for behind a longer hit than is left",
         ("P5",),
-        "not found upstream",
+        "comes with the repair of #32802",
         "0.33.0",
         "a draft head, blocks of 1, full attention, windows of 4 and 3; of the second's blocks the "
         "fifth and sixth are lost: 4 tokens are hit, and behind them is no block of that window",
@@ -403,7 +403,7 @@ STORIES = (
         all_in_flight_is_in_doubt,
         "a window stays where it was until what is in flight is answered, drafts or not",
         ("P8",),
-        "not found upstream",
+        "#47728 (merged)",
         "0.33.0",
         "two steps in flight, blocks of 1, a budget of 1, a window of 1: the row that computes the "
         "second token holds the block of the first",

@@ -155,7 +155,7 @@ STORIES = (
         cached_tokens_of_the_last_hit,
         "until its first output the cached tokens of a request are those of its latest hit",
         ("P21",),
-        "not found upstream (fixed in 0.26.0)",
+        "#37460 (merged; fixed in 0.26.0)",
         "0.20.2 0.23.0",
         "a long prompt without a hit is preempted between two chunks: resumed, it hits its own "
         "blocks, and they are told as its cached tokens",
@@ -165,7 +165,7 @@ STORIES = (
         lone_request_has_no_threshold,
         "the threshold for long prefills does not bind the only request there is",
         ("P9", "P15"),
-        "not found upstream",
+        "#57951 (merged)",
         "0.33.0",
         "a threshold of 2, one prompt of 6 tokens: all of it is in the first plan",
     ),
@@ -174,7 +174,7 @@ STORIES = (
         self_victim_lets_others_run,
         "under PRIORITY a step goes on after a request that preempted itself",
         (),
-        "not found upstream",
+        "#26765 (closed), #36390 (open) ask for it",
         "0.33.0",
         "PRIORITY; the lowest of three runs first in order, needs a block and preempts itself: the "
         "two behind it run in the same step",

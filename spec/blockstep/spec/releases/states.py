@@ -166,7 +166,7 @@ STORIES = (
         states_are_left_at_once,
         "a state is left with the token behind it, also where others for drafts follow",
         (),
-        "not found upstream",
+        "#47728 (merged)",
         "0.33.0",
         "states in blocks of 1 and one behind them, `align`; a prompt of 2 tokens and the first "
         "output: the plan of the second gives back the state of the first",
@@ -176,7 +176,7 @@ STORIES = (
         states_come_before_items,
         "a chunk is cut where states are kept, and then where items have no room, at any token",
         (),
-        "not found upstream",
+        "#51603 (merged)",
         "0.33.0",
         "states in blocks of 2, `align`, compute for one item; a prompt with items at 0 and 3: "
         "the first chunk is 3 tokens, not 2",

@@ -68,7 +68,7 @@ from blockstep.conformance.engines.adapters.vllm_spared import (
     list_out_of_reach,
 )
 from blockstep.conformance.engines.adapters.vllm_spared_store import (
-    SPARED_SIGNALS,
+    SPARED_BY,
     find_store_reason,
 )
 from blockstep.conformance.engines.adapters.vllm_state import Run, add_counts, read_snapshot
@@ -110,8 +110,9 @@ class VllmEngine:
     planned with them later at a position for which nobody proposed them."""
 
     spare_signals: bool = True
-    """Whether signals of transfers are kept away that the release raises on (see
-    `vllm_spared_store`)."""
+    """Whether signals of transfers are kept away that are of no transfer under way."""
+    spare_group_failures: bool = True
+    """Whether invalid blocks are kept away where there are several groups."""
     spare_full_loads: bool = True
     """Whether a load at once never is of all known tokens."""
     shows_store: bool = RELEASE.follows_store
@@ -217,7 +218,8 @@ class VllmEngine:
         """What the release lacks, or the defect that would make it raise some steps later."""
         run = self.run
         reason = None if run.store is None else find_store_reason(run, event)
-        if reason is not None and (self.spare_signals or reason not in SPARED_SIGNALS):
+        flag = SPARED_BY.get(reason or "")
+        if reason is not None and (flag is None or getattr(self, flag)):
             return reason
         return find_reason(run, event)
 

@@ -138,6 +138,8 @@ class Release:
     """Whether its profile follows what it does beside a connector; else hunts alone look at it."""
     frees_behind_frames: bool = False
     """Whether blocks beside a connector are freed once all frames in flight have been answered."""
+    takes_loads_by_turns: bool = False
+    """Whether a group takes blocks for what is loaded before the next one holds its hit."""
     counts_held_as_ended: bool = False
     """Whether who has ended and holds blocks for a connector keeps the engine awake."""
     ignores_offers_of_who_skips: bool = False
@@ -212,6 +214,7 @@ def _list_until_0_19() -> tuple[Release, ...]:
         has_store=True,
         follows_store=True,
         tells_work=True,
+        takes_loads_by_turns=True,
     )
     return (r0110, r0111, r0120, r0150, r0160, r0170, r0180, r0190)
 
@@ -234,7 +237,13 @@ def _build_table() -> Mapping[str, Release]:
         follows_store=False,
         tells_work=False,
     )
-    r0240 = replace(r0200, version="0.24.0", packages=SINCE_0_24, has_partial_hits=True)
+    r0240 = replace(
+        r0200,
+        version="0.24.0",
+        packages=SINCE_0_24,
+        has_partial_hits=True,
+        takes_loads_by_turns=False,
+    )
     r0250 = replace(r0240, version="0.25.0", pads_drafts=True)
     r0260 = replace(r0250, version="0.26.0", keeps_doubtful_blocks=True, has_group_gate=True)
     r0270 = replace(

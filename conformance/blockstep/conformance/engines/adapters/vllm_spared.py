@@ -42,14 +42,16 @@ WORKAROUNDS: Mapping[str, str] = MappingProxyType(
         "separate_names": "an adapter and a salt of one name give a block the same digest (P6)",
         "spare_unservable": "a request that never fits is taken, and blocks the queue (#52520)",
         "spare_reuse": "an id is free again while a frame in flight names it; its answer goes to "
-        "the new request",
+        "the new request, its rejected drafts are taken off that one, and tokens not promised to "
+        "it are an assertion",
         "abort_singly": "aborting several at once frees their blocks in the order of a set",
         "spare_counters": "counters of the prefix cache count attempts at admission that fail "
         "(#43736)",
         "spare_late_drafts": "late drafts are kept, by a request that waits or has a frame in "
         "flight (P24)",
         "spare_signals": "a signal of a transfer that comes twice, late, or about nobody is an "
-        "assertion; so is an invalid block with several groups (B21, B47)",
+        "assertion (B21)",
+        "spare_group_failures": "an invalid block with several groups is an assertion (B47)",
         "spare_full_loads": "a load at once of all known tokens is an assertion (B36)",
     }
 )

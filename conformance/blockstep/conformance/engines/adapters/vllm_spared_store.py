@@ -20,13 +20,20 @@ CUT_SESSIONS = (
     "the end is then lost"
 )
 PARKED = "WAITING_FOR_REMOTE_KVS"
+FULL = "FullAttentionSpec"
+"""The name of vLLM's type of a group of full attention."""
 RESET_BESIDE_HELD = "a forced reset while blocks are held for a transfer: it raises"
 RESET_IN_FLIGHT = (
     "a forced reset beside a store with a frame in flight: its blocks are freed behind it"
 )
+FEWER_THAN_NO_BLOCKS = (
+    "a load that may end before the hit of a second full group: the pool is asked for fewer than "
+    "no blocks, and counts more free ones than it has"
+)
 ENDS_WHILE_PARKED = "a preempted request that waits for the store before its frame ends it"
-SPARED_SIGNALS = frozenset({UNKNOWN_SIGNAL, SEVERAL_GROUPS})
-"""What a worker or a store says in good faith, and the release does not survive."""
+SPARED_BY = {UNKNOWN_SIGNAL: "spare_signals", SEVERAL_GROUPS: "spare_group_failures"}
+"""What a worker or a store says in good faith, and the release does not survive: the flag of the
+engine by which it is kept away."""
 
 
 def find_store_reason(run: Run, event: v.Event) -> str | None:
@@ -49,6 +56,8 @@ def find_store_reason(run: Run, event: v.Event) -> str | None:
                 return RESET_IN_FLIGHT
             return RESET_BESIDE_HELD if is_held else None
         case v.Schedule():
+            if RELEASE.takes_loads_by_turns and _may_take_less_than_nothing(run):
+                return FEWER_THAN_NO_BLOCKS
             return ENDS_WHILE_PARKED if _may_end_while_parked(run) else None
     return None
 
@@ -172,6 +181,38 @@ def _are_signals_known(
         name in requests and (requests[name].is_finished() or name in over) and name not in gone
         for name in transfers.finished_sending
     )
+
+
+def _may_take_less_than_nothing(run: Run) -> bool:
+    """Whether a request may be admitted whose load ends before the hit of a second full group.
+
+    That group's hit is not cut to the hit of all groups. Behind it the group lacks a negative
+    number of blocks of the load. Blocks that this very step publishes may be hit as well, so a
+    request that begins like another one is taken for such a request.
+    """
+    if [type(one.kv_cache_spec).__name__ for one in run.managers].count(FULL) < 2:
+        return False
+    offers = {} if run.store is None else run.store.offers
+    unfinished = run.get_unfinished().values()
+    for request in (*run.scheduler.waiting, *run.get_skipped()):
+        offer, digests = offers.get(request.request_id), request.block_hashes
+        if offer is None or not offer.num_tokens or not digests or request.num_computed_tokens:
+            continue
+        others = [one for one in unfinished if one is not request and one.block_hashes]
+        if any(one.block_hashes[0] == digests[0] for one in others):
+            return True
+        if _has_hit_behind(run, request, offer.num_tokens):
+            return True
+    return False
+
+
+def _has_hit_behind(run: Run, request: Any, num_offered: int) -> bool:
+    """Whether some group has a hit that is longer than what is hit by all and loaded."""
+    coordinator = run.scheduler.kv_cache_manager.coordinator
+    hits, num_hit = coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+    end = max(num_hit, min(num_offered, request.num_tokens))
+    pairs = zip(hits, run.managers, strict=True)
+    return end > num_hit and any(len(found) > -(-end // one.block_size) for found, one in pairs)
 
 
 def _may_end_while_parked(run: Run) -> bool:

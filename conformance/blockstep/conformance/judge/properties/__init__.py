@@ -46,6 +46,7 @@ __all__ = [
     "ANSWER_TYPES",
     "CHECKS_OF",
     "PROPERTIES",
+    "QUOTING_THE_FREE_QUEUE",
     "RENAMED_CHECKS",
     "Ledger",
     "Sentence",
@@ -159,6 +160,8 @@ _QUOTE_THE_FREE_QUEUE = (
     order.preempted_tail_is_evicted_first,
     order.freed_tail_is_evicted_first,
 )
+QUOTING_THE_FREE_QUEUE = frozenset(found.sentence for found in _QUOTE_THE_FREE_QUEUE)
+"""Names of the sentences that speak of the order of the free queue."""
 RENAMED_CHECKS: dict[type, tuple[Sentence, ...]] = {
     kind: tuple(found for found in checks if found not in _QUOTE_THE_FREE_QUEUE)
     for kind, checks in CHECKS_OF.items()

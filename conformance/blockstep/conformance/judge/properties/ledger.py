@@ -94,6 +94,8 @@ class Ledger:
     num_progress: int = 0
     """Events that brought somebody on or changed who competes: tokens delivered, a request
     submitted or ended, a grammar compiled, transfers reported, a reset."""
+    uncounted: frozenset[str] = frozenset()
+    """Counters (fields of `Stats`) that the engine does not have; its state shows others there."""
     lacked: frozenset[str] = field(init=False)
     """Fields of the config that some sentence needs, and that say no: see `Sentence.needs`."""
     names: PrefixNames = field(init=False)

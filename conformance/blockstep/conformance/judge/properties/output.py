@@ -114,10 +114,12 @@ def delivered_tokens_are_the_sampled_ones_until_the_stop(step: Step, ledger: Led
     """No token is lost, repeated, invented, or delivered after the one that stops."""
     expected = expected_outputs(step, ledger)
     for row in step.output_rows:
-        due = expected.get(row.request_id)
+        name, due = row.request_id, expected.get(row.request_id)
         tokens = () if due is None else due.new_token_ids
         if row.new_token_ids != tokens:
-            what = f"{row.request_id!r} was delivered the wrong tokens"
+            has_failed = name in ledger.find_void(step) or name in ledger.list_failing(step)
+            why = "tokens though its load has failed" if has_failed else "the wrong tokens"
+            what = f"{name!r} was delivered {why}"
             yield unequal(what, "new_token_ids", tokens, row.new_token_ids)
 
 

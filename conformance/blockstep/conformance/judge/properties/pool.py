@@ -80,7 +80,7 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
 def block_still_to_be_written_has_one_holder(step: Step, ledger: Ledger) -> Complaints:
     """From the first block that is not full of known, computed tokens on, blocks are exclusive.
 
-    But for one that is begun and shared with a branch: who writes in it gets a copy. And for one
+    But for one that is begun and shared with a branch: its writer gets a copy. And for one
     that all of its holders fill with the same known tokens: they write equal content.
     """
     ref_counts = step.after.ref_counts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -112,7 +112,18 @@ def each_differing(*triples: tuple[str, object, object]) -> Complaints:
 
 def unequal(message: str, what: str, expected: object, seen: object) -> Complaint:
     """A complaint about one value, with what is demanded and what is seen."""
-    return Complaint(message, (difference(what, expected, seen),))
+    return Complaint(message, list_differences(what, expected, seen))
+
+
+def list_differences(what: str, expected: object, seen: object) -> tuple[Difference, ...]:
+    """The fields in which two records of one type differ; of other values one difference."""
+    if is_dataclass(expected) and type(expected) is type(seen):
+        names = [part.name for part in fields(expected) if part.compare]
+        triples = [(name, getattr(expected, name), getattr(seen, name)) for name in names]
+        found = [difference(f"{what} {n}", due, got) for n, due, got in triples if due != got]
+        if found:
+            return tuple(found)
+    return (difference(what, expected, seen),)
 
 
 def difference(what: str, expected: object, seen: object) -> Difference:

@@ -9,10 +9,11 @@ of the scheduler by what the frames in flight have sampled, and by the drafts th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Container, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import TypeAlias
+from typing import Any, Self, TypeAlias
 
 from blockstep.conformance.engine import EngineTraits, PartOfState
 from blockstep.conformance.judge.attended import is_across, without_given_back
@@ -53,6 +54,16 @@ class Worker(Stored):
         """Requests that were resumed before a position whose token had been dropped."""
         self._hears_more_than_plans = False
         """Somebody tells it of commits, so of resets too; else it cannot know of forced ones."""
+
+    def fork(self) -> Self:
+        """A worker with the same memory, which can be told another answer than this one.
+
+        Both share what is never changed in place, and the names, which only grow.
+        """
+        shared = (self.config, self.names, self.next_token, self.last_plan)
+        memo: dict[int, Any] = {id(one): one for one in shared}
+        memo[id(self._checked)] = list(self._checked)  # keys are long chains, compared by identity
+        return copy.deepcopy(self, memo)
 
     def observe(self, event: v.Event, observation: v.Observation) -> list[Finding]:
         """Take one exchange of the engine under test: a plan, a commit, a reset, or nothing."""
@@ -297,7 +308,7 @@ class Worker(Stored):
                 self._complain("P26", "tokens_are_sent_after_a_gap", what)
         elif view.num_dropped and len(sent) > len(view.tokens) and self._begins_alike(sent, view):
             what = (
-                f"{row.request_id!r} goes on behind position {len(view.tokens)}, whose token was "
+                f"{row.request_id!r} is resumed behind position {len(view.tokens)}, whose token was "
                 "dropped when it was preempted: it must run again"
             )
             difference = Difference("all_token_ids", shown(view.tokens, 80), shown(sent, 80))

@@ -1,0 +1,34 @@
+"""Planted: wrong decisions in an engine that follows a release, with the words of their cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """One wrong decision."""
+
+    name: str
+    plant: Callable[..., Any]
+    """Plants it."""
+    says: str
+    """A pattern that a headline matches which names the cause."""
+    features: tuple[str, ...] = ()
+    """What the check is asked to draw."""
+
+
+def make_list() -> tuple[list[Planted], Callable[..., Callable[[Callable[..., Any]], Any]]]:
+    """An empty list, and a decorator that adds a function to it."""
+    entries: list[Planted] = []
+
+    def planted(says: str, *features: str) -> Callable[[Callable[..., Any]], Any]:
+        def keep(plant: Callable[..., Any]) -> Callable[..., Any]:
+            entries.append(Planted(plant.__name__, plant, says, features))
+            return plant
+
+        return keep
+
+    return entries, planted

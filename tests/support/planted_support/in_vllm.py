@@ -1,0 +1,293 @@
+"""Wrong decisions in the scheduler of an installed vLLM, each planted by a subclass of its class.
+
+Imported where a vLLM is installed, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.engines.adapters.vllm import VllmEngine
+from blockstep.spec import vocabulary as v
+from planted_support import Planted, make_list
+
+PLANTED, planted = make_list()
+
+
+def subclass(part: Any, **methods: Any) -> None:
+    """Give an object a subclass of its class, with these methods.
+
+    Each takes the method that it replaces, the object, and the arguments.
+    """
+    kind = type(part)
+
+    def bind(name: str, method: Any) -> Any:
+        right = getattr(kind, name)
+        return lambda self, *args, **named: method(
+            lambda *other, **others: right(self, *other, **others), self, *args, **named
+        )
+
+    bound = {name: bind(name, method) for name, method in methods.items()}
+    part.__class__ = type(f"Wrong{kind.__name__}", (kind,), bound)
+
+
+def build_factory(entry: Planted) -> EngineFactory:
+    """A factory of adapters whose scheduler takes the wrong decision."""
+
+    class Wrong(VllmEngine):
+        def __init__(self, config: v.Config) -> None:
+            super().__init__(config)
+            entry.plant(self.scheduler)
+
+    return Wrong
+
+
+# Memory.
+
+
+@planted("freed_tail_is_evicted_first|preempted_tail_is_evicted_first")
+def tables_are_freed_from_their_head(scheduler: Any) -> None:
+    pool = scheduler.kv_cache_manager.block_pool
+    subclass(pool, free_blocks=lambda right, _self, blocks: right(list(blocks)[::-1]))
+
+
+@planted("new_blocks_come_from_the_head")
+def blocks_are_taken_from_the_tail(scheduler: Any) -> None:
+    def take(right: Any, self: Any, count: int) -> Any:
+        queue = self.free_block_queue
+        blocks = queue.get_all_free_blocks()[::-1][:count]
+        for block in blocks:
+            queue.remove(block)
+        rest = queue.get_all_free_blocks()
+        for block in rest:
+            queue.remove(block)
+        queue.append_n([*blocks, *rest])
+        return right(count)
+
+    subclass(scheduler.kv_cache_manager.block_pool, get_new_blocks=take)
+
+
+@planted("hit_is_the_longest|num_computed_tokens")
+def hits_are_a_block_short(scheduler: Any) -> None:
+    def find(right: Any, self: Any, hashes: Any, length: int) -> Any:
+        return right(hashes, max(length - scheduler.block_size, 0))
+
+    subclass(scheduler.kv_cache_manager.coordinator, find_longest_cache_hit=find)
+
+
+@planted("P25|reset|AllBlocksCleared")
+def reset_clears_nothing(scheduler: Any) -> None:
+    def reset(_right: Any, self: Any) -> bool:
+        return bool(self.get_num_free_blocks() == self.num_gpu_blocks - 1)
+
+    subclass(scheduler.kv_cache_manager.block_pool, reset_prefix_cache=reset)
+
+
+@planted("P5 |skip|hit|num_computed_tokens")
+def cache_is_read_though_it_must_not_be(scheduler: Any) -> None:
+    def find(right: Any, _self: Any, request: Any) -> Any:
+        was, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, False
+        found = right(request)
+        request.skip_reading_prefix_cache = was
+        return found
+
+    subclass(scheduler.kv_cache_manager, get_computed_blocks=find)
+
+
+@planted("P8 admission_leaves_room_for_the_whole_prompt")
+def gate_is_left_open(scheduler: Any) -> None:
+    subclass(scheduler.kv_cache_manager, can_fit_full_sequence=lambda *_a, **_n: True)
+
+
+@planted("P1 |holder|P17|ref_count|req_to_blocks")
+def aborted_keep_their_blocks(scheduler: Any) -> None:
+    def free(right: Any, _self: Any, request: Any) -> Any:
+        return None if request.status.name == "FINISHED_ABORTED" else right(request)
+
+    subclass(scheduler.kv_cache_manager, free=free)
+
+
+# Order and budgets.
+
+
+@planted("P16 queues_keep_their_order")
+def preempted_wait_at_the_end(scheduler: Any) -> None:
+    def preempt(right: Any, self: Any, request: Any, timestamp: float) -> None:
+        right(request, timestamp)
+        self.waiting.remove_request(request)
+        self.waiting.add_request(request)
+
+    subclass(scheduler, _preempt_request=preempt)
+
+
+@planted("P9 running_stays_within_max_num_seqs")
+def one_more_request_runs(scheduler: Any) -> None:
+    scheduler.max_num_running_reqs += 1
+
+
+@planted("budget|num_scheduled_tokens")
+def budget_is_one_token_short(scheduler: Any) -> None:
+    scheduler.max_num_scheduled_tokens -= scheduler.max_num_scheduled_tokens > 1
+
+
+@planted("P9 row_stays_within_its_caps")
+def threshold_is_forgotten(scheduler: Any) -> None:
+    scheduler.scheduler_config.long_prefill_token_threshold = 0
+
+
+@planted("P9 running_stays_within_max_loras", "adapters")
+def adapters_are_not_counted(scheduler: Any) -> None:
+    scheduler.lora_config = None
+
+
+# What is told.
+
+
+@planted("finished_req_ids|plan_tells_who_ended|ended_are_kept")
+def aborted_are_not_told(scheduler: Any) -> None:
+    def finish(right: Any, self: Any, ids: Any, status: Any) -> Any:
+        done = right(ids, status)
+        self.finished_req_ids -= {ids} if isinstance(ids, str) else set(ids or ())
+        return done
+
+    subclass(scheduler, finish_requests=finish)
+
+
+@planted("num_cached_tokens|cached|first_hit_is_remembered")
+def cached_tokens_are_always_none(scheduler: Any) -> None:
+    def schedule(right: Any, self: Any) -> Any:
+        output = right()
+        for row in output.scheduled_new_reqs:
+            self.requests[row.req_id].num_cached_tokens = 0
+        return output
+
+    subclass(scheduler, schedule=schedule)
+
+
+@planted("P26 sent_tokens_are_those_of_the_worker|all_token_ids")
+def resumed_are_told_without_their_outputs(scheduler: Any) -> None:
+    def make(right: Any, self: Any, running: Any, resumed: Any, *rest: Any) -> Any:
+        data = right(running, resumed, *rest)
+        for request in resumed:
+            told = data.all_token_ids.get(request.request_id)
+            if told is not None:
+                data.all_token_ids[request.request_id] = told[: request.num_prompt_tokens]
+        return data
+
+    subclass(scheduler, _make_cached_request_data=make)
+
+
+# Ends.
+
+
+@planted("P13 finish_reason_is_the_one_that_holds")
+def requests_end_a_token_late(scheduler: Any) -> None:
+    def update(right: Any, _self: Any, request: Any, tokens: Any) -> Any:
+        request.max_tokens += 1
+        try:
+            return right(request, tokens)
+        finally:
+            request.max_tokens -= 1
+
+    subclass(scheduler, _update_request_with_output=update)
+
+
+@planted("P13 finish_reason_is_the_one_that_holds")
+def minimum_of_tokens_is_forgotten(scheduler: Any) -> None:
+    def update(right: Any, _self: Any, request: Any, tokens: Any) -> Any:
+        least, request.sampling_params.min_tokens = request.sampling_params.min_tokens, 0
+        try:
+            return right(request, tokens)
+        finally:
+            request.sampling_params.min_tokens = least
+
+    subclass(scheduler, _update_request_with_output=update)
+
+
+@planted("P14 |num_computed_tokens", "drafts")
+def rejected_draft_counts_as_computed(scheduler: Any) -> None:
+    def update(right: Any, self: Any, output: Any, answer: Any) -> Any:
+        done = right(output, answer)
+        for name, drafts in output.scheduled_spec_decode_tokens.items():
+            request = self.requests.get(name)
+            sampled = answer.sampled_token_ids[answer.req_id_to_index[name]]
+            if request is not None and 0 < len(sampled) <= len(drafts):
+                request.num_computed_tokens += request.num_computed_tokens > 0
+        return done
+
+    subclass(scheduler, update_from_output=update)
+
+
+@planted("P24 |P12 only_running_requests_hold_anything|spec_token_ids", "drafts")
+def drafts_survive_preemption(scheduler: Any) -> None:
+    def preempt(right: Any, _self: Any, request: Any, timestamp: float) -> None:
+        drafts = request.spec_token_ids
+        right(request, timestamp)
+        request.spec_token_ids = drafts
+
+    subclass(scheduler, _preempt_request=preempt)
+
+
+# A store.
+
+
+@planted("P17 every_hold|STALL|parked", "transfers")
+def end_of_a_read_is_lost(scheduler: Any) -> None:
+    def take(right: Any, _self: Any, report: Any) -> None:
+        report.finished_recving = None
+        right(report)
+
+    subclass(scheduler, _update_from_kv_xfer_finished=take)
+
+
+@planted("P17 every_hold", "transfers")
+def end_of_a_save_is_lost(scheduler: Any) -> None:
+    def take(right: Any, _self: Any, report: Any) -> None:
+        report.finished_sending = None
+        right(report)
+
+    subclass(scheduler, _update_from_kv_xfer_finished=take)
+
+
+@planted("P17 |the connector loads", "transfers")
+def blocks_are_freed_while_a_store_reads(scheduler: Any) -> None:
+    def finish(right: Any, _self: Any, request: Any) -> Any:
+        _, parameters = right(request)
+        return False, parameters
+
+    subclass(scheduler, _connector_finished=finish)
+
+
+@planted("P19 |invalid|load", "transfers")
+def invalid_blocks_are_passed_over(scheduler: Any) -> None:
+    subclass(scheduler, _handle_invalid_blocks=lambda *_a, **_n: set())
+
+
+# Items, grammars, sessions.
+
+
+@planted("P22 encoder_cache_adds_up", "encoder")
+def items_are_never_let_go(scheduler: Any) -> None:
+    subclass(scheduler, _free_encoder_inputs=lambda *_a, **_n: None)
+
+
+@planted("P23 |bitmask", "grammar")
+def mask_lacks_its_last_row(scheduler: Any) -> None:
+    def ask(right: Any, self: Any, output: Any) -> Any:
+        told = right(output)
+        if told is not None:
+            told.structured_output_request_ids = told.structured_output_request_ids[:-1]
+        return told
+
+    subclass(scheduler, get_grammar_bitmask=ask)
+
+
+@planted("session|kept|prompt_token_ids", "sessions")
+def sessions_forget_their_outputs(scheduler: Any) -> None:
+    def update(right: Any, _self: Any, session: Any, chunk: Any) -> None:
+        computed = session.num_computed_tokens
+        session.num_computed_tokens = min(computed, session.num_prompt_tokens)
+        right(session, chunk)
+
+    subclass(scheduler, _update_request_as_session=update)
