@@ -493,11 +493,10 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
         lambda s: before(s, free_queue=tuple(range(1, 7))),
     ),
     ("every_request_stands_in_one_queue", submitted, lambda s: after(s, waiting=("A",))),
-    (
-        "every_request_stands_in_one_queue",
-        submitted,
-        lambda s: changed(s, "A", status=Status.RUNNING),
-    ),
+    ("running_keeps_its_order", submitted, lambda s: changed(s, "A", status=Status.RUNNING)),
+    ("running_keeps_its_order", committed, lambda s: changed(s, "C", status=Status.WAITING)),
+    ("running_keeps_its_order", aborted, lambda s: changed(s, "A", status=Status.WAITING)),
+    ("running_keeps_its_order", reset_forced, lambda s: changed(s, "A", status=Status.RUNNING)),
     (
         "newcomer_goes_to_the_end_of_its_queue",
         submitted,
@@ -543,7 +542,12 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
         lambda s: after(s, next_frame_id=9),
     ),
     ("event_leaves_other_requests_alone", aborted, lambda s: changed(s, "A", num_preemptions=3)),
-    ("event_leaves_other_requests_alone", drafted, lambda s: changed(s, "A", num_preemptions=3)),
+    (
+        "event_leaves_alone_what_it_is_not_about",
+        drafted,
+        lambda s: changed(s, "A", num_preemptions=3),
+    ),
+    ("event_leaves_other_requests_alone", drafted, lambda s: after(s, requests=())),
     ("signal_is_remembered", grammar_ready, lambda s: changed(s, "A", grammar_ready=False)),
     ("signal_is_remembered", pausing, lambda s: after(s, pause_state=PauseState.PAUSED_NEW)),
     (
@@ -1074,7 +1078,7 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
         lambda s: changed(s, "C", num_preemptions=1),
     ),
     (
-        "event_leaves_other_requests_alone",
+        "event_leaves_alone_what_it_is_not_about",
         grammar_ready,
         lambda s: changed(s, "A", num_preemptions=1),
     ),

@@ -69,8 +69,8 @@ from play_support.scenes import (
 )
 
 from blockstep.conformance.engine import EngineFactory, EngineTraits, Safety
-from blockstep.conformance.judge import answers
-from blockstep.conformance.judge.answers import JUDGED, judge_answer
+from blockstep.conformance.judge import answers, told
+from blockstep.conformance.judge.answers import ASKED_OF_ANSWERS, JUDGED, judge_answer
 from blockstep.conformance.judge.properties import (
     CHECKS_OF,
     PROPERTIES,
@@ -81,11 +81,12 @@ from blockstep.conformance.judge.properties import (
 from blockstep.conformance.judge.worker.counting import CountingWorker
 from blockstep.conformance.lockstep.safety import SafetyRun
 from blockstep.conformance.protocol.findings import Difference, Finding
+from blockstep.conformance.report.sentences import SENTENCES as OUTSIDE
 from blockstep.impl.host.lineage import Lineage
 from blockstep.spec.vocabulary import (
     Abort,
+    Aborted,
     BlockKey,
-    CachedRow,
     Commit,
     Config,
     Drafts,
@@ -811,7 +812,7 @@ def test_every_sentence_speaks_alone_somewhere() -> None:
     """A sentence that never does says nothing of its own: merge it, or plant what only it sees."""
     names = [case[0] for case in ALONE + BESIDE_THE_WORKER] + [IN_A_RELEASE]
     assert sorted(names) == sorted(SENTENCES)
-    assert len(SENTENCES) == 136
+    assert len(SENTENCES) == 139
 
 
 def test_up_to_block_ids_all_are_asked_but_three() -> None:
@@ -895,13 +896,6 @@ def play_at_safety(case: Case, wrap: type[Bent] = Bent) -> list[str]:
     return list(dict.fromkeys(each.sentence for each in run.apply(last)))
 
 
-def row_for_the_dead(step: Step) -> Step:
-    """C was aborted; no plan tells, and it runs on in a block of its own."""
-    row = CachedRow("C", False, (step.after.free_queue[:1],), None, 2, 1, 1)
-    cached = (*step.plan.cached, row)
-    return observed(step, cached=cached, finished_req_ids=(), num_common_prefix_blocks=())
-
-
 def after_an_abort() -> Play:
     return aborted().do(Schedule())
 
@@ -923,8 +917,26 @@ def otherwise_waiting(step: Step) -> Step:
     return changed(step, "B", status=Status.WAITING, output_token_ids=(9,))
 
 
-AT_SAFETY: list[Case] = [
-    *AT_EITHER,
+def beyond_its_seats(step: Step) -> Step:
+    """A request that waits is shown in the running list."""
+    return after(step, running=step.after.running + step.after.waiting, waiting=())
+
+
+def too_long_for_the_rest() -> Play:
+    """Behind C and A the budget has no room for a whole prompt, which may not be cut."""
+    config = replace(CONFIG, max_num_batched_tokens=9, max_model_len=9)
+    play = Play(replace(config, enable_chunked_prefill=False))
+    return play.do(Submit(C), Submit(A), Submit(request("D", 9, 9, 9, 9, 9)), Schedule())
+
+
+DIFFERENTLY_AT_SAFETY: list[Case] = [
+    ("running_stays_within_max_num_seqs", one_at_a_time, nothing, beyond_its_seats),
+    (
+        "prompt_is_not_cut_without_chunking",
+        too_long_for_the_rest,
+        going_by(enable_chunked_prefill=True),
+        same,
+    ),
     (
         "nothing_is_cached_without_caching",
         first_plan_without_caching,
@@ -932,31 +944,60 @@ AT_SAFETY: list[Case] = [
         same,
     ),
     (
-        "block_still_to_be_written_is_not_published",
-        looking_ahead,
-        answering("pool._evict", None),
-        same,
-    ),
-    GIVEN_UP,
-    ("paused_scheduler_admits_nobody", paused, admitting_in_the_end, same),
-    *idling.ALONE,
-    (
-        "finished_request_is_forgotten_and_others_stay",
-        one_waits,
-        nothing,
-        lambda s: after(s, requests=s.after.requests[:1], waiting=()),
-    ),
-    (
         "outputs_in_the_state_are_those_delivered",
         delivering_to_the_preempted,
         nothing,
         otherwise_waiting,
     ),
-    transferring.WAITING_FOR_NO_FRAME,
-    EXTERNAL,
-    *telling.ALONE,
 ]
+"""What shows a sentence alone where nothing is compared, and does not where all are asked."""
+ASKED_OF_STATES = (
+    *("pool_keeps_its_size", "every_block_is_free_or_held"),
+    *("block_still_to_be_written_has_one_holder", "nobody_writes_in_what_another_holds"),
+    *("cache_map_and_blocks_agree", "nothing_is_cached_without_caching"),
+    *("block_still_to_be_written_is_not_published", "attended_blocks_are_held"),
+    *("fork_changes_nobody_else", "running_stays_within_max_num_seqs"),
+    *("paused_scheduler_admits_nobody", "prompt_is_not_cut_without_chunking"),
+    *("encoder_cache_stays_within_its_size", "loop_goes_on_while_there_is_work"),
+    "loop_sleeps_where_nothing_is_to_be_done",
+    "finished_request_is_forgotten_and_others_stay",
+    "outputs_in_the_state_are_those_delivered",
+    "session_goes_on_behind_all_but_its_last_token",
+    *("end_of_its_input_ends_who_rests", "every_request_stands_in_one_queue"),
+    *("every_hold_has_an_owner_and_an_end", "held_block_is_given_to_nobody"),
+    "deferred_free_ends_with_the_answer_to_its_frame",
+    *("pins_end_in_time", "event_leaves_other_requests_alone"),
+    *("signal_is_remembered", "received_are_those_reported"),
+    *("report_changes_only_what_it_is_about", "time_and_estimates_are_as_told"),
+    *("nothing_is_known_of_what_the_config_lacks", "log_tells_what_can_be_found"),
+    *("log_removes_what_was_there", "stored_blocks_are_told_as_they_are"),
+    *("counters_grow_by_what_happened", "first_hit_is_remembered"),
+    *("told_external_tokens_are_those_that_were_loaded", "encoder_cache_adds_up"),
+    *("grammar_stands_where_the_outputs_led_it", "plan_tells_that_it_has_a_mask"),
+    *("failed_grammar_ends_its_request", "refused_reset_changes_nothing"),
+    "plan_tells_who_was_preempted",
+)
 """The sentences of `JUDGED`, in their order."""
+_CASE_OF = {case[0]: case for case in [*ALONE, *BESIDE_THE_WORKER, *DIFFERENTLY_AT_SAFETY]}
+AT_SAFETY: list[Case] = [_CASE_OF[name] for name in ASKED_OF_STATES]
+
+
+def of_one_that_ended(step: Step) -> Step:
+    """C was aborted while it waited, and has the row of a newcomer."""
+    return observed(step, new=(NewRow(C, (step.after.free_queue[:1],), 0, 2),))
+
+
+def aborted_while_it_waited() -> Play:
+    play = Play().do(Submit(A)).run(1).do(SetPause(PauseState.PAUSED_NEW))
+    return play.do(Submit(C), Abort(("C",)), Schedule())
+
+
+OF_ANSWERS_AS_OF_STEPS = (
+    "dispatched_drafts_are_the_last_proposed_ones",
+    "failed_grammar_ends_its_request",
+    "told_cached_tokens_are_those_of_the_first_hit",
+)
+"""What shows these alone does so, too, where nothing is compared."""
 OF_ANSWERS: list[Case] = [
     *brought.OF_ANSWERS,
     ("rejected_event_changes_nothing", refused_with_a_cache, losing_a_key, same),
@@ -979,8 +1020,8 @@ OF_ANSWERS: list[Case] = [
         lambda s: observed(s, request_ids=("C", "A")),
     ),
     ("plan_stays_within_token_budget", two_capped, going_by(max_num_batched_tokens=4), same),
-    ("plan_stays_within_max_num_seqs", one_at_a_time, going_by(max_num_seqs=2), same),
-    ("row_is_of_an_unfinished_request", after_an_abort, nothing, row_for_the_dead),
+    ("plan_tells_who_ended", after_an_abort, nothing, lambda s: observed(s, finished_req_ids=())),
+    *[_CASE_OF[name] for name in OF_ANSWERS_AS_OF_STEPS],
     ("row_stays_within_max_model_len", drafts_at_the_end, having(max_model_len=20), same),
     (
         "new_row_carries_the_request_as_submitted",
@@ -1008,13 +1049,33 @@ OF_ANSWERS: list[Case] = [
         lambda s: first_output(s, finish_reason=FinishReason.STOP),
     ),
 ]
-WITHOUT_BLOCKS: Case = (
-    "request_has_one_row",
-    admitted,
-    nothing,
-    lambda s: observed(s, cached=s.plan.cached * 2),
-)
-"""Who has slots is written twice by it; a worker that only counts sees nothing."""
+
+
+def one_runs() -> Play:
+    """A runs, and C waits for its seat."""
+    play = Play(replace(CONFIG, max_num_seqs=1)).do(Submit(A)).run(1)
+    return play.do(Submit(C), Schedule())
+
+
+def giving_its_seat_away(engine: Any) -> None:
+    """C is admitted beside A, which has no row in that step."""
+    going_by(max_num_seqs=2)(engine)
+    leaving_out("A")(engine)
+
+
+OF_ANSWERS_ALONE: list[Case] = [
+    ("request_has_one_row", admitted, nothing, lambda s: observed(s, cached=s.plan.cached * 2)),
+    ("row_is_of_an_unfinished_request", aborted_while_it_waited, nothing, of_one_that_ended),
+    ("plan_stays_within_max_num_seqs", one_at_a_time, going_by(max_num_seqs=2), same),
+    ("worker_keeps_at_most_max_num_seqs_requests", one_runs, giving_its_seat_away, same),
+    (
+        "end_of_its_input_ends_who_rests",
+        brought.ended_at_rest,
+        nothing,
+        lambda s: replace(s, observation=Aborted()),
+    ),
+]
+"""They speak alone where the state is hidden: a worker with slots, or a state, sees more."""
 
 
 @pytest.mark.parametrize("case", AT_SAFETY + OF_ANSWERS, ids=lambda case: case[0])
@@ -1022,15 +1083,31 @@ def test_a_sentence_speaks_alone_at_safety(case: Case) -> None:
     assert play_at_safety(case) == [case[0]]
 
 
-def test_a_sentence_speaks_alone_at_safety_where_no_block_is_named() -> None:
-    assert play_at_safety(WITHOUT_BLOCKS, Hidden) == [WITHOUT_BLOCKS[0]]
+@pytest.mark.parametrize("case", OF_ANSWERS_ALONE, ids=lambda case: case[0])
+def test_a_sentence_speaks_alone_at_safety_where_no_state_is_shown(case: Case) -> None:
+    assert play_at_safety(case, Hidden) == [case[0]]
+
+
+def test_each_sentence_is_asked_at_safety_or_says_why_it_is_not() -> None:
+    asked = {each.sentence for each in JUDGED} | ASKED_OF_ANSWERS
+    asked.add("rejected_event_changes_nothing")
+    named = SENTENCES.keys() | OUTSIDE.keys()
+    for name, each in SENTENCES.items():
+        assert (name in asked) is not bool(each.fixes or each.said_by), name
+        assert not (each.fixes and each.said_by), name
+        assert not each.said_by or each.said_by in named, name
+        assert each.said_by not in SENTENCES or each.said_by in asked, name
+    assert asked <= SENTENCES.keys()
+    assert len(asked) == 54
 
 
 def test_what_is_judged_at_safety_is_listed_by_name() -> None:
-    assert [each.sentence for each in JUDGED] == [case[0] for case in AT_SAFETY]
-    source = Path(answers.__file__).read_text()
+    assert [each.sentence for each in JUDGED] == [*ASKED_OF_STATES]
+    source = Path(answers.__file__).read_text() + Path(told.__file__).read_text()
     said = set(re.findall(r'"([a-z]+(?:_[a-z]+){3,})"', source))
-    assert said == {case[0] for case in [*OF_ANSWERS, WITHOUT_BLOCKS]}
+    assert said | {"rejected_event_changes_nothing"} == {
+        case[0] for case in OF_ANSWERS + OF_ANSWERS_ALONE
+    }
 
 
 def judge_one(event: Event, answer: Observation, **fields: Any) -> list[Finding]:

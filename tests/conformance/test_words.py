@@ -213,7 +213,8 @@ def test_who_ends_by_itself_before_that_plan_may_come_again() -> None:
 def test_who_was_to_end_and_runs_on_is_found() -> None:
     actions = (Submit(Request("A", PROMPT, 4)), Schedule(), Answer(), Abort(("A",)), Schedule())
     _, findings = run_program(Program(CONFIG, actions), Never)
-    assert [found.sentence for found in findings] == ["row_is_of_an_unfinished_request"]
+    said = [found.sentence for found in findings]
+    assert said == ["row_is_of_an_unfinished_request", "plan_tells_who_ended"]
 
 
 @pytest.mark.parametrize(

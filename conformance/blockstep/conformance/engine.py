@@ -226,9 +226,20 @@ class SamePlans(Equivalence):
 
 @dataclass(frozen=True, slots=True)
 class Safety(Equivalence):
-    """To be held to the properties, and compared with nothing (see `lockstep.safety`)."""
+    """To be held to the properties, and compared with nothing (see `lockstep.safety`).
+
+    What is asked: `blockstep properties` lists it, with the reason for each sentence that is not.
+    """
 
     name: ClassVar[str] = "safety"
+    has_slots: bool = field(default=True, kw_only=True)
+    """Whether its worker has a slot for each request that runs, `max_num_seqs` in all. If not, that
+    is the most rows of a plan, and more requests may run."""
+
+    @property
+    def not_asked(self) -> tuple[str, ...]:
+        """What a check by it leaves out, in words for its verdict."""
+        return () if self.has_slots else ("how many requests run at once",)
 
 
 EQUIVALENCES: tuple[type[Equivalence], ...] = (Renamed, SamePlans, Safety)

@@ -7,12 +7,20 @@ from blockstep.conformance.judge.properties import PROPERTIES
 
 
 def properties_command(json_path: options.Json = None) -> None:
-    """List the properties that are checked on every step, with the checks behind each."""
+    """List the properties that are checked on every step, with the checks behind each.
+
+    A check that is not asked at safety says why: which policy it would fix, or what asks the same.
+    """
     told, rows = [], []
     for entry in PROPERTIES:
         checks = [check.sentence for check in entry.checks]
+        reasons = {it.sentence: it.why_not_at_safety for it in entry.checks}
         row = {"id": entry.id, "name": entry.name}
-        told.append({**row, "what holds": "\n  ".join([entry.statement, *checks])})
-        rows.append({**row, "statement": entry.statement, "checks": checks})
+        lines = [f"{name} (not at safety: {why})" if why else name for name, why in reasons.items()]
+        told.append({**row, "what holds": "\n  ".join([entry.statement, *lines])})
+        not_asked = {name: why for name, why in reasons.items() if why}
+        rows.append(
+            {**row, "statement": entry.statement, "checks": checks, "not_at_safety": not_asked}
+        )
     tables.show_rows(console.make_screen(json_path), told)
     console.write_json(json_path, rows)

@@ -11,18 +11,14 @@ from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 
 from blockstep.conformance.judge.attended import is_across
 from blockstep.conformance.judge.properties import (
+    PROPERTIES,
     Ledger,
     Sentence,
     Step,
-    budgets,
-    output,
-    pool,
-    tables,
-    telling,
-    transfers,
-    work,
+    find_absent,
 )
 from blockstep.conformance.judge.properties.output import cut_at_stop
+from blockstep.conformance.judge.properties.refusals import rejected_event_changes_nothing
 from blockstep.conformance.judge.properties.sentence import judge
 from blockstep.conformance.protocol.findings import Difference, Finding, violated
 from blockstep.spec import vocabulary as v
@@ -30,61 +26,43 @@ from blockstep.spec import vocabulary as v
 Expected = tuple[v.TokenIds, tuple[v.FinishReason, v.TokenId | None] | None]
 """Tokens that are to be delivered, and how they end a request if they do."""
 
-JUDGED: tuple[Sentence, ...] = (
-    # P1: counting holders is no policy.
-    pool.pool_keeps_its_size,
-    pool.every_block_is_free_or_held,
-    # P2: who writes must own the block alone, whatever block it is.
-    pool.block_still_to_be_written_has_one_holder,
-    # P3: a key is on the block that is found by it. When to publish is a policy.
-    pool.cache_map_and_blocks_agree,
-    pool.nothing_is_cached_without_caching,
-    # P4: a block that is still written to cannot be hit.
-    pool.block_still_to_be_written_is_not_published,
-    # P5: what a token attends to must be there when it is computed.
-    tables.attended_blocks_are_held,
-    # P9: a pause is a command.
-    budgets.paused_scheduler_admits_nobody,
-    # P10: a loop that sleeps too early never wakes up, whatever the policy is.
-    work.loop_goes_on_while_there_is_work,
-    work.loop_sleeps_where_nothing_is_to_be_done,
-    # P13: the state holds what was delivered, and no one else has ended.
-    output.finished_request_is_forgotten_and_others_stay,
-    output.outputs_in_the_state_are_those_delivered,
-    # P17: whatever waits for a frame waits no longer than for its answer.
-    transfers.deferred_free_ends_with_the_answer_to_its_frame,
-    # P21: what a store loaded follows from the plans.
-    output.told_external_tokens_are_those_that_were_loaded,
-    # P20: who asks for a log wants that of the state, however that came about.
-    telling.log_tells_what_can_be_found,
-    telling.log_removes_what_was_there,
-    telling.stored_blocks_are_told_as_they_are,
-)
-"""Sentences about a state that any engine must satisfy.
-
-Left out are those that fix one policy where others are right too: order of queues, rows and
-eviction (P10, P16), when to publish (P3, P4), which hit is taken (P5), what a step tries and leaves
-alone (P7), how many blocks and when (P8), caps of a step that are no limits (P9), who might have
-been scheduled (P15), how states and counters are kept (P12, P18, P21, P24, P25). And those that the
-worker says as well, who lives on the plans and looks at each state: what a key names (P3, P6), what
-is computed (P14), what can be found after a reset (P25), what a plan repeats of the state (P26).
-Refusals (P7, P11, P18) are judged apart, by `lockstep.refusable`.
-"""
-
 ASKED_OF_ANSWERS = frozenset(
     {
         "abort_ends_exactly_the_unfinished_it_names",
         "delivered_rows_are_those_that_sampled",
         "delivered_tokens_are_the_sampled_ones_until_the_stop",
+        "dispatched_drafts_are_the_last_proposed_ones",
+        "end_of_its_input_ends_who_rests",
+        "failed_grammar_ends_its_request",
         "finish_reason_is_the_one_that_holds",
         "new_row_carries_the_request_as_submitted",
         "plan_stays_within_token_budget",
-        "rejected_event_changes_nothing",
+        "plan_tells_who_ended",
         "row_stays_within_max_model_len",
         "stale_or_wrong_event_is_refused",
+        "told_cached_tokens_are_those_of_the_first_hit",
     }
 )
-"""Sentences about a step that a safety run asks of answers alone, with or without a state."""
+"""Sentences about a step that a safety run asks of answers alone, with or without a state.
+
+The sentences of `JUDGED` it asks where the engine shows a state, and there
+`rejected_event_changes_nothing` of an event that must come to nothing.
+"""
+_ASKED_OF_BOTH = frozenset({"end_of_its_input_ends_who_rests", "failed_grammar_ends_its_request"})
+"""Those among them that it asks of a state as well: no answer says that a request is gone."""
+_ASKED_ELSEWHERE = ASKED_OF_ANSWERS - _ASKED_OF_BOTH | {rejected_event_changes_nothing.sentence}
+
+JUDGED: tuple[Sentence, ...] = tuple(
+    found
+    for entry in PROPERTIES
+    for found in entry.checks
+    if found.is_asked_at_safety and found.sentence not in _ASKED_ELSEWHERE
+)
+"""Sentences about a state and a step that any engine must satisfy.
+
+Each of the others says why it is not asked: it would fix a policy where others are right, too
+(`Sentence.fixes`), or a sentence that is asked sees the same from outside (`Sentence.said_by`).
+"""
 
 
 def judge_answer(
@@ -252,8 +230,9 @@ def _expected_outputs(
 
 def judge_state(step: Step, ledger: Ledger) -> list[Finding]:
     """What is wrong with a state: the sentences of `JUDGED`, and what counts as computed in it."""
-    kind, lacked = type(step.event), ledger.lacked
-    asked = [said for said in JUDGED if kind in said.kinds and said.needs not in lacked]
+    kind, lacked, absent = type(step.event), ledger.lacked, find_absent(step)
+    of_kind = [it for it in JUDGED if kind in it.kinds]
+    asked = [it for it in of_kind if it.needs not in lacked and it.of not in absent]
     return [*judge(asked, step, ledger), *_judge_computed(step)]
 
 

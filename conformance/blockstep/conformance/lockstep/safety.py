@@ -4,8 +4,8 @@ The specification is one way to schedule. An engine that admits, evicts or preem
 is not wrong for it, so no answer is compared with the specification's. It is judged by what holds
 for every engine: the worker lives on its plans and finds in each slot what was written for that
 very prefix (P2, P3, P4, P6, P24, P26), budgets are kept (P9), what is delivered is what was sampled
-(P13), all ends once arrivals stop (P10), and, where it shows its state, the sentences of
-`judge.answers.JUDGED`.
+(P13), all ends once arrivals stop (P10), what is told agrees with what was told before
+(`judge.told`), and, where it shows its state, the sentences of `judge.answers.JUDGED`.
 
 Who is live and what is in flight follows from the engine's own answers. The specification is asked
 one question, and always in its empty state: whether a request can ever fit (P11).
@@ -23,11 +23,14 @@ A factory declares the equivalence among its traits:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, Self
 
-from blockstep.conformance.engine import Capability
+from blockstep.conformance.engine import Capability, EngineFactory, PartOfState, Safety
 from blockstep.conformance.judge.answers import judge_answer, judge_state
 from blockstep.conformance.judge.properties import ANSWER_TYPES, Step
+from blockstep.conformance.judge.properties.ledger import SLOTS, STATISTICS, WHOLE
 from blockstep.conformance.judge.properties.refusals import rejected_event_changes_nothing
+from blockstep.conformance.judge.told import Told
 from blockstep.conformance.judge.witnesses.answers import AnswerWitnesses
 from blockstep.conformance.lockstep.driver import NOT_SHOWN, LockStep
 from blockstep.conformance.lockstep.exchange import Exchange, fault_of
@@ -53,6 +56,7 @@ class SafetyRun(ScopedRun):
     """One run of one engine, watched and not compared. Not reusable."""
 
     answers: AnswerWitnesses = field(init=False)
+    told: Told = field(init=False)
     may_propose: bool = False
     """No plan was made since the last commit."""
     idle: set[v.RequestId] = field(default_factory=set)
@@ -63,6 +67,21 @@ class SafetyRun(ScopedRun):
     def __post_init__(self) -> None:
         ScopedRun.__post_init__(self)
         self.answers = AnswerWitnesses(self.config)
+        counts = {Capability.STATISTICS, Capability.CACHE_STATISTICS} & self.capabilities
+        self.told = Told(self.config, bool(counts), self.worker.keeps_requests)
+        if Capability.STATISTICS not in self.capabilities:
+            self.ledger.lacked |= {STATISTICS}
+
+    @classmethod
+    def start(cls, config: v.Config, make_engine: EngineFactory, *args: Any, **kwargs: Any) -> Self:
+        """Build the engine and all that watches it. Raises as `ScopedRun.start` does."""
+        run = super(SafetyRun, cls).start(config, make_engine, *args, **kwargs)
+        if isinstance(run.scope, Safety) and not run.scope.has_slots:
+            run.told.has_slots = False
+            run.ledger.lacked |= {SLOTS}
+        if isinstance(run.engine.snapshot(), PartOfState):
+            run.ledger.lacked |= {STATISTICS, WHOLE}
+        return run
 
     def _comparable(self, snapshot: v.Snapshot | None) -> v.Snapshot | None:
         """The state as the engine shows it: it is compared with nothing."""
@@ -96,6 +115,7 @@ class SafetyRun(ScopedRun):
         self._note_texts(event, observation)
         self._drop_tokens(event, observation)
         LockStep.follow(self, event, observation)
+        self.told.follow(event, observation, self.live)
         match event, observation:
             case v.Submit(request=request), _:
                 self._note_newcomer(request.request_id)
@@ -234,7 +254,7 @@ class SafetyRun(ScopedRun):
         told = judge_answer(
             self.config, self.live, self.said, event, seen, self.dropped, *failing, self.ending
         )
-        findings = [*told]
+        findings = [*told, *self.told.judge(event, seen, self.live, self.sessions)]
         findings += self.worker.observe(event, seen)
         if after is not None and not tells_holders(after, self.config):
             self.skip(NOT_SHOWN)
@@ -242,6 +262,7 @@ class SafetyRun(ScopedRun):
         if after is not None and self.before is not None:
             findings += self._judge_state(event, seen, self.before, after)
         findings = self.excuses.take(findings, event, None, seen)
+        self.told.slots.difference_update(failing[0])  # one of them may have been preempted
         if not findings:
             met = self.answers.observe(event, seen, self.live, self.said, self.plans)
             self.witnesses.update(met)

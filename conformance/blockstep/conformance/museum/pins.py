@@ -54,7 +54,7 @@ class PinFreedFromItsHead(Defect):
     "vLLM V1: The Fork, Change 4",
     "P17 P16",
     part=PART,
-    invisible=KEPT,
+    invisible_if_hidden=KEPT,
 )
 class PinOutlivesItsTime(Defect):
     """Greater for greater or equal."""
@@ -174,7 +174,7 @@ class RowOfColdVictimStays(Defect):
     "vLLM V1: The Fork, Change 11",
     "P18 P17",
     part=PART,
-    invisible=KEPT,
+    invisible_if_hidden=KEPT,
 )
 class EstimateAtArrivalIsLost(Defect):
     """Whoever knows the tool as the turn comes has told it too early."""
@@ -188,7 +188,10 @@ class EstimateAtArrivalIsLost(Defect):
 
 
 @PAGE.exhibit(
-    "a turn of no job is pinned", "vLLM V1: The Fork, Change 12", "P17 P16", invisible=KEPT
+    "a turn of no job is pinned",
+    "vLLM V1: The Fork, Change 12",
+    "P17 P16",
+    invisible_if_hidden=KEPT,
 )
 class TurnOfNoJobIsPinned(Defect):
     """There is no next one that could come for it."""
@@ -405,7 +408,7 @@ class PinKeepsItsTime(Defect):
     "vLLM V1: The Fork, Change 3",
     "P18",
     part=PART,
-    invisible=KEPT,
+    invisible_if_hidden=KEPT,
 )
 class EstimatesPileUp(Defect):
     """Jobs come and go; what is known of them grows."""
@@ -419,7 +422,7 @@ class EstimatesPileUp(Defect):
     "rule: time is told, and does not go back",
     "P18",
     part=PART,
-    invisible=KEPT,
+    invisible_if_hidden=KEPT,
 )
 class TimeGoesBack(Defect):
     """What was over is not over any more."""

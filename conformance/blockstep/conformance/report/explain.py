@@ -15,7 +15,7 @@ from typing import NamedTuple
 import blockstep.spec
 from blockstep.conformance.draw.presets import PRESETS
 from blockstep.conformance.engine import EQUIVALENCES, Capability
-from blockstep.conformance.judge.answers import ASKED_OF_ANSWERS, JUDGED
+from blockstep.conformance.judge.answers import ASKED_OF_ANSWERS
 from blockstep.conformance.judge.properties import PROPERTIES, Sentence
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.museum import EXHIBITS, Exhibit
@@ -210,10 +210,10 @@ def _tell_check(check: Sentence) -> str:
 
 def _tell_where(check: Sentence) -> str:
     if check.sentence in ASKED_OF_ANSWERS:
-        return "asked at every equivalence, also of an engine that shows no state"
-    if check in JUDGED:
-        return "asked at every equivalence that shows a state"
-    return "not asked at safety: an engine that decides otherwise need not satisfy it"
+        return "asked at safety, also of an engine that shows no state"
+    if check.is_asked_at_safety:
+        return "asked at safety of an engine that shows a state"
+    return f"not asked at safety: {check.why_not_at_safety}"
 
 
 def _tell_sentence(name: str) -> str:

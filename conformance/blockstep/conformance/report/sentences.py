@@ -95,6 +95,14 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
         ("The rows of a plan run no more tokens together than `max_num_batched_tokens`."),
     ),
     "plan_stays_within_max_num_seqs": ("P9", "A plan has no more rows than `max_num_seqs`."),
+    "worker_keeps_at_most_max_num_seqs_requests": (
+        "P9",
+        (
+            "Requests that a worker was told of, and not that they ended or were preempted, are no "
+            "more than `max_num_seqs`: a worker has a slot for each. Sessions that rest do not "
+            "count, nor what a reset or a failed load preempts, of which no plan tells."
+        ),
+    ),
     "plan_stays_within_max_loras": (
         "P9",
         "The rows of a plan have no more different adapters together than `max_loras`.",
@@ -376,6 +384,28 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
     "table_holds_the_scheduled_tokens": (
         "P26",
         "The block table has a slot for each position that a row runs.",
+    ),
+    "drafter_reads_no_draft_of_another": (
+        "P3",
+        (
+            "A draft model keeps KV in the blocks of a request, too, and runs its drafts in the "
+            "slots behind the text: nobody else's KV is in those, and nobody reads a draft there."
+        ),
+    ),
+    "draft_head_has_run_the_token_behind_a_hit": (
+        "P5",
+        (
+            "A draft head computes the KV at a position from the token behind it. So the token "
+            "behind a hit was computed behind the same text before: the block with it is given "
+            "back, and computed again. Not asked of sessions, nor beside a store or branches."
+        ),
+    ),
+    "table_holds_the_slots_of_its_drafts": (
+        "P26",
+        (
+            "With a proposer that keeps KV a running request that samples has a slot for each "
+            "draft behind its text, up to the model's length."
+        ),
     ),
     "plans_alone_rebuild_the_request": (
         "P26",

@@ -54,7 +54,7 @@ from blockstep.spec.vocabulary import (
 )
 
 
-@sentence("P7", Schedule)
+@sentence("P7", Schedule, fixes="what a step does for requests without a row")
 def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Complaints:
     """Who is neither scheduled nor preempted is as before, also if its admission was tried.
 
@@ -113,7 +113,7 @@ def _only_left_windows(step: Step, ledger: Ledger, name: RequestId) -> bool:
     )
 
 
-@sentence("P7", Schedule)
+@sentence("P7", Schedule, fixes="what a step without rows clears away")
 def plan_for_nobody_leaves_no_trace(step: Step, ledger: Ledger) -> Complaints:
     """When nobody is scheduled or preempted, pool, queues and statistics are as before.
 
@@ -138,7 +138,7 @@ def plan_for_nobody_leaves_no_trace(step: Step, ledger: Ledger) -> Complaints:
             yield unequal(f"nobody was scheduled, but {name} changed", name, old, new)
 
 
-@sentence("P8", Schedule, of="rows")
+@sentence("P8", Schedule, of="rows", fixes="when blocks are taken and given back")
 def row_gains_exactly_the_blocks_it_needs(step: Step, ledger: Ledger) -> Complaints:
     """Blocks gained are those for the tokens of the step and the proposer's lookahead.
 
@@ -172,7 +172,7 @@ def _counts(*counts: list[int]) -> list[int | list[int]]:
     return [count[0] if len(count) == 1 else count for count in counts]
 
 
-@sentence("P8", Schedule, of="askers")
+@sentence("P8", Schedule, of="askers", fixes="how much room an admission leaves")
 def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Complaints:
     """Under `scheduler_reserve_full_isl` all known tokens fit the blocks free at admission.
 
@@ -209,7 +209,7 @@ def _reserve(config: Config, first: int, end: int, num_across: int, hit_tables: 
     )
 
 
-@sentence("P15", Schedule)
+@sentence("P15", Schedule, fixes="how the tokens of a step are shared out")
 def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
     """In running order, each gets what it asks for or what is left of the budget, no less.
 
@@ -287,7 +287,13 @@ def least_share(step: Step, ledger: Ledger, name: RequestId, expected: int) -> i
     return expected if is_decoding else min(expected, 1)
 
 
-@sentence("P15", Schedule, needs="async_scheduling", of="rows")
+@sentence(
+    "P15",
+    Schedule,
+    needs="async_scheduling",
+    of="rows",
+    fixes="how far a plan runs ahead of its tokens",
+)
 def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Complaints:
     """No row for a request whose last output may be in flight: it would run for nothing.
 
@@ -301,7 +307,7 @@ def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Complaints:
             )
 
 
-@sentence("P15", Schedule, of="preempted")
+@sentence("P15", Schedule, of="preempted", fixes="how the tokens of a step are shared out")
 def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Complaints:
     """Who is visited after a row was taken back has the budget as if that row had never been.
 
@@ -338,7 +344,7 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Comp
         room -= len(rows[name].gained) if name in rows else 0
 
 
-@sentence("P15", Schedule, of="admitted_rows")
+@sentence("P15", Schedule, of="admitted_rows", fixes="how the tokens of a step are shared out")
 def admitted_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
     """In order of admission, each gets what it asks for or what is left of the budget, no less."""
     config = step.config
@@ -352,7 +358,7 @@ def admitted_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
         left -= row.num_scheduled
 
 
-@sentence("P15", Schedule)
+@sentence("P15", Schedule, fixes="which request is admitted, and when")
 def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Complaints:
     """When a plan stops admitting, the next in line really does not fit.
 
@@ -421,7 +427,7 @@ def _charge(
     return charged
 
 
-@sentence("P15", Schedule, of="preempted")
+@sentence("P15", Schedule, of="preempted", fixes="when a request is preempted")
 def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> Complaints:
     """Without the last preemption of a step, somebody would have lacked blocks.
 
@@ -442,7 +448,7 @@ def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> Comp
     return [Complaint(f"{last.request_id!r} was preempted, with {free} blocks free")]
 
 
-@sentence("P26", Schedule, of="admitted_rows")
+@sentence("P26", Schedule, of="admitted_rows", said_by="new_row_is_new")
 def admitted_row_kind_follows_its_status(step: Step, ledger: Ledger) -> Complaints:
     """A preempted request returns as a resumed row, anybody else as a new one.
 

@@ -8,7 +8,7 @@ from operator import attrgetter
 from blockstep.conformance.judge.attended import count_across, is_across
 from blockstep.conformance.judge.automaton import Automaton
 from blockstep.conformance.judge.properties.hits import may_ask_the_cache, may_ask_the_store
-from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.ledger import SLOTS, STATISTICS, Ledger
 from blockstep.conformance.judge.properties.sentence import (
     ENDINGS,
     Complaint,
@@ -36,14 +36,16 @@ def plan_stays_within_token_budget(step: Step, _ledger: Ledger) -> Complaints:
     return [Complaint(f"{total} tokens planned, {limit} allowed")] if total > limit else ()
 
 
-@sentence("P9", v.Schedule, of="changes")
+@sentence("P9", v.Schedule, of="changes", needs=SLOTS)
 def running_stays_within_max_num_seqs(step: Step, _ledger: Ledger) -> Complaints:
     """At most `max_num_seqs` requests run."""
     running, limit = len(step.after.running), step.config.max_num_seqs
     return [Complaint(f"{running} requests run, {limit} may")] if running > limit else ()
 
 
-@sentence("P9", v.Schedule, of="changes")
+@sentence(
+    "P9", v.Schedule, of="changes", fixes="when adapters of requests without a row are exchanged"
+)
 def running_stays_within_max_loras(step: Step, ledger: Ledger) -> Complaints:
     """At most `max_loras` different adapters are of those who run, with a row or without."""
     limit = step.config.max_loras
@@ -54,7 +56,7 @@ def running_stays_within_max_loras(step: Step, ledger: Ledger) -> Complaints:
     return [Complaint(f"adapters {used} are in use, {limit} may be")] if len(used) > limit else ()
 
 
-@sentence("P9", v.Schedule, of="rows")
+@sentence("P9", v.Schedule, of="rows", fixes="how the tokens of a step are shared out")
 def row_stays_within_its_caps(step: Step, _ledger: Ledger) -> Complaints:
     """A row runs a token at least, and at most the long-prefill threshold."""
     config = step.config
@@ -105,7 +107,7 @@ def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Complaints
             yield Complaint(f"{row.request_id!r} was admitted with {rest} tokens left out")
 
 
-@sentence("P12", *ENDINGS, v.Schedule, v.Reset)
+@sentence("P12", *ENDINGS, v.Schedule, v.Reset, said_by="plans_alone_rebuild_the_request")
 def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints:
     """Computed is no more than known and promised, and exactly that by whoever is promised any.
 
@@ -171,7 +173,15 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
             yield Complaint(what, tuple(one for is_right, one in told if not is_right))
 
 
-@sentence("P12", *ENDINGS, v.Schedule, v.Reset, v.Fork, of="changes")
+@sentence(
+    "P12",
+    *ENDINGS,
+    v.Schedule,
+    v.Reset,
+    v.Fork,
+    of="changes",
+    fixes="what a request keeps that does not run",
+)
 def only_running_requests_hold_anything(step: Step, ledger: Ledger) -> Complaints:
     """Who waits has no block, no computed token and no draft; a session no draft."""
     no_tables, nothing_settled = nothing_held(step)
@@ -213,7 +223,7 @@ _MOVED_BY_A_ROW = (
 _after_a_row = attrgetter(*_MOVED_BY_A_ROW)
 
 
-@sentence("P12", v.Schedule, of="rows")
+@sentence("P12", v.Schedule, of="rows", said_by="plans_alone_rebuild_the_request")
 def row_advances_by_what_it_runs(step: Step, ledger: Ledger) -> Complaints:
     """A row starts where its request stands, and moves it by the tokens that it runs.
 
@@ -242,7 +252,9 @@ def _moved(row: PlannedRow, name: str, due: object, seen: object) -> Complaint:
     return unequal(what, name, due, seen)
 
 
-@sentence("P12", v.Schedule, v.Reset, of="preempted")
+@sentence(
+    "P12", v.Schedule, v.Reset, of="preempted", fixes="what a request keeps that does not run"
+)
 def preempted_request_starts_again(step: Step, _ledger: Ledger) -> Complaints:
     """A preempted request keeps its outputs and history, and was preempted once more.
 
@@ -264,7 +276,7 @@ def preempted_request_starts_again(step: Step, _ledger: Ledger) -> Complaints:
             yield unequal(f"{name!r} was preempted", f"request {name}", expected, new)
 
 
-@sentence("P12", v.Submit)
+@sentence("P12", v.Submit, fixes="what is reserved for a request when it is submitted")
 def submitted_request_starts_from_nothing(step: Step, _ledger: Ledger) -> Complaints:
     """A new request waits, for its grammar if it needs one, and holds nothing."""
     assert isinstance(step.event, v.Submit)
@@ -294,7 +306,7 @@ def has_stopped_reasoning(config: v.Config, request: v.Request) -> bool:
     return automaton.is_reasoning_over(automaton.start)
 
 
-@sentence("P21", *v.EVENT_TYPES)
+@sentence("P21", *v.EVENT_TYPES, needs=STATISTICS)
 def counters_grow_by_what_happened(step: Step, ledger: Ledger) -> Complaints:
     """Queries and hits of the admitted, preemptions, drafts scheduled and accepted; once each."""
     expected, seen = _after(step.before.stats, step, ledger), step.after.stats
@@ -312,9 +324,9 @@ def _after(stats: v.Stats, step: Step, ledger: Ledger) -> v.Stats:
     external_queries = stats.external_prefix_cache_queries
     external_hits = stats.external_prefix_cache_hits
     if isinstance(step.event, v.Schedule):
-        if not (step.preempted or step.askers) and step.after.stats == stats:
+        if not (step.victims or step.askers) and step.after.stats == stats:
             return stats
-        preemptions += len(step.preempted)
+        preemptions += len(step.victims)
         for row in step.askers:
             life = ledger.lives[row.request_id]
             if may_ask_the_cache(step, life):
@@ -347,13 +359,14 @@ def _after(stats: v.Stats, step: Step, ledger: Ledger) -> v.Stats:
     return v.Stats(*counted, external_queries, external_hits)
 
 
-@sentence("P21", v.Schedule, of="rows")
+@sentence("P21", v.Schedule, of="rows", needs=STATISTICS)
 def first_hit_is_remembered(step: Step, ledger: Ledger) -> Complaints:
     """The length of the hit at the first admission is kept, whatever a later admission hits."""
     for row in step.rows:
         old, new = step.old[row.request_id], step.new[row.request_id]
         first = ledger.lives[row.request_id].num_cached_tokens
         expected = row.first if first < 0 else first
-        if (new.num_cached_tokens, new.num_preemptions) != (expected, old.num_preemptions):
+        num_preemptions = old.num_preemptions + (row.request_id in step.victims)
+        if (new.num_cached_tokens, new.num_preemptions) != (expected, num_preemptions):
             what = f"{row.request_id!r} was scheduled at position {row.first}"
             yield unequal(what, "num_cached_tokens", expected, new.num_cached_tokens)

@@ -49,7 +49,14 @@ def encoder_cache_stays_within_its_size(step: Step, _ledger: Ledger) -> Complain
         yield from differing("embeddings kept", min(held, size), held)
 
 
-@sentence("P22", *ENDINGS, v.Schedule, v.Reset, needs="encoder_cache_size")
+@sentence(
+    "P22",
+    *ENDINGS,
+    v.Schedule,
+    v.Reset,
+    needs="encoder_cache_size",
+    fixes="what a request keeps that does not run",
+)
 def only_running_requests_hold_items(step: Step, _ledger: Ledger) -> Complaints:
     """Who has ended, or was preempted, holds no item."""
     encoder = step.after.encoder

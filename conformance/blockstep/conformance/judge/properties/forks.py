@@ -95,7 +95,7 @@ def _goes_on(count: int, group: v.KVGroup, table: Sequence[v.BlockId], num_settl
     return (count % size == 0 or count // size >= num_settled) and v.NULL_BLOCK not in attended
 
 
-@sentence("P5", v.Fork)
+@sentence("P5", v.Fork, fixes="how much a branch shares")
 def branch_begins_with_all_that_it_can_share(step: Step, ledger: Ledger) -> Complaints:
     """A branch waits, with its own outputs, and holds what it has in common with its parent: as
     much as can be, and nothing else."""
@@ -127,12 +127,13 @@ def branch_begins_with_all_that_it_can_share(step: Step, ledger: Ledger) -> Comp
 
 
 @sentence("P7", v.Fork)
-def fork_changes_nobody_else(step: Step, ledger: Ledger) -> Complaints:
-    """A branch comes, and all others are as before. Of its parent the full blocks are named."""
+def fork_changes_nobody_else(step: Step, _ledger: Ledger) -> Complaints:
+    """A branch comes, and all others are as before, but that blocks of its parent may be named."""
     fork = step.event
     assert isinstance(fork, v.Fork)
     parent = step.old[fork.request_id]
-    named = replace(parent, num_cached_blocks=count_settled(step, ledger, parent))
+    after = step.new.get(fork.request_id, parent)
+    named = replace(parent, num_cached_blocks=after.num_cached_blocks)
     expected = {**step.old, fork.request_id: named}
     seen = {name: new for name, new in step.new.items() if name != fork.child_id}
     for name in sorted(expected.keys() | seen.keys()):
@@ -141,7 +142,7 @@ def fork_changes_nobody_else(step: Step, ledger: Ledger) -> Complaints:
             yield unequal(what, f"request {name}", expected.get(name), seen.get(name))
 
 
-@sentence("P3", v.Fork)
+@sentence("P3", v.Fork, fixes="when a full block becomes findable")
 def full_blocks_of_a_parent_are_named(step: Step, ledger: Ledger) -> Complaints:
     """What a parent has computed and filled is findable once it is shared, and no other block."""
     fork = step.event
@@ -161,9 +162,13 @@ def full_blocks_of_a_parent_are_named(step: Step, ledger: Ledger) -> Complaints:
                 yield Complaint(f"block {block} of {fork.request_id!r} is shared, and not named")
             before[block] = key
     yield from differing("block_keys", tuple(before), keys.block_keys)
+    counts = count_settled(step, ledger, parent)
+    if fork.request_id in step.new:  # another sentence speaks of one that is gone
+        seen = step.new[fork.request_id].num_cached_blocks
+        yield from differing(f"num_cached_blocks of {fork.request_id}", counts, seen)
 
 
-@sentence("P16", v.Fork)
+@sentence("P16", v.Fork, fixes="the order of a queue")
 def branch_goes_to_the_front_of_the_queue(step: Step, ledger: Ledger) -> Complaints:
     """FCFS: before everybody. PRIORITY: where its parent's place is, ties by its own id."""
     fork = step.event
@@ -217,7 +222,7 @@ def nobody_writes_in_what_another_holds(step: Step, _ledger: Ledger) -> Complain
                 yield Complaint(f"{name!r} writes in block {block}, which was findable")
 
 
-@sentence("P8", v.Schedule, needs="enable_forks")
+@sentence("P8", v.Schedule, needs="enable_forks", fixes="when a shared block is copied")
 def shared_blocks_are_copied_where_they_are_written(step: Step, _ledger: Ledger) -> Complaints:
     """A row gets a copy of the block in which it goes on, if another holds it at that time: one for
     each KV group, and of no other block. The plan tells all of them, in the order of scheduling,
@@ -244,7 +249,13 @@ def shared_blocks_are_copied_where_they_are_written(step: Step, _ledger: Ledger)
     yield from differing("remapped_req_ids", tuple(sorted(remapped)), step.plan.remapped_req_ids)
 
 
-@sentence("P10", v.Schedule, needs="watermark_blocks", of="admitted_rows")
+@sentence(
+    "P10",
+    v.Schedule,
+    needs="watermark_blocks",
+    of="admitted_rows",
+    fixes="how much room an admission leaves",
+)
 def admission_leaves_the_watermark(step: Step, _ledger: Ledger) -> Complaints:
     """Whoever is admitted beside others leaves so many blocks free, that they can go on."""
     num_free, watermark = len(step.after.free_queue), step.config.watermark_blocks

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.conformance.judge.automaton import Automaton
-from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.ledger import WHOLE, Ledger
 from blockstep.conformance.judge.properties.sentence import (
     Complaints,
     differing,
@@ -19,7 +19,7 @@ from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
 
-@sentence("P23", v.Schedule, v.Commit, v.Drafts, v.GrammarBitmask, v.Reset)
+@sentence("P23", v.Schedule, v.Commit, v.Drafts, v.GrammarBitmask, v.Reset, needs=WHOLE)
 def grammar_stands_where_the_outputs_led_it(step: Step, ledger: Ledger) -> Complaints:
     """The state of a grammar follows from what was delivered, whatever else happened: drafts,
     rejections, preemptions, resets.

@@ -45,7 +45,7 @@ def find_offered(ledger: Ledger, name: RequestId, num_hit: int) -> tuple[int, bo
     return (count, offer.is_async) if count > 0 else (0, False)
 
 
-@sentence("P5", Schedule, of="askers")
+@sentence("P5", Schedule, of="askers", fixes="where a hit may end")
 def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Complaints:
     """A hit is whole blocks, and leaves a known token to compute: its logits are needed.
 
@@ -79,7 +79,7 @@ def longest_of(config: Config, life: Life, group: KVGroup) -> int:
     return (num_blocks - count_behind(config, group)) * group.block_size
 
 
-@sentence("P5", Schedule, of="askers")
+@sentence("P5", Schedule, of="askers", fixes="how long a hit is")
 def hit_is_the_longest_there_is(step: Step, ledger: Ledger) -> Complaints:
     """Every block that was cached before the step and still is could be hit, so it was.
 
@@ -153,7 +153,7 @@ def _table_behind(
     return table[:end]
 
 
-@sentence("P16", Schedule, of="askers")
+@sentence("P16", Schedule, of="askers", fixes="which of several copies is hit")
 def hit_takes_the_oldest_copy(step: Step, ledger: Ledger) -> Complaints:
     """Of several blocks of one key a hit takes the one published first.
 

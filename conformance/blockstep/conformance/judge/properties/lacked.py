@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.ledger import WHOLE, Ledger
 from blockstep.conformance.judge.properties.sentence import Complaints, differing, sentence
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.properties.telling import told_by
 from blockstep.spec import vocabulary as v
 
 
-@sentence("P18", *v.EVENT_TYPES)
+@sentence("P18", *v.EVENT_TYPES, needs=WHOLE)
 def nothing_is_known_of_what_the_config_lacks(step: Step, ledger: Ledger) -> Complaints:
     """Without an encoder, a store, pins or thresholds of admission a state has none of it, no plan
     loads, and where nobody asked for a log nothing is told of blocks."""

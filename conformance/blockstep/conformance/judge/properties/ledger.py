@@ -31,6 +31,10 @@ NEEDED = (
     *("groups", "has_pins", "kv_connector"),
 )
 """What a config may have of which some sentences speak alone: see `Sentence.needs`."""
+STATISTICS, SLOTS, WHOLE = "statistics", "slots", "whole state"
+"""Likewise what an engine may have: counters that mean what `Stats` says, workers with a slot for
+each request that runs, and a state of which it shows all and not the part that `show_state` makes.
+It has all three but at `safety`, where it may say that it has not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ def plan_tells_who_ended(step: Step, ledger: Ledger) -> Complaints:
     )
 
 
-@sentence("P26", *ENDINGS, StreamingUpdate)
+@sentence("P26", *ENDINGS, StreamingUpdate, said_by="plan_tells_who_ended")
 def ended_are_kept_for_the_next_plan(step: Step, ledger: Ledger) -> Complaints:
     """Who ends is remembered until the next plan."""
     ended = tuple(sorted(ledger.ended.union(ledger.list_ended(step))))
@@ -37,11 +37,11 @@ def ended_are_kept_for_the_next_plan(step: Step, ledger: Ledger) -> Complaints:
 @sentence("P26", Schedule)
 def plan_tells_who_was_preempted(step: Step, _ledger: Ledger) -> Complaints:
     """A plan names all that were preempted while it was made, sorted."""
-    victims = tuple(sorted(step.preempted))
+    victims = tuple(sorted(step.victims))
     return differing("preempted_req_ids", victims, step.plan.preempted_req_ids)
 
 
-@sentence("P26", Schedule)
+@sentence("P26", Schedule, fixes="how plans are numbered")
 def plan_has_its_place_in_the_sequence(step: Step, _ledger: Ledger) -> Complaints:
     """Frame ids go up by one; a plan with rows is in flight, and its rows are remembered."""
     plan, before, after = step.plan, step.before, step.after
@@ -55,7 +55,7 @@ def plan_has_its_place_in_the_sequence(step: Step, _ledger: Ledger) -> Complaint
     )
 
 
-@sentence("P26", Commit)
+@sentence("P26", Commit, fixes="how plans are numbered")
 def committed_frame_leaves_flight(step: Step, _ledger: Ledger) -> Complaints:
     """A committed frame is in flight no more, the others still are."""
     before = step.before.frames_in_flight
@@ -63,7 +63,7 @@ def committed_frame_leaves_flight(step: Step, _ledger: Ledger) -> Complaints:
     return differing("frames_in_flight", left, step.after.frames_in_flight)
 
 
-@sentence("P26", Schedule, of="rows")
+@sentence("P26", Schedule, of="rows", fixes="the order of rows in a plan")
 def rows_stand_in_the_order_of_the_running_list(step: Step, _ledger: Ledger) -> Complaints:
     """New rows, running rows and resumed rows each follow the running list; each request once."""
     plan, runs = step.plan, step.after.running
@@ -90,7 +90,7 @@ def new_row_carries_the_request_as_submitted(step: Step, ledger: Ledger) -> Comp
             yield Complaint(f"the new row of {row.request_id!r} is not the request submitted")
 
 
-@sentence("P26", Schedule, of="rows")
+@sentence("P26", Schedule, of="rows", said_by="plans_alone_rebuild_the_request")
 def table_in_the_plan_is_the_table_in_the_state(step: Step, _ledger: Ledger) -> Complaints:
     """Old table and blocks gained, or the whole new table, are what the request then holds.
 

@@ -37,34 +37,22 @@ from blockstep.conformance.judge.properties.sentence import (
 from blockstep.conformance.judge.properties.step import Step, is_parked, keeps_blocks
 from blockstep.spec import vocabulary as v
 
-_PASSED_OVER = (
-    v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
-    v.Status.WAITING_FOR_STREAMING_REQ,
-    v.Status.WAITING_FOR_REMOTE_KVS,
-)
-
 
 @sentence("P16", *ENDINGS, v.Submit, v.Schedule, v.Reset, v.Fork, of="changes")
 def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> Complaints:
-    """Each unfinished request is in exactly one of the queues and the running list, by status."""
+    """Each unfinished request is in exactly one of the queues and the running list.
+
+    In which one is a policy, say between two chunks of a prompt: other sentences say it.
+    """
     after = step.after
     names = after.waiting + after.skipped_waiting + after.running
-    if len(names) != len(after.requests) or set(names) != step.new.keys():
-        what = "queues and unfinished requests differ"
-        return [unequal(what, "queues", sorted(step.new), sorted(names))]
-    running, skipped, runs = set(after.running), after.skipped_waiting, v.Status.RUNNING
-    return [
-        Complaint(f"{name!r} is {request.status} and in the wrong queue")
-        for name, request in step.new.items()
-        if (
-            name not in running
-            if request.status is runs
-            else name in running or (request.status in _PASSED_OVER and name not in skipped)
-        )
-    ]
+    if len(names) == len(after.requests) and set(names) == step.new.keys():
+        return ()
+    what = "queues and unfinished requests differ"
+    return [unequal(what, "queues", sorted(step.new), sorted(names))]
 
 
-@sentence("P16", v.Submit)
+@sentence("P16", v.Submit, fixes="the order of a queue")
 def newcomer_goes_to_the_end_of_its_queue(step: Step, ledger: Ledger) -> Complaints:
     """FCFS: behind everybody. PRIORITY: behind whoever is not after it in order."""
     assert isinstance(step.event, v.Submit)
@@ -81,7 +69,7 @@ def newcomer_goes_to_the_end_of_its_queue(step: Step, ledger: Ledger) -> Complai
         yield from differing(queue, expected, getattr(after, queue))
 
 
-@sentence("P16", v.Schedule, of="admitted_rows")
+@sentence("P16", v.Schedule, of="admitted_rows", fixes="which request is admitted, and when")
 def admissions_follow_the_policy(step: Step, ledger: Ledger) -> Complaints:
     """Admitted are the first in policy order that wait for nothing outside, none left out.
 
@@ -109,16 +97,30 @@ def admissions_follow_the_policy(step: Step, ledger: Ledger) -> Complaints:
     return differing("order of admission", ready, admitted)
 
 
-@sentence("P16", v.Schedule, of="acts")
+@sentence(
+    "P16",
+    *(*ENDINGS, v.Submit, v.Schedule, v.Reset, v.Fork),
+    of="changes",
+    fixes="the order of a queue",
+)
 def running_keeps_its_order(step: Step, _ledger: Ledger) -> Complaints:
-    """Those who stay keep their order, the admitted follow."""
+    """The running list has exactly those that run, by their status.
+
+    In a step those that stay keep their order, and the admitted follow.
+    """
+    running, runs = set(step.after.running), v.Status.RUNNING
+    for name, request in step.new.items():
+        if (name in running) is not (request.status is runs):
+            yield Complaint(f"{name!r} is {request.status} and in the wrong queue")
+    if not isinstance(step.observation, v.Plan):
+        return
     victims = set(step.preempted)
     expected = [name for name in step.before.running if name not in victims]
     expected += [row.request_id for row in step.admitted_rows]
-    return differing("running", expected, list(step.after.running))
+    yield from differing("running", expected, list(step.after.running))
 
 
-@sentence("P16", v.Schedule, v.Reset)
+@sentence("P16", v.Schedule, v.Reset, fixes="the order of a queue")
 def queues_keep_their_order(step: Step, ledger: Ledger) -> Complaints:
     """The admitted leave; the preempted come to the head, the first preempted furthest back.
 
@@ -148,7 +150,7 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Complaints:
     yield from differing("skipped_waiting", skipped, list(step.after.skipped_waiting))
 
 
-@sentence("P16", *ENDINGS)
+@sentence("P16", *ENDINGS, fixes="the order of a queue")
 def queues_lose_exactly_the_ended(step: Step, ledger: Ledger) -> Complaints:
     """A commit or an abort takes the ended out of their queue; the others keep their order.
 
@@ -188,7 +190,7 @@ def _queues_with(
         yield from differing(queue, tuple(expected), getattr(step.after, queue))
 
 
-@sentence("P16", v.Schedule, of="preempted")
+@sentence("P16", v.Schedule, of="preempted", fixes="which request is preempted")
 def preempted_fcfs_are_the_youngest(step: Step, _ledger: Ledger) -> Complaints:
     """FCFS preempts from the end of the running list."""
     if step.config.policy is not v.Policy.FCFS or not step.preempted:
@@ -198,7 +200,7 @@ def preempted_fcfs_are_the_youngest(step: Step, _ledger: Ledger) -> Complaints:
     return differing("preempted", tail, sorted(step.preempted))
 
 
-@sentence("P16", v.Schedule, of="preempted")
+@sentence("P16", v.Schedule, of="preempted", fixes="which request is preempted")
 def preempted_priority_never_outrank_survivors(step: Step, ledger: Ledger) -> Complaints:
     """PRIORITY preempts whoever would wait longest, in the order of its queues: ties included."""
     if step.config.policy is not v.Policy.PRIORITY or not step.preempted:
@@ -208,7 +210,7 @@ def preempted_priority_never_outrank_survivors(step: Step, ledger: Ledger) -> Co
     return differing("preempted", sorted(ranked[:count]), sorted(step.preempted))
 
 
-@sentence("P16", v.Schedule, of="admitted_rows")
+@sentence("P16", v.Schedule, of="admitted_rows", fixes="which request is admitted, and when")
 def nobody_is_admitted_after_a_preemption(step: Step, ledger: Ledger) -> Complaints:
     """A step that preempts admits nobody: what was just freed is for those who run. A policy.
 
@@ -224,7 +226,7 @@ def nobody_is_admitted_after_a_preemption(step: Step, ledger: Ledger) -> Complai
         yield Complaint(f"{names} admitted although {waiting!r} waits for blocks")
 
 
-@sentence("P16", v.Schedule, of="acts")
+@sentence("P16", v.Schedule, of="acts", fixes="which free block is taken first")
 def new_blocks_come_from_the_head_of_the_free_queue(step: Step, ledger: Ledger) -> Complaints:
     """The least recently freed block is evicted first; hits leave from wherever they are."""
     victims = victims_of(step, ledger)
@@ -241,7 +243,7 @@ def new_blocks_come_from_the_head_of_the_free_queue(step: Step, ledger: Ledger) 
     return differing("free_queue", replay.final, list(step.after.free_queue))
 
 
-@sentence("P16", v.Schedule, of="preempted")
+@sentence("P16", v.Schedule, of="preempted", fixes="which free block is taken first")
 def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
     """A victim's blocks join the end of the free queue last block first, so that the blocks at
     the end of a prefix are evicted before those at its start.
@@ -292,7 +294,7 @@ def _freed_by_last(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) -
     return queue_up(step.config, (), holders.free(victims[-1]))
 
 
-@sentence("P16", *ENDINGS, v.Reset)
+@sentence("P16", *ENDINGS, v.Reset, fixes="which free block is taken first")
 def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
     """Blocks of the ended join the end of the free queue, last block of each table first.
 
@@ -367,12 +369,11 @@ def follow_holds(step: Step, ledger: Ledger) -> Holds:
     for name in step.ended:
         if name not in step.old or not _is_freed(step, ledger, name):
             continue
-        old, offer = step.old[name], store.transfers.get_offer(name)
-        is_over, is_recving = not ledger.goes_on(name, step), store.is_under_way(old)
-        if is_over and any(old.block_tables) and (is_recving or offer.delays_free):
-            held[name] = v.HeldBlocks(name, old.block_tables, is_recving, offer.delays_free)
-        else:
+        hold = None if ledger.goes_on(name, step) else store.find_hold(step.old[name])
+        if hold is None:
             freed += holders.free(name)
+        else:
+            held[name] = hold
     signals = [(name, True) for name in report.finished_recving]
     signals += [(name, False) for name in report.finished_sending]
     for name, is_recving in signals:
@@ -404,7 +405,7 @@ def _is_freed(step: Step, ledger: Ledger, name: v.RequestId) -> bool:
 # as a text is long.
 
 
-@sentence("P10", v.Schedule, of="preempted")
+@sentence("P10", v.Schedule, of="preempted", said_by="every_request_ends_once_all_is_healed")
 def preemption_leaves_somebody_running(step: Step, ledger: Ledger) -> Complaints:
     """A request alone in the pool fits it, so the last victim had somebody to give way to.
 
@@ -424,7 +425,7 @@ def preemption_leaves_somebody_running(step: Step, ledger: Ledger) -> Complaints
     return [Complaint(f"all who ran were preempted, {last!r} last")]
 
 
-@sentence("P10", v.Schedule, of="preempted")
+@sentence("P10", v.Schedule, of="preempted", said_by="every_request_ends_once_all_is_healed")
 def nobody_is_preempted_again_without_progress(step: Step, ledger: Ledger) -> Complaints:
     """Between two preemptions of a request somebody gets further, for want of whose blocks it was.
 

@@ -190,7 +190,7 @@ def told_external_tokens_are_those_that_were_loaded(step: Step, ledger: Ledger) 
             yield unequal(what, "num_external_tokens", due, row.num_external_tokens)
 
 
-@sentence("P14", v.Commit)
+@sentence("P14", v.Commit, said_by="plans_alone_rebuild_the_request")
 def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Complaints:
     """After a commit, all but the last token of a request that sampled is computed.
 
@@ -218,7 +218,7 @@ def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Complain
             yield unequal(what, "num_computed_tokens", expected, new.num_computed_tokens)
 
 
-@sentence("P14", v.Commit)
+@sentence("P14", v.Commit, fixes="when blocks are taken and given back")
 def commit_changes_only_outputs_and_computed_tokens(step: Step, ledger: Ledger) -> Complaints:
     """Who goes on keeps its blocks, its status and its history; who did not sample, all.
 
@@ -268,7 +268,7 @@ def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> 
             yield unequal(what, "draft_token_ids", life.drafts[:count], row.drafts)
 
 
-@sentence("P24", v.Schedule, v.Commit, v.Drafts)
+@sentence("P24", v.Schedule, v.Commit, v.Drafts, fixes="which drafts are kept, and for how long")
 def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Complaints:
     """Who runs has as drafts what was proposed last and taken, until it is scheduled.
 
@@ -305,7 +305,7 @@ def _list_proposed(step: Step, ledger: Ledger) -> dict[v.RequestId, v.TokenIds]:
     return proposed | dict.fromkeys(ledger.find_void(step), ())
 
 
-@sentence("P24", v.Drafts)
+@sentence("P24", v.Drafts, fixes="which drafts are kept, and for how long")
 def drafts_are_taken_only_for_the_next_position(step: Step, ledger: Ledger) -> Complaints:
     """Drafts are taken exactly for those who run, are not in flight and wait for one token.
 

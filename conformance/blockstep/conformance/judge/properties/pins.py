@@ -121,7 +121,16 @@ def list_jobs(step: Step, ledger: Ledger) -> set[str]:
     return jobs.union(pin.job_id for pin in (step.after.pins or NO_PINS).pins)
 
 
-@sentence("P17", *_ENDS, v.Submit, v.PinEstimate, v.Clock, v.Reset, needs="has_pins")
+@sentence(
+    "P17",
+    *_ENDS,
+    v.Submit,
+    v.PinEstimate,
+    v.Clock,
+    v.Reset,
+    needs="has_pins",
+    fixes="which blocks are kept for a next turn, and for how long",
+)
 def pins_are_of_turns_that_ended(step: Step, ledger: Ledger) -> Complaints:
     """A pin comes from a turn that ended properly and was not the last one, and holds its leading
     blocks that can be found, for so long as was estimated. It goes with the job's next pin, with
@@ -142,7 +151,12 @@ def pins_end_in_time(step: Step, _ledger: Ledger) -> Complaints:
         yield Complaint("a plan made a pin, changed one, or put them in another order")
 
 
-@sentence("P17", *_ENDS, v.Schedule, v.Reset, needs="has_pins")
+@sentence(
+    "P17",
+    *(*_ENDS, v.Schedule, v.Reset),
+    needs="has_pins",
+    fixes="which blocks are kept for a next turn, and for how long",
+)
 def pins_hold_what_can_be_found(step: Step, _ledger: Ledger) -> Complaints:
     """What stays for a next turn, that can find: blocks with a key; and of each job once."""
     pins = (step.after.pins or NO_PINS).pins
@@ -154,7 +168,12 @@ def pins_hold_what_can_be_found(step: Step, _ledger: Ledger) -> Complaints:
         yield Complaint("a job has two pins")
 
 
-@sentence("P10", v.Schedule, needs="has_pins")
+@sentence(
+    "P10",
+    v.Schedule,
+    needs="has_pins",
+    fixes="which blocks are kept for a next turn, and for how long",
+)
 def pins_give_way_only_where_nobody_else_runs(step: Step, _ledger: Ledger) -> Complaints:
     """A pin goes before its time for one who runs alone, or who waits while nobody runs."""
     if not step.given_pins:
@@ -166,7 +185,7 @@ def pins_give_way_only_where_nobody_else_runs(step: Step, _ledger: Ledger) -> Co
     return [Complaint(f"pins of {jobs} went before their time, though {left} run")]
 
 
-@sentence("P10", v.Schedule, needs="has_pins")
+@sentence("P10", v.Schedule, needs="has_pins", said_by="every_request_ends_once_all_is_healed")
 def nobody_waits_for_a_pin(step: Step, ledger: Ledger) -> Complaints:
     """While nobody runs no pin keeps the next in line from being admitted."""
     config, pins = step.config, (step.after.pins or NO_PINS).pins
@@ -188,7 +207,7 @@ def nobody_waits_for_a_pin(step: Step, ledger: Ledger) -> Complaints:
     return [Complaint(f"{name!r} waits while nobody runs, and {len(pins)} pins hold blocks")]
 
 
-@sentence("P16", v.Schedule, needs="has_pins")
+@sentence("P16", v.Schedule, needs="has_pins", fixes="which request is preempted")
 def preempted_of_a_job_with_a_pin_are_the_last(step: Step, ledger: Ledger) -> Complaints:
     """Preempted are the youngest of those whose job has no pin; then the youngest of the others."""
     if not step.preempted:

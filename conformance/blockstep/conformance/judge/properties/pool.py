@@ -187,7 +187,7 @@ def nothing_is_cached_without_caching(step: Step, _ledger: Ledger) -> Complaints
     return [Complaint("a block is cached although prefix caching is off")]
 
 
-@sentence("P3", v.Schedule, of="rows")
+@sentence("P3", v.Schedule, of="rows", fixes="when a full block becomes findable")
 def computed_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints:
     """Once a row is dispatched, its blocks that are full of known tokens can be found.
 
@@ -271,7 +271,7 @@ def _filled(
     ]
 
 
-@sentence("P4", v.Schedule, of="acts")
+@sentence("P4", v.Schedule, of="acts", said_by="published_block_was_written")
 def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> Complaints:
     """A key appears on a block only if the block was full before, or a row of the plan fills it.
 
@@ -349,7 +349,7 @@ def _settled_blocks(step: Step, ledger: Ledger) -> list[Stretch]:
     return found
 
 
-@sentence("P3", v.Commit)
+@sentence("P3", v.Commit, fixes="when a full block becomes findable")
 def verified_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints:
     """Under asynchronous scheduling a commit makes findable what its tokens filled and verified.
 
@@ -371,7 +371,7 @@ def verified_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
             yield _unsettled(new, settled)
 
 
-@sentence("P4", v.Commit)
+@sentence("P4", v.Commit, fixes="when a full block becomes findable, and when it stops to be")
 def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Complaints:
     """A commit changes keys of those blocks only that it verified, and takes none away.
 
@@ -397,7 +397,9 @@ def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
         yield Complaint("the cache map holds something else than was published, in order")
 
 
-@sentence("P3", v.Schedule, v.Commit, of="changes")
+@sentence(
+    "P3", v.Schedule, v.Commit, of="changes", said_by="published_block_holds_the_right_prefix"
+)
 def held_block_carries_the_name_of_its_tokens(step: Step, ledger: Ledger) -> Complaints:
     """The key of a held block names the tokens of whoever holds it."""
     names = ledger.names
@@ -407,7 +409,13 @@ def held_block_carries_the_name_of_its_tokens(step: Step, ledger: Ledger) -> Com
             yield unequal(what, f"block {block}", names.show(expected), names.show(seen))
 
 
-@sentence("P6", v.Schedule, v.Commit, of="changes")
+@sentence(
+    "P6",
+    v.Schedule,
+    v.Commit,
+    of="changes",
+    said_by="published_block_is_of_the_same_adapter_salt_and_items",
+)
 def held_block_carries_the_extra_keys_of_its_request(step: Step, ledger: Ledger) -> Complaints:
     """The key of a held block names the adapter, salt and items of whoever holds it."""
     for request_id, block, expected, seen in _misnamed(step, ledger):

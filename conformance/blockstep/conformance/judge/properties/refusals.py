@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from blockstep.conformance.judge.properties.amounts import least_need, most_need
 from blockstep.conformance.judge.properties.forks import problem_of_fork
-from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger
+from blockstep.conformance.judge.properties.ledger import WHOLE, FlightRow, Ledger
 from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.properties.sentence import (
     Complaint,
@@ -50,14 +50,14 @@ def rejected_event_changes_nothing(step: Step, _ledger: Ledger) -> Complaints:
 _FOR_SIZE = (v.RejectCode.PROMPT_TOO_LONG, v.RejectCode.NEVER_FITS)
 
 
-@sentence("P11", v.Submit, v.StreamingUpdate)
+@sentence("P11", v.Submit, v.StreamingUpdate, fixes="how large a request can be served")
 def accepted_request_fits_an_empty_pool(step: Step, ledger: Ledger) -> Complaints:
     """What was accepted can be served: at its longest it fits the pool when nobody else runs."""
     code = _due(step, ledger)
     return [Complaint(f"accepted, but can never be served: {code}")] if code in _FOR_SIZE else ()
 
 
-@sentence("P11", v.Rejected)
+@sentence("P11", v.Rejected, fixes="how large a request can be served")
 def request_is_refused_for_its_size_only_if_it_never_fits(step: Step, ledger: Ledger) -> Complaints:
     """PROMPT_TOO_LONG and NEVER_FITS are what is wrong when they are said."""
     assert isinstance(step.observation, v.Rejected)
@@ -69,7 +69,7 @@ def request_is_refused_for_its_size_only_if_it_never_fits(step: Step, ledger: Le
     return [Complaint(f"refused as {code}, which is not so")]
 
 
-@sentence("P18", v.Rejected)
+@sentence("P18", v.Rejected, fixes="which of several problems a refusal names")
 def refusal_names_what_is_wrong(step: Step, ledger: Ledger) -> Complaints:
     """The code of a refusal is the one that the event earned. P11 speaks of those for size."""
     assert isinstance(step.observation, v.Rejected)
@@ -310,61 +310,75 @@ def _make_look(names: tuple[str, ...]) -> Callable[[v.Snapshot], tuple[object, .
 _LOOK_AT = {names: _make_look(names) for names in (*_STILL.values(), *_STILL_ASYNC.values())}
 
 
-@sentence("P18", *_STILL)
+@sentence("P18", *_STILL, fixes="what is moved, reserved or published between two plans")
 def event_leaves_alone_what_it_is_not_about(step: Step, ledger: Ledger) -> Complaints:
-    """An event changes only what it is about: an abort no frame, a pause no queue, and so on."""
+    """An event changes only what it is about: an abort no frame, a pause no queue, and so on.
+
+    Of the request that it names a signal changes nothing but what it brings.
+    """
+    yield from _list_changes_by_a_signal(step)
     kind = type(step.event)
     may_publish = step.config.async_scheduling or step.config.kv_connector
     still = (_STILL_ASYNC if may_publish else _STILL)[kind]
     look = _LOOK_AT[still]
     before, after = look(step.before), look(step.after)
     if before == after:
-        return ()
+        return
     lost = ledger.list_lost(step)
     if lost:
         scheduled = tuple(n for n in step.before.prev_scheduled_req_ids if n not in lost)
         before = look(replace(step.before, prev_scheduled_req_ids=scheduled))
-    return [
-        unequal(f"{kind.__name__} changed {name}", name, old, new)
-        for name, old, new in zip(still, before, after, strict=True)
-        if old != new
-    ]
+    for name, old, new in zip(still, before, after, strict=True):
+        if old != new:
+            yield unequal(f"{kind.__name__} changed {name}", name, old, new)
+
+
+def _list_changes_by_a_signal(step: Step) -> Complaints:
+    """What a compiled grammar, or drafts, have changed of the requests that they name."""
+    names: tuple[v.RequestId, ...] = ()
+    field = "spec_token_ids"
+    if isinstance(step.event, v.GrammarReady):
+        names, field = (step.event.request_id,), "grammar_ready"
+    elif isinstance(step.observation, v.DraftsTaken):
+        names = step.observation.request_ids
+    for name in names:
+        old, new = step.old.get(name), step.new.get(name)
+        if old is None or new is None or new is old:
+            continue
+        if replace(old, **{field: getattr(new, field)}) != new:
+            what = f"{name!r} changed in more than it should"
+            yield unequal(what, f"request {name}", old, new)
 
 
 @sentence("P18", v.Submit, v.Drafts, v.GrammarReady, v.GrammarFailed, v.StreamingUpdate, v.Abort)
 def event_leaves_other_requests_alone(step: Step, _ledger: Ledger) -> Complaints:
     """Requests that an event does not name, or whose part in it was dropped, are as before.
 
-    Nobody comes by a signal; who comes by a submission is judged there.
+    No request comes by a signal, and none goes; what comes by a submission is judged there.
     """
     concerned: tuple[v.RequestId, ...] = ()
-    may_change = ""
+    is_signal = isinstance(step.event, v.GrammarReady | v.Drafts)
     if isinstance(step.event, v.GrammarReady):
-        concerned, may_change = (step.event.request_id,), "grammar_ready"
+        concerned = (step.event.request_id,)
     elif isinstance(step.observation, v.DraftsTaken):
-        concerned, may_change = step.observation.request_ids, "spec_token_ids"
+        concerned = step.observation.request_ids
     elif isinstance(step.event, v.StreamingUpdate):
         concerned = (step.event.request.request_id,)
     elif isinstance(step.event, v.GrammarFailed):
         concerned = (step.event.request_id,)
     elif isinstance(step.observation, v.Aborted):
-        concerned = step.observation.request_ids
+        concerned = (*step.observation.request_ids, *step.observation.ending_req_ids)
     for name, old in step.old.items():
         new = step.new.get(name)
         if new is old or new == old:
             continue
         if name not in concerned:
             yield unequal(f"{name!r} changed", f"request {name}", old, new)
-        elif may_change and (
-            new is None or replace(old, **{may_change: getattr(new, may_change)}) != new
-        ):
-            what = f"{name!r} changed in more than it should"
-            yield unequal(what, f"request {name}", old, new)
-    if may_change and len(step.after.requests) != len(step.before.requests):
-        yield Complaint("a request came, or is there twice")
+    if is_signal and [it.request_id for it in step.after.requests] != [*step.old]:
+        yield Complaint("a request came or went, or is there twice")
 
 
-@sentence("P18", v.GrammarReady, v.SetPause)
+@sentence("P18", v.GrammarReady, v.SetPause, needs=WHOLE)
 def signal_is_remembered(step: Step, _ledger: Ledger) -> Complaints:
     """A compiled grammar is marked as ready, also twice; a pause state is as set."""
     if isinstance(step.event, v.SetPause):
@@ -387,7 +401,7 @@ def abort_ends_exactly_the_unfinished_it_names(step: Step, ledger: Ledger) -> Co
     yield from differing("unfinished", sorted(left), sorted(step.new))
 
 
-@sentence("P25", v.Reset)
+@sentence("P25", v.Reset, said_by="published_block_was_written_since_the_reset")
 def reset_empties_the_cache(step: Step, _ledger: Ledger) -> Complaints:
     """After a reset that succeeded no block can be found, whoever published it."""
     assert isinstance(step.observation, v.ResetDone)
@@ -399,7 +413,7 @@ def reset_empties_the_cache(step: Step, _ledger: Ledger) -> Complaints:
     return ()
 
 
-@sentence("P25", v.Reset)
+@sentence("P25", v.Reset, fixes="when a cache is emptied without force")
 def reset_succeeds_unless_blocks_are_held(step: Step, ledger: Ledger) -> Complaints:
     """By force always; otherwise only if nobody holds a block, but for pins.
 
@@ -418,7 +432,7 @@ def reset_succeeds_unless_blocks_are_held(step: Step, ledger: Ledger) -> Complai
     return differing("success", expected, step.observation.success)
 
 
-@sentence("P25", v.Reset)
+@sentence("P25", v.Reset, said_by="attended_slot_was_written_since_the_reset")
 def forced_reset_preempts_all_who_run(step: Step, _ledger: Ledger) -> Complaints:
     """By force nobody runs on with KV from before; otherwise no request changes."""
     assert isinstance(step.event, v.Reset)

@@ -48,6 +48,23 @@ class Sentence:
     """A field of the config without which it says nothing, and is not asked."""
     of: str = ""
     """What of a step it speaks of, a field of `Step`: where there is none, it is not asked."""
+    fixes: str = ""
+    """The policy that it would fix for an engine that decides otherwise, so that `safety` does not
+    ask it."""
+    said_by: str = ""
+    """Likewise: the sentence that `safety` asks in its place, for it sees the same from outside."""
+
+    @property
+    def is_asked_at_safety(self) -> bool:
+        """Whether it holds for every engine, and nothing else says the same."""
+        return not (self.fixes or self.said_by)
+
+    @property
+    def why_not_at_safety(self) -> str:
+        """Why `safety` does not ask it, in words; "" if it does."""
+        if self.said_by:
+            return f"there {self.said_by} sees the same from outside"
+        return f"it fixes a policy: {self.fixes}" if self.fixes else ""
 
     def __call__(self, step: Step, ledger: Ledger) -> list[Finding]:
         """What is wrong; `ledger` knows everything up to this step, without it."""
@@ -87,13 +104,18 @@ def judge(sentences: Iterable[Sentence], step: Step, ledger: Ledger) -> list[Fin
 
 
 def sentence(
-    property_id: str, *kinds: type, needs: str = "", of: str = ""
+    property_id: str,
+    *kinds: type,
+    needs: str = "",
+    of: str = "",
+    fixes: str = "",
+    said_by: str = "",
 ) -> Callable[[Judge], Sentence]:
     """Make a sentence of a function whose name says it."""
 
     def wrap(judge: Judge) -> Sentence:
-        name = getattr(judge, "__name__", "")
-        return Sentence(property_id, name, judge.__doc__ or "", kinds, judge, needs, of)
+        name, text = getattr(judge, "__name__", ""), judge.__doc__ or ""
+        return Sentence(property_id, name, text, kinds, judge, needs, of, fixes, said_by)
 
     return wrap
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.ledger import WHOLE, Ledger
 from blockstep.conformance.judge.properties.sentence import (
     Complaint,
     Complaints,
@@ -16,7 +16,7 @@ from blockstep.spec import vocabulary as v
 RESTING = v.Status.WAITING_FOR_STREAMING_REQ
 
 
-@sentence("P13", v.Commit, v.StreamingUpdate)
+@sentence("P13", v.Commit, v.StreamingUpdate, needs=WHOLE)
 def session_goes_on_behind_all_but_its_last_token(step: Step, ledger: Ledger) -> Complaints:
     """A stop lets a session rest, or go on with its next chunk; then its prompt is all that it knew
     but the last token, and the chunk. What comes before the stop waits for it."""

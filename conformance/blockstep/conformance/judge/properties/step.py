@@ -196,6 +196,14 @@ class Step:
         ]
 
     @once
+    def victims(self) -> set[v.RequestId]:
+        """Who ran before the step and was preempted in it, admitted again in it or not."""
+        plan = self.observation
+        rows = plan.cached if isinstance(plan, v.Plan) else ()
+        again = [row.request_id for row in rows if row.resumed and row.request_id in self.place]
+        return {*self.preempted, *again}
+
+    @once
     def admits_nobody(self) -> bool:
         """Whether a plan did not get as far as to admit: it preempted, or admission is closed."""
         return bool(self.preempted) or self.after.admission_closed

@@ -94,9 +94,22 @@ class StoreLedger:
             return step.event.transfers
         return v.NO_TRANSFERS
 
+    def list_arrived(self, step: Step) -> list[v.RequestId]:
+        """Requests whose load is under way until this event reports its end."""
+        return [it for it in self.get_report(step).finished_recving if it in self.transfers.loading]
+
     def is_under_way(self, request: v.RequestSnapshot) -> bool:
         """Whether a request is parked, and the end of its load was not reported."""
         return is_parked(request) and request.request_id in self.transfers.loading
+
+    def find_hold(self, request: v.RequestSnapshot) -> v.HeldBlocks | None:
+        """What a request leaves with the store if it ends as it is: a load that is under way, or
+        blocks that the store wants to read. None: it gives its blocks back."""
+        name, is_recving = request.request_id, self.is_under_way(request)
+        is_sending = self.transfers.get_offer(name).delays_free
+        if not any(request.block_tables) or not (is_recving or is_sending):
+            return None
+        return v.HeldBlocks(name, request.block_tables, is_recving, is_sending)
 
     def is_unsettled_after(self, step: Step, name: v.RequestId) -> bool:
         """Whether one who has a row in a plan may not have what was loaded for it."""

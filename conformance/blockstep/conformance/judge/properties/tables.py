@@ -45,7 +45,7 @@ def attended_blocks_are_held(step: Step, ledger: Ledger) -> Complaints:
             )
 
 
-@sentence("P8", v.Schedule, needs="groups")
+@sentence("P8", v.Schedule, needs="groups", fixes="when blocks are taken and given back")
 def row_has_given_back_what_it_attends_to_no_more(step: Step, ledger: Ledger) -> Complaints:
     """Who gets a row holds no block that none of its tokens attends to.
 

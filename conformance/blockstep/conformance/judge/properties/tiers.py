@@ -34,7 +34,7 @@ def count_settled_tokens(step: Step, ledger: Ledger, name: v.RequestId) -> int:
     return min(old.num_computed_tokens, ledger.lives[name].num_known) // unit * unit
 
 
-@sentence("P15", v.Schedule, needs="swap_min_tokens")
+@sentence("P15", v.Schedule, needs="swap_min_tokens", fixes="what is saved of a preempted request")
 def victims_are_saved_as_far_as_they_are_settled(step: Step, ledger: Ledger) -> Complaints:
     """A store is given what is settled of each victim that has enough of it, in the order in which
     they were preempted; and nothing of anybody else."""
@@ -47,7 +47,13 @@ def victims_are_saved_as_far_as_they_are_settled(step: Step, ledger: Ledger) -> 
     return differing("saved tokens", expected, seen)
 
 
-@sentence("P26", v.Schedule, needs="swap_min_tokens", of="preempted")
+@sentence(
+    "P26",
+    v.Schedule,
+    needs="swap_min_tokens",
+    of="preempted",
+    said_by="saved_slot_holds_the_text_of_its_request",
+)
 def save_names_the_blocks_that_its_request_had(step: Step, _ledger: Ledger) -> Complaints:
     """Per KV group: its table before the step, as far as it is saved. What is not attended to any
     more may be null."""
@@ -63,7 +69,9 @@ def save_names_the_blocks_that_its_request_had(step: Step, _ledger: Ledger) -> C
             yield unequal(what, "block_ids", tuple(tables), save.block_ids)
 
 
-@sentence("P10", v.Schedule, needs="admission_high_blocks")
+@sentence(
+    "P10", v.Schedule, needs="admission_high_blocks", fixes="which request is admitted, and when"
+)
 def nobody_is_admitted_while_admission_is_closed(step: Step, _ledger: Ledger) -> Complaints:
     """Neither to run, nor to be loaded."""
     names = [row.request_id for row in (*step.admitted_rows, *step.parked)]
@@ -71,7 +79,9 @@ def nobody_is_admitted_while_admission_is_closed(step: Step, _ledger: Ledger) ->
         yield Complaint(f"admission is closed, and {names} were admitted")
 
 
-@sentence("P10", v.Schedule, needs="admission_high_blocks")
+@sentence(
+    "P10", v.Schedule, needs="admission_high_blocks", fixes="which request is admitted, and when"
+)
 def admission_closes_and_opens_at_its_thresholds(step: Step, _ledger: Ledger) -> Complaints:
     """It closes with fewer free blocks than the low threshold, or where somebody is preempted, and
     opens with as many as the high one, or where nobody runs.
@@ -106,7 +116,9 @@ _OTHERS = [kind for kind in v.EVENT_TYPES if kind is not v.Schedule]
 """Events but plans."""
 
 
-@sentence("P7", *_OTHERS, needs="admission_high_blocks")
+@sentence(
+    "P7", *_OTHERS, needs="admission_high_blocks", fixes="which request is admitted, and when"
+)
 def plans_alone_close_and_open_admission(step: Step, _ledger: Ledger) -> Complaints:
     """Whatever else happens, it stays as the last plan has left it."""
     return differing("admission_closed", step.before.admission_closed, step.after.admission_closed)

@@ -45,7 +45,7 @@ from blockstep.spec import vocabulary as v
 _NOTHING = v.TransfersSnapshot()
 
 
-@sentence("P19", v.Schedule, needs="kv_connector")
+@sentence("P19", v.Schedule, needs="kv_connector", fixes="how much of an offer is loaded")
 def load_is_what_the_store_offers(step: Step, ledger: Ledger) -> Complaints:
     """Who is given blocks behind a hit has all loaded that the store has behind it, but for the
     last known token; nobody has anything else loaded."""
@@ -62,7 +62,9 @@ def load_is_what_the_store_offers(step: Step, ledger: Ledger) -> Complaints:
         yield Complaint(f"{sorted(strange)} are loaded, and were not given blocks behind a hit")
 
 
-@sentence("P26", v.Schedule, needs="kv_connector")
+@sentence(
+    "P26", v.Schedule, needs="kv_connector", said_by="load_goes_into_the_table_of_its_request"
+)
 def load_names_the_blocks_of_its_tokens(step: Step, _ledger: Ledger) -> Complaints:
     """A load names the table of its request up to the last token that is loaded."""
     for load in step.plan.kv_loads:
@@ -76,7 +78,7 @@ def load_names_the_blocks_of_its_tokens(step: Step, _ledger: Ledger) -> Complain
             yield unequal(what, "block_ids", due, load.block_ids)
 
 
-@sentence("P16", v.Schedule, needs="kv_connector")
+@sentence("P16", v.Schedule, needs="kv_connector", fixes="the order of loads in a plan")
 def loads_are_told_in_the_order_of_the_queue(step: Step, ledger: Ledger) -> Complaints:
     """A plan names loads in the order in which it met their requests."""
     if len(step.plan.kv_loads) < 2:
@@ -85,10 +87,24 @@ def loads_are_told_in_the_order_of_the_queue(step: Step, ledger: Ledger) -> Comp
     return differing("kv_loads", due, [load.request_id for load in step.plan.kv_loads])
 
 
-@sentence("P19", v.Schedule, needs="kv_connector")
-def parked_request_is_what_its_load_says(step: Step, _ledger: Ledger) -> Complaints:
+@sentence(
+    "P19",
+    v.Schedule,
+    v.TransfersReported,
+    needs="kv_connector",
+    fixes="what counts as computed while a load is under way",
+)
+def parked_request_is_what_its_load_says(step: Step, ledger: Ledger) -> Complaints:
     """It holds the blocks of its load, counts its tokens as computed, and has published nothing
-    behind its hit. It has no row, and no seat."""
+    behind its hit. It has no row, and no seat. The end of a load that did not fail changes nothing
+    of that."""
+    if isinstance(step.event, v.TransfersReported):
+        failed = ledger.store.find_failed(step)
+        for name in ledger.store.list_arrived(step):
+            waiting, new = step.old.get(name), step.new.get(name)
+            if waiting is not None and new != waiting and name not in failed:
+                yield unequal(f"a report changed {name!r}", f"request {name}", waiting, new)
+        return
     for row in step.parked:
         name = row.request_id
         old, new = step.old[name], step.new[name]
@@ -103,7 +119,15 @@ def parked_request_is_what_its_load_says(step: Step, _ledger: Ledger) -> Complai
             yield unequal(f"{name!r} is parked", f"request {name}", expected, new)
 
 
-@sentence("P19", v.Schedule, v.Commit, v.TransfersReported, v.Reset, needs="kv_connector")
+@sentence(
+    "P19",
+    v.Schedule,
+    v.Commit,
+    v.TransfersReported,
+    v.Reset,
+    needs="kv_connector",
+    said_by="block_is_shared_once_its_load_has_come",
+)
 def what_may_not_have_come_is_nobody_elses(step: Step, ledger: Ledger) -> Complaints:
     """Behind its local hit nothing of a request is found or shared, until it is certain that what
     was loaded has come: by its admission, or the answer to its plan."""
@@ -152,7 +176,7 @@ def _list_unsettled(step: Step, ledger: Ledger) -> set[v.RequestId]:
     return left
 
 
-@sentence("P19", *NO_FORKS, needs="kv_connector")
+@sentence("P19", *NO_FORKS, needs="kv_connector", said_by="block_is_shared_once_its_load_has_come")
 def unsettled_are_those_of_frames_in_flight(step: Step, ledger: Ledger) -> Complaints:
     """A state knows of whom it is not certain yet that what was loaded has come."""
     if step.config.kv_connector:
@@ -161,7 +185,7 @@ def unsettled_are_those_of_frames_in_flight(step: Step, ledger: Ledger) -> Compl
         yield from differing("unsettled", due, list(shown.unsettled))
 
 
-@sentence("P18", *NO_FORKS, needs="kv_connector")
+@sentence("P18", *NO_FORKS, needs="kv_connector", fixes="how long an offer is remembered")
 def offers_are_those_made_last(step: Step, ledger: Ledger) -> Complaints:
     """A state knows what the store said last of each unfinished request, and of nobody else."""
     shown = step.after.transfers
@@ -214,11 +238,18 @@ def every_hold_has_an_owner_and_an_end(step: Step, ledger: Ledger) -> Complaints
 
 @sentence("P17", v.Schedule, needs="kv_connector")
 def held_block_is_given_to_nobody(step: Step, ledger: Ledger) -> Complaints:
-    """A plan ends no hold, and gives nobody a block that is held or loaded into."""
+    """A plan ends no hold, and gives nobody a block that is held or loaded into.
+
+    It begins one for a request whose abort takes effect with it.
+    """
     before, after = step.before.transfers, step.after.transfers
     if before is None or after is None:
         return
-    yield from differing("held", list(before.held), list(after.held))
+    due = {hold.request_id: hold for hold in before.held}
+    for name in ledger.ending & step.old.keys():
+        hold = ledger.store.find_hold(step.old[name])
+        due |= {} if hold is None else {name: hold}
+    yield from differing("held", [due[name] for name in sorted(due)], list(after.held))
     kept = [table for held in before.held for table in held.block_tables]
     for old in step.before.requests:
         kept += old.block_tables if ledger.store.is_under_way(old) else ()
@@ -240,7 +271,12 @@ def deferred_free_ends_with_the_answer_to_its_frame(step: Step, _ledger: Ledger)
             yield unequal(what, "frame_id", f"one of {in_flight}", entry.frame_id)
 
 
-@sentence("P17", *NO_FORKS, needs="kv_connector")
+@sentence(
+    "P17",
+    *NO_FORKS,
+    needs="kv_connector",
+    fixes="which blocks wait for the answers to frames in flight",
+)
 def block_of_a_frame_in_flight_is_free_behind_its_answer(step: Step, ledger: Ledger) -> Complaints:
     """What a request gives up while a frame in flight names it waits for the newest such frame, and
     nothing else does: a store could write it before, and the frame still reads or writes it."""
@@ -285,7 +321,13 @@ def _list_given_up(
         yield name, (old_blocks - Counter(() if name in begun_anew else chain(*left))).elements()
 
 
-@sentence("P16", v.Schedule, needs="kv_connector", of="preempted")
+@sentence(
+    "P16",
+    v.Schedule,
+    needs="kv_connector",
+    of="preempted",
+    fixes="which request is preempted",
+)
 def preempted_request_has_no_row_in_flight(step: Step, ledger: Ledger) -> Complaints:
     """Nobody is preempted whose blocks would be free only behind the answer to a frame: the one who
     lacks blocks waits for that answer instead. A policy."""
@@ -297,15 +339,17 @@ def preempted_request_has_no_row_in_flight(step: Step, ledger: Ledger) -> Compla
 
 @sentence("P18", v.TransfersReported)
 def report_changes_only_what_it_is_about(step: Step, ledger: Ledger) -> Complaints:
-    """Who was neither being loaded nor ends by it is as before."""
-    failed = ledger.store.find_failed(step)
+    """A request that was neither being loaded nor ends by it is as before."""
+    concerned = {*ledger.store.find_failed(step), *ledger.store.list_arrived(step)}
     for name, old in step.old.items():
         new = step.new.get(name)
-        if name not in failed and new is not old and new != old:
+        if name not in concerned and new is not old and new != old:
             yield unequal(f"a report changed {name!r}", f"request {name}", old, new)
 
 
-@sentence("P19", v.Commit, v.TransfersReported, needs="kv_connector")
+@sentence(
+    "P19", v.Commit, v.TransfersReported, needs="kv_connector", said_by="attended_slot_was_loaded"
+)
 def failed_load_counts_no_further_than_it_came(step: Step, ledger: Ledger) -> Complaints:
     """Where what could not be loaded is computed again, a request goes on behind what is there, and
     what was computed on the rest is void."""
@@ -345,7 +389,7 @@ def failed_load_counts_no_further_than_it_came(step: Step, ledger: Ledger) -> Co
             yield unequal(f"{name!r} has {valid} tokens", f"request {name}", due, new)
 
 
-@sentence("P19", v.TransfersReported)
+@sentence("P19", v.TransfersReported, said_by="delivered_rows_are_those_that_sampled")
 def report_ends_exactly_those_whose_load_failed(step: Step, ledger: Ledger) -> Complaints:
     """They end with an error where nothing is computed again, and nobody else does."""
     failing = ledger.list_failing(step)
@@ -357,7 +401,7 @@ def report_ends_exactly_those_whose_load_failed(step: Step, ledger: Ledger) -> C
     yield from differing("unfinished", sorted(left), sorted(step.new))
 
 
-@sentence("P15", v.Schedule, needs="kv_connector")
+@sentence("P15", v.Schedule, needs="kv_connector", fixes="which request is admitted, and when")
 def received_one_is_not_left_behind_a_head_that_does_not_fit(
     step: Step, ledger: Ledger
 ) -> Complaints:

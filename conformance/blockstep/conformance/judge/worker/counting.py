@@ -18,9 +18,12 @@ from blockstep.spec import vocabulary as v
 class CountingWorker(Worker):
     """A model worker without memory. One object is one run."""
 
+    keeps_requests = False
+
     def __init__(self, config: v.Config, next_token: NextToken) -> None:
         super().__init__(config, next_token)
         self.kv = []  # no slot is ever written or read
+        self._of_drafter = None
 
     def _start_new(self, row: v.NewRow) -> FrameRow:
         """An id may come again: who has ended need not be told."""

@@ -17,6 +17,7 @@ from typing import Any, Self, TypeAlias
 
 from blockstep.conformance.engine import EngineTraits, PartOfState
 from blockstep.conformance.judge.attended import is_across, without_given_back
+from blockstep.conformance.judge.worker.drafter import Drafter
 from blockstep.conformance.judge.worker.sampling import NextToken
 from blockstep.conformance.judge.worker.stored import Stored
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView, is_outdated
@@ -29,12 +30,14 @@ _VIEWED = ("output_token_ids", "num_output_placeholders", "block_tables", "num_c
 _get_viewed = attrgetter(*_VIEWED)
 
 
-class Worker(Stored):
+class Worker(Drafter, Stored):
     """A model worker. One object is one run."""
 
     drops_tokens_in_flight = False
     """Whether its engine drops what frames in flight sample for a request that it preempts
     (`EngineTraits`)."""
+    keeps_requests = True
+    """Whether it knows a request until a plan tells that it has ended."""
 
     def __init__(self, config: v.Config, next_token: NextToken) -> None:
         super().__init__(config, next_token)
@@ -99,6 +102,7 @@ class Worker(Stored):
             # So many plans later it must have been committed, whether or not anybody says so.
             self._settle(frame_id, self.answer(frame_id))
         self.save(plan)
+        self.hear_of_ends(plan.finished_req_ids)  # an abort may have taken effect with this plan
         for request_id in plan.finished_req_ids:
             gone = self.views.pop(request_id, None)
             if gone is not None:
@@ -112,15 +116,18 @@ class Worker(Stored):
         if self.config.encoder_cache_size:
             self.encode(plan, rows)
         self.copy(plan.block_copies)
+        self.copy_drafts(plan.block_copies)
         if plan.new_block_ids_to_zero:
             self.zero(plan.new_block_ids_to_zero)
         self._last_scheduled = {row.request_id for row in plan.rows}
         if self.config.kv_connector:
             self.load(plan, rows)
+            self.load_drafts(plan.kv_loads)
         if rows:
             self._write(rows)
         for row in rows:
             self._read(row)
+        self.run_drafter(rows, plan)
         if rows and any(plan.num_common_prefix_blocks):
             # Behind what is wrong with a row itself, of which a hint may speak too.
             self._check_common(plan.num_common_prefix_blocks, rows)
@@ -138,6 +145,7 @@ class Worker(Stored):
         view = row.view
         self._promise(row)
         self._deliver(row, self._sample(row) if row.samples else ())
+        self.propose_in_slots(row)
         if self.recurrent:
             self.keep_states(row)
         if row.samples and self.config.async_scheduling:
@@ -438,6 +446,7 @@ class Worker(Stored):
     def reset(self, forced: bool) -> None:
         """The cache was emptied: nothing written so far may be read again (P25)."""
         self.forget()
+        self.forget_drafts()
         if forced:
             for view in list(self.views.values()):
                 view.may_resume = True

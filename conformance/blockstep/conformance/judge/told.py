@@ -1,0 +1,177 @@
+"""Told: what is wrong with an answer, given what plans and answers have told before it.
+
+`judge.answers` looks at one answer. These sentences hold for every engine, too, whether or not it
+shows a state, and need a memory: drafts that were taken, hits of first admissions, requests that
+have ended and of which no plan has told the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from blockstep.conformance.protocol.findings import Difference, Finding, violated
+from blockstep.conformance.protocol.sessions import Session
+from blockstep.spec import vocabulary as v
+
+
+@dataclass(slots=True)
+class Told:
+    """What plans and answers of one run have told. Not reusable."""
+
+    config: v.Config
+    tells_hits: bool
+    """Whether its outputs tell cached tokens: it has a capability of statistics."""
+    tells_ends: bool
+    """Whether its worker keeps requests until a plan tells that they ended."""
+    has_slots: bool = True
+    """Whether its worker has a slot for each request that runs, `max_num_seqs` in all."""
+    proposed: dict[v.RequestId, v.TokenIds] = field(default_factory=dict)
+    """Drafts that were taken for a request and are still for its next position."""
+    first_hits: dict[v.RequestId, int] = field(default_factory=dict)
+    """Tokens that each request had not to compute at its first admission."""
+    known: set[v.RequestId] = field(default_factory=set)
+    """Unfinished requests that had a row."""
+    ended: set[v.RequestId] = field(default_factory=set)
+    """Requests that had a row and ended since the last plan."""
+    slots: set[v.RequestId] = field(default_factory=set)
+    """Requests that a worker keeps: it was told of them, and not that they ended or were preempted.
+
+    Without those of which no plan tells: preempted by a reset or a failed load, and sessions that
+    rest, for which a worker must have slots of their own.
+    """
+
+    def judge(
+        self,
+        event: v.Event,
+        seen: v.Observation,
+        live: Mapping[v.RequestId, v.Request],
+        sessions: Mapping[v.RequestId, Session],
+    ) -> Iterator[Finding]:
+        """What is wrong with an answer of the right kind. `live` and `sessions`: before it."""
+        if isinstance(seen, v.Outputs) and self.tells_hits:
+            yield from self._judge_hits(seen.rows, live)
+        match event, seen:
+            case v.Schedule(), v.Plan() as plan:
+                yield from self._judge_ends(plan, live)
+                if self.has_slots:
+                    yield from self._judge_slots(plan)
+                if not self.config.async_scheduling:
+                    yield from self._judge_drafts(plan)
+            case v.GrammarFailed(request_id=name), v.Outputs(rows=rows):
+                yield from _judge_failed_grammar(name, rows)
+            case v.StreamingUpdate(request=update), _:
+                ended = seen.request_ids if isinstance(seen, v.Aborted) else ()
+                yield from _judge_update(update, sessions, ended)
+
+    def _judge_hits(
+        self, rows: Sequence[v.OutputRow], live: Collection[v.RequestId]
+    ) -> Iterator[Finding]:
+        for row in rows:
+            due, seen = self.first_hits.get(row.request_id, 0), row.num_cached_tokens
+            if row.request_id in live and seen != due:
+                what = f"{row.request_id!r} was told a wrong number of cached tokens"
+                told = Difference("num_cached_tokens", str(due), str(seen))
+                yield violated("P21", "told_cached_tokens_are_those_of_the_first_hit", what, told)
+
+    def _judge_ends(self, plan: v.Plan, live: Collection[v.RequestId]) -> Iterator[Finding]:
+        """A worker is told of each request that it knows and that has ended, and of no other."""
+        self._note_ends(live)
+        named = set(plan.finished_req_ids)
+        kept = sorted(self.ended - named) if self.tells_ends else []
+        lost = sorted(named & self.known)
+        for names, what in ((kept, "ended, and no plan says so"), (lost, "did not end")):
+            if names:
+                difference = Difference(
+                    "finished_req_ids", str(sorted(self.ended)), str(plan.finished_req_ids)
+                )
+                yield violated("P26", "plan_tells_who_ended", f"{names} {what}", difference)
+
+    def _judge_slots(self, plan: v.Plan) -> Iterator[Finding]:
+        """A worker keeps no more requests than it has slots: an id more has nowhere to go."""
+        kept, limit = self._list_kept(plan), self.config.max_num_seqs
+        if len(kept) > limit >= len(plan.rows):  # with more rows than slots that is said already
+            what = f"{sorted(kept)} are at the worker, which has {limit} slots"
+            yield violated("P9", "worker_keeps_at_most_max_num_seqs_requests", what)
+
+    def _list_kept(self, plan: v.Plan) -> set[v.RequestId]:
+        """What a worker keeps once it was told a plan."""
+        left = self.slots.difference(plan.finished_req_ids, plan.preempted_req_ids)
+        if not self.tells_ends:
+            left &= self.known
+        return left.union(row.request_id for row in plan.rows)
+
+    def _judge_drafts(self, plan: v.Plan) -> Iterator[Finding]:
+        """A row verifies a prefix of what was proposed last for its request's next position."""
+        for row in plan.cached:
+            drafts, due = row.draft_token_ids, self.proposed.get(row.request_id, ())
+            if drafts != due[: len(drafts)]:
+                what = f"{row.request_id!r} verifies drafts that were not proposed for its position"
+                told = Difference("draft_token_ids", str(due), str(drafts))
+                yield violated("P24", "dispatched_drafts_are_the_last_proposed_ones", what, told)
+
+    def follow(
+        self, event: v.Event, seen: v.Observation, live: Mapping[v.RequestId, v.Request]
+    ) -> None:
+        """Learn from an answer that was judged. `live`: unfinished requests behind it."""
+        match event, seen:
+            case v.Drafts(drafts=drafts), v.DraftsTaken(request_ids=taken):
+                for row in drafts:
+                    if row.request_id in taken:
+                        self.proposed[row.request_id] = row.token_ids
+            case v.Schedule(), v.Plan() as plan:
+                self._follow_plan(plan)
+            case v.Commit(sampled=sampled), v.Outputs(rows=rows):
+                self._outdate(row.request_id for row in sampled if row.token_ids)
+                stopped = {row.request_id for row in rows if row.finish_reason is not None}
+                self.slots -= stopped & live.keys()  # sessions that rest, or go on
+            case v.Reset(reset_running_requests=True), v.ResetDone(success=True):
+                self.proposed.clear()
+                self.slots.clear()
+            case v.Fork(request_id=name, child_id=child_id), v.Ack():
+                if name in self.first_hits:
+                    self.first_hits[child_id] = self.first_hits[name]
+        self._note_ends(live)
+
+    def _follow_plan(self, plan: v.Plan) -> None:
+        self.ended.clear()
+        self.slots = self._list_kept(plan)
+        self._outdate(plan.preempted_req_ids)
+        for row in plan.rows:
+            self.known.add(row.request_id)
+            self.first_hits.setdefault(row.request_id, row.num_computed_tokens)
+        self._outdate(row.request_id for row in plan.rows)
+
+    def _outdate(self, names: Iterable[v.RequestId]) -> None:
+        """The next position of these requests is another one now."""
+        for name in names:
+            self.proposed.pop(name, None)
+
+    def _note_ends(self, live: Collection[v.RequestId]) -> None:
+        gone = {name for name in self.known if name not in live}
+        self.known -= gone
+        self.ended |= gone
+        for name in [name for name in self.first_hits if name not in live]:
+            del self.first_hits[name]
+        self._outdate(gone)
+
+
+def _judge_failed_grammar(name: v.RequestId, rows: Sequence[v.OutputRow]) -> Iterator[Finding]:
+    seen = [(row.request_id, row.new_token_ids, row.finish_reason) for row in rows]
+    due = [(name, (), v.FinishReason.ERROR)]
+    if seen != due:
+        what = f"the grammar of {name!r} cannot be had: it ends by that, and nothing else"
+        difference = Difference("rows", str(due), str(seen))
+        yield violated("P23", "failed_grammar_ends_its_request", what, difference)
+
+
+def _judge_update(
+    update: v.Request, sessions: Mapping[v.RequestId, Session], ended: Sequence[v.RequestId]
+) -> Iterator[Finding]:
+    session = sessions.get(update.request_id)
+    is_over = session is not None and session.is_resting and not update.resumable
+    due = [update.request_id] if is_over else []
+    if list(ended) != due:
+        what = f"{update.request_id!r} rests: {is_over}; further input: {update.resumable}"
+        difference = Difference("aborted", str(due), str(list(ended)))
+        yield violated("P13", "end_of_its_input_ends_who_rests", what, difference)
