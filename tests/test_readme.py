@@ -10,8 +10,11 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from blockstep.conformance.command.main import app
+from blockstep.conformance.engine import get_capabilities
+from blockstep.conformance.protocol.registry import load_engine
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+HOUSE = Path(__file__).parent.parent
+README = (HOUSE / "README.md").read_text()
 
 
 def fenced(language: str) -> list[str]:
@@ -25,6 +28,71 @@ def test_the_failure_shown_is_what_the_tool_prints() -> None:
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 1
     assert result.stdout.strip() == shown.strip()
+
+
+ROWS = {
+    "several plans in flight": "async",
+    "a pipeline": "pipeline",
+    "aborts": "abort",
+    "PRIORITY": "priority",
+    "drafts": "drafts",
+    "pause, reset": "reset",
+    "typed rejections": "rejection",
+    "grammars that": "grammar",
+    "masks": "masks",
+    "items": "multimodal",
+    "encoder inputs": "encoder",
+    "KV groups: full": "groups",
+    "KV groups of every": "kinds",
+    "a cap on adapters": "adapters",
+    "streaming sessions": "sessions",
+    "a KV store": "transfers",
+    "KV events": "events",
+    "forks": "forks",
+    "pins": "pins",
+    "tiers": "tiers",
+}
+"""Rows of what is covered, and the capability that each stands for."""
+
+
+def table_of(title: str) -> dict[str, list[str]]:
+    """The cells behind the first one, by it, of the table of a section."""
+    section = README.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
+
+
+def test_what_is_covered_is_what_our_engines_say() -> None:
+    table = table_of("What is covered")
+    heads = [re.sub(r".*`(\w+)`", r"\1", cell) for cell in table.pop("")]
+    assert heads[:4] == ["spec", "host", "compiled", "device"]
+    table.pop("---")
+    rows = {title: cells for title, cells in table.items() if not title.startswith("token budget")}
+    assert len(rows) == len(ROWS)
+    for column, name in enumerate(heads[:4]):
+        able = get_capabilities(load_engine(name))
+        for title, cells in rows.items():
+            (capability,) = (what for start, what in ROWS.items() if title.startswith(start))
+            assert (cells[column] == "yes") is (capability in able), (name, title)
+
+
+def test_what_was_found_is_what_the_table_has() -> None:
+    page = (HOUSE / "docs/reference/findings.md").read_text().partition("| *events played*")[0]
+    rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| ")]
+    releases = [cell.strip() for cell in rows[0][1:]]
+    counts = {
+        release: sum(row[column].strip() != "-" for row in rows[1:])
+        for column, release in enumerate(releases, 1)
+    }
+    table = table_of("What it found")
+    for release in ("0.19.1", "0.33.0"):
+        assert table[f"vLLM {release}"][0] == str(counts[release])
+    assert f"ten releases, {min(counts.values())} to {max(counts.values())} rows" in README
+    index = (HOUSE / "docs/index.md").read_text()
+    assert f"{counts['0.19.1']} rows in 0.19.1, {counts['0.33.0']} in 0.33.0" in index
+    (row,) = (row for row in rows if "#43569" in row[0])
+    assert [cell.strip() for cell in row[1:]][1:].count("-") == 0, "in every release since 0.12.0"
+    assert row[releases.index("0.33.0") + 1].strip() == "8"
 
 
 def test_the_example_runs_and_prints_its_comments() -> None:

@@ -14,13 +14,14 @@ from typer.testing import CliRunner, Result
 from blockstep.conformance.command.main import app
 from blockstep.conformance.engine import Capability
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.conformance.search.episodes import run_episode
+from blockstep.conformance.search.episodes import fit_depth, run_episode
 from blockstep.conformance.search.options import CheckOptions
 
 DOCS = Path(__file__).parents[2] / "docs"
 TUTORIAL = (DOCS / "tutorial" / "your-engine.md").read_text()
 HOW_TO = (DOCS / "how-to" / "hold-your-engine.md").read_text()
 FENCE = re.compile(r"([^\n]*\n)\n```(\w+)\n(.*?)```", re.S)
+EPISODES, EPISODES_MAX = 20, 150
 NAMED = re.compile(r"`(\w+\.py)`")
 
 
@@ -218,3 +219,113 @@ def test_the_template_filled_in_with_our_oracle_conforms(folder: Path, safety: l
     """Every situation that is required can be reached without the capabilities that it lacks."""
     result = check_oracle_in_template(folder, safety, "--budget", 60_000)
     assert result.exit_code == 0, result.output
+
+
+# new-adapter --like.
+
+FILLED = """
+
+from blockstep.spec import Oracle
+
+
+class Filled(Adapter):
+    \"\"\"The five functions, with the specification as the scheduler.\"\"\"
+
+    ends_later = remaps = False
+
+    def build(self):
+        self.oracle, self.plans, self.tables, self.leaving = Oracle(self.config), {}, {}, []
+
+    def add(self, request):
+        if request.request_id in self.leaving:  # that one has ended, and this is another
+            self.leaving.remove(request.request_id)
+        self.oracle.apply(v.Submit(request))
+
+    def step(self):
+        self.oracle.apply(v.Abort(tuple(self.leaving)))
+        self.leaving = []
+        plan = self.plans[self.num_plans] = self.oracle.apply(v.Schedule())
+        rows, remapped = [], []
+        for row in (*plan.cached, *plan.new):
+            name, is_new = row.request_id, isinstance(row, v.NewRow)
+            (blocks,) = row.block_ids if is_new else row.new_block_ids
+            is_whole = is_new or row.resumed
+            self.tables[name] = table = blocks if is_whole else (*self.tables[name], *blocks)
+            if self.remaps and not is_whole and (self.num_plans + len(rows)) % 3 == 0:
+                remapped.append(name)
+                blocks = table
+            rows.append(Row(name, row.num_computed_tokens, row.num_scheduled_tokens, blocks))
+        remaps = {"remapped": remapped} if remapped else {}
+        return Step(rows, plan.preempted_req_ids, **remaps)
+
+    def commit(self, frame_id, sampled):
+        self.sampled = sampled
+        return super().commit(frame_id, sampled)
+
+    def take(self, frame_id, sampled):
+        done = self.oracle.apply(v.Commit(self.plans[frame_id].frame_id, self.sampled))
+        return {row.request_id: row.finish_reason for row in done.rows}
+
+    def drop(self, request_ids):
+        if self.ends_later:
+            self.leaving += request_ids
+            return ()
+        return self.oracle.apply(v.Abort(tuple(request_ids))).request_ids
+
+    def schedule(self):
+        made = super().schedule()
+        if not (self.ends_later or self.remaps):  # then it is the specification's own plan
+            told = self.plans[made.frame_id]
+            for name in ("new", "cached", "finished_req_ids", "preempted_req_ids"):
+                assert getattr(made, name) == getattr(told, name), name
+        return made
+
+
+class Later(Filled):
+    ends_later = True
+
+
+class Remapping(Filled):
+    remaps = True
+"""
+
+
+@pytest.mark.parametrize("like", ["plain", "async", "caching"])
+def test_a_longer_template_says_what_is_open(folder: Path, like: str) -> None:
+    assert blockstep("new-adapter", "mine", "--like", like).exit_code == 0
+    result = blockstep("check", "--engine", "mine:make", "--preset", "tiny", "--in-process")
+    assert result.exit_code == 1
+    assert re.search(r"EngineFault: (add|step)\(\) is not filled in", result.output)
+    assert "# ---" not in (folder / "mine.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("like", "name", "shows"),
+    [
+        ("plain", "Filled", {"preempted_then_resumed", "several_ended_in_one_commit"}),
+        ("plain", "Later", {"preempted_then_resumed"}),
+        ("async", "Filled", {"several_frames_in_flight", "abort_in_flight"}),
+        ("async", "Later", {"several_frames_in_flight"}),
+        ("caching", "Filled", {"prefix_hit", "resumed_with_hit"}),
+        ("caching", "Remapping", {"prefix_hit", "preempted_then_resumed"}),
+    ],
+)
+def test_a_longer_template_makes_plans_of_five_functions(
+    folder: Path, like: str, name: str, shows: set[str]
+) -> None:
+    """Filled in with the specification it makes the specification's plans, and none is accused."""
+    assert blockstep("new-adapter", "mine", "--like", like).exit_code == 0
+    with (folder / "mine.py").open("a") as file:
+        file.write(FILLED)
+    forget(folder)
+    make_engine, options = load_engine(f"mine:{name}"), CheckOptions(preset="tiny")
+    options = fit_depth(options, make_engine)
+    assert options.max_depth == (2 if like == "async" else 1)
+    reached: set[str] = set()
+    for index in range(EPISODES_MAX):
+        episode = run_episode(options, index, make_engine)
+        assert episode.first is None, (episode.first, episode.program)
+        reached |= {witness for witness, count in episode.witnesses.items() if count}
+        if index >= EPISODES and reached >= shows:
+            break
+    assert reached >= shows

@@ -118,7 +118,9 @@ def test_without_an_engine_nothing_is_collected_and_nothing_imported(
         import sys
         def test_imports():
             ours = [name for name in sys.modules if name.startswith("blockstep.")]
-            assert ours == ["blockstep.conformance", "blockstep.conformance.pytest_plugin"], ours
+            tools = "blockstep.conformance"
+            light = ["pytest_plugin", "protocol", "protocol.settings"]  # it reads the table
+            assert ours == [tools, *(f"{tools}.{name}" for name in light)], ours
         def test_fixture(blockstep):
             raise AssertionError("unreachable")
         """
@@ -126,15 +128,48 @@ def test_without_an_engine_nothing_is_collected_and_nothing_imported(
     result = inner.runpytest_subprocess("-rs", "--strict-markers", "-W", "error")
     result.assert_outcomes(passed=1, skipped=1)
     result.stdout.fnmatch_lines(
-        ["*no engine: name one with --blockstep-engine, or as blockstep_engine in *"]
+        ["*no engine: name one with --blockstep-engine, or in *tool.blockstep*"]
     )
 
 
-def test_the_engine_of_a_kept_program_may_stand_in_the_settings(inner: pytest.Pytester) -> None:
-    """Without the option no test of a property or preset is added to those of the project."""
-    inner.makeini("[pytest]\nblockstep_engine = spec\n")
+def write_table(inner: pytest.Pytester, *lines: str) -> None:
+    (inner.path / "pyproject.toml").write_text("\n".join(["[tool.blockstep]", *lines]) + "\n")
+
+
+def test_the_engine_of_a_kept_program_may_stand_in_pyproject(inner: pytest.Pytester) -> None:
+    """Without an option no test of a property or preset is added to those of the project."""
+    write_table(inner, 'engine = "spec"')
     inner.makepyfile("def test_program(blockstep):\n    assert blockstep.engine == 'spec'\n")
     inner.runpytest_subprocess("--strict-config", "-W", "error").assert_outcomes(passed=1)
+
+
+def test_the_table_says_what_is_tested(inner: pytest.Pytester) -> None:
+    write_table(inner, 'engine = "plugged_engines:Bad"', 'preset = "tiny"', "budget = 300")
+    names = ("--collect-only", "-q", "--blockstep")
+    result = inner.runpytest_inprocess(*names)
+    assert len([line for line in result.outlines if "blockstep::tiny::" in line]) == NUM_ITEMS
+    assert not [line for line in result.outlines if "blockstep::small::" in line]
+    result = inner.runpytest_inprocess(*names, "--blockstep-engine=spec")
+    assert any("blockstep::small::" in line for line in result.outlines), "it is another engine"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('engine = "spec"\npreset = "huge"', "*tool.blockstep.preset: 'huge': must be one of *"),
+        ("enigne = 3", "*tool.blockstep.enigne: no such key; one of engine, *"),
+        ('engine = "spec"\nknown = "no"', "--blockstep-known *no: there is no such folder*"),
+        (None, "--blockstep: no pyproject.toml has a table *"),
+    ],
+)
+def test_a_table_that_cannot_be_meant_ends_the_session(
+    inner: pytest.Pytester, line: str | None, told: str
+) -> None:
+    if line is not None:
+        write_table(inner, line)
+    result = inner.runpytest_inprocess("--blockstep")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: {told}"])
 
 
 def test_pytest_does_not_warn_where_the_plugin_was_imported_before(inner: pytest.Pytester) -> None:

@@ -69,14 +69,14 @@ def make_result(names: Sequence[str] = tuple(WITNESSES), equivalence: str = "exa
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_verdict_at_each_width(width: int, snapshot: SnapshotAssertion) -> None:
     console = make_terminal(width)
-    render_verdict(make_result(REACHED, "safety"), console)
+    render_verdict(make_result(REACHED, "safety"), console, shows_coverage=True)
     assert get_shown(console) == snapshot
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_situation_and_its_count_are_shown(width: int) -> None:
     console, result = make_terminal(width), make_result()
-    render_verdict(result, console)
+    render_verdict(result, console, shows_coverage=True)
     words = get_shown(console).split()
     for name, count in result.witnesses.items():
         assert words[words.index(name) + 1] == f"{count:,}"

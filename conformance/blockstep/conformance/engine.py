@@ -446,7 +446,7 @@ def build(make_engine: EngineFactory, config: Config) -> Engine:
 
 
 def _shows_state(engine: Engine) -> bool:
-    """Whether a new engine returns a state. An exception of it is reported after the first event."""
+    """Return whether a new engine shows a state; if it raises, the first event reports that."""
     try:
         return engine.snapshot() is not None
     except Exception:

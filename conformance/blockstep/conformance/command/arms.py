@@ -16,7 +16,7 @@ from blockstep.conformance.search.options import CheckOptions, ExitCode, load
 
 
 def arms_command(
-    engine: options.Engine = "host",
+    engine: options.Engine,
     preset: Annotated[
         str, typer.Option(help=f"Scope of the workloads: {', '.join(PRESETS)}.")
     ] = "small",

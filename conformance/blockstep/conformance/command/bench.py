@@ -30,7 +30,9 @@ TRACE_STEPS_MAX = 1 << 30
 
 EngineOption = Annotated[
     list[str] | None,
-    typer.Option(help="May be given several times; host otherwise. vllm: its bare scheduler."),
+    typer.Option(
+        help="May be given several times; else the default of check. vllm: its bare scheduler."
+    ),
 ]
 ScenarioOption = Annotated[
     list[str] | None,
@@ -120,7 +122,7 @@ def scheduler_command(
 
 def _require_engines(engines: list[str] | None) -> list[str]:
     """The engines that are asked for, each once; what cannot be built ends the command."""
-    names = list(dict.fromkeys(engines or ["host"]))
+    names = list(dict.fromkeys(engines or [options.get_default_engine()]))
     for name in names:
         if name != "vllm":
             console.require_engine(load_engine(name))

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from blockstep.conformance.command import console, options, programs
+from blockstep.conformance.command import console, options, programs, sections
 from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.judge.properties import PROPERTIES
+from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.registry import MUSEUM
 from blockstep.conformance.recorded.episodes import write_episode
+from blockstep.conformance.report.brief import tell_found
+from blockstep.conformance.report.colour import show
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.report.sentences import SENTENCES
 from blockstep.conformance.search.check import CheckResult, check
+from blockstep.conformance.search.hunt import Call, call_here
 from blockstep.conformance.search.isolation import (
     BUILD_SECONDS,
     EVENT_SECONDS,
     Isolation,
     LostError,
 )
+from blockstep.conformance.search.known import KnownFindings, read_known
 from blockstep.conformance.search.options import CheckOptions, load
 from blockstep.spec.profiles import STRICT
 from blockstep.spec.vocabulary import Policy
@@ -39,20 +45,31 @@ def is_ours(engine: str) -> bool:
 
 FolderOption = Annotated[
     Path | None,
-    typer.Option(exists=True, file_okay=False, help="A folder to look in first for the engine."),
+    typer.Option(
+        exists=True,
+        file_okay=False,
+        help="A folder to look in first for the engine.",
+        rich_help_panel=sections.ENGINE,
+    ),
 ]
 PolicyOption = Annotated[
-    Policy | None, typer.Option(help="Fix the policy; both are drawn otherwise.")
+    Policy | None,
+    typer.Option(help="Fix the policy; both are drawn otherwise.", rich_help_panel=sections.RUNS),
 ]
 HideStateOption = Annotated[
     bool,
     typer.Option(
-        "--hide-state", help="Judge plans and answers alone: the engine is not asked for its state."
+        "--hide-state",
+        help="Judge plans and answers alone: the engine is not asked for its state.",
+        rich_help_panel=sections.ENGINE,
     ),
 ]
 SentenceOption = Annotated[
     str | None,
-    typer.Option(help="Where several sentences are broken at once, show a program for this one."),
+    typer.Option(
+        help="Where several sentences are broken at once, show a program for this one.",
+        rich_help_panel=sections.RUNS,
+    ),
 ]
 InProcessOption = Annotated[
     bool,
@@ -60,22 +77,55 @@ InProcessOption = Annotated[
         "--in-process",
         help="Run the engine in this process, one job at a time: for a debugger. It is run in "
         "processes of its own otherwise, unless it is one of ours.",
+        rich_help_panel=sections.ENGINE,
     ),
 ]
 EventSecondsOption = Annotated[
     float,
     typer.Option(
         help="An engine that does not answer one event within so long hangs; importing and "
-        f"building it may take {BUILD_SECONDS:g}."
+        f"building it may take {BUILD_SECONDS:g}.",
+        rich_help_panel=sections.ENGINE,
+    ),
+]
+
+PresetOption = Annotated[
+    str,
+    typer.Option(help=f"Scope of the runs: {', '.join(PRESETS)}.", rich_help_panel=sections.RUNS),
+]
+BudgetOption = Annotated[
+    str,
+    typer.Option(
+        help="How long: a number of events (repeatable), or 60s, 5m.",
+        rich_help_panel=sections.RUNS,
+    ),
+]
+EpisodeOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Run this one episode only (to reproduce a failure).",
+        rich_help_panel=sections.RUNS,
+    ),
+]
+RecordOption = Annotated[
+    Path | None,
+    options.output("With --episode: write the run as a trace.", panel=sections.PROGRAMS),
+]
+CoverageOption = Annotated[
+    bool,
+    typer.Option(
+        "--coverage",
+        help="Show how often each coverage goal was reached.",
+        rich_help_panel=sections.OUTPUT,
     ),
 ]
 
 
 def check_command(
-    engine: options.Engine = "host",
-    preset: Annotated[
-        str, typer.Option(help=f"Scope of the runs: {', '.join(PRESETS)}.")
-    ] = "small",
+    context: typer.Context,
+    engine: options.Engine,
+    preset: PresetOption = "small",
     policy: PolicyOption = None,
     profile: options.Profile = STRICT.name,
     depth: options.Depth = MAX_DEPTH,
@@ -83,24 +133,21 @@ def check_command(
     without_features: options.Without = None,
     path: FolderOption = None,
     seed: options.Seed = 0,
-    budget: Annotated[
-        str, typer.Option(help="How long: a number of events (repeatable), or 60s, 5m.")
-    ] = "150000",
-    episode: Annotated[
-        int | None, typer.Option(min=0, help="Run this one episode only (to reproduce a failure).")
-    ] = None,
+    budget: BudgetOption = "150000",
+    episode: EpisodeOption = None,
     jobs: options.Jobs = 0,
-    record: Annotated[
-        Path | None, options.output("With --episode: write the run as a trace.")
-    ] = None,
+    record: RecordOption = None,
     program: programs.ProgramOption = None,
     corpus: programs.CorpusOption = None,
+    known: programs.KnownOption = None,
     save: programs.SaveOption = None,
+    view: programs.ViewOption = None,
     event_seconds: EventSecondsOption = EVENT_SECONDS,
     hide_state: HideStateOption = False,
     sentence: SentenceOption = None,
     in_process: InProcessOption = False,
     brief: options.Brief = False,
+    coverage: CoverageOption = False,
     json_path: options.Json = None,
 ) -> None:
     """Drive an engine and the spec through random programs and compare after every event.
@@ -110,8 +157,10 @@ def check_command(
     screen = console.make_screen(json_path)
     options.require_preset(preset)
     options.require_profile(profile)
-    programs.require_one(program, corpus, episode)
-    _require_sense(event_seconds, record, episode)
+    if program is not None or episode is not None:  # then what pyproject.toml says is not meant
+        corpus = corpus if options.is_given(context, "corpus") else None
+        known = known if options.is_given(context, "known") else None
+    _require_sense(event_seconds, record, episode, program, corpus)
     max_events, max_seconds = options.require_budget(budget)
     wanted = CheckOptions(
         engine=engine,
@@ -130,20 +179,34 @@ def check_command(
         with_features=options.require_features(with_features),
         without_features=options.require_features(without_features),
     )
-    is_trusted = in_process or is_ours(engine)
     with console.input_errors(), Isolation(event_seconds) as isolation:
-        place = None if is_trusted else isolation
+        place = None if in_process or is_ours(engine) else isolation
         if in_process:
             console.require_engine(load(wanted))
-        played = programs.play(wanted, program, corpus, place, screen, brief)
+        passed_over = {} if known is None else read_known(known)
+        played = programs.play(wanted, program, corpus, place, screen, brief, passed_over)
         ended = [result for result in played if result.first is not None or program is not None]
-        result = ended[0] if ended else _check(wanted, place, record, screen, brief)
-        programs.save(save, result, isolation)
-    console.write_json(json_path, check_to_json(result, played if corpus else ()))
-    raise typer.Exit(result.exit_code)
+        if not ended:
+            ended = [_check(wanted, place, record, screen, passed_over, brief, coverage)]
+        programs.save(save, ended[0], isolation)
+        programs.view(view, ended[0], _get_call(wanted, place), isolation)
+    console.write_json(json_path, check_to_json(ended[0], played if corpus else ()))
+    raise typer.Exit(ended[0].exit_code)
 
 
-def _require_sense(event_seconds: float, record: Path | None, episode: int | None) -> None:
+def _get_call(wanted: CheckOptions, isolation: Isolation | None) -> Call:
+    """A function that does work with the engine, in this process or in isolation."""
+    return call_here(load(wanted)) if isolation is None else isolation.call
+
+
+def _require_sense(
+    event_seconds: float,
+    record: Path | None,
+    episode: int | None,
+    program: Path | None,
+    corpus: Path | None,
+) -> None:
+    programs.require_one(program, corpus, episode)
     if record is not None and episode is None:
         console.usage("--record: needs --episode, for a trace is one run")
     if not event_seconds > 0:
@@ -164,13 +227,31 @@ def _check(
     isolation: Isolation | None,
     record: Path | None,
     screen: Console,
+    programs_known: Mapping[str, Program],
     brief: bool,
+    shows_coverage: bool,
 ) -> CheckResult:
     """Check and report, in this process or in isolation; then record the run if it is wanted."""
-    run_check = check if isolation is None else isolation.check
     with console.progress(screen, f"checking {wanted.engine}") as advance:
-        result = run_check(wanted, lambda now: advance(*tell_progress(wanted, now)))
-    programs.tell(result, screen, brief)
+        is_told = brief  # then a finding takes five lines, and no more
+
+        def tell(now: CheckResult) -> None:
+            nonlocal is_told
+            if now.first is not None and now.loss is None and not is_told:
+                is_told = True  # shrinking may take a while
+                show(console.get_errors(screen), tell_found(now))
+            advance(*tell_progress(wanted, now))
+
+        known = (
+            KnownFindings(wanted, _get_call(wanted, isolation), programs_known)
+            if programs_known
+            else None
+        )
+        if isolation is None:
+            result = check(wanted, tell, known=known)
+        else:
+            result = isolation.check(wanted, tell, known)
+    programs.tell(result, screen, brief, shows_coverage)
     if record is not None and isolation is None:
         write_episode(wanted, None, record)
     elif record is not None and isolation is not None:

@@ -22,7 +22,7 @@ from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.protocol.findings import tell_error
 from blockstep.conformance.protocol.registry import EngineNotFoundError
 from blockstep.conformance.recorded.traces import TraceError
-from blockstep.conformance.report.colour import paint
+from blockstep.conformance.report.colour import show
 from blockstep.conformance.report.explain import NotExplainedError
 from blockstep.conformance.search.isolation import HarnessError, RefusedError
 from blockstep.conformance.search.options import ExitCode
@@ -61,9 +61,14 @@ def make_screen(json_path: Path | None, file_width_min: int = FILE_WIDTH_MIN) ->
     return console
 
 
+def get_errors(screen: Console) -> Console:
+    """The console for what is shown before the result: standard error, or the terminal."""
+    return screen if screen.is_terminal else make_screen(Path("-"))
+
+
 def say(text: str, json_path: Path | None) -> None:
-    """Words for people, which end as they end and are not wrapped; a terminal shows verdicts."""
-    make_screen(json_path).print(paint(text), soft_wrap=True, end="")
+    """Print words for people, as `show` does."""
+    show(make_screen(json_path), text)
 
 
 @contextmanager

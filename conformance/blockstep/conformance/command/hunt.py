@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from blockstep.conformance.command import console, options
+from blockstep.conformance.command import console, options, sections
 from blockstep.conformance.command.check import (
     EventSecondsOption,
     FolderOption,
@@ -18,25 +18,35 @@ from blockstep.conformance.command.check import (
     PolicyOption,
     is_ours,
 )
+from blockstep.conformance.command.programs import KnownOption
 from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
+from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import write_program
-from blockstep.conformance.report.brief import brief_hunt
+from blockstep.conformance.report.brief import brief_hunt, tell_hunted
+from blockstep.conformance.report.colour import show
 from blockstep.conformance.report.failure import show_options
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
 from blockstep.conformance.search.forgiving import Cause, read_cause
-from blockstep.conformance.search.found import HuntResult, name_of
+from blockstep.conformance.search.found import Defect, HuntResult, name_of
 from blockstep.conformance.search.hunt import SCOPES, call_here, hunt
 from blockstep.conformance.search.isolation import EVENT_SECONDS, Isolation
+from blockstep.conformance.search.known import read_known
 from blockstep.conformance.search.options import CheckOptions, ExitCode, load
 from blockstep.spec.profiles import STRICT
 
 PresetOption = Annotated[
     str | None,
-    typer.Option(help=f"One scope of the runs only, of {', '.join(PRESETS)}; else two."),
+    typer.Option(
+        help=f"One scope of the runs only, of {', '.join(PRESETS)}; else two.",
+        rich_help_panel=sections.RUNS,
+    ),
 ]
 ForgiveOption = Annotated[
     list[str] | None,
-    typer.Option(help="Pass over a known defect from the start; repeatable (of reproduce)."),
+    typer.Option(
+        help="Suppress a known defect from the start; repeatable (of reproduce).",
+        rich_help_panel=sections.PROGRAMS,
+    ),
 ]
 SaveOption = Annotated[
     Path | None,
@@ -44,32 +54,52 @@ SaveOption = Annotated[
         exists=True,
         file_okay=False,
         help="A folder for the programs that were found, for check --corpus.",
+        rich_help_panel=sections.PROGRAMS,
     ),
+]
+
+ProfileOption = Annotated[
+    str,
+    typer.Option(
+        help="Release whose quirks may account for what is found; strict: all.",
+        rich_help_panel=sections.ENGINE,
+    ),
+]
+BudgetOption = Annotated[
+    int, typer.Option(min=1, help="Events in each scope.", rich_help_panel=sections.RUNS)
+]
+EpisodeOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Play this one episode only (to reproduce a defect).",
+        rich_help_panel=sections.RUNS,
+    ),
+]
+MarkdownOption = Annotated[
+    Path | None,
+    options.output("Also write a page of the documentation.", panel=sections.OUTPUT),
 ]
 
 
 def hunt_command(
-    engine: options.Engine = "host",
+    context: typer.Context,
+    engine: options.Engine,
     preset: PresetOption = None,
     policy: PolicyOption = None,
-    profile: Annotated[
-        str, typer.Option(help="Release whose quirks may account for what is found; strict: all.")
-    ] = STRICT.name,
+    profile: ProfileOption = STRICT.name,
     depth: options.Depth = MAX_DEPTH,
     with_features: options.With = None,
     without_features: options.Without = None,
     path: FolderOption = None,
     seed: options.Seed = 0,
-    budget: Annotated[int, typer.Option(min=1, help="Events in each scope.")] = 100_000,
-    episode: Annotated[
-        int | None, typer.Option(min=0, help="Play this one episode only (to reproduce a defect).")
-    ] = None,
+    budget: BudgetOption = 100_000,
+    episode: EpisodeOption = None,
     jobs: options.Jobs = 0,
     forgive: ForgiveOption = None,
+    known: KnownOption = None,
     save: SaveOption = None,
-    markdown: Annotated[
-        Path | None, options.output("Also write a page of the documentation.")
-    ] = None,
+    markdown: MarkdownOption = None,
     event_seconds: EventSecondsOption = EVENT_SECONDS,
     hide_state: HideStateOption = False,
     in_process: InProcessOption = False,
@@ -78,13 +108,14 @@ def hunt_command(
 ) -> None:
     """Find every distinct defect of an engine, each with a short program, and name the known ones.
 
-    Goes on where a check stops: what is known is forgiven and the same episode played again, and
-    what is found again is told from what is new. Exits 1 if anything was found.
+    After a finding the hunt suppresses its defect, plays the same episode again and continues.
+    Exits 1 if anything was found that is not --known.
 
     Example: blockstep hunt --engine nano_vllm --path nano-vllm
     """
     options.require_preset(preset or SCOPES[-1])
     options.require_profile(profile)
+    known = known if episode is None or options.is_given(context, "known") else None
     if not event_seconds > 0:
         console.usage(f"--event-seconds {event_seconds:g}: must be above 0")
     wanted = CheckOptions(
@@ -108,7 +139,9 @@ def hunt_command(
     with console.input_errors():
         forgiven = frozenset(map(read_cause, forgive or ()))
         with Isolation(event_seconds) as place:
-            result = _hunt(wanted, place, is_here, screen, scopes, forgiven)
+            programs = {} if known is None else read_known(known)
+            teller = _make_teller(screen, brief)
+            result = _hunt(wanted, place, is_here, screen, scopes, forgiven, programs, teller)
     console.say(brief_hunt(result) if brief else render_hunt(result), json_path)
     console.write_json(json_path, hunt_to_json(result))
     if save is not None:
@@ -120,6 +153,12 @@ def hunt_command(
     raise typer.Exit(ExitCode.FAILED if result.defects else ExitCode.CONFORMS)
 
 
+def _make_teller(screen: Console, brief: bool) -> Callable[[Defect], None]:
+    """A callback that shows a failure as it is found, or none if findings are to be brief."""
+    errors = console.get_errors(screen)
+    return lambda defect: None if brief else show(errors, tell_hunted(defect))
+
+
 def _hunt(
     wanted: CheckOptions,
     place: Isolation,
@@ -127,6 +166,8 @@ def _hunt(
     screen: Console,
     scopes: Sequence[str],
     forgiven: frozenset[Cause],
+    programs: Mapping[str, Program],
+    on_found: Callable[[Defect], None],
 ) -> HuntResult:
     """Hunt in this process, or in as many others as there are jobs."""
     call = call_here(console.require_engine(load(wanted))) if is_here else place.call
@@ -134,7 +175,8 @@ def _hunt(
         console.progress(screen, f"hunting in {wanted.engine}") as advance,
         place.open_pool(wanted.jobs) as pool,
     ):
-        return hunt(wanted, call, advance, scopes, forgiven, pool if wanted.jobs > 1 else None)
+        pool_used = pool if wanted.jobs > 1 else None
+        return hunt(wanted, call, advance, scopes, forgiven, pool_used, programs, on_found)
 
 
 def _save(folder: Path, result: HuntResult) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from blockstep.conformance.command import ending
+from blockstep.conformance.command import ending, sections
+from blockstep.conformance.command.annotate import annotate_command
 from blockstep.conformance.command.arms import arms_command
 from blockstep.conformance.command.bench import bench_app
 from blockstep.conformance.command.bisect import bisect_command
@@ -47,8 +49,42 @@ Version = Annotated[
     typer.Option("--version", is_eager=True, callback=tell_version, help="Say which this is."),
 ]
 
+GROUPS: Mapping[str, Mapping[str, Callable[..., None] | typer.Typer]] = {
+    "Hold an engine": {
+        "check": check_command,
+        "hunt": hunt_command,
+        "new-adapter": new_adapter_command,
+        "engines": engines_command,
+        "arms": arms_command,
+        "score": score_command,
+        "replay": replay_command,
+    },
+    "Understand a finding": {
+        "explain": explain_command,
+        "properties": properties_command,
+        "quirks": quirks_command,
+    },
+    "In CI": {
+        "annotate": annotate_command,
+        "bisect": bisect_command,
+        "validate": validate_command,
+        "vectors": vectors_app,
+    },
+    "Models and worlds": {
+        "explore": explore_command,
+        "prove": prove_command,
+        "museum": museum_app,
+    },
+    "Our own engines": {
+        "generate": generate_command,
+        "bench": bench_app,
+    },
+}
+"""Every command, in the groups and the order of `blockstep --help`."""
+
 app = typer.Typer(
     name="blockstep",
+    cls=sections.Group,
     help="Hold an LLM-inference scheduler to its executable specification, step by step.",
     epilog="Exit codes: 0 conforms, 1 divergence or violated property, 2 usage or input error, "
     "3 the spec failed an assertion, 4 liveness, 5 harness (nothing ran, witness missing, "
@@ -59,24 +95,12 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-app.command("prove")(prove_command)
-app.command("explore")(explore_command)
-app.command("generate")(generate_command)
-app.command("check")(check_command)
-app.command("arms")(arms_command)
-app.command("replay")(replay_command)
-app.command("validate")(validate_command)
-app.command("new-adapter")(new_adapter_command)
-app.command("properties")(properties_command)
-app.command("engines")(engines_command)
-app.command("explain")(explain_command)
-app.command("quirks")(quirks_command)
-app.command("hunt")(hunt_command)
-app.command("score")(score_command)
-app.command("bisect")(bisect_command)
-app.add_typer(vectors_app, name="vectors")
-app.add_typer(museum_app, name="museum")
-app.add_typer(bench_app, name="bench")
+for group, commands in GROUPS.items():
+    for name, command in commands.items():
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, cls=sections.Group, rich_help_panel=group)
+        else:
+            app.command(name, cls=sections.Command, rich_help_panel=group)(command)
 
 
 @app.callback()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from enum import StrEnum
 from keyword import iskeyword
 from pathlib import Path
 from typing import Annotated
@@ -13,11 +14,30 @@ import typer
 import blockstep.conformance.engines.adapters
 from blockstep.conformance.command import console, options
 
-TEMPLATE = Path(blockstep.conformance.engines.adapters.__file__).with_name("template.py")
-"""The file that is copied; a module like any other, so that what checks our code checks it."""
-SAFETY_LINES = re.compile(
-    r"^ *# --- only at safety\n(.*?)^ *# --- always\n", re.MULTILINE | re.DOTALL
+TEMPLATES = Path(blockstep.conformance.engines.adapters.__file__).parent
+"""The folder of the templates: they are modules, so that our own lints check them."""
+SECTION = re.compile(
+    r"^ *# --- only ([\w ,]+)\n(.*?)(?=^ *# --- (?:only [\w ,]+|always)\n)(?:^ *# --- always\n)?",
+    re.MULTILINE | re.DOTALL,
 )
+"""Lines that are copied for some kinds of adapters only: up to another such line, or `always`."""
+
+
+class Like(StrEnum):
+    """The kind of scheduler that an adapter is written for."""
+
+    PLAIN = "plain"
+    ASYNC = "async"
+    CACHING = "caching"
+
+
+LikeOption = Annotated[
+    Like | None,
+    typer.Option(
+        help="A longer file that makes plans of what five functions say: for a scheduler that "
+        "takes one step after another, that plans ahead, or that caches prefixes."
+    ),
+]
 
 
 def new_adapter_command(
@@ -26,16 +46,17 @@ def new_adapter_command(
         bool,
         typer.Option("--safety", help="For a scheduler that decides otherwise than vLLM's."),
     ] = False,
+    like: LikeOption = None,
     json_path: options.Json = None,
 ) -> None:
     """Write an adapter to fill in, which can be checked at once and says what is missing.
 
-    Example: blockstep new-adapter my_adapter --safety
+    Example: blockstep new-adapter my_adapter --like caching
     """
     path = _require_free(name)
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(write_adapter(name, safety))
+            file.write(write_adapter(name, safety, like))
     except OSError as error:
         console.usage(f"{path}: cannot write: {error.strerror}")
     command = f"blockstep check --engine {name}:make"
@@ -43,12 +64,28 @@ def new_adapter_command(
     console.write_json(json_path, {"path": str(path), "engine": f"{name}:make"})
 
 
-def write_adapter(name: str, safety: bool) -> str:
+def write_adapter(name: str, safety: bool = False, like: Like | None = None) -> str:
     """The text of a module of this name."""
-    text = SAFETY_LINES.sub(r"\1" if safety else "", TEMPLATE.read_text(encoding="utf-8"))
-    if not safety:
-        text = text.replace(", EngineTraits, Safety\n", "\n")
+    kinds = {"at safety"} if safety else set()
+    kinds |= set() if like is None else {str(like)}
+    file = TEMPLATES / ("template.py" if like is None else "template_like.py")
+    text = file.read_text(encoding="utf-8")
+    text = SECTION.sub(lambda it: it[2] if kinds & {*it[1].split(", ")} else "", text)
+    text = _leave_out_unused(text, (*IMPORTED, "EngineTraits", "Safety"))
     return re.sub(r"\n{4,}", "\n\n\n", text).replace("NAME", name)
+
+
+IMPORTED = ("Counter", "replace", "field")
+"""Imports of the templates that only some kinds of adapters need."""
+
+
+def _leave_out_unused(text: str, names: tuple[str, ...]) -> str:
+    """The text without imports of names that it does not use."""
+    for name in names:
+        if len(re.findall(rf"\b{name}\b", text)) == 1:
+            text = re.sub(rf"^from \S+ import {name}\n", "", text, flags=re.MULTILINE)
+            text = re.sub(rf", {name}\b|\b{name}, ", "", text, count=1)
+    return text
 
 
 def _require_free(name: str) -> Path:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from blockstep.conformance.command import console
+from blockstep.conformance.command import console, sections
 from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.protocol.features import BY_NAME, UsageError
+from blockstep.conformance.protocol.settings import Settings, SettingsError, find_settings
 from blockstep.conformance.protocol.wishes import parse_features
 from blockstep.conformance.search.budget import read_budget
-from blockstep.conformance.search.options import find_profile, search_first
+from blockstep.conformance.search.options import check_settings, find_profile, search_first
 from blockstep.spec import profiles
 
 
@@ -36,45 +38,124 @@ def check_output(path: Path | None) -> Path | None:
     return path
 
 
-def output(text: str, *names: str) -> Any:
+def output(text: str, *names: str, panel: str | None = None) -> Any:
     """An option that names an output."""
-    return typer.Option(*names, help=text, callback=check_output)
+    return typer.Option(*names, help=text, callback=check_output, rich_help_panel=panel)
+
+
+def read_settings() -> Settings | None:
+    """The table of the project that the working folder is in; bad input if it is wrong.
+
+    Engines are looked for in the project's folder as well then.
+    """
+    try:
+        settings = find_settings(Path.cwd())
+        if settings is not None:
+            check_settings(settings)
+    except (SettingsError, UsageError) as error:
+        console.usage(str(error))
+    if settings is not None and str(settings.folder) not in sys.path:
+        sys.path.insert(1, str(settings.folder))  # behind the working folder
+    return settings
+
+
+def get_default_engine() -> str:
+    """The engine of a command whose options name none: that of the project, else `host`."""
+    settings = read_settings()
+    return "host" if settings is None else settings.engine
+
+
+def adopt_settings(context: typer.Context, engine: str) -> str:
+    """The callback of `--engine`: options that are not given are as the engine's project says."""
+    settings = None if context.resilient_parsing else read_settings()
+    if settings is None or not settings.is_about(engine):
+        return engine
+    values: dict[str, object] = {"known": settings.known}
+    if context.info_name == "check":  # as the pytest plugin does
+        values |= {"preset": settings.preset, "budget": settings.budget, "corpus": settings.corpus}
+    context.default_map = {name: value for name, value in values.items() if value is not None}
+    return settings.engine
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether the command line has an option."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 Engine = Annotated[
     str,
     typer.Option(
-        "--engine", help="host, compiled, spec, museum:NAME, or module:attribute of a factory."
+        "--engine",
+        default_factory=get_default_engine,
+        show_default="that of pyproject.toml, else host",
+        is_eager=True,
+        callback=adopt_settings,
+        help="host, compiled, spec, museum:NAME, or module:attribute of a factory.",
+        rich_help_panel=sections.ENGINE,
     ),
 ]
-Json = Annotated[Path | None, output("Also write the result to this file ('-': stdout).", "--json")]
+Json = Annotated[
+    Path | None,
+    output("Also write the result to this file ('-': stdout).", "--json", panel=sections.OUTPUT),
+]
 Folder = Annotated[
     Path | None,
     typer.Option(
-        "--path", exists=True, file_okay=False, help="A folder to look in first for the engine."
+        "--path",
+        exists=True,
+        file_okay=False,
+        help="A folder to look in first for the engine.",
+        rich_help_panel=sections.ENGINE,
     ),
 ]
 Profile = Annotated[
-    str, typer.Option(help="Release whose known quirks are followed (blockstep quirks).")
+    str,
+    typer.Option(
+        help="Release whose known quirks are followed (blockstep quirks).",
+        rich_help_panel=sections.ENGINE,
+    ),
 ]
 Depth = Annotated[
     int,
-    typer.Option(min=1, max=MAX_DEPTH, help="Plans in flight at once, at most; drawn up to this."),
+    typer.Option(
+        min=1,
+        max=MAX_DEPTH,
+        help="Plans in flight at once, at most; drawn up to this.",
+        rich_help_panel=sections.RUNS,
+    ),
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Everything random follows from it.")]
+Seed = Annotated[
+    int,
+    typer.Option(min=0, help="Everything random follows from it.", rich_help_panel=sections.RUNS),
+]
 With = Annotated[
     list[str] | None,
     typer.Option(
-        "--with", help=f"A feature of every run; repeatable. The features: {', '.join(BY_NAME)}."
+        "--with",
+        help=f"A feature of every run; repeatable. The features: {', '.join(BY_NAME)}.",
+        rich_help_panel=sections.RUNS,
     ),
 ]
 Without = Annotated[
-    list[str] | None, typer.Option("--without", help="A feature of no run; repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--without", help="A feature of no run; repeatable.", rich_help_panel=sections.RUNS
+    ),
 ]
-Jobs = Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one per core.")]
+Jobs = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Processes side by side; 0: one per core.", rich_help_panel=sections.RUNS
+    ),
+]
 Brief = Annotated[
     bool,
-    typer.Option("--brief", help="Tell a finding in at most five lines, for a log or a CI."),
+    typer.Option(
+        "--brief",
+        help="Tell a finding in at most five lines, for a log or a CI.",
+        rich_help_panel=sections.OUTPUT,
+    ),
 ]
 JOBS_PER_CORE_MAX = 4
 JOBS_ALWAYS = 64

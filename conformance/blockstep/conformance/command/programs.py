@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -9,30 +11,50 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from blockstep.conformance.command import console, options
+from blockstep.conformance.command import console, options, sections
 from blockstep.conformance.protocol.program_file import read_program, write_program
 from blockstep.conformance.report.as_test import write_test
 from blockstep.conformance.report.brief import brief_check
-from blockstep.conformance.report.colour import paint
+from blockstep.conformance.report.colour import show
 from blockstep.conformance.report.failure import tell_failure
 from blockstep.conformance.report.verdict import render_verdict
+from blockstep.conformance.report.view import make_page
 from blockstep.conformance.search.check import CheckResult, play_program
 from blockstep.conformance.search.corpus import find_programs
-from blockstep.conformance.search.isolation import Isolation, RefusedError
+from blockstep.conformance.search.film import Picture, make_film
+from blockstep.conformance.search.hunt import Call
+from blockstep.conformance.search.isolation import Isolation, LostError, RefusedError
 from blockstep.conformance.search.options import CheckOptions, load
 from blockstep.spec.vocabulary import ConfigError
 
 ProgramOption = Annotated[
-    Path | None, typer.Option(help="Play this program (of --save) only; nothing is drawn.")
+    Path | None,
+    typer.Option(
+        help="Play this program (of --save) only; nothing is drawn.",
+        rich_help_panel=sections.PROGRAMS,
+    ),
 ]
 CorpusOption = Annotated[
-    Path | None, typer.Option(help="A folder of programs, all played before any is drawn.")
+    Path | None,
+    typer.Option(
+        help="A folder of programs, all played before any is drawn.",
+        rich_help_panel=sections.PROGRAMS,
+    ),
+]
+KnownOption = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        help="A program (of --save) or a folder of programs: failures like theirs are suppressed.",
+        rich_help_panel=sections.PROGRAMS,
+    ),
 ]
 SaveOption = Annotated[
     Path | None,
     options.output(
         "Write the failing program to this file ('-': stdout): as JSON, or as a pytest test if it "
-        "ends in .py."
+        "ends in .py.",
+        panel=sections.PROGRAMS,
     ),
 ]
 
@@ -52,22 +74,24 @@ def play(
     isolation: Isolation | None,
     screen: Console,
     brief: bool = False,
+    known: Collection[str] = (),
 ) -> list[CheckResult]:
     """Play the programs of the options and tell what they come to. Raises as `play_file`."""
     if program is not None:
         result = play_file(options, program, isolation)
         tell(result, screen, brief)
         return [result]
-    return [] if corpus is None else play_corpus(options, corpus, isolation, screen, brief)
+    return [] if corpus is None else play_corpus(options, corpus, isolation, screen, brief, known)
 
 
-def tell(result: CheckResult, screen: Console, brief: bool = False) -> None:
+def tell(
+    result: CheckResult, screen: Console, brief: bool = False, shows_coverage: bool = False
+) -> None:
     """Print what a check came to."""
     if result.first is None:
-        render_verdict(result, screen)
+        render_verdict(result, screen, shows_coverage)
     else:
-        told = brief_check(result) if brief else tell_failure(result)
-        screen.print(paint(told), soft_wrap=True, end="")
+        show(screen, brief_check(result) if brief else tell_failure(result))
 
 
 def play_file(options: CheckOptions, path: Path, isolation: Isolation | None) -> CheckResult:
@@ -90,15 +114,21 @@ def play_corpus(
     isolation: Isolation | None,
     screen: Console,
     brief: bool = False,
+    known: Collection[str] = (),
 ) -> list[CheckResult]:
-    """What the programs of a folder come to, each of which is told in a line, or in full.
+    """Play the programs of a folder and show each result, in a line or in full.
+
+    The files in `known` are left out.
 
     Raises:
         TraceError: a file holds no program, or there is none.
         EngineNotFoundError, HarnessError: as ever.
     """
     results = []
+    left_out = {Path(name).resolve() for name in known}
     for path in find_programs(folder):
+        if path.resolve() in left_out:
+            continue
         try:
             result = play_file(options, path, isolation)
         except (ConfigError, RefusedError) as error:
@@ -115,6 +145,30 @@ def play_corpus(
     told = f"corpus      {folder}: {failed} of {len(results)} programs failed"
     screen.print(f"{told}, {len(idle)} not tried", soft_wrap=True)
     return results
+
+
+ViewOption = Annotated[
+    Path | None,
+    options.output(
+        "Write the finding as a page of HTML: the holders of each block after each action.",
+        panel=sections.OUTPUT,
+    ),
+]
+
+
+def view(path: Path | None, result: CheckResult, call: Call, isolation: Isolation) -> None:
+    """Write the finding as a page, if that is wanted and there is one."""
+    if path is None:
+        return
+    program = isolation.recover(result)
+    if result.first is None:
+        typer.echo(f"blockstep: --view {path}: nothing to write: nothing failed", err=True)
+        return
+    film: list[Picture] = []
+    if program is not None and result.loss is None:
+        with contextlib.suppress(LostError):
+            film = call(make_film, replace(result.options, sentence=None), program)
+    console.write(path, make_page(tell_failure(result), film))
 
 
 def save(path: Path | None, result: CheckResult, isolation: Isolation) -> None:

@@ -51,7 +51,7 @@ def replay_command(
     trace: Annotated[
         Path, typer.Argument(help="A workload: mooncake, azure or agent; gz or plain.")
     ],
-    engine: options.Engine = "host",
+    engine: options.Engine,
     spec: Annotated[
         bool, typer.Option("--spec/--no-spec", help="In lock-step with the spec, or alone.")
     ] = True,

@@ -26,7 +26,7 @@ from blockstep.spec.profiles import STRICT
 
 
 def score_command(
-    engine: options.Engine = "host",
+    engine: options.Engine,
     preset: Annotated[
         str, typer.Option(help=f"Scope of the runs: {', '.join(PRESETS)}.")
     ] = "small",

@@ -73,7 +73,7 @@ def fill_command(
 def consume_command(
     context: typer.Context,
     files: Annotated[list[Path], typer.Argument(help="Files of vectors.")],
-    engine: options.Engine = "host",
+    engine: options.Engine,
     path: options.Folder = None,
     brief: options.Brief = False,
     json_path: options.Json = None,

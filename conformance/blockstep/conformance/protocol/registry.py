@@ -1,13 +1,27 @@
-"""Registry: which engines there are, and how a name becomes one."""
+"""Registry: which engines there are, and how a name becomes one.
+
+The name of an engine is a known name, one that an installed package announces (an entry point of
+the group `blockstep.engines`), or `module:attribute`. `@` and an equivalence may follow, for an
+engine whose traits name none: `mypkg.adapter:make@plan`.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import metadata
 from typing import cast
 
-from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, EngineFactory
+from blockstep.conformance.engine import (
+    ALL_CAPABILITIES,
+    EQUIVALENCES,
+    EXACT,
+    Engine,
+    EngineFactory,
+    get_traits,
+)
 from blockstep.conformance.protocol.findings import tell_error
 from blockstep.spec import Oracle
 from blockstep.spec.profiles import STRICT, Profile
@@ -141,21 +155,66 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
 
 MUSEUM = "museum:"
 """Prefix of the names of planted defects: `museum:forward-frees`."""
+GROUP = "blockstep.engines"
+"""Entry points by which installed packages announce engines: a name, and `module:attribute`."""
+EQUIVALENCE_NAMES = (EXACT, *(kind.name for kind in EQUIVALENCES))
 
 
 class EngineNotFoundError(LookupError):
     """No engine of that name, or it cannot be loaded."""
 
 
-def load_engine(name: str) -> EngineFactory:
-    """The factory called `name`: a known engine, or `module:attribute`.
+class HeldEngine:
+    """A factory of the same engines, held to an equivalence that its own traits do not name."""
+
+    def __init__(self, make_engine: EngineFactory, equivalence: str) -> None:
+        kind = next(kind for kind in EQUIVALENCES if kind.name == equivalence)
+        self._make_engine = make_engine
+        self.traits = replace(get_traits(make_engine), equivalence=kind())
+
+    def __call__(self, config: Config) -> Engine:
+        """Build one."""
+        return self._make_engine(config)
+
+
+def load_engine(name: str, profile: Profile = STRICT) -> EngineFactory:
+    """The factory called `name`; the specification itself follows `profile`.
 
     Raises:
         EngineNotFoundError: naming what was tried, and how to name an engine.
     """
     target = get_target(name)
-    if name.startswith(MUSEUM):
-        return _load_exhibit(name)
+    plain, equivalence = split_name(name)
+    make_engine = _load_exhibit(plain) if plain.startswith(MUSEUM) else _load_target(plain, target)
+    if make_engine is SpecEngine and profile is not STRICT:  # as what it is held to
+        make_engine = partial(SpecEngine, profile=profile)
+    return hold(make_engine, name, equivalence) if equivalence else make_engine
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """An engine's name without its equivalence, and the equivalence; "" if it has none."""
+    plain, _, equivalence = name.partition("@")
+    return plain, equivalence
+
+
+def hold(make_engine: EngineFactory, name: str, equivalence: str) -> EngineFactory:
+    """The factory with this equivalence.
+
+    Raises:
+        EngineNotFoundError: its own traits name another one.
+    """
+    declared = get_traits(make_engine).equivalence
+    own = EXACT if declared is None else declared.name
+    if own == equivalence:
+        return make_engine
+    if declared is not None:
+        raise EngineNotFoundError(
+            f"engine {name!r}: its traits say equivalence {own}, not {equivalence}; say it once"
+        )
+    return HeldEngine(make_engine, equivalence)
+
+
+def _load_target(name: str, target: str) -> EngineFactory:
     module_name, _, attribute = target.partition(":")
     try:
         factory = getattr(importlib.import_module(module_name), attribute)
@@ -169,20 +228,45 @@ def load_engine(name: str) -> EngineFactory:
     return cast("Callable[[Config], Engine]", factory)
 
 
+def list_announced() -> dict[str, list[str]]:
+    """Engines that installed packages announce: their targets by name; several if it is unclear."""
+    found: dict[str, list[str]] = {}
+    for entry in metadata.entry_points(group=GROUP):
+        targets = found.setdefault(entry.name, [])
+        target = f"{entry.module}:{entry.attr}"
+        targets += [target] if target not in targets else []
+    return {name: found[name] for name in sorted(found)}
+
+
 def get_target(name: str) -> str:
     """`module:attribute` of an engine, which need not be there; nothing is imported.
 
     Raises:
         EngineNotFoundError: it is no name of an engine.
     """
-    target = KNOWN_ENGINES[name].target if name in KNOWN_ENGINES else name
-    module_name, _, attribute = target.partition(":")
-    if not name.startswith(MUSEUM) and not (module_name and attribute):
-        known = ", ".join(KNOWN_ENGINES)
+    plain, equivalence = split_name(name)
+    if "@" in name and equivalence not in EQUIVALENCE_NAMES:
+        known = ", ".join(EQUIVALENCE_NAMES)
+        raise EngineNotFoundError(f"engine {name!r}: equivalence {equivalence!r}: one of {known}")
+    if plain.startswith(MUSEUM):
+        return plain
+    if plain in KNOWN_ENGINES:
+        return KNOWN_ENGINES[plain].target
+    module_name, _, attribute = plain.partition(":")
+    if module_name and attribute:
+        return plain
+    announced = list_announced()
+    targets = announced.get(plain, [])
+    if len(targets) > 1:
+        raise EngineNotFoundError(
+            f"engine {name!r}: announced as {' and as '.join(targets)}; choose one"
+        )
+    if not targets:
+        known = ", ".join([*KNOWN_ENGINES, *announced])
         raise EngineNotFoundError(
             f"engine {name!r}: neither one of [{known}] nor of the form module:attribute"
         )
-    return target
+    return targets[0]
 
 
 def _load_exhibit(name: str) -> EngineFactory:

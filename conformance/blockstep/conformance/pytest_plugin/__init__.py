@@ -1,8 +1,9 @@
 """The pytest plugin: an engine held to the spec as one test per property and per preset.
 
 PYTEST_DONT_REWRITE: it has no assertions, and pytest would warn where it was imported before.
-Nothing happens without `--blockstep-engine` or the setting `blockstep_engine` (in
-`[tool.pytest.ini_options]`), and nothing of the conformance wing is imported.
+The engine is that of `--blockstep-engine`, or of the project's table `[tool.blockstep]` (see
+`protocol.settings`). `--blockstep`, `--blockstep-engine` or `--blockstep-corpus` asks for tests;
+the table alone serves the fixture. Without an engine nothing of the tools is imported.
 
 A preset is checked once in a session, in a child process (see `isolation`), when its first test
 is set up. Under xdist any worker may be the first, whatever `--dist` is: it holds a file lock while
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,26 +25,29 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 if TYPE_CHECKING:
+    from blockstep.conformance.protocol.program import Program
+    from blockstep.conformance.protocol.settings import Settings
     from blockstep.conformance.pytest_plugin.fixture import Bench
     from blockstep.conformance.search.isolation import Isolation
     from blockstep.conformance.search.options import CheckOptions
 
 NAME = "blockstep"
 PRESETS_DEFAULT = ("tiny", "small")
+BUDGET = "150000"
 FOLDER = "blockstep_folder"
 """Key under which a worker of xdist is told where outcomes are kept."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options; all but the first mean nothing without it."""
+    """The options; the others mean nothing without an engine."""
     group = parser.getgroup(NAME, "blockstep: hold a scheduler to its specification")
     add = group.addoption
+    told = "Make tests of the engine that pyproject.toml names ([tool.blockstep])."
+    add("--blockstep", action="store_true", help=told)
     add("--blockstep-engine", metavar="ENGINE", help="module:attribute of a factory, or a name.")
-    told = "The engine of the fixture `blockstep` where --blockstep-engine names none."
-    parser.addini("blockstep_engine", told)
     add("--blockstep-path", metavar="FOLDER", help="A folder to look in first for the engine.")
     add("--blockstep-profile", metavar="NAME", default="strict", help="Release to follow.")
-    add("--blockstep-budget", metavar="N|60s|5m", default="150000", help="How long, per preset.")
+    add("--blockstep-budget", metavar="N|60s|5m", help=f"How long, per preset (default: {BUDGET}).")
     add(
         "--blockstep-preset",
         metavar="NAME",
@@ -55,6 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--blockstep-with", metavar="NAME", action="append", help="A feature of every run.")
     add("--blockstep-without", metavar="NAME", action="append", help="A feature of no run.")
     add("--blockstep-corpus", metavar="FOLDER", help="Programs of check --save: a test for each.")
+    add("--blockstep-known", metavar="PATH", help="Programs whose failures are suppressed.")
     add("--blockstep-json", metavar="FILE", help="Write what the checks came to, as JSON.")
     add(
         "--blockstep-event-seconds",
@@ -66,17 +71,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Look at the options, and at nothing else yet."""
-    if _get_engine(config) is None:
+    """Look at the options and the project's table, and at nothing else yet."""
+    asked: str | None = config.getoption("blockstep_engine")
+    settings = _find_settings(config)
+    if settings is not None and asked and not settings.is_about(asked):
+        settings = None  # it says nothing of another engine
+    engine = asked if settings is None else settings.engine
+    if not engine:
+        if config.getoption("blockstep"):
+            raise pytest.UsageError("--blockstep: no pyproject.toml has a table [tool.blockstep]")
         return
-    config.addinivalue_line("markers", f"{NAME}: made by --blockstep-engine, not from a file")
-    config.stash[CAMPAIGN] = Campaign(config)
+    config.addinivalue_line("markers", f"{NAME}: made by --blockstep, not from a file")
+    config.stash[CAMPAIGN] = Campaign(config, engine, settings)
 
 
-def _get_engine(config: pytest.Config) -> str | None:
-    """The engine of the option, else that of the setting, or None."""
-    engine: str | None = config.getoption("blockstep_engine") or config.getini("blockstep_engine")
-    return engine or None
+def _find_settings(config: pytest.Config) -> Settings | None:
+    """The table of the project in whose folder pytest was started, or None."""
+    from blockstep.conformance.protocol import settings  # noqa: PLC0415 - it imports nothing of ours
+
+    try:
+        return settings.find_settings(config.invocation_params.dir)
+    except settings.SettingsError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -101,8 +117,8 @@ def pytest_make_collect_report(
     """Beside whatever files there are, a session has our tests."""
     report = yield
     campaign = collector.config.stash.get(CAMPAIGN, None)
-    is_asked = collector.config.getoption("blockstep_engine") is not None  # not by the setting
-    is_asked = is_asked or collector.config.getoption("blockstep_corpus") is not None
+    asking = ("blockstep", "blockstep_engine", "blockstep_corpus")
+    is_asked = any(collector.config.getoption(name) for name in asking)
     is_root = isinstance(collector, pytest.Session) and report.passed
     if campaign is not None and is_asked and is_root:
         assert report.result is not None
@@ -144,33 +160,40 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 class Campaign:
     """The checks of a session: options, outcomes, and the child that they are run in."""
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: pytest.Config, engine: str, settings: Settings | None) -> None:
         from blockstep.conformance.search.isolation import Isolation  # noqa: PLC0415 - only if wanted
 
-        self.engine: str = _get_engine(config) or ""
+        self.engine = engine
         self.profile: str = config.getoption("blockstep_profile")
+        own_presets = [settings.preset] if settings is not None and settings.preset else []
         self.presets: Sequence[str] = tuple(
-            dict.fromkeys(config.getoption("blockstep_preset") or PRESETS_DEFAULT)
+            dict.fromkeys(config.getoption("blockstep_preset") or own_presets or PRESETS_DEFAULT)
         )
         self.wanted: Sequence[str] = ()
         """Presets of which tests are going to be run."""
-        self._options = _read_options(config, self.presets)
+        self._options = _read_options(config, engine, self.presets, settings)
         seconds: float = config.getoption("blockstep_event_seconds")
         if seconds <= 0:
             raise pytest.UsageError(f"--blockstep-event-seconds {seconds:g}: must be above 0")
         json_path: str | None = config.getoption("blockstep_json")
         if json_path is not None and not Path(json_path).parent.is_dir():
             raise pytest.UsageError(f"--blockstep-json {json_path!r}: there is no such folder")
-        self.programs = _find_programs(config.getoption("blockstep_corpus"))
+        corpus: str | Path | None = config.getoption("blockstep_corpus")
+        if corpus is None and settings is not None:
+            corpus = settings.corpus
+        self.known: Mapping[str, Program] = _read_known(config, settings)
+        """Programs whose failures are suppressed."""
+        self.programs = _find_programs(corpus, self.known)
         """Those of the corpus, by name."""
         folder: str | None = config.getoption("blockstep_path")
         if folder is not None and not Path(folder).is_dir():
             raise pytest.UsageError(f"--blockstep-path {folder!r}: there is no such folder")
         self.engine_path = None if folder is None else str(Path(folder).resolve())
         """Looked in before all others."""
-        self.path = str(config.invocation_params.dir)
+        self.folders = [str(config.invocation_params.dir)]
         """Looked in first for the engine, as the command line looks into its folder."""
-        self.isolation: Isolation = Isolation(seconds, [self.path])
+        self.folders += [] if settings is None else [str(settings.folder)]
+        self.isolation: Isolation = Isolation(seconds, self.folders)
         workerinput = getattr(config, "workerinput", None)
         self._is_controller = workerinput is None
         self.folder = Path(
@@ -214,9 +237,13 @@ class Campaign:
         from blockstep.conformance.report.jsonform import check_to_json  # noqa: PLC0415
         from blockstep.conformance.report.verdict import verdict_text  # noqa: PLC0415
         from blockstep.conformance.search import isolation  # noqa: PLC0415
+        from blockstep.conformance.search.known import KnownFindings  # noqa: PLC0415
 
         try:
-            result = self.isolation.check(self._options[preset])
+            options, known = self._options[preset], None
+            if self.known:
+                known = KnownFindings(options, self.isolation.call, self.known)
+            result = self.isolation.check(options, known=known)
         except (registry.EngineNotFoundError, isolation.HarnessError, ValueError) as error:
             return {"error": f"blockstep: {error}"}
         text = verdict_text(result) if result.first is None else tell_failure(result)
@@ -257,34 +284,56 @@ class Campaign:
                 yield f"{preset}: {lines[0]}"
                 yield f"{preset}: {outcome['check']['failure']['reproduce']}"
             else:
-                told = [line for line in lines if line.startswith(("not tried", "known"))]
+                told = [line for line in lines if line.startswith(("not tried", "known", "gone"))]
                 yield from (f"{preset}: {line}" for line in (*told, lines[-1]))
 
 
 CAMPAIGN = pytest.StashKey[Campaign]()
 
 
-def _find_programs(corpus: str | None) -> dict[str, Path]:
-    """The programs of a corpus, if one is wanted. Raises UsageError if there are none."""
+def _read_known(config: pytest.Config, settings: Settings | None) -> Mapping[str, Program]:
+    """The known programs, if any are named. Raises UsageError if they cannot be read."""
+    from blockstep.conformance.protocol.lines import TraceError  # noqa: PLC0415
+    from blockstep.conformance.search.known import read_known  # noqa: PLC0415
+
+    path: str | Path | None = config.getoption("blockstep_known")
+    if path is None and settings is not None:
+        path = settings.known
+    try:
+        return {} if path is None else read_known(Path(path))
+    except TraceError as error:
+        raise pytest.UsageError(f"--blockstep-known {error}") from None
+
+
+def _find_programs(corpus: str | Path | None, known: Collection[str]) -> dict[str, Path]:
+    """The programs of a corpus that are not known. Raises UsageError if there are none."""
     from blockstep.conformance.protocol.lines import TraceError  # noqa: PLC0415
     from blockstep.conformance.search.corpus import find_programs  # noqa: PLC0415
 
     if corpus is None:
         return {}
     try:
-        found = find_programs(Path(corpus))
+        left_out = {Path(name).resolve() for name in known}
+        found = [path for path in find_programs(Path(corpus)) if path.resolve() not in left_out]
     except TraceError as error:
         raise pytest.UsageError(f"--blockstep-corpus {error}") from None
     return {path.relative_to(corpus).with_suffix("").as_posix(): path for path in found}
 
 
-def _read_options(config: pytest.Config, presets: Sequence[str]) -> dict[str, CheckOptions]:
+def _read_options(
+    config: pytest.Config, engine: str, presets: Sequence[str], settings: Settings | None
+) -> dict[str, CheckOptions]:
     """The options of each check. Raises UsageError in the words of the command line."""
     from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS  # noqa: PLC0415
     from blockstep.conformance.protocol.wishes import parse_features  # noqa: PLC0415
     from blockstep.conformance.search import options as checking  # noqa: PLC0415
     from blockstep.conformance.search.budget import read_budget  # noqa: PLC0415
 
+    try:
+        if settings is not None:
+            checking.check_settings(settings)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
     for preset in presets:
         if preset not in PRESETS:
             known = ", ".join(PRESETS)
@@ -297,14 +346,15 @@ def _read_options(config: pytest.Config, presets: Sequence[str]) -> dict[str, Ch
         raise pytest.UsageError(f"--blockstep-seed {seed}: must be 0 or above")
     if depth is not None and depth < 1:
         raise pytest.UsageError(f"--blockstep-depth {depth}: must be 1 or above")
+    own: str | None = None if settings is None else settings.budget
     try:
         checking.find_profile(profile)
-        max_events, max_seconds = read_budget(config.getoption("blockstep_budget"))
+        max_events, max_seconds = read_budget(config.getoption("blockstep_budget") or own or BUDGET)
     except ValueError as error:
         raise pytest.UsageError(f"--blockstep-{error}") from None
     try:
         options = checking.CheckOptions(
-            engine=_get_engine(config) or "",
+            engine=engine,
             seed=seed,
             max_events=max_events,
             max_seconds=max_seconds,
@@ -440,8 +490,7 @@ def blockstep(request: pytest.FixtureRequest) -> Bench:
     """Programs of one's own on the engine: `blockstep.run(...)`, `blockstep.lockstep(config)`."""
     campaign = request.config.stash.get(CAMPAIGN, None)
     if campaign is None:
-        told = "with --blockstep-engine, or as blockstep_engine in [tool.pytest.ini_options]"
-        pytest.skip(f"no engine: name one {told}")
+        pytest.skip("no engine: name one with --blockstep-engine, or in [tool.blockstep]")
     from blockstep.conformance.pytest_plugin.fixture import Bench  # noqa: PLC0415 - only if wanted
 
     return Bench(campaign, request.node.nodeid)

@@ -1,4 +1,4 @@
-"""Fixture: programs of one's own, run on the engine that `--blockstep-engine` names."""
+"""Fixture: programs of one's own, run on the engine of the session."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Bench:
 
     def lockstep(self, config: Config, token_seed: int = 0, vocabulary_size: int = 50) -> Walk:
         """Both sides, to be given one action at a time; in this process."""
-        for path in (self._campaign.path, self._campaign.engine_path):
+        for path in (*reversed(self._campaign.folders), self._campaign.engine_path):
             if path is not None:
                 search_first(path)
         make_engine = load_engine(self.engine)

@@ -17,7 +17,7 @@ TEST = '''\
 """{title}
 
 {describe}
-Runs on the engine that `--blockstep-engine` names, or `blockstep_engine` in the settings of pytest.
+Runs on the engine that `--blockstep-engine` names, or `[tool.blockstep]` in pyproject.toml.
 """
 
 from blockstep.conformance.protocol import program as p

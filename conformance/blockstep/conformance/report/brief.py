@@ -25,7 +25,7 @@ from blockstep.conformance.recorded.validate import Validation
 from blockstep.conformance.report.arms import reproduce_arms, tell_difference
 from blockstep.conformance.report.failure import NOT_AGAIN, headline, reproduce
 from blockstep.conformance.report.hunt import hunt_summary, reproduce_defect, title_of
-from blockstep.conformance.report.wording import HEADLINES
+from blockstep.conformance.report.wording import HEADLINES, tell_known_programs
 from blockstep.conformance.search.arms import ArmsResult
 from blockstep.conformance.search.check import CheckResult
 from blockstep.conformance.search.found import Defect, HuntResult, name_of
@@ -88,6 +88,26 @@ def brief_check(result: CheckResult) -> str:
     return tell(head, tell_names(findings), seen, program, reproduce(options, episode))
 
 
+def tell_found(result: CheckResult) -> str:
+    """A failure as it was found, which is made short next."""
+    first, options, program = result.first, result.options, result.failing_program
+    assert first is not None
+    episode = result.failed_episode or 0
+    where = f"engine {options.engine}, preset {options.preset}, seed {options.seed}"
+    head = f"blockstep check: found in episode {episode} ({where}); now it is made short"
+    told = [] if program is None else [describe(action) for action in program.actions]
+    return tell(head, name_of(first), tell_seen(first), told, reproduce(options, episode))
+
+
+def tell_hunted(defect: Defect) -> str:
+    """A failure as a hunt found it, which is made short and accounted for next."""
+    where = f"preset {defect.options.preset}, episode {defect.episode}"
+    head = (
+        f"blockstep hunt: found after {defect.num_events:,} events ({where}); now it is made short"
+    )
+    return tell(head, name_of(defect.first), tell_seen(defect.first))
+
+
 def tell_names(findings: Sequence[Finding]) -> str:
     """The first of some findings by its name, and how many more there are."""
     more = f" and {len(findings) - 1} more" if len(findings) > 1 else ""
@@ -115,6 +135,7 @@ def _tell_first(differences: Sequence[Difference], sides: tuple[str, str]) -> st
 def brief_hunt(result: HuntResult) -> str:
     """Each defect, after a line of all."""
     told = [f"blockstep hunt: {hunt_summary(result)}\n"]
+    told += [f"{line}\n" for line in tell_known_programs(result.known_programs)]
     for number, defect in enumerate(result.defects, 1):
         head = f"{number}. {title_of(defect, result)}"
         again = reproduce_defect(defect, result)

@@ -18,6 +18,7 @@ from blockstep.conformance.report.wording import (
     render_divergence,
     render_finding,
     tell_cause,
+    tell_known_programs,
     tell_settings,
 )
 from blockstep.conformance.search.check import CheckResult
@@ -38,6 +39,7 @@ def tell_failure(result: CheckResult) -> str:
     """The whole report of the first failure of a check, a trailing newline included."""
     failure, loss = result.failure, result.loss
     notes = "".join(f"\n  note       {note}\n" for note in result.notes)
+    notes += "".join(f"\n  {line}\n" for line in tell_known_programs(result.known_programs))
     if result.settings:
         notes += f"\n  {tell_settings('run', result.settings)}\n"
     if failure is None:

@@ -11,7 +11,11 @@ from blockstep.conformance.engine import Safety
 from blockstep.conformance.protocol.program import WIDTH, describe, describe_config
 from blockstep.conformance.report.failure import LINES_MAX, reproduce
 from blockstep.conformance.report.jsonform import finding_to_json
-from blockstep.conformance.report.wording import tell_settings, tell_stale
+from blockstep.conformance.report.wording import (
+    tell_known_programs,
+    tell_settings,
+    tell_stale,
+)
 from blockstep.conformance.search.forgiving import Cause, Means, follow
 from blockstep.conformance.search.found import Defect, HuntResult, name_of
 from blockstep.spec.profiles import QUIRKS, STRICT
@@ -92,6 +96,7 @@ def hunt_to_json(result: HuntResult) -> dict[str, object]:
         "num_again": result.num_again.total(),
         "deviations": {name: result.excused[name] for name in sorted(ground.facts.deviations)},
         "deviations_stale": list(ground.facts.stale),
+        "known_programs": result.known_programs,
         "stopped": result.stopped,
         "defects": [_defect_to_json(defect, result) for defect in result.defects],
         "policies": [
@@ -154,7 +159,8 @@ def _declared(result: HuntResult) -> list[str]:
         lines += _told(summary)
     for name in facts.stale:
         lines += [f"stale       {tell_stale(name, result.excused[name])}"]
-    return lines
+    lines += tell_known_programs(result.known_programs)
+    return lines + [f"left out    {why}" for why in result.untried]
 
 
 def _told(text: str) -> list[str]:

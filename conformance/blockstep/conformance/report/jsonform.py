@@ -44,6 +44,7 @@ def check_to_json(result: CheckResult, corpus: Sequence[CheckResult] = ()) -> di
         "findings_known": dict(sorted(result.known.items())),
         "deviations": {name: result.excused[name] for name in sorted(result.deviations)},
         "deviations_stale": list(result.stale),
+        "known_programs": dict(result.known_programs),
         "capabilities_missing": dict(sorted(result.skipped.items())),
         "failure": failure_to_json(result),
         "corpus": [_played_to_json(played) for played in corpus],

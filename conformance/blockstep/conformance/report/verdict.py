@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from io import StringIO
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -12,8 +11,8 @@ from blockstep.conformance.engine import ALL_CAPABILITIES, Safety, SamePlans
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.lockstep.quirks import tell_goal
 from blockstep.conformance.protocol.features import BY_NAME, LATE
-from blockstep.conformance.report.colour import paint
-from blockstep.conformance.report.wording import tell_settings, tell_stale
+from blockstep.conformance.report.colour import show
+from blockstep.conformance.report.wording import tell_known_programs, tell_settings, tell_stale
 from blockstep.conformance.search.check import CheckResult
 from blockstep.conformance.search.options import ExitCode, get_wish
 
@@ -24,89 +23,88 @@ NAMES_SHOWN = 4
 """Pairs that were not met, at most, which are named; a program reads all of them from the JSON."""
 
 TITLE = "situations reached (blockstep explain NAME says what one means)"
+MISSING_MAX = 8
+"""Coverage goals named in a verdict, at most, of those that were not reached."""
+BUDGET_ENOUGH = 150_000
+"""Events in which runs of engines of ours reach all that is required, at every preset."""
 
 
-def render_verdict(result: CheckResult, console: Console) -> None:
-    """Print the witness table and one line of verdict."""
+def render_verdict(result: CheckResult, console: Console, shows_coverage: bool = False) -> None:
+    """Print the verdict and its grounds, after a table of coverage goals if it is wanted."""
     options = result.options
-    if not options.is_single:
+    if shows_coverage and not options.is_single:
         if not console.is_terminal:
             console.width = max(console.width, WIDTH_MIN)  # a file has room for all counts
         console.print(TITLE, style="bold", soft_wrap=True)
         console.print(witness_table(result, COLUMNS if console.width >= WIDTH_MIN else 1))
-    _render_lines(result, console)
+    show(console, verdict_text(result))
 
 
 def verdict_text(result: CheckResult) -> str:
     """The same without the table, as text."""
-    words = StringIO()
-    _render_lines(result, Console(file=words, width=WIDTH_MIN, highlight=False))
-    return words.getvalue()
+    lines = [*_list_grounds(result), *_list_known(result), *_list_missing(result)]
+    return "\n".join([*lines, _conclude(result)]) + "\n"
 
 
-def _render_lines(result: CheckResult, console: Console) -> None:
+def _list_grounds(result: CheckResult) -> Iterator[str]:
+    """Lines about coverage, the canary, and everything that was left out."""
     options = result.options
     if not options.is_single:
+        reached = sum(result.witnesses[name] > 0 for name in WITNESSES)
+        yield f"reached     {reached} coverage goals (--coverage counts each)"
         canary = result.canary_killed_after
-        console.print(
+        yield (
             f"canary      caught after {canary} events"
             if canary
             else "canary      ALIVE: a broken engine was not noticed, so no verdict is worth much"
         )
     for note in result.notes:
-        console.print(f"note        {note}", soft_wrap=True, markup=False)
+        yield f"note        {note}"
     for name, count in sorted(result.skipped.items()):
         lacks = f"not tried   {name}: the engine lacks it ({count} actions left out)"
         left_out = f"left out    {name}: {count} times"
-        console.print(lacks if name in ALL_CAPABILITIES else left_out, soft_wrap=True)
+        yield lacks if name in ALL_CAPABILITIES else left_out
     for words in result.not_asked:
-        console.print(f"not asked   {words}: equivalence {result.equivalence}")
+        yield f"not asked   {words}: equivalence {result.equivalence}"
     if not result.has_snapshot and result.equivalence != SamePlans.name:
-        console.print("not tried   state and properties: the engine shows no snapshots")
+        yield "not tried   state and properties: the engine shows no snapshots"
+
+
+def _list_known(result: CheckResult) -> Iterator[str]:
+    """Lines about findings that are accounted for."""
     for name, count in sorted(result.known.items()):
-        console.print(f"known       {name}: {count} findings that {options.profile} accounts for")
+        yield f"known       {name}: {count} findings that {result.options.profile} accounts for"
     for name, summary in sorted(result.deviations.items()):
         told = f"known       {name}: {result.excused[name]} findings that the adapter declares"
-        console.print(f"{told}: {summary}", soft_wrap=True)
+        yield f"{told}: {summary}"
     for name in result.stale:
-        console.print(f"stale       {tell_stale(name, result.excused[name])}", soft_wrap=True)
-    for name in () if options.is_single else result.missing:
-        console.print(f"not reached {name}: {WITNESSES.get(name) or tell_goal(name)}")
+        yield f"stale       {tell_stale(name, result.excused[name])}"
+    yield from tell_known_programs(result.known_programs)
+
+
+def _list_missing(result: CheckResult) -> Iterator[str]:
+    """Lines about coverage goals that were not reached, some by name, and about settings."""
+    missing = () if result.options.is_single else result.missing
+    for name in missing[:MISSING_MAX]:
+        yield f"not reached {name}: {WITNESSES.get(name) or tell_goal(name)}"
+    if len(missing) > MISSING_MAX:
+        yield f"not reached {len(missing) - MISSING_MAX} more (--json FILE names all)"
     pairs = f"{result.num_legal_pairs:,} pairs that are legal together"
-    sides = f"{result.num_quirk_sides:,} sides of the quirks of {options.profile}"
+    sides = f"{result.num_quirk_sides:,} sides of the quirks of {result.options.profile}"
     for names, whole in ((result.apart, pairs), (result.unseen_sides, sides)):
         if names:
-            words = f"not met     {len(names):,} of {whole}: {_name_some(names)}"
-            console.print(words, soft_wrap=True, markup=False)
+            yield f"not met     {len(names):,} of {whole}: {_name_some(names)}"
     for one in result.settings:
         told = f"setting     {one.name}: {one.knob} is {one.checked}, by default {one.default}"
-        console.print(f"{told}; {one.reason}", soft_wrap=True, markup=False)
-    if options.program is not None:
-        verdict = (
-            f"{verdict_word(result)}: engine {options.engine}, equivalence {result.equivalence}, "
-            f"profile {options.profile}, program {options.program}: {result.num_events:,} events"
-        )
-        console.print(paint(verdict), soft_wrap=True)
-        _render_settings(result, console)
-        return
-    rate = result.num_events / result.seconds if result.seconds else 0.0
-    word = verdict_word(result)
-    verdict = (
-        f"{word}: engine {options.engine}, equivalence {result.equivalence}, "
-        f"profile {options.profile}, preset {options.preset}, "
-        f"policy {options.policy or 'both'}, seed {options.seed}: "
-        f"{result.num_events:,} events in {result.num_episodes:,} episodes, "
-        f"{result.seconds:.1f} s, {rate:,.0f} events/s"
-    )
-    console.print(paint(verdict), soft_wrap=True)
-    _render_settings(result, console)
+        yield f"{told}; {one.reason}"
 
 
-def _render_settings(result: CheckResult, console: Console) -> None:
-    """Print in one line where the engine was not at its defaults, behind the verdict."""
-    if result.settings:
-        word = "conforms" if result.exit_code is ExitCode.CONFORMS else "run"
-        console.print(tell_settings(word, result.settings), soft_wrap=True, markup=False)
+def _conclude(result: CheckResult) -> str:
+    """The line of the verdict, and one that names where the engine was not at its defaults."""
+    if not result.settings:
+        return _tell_verdict(result)
+    word = "conforms" if result.exit_code is ExitCode.CONFORMS else "run"
+    return f"{_tell_verdict(result)}\n{tell_settings(word, result.settings)}"
 
 
 def _name_some(names: Sequence[str]) -> str:
@@ -115,18 +113,43 @@ def _name_some(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more:,} more (see --json)" if more > 0 else "")
 
 
+def _tell_verdict(result: CheckResult) -> str:
+    """The line of the verdict."""
+    options, word = result.options, verdict_word(result)
+    held = f"{word}: engine {options.engine}, equivalence {result.equivalence}, "
+    if options.program is not None:
+        where = f"profile {options.profile}, program {options.program}"
+        return f"{held}{where}: {result.num_events:,} events"
+    rate = result.num_events / result.seconds if result.seconds else 0.0
+    return (
+        f"{held}profile {options.profile}, preset {options.preset}, "
+        f"policy {options.policy or 'both'}, seed {options.seed}: "
+        f"{result.num_events:,} events in {result.num_episodes:,} episodes, "
+        f"{result.seconds:.1f} s, {rate:,.0f} events/s"
+    )
+
+
 def verdict_word(result: CheckResult) -> str:
     """One word, or what kept the check from being one."""
     if result.exit_code is ExitCode.CONFORMS:
-        return "conforms"
+        return (
+            "conforms but for known findings" if any(result.known_programs.values()) else "conforms"
+        )
     if result.num_events == 0:
         return "NO VERDICT (nothing ran)"
-    if result.missing:
+    if result.has_missed_something:
         or_else = "".join([f", or leave out: --without {name}" for name in list_unasked(result)])
         if result.equivalence == Safety.name:
             or_else = ", or name in out_of_reach of its traits what cannot come up"
-        return f"NO VERDICT (situations not reached: raise --budget or change --seed{or_else})"
+        return f"NO VERDICT (situations not reached: {tell_budget(result)}{or_else})"
     return "NO VERDICT (the canary survived)"
+
+
+def tell_budget(result: CheckResult) -> str:
+    """The budget to take where coverage goals were not reached."""
+    if result.num_events < BUDGET_ENOUGH:
+        return f"raise --budget to {BUDGET_ENOUGH}"
+    return f"try --budget {2 * result.num_events} or another --seed"
 
 
 def list_unasked(result: CheckResult) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from blockstep.conformance.engine import Setting
 from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind, shown
@@ -64,6 +64,16 @@ def tell_stale(name: str, num_excused: int) -> str:
     if num_excused:
         return f"{name}: its program does not show it, and {num_excused:,} findings do: mend that"
     return f"{name}: its program does not show it, and no finding does; the adapter can drop it"
+
+
+def tell_known_programs(counts: Mapping[str, int | None]) -> list[str]:
+    """Lines about the known programs of `--known`."""
+    return [
+        f"gone        {name}: nothing is wrong with it any more; take it out of the known ones"
+        if count is None
+        else f"known       {name}: {count:,} failures were the same defect, and were suppressed"
+        for name, count in counts.items()
+    ]
 
 
 def tell_settings(word: str, settings: Sequence[Setting]) -> str:

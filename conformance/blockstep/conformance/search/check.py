@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
@@ -92,6 +92,9 @@ class CheckResult:
     """Findings that it declares, by the name of the deviation."""
     stale: tuple[str, ...] = ()
     """Deviations that their programs do not show any more."""
+    known_programs: Mapping[str, int | None] = field(default_factory=dict)
+    """Failures that were suppressed because they are those of a known program, by its file; None
+    if nothing is wrong with that program any more."""
     missing: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
     """Cells of `judge.pairs` that the run could reach and did not: legal together, and not met."""
@@ -128,10 +131,32 @@ class CheckResult:
         """What the process should end with."""
         if self.first is not None:
             return exit_code_of(self.first)
-        is_worthless = self.missing or not self.canary_killed_after
+        is_worthless = self.has_missed_something or not self.canary_killed_after
         if self.num_events == 0 or (not self.options.is_single and is_worthless):
             return ExitCode.HARNESS
         return ExitCode.CONFORMS
+
+    @property
+    def has_missed_something(self) -> bool:
+        """Whether required coverage goals were not reached, and no known failure is the reason.
+
+        A known failure ends its episode, so that what is behind it cannot be reached; but not all
+        episodes may end so.
+        """
+        num_passed_over = sum(count or 0 for count in self.known_programs.values())
+        return bool(self.missing) and not 0 < num_passed_over < self.num_episodes
+
+
+class Known(Protocol):
+    """Findings that are suppressed (`known.KnownFindings`)."""
+
+    def find(self, options: CheckOptions, episode: EpisodeResult) -> str | None:
+        """The known program whose defect made an episode fail, by name; None if there is none."""
+        ...
+
+    def conclude(self, result: CheckResult) -> None:
+        """Put into a result how many failures were suppressed."""
+        ...
 
 
 class Place(Protocol):
@@ -181,10 +206,12 @@ def check(
     on_progress: Callable[[CheckResult], None] = lambda _result: None,
     place: InProcess = InProcess(),
     shrinks: bool = True,
+    known: Known | None = None,
 ) -> CheckResult:
     """Check an engine in this process. `Isolation.check` does so in others.
 
-    What is found is made short only if it `shrinks`; else there is no `failure` to show.
+    What is found is made short only if it `shrinks`; else there is no `failure` to show. What is
+    `known` is suppressed.
 
     With a budget in events the result depends on nothing but the options and the engine.
 
@@ -192,7 +219,7 @@ def check(
         EngineNotFoundError: if the engine cannot be loaded.
     """
     started = time.perf_counter()
-    result = search(options, place, on_progress)
+    result = search(options, place, on_progress, known)
     if result.first is not None and shrinks:
         tell = lambda now: on_progress(replace(result, shrinking=now))  # noqa: E731
         shrink_first(result, place.load(options), tell)
@@ -201,9 +228,14 @@ def check(
 
 
 def search(
-    options: CheckOptions, place: Place, on_progress: Callable[[CheckResult], None]
+    options: CheckOptions,
+    place: Place,
+    on_progress: Callable[[CheckResult], None],
+    known: Known | None = None,
 ) -> CheckResult:
     """Play episodes until the budget is spent or something is wrong, which is not shrunk yet.
+
+    A failure that is `known` ends its episode and no more.
 
     Raises:
         EngineNotFoundError: if the engine cannot be loaded.
@@ -224,7 +256,7 @@ def search(
         result.canary_killed_after = release_canary(options, CANARIES[facts.equivalence])
     with closing(_run_batches(options, place, lambda: _spent(options, result, started))) as batches:
         for batch in batches:
-            for episode in batch:
+            for episode in batch if known is None else _pass_over(options, place, batch, known):
                 _add(result, episode)
             result.seconds = time.perf_counter() - started
             on_progress(result)
@@ -239,7 +271,30 @@ def search(
         legal = list_required_pairs(options, facts)
         result.num_legal_pairs = len(legal)
         result.apart = tuple([cell for cell in legal if not result.pairs[cell]])
+    if known is not None:
+        known.conclude(result)
     return result
+
+
+def _pass_over(
+    options: CheckOptions, place: Place, episodes: list[EpisodeResult], known: Known
+) -> Iterator[EpisodeResult]:
+    """The episodes of a batch and those behind a known failure, which ends as if nothing failed."""
+    end = episodes[0].index + _get_batch_size(options)
+    while episodes:
+        *passed, last = episodes
+        yield from passed
+        if last.first is None or known.find(options, last) is None:
+            yield last
+            return
+        yield replace(last, first=None, program=None, loss=None)
+        start = last.index + 1
+        episodes = place.run_batch(options, start, end - start) if start < end else []
+
+
+def _get_batch_size(options: CheckOptions) -> int:
+    is_long = PRESETS[options.preset].num_actions > LONG_EPISODE
+    return 1 if is_long or options.episode is not None else EPISODES_PER_BATCH
 
 
 def _add(result: CheckResult, episode: EpisodeResult) -> None:
@@ -333,6 +388,8 @@ class SaidAtTimes:
 def _find_shortest(result: CheckResult, make_engine: EngineFactory, said: SaidAtTimes) -> None:
     """Shrink the failure, or one like it that is shorter: what is reported should fit on a page.
 
+    A failing program that is short as it was drawn is shrunk at once.
+
     What fails where everything is small shrinks to least, and soonest; so failures of the same
     sentence are looked for at tiny scope first, then among the next episodes. If all stay long,
     any failure at tiny scope will do, or any of many more episodes.
@@ -341,6 +398,13 @@ def _find_shortest(result: CheckResult, make_engine: EngineFactory, said: SaidAt
     assert result.failed_episode is not None
     wanted, options = get_symptom(result.first), result.options
     start, tiny = result.failed_episode, replace(options, preset=TINY.name)
+    own = EpisodeResult(
+        start, 0, {}, {}, {}, {}, True, program=result.failing_program, first=result.first
+    )
+    if _length(own) <= SHORT_PROGRAM:
+        _adopt_shortest(result, options, [own], make_engine, said)
+        if result.failure is not None:
+            return
     small = _failures(tiny, range(TINY_EPISODES), make_engine, said)
     alike = [episode for episode in small if _symptom_of(episode) == wanted]
     _adopt_shortest(result, tiny, alike, make_engine, said)
@@ -425,10 +489,10 @@ def _run_batches(
     options: CheckOptions, place: Place, is_spent: Callable[[], bool]
 ) -> Generator[list[EpisodeResult], None, None]:
     """Batches in order of their episodes, computed side by side when `jobs` > 1."""
+    size = _get_batch_size(options)
     if options.episode is not None:
-        yield place.run_batch(options, options.episode, 1)
+        yield place.run_batch(options, options.episode, size)
         return
-    size = 1 if PRESETS[options.preset].num_actions > LONG_EPISODE else EPISODES_PER_BATCH
     if options.jobs <= 1:
         start = 0
         while not is_spent():

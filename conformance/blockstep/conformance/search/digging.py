@@ -12,9 +12,11 @@ from blockstep.conformance.engine import (
     Declining,
     EngineFactory,
     build,
+    get_capabilities,
     get_traits,
 )
 from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.features import find_lacking, get_missing
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.search.distinct import (
@@ -36,7 +38,7 @@ from blockstep.conformance.search.forgiving import (
 )
 from blockstep.conformance.search.isolation.jobs import plain
 from blockstep.conformance.search.lookouts import LOOKOUTS, look_out
-from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.options import CheckOptions, find_profile
 from blockstep.conformance.search.shrink import Shrunk, shrink
 from blockstep.conformance.search.wrapped import unwrapped
 from blockstep.spec.profiles import Quirk
@@ -108,27 +110,58 @@ def play(
 
 
 def dig(
-    _options: CheckOptions,
+    options: CheckOptions,
     make_engine: EngineFactory,
-    forgiven: frozenset[Cause],
+    forgiven: frozenset[Cause] | None,
     quirks: Sequence[Quirk],
     episode: EpisodeResult,
 ) -> Dug:
-    """The failure of an episode, shrunk and, as far as anything known does, accounted for."""
+    """The failure of an episode, shrunk, and the known causes that account for it, if any do.
+
+    `forgiven` is None in a check: the engine is then as its adapter makes it, under the profile of
+    the options, and no cause is looked for.
+    """
     assert episode.program is not None
     assert episode.first is not None
-    factory, profile = Forgiving(make_engine, forgiven), follow(forgiven)
+    factory = Forgiving(make_engine, forgiven)
+    profile = find_profile(options.profile) if forgiven is None else follow(forgiven)
     shrunk = shrink(episode.program, factory, episode.first, profile)
     said = episode.first
     alike = (it for it in shrunk.findings if it.sentence == said.sentence)
     first = next(alike, (*shrunk.findings, said)[0])
     run, _ = run_program(shrunk.program, factory, profile)
     where = run.engine.raised_at if isinstance(run.engine, ForgivenEngine) else ""
-    causes = find_causes(shrunk.program, make_engine, forgiven, quirks)
-    if causes:
-        return Dug(shrunk, first, causes, None, where)
+    if forgiven is not None:
+        causes = find_causes(shrunk.program, make_engine, forgiven, quirks)
+        if causes:
+            return Dug(shrunk, first, causes, None, where)
     symptoms = find_symptoms(shrunk.program, factory, profile, first)
     return Dug(shrunk, first, (), symptoms, where)
+
+
+def dig_program(
+    options: CheckOptions,
+    make_engine: EngineFactory,
+    forgiven: frozenset[Cause] | None,
+    quirks: Sequence[Quirk],
+    program: Program,
+) -> Dug | str | None:
+    """The same of the failure of one program; None if nothing is wrong with it.
+
+    Text says why it was not played: the engine lacks what its config asks for.
+    """
+    missing = get_missing(program.config, find_lacking(get_capabilities(make_engine)))
+    if missing is not None:
+        return f"the engine lacks {missing}"
+    factory = Forgiving(make_engine, forgiven)
+    profile = find_profile(options.profile) if forgiven is None else follow(forgiven)
+    run, findings = run_program(program, factory, profile)
+    if not findings:
+        return None
+    failed = EpisodeResult(
+        0, run.num_events, {}, {}, {}, {}, True, program=program, first=findings[0]
+    )
+    return dig(options, make_engine, forgiven, quirks, failed)
 
 
 def show(

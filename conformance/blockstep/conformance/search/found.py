@@ -74,6 +74,10 @@ class HuntResult:
     """Failures that were like a defect which nothing accounts for, by what it says."""
     excused: Counter[str] = field(default_factory=Counter)
     """What was excused: deviations that the adapter declares, by name."""
+    known_programs: dict[str, int | None] = field(default_factory=dict)
+    """Failures that were those of a known program, by its file; None if it does not fail."""
+    untried: list[str] = field(default_factory=list)
+    """Known programs that could not be played, with the reason."""
     stopped: str = ""
     """Why the hunt ended before its budget was spent; "" if it did not."""
 

@@ -13,15 +13,17 @@ stood behind shows in its plans and answers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from blockstep.conformance.draw.presets import SMALL, TINY
 from blockstep.conformance.engine import Capability, EngineFactory, Safety
 from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.search import digging
 from blockstep.conformance.search.distinct import (
     Mark,
@@ -44,6 +46,7 @@ from blockstep.conformance.search.found import (
 )
 from blockstep.conformance.search.isolation import LostError
 from blockstep.conformance.search.isolation.place import lose_episode
+from blockstep.conformance.search.known import play_known, tell_counts, tell_untried
 from blockstep.conformance.search.lookouts import LOOKOUTS, Lookout, can_take
 from blockstep.conformance.search.options import CheckOptions, find_profile, get_wish
 from blockstep.conformance.search.wrapped import hide_state
@@ -108,6 +111,8 @@ class Hunter:
         scopes: Sequence[str] = SCOPES,
         forgiven: frozenset[Cause] = frozenset(),
         pool: Executor | None = None,
+        known: Mapping[str, Program] = MappingProxyType({}),
+        on_found: Callable[[Defect], None] = lambda _defect: None,
     ) -> None:
         get_wish(options)
         self._call = call
@@ -119,6 +124,9 @@ class Hunter:
         self.scopes = scopes
         self.forgiven = forgiven
         self._on_progress = on_progress
+        self._on_found = on_found
+        self._told: set[str] = set()
+        """Sayings of failures that `on_found` was given."""
         self._pool = pool
         profile = find_profile(options.profile)
         self._quirks = tuple(sorted(profile.quirks) if profile.quirks else Quirk)
@@ -137,6 +145,9 @@ class Hunter:
         self._num_lost = 0
         self._end = 0
         """Events after which the hunt ends."""
+        self._known = play_known(self.options, call, known, forgiven, self._quirks)
+        self._failures += [it.defect for it in self._known if it.defect and not it.defect.causes]
+        self._groups = gather(self._failures)
 
     def hunt(self) -> HuntResult:
         """Play the budget at each scope, then look out for surprising decisions."""
@@ -151,11 +162,25 @@ class Hunter:
             for defect in found
             if len(defect.causes) < 2 or not all((cause,) in alone for cause in defect.causes)
         ]
-        self.result.defects = found + [group.conclude() for group in gather(self._failures)]
+        self.result.defects = self._leave_out_known(found, gather(self._failures))
         for lookout in LOOKOUTS if self.options.episode is None else ():
             if can_take(lookout, self.ground.capabilities, self.ground.facts.equivalence):
                 self._look_out(lookout)
         return self.result
+
+    def _leave_out_known(self, found: list[Defect], groups: list[Group]) -> list[Defect]:
+        """The defects of which no known program is an example; the others are counted."""
+        counts: Counter[str] = Counter()
+        defects = []
+        for members in [[defect] for defect in found] + [group.defects for group in groups]:
+            name = next((it.name for it in self._known if it.is_one_of(members)), None)
+            if name is None:
+                defects.append(Group(members).conclude())
+            else:
+                counts[name] += sum(it.num_seen for it in members if it.options.program is None)
+        self.result.known_programs = tell_counts(self._known, counts)
+        self.result.untried = tell_untried(self._known)
+        return defects
 
     def _play_budget(self, budget: int) -> None:
         """Play so many events at each scope, and half as many with the state hidden."""
@@ -250,6 +275,9 @@ class Hunter:
             self._dig_masked(options, episode)
             return False
         defect = self._describe(options, episode)
+        if said not in self._told:
+            self._told.add(said)
+            self._on_found(defect)
         try:
             dug = self._call(digging.dig, options, self.forgiven, self._quirks, episode)
         except LostError as lost:
@@ -395,6 +423,8 @@ def hunt(
     scopes: Sequence[str] = SCOPES,
     forgiven: frozenset[Cause] = frozenset(),
     pool: Executor | None = None,
+    known: Mapping[str, Program] = MappingProxyType({}),
+    on_found: Callable[[Defect], None] = lambda _defect: None,
 ) -> HuntResult:
     """Everything that is wrong with an engine, each defect once, with a program for it.
 
@@ -406,6 +436,8 @@ def hunt(
         on_progress: Told the share that is done, and a line about it.
         scopes: Presets that are played.
         forgiven: Passed over from the start.
+        on_found: Given the first failure of each saying, before it is made short.
+        known: Programs whose defects are counted and are no findings, by their files.
         pool: Threads in which `call` may be called, as many as `jobs` of the options: episodes are
             played side by side. What is found is the same.
 
@@ -414,7 +446,7 @@ def hunt(
         UsageError: if the options want what the engine lacks.
     """
     try:
-        hunter = Hunter(options, call, on_progress, scopes, forgiven, pool)
+        hunter = Hunter(options, call, on_progress, scopes, forgiven, pool, known, on_found)
     except LostError as lost:  # nobody could even be asked
         return HuntResult(options, digging.UNKNOWN, [describe_loss(options, lost.loss)])
     return hunter.hunt()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 
-from blockstep.conformance.draw.presets import MAX_DEPTH
+from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.protocol.features import (
     PINS,
@@ -16,8 +15,10 @@ from blockstep.conformance.protocol.features import (
     UsageError,
 )
 from blockstep.conformance.protocol.findings import Finding, FindingKind
-from blockstep.conformance.protocol.registry import SpecEngine, load_engine
+from blockstep.conformance.protocol.registry import EQUIVALENCE_NAMES, load_engine
+from blockstep.conformance.protocol.settings import TABLE, Settings
 from blockstep.conformance.protocol.wishes import Wish, make_wish
+from blockstep.conformance.search.budget import read_budget
 from blockstep.conformance.search.wrapped import hide_state
 from blockstep.spec.profiles import PROFILES, STRICT, Profile, get_profile
 from blockstep.spec.vocabulary import Policy
@@ -112,6 +113,21 @@ def find_profile(name: str) -> Profile:
     return profile
 
 
+def check_settings(settings: Settings) -> None:
+    """Check the values of a project's table. Raises UsageError naming the key."""
+    where = f"{settings.file}: {TABLE}"
+    if settings.preset is not None and settings.preset not in PRESETS:
+        known = ", ".join(PRESETS)
+        raise UsageError(f"{where}.preset: {settings.preset!r}: must be one of {known}")
+    if settings.equivalence is not None and settings.equivalence not in EQUIVALENCE_NAMES:
+        known = ", ".join(EQUIVALENCE_NAMES)
+        raise UsageError(f"{where}.equivalence: {settings.equivalence!r}: must be one of {known}")
+    try:
+        read_budget(settings.budget or "1")
+    except ValueError as error:
+        raise UsageError(f"{where}.{error}") from None
+
+
 def load(options: CheckOptions) -> EngineFactory:
     """The engine of the options, looked for in their folder first.
 
@@ -120,9 +136,7 @@ def load(options: CheckOptions) -> EngineFactory:
     """
     if options.path is not None:
         search_first(options.path)
-    make_engine = load_engine(options.engine)
-    if make_engine is SpecEngine:  # it follows the same quirks as what it is held to
-        make_engine = partial(SpecEngine, profile=find_profile(options.profile))
+    make_engine = load_engine(options.engine, find_profile(options.profile))
     return hide_state(make_engine) if options.hide_state else make_engine
 
 

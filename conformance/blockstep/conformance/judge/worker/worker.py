@@ -316,8 +316,8 @@ class Worker(Drafter, Stored):
                 self._complain("P26", "tokens_are_sent_after_a_gap", what)
         elif view.num_dropped and len(sent) > len(view.tokens) and self._begins_alike(sent, view):
             what = (
-                f"{row.request_id!r} is resumed behind position {len(view.tokens)}, whose token was "
-                "dropped when it was preempted: it must run again"
+                f"{row.request_id!r} is resumed behind position {len(view.tokens)}, whose token "
+                "was dropped when it was preempted: it must run again"
             )
             difference = Difference("all_token_ids", shown(view.tokens, 80), shown(sent, 80))
             self._complain("P13", "dropped_position_runs_again", what, difference)

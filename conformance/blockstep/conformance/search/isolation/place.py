@@ -15,7 +15,7 @@ from typing import Any, TypeVar, TypeVarTuple, cast
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.registry import EngineNotFoundError, get_target
-from blockstep.conformance.search.check import CheckResult, search
+from blockstep.conformance.search.check import CheckResult, Known, search
 from blockstep.conformance.search.episodes import EpisodeResult, Loss
 from blockstep.conformance.search.floor import Facts, look
 from blockstep.conformance.search.isolation import jobs
@@ -62,6 +62,7 @@ class Isolation:
         self,
         options: CheckOptions,
         on_progress: Callable[[CheckResult], None] = lambda _result: None,
+        known: Known | None = None,
     ) -> CheckResult:
         """Check an engine, as `check.check` does; whatever becomes of it is in the result.
 
@@ -72,7 +73,7 @@ class Isolation:
         """
         started = time.perf_counter()
         try:
-            result = search(options, self, on_progress)
+            result = search(options, self, on_progress, known)
         except LostError as lost:  # nobody could even be asked
             episode = options.episode or 0
             first = lost.loss.finding

@@ -1,0 +1,166 @@
+"""Annotate: results of `check`, `hunt` and the pytest plugin as GitHub Actions shows them.
+
+An annotation is put on the line where the engine raised, if the file is found in the working
+folder, or else where the engine's factory is defined. What an engine says is escaped.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FRAME = re.compile(r"(?P<name>.+) \((?P<file>[^()]+):(?P<line>\d+)\)(?:: (?P<source>.*))?")
+"""A call in which an engine raised, as a finding has it."""
+FORMATS = ("blockstep-check", "blockstep-hunt", "blockstep-pytest")
+SKIPPED_FOLDERS = frozenset({"site-packages", "node_modules", "__pycache__"})
+FENCE = "~~~~~~"
+"""Around programs in a summary; longer than any that an engine would say by chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of a file, relative to the working folder."""
+
+    file: str
+    line: int
+
+
+def list_annotations(told: Mapping[str, Any], folder: Path) -> list[str]:
+    """A line for GitHub Actions for each finding in a result as JSON."""
+    lines = []
+    for engine, finding, again in _list_findings(told):
+        name = f"{finding['property'] or finding['kind']} {finding['sentence']}"
+        place = find_place(finding["frames"], engine, folder)
+        where = "" if place is None else f"file={_property(place.file)},line={place.line},"
+        message = _data(f"{finding['message']}\n{again}")
+        lines.append(f"::error {where}title={_property(f'Blockstep: {name}')}::{message}")
+    lines += [f"::error title=Blockstep::{_data(why)}" for why in _list_lacking(told)]
+    return lines
+
+
+def make_summary(told: Mapping[str, Any]) -> str:
+    """The same as Markdown, for the summary of a job, a trailing newline included."""
+    lines = ["## Blockstep", ""]
+    for run in _list_runs(told):
+        lines.append(f"{_code(run['engine'])}: {_tell_run(run)}")
+        for failure in _list_failures(run):
+            first = failure["findings"][0]
+            name = f"{first['property'] or first['kind']} {first['sentence']}"
+            lines += ["", f"**{_escape(name)}**: {_escape(first['message'])}", "", FENCE]
+            lines += [line.replace(FENCE, "~") for line in (failure["config"], *failure["program"])]
+            lines += [FENCE, "", _code(failure["reproduce"])]
+        known: Mapping[str, int | None] = run.get("known_programs", {})
+        for file, count in known.items():
+            what = (
+                "gone: take it out of the known ones" if count is None else f"known, {count} times"
+            )
+            lines += ["", f"{_code(file)}: {what}"]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def find_place(frames: Sequence[str], engine: str, folder: Path) -> Place | None:
+    """The line of a finding: the innermost frame that is found, else the engine's factory."""
+    for frame in reversed(frames):
+        found = FRAME.fullmatch(frame)
+        if found is not None:
+            place = _find_line(found["file"], int(found["line"]), found["source"] or "", folder)
+            if place is not None:
+                return place
+    module, _, attribute = engine.partition("@")[0].partition(":")
+    base = folder.joinpath(*module.split("."))
+    for file in (base.with_suffix(".py"), base / "__init__.py"):
+        if attribute and file.is_file():
+            return Place(file.relative_to(folder).as_posix(), _find_definition(file, attribute))
+    return None
+
+
+def _find_line(name: str, line: int, source: str, folder: Path) -> Place | None:
+    """The line of the one file of this name that has this source there."""
+    places = []
+    for file in folder.rglob(name):
+        parts = file.relative_to(folder).parts
+        if SKIPPED_FOLDERS.intersection(parts) or any(part.startswith(".") for part in parts):
+            continue
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line <= len(lines) and source in lines[line - 1]:
+            places.append(Place("/".join(parts), line))
+    return places[0] if len(places) == 1 else None
+
+
+def _find_definition(file: Path, attribute: str) -> int:
+    """The line in which a module defines a name; 1 if it does so otherwise. Nothing is imported."""
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError):
+        return 1
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == attribute:
+            return node.lineno
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if any(isinstance(it, ast.Name) and it.id == attribute for it in targets):
+            return node.lineno
+    return 1
+
+
+def _list_runs(told: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Checks and hunts in a result: one, or one for each preset that pytest played."""
+    if told["format"] == "blockstep-pytest":
+        return [run["check"] for run in told["runs"]]
+    return [told]
+
+
+def _list_failures(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The failures of a run, each with findings, config, program and reproduce."""
+    if run["format"] == "blockstep-hunt":
+        return list(run["defects"])
+    played = [run, *run["corpus"]]
+    failures = [row["failure"] for row in played if row["failure"] is not None]
+    return [it for number, it in enumerate(failures) if it not in failures[:number]]
+
+
+def _list_findings(told: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    for run in _list_runs(told):
+        for failure in _list_failures(run):
+            yield run["engine"], failure["findings"][0], failure["reproduce"]
+
+
+def _list_lacking(told: Mapping[str, Any]) -> Iterator[str]:
+    """Why a check without a failure is no success."""
+    for run in _list_runs(told):
+        if not _list_failures(run) and run.get("exit_code"):
+            yield _tell_run(run)
+
+
+def _tell_run(run: Mapping[str, Any]) -> str:
+    failures = len(_list_failures(run))
+    played = f"{run['num_events']:,} events, equivalence {run['equivalence']}"
+    if failures:
+        return f"{failures} failure{'s' * (failures != 1)} in {played}"
+    if run.get("exit_code"):
+        return f"no verdict in {played}: {len(run['witnesses_missing'])} coverage goals not reached"
+    return f"nothing wrong in {played}"
+
+
+# What an engine says may be anything.
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def _escape(text: str) -> str:
+    """Text as Markdown shows it, in one line."""
+    return re.sub(r"([\\`*_{}\[\]<>()#+!|~&])", r"\\\1", " ".join(text.split()))
+
+
+def _code(text: str) -> str:
+    return f"`{' '.join(text.split()).replace('`', chr(39))}`"

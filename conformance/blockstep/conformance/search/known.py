@@ -1,0 +1,170 @@
+"""Known findings: saved programs whose failures a check or a hunt suppresses.
+
+Each program is played at the start. A program that does not fail any more is reported.
+A later failure is known if it is the same defect as one of the programs, by the rule that tells the
+defects of a hunt apart (`found.gather`): so it is shrunk first. After `PATIENCE` failures of one
+saying that were all known, the next ones that say the same are taken for known without a look.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blockstep.conformance.protocol.program import Program
+from blockstep.conformance.protocol.program_file import read_program
+from blockstep.conformance.search import digging
+from blockstep.conformance.search.corpus import find_programs
+from blockstep.conformance.search.distinct import Mark, Symptoms, saying, saying_of_loss
+from blockstep.conformance.search.episodes import EpisodeResult, Loss
+from blockstep.conformance.search.found import Defect, gather
+from blockstep.conformance.search.isolation import LostError, RefusedError
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.spec.profiles import Quirk
+from blockstep.spec.vocabulary import ConfigError
+
+if TYPE_CHECKING:
+    from blockstep.conformance.search.check import CheckResult
+    from blockstep.conformance.search.forgiving import Cause
+    from blockstep.conformance.search.hunt import Call
+
+PATIENCE = 6
+"""Failures in a row of one saying that are shrunk and known, before the next is taken for known."""
+
+
+def read_known(path: Path) -> dict[str, Program]:
+    """The programs of a file, or of a folder and those in it, by the name of their file.
+
+    Raises:
+        TraceError: a file holds no program, or there is none.
+    """
+    files = [path] if path.is_file() else find_programs(path)
+    return {str(file): read_program(file) for file in files}
+
+
+@dataclass(frozen=True, slots=True)
+class KnownProgram:
+    """A known program, and what it came to."""
+
+    name: str
+    defect: Defect | None
+    """None if it does not fail."""
+    why_untried: str = ""
+    """Why it could not be played on this engine; "" if it was."""
+
+    def is_one_of(self, defects: Sequence[Defect]) -> bool:
+        """Whether its failure is among these, or has the same causes as one."""
+        mine = self.defect
+        return mine is not None and any(
+            it is mine or (bool(it.causes) and it.causes == mine.causes) for it in defects
+        )
+
+
+def play_known(
+    options: CheckOptions,
+    call: Call,
+    programs: Mapping[str, Program],
+    forgiven: frozenset[Cause] | None = None,
+    quirks: Sequence[Quirk] = (),
+) -> list[KnownProgram]:
+    """Play known programs. `forgiven` and `quirks` are those of a hunt (`digging.dig`)."""
+    played = []
+    for name, program in programs.items():
+        asked = replace(options, program=name)
+        try:
+            dug = call(digging.dig_program, asked, forgiven, quirks, program)
+        except LostError as lost:
+            played.append(KnownProgram(name, describe(asked, loss=lost.loss)))
+        except (ConfigError, RefusedError) as error:
+            played.append(KnownProgram(name, None, str(error)))
+        else:
+            why = dug if isinstance(dug, str) else ""
+            found = describe(asked, dug) if isinstance(dug, digging.Dug) else None
+            played.append(KnownProgram(name, found, why))
+    return played
+
+
+def describe(
+    options: CheckOptions, dug: digging.Dug | None = None, loss: Loss | None = None
+) -> Defect:
+    """A failure as `gather` compares them: of an engine that lived, or of one that was lost."""
+    if dug is None:
+        assert loss is not None
+        symptoms = Symptoms(Mark(saying_of_loss(loss.message)))
+        return Defect((), loss.finding, options, 0, 0, len(loss.events), symptoms, loss=loss)
+    symptoms = dug.symptoms or Symptoms(Mark(saying(dug.first)))
+    length = len(dug.shrunk.program.actions)
+    found = Defect(dug.causes, dug.first, options, 0, length, dug.shrunk.num_events, symptoms)
+    return replace(found, shrunk=dug.shrunk, raised_at=dug.raised_at)
+
+
+def tell_counts(played: Sequence[KnownProgram], counts: Mapping[str, int]) -> dict[str, int | None]:
+    """Failures like those of each program, None if it does not fail, by its file."""
+    return {
+        it.name: None if it.defect is None else counts.get(it.name, 0)
+        for it in played
+        if not it.why_untried
+    }
+
+
+def tell_untried(played: Sequence[KnownProgram]) -> list[str]:
+    """The programs that could not be played, each with the reason."""
+    return [f"{it.name}: {it.why_untried}" for it in played if it.why_untried]
+
+
+class KnownFindings:
+    """The known programs of one check, and how many failures each was found to account for."""
+
+    def __init__(self, options: CheckOptions, call: Call, programs: Mapping[str, Program]) -> None:
+        self._call = call
+        self.played = play_known(options, call, programs)
+        self.counts: Counter[str] = Counter()
+        """Failures that were suppressed, by the name of the program."""
+        self._in_a_row: Counter[str] = Counter()
+        """Failures that were looked into and known, since one was not, by what they said."""
+        self._last: dict[str, str] = {}
+        """The program that the last failure of a saying was known by."""
+
+    def conclude(self, result: CheckResult) -> None:
+        """Put into a result what was suppressed, which programs do not fail any more, and why some
+        were not played."""
+        result.known_programs = tell_counts(self.played, self.counts)
+        result.skipped.update(tell_untried(self.played))
+
+    def find(self, options: CheckOptions, episode: EpisodeResult) -> str | None:
+        """The known program whose defect made an episode fail, by name, counted; None if none."""
+        said = _saying_of(episode)
+        is_taken_for_known = self._in_a_row[said] >= PATIENCE
+        name = self._last[said] if is_taken_for_known else self._find(options, episode)
+        if name is None:
+            self._in_a_row[said] = 0
+            return None
+        self._in_a_row[said] += 1
+        self._last[said] = name
+        self.counts[name] += 1
+        return name
+
+    def _find(self, options: CheckOptions, episode: EpisodeResult) -> str | None:
+        if episode.loss is not None:
+            found = describe(options, loss=episode.loss)
+        else:
+            try:
+                dug = self._call(digging.dig, options, None, (), episode)
+            except LostError as lost:
+                found = describe(options, loss=lost.loss)
+            else:
+                found = describe(options, dug)
+        for group in gather([*(it.defect for it in self.played if it.defect), found]):
+            if any(it is found for it in group.defects):
+                return next((it.name for it in self.played if it.is_one_of(group.defects)), None)
+        return None
+
+
+def _saying_of(episode: EpisodeResult) -> str:
+    if episode.loss is not None:
+        return saying_of_loss(episode.loss.message)
+    assert episode.first is not None
+    return saying(episode.first)

@@ -1,0 +1,195 @@
+"""Known findings: passed over by a check and a hunt, counted, and missed when they are gone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from blockstep.conformance.command.main import app
+from blockstep.conformance.protocol.lines import TraceError
+from blockstep.conformance.protocol.program import Program
+from blockstep.conformance.protocol.program_file import write_program
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.report.hunt import hunt_to_json, render_hunt
+from blockstep.conformance.report.verdict import verdict_text
+from blockstep.conformance.search.check import CheckResult, InProcess, check
+from blockstep.conformance.search.episodes import EpisodeResult, Loss
+from blockstep.conformance.search.hunt import call_here, hunt
+from blockstep.conformance.search.isolation import LostError
+from blockstep.conformance.search.known import PATIENCE, KnownFindings, read_known
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.spec import vocabulary as v
+
+OPTIONS = CheckOptions(preset="tiny", max_events=1000, max_depth=1)
+RESETS_MAX = 4
+LEAK = Program(v.Config(num_blocks=3), (v.Submit(v.Request("A", (1,), 1)), v.Abort(("A",))))
+
+
+class Leaks(SpecEngine):
+    """It loses a free block once somebody gave up."""
+
+    has_aborted = False
+
+    def apply(self, event: v.Event) -> v.Observation:
+        self.has_aborted |= isinstance(event, v.Abort)
+        return super().apply(event)
+
+    def snapshot(self) -> v.Snapshot:
+        shown = super().snapshot()
+        return replace(shown, free_queue=shown.free_queue[1:]) if self.has_aborted else shown
+
+
+class LeaksAndRaises(Leaks):
+    """And it cannot be reset often."""
+
+    num_resets = 0
+
+    def apply(self, event: v.Event) -> v.Observation:
+        self.num_resets += isinstance(event, v.Reset)
+        if self.num_resets > RESETS_MAX:
+            raise KeyError("cache")
+        return super().apply(event)
+
+
+class Sync(Leaks):
+    """It has no plans ahead of its answers."""
+
+    def capabilities(self) -> frozenset[str]:
+        return super().capabilities() - {"async"}
+
+
+def check_with(make_engine: type[SpecEngine], *programs: Program) -> CheckResult:
+    """A check that passes over the failures of these programs."""
+    named = {f"known/{number}.json": program for number, program in enumerate(programs)}
+    known = KnownFindings(OPTIONS, call_here(make_engine), named)
+    return check(OPTIONS, place=InProcess(lambda _options: make_engine), shrinks=False, known=known)
+
+
+def test_a_check_passes_over_what_is_known() -> None:
+    result = check_with(Leaks, LEAK)
+    assert (result.first, result.exit_code) == (None, 0)
+    count = result.known_programs["known/0.json"]
+    assert count is not None
+    assert PATIENCE < count < result.num_episodes
+    told = verdict_text(result)
+    assert f"known       known/0.json: {count} failures were the same defect" in told
+    assert "conforms but for known findings: engine host" in told
+    assert any(name.startswith("abort_") for name in result.missing), "it ends each episode"
+    assert "not reached " in told
+
+
+def test_a_check_finds_what_is_not_known() -> None:
+    result = check_with(LeaksAndRaises, LEAK)
+    assert result.first is not None
+    assert (result.first.sentence, result.exit_code) == ("engine_raises_nothing", 1)
+    assert result.known_programs["known/0.json"], "and what is known was seen before"
+
+
+def test_what_is_gone_is_said() -> None:
+    result = check_with(SpecEngine, LEAK)
+    assert (result.exit_code == 5, result.known_programs) == (
+        bool(result.missing),
+        {"known/0.json": None},
+    )
+    assert "gone        known/0.json: nothing is wrong with it any more" in verdict_text(result)
+
+
+def test_a_program_that_cannot_be_played_is_said() -> None:
+    ahead = v.Config(num_blocks=3, max_frames_in_flight=2, async_scheduling=True)
+    programs = {"leak.json": LEAK, "ahead.json": replace(LEAK, config=ahead)}
+    result = CheckResult(OPTIONS)
+    KnownFindings(OPTIONS, call_here(Sync), programs).conclude(result)
+    assert result.known_programs == {"leak.json": 0}
+    assert result.skipped == {"ahead.json: the engine lacks async": 1}
+
+
+def test_a_run_in_which_all_fails_as_is_known_proves_nothing() -> None:
+    result = CheckResult(OPTIONS, 3, 9, missing=("preempted",), canary_killed_after=1)
+    assert replace(result, known_programs={"a": 3}).exit_code == 5
+    assert replace(result, known_programs={"a": 2}).exit_code == 0
+    assert replace(result, known_programs={"a": 0}).exit_code == 5
+
+
+def test_a_hunt_counts_what_is_known_and_names_the_rest() -> None:
+    programs = {"leak.json": LEAK, "sound.json": replace(LEAK, actions=LEAK.actions[:1])}
+    result = hunt(
+        replace(OPTIONS, max_events=700),
+        call_here(LeaksAndRaises),
+        scopes=("tiny",),
+        known=programs,
+    )
+    assert [defect.first.sentence for defect in result.defects] == ["engine_raises_nothing"]
+    assert result.known_programs["leak.json"]
+    assert result.known_programs["sound.json"] is None
+    told = render_hunt(result)
+    assert "failures were the same defect, and were suppressed" in told
+    assert "gone        sound.json: " in told
+    assert hunt_to_json(result)["known_programs"] == result.known_programs
+
+
+def test_an_engine_that_is_lost_as_is_known_is_passed_over() -> None:
+    def lose(*_args: object, **_options: object) -> Any:
+        raise LostError(Loss("the engine gave no answer within 1 s at: abort A"))
+
+    known = KnownFindings(OPTIONS, lose, {"hangs.json": LEAK})
+    again = Loss("the engine gave no answer within 1 s at: abort C D")
+    other = Loss("the engine's process ended with exit code 3 at: abort A")
+    for loss, name in ((again, "hangs.json"), (other, None)):
+        episode = EpisodeResult(0, 1, {}, {}, {}, {}, True, first=loss.finding, loss=loss)
+        assert known.find(OPTIONS, episode) == name
+
+
+# The command line.
+
+
+def blockstep(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "100"})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A corpus with a known program in it."""
+    (tmp_path / "corpus" / "known").mkdir(parents=True)
+    (tmp_path / "corpus" / "known" / "leak.json").write_text(write_program(LEAK, "P1 leak"))
+    (tmp_path / "corpus" / "sound.json").write_text(
+        write_program(replace(LEAK, actions=LEAK.actions[:1]))
+    )
+    return tmp_path / "corpus"
+
+
+def test_known_programs_are_read_from_a_file_or_a_folder(folder: Path) -> None:
+    file = folder / "known" / "leak.json"
+    assert read_known(file) == read_known(folder / "known") == {str(file): LEAK}
+    (folder / "empty").mkdir()
+    with pytest.raises(TraceError, match="no program in it"):
+        read_known(folder / "empty")
+
+
+def test_the_command_line_passes_over_what_is_known(folder: Path) -> None:
+    """What is known is left out of the corpus, too."""
+    drawn = ("--preset", "tiny", "--depth", 1, "--budget", 600, "--in-process", "--json", "-")
+    given = ("--known", folder / "known", "--corpus", folder)
+    told = json.loads(blockstep("check", "--engine", f"{__name__}:Leaks", *given, *drawn).stdout)
+    assert (told["exit_code"], told["failure"]) == (0, None)
+    assert told["known_programs"][str(folder / "known" / "leak.json")] > 0
+    assert [row["program_file"] for row in told["corpus"]] == [str(folder / "sound.json")]
+
+
+def test_what_the_table_says_is_known_is_shown_when_it_is_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = f"{__name__}:Leaks"
+    table = f'[tool.blockstep]\nengine = "{engine}"\nknown = "known"\ncorpus = "."\n'
+    (folder / "pyproject.toml").write_text(table)
+    monkeypatch.chdir(folder)
+    result = blockstep("check", "--program", "known/leak.json", "--in-process")
+    assert (result.exit_code, "VIOLATION at event 2" in result.output) == (1, True)
+    told = json.loads(
+        blockstep("hunt", "--preset", "tiny", "--budget", 300, "--in-process", "--json", "-").stdout
+    )
+    assert str(folder / "known" / "leak.json") in told["known_programs"]

@@ -1,0 +1,193 @@
+"""The project's table `[tool.blockstep]`, engines that packages announce, and names with `@`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from blockstep.conformance.command import engines
+from blockstep.conformance.command.main import app
+from blockstep.conformance.engine import EngineTraits, Safety, get_equivalence_name
+from blockstep.conformance.protocol import registry
+from blockstep.conformance.protocol.registry import EngineNotFoundError, SpecEngine, load_engine
+from blockstep.conformance.protocol.settings import SettingsError, find_settings
+from blockstep.spec.profiles import PROFILES
+
+ENGINES = """
+from blockstep.conformance.protocol.registry import SpecEngine
+
+class Tabled(SpecEngine):
+    pass
+"""
+
+
+class Safe(SpecEngine):
+    """It says by itself what it is held to."""
+
+    traits = EngineTraits(equivalence=Safety())
+
+
+def blockstep(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "100"})
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with an engine of its own, in whose subfolder commands run."""
+    (tmp_path / "tabled_engines.py").write_text(ENGINES)
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "deep" / "er")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "tabled_engines", raising=False)
+    return tmp_path
+
+
+def write(project: Path, *lines: str) -> None:
+    table = ['[tool.other]\nengine = "no"', "[tool.blockstep]", *lines]
+    (project / "pyproject.toml").write_text("\n".join(table) + "\n")
+
+
+def check(*args: object) -> dict[str, object]:
+    """The JSON of a check."""
+    told: dict[str, object] = json.loads(blockstep("check", *args, "--json", "-").stdout)
+    return told
+
+
+def test_the_table_names_the_engine_from_below_and_what_a_check_takes(project: Path) -> None:
+    write(project, 'engine = "tabled_engines:Tabled"', 'preset = "tiny"', 'equivalence = "renamed"')
+    told = check("--episode", 1, "--in-process")
+    assert told["engine"] == "tabled_engines:Tabled@renamed"
+    assert (told["preset"], told["equivalence"], told["exit_code"]) == ("tiny", "renamed", 0)
+    assert check("--episode", 1, "--preset", "small", "--in-process")["preset"] == "small"
+
+
+@pytest.mark.parametrize("budget", ["300", '"300"', '"1s"'])
+def test_the_table_says_for_how_long(project: Path, budget: str) -> None:
+    write(project, 'engine = "tabled_engines:Tabled"', f"budget = {budget}", 'preset = "tiny"')
+    told = check("--jobs", 1, "--in-process")
+    assert int(str(told["num_events"])) < 20_000
+
+
+def test_another_engine_is_not_spoken_of(project: Path) -> None:
+    write(project, 'engine = "tabled_engines:Tabled"', 'preset = "tiny"', 'corpus = "nowhere"')
+    told = check("--engine", "spec", "--episode", 1)
+    assert (told["engine"], told["preset"]) == ("spec", "small")
+    named = check("--engine", "tabled_engines:Tabled", "--episode", 1, "--in-process")
+    assert named["preset"] == "tiny", "it is the same engine, and --episode needs no corpus"
+
+
+def test_every_other_command_takes_the_engine(project: Path) -> None:
+    write(project, 'engine = "tabled_engines:Tabled"')
+    commands = {
+        "hunt": ("--budget", 1, "--preset", "tiny", "--in-process"),
+        "arms": ("--workloads", 1, "--preset", "tiny"),
+        "score": ("--budget", 1, "--preset", "tiny"),
+    }
+    for command, args in commands.items():
+        told = json.loads(blockstep(command, *args, "--json", "-").stdout)
+        assert told["engine"] == "tabled_engines:Tabled", command
+    write(project, 'engine = "host"')
+    result = blockstep("bisect", "a", "b", "--path", ".")
+    assert (result.exit_code, "--engine host: is one of ours" in result.output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (['enigne = "host"'], "tool.blockstep.enigne: no such key; one of engine, equivalence, "),
+        (['preset = "tiny"'], "tool.blockstep: names no engine"),
+        (["engine = 3"], "tool.blockstep.engine: must be a text, not 3"),
+        (['engine = "host"', "budget = true"], "tool.blockstep.budget: must be a number of events"),
+        (['engine = "host"', 'budget = "long"'], "tool.blockstep.budget 'long': must be a time"),
+        (['engine = "host"', 'preset = "huge"'], "tool.blockstep.preset: 'huge': must be one of"),
+        (['engine = "host"', 'equivalence = "near"'], "tool.blockstep.equivalence: 'near': must"),
+        (['engine = "host"', "= 1"], "cannot be read: "),
+        (['engine = "nowhere"'], "engine 'nowhere': neither one of"),
+        (['engine = "host"', 'corpus = "no"'], "there is no such folder"),
+    ],
+)
+def test_a_table_that_cannot_be_meant_is_said_in_a_line(
+    project: Path, lines: list[str], told: str
+) -> None:
+    write(project, *lines)
+    result = blockstep("check", "--budget", 1)
+    assert (result.exit_code, told in result.output) == (2, True), result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_table_that_cannot_be_meant_is_no_concern_of_help(project: Path) -> None:
+    write(project, 'enigne = "host"')
+    assert blockstep("check", "--help").exit_code == 0
+    assert blockstep("explain", "P1").exit_code == 0
+
+
+def test_the_nearest_table_is_read_past_files_without_one(tmp_path: Path) -> None:
+    write(tmp_path, 'engine = "outer:make"', 'corpus = "kept"')
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    found = find_settings(inner)
+    assert found is not None
+    assert (found.engine, found.corpus) == ("outer:make", tmp_path / "kept")
+    write(inner, 'engine = "inner:make"')
+    assert (nearest := find_settings(inner)) is not None
+    assert nearest.engine == "inner:make"
+    (inner / "pyproject.toml").write_text("[tool]\nblockstep = 3\n")
+    with pytest.raises(SettingsError, match=r"tool.blockstep: must be a table"):
+        find_settings(inner)
+
+
+# Names.
+
+
+def test_an_equivalence_follows_a_name() -> None:
+    assert get_equivalence_name(load_engine("host@plan")) == "plan"
+    assert get_equivalence_name(load_engine("host@exact")) == "exact"
+    assert get_equivalence_name(load_engine(f"{__name__}:Safe@safety")) == "safety"
+    assert get_equivalence_name(load_engine("spec@renamed", PROFILES[-1])) == "renamed"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("host@near", "equivalence 'near': one of exact, renamed, plan, safety"),
+        ("host@", "equivalence '': one of exact"),
+        (f"{__name__}:Safe@plan", "its traits say equivalence safety, not plan"),
+        (f"{__name__}:Safe@exact", "its traits say equivalence safety, not exact"),
+    ],
+)
+def test_an_equivalence_that_cannot_be_is_said(name: str, told: str) -> None:
+    with pytest.raises(EngineNotFoundError, match=told):
+        load_engine(name)
+
+
+def announce(folder: Path, package: str, *lines: str) -> None:
+    """Install a package that announces engines, as far as anybody can see."""
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("\n".join(["[blockstep.engines]", *lines]) + "\n")
+
+
+def test_packages_announce_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tabled_engines.py").write_text(ENGINES)
+    announce(tmp_path, "one", "tabled = tabled_engines:Tabled", "host = json:loads")
+    announce(tmp_path, "two", "broken = no.such.module:make", "twice = json:loads")
+    announce(tmp_path, "three", "twice = json:dumps")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "tabled_engines", raising=False)
+    told = check("--engine", "tabled", "--episode", 1, "--preset", "tiny")
+    assert (told["engine"], told["exit_code"]) == ("tabled", 0)
+    result = blockstep("check", "--engine", "twice")
+    assert result.exit_code == 2
+    assert "announced as json:loads and as json:dumps; choose one" in result.output
+    few = {"host": registry.KNOWN_ENGINES["host"]}
+    monkeypatch.setattr(engines, "KNOWN_ENGINES", few)  # to build them all takes long
+    listed = {row["name"]: row for row in json.loads(blockstep("engines", "--json", "-").stdout)}
+    assert listed["tabled"]["target"] == "tabled_engines:Tabled"
+    assert listed["broken"]["implements"].startswith("cannot be loaded: ")
+    assert listed["host"]["target"] == "blockstep.impl.host:HostEngine", "ours keep their names"

@@ -1,0 +1,254 @@
+"""What is built can be installed and used where there is no checkout, and the action runs.
+
+The wheel is installed beside the dependencies of this environment; installing wheel and sdist with
+all that they need is soak, because it downloads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+HOUSE = Path(__file__).resolve().parents[1]
+ACTION = HOUSE / "action.yml"
+WORKFLOW = HOUSE / "docs" / "how-to" / "blockstep-workflow.yml"
+HOW_TO = (HOUSE / "docs" / "how-to" / "hold-your-engine.md").read_text()
+RIGHT, WRONG = "self.free[needed:]\n", "self.free[needed - 1 :]\n"
+"""The toy of the page, and what makes it give one block to two requests."""
+BUILD = """
+import sys
+from hatchling import build
+print(build.build_wheel(sys.argv[1]), build.build_sdist(sys.argv[1]))
+"""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An environment with Blockstep in it, and an empty folder to work in."""
+
+    bin: Path
+    folder: Path
+    env: Mapping[str, str]
+
+    def run(self, *args: object, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run a program of the environment."""
+        return subprocess.run(
+            [str(self.bin / str(args[0])), *map(str, args[1:])],
+            cwd=self.folder,
+            env={**self.env, **env},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel and the sdist of this checkout."""
+    folder = tmp_path_factory.mktemp("built")
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, str(folder)],
+        cwd=HOUSE, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    wheel, sdist = done.stdout.split()[-2:]
+    return folder / wheel, folder / sdist
+
+
+def make_environment(folder: Path, with_pip: bool) -> Path:
+    """The programs of a new environment that has nothing in it."""
+    pip = [] if with_pip else ["--without-pip"]
+    subprocess.run([sys.executable, "-m", "venv", *pip, str(folder)], check=True)
+    return folder / "bin"
+
+
+def get_clean_environment(bin_folder: Path, home: Path, **env: str) -> dict[str, str]:
+    """Variables without anything of the checkout."""
+    kept = {name: value for name, value in os.environ.items() if name.startswith(("LC_", "PIP_"))}
+    path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
+    return {**kept, "PATH": path, "HOME": str(home), "COLUMNS": "100", **env}
+
+
+@pytest.fixture(scope="module")
+def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """The wheel in an environment of its own; other packages are those of this one."""
+    folder = tmp_path_factory.mktemp("installed")
+    bin_folder = make_environment(folder / "env", with_pip=False)
+    pip = [sys.executable, "-m", "pip", "--python", str(bin_folder / "python")]
+    install = ["install", "-q", "--no-deps", "--no-index", str(built[0])]
+    subprocess.run([*pip, *install], cwd=folder, env={**os.environ, "PYTHONPATH": ""}, check=True)
+    (folder / "work").mkdir()
+    env = get_clean_environment(bin_folder, folder, PYTHONPATH=sysconfig.get_paths()["purelib"])
+    return Installed(bin_folder, folder / "work", env)
+
+
+def write_toy(folder: Path, text: str = WRONG) -> None:
+    """The scheduler of the page on adapters, with a planted mistake or another line."""
+    (toy,) = (it for it in re.findall(r"```python\n(.*?)```", HOW_TO, re.S) if "class Toy:" in it)
+    assert toy.count(RIGHT) == 1
+    (folder / "toy.py").write_text(toy.replace(RIGHT, text))
+    (folder / "pyproject.toml").write_text(
+        '[tool.blockstep]\nengine = "toy:Toy"\npreset = "tiny"\n'
+    )
+
+
+def play_the_way_in(place: Installed) -> None:
+    """From an empty folder to a verdict on one's own engine, in CI."""
+    shown = place.run(
+        "python", "-c", "import blockstep.spec; print(blockstep.spec.__file__)"
+    ).stdout
+    assert str(place.bin.parent) in shown, "it is not the checkout's"
+    assert "blockstep 0" in place.run("blockstep", "--version").stdout
+    assert place.run("blockstep", "new-adapter", "mine").returncode == 0
+    assert (place.folder / "mine.py").is_file()
+    lacking = place.run("blockstep", "check", "--engine", "mine:make", "--budget", 100)
+    assert (lacking.returncode, "mine.py" in lacking.stdout) == (1, True), lacking.stderr
+    write_toy(place.folder)
+    found = place.run("blockstep", "check", "--jobs", 1, "--save", "found.json")
+    assert found.returncode == 1, found.stderr
+    assert "P2 " in found.stdout
+    assert place.run("blockstep", "explain", "P2").returncode == 0
+    hunted = place.run("blockstep", "hunt", "--preset", "tiny", "--budget", 200)
+    assert (hunted.returncode, "1 defect in" in hunted.stdout) == (1, True), hunted.stdout
+    (place.folder / "corpus").mkdir()
+    (place.folder / "found.json").rename(place.folder / "corpus" / "found.json")
+    ci = ("python", "-m", "pytest", "-q", "--blockstep-corpus=corpus", "-k", "corpus")
+    tested = place.run(*ci)
+    assert (tested.returncode, "1 failed" in tested.stdout) == (1, True), tested.stdout
+    write_toy(place.folder, RIGHT)
+    assert place.run(*ci).returncode == 0
+
+
+def test_the_way_in_from_an_empty_folder(installed: Installed) -> None:
+    play_the_way_in(installed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [0, 1], ids=["wheel", "sdist"])
+def test_the_way_in_with_all_that_is_installed(
+    built: tuple[Path, Path], number: int, tmp_path: Path
+) -> None:
+    bin_folder = make_environment(tmp_path / "env", with_pip=True)
+    env = get_clean_environment(bin_folder, Path.home())
+    place = Installed(bin_folder, tmp_path / "work", env)
+    place.folder.mkdir()
+    done = place.run("python", "-m", "pip", "install", "-q", built[number], "pytest")
+    assert done.returncode == 0, done.stderr
+    play_the_way_in(place)
+
+
+def test_the_sdist_has_what_a_user_may_look_for(built: tuple[Path, Path]) -> None:
+    listed = subprocess.run(
+        ["tar", "tzf", str(built[1])], capture_output=True, text=True, check=True
+    ).stdout
+    names = {line.partition("/")[2] for line in listed.splitlines()}
+    assert names >= {
+        *("LICENSE", "README.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff", "action.yml"),
+        *("tests/test_install.py", "docs/how-to/blockstep-workflow.yml"),
+    }
+
+
+# The action.
+
+
+SERVICES = (
+    "actions/checkout@",
+    "actions/setup-python@",
+    "actions/cache@",
+    "actions/upload-artifact@",
+)
+"""What GitHub does; everything else in action and workflow is run here."""
+EXPRESSION = re.compile(r"\$\{\{\s*(.*?)\s*\}\}")
+OWN = "./.github/actions/blockstep"
+
+
+def list_steps(path: Path, *keys: str) -> list[dict[str, Any]]:
+    value: Any = yaml.safe_load(path.read_text())
+    for key in keys:
+        value = value[key]
+    steps: list[dict[str, Any]] = value["steps"]
+    return steps
+
+
+def get_defaults() -> dict[str, str]:
+    """The inputs of the action that are not owed, at their defaults."""
+    inputs: dict[str, dict[str, str]] = yaml.safe_load(ACTION.read_text())["inputs"]
+    return {name: told["default"] for name, told in inputs.items() if "default" in told}
+
+
+def run_action(place: Installed, inputs: Mapping[str, str], summary: Path) -> dict[str, int]:
+    """The exit code of each step that runs something, as GitHub would go through them."""
+    given, codes, has_failed = {**get_defaults(), **inputs}, {}, False
+    for step in list_steps(ACTION, "runs"):
+        if "uses" in step:
+            assert step["uses"].startswith(SERVICES)
+            continue
+        if has_failed and step.get("if") != "always()":
+            continue
+        assert step["shell"] == "bash"
+        env = {
+            name: EXPRESSION.sub(lambda found: given[found[1].removeprefix("inputs.")], value)
+            for name, value in step.get("env", {}).items()
+        }
+        assert not EXPRESSION.search(step["run"]), "an input in a script may be anything"
+        done = subprocess.run(
+            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
+            cwd=place.folder,
+            env={**place.env, **env, "GITHUB_STEP_SUMMARY": str(summary)},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        codes[step["name"]], has_failed = done.returncode, has_failed or done.returncode != 0
+        (place.folder / f"{step['name']}.txt").write_text(done.stdout + done.stderr)
+    return codes
+
+
+def test_the_workflow_gives_the_action_what_it_takes(
+    installed: Installed, built: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The steps of the workflow, of which the action is one, on a right and on a wrong engine."""
+    steps = list_steps(WORKFLOW, "jobs", "check")
+    assert all(step.get("uses", OWN).startswith((*SERVICES, OWN)) for step in steps)
+    (own,) = (step["with"] for step in steps if step.get("uses") == OWN)
+    known = {*get_defaults(), "package"}
+    assert own.keys() <= known
+    package = Path(own["package"])
+    assert re.fullmatch(r"blockstep-[\d.]+-py3-none-any\.whl", package.name)
+    place = Installed(installed.bin, tmp_path / "project", {**installed.env, "PIP_NO_INDEX": "1"})
+    (place.folder / own["corpus"]).mkdir(parents=True)
+    write_toy(place.folder)
+    summary = tmp_path / "summary.md"
+    fake = tmp_path / "python"  # pip is not in the environment
+    fake.write_text(
+        f'#!/bin/sh\nif [ "$2" = pip ]; then echo "$@" > installed.txt; exit 0; fi\n'
+        f'exec "{installed.bin}/python" "$@"\n'
+    )
+    fake.chmod(0o755)
+    env = {**place.env, "PATH": f"{tmp_path}{os.pathsep}{place.env['PATH']}"}
+    place = Installed(place.bin, place.folder, env)
+    inputs = {"package": str(built[0]), "budget": "4000", "arguments": "--jobs 1"}
+    assert run_action(place, inputs, summary) == {"Install": 0, "Check": 1, "Annotate": 0}
+    assert str(built[0]) in (place.folder / "installed.txt").read_text()
+    told = (place.folder / "Annotate.txt").read_text()
+    line = next(n for n, it in enumerate((place.folder / "toy.py").read_text().splitlines(), 1)
+                if it.startswith("class Toy"))  # fmt: skip
+    assert told.startswith(f"::error file=toy.py,line={line},title=Blockstep%3A P2 ")
+    assert "1 failure in" in summary.read_text()
+    kept = place.folder / "blockstep-results" / "found.json"
+    kept.rename(place.folder / own["corpus"] / "found.json")
+    write_toy(place.folder, RIGHT)
+    inputs |= {"corpus": own["corpus"], "arguments": "--jobs 1 --seed 1"}
+    codes = run_action(place, inputs, summary)
+    assert codes == {"Install": 0, "Check": 0, "Annotate": 0}, place.folder
+    played = json.loads((place.folder / "blockstep-results" / "check.json").read_text())
+    assert [row["failure"] for row in played["corpus"]] == [None]
+    assert "nothing wrong in" in summary.read_text()
