@@ -79,7 +79,8 @@ def test_whoever_can_do_all_owes_all() -> None:
 TAKEN_ALONG = {
     "caching": {"pins"},
     "grammar": {"masks"},
-    "groups": {"kinds"},
+    "groups": {"kinds", "window", "chunks", "states"},
+    "kinds": {"chunks", "states"},
     "transfers": {"tiers"},
 }
 """Features that an engine does not have without another one."""

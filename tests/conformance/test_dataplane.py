@@ -134,7 +134,7 @@ def test_every_fault_is_expected_by_name() -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault: str) -> None:
     seen_by, options = (SEEN_BY, SMALL) if fault in SEEN_BY else (SEEN_IN_GROUPS_BY, GROUPS)
-    found = first_finding(OnKernels(fault=fault), range(6), options)
+    found = first_finding(OnKernels(fault=fault), range(16), options)
     assert found is not None
     assert found.sentence == seen_by[fault]
 

@@ -188,6 +188,7 @@ ONLY_GROWS = {
     "next_frame_id": 8,
     "finished_req_ids": ("Z",),
     "stats": Stats(preemptions=9),
+    "has_work": False,
 }
 """Fields that do not tell two states apart, and what else they may be."""
 OTHER = {
@@ -205,7 +206,6 @@ OTHER = {
     "transfers": TransfersSnapshot(received=("A",)),
     "pins": PinsSnapshot(now=1),
     "admission_closed": True,
-    "has_work": False,
 }
 """What the others may be; each alone tells them apart."""
 OTHER_REQUEST = {

@@ -182,6 +182,17 @@ def test_a_wrong_line_is_refused_with_its_rule(
         read_vectors(reworked(filled, tmp_path / "wrong.jsonl", change))
 
 
+def test_a_file_that_does_not_say_whether_work_is_left_asks_nobody(tmp_path: Path) -> None:
+    now, before = tmp_path / "now.jsonl", tmp_path / "before.jsonl"
+    write_vectors(now, "idle", Config(num_blocks=3), [[Schedule()]])
+    reworked(now, before, (',"has_work":false', ""))
+    assert [one.programs[0][0].snapshot.has_work for one in map(read_vectors, (now, before))] == [
+        False,
+        None,
+    ]
+    assert consume(read_vectors(before), load_engine("host")).conforms
+
+
 def test_several_frames_were_asynchronous_before_there_was_a_word_for_it(tmp_path: Path) -> None:
     config = Config(num_blocks=3, max_frames_in_flight=2, async_scheduling=True)
     now, before = tmp_path / "now.jsonl", tmp_path / "before.jsonl"

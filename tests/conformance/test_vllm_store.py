@@ -88,6 +88,49 @@ def test_the_end_of_a_read_comes_in_the_answer_that_ends_its_request() -> None:
     assert run.witnesses["transfers_read_by_its_end"] > 0
 
 
+@pytest.mark.skipif(
+    RELEASE is not None and not (RELEASE.has_events and RELEASE.has_encoder),
+    reason="no events or no encoder is followed",
+)
+def test_an_output_block_is_told_with_all_its_items() -> None:
+    """Whatever the release hashes of them: 0.19.1 names such a block by the last one alone."""
+    config = v.Config(
+        num_blocks=3,
+        block_size=3,
+        encoder_compute_budget=1,
+        encoder_cache_size=1,
+        enable_kv_cache_events=True,
+    )
+    items = (v.MultiModalItem("x", 3, 1), v.MultiModalItem("x", 4, 1))
+    program = Program(
+        config, (v.Submit(v.Request("A", (0,) * 5, max_tokens=2, items=items)), Drain())
+    )
+    assert RELEASE is not None
+    _, findings = run_program(program, load_engine("vllm"), find_profile(RELEASE.profile))
+    assert findings == []
+
+
+@pytest.mark.skipif(
+    RELEASE is not None and not (RELEASE.has_events and RELEASE.has_encoder),
+    reason="no events or no encoder is followed",
+)
+def test_an_output_is_hashed_before_the_items_of_the_next_chunk_come() -> None:
+    """0.19.1 publishes it after that, with the items that take its place in the event."""
+    config = v.Config(
+        num_blocks=3,
+        block_size=1,
+        encoder_compute_budget=1,
+        encoder_cache_size=1,
+        enable_kv_cache_events=True,
+    )
+    first = v.Request("A", (0,), max_tokens=1, resumable=True)
+    chunk = replace(first, items=(v.MultiModalItem("x", 0, 1),))
+    program = Program(config, (v.Submit(first), v.StreamingUpdate(chunk), Drain()))
+    assert RELEASE is not None
+    _, findings = run_program(program, load_engine("vllm"), find_profile(RELEASE.profile))
+    assert findings == []
+
+
 def get_request(engine: Engine) -> v.RequestSnapshot:
     """The one request."""
     shown = engine.snapshot()

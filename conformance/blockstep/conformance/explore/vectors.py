@@ -62,6 +62,8 @@ class _State(msgspec.Struct, forbid_unknown_fields=True):
     finished_req_ids: tuple[str, ...]
     prev_scheduled_req_ids: tuple[str, ...]
     stats: v.Stats
+    has_work: bool | None = None
+    """None in a file that was written before states said it."""
 
 
 class _StateLine(msgspec.Struct, forbid_unknown_fields=True):

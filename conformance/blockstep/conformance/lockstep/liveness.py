@@ -95,7 +95,8 @@ class Watch:
 
 
 def is_same_state(left: Snapshot, right: Snapshot) -> bool:
-    """Whether two states have the same future: equal but for what only ever grows."""
+    """Whether two states have the same future: equal but for what only ever grows, and for ended
+    requests of which no plan has told yet."""
     return len(left.frames_in_flight) == len(right.frames_in_flight) and _what_matters(
         left
     ) == _what_matters(right)
@@ -109,6 +110,7 @@ def _what_matters(snapshot: Snapshot) -> Snapshot:
         next_frame_id=0,
         finished_req_ids=(),
         stats=Stats(),
+        has_work=None,
     )
 
 

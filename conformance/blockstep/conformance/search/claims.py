@@ -30,6 +30,22 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "encoder": {"encoder_compute_budget": 4, "encoder_cache_size": 4},
     "caching": {"enable_prefix_caching": True},
     "kinds": {"groups": (v.KVGroup(v.GroupKind.FULL, 4), v.KVGroup(v.GroupKind.FULL, 8))},
+    "window": {
+        "groups": (
+            v.KVGroup(v.GroupKind.FULL, 4),
+            v.KVGroup(v.GroupKind.SLIDING_WINDOW, 4, sliding_window=4),
+        )
+    },
+    "chunks": {
+        "groups": (
+            v.KVGroup(v.GroupKind.FULL, 4),
+            v.KVGroup(v.GroupKind.CHUNKED_LOCAL, 4, attention_chunk_size=4),
+        )
+    },
+    "states": {
+        "groups": (v.KVGroup(v.GroupKind.FULL, 4), v.KVGroup(v.GroupKind.RECURRENT, 4)),
+        "enable_prefix_caching": False,
+    },
     "events": {"enable_kv_cache_events": True},
     "transfers": {"kv_connector": True},
     "pins": {"policy": v.Policy.CONTINUUM},

@@ -133,6 +133,9 @@ class VllmEngine:
         self.run = Run(config)
         self.scheduler = self.run.scheduler
         self.audit = Audit(self.scheduler, self.run.lora_ids, self.separate_names)
+        self.had_items_in_a_chunk = False
+        """Whether an input of a session has brought items. Its last output may be hashed before
+        they come and published after that, so an event names items that no digest has."""
 
     @property
     def judges(self) -> frozenset[v.RejectCode]:
@@ -253,6 +256,7 @@ class VllmEngine:
         built = self._build(request, run.hasher)
         if request.resumable:
             known.updates.append(request)
+        self.had_items_in_a_chunk |= bool(request.items)
         self.scheduler.add_request(built)
         session = run.get_unfinished().get(name)
         if session is None:
@@ -360,9 +364,9 @@ class VllmEngine:
         if not run.config.enable_kv_cache_events:
             return ()
         publisher = self.scheduler.kv_event_publisher
-        get_extras = partial(
-            self.audit.get_told_extras, has_items=run.config.encoder_cache_size > 0
-        )
+        has_items = run.config.encoder_cache_size > 0
+        hashed = partial(self.audit.get_told_extras, has_items=has_items)
+        get_extras = None if self.had_items_in_a_chunk else hashed
         return read_events(publisher, run.digests, run.lora_ids, self.separate_names, get_extras)
 
     def _drafts(self, drafts: tuple[v.RowTokens, ...]) -> v.DraftsTaken:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from blockstep.conformance.engine import PartOfState
 from blockstep.conformance.judge.attended import without_given_back
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import (
@@ -14,7 +15,7 @@ from blockstep.conformance.judge.properties.sentence import (
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.spec.vocabulary import Commit, Schedule, StreamingUpdate
+from blockstep.spec.vocabulary import Commit, Schedule, Status, StreamingUpdate
 
 
 @sentence("P26", Schedule)
@@ -37,6 +38,9 @@ def ended_are_kept_for_the_next_plan(step: Step, ledger: Ledger) -> Complaints:
 @sentence("P26", Schedule)
 def plan_tells_who_was_preempted(step: Step, _ledger: Ledger) -> Complaints:
     """A plan names all that were preempted while it was made, sorted."""
+    is_shown = any(request.status is Status.PREEMPTED for request in step.after.requests)
+    if isinstance(step.after, PartOfState) and not is_shown:
+        return ()  # why a request waits need not be shown
     victims = tuple(sorted(step.victims))
     return differing("preempted_req_ids", victims, step.plan.preempted_req_ids)
 
