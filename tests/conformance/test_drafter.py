@@ -7,15 +7,23 @@ from typing import Any
 from worker_support import A, cached, make_worker, said, started
 
 from blockstep.conformance.judge.worker import Worker
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.program import Answer, Program
+from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.vocabulary import (
     BlockCopy,
     Commit,
+    Config,
     NewRow,
     Plan,
+    Policy,
     Request,
     Reset,
     ResetDone,
+    Schedule,
     SpecMethod,
+    StreamingUpdate,
+    Submit,
 )
 
 MODEL: dict[str, Any] = {"spec_method": SpecMethod.DRAFT_MODEL, "num_speculative_tokens": 2}
@@ -93,3 +101,28 @@ def test_after_a_reset_a_head_has_run_nothing() -> None:
     worker.observe(Reset(True), ResetDone(True))
     plan = Plan(1, new=(NewRow(Request("C", A.prompt_token_ids), ((1, 2, 4),), 4, 1),))
     assert ("P5", "draft_head_has_run_the_token_behind_a_hit") in said(worker.execute(plan))
+
+
+def test_a_hit_may_end_before_the_input_of_a_session() -> None:
+    """A computes 0, samples, and goes on with another 0: B hits the first, right behind which the
+    head has run what A sampled, and finds the second, which A computes in the same step."""
+    session = Request("A", (0,), max_tokens=1, resumable=True)
+    late = Request("B", (0, 0, 0), max_tokens=1, arrival_time=22)
+    config = Config(
+        num_blocks=5,
+        block_size=1,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=64,
+        policy=Policy.PRIORITY,
+        spec_method=SpecMethod.EAGLE,
+        num_speculative_tokens=1,
+    )
+    first = (Submit(Request("C", (0,), max_tokens=1)), Submit(session), StreamingUpdate(session))
+    steps = (Submit(late), Schedule(), Answer(), Schedule())
+    program = Program(config, first + steps, vocabulary_size=2)
+    run, findings = run_program(program, load_engine("host"))
+    assert findings == []
+    plan = run.exchanges[-1].seen
+    assert isinstance(plan, Plan)
+    assert [row.num_computed_tokens for row in plan.new] == [1, 1]

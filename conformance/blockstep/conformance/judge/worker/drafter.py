@@ -80,11 +80,16 @@ class Drafter(Items):
                 self._check_hit_of_head(row)
 
     def _follow(self, row: FrameRow) -> None:
-        """A draft head runs the positions of a row, each with the token behind it, if known."""
+        """A draft head runs the positions of a row, each with the token behind it, if known.
+
+        The position before a session's next input keeps the KV made for the token that the input
+        replaces. Drafts from it are worse and not wrong, so a hit may end there.
+        """
         view = row.view
         if row.end < len(view.tokens):
             view.name_positions(row.end + 1, row.drafts)
-        self._followed.update(view.chain[row.first + 1 : row.end + 1])
+        first = row.first if view.request.resumable else row.first + 1
+        self._followed.update(view.chain[first : row.end + 1])
 
     def _settle_slots(self, table: Sequence[v.BlockId], first: int, end: int) -> None:
         """Positions of a table are written with KV of the text."""
