@@ -150,7 +150,7 @@ def a_block_late(rule: Any) -> Any:
 
 def as_if_accepted(rule: Any) -> Any:
     """Drafts in flight are taken for tokens: what would be read again is given back."""
-    return lambda config, pool, request, _in_doubt, rules: rule(config, pool, request, 0, rules)
+    return lambda config, pool, request, _in_doubt, *others: rule(config, pool, request, 0, *others)
 
 
 def full_alone(rule: Any) -> Any:

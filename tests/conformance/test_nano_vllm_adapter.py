@@ -253,7 +253,11 @@ class Stalls(Silent):
     has_served = False
 
     def plan(self) -> Plan:
-        return Plan(self.num_plans) if self.has_served else super().plan()
+        if not self.has_served:
+            return super().plan()
+        ended, self.ended = self.ended, ()
+        self.num_plans += 1
+        return Plan(self.num_plans - 1, finished_req_ids=ended)
 
     def end(self) -> None:
         super().end()

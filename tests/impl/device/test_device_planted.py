@@ -57,7 +57,7 @@ DECISIONS = {
     ),
     "a prompt that is all cached has nothing to run": (
         "contents", "limit = (known - 1) // d.size", "limit = known // d.size",
-        "running_request_is_known",
+        "hit_is_whole_blocks_and_leaves_a_token",
     ),
     "an evicted block is still found": (
         "contents", "        tl.store(s.first_block + node, NONE, mask=is_alone)\n", "",

@@ -233,12 +233,15 @@ def compare_with(quirk: Quirk, moment: Moment) -> Hits:
     """
     before = moment.before
     quirks = frozenset({*map(Quirk, before.rules.quirks), quirk})
-    other = get_moment(replace(before, rules=get_rules(quirks, before.config)), moment.event)
-    after = replace(other.after, rules=before.rules)
+    rules = get_rules(quirks, before.config)
+    other = get_moment(replace(before, rules=rules), moment.event)
+    is_another_state = replace(other.after, rules=before.rules) != moment.after
     differences = list(observation_differences(moment.observation, other.observation))
-    if after != moment.after:
-        differences += snapshot_differences(get_snapshot(moment.after), get_snapshot(after))
-        differences = differences or [Difference("state", "of the spec", "of the quirk")]
+    if is_another_state or rules.has_work is not before.rules.has_work:
+        shown = get_snapshot(moment.after), get_snapshot(other.after)  # each by its own rules
+        differences += snapshot_differences(*shown)
+    if is_another_state and not differences:
+        differences = [Difference("state", "of the spec", "of the quirk")]
     return [f"{d.field}: spec {d.expected}, quirk {d.seen}" for d in differences]
 
 

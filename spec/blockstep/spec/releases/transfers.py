@@ -307,7 +307,7 @@ STORIES = (
         Quirk.SKIPPED_LOADS_ARE_SETTLED,
         skipped_loads_are_settled,
         "blocks of a load that are skipped, and so never loaded, count as found",
-        ("P19",),
+        ("P3", "P19"),
         "not found upstream",
         "0.19.1",
         "blocks of 1, a window of 1, a store has the first token of a prompt of two: its block is "
