@@ -174,13 +174,13 @@ class LockStep(Runner):
             ConfigError: the engine refuses the config.
         """
         traits, unbuilt = get_traits(make_engine), None
-        engine: Engine = Unbuilt()
+        engine: Engine
         try:
             engine = build(make_engine, config)
         except (BadEngineError, v.ConfigError):
             raise
         except Exception as error:
-            unbuilt = fault_of(error, "while being built")
+            unbuilt, engine = fault_of(error, "while being built"), Unbuilt(error)
         # A worker has every slot in memory; one that is given no plan needs none.
         room = config if compare_every is None else v.Config(num_blocks=2)
         capabilities = engine.capabilities()

@@ -27,11 +27,14 @@ class Exchange:
 
 
 class Unbuilt:
-    """Stands in for an engine whose constructor raised."""
+    """Stands in for an engine whose constructor raised `error`."""
 
-    def apply(self, event: v.Event) -> v.Observation:
-        """It takes no event: its run ends before the first one."""
-        raise AssertionError(f"no engine was built, and {event!r} came")
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def apply(self, _event: v.Event) -> v.Observation:
+        """Raise the constructor's error: the first event shows it in every kind of run."""
+        raise self._error
 
     def snapshot(self) -> None:
         """It has no state."""

@@ -80,7 +80,7 @@ class Beside:
         run = self._run
         if isinstance(event, v.Submit):
             event = cast("v.Submit", run.fit(event))
-        _expect_nothing([run.unbuilt] if run.unbuilt is not None else run.apply(event))
+        _expect_nothing(run.apply(event))
         if run.last is None or run.last.event is not event:  # it can never fit, or was declined
             refusal = transition(run.spec.state, event)
             if isinstance(refusal, v.Rejected):
