@@ -20,6 +20,7 @@ from blockstep.conformance.engines.adapters.vllm_releases import (
     get_release_problem,
 )
 from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Report
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.forgiving import Cause, Means, find_causes
@@ -88,47 +89,40 @@ def test_the_end_of_a_read_comes_in_the_answer_that_ends_its_request() -> None:
     assert run.witnesses["transfers_read_by_its_end"] > 0
 
 
-@pytest.mark.skipif(
+follows_events_of_items = pytest.mark.skipif(
     RELEASE is not None and not (RELEASE.has_events and RELEASE.has_encoder),
     reason="no events or no encoder is followed",
 )
+
+
+def find_in_events(block_size: int, *actions: Action) -> list[Finding]:
+    """What is found when these actions run with an encoder and KV events, and all ends."""
+    config = v.Config(
+        num_blocks=3,
+        block_size=block_size,
+        encoder_compute_budget=1,
+        encoder_cache_size=1,
+        enable_kv_cache_events=True,
+    )
+    assert RELEASE is not None
+    program = Program(config, (*actions, Drain()))
+    return run_program(program, load_engine("vllm"), find_profile(RELEASE.profile))[1]
+
+
+@follows_events_of_items
 def test_an_output_block_is_told_with_all_its_items() -> None:
     """Whatever the release hashes of them: 0.19.1 names such a block by the last one alone."""
-    config = v.Config(
-        num_blocks=3,
-        block_size=3,
-        encoder_compute_budget=1,
-        encoder_cache_size=1,
-        enable_kv_cache_events=True,
-    )
     items = (v.MultiModalItem("x", 3, 1), v.MultiModalItem("x", 4, 1))
-    program = Program(
-        config, (v.Submit(v.Request("A", (0,) * 5, max_tokens=2, items=items)), Drain())
-    )
-    assert RELEASE is not None
-    _, findings = run_program(program, load_engine("vllm"), find_profile(RELEASE.profile))
-    assert findings == []
+    request = v.Request("A", (0,) * 5, max_tokens=2, items=items)
+    assert find_in_events(3, v.Submit(request)) == []
 
 
-@pytest.mark.skipif(
-    RELEASE is not None and not (RELEASE.has_events and RELEASE.has_encoder),
-    reason="no events or no encoder is followed",
-)
+@follows_events_of_items
 def test_an_output_is_hashed_before_the_items_of_the_next_chunk_come() -> None:
     """0.19.1 publishes it after that, with the items that take its place in the event."""
-    config = v.Config(
-        num_blocks=3,
-        block_size=1,
-        encoder_compute_budget=1,
-        encoder_cache_size=1,
-        enable_kv_cache_events=True,
-    )
     first = v.Request("A", (0,), max_tokens=1, resumable=True)
     chunk = replace(first, items=(v.MultiModalItem("x", 0, 1),))
-    program = Program(config, (v.Submit(first), v.StreamingUpdate(chunk), Drain()))
-    assert RELEASE is not None
-    _, findings = run_program(program, load_engine("vllm"), find_profile(RELEASE.profile))
-    assert findings == []
+    assert find_in_events(1, v.Submit(first), v.StreamingUpdate(chunk)) == []
 
 
 def get_request(engine: Engine) -> v.RequestSnapshot:

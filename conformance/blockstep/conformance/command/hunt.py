@@ -61,7 +61,7 @@ SaveOption = Annotated[
 ProfileOption = Annotated[
     str,
     typer.Option(
-        help="Release whose quirks may account for what is found; strict: all.",
+        help="Release whose known quirks are not reported; strict: report all.",
         rich_help_panel=sections.ENGINE,
     ),
 ]
