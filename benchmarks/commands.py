@@ -2,13 +2,15 @@
 
     python -m benchmarks.commands --nano-vllm CHECKOUT --mini-sglang CHECKOUT
 
-Writes docs/reference/commands.md. A column whose checkout is not named stays as it is on the page.
+Writes benchmarks/results/commands.json, of which `make docs` makes the page. A column whose
+checkout is not named keeps its cells of the run before.
 A checkout needs its history, for bisect.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -28,7 +30,7 @@ from blockstep.conformance.protocol.program_file import write_program
 from blockstep.spec.vocabulary import Abort, Config, Request, Schedule, Submit
 
 HOUSE = Path(__file__).resolve().parents[1]
-PAGE = HOUSE / "docs" / "reference" / "commands.md"
+CELLS = HOUSE / "benchmarks" / "results" / "commands.json"
 SUPPORT = HOUSE / "tests" / "support"
 WORKS = "works"
 ENDS_WELL = {0, 1, 4, 5}
@@ -119,22 +121,6 @@ ROWS = (
     Row(f"bench profile {AT} --scenario drafts -n 1 --steps 4"),
     Row(f"bench scheduler {AT} --scenario decode -n 1 --steps 4", is_slow=True),
 )
-HEAD = f"""# Commands and engines
-
-Every command that takes an engine, on engines of five kinds: one that is compared with the
-specification in everything, the schedulers of two projects that decide by rules of their own, and
-two toys that do so too: one takes aborts and shows its state, the other does neither. Each cell was
-run. `{WORKS}`: the command did its work, and the engine was asked what its
-[equivalence](../explanation/equivalences.md) can answer. Otherwise the sentence is the one with
-which the command refused, with [exit code](exit-codes.md) 2.
-
-`bisect` goes through the history of the two projects. Of the other three a repository is made: the
-engine as it is, and then with a line that is wrong.
-
-Made by `python -m benchmarks.commands --nano-vllm CHECKOUT --mini-sglang CHECKOUT`. A test holds
-the columns that need no checkout to what the commands say.
-
-"""
 
 
 def make_files(folder: Path) -> dict[str, str]:
@@ -276,25 +262,21 @@ def find_commands() -> dict[str, bool]:
     return found
 
 
-def read_page() -> dict[str, list[str]]:
-    """The cells of the page as it is, by the row's command, in the order of the columns."""
-    cells: dict[str, list[str]] = {}
-    for line in PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else ():
-        parts = [part.strip() for part in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if len(parts) == 1 + len(COLUMNS) and parts[0].startswith("`blockstep "):
-            cells[parts[0].strip("`").removeprefix("blockstep ")] = parts[1:]
-    return cells
+def read_cells() -> dict[str, dict[str, str]]:
+    """Return the cells of the last run, by the column's title and the row's command."""
+    columns: dict[str, dict[str, str]] = json.loads(CELLS.read_text(encoding="utf-8"))
+    return columns
 
 
 def render(columns: Mapping[str, Mapping[str, str]]) -> str:
-    """The page, from the cells by title and command."""
+    """Return the page, from the cells by the column's title and the row's command."""
     titles = [column.title for column in COLUMNS]
     rows = [
         (f"`blockstep {row.command}`", *(columns[title][row.command] for title in titles))
         for row in ROWS
     ]
     others = [name for name, takes_engine in find_commands().items() if not takes_engine]
-    lines = [HEAD, make_table(("", *titles), rows)]
+    lines = [make_table(("", *titles), rows)]
     given = {row.name for row in ROWS}
     plain = ", ".join(f"`{name}`" for name in others if name not in given)
     lines += [f"\nCommands that take no engine: {plain}.\n"]
@@ -304,7 +286,7 @@ def render(columns: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def main() -> int:
-    """Make the page."""
+    """Run every cell and write what came out."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -318,22 +300,23 @@ def main() -> int:
     ):
         if folder is not None:
             os.environ[variable] = str(Path(folder).resolve())
-    page, columns = read_page(), dict[str, Mapping[str, str]]()
-    for index, column in enumerate(COLUMNS):
+    last, columns = read_cells(), dict[str, Mapping[str, str]]()
+    for column in COLUMNS:
         if column.path is None:
-            missing = [row.command for row in ROWS if row.command not in page]
+            cells = last.get(column.title, {})
+            missing = [row.command for row in ROWS if row.command not in cells]
             if missing:
                 print(
-                    f"{column.title}: {missing[0]!r} is not on the page: name a checkout",
+                    f"{column.title}: {missing[0]!r} is not in {CELLS.name}: name a checkout",
                     file=sys.stderr,
                 )
                 return 2
-            columns[column.title] = {command: cells[index] for command, cells in page.items()}
+            columns[column.title] = cells
             continue
         with tempfile.TemporaryDirectory() as folder:
             columns[column.title] = run_column(column, Path(folder))
-    PAGE.write_text(render(columns), encoding="utf-8")
-    print(PAGE.relative_to(HOUSE))
+    CELLS.write_text(json.dumps(columns, indent=1) + "\n", encoding="utf-8")
+    print(CELLS.relative_to(HOUSE))
     return 0
 
 

@@ -1,9 +1,9 @@
-"""The table of what was found in which release, from the results of hunts.
+"""Table of what was found in which release of vLLM, from the results of hunts.
 
     python -m benchmarks.findings
 
-Reads benchmarks/results/*-hunt-*.json (`blockstep hunt --json FILE`, one for each release) and
-writes docs/reference/findings.md.
+Prints it; `make docs` puts it into its page. The results are benchmarks/results/*-hunt-*.json, one
+for each release (`blockstep hunt --engine vllm --profile vllm-RELEASE --json FILE`).
 """
 
 from __future__ import annotations
@@ -17,54 +17,61 @@ from blockstep.spec.profiles import QUIRKS, QuirkStory
 
 HOUSE = Path(__file__).resolve().parents[1]
 RESULTS = HOUSE / "benchmarks" / "results"
-PAGE = HOUSE / "docs" / "reference" / "findings.md"
-HEAD = """# Findings
-
-What `blockstep hunt` found in releases of vLLM. Nothing is forgiven at first, so each was found by
-runs that knew of no defect; [how to read it](../explanation/findings.md). A number is the length of
-the shortest program, in actions; `-`: not found there.
-
-Made by `python -m benchmarks.findings` from the results of
-`blockstep hunt --engine vllm --profile vllm-RELEASE --json FILE`. In the second table every run of
-a hunt had a feature (`--with`).
-"""
 
 
 def main() -> int:
-    """Make the page."""
-    hunts = [json.loads(file.read_text()) for file in RESULTS.glob("*-hunt-*.json")]
-    if not hunts:
-        print(f"no results of hunts in {RESULTS}", file=sys.stderr)
-        return 2
-    hunts.sort(key=release_of)
-    PAGE.write_text(render(hunts), encoding="utf-8")
-    print(PAGE.relative_to(HOUSE))
+    """Print the page."""
+    print(make_page())
     return 0
 
 
+def read_hunts() -> list[dict[str, Any]]:
+    """Return the results of all hunts, the oldest release first."""
+    hunts = [
+        {"day": file.name[:10], **json.loads(file.read_text())}
+        for file in RESULTS.glob("*-hunt-*.json")
+    ]
+    return sorted(hunts, key=release_of)
+
+
+def make_page() -> str:
+    """Return the tables and the programs, from all results of hunts."""
+    return render(read_hunts())
+
+
+def count_rows(hunts: list[dict[str, Any]]) -> dict[str, int]:
+    """Return how many defects the hunts without a required feature found, by release."""
+    return {
+        hunt["engine_version"]: len({title_of(defect) for defect in hunt["defects"]})
+        for hunt in hunts
+        if not hunt.get("with")
+    }
+
+
 def release_of(hunt: dict[str, Any]) -> tuple[bool, list[int], list[str]]:
-    """What to sort by: hunts with a feature in every run come last; the release as numbers."""
+    """Return the sort key of a hunt: those with a required feature last, then the release."""
     features = hunt.get("with", [])
     release = [int(part) for part in hunt["engine_version"].split(".")]
     return bool(features), release, features
 
 
 def column_of(hunt: dict[str, Any]) -> str:
-    """The head of its column."""
+    """Return the head of the hunt's column."""
     return " ".join([hunt["engine_version"], *(f"with {name}" for name in hunt.get("with", ()))])
 
 
 def render(hunts: list[dict[str, Any]]) -> str:
-    """A table of all releases, one of features, then each defect with a program.
+    """Return a table of all releases, one of hunts with a feature, then a program of each defect.
 
-    That of the latest release that has it; one without a feature in every run, if there is any.
+    The program is of the latest release with the defect, from a hunt without a required feature
+    if one found it.
     """
     titles: dict[str, dict[str, dict[str, Any]]] = {}
     for hunt in hunts:
         for defect in hunt["defects"]:
             titles.setdefault(title_of(defect), {})[column_of(hunt)] = defect
     plain = {column_of(hunt) for hunt in hunts if not hunt.get("with")}
-    lines = [HEAD]
+    lines: list[str] = []
     for is_plain in (True, False):
         lines += tabulate(
             [hunt for hunt in hunts if (column_of(hunt) in plain) is is_plain], titles
@@ -84,7 +91,7 @@ def render(hunts: list[dict[str, Any]]) -> str:
 def tabulate(
     hunts: list[dict[str, Any]], titles: dict[str, dict[str, dict[str, Any]]]
 ) -> list[str]:
-    """A table of what some hunts found: a row for each defect, a column for each hunt."""
+    """Return the table of some hunts: a row for each defect, a column for each hunt."""
     if not hunts:
         return []
     columns = [column_of(hunt) for hunt in hunts]
@@ -94,11 +101,12 @@ def tabulate(
             cells = [str(len(found[one]["program"])) if one in found else "-" for one in columns]
             lines.append(f"| {title} | " + " | ".join(cells) + " |")
     events = [f"{hunt['num_events']:,}" for hunt in hunts]
-    return [*lines, "| *events played* | " + " | ".join(events) + " |", ""]
+    lines.append("| *events played* | " + " | ".join(events) + " |")
+    return [*lines, "| *day* | " + " | ".join(hunt["day"] for hunt in hunts) + " |", ""]
 
 
 def title_of(defect: dict[str, Any]) -> str:
-    """What accounts for it: a quirk in the words that it has now, or what the hunt said."""
+    """Return the title of the quirk that explains a defect, else what the hunt printed."""
     names = {cause["name"] for cause in defect["causes"] if cause["means"] == "quirk"}
     stories = [story for story in QUIRKS if story.quirk in names]
     if stories:
@@ -109,7 +117,7 @@ def title_of(defect: dict[str, Any]) -> str:
 
 
 def tell(story: QuirkStory) -> str:
-    """Upstream's number, and whether it breaks anything."""
+    """Return the upstream number, and which properties the quirk breaks."""
     breaks = "breaks " + " ".join(story.property_ids) if story.property_ids else "a change"
     return f"{breaks}; {story.upstream}"
 

@@ -1,14 +1,12 @@
-"""The section "The scheduler's step" of docs/reference/performance.md: every figure in it.
+"""Times of a scheduler's step, for the page on performance.
 
     python benchmarks/scheduler.py                              a quick look at decode
-    python benchmarks/scheduler.py --write --trace FILE         measures all, and writes the page
-    python benchmarks/scheduler.py --write [--trace FILE] PART  measures one part anew
-    python benchmarks/scheduler.py --page                       writes the page, measures nothing
+    python benchmarks/scheduler.py --write --trace FILE         measures all parts
+    python benchmarks/scheduler.py --write [--trace FILE] PART  measures one part again
 
-Each part is one `blockstep bench`, its JSON goes into benchmarks/results. The page and its table of
-goals are made of the newest JSON of each part; what is judged by hand stands on the page outside of
-the marks. To measure all takes about 13 minutes, and needs vLLM and numba beside us: `make vllm`,
-then pip install numba in its environment.
+Each part is one `blockstep bench`, whose JSON is written into benchmarks/results. `make docs` makes
+the tables from the newest JSON of each part. Measuring all parts takes about 13 minutes, and needs
+vLLM and numba: `make vllm`, then pip install numba in its environment.
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ from blockstep.conformance.bench.report import (
 from blockstep.conformance.bench.scenarios import TRACE
 
 ROOT = Path(__file__).parents[1]
-PAGE = Path("docs/reference/performance.md")
 RESULTS = Path("benchmarks/results")
 RUN = (
     "import sys; sys.argv[0] = 'blockstep'; "
@@ -63,7 +60,7 @@ PARTS = {
 }
 """What `blockstep bench` is asked for; between the marks of this name stands what it said. What
 takes few microseconds is measured several times, in turn with other scenarios of that size."""
-GOALS_MARK = "goals"
+GOALS_SECTION = "goals"
 HOST = "host"
 """The part that says what the plain engine costs, beside the compiled one and not the yardstick."""
 NUM_LINES = 6
@@ -167,48 +164,34 @@ def make_goals(measurements: Sequence[Measurement]) -> list[str]:
     return make_pipes(("what", "goal", *engines), rows)
 
 
-# The page.
+# The sections of the page.
 
 
-def find_newest(part: str) -> Path | None:
-    """The newest result of a part: names begin with the date."""
-    return max(RESULTS.glob(f"*-scheduler-{part}-*core.json"), default=None)
+def find_newest(part: str, folder: Path = RESULTS) -> Path | None:
+    """Return the newest result of a part: names begin with the date."""
+    return max(folder.glob(f"*-scheduler-{part}-*core.json"), default=None)
 
 
-def write_page() -> None:
-    """Put what the newest results say between the marks."""
-    text = PAGE.read_text(encoding="utf-8")
+def make_sections(folder: Path = RESULTS) -> dict[str, str]:
+    """Return the tables of each part that has results, and those of the goals."""
     measurements: list[Measurement] = []
-    files = []
+    files: list[str] = []
+    sections: dict[str, str] = {}
     for part in PARTS:
-        file = find_newest(part)
+        file = find_newest(part, folder)
         if file is None:
             continue
         plain = json.loads(file.read_text(encoding="utf-8"))
         if "profiles" in plain:
-            block = make_profiles(plain)
+            sections[part] = make_profiles(plain)
         else:
             entries = msgspec.convert(plain["measurements"], list[Measurement])
-            block = make_markdown(entries, plain, None)
+            sections[part] = make_markdown(entries, plain, None)
             if part != HOST:
                 measurements += entries
-                files.append(f"`{file.as_posix()}`")
-        text = put(text, part, block)
+                files.append(f"`{(RESULTS / file.name).as_posix()}`")
     goals = [*make_goals(measurements), "", f"Computed from {', '.join(files)}."]
-    PAGE.write_text(put(text, GOALS_MARK, "\n".join(goals)), encoding="utf-8")
-
-
-def put(text: str, name: str, block: str) -> str:
-    """Replace what stands between two marks.
-
-    Raises:
-        ValueError: they are not there.
-    """
-    mark = f"<!-- bench scheduler: {name} -->"
-    parts = text.split(mark)
-    if len(parts) != 3:
-        raise ValueError(f"{PAGE}: {len(parts) - 1} times {mark}; it must stand there twice")
-    return f"{parts[0]}{mark}\n\n{block.strip()}\n\n{mark}{parts[2]}"
+    return {**sections, GOALS_SECTION: "\n".join(goals)}
 
 
 def make_profiles(plain: Mapping[str, Any]) -> str:
@@ -246,30 +229,28 @@ def measure_part(part: str, engines: Sequence[str], trace: Path | None) -> None:
 
 
 def main() -> None:
-    """Measure what was asked for, and write the page."""
+    """Measure the parts that are asked for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}: all")
-    parser.add_argument("--write", action="store_true", help="measure, then write the page")
-    parser.add_argument("--page", action="store_true", help="write the page only")
+    parser.add_argument("--write", action="store_true", help="measure parts and write the results")
     parser.add_argument("--engine", action="append", help=f"with --write: {', '.join(ENGINES)}")
     parser.add_argument("--trace", type=Path, help="mooncake_conversation.jsonl.gz, for its part")
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"PART {min(unknown)!r}: must be one of {', '.join(PARTS)}")
-    if not (args.write or args.page):
+    if not args.write:
         chosen = [option for name in args.engine or ["host"] for option in ("--engine", name)]
         run(["scheduler", *chosen, "--scenario", "decode", "-n", "1", "-n", "64", "-n", "1024"])
         return
-    parts = (args.parts or list(PARTS)) if args.write else []
+    parts = args.parts or list(PARTS)
     if TRACE in parts and args.trace is None:
         parser.error(f"part {TRACE}: needs --trace FILE; name the other parts to leave it out")
     trace = args.trace and args.trace.resolve()
     os.chdir(ROOT)
     for part in parts:
         measure_part(part, args.engine or ENGINES, trace)
-    write_page()
 
 
 if __name__ == "__main__":

@@ -1,20 +1,25 @@
-"""How the documentation is built: Sphinx, MyST and furo.
+"""Configuration of Sphinx, which builds the documentation with MyST and furo.
 
-Sphinx, because its autodoc makes the docstrings of the specification the reference itself, so the
-two cannot drift apart; MyST, because everything else is Markdown; furo, because it is quiet and
-kept up to date. All warnings are errors (`make docs`), a dangling reference included.
+Sphinx has autodoc, so the docstrings of the specification are the reference itself. MyST reads the
+pages, which are Markdown. All warnings are errors (`make docs`), a dangling reference included.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from importlib.metadata import version as version_of
+from pathlib import Path
 from pkgutil import walk_packages
 
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 
 import blockstep.spec
-from blockstep.conformance.report.vocabulary import cite, make_page
+from blockstep.conformance.report.vocabulary import cite
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from docs.generated import put_pages
 
 project = "Blockstep"
 author = "The Blockstep authors"
@@ -45,15 +50,13 @@ ROOM = """
    {members}
 ```
 """
-VOCABULARY = "<!-- the vocabulary:"
 CODE = re.compile(r"(?<![`:\w])`([^`]+)`(?!`)")
 DIAGRAM = re.compile(r"^    |\|--|\S {3,}\S", re.MULTILINE)
 
 
 def put_generated(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Put in what is read from the code: the modules of the specification, and the vocabulary."""
-    if source[0].startswith(VOCABULARY):
-        source[0] = make_page()
+    """Put in what is read from the code and from data: see generated.py."""
+    source[0] = put_pages(source[0])
     rooms = [
         ROOM.format(
             name=module.name.removeprefix("blockstep.spec."),
@@ -82,7 +85,16 @@ def put_markup(
     lines[:] = [*"\n\n".join(paragraphs).split("\n"), ""]
 
 
+def leave_out_of_search(app: Sphinx, env: BuildEnvironment) -> None:
+    """Leave the pages for maintainers out of the text search, so that users find theirs."""
+    pages = ["maintainers"]
+    for page in pages:
+        env.metadata[page]["nosearch"] = ""
+        pages += env.toctree_includes.get(page, [])
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.connect("env-updated", leave_out_of_search)
     app.connect("source-read", put_generated)
     app.connect("autodoc-process-docstring", put_markup, priority=900)

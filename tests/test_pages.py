@@ -22,7 +22,6 @@ HOUSE = Path(__file__).parent.parent
 PAGES = {
     path.relative_to(HOUSE).as_posix(): path.read_text()
     for path in [HOUSE / "README.md", HOUSE / "CONTRIBUTING.md", *(HOUSE / "docs").rglob("*.md")]
-    if path.relative_to(HOUSE).as_posix() != "docs/reference/findings.md"
 }
 OUTSIDE = {
     "pip": "installs",
@@ -210,3 +209,30 @@ def test_the_tutorial_counts_the_actions_of_its_failure() -> None:
     assert found is not None
     before, after = (NUMBERS[int(number)] for number in found.groups())
     assert f"{after} actions are left of {before}" in " ".join(page.split())
+
+
+USER_WORDS_MAX = 10_000
+
+
+def list_user_pages() -> list[str]:
+    """The pages of the first list of contents, "Use it", and the front page."""
+    (listed,) = re.findall(r":caption: Use it\n\n(.*?)```", PAGES["docs/index.md"], re.DOTALL)
+    return ["docs/index.md", *(f"docs/{name}.md" for name in listed.split())]
+
+
+def test_a_user_has_few_words_to_read() -> None:
+    """Code and output are not counted."""
+    pages = [re.sub(r"```.*?```", "", PAGES[name], flags=re.DOTALL) for name in list_user_pages()]
+    assert sum(len(page.split()) for page in pages) <= USER_WORDS_MAX
+
+
+def test_the_finding_in_five_lines_is_what_its_command_prints() -> None:
+    """Played again by its last line, which takes less time than to find it."""
+    for name in ("docs/index.md", "docs/how-to/run-in-ci.md"):
+        (shown,) = re.findall(
+            r"```text\n(blockstep check: VIOLATION.*?)```", PAGES[name], re.DOTALL
+        )
+        again = shown.splitlines()[-1].split("reproduce", 1)[1].strip()
+        result = run(f"{again} --brief")
+        assert result.exit_code == 1
+        assert result.stdout.strip() == shown.strip()

@@ -7,6 +7,7 @@ import io
 import re
 from pathlib import Path
 
+from benchmarks.findings import count_rows, make_page, read_hunts
 from typer.testing import CliRunner
 
 from blockstep.conformance.command.main import app
@@ -44,7 +45,7 @@ ROWS = {
     "encoder inputs": "encoder",
     "KV groups: full": "groups",
     "KV groups of every": "kinds",
-    "a cap on adapters": "adapters",
+    "a cap on LoRA adapters": "adapters",
     "streaming sessions": "sessions",
     "a KV store": "transfers",
     "KV events": "events",
@@ -77,22 +78,18 @@ def test_what_is_covered_is_what_our_engines_say() -> None:
 
 
 def test_what_was_found_is_what_the_table_has() -> None:
-    page = (HOUSE / "docs/reference/findings.md").read_text().partition("| *events played*")[0]
-    rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| ")]
-    releases = [cell.strip() for cell in rows[0][1:]]
-    counts = {
-        release: sum(row[column].strip() != "-" for row in rows[1:])
-        for column, release in enumerate(releases, 1)
-    }
+    counts = count_rows(read_hunts())
     table = table_of("What it found")
     for release in ("0.19.1", "0.33.0"):
         assert table[f"vLLM {release}"][0] == str(counts[release])
     assert f"ten releases, {min(counts.values())} to {max(counts.values())} rows" in README
     index = (HOUSE / "docs/index.md").read_text()
     assert f"{counts['0.19.1']} rows in 0.19.1, {counts['0.33.0']} in 0.33.0" in index
-    (row,) = (row for row in rows if "#43569" in row[0])
-    assert [cell.strip() for cell in row[1:]][1:].count("-") == 0, "in every release since 0.12.0"
-    assert row[releases.index("0.33.0") + 1].strip() == "8"
+    found, _, _ = make_page().partition("| *events played*")
+    (row,) = (line.split("|")[2:-1] for line in found.splitlines() if "#43569" in line)
+    lengths = dict(zip(counts, (cell.strip() for cell in row), strict=True))
+    assert [release for release, length in lengths.items() if length == "-"] == ["0.11.0"]
+    assert lengths["0.33.0"] == "8"
 
 
 def test_the_example_runs_and_prints_its_comments() -> None:

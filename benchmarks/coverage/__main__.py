@@ -3,9 +3,9 @@
     python -m benchmarks.coverage [--events N] [--seed N] [--only spec/pool.py] [--json FILE]
 
 Plays what `check` plays, in this process and under coverage.py, and writes
-docs/reference/coverage.md: per module what was reached, and every line and branch that was not,
-with its reason from benchmarks/coverage/unreached.toml. Exit code 1: something unreached has no
-reason, or an episode failed.
+benchmarks/coverage/reached.json: per module what was reached, and every line and branch that was
+not. `make docs` makes the page from it, with the reasons of benchmarks/coverage/unreached.toml.
+Exit code 1: something unreached has no reason, or an episode failed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import importlib.util
 import json
 import platform
 import sys
+from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -29,11 +30,10 @@ from benchmarks.coverage.page import (
     find_module,
     get_unexplained,
     read_reasons,
-    render_page,
+    to_json,
 )
 
-HOUSE = Path(__file__).resolve().parents[2]
-PAGE = HOUSE / "docs" / "reference" / "coverage.md"
+REACHED = Path(__file__).with_name("reached.json")
 REASONS = Path(__file__).with_name("unreached.toml")
 EVENTS = 150_000
 """Of preset small: the default of `blockstep check`."""
@@ -52,7 +52,7 @@ have all quirks between them; they are named, since nothing of the spec may be i
 
 
 def main() -> int:
-    """Play, read what was reached, write the page."""
+    """Play, read what was reached, and write it."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.coverage",
         description=__doc__,
@@ -60,7 +60,7 @@ def main() -> int:
     )
     parser.add_argument("--events", type=int, default=EVENTS, help="of strict, preset small")
     parser.add_argument("--seed", type=int, default=0, help="of the episodes")
-    parser.add_argument("--only", help="report on modules beginning so; writes no page")
+    parser.add_argument("--only", help="report on modules beginning so; writes nothing")
     parser.add_argument("--json", type=Path, help="where the numbers go")
     args = parser.parse_args()
     reasons = read_reasons(REASONS)
@@ -71,13 +71,13 @@ def main() -> int:
         return 2
     if args.only:
         modules = [module for module in modules if module.name.startswith(args.only)]
-    if args.json:
-        results = to_json(modules, num_events)
-        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    if args.events == EVENTS and not args.only:
-        command = " ".join(["python -m benchmarks.coverage", *sys.argv[1:]])
-        page = render_page(modules, reasons, command, num_events, get_versions())
-        PAGE.write_text(page, encoding="utf-8")
+    command = " ".join(["python -m benchmarks.coverage", *sys.argv[1:]])
+    results = to_json(modules, num_events, {"command": command, **get_versions()})
+    file = args.json
+    if file is None and args.events == EVENTS and not args.only:
+        file = REACHED
+    if file is not None:
+        file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return report(modules, reasons)
 
 
@@ -137,30 +137,10 @@ def play(check: Any, options: Any, num_events: int) -> int:
 
 
 def get_versions() -> dict[str, str]:
-    """What the numbers depend on."""
-    names = ("blockstep", "coverage")
-    versions = {name: version(name) for name in names}
-    return {"commit": get_commit(), "python": platform.python_version(), **versions}
-
-
-def to_json(modules: list[Module], num_events: dict[str, int]) -> dict[str, Any]:
-    """The numbers."""
-    return {
-        "versions": get_versions(),
-        "events": num_events,
-        "modules": [
-            {
-                "module": module.name,
-                "lines": module.num_lines,
-                "branches": module.num_branches,
-                "unreached": [
-                    {"line": one.line, "function": one.function, "code": one.code, "to": one.to}
-                    for one in module.unreached
-                ],
-            }
-            for module in modules
-        ],
-    }
+    """Return the day of the run and the versions that its numbers depend on."""
+    versions = {name: version(name) for name in ("blockstep", "coverage")}
+    day = datetime.now(tz=UTC).date().isoformat()
+    return {"day": day, "commit": get_commit(), "python": platform.python_version(), **versions}
 
 
 def report(modules: list[Module], reasons: list[Reason]) -> int:

@@ -1,4 +1,4 @@
-"""Page: docs/reference/coverage.md, from what coverage.py saw and the words of a person.
+"""Page on coverage: what coverage.py saw in a run, with reasons that are written by hand.
 
 A line that was not executed and a branch that was not taken are the same to a reader: a way
 through the code that `check` does not go. Each is named by its function, its line of code and
@@ -132,28 +132,50 @@ def get_unexplained(
     ]
 
 
-INTRO = """\
-# Coverage
+def to_json(
+    modules: Sequence[Module], num_events: Mapping[str, int], run: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return what a run reached, as JSON: the run itself, its events, and every module."""
+    return {
+        "run": dict(run),
+        "events": dict(num_events),
+        "modules": [
+            {
+                "module": module.name,
+                "lines": [module.num_lines_reached, module.num_lines],
+                "branches": [module.num_branches_reached, module.num_branches],
+                "unreached": [
+                    {"line": one.line, "function": one.function, "code": one.code, "to": one.to}
+                    for one in module.unreached
+                ],
+            }
+            for module in modules
+        ],
+    }
 
-<!-- Made by `make coverage`; do not edit. Reasons stand in benchmarks/coverage/unreached.toml. -->
 
-The branches of the specification that `blockstep check` reaches by itself, without any test:
-what it does not reach, it holds no engine to. Every way through the code that is not taken stands
-below with its reason; without the unreachable ones, all are to be taken.
-"""
+def from_json(results: Mapping[str, Any]) -> list[Module]:
+    """Return the modules that `to_json` wrote."""
+    return [
+        Module(
+            name=one["module"],
+            num_lines=one["lines"][1],
+            num_lines_reached=one["lines"][0],
+            num_branches=one["branches"][1],
+            num_branches_reached=one["branches"][0],
+            unreached=tuple(Unreached(**way) for way in one["unreached"]),
+        )
+        for one in results["modules"]
+    ]
 
 
-def render_page(
-    modules: Sequence[Module],
-    reasons: Sequence[Reason],
-    command: str,
-    num_events: Mapping[str, int],
-    versions: Mapping[str, str],
-) -> str:
-    """The whole page."""
-    names = ", ".join(f"{name} {number}" for name, number in versions.items())
-    played = "; ".join(f"{what}: {count:,} events" for what, count in num_events.items())
-    text = f"{INTRO}\n`{command}`, {names}. Played: {played}.\n\n"
+def render_page(results: Mapping[str, Any], reasons: Sequence[Reason]) -> str:
+    """Return the page's tables, from the results of a run and the hand-written reasons."""
+    modules, run = from_json(results), results["run"]
+    names = ", ".join(f"{name} {run[name]}" for name in ("blockstep", "commit", "python"))
+    played = "; ".join(f"{what}: {count:,} events" for what, count in results["events"].items())
+    text = f"Run: `{run['command']}` on {run['day']} with {names}, coverage.py {run['coverage']}. "
+    text += f"Played: {played}.\n\n"
     text += make_table(
         ("module", "lines", "reached", "branches", "reached", "without a reason"),
         [*(_row(module, reasons) for module in modules), _total(modules, reasons)],

@@ -5,7 +5,7 @@
 Each sentence, each complaint, each voice of the worker and each call that asks one is switched off,
 one at a time; `--fine` moves boundaries and negates conditions as well. Tests should fail, or the
 exhibits of the museum no longer be found at `safety`. The whole campaign writes
-benchmarks/results/DATE-judges-Ncore.json and docs/reference/judges.md; a part of it prints only.
+benchmarks/results/DATE-judges-Ncore.json, of which `make docs` makes the page; a part prints only.
 Each survivor is printed as it comes:
 
     python -m benchmarks.judges --only judge/worker          all that stands in these modules
@@ -14,8 +14,8 @@ Each survivor is printed as it comes:
 
 `--no-museum` is quick: the programs of the museum take minutes to find, and are kept in the folder
 of `--corpus`. With `--journal FILE` a campaign goes on where it ended; with `--again` too, and what
-survived is played once more: for when tests were written. `--page` makes the page again from the
-last results, after benchmarks/judges/survivors.toml was edited. Exit code 1: a survivor is
+survived is played once more: for when tests were written. `--last` reports on the last results
+again, after benchmarks/judges/survivors.toml was edited. Exit code 1: a survivor is
 unexplained, a class of survivors.toml explains nothing or too much, or the score is too low.
 """
 
@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.judges.campaign import Campaign, Plan, Played, run_campaign
-from benchmarks.judges.page import render_page
 from benchmarks.judges.playing import MODULES, UnsoundError
 from benchmarks.judges.results import SCORE_MIN, get_score, is_good, to_json
 from benchmarks.mutation.journal import Journal
@@ -41,22 +40,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 HOUSE = Path(__file__).resolve().parents[2]
 RESULTS = HOUSE / "benchmarks" / "results"
-PAGE = HOUSE / "docs" / "reference" / "judges.md"
 SURVIVORS = Path(__file__).with_name("survivors.toml")
 NUM_FINE = 60
 """Finer changes of the whole campaign."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Play the campaign and say who survived, or make its page again."""
+    """Play the campaign, or read the last results, and report on them."""
     args = parse_arguments(arguments)
     explanations = read_explanations(SURVIVORS)
-    if args.page:
+    if args.last:
         files = sorted(RESULTS.glob("*-judges-*.json"))
         if not files:
             print(f"no results in {RESULTS}: run `make judges` first", file=sys.stderr)
             return 2
-        return write_page(judge(json.loads(files[-1].read_text()), explanations))
+        return report(judge(json.loads(files[-1].read_text()), explanations))
     plan = make_plan(args)
     is_whole = plan == Plan(
         fine=plan.fine, seed=plan.seed, jobs=plan.jobs, corpus=plan.corpus, again=plan.again
@@ -73,14 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         file = RESULTS / f"{day}-judges-{os.cpu_count()}core.json"
     if file is not None:
         file.write_text(dump(results), encoding="utf-8")
-    verdicts = judge(results, explanations, is_whole and plan.fine != 0)
-    return write_page(verdicts) if file is not None and is_whole else report(verdicts)
-
-
-def write_page(verdicts: Verdicts) -> int:
-    """Write the page and say what came out; the exit code of the process."""
-    PAGE.write_text(render_page(verdicts), encoding="utf-8")
-    return report(verdicts)
+    return report(judge(results, explanations, is_whole and plan.fine != 0))
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
@@ -130,7 +121,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--journal", type=Path, help="where each result is kept, to go on after an interruption"
     )
     parser.add_argument("--again", action="store_true", help="play what survived once more")
-    parser.add_argument("--page", action="store_true", help="only make the page again")
+    parser.add_argument("--last", action="store_true", help="only report on the last results")
     return parser.parse_args(arguments)
 
 

@@ -1,4 +1,4 @@
-"""Page: docs/reference/judges.md, from the numbers of a campaign and the words of a person."""
+"""Page on the judges: the numbers of a campaign, with reasons that are written by hand."""
 
 from __future__ import annotations
 
@@ -21,31 +21,18 @@ CLASSES: Mapping[str, str] = {
     "fine": "a boundary moved, a condition negated, a clause left out, a number one more, a call "
     "or a loop cut, in what judges at `safety` and in all sentences",
 }
-INTRO = """\
-# Judges on trial
-
-<!-- Made by `make judges`; do not edit. The reasons: benchmarks/judges/survivors.toml. -->
-
-A green is worth what its judges are worth. So each of them is taken away, one at a time, and
-somebody must miss it: a test fails, or one of the museum's exhibits is not found any more, or a
-clean engine is accused. Behind an engine that is compared with the specification a judge may sleep
-unseen; at `safety` there is nothing else. So the museum is played at `safety`, where each exhibit
-has the shortest program that `blockstep check` found, with its state shown and with it hidden.
-
-## Scores
-"""
 HOW = """\
-*Told apart* leaves out what is explained below as equivalent or unreachable; over all that was
-played it is {score:.1%}, and is to be at least {least:.0%}. Of the class *fine* a sample drawn by
-the seed is played (`--fine` plays all); if each class counts by what stands in the text,
-{weighed:.1%} is noticed. *Hang* is a test that does not end, which is noticed but tells nobody why.
-Each mutant meets the tests that execute the changed statement, quick ones first and {seconds:g} s
-of them at most, in a process forked from one that has collected them all; then the programs.
+*Told apart* leaves out the mutants that are explained below as equivalent or unreachable. Over all
+played mutants it is {score:.1%}; it must be at least {least:.0%}. Of the class *fine* only a sample
+is played, drawn by the seed (`--fine` plays all); if each class is weighted by its size in the
+code, {weighed:.1%} are noticed. *Hang* is a test that does not end. Each mutant runs the tests that
+execute the changed statement, quick ones first and for at most {seconds:g} s, in a process forked
+from one that has collected them all; then it plays the programs of the seeded bugs.
 """
 
 
 def render_page(verdicts: Verdicts) -> str:
-    """The whole page."""
+    """Return the page's tables."""
     results = verdicts.results
     how = HOW.format(
         score=get_score(results, verdicts),
@@ -53,7 +40,7 @@ def render_page(verdicts: Verdicts) -> str:
         least=SCORE_MIN,
         seconds=TESTS_SECONDS_MAX,
     )
-    parts = [INTRO, _render_scores(verdicts), how]
+    parts = ["## Scores\n", _render_scores(verdicts), how]
     parts += [_render_noticed(results), render_survivors(verdicts), _render_run(results)]
     return "\n".join(parts)
 

@@ -4,8 +4,8 @@
 
 The whole campaign writes benchmarks/results/DATE-mutation-Ncore.json and
 docs/reference/mutation.md; a part of it (--only, --sample, --drawn, other --events) prints and
-writes only what is asked for. `--page` makes the page again from the last results, after
-benchmarks/mutation/survivors.toml was edited; `--page --put FILE` puts the results of some modules
+writes only what is asked for. `--last` reports on the last results again, after
+benchmarks/mutation/survivors.toml was edited; `--last --put FILE` puts the results of some modules
 (--only, --json FILE) into them before. `--claims` has each survivor of the last results play the
 tests of which survivors.toml says that they catch it. Exit code 1: a survivor is unexplained or a
 hole, a class of survivors.toml explains nothing or more than it may, the score of an engine is too
@@ -33,12 +33,9 @@ from benchmarks.mutation.campaign import (
 from benchmarks.mutation.claims import find_broken_claims, list_claims
 from benchmarks.mutation.journal import Journal
 from benchmarks.mutation.mutants import WINGS, Source, find_sources
-from benchmarks.mutation.page import render_page
 from benchmarks.mutation.results import (
     describe,
     dump,
-    find_changed,
-    find_unplayed,
     put_into,
     say_command,
     to_json,
@@ -55,15 +52,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 HOUSE = Path(__file__).resolve().parents[2]
 RESULTS = HOUSE / "benchmarks" / "results"
-PAGE = HOUSE / "docs" / "reference" / "mutation.md"
 SURVIVORS = Path(__file__).with_name("survivors.toml")
 
 
 def main() -> int:
-    """Play the campaign, or make its page again."""
+    """Play the campaign, or read the last results, and report on them."""
     args = parse_arguments()
     explanations = read_explanations(SURVIVORS)
-    if args.page or args.claims:
+    if args.last or args.claims:
         files = sorted(RESULTS.glob("*-mutation-*.json"))
         if not files:
             print(f"no results in {RESULTS}: run `make mutation` first", file=sys.stderr)
@@ -74,7 +70,7 @@ def main() -> int:
         if args.put is not None:
             whole = put_into(whole, json.loads(args.put.read_text()))
             files[-1].write_text(dump(whole), encoding="utf-8")
-        return write_page(judge(whole, explanations))
+        return report(judge(whole, explanations))
     plan = make_plan(args)
     is_whole = not args.only and plan == Plan(seed=plan.seed, jobs=plan.jobs)
     try:
@@ -91,7 +87,7 @@ def main() -> int:
         file = RESULTS / f"{day}-mutation-{os.cpu_count()}core.json"
     if file is not None:
         file.write_text(dump(results), encoding="utf-8")
-    return write_page(verdicts) if is_whole else report(verdicts, "")
+    return report(verdicts)
 
 
 def check_claims(verdicts: Verdicts, only: Sequence[str], jobs: int) -> int:
@@ -105,14 +101,6 @@ def check_claims(verdicts: Verdicts, only: Sequence[str], jobs: int) -> int:
         f"{len(claims)} survivors of which it is said which test catches them: {num_broken} not so"
     )
     return 1 if num_broken else 0
-
-
-def write_page(verdicts: Verdicts) -> int:
-    """Write the page and say what came out; the exit code of the process."""
-    modules = verdicts.results["modules"]
-    page = render_page(verdicts, find_changed(modules), find_unplayed(modules))
-    PAGE.write_text(page, encoding="utf-8")
-    return report(verdicts, str(PAGE))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -137,12 +125,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--journal", type=Path, help="where each result is kept, to go on after an interruption"
     )
-    parser.add_argument("--page", action="store_true", help="only make the page again")
+    parser.add_argument("--last", action="store_true", help="only report on the last results")
     parser.add_argument(
         "--claims", action="store_true", help="only play the tests that survivors.toml names"
     )
     parser.add_argument(
-        "--put", type=Path, help="with --page: results of some modules, to go into the last ones"
+        "--put", type=Path, help="with --last: results of some modules, to go into the last ones"
     )
     return parser.parse_args()
 
@@ -184,7 +172,7 @@ def play(
     return to_json(campaign, say_command("benchmarks.mutation", sys.argv[1:]))
 
 
-def report(verdicts: Verdicts, page: str) -> int:
+def report(verdicts: Verdicts) -> int:
     """Say what came out; the exit code of the process."""
     results = verdicts.results
     for module in results["modules"]:
@@ -201,7 +189,7 @@ def report(verdicts: Verdicts, page: str) -> int:
     print(
         f"{len(results['survivors'])} survivors: {len(verdicts.unexplained)} unexplained, ", end=""
     )
-    print(f"{len(verdicts.holes)} holes; wanted: none, and {SCORE_MIN:.0%}  {page}")
+    print(f"{len(verdicts.holes)} holes; wanted: none, and {SCORE_MIN:.0%}")
     return 0 if verdicts.is_good else 1
 
 

@@ -1,4 +1,4 @@
-"""Page: docs/reference/mutation.md, from the numbers of a campaign and the words of a person."""
+"""Page on mutation: the numbers of a campaign, with reasons that are written by hand."""
 
 from __future__ import annotations
 
@@ -34,28 +34,15 @@ ENGINES: Mapping[str, tuple[str, str]] = {
 }
 """What is played: a short name, and what it is."""
 
-INTRO = """\
-# Mutation
-
-<!-- Made by `make mutation`; do not edit. The reasons: benchmarks/mutation/survivors.toml. -->
-
-A mutant is the code with one small change in it. `blockstep check` should notice every one
-that matters: a mutant of an engine must differ from the specification or break a property, and a
-mutant of the specification must differ from the host engine. The tests take no part in this. The
-changes are those of [cosmic-ray](https://cosmic-ray.readthedocs.io), a library that turns a source
-text into a changed one (mutmut 3 is bound to pytest). Thousands are affordable only if none of them
-starts Python, so each is played in a process forked from one that has everything else already.
-"""
-
 HOW = """\
-Killed is what has a finding: a property, a divergence, no progress, or a fault; and what cannot be
-imported, raises, or does not come back: *loops* spend {seconds:g} s of processor time in one
-episode. A mutant plays only where the unmutated code executes the changed line, one of the
-specification with `host` only; one that is executed nowhere survives without being played. The
-compiled engine is played without numba: a mutant of it is never compiled, and where its machine
-code would read or write beyond an array, this Python raises. *Score* is the share of all mutants
-that are killed. *Told apart* leaves out of them what is explained below as equivalent or
-unreachable; each engine's is to be at least {least:.0%}.
+A mutant is killed if its run has a finding, or if it cannot be imported, raises, or does not come
+back (*loops*: {seconds:g} s of processor time in one episode). The changes are those of cosmic-ray,
+and each mutant is played in a process forked from one that has imported everything. A mutant plays
+only where the unchanged code executes the changed line; one that is executed nowhere survives
+without being played. A mutant of the specification is played with `host` only. The compiled engine
+is played without numba. *Score* is the share of all mutants that are killed. *Told apart* leaves
+out the mutants that are explained below as equivalent or unreachable; it must be at least
+{least:.0%} for each engine.
 """
 FEW = 7
 """Classes of fewer equivalent mutants share a row."""
@@ -64,8 +51,8 @@ FEW = 7
 def render_page(
     verdicts: Verdicts, changed: Collection[str] = (), unplayed: Collection[str] = ()
 ) -> str:
-    """The whole page; `changed` are modules whose text is not the one that was played."""
-    parts = [INTRO, _render_scores(verdicts, changed)]
+    """Return the page's tables; `changed` are modules whose text has changed since they ran."""
+    parts = [_render_scores(verdicts, changed)]
     if unplayed:
         parts.append(f"Not played yet: {', '.join(f'`{name}`' for name in unplayed)}.\n")
     parts += [HOW.format(least=SCORE_MIN, seconds=EPISODE_SECONDS)]

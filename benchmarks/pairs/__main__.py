@@ -2,9 +2,9 @@
 
     python -m benchmarks.pairs [--events N] [--seed N]
 
-Plays what `check` plays, the specification against itself, and writes docs/reference/pairs.md and
-benchmarks/pairs/reached.json. Exit code 1: a legal cell was not reached and has no reason, or one
-with a reason was.
+Plays what `check` plays, the specification against itself, and writes
+benchmarks/pairs/reached.json, of which `make docs` makes the page. Exit code 1: a legal cell was
+not reached and has no reason, or one with a reason was.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.pairs.page import list_empty, list_wrong, render_page
+from benchmarks._pages import get_commit
+from benchmarks.pairs.page import list_empty, list_wrong
 
 from blockstep.conformance.search.episodes import run_episode
 from blockstep.conformance.search.options import CheckOptions, load
 
-HOUSE = Path(__file__).resolve().parents[2]
-PAGE = HOUSE / "docs" / "reference" / "pairs.md"
 REACHED = Path(__file__).with_name("reached.json")
 EVENTS = 150_000
 """Events with default draws, as many as `blockstep check` plays by default."""
@@ -34,7 +34,7 @@ PLAYED: tuple[tuple[tuple[str, ...], int], ...] = (
 
 
 def main() -> int:
-    """Play, and write the counts and the page."""
+    """Play, and write the counts."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.pairs",
         description=__doc__,
@@ -50,9 +50,9 @@ def main() -> int:
     for cell in wrong:
         print(f"pairs: {cell}: reached, and a reason says that it cannot be")
     if args.events == EVENTS:
-        told = {"played": played, "episodes": dict(sorted(counts.items()))}
+        run = {"day": datetime.now(tz=UTC).date().isoformat(), "commit": get_commit()}
+        told = {"run": run, "played": played, "episodes": dict(sorted(counts.items()))}
         REACHED.write_text(json.dumps(told, indent=0) + "\n", encoding="utf-8")
-        PAGE.write_text(render_page(played, counts), encoding="utf-8")
     return 1 if empty or wrong else 0
 
 

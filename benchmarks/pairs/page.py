@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from string import ascii_lowercase
+from typing import Any
 
 from benchmarks._pages import make_table
 
@@ -20,19 +21,11 @@ from blockstep.conformance.judge.pairs import (
 )
 
 INTRO = """\
-# Pairs
-
-<!-- Made by `make pairs`; do not edit. The counts are in benchmarks/pairs/reached.json. -->
-
-What is legal together has to be drawn together: three seeded bugs once conformed after 151,000
-events, since no run had a session with a grammar, a watermark with a store, or the end of a read in
-the answer that ends its request. Three tables say what meets, and no cell is empty. A run counts
-them, too: the verdict of `blockstep check` names pairs that it could have met and did not.
-
-A digit says in how many episodes a cell was reached: `0` in 1 to 9, `1` in 10 to 99, `2` in
-100 to 999, `3` in more. A letter is a reason, listed below the table; it is what the specification
-says when it is asked for both at once. `?` is legal and was not drawn: its reason is
-at the end of the page.
+Three tables show what was drawn together. A digit says in how many episodes a cell was reached: `0`
+in 1 to 9, `1` in 10 to 99, `2` in 100 to 999, `3` in more. A letter is a reason, listed below the
+table: what the specification answers when it is asked for both at once. `?` is legal and was not
+drawn; its reason is at the end of the page. `blockstep check` counts the pairs as well and names
+those that a run could have drawn and did not.
 """
 
 
@@ -102,13 +95,15 @@ def _list_columns(columns: Sequence[str]) -> str:
     return f"Columns: {numbered}.\n\n"
 
 
-def render_page(played: Mapping[str, int], counts: Mapping[str, int]) -> str:
-    """The page, from what was played (events, by options) and the episodes that reached a cell."""
+def render_page(results: Mapping[str, Any]) -> str:
+    """Return the page's tables, from the events played and the episodes that reached each cell."""
+    played, counts, run = results["played"], results["episodes"], results["run"]
     told = "; ".join(f"`{options}`: {events:,} events" for options, events in played.items())
     undrawn = "".join(f"- `{cell}`: {reason}\n" for cell, reason in UNDRAWN.items())
     return "\n".join(
         [
             INTRO,
+            f"Run of {run['day']} at commit {run['commit']}.",
             f"Played, the specification against itself: {told}.",
             "",
             "## Features and settings",

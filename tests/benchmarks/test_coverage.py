@@ -14,9 +14,11 @@ from benchmarks.coverage.page import (
     Reason,
     Unreached,
     find_module,
+    from_json,
     get_unexplained,
     read_reasons,
     render_page,
+    to_json,
 )
 
 REASONS = Path(__file__).parents[2] / "benchmarks" / "coverage" / "unreached.toml"
@@ -85,10 +87,29 @@ MODULE = Module(
 )
 
 
+RUN = {
+    "command": "make coverage",
+    "day": "2026-01-02",
+    "commit": "abc",
+    "python": "3.11",
+    "blockstep": "0.1",
+    "coverage": "7.6",
+}
+
+
+def make_results(*modules: Module) -> dict[str, Any]:
+    return to_json(modules, {"engine host": 1_000}, RUN)
+
+
+def test_results_are_read_as_they_were_written() -> None:
+    assert from_json(make_results(MODULE)) == [MODULE]
+    assert "on 2026-01-02" in render_page(make_results(MODULE), [])
+
+
 def test_what_has_no_reason_stands_out() -> None:
     reasons = [Reason("spec/pool.py", "f", "Nobody asks for it.", code="if a | b:")]
     assert get_unexplained([MODULE], reasons) == [("spec/pool.py", MODULE.unreached[1])]
-    page = render_page([MODULE], reasons, "make coverage", {"engine host": 1_000}, {})
+    page = render_page(make_results(MODULE), reasons)
     assert "| `f`: `` if a \\| b: `` goes on to `` return 1 `` | Nobody asks for it. |" in page
     assert "| `f`: `` if c: `` leaves the function | **UNEXPLAINED** |" in page
     assert "| **all** | 10 | 9 | 4 | 2 | 1 |" in page
@@ -97,14 +118,14 @@ def test_what_has_no_reason_stands_out() -> None:
 def test_a_reason_may_be_about_one_way_only_and_may_become_idle() -> None:
     reasons = [Reason("spec/pool.py", "f", "No.", code="if c:", to="return 2")]
     assert len(get_unexplained([MODULE], reasons)) == 2
-    page = render_page([MODULE], reasons, "make coverage", {}, {})
+    page = render_page(make_results(MODULE), reasons)
     assert "Explains nothing any more: `spec/pool.py`, `` if c: ``." in page
 
 
 def test_a_reason_may_be_about_a_class_and_is_said_once() -> None:
     ways = (Unreached(3, "C.f", "a", AWAY), Unreached(5, "C.g", "b", AWAY))
     reasons = [Reason("spec/pool.py", "C", "Nobody asks for it.")]
-    page = render_page([Module("spec/pool.py", 10, 9, 4, 2, ways)], reasons, "", {}, {})
+    page = render_page(make_results(Module("spec/pool.py", 10, 9, 4, 2, ways)), reasons)
     assert page.count("Nobody asks for it.") == 1
     assert not reasons[0].is_about("spec/pool.py", Unreached(7, "Cd", "b", AWAY))
 

@@ -15,10 +15,6 @@ from blockstep.conformance.bench.report import to_json
 MACHINE = {
     "processor": "P", "cores": 2, "python": "3", "system": "S", "date": "D", "load_1min": 0.1,
 }  # fmt: skip
-ALL_MARKS = "\n".join(
-    f"by hand {name}\n<!-- bench scheduler: {name} -->\nold\n<!-- bench scheduler: {name} -->"
-    for name in (*scheduler.PARTS, scheduler.GOALS_MARK)
-)
 
 
 def entry_of(scenario: str, running: int, ours: float, vllm: float = 1000.0) -> Measurement:
@@ -66,21 +62,10 @@ def test_goals_are_judged_by_the_figure() -> None:
     }
 
 
-def test_what_stands_between_marks_is_replaced_and_nothing_else() -> None:
-    text = scheduler.put(ALL_MARKS, "steady", "new")
-    mark = "<!-- bench scheduler: steady -->"
-    assert text == ALL_MARKS.replace(f"{mark}\nold\n{mark}", f"{mark}\n\nnew\n\n{mark}")
-    assert scheduler.put(text, "steady", "new") == text
-    with pytest.raises(ValueError, match="0 times <!-- bench scheduler: nap -->"):
-        scheduler.put(text, "nap", "")
-
-
 @pytest.fixture
 def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with a page of marks and no results."""
+    """A repository without results."""
     (tmp_path / scheduler.RESULTS).mkdir(parents=True)
-    (tmp_path / scheduler.PAGE).parent.mkdir(parents=True)
-    (tmp_path / scheduler.PAGE).write_text(ALL_MARKS)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -90,7 +75,7 @@ def write_result(part: str, date: str, plain: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("house")
-def test_the_page_is_made_of_the_newest_results() -> None:
+def test_the_sections_are_of_the_newest_results() -> None:
     for date, command in (("2026-02-01", "NEW"), ("2026-01-31", "OLD")):
         conditions = {"command": command, "machine": MACHINE, "gc": "off"}
         write_result("steady", date, to_json(ENTRIES[:4], conditions))
@@ -101,17 +86,14 @@ def test_the_page_is_made_of_the_newest_results() -> None:
             "step": 71.5, "lines": [line],
         }  # fmt: skip
         write_result("profile-steady", date, {**conditions, "profiles": [found]})
-    scheduler.write_page()
-    page = scheduler.PAGE.read_text()
+    sections = scheduler.make_sections()
+    page = "\n".join(sections.values())
     assert "OLD" not in page
     assert page.count("`NEW`") == 3
     assert "decode, 1,024 running, ours: 72 us a step" in page
     assert "50.0%    25.0%            2.0   module.py: f" in page
     assert "| hits, 256 running, arrays | at least 20x | not measured |" in page
-    assert page.count("by hand") == len(scheduler.PARTS) + 1
-    assert page.count("\nold\n") == 3, "parts without a result stay as they are"
-    scheduler.write_page()
-    assert scheduler.PAGE.read_text() == page
+    assert list(sections) == ["steady", "trace", "profile-steady", scheduler.GOALS_SECTION]
 
 
 def test_a_part_is_one_command_and_says_nothing_of_where_the_trace_lies(

@@ -41,7 +41,7 @@ from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, SpecMethod
 
 ADAPTERS = "blockstep.conformance.engines.adapters"
-PAGE = Path(__file__).parents[2] / "docs/how-to/check-vllm.md"
+PAGE = Path(__file__).parents[2] / "docs/explanation/vllm-adapter.md"
 PROBLEM = get_release_problem(get_installed_version())
 # Importing vLLM imports torch, which warns of itself.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +18,7 @@ from blockstep.conformance.explore.shard import MAX_STATES, Task
 from blockstep.conformance.explore.tables import (
     find_shortest,
     join_worlds,
+    list_worlds,
     museum_rows,
     quirk_rows,
     render_table,
@@ -108,7 +109,7 @@ def explore_command(
     follows = options.require_profile(profile)
     _require_table(name or [], quirks, museum)
     if list_presets:
-        rows = _list_worlds(worlds)
+        rows = list_worlds(worlds)
         _show_rows(rows, markdown, json_path, rows)
     elif quirks or museum:
         make_rows = quirk_rows if quirks else museum_rows
@@ -160,16 +161,6 @@ def require_worlds(
     if not worlds:
         console.usage("--with, --without: none of these worlds is like this (explore --list)")
     return worlds
-
-
-def _list_worlds(worlds: Sequence[World]) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
-    for world in worlds:
-        counts = None if world.expected is None else asdict(world.expected)
-        fields = ("states", "transitions", "refused", "depth")
-        shown = {name: f"{counts[name]:,}" if counts else "not counted" for name in fields}
-        rows.append({"world": world.name, **shown, "what": world.summary})
-    return rows
 
 
 def _show_rows(

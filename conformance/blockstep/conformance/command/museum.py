@@ -57,12 +57,10 @@ def museum_run_command(
     shrink: Annotated[
         bool, typer.Option(help="Seek the shortest program of what is found: most of the time.")
     ] = True,
-    markdown: Annotated[
-        Path | None, options.output("Also write the table as a page of the documentation.")
-    ] = None,
+    markdown: Annotated[Path | None, options.output("Also write the table, as Markdown.")] = None,
     beside: Annotated[
         list[Path] | None,
-        typer.Option(exists=True, dir_okay=False, help="Results (--json) to add to the page."),
+        typer.Option(exists=True, dir_okay=False, help="Results (--json) to add to the table."),
     ] = None,
     json_path: options.Json = None,
 ) -> None:
@@ -94,11 +92,7 @@ def museum_run_command(
     told = [hunting.json_of(entry) for entry in hunted]
     console.write_json(json_path, told)
     if markdown is not None:
-        given = [*(names or ()), *(f"--seed {number}" for number in hunt.seeds)]
-        given += [f"--equivalence {equivalence}"] if equivalence != EXACT else []
-        given += ["--hidden"] if hidden else []
-        command = " ".join(["blockstep museum run", *given, f"--budget {budget}"])
-        console.write(markdown, hunting.museum_page([*told, *others], command, hunt.seeds))
+        console.write(markdown, hunting.museum_page([*told, *others]))
     for what in dict.fromkeys(entry.problem for entry in hunted if entry.problem):
         wrong = [entry.exhibit.name for entry in hunted if entry.problem == what]
         typer.echo(f"blockstep: {what}: {', '.join(wrong)}", err=True)

@@ -37,9 +37,7 @@ def prove_command(
         bool, typer.Option("--all", help="Also the laws that take longest.")
     ] = False,
     jobs: options.Jobs = 0,
-    markdown: Annotated[
-        Path | None, options.output("Also write the table as a page of the documentation.")
-    ] = None,
+    markdown: Annotated[Path | None, options.output("Also write the tables, as Markdown.")] = None,
     json_path: options.Json = None,
 ) -> None:
     """Prove laws of the specification for all integers, and refute the mistakes beside them.
@@ -75,12 +73,10 @@ def prove_command(
     for problem in problems:
         typer.echo(f"blockstep: {problem}", err=True)
     screen.print(summarize(proofs, seconds))
-    console.write_json(json_path, proofs_to_json(proofs, code, seconds))
+    told = proofs_to_json(proofs, code, seconds)
+    console.write_json(json_path, told)
     if markdown is not None:
-        command = " ".join(
-            ("blockstep prove", *(["--all"] * prove_all), *(f"--law {name}" for name in law or []))
-        )
-        console.write(markdown, laws_page(proofs, LAWS, command))
+        console.write(markdown, laws_page(told, LAWS))
     raise typer.Exit(code)
 
 

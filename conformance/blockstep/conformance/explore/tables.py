@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 
 from blockstep.conformance.explore.shard import MAX_STATES, Task
 from blockstep.conformance.explore.walk import PathStep, get_obstacle, walk
@@ -71,6 +71,17 @@ def tell_event(event: Event) -> str:
 def tell_program(path: Sequence[PathStep]) -> list[str]:
     """A line for each event."""
     return [tell_event(step.event) for step in path]
+
+
+def list_worlds(worlds: Iterable[World]) -> list[dict[str, object]]:
+    """Return a row for each world: the counts that a complete walk must have, and what it is."""
+    rows: list[dict[str, object]] = []
+    for world in worlds:
+        counts = None if world.expected is None else asdict(world.expected)
+        fields = ("states", "transitions", "refused", "depth")
+        shown = {name: f"{counts[name]:,}" if counts else "not counted" for name in fields}
+        rows.append({"world": world.name, **shown, "what": world.summary})
+    return rows
 
 
 def quirk_rows(

@@ -8,7 +8,7 @@ policy or a matter of speed (`Exhibit.invisible`) must not be found then.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,8 +245,8 @@ def summary(tried: Sequence[Tried]) -> str:
     return told if standing == STANDINGS[0] else f"{standing.name}: {told}"
 
 
-def museum_page(rows: Sequence[dict[str, Any]], command: str, seeds: Sequence[int]) -> str:
-    """The museum as a page of the documentation: a column for each standing among `rows`.
+def museum_page(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a Markdown table of seeded bugs, with a column for each standing among `rows`.
 
     `rows` are those of `json_of`, of one run or of several.
     """
@@ -255,26 +255,13 @@ def museum_page(rows: Sequence[dict[str, Any]], command: str, seeds: Sequence[in
     for row in rows:
         name = row["exhibit"]
         about.setdefault(name, (row["what is wrong"], row["upstream"]))
-        standing = Standing(row["equivalence"], row["state"] == "hidden").name
-        columns.setdefault(standing, {})[name] = _cell(row)
-    shown = " / ".join(map(str, seeds))
+        columns.setdefault(name_standing(row), {})[name] = tell_fall(row)
+    return tabulate(about, columns)
+
+
+def tabulate(about: Mapping[str, tuple[str, str]], columns: Mapping[str, Mapping[str, str]]) -> str:
+    """Return the table of seeded bugs: what is wrong and upstream, then a cell of each column."""
     lines = [
-        "# Museum",
-        "",
-        "Defects of released engines, planted in ours one at a time. Each must be caught by a",
-        "named property or by a difference from the specification; some raise with one seed or",
-        "another before either can speak, as an engine does that takes blocks which are not there.",
-        "If one survives, the tools are blind to what is known to happen. Numbers without a name",
-        "are vLLM's. A wrong fix is a repair of another exhibit that was tried, or would suggest",
-        "itself, and does not hold.",
-        "",
-        "Held to `safety` an engine is compared with nothing, and may hide its state. What breaks",
-        "nothing that a client or a worker can see is invisible there: a policy, speed, or books",
-        "that nobody reads. It must not be found, and changes no token (`tests/conformance`).",
-        "",
-        f"Made by `{command} --markdown FILE`; other columns are of runs that it was told of",
-        f"(`--beside`). Numbers are events until the first finding, for the seeds {shown}.",
-        "",
         "| " + " | ".join(["exhibit", "what is wrong", "upstream", *columns]) + " |",
         "|" + "---|" * (3 + len(columns)),
     ]
@@ -284,8 +271,13 @@ def museum_page(rows: Sequence[dict[str, Any]], command: str, seeds: Sequence[in
     return "\n".join(lines) + "\n"
 
 
-def _cell(row: dict[str, Any]) -> str:
-    """What became of an exhibit in one standing."""
+def name_standing(row: Mapping[str, Any]) -> str:
+    """Return the column of a row: exact, safety, or safety with the state hidden."""
+    return Standing(row["equivalence"], row["state"] == "hidden").name
+
+
+def tell_fall(row: Mapping[str, Any]) -> str:
+    """Return the cell of a seeded bug: what found it, and after how many events with each seed."""
     killers = dict.fromkeys(fall["killed by"] for fall in row["seeds"])
     events = " / ".join(f"{fall['events']:,}" for fall in row["seeds"])
     if row["invisible"] and [*killers] == [SURVIVED]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version as version_of
 from itertools import groupby
+from typing import Any
 
-from blockstep.conformance.prove.law import Claim, Law
-from blockstep.conformance.prove.runner import Proof, TwinProof, Verdict
+from blockstep.conformance.prove.law import Law
+from blockstep.conformance.prove.runner import Proof, TwinProof, Verdict, show_call
 
 SOLVERS = ("crosshair-tool", "z3-solver")
 
@@ -66,7 +67,7 @@ def summarize(proofs: Sequence[Proof], wall_seconds: float) -> str:
     )
 
 
-def proofs_to_json(proofs: Sequence[Proof], exit_code: int, wall_seconds: float) -> object:
+def proofs_to_json(proofs: Sequence[Proof], exit_code: int, wall_seconds: float) -> dict[str, Any]:
     """The same for programs."""
     return {
         "format": "blockstep-prove",
@@ -102,53 +103,56 @@ def _law_to_json(proof: Proof) -> dict[str, object]:
     }
 
 
-def laws_page(proofs: Sequence[Proof], laws: Mapping[str, Law], command: str) -> str:
-    """The table as a page of the documentation."""
-    solvers = ", ".join(f"{name} {version_of(name)}" for name in SOLVERS)
+def laws_page(told: Mapping[str, Any], laws: Mapping[str, Law]) -> str:
+    """Return Markdown tables of the results of a run: what `proofs_to_json` returns.
+
+    A law that is gone since the run is left out; one that is newer is named at the end.
+    """
+    proofs = [proof for proof in told["laws"] if proof["name"] in laws]
     lines = [
-        "# Laws",
-        "",
-        "Sentences about the specification, proved for all integers that satisfy their",
-        "assumptions. [What is proved](../explanation/proofs.md) says how to read them. Each",
-        "mistake stands behind the law that it breaks, with the smallest numbers that show it.",
-        "",
-        f"Made by `{command} --markdown FILE` with {solvers}. Seconds are CPU time for a law and",
-        "its mistakes.",
-        "",
         "## Rules of vLLM 0.19.1",
         "",
-        "In our words, put in the place of ours: each breaks a law.",
+        "Each of these rules, put in the place of ours, breaks a law.",
         "",
         "| rule | upstream | the law that it breaks | broken by |",
         "|---|---|---|---|",
     ]
-    for proof, twin in list_theirs(proofs):
-        lines.append(
-            f"| {twin.name} | {twin.theirs} | {proof.sentence} | {_code(show_break(twin))} |"
-        )
-    for room, proofs_of_room in groupby(proofs, key=lambda proof: laws[proof.name].room):
+    for proof in proofs:
+        law = laws[proof["name"]]
+        lines += [
+            f"| {twin['name']} | {twin['upstream']} | {law.sentence} | "
+            f"{_code(show_call(law.check, twin['broken_by']))} |"
+            for twin in proof["twins"]
+            if twin["upstream"]
+        ]
+    for room, proofs_of_room in groupby(proofs, key=lambda proof: laws[proof["name"]].room):
         lines += [
             "",
             f"## {room}",
             "",
             "| law | property | verdict | witness | mistakes that break it | paths | seconds |",
             "|---|---|---|---|---|---|---|",
-            *(_page_row(proof, laws[proof.name].check) for proof in proofs_of_room),
+            *(_page_row(proof, laws[proof["name"]]) for proof in proofs_of_room),
         ]
+    if newer := [name for name in laws if name not in {proof["name"] for proof in proofs}]:
+        lines += ["", f"Not in this run: {', '.join(newer)}."]
     return "\n".join(lines) + "\n"
 
 
-def _page_row(proof: Proof, check: Claim) -> str:
-    why = " ".join((check.__doc__ or "").split())
-    twins = "<br>".join(f"{twin.name}: {_code(show_break(twin))}" for twin in proof.twins)
+def _page_row(proof: Mapping[str, Any], law: Law) -> str:
+    why = " ".join((law.check.__doc__ or "").split())
+    twins = "<br>".join(
+        f"{twin['name']}: {_code(show_call(law.check, twin['broken_by']))}"
+        for twin in proof["twins"]
+    )
     cells = (
-        f"**{proof.sentence}.** {why}",
-        " ".join(proof.property_ids),
-        str(proof.answer.verdict),
-        _code(proof.witness),
+        f"**{law.sentence}.** {why}",
+        " ".join(proof["properties"]),
+        proof["verdict"],
+        _code(proof["witness"]),
         twins,
-        f"{proof.answer.num_paths:,}",
-        f"{proof.seconds:.1f}",
+        f"{proof['paths']:,}",
+        f"{proof['seconds']:.1f}",
     )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
