@@ -55,7 +55,7 @@ def test_every_row_has_examples_that_the_specification_takes() -> None:
     ("cell", "reason"),
     [
         ("pins+priority", "a config has one value of policy"),
-        ("forks+transfers", "enable_forks: does not go with kv_connector"),
+        ("forks+transfers", "enable_forks: cannot be used with kv_connector"),
         (
             "embeds+sessions",
             "request 'A': prompt_embeds must be left out of a session: it grows by",

@@ -197,4 +197,4 @@ def test_every_arm_makes_a_valid_config() -> None:
             # An encoder-decoder model has neither caching nor chunks, and is left out of theirs.
             is_left_out = swarm.config.is_encoder_decoder and arm.name in {"caching", "chunks"}
             rules = {problem.rule for problem in config_problems(changed)}
-            assert rules == ({"does not go with is_encoder_decoder"} if is_left_out else set())
+            assert rules == ({"cannot be used with is_encoder_decoder"} if is_left_out else set())

@@ -163,7 +163,7 @@ def test_every_rule_is_explained_and_its_source_named_in_words() -> None:
         ("sentences", "P2 written_block_is_in_one_place: A block that a row writes"),
         ("features", "caching: prefix caching"),
         ("allocate_slots", "memory.slots.allocate_slots("),
-        ("remote_kv", "a store has not come to the end of its load"),
+        ("remote_kv", "Its asynchronous load has not ended."),
         ("grammar", "Its grammar is not compiled yet."),
         ("WaitingReason.GATE", "one of: paused, closed, grammar"),
         ("preemption", "term preemption, victim"),

@@ -141,9 +141,9 @@ def test_a_finding_ends_with_its_report_and_code_1(
         (("abc", "--cache-gib", "0.0000001"), "kv_cache_bytes = 107: a block takes"),
         (("abc", "--cache-gib", "nan"), "--cache-gib nan: must be a number above 0"),
         (("abc", "--cache-gib", "inf"), "--cache-gib inf: must be a number above 0"),
-        (("abc", "--cache-gib", 1, "--num-blocks", 9), "num_blocks and kv_cache_bytes: each fixes"),
+        (("abc", "--cache-gib", 1, "--num-blocks", 9), "num_blocks and kv_cache_bytes: each sets"),
         (("abc", "--num-blocks", 2, "--max-model-len", 200), "blocks, and the pool has 1"),
-        (("abc", "--speculate", "draft_model"), "draft_model: must be given exactly when"),
+        (("abc", "--speculate", "draft_model"), "draft_model: must be given if and only if"),
     ],
 )
 def test_bad_input_ends_with_one_sentence_and_code_2(

@@ -635,7 +635,7 @@ def test_an_identifier_of_another_size_is_refused_while_it_stands_for_one() -> N
     for event in ((), (step,)):
         for do in event:
             do(oracle)
-        with pytest.raises(RejectedEvent, match="has 3 embeddings, and 2 elsewhere: one identifi"):
+        with pytest.raises(RejectedEvent, match="has 3 embeddings, and 2 elsewhere: an identifi"):
             oracle.submit(request("B", "ccc"))
     assert holders(oracle) == {"c": ()}
     oracle.submit(request("C", "tcc"))

@@ -364,7 +364,7 @@ def test_one_full_group_is_as_none(policy: Policy, method: SpecMethod) -> None:
         ({"groups": (KVGroup(WINDOW, 2),)}, "its sliding_window must be an int from 1"),
         ({"groups": (KVGroup(FULL, 2, 3),)}, "only a group of kind sliding_window has a sliding"),
         ({"groups": (KVGroup(WINDOW, 2, 3, 4),)}, "only a group of kind chunked_local has a"),
-        ({"groups": (full(2), full(3))}, "divide every one: [2, 3]; name blocks by the smallest"),
+        ({"groups": (full(2), full(3))}, "divide every one: [2, 3]; set it to the smallest"),
         ({"groups": (full(4),)}, "must be the smallest block size of a group"),
         ({"groups": (full(2), full(4)), "block_size": 1}, "must be the smallest block size"),
         ({"groups": (KVGroup(FULL, 2, mamba_cache_mode=ALL),)}, "only a group of kind recurrent"),
@@ -374,14 +374,14 @@ def test_one_full_group_is_as_none(policy: Policy, method: SpecMethod) -> None:
             "its mamba_cache_mode must be a MambaCacheMode",
         ),
         ({"groups": (recurrent(2, ALL, -1),)}, "its num_speculative_blocks must be an int from 0"),
-        ({"groups": (recurrent(2, NONE),)}, "none exactly when prefix caching is off"),
+        ({"groups": (recurrent(2, NONE),)}, "none if and only if prefix caching is off"),
         (
             {"groups": (recurrent(2, ALIGN),), "enable_prefix_caching": False},
-            "none exactly when prefix caching is off",
+            "none if and only if prefix caching is off",
         ),
         (
             {"groups": (recurrent(2, NONE),), "enable_prefix_caching": False},
-            "its one state lies in its first block",
+            "its one state is in its first block",
         ),
         (
             {
@@ -389,11 +389,11 @@ def test_one_full_group_is_as_none(policy: Policy, method: SpecMethod) -> None:
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": 8192,
             },
-            "chunks can end where blocks do with chunked prefill only",
+            "chunks can end at block boundaries only with chunked prefill",
         ),
         (
             {"groups": (recurrent(2, ALIGN, 2),)},
-            "with align a step among drafts ends one block at most, so it has fewer of them",
+            "with align, num_speculative_blocks must be below block_size",
         ),
         (
             {

@@ -56,7 +56,7 @@ def test_keys_stay_on_free_blocks_until_they_are_taken_again() -> None:
 
 @pytest.mark.parametrize("num_blocks", [-1, 3])
 def test_an_amount_of_blocks_is_none_at_least_and_all_at_most(num_blocks: int) -> None:
-    with pytest.raises(AssertionError, match=r"amount of blocks|capacity check"):
+    with pytest.raises(AssertionError, match=r"amount of blocks|checked the capacity"):
         allocate_blocks(create_pool(3), num_blocks)
 
 

@@ -1,7 +1,7 @@
-"""Arrays: a plan and its outputs as a model runner consumes them, and as objects for whoever asks.
+"""Arrays: a plan and its outputs as arrays for a model runner, convertible into objects.
 
-Rows stand in order of scheduling: running requests in running order, then admitted ones in order
-of admission, new and resumed mixed.
+Rows are in order of scheduling: running requests in running order, then admitted ones in order of
+admission, new and resumed mixed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _GOES_ON: Final[tuple[FinishReason | None, int | None]] = (None, None)
 
 
 class SlotNames:
-    """Request ids of rows, looked up when somebody asks: who takes arrays mostly goes by slots.
+    """Request ids of rows, looked up when read: a user of arrays mostly needs only request indices.
 
     Args:
-        table: [slots], request ids; it must stay as it is.
+        table: [slots]: request ids; it must not change.
         slots: [rows]
     """
 
@@ -52,21 +52,21 @@ class SlotNames:
 
     @property
     def slots(self) -> NDArray[np.int64]:
-        """[rows]"""
+        """[rows]: request indices."""
         return self._slots
 
     def tolist(self) -> list[RequestId]:
-        """The request ids."""
+        """Return the request ids."""
         names: list[RequestId] = self._table.take(self._slots).tolist()
         return names
 
     def take(self, rows: Int32s) -> SlotNames:
-        """Those of some rows."""
+        """Return the ids of the rows with these indices."""
         return SlotNames(self._table, self._slots.take(rows))
 
 
 class PlanObjects(msgspec.Struct, gc=False):
-    """What vLLM builds of a plan: `SchedulerOutput` with its `CachedRequestData`."""
+    """The objects that vLLM builds for a plan: `SchedulerOutput` with its `CachedRequestData`."""
 
     num_scheduled_tokens: dict[RequestId, int]
     new: list[NewRow]
@@ -83,7 +83,7 @@ class PlanObjects(msgspec.Struct, gc=False):
 
 
 class OutputObject(msgspec.Struct):
-    """What vLLM builds for each row of a commit: `EngineCoreOutput`."""
+    """The object that vLLM builds for each row of a commit: `EngineCoreOutput`."""
 
     request_id: RequestId
     new_token_ids: tuple[int, ...]
@@ -94,31 +94,31 @@ class OutputObject(msgspec.Struct):
 
 @dataclass(eq=False)
 class ArrayPlan:
-    """One step's work. Arrays are read-only by agreement: the engine keeps some of them."""
+    """A plan in arrays. They are read-only by agreement: the engine keeps some of them."""
 
     frame_id: FrameId
     slots: NDArray[np.int64]
-    """[rows]; a number below the table's size that a request keeps while it is unfinished."""
+    """[rows]: request indices below the table's size, constant while a request is unfinished."""
     names: SlotNames
-    """[rows]; request ids."""
+    """[rows]: request ids."""
     num_computed_tokens: Int32s
-    """[rows]; before this step, as if all drafts in flight were accepted."""
+    """[rows]: before this step, as if all drafts in flight were accepted."""
     num_scheduled_tokens: Int32s
-    """[rows]; drafts included."""
+    """[rows]: including drafts."""
     num_output_tokens: Int32s
-    """[rows]; known ones, and those promised by frames in flight."""
+    """[rows]: known outputs, and placeholders of frames in flight."""
     samples: NDArray[np.bool_] | None
-    """[rows]; whether it will sample. None: all of them."""
+    """[rows]: whether it will sample. None: all of them."""
     block_rows: Int32s
-    """[new blocks]; the row that each belongs to, ascending. All blocks of admitted rows."""
+    """[new blocks]: the row of each, ascending. All blocks of admitted rows."""
     block_ids: Int32s
     """[new blocks]"""
     draft_token_ids: Mapping[int, TokenIds]
-    """By row; only where there are some."""
+    """Drafts by row; only rows that have some."""
     all_token_ids: dict[int, TokenIds]
-    """By row: where the worker may lack some, because the last plan did not have the request."""
+    """All tokens by row, where the worker may lack some: the last plan did not have the request."""
     new_rows: dict[int, Request]
-    """By row: requests that the worker has not seen."""
+    """Requests by row that the worker has not seen."""
     resumed_rows: list[int]
     finished_req_ids: tuple[RequestId, ...]
     preempted_req_ids: tuple[RequestId, ...]
@@ -134,14 +134,14 @@ class ArrayPlan:
 
     @cached_property
     def blocks_of(self) -> dict[int, tuple[int, ...]]:
-        """New blocks by row; only where there are some."""
+        """New blocks by row; only rows that have some."""
         found: dict[int, list[int]] = {}
         for row, block in zip(self.block_rows.tolist(), self.block_ids.tolist(), strict=True):
             found.setdefault(row, []).append(block)
         return {row: tuple(blocks) for row, blocks in found.items()}
 
     def build_plan(self) -> Plan:
-        """The plan in the words of the vocabulary."""
+        """Return the plan in the vocabulary."""
         blocks, resumed = self.blocks_of, set(self.resumed_rows)
         computed = self.num_computed_tokens.tolist()
         scheduled, outputs = self.num_scheduled_tokens.tolist(), self.num_output_tokens.tolist()
@@ -170,7 +170,7 @@ class ArrayPlan:
         )
 
     def build_objects(self) -> PlanObjects:
-        """The plan in as many objects as vLLM builds."""
+        """Return the plan in as many objects as vLLM builds."""
         names, blocks = self.request_ids, self.blocks_of
         computed, scheduled = self.num_computed_tokens.tolist(), self.num_scheduled_tokens.tolist()
         outputs = self.num_output_tokens.tolist()
@@ -205,7 +205,7 @@ class ArrayPlan:
         )
 
     def pack_answer(self, tokens: Sequence[TokenIds]) -> tuple[Int32s, Int32s | None]:
-        """What `commit_arrays` takes, of the tokens of each row."""
+        """Return the arguments of `commit_arrays` for the tokens of each row."""
         flat = np.fromiter((token for row in tokens for token in row), np.int32)
         if not self.draft_token_ids:
             return flat, None
@@ -214,31 +214,31 @@ class ArrayPlan:
 
 @dataclass(eq=False)
 class ArrayOutputs:
-    """What a step delivered: rows in the order of scheduling, only those with new tokens."""
+    """The outputs of a commit: rows in the order of scheduling, only those with new tokens."""
 
     names: SlotNames
-    """[rows]; request ids."""
+    """[rows]: request ids."""
     token_ids: Int32s
-    """[tokens]; row after row."""
+    """[tokens]: row after row."""
     counts: Int32s | None
-    """[rows]; tokens of each. None: one each."""
+    """[rows]: tokens of each. None: one each."""
     num_cached_tokens: Int32s
-    """[rows]; prompt tokens served from the prefix cache at its first admission."""
+    """[rows]: prompt tokens from the prefix cache at its first admission."""
     ended: dict[int, tuple[FinishReason, int | None]]
-    """By row: why it ended, and the stop token that ended it."""
+    """Finish reason by row, and the stop token if there is one."""
 
     def __len__(self) -> int:
         return len(self.names)
 
     def build_row(self, row: int) -> OutputRow:
-        """One row in the words of the vocabulary; `counts` must be None."""
+        """Return one row in the vocabulary; `counts` must be None."""
         reason, stop_token_id = self.ended.get(row, _GOES_ON)
         (name,) = self.names.take(np.array([row], np.int32)).tolist()
         tokens = (int(self.token_ids[row]),)
         return OutputRow(name, tokens, reason, stop_token_id, int(self.num_cached_tokens[row]))
 
     def build_outputs(self) -> Outputs:
-        """The outputs in the words of the vocabulary."""
+        """Return the outputs in the vocabulary."""
         tokens, ended = self._get_tokens(), self.ended
         cached = self.num_cached_tokens.tolist()
         rows: list[OutputRow] = []
@@ -248,7 +248,7 @@ class ArrayOutputs:
         return Outputs(tuple(rows))
 
     def build_objects(self) -> list[OutputObject]:
-        """The outputs in as many objects as vLLM builds."""
+        """Return the outputs in as many objects as vLLM builds."""
         rows = list(
             map(
                 OutputObject,

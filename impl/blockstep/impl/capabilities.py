@@ -1,6 +1,6 @@
-"""Capabilities: what each of our engines implements, and what a config asks for.
+"""Capabilities: what each of our engines implements, and what a config needs.
 
-By value: the enum belongs to the conformance wing, which this wing must not import.
+By value: the enum belongs to the conformance package, which this package must not import.
 """
 
 from __future__ import annotations
@@ -50,23 +50,22 @@ HOST: Final = frozenset(
         "work",
     )
 )
-"""Everything."""
+"""All capabilities."""
 COMPILED: Final = HOST - {
     *("groups", "kinds", "common prefix", "adapters", "masks", "sessions", "encoder", "events"),
     *("transfers", "pins", "forks", "tiers"),
 }
-"""The same for one KV-cache group, without its hint to the worker, what requests bring along, what
-is told of blocks, what comes from a store, what stays between turns, branches and what comes with
-them."""
+"""One KV group, without common prefix, LoRA, masks, sessions, encoder, KV events, transfers, pins,
+forks and tiers."""
 
 DEVICE: Final = COMPILED | {"groups"}
-"""The kernels on a GPU: what the compiled engine can, and groups of blocks of one size."""
+"""The kernels on a GPU: like the compiled engine, and groups of blocks of one size."""
 
 
 def list_config_problems(
     config: Config, capabilities: frozenset[str] = COMPILED
 ) -> tuple[ConfigProblem, ...]:
-    """Every reason against a config for an engine of these capabilities."""
+    """Return every problem of a config for an engine with these capabilities."""
     problems = config_problems(config)
     if problems:
         return problems
@@ -84,8 +83,8 @@ def list_config_problems(
 
 _LACKED: Final = (
     ("priority", "policy", "must be fcfs: this engine has no priorities", "use Policy.FCFS"),
-    ("drafts", "spec_method", "must be none: this engine takes no drafts", "leave it out"),
-    ("async", "async_scheduling", "must be False: this engine plans what it knows", "leave it out"),
+    ("drafts", "spec_method", "must be none: this engine has no drafts", "leave it out"),
+    ("async", "async_scheduling", "must be False: this engine is synchronous", "leave it out"),
     ("pipeline", "max_frames_in_flight", "must be 1: this engine plans one step", "leave it out"),
     ("groups", "groups", "must be empty: this engine has one KV-cache group", "leave it out"),
     (
@@ -105,7 +104,7 @@ _LACKED: Final = (
     (
         "events",
         "enable_kv_cache_events",
-        "must be False: this engine tells nothing of blocks",
+        "must be False: this engine has no KV events",
         "leave it out",
     ),
     ("transfers", "kv_connector", "must be False: this engine has no store", "leave it out"),
@@ -116,13 +115,13 @@ _LACKED: Final = (
     ("tiers", "swap_min_tokens", "must be 0: this engine saves nothing", "leave it out"),
     ("tiers", "admission_high_blocks", "must be 0: its admission stays open", "leave it out"),
 )
-"""Capabilities, the fields of a config that ask for them, and why an engine without cannot have
-them."""
+"""Capabilities, the fields of a config that need them, and why an engine without cannot have them.
+"""
 _DEFAULTS: Final = {field.name: field.default for field in fields(Config)}
 
 
 def list_needed(config: Config) -> frozenset[str]:
-    """What an engine must be capable of to take this config."""
+    """Return the capabilities that an engine needs for this config."""
     several = config.max_frames_in_flight > 1
     asked = {
         "priority": config.policy is Policy.PRIORITY,

@@ -1,4 +1,4 @@
-"""Doors: what engines in arrays answer alike. They know requests by slot, and clients by name."""
+"""Doors: event handling that engines in arrays share; they know requests by index."""
 
 from __future__ import annotations
 
@@ -61,33 +61,33 @@ F = TypeVar("F")
 
 
 class Register(Protocol):
-    """Gives each unfinished request a slot."""
+    """Gives each unfinished request an index (slot)."""
 
     slot_of: dict[RequestId, int]
 
     @property
     def requests(self) -> Mapping[int, Request] | Sequence[Request]:
-        """By slot."""
+        """Unfinished requests by index."""
         ...
 
     def add(self, request: Request) -> object:
-        """A new request."""
+        """Add a new request."""
         ...
 
     def remove(self, slot: int) -> RequestId:
-        """Forget a request that has ended."""
+        """Forget a finished request; return its id."""
         ...
 
 
 class Doors(ABC, Generic[F]):
-    """Checks what comes in, and takes it where it does not matter how a step is planned.
+    """Validates events, and handles those that do not depend on how a step is planned.
 
     Args:
         config: the constants of the run.
-        capabilities: of the engine.
+        capabilities: capabilities of the engine.
 
     Raises:
-        ConfigError: `list_config_problems` has something against the config.
+        ConfigError: `list_config_problems` finds a problem in the config.
     """
 
     def __init__(self, config: Config, capabilities: frozenset[str]) -> None:
@@ -97,16 +97,16 @@ class Doors(ABC, Generic[F]):
         self.config = config
         self.pause_state = PauseState.UNPAUSED
         self.frames: dict[FrameId, F] = {}
-        """In flight, oldest first."""
+        """Frames in flight, oldest first."""
         self.next_frame_id: FrameId = 0
         self.finished_req_ids: set[RequestId] = set()
         self._previous_id: FrameId = -1
-        """The last plan; -1 before the first."""
+        """Id of the last plan; -1 before the first."""
         self._last_frame_of_ended: dict[RequestId, FrameId] = {}
-        """Of ended requests that frames in flight name: the last of these frames."""
+        """The last frame in flight with a row of each finished request, if there is one."""
 
     def apply(self, event: Event) -> Observation:
-        """Take one event. Never raises; what is refused changes nothing."""
+        """Apply one event. Never raises; a rejected event changes nothing."""
         problem = event_problem(event) or brought_problem(event)
         if problem is not None:
             return problem
@@ -133,17 +133,17 @@ class Doors(ABC, Generic[F]):
             case Reset(reset_running_requests=reset_running_requests):
                 return ResetDone(self._reset(reset_running_requests))
             case EncoderReset() | EncoderOffer() | KVOffer() | Clock() | PinEstimate():
-                return Ack()  # of an encoder, a store or pins, that this engine has not
+                return Ack()  # this engine has no encoder, store or pins
             case TransfersReported():
                 return Outputs()
             case Fork():
                 return bad_fork(event, "this engine has no forks")
             case GrammarFailed() | GrammarBitmask():
-                raise AssertionError("refused above")
+                raise AssertionError("rejected above")
             case _:
                 assert_never(event)
 
-    # what an engine does in its own way; nothing of it is refused any more but a step too many
+    # Engine-specific parts: their events are valid, except that a step may exceed the pipeline.
 
     @property
     @abstractmethod
@@ -154,11 +154,11 @@ class Doors(ABC, Generic[F]):
 
     @abstractmethod
     def _get_rows(self, frame: F) -> Mapping[RequestId, TokenIds | None]:
-        """Drafts of each row, None where it does not sample; in the order of rows."""
+        """Return the drafts of each row, None if it does not sample; in the order of rows."""
 
     @abstractmethod
     def _take_answer(self, frame_id: FrameId, tokens: list[TokenIds]) -> Outputs | Rejected:
-        """The answer to the oldest frame, by row."""
+        """Commit the oldest frame, with tokens by row."""
 
     @abstractmethod
     def _take_drafts(self, event: Drafts) -> DraftsTaken: ...
@@ -168,17 +168,17 @@ class Doors(ABC, Generic[F]):
 
     @abstractmethod
     def _end(self, slot: int) -> None:
-        """It gives its blocks back."""
+        """Remove a request that ends, and free its blocks."""
 
     @abstractmethod
     def _get_last_frame(self, slot: int) -> FrameId:
-        """The last plan that had a row of the request; -1 if none had."""
+        """Return the last plan that had a row of the request; -1 if none had."""
 
     @abstractmethod
     def _reset(self, reset_running_requests: bool) -> bool:
-        """Forget every cached block; whether that was possible (P25)."""
+        """Forget every cached block; return whether that was possible (P25)."""
 
-    # what all do alike
+    # common parts
 
     def _submit(self, request: Request) -> Ack | Rejected:
         problem = submit_problem(
@@ -194,7 +194,7 @@ class Doors(ABC, Generic[F]):
         return Ack()
 
     def _count_most_blocks(self, request: Request) -> int:
-        """Blocks that a request needs at its longest (P11)."""
+        """Return the blocks that a request needs at its longest (P11)."""
         return most_blocks(self.config, request)
 
     def _commit(self, event: Commit) -> Outputs | Rejected:
@@ -209,7 +209,8 @@ class Doors(ABC, Generic[F]):
         return self._take_answer(event.frame_id, [answers[request_id] for request_id in rows])
 
     def _are_among(self, drafts: TokenIds, accepted: TokenIds) -> bool:
-        """Under asynchronous scheduling drafts are placeholders, and any token may be behind."""
+        """Whether drafts may be accepted like this; asynchronously they are placeholders for any
+        token."""
         return self.config.async_scheduling or accepted == drafts[: len(accepted)]
 
     def _take_grammar(self, request_id: RequestId) -> Ack | Rejected:
@@ -217,7 +218,7 @@ class Doors(ABC, Generic[F]):
         request = None if slot is None else self._register.requests[slot]
         problem = grammar_problem(request, request_id)
         if problem is not None or slot is None:
-            assert problem is not None, "an unknown request is refused"
+            assert problem is not None, "an unknown request is rejected"
             return problem
         self._set_grammar_ready(slot)
         return Ack()
@@ -232,7 +233,7 @@ class Doors(ABC, Generic[F]):
         return Aborted(tuple(ended))
 
     def _forget(self, slot: int) -> RequestId:
-        """It has ended; the next plan tells the worker."""
+        """Remove a request that has ended; the next plan lists it as finished."""
         last = self._get_last_frame(slot)
         request_id = self._register.remove(slot)
         self.finished_req_ids.add(request_id)
@@ -241,7 +242,7 @@ class Doors(ABC, Generic[F]):
         return request_id
 
     def _close(self, frame_id: FrameId) -> None:
-        """It is committed, and names nobody any more."""
+        """Forget a committed frame."""
         del self.frames[frame_id]
         if self._last_frame_of_ended:
             self._last_frame_of_ended = {

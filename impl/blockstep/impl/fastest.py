@@ -1,4 +1,4 @@
-"""Fastest: the engine that one takes who does not care which, chosen by the config."""
+"""Fastest: chooses the fastest of our engines for a config."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from blockstep.spec.vocabulary import Config, Event, Observation, Snapshot
 
 
 class Scheduler(Protocol):
-    """Any of our engines."""
+    """The interface of our engines."""
 
     def apply(self, event: Event) -> Observation:
-        """Take one event."""
+        """Apply one event; return its observation."""
         ...
 
     def snapshot(self) -> Snapshot:
-        """The canonical state."""
+        """Return the canonical state."""
         ...
 
     def capabilities(self) -> frozenset[str]:
-        """What it implements."""
+        """Return what the engine implements."""
         ...
 
 
 MakeScheduler: TypeAlias = Callable[[Config], Scheduler]
 NAMED: Final = {"fastest": HOST, "host": HOST, "device": DEVICE}
-"""Who wants one by name: what it is capable of, at most."""
+"""Names of engines in settings, with the most that each is capable of."""
 
 
 def get_named(name: str, config: Config, also: frozenset[str] = frozenset()) -> MakeScheduler:
-    """The factory of the engine of a name in `NAMED`; "fastest": as `get_fastest`."""
+    """Return the factory of the engine of this name; "fastest": see `get_fastest`."""
     if name == "host":
         return HostEngine
     if name == "device":
@@ -44,11 +44,11 @@ def get_named(name: str, config: Config, also: frozenset[str] = frozenset()) -> 
 
 
 def get_fastest(config: Config, also: frozenset[str] = frozenset()) -> MakeScheduler:
-    """The factory of the fastest engine that can take this config here.
+    """Return the factory of the fastest engine here that supports this config.
 
-    The compiled one if numba is there and its capabilities cover what the config asks for, and what
-    requests ask for `also`; the host engine, which can do everything, otherwise. Imported only
-    then: its import compiles.
+    It is the compiled engine if numba is installed and its capabilities cover what the config needs
+    and what requests need (`also`); otherwise the host engine, which supports everything. The
+    compiled engine is imported only then, because its import compiles.
     """
     if find_spec("numba") is not None and list_needed(config) | also <= COMPILED:
         compiled: Any = import_module("blockstep.impl.compiled")
@@ -58,9 +58,9 @@ def get_fastest(config: Config, also: frozenset[str] = frozenset()) -> MakeSched
 
 
 def make_engine(config: Config) -> Scheduler:
-    """An engine that `get_fastest` chose.
+    """Return an engine chosen by `get_fastest`.
 
     Raises:
-        ConfigError: `config_problems` has something against the config.
+        ConfigError: `config_problems` finds a problem in the config.
     """
     return get_fastest(config)(config)

@@ -1,4 +1,4 @@
-"""Names: what engines in arrays know by number, and Python by name."""
+"""Names: numbers for ids and other Python values, for engines in arrays."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ STATUSES: Final = (
     Status.RUNNING,
     Status.PREEMPTED,
 )
-"""By the number that engines in arrays have for each."""
+"""Status by the number that engines in arrays use for it."""
 K = TypeVar("K", RequestId, tuple[int, int, RequestId])
 _STEP: Final = 1 << 24
 _LAST: Final = 1 << 62
 
 
 class ExtrasTable:
-    """Numbers for what beside tokens names a block; 0 is nothing at all.
+    """Numbers for the parts of a block key besides tokens; 0 is nothing at all.
 
-    The compiled functions count who needs each; numbers that nobody needs are given out again.
+    The compiled functions count the uses of each number; unused numbers are given out again.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class ExtrasTable:
         self._unused: list[int] = []
 
     def number_of(self, extras: Extras) -> int:
-        """Its number; may be one beyond those that were counted so far."""
+        """Return the number of `extras`; it may be one beyond those that were counted so far."""
         found = self._numbers.get(extras)
         if found is None:
             if self._unused:
@@ -50,11 +50,11 @@ class ExtrasTable:
         return found
 
     def count_unused(self, capacity: int) -> int:
-        """Numbers below `capacity` that can be given out."""
+        """Return how many numbers below `capacity` are available."""
         return capacity - len(self.values) + len(self._unused)
 
     def sweep(self, uses: NDArray[np.int64]) -> None:
-        """Give up the numbers that nobody uses."""
+        """Free the unused numbers."""
         for number in (uses[: len(self.values)] == 0).nonzero()[0].tolist():
             if number and self._numbers.get(self.values[number]) == number:
                 del self._numbers[self.values[number]]
@@ -62,7 +62,8 @@ class ExtrasTable:
 
 
 def list_extras(request: Request, block_size: int, count: int) -> list[Extras]:
-    """The extras of the first `count` blocks of a request: the salt is in the first alone."""
+    """Return the extras of the first `count` blocks of a request: the salt is in the first
+    alone."""
     found: list[Extras] = []
     items = request.items
     first = 0
@@ -80,10 +81,10 @@ def list_extras(request: Request, block_size: int, count: int) -> list[Extras]:
 
 
 class Labels(Generic[K]):
-    """Numbers that compare like the ids of unfinished requests, or what else orders them (P16).
+    """Numbers that compare like the ids of unfinished requests, or other keys of order (P16).
 
-    A new id gets a number between those of its neighbours; where there is none left, all get new
-    ones, far apart.
+    A new id gets a number between those of its neighbours; if there is none left, all get new ones,
+    far apart.
     """
 
     def __init__(self) -> None:
@@ -91,7 +92,7 @@ class Labels(Generic[K]):
         self._labels: list[int] = []
 
     def add(self, request_id: K) -> list[tuple[K, int]]:
-        """Whose labels are new, and which: its own, or those of all."""
+        """Add an id; return the ids with new labels: its own, or all."""
         ids, labels = self._ids, self._labels
         at = bisect_left(ids, request_id)
         low = labels[at - 1] if at else 0
@@ -105,6 +106,6 @@ class Labels(Generic[K]):
         return list(zip(ids, self._labels, strict=True))
 
     def remove(self, request_id: K) -> None:
-        """It has ended."""
+        """Remove the id of a finished request."""
         at = bisect_left(self._ids, request_id)
         del self._ids[at], self._labels[at]

@@ -1,4 +1,4 @@
-"""Refusals: why an event cannot be taken, in words that name the input, the rule and the fix."""
+"""Refusals: rejections of events, with messages that name the input, the rule and the fix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from blockstep.spec.vocabulary import (
 
 
 def most_slots(config: Config, request: Request) -> int:
-    """Slots that it needs at its longest, lookahead included (P11)."""
+    """Return the slots that a request needs at its longest, including lookahead (P11)."""
     longest = len(request.prompt_token_ids) + request.max_tokens - 1
     if request.max_tokens > 1:  # drafts follow an output, and the last one ends the request
         longest += config.num_speculative_tokens
@@ -33,19 +33,19 @@ def most_slots(config: Config, request: Request) -> int:
 
 
 def count_beside(request: Request) -> int:
-    """Embeddings of its items, where they stand beside the prompt."""
+    """Return the number of embeddings of its encoder-decoder inputs."""
     return sum(item.num_embeds for item in request.items)
 
 
 def most_blocks(config: Config, request: Request) -> int:
-    """Blocks that it needs at its longest, where there is one KV group (P11; upstream #52520)."""
+    """Return the blocks that it needs at its longest, with one KV group (P11; upstream #52520)."""
     return -(-most_slots(config, request) // config.block_size)
 
 
 def submit_problem(
     config: Config, request: Request, needed: int, is_unfinished: bool, is_in_flight: bool
 ) -> Rejected | None:
-    """Why a request cannot be taken, or None; `needed` blocks at its longest."""
+    """Return why a request must be rejected, or None; `needed`: blocks at its longest."""
     name, prompt = repr(request.request_id), len(request.prompt_token_ids)
     problem = name_problem(request.request_id, is_unfinished, is_in_flight)
     problem = problem or item_problem(config, request)
@@ -67,7 +67,7 @@ def submit_problem(
 
 
 def name_problem(request_id: RequestId, is_unfinished: bool, is_in_flight: bool) -> Rejected | None:
-    """Why no new request can have this id, or None."""
+    """Return why no new request can have this id, or None."""
     if is_unfinished:
         return Rejected(
             RejectCode.DUPLICATE_REQUEST,
@@ -76,23 +76,23 @@ def name_problem(request_id: RequestId, is_unfinished: bool, is_in_flight: bool)
     if is_in_flight:
         return Rejected(
             RejectCode.REQUEST_IN_FLIGHT,
-            f"request {request_id!r}: a frame in flight has a row of an ended request of this id; "
+            f"request {request_id!r}: a frame in flight names a finished request of this id; "
             "commit the frame first",
         )
     return None
 
 
 def held_by_transfer(request_id: RequestId) -> Rejected:
-    """The id belongs to an ended request whose blocks a transfer holds."""
+    """Reject the id of a finished request whose blocks a transfer holds."""
     return Rejected(
         RejectCode.REQUEST_IN_FLIGHT,
-        f"request {request_id!r}: a transfer holds blocks of an ended request of this id; "
+        f"request {request_id!r}: a transfer holds blocks of a finished request of this id; "
         "report the end of the transfer first",
     )
 
 
 def brought_problem(event: Event) -> Rejected | None:
-    """Why an engine without masks and sessions cannot take an event, or None."""
+    """Return why an engine without masks and sessions rejects an event, or None."""
     if isinstance(event, Submit) and event.request.resumable:
         name = event.request.request_id
         return Rejected(
@@ -116,7 +116,7 @@ def brought_problem(event: Event) -> Rejected | None:
 def grammar_problem(
     request: Request | None, request_id: RequestId, what: str = "ready"
 ) -> Rejected | None:
-    """Why the grammar of a request cannot be ready, or have failed; None for an unknown request."""
+    """Return why a grammar cannot be ready, or have failed, or None; `request`: None if unknown."""
     if request is None:
         return Rejected(
             RejectCode.UNKNOWN_REQUEST,
@@ -134,7 +134,7 @@ def grammar_problem(
 def mask_problem(
     config: Config, event: GrammarBitmask, in_flight: Collection[FrameId]
 ) -> Rejected | None:
-    """Why no mask can be made of a frame, whatever is in it, or None."""
+    """Return why no mask can be made for a frame, whatever its rows are, or None."""
     name = f"mask of frame {event.frame_id}"
     if event.frame_id not in in_flight:
         return Rejected(
@@ -154,7 +154,7 @@ def mask_problem(
 
 
 def grammar_behind(frame_id: FrameId, request_ids: Collection[RequestId]) -> Rejected:
-    """Older frames sample for requests of a mask."""
+    """Reject a mask for requests for which older frames sample."""
     return Rejected(
         RejectCode.GRAMMAR_BEHIND,
         f"mask of frame {frame_id}: older frames sample for {sorted(request_ids)}, too; "
@@ -163,7 +163,7 @@ def grammar_behind(frame_id: FrameId, request_ids: Collection[RequestId]) -> Rej
 
 
 def update_problem(request_id: RequestId, is_unfinished: bool) -> Rejected:
-    """Why a session cannot go on where there are none."""
+    """Reject an update of a session by an engine without sessions."""
     if not is_unfinished:
         return Rejected(
             RejectCode.UNKNOWN_REQUEST,
@@ -171,7 +171,7 @@ def update_problem(request_id: RequestId, is_unfinished: bool) -> Rejected:
         )
     return Rejected(
         RejectCode.NOT_RESUMABLE,
-        f"update: request {request_id!r} is no session that takes more input; submit one",
+        f"update: request {request_id!r} is not a session that takes more input; submit one",
     )
 
 
@@ -185,15 +185,15 @@ def fork_problem(
     may_fork: bool,
     is_in_flight: bool,
 ) -> Rejected | None:
-    """Why a request cannot go on as another one, whatever that one's outputs are, or None.
+    """Return why a request cannot fork, whatever the child's outputs are, or None.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
         fork: the event.
-        is_unfinished: whether the parent is.
-        is_child_unfinished: whether a request of the child's id is.
-        is_child_in_flight: whether a frame in flight names an ended request of that id.
-        may_fork: whether the parent has begun and is no session.
+        is_unfinished: whether the parent is unfinished.
+        is_child_unfinished: whether a request with the child's id is unfinished.
+        is_child_in_flight: whether a frame in flight names a finished request of that id.
+        may_fork: whether the parent has started and is not a session.
         is_in_flight: whether a frame in flight names the parent.
     """
     name, parent = repr(fork.child_id), repr(fork.request_id)
@@ -208,7 +208,7 @@ def fork_problem(
     if problem is not None:
         return problem
     if not may_fork:
-        return bad_fork(fork, f"{parent} is a session, or has not begun; fork one that runs")
+        return bad_fork(fork, f"{parent} is a session, or has not started; fork a running request")
     if is_in_flight:
         return Rejected(
             RejectCode.FORK_IN_FLIGHT,
@@ -218,23 +218,23 @@ def fork_problem(
 
 
 def bad_fork(fork: Fork, detail: str) -> Rejected:
-    """The refusal of a branch that cannot be."""
+    """Reject a fork that is not possible."""
     return Rejected(RejectCode.BAD_FORK, f"fork {fork.child_id!r}: {detail}")
 
 
 def schedule_problem(config: Config, num_in_flight: int) -> Rejected | None:
-    """Why no step can be planned, or None."""
+    """Return why no step can be planned, or None."""
     if num_in_flight < config.max_frames_in_flight:
         return None
     return Rejected(
         RejectCode.PIPELINE_FULL,
-        f"schedule: {num_in_flight} plans await their commit, and "
+        f"schedule: {num_in_flight} plans are not committed, and "
         f"max_frames_in_flight is {config.max_frames_in_flight}; commit one first",
     )
 
 
 def frame_problem(frame_id: FrameId, in_flight: Collection[FrameId]) -> Rejected | None:
-    """Why it is not the frame to be committed next, or None; `in_flight`, oldest first."""
+    """Return why a frame is not the next to be committed, or None; `in_flight`: oldest first."""
     if frame_id not in in_flight:
         return unknown_frame(frame_id, in_flight)
     if next(iter(in_flight)) != frame_id:
@@ -243,7 +243,7 @@ def frame_problem(frame_id: FrameId, in_flight: Collection[FrameId]) -> Rejected
 
 
 def unknown_frame(frame_id: FrameId, in_flight: Collection[FrameId]) -> Rejected:
-    """No such frame awaits its commit (P18)."""
+    """Reject a commit of a frame that is not in flight (P18)."""
     return Rejected(
         RejectCode.UNKNOWN_FRAME,
         f"commit: frame_id = {frame_id} is not in flight: it was never scheduled, "
@@ -252,7 +252,7 @@ def unknown_frame(frame_id: FrameId, in_flight: Collection[FrameId]) -> Rejected
 
 
 def frame_out_of_order(frame_id: FrameId, in_flight: Collection[FrameId]) -> Rejected:
-    """Older frames await theirs (P13)."""
+    """Reject a commit while older frames are in flight (P13)."""
     return Rejected(
         RejectCode.FRAME_OUT_OF_ORDER,
         f"commit: frame_id = {frame_id} is in flight, but so are older ones: "
@@ -267,12 +267,12 @@ def answer_problem(
     answers: Mapping[RequestId, TokenIds],
     are_among: Callable[[TokenIds, TokenIds], bool],
 ) -> Rejected | None:
-    """Why the rows do not answer the frame, or None; requests aborted meanwhile included.
+    """Return why a model output does not fit the frame, or None; aborted requests count as rows.
 
     Args:
-        frame_id: of the frame.
-        num_answers: rows of the answer; more than `answers` has if some request has two.
-        frame: drafts of each row, None where it does not sample.
+        frame_id: id of the frame.
+        num_answers: rows of the model output; more than `answers` has if a request has two.
+        frame: drafts of each row, None if it does not sample.
         answers: tokens of each request.
         are_among: whether a row with these drafts may accept these tokens.
     """
@@ -289,24 +289,24 @@ def answer_problem(
             rule = f"must have 1 to {1 + len(drafts)} tokens, not {len(tokens)}"
             return bad_result(frame_id, f"{request_id!r} {rule}")
         elif drafts and not are_among(drafts, tokens[:-1]):
-            rule = f"accepts {tokens[:-1]}, which is no prefix of its drafts {drafts}"
+            rule = f"accepts {tokens[:-1]}, which is not a prefix of its drafts {drafts}"
             detail = f"{request_id!r} {rule}; send accepted drafts and one"
             return bad_result(frame_id, detail)
     return None
 
 
 def bad_result(frame_id: FrameId, detail: str) -> Rejected:
-    """The refusal of an answer that does not fit its frame."""
+    """Reject a model output that does not fit its frame."""
     return Rejected(RejectCode.BAD_RESULT, f"commit of frame {frame_id}: {detail}")
 
 
 def drafts_problem(config: Config, event: Drafts) -> Rejected | None:
-    """Why nobody may hand in these drafts, or None."""
+    """Return why these drafts must be rejected, or None."""
     if config.async_scheduling:
         detail = "under asynchronous scheduling the worker keeps its drafts"
         return _bad_drafts(f"{detail}; send none, or switch async_scheduling off")
     if config.spec_method is SpecMethod.NONE:
-        return _bad_drafts("spec_method is none, so nobody drafts; configure a spec_method")
+        return _bad_drafts("spec_method is none, so there are no drafts; configure a spec_method")
     most = config.num_speculative_tokens
     for row in event.drafts:
         if len(row.token_ids) > most:

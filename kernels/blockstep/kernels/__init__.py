@@ -1,11 +1,11 @@
-"""The data plane: Triton kernels over paged KV memory, a torch reference beside each.
+"""The data plane: Triton kernels over paged KV memory, each with a torch reference.
 
 They know no scheduler. Tensors on the CPU go to the torch reference, tensors on a CUDA device to
 Triton; `use_backend` overrides that. Every argument is checked before anything runs: a wrong shape,
 dtype, device or layout is a ValueError or TypeError that names the argument, the rule and the fix.
 
-Words, the same everywhere: a *block* holds `block_size` tokens of one layer; a *slot* is the place
-of one token, `slot = block_id * block_size + offset`. Ids, slots and positions are int64 (block ids
+Terms used throughout: a *block* holds `block_size` tokens of one layer; a *slot* is the place of
+one token, `slot = block_id * block_size + offset`. Ids, slots and positions are int64 (block ids
 inside a block table int32), counts and offsets of a step int32.
 """
 

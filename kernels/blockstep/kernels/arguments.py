@@ -1,7 +1,7 @@
 """Argument checks of the public kernels: one clear error before anything is launched.
 
-Nothing here reads what a tensor on a device holds, since that would wait for the device. On the CPU
-contents are checked too (`check_range`), because there it is cheap.
+No check here reads the contents of a tensor on a device, since that would wait for the device. On
+the CPU contents are checked too (`check_range`), because there it is cheap.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FP8 = torch.float8_e4m3fn
 FP8_CAPABILITY_MIN = (8, 9)
 CACHES = (*FLOATS, FP8)
 HEAD_SIZES = (16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-"""64 and more are what models have; the smaller ones are for tests."""
+"""Supported head sizes. Models have 64 and more; the smaller ones are for tests."""
 
 
 class Arguments:
@@ -24,7 +24,7 @@ class Arguments:
 
     def __init__(self) -> None:
         self.sizes: dict[str, tuple[int, str]] = {}
-        """Of each named dimension: its size, and the argument that fixed it."""
+        """The size of each named dimension, and the argument that set it."""
         self.first: tuple[str, torch.device] | None = None
 
     def check(
@@ -93,7 +93,8 @@ class Arguments:
 
 
 def check_fp8(name: str, device: torch.device) -> None:
-    """Refuse an fp8 tensor on a GPU without instructions for it; the compiler's words name no one.
+    """Refuse an fp8 tensor on a GPU without fp8 instructions; the compiler's error names no
+    argument.
 
     Raises:
         TypeError: the GPU is older than compute capability 8.9.
@@ -108,7 +109,7 @@ def check_fp8(name: str, device: torch.device) -> None:
 
 
 def check_range(name: str, values: Tensor, low: int, high: int, of: str) -> None:
-    """Refuse values outside `low <= value < high`; only on the CPU, elsewhere it is a contract.
+    """Refuse values outside `low <= value < high` on the CPU; on a GPU the caller must ensure it.
 
     Raises:
         ValueError: a value is outside.
@@ -128,7 +129,7 @@ def check_positive(name: str, value: float) -> None:
     """Refuse a number that is not positive and finite.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the number is not positive, or not finite.
     """
     if not 0 < value < float("inf"):
         raise ValueError(f"{name}: must be positive and finite, but is {value}; pass another")
@@ -138,7 +139,7 @@ def check_offsets(name: str, offsets: Tensor, total: int, of: str) -> None:
     """Refuse offsets that do not ascend from 0 to `total`; only on the CPU.
 
     Raises:
-        ValueError: they do not.
+        ValueError: the offsets do not ascend from 0 to `total`.
     """
     if offsets.is_cuda:
         return

@@ -22,18 +22,17 @@ from blockstep.kernels.cache import check_scales, from_cache
 from blockstep.kernels.dispatch import find_kernels
 
 NUM_GATHERED_MAX = 1 << 19
-"""Elements of keys that the reference gathers at once; more sequences go in several groups. These
-few MiB stay in the CPU's cache, and an allocator hands them out again instead of asking for pages.
-"""
+"""Most elements of keys that the reference gathers at once; more sequences are split into groups.
+These few MiB stay in the CPU's cache, and an allocator reuses them instead of asking for pages."""
 
 
 NUM_CHECKED_MAX = 1024
-"""Combinations of shapes that are remembered, since batches differ from step to step."""
+"""Most combinations of shapes that are remembered, since batches differ from step to step."""
 _checked: set[tuple[object, ...]] = set()
 
 
 class Rules(NamedTuple):
-    """What is the same for all sequences of a call."""
+    """Options of a call that all sequences share."""
 
     scale: float
     sliding_window: int | None
@@ -47,7 +46,7 @@ class AttentionWorkspace(NamedTuple):
     """Memory in which the programs of a call of `paged_attention` exchange results of splits."""
 
     counters: Tensor
-    """int32: for each query tile under way the splits that are stored; 0 between calls."""
+    """int32: the number of stored splits of each query tile under way; 0 between calls."""
     partial: Tensor
     """float32: weighted values of splits."""
     sums: Tensor
@@ -57,14 +56,14 @@ class AttentionWorkspace(NamedTuple):
 def make_attention_workspace(
     query: Tensor, key_cache: Tensor, max_seq_len: int
 ) -> AttentionWorkspace:
-    """Allocate the workspace of `paged_attention` for a model whose layers are alike.
+    """Allocate the workspace of `paged_attention` for a model whose layers have equal shapes.
 
     Calls on one stream may share it, those of different layers too. Calls on two streams must not:
     one would merge results of the other. A call that fails half way leaves it unusable.
 
-    query, key_cache: examples of what the calls get; only heads, head size, dtypes and device
-    matter. max_seq_len: slots that the widest block table has, `max_blocks * block_size`. The torch
-    reference needs no workspace, and on the CPU it is empty.
+    query, key_cache: examples of the arguments of the calls; only heads, head size, dtypes and
+    device matter. max_seq_len: slots of the widest block table, `max_blocks * block_size`. The
+    torch reference needs no workspace, and on the CPU it is empty.
     """
     if kernels := find_kernels("attention", query):
         made: AttentionWorkspace = kernels.make_workspace(query, key_cache, max_seq_len)
@@ -76,18 +75,19 @@ def make_attention_workspace(
 
 
 class AttentionPlan(NamedTuple):
-    """Which program of a GPU computes what, in calls of `paged_attention` with the same lengths."""
+    """The work of each GPU program, for calls of `paged_attention` with the same lengths."""
 
     rows: Tensor
-    """[num_rows, 16] int32: for each program its first splits, then those of all programs."""
+    """[num_rows, 16] int32: one row per program with its first splits, then rows of all splits."""
     num_few: int
-    """Programs for requests with few rows of queries."""
+    """Number of programs for requests with few rows of queries."""
     num_many: int
-    """Programs for requests with more; 0 if there are none."""
+    """Number of programs for requests with more rows; 0 if there are none."""
     num_few_runs: int
-    """Rows after those of the programs that belong to the former."""
+    """Number of the rows of splits that belong to the former."""
     shape: tuple[int | None, ...]
-    """What the plan is for: tokens, heads, head size, KV heads, requests, window, chunk size."""
+    """Shapes that the plan was made for: tokens, heads, head size, KV heads, requests, window,
+    chunk size."""
 
 
 def plan_attention(
@@ -100,10 +100,10 @@ def plan_attention(
     attention_chunk_size: int | None = None,
     max_query_len: int | None = None,
 ) -> AttentionPlan:
-    """Plan `paged_attention` of a step, once for all layers that have the same window or chunks.
+    """Plan `paged_attention` of a step, once for all layers with the same window or chunk size.
 
     Arguments are those of `paged_attention`. Of `query` and `key_cache` only shapes, dtypes and the
-    device matter. Recorded in a CUDA graph, the plan follows lengths that change. The torch
+    device matter. Captured in a CUDA graph, the plan follows lengths that change. The torch
     reference needs no plan, and on the CPU it is empty.
     """
     if kernels := find_kernels("attention", query):
@@ -137,7 +137,7 @@ def paged_attention(
     workspace: AttentionWorkspace | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of each token to its sequence's slots; `[num_tokens, num_heads, head_size]`.
+    """Return causal attention over each token's sequence; `[num_tokens, num_heads, head_size]`.
 
     The tokens of sequence `s` are rows `query_start_loc[s]` to `query_start_loc[s + 1]` of `query`,
     the last of them at position `seq_lens[s] - 1`; their own keys are already in the cache:
@@ -156,11 +156,11 @@ def paged_attention(
     tokens and this step's. Rows of `query` past the last sequence are padding, and undefined in the
     result. soft_cap: `soft_cap * tanh(score / soft_cap)`.
 
-    On a GPU the bits of a request's rows follow from the request alone: its lengths, queries, keys
-    and values. They are the same in every batch and in a CUDA graph whose lengths change.
+    On a GPU the bits of a request's rows depend only on the request: its lengths, queries, keys and
+    values. They are the same in every batch and in a CUDA graph whose lengths change.
 
-    max_query_len: upper bound of a request's tokens; a GPU saves a launch if it is small. plan: of
-    `plan_attention` for these lengths; without one each call plans. workspace: memory of
+    max_query_len: upper bound of a request's tokens; a GPU saves a launch if it is small. plan:
+    from `plan_attention` for these lengths; without one each call plans. workspace: from
     `make_attention_workspace`; without one each call allocates it.
 
     Raises:
@@ -191,7 +191,7 @@ def paged_attention(
 
 
 def check_options(query: Tensor, out: Tensor | None, max_query_len: int | None) -> Tensor:
-    """Check what a caller may leave out; the memory of the result is the caller's, or new."""
+    """Check the optional arguments; return the result's memory, the caller's or new."""
     if max_query_len is not None and max_query_len < 1:
         raise ValueError(f"max_query_len: must be at least 1, but is {max_query_len}; leave it out")
     if out is None:
@@ -218,8 +218,8 @@ def check_plan(
 def check_once(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Rules]) -> None:
     """Check arguments as `check_arguments` does, on a GPU once for each combination of shapes.
 
-    There only shapes, strides, dtypes, devices and numbers are checked, and layer after layer they
-    are the same. The check takes longer than a small launch.
+    On a GPU only shapes, strides, dtypes, devices and numbers are checked, which are the same for
+    all layers. The check takes longer than a small launch.
     """
     *tensors, rules = arguments
     if not all(isinstance(tensor, Tensor) and tensor.is_cuda for tensor in tensors):
@@ -245,7 +245,7 @@ def check_arguments(
     seq_lens: Tensor,
     rules: Rules,
 ) -> None:
-    """All that can be wrong with a call, before anything is launched."""
+    """Check all arguments of a call, before anything is launched."""
     arguments = Arguments()
     arguments.check("query", query, "num_tokens num_heads head_size", *FLOATS, rows=True)
     dims = "num_blocks block_size num_kv_heads head_size"
@@ -302,7 +302,7 @@ def attend_grouped(
     rules: Rules,
     out: Tensor,
 ) -> None:
-    """The torch reference: sequences with equally many tokens at once, so all decodes together."""
+    """Compute the torch reference, for all sequences with equally many tokens at once."""
     starts = query_start_loc.tolist()
     groups: dict[int, list[int]] = {}
     for row, (start, stop) in enumerate(pairwise(starts)):
@@ -320,7 +320,7 @@ def attend_grouped(
 
 
 def split_by_memory(rows: list[int], lengths: list[int], slot_elements: int) -> list[list[int]]:
-    """Groups of sequences of like length whose gathered keys stay below `NUM_GATHERED_MAX`."""
+    """Return groups of sequences of similar length whose gathered keys fit `NUM_GATHERED_MAX`."""
     groups: list[list[int]] = []
     longest = 0
     for row in sorted(rows, key=lambda row: -lengths[row]):
@@ -341,11 +341,12 @@ def attend(
     seq_lens: Tensor,
     rules: Rules,
 ) -> Tensor:
-    """Attention of sequences with equally many tokens; `query` is `[S, query_len, heads, size]`.
+    """Return the attention of sequences with equally many tokens; `query`: `[S, query_len, heads,
+    size]`.
 
     The heads of one KV head become rows of one product, so that no key is repeated. Slots that a
-    sequence does not have are read at its last position and masked: a cache may hold NaN where
-    nothing was written, and 0 * NaN is no 0.
+    sequence does not have are read at its last position and masked: an unwritten slot of a cache
+    may hold NaN, and 0 * NaN is NaN.
     """
     num_seqs, query_len, num_heads, head_size = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
@@ -389,7 +390,7 @@ def attend(
 
 
 def gather_slots(cache: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
-    """`[..., num_kv_heads, head_size]`: what is in these slots."""
+    """Return the contents of slots, `[..., num_kv_heads, head_size]`."""
     if not cache.is_contiguous():
         return cache[blocks, offsets]
     slots = (blocks * cache.shape[1] + offsets).view(-1)

@@ -1,17 +1,17 @@
-"""The Triton kernels of paged attention: programs share out the splits of all requests.
+"""The Triton kernels of paged attention: the splits of all requests are shared among programs.
 
 Each launch has as many programs as the device runs at once. `plan_kernel` computes from the lengths
-which splits each of them computes (`blockstep.kernels.partition`): a contiguous range of them, in
-the order request, KV head, query tile, split. One launch of `attention_kernel` serves the requests
-with few rows of queries, a second one those with more, each with its own sizes of tiles.
+which splits each program computes (`blockstep.kernels.partition`): a contiguous range, in the order
+request, KV head, query tile, split. One launch of `attention_kernel` serves the requests with few
+rows of queries, a second one those with more, each with its own tile sizes.
 
     programs           |--------- 0 ---------|--------- 1 ---------|--------- 2 ...
     query tiles        |--- A ---|------ B ------|---------- C ----------|
     their splits       | 0  1  2 | 0  1  2  3  4 | 0  1  2  3  4  5  6  7 |
 
-Program 0 writes the result of A. Of B it stores splits 0 to 3, merged, and program 1 stores split
+Program 0 writes the result of A. For B it stores splits 0 to 3, merged, and program 1 stores split
 4; whichever of the two finishes last merges these and writes the result. Splits are always merged
-in their order, so the bits of a result do not depend on which program computes what.
+in their order, so the bits of a result do not depend on which program computes which split.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ NUM_LANES = 512
 NUM_ITEM_LANES = 32
 """Query tiles of a request that a program plans at once."""
 ROW = tl.constexpr(16)
-"""Integers of a row of a plan."""
+"""Number of integers in a row of a plan."""
 
 
 def make_callable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a rule for kernels. Interpreted kernels call it as it is."""
+    """Compile a function of `partition` for kernels. Interpreted kernels call it as it is."""
     made: Any = triton.jit(function)
     return made if isinstance(made, triton.JITFunction) else function
 
@@ -54,7 +54,7 @@ find_query_tile = make_callable(partition.find_query_tile)
 
 @triton.jit
 def divide_up(number, by):
-    """The quotient, rounded up."""
+    """Return the quotient, rounded up."""
     return (number + by - 1) // by
 
 
@@ -62,7 +62,7 @@ def divide_up(number, by):
 def count_splits_before_program(
     program, first_tile, weight, num_splits, num_tiles_all, num_programs
 ):  # fmt: skip
-    """`count_splits_before`, computed in 64 bits."""
+    """Compute `count_splits_before` in 64 bits."""
     return count_splits_before(
         program.to(tl.int64), first_tile.to(tl.int64), weight, num_splits, num_tiles_all,
         num_programs,
@@ -75,9 +75,9 @@ def weigh_request(
     BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr, WINDOW: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of keys of a query tile, and the query tiles of the request for all parts of heads.
+    """Return the key tiles of a query tile, and the request's number of query tiles for all heads.
 
-    There are none if the other launch serves the request.
+    The number is 0 if the other launch serves the request.
     """
     first = find_first_key(seq_len - query_len, window, WINDOW, CHUNKS)
     weight = weigh_query_tile(
@@ -96,7 +96,8 @@ def weigh_requests(
     FEW_MAX: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr,
     WINDOW: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of keys, and query tiles, of `LANES` requests, both `[LANES]` int32."""
+    """Return the numbers of key tiles, and of query tiles, of `LANES` requests, both `[LANES]`
+    int32."""
     request = first_request + tl.arange(0, LANES)
     mask = request < num_seqs
     start = tl.load(query_start_loc + request, mask=mask, other=0)
@@ -115,7 +116,7 @@ def find_request(
     FEW_MAX: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr,
     WINDOW: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The request of tile of keys number `position`; tiles and query tiles of those before it."""
+    """Return the request of key tile number `position`; key tiles and query tiles before it."""
     request = tl.zeros((), tl.int32)
     before = tl.zeros((), tl.int32)
     items_before = tl.zeros((), tl.int32)
@@ -140,7 +141,7 @@ def load_request(
     BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr, WINDOW: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Where a request's queries begin, its lengths, and what `weigh_request` says of it."""
+    """Return the start of a request's queries, its lengths, and the result of `weigh_request`."""
     start = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - start
     seq_len = tl.load(seq_lens + request)
@@ -156,7 +157,7 @@ def store_run(
     row, mask, start, query_len, seq_len, request, group, local, split, stop, num_splits,
     split_tiles, place, num_merged, first,
 ):  # fmt: skip
-    """Store what a program needs to know of splits `split` to `stop - 1` of a query tile."""
+    """Store the plan's row for splits `split` to `stop - 1` of a query tile."""
     zero = split - split
     tl.store(row, zero + start, mask=mask)
     tl.store(row + 1, zero + query_len, mask=mask)
@@ -180,7 +181,7 @@ def plan_items(
     window, BLOCK_Q: tl.constexpr, TILE: tl.constexpr, IS_FEW: tl.constexpr,
     SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the runs of query tiles `index` of a request; the first and last row of runs so far."""
+    """Write the runs of query tiles `index` of a request; return the first and last row of runs."""
     num_query_tiles = divide_up(query_len, BLOCK_Q)
     local = find_query_tile(index % num_query_tiles, num_query_tiles) * BLOCK_Q
     context = seq_len - query_len
@@ -204,7 +205,7 @@ def plan_items(
     num_merged = num_own  # of the stored splits, in the first slot
     if not IS_FEW:
         # The next programs may store their splits of the owner's last query tile while the owner is
-        # still at one of which it has all splits: the two must not meet in one place.
+        # still at one of which it has all splits: the two must not use the same place.
         place = owner + num_programs * (num_own == num_splits).to(tl.int32)
         num_merged = num_own * 0 + 1
     has_any = (index < num_items) & (origin < end) & (split < stop)
@@ -232,14 +233,14 @@ def plan_program(
     IS_FEW: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr,
     LANES: tl.constexpr, ITEM_LANES: tl.constexpr,
 ):  # fmt: skip
-    """Write the runs of a program: for each of its query tiles, the splits that are its own.
+    """Write the runs of a program: for each of its query tiles, the splits that it computes.
 
-    The tiles of keys of all query tiles are numbered. A program computes the splits whose first
+    The key tiles of all query tiles are numbered. A program computes the splits whose first key
     tile is in its range of numbers. Query tile `i` of program `p` is in row `i + p` of the runs:
-    only the last one of a program may be the first one of the next, too. The first run is in the
-    program's header as well, with the rows of all.
+    only the last one of a program may also be the first one of the next. The first run is in the
+    program's header as well, with the range of rows of its runs.
     """
-    num_tiles_all = tl.zeros((), tl.int32)  # 32 bits: as many tiles would be many terabytes
+    num_tiles_all = tl.zeros((), tl.int32)  # 32 bits suffice for all memory there is
     for first_request in range(0, num_seqs, LANES):
         tiles, _ = weigh_requests(
             query_start_loc, seq_lens, first_request, num_seqs, window,
@@ -287,7 +288,7 @@ def plan_program(
     tl.store(header + 14, stop_run)
 
 
-# A number that changes from step to step is no reason to compile anew.
+# These numbers change from step to step; compiling for each value is avoided.
 @triton.jit(do_not_specialize=["num_few", "runs_at", "num_few_runs", "num_seqs"])
 def plan_kernel(
     plan, num_few, runs_at, num_few_runs, query_start_loc, seq_lens, num_seqs, window,
@@ -296,7 +297,7 @@ def plan_kernel(
     MANY_SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
     ITEM_LANES: tl.constexpr,
 ):  # fmt: skip
-    """Each program plans one program of `attention_kernel`: the first `num_few` for few rows."""
+    """Plan one program of `attention_kernel` per program: the first `num_few` are for few rows."""
     program = tl.program_id(0)
     if program < num_few:
         plan_program(
@@ -313,7 +314,7 @@ def plan_kernel(
 
 @triton.jit
 def load_blocks(table, tile, first, last, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """The block of each key of a tile, `[TILE]` int32; 0 for keys outside `first` to `last - 1`."""
+    """Return the block of each key of a tile, `[TILE]` int32; 0 for keys outside [first, last)."""
     key_at = tile * TILE + tl.arange(0, TILE)
     in_range = (key_at >= first) & (key_at < last)
     return tl.load(table + key_at // BLOCK_SIZE, mask=in_range, other=0)
@@ -325,13 +326,13 @@ def load_tile(
     key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE: tl.constexpr,
     FAR: tl.constexpr, ALIKE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of a tile, both `[TILE, SIZE]`, slot by slot; 0 where there is none.
+    """Return keys and values of a tile, both `[TILE, SIZE]`; 0 outside the range.
 
     Loads are masked, unless all keys are in range: a slot that was never written may hold NaN.
     """
     block = block.to(tl.int64)
     slot = key_at % BLOCK_SIZE
-    if FAR:  # else 32 bits do, and save registers
+    if FAR:  # else 32 bits are enough, and save registers
         slot = slot.to(tl.int64)
     from_key = block * key_block + slot * key_slot + head.to(tl.int64) * key_head
     from_value = from_key
@@ -355,7 +356,8 @@ def compute_scores(
     CHUNKS: tl.constexpr, SOFT_CAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores, -inf where a query does not see a key; without a soft cap they are yet to be scaled.
+    """Return scores, -inf if a query does not see a key; without a soft cap they are not scaled
+    yet.
 
     Unless `MASKED`, all queries see all keys.
     """
@@ -379,12 +381,12 @@ def add_tile(
     top, total, weighted, scores, scale, v, SOFT_CAP: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The running maximum, sum of exponentials and weighted values, with one more tile.
+    """Return the running maximum, sum of exponentials and weighted values, with one more tile.
 
     The maximum is that of scaled scores, times log2(e).
     """
     highest = tl.max(scores, 1)
-    if not SOFT_CAP:  # scaled here: multiplication and subtraction are one instruction then
+    if not SOFT_CAP:  # scaled here, so that multiplication and subtraction are one instruction
         highest = highest * scale
     higher = tl.maximum(top, highest)
     base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -408,7 +410,7 @@ def add_tiles(
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, ALIKE: tl.constexpr,
     PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The same with tiles `start_tile` to `stop_tile - 1`, of keys `first` to `last - 1`."""
+    """Do `add_tile` for tiles `start_tile` to `stop_tile - 1`, of keys `first` to `last - 1`."""
     # The blocks of a tile are loaded an iteration ahead, since its keys wait for them.
     next_block = load_blocks(table, start_tile, first, last, TILE, BLOCK_SIZE)
     for tile in tl.range(start_tile, stop_tile):
@@ -433,7 +435,8 @@ def add_tiles(
 
 @triton.jit
 def merge(top, total, weighted, next_top, next_total, next_weighted):
-    """Running maximum, sum of exponentials and weighted values, with those of the next split.
+    """Return running maximum, sum of exponentials and weighted values, with those of the next
+    split.
 
     Each multiplication and addition is rounded as written here: if the compiler could choose which
     of them to fuse, bits would depend on whether a split was merged from registers or from memory.
@@ -453,7 +456,7 @@ def store_split(
     partial, partial_sums, slot, top, total, weighted, m, is_row, dim,
     BLOCK_M: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Store what is known of a split into a slot of the workspace."""
+    """Store the partial result of a split into a slot of the workspace."""
     tl.store(partial_sums + slot * (2 * BLOCK_M) + m, top, mask=is_row)
     tl.store(partial_sums + slot * (2 * BLOCK_M) + BLOCK_M + m, total, mask=is_row)
     at = slot * (BLOCK_M * SIZE) + m[:, None] * SIZE + dim[None, :]
@@ -464,7 +467,7 @@ def store_split(
 def load_split(
     partial, partial_sums, slot, m, is_row, dim, BLOCK_M: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """Rows `m` of what was stored; rows that are none have the sums of no key."""
+    """Return rows `m` of a stored split; invalid rows have the sums of no key."""
     sums = partial_sums + slot * (2 * BLOCK_M) + m
     top = tl.load(sums, mask=is_row, other=float("-inf"), cache_modifier=".cg")
     total = tl.load(sums + BLOCK_M, mask=is_row, other=0.0, cache_modifier=".cg")
@@ -487,10 +490,10 @@ def merge_stored(
     BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Merge splits 0 to `start_split - 1`, which are in the first slot, with the others in theirs,
-    and store the result, `ROWS` rows at a time.
+    """Merge splits 0 to `start_split - 1`, which are in the first slot, with the later ones.
 
-    Several splits are merged in one iteration, since each iteration waits for memory.
+    The others are in slots of their own. The result is stored `ROWS` rows at a time. Several splits
+    are merged in one iteration, since each iteration waits for memory.
     """
     num_rows = tl.minimum(query_len - local, BLOCK_Q) * PART
     for first_row in range(0, num_rows, ROWS):
@@ -518,7 +521,8 @@ def merge_stored(
 def find_rows(m, query_len, local, group, GROUP: tl.constexpr, PART: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Of rows `m` of a query tile: the token of the request's step, the head, whether it is one."""
+    """Return, for rows `m` of a query tile, the token of the step, the head, and whether it is
+    valid."""
     parts: tl.constexpr = (GROUP + PART - 1) // PART
     step = local + m // PART
     in_group = group % parts * PART + m % PART
@@ -531,7 +535,8 @@ def load_queries(
     query, start, query_len, local, group, m, dim, in_head, query_token, query_head,
     GROUP: tl.constexpr, PART: tl.constexpr, BLOCK_Q: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Rows `m` of a query tile, `[BLOCK_M, SIZE]`; their tokens, and which of them are any."""
+    """Return rows `m` of a query tile, `[BLOCK_M, SIZE]`; their tokens, and which rows are
+    valid."""
     step, head, is_row = find_rows(m, query_len, local, group, GROUP, PART, BLOCK_Q)
     row = (start + step).to(tl.int64) * query_token + head * query_head
     mask = is_row[:, None] & in_head[None, :]
@@ -547,7 +552,7 @@ def finish_splits(
     SIZE: tl.constexpr, IS_FEW: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
     MERGE_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Store the result of a query tile if these are all splits; else store what is known of them.
+    """Store the result of a query tile if these are all splits; else store a partial result.
 
     The program that counts the last split merges all.
     """
@@ -585,7 +590,7 @@ def attend_few(
     WINDOW: tl.constexpr, CHUNKS: tl.constexpr, SOFT_CAP: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr, FAR: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to splits `split` to `stop_split - 1` of a query tile, in one loop.
+    """Compute splits `split` to `stop_split - 1` of a query tile, in one loop.
 
     Splits from split 0 on are merged and returned. Others are stored one by one.
     """
@@ -643,7 +648,7 @@ def attend_many(
     SOFT_CAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr,
     ALIKE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to a split of a query tile; only tiles that some query does not see are masked.
+    """Compute a split of a query tile; only tiles that some query does not see are masked.
 
     key tiles    first | some see | all see ... all see | some see | last
     """
@@ -681,9 +686,11 @@ def split_query_tile(
     index, query_len, seq_len, window, BLOCK_Q: tl.constexpr, TILE: tl.constexpr,
     SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Of query tile `index` of a request: its group of heads, its first token in this step, its
-    first key and the one after its last, its first tile of keys and how many, those of a split,
-    and the number of splits.
+    """Return the splits of query tile `index` of a request.
+
+    These are: its group of heads, its first token in this step, its first key and the one after its
+    last, its first key tile and their number, the number of tiles in a split, and the number of
+    splits.
     """
     num_query_tiles = divide_up(query_len, BLOCK_Q)
     local = find_query_tile(index % num_query_tiles, num_query_tiles) * BLOCK_Q
@@ -700,14 +707,17 @@ def split_query_tile(
 
 @triton.jit
 def load_runs(at):
-    """Of the header of a program: the first row of its runs, and the one after the last."""
+    """Return the first row of a program's runs, and the one after the last, from its header."""
     return tl.load(at + 13), tl.load(at + 14)
 
 
 @triton.jit
 def load_run(at, resumed, num_slots, IS_FEW: tl.constexpr, VOLATILE: tl.constexpr):
-    """Of a row of a plan: the request's first query and tokens, the part of heads, the first token
-    of the query tile; the next splits, the splits of the program, and of all; the first slot.
+    """Return the data of a row of a plan.
+
+    These are: the request's first query and its number of tokens, the part of heads, the first
+    token of the query tile; the next split and the one after it, the end of the program's splits,
+    the number of all splits; the first slot.
     """
     start = tl.load(at, volatile=VOLATILE)
     query_len = tl.load(at + 1, volatile=VOLATILE)
@@ -723,8 +733,10 @@ def load_run(at, resumed, num_slots, IS_FEW: tl.constexpr, VOLATILE: tl.constexp
 
 @triton.jit
 def load_keys(at, query_len, local, BLOCK_Q: tl.constexpr, TILE: tl.constexpr):
-    """Of a row of a plan: the position of the request's first query; the first key of the query
-    tile and the one after its last; its first tile of keys, how many, and how many of a split.
+    """Return the keys of a row of a plan.
+
+    These are: the position of the request's first query; the first key of the query tile and the
+    one after its last; its first key tile, their number, and the number of tiles in a split.
     """
     context = tl.load(at + 2) - query_len
     first = tl.load(at + 12)
@@ -747,12 +759,12 @@ def attention_kernel(
 ):  # fmt: skip
     """Compute the splits of a program's plan; a query tile has `BLOCK_Q` tokens by `PART` heads.
 
-    With few rows it goes through all its splits of a query tile at once. `scale` holds log2(e) and
-    the scale of the keys: softmax is in base 2. With `CHUNKS` `window` is the size of a chunk.
+    With few rows it computes all its splits of a query tile in one loop. `scale` includes log2(e)
+    and the scale of the keys: softmax is in base 2. With `CHUNKS`, `window` is the size of a chunk.
     """
     row_of_plan = header_at + tl.program_id(0)
     run, stop_run = load_runs(plan + row_of_plan * ROW)
-    resumed = tl.zeros((), tl.int32)  # the next split of a query tile, after its first one
+    resumed = tl.zeros((), tl.int32)  # the next split of a begun query tile, or 0
     dim = tl.arange(0, SIZE)
     in_head = dim < HEAD_SIZE
     parts: tl.constexpr = (GROUP + PART - 1) // PART
@@ -765,7 +777,7 @@ def attention_kernel(
             at, query_len, local, BLOCK_Q, TILE
         )  # fmt: skip
         table = block_tables + tl.load(at + 3).to(tl.int64) * table_stride
-        # Always `arange`; as it seems to change, no register keeps what follows from it.
+        # Always `arange`; it depends on `run`, so that no register keeps what is derived from it.
         m = tl.arange(0, BLOCK_M) + (run < 0).to(tl.int32)
         q, step, is_row = load_queries(
             query, start, query_len, local, group, m, dim, in_head, query_token, query_head,
@@ -789,7 +801,7 @@ def attention_kernel(
                 BLOCK_SIZE, BLOCK_M, TILE, WINDOW, CHUNKS, SOFT_CAP, COMPUTE, PRECISION, FAR,
                 ALIKE, HEAD_SIZE < SIZE,
             )  # fmt: skip
-            # Loaded again: kept since above, all this would fill registers.
+            # Loaded again: keeping all this from above would fill the registers.
             start, query_len, group, local, split, next_split, stop, num_splits, first_slot = (
                 load_run(at, resumed, num_slots, IS_FEW, True)
             )
@@ -807,40 +819,40 @@ def attention_kernel(
 
 
 class Tiling(NamedTuple):
-    """How the work of one kind of requests is cut, and how it is compiled."""
+    """Tile sizes and compile options for one kind of requests."""
 
     block_m: int
-    """Rows of queries of a program: tokens by heads."""
+    """Rows of queries of a program: tokens times heads."""
     tile: int
-    """Keys at a time."""
+    """Keys processed at a time."""
     num_warps: int
     num_stages: int
-    """Of prefetching."""
+    """Stages of prefetching."""
     num_programs: int
-    """Programs of a multiprocessor at once."""
+    """Programs that a multiprocessor runs at once."""
     splits: Splits
     num_merged_at_once: int = 1
     """Stored splits that an iteration merges."""
     num_merge_stages: int = 1
-    """Of prefetching when stored splits are merged."""
+    """Stages of prefetching when stored splits are merged."""
     precision: str = "ieee"
-    """How float32 factors are multiplied; others are exact."""
+    """Precision of products of float32 factors; other dtypes are exact."""
     registers_max: int | None = None
-    """For each thread; None where the assembler's own guess is a good one."""
+    """Registers per thread; None to let the assembler choose."""
 
 
 class Tilings(NamedTuple):
     """The tilings of both kinds of requests."""
 
     part: int
-    """Heads of a group that one program computes; a wider group goes to several."""
+    """Heads of a group that one program computes; a wider group is split among programs."""
     few: Tiling
     """For requests of at most `few_max` tokens in a step."""
     many: Tiling
 
     @property
     def few_max(self) -> int:
-        """Tokens whose rows fit the smaller tile."""
+        """Most tokens whose rows fit the smaller tile."""
         return self.few.block_m // self.part
 
 
@@ -856,7 +868,7 @@ def choose_tilings(size: int, group: int, element_size: int, *, is_fp8: bool = F
     rows = int(max(16, triton.next_power_of_2(part)))
     if element_size == 4:
         # Three products of tf32 on the tensor cores have about the accuracy of one of float32. They
-        # hold a row of queries twice in registers, which 256 dimensions do not leave room for.
+        # hold a row of queries twice in registers; with 256 dimensions there is no room for that.
         precision, tile, num_warps = ("ieee", 16, 4) if size >= 256 else ("tf32x3", 16, 8)
         few = Tiling(rows, tile, num_warps, 1, 2, FEW, precision=precision)
         return Tilings(part, few, few._replace(splits=MANY))
@@ -873,7 +885,7 @@ def choose_tilings(size: int, group: int, element_size: int, *, is_fp8: bool = F
 
 
 def find_tilings(query: Tensor, key_cache: Tensor) -> Tilings:
-    """The tilings of a call."""
+    """Return the tilings for the arguments of a call."""
     _, num_heads, head_size = query.shape
     return choose_tilings(
         triton.next_power_of_2(head_size), num_heads // key_cache.shape[2],
@@ -883,31 +895,32 @@ def find_tilings(query: Tensor, key_cache: Tensor) -> Tilings:
 
 
 def choose_rows_max(size: int, element_size: int) -> int:
-    """Rows of queries that one program holds in its registers beside their weighted values."""
+    """Return the rows of queries that fit a program's registers with their weighted values."""
     if element_size == 4:
         return 16 if size >= 128 else 32
     return 32 if size >= 256 else 64
 
 
 def cut_group(group: int, most: int) -> int:
-    """The heads of a part, so that the fewest parts of at most `most` are about equal."""
+    """Return the heads of a part, so that the fewest parts of at most `most` are about equal."""
     return int(triton.cdiv(group, triton.cdiv(group, most)))
 
 
 def count_places(num_programs: int, is_few: bool) -> int:
-    """Query tiles that can be stored at once: for many rows, two that begin with each program."""
+    """Return the query tiles that can be stored at once: for many rows, two that start per
+    program."""
     return num_programs if is_few else 2 * num_programs
 
 
 def count_slots(tiling: Tiling, max_seq_len: int) -> int:
-    """Splits of a query tile that sees at most `max_seq_len` keys, at most."""
+    """Return the most splits of a query tile that sees at most `max_seq_len` keys."""
     return count_splits_max(triton.cdiv(max_seq_len, tiling.tile), tiling.splits)
 
 
 def make_workspace(
     query: Tensor, key_cache: Tensor, max_seq_len: int
 ) -> AttentionWorkspace:  # fmt: skip
-    """Memory for one call at a time, for block tables of up to `max_seq_len` slots."""
+    """Return memory for one call at a time, for block tables of up to `max_seq_len` slots."""
     size, device = triton.next_power_of_2(query.shape[2]), query.device
     tilings = find_tilings(query, key_cache)
     processors = count_processors(device)
@@ -936,7 +949,7 @@ def make_plan(
     chunk_size: int | None,
     max_query_len: int | None,
 ) -> AttentionPlan:
-    """Plan the programs for few rows, and those for many if a request may have as many."""
+    """Plan the programs for few rows, and those for many if a request may have that many."""
     num_tokens, num_heads, _ = query.shape
     num_kv_heads, num_seqs = key_cache.shape[2], len(seq_lens)
     group = num_heads // num_kv_heads
@@ -1024,10 +1037,10 @@ def launch_paged_attention(
 
 
 def choose_compute(query: Tensor, cache: Tensor) -> tl.dtype:
-    """The dtype of the factors of both products; sums are always float32.
+    """Return the dtype of the factors of both products; sums are always float32.
 
-    An fp8 cache would waste float32, and bfloat16 has its range. The interpreter takes the bits of
-    a bfloat16 for an integer, so there it is float32.
+    An fp8 cache would waste float32, and bfloat16 has the range. The interpreter mistakes the bits
+    of a bfloat16 for an integer, so there it is float32.
     """
     if not is_compiled(query):
         return tl.float16 if query.dtype == torch.float16 else tl.float32
@@ -1039,13 +1052,13 @@ def choose_compute(query: Tensor, cache: Tensor) -> tl.dtype:
 
 
 def is_compiled(query: Tensor) -> bool:
-    """Whether this is for a GPU."""
+    """Whether the kernel is compiled for a GPU."""
     return bool(query.is_cuda)
 
 
 @cache
 def count_processors(device: torch.device) -> int:
-    """Multiprocessors of the device; one where programs are interpreted one after the other."""
+    """Return the multiprocessors of the device; one if programs are interpreted one by one."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

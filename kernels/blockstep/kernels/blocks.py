@@ -11,12 +11,11 @@ from blockstep.kernels.arguments import CACHES, Arguments, check_range
 from blockstep.kernels.dispatch import find_kernels
 
 DMA_BLOCK_BYTES_MIN = 1 << 20
-"""From this size of a block on, one copy per block is as fast as the link; below it, calls cost
+"""For blocks of at least this size, one copy per block is as fast as the link; below, calls cost
 more than bytes, and one kernel moves all blocks. A call takes the host some 10 microseconds, in
-which a link of 50 GB/s moves half of this. The figure follows from that: it was not measured.
-"""
+which a link of 50 GB/s moves half of this. The figure follows from that: it was not measured."""
 NUM_BUFFER_BYTES_MAX = 64 << 20
-"""What the kernel path holds on the device, at most, on the way to or from the host."""
+"""Most bytes that the kernel path holds on the device, on the way to or from the host."""
 
 
 def copy_blocks(caches: Sequence[Tensor], pairs: Tensor, *, independent: bool = False) -> None:
@@ -93,8 +92,8 @@ def gather_blocks(cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
 def scatter_blocks(staging: Tensor, block_ids: Tensor, cache: Tensor) -> None:
     """Copy consecutive blocks of a staging buffer to scattered ones of a cache (swap in).
 
-    The inverse of `gather_blocks`, with the same arguments: `cache[block_ids[i]] = staging[i]`. Of
-    an id named twice one of the two remains, and which is not said.
+    The inverse of `gather_blocks`, with the same arguments: `cache[block_ids[i]] = staging[i]`. If
+    an id is named twice, it is not defined which of the two remains.
 
     Raises:
         TypeError, ValueError: as `gather_blocks`.
@@ -115,7 +114,7 @@ def scatter_blocks(staging: Tensor, block_ids: Tensor, cache: Tensor) -> None:
 
 
 def list_parts(staging: Tensor, device: torch.device) -> list[slice]:
-    """Slices of the staging buffer that go through a buffer on the device one after the other."""
+    """Return slices of the staging buffer that go through a buffer on the device one by one."""
     if staging.device == device:
         return [slice(None)]
     size = max(1, NUM_BUFFER_BYTES_MAX // max(1, staging[0].nbytes))
@@ -123,7 +122,7 @@ def list_parts(staging: Tensor, device: torch.device) -> list[slice]:
 
 
 def check_cache(arguments: Arguments, name: str, cache: Tensor) -> None:
-    """A cache's blocks must each be one piece of memory; what a block looks like is its own."""
+    """Check that each block of a cache is contiguous; the rest of its shape is free."""
     if not isinstance(cache, Tensor) or cache.dim() < 2:
         raise ValueError(f"{name}: must be a tensor [num_blocks, ...] of two dimensions or more")
     arguments.check(name, cache, "num_blocks" + " *" * (cache.dim() - 1), *CACHES)
@@ -135,7 +134,7 @@ def check_cache(arguments: Arguments, name: str, cache: Tensor) -> None:
 
 
 def check_swap(cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """Arguments of a gather or a scatter; staging and ids may be on the CPU."""
+    """Check the arguments of a gather or a scatter; staging and ids may be on the CPU."""
     check_cache(Arguments(), "cache", cache)
     Arguments().check("block_ids", block_ids, "num_ids", torch.int64)
     if staging.dtype != cache.dtype:

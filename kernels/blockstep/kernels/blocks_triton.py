@@ -9,18 +9,18 @@ from torch import Tensor
 from blockstep.kernels.dispatch import on_device_of_first
 
 NUM_ELEMENTS_MAX = 2048
-"""Of a block, what one program moves."""
+"""Most elements of a block that one program moves."""
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def copy_in_sequence_kernel(
     cache, pairs, num_pairs, stride, NUMEL: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Program (part): this part of every pair, one pair after the other.
+    """Program (part): copy this part of every pair, one pair after the other.
 
-    Parts never meet, so the order of pairs is kept without any order among programs. Inside a
-    program the barrier keeps it: what one warp wrote another may read in the next pair, and what
-    one has yet to read another may overwrite.
+    Parts are disjoint, so the order of pairs is kept without any order among programs. Inside a
+    program the barrier keeps it: a warp may read in the next pair what another one wrote, and may
+    overwrite what another one has yet to read.
     """
     element = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     mask = element < NUMEL
@@ -37,9 +37,9 @@ def move_kernel(
     source, destination, source_ids, destination_ids, id_stride, source_stride, destination_stride,
     NUMEL: tl.constexpr, SIZE: tl.constexpr, BY_SOURCE: tl.constexpr, BY_DESTINATION: tl.constexpr,
 ):  # fmt: skip
-    """Program (index * parts + part): one part of the block that each side has at this index.
+    """Program (index * parts + part): move one part of the block that each side has at this index.
 
-    One axis for both: the others end at 65,535, which is 134 million elements of a block.
+    One axis for both: the other axes end at 65,535, which is 134 million elements of a block.
     """
     parts: tl.constexpr = (NUMEL + SIZE - 1) // SIZE
     index = (tl.program_id(0) // parts).to(tl.int64)
@@ -56,13 +56,13 @@ def move_kernel(
 
 
 def choose_size(numel: int) -> int:
-    """Elements of one program, for a block of this many."""
+    """Return the elements of one program, for a block of this many."""
     return int(min(NUM_ELEMENTS_MAX, triton.next_power_of_2(numel)))
 
 
 @on_device_of_first
 def launch_copy_blocks(cache: Tensor, pairs: Tensor, *, independent: bool) -> None:
-    """Independent pairs side by side, others in sequence."""
+    """Launch a copy of all pairs: independent ones in parallel, others in sequence."""
     numel = cache[0].numel()
     size = choose_size(numel)
     num_parts = triton.cdiv(numel, size)
@@ -75,13 +75,13 @@ def launch_copy_blocks(cache: Tensor, pairs: Tensor, *, independent: bool) -> No
     else:
         copy_in_sequence_kernel[(num_parts,)](
             cache, pairs, len(pairs), cache.stride(0), NUMEL=numel, SIZE=size, num_warps=4,
-            num_stages=1,  # a load that is prefetched would pass by the store of the pair before
+            num_stages=1,  # a prefetched load would overtake the store of the pair before
         )  # fmt: skip
 
 
 @on_device_of_first
 def launch_gather_blocks(cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """Scattered blocks of the cache into consecutive ones."""
+    """Launch a copy of scattered blocks of the cache into consecutive ones."""
     numel = cache[0].numel()
     size = choose_size(numel)
     block_ids = block_ids.contiguous()
@@ -93,7 +93,7 @@ def launch_gather_blocks(cache: Tensor, block_ids: Tensor, staging: Tensor) -> N
 
 @on_device_of_first
 def launch_scatter_blocks(staging: Tensor, block_ids: Tensor, cache: Tensor) -> None:
-    """Consecutive blocks into scattered ones of the cache."""
+    """Launch a copy of consecutive blocks into scattered ones of the cache."""
     numel = cache[0].numel()
     size = choose_size(numel)
     block_ids = block_ids.contiguous()

@@ -1,4 +1,4 @@
-"""KV scatter: what this step's tokens computed goes into their slots of the cache."""
+"""KV scatter: writes the keys and values of this step's tokens into their slots of the cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from blockstep.kernels.arguments import CACHES, FLOATS, FP8, Arguments, check_po
 from blockstep.kernels.dispatch import find_kernels
 
 FP8_MAX = 448.0
-"""The largest finite float8_e4m3fn; what lies beyond is clamped to it, not turned into a NaN."""
+"""The largest finite float8_e4m3fn; larger values are clamped to it, not turned into NaN."""
 
 
 def reshape_and_cache(
@@ -26,10 +26,10 @@ def reshape_and_cache(
 
     key, value: `[num_tokens, num_kv_heads, head_size]`, float32, float16 or bfloat16; any strides
     with a contiguous last dimension. key_cache, value_cache: `[num_blocks, block_size,
-    num_kv_heads, head_size]` of one dtype: those three, or float8_e4m3fn, which stores
-    `x / scale` clamped to 448. Other dtypes are plain casts, and scales must be 1 there.
-    slot_mapping: `[num_tokens]` int64; -1 writes nothing (padding). A slot named twice holds one of
-    the two afterwards, and which is not said. Bound: twice the bytes of key and value.
+    num_kv_heads, head_size]` of one dtype: those three, or float8_e4m3fn, which stores `x / scale`
+    clamped to 448. Other dtypes are plain casts, and scales must be 1 there. slot_mapping:
+    `[num_tokens]` int64; -1 writes nothing (padding). If a slot is named twice, it is not defined
+    which of the two it holds. Bound: twice the bytes of key and value.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or layout; on the CPU also a slot
@@ -56,7 +56,7 @@ def reshape_and_cache(
 
 
 def check_scales(cache: Tensor, k_scale: float, v_scale: float) -> None:
-    """Scales are positive, and 1 for a cache that is not quantised.
+    """Check that scales are positive, and 1 for a cache that is not quantised.
 
     Raises:
         ValueError: they are not.
@@ -89,14 +89,14 @@ def write_to_cache(
 
 
 def to_cache(tensor: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """What a cache of this dtype stores for these numbers."""
+    """Return what a cache of this dtype stores for these numbers."""
     if dtype != FP8:
         return tensor.to(dtype)
     return (tensor.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(dtype)
 
 
 def from_cache(tensor: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """The numbers that a cache stands for, in the dtype of the query."""
+    """Return the numbers that a cache represents, in the dtype of the query."""
     if tensor.dtype != FP8:
         return tensor.to(dtype)
     return (tensor.float() * scale).to(dtype)

@@ -11,7 +11,7 @@ from blockstep.kernels.cache import FP8_MAX
 from blockstep.kernels.dispatch import on_device_of_first
 
 NUM_ELEMENTS_MAX = 1024
-"""Of a token's keys, what one program moves: 8 elements for each of 128 threads."""
+"""Most elements of a token's keys that one program moves: 8 for each of 128 threads."""
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def scatter_kernel(
     NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     SIZE: tl.constexpr, FP8_LIMIT: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, part): `SIZE` elements of a token's keys, and as many of its values."""
+    """Program (token, part): write `SIZE` elements of a token's keys, and as many of its values."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
@@ -58,7 +58,7 @@ def launch_reshape_and_cache(
     k_scale: float,
     v_scale: float,
 ) -> None:
-    """One program per token and `NUM_ELEMENTS_MAX` elements of it."""
+    """Launch one program per token and `NUM_ELEMENTS_MAX` elements of it."""
     num_tokens, num_heads, head_size = key.shape
     size = min(NUM_ELEMENTS_MAX, triton.next_power_of_2(num_heads * head_size))
     scatter_kernel[(num_tokens, triton.cdiv(num_heads * head_size, size))](

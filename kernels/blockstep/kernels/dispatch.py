@@ -1,4 +1,4 @@
-"""Which of the two implementations runs: the torch reference or the Triton kernel.
+"""Choice between the two implementations: the torch reference or the Triton kernel.
 
 Triton is imported when a kernel is first needed, so that a CPU can serve without it.
 """
@@ -42,10 +42,10 @@ def use_backend(backend: Backend) -> Iterator[None]:
 
 
 def find_kernels(concept: str, tensor: Tensor) -> ModuleType | None:
-    """The module of a concept's Triton kernels if they shall run on this tensor, else None.
+    """Return the module of a concept's Triton kernels if this tensor needs them, else None.
 
     Raises:
-        ModuleNotFoundError: they shall run, and Triton is not installed.
+        ModuleNotFoundError: they are needed, and Triton is not installed.
     """
     if (_chosen.get() or ("triton" if tensor.is_cuda else "torch")) == "torch":
         return None
@@ -61,9 +61,9 @@ def find_kernels(concept: str, tensor: Tensor) -> ModuleType | None:
 
 
 def on_device_of_first(launch: Callable[P, R]) -> Callable[P, R]:
-    """A launch that makes the device of its first tensor the current one for as long as it runs.
+    """Return a launch that makes the device of its first tensor the current one while it runs.
 
-    Triton launches on the current device, whatever device the pointers are of.
+    Triton launches on the current device, whatever device the pointers belong to.
     """
 
     @wraps(launch)

@@ -45,7 +45,7 @@ def add_rms_norm(hidden: Tensor, residual: Tensor, weight: Tensor, eps: float) -
 
     hidden, residual: `[num_tokens, hidden_size]` of one dtype, float32, float16 or bfloat16, with
     contiguous last dimensions and no memory in common; weight: `[hidden_size]` of the same dtype.
-    What is normed is the sum as it is stored, rounded to the dtype.
+    The norm is computed from the sum as it is stored, rounded to the dtype.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device, layout or eps.
@@ -72,7 +72,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     if arguments["both"] % 2:
         raise ValueError(
             f"gate_up: its last dimension must be even, gate and up, but is {arguments['both']}; "
-            f"pass both side by side"
+            f"pass both concatenated"
         )
     if gate_up.numel() and (kernels := find_kernels("layers", gate_up)):
         gated: Tensor = kernels.launch_silu_and_mul(gate_up)

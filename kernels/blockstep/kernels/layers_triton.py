@@ -24,7 +24,7 @@ def norm_kernel(
     normed, hidden, residual, weight, eps, hidden_token, residual_token,
     HIDDEN_SIZE: tl.constexpr, SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token): the RMS norm of its row, after adding it to the residual's."""
+    """Program (token): compute the RMS norm of its row, after adding it to the residual's."""
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, SIZE)
     mask = lane < HIDDEN_SIZE
@@ -45,7 +45,7 @@ def norm_kernel(
 def gate_kernel(
     gated, gate_up, gate_up_token, INNER_SIZE: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """Program (token, part): `SIZE` elements of `silu(gate) * up`."""
+    """Program (token, part): compute `SIZE` elements of `silu(gate) * up`."""
     token = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     mask = element < INNER_SIZE
@@ -59,7 +59,7 @@ def gate_kernel(
 
 @triton.jit
 def quantise(x, scale, LIMIT: tl.constexpr):
-    """What a cache stores for `x`; `LIMIT` is 0 unless it is fp8."""
+    """Return what a cache stores for `x`; `LIMIT` is 0 unless it is fp8."""
     if LIMIT > 0:
         x = tl.clamp(x.to(tl.float32) / scale, -LIMIT, LIMIT, tl.PropagateNan.ALL)
     return x
@@ -101,7 +101,7 @@ def rotate_kernel(
         k_right = tl.load(k_norm + half + lane, mask=in_half, other=0.0).to(tl.float32)
         left = left * scale * tl.where(is_query[:, None], q_left[None, :], k_left[None, :])
         right = right * scale * tl.where(is_query[:, None], q_right[None, :], k_right[None, :])
-    # Rounded as a query is stored, also where the cache then rounds it further.
+    # Rounded as a query is stored, even if the cache rounds it further.
     turned_left = (left * cos - right * sin).to(qkv.dtype.element_ty)
     turned_right = (right * cos + left * sin).to(qkv.dtype.element_ty)
     tl.store(at_left, turned_left, mask=mask & is_query[:, None])
@@ -127,7 +127,7 @@ def rotate_kernel(
 
 @on_device_of_first
 def launch_rms_norm(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """One program per token."""
+    """Launch one program per token."""
     num_tokens, hidden_size = hidden.shape
     size = max(triton.next_power_of_2(hidden_size), 32)
     normed = torch.empty((num_tokens, hidden_size), dtype=hidden.dtype, device=hidden.device)
@@ -142,7 +142,7 @@ def launch_rms_norm(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps
 
 @on_device_of_first
 def launch_silu_and_mul(gate_up: Tensor) -> Tensor:
-    """One program per token and `NUM_GATED` elements of it."""
+    """Launch one program per token and `NUM_GATED` elements of it."""
     num_tokens, inner_size = len(gate_up), gate_up.shape[1] // 2
     size = min(NUM_GATED, triton.next_power_of_2(inner_size))
     gated = torch.empty((num_tokens, inner_size), dtype=gate_up.dtype, device=gate_up.device)
@@ -166,7 +166,7 @@ def launch_rotate_and_cache(
     k_scale: float,
     v_scale: float,
 ) -> None:
-    """One program per token and as many heads as have `NUM_ROTATED` pairs of components."""
+    """Launch one program per token and as many heads as have `NUM_ROTATED` pairs of components."""
     _, block_size, num_kv_heads, head_size = key_cache.shape
     num_all = qkv.shape[1] // head_size
     lanes = triton.next_power_of_2(head_size // 2)

@@ -15,7 +15,7 @@ SERIES_BELOW = tl.constexpr(noise.SERIES_BELOW)
 
 @triton.jit
 def compute_mix(words):
-    """SplitMix64's output function on uint64 words."""
+    """Return SplitMix64's output function of uint64 words."""
     words = (words ^ (words >> 30)) * MIX_1
     words = (words ^ (words >> 27)) * MIX_2
     return words ^ (words >> 31)
@@ -23,7 +23,7 @@ def compute_mix(words):
 
 @triton.jit
 def compute_key(seed, position, PURPOSE: tl.constexpr):
-    """Where the stream of a seed, a position and a purpose starts."""
+    """Return the start of the stream of a seed, a position and a purpose."""
     golden = tl.full((), GOLDEN, tl.uint64)
     counter = (2 * position + PURPOSE).to(tl.uint64)
     return compute_mix(compute_mix(seed.to(tl.uint64) + golden) + counter * golden)
@@ -31,7 +31,7 @@ def compute_key(seed, position, PURPOSE: tl.constexpr):
 
 @triton.jit
 def compute_uniform(key, indices):
-    """Numbers of a stream, float64, strictly between 0 and 1."""
+    """Return numbers of a stream, float64, strictly between 0 and 1."""
     golden = tl.full((), GOLDEN, tl.uint64)
     words = compute_mix(key + (indices.to(tl.uint64) + 1) * golden)
     return ((words >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
@@ -39,7 +39,7 @@ def compute_uniform(key, indices):
 
 @triton.jit
 def compute_exponential(key, indices):
-    """Exponentially distributed numbers of a stream, float32, above 0."""
+    """Return exponentially distributed numbers of a stream, float32, above 0."""
     golden = tl.full((), GOLDEN, tl.uint64)
     words = compute_mix(key + (indices.to(tl.uint64) + 1) * golden) >> 12
     v = words.to(tl.float32) * 2.220446049250313e-16 + 1.1102230246251565e-16

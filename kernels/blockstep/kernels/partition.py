@@ -1,14 +1,14 @@
 """How the keys of a request are split, and how the splits are shared out among programs.
 
 Plain integer arithmetic, which runs in Python and which Triton compiles: the kernels and the
-figures of `benchmarks/attention.py` follow the same rule. No function calls another, since Triton
-would not compile that; nor would it compile types of arguments, which are integers or tensors.
+figures of `benchmarks/attention.py` follow the same rule. No function calls another, and arguments
+have no types, since Triton would compile neither; they are integers or tensors.
 
     request         query tiles, each of `block_q` tokens, for each part of the heads of a KV head
     keys of one     first ... | split 0 | split 1 | ... | the key of its last token
 
-Where a split begins follows from the lengths of its request alone, so that the bits of a result do
-not depend on the batch. Which program computes a split follows from all lengths.
+The begin of a split depends only on the lengths of its request, so that the bits of a result do not
+depend on the batch. Which program computes a split depends on all lengths.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from typing import NamedTuple
 
 
 class Splits(NamedTuple):
-    """How many tiles of keys make a split."""
+    """Numbers that determine how many tiles of keys make a split."""
 
     wanted: int
-    """Splits of a query tile that sees few keys; so many programs work on a short request."""
+    """Splits of a query tile that sees few keys, so that this many programs work on a short
+    request."""
     tiles: int
-    """Tiles of a split, unless there would be less than `wanted` splits."""
+    """Tiles of a split, unless there would be fewer than `wanted` splits."""
     enough: int
-    """Splits from which on they get larger, up to `large` tiles."""
+    """Number of splits above which they get larger, up to `large` tiles."""
     large: int
     """Tiles of a split, unless there would be more than `most` splits."""
     most: int
-    """Splits of all query tiles of a request together, at most, for a part of the heads."""
+    """Most splits of all query tiles of a request together, for a part of the heads."""
 
 
 FEW = Splits(wanted=8, tiles=8, enough=32, large=16, most=128)
 """For requests whose query is one tile of few rows: decodes, and short drafts."""
 MANY = Splits(wanted=1, tiles=8, enough=32, large=8, most=32)
-"""For all others. Their results are larger, so that merging costs more."""
+"""For all other requests. Their results are larger, so merging costs more."""
 
 
 def find_first_key(position, window, has_window, has_chunks):
-    """The first key that a token at `position` sees."""
+    """Return the first key that a token at `position` sees."""
     first = position * 0
     if has_window:
         first = (position - window + 1) * (position >= window)
@@ -48,7 +49,7 @@ def find_first_key(position, window, has_window, has_chunks):
 
 
 def choose_split_tiles(num_tiles, num_query_tiles, splits):
-    """Tiles of each split of a query tile that sees `num_tiles` tiles of keys.
+    """Return the tiles of each split of a query tile that sees `num_tiles` tiles of keys.
 
     All splits but the last have this many.
     """
@@ -76,10 +77,10 @@ def weigh_query_tile(
     is_few,
     has_limit,
 ):
-    """Tiles of keys that a query tile of a request sees: exact for few rows, else the mean.
+    """Return the key tiles that a query tile of a request sees: exact for few rows, else the mean.
 
-    first: the first key that the request's first token sees. window: with `has_limit`, keys that
-    a token sees at most. The mean is that of a line that rises to `window` and stays there.
+    first: the first key that the request's first token sees. window: with `has_limit`, the most
+    keys that a token sees. The mean is that of a line that rises to `window` and then is constant.
     """
     if is_few:
         tiles = (seq_len + tile - 1) // tile - first // tile
@@ -98,7 +99,7 @@ def weigh_query_tile(
 
 
 def find_query_tile(index, num_query_tiles):
-    """The query tile that comes at `index`: last, first, last but one, second, and so on.
+    """Return the query tile at `index` of the order: last, first, last but one, second, and so on.
 
     Later query tiles see more keys. Two in this order have about twice the mean.
     """
@@ -114,11 +115,12 @@ def count_splits_before(
     num_tiles_all,
     num_programs,
 ):
-    """Splits of a query tile that programs before `program` compute.
+    """Return the splits of a query tile that programs before `program` compute.
 
     first_tile: number of the query tile's first tile of keys among `num_tiles_all`. Programs have
     equal ranges of these, and compute the splits that begin in their range. A short query tile is
-    not cut where a range ends, unless it is much longer than the ranges: merging would take longer.
+    not cut at the end of a range, unless it is much longer than the ranges: merging would take
+    longer.
     """
     stop = (program * num_splits * num_tiles_all + num_programs - 1) // num_programs
     share = stop - first_tile * num_splits
@@ -131,5 +133,5 @@ def count_splits_before(
 
 
 def count_splits_max(num_tiles: int, splits: Splits) -> int:
-    """Splits of a query tile that sees at most `num_tiles` tiles of keys, at most."""
+    """Return the most splits of a query tile that sees at most `num_tiles` tiles of keys."""
     return max(1, min(splits.most, max(splits.wanted, -(-num_tiles // splits.tiles))))

@@ -1,4 +1,5 @@
-"""Speculative decoding's rejection sampling: keep drafts such that the target's law is kept."""
+"""Rejection sampling for speculative decoding: drafts are kept without changing the
+distribution."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from blockstep.kernels.noise import ACCEPT, CHOOSE, compute_uniform
 
 
 class Sampled(NamedTuple):
-    """What each sequence of a step goes on with."""
+    """The tokens that each sequence of a step continues with."""
 
     token_ids: Tensor
     """`[num_seqs, max_num_drafts + 1]` int64: accepted drafts, then one token of the target; -1
     after it."""
     num_sampled: Tensor
-    """`[num_seqs]` int32: how many of them, at least 1."""
+    """`[num_seqs]` int32: the number of these tokens, at least 1."""
 
 
 def rejection_sample(
@@ -101,7 +102,7 @@ def check_arguments(
     positions: Tensor,
     draft_probs: Tensor | None,
 ) -> None:
-    """All that can be wrong with a call, before anything is launched."""
+    """Check all arguments of a call, before anything is launched."""
     arguments = Arguments()
     arguments.check("draft_token_ids", draft_token_ids, "num_drafts", torch.int64, rows=True)
     arguments.check("cu_num_drafts", cu_num_drafts, "num_seqs+1", torch.int32, rows=True)
@@ -126,13 +127,13 @@ def check_arguments(
 
 
 class Rows(NamedTuple):
-    """The rows of logits: `first` per sequence, all others per row."""
+    """The rows of logits: `first` is per sequence, all others per row."""
 
     first: Tensor
     owner: Tensor
-    """The sequence."""
+    """The sequence of the row."""
     step: Tensor
-    """How many drafts of the sequence come before."""
+    """Number of drafts of the sequence before it."""
     is_draft: Tensor
     draft: Tensor
     """The draft that the row decides on; -1 in a bonus row."""
@@ -148,7 +149,7 @@ def lay_out(
     seeds: Tensor,
     positions: Tensor,
 ) -> Rows:
-    """What belongs to each row of the logits."""
+    """Return the data of each row of the logits."""
     device = cu_num_drafts.device
     sequences = torch.arange(len(seeds), device=device)
     first = cu_num_drafts[:-1].long() + sequences
@@ -167,7 +168,7 @@ def lay_out(
 def accept_drafts(
     rows: Rows, logits: Tensor, draft_token_ids: Tensor, draft_probs: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Which rows accept their draft; and the target's probabilities, if any row draws."""
+    """Return which rows accept their draft; and the target's probabilities, if any row draws."""
     greedy = rows.temperature == 0
     accepted = rows.is_draft & greedy
     if bool(accepted.any()):
@@ -187,7 +188,7 @@ def accept_drafts(
 def choose_tokens(
     rows: Rows, final: Tensor, logits: Tensor, probs: Tensor | None, draft_probs: Tensor | None
 ) -> Tensor:
-    """The token that ends each sequence's result, from the row `final` that it stopped at.
+    """Return the last token of each sequence's result, from the row `final` at which it stopped.
 
     Of exponential clocks with rates `w`, token `v` rings first with probability `w[v] / sum(w)`.
     """
@@ -202,7 +203,7 @@ def choose_tokens(
     else:
         proposal[rejected] = draft_probs[(final - rows.owner[final])[rejected]]
     residual = (weights - proposal).clamp(min=0)
-    # Rounding alone can reject where p equals q; then the target itself is what is left.
+    # Rounding alone can reject where p equals q; then the target's own distribution is used.
     weights = torch.where(residual.amax(1, keepdim=True) > 0, residual, weights).double()
     indices = torch.arange(weights.shape[1], device=weights.device)
     uniform = compute_uniform(rows.seeds[final, None], rows.positions[final, None], CHOOSE, indices)

@@ -1,7 +1,7 @@
 """The Triton kernels of rejection sampling: first all rows of logits at once, then sequences.
 
-A greedy row is read in parts by several programs, since one program cannot keep a multiprocessor's
-share of the memory busy, and rows are few. A drawn row is read by one program.
+A greedy row is read in parts by several programs, since rows are few, and one program cannot use a
+multiprocessor's whole memory bandwidth. A drawn row is read by one program.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from blockstep.kernels.noise_triton import compute_key, compute_uniform
 ACCEPT = tl.constexpr(noise.ACCEPT)
 CHOOSE = tl.constexpr(noise.CHOOSE)
 SIZE = 2048
-"""Tokens of the vocabulary that a program looks at together when it draws."""
+"""Tokens of the vocabulary that a program processes at once when it draws."""
 PART = 16384
-"""Tokens of a greedy row that one program reads, all of them at once."""
+"""Tokens of a greedy row that one program reads, all at once."""
 FAR = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def pick(values, indices):
-    """The greatest value and the lowest index that has it."""
+    """Return the greatest value and the lowest index that has it."""
     best = tl.max(values, 0)
     return best, tl.min(tl.where(values == best, indices, FAR), 0)
 
 
 @triton.jit
 def find_best(logits, vocab_size, part, PART: tl.constexpr):
-    """The greatest logit of a part of a row, and the lowest token that has it; NaN is -inf."""
+    """Return the greatest logit of a part of a row, and the lowest token that has it; NaN is
+    -inf."""
     token = part * PART + tl.arange(0, PART)
     x = tl.load(logits + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     return pick(tl.where(x == x, x, float("-inf")), token)
@@ -41,7 +42,7 @@ def find_best(logits, vocab_size, part, PART: tl.constexpr):
 
 @triton.jit
 def sum_exponentials(logits, temperature, vocab_size, SIZE: tl.constexpr):
-    """The maximum of a row and the sum of `exp(x - maximum)`, in one read."""
+    """Return the maximum of a row and the sum of `exp(x - maximum)`, in one read."""
     lane = tl.arange(0, SIZE)
     most = tl.full((SIZE,), float("-inf"), tl.float32)
     total = tl.zeros((SIZE,), tl.float32)
@@ -62,7 +63,10 @@ def choose_token(
     logits, proposal, draft, key, temperature, maximum, total, vocab_size, residual,
     HAS_PROBS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The clock that rings first, with rates `p`, or `max(p - q, 0)` if `residual`; its speed."""
+    """Return the token that wins the draw with rates `p`, or `max(p - q, 0)` if `residual`.
+
+    Returns its speed first.
+    """
     lane = tl.arange(0, SIZE)
     best = tl.full((SIZE,), -1.0, tl.float64)
     at = lane
@@ -90,9 +94,9 @@ def decide_kernel(
     temperatures, seeds, positions, draft_probs, logits_stride, probs_stride, vocab_size,
     HAS_PROBS: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, step, part): whether a draft is accepted, and the token in its place.
+    """Program (sequence, step, part): decide whether a draft is accepted, and draw its replacement.
 
-    For a greedy row that is left to `finish_kernel`, and the part's greatest logit is stored.
+    For a greedy row `finish_kernel` does this, and here the part's greatest logit is stored.
     """
     sequence = tl.program_id(0)
     step = tl.program_id(1)
@@ -134,7 +138,7 @@ def decide_kernel(
                     HAS_PROBS, SIZE,
                 )  # fmt: skip
                 if speed <= 0.0:
-                    # Rounding alone rejected: nothing is left of p - q.
+                    # Rounding alone rejected: p - q is 0 everywhere.
                     speed, token = choose_token(
                         logits, proposal, draft, key, temperature, maximum, total, vocab_size, 0,
                         HAS_PROBS, SIZE,
@@ -148,7 +152,7 @@ def finish_kernel(
     token_ids, num_sampled, accepted, chosen, peaks, peak_tokens, draft_token_ids, cu_num_drafts,
     temperatures, width, WIDTH: tl.constexpr, NUM_PARTS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence): its drafts up to the first that is not accepted, and one token more."""
+    """Program (sequence): store its drafts up to the first rejected one, and one token more."""
     sequence = tl.program_id(0)
     first = tl.load(cu_num_drafts + sequence)
     num_drafts = tl.load(cu_num_drafts + sequence + 1) - first
@@ -188,7 +192,7 @@ def launch_rejection_sample(
     draft_probs: Tensor | None,
     max_num_drafts: int,
 ) -> tuple[Tensor, Tensor]:
-    """Two launches: a program per row of logits and part of it, then one per sequence."""
+    """Make two launches: a program per row of logits and part of it, then one per sequence."""
     num_rows, vocab_size = target_logits.shape
     num_seqs, width, device = len(seeds), max_num_drafts + 1, target_logits.device
     most = max(triton.next_power_of_2(vocab_size), 32)

@@ -1,9 +1,9 @@
-"""Sampling: a token for each row of logits, drawn on the device without sorting the vocabulary.
+"""Sampling: draws a token for each row of logits on the device, without sorting the vocabulary.
 
     logits -> min-p -> top-k -> top-p -> the exponential clock that rings first
 
-Token `v` has the weight `w[v] = exp((logits[v] - max) / temperature)`, or 0 where a cut removes it.
-Of exponential clocks with these rates, clock `v` rings first with probability `w[v] / sum(w)`. The
+Token `v` has the weight `w[v] = exp((logits[v] - max) / temperature)`, or 0 if a cut removes it. Of
+exponential clocks with these rates, clock `v` rings first with probability `w[v] / sum(w)`. The
 clocks are a function of the row's seed and index and of the token id (`noise`), so nothing has to
 be summed in the order of the vocabulary, and a row draws the same token in any batch.
 """
@@ -18,9 +18,9 @@ from blockstep.kernels.dispatch import find_kernels
 from blockstep.kernels.noise import CHOOSE, compute_exponential, compute_keys
 
 NO_TOKEN = -1
-"""Stands for a token where the largest logit is not finite."""
+"""The token of a row whose largest logit is not finite."""
 TEMPERATURE_MIN = 1e-30
-"""Temperatures between 0 and this one count as this one, whose inverse float32 holds."""
+"""Smallest temperature above 0 that is used as given: float32 can hold its inverse."""
 
 
 def sample_tokens(
@@ -77,10 +77,11 @@ def sample_tokens(
 def compute_log_weights(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """Return what each row draws from: logarithms of weights, `[num_rows, vocab_size]` float32.
+    """Return the logarithms of the weights that each row draws from, `[num_rows, vocab_size]`
+    float32.
 
-    They are `(logits - max) / temperature`, and -inf where a cut removes the token; their softmax
-    is the law. Arguments are those of `sample_tokens`, with temperatures above 0.
+    They are `(logits - max) / temperature`, and -inf if a cut removes the token; their softmax is
+    the distribution. Arguments are those of `sample_tokens`, with temperatures above 0.
     """
     vocab_size = logits.shape[1]
     logits = logits.float()

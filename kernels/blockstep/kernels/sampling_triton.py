@@ -1,13 +1,13 @@
 """The Triton kernels of sampling: first all parts of all rows at once, then each row.
 
 `scan_kernel` reads a part of a row. It finds the largest logit, and draws among the part's tokens
-where the row has no cut. `choose_kernel` puts the parts of a row together. Where the row has a cut,
-it looks for the threshold of the cut, and draws among the tokens above:
+if the row has no cut. `choose_kernel` combines the parts of a row. If the row has a cut, it
+searches for the threshold of the cut, and draws among the tokens above:
 
-    lo < threshold <= hi     what lies above hi is too little to reach k tokens, or the share top_p,
-                             and what lies above lo reaches it
+    lo < threshold <= hi     values above hi are too few for k tokens, or for the share top_p,
+                             and values above lo are enough
 
-Each pass over the row measures what lies above three values between the two. When few tokens lie
+Each pass over the row measures the values above three points between the two. When few tokens are
 above `lo`, the vectors of eight neighbours that have one are copied out, and the rest of the row is
 not read again.
 """
@@ -30,22 +30,22 @@ FAR = tl.constexpr(2**31 - 1)
 PART = 8192
 """Tokens of a row that one program of `scan_kernel` reads."""
 NUM_COPIED_MAX = 4096
-"""Tokens above `lo` that are copied out, at most."""
+"""Most tokens above `lo` that are copied out."""
 PASS_BYTES = 16384
 """Bytes of a row that one program of `choose_kernel` reads at once, in a pass over it."""
 DRAW = 2048
 """Tokens that it draws from at once."""
 NUM_REGISTERS = 96
-"""Registers of a thread of `choose_kernel`; left to itself, the assembler takes 64 and spills."""
+"""Registers of a thread of `choose_kernel`; by default the assembler takes 64 and spills."""
 COLUMNS = ["temperatures", "top_ks", "top_ps", "min_ps", "seeds", "indices"]
-"""Read one number at a time, so kernels need not be compiled anew where they are not aligned."""
+"""Columns read one number at a time, so kernels need not be compiled again for other alignments."""
 VECTOR = tl.constexpr(8)
 """Neighbours that a thread reads together, and that are copied together."""
 
 
 @triton.jit
 def pick(values, tokens):
-    """The largest value and the lowest token that has it."""
+    """Return the largest value and the lowest token that has it."""
     best = tl.max(values, 0)
     return best, tl.min(tl.where(values == best, tokens, FAR), 0)
 
@@ -61,17 +61,17 @@ def scan_kernel(
     floats, ints, logits, temperatures, top_ks, top_ps, min_ps, seeds, indices, logits_row,
     vocab_size, plane, NUM_PARTS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, part): its largest logit, and for a drawn row its token or its numbers.
+    """Program (row, part): store its largest logit, and for a drawn row its token or its counts.
 
     `floats` are planes of largest logits, of scores relative to them, and of least logits; `ints`
-    are planes of the tokens of both, and of numbers of tokens that are allowed.
+    are planes of the tokens of both, and of numbers of allowed tokens.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     token = part * SIZE + tl.arange(0, SIZE)
     mask = token < vocab_size
     x = tl.load(logits + row * logits_row + token, mask=mask, other=float("-inf")).to(tl.float32)
-    x = tl.where(x == x, x, float("inf"))  # NaN is no token either
+    x = tl.where(x == x, x, float("inf"))  # NaN counts as infinity: neither gives a token
     peak, peak_at = pick(x, token)
     at = row * NUM_PARTS + part
     tl.store(floats + at, peak)
@@ -95,7 +95,7 @@ def scan_kernel(
 
 @triton.jit
 def to_key(x):
-    """An int64 for each float32, in the same order and without gaps; both zeros have 0."""
+    """Return an int64 for each float32, in the same order and without gaps; both zeros have 0."""
     bits = x.to(tl.int32, bitcast=True)
     size = (bits & 0x7FFFFFFF).to(tl.int64)
     return tl.where(bits < 0, -size, size)
@@ -103,7 +103,7 @@ def to_key(x):
 
 @triton.jit
 def from_key(key):
-    """The float32 of a key."""
+    """Return the float32 of a key."""
     x = tl.abs(key).to(tl.int32).to(tl.float32, bitcast=True)
     return tl.where(key < 0, -x, x)
 
@@ -112,7 +112,7 @@ def from_key(key):
 def measure(
     values, size, first, second, third, best, inverse, MASS: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """Numbers of values above each of three, and the sums of their weights if `MASS`."""
+    """Return the number of values above each of three, and the sums of their weights if `MASS`."""
     lanes: tl.constexpr = SIZE // VECTOR
     lane = tl.arange(0, lanes)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     count_1 = tl.zeros((lanes,), tl.int32)
@@ -141,17 +141,17 @@ def narrow(
     values, size, lo, num_above_lo, hi, num_above_hi, goal, num_enough, best, inverse,
     MASS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Move `lo` and `hi` towards the threshold, until few enough values lie above `lo`.
+    """Move `lo` and `hi` towards the threshold, until few enough values are above `lo`.
 
-    `goal` is a number of tokens, or a sum of weights if `MASS`. One value at most between the two,
-    or no float at all, is the end: the threshold is what lies above `lo` then.
+    `goal` is a number of tokens, or a sum of weights if `MASS`. The search ends if at most one
+    value, or no float at all, is between the two: then the values above `lo` are those to keep.
     """
     while (
         (num_above_lo > num_enough)
         & (num_above_lo - num_above_hi > 1)
         & (to_key(hi) - to_key(lo) > 1)
     ):
-        # The middle of the keys halves what is left for sure, quarters by value do more as a rule.
+        # The middle of the keys always halves the rest; quarters by value usually do more.
         middle = from_key((to_key(lo) + to_key(hi)) >> 1)
         tried = 0.25 * lo + 0.75 * hi, middle, 0.75 * lo + 0.25 * hi
         counts, masses = measure(
@@ -173,7 +173,7 @@ def narrow(
 def sum_weights(
     values, size, lo, floor, best, inverse, SIZE: tl.constexpr
 ):  # fmt: skip
-    """The sum of the weights of values above `lo` that `floor` does not cut."""
+    """Return the sum of the weights of values above `lo` that `floor` does not cut."""
     lanes: tl.constexpr = SIZE // VECTOR
     lane = tl.arange(0, lanes)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     mass = tl.zeros((lanes,), tl.float32)
@@ -189,7 +189,8 @@ def sum_weights(
 def copy_out(
     values, vectors, logits, vocab_size, lo, SIZE: tl.constexpr
 ):  # fmt: skip
-    """Copy each vector that has a logit above `lo`, with its number; returns how many they are."""
+    """Copy each vector that has a logit above `lo`, with its number; return how many were
+    copied."""
     lanes: tl.constexpr = SIZE // VECTOR
     row = tl.arange(0, lanes)
     column = tl.arange(0, VECTOR)
@@ -211,7 +212,8 @@ def copy_out(
 def draw(
     values, vectors, is_copy, size, lo, floor, best, inverse, key, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The token whose clock rings first, among values above `lo` that `floor` does not cut."""
+    """Return the token whose clock rings first, among values above `lo` that `floor` does not
+    cut."""
     lane = tl.arange(0, SIZE)
     top = tl.full((SIZE,), float("-inf"), tl.float32)
     drawn = lane
@@ -238,7 +240,8 @@ def draw_from_cut(
     values, vectors, logits, vocab_size, best, least, num_allowed, temperature, top_k, top_p,
     min_p, seed, index, NUM_ENOUGH: tl.constexpr, SIZE: tl.constexpr, DRAW: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row with min_p, top_k or top_p; parameters are pointers to the row's."""
+    """Return the token of a row with min_p, top_k or top_p; parameters are pointers to the
+    row's."""
     inverse = 1.0 / tl.maximum(tl.load(temperature), TEMPERATURE_MIN)
     lo = from_key(to_key(least) - 1)
     num_above = num_allowed
@@ -303,7 +306,7 @@ def choose_kernel(
     indices, logits_row, vocab_size, plane, NUM_ENOUGH: tl.constexpr, NUM_PARTS: tl.constexpr,
     PARTS: tl.constexpr, SIZE: tl.constexpr, DRAW: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): its token, from what `scan_kernel` found in its parts."""
+    """Program (row): choose its token, from what `scan_kernel` found in its parts."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     mask = part < NUM_PARTS
@@ -343,7 +346,7 @@ def launch_sample_tokens(
     seeds: Tensor,
     indices: Tensor,
 ) -> Tensor:
-    """Two launches: a program per row and part of it, then one per row."""
+    """Make two launches: a program per row and part of it, then one per row."""
     num_rows, vocab_size = logits.shape
     device, most = logits.device, triton.next_power_of_2(vocab_size)
     part = max(min(PART, most), 32)

@@ -17,14 +17,14 @@ from blockstep.kernels.dispatch import find_kernels
 
 
 class StepInputs(NamedTuple):
-    """Where the tokens of a step stand, and where they are written."""
+    """Positions and slots of the tokens of a step, and lengths of its sequences."""
 
     positions: Tensor
     """`[num_tokens]` int64: position of each token in its sequence; 0 for padding."""
     slot_mapping: Tensor
     """`[num_tokens]` int64: slot of each token; -1 for padding."""
     query_start_loc: Tensor
-    """`[num_seqs + 1]` int32: first token of each sequence, and their number."""
+    """`[num_seqs + 1]` int32: index of each sequence's first token, then the number of tokens."""
     seq_lens: Tensor
     """`[num_seqs]` int32: computed tokens and those of this step."""
 
@@ -39,7 +39,7 @@ def prepare_step(
     num_tokens: int | None = None,
     out_block_tables: Tensor | None = None,
 ) -> StepInputs:
-    """Positions, slots, offsets and lengths of a step, from the rows of the persistent batch.
+    """Return positions, slots, offsets and lengths of a step, from rows of the persistent batch.
 
         sequence s, row r:  | computed tokens | scheduled tokens |
         positions                             c .. c + n - 1
@@ -51,7 +51,7 @@ def prepare_step(
     many tokens the outputs have room for, at least those scheduled; the rest is padding. Without it
     the sum is used, which on a GPU waits for the device. out_block_tables: `[num_seqs, max_blocks]`
     int32, receives the rows of the block table in the order of the step, for `paged_attention`: the
-    blocks of each sequence's `seq_len` tokens; what lies beyond them stays as it is.
+    blocks of each sequence's `seq_len` tokens; entries after them are unchanged.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or layout; on the CPU also a row outside
@@ -107,7 +107,7 @@ def compute_step(
     block_size: int,
     num_tokens: int,
 ) -> StepInputs:
-    """The torch reference of `prepare_step`, with rows already in the order of the step."""
+    """Compute the torch reference of `prepare_step`, with rows already in the order of the step."""
     query_start_loc = torch.zeros(
         len(num_scheduled_tokens) + 1, dtype=torch.int32, device=block_tables.device
     )
@@ -135,19 +135,19 @@ def merge_drafts(
     draft_token_ids: Tensor,
     cu_num_drafts: Tensor,
 ) -> Tensor:
-    """Lay out the last sampled token and the drafts of each sequence as inputs, in place.
+    """Write the last sampled token and the drafts of each sequence into the inputs, in place.
 
         a sequence's tokens of the step:  | prompt or other known tokens | last | drafts |
 
-    The last `1 + num_drafts` tokens of a sequence become `last_token_ids[s]` and its drafts. Where
-    `last_token_ids[s]` is -1 the sequence is still in its prompt, and its tokens stay as they are;
-    it may have no drafts then. input_ids: `[num_tokens]` int64. query_start_loc: `[num_seqs + 1]`
+    The last `1 + num_drafts` tokens of a sequence become `last_token_ids[s]` and its drafts. If
+    `last_token_ids[s]` is -1 the sequence is still in its prompt, and its tokens are unchanged; it
+    must not have drafts then. input_ids: `[num_tokens]` int64. query_start_loc: `[num_seqs + 1]`
     int32. last_token_ids: `[num_seqs]` int64. draft_token_ids: `[num_drafts]` int64, those of all
     sequences one after the other, and cu_num_drafts: `[num_seqs + 1]` int32, where each begins.
 
-    Returns `[num_drafts + num_seqs]` int64: the rows of the step whose logits decide, the last
-    `1 + num_drafts` of each sequence, in the order that `rejection_sample` wants them. A sequence
-    without tokens in this step has no such row: leave it out of the step.
+    Returns `[num_drafts + num_seqs]` int64: the rows of the step whose logits are needed, the last
+    `1 + num_drafts` of each sequence, in the order of `rejection_sample`. A sequence without tokens
+    in this step has no such row: leave it out of the step.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape or device; on the CPU also offsets that do not
@@ -205,11 +205,11 @@ def commit_step(
 ) -> None:
     """Advance the rows of the persistent batch past a step, in place.
 
-    What was scheduled counts as computed, less the rejected drafts, whose slots hold keys of tokens
+    Scheduled tokens count as computed, except for rejected drafts, whose slots hold keys of tokens
     that the sequence does not have: `scheduled - (num_drafts - (num_sampled - 1))`. The last
-    sampled token becomes the row's `last_token_ids`. `num_sampled[s] = 0` says that the sequence
-    is still in its prompt and its sample is dropped: all that was scheduled is computed, and
-    `last_token_ids` stays.
+    sampled token becomes the row's `last_token_ids`. `num_sampled[s] = 0` means that the sequence
+    is still in its prompt and its sample is dropped: all scheduled tokens are computed, and
+    `last_token_ids` is unchanged.
 
     num_computed_tokens: `[num_rows]` int32 and last_token_ids: `[num_rows]` int64, both updated.
     num_scheduled_tokens, num_sampled: `[num_seqs]` int32. token_ids: `[num_seqs, width]` int64 and

@@ -14,16 +14,16 @@ SIZE = 256
 """Elements that a program handles at once."""
 
 
-# A number that changes from step to step is no reason to compile anew.
+# These numbers change from step to step; compiling for each value is avoided.
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride", "out_stride"])
 def prepare_kernel(
     positions, slot_mapping, query_start_loc, seq_lens, out_tables, block_tables, num_computed,
     num_scheduled, row_indices, num_seqs, num_tokens, table_stride, out_stride,
     BLOCK_SIZE: tl.constexpr, BY_ROW: tl.constexpr, GATHER: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence); the one after the last writes the total and the padding.
+    """Program (sequence): write its metadata; one more writes the total and the padding.
 
-    Each sums up what is scheduled before it by itself: that is a few loads from the L2 cache, where
+    Each sums the scheduled tokens before it by itself: that is a few loads from the L2 cache, while
     an order among programs would cost a second launch.
     """
     sequence = tl.program_id(0)
@@ -69,7 +69,8 @@ def merge_kernel(
     input_ids, logits_rows, query_start_loc, last_token_ids, draft_token_ids, cu_num_drafts,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence): its last token and its drafts, and the rows whose logits decide."""
+    """Program (sequence): write its last token and its drafts, and the rows whose logits are
+    needed."""
     sequence = tl.program_id(0)
     first = tl.load(cu_num_drafts + sequence)
     count = tl.load(cu_num_drafts + sequence + 1) - first + 1
@@ -89,7 +90,7 @@ def commit_kernel(
     num_computed, last_token_ids, num_scheduled, token_ids, num_sampled, cu_num_drafts, row_indices,
     num_seqs, token_stride, BY_ROW: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Program (part): `SIZE` sequences, each its own row."""
+    """Program (part): update `SIZE` sequences, each its own row."""
     sequence = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     mask = sequence < num_seqs
     row = sequence.to(tl.int64)
@@ -118,7 +119,7 @@ def launch_prepare_step(
     num_tokens: int,
     out_block_tables: Tensor | None,
 ) -> StepInputs:
-    """One launch, sized by the sequences of the step."""
+    """Make one launch with a program per sequence of the step."""
     num_seqs, device = len(num_scheduled_tokens), block_tables.device
     made = StepInputs(
         torch.empty(num_tokens, dtype=torch.int64, device=device),
@@ -145,7 +146,7 @@ def launch_merge_drafts(
     draft_token_ids: Tensor,
     cu_num_drafts: Tensor,
 ) -> Tensor:
-    """One program per sequence."""
+    """Launch one program per sequence."""
     num_seqs = len(last_token_ids)
     rows = torch.empty(len(draft_token_ids) + num_seqs, dtype=torch.int64, device=input_ids.device)
     if num_seqs:
@@ -166,7 +167,7 @@ def launch_commit_step(
     cu_num_drafts: Tensor,
     row_indices: Tensor | None,
 ) -> None:
-    """One program per `SIZE` sequences."""
+    """Launch one program per `SIZE` sequences."""
     num_seqs = len(num_scheduled_tokens)
     commit_kernel[(triton.cdiv(num_seqs, SIZE),)](
         num_computed_tokens, last_token_ids, num_scheduled_tokens, token_ids, num_sampled,

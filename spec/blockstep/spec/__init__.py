@@ -1,10 +1,10 @@
 """The executable specification of an LLM-inference scheduler and its paged KV memory.
 
-`transition(state, event)` is the whole of it; `Oracle` wraps it for everyday use. Read the rooms
-in this order: `vocabulary`; the values `pool`, `requests`, `rules`, `state` and `hashing`; `memory`
-(who holds which block), `step` (one Schedule), `lives` (what happens between two of them);
-`transition`, `invariants` and `strict`. What released engines do otherwise stands apart, in
-`releases` and `profiles`.
+`transition(state, event)` is all of it; `Oracle` wraps it for everyday use. Read the packages in
+this order: `vocabulary`; the values `pool`, `requests`, `rules`, `state` and `hashing`; `memory`
+(blocks and prefix cache), `step` (one Schedule), `lives` (all other events); `transition`,
+`invariants` and `strict`. The deviations of released engines are separate, in `releases` and
+`profiles`.
 """
 
 from blockstep.spec.oracle import Oracle, RejectedEvent

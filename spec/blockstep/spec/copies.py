@@ -1,4 +1,5 @@
-"""Copies: values of many fields, and the same with other ones. Each event makes several."""
+"""Copies: fast construction and replacement for values with many fields. Each event makes
+several."""
 
 from __future__ import annotations
 
@@ -15,13 +16,14 @@ else:
     from functools import partial, wraps
 
     def wide_dataclass(*, frozen, slots):
-        """As `dataclass`, for many fields: made, and copied, in a third of the time.
+        """Return a decorator like `dataclass`, for many fields: construction takes a third of the
+        time.
 
-        The constructor of a frozen dataclass has `object` set each field, which is slow. Here a
-        value is of another class while its fields are set, with the same slots and not frozen. A
-        type checker is shown the other, which it knows. Two values are compared as tuples of their
-        fields are, but without such tuples, which takes two thirds of the time. Not for fields that
-        have a factory. Source: architecture D2.
+        The constructor of a frozen dataclass sets each field by `object`, which is slow. Here a
+        value has another class while its fields are set, with the same slots and not frozen. A type
+        checker sees the standard `dataclass`, which it knows. Equality compares fields without
+        making tuples of them, which takes two thirds of the time. Not for fields that have a
+        factory. Source: architecture D2.
         """
         return partial(_make_wide_class, frozen=frozen, slots=slots)
 
@@ -61,9 +63,9 @@ else:
         return value_class
 
     def replace(value, /, **changes):
-        """A copy of `value` with some fields changed. Source: architecture D2.
+        """Return a copy of `value` with some fields changed. Source: architecture D2.
 
-        As `dataclasses.replace`, which is slow for many fields. A type checker is shown that one,
+        Like `dataclasses.replace`, which is slow for many fields. A type checker sees that one,
         which it knows.
 
         Raises:

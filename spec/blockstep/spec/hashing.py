@@ -1,7 +1,7 @@
 """Hashing: which block contents are the same.
 
-vLLM chains digests; the specification chains the contents themselves, so that no two different
-contents can ever share a key (P6). A digest is an engine's way to be fast.
+vLLM chains hashes; the specification chains the contents themselves, so that no two different
+contents ever share a key (P6). Hashes are an engine's optimisation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from blockstep.spec.vocabulary import BlockKey, Config, Request, TokenIds
 
 
 def get_item_keys(request: Request, start: int, end: int) -> tuple[tuple[str, int], ...]:
-    """The multimodal items that overlap token positions [start, end), with relative offsets.
+    """Return the multimodal items that overlap token positions [start, end), with relative offsets.
 
     The offset matters: one image at two places of otherwise equal placeholder tokens makes two
     different contents. Source: seed 001 "Block Hash Computation"; upstream #36708; P6.
@@ -34,10 +34,10 @@ def compute_block_key(
     parent: BlockKey | None,
     rules: Rules,
 ) -> BlockKey:
-    """The key of block `index` of a request, whose content is `token_ids` (block-size many).
+    """Return the key of block `index` of a request, whose content is `token_ids`.
 
-    The adapter is part of every block's key, the salt of the first one's: the chain carries it on.
-    Embeddings that stand for tokens name the blocks that they lie in.
+    The adapter is part of every block's key, the salt only of the first one's: the chain includes
+    it in later ones. Embeddings sent instead of tokens are part of the keys of their blocks.
     Source: seed 001 "Block Hash Computation"; seed 003 section 1.2; P6.
     """
     start = index * len(token_ids)
@@ -53,10 +53,10 @@ def compute_block_key(
 
 
 def extend_block_keys(request: RequestState, block_size: int, rules: Rules) -> tuple[BlockKey, ...]:
-    """The request's keys, with one more for every further full block of known tokens.
+    """Return the request's keys, with one more for every further full block of known tokens.
 
-    Only full blocks have a key. Known tokens are prompt and verified outputs: a draft never gets
-    one. Source: seed 003 sections 1.1 and 1.2; seed 001 "Draft tokens are never cached".
+    Only full blocks have a key. Known tokens are prompt and verified outputs: a draft is never part
+    of one. Source: seed 003 sections 1.1 and 1.2; seed 001 "Draft tokens are never cached".
     """
     num_full_blocks = request.num_known_tokens // block_size
     keys = list(request.block_keys)
@@ -70,7 +70,7 @@ def extend_block_keys(request: RequestState, block_size: int, rules: Rules) -> t
 
 
 def get_keyed(config: Config, request: RequestState, rules: Rules) -> RequestState:
-    """The request with a key for each full block of its known tokens, where blocks are cached.
+    """Return the request with a key for each full block of its known tokens, with prefix caching.
 
     Source: seed 003 section 1.2.
     """
@@ -83,10 +83,10 @@ def get_keyed(config: Config, request: RequestState, rules: Rules) -> RequestSta
 def get_group_keys(
     block_keys: Sequence[BlockKey], group: int, num_links: int, first: int, end: int
 ) -> tuple[BlockKey, ...]:
-    """Keys of the blocks [first, end) of one KV group, each `num_links` links of the chain long.
+    """Return the keys of blocks [first, end) of one KV group, each `num_links` links of the chain.
 
-    The last link of a block names every token up to its end, and alone names the group, so that
-    several groups are not several chains. Source: vLLM 0.19.1 `BlockHashListWithBlockSize`,
+    The last link of a block determines every token up to its end, and only it has the group, so
+    that all groups share one chain. Source: vLLM 0.19.1 `BlockHashListWithBlockSize`,
     `make_block_hash_with_group_id`; architecture D13; P6.
     """
     if group == 0 and num_links == 1:
@@ -96,7 +96,7 @@ def get_group_keys(
 
 
 def get_tokens(request: RequestState, start: int, end: int) -> TokenIds:
-    """Known tokens at positions [start, end). Source: seed 001 "The Request Object"."""
+    """Return known tokens at positions [start, end). Source: seed 001 "The Request Object"."""
     prompt, outputs = request.request.prompt_token_ids, request.output_token_ids
     num_prompt = len(prompt)
     return prompt[start:end] + outputs[max(start - num_prompt, 0) : max(end - num_prompt, 0)]

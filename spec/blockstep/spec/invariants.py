@@ -1,7 +1,7 @@
-"""Invariants: what holds in every state that the specification can reach.
+"""Invariants: predicates that hold in every state that the specification can reach.
 
-Each is one predicate over a state, named as a sentence. They are about the spec's own state; the
-properties that every engine must have stand in `blockstep.conformance.judge.properties`.
+Each is named as a sentence. They are about the spec's own state; the properties that every engine
+must have are in `blockstep.conformance.judge.properties`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ PARKED = Status.WAITING_FOR_REMOTE_KVS
 
 
 def list_holdings(state: State) -> list[tuple[RequestState, int, KVGroup, Holding]]:
-    """What every request holds of every group; groups by index, too. Source: architecture D13."""
+    """Return what every request holds of every group, with the group's index.
+
+    Source: architecture D13.
+    """
     groups = [*enumerate(state.config.kv_groups)]
     return [
         (request, index, group, holding)
@@ -62,14 +65,14 @@ def list_holdings(state: State) -> list[tuple[RequestState, int, KVGroup, Holdin
 
 
 def list_rows_of(state: State) -> dict[RequestId, list[FrameRow]]:
-    """By request: its rows in flight that will deliver, oldest first. Source: P13."""
+    """Return the rows in flight that will deliver, by request, oldest first. Source: P13."""
     return {name: list_rows_in_flight(state.frames, name) for name in state.requests}
 
 
 def is_every_block_free_or_held(state: State) -> bool:
     """A block is queued exactly once with no holder, or not at all with all of its holders.
 
-    The null block is neither, wherever it stands. Source: P1.
+    The null block is neither, wherever a table has it. Source: P1.
     """
     pool = state.pool
     holders = [0] * state.config.num_blocks
@@ -94,7 +97,7 @@ def is_every_block_free_or_held(state: State) -> bool:
 
 
 def is_every_unpublished_block_held_once(state: State) -> bool:
-    """A block that somebody may still write has one holder, or a copy is written. Source: P2."""
+    """A block that may still be written has one holder, or a copy is written. Source: P2."""
     return all(
         state.pool.ref_counts[block_id] == 1
         for request, _, group, holding in list_holdings(state)
@@ -105,13 +108,16 @@ def is_every_unpublished_block_held_once(state: State) -> bool:
 
 
 def count_unwritable(state: State, request: RequestState, group: KVGroup, holding: Holding) -> int:
-    """Leading blocks of a table that are not written without having been copied. Source: P2."""
+    """Return the leading blocks of a table that are not written without having been copied.
+
+    Source: P2.
+    """
     num_tokens = request.num_computed_tokens if state.config.enable_forks else 0
     return max(holding.num_cached_blocks, -(-num_tokens // group.block_size))
 
 
 def is_cache_map_exact(state: State) -> bool:
-    """The map and what the blocks carry say the same. Source: P3."""
+    """The prefix-cache map and the blocks' keys agree. Source: P3."""
     pool = state.pool
     mapped: dict[BlockId, object] = {}
     for key in pool.cached:
@@ -123,7 +129,7 @@ def is_cache_map_exact(state: State) -> bool:
 
 
 def is_every_settled_block_keyed(state: State) -> bool:
-    """The settled blocks of a table carry the keys of its request's tokens. Source: P3."""
+    """The published or hit blocks of a table have the keys of its request's tokens. Source: P3."""
     for request, index, group, holding in list_holdings(state):
         num_settled, num_links = (
             holding.num_cached_blocks,
@@ -140,12 +146,12 @@ def is_every_settled_block_keyed(state: State) -> bool:
 
 
 def is_every_attended_block_held(state: State) -> bool:
-    """Null blocks stand only for what no token still to be computed attends to.
+    """Null blocks only replace blocks to which no token still to be computed attends.
 
-    Such a token may be the first draft in flight. They stand in front, but in a recurrent group,
-    whose states of drafts move on. There attended is what the next row may go on from, and the
-    blocks for states behind drafts. Who is parked for what failed from the first token on will
-    begin anew, in other blocks. Source: P1, P8.
+    Such a token may be the first draft in flight. Null blocks come first in a table, except in a
+    recurrent group, whose states of drafts move. There the attended blocks are those that the next
+    row may continue from, and the blocks for states after drafts. A request whose asynchronous load
+    failed from the first token on will start again in other blocks. Source: P1, P8.
     """
     rows = list_rows_of(state)
     for request, _, group, holding in list_holdings(state):
@@ -165,7 +171,7 @@ def is_every_attended_block_held(state: State) -> bool:
 
 
 def is_every_window_as_small_as_charged(state: State) -> bool:
-    """No request holds more of a group than its admission and its gate count on.
+    """No request holds more blocks of a group than its admission and its gate assume.
 
     Source: P8, P11.
     """
@@ -179,7 +185,7 @@ def is_every_window_as_small_as_charged(state: State) -> bool:
 
 
 def is_every_request_in_one_place(state: State) -> bool:
-    """Each unfinished request is in exactly one queue, the one its status names. Source: P13."""
+    """Each unfinished request is in exactly one queue, the one of its status. Source: P13."""
     places = (*state.waiting, *state.skipped_waiting, *state.running)
     return sorted(places) == sorted(state.requests) and all(
         (state.requests[name].status is Status.RUNNING) == (name in state.running)
@@ -188,7 +194,10 @@ def is_every_request_in_one_place(state: State) -> bool:
 
 
 def may_hold_blocks(config: Config, request: RequestState) -> bool:
-    """Whether it runs, is parked, or is a session that has run, or a branch. Source: P17."""
+    """Whether it runs, has an asynchronous load, is a session that has run, or a branch.
+
+    Source: P17.
+    """
     return request.status in (Status.RUNNING, PARKED) or (
         (request.request.resumable or config.enable_forks)
         and request.status in (Status.WAITING, Status.WAITING_FOR_STREAMING_REQ)
@@ -196,7 +205,7 @@ def may_hold_blocks(config: Config, request: RequestState) -> bool:
 
 
 def is_every_rest_behind_a_stop(state: State) -> bool:
-    """A session rests only without further input, and nothing of it is in flight or promised.
+    """A session is idle only without further input, rows in flight and placeholders.
 
     It has computed what it keeps, or holds nothing. Source: P10, P12, P17.
     """
@@ -212,7 +221,7 @@ def is_every_rest_behind_a_stop(state: State) -> bool:
 
 
 def is_token_accounting_sound(state: State) -> bool:
-    """Computed tokens are known, but for drafts in flight; only running requests have any.
+    """Computed tokens are known, except for drafts in flight; only running requests have any.
 
     Source: P12.
     """
@@ -229,13 +238,13 @@ def is_token_accounting_sound(state: State) -> bool:
 
 
 def is_every_table_begun(config: Config, request: RequestState) -> bool:
-    """There is a block in each table, but for one across to no items. Source: P12."""
+    """Whether each table has a block, except for cross attention without items. Source: P12."""
     groups = zip(config.kv_groups, request.block_tables, strict=True)
     return all(table or get_num_slots_of(group, 1, request.request) == 0 for group, table in groups)
 
 
 def is_every_placeholder_in_flight(state: State) -> bool:
-    """A request's placeholders are what rows in flight promise; it then runs just behind them.
+    """A request's placeholders are those of its rows in flight; it then runs just after them.
 
     Source: P12.
     """
@@ -252,9 +261,10 @@ def is_every_placeholder_in_flight(state: State) -> bool:
 
 
 def is_every_grammar_in_step(state: State) -> bool:
-    """A grammar stands where the outputs lead it, and accepts the drafts that follow. Source: P23.
+    """A grammar state follows from the outputs, and accepts the drafts that follow. Source: P23.
 
-    Those are the drafts that are known: attached, or in a frame that waits for its answer alone.
+    These are the drafts that are known: stored for the next step, or in a frame that can be
+    committed next.
     """
     config = state.config
     for request in state.requests.values():
@@ -276,7 +286,10 @@ def is_every_grammar_in_step(state: State) -> bool:
 
 
 def is_within_limits(state: State) -> bool:
-    """Seats, frames and adapters are within their limits, as is what closes. Source: P9, P10."""
+    """Running slots, frames, adapters and admission thresholds are within their limits.
+
+    Source: P9, P10.
+    """
     config = state.config
     adapters = {state.requests[name].request.adapter for name in state.running} - {None}
     return (
@@ -288,7 +301,7 @@ def is_within_limits(state: State) -> bool:
 
 
 def is_encoder_cache_exact(state: State) -> bool:
-    """No more is kept than there is room for; freeable is what nobody holds, once each.
+    """The encoder cache is within its size, and exactly the entries without holders are freeable.
 
     Between two steps nothing is planned. Source: vLLM 0.19.1 `EncoderCacheManager`; P9, P22.
     """
@@ -303,7 +316,7 @@ def is_encoder_cache_exact(state: State) -> bool:
 
 
 def is_every_held_item_needed(state: State) -> bool:
-    """An entry is held for places of its item that a running request has not computed yet.
+    """An entry is held only by occurrences of its item that a running request has not computed yet.
 
     Source: P7, P22.
     """
@@ -320,15 +333,17 @@ def is_every_held_item_needed(state: State) -> bool:
 
 
 def is_every_load_of_who_is_parked(state: State) -> bool:
-    """Who is parked has a load, and holds blocks for it; nobody else has one. Source: P17."""
+    """Exactly the requests that wait for an asynchronous load have one, with blocks. Source:
+    P17."""
     return {*state.transfers.parked} == {
         name for name, request in state.requests.items() if request.status is PARKED
     } and all(all(state.requests[name].block_tables) for name in state.transfers.parked)
 
 
 def is_every_load_unpublished(state: State) -> bool:
-    """Nothing of a load is settled that may not have come, and only one of a frame in flight, or of
-    who is parked, may not. Source: P4, P19.
+    """No block of an unconfirmed load is published.
+
+    Only loads of a frame in flight, and asynchronous ones, may be unconfirmed. Source: P4, P19.
     """
     loads = {load.request_id: load for frame in state.frames for load in frame.loads}
     for name, request in state.requests.items():
@@ -349,7 +364,7 @@ def is_every_load_unpublished(state: State) -> bool:
 
 
 def is_every_hold_of_somebody_gone(state: State) -> bool:
-    """Blocks are held for ids that have ended, in one direction at least. Source: P17."""
+    """Blocks are held only for finished requests, by a read or a write. Source: P17."""
     return all(
         name == entry.request_id
         and name not in state.requests
@@ -360,7 +375,7 @@ def is_every_hold_of_somebody_gone(state: State) -> bool:
 
 
 def is_every_deferred_free_of_a_frame_in_flight(state: State) -> bool:
-    """Blocks wait for a frame that will be answered, and only beside a store. Source: P17."""
+    """Deferred frees wait for a frame in flight, and exist only with a store. Source: P17."""
     frame_ids = [frame.frame_id for frame in state.frames]
     deferred_frees = state.pool.deferred_frees
     return (state.config.kv_connector or not deferred_frees) and all(
@@ -372,7 +387,7 @@ def is_every_deferred_free_of_a_frame_in_flight(state: State) -> bool:
 
 
 def is_every_offer_of_an_unfinished_request(state: State) -> bool:
-    """No offer outlives its request, and none is kept of nothing. Source: P18."""
+    """Every offer is for an unfinished request, and says something. Source: P18."""
     return all(
         name in state.requests and offer != KVOffer(name)
         for name, offer in state.transfers.offers.items()
@@ -380,8 +395,9 @@ def is_every_offer_of_an_unfinished_request(state: State) -> bool:
 
 
 def is_every_pin_of_a_job_and_findable(state: State) -> bool:
-    """A job has one pin at most, of blocks that can be found; an estimate is for a job that has a
-    pin or an unfinished turn. Source: P3, P17.
+    """A job has at most one pin, of cached blocks.
+
+    An estimate is for a job that has a pin or an unfinished turn. Source: P3, P17.
     """
     jobs = list_jobs(state.pins)
     known = {*jobs, *[request.request.job_id for request in state.requests.values()]}
@@ -432,5 +448,5 @@ INVARIANTS: tuple[Callable[[State], bool], ...] = (
 
 
 def get_broken_invariants(state: State) -> tuple[str, ...]:
-    """Names of the invariants that do not hold in `state`. Source: properties P1 to P16."""
+    """Return the names of invariants that do not hold in `state`. Source: properties P1 to P16."""
     return tuple(holds.__name__ for holds in INVARIANTS if not holds(state))

@@ -16,7 +16,7 @@ V = TypeVar("V")
 class FrozenMap(Mapping[K, V]):
     """An immutable mapping; equality and hash ignore the order of insertion.
 
-    Iteration follows insertion, so nothing that decides may iterate over it.
+    Iteration follows insertion, so no decision may iterate over it.
     """
 
     __slots__ = ("_items",)
@@ -36,18 +36,18 @@ class FrozenMap(Mapping[K, V]):
     def __contains__(self, key: object) -> bool:
         return key in self._items
 
-    # Views of `Mapping` ask for one key after the other.
+    # The views of `Mapping` look up one key after the other.
 
     def keys(self) -> KeysView[K]:
-        """In order of insertion."""
+        """Return the keys in order of insertion."""
         return self._items.keys()
 
     def values(self) -> ValuesView[V]:
-        """Likewise."""
+        """Return the values in order of insertion."""
         return self._items.values()
 
     def items(self) -> ItemsView[K, V]:
-        """Likewise."""
+        """Return the items in order of insertion."""
         return self._items.items()
 
     def __eq__(self, other: object) -> bool:
@@ -62,15 +62,15 @@ class FrozenMap(Mapping[K, V]):
         return f"FrozenMap({self._items!r})"
 
     def having(self, key: K, value: V) -> FrozenMap[K, V]:
-        """With this value for this key, whether or not there was one."""
+        """Return the mapping with this value for this key, replacing an earlier one."""
         return FrozenMap({**self._items, key: value})
 
     def without(self, key: K) -> FrozenMap[K, V]:
-        """Without this key, whether or not it is there."""
+        """Return the mapping without this key, whether or not it is there."""
         if key not in self._items:
             return self
         return FrozenMap({other: self._items[other] for other in self._items if other != key})
 
     def to_dict(self) -> dict[K, V]:
-        """A copy to work on."""
+        """Return a mutable copy."""
         return self._items.copy()

@@ -1,4 +1,4 @@
-"""Oracle: the specification as an object, for those who want answers rather than states."""
+"""Oracle: the specification as an object, for use without handling states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Answer = TypeVar("Answer")
 
 
 class RejectedEvent(Exception):
-    """The specification refused an event; its state has not changed."""
+    """The specification rejected an event; its state has not changed."""
 
     def __init__(self, rejected: v.Rejected) -> None:
         self.rejected = rejected
@@ -29,21 +29,21 @@ class RejectedEvent(Exception):
 class Oracle:
     """A scheduler that is right by definition; deterministic, without clock or randomness.
 
-    One method for each event, and questions that change nothing.
+    It has one method for each event, and queries that change nothing.
 
     Raises:
         ConfigError: from the constructor, if the config breaks a rule.
-        RejectedEvent: from every method but `apply`, if the event is refused.
+        RejectedEvent: from every method but `apply`, if the event is rejected.
     """
 
     def __init__(self, config: v.Config, profile: Profile = STRICT) -> None:
         self.state: State = initial_state(config, profile)
-        """The state now: an immutable value, to keep, compare or go back to."""
+        """The present state: an immutable value, to keep, compare or return to."""
 
     # Events.
 
     def apply(self, event: v.Event) -> v.Observation:
-        """Take one event; a refusal is an answer (`Rejected`) and changes nothing."""
+        """Apply one event; a rejection is returned (`Rejected`) and changes nothing."""
         result = transition(self.state, event)
         if isinstance(result, v.Rejected):
             return result
@@ -51,11 +51,11 @@ class Oracle:
         return result.observation
 
     def submit(self, request: v.Request) -> None:
-        """Take a request in."""
+        """Submit a request."""
         self._accepted(v.Submit(request), v.Ack)
 
     def schedule(self) -> v.Plan:
-        """Plan the next step."""
+        """Plan the next step; return the plan."""
         return self._accepted(v.Schedule(), v.Plan)
 
     def commit(
@@ -64,19 +64,19 @@ class Oracle:
         sampled: Mapping[v.RequestId, Iterable[int]],
         transfers: v.KVTransfers = v.NO_TRANSFERS,
     ) -> v.Outputs:
-        """Answer `plan`: the tokens sampled per request; requests left out sampled none."""
+        """Commit `plan` with the tokens sampled per request; requests left out sampled none."""
         rows = tuple(
             v.RowTokens(row.request_id, tuple(sampled.get(row.request_id, ()))) for row in plan.rows
         )
         return self._accepted(v.Commit(plan.frame_id, rows, transfers), v.Outputs)
 
     def propose(self, drafts: Mapping[v.RequestId, Iterable[int]]) -> tuple[v.RequestId, ...]:
-        """Hand in draft tokens per request; returns those whose drafts were attached."""
+        """Send draft tokens per request; return the requests whose drafts were stored."""
         rows = tuple(v.RowTokens(name, tuple(tokens)) for name, tokens in drafts.items())
         return self._accepted(v.Drafts(rows), v.DraftsTaken).request_ids
 
     def abort(self, *request_ids: v.RequestId) -> tuple[v.RequestId, ...]:
-        """End requests; returns those that were unfinished."""
+        """Abort requests; return those that were unfinished."""
         return self._accepted(v.Abort(request_ids), v.Aborted).request_ids
 
     def grammar_ready(self, request_id: v.RequestId) -> None:
@@ -84,18 +84,19 @@ class Oracle:
         self._accepted(v.GrammarReady(request_id), v.Ack)
 
     def update(self, request: v.Request) -> tuple[v.RequestId, ...]:
-        """Go on with a session, or end it if `request` is not resumable; returns who ended."""
+        """Continue a session, or end it if `request` is not resumable; return the ids that
+        finished."""
         answer = self._accepted(v.StreamingUpdate(request), object)
         return answer.request_ids if isinstance(answer, v.Aborted) else ()
 
     def grammar_failed(self, request_id: v.RequestId) -> v.Outputs:
-        """Report that the grammar of a request cannot be had; it ends."""
+        """Report that the grammar of a request cannot be compiled; it finishes."""
         return self._accepted(v.GrammarFailed(request_id), v.Outputs)
 
     def mask(
         self, plan: v.Plan, drafts: Mapping[v.RequestId, Iterable[int]] | None = None
     ) -> tuple[v.GrammarRow, ...]:
-        """What `plan` may sample under grammars; `drafts` are those that only the worker knows."""
+        """Return the mask of `plan`; `drafts` are those that only the worker knows."""
         rows = tuple(v.RowTokens(name, tuple(tokens)) for name, tokens in (drafts or {}).items())
         return self._accepted(v.GrammarBitmask(plan.frame_id, rows), v.GrammarOutput).rows
 
@@ -104,11 +105,11 @@ class Oracle:
         self._accepted(v.SetPause(pause_state), v.Ack)
 
     def resume(self) -> None:
-        """Let the next step schedule everybody again."""
+        """Let the next step schedule all requests again."""
         self.pause(v.PauseState.UNPAUSED)
 
     def reset(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Empty the prefix cache; False if blocks were held, and then nothing has changed."""
+        """Empty the prefix cache; return False, with nothing changed, if blocks were held."""
         event = v.Reset(reset_running_requests, reset_connector)
         return self._accepted(event, v.ResetDone).success
 
@@ -117,7 +118,7 @@ class Oracle:
         self._accepted(v.EncoderReset(), v.Ack)
 
     def offer(self, *identifiers: str) -> None:
-        """Set what a connector holds of encoded items."""
+        """Set the encoded items that a connector has."""
         self._accepted(v.EncoderOffer(identifiers), v.Ack)
 
     def offer_kv(
@@ -127,7 +128,7 @@ class Oracle:
         is_async: bool = False,
         delays_free: bool = False,
     ) -> None:
-        """Set what a store answers about a request: see `KVOffer`."""
+        """Set the store's answer about a request: see `KVOffer`."""
         self._accepted(v.KVOffer(request_id, num_tokens, is_async, delays_free), v.Ack)
 
     def report(
@@ -136,31 +137,33 @@ class Oracle:
         finished_sending: Iterable[v.RequestId] = (),
         invalid_block_ids: Iterable[v.BlockId] = (),
     ) -> v.Outputs:
-        """Report transfers without an answer to a plan; returns what becomes of those that fail."""
+        """Report transfers without a model output; return the outputs of requests that finish by
+        it."""
         transfers = v.KVTransfers(
             tuple(finished_recving), tuple(finished_sending), tuple(invalid_block_ids)
         )
         return self._accepted(v.TransfersReported(transfers), v.Outputs)
 
     def tell_time(self, now: int) -> None:
-        """It is `now`, in ticks."""
+        """Set the time to `now`, in ticks."""
         self._accepted(v.Clock(now), v.Ack)
 
     def estimate(self, job_id: str, ttl: int) -> None:
-        """Set for how long blocks of a job stay between its turns, in ticks."""
+        """Set for how many ticks blocks of a job are pinned between its turns."""
         self._accepted(v.PinEstimate(job_id, ttl), v.Ack)
 
     def _accepted(self, event: v.Event, kind: type[Answer]) -> Answer:
         answer = self.apply(event)
         if isinstance(answer, v.Rejected):
             raise RejectedEvent(answer)
-        assert isinstance(answer, kind), f"{event} is answered with {kind.__name__}"
+        assert isinstance(answer, kind), f"{event} is observed by {kind.__name__}"
         return answer
 
-    # Questions.
+    # Queries.
 
     def peek(self, request: v.Request) -> int:
-        """Tokens that this request would find in the prefix cache if it were admitted now.
+        """Return the tokens that this request would hit in the prefix cache if it were admitted
+        now.
 
         Nothing changes: it need not be submitted, and no block is touched.
         """
@@ -173,19 +176,19 @@ class Oracle:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a seat."""
+        """Number of running requests."""
         return len(self.state.running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait, those that were passed over included."""
+        """Number of waiting requests, including skipped ones."""
         return len(self.state.waiting) + len(self.state.skipped_waiting)
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that could be allocated, evicting what they carry."""
+        """Number of blocks that could be allocated, evicting their content."""
         return get_num_free_blocks(self.state.pool)
 
     def snapshot(self) -> v.Snapshot:
-        """The state in the form that engines are compared in."""
+        """Return the state in the form in which engines are compared."""
         return get_snapshot(self.state)

@@ -3,8 +3,8 @@
     free queue    head -> [ 5 ][ 2 ][ 7 ][ 3 ] <- tail
                   evicted next              freed last
 
-A free block keeps its key until somebody else needs the block (lazy eviction), so the free queue
-is also the cache of what nobody holds at the moment. Every operation takes a batch, in order.
+A free block keeps its key until the block is reused (lazy eviction), so the free queue is also the
+cache of blocks without holders. Every operation takes a batch, in order.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from blockstep.spec.vocabulary import (
 
 @wide_dataclass(frozen=True, slots=True)
 class Pool:
-    """The blocks of all KV-cache groups; fields are indexed by block id."""
+    """The blocks of all KV groups; fields are indexed by block id."""
 
     ref_counts: tuple[int, ...]
-    """Holders of each block; the null block's is always 0."""
+    """Number of holders of each block; the null block's is always 0."""
     block_keys: tuple[BlockKey | None, ...]
-    """What each block carries; None when it is not published."""
+    """Key of each block; None if it is not published."""
     free_queue: tuple[BlockId, ...]
-    """Blocks nobody holds, next to be evicted first."""
+    """Blocks without holders, in the order of reuse."""
     cached: FrozenMap[BlockKey, tuple[BlockId, ...]]
     """Published blocks by key, in order of publication."""
     is_lifo: bool = False
-    """Whether what was freed last is taken next."""
+    """Whether the block freed last is reused next."""
     deferred_frees: tuple[DeferredFree, ...] = ()
-    """What is freed with the answers to frames in flight: until then it counts as held."""
+    """Blocks freed when frames in flight are committed: until then they count as held."""
     kv_events: tuple[KVEvent, ...] | None = None
-    """What has become of `cached` since it was told last; None where nobody is told."""
+    """Changes of `cached` that were not yet returned as KV events; None if events are off."""
 
 
 def create_pool(num_blocks: int, *, tells: bool = False, is_lifo: bool = False) -> Pool:
-    """A pool of `num_blocks`, the null block included, all free in order of their ids.
+    """Return a pool of `num_blocks`, including the null block, all free in order of their ids.
 
-    `tells`: what becomes of the map is kept until it is told.
+    `tells`: KV events are recorded until they are returned.
 
     Source: seed 001 "Null Block" (the null block leaves the queue for good).
     """
@@ -63,12 +63,15 @@ def create_pool(num_blocks: int, *, tells: bool = False, is_lifo: bool = False) 
 
 
 def get_num_free_blocks(pool: Pool) -> int:
-    """Blocks that could be allocated, evicting what they carry. Source: seed 001; P1."""
+    """Return the number of blocks that could be allocated, evicting their content.
+
+    Source: seed 001; P1.
+    """
     return len(pool.free_queue)
 
 
 def count_free(pool: Pool, block_ids: Sequence[BlockId]) -> int:
-    """How many of `block_ids` sit in the free queue, so that touching them uses up capacity.
+    """Return how many of `block_ids` are in the free queue, so that touching them uses capacity.
 
     Source: seed 001 "Phase 1"; upstream #11562; P8.
     """
@@ -76,7 +79,7 @@ def count_free(pool: Pool, block_ids: Sequence[BlockId]) -> int:
 
 
 def touch_blocks(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
-    """One more holder for each block; what was free leaves the free queue, from its middle too.
+    """Add a holder to each block; free ones leave the free queue, also from its middle.
 
     Source: seed 001 "Touch"; P1.
     """
@@ -94,13 +97,13 @@ def touch_blocks(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
 
 
 def allocate_blocks(pool: Pool, num_blocks: int) -> tuple[Pool, tuple[BlockId, ...]]:
-    """Take `num_blocks` from the head of the free queue; they lose whatever key they carry.
+    """Take `num_blocks` from the head of the free queue; they lose their keys.
 
-    The caller has checked that there are so many, and never asks for less than none. Source:
-    seed 001 "Allocation: get_new_blocks()"; seed 000 "Lazy Hash Eviction"; P1, P3.
+    The caller has checked that there are enough, and never asks for a negative number. Source: seed
+    001 "Allocation: get_new_blocks()"; seed 000 "Lazy Hash Eviction"; P1, P3.
     """
     assert num_blocks >= 0, "an amount of blocks is never negative"
-    assert num_blocks <= get_num_free_blocks(pool), "the capacity check came first"
+    assert num_blocks <= get_num_free_blocks(pool), "the caller has checked the capacity"
     if num_blocks == 0:
         return pool, ()
     taken = pool.free_queue[:num_blocks]
@@ -114,13 +117,12 @@ def allocate_blocks(pool: Pool, num_blocks: int) -> tuple[Pool, tuple[BlockId, .
 
 
 def free_blocks(pool: Pool, block_table: Sequence[BlockId]) -> Pool:
-    """Give up one hold on each block of a table, its tail first.
+    """Remove one holder from each block of a table, its tail first.
 
-    Blocks that nobody holds any more join the end of the free queue in that order, keys and all:
-    the tail of a prompt is the least likely to be asked for again, so it is evicted first. In a
-    stack they join its head instead, the tail first of them all.
-    Source: seed 001 "Deallocation: free_blocks()"; seed 002 "The Free Pool"; seed 003 section 2.2;
-    P1, P16.
+    Blocks without holders join the end of the free queue in that order, with their keys: the tail
+    of a prompt is the least likely to be hit again, so it is evicted first. In a LIFO pool they
+    join its head instead, the tail first of them all. Source: seed 001 "Deallocation:
+    free_blocks()"; seed 002 "The Free Pool"; seed 003 section 2.2; P1, P16.
     """
     if not block_table:
         return pool
@@ -143,13 +145,13 @@ def publish_blocks(
     keys: Sequence[BlockKey],
     stored: Sequence[BlockStored] = (),
 ) -> Pool:
-    """Make each block findable under its key; `stored` is how it is told, if it is.
+    """Publish each block under its key; `stored` are the KV events for it, if events are on.
 
     Block tables only ever grow at their end, so a block is not swapped for an equal one that is
     published already: one key may have several blocks. Source: seed 003 sections 2.3 and 3.1; P3.
     """
     if not block_ids:
-        return get_telling(pool, stored)  # by a quirk only
+        return get_telling(pool, stored)  # only with a quirk
     block_keys = list(pool.block_keys)
     cached = pool.cached.to_dict()
     for block_id, key in zip(block_ids, keys, strict=True):
@@ -161,7 +163,7 @@ def publish_blocks(
 
 
 def withdraw_blocks(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
-    """Take the keys off these blocks; equal blocks stay findable. It is told block by block.
+    """Remove the keys of these blocks; equal blocks stay cached. One KV event for each block.
 
     Source: seed 001 "Eviction during Allocation"; for work that will not run, P4, upstream #43569;
     vLLM 0.19.1 `_maybe_evict_cached_block`; P20.
@@ -187,7 +189,7 @@ def withdraw_blocks(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
 
 
 def withdraw_all(pool: Pool) -> Pool:
-    """Take the keys off all blocks. The order of the free queue does not change.
+    """Remove the keys of all blocks. The order of the free queue does not change.
 
     Source: seed 001 "Reset Prefix Cache"; P20, P25.
     """
@@ -196,7 +198,7 @@ def withdraw_all(pool: Pool) -> Pool:
 
 
 def get_telling(pool: Pool, kv_events: Sequence[KVEvent]) -> Pool:
-    """The pool with more to tell, where somebody is told.
+    """Record KV events, if events are on.
 
     Source: vLLM 0.19.1 `BlockPool.kv_event_queue`; P20.
     """
@@ -206,12 +208,15 @@ def get_telling(pool: Pool, kv_events: Sequence[KVEvent]) -> Pool:
 
 
 def take_events(pool: Pool) -> tuple[Pool, tuple[KVEvent, ...]]:
-    """What is to be told, and the pool behind it. Source: vLLM 0.19.1 `take_events`; P20."""
+    """Return the recorded KV events, and the pool without them.
+
+    Source: vLLM 0.19.1 `take_events`; P20.
+    """
     return (replace(pool, kv_events=()), pool.kv_events) if pool.kv_events else (pool, ())
 
 
 def find_block(pool: Pool, key: BlockKey) -> BlockId | None:
-    """The block that a hit on `key` takes: the first published one that is left, or None.
+    """Return the block that a hit on `key` takes: the first published one that is left, or None.
 
     Source: vLLM 0.19.1, `BlockHashToBlockMap.get_one_block`, when run; P16.
     """

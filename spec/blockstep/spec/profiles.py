@@ -1,7 +1,7 @@
-"""Profiles: which release has which quirks (`releases` says what each of them is).
+"""Profiles: the quirks of each release (`releases` describes each quirk).
 
-With its profile on, the specification follows a release past its known defects, so that a new one
-stands out. A release between two that are named here is as the older one.
+With its profile on, the specification follows a release in its known defects, so that a new one
+shows. A release between two that are listed here has the quirks of the older one.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ __all__ = ["PROFILES", "QUIRKS", "RELEASES", "STRICT", "Profile", "Quirk", "Quir
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A set of quirks with a name."""
+    """A named set of quirks."""
 
     name: str
     quirks: frozenset[Quirk] = frozenset()
     spares: bool = True
-    """Whether an engine is spared the events that it declines because of a known defect."""
+    """Whether events are left out that an engine declines because of a known defect."""
 
 
 PREFIX = "vllm-"
-"""Of the profiles of releases; what follows is the release."""
+"""Prefix of the profiles of releases; the release number follows."""
 STRICT = Profile("strict", spares=False)
 SPARING = Profile("sparing")
-"""No quirk is followed, but what an engine declines is left out."""
+"""No quirk is followed, but events that an engine declines are left out."""
 HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
     (
         "0.11.0",
@@ -279,11 +279,12 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
         ),
     ),
 )
-"""Releases of vLLM that changed a quirk, oldest first: those that came, and those that went."""
+"""Releases of vLLM that changed a quirk, oldest first: quirks that appeared, and that disappeared.
+"""
 
 
 def _tell_releases() -> tuple[Profile, ...]:
-    """A profile for each entry of the history."""
+    """Return a profile for each entry of the history."""
     found: list[Profile] = []
     quirks: frozenset[Quirk] = frozenset()
     for version, came, went in HISTORY:
@@ -297,10 +298,10 @@ PROFILES: tuple[Profile, ...] = (STRICT, SPARING, *RELEASES)
 
 
 def get_profile(name: str) -> Profile | None:
-    """The profile called `name`, or None. Profiles and quirks can be added: `strict+QUIRK`.
+    """Return the profile called `name`, or None. Profiles and quirks can be added: `strict+QUIRK`.
 
-    A release of vLLM that is not in the table has the quirks of the newest before it.
-    Source: architecture D5.
+    A release of vLLM that is not in the table has the quirks of the newest before it. Source:
+    architecture D5.
     """
     known = {profile.name: profile for profile in PROFILES}
     if name in known:
@@ -320,7 +321,7 @@ def get_profile(name: str) -> Profile | None:
 
 
 def read_release_number(version: str) -> tuple[int, ...] | None:
-    """The number by which releases are ordered: that of `0.19.1` and `0.19.1rc1` is (0, 19, 1).
+    """Return the number by which releases are ordered: (0, 19, 1) for `0.19.1` and `0.19.1rc1`.
 
     Source: architecture D5.
     """
@@ -329,7 +330,7 @@ def read_release_number(version: str) -> tuple[int, ...] | None:
 
 
 def _get_older(name: str) -> Profile | None:
-    """The newest profile of a release that is not newer than the one that `name` names."""
+    """Return the newest profile of a release that is not newer than that of `name`."""
     number = read_release_number(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
     if number is None:
         return None
@@ -342,14 +343,16 @@ def _get_older(name: str) -> Profile | None:
 
 
 def get_smallest_profile(story: QuirkStory) -> Profile:
-    """The least that has this quirk and can show it. Source: architecture D5."""
+    """Return the smallest profile that has this quirk and can show it. Source: architecture D5."""
     return Profile(story.quirk, frozenset({story.quirk, *story.upon}))
 
 
 def initial_state(config: Config, profile: Profile = STRICT) -> State:
-    """The state before the first event, under the rules of `profile`. Source: architecture D2.
+    """Return the state before the first event, under the rules of `profile`.
+
+    Source: architecture D2.
 
     Raises:
-        ConfigError: if `config_problems(config)` finds any.
+        ConfigError: `config_problems(config)` finds a problem.
     """
     return create_state(config, get_rules(profile.quirks, config))

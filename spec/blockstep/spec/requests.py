@@ -1,4 +1,4 @@
-"""Requests: one unfinished request, what it holds of each KV group, and the frames it is in."""
+"""Requests: one unfinished request, what it holds of each KV group, and its rows in flight."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ from blockstep.spec.vocabulary import (
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a request holds of one KV group."""
+    """The blocks that a request holds in one KV group."""
 
     block_table: tuple[BlockId, ...] = ()
-    """Null blocks stand for its first ones once no token attends to them any more."""
+    """Null blocks replace the first ones once no later token attends to them."""
     num_cached_blocks: int = 0
-    """Leading blocks of the table whose key is settled (hit or published)."""
+    """Leading blocks of the table that were published or hit."""
 
 
 AT_THE_BEGINNING = Stand()
 NOTHING_HELD = (Holding(),)
-"""Of one KV group before admission, and after preemption."""
+"""A holding without blocks: before admission, and after preemption."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A prefix found in the cache: valid for every KV group, so of one length."""
+    """A prefix hit: valid for every KV group, so of one length."""
 
     num_tokens: int
     block_tables: BlockTables
-    """Per group: null blocks for what is not attended any more, and the blocks to share behind
-    them. Empty where there is no hit."""
+    """Per group: null blocks for skipped ones, then the blocks to share. Empty if there is no hit.
+    """
     junction: int = 0
-    """Tokens that some groups alone have cached, if those are more; in no strict run."""
+    """Length of the longest hit of some groups alone, if that is more; 0 in strict runs."""
     num_external: int = 0
-    """The last of its tokens, which a store loads into blocks that are still to be taken. What is
-    not attended behind these has null blocks, too."""
+    """Number of its last tokens that a store loads into blocks still to be taken. Blocks that are
+    skipped after these are null, too."""
 
     @property
     def num_local(self) -> int:
-        """Those before, which the blocks of others hold."""
+        """Number of tokens of the local hit, in cached blocks."""
         return self.num_tokens - self.num_external
 
 
@@ -62,15 +62,15 @@ class Hit:
 class RequestState:
     """One unfinished request.
 
-    num_known_tokens         |------ prompt ------|-- verified outputs --|
-    num_tokens_with_spec     |------ prompt ------|-- verified outputs --|-- drafts --|
-    num_computed_tokens      |---- KV exists ---->|
+    num_known_tokens         |------ prompt ------|-- verified outputs --| num_tokens_with_spec
+    |------ prompt ------|-- verified outputs --|-- drafts --| num_computed_tokens      |---- KV
+    exists ---->|
 
-    and with frames in flight, of which each promises a token and its drafts:
+    and with frames in flight, each with a placeholder for a token and for its drafts:
 
-    num_known_tokens         |------ prompt ------|-- verified outputs --|
-    num_output_placeholders                                              |-- promised --|
-    num_computed_tokens      |---- KV exists, or will once they have run ------------->|
+    num_known_tokens         |------ prompt ------|-- verified outputs --| num_output_placeholders
+    |- in flight --| num_computed_tokens      |---- KV exists, or will once they have run
+    -------------->|
     """
 
     request: Request
@@ -88,16 +88,16 @@ class RequestState:
     num_preemptions: int = 0
     grammar_ready: bool = False
     last_stop_token_id: TokenId | None = None
-    """Of a session: the stop token that it was told at the end of its last chunk."""
+    """The stop token of a session that was reported at the end of its last input."""
     updates: tuple[Request, ...] = ()
-    """Of a session: chunks to come, oldest first; one that is not resumable is the end of them."""
+    """The waiting inputs of a session, oldest first; one that is not resumable is the last."""
     stand: Stand = AT_THE_BEGINNING
-    """Where its outputs stand in its grammar, if it has one (P23)."""
+    """The state of its grammar after its outputs, if it has one (P23)."""
     junction: int = 0
-    """That of its hit; in no strict run."""
+    """The junction of its hit; 0 in strict runs."""
     is_unsettled: bool = False
-    """Whether KV of it may not have come that a store loads: until it is known to be there, nothing
-    of it becomes findable (P19)."""
+    """Whether KV that a store loads for it is unconfirmed: until it is confirmed, no loaded block
+    is published (P19)."""
 
     @property
     def request_id(self) -> RequestId:
@@ -106,22 +106,22 @@ class RequestState:
 
     @property
     def num_known_tokens(self) -> int:
-        """Prompt and verified outputs (vLLM's `num_tokens`)."""
+        """Number of prompt and verified output tokens (vLLM's `num_tokens`)."""
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def all_token_ids(self) -> TokenIds:
-        """Prompt and verified outputs."""
+        """Prompt and verified output tokens."""
         return self.request.prompt_token_ids + self.output_token_ids
 
     @property
     def block_tables(self) -> BlockTables:
-        """Per KV group: the blocks it holds, positions in order."""
+        """Per KV group: the blocks it holds, in token order."""
         return tuple([holding.block_table for holding in self.holdings])
 
 
 def without_nulls(block_table: tuple[BlockId, ...]) -> tuple[BlockId, ...]:
-    """The blocks that a table holds: null blocks mostly stand in front of them. Source: P1."""
+    """Return the blocks of a table without null blocks, which mostly come first. Source: P1."""
     num_null = block_table.count(NULL_BLOCK)
     held = block_table[num_null:] if num_null else block_table
     if num_null and NULL_BLOCK in held:
@@ -131,26 +131,26 @@ def without_nulls(block_table: tuple[BlockId, ...]) -> tuple[BlockId, ...]:
 
 @wide_dataclass(frozen=True, slots=True)
 class FrameRow:
-    """What a frame in flight asks of one request."""
+    """One request's row of a frame in flight."""
 
     request_id: RequestId
     draft_token_ids: TokenIds
     samples: bool
-    """Whether the step reaches the last token that will be known, so that the worker samples."""
+    """Whether the step computes the last token that will be known, so that the worker samples."""
     is_dropped: bool = False
-    """Whether what it sampled is not delivered: a session has stopped before it."""
+    """Whether its tokens are not delivered: a session has stopped before it."""
     num_in_doubt: int = 0
     """Computed tokens of it that may have to be computed again: its drafts."""
     has_mask: bool = False
-    """Whether what it samples is held to a grammar."""
+    """Whether a grammar constrains its tokens."""
     is_masked: bool = False
-    """Whether a mask was made with its drafts: what still is a placeholder, nobody can accept."""
+    """Whether a mask was made with its drafts: remaining placeholders cannot be accepted."""
     num_scheduled: int = 0
-    """Its tokens; in no strict run."""
+    """Number of its tokens; 0 in strict runs."""
 
     @property
     def verifiable_drafts(self) -> TokenIds:
-        """Its drafts without those that a mask cut off, which stand last."""
+        """Return its drafts without those that a mask cut off, which come last."""
         if not self.is_masked or DRAFT_PLACEHOLDER not in self.draft_token_ids:
             return self.draft_token_ids
         return self.draft_token_ids[: self.draft_token_ids.index(DRAFT_PLACEHOLDER)]
@@ -158,19 +158,19 @@ class FrameRow:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A plan on its way: scheduled, not yet committed."""
+    """A plan in flight: scheduled, not yet committed."""
 
     frame_id: FrameId
     rows: tuple[FrameRow, ...]
-    """In the order of scheduling, which is the order of commit."""
+    """Rows in the order of scheduling, which is the order of commit."""
     has_structured_output: bool = False
-    """Whether a row samples for a request with structured output; in no strict rule."""
+    """Whether a row samples for a request with structured output; no strict rule uses it."""
     loads: tuple[KVLoad, ...] = ()
-    """What a store loads before its rows read it, in the order of the plan."""
+    """Loads that end before its rows read them, in the order of the plan."""
 
 
 def list_rows_in_flight(frames: Sequence[Frame], request_id: RequestId) -> list[FrameRow]:
-    """What frames in flight ask of a request, and will deliver; oldest first. Source: P13, P14."""
+    """Return the rows in flight of a request that will deliver; oldest first. Source: P13, P14."""
     return [
         row
         for frame in frames
@@ -180,5 +180,5 @@ def list_rows_in_flight(frames: Sequence[Frame], request_id: RequestId) -> list[
 
 
 def count_in_doubt(frames: Sequence[Frame], request_id: RequestId) -> int:
-    """Computed tokens of a request that frames in flight may take back. Source: P14."""
+    """Return a request's computed tokens that frames in flight may roll back. Source: P14."""
     return sum([row.num_in_doubt for row in list_rows_in_flight(frames, request_id)])

@@ -1,9 +1,9 @@
-"""Rules: the decisions that some release takes otherwise, as one value.
+"""Rules: the decisions that some release takes differently, as one value.
 
-A state carries its rules. Each field is a function or a plain value that the rooms ask at the one
-place where the decision is made. The specification's own is the default of the field where there is
-nothing to reckon, and else stands in `strict.STRICT_RULES`; what a release does instead wraps one
-of them (architecture D5).
+A state carries its rules. Each field is a function or a plain value that is used at the one place
+where the decision is made. The specification's own decision is the default of the field if it is
+trivial, and otherwise in `strict.STRICT_RULES`; a release's deviation wraps one of them
+(architecture D5).
 """
 
 from __future__ import annotations
@@ -34,275 +34,289 @@ from blockstep.spec.vocabulary import (
 
 T = TypeVar("T")
 Stop: TypeAlias = tuple[FinishReason | None, int | None]
-"""Why a request ends, and the stop token that it ended by; (None, None) while it goes on."""
+"""The finish reason, and the stop token if there is one; (None, None) while the request continues.
+"""
 
 
 def as_is(what: T, *_: object) -> T:
-    """What is asked about, as it is. Source: architecture D5."""
+    """Return the first argument: the strict decision. Source: architecture D5."""
     return what
 
 
 def never(*_: object) -> bool:
-    """No, whatever is asked about. Source: architecture D5."""
+    """Return False. Source: architecture D5."""
     return False
 
 
 def none(*_: object) -> int:
-    """Not one, whatever is asked about. Source: architecture D5."""
+    """Return 0. Source: architecture D5."""
     return 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
 class Rules:
-    """How each such decision is made.
+    """The decisions, one per field.
 
-    Two are equal if they follow the same quirks; hash, pickle and text are by them alone, too.
+    Docstrings name arguments in parentheses; `..` leaves out those that their types explain, and
+    "that" is the strict decision. Two values are equal if they follow the same quirks; hash, pickle
+    and repr depend only on these, too.
     """
 
     quirks: frozenset[str]
-    """Names of the deviations in it (`releases.Quirk`); none in the specification proper."""
+    """Names of the quirks in it (`releases.Quirk`); empty for the specification proper."""
     remake: tuple[Callable[..., Rules], tuple[Any, ...]]
-    """A function and the arguments from which it makes these very rules, to be pickled by."""
+    """A function and its arguments that make these very rules again, for pickling."""
 
     # identity
     get_item_keys: Callable[[Request, int, int], tuple[tuple[str, int], ...]]
-    """The items that name the block at token positions [start, end)."""
+    """Items that are part of the key of the block at token positions [start, end)."""
     get_request_behind_outputs: Callable[[Request], Request] = as_is
-    """The request as blocks see it that outputs complete: with all of its items (P6)."""
+    """The request used for keys of blocks that outputs complete: the same, with all of its items
+    (P6)."""
 
     # memory
     free_blocks: Callable[[Pool, Sequence[BlockId]], Pool]
-    """Give up a table: the order in which its blocks are queued."""
+    """Release a table: the order in which its blocks are queued."""
     revoke_slots: Callable[..., Pool]
     """Free what a preempted request holds: (pool, request, the block size of each group, rules, the
-    frame in flight whose answer its blocks wait for, or None)."""
+    frame in flight whose commit its blocks wait for, or None)."""
     reserves_full_isl: bool = True
-    """Whether `scheduler_reserve_full_isl` is known."""
+    """Whether `scheduler_reserve_full_isl` is supported."""
     get_num_lookahead_at_admission: Callable[[Config, RequestState], int] = none
-    """Slots for a proposer's lookahead that an admission asks for: none, nothing is drafted yet."""
+    """Lookahead slots for the proposer at an admission: none, nothing is drafted yet."""
     publishes_at_commit: Callable[[bool, Config], bool] = as_is
-    """Whether a commit publishes the blocks that it fills: where the next plan, which would, may
-    come long before (P4); (whether scheduling is asynchronous, ..)."""
+    """Whether a commit publishes the blocks that it fills: if the next plan, which otherwise would,
+    may be made long before (P4); (whether scheduling is asynchronous, ..)."""
 
     # groups
     get_joint_hit: Callable[[Config, Pool, RequestState], Hit]
-    """What a waiting request shares, where there are KV groups."""
+    """The prefix hit of a waiting request, with KV groups."""
     count_reserved_blocks: Callable[
         [Config, Pool, KVGroup, int, tuple[BlockId, ...], Holding, int], int
     ]
-    """Free blocks of one group that the gate wants: (.., slots, its hit, what it holds)."""
+    """Free blocks of one group that the admission gate requires: (.., slots, its hit, what it
+    holds)."""
     count_skipped_blocks: Callable[[int, KVGroup, Holding], int] = as_is
-    """Leading blocks of one group that are given back: all that are skipped (P8); (those, .., what
-    is held)."""
+    """Leading blocks of one group that are freed: all skipped ones (P8); (those, .., what is held).
+    """
     get_num_in_doubt: Callable[[int, int], int] = as_is
-    """Computed tokens of a row that may have to be computed again, so that a window is read before
-    them: its drafts (P14); (drafts, scheduled tokens)."""
+    """Computed tokens of a row that may have to be computed again, so that the window before them
+    is kept: its drafts (P14); (drafts, scheduled tokens)."""
     count_in_doubt: Callable[[Sequence[Frame], RequestId], int]
-    """Those of all rows of a request in flight; of rows that deliver nothing there are none."""
+    """The sum of these over all rows in flight of a request that will deliver."""
     compute_num_certain: Callable[[KVGroup, int, int], int]
-    """Computed tokens that a group may count on: (.., computed, tokens in doubt)."""
+    """Computed tokens that are certain for a group: (.., computed, drafts in flight)."""
 
     get_aligned_share: Callable[[Config, RequestState, int, int], int]
-    """Tokens of a row where states are kept: (.., computed, tokens that it could have)."""
+    """Tokens of a row with recurrent groups: (.., computed, tokens that it could have)."""
     hide_states: Callable[[Pool, Sequence[BlockId]], Pool]
-    """The pool to look for a hit in, given the states that this very step writes."""
+    """The pool in which a hit is looked for, given the states that this very step writes."""
     waits_for_states: Callable[[Pool, Pool, Sequence[BlockId], Hit], bool] = never
-    """Whether who has this hit waits for the next step: (pool before this one, pool now, states
-    that this one writes, hit). Never, the hit is there (P15)."""
+    """Whether a request with this hit waits for the next step: (pool before this one, pool now,
+    states that this one writes, hit). Never, the hit is available (P15)."""
     is_zeroed: Callable[[KVGroup], bool]
-    """Whether its new blocks are zeroed beside recurrent groups."""
+    """Whether the group's new blocks are zeroed in a pool with recurrent groups."""
     zeroes_withdrawn: bool = False
-    """Whether blocks are zeroed of rows that the step took back."""
+    """Whether blocks of withdrawn rows are zeroed."""
 
     # order
     get_victim_rank: Callable[[RequestState], tuple[int | str, ...]]
-    """PRIORITY preempts the first of greatest rank."""
+    """PRIORITY preempts the first request of greatest rank."""
     compute_next_index: Callable[[int, int, bool], int] = as_is
-    """Whose turn it is after a preemption: whose it was, whether or not the victim had a row (seed
-    001 "Preemption in the Running Loop"; P15); (its index now, before, whether it had one)."""
+    """The index of the running phase after a preemption: that of the same request, whether or not
+    the victim had a row (seed 001 "Preemption in the Running Loop"; P15); (its index now, before,
+    whether it had one)."""
     goes_on_after_self_victim: Callable[[Config], bool] = never
-    """Whether the running phase goes on behind a request that preempted itself: never. It lacked
-    blocks, and so would whoever comes after it (seed 001 "Preemption in the Running Loop"; P15)."""
+    """Whether the running phase continues after a request that preempted itself: never. It lacked
+    blocks, and so would later ones (seed 001 "Preemption in the Running Loop"; P15)."""
     get_threshold: Callable[[int, int], int] = as_is
-    """The cap of a long prefill, 0 for none: that of the config, however many requests there are
+    """The limit of a long prefill, 0 for none: that of the config, however many requests there are
     (seed 001 "For Running Requests"); (that, unfinished requests)."""
     waits_apart: Callable[[bool, RequestState], bool] = as_is
-    """Whether who joins a queue waits in `skipped_waiting`: if, for now, it is not its turn that it
-    waits for (vLLM 0.19.1 `_enqueue_waiting_request`; P16); (that, request)."""
+    """Whether a request that joins a queue waits in `skipped_waiting`: if it waits for something
+    other than admission (vLLM 0.19.1 `_enqueue_waiting_request`; P16); (that, request)."""
     get_open_queue: Callable[..., list[RequestId]] = as_is
-    """Whose head may be admitted next: that of the queue whose turn it is, and nobody's while all
-    is paused for newcomers (P16); (that, whether it is, `waiting`, `skipped_waiting`)."""
+    """The queue whose head may be admitted next: the selected one, or none while new requests are
+    paused (P16); (that, whether it is paused, `waiting`, `skipped_waiting`)."""
     count_seats: Callable[[int, Mapping[RequestId, RequestState]], int] = as_is
-    """Seats that are taken: of those that run (P9); (their number, requests)."""
+    """Running slots that are taken: those of running requests (P9); (their number, requests)."""
     get_order_of_return: Callable[[list[RequestId]], list[RequestId]] = as_is
-    """In which order those that a step passed over stand in their queue again: as before (P7)."""
+    """The order in which requests skipped by a step return to their queue: as before (P7)."""
     passes_over_too_long: bool = False
-    """Whether a prompt beyond the rest of the budget is passed over, without chunked prefill."""
+    """Whether a prompt beyond the remaining budget is skipped, without chunked prefill."""
     counts_adapters_of_rows_only: bool = False
-    """Whether who runs without a row in the step leaves its adapter's seat to others."""
+    """Whether a running request without a row in the step leaves its LoRA slot to others."""
     get_num_cached_tokens: Callable[[int, RequestState, int], int] = as_is
-    """What is told as cached once a request is admitted: the hit of the first admission (seed 001;
+    """Cached tokens reported once a request is admitted: the hit of the first admission (seed 001;
     P21); (that, request, its hit now)."""
 
     # encoder
     get_item_holder: Callable[[Holder, Request], Holder] = as_is
-    """As whom a request holds an item of its: each place of it counts (P22); (that place, ..)."""
+    """The holder of a request's item: each occurrence counts (P22); (that occurrence, ..)."""
     is_item_needed: Callable[[MultiModalItem, int, int, int], bool]
-    """Whether a chunk reads of an item: (.., computed, tokens, tokens read ahead)."""
+    """Whether a chunk reads an item: (.., computed, tokens, tokens read ahead)."""
     compute_end_between_items: Callable[[Sequence[MultiModalItem], int, int], int]
-    """Where a chunk ends that must not end inside of an item: (.., computed, end)."""
+    """The end of a chunk that must not end inside an item: (.., computed, end)."""
     stops_before_item: Callable[[MultiModalItem, bool, int, int], bool] = never
-    """Whether a chunk ends before an item that it reads, whether or not there is room for it: no,
-    it ends between items; (.., whether it is in the cache, computed, tokens)."""
+    """Whether a chunk ends before an item that it reads, with or without room for it: no, it ends
+    between items; (.., whether it is in the cache, computed, tokens)."""
     ends_before_the_head: bool = True
-    """Whether a chunk that ends before an item without room has no draft head read of it."""
+    """Whether a chunk that ends before an item without room also keeps the draft head from reading
+    it."""
     passes_over_without_items: bool = False
-    """Whether who waits and gets no token for want of an item is passed over."""
+    """Whether a waiting request is skipped if an item without room leaves it no tokens."""
     free_read_items: Callable[[Encoder, RequestState, int | None], Encoder] = as_is
-    """Let items go with a row of an answer: a plan has done so, and who ends lets go behind all
-    rows; (.., request, rejected drafts, or None where it ends)."""
+    """Release items with a row of a commit: no, a plan has done so, and a finished request releases
+    them after all rows; (.., request, rejected drafts, or None if it finishes)."""
     aligns_before_items: bool = False
-    """Whether a chunk is cut where states are kept before, not after, it is cut where items are."""
+    """Whether a chunk is cut at boundaries of states before, not after, it is cut at items."""
     asks_room_first: bool = False
-    """Whether room is made for an item before it is seen whether the chunk reads of it."""
+    """Whether room is made for an item before it is known whether the chunk reads it."""
     external_costs_compute: bool = False
-    """Whether what is loaded needs the compute of what is encoded."""
+    """Whether a loaded item needs the compute budget of an encoded one."""
     get_encoder_once_asked: Callable[[Encoder, Encoder], Encoder] = as_is
-    """The encoder when a row was asked for that may still not be: as it was (P7, P22); (as it was,
-    as it would be with the row)."""
+    """The encoder after items were checked for a row that may still fail: unchanged (P7, P22);
+    (that, as it would be with the row)."""
     keeps_items_without_row: bool = False
-    """Whether who gets no row for want of an item holds others."""
+    """Whether a request without a row, because an item has no room, holds other items."""
     forgets_restored_compute: bool = False
-    """Whether compute that a victim gives back is lost when the row that preempted it has items."""
+    """Whether compute that a victim returns is lost when the row that preempted it has items."""
     withdraw_items: Callable[[Encoder, Request, Sequence[RequestId]], Encoder]
-    """Take back what a request planned in this step: (.., whose rows are left, in order)."""
+    """Withdraw what a request planned in this step: (.., requests with remaining rows, in order).
+    """
     free_items: Callable[[Encoder, Request, int | None], Encoder]
-    """Let a request's items go that end within its computed tokens; None: all of them."""
+    """Release a request's items that end within its computed tokens; None: all of them."""
     drops_remade_items: bool = False
-    """Whether the worker is to drop what was evicted though the step makes it anew."""
+    """Whether the worker drops evicted items that the step encodes again."""
 
     # drafts
     get_num_padding: Callable[[Config, int, int, int, Iterable[RequestState]], int | None] = none
-    """Drafts that a request is admitted with: 0, for nobody has proposed any (P24); (config, known
-    tokens, hit tokens, budget, planned running requests). `None` has it wait for their sake."""
+    """Drafts that a request is admitted with: 0, none are proposed yet (P24); (config, known
+    tokens, hit tokens, budget, planned running requests). None: the request waits because of them.
+    """
     keeps_drafts: Callable[[bool, bool], bool] = never
-    """Whether a running request's drafts outlive a plan: (is in it, samples in it). Only until it,
-    so never (P24)."""
+    """Whether a running request's drafts outlive a plan: (is in it, samples in it). Never (P24)."""
     get_preempted: Callable[[RequestState], RequestState]
     """The request after it lost its blocks."""
 
     # frames in flight
     get_fence: Callable[[Config, Sequence[Frame], RequestId], FrameId | None]
-    """The frame in flight whose answer the blocks of a request wait for, before they are free: the
-    newest that names it, beside a store (P17). None: they are free at once."""
+    """The frame in flight whose commit the blocks of a request wait for, before they are free: with
+    a store, the newest with a row of it (P17). None: they are free at once."""
     is_held_by_frames: Callable[[Sequence[Frame], RequestState], bool]
     """Whether a preempted request waits for frames in flight before it is admitted again."""
     get_frames_after_reset: Callable[
         [tuple[Frame, ...], Sequence[RequestId]], tuple[Frame, ...]
     ] = as_is
-    """Frames in flight after a reset preempted these requests: what they sampled counts (P13)."""
+    """Frames in flight after a reset preempted these requests: their tokens count (P13)."""
     get_reset_request: Callable[[RequestState], RequestState] = as_is
-    """A preempted request as a forced reset leaves it: like all others that were preempted. Its
-    tokens in flight still come (upstream #42043, #48245; P13)."""
+    """A preempted request after a forced reset: like all other preempted ones. Its tokens in flight
+    are still delivered (upstream #42043, #48245; P13)."""
     names_victims_of_resets: bool = False
-    """Whether the next plan names those that a forced reset preempted."""
+    """Whether the next plan lists the requests that a forced reset preempted."""
 
     # sessions
     get_num_kept: Callable[[RequestState], int]
-    """Leading tokens that a session keeps of a chunk that has stopped."""
+    """Leading tokens that a session keeps at a stop."""
     get_stand_of_chunk: Callable[[Stand, RequestState], Stand] = as_is
-    """Where the outputs of a new chunk stand in its grammar: at the beginning (P23); (that, ..)."""
+    """The grammar state before the outputs of a session's next input: the initial one (P23); (that,
+    ..)."""
     get_num_kept_keys: Callable[[RequestState, int], int]
-    """Leading block keys that it keeps: (.., full blocks of kept tokens)."""
+    """Leading block keys that a session keeps: (.., full blocks of kept tokens)."""
     get_chunk_request: Callable[[Request, Request], Request] = as_is
-    """What a session asks for with its next chunk: (that, what it asked for before)."""
+    """The request of a session with its next input: (that, the request before)."""
     get_stopped: Callable[..., tuple[Pool, RequestState]]
     """A session at its stop: what it has computed, and holds; (config, pool, request, rules, the
-    frame in flight whose answer its blocks wait for, or None)."""
+    frame in flight whose commit its blocks wait for, or None)."""
     hint_is_of_all_holders: bool = False
-    """Whether blocks that all have in common are in the tables of who does not run, too."""
+    """Whether the common prefix counts tables of requests that do not run, too."""
     skips_before_the_gate: bool = True
-    """Whether one that goes on is asked for with what fell out of its windows given back; else it
-    gives that back behind the gate, refused or not."""
+    """Whether an admission of a session frees its skipped blocks before the gate; otherwise after
+    it, even if the admission fails."""
     drops_rows_behind_stops: bool = True
-    """Whether what frames in flight sample for a session that has stopped is dropped."""
+    """Whether tokens that frames in flight sample for a session that has stopped are dropped."""
     takes_back_from_sessions: bool = True
-    """Whether sessions that do not run give their blocks up where they are needed."""
+    """Whether blocks are reclaimed from sessions that do not run."""
 
     # transfers
     asks_who_skips_reading: bool = False
-    """Whether a store is asked also for who may not take what others have computed."""
+    """Whether a store is also asked about requests that skip reading the cache."""
     counts_who_skips_reading: bool = False
-    """Whether it counts as a question to a store that somebody was admitted who asks none (P21)."""
+    """Whether the admission of a request that does not ask counts as a query of the store (P21)."""
     compute_num_external: Callable[[int, int, int, bool], int]
-    """Tokens to load: (tokens that are offered, known, of the local hit, whether they come later
-    than the step)."""
+    """Tokens to load: (tokens that are offered, known, of the local hit, whether the load is
+    asynchronous)."""
     get_parked: Callable[[RequestState], RequestState] = as_is
-    """Who is parked for a load: nothing of it is told as cached before it is admitted (P21)."""
+    """A request with an asynchronous load: nothing is reported as cached before it is admitted
+    (P21)."""
     get_returned: Callable[[RequestState], RequestState] = as_is
-    """Who comes back once its load has come: with all of that computed."""
+    """A request after its asynchronous load: with all loaded tokens computed."""
     publishes_loads_at_once: bool = False
-    """Whether blocks are findable that a store is still to load for the very step (P19)."""
+    """Whether blocks are published that a store is still to load for the very step (P19)."""
     returns_for_good: bool = False
-    """Whether who comes back and is then refused has come back all the same (P7)."""
+    """Whether the end of an asynchronous load takes effect even if the admission fails (P7)."""
     looks_behind_the_head: bool = True
-    """Whether those whose load has come are admitted past a head that does not fit (P10)."""
+    """Whether requests with an ended load are admitted past a head that does not fit (P10)."""
     takes_back_from_parked: bool = True
-    """Whether those whose load has come give their blocks up where they are needed (P10)."""
+    """Whether blocks are reclaimed from requests with an ended load (P10)."""
     take_hit: Callable[[Config, Pool, RequestState, Hit], tuple[Pool, BlockTables]]
-    """Hold what a hit has, and take blocks with it: (.., hit). Per group: those (P2)."""
+    """Hold the blocks of a hit, and take blocks with it: (.., hit). Returns those per group (P2).
+    """
     count_settled: Callable[[int, Sequence[BlockId]], int] = as_is
-    """Leading blocks of one group behind a load whose key is settled: those of the local hit (P19);
-    (that, what the group has before the blocks that it takes)."""
+    """Leading blocks of one group, with a load, that count as published: those of the local hit
+    (P19); (that, the blocks that the group has before it takes some)."""
     get_failures: Callable[..., tuple[Any, tuple[RequestId, ...]]]
-    """What blocks do that could not be loaded: (state, those, the frame that is answered or None).
-    The state, whose oldest frame has dropped the rows that deliver nothing, and who fails by
-    policy (P19)."""
+    """Process blocks that could not be loaded: (state, those, the frame being committed or None).
+    Returns the state, whose oldest frame has dropped the rows that deliver nothing, and the
+    requests that fail by policy (P19)."""
     remembers_num_scheduled: bool = False
-    """Whether a frame in flight knows how many tokens each row of it has."""
+    """Whether a frame in flight records the number of tokens of each row."""
     get_failed_row: Callable[[OutputRow, RequestState], OutputRow] = as_is
-    """What is delivered of a request that fails by policy: 0 cached tokens, if it never ran."""
+    """The output row of a request that fails by policy: 0 cached tokens, if it never ran."""
     holds_are_one: bool = False
-    """Whether any end of a transfer ends all that hold the blocks of an ended request (P17)."""
+    """Whether the end of any transfer ends all holds on the blocks of a finished request (P17)."""
     let_go_at_end: Callable[..., tuple[Pool, RequestState]] = as_is
-    """What is freed of who ends beside a store before the store sees its tables: nothing, it holds
-    all of them (P17); ((pool, request), the state before)."""
+    """What is freed of a finishing request before the store sees its tables: nothing, it holds all
+    of them (P17); ((pool, request), the state before)."""
     waits_for_empty_transfers: bool = True
-    """Whether a reset waits for transfers of which no block is held, as of any (P25)."""
+    """Whether a reset also waits for transfers that hold no block (P25)."""
     resets_apart: bool = False
-    """Whether a store is reset though the pool was not, and the pool though there is no store."""
+    """Whether a store is reset although the pool was not, and the pool although there is no store.
+    """
 
     # events
     get_stored: Callable[
         [Config, RequestState, int, Sequence[BlockId], int], tuple[BlockStored, ...]
     ]
-    """How it is told that blocks of a group become findable: (.., group, blocks, first index)."""
+    """The KV events when blocks of a group are published: (.., group, blocks, first index)."""
     tells_resets_at_once: bool = True
-    """Whether a reset tells what it cleared, and does not leave it to the next commit."""
+    """Whether a reset returns its KV events, and does not leave them to the next commit."""
 
     # grammars
     get_next_stand: Follow
-    """Where a token leads in a grammar, within one step."""
+    """The grammar state after a token, within one step."""
     get_settled: Callable[[RequestState, Stand, Config, TokenIds], RequestState] = as_is
-    """A request with a grammar behind a step: as its tokens led it (P23); (the request, where it
-    stood before, .., tokens). Once more, without a token, where its drafts are told with a mask."""
+    """A request with a grammar after a step: as its tokens advanced it (P23); (the request, its
+    grammar state before, .., tokens). Called again, without a token, when drafts are sent with a
+    mask."""
     masks_behind_placeholders: bool = True
-    """Whether a mask says anything of positions behind a draft that is a placeholder."""
+    """Whether a mask constrains positions after a placeholder draft."""
     has_mask_row: Callable[[bool, Frame, RequestState], bool] = as_is
-    """Whether a mask that is made now has rows of it: if it was planned so (P23); (that, its frame,
-    its request)."""
+    """Whether a mask that is made now has rows of a request: if that was planned (P23); (that, its
+    frame, its request)."""
 
     # endings
     get_told_stop: Callable[[TokenId | None, RequestState, FinishReason | None], TokenId | None] = (
         as_is
     )
-    """The stop token that a client is told: the one that ended its request now (P13); (.., why)."""
+    """The stop token reported to a client: the one that ended its request now (P13); (.., reason).
+    """
     compute_stop: Callable[[RequestState, TokenIds, int, int], Stop]
-    """Why a request ends: (request, outputs, known tokens, max_model_len)."""
+    """Finish reason and stop token: (request, outputs, known tokens, max_model_len)."""
 
     # the loop
     has_work: Callable[..., bool]
-    """Whether the loop must go on planning, of a state (P10)."""
+    """Whether the loop must continue planning, in a state (P10)."""
 
     def __eq__(self, other: object) -> bool:
         return self.quirks == other.quirks if isinstance(other, Rules) else NotImplemented

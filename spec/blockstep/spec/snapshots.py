@@ -1,4 +1,4 @@
-"""Snapshots: the state as the vocabulary shows it, to be compared with an engine's."""
+"""Snapshots: the state in the form in which it is compared with an engine's."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from blockstep.spec.vocabulary import (
 
 
 def get_snapshot(state: State, shown: tuple[RequestSnapshot, ...] | None = None) -> Snapshot:
-    """The canonical snapshot of `state`. Source: architecture D1.
+    """Return the canonical snapshot of `state`. Source: architecture D1.
 
-    `shown` is for who shows many states and remembers requests: they must equal
-    `get_request_snapshots`.
+    `shown`: cached results for callers with many states; it must equal `get_request_snapshots`.
     """
-    return Snapshot(  # by position: of names a dictionary is made, which takes as long again
+    return Snapshot(  # by position: keywords would make a dictionary, which doubles the time
         state.pause_state,
         state.waiting,
         state.skipped_waiting,
@@ -50,7 +49,7 @@ def get_snapshot(state: State, shown: tuple[RequestSnapshot, ...] | None = None)
 
 
 def get_encoder_snapshot(encoder: Encoder) -> EncoderSnapshot | None:
-    """The encoder's cache, holders by request. Source: architecture D1."""
+    """Return the encoder's cache, holders by request. Source: architecture D1."""
     if not encoder.size:
         return None
     entries = [
@@ -67,7 +66,7 @@ def get_encoder_snapshot(encoder: Encoder) -> EncoderSnapshot | None:
 
 
 def get_transfers_snapshot(state: State) -> TransfersSnapshot:
-    """What is under way between pool and store. Source: architecture D1."""
+    """Return the transfers between pool and store. Source: architecture D1."""
     moving, requests = state.transfers, state.requests
     unsettled = [name for name in state.running if requests[name].is_unsettled]
     return TransfersSnapshot(
@@ -80,7 +79,7 @@ def get_transfers_snapshot(state: State) -> TransfersSnapshot:
 
 
 def get_pins_snapshot(pins: Pins) -> PinsSnapshot:
-    """What stays between turns, estimates by job. Source: architecture D1."""
+    """Return the pins of jobs, and estimates by job. Source: architecture D1."""
     estimates = [PinEstimate(*entry) for entry in sorted(pins.estimates.items())]
     return PinsSnapshot(now=pins.now, pins=pins.pins, estimates=tuple(estimates))
 
@@ -88,16 +87,16 @@ def get_pins_snapshot(pins: Pins) -> PinsSnapshot:
 def get_request_snapshots(
     state: State, show: Callable[[RequestState], RequestSnapshot] | None = None
 ) -> tuple[RequestSnapshot, ...]:
-    """The unfinished requests, by id. Source: architecture D1.
+    """Return the unfinished requests, by id. Source: architecture D1.
 
-    `show` is for who remembers requests: it must equal `get_request_snapshot`.
+    `show`: a cached function for callers with many states; it must equal `get_request_snapshot`.
     """
     show = show or get_request_snapshot
     return tuple([show(request) for _, request in sorted(state.requests.items())])
 
 
 def get_request_snapshot(request: RequestState) -> RequestSnapshot:
-    """One request, block tables per group. Source: architecture D1."""
+    """Return one request, with block tables per group. Source: architecture D1."""
     return RequestSnapshot(
         request_id=request.request_id,
         status=request.status,

@@ -39,12 +39,13 @@ class State:
     running: tuple[RequestId, ...] = ()
     pause_state: PauseState = PauseState.UNPAUSED
     frames: tuple[Frame, ...] = ()
-    """In flight, oldest first."""
+    """Frames in flight, oldest first."""
     next_frame_id: FrameId = 0
     finished_req_ids: tuple[RequestId, ...] = ()
     prev_scheduled_req_ids: tuple[RequestId, ...] = ()
     reset_req_ids: tuple[RequestId, ...] = ()
-    """Preempted by a reset since the last plan, where the rules have the next one name them."""
+    """Requests preempted by a reset since the last plan, if the rules have the next plan list them.
+    """
     stats: Stats = NO_STATS
     encoder: Encoder = NO_ENCODER
     transfers: Transfers = NO_STORE
@@ -53,10 +54,10 @@ class State:
 
 
 def create_state(config: Config, rules: Rules) -> State:
-    """The state before the first event. Source: architecture D2.
+    """Return the state before the first event. Source: architecture D2.
 
     Raises:
-        ConfigError: if `config_problems(config)` finds any.
+        ConfigError: `config_problems(config)` finds a problem.
     """
     problems = config_problems(config)
     if problems:

@@ -1,4 +1,4 @@
-"""Strict: the specification's own rules, where some release takes the decision otherwise."""
+"""Strict: the specification's own rules, for decisions that some release takes differently."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from blockstep.spec.step.share import get_aligned_share
 
 
 def get_strict_rules() -> Rules:
-    """The rules of the specification proper. Source: architecture D5."""
+    """Return the rules of the specification proper. Source: architecture D5."""
     return STRICT_RULES
 
 

@@ -34,14 +34,14 @@ from blockstep.spec.step.schedule import process_schedule
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The event happened."""
+    """The event was accepted."""
 
     state: State
     observation: v.Observation
 
 
 def transition(state: State, event: v.Event) -> Accepted | v.Rejected:
-    """What `event` does to `state`. A rejection leaves `state` as it is.
+    """Return the state and observation after `event`. A rejection leaves `state` as it is.
 
     Source: architecture D2.
     """
@@ -55,7 +55,7 @@ def transition(state: State, event: v.Event) -> Accepted | v.Rejected:
 
 
 def process_event(state: State, event: v.Event) -> tuple[State, v.Observation] | v.Rejected:
-    """Hand a well-formed event to the room it belongs to. Source: architecture D1."""
+    """Apply a well-formed event by the function for it. Source: architecture D1."""
     match event:
         case v.Submit(request=request):
             return process_submit(state, request)

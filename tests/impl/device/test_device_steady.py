@@ -323,7 +323,7 @@ MISTAKES = {
         "step", "        catch_up(s, d)\n        commit_oldest", "        commit_oldest",
     ),
     "commands do not catch up": (
-        "step", "host asks for.\"\"\"\n    catch_up(s, d)", "host asks for.\"\"\"",
+        "step", "host's commands.\"\"\"\n    catch_up(s, d)", "host's commands.\"\"\"",
     ),
     "a settled loop has not caught up": (
         "step", "    catch_up(s, d)\n    commit_oldest(s, 1, d)", "    commit_oldest(s, 1, d)",

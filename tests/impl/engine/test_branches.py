@@ -146,7 +146,7 @@ def test_who_did_not_ask_for_forks_is_told(qwen3: Checkpoint) -> None:
         llm.beam_search([[5]], BeamSearchParams(2))
     with pytest.raises(RequestError, match="enable_forks=True"):
         llm.generate([[5]], SamplingParams(n=2))
-    with pytest.raises(RequestError, match="come by generate"):
+    with pytest.raises(RequestError, match="use generate for several outputs"):
         llm.add_request([5], SamplingParams(n=2))
     assert not llm.has_unfinished_requests
 

@@ -85,5 +85,5 @@ def test_too_much_for_the_machine_is_refused(
 
 
 def test_the_draft_folder_is_another_one(qwen3: Checkpoint, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="exactly when spec_method is draft_model"):
+    with pytest.raises(SettingsError, match="if and only if spec_method is draft_model"):
         LLM(qwen3.folder, draft_model=tmp_path)

@@ -404,13 +404,13 @@ def test_a_bad_prompt_takes_the_others_back(qwen3: Checkpoint) -> None:
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
-        ("text", EIGHT, "a text needs a tokenizer.json"),
+        ("text", EIGHT, "a text needs the model's tokenizer.json"),
         ([[2], []], EIGHT, "prompt of 0 tokens"),
         ([2, "3"], EIGHT, "token '3'"),
         (None, EIGHT, "prompt None: must be a text, or a list of token ids"),
         (5, EIGHT, "prompt 5: must be"),
         ([1.0], EIGHT, r"prompt 1.0: must be"),
-        (["x", None], EIGHT, "a text needs a tokenizer.json"),
+        (["x", None], EIGHT, "a text needs the model's tokenizer.json"),
         ([[2], None], EIGHT, "prompt None: must be"),
         (b"abc", EIGHT, "prompt b'abc': must be"),
         ([128], EIGHT, "token 128: the model has tokens 0 to 127"),
@@ -432,7 +432,7 @@ def test_a_wrong_request_is_refused(
 
 
 def test_half_a_surrogate_pair_is_refused(speaking: Path) -> None:
-    with pytest.raises(RequestError, match=r"prompt 'a.*': is no Unicode text"):
+    with pytest.raises(RequestError, match=r"prompt 'a.*': is not Unicode text"):
         LLM(speaking).generate("a\ud800")
 
 

@@ -138,10 +138,10 @@ def test_the_token_may_be_a_text(speaking: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"reasoning_end_token": "</think>"}, "'</think>': is no token of the model"),
-        ({"reasoning_end_token": 260}, "260: is no token of the model"),
-        ({"reasoning_end_token": -1}, "-1: is no token of the model"),
-        ({"reasoning_end_token": True}, "True: is no token of the model"),
+        ({"reasoning_end_token": "</think>"}, "'</think>': is not a token of the model"),
+        ({"reasoning_end_token": 260}, "260: is not a token of the model"),
+        ({"reasoning_end_token": -1}, "-1: is not a token of the model"),
+        ({"reasoning_end_token": True}, "True: is not a token of the model"),
         ({"enable_in_reasoning": True}, "enable_in_reasoning"),
         ({"reasoning_end_token": 2, "enable_in_reasoning": 1}, "enable_in_reasoning = 1: must be"),
     ],

@@ -287,7 +287,7 @@ def test_a_closed_session_answers_what_was_sent(llm: LLM) -> None:
     session.send([5])
     session.close()
     session.close()
-    with pytest.raises(RequestError, match="is no session that takes more input"):
+    with pytest.raises(RequestError, match="is not a session that takes more input"):
         session.send([6])
     assert session.is_open
     assert [len(session.receive().token_ids) for _ in range(2)] == [3, 3]

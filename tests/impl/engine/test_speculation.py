@@ -99,7 +99,7 @@ def test_a_draft_model_with_another_vocabulary_is_refused(qwen3: Checkpoint, tmp
     [
         ({"spec_method": "eagle", "num_speculative_tokens": 2}, "'eagle': is not supported"),
         ({"spec_method": "ngram"}, "num_speculative_tokens = 0"),
-        ({"num_speculative_tokens": 2}, "must be 0 exactly when spec_method is none"),
+        ({"num_speculative_tokens": 2}, "must be 0 if and only if spec_method is none"),
         ({"spec_method": "draft_model", "num_speculative_tokens": 2}, "draft_model: must be given"),
         ({"spec_method": "medusa"}, "spec_method = 'medusa': must be one of none, ngram"),
     ],

@@ -189,7 +189,7 @@ def test_nonsense_ends_its_own_connection_only(path: Path) -> None:
         store = RemoteStore(path)
         with pytest.raises(StoreError, match=r"fromhex"):
             store._kv.call({"op": "load", "names": ["?"]})
-        with pytest.raises(StoreError, match="nothing that a store does"):
+        with pytest.raises(StoreError, match="not an operation of a store"):
             store._kv.call({"op": "sell", "names": []})
         save(store, 1)
         assert store.count(names(1)) == 1

@@ -1,11 +1,12 @@
 """The compiled engine: the scheduler and its paged KV memory as machine code.
 
-All state lies in arrays of integers (`state`), and functions that numba compiles change it:
-`blocks` holds the pool and the contents, `queues` who waits, `lives` a request from submission to
-end, `planning` one Schedule, `results` one Commit. `requests` and `names` keep what only Python can
-name, `frames` the plans in flight; `engine` is the engine, `view` its snapshot, `jit` the compiler.
+All state is in arrays of integers (`state`), and functions that numba compiles change it: `blocks`
+has the pool and the prefix cache, `queues` the waiting requests, `lives` a request from submission
+to finish, `planning` the event Schedule, `results` the event Commit. `requests` and `names` keep
+Python objects such as ids, `frames` the plans in flight; `engine` is the engine, `view` its
+snapshot, `jit` the compiler.
 
-Importing it compiles: half a minute once, under a second from then on.
+Importing it compiles: half a minute the first time, under a second later.
 """
 
 from blockstep.impl.compiled.engine import CompiledEngine

@@ -1,4 +1,4 @@
-"""Blocks and contents: who holds a block, which is taken next, and what can be found."""
+"""Blocks and contents: ref counts, the free queue and the prefix cache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from blockstep.spec.vocabulary import NULL_BLOCK
 
 @compiled
 def unlink_free(s: State, block: int) -> None:
-    """`block` leaves the free queue, from wherever it stands."""
+    """Remove `block` from the free queue, wherever it is."""
     before, after = s.blocks[block, PREVIOUS_FREE], s.blocks[block, NEXT_FREE]
     s.blocks[before, NEXT_FREE] = after
     s.blocks[after, PREVIOUS_FREE] = before
@@ -48,7 +48,7 @@ def unlink_free(s: State, block: int) -> None:
 
 @compiled
 def append_free(s: State, block: int) -> None:
-    """`block` is taken after all others that are free now."""
+    """Append `block` to the free queue."""
     last = s.blocks[NULL_BLOCK, PREVIOUS_FREE]
     s.blocks[block, PREVIOUS_FREE], s.blocks[block, NEXT_FREE] = last, NULL_BLOCK
     s.blocks[last, NEXT_FREE] = s.blocks[NULL_BLOCK, PREVIOUS_FREE] = block
@@ -57,7 +57,7 @@ def append_free(s: State, block: int) -> None:
 
 @compiled
 def take_blocks(s: State, slot: int, count: int) -> None:
-    """Append `count` free blocks to a block table; they are found no more (lazy eviction)."""
+    """Append `count` free blocks to a block table, and evict them from the prefix cache."""
     seat, held = s.requests[slot, SEAT], s.requests[slot, NUM_HELD]
     for index in range(held, held + count):
         block = s.blocks[NULL_BLOCK, NEXT_FREE]
@@ -70,7 +70,7 @@ def take_blocks(s: State, slot: int, count: int) -> None:
 
 @compiled
 def touch(s: State, block: int) -> None:
-    """Hold `block` once more."""
+    """Add a holder to `block`."""
     if s.blocks[block, REF_COUNT] == 0:
         unlink_free(s, block)
     s.blocks[block, REF_COUNT] += 1
@@ -78,7 +78,7 @@ def touch(s: State, block: int) -> None:
 
 @compiled
 def free_blocks(s: State, slot: int) -> None:
-    """Let go of a block table, last block first, so that its prefix is evicted last."""
+    """Drop a block table, last block first, so that its prefix is evicted last."""
     seat = s.requests[slot, SEAT]
     for index in range(s.requests[slot, NUM_HELD] - 1, -1, -1):
         block = s.block_tables[seat, index]
@@ -88,12 +88,12 @@ def free_blocks(s: State, slot: int) -> None:
     s.requests[slot, NUM_HELD] = s.requests[slot, NUM_PUBLISHED] = 0
 
 
-# What can be found (P3, P4)
+# The prefix cache (P3, P4)
 
 
 @compiled
 def publish(s: State, slot: int, tokens: int) -> None:
-    """The full blocks of its first `tokens` tokens can be found from now on; it is running."""
+    """Publish the full blocks of the first `tokens` tokens of a running request."""
     first, size = s.requests[slot, NUM_PUBLISHED], s.scalars[BLOCK_SIZE]
     if tokens < (first + 1) * size or s.scalars[HAS_CACHE] == 0:
         return
@@ -114,7 +114,7 @@ def publish(s: State, slot: int, tokens: int) -> None:
 
 @compiled
 def withdraw(s: State, block: int) -> None:
-    """`block` can be found no more; nothing happens if it could not."""
+    """Remove `block` from the prefix cache, if it is cached."""
     node = s.blocks[block, NODE]
     if node == NONE:
         return
@@ -136,7 +136,7 @@ def withdraw(s: State, block: int) -> None:
 
 @compiled
 def _hash_content(parent: int, extras: int, tokens: Int32s) -> int:
-    """Below 2**30, and so is every step on the way: it must not overflow, in Python nor in C."""
+    """Return a hash below 2**30; no intermediate value may overflow, in Python or in C."""
     found = (parent * 1_000_003 + extras * 8_191 + 12_345) & 0x3FFFFFFF
     for token in tokens:
         found = (found * 1_664_525 + int(token) * 22_695 + 1) & 0x3FFFFFFF
@@ -146,7 +146,8 @@ def _hash_content(parent: int, extras: int, tokens: Int32s) -> int:
 
 @compiled
 def find_node(s: State, parent: int, extras: int, tokens: Int32s) -> int:
-    """The node of a full block's content, made if there is none; the caller saw to the room."""
+    """Return the node of a full block's content, made if there is none; the caller reserves
+    room."""
     hashed = _hash_content(int(parent), int(extras), tokens)
     bucket = hashed & (len(s.nodes) - 1)
     node = int(s.nodes[bucket, BUCKET])
@@ -187,7 +188,7 @@ def _are_equal(some: Int32s, others: Int32s) -> bool:
 
 @compiled
 def release_node(s: State, node: int) -> None:
-    """One use less; a node that nobody uses is forgotten, and so may be those that it continues."""
+    """Remove one use of a node; free it if it has none left, and then continue with its parent."""
     while node != NONE:
         s.nodes[node, NUM_USES] -= 1
         if s.nodes[node, NUM_USES] > 0:
@@ -210,7 +211,7 @@ def release_node(s: State, node: int) -> None:
 
 @compiled
 def list_nodes(s: State, last: int, count: int, found: Int32s) -> None:
-    """The path of `count` nodes that ends with `last`, first node first, into `found`."""
+    """Write the path of `count` nodes that ends with `last` into `found`, first node first."""
     node = last
     for index in range(count - 1, -1, -1):
         found[index] = node
@@ -219,6 +220,6 @@ def list_nodes(s: State, last: int, count: int, found: Int32s) -> None:
 
 @entry("state")
 def withdraw_all(s: State) -> None:
-    """No block can be found any more (P25)."""
+    """Empty the prefix cache (P25)."""
     for block in range(len(s.blocks)):
         withdraw(s, block)

@@ -1,4 +1,4 @@
-"""CompiledEngine: the scheduler as machine code, with the same doors as the host engine."""
+"""CompiledEngine: the scheduler as machine code, with the same interface as the host engine."""
 
 from __future__ import annotations
 
@@ -76,36 +76,37 @@ _NO_NAMES: Final = SlotNames(np.empty(0, np.object_), np.empty(0, np.int64))
 class CompiledEngine(Doors[Frame]):
     """The scheduler and its paged KV memory on one CPU core, compiled by numba.
 
-    Without numba the same functions run as plain Python: the same decisions, slowly; it says so.
+    Without numba the same functions run as plain Python: the same decisions, slowly, with a
+    warning.
 
     Args:
         config: the constants of the run.
 
     Raises:
-        ConfigError: `list_config_problems` has something against the config.
+        ConfigError: `list_config_problems` finds a problem in the config.
     """
 
     slow_because: ClassVar[str] = SLOW_BECAUSE
-    """Why its times mean nothing here, in one sentence; empty if they do mean something."""
+    """Reason why its times are meaningless here; empty if they are meaningful."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, COMPILED)
         warn_if_slow()
         self.requests = Requests(config)
         self.previous_names = _NO_NAMES
-        """Of the rows of the last plan."""
+        """Requests of the last plan's rows."""
         self._view = View(self)
 
     def snapshot(self) -> Snapshot:
-        """The whole state in canonical form. O(blocks and tokens); takes no part in a step."""
+        """Return the whole state in canonical form. O(blocks and tokens); not part of a step."""
         return self._view.take()
 
     def stats(self) -> Stats:
-        """The counters since the start (P21)."""
+        """Return the counters since the start (P21)."""
         return self._view.stats()
 
     def capabilities(self) -> frozenset[str]:
-        """What it implements: everything, as the values of conformance's `Capability`."""
+        """Return what the engine implements, as the values of conformance's `Capability`."""
         return COMPILED
 
     # a step
@@ -115,7 +116,7 @@ class CompiledEngine(Doors[Frame]):
         return plan if isinstance(plan, Rejected) else plan.build_plan()
 
     def schedule_arrays(self) -> ArrayPlan | Rejected:
-        """`Schedule` without an object per row; refused like that event."""
+        """Make a plan without an object per row; rejected like the event `Schedule`."""
         if len(self.frames) >= self.config.max_frames_in_flight:
             problem = schedule_problem(self.config, len(self.frames))
             assert problem is not None, "the pipeline is full"
@@ -131,7 +132,7 @@ class CompiledEngine(Doors[Frame]):
             self.config.max_num_batched_tokens if is_open else 0,
             self.pause_state is PauseState.UNPAUSED,
         )  # fmt: skip
-        for kept in (who, told, ids):  # a frame keeps them, and machine code trusts it
+        for kept in (who, told, ids):  # the frame keeps them, and machine code trusts them
             kept.flags.writeable = False
         slots, num_rows = who[0], who.shape[1]
         names = SlotNames(self.requests.lend_names(), slots)
@@ -164,7 +165,8 @@ class CompiledEngine(Doors[Frame]):
     def _tell_changes(
         self, plan: ArrayPlan, num_running: int, num_missed: int, num_preempted: int
     ) -> None:
-        """What the worker cannot know: tokens that it may lack, and who is new or preempted."""
+        """Add new, resumed and preempted requests to a plan, and tokens that the worker may
+        lack."""
         scratch = self.requests.state.scratch
         if num_preempted:
             names = self.requests.names[scratch[:num_preempted]].tolist()
@@ -181,10 +183,10 @@ class CompiledEngine(Doors[Frame]):
     def commit_arrays(
         self, frame_id: FrameId, token_ids: Int32s, counts: Int32s | None = None
     ) -> ArrayOutputs | Rejected:
-        """`Commit` without an object per row; refused like that event.
+        """Commit a frame without an object per row; rejected like the event `Commit`.
 
         Args:
-            frame_id: of the plan that is answered.
+            frame_id: id of the plan.
             token_ids: [tokens] int32, row after row in the order of the plan; rows that do not
                 sample have none.
             counts: [rows] int32, tokens of each row; None: one for each row that samples, so that
@@ -209,7 +211,7 @@ class CompiledEngine(Doors[Frame]):
     def _take(
         self, frame_id: FrameId, token_ids: Int32s, counts: Int32s | None
     ) -> ArrayOutputs | Rejected:
-        """The answer to the oldest frame."""
+        """Commit the oldest frame."""
         frame = self.frames[frame_id]
         self.requests.reserve_nodes(len(token_ids), frame.who.shape[1])
         marks, is_marked = _NO_MARKS, False
@@ -241,7 +243,7 @@ class CompiledEngine(Doors[Frame]):
         return outputs
 
     def _note_ends(self, frame: Frame, told: Int32s, num_ended: int, outputs: ArrayOutputs) -> None:
-        """Those whom this commit has ended."""
+        """Record the requests that this commit has finished."""
         for row in self.requests.state.scratch[:num_ended].tolist():
             at, _, _, verdict = told[:, row].tolist()
             stop = None
@@ -253,7 +255,7 @@ class CompiledEngine(Doors[Frame]):
     def _get_last_frame(self, slot: int) -> FrameId:
         return int(self.requests.state.requests[slot, LAST_FRAME])
 
-    # what comes in between steps
+    # events between steps
 
     @property
     def _register(self) -> Requests:
@@ -287,7 +289,7 @@ class CompiledEngine(Doors[Frame]):
         return True
 
     def _get_tokens(self, slot: int) -> TokenIds:
-        """Prompt and verified output tokens."""
+        """Return prompt and verified output tokens of a request."""
         return tuple(get_tokens(self.requests.state, slot).tolist())
 
 

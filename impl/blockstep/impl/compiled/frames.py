@@ -1,4 +1,4 @@
-"""Frames: plans in flight, and what is wrong with an answer to one."""
+"""Frames: plans in flight, and the errors of a model output that does not fit one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from blockstep.spec.vocabulary import RequestId, TokenIds
 
 
 class RowDrafts(Mapping[int, TokenIds]):
-    """Drafts by row, built when first asked for; `ids` has them at its end."""
+    """Drafts by row, built when first read; they are at the end of `ids`."""
 
     __slots__ = ("_counts", "_ids", "_rows")
 
@@ -55,16 +55,16 @@ class Frame:
     """A plan in flight."""
 
     who: Int64s
-    """[2, rows]; slots, and who had them then."""
+    """[2, rows]: request indices, and the births of their requests at the time."""
     names: SlotNames
-    """[rows]; request ids."""
+    """[rows]: request ids."""
     planned: Int32s
     """[TOLD_COLUMNS, rows]"""
     ids: Int32s
-    """Of drafts, row after row, at the end of whatever else."""
+    """Draft token ids, row after row, at the end of the array."""
 
     def build_rows(self) -> dict[RequestId, TokenIds | None]:
-        """Drafts of each row, None where it does not sample."""
+        """Return the drafts of each row, None if it does not sample."""
         drafts = RowDrafts(self.planned[TOLD_DRAFTS], self.ids)
         return {
             request_id: drafts.get(row, ()) if samples else None
@@ -74,7 +74,7 @@ class Frame:
         }
 
     def describe(self, code: int, detail: int, token_ids: Int32s) -> str:
-        """What is wrong with an answer in arrays, and how it must be."""
+        """Return what is wrong with a model output in arrays, and the rule."""
         if code == NEGATIVE_TOKEN:
             return "token ids must not be negative"
         if code == WRONG_NUMBER:
@@ -85,4 +85,4 @@ class Frame:
         if code == WRONG_ROW:
             rule = "a row that samples has one token, and one per accepted draft"
             return f"row {detail}: {rule}; any other has none"
-        return f"row {detail} accepts tokens that are no prefix of its drafts"
+        return f"row {detail} accepts tokens that are not a prefix of its drafts"

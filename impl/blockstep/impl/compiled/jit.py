@@ -1,4 +1,4 @@
-"""The compiler: numba where it is installed, plain Python where it is not."""
+"""The compiler: numba if it is installed, else plain Python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _find_numba() -> Any:
-    """numba, or None where it is not installed; one that is broken says so itself."""
+    """Return numba, or None if it is not installed; a broken installation raises its own error."""
     try:
         return import_module("numba")
     except ModuleNotFoundError as error:
@@ -35,32 +35,32 @@ SLOW_BECAUSE: Final = (
     else "the compiled engine runs as plain Python here, a hundred times slower, because numba is "
     "not installed or NUMBA_DISABLE_JIT is set: pip install 'blockstep[compiled]', or take host"
 )
-"""One sentence for whoever uses or measures it so; empty where there is nothing to say."""
+"""A warning about the uncompiled engine; empty if it is compiled."""
 
 
 _ENTRIES: Final[list[tuple[Any, tuple[str, ...]]]] = []
 
 
 def compiled(function: F) -> F:
-    """A function that compiled functions call; it is compiled with them.
+    """Mark a function that only compiled functions call; it is compiled with them.
 
-    It uses nothing but integers and arrays, so that it does the same in Python. It makes no array:
-    numba counts no references then, which in functions this small costs more than all they do.
+    It uses only integers and arrays, so that it does the same in Python. It makes no array: numba
+    does not count references then, which in functions this small would cost more than all they do.
     """
-    return _compile(function, _nrt=False, forceinline=True)  # no references, no calls
+    return _compile(function, _nrt=False, forceinline=True)  # no reference counts, no calls
 
 
 def making_arrays(function: F) -> F:
-    """The same, and it may make arrays; best called once in a step."""
+    """Mark a function like `compiled` that may make arrays; best called once in a step."""
     return _compile(function)
 
 
 def entry(*kinds: str) -> Callable[[F], F]:
-    """A function that Python calls; it may make arrays.
+    """Mark a function that Python calls; it may make arrays.
 
     Args:
-        kinds: of the arguments; "state", "int", "bool", or an element type and a number of
-            dimensions as in "int32 1", of a contiguous array that is only read.
+        kinds: kinds of the arguments: "state", "int", "bool", or an element type and a number of
+            dimensions as in "int32 1", for a contiguous array that is only read.
     """
 
     def decorate(function: F) -> F:
@@ -85,15 +85,15 @@ def _compile(function: F, **options: bool) -> F:
 
 @cache
 def warn_if_slow() -> None:
-    """Once in a process."""
+    """Warn once per process if the engine is not compiled."""
     if SLOW_BECAUSE:
         warnings.warn(SLOW_BECAUSE, RuntimeWarning, stacklevel=3)
 
 
 def compile_entries() -> None:
-    """Compile all of them, or find them in files, for those arguments and no others.
+    """Compile all entries, or load them from files, for their declared argument types only.
 
-    At import, so that nobody waits for a compiler in the middle of a run.
+    This is done at import, so that no step waits for a compiler.
     """
     if IS_COMPILED:
         for function, kinds in _ENTRIES:
@@ -103,10 +103,10 @@ def compile_entries() -> None:
 
 @cache
 def _find_cache() -> Path:
-    """Where machine code of exactly these sources is kept.
+    """Return the folder for machine code of exactly these sources.
 
-    numba itself looks only at the file of the function that is called, and would go on using old
-    code of those that it calls.
+    numba itself checks only the file of the function that is called, and would keep using old code
+    of the functions that it calls.
     """
     here = Path(__file__).parent
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(here.glob("*.py"))))

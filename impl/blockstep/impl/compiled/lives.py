@@ -1,4 +1,4 @@
-"""Lives: what happens to a request from its submission to its end."""
+"""Lives: the state of a request from its submission to its end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from blockstep.impl.compiled.state import (
 
 @entry("state", "int", "int32 1", "int32 1")
 def store_prompt(s: State, slot: int, tokens: Int32s, extras: Int32s) -> None:
-    """The tokens of a new request; `extras` are those of each full block of its prompt."""
+    """Store the tokens of a new request; `extras` are those of each full block of its prompt."""
     size = s.scalars[BLOCK_SIZE]
     full = len(tokens) // size
     node = NONE
@@ -66,7 +66,7 @@ def store_prompt(s: State, slot: int, tokens: Int32s, extras: Int32s) -> None:
 
 @compiled
 def append_token(s: State, slot: int, token: int) -> None:
-    """A verified output token."""
+    """Append a verified output token."""
     size, index = s.scalars[BLOCK_SIZE], s.requests[slot, NUM_FULL]
     within = s.requests[slot, NUM_KNOWN] - index * size
     s.tails[slot, within] = token
@@ -81,14 +81,14 @@ def append_token(s: State, slot: int, token: int) -> None:
     s.nodes[node, NUM_USES] += 1
     s.requests[slot, LAST_NODE] = node
     if before != NONE:
-        s.nodes[before, NUM_USES] -= 1  # the new node uses it now
+        s.nodes[before, NUM_USES] -= 1  # now used through the new node
     if s.requests[slot, SEAT] != NONE:
         s.node_tables[s.requests[slot, SEAT], index] = node
 
 
 @entry("state", "int")
 def get_tokens(s: State, slot: int) -> Int32s:
-    """All known tokens."""
+    """Return all known tokens of a request."""
     size, known = s.scalars[BLOCK_SIZE], s.requests[slot, NUM_KNOWN]
     found = np.empty(known, np.int32)
     full, node = s.requests[slot, NUM_FULL], s.requests[slot, LAST_NODE]
@@ -100,12 +100,12 @@ def get_tokens(s: State, slot: int) -> Int32s:
     return found
 
 
-# Seats, and the order of running
+# Batch rows, and the running list
 
 
 @compiled
 def seat(s: State, slot: int) -> None:
-    """It runs from now on, after all others."""
+    """Append a request to the running list, with a batch row (`seat`)."""
     found = s.scalars[FREE_SEAT]
     s.scalars[FREE_SEAT] = s.lines[found, NEXT_SEAT]
     s.requests[slot, SEAT] = found
@@ -118,7 +118,7 @@ def seat(s: State, slot: int) -> None:
 
 @compiled
 def _unseat(s: State, slot: int) -> None:
-    """It runs no longer, and holds no block."""
+    """Free the blocks and the batch row of a request."""
     free_blocks(s, slot)
     found = s.requests[slot, SEAT]
     s.lines[found, NEXT_SEAT] = s.scalars[FREE_SEAT]
@@ -128,7 +128,7 @@ def _unseat(s: State, slot: int) -> None:
 
 @compiled
 def find_position(s: State, slot: int) -> int:
-    """Where it stands in running order; nearer to the end is found sooner."""
+    """Return its position in the running list, searched from the end."""
     position = s.scalars[NUM_RUNNING] - 1
     while s.lines[position, RUNNING] != slot:
         position -= 1
@@ -137,7 +137,7 @@ def find_position(s: State, slot: int) -> int:
 
 @compiled
 def leave_running(s: State, position: int) -> None:
-    """Close the gap that it leaves in running order."""
+    """Remove the request at `position` from the running list."""
     last = s.scalars[NUM_RUNNING] - 1
     for index in range(position, last):
         s.lines[index, RUNNING] = s.lines[index + 1, RUNNING]
@@ -149,11 +149,11 @@ def leave_running(s: State, position: int) -> None:
 
 @compiled
 def preempt(s: State, slot: int) -> None:
-    """Take everything from a request that has left running order; it will start again.
+    """Preempt a request that was removed from the running list; it will start again.
 
-    Its verified tokens stay, and so do the outputs that frames in flight have promised: those
-    frames go on, and what they sample is delivered (P13). What was published for work of this step
-    that now does not run is withdrawn (P4; upstream #43569).
+    Its verified tokens and its placeholders stay: frames in flight continue, and what they sample
+    is delivered (P13). Blocks that were published for work of this step, which now does not run,
+    are removed from the prefix cache (P4; upstream #43569).
     """
     size, found = s.scalars[BLOCK_SIZE], s.requests[slot, SEAT]
     for index in range(s.requests[slot, NUM_COMPUTED] // size, s.requests[slot, NUM_HELD]):
@@ -169,7 +169,7 @@ def preempt(s: State, slot: int) -> None:
 
 @entry("state", "int")
 def end(s: State, slot: int) -> None:
-    """End an unfinished request, wherever it is."""
+    """End an unfinished request, whether it runs or waits."""
     if s.requests[slot, STATUS] == IS_RUNNING:
         leave_running(s, find_position(s, slot))
         _unseat(s, slot)
@@ -182,7 +182,7 @@ def end(s: State, slot: int) -> None:
 
 @entry("state")
 def preempt_all(s: State) -> None:
-    """Preempt who runs, the last first (P25)."""
+    """Preempt all running requests, the last first (P25)."""
     while s.scalars[NUM_RUNNING] > 0:
         last = s.scalars[NUM_RUNNING] - 1
         s.scalars[NUM_RUNNING] = last

@@ -1,4 +1,4 @@
-"""Planning: who gets which tokens and blocks in a step."""
+"""Planning: the tokens and blocks that each request gets in a step."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _schedule_running(s: State) -> None:
         computed, known = s.requests[slot, NUM_COMPUTED], s.requests[slot, NUM_KNOWN]
         publish(s, slot, min(computed + tokens, known))
         drafts = 0
-        if s.requests[slot, NUM_DRAFTS] > 0:  # whatever does not fit is given up (P24)
+        if s.requests[slot, NUM_DRAFTS] > 0:  # drafts that do not fit are dropped (P24)
             drafts = computed + tokens - known - s.requests[slot, NUM_PROMISED]
             s.requests[slot, NUM_DRAFTS] = 0
         _add_row(s, slot, tokens, held, drafts)
@@ -123,13 +123,13 @@ def _add_row(s: State, slot: int, tokens: int, first_block: int, drafts: int) ->
 
 @compiled
 def _tokens_to_run(s: State, slot: int) -> int:
-    """Tokens of a running request in this step, drafts included; none if not positive.
+    """Return the tokens of a running request in this step, including drafts; none if not positive.
 
-    computed | ... known, promised | drafts |   one slot below max_model_len stays free
-             <------ gap ------------------>    for the token to be sampled
+    computed | ... known, placeholders | drafts |   one slot below max_model_len stays free
+             <------ gap ----------------------->    for the token to be sampled
 
-    A request whose promise will end it by `max_tokens` has no row (seed 001, "Async scheduling
-    skip-ahead"): one promised token is sure, the others may be rejected drafts.
+    A request that its placeholders will end by `max_tokens` has no row (seed 001, "Async scheduling
+    skip-ahead"): one of them is certain, the others may be rejected drafts.
     """
     computed, promised = s.requests[slot, NUM_COMPUTED], s.requests[slot, NUM_PROMISED]
     if promised > 0 and computed + 2 - promised >= s.requests[slot, END_BY_MAX_TOKENS]:
@@ -141,7 +141,8 @@ def _tokens_to_run(s: State, slot: int) -> int:
 
 @compiled
 def _blocks_needed(s: State, slot: int, tokens: int) -> int:
-    """New blocks for the scheduled tokens and the lookahead after them (P8)."""
+    """Return the number of new blocks for the scheduled tokens and the lookahead after them
+    (P8)."""
     end = s.requests[slot, NUM_COMPUTED] + tokens + s.scalars[NUM_LOOKAHEAD]
     end = min(end, s.scalars[MAX_MODEL_LEN])
     size, held = s.scalars[BLOCK_SIZE], s.requests[slot, NUM_HELD]
@@ -152,9 +153,9 @@ def _blocks_needed(s: State, slot: int, tokens: int) -> int:
 
 @compiled
 def _make_room(s: State, slot: int, needed: int, position: int) -> int:
-    """Preempt until `needed` blocks are free for `slot`, at `position` of the running order.
+    """Preempt until `needed` blocks are free for `slot`, at `position` of the running list.
 
-    Returns where it stands then; -1 if it had to go itself, which ends the phase.
+    Returns its new position; -1 if it was preempted itself, which ends the phase.
     """
     while needed > s.scalars[NUM_FREE]:
         at = _select_victim(s)
@@ -176,10 +177,10 @@ def _make_room(s: State, slot: int, needed: int, position: int) -> int:
 
 @compiled
 def _select_victim(s: State) -> int:
-    """Position of the one to preempt (P16).
+    """Return the position of the request to preempt (P16).
 
-    FCFS: the last. Priority: the one that would wait longest, in the order of the queues; any
-    other choice among equals lets two of them preempt each other for ever (P10).
+    FCFS: the last. Priority: the one that would wait longest, in the order of the queues; any other
+    choice among equals lets two requests preempt each other for ever (P10).
     """
     found = s.scalars[NUM_RUNNING] - 1
     if s.scalars[IS_PRIORITY]:
@@ -189,7 +190,7 @@ def _select_victim(s: State) -> int:
     return int(found)
 
 
-# The waiting phase: requests are admitted while budget, places and blocks last
+# The waiting phase: requests are admitted while budget, running slots and blocks last
 
 
 @compiled
@@ -207,7 +208,7 @@ def _schedule_waiting(s: State, oldest_id: int) -> None:
 
 @compiled
 def _is_ready(s: State, slot: int) -> bool:
-    """Whether it may be admitted; a request whose grammar has arrived is promoted here."""
+    """Whether the request may be admitted; if its grammar is ready, its status becomes waiting."""
     if s.requests[slot, STATUS] != AWAITS_GRAMMAR:
         return True
     if not s.requests[slot, GRAMMAR_READY]:
@@ -220,15 +221,16 @@ def _is_ready(s: State, slot: int) -> bool:
 def _awaits_token(s: State, slot: int, oldest_id: int) -> bool:
     """Whether it was preempted, and a frame in flight samples for it.
 
-    Admitted now, the position after its known tokens would be sampled twice (ours, P13; upstream
-    #48245). Who has a row that samples has no chunk after it, so its last row tells.
+    If it were admitted now, the position after its known tokens would be sampled twice (ours, P13;
+    upstream #48245). A row that samples has no chunk after it, so it is enough to look at the last
+    row.
     """
     return bool(s.requests[slot, LAST_FRAME] >= oldest_id and s.requests[slot, IS_PREFILL] == 0)
 
 
 @compiled
 def _try_admit(s: State, slot: int) -> bool:
-    """Admit it, or change nothing at all and return False (P7)."""
+    """Admit the request, or change nothing and return False (P7)."""
     known, size = s.requests[slot, NUM_KNOWN], s.scalars[BLOCK_SIZE]
     asks = s.scalars[HAS_CACHE] != 0 and s.requests[slot, SKIPS_CACHE] == 0
     num_hits = _find_hits(s, slot) if asks else 0
@@ -258,10 +260,10 @@ def _try_admit(s: State, slot: int) -> bool:
 
 @compiled
 def _find_hits(s: State, slot: int) -> int:
-    """The longest prefix that is cached, leaving at least one token to run (upstream #30320).
+    """Return the blocks of the longest cached prefix, at least one token left (upstream #30320).
 
-    Its blocks lie in `scratch` then. A hidden-state head needs the last hit block recomputed (seed
-    001, "find_longest_cache_hit").
+    The blocks are written to `scratch`; their number is returned. An EAGLE head needs the last hit
+    block computed again (seed 001, "find_longest_cache_hit").
     """
     known, size = s.requests[slot, NUM_KNOWN], s.scalars[BLOCK_SIZE]
     list_nodes(s, s.requests[slot, LAST_NODE], s.requests[slot, NUM_FULL], s.scratch)
@@ -280,7 +282,7 @@ def _find_hits(s: State, slot: int) -> int:
 @compiled
 def _admit(s: State, slot: int, num_hits: int, needed: int, tokens: int) -> None:
     seat(s, slot)
-    # Hits are held before new blocks are taken: the head of the queue could be a hit
+    # Hits get their holder before new blocks are taken: the head of the queue could be a hit
     # (upstream #33775).
     for index in range(num_hits):
         touch(s, s.scratch[index])
@@ -297,25 +299,25 @@ def _admit(s: State, slot: int, num_hits: int, needed: int, tokens: int) -> None
 # The plan
 
 PlanArrays: TypeAlias = tuple[Int64s, Int32s, Int32s, int, int, int, int, int]
-"""Slots and births [2, rows]; what is told of the rows [TOLD_COLUMNS, rows]; rows of new blocks,
-their ids, and ids of drafts, all in one; how many blocks there are; how many rows sample, how many
-were running before, how many of these the plan before lacked, and how many were preempted (both lie
-in `scratch`, preempted first)."""
+"""Slots and births [2, rows]; data of the rows [TOLD_COLUMNS, rows]; rows of new blocks, their ids,
+and ids of drafts, all in one array; the number of new blocks, of rows that sample, of rows that
+were running before, of those that the previous plan lacked, and of preempted requests (both are
+listed in `scratch`, preempted first)."""
 
 
 @entry("state", "int", "int", "int", "int", "bool")
 def plan_step(
     s: State, frame_id: int, previous_id: int, oldest_id: int, budget: int, admits: bool
 ) -> PlanArrays:
-    """Plan one step; the rooms of all arrays have been seen to.
+    """Plan one step; the caller has made all arrays long enough.
 
     Args:
-        s: everything.
-        frame_id: of this plan.
-        previous_id: of the plan before.
-        oldest_id: of the oldest frame in flight; this one if there is none.
+        s: the state.
+        frame_id: id of this plan.
+        previous_id: id of the plan before.
+        oldest_id: id of the oldest frame in flight; of this one if there is none.
         budget: tokens.
-        admits: whether the waiting phase is run, unless somebody is preempted.
+        admits: whether to run the waiting phase, unless a request is preempted.
     """
     s.scalars[BUDGET] = budget
     s.scalars[NUM_ROWS] = s.scalars[NUM_PREEMPTED] = 0
@@ -330,7 +332,7 @@ def plan_step(
 
 @compiled
 def _close_gaps(s: State) -> None:
-    """Rows of preempted requests go."""
+    """Remove the rows of preempted requests."""
     kept = 0
     for row in range(s.scalars[NUM_ROWS]):
         if s.lines[row, ROW_SLOT] == NONE:
@@ -343,7 +345,7 @@ def _close_gaps(s: State) -> None:
 
 @making_arrays
 def _issue(s: State, frame_id: int, previous_id: int, num_running: int) -> PlanArrays:
-    """Tell what changed since the plan before (P26), and count scheduled tokens as computed."""
+    """Write the plan's differences (P26), and count scheduled tokens as computed."""
     rows, num_blocks, num_drafts = s.scalars[NUM_ROWS], 0, 0
     for row in range(rows):
         num_blocks += s.lines[row, ROW_LAST_BLOCK] - s.lines[row, ROW_FIRST_BLOCK]
@@ -372,7 +374,7 @@ def _fill_plan(
     ids: Int32s,
     num_blocks: int,
 ) -> tuple[int, int]:
-    """How many rows sample, and how many running ones the plan before lacked."""
+    """Return the number of rows that sample, and of running ones that the previous plan lacked."""
     rows = s.scalars[NUM_ROWS]
     at_block, at_draft, num_samples, at_missed = 0, 2 * num_blocks, 0, s.scalars[NUM_PREEMPTED]
     for row in range(rows):
@@ -397,7 +399,7 @@ def _fill_plan(
 
 @compiled
 def _advance(s: State, slot: int, row: int, told: Int32s) -> int:
-    """Whether the row samples."""
+    """Write a row's data, and advance its request; return whether the row samples."""
     computed, tokens = s.requests[slot, NUM_COMPUTED], s.lines[row, ROW_TOKENS]
     known = s.requests[slot, NUM_KNOWN] + s.requests[slot, NUM_PROMISED]
     drafts = s.lines[row, ROW_DRAFTS]
@@ -407,7 +409,7 @@ def _advance(s: State, slot: int, row: int, told: Int32s) -> int:
     told[TOLD_SAMPLES, row], told[TOLD_DRAFTS, row] = samples, drafts
     s.requests[slot, NUM_COMPUTED] = computed + tokens
     s.requests[slot, IS_PREFILL] = 1 - samples
-    if samples and s.scalars[IS_ASYNC] != 0:  # a promise (P12)
+    if samples and s.scalars[IS_ASYNC] != 0:  # placeholders (P12)
         s.requests[slot, NUM_PROMISED] += 1 + drafts
         s.requests[slot, NUM_DRAFTS] = s.scalars[NUM_PLACEHOLDERS]
     return samples
@@ -415,10 +417,10 @@ def _advance(s: State, slot: int, row: int, told: Int32s) -> int:
 
 @compiled
 def _drop_unused_placeholders(s: State, frame_id: int) -> None:
-    """Who runs but has no row in this plan has no drafts in the next one (ours, P24).
+    """Drop the placeholder drafts of running requests without a row in this plan (ours, P24).
 
-    A placeholder stands for what the worker proposed after the plan before, and it proposes
-    nothing where it runs nothing (upstream #46899).
+    They are what the worker proposed after the previous plan, and the worker proposes nothing for a
+    request that it does not run (upstream #46899).
     """
     for position in range(s.scalars[NUM_RUNNING]):
         slot = s.lines[position, RUNNING]

@@ -1,4 +1,4 @@
-"""Queues: who waits, in the order of being taken. Lists of slots, linked through the requests."""
+"""Queues: waiting requests in the order of admission, as lists linked through the requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from blockstep.impl.compiled.state import (
 
 @compiled
 def get_head(s: State, queue: int) -> int:
-    """Who is taken next; NONE if nobody waits here."""
+    """Return the first request of a queue; NONE if it is empty."""
     return int(s.scalars[QUEUES + 2 * queue])
 
 
@@ -38,7 +38,7 @@ def goes_before(s: State, slot: int, other: int) -> bool:
 
 @compiled
 def _insert(s: State, queue: int, slot: int, before: int) -> None:
-    """Put `slot` into a queue, in front of `before`; at its end if that is NONE."""
+    """Insert `slot` into a queue before `before`; at its end if that is NONE."""
     first = QUEUES + 2 * queue
     after = s.scalars[first + 1] if before == NONE else s.requests[before, PREVIOUS]
     s.requests[slot, PREVIOUS], s.requests[slot, NEXT] = after, before
@@ -55,7 +55,7 @@ def _insert(s: State, queue: int, slot: int, before: int) -> None:
 
 @entry("state", "int", "int")
 def append(s: State, queue: int, slot: int) -> None:
-    """It comes last, as far as the policy leaves a choice."""
+    """Append the request to a queue; under PRIORITY, insert it by its order."""
     before = NONE
     if s.scalars[IS_PRIORITY]:
         last = s.scalars[QUEUES + 2 * queue + 1]
@@ -66,7 +66,7 @@ def append(s: State, queue: int, slot: int) -> None:
 
 @compiled
 def prepend(s: State, queue: int, slot: int) -> None:
-    """It comes first, as far as the policy leaves a choice."""
+    """Prepend the request to a queue; under PRIORITY, insert it by its order."""
     before = s.scalars[QUEUES + 2 * queue]
     if s.scalars[IS_PRIORITY]:
         while before != NONE and goes_before(s, before, slot):
@@ -76,7 +76,7 @@ def prepend(s: State, queue: int, slot: int) -> None:
 
 @compiled
 def leave_queue(s: State, slot: int) -> None:
-    """It waits no longer, wherever it stood."""
+    """Remove the request from the queue that it is in."""
     first = QUEUES + 2 * s.requests[slot, QUEUE]
     before, after = s.requests[slot, PREVIOUS], s.requests[slot, NEXT]
     if before == NONE:
@@ -91,7 +91,7 @@ def leave_queue(s: State, slot: int) -> None:
 
 @compiled
 def select_queue(s: State) -> int:
-    """The queue whose head comes next; `WAITING` if both are empty."""
+    """Return the queue whose head is tried next; `WAITING` if both are empty."""
     waiting, skipped = get_head(s, WAITING), get_head(s, SKIPPED)
     if skipped == NONE:
         return WAITING
@@ -102,14 +102,14 @@ def select_queue(s: State) -> int:
 
 @compiled
 def pass_over(s: State, slot: int) -> None:
-    """It cannot be admitted in this step, and others may."""
+    """Skip a request that cannot be admitted in this step, while others may be."""
     leave_queue(s, slot)
     _insert(s, PASSED, slot, NONE)
 
 
 @compiled
 def return_passed(s: State) -> None:
-    """Who was passed over comes first among those skipped, in the same order."""
+    """Put the requests skipped in this step first in the skipped queue, in the same order."""
     slot = s.scalars[QUEUES + 2 * PASSED + 1]
     while slot != NONE:
         before = s.requests[slot, PREVIOUS]

@@ -1,4 +1,4 @@
-"""Requests: the unfinished ones by name, and room for all that is known about them."""
+"""Requests: the unfinished ones by id, and arrays long enough for their data."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ from blockstep.spec.vocabulary import Config, Policy, Request, RequestId
 
 
 class Requests:
-    """Gives each unfinished request a slot, and sees to it that no array is too short.
+    """Gives each unfinished request an index (slot), and makes arrays longer when needed.
 
-    Machine code does not look where it writes: whatever may need room asks for it here first.
+    Machine code does not check bounds: room for whatever it writes is reserved here first.
     """
 
     def __init__(self, config: Config) -> None:
@@ -66,16 +66,16 @@ class Requests:
         self.requests: list[Request] = []
         self.extras = ExtrasTable()
         self.names: NDArray[np.object_] = np.full(len(self.state.requests), None, object)
-        """[slots]"""
+        """[slots]: request ids."""
         self._are_names_lent = False
         self._labels: Labels[RequestId] = Labels()
         self._unused: list[int] = []
         self._num_born = 0
         self._num_seats = min(config.max_num_seqs, config.num_usable_blocks)
-        """A running request holds a block at least."""
+        """A running request holds at least one block."""
 
     def add(self, request: Request) -> int:
-        """The slot of a new request, which stands in its queue then."""
+        """Add a new request to its queue; return its index."""
         slot = self._find_slot(request)
         self.slot_of[request.request_id] = slot
         if self._are_names_lent and self.names[slot] is not None:
@@ -83,7 +83,7 @@ class Requests:
         self.names[slot] = request.request_id
         self._num_born += 1
         tokens = np.array(request.prompt_token_ids, np.int32)
-        self.reserve_nodes(len(tokens), 1 + len(self.state.nodes) // 8)  # not in a step
+        self.reserve_nodes(len(tokens), 1 + len(self.state.nodes) // 8)  # called outside of a step
         extras = self._number_extras(request, len(tokens) // self.config.block_size)
         self.state.requests[slot] = self._row_of(request)
         self.state.requests[slot, FIRST_EXTRAS], self.state.requests[slot, EXTRAS] = extras[-2:]
@@ -98,7 +98,7 @@ class Requests:
         return slot
 
     def remove(self, slot: int) -> RequestId:
-        """Forget a request that has ended."""
+        """Forget a finished request; return its id."""
         request = self.requests[slot]
         del self.slot_of[request.request_id]
         self._unused.append(slot)
@@ -110,12 +110,12 @@ class Requests:
         return request.request_id
 
     def lend_names(self) -> NDArray[np.object_]:
-        """[slots]; stays as it is, whoever gets which slot after this."""
+        """Return [slots]: an array of ids that later requests do not change."""
         self._are_names_lent = True
         return self.names
 
     def reserve_nodes(self, num_tokens: int, num_requests: int) -> None:
-        """Room for the contents that so many tokens of so many requests may fill."""
+        """Make room for the nodes that `num_tokens` tokens of `num_requests` requests may fill."""
         needed = num_tokens // self.config.block_size + num_requests
         while self.state.scalars[NUM_FREE_NODES] < needed:
             self.state = grow_nodes(self.state, 2 * len(self.state.nodes))
@@ -127,7 +127,7 @@ class Requests:
         token_ids: Int32s,
         counts: Int32s | None,
     ) -> NDArray[np.uint8]:
-        """[tokens]; which end the requests of their rows, and how; where there are `MORE_STOPS`."""
+        """Return [tokens]: the finish reason, if any, for requests with `MORE_STOPS`."""
         lengths = samples if counts is None else counts
         slots, births = np.repeat(who, lengths, axis=1)
         marks = np.zeros(len(token_ids), np.uint8)
@@ -153,7 +153,7 @@ class Requests:
         return slot
 
     def _row_of(self, request: Request) -> list[int]:
-        """What is known of a new request, by column."""
+        """Return the data of a new request, by column."""
         row = [0] * REQUEST_COLUMNS
         prompt = len(request.prompt_token_ids)
         row[NUM_PROMPT] = row[NUM_KNOWN] = prompt
@@ -179,7 +179,8 @@ class Requests:
         return row
 
     def _number_extras(self, request: Request, full: int) -> NDArray[np.int32]:
-        """Of each full block of the prompt, of the block after them, and of all others."""
+        """Return the extras' number of each full prompt block, of the next block, and of all later
+        ones."""
         if not _has_extras(request):
             return np.zeros(full + 2, np.int32)
         if self.extras.count_unused(len(self.state.extras_uses)) < full + 2:

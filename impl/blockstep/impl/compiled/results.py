@@ -1,4 +1,4 @@
-"""Results: what the worker sampled is checked, stored and delivered."""
+"""Results: the model output is validated, stored and delivered."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from blockstep.impl.compiled.state import (
     State,
 )
 
-# Why an answer does not fit its frame.
+# Why a model output does not fit its frame.
 FITS: Final = 0
 NEGATIVE_TOKEN: Final = 1
 WRONG_NUMBER: Final = 2
@@ -48,9 +48,9 @@ WRONG_COUNTS: Final = 3
 WRONG_ROW: Final = 4
 NO_SUCH_DRAFTS: Final = 5
 LACKS_MARKS: Final = 6
-"""It does, but tokens must be marked first."""
+"""It fits, but stop tokens must be looked up first."""
 
-# Marks of tokens, and why a request ends.
+# Finish reasons of tokens and requests.
 GOES_ON: Final = 0
 BY_EOS: Final = 1
 BY_STOP_TOKEN: Final = 2
@@ -59,9 +59,9 @@ BY_REPETITION: Final = 4
 
 
 Told: TypeAlias = tuple[int, int, Int32s, Int32s, int, int]
-"""Whether the answer fits; what is wrong with it, or where; [4, rows] row, tokens, cached tokens
-and verdict of each row that delivers; the tokens; how many rows deliver, and how many of them end
-(these lie in `scratch`)."""
+"""Error code; what is wrong, or where; [4, rows]: row, tokens, cached tokens and verdict of each
+row that delivers; the tokens; the number of rows that deliver, and of those that finish (the latter
+are listed in `scratch`)."""
 
 
 @entry("state", "int64 2", "int32 2", "int32 1", "int32 1", "int32 1", "bool", "uint8 1", "bool")
@@ -76,18 +76,18 @@ def commit_step(
     marks: NDArray[np.uint8],
     is_marked: bool,
 ) -> Told:
-    """Take the answer to a frame; if it does not fit, nothing changes.
+    """Commit a frame; if the model output does not fit, nothing changes.
 
     Args:
-        s: everything.
+        s: the state.
         who: [2, rows] slots and births of the frame.
-        planned: [TOLD_COLUMNS, rows] what the plan told.
-        ids: of its drafts, row after row, at the end of whatever else.
-        tokens: row after row.
+        planned: [TOLD_COLUMNS, rows] data of the plan's rows.
+        ids: draft token ids, row after row, at the end of the array.
+        tokens: sampled tokens, row after row.
         counts: [rows], if `has_counts`: tokens of each row. Otherwise one for each that samples.
-        has_counts: see there.
-        marks: [tokens], if `is_marked`: `BY_EOS` or `BY_STOP_TOKEN` where a token ends its request.
-        is_marked: whether that was looked up; asked for only where requests have `MORE_STOPS`.
+        has_counts: whether `counts` is used.
+        marks: [tokens], if `is_marked`: `BY_EOS` or `BY_STOP_TOKEN` if a token ends its request.
+        is_marked: whether `marks` was filled; needed only if requests have `MORE_STOPS`.
     """
     code, detail = _check(s, planned, ids, tokens, counts, has_counts)
     if code == FITS and not is_marked and _needs_marks(s, who):
@@ -106,7 +106,7 @@ def commit_step(
 def _check(
     s: State, planned: Int32s, ids: Int32s, tokens: Int32s, counts: Int32s, has_counts: bool
 ) -> tuple[int, int]:
-    """What is wrong with the answer to a frame, and with which row."""
+    """Return the error code of a model output, and the row or number that it is about."""
     due, drafts = 0, 0
     for token in tokens:
         if token < 0:
@@ -144,7 +144,7 @@ def _check_counts(
 
 @compiled
 def _needs_marks(s: State, who: Int64s) -> bool:
-    """Whether there is a request in the frame whose stop tokens only Python knows."""
+    """Whether a request in the frame has stop tokens that only Python knows."""
     if s.scalars[NUM_MORE_STOPS] > 0:
         for row in range(who.shape[1]):
             slot = who[0, row]
@@ -165,7 +165,7 @@ def _take_rows(
     told: Int32s,
     kept: Int32s,
 ) -> tuple[int, int, int]:
-    """Store, deliver and end, row after row; how many rows, tokens and ends there are."""
+    """Store, deliver and finish, row after row; return the numbers of rows, tokens and finishes."""
     start, num_rows, num_tokens, num_ended = 0, 0, 0, 0
     for row in range(planned.shape[1]):
         samples, drafts = int(planned[TOLD_SAMPLES, row]), int(planned[TOLD_DRAFTS, row])
@@ -184,8 +184,9 @@ def _take_rows(
         for index in range(delivered):
             kept[num_tokens] = tokens[first + index]
             num_tokens += 1
-        # The Schedule of the step could publish none of it, as the tokens were not known. The last
-        # token may not have run yet (P4); who was preempted since has no blocks (P3).
+        # Asynchronously, the plan of the step could not publish these blocks, since the tokens were
+        # unknown. The last token may not be computed yet (P4); a request preempted since has no
+        # blocks (P3).
         if s.scalars[IS_ASYNC] != 0 and s.requests[slot, STATUS] == IS_RUNNING:
             publish(s, slot, s.requests[slot, NUM_KNOWN] - 1)
         if verdict != GOES_ON:
@@ -197,7 +198,7 @@ def _take_rows(
 
 @compiled
 def _roll_back(s: State, slot: int, drafts: int, count: int) -> None:
-    """Keep the promise (P12) and uncompute the rejected drafts (P14).
+    """Remove the placeholders (P12) and uncompute the rejected drafts (P14).
 
     computed before | known | accepted | rejected |
                                        ^ computed now
@@ -205,7 +206,7 @@ def _roll_back(s: State, slot: int, drafts: int, count: int) -> None:
     if s.scalars[IS_ASYNC]:
         s.requests[slot, NUM_PROMISED] -= 1 + drafts
     if drafts > 0:
-        # It may have been preempted meanwhile; then nothing is computed anyway.
+        # If it was preempted meanwhile, nothing is computed anyway.
         if s.requests[slot, STATUS] == IS_RUNNING:
             s.requests[slot, NUM_COMPUTED] -= drafts - (count - 1)
         s.scalars[DRAFTS_SCHEDULED] += drafts
@@ -214,7 +215,7 @@ def _roll_back(s: State, slot: int, drafts: int, count: int) -> None:
 
 @compiled
 def _accept(s: State, slot: int, tokens: Int32s, marks: NDArray[np.uint8]) -> tuple[int, int]:
-    """Store tokens one by one, up to the one that ends the request; how many, and the verdict."""
+    """Store tokens up to the one that ends the request; return their number, and the verdict."""
     for index in range(len(tokens)):
         append_token(s, slot, tokens[index])
         mark = int(marks[index]) if len(marks) > 0 else GOES_ON
@@ -226,9 +227,9 @@ def _accept(s: State, slot: int, tokens: Int32s, marks: NDArray[np.uint8]) -> tu
 
 @compiled
 def _judge(s: State, slot: int, token: int, mark: int) -> int:
-    """Whether the token just stored ends its request.
+    """Return the finish reason, if any, after the token just stored.
 
-    Before `min_tokens` only the length caps do (ours; 0.19.1 masks them as well).
+    Before `min_tokens` only the length limits count (ours; 0.19.1 masks them as well).
     """
     known = s.requests[slot, NUM_KNOWN]
     has_min = known - s.requests[slot, NUM_PROMPT] >= s.requests[slot, MIN_TOKENS]
@@ -249,7 +250,7 @@ def _judge(s: State, slot: int, token: int, mark: int) -> int:
 
 @making_arrays
 def _repeats(s: State, slot: int) -> bool:
-    """Whether the outputs end with as many copies of one pattern as it does not tolerate."""
+    """Whether the outputs end with `REPEATS_COUNT` copies of one pattern."""
     known, prompt = s.requests[slot, NUM_KNOWN], s.requests[slot, NUM_PROMPT]
     count = s.requests[slot, REPEATS_COUNT]
     tokens = get_tokens(s, slot)

@@ -1,13 +1,14 @@
-"""State: everything that the compiled functions know, as arrays of integers.
+"""State: all state of the compiled functions, as arrays of integers.
 
-Requests are named by slots, and those that run have a seat too: a row of the tables that grow with
-their length. Contents of full blocks are *nodes* of a tree, each with one block's tokens and the
-node of the content before it, and equal contents are one node. So a request's tokens are a path of
-nodes and a tail that fills no block yet; a hit is a node that some block carries; and no digest
-can collide, as nodes are told apart by what they hold (P3, P6).
+A request has an index, its `slot`; a running one also has a batch row, called `seat` in the code,
+in the tables that grow with its length. Contents of full blocks are *nodes* of a tree, each with
+one block's tokens and the node of the content before it; equal contents are one node. So a
+request's tokens are a path of nodes and a tail that fills no block yet, and a prefix hit is a node
+under which some block is cached (the block *carries* the node). Hashes cannot collide, because
+nodes are compared by their content (P3, P6).
 
     tokens  | node | node | node | tail ..|       last node of a request: its whole path
-    blocks     7      3      9      4             a block carries a node, or none
+    blocks     7      3      9      4             a cached block carries a node
 
 Columns come first, as positions in the rows of the arrays.
 """
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from blockstep.spec.vocabulary import Config, Policy
 
 NONE: Final = -1
-"""No node, no block, no seat, no slot."""
+"""No node, no block, no batch row, no slot."""
 
 # Scalars: the config,
 BLOCK_SIZE: Final = 0
@@ -31,7 +32,7 @@ MAX_NUM_SEQS: Final = 2
 MAX_TOKENS_PER_ROW: Final = 3
 NUM_LOOKAHEAD: Final = 4
 NUM_PLACEHOLDERS: Final = 5
-"""Drafts of a row that samples, under asynchronous scheduling."""
+"""Drafts of a row that samples, under asynchronous scheduling; 0 otherwise."""
 IS_ASYNC: Final = 6
 IS_PRIORITY: Final = 7
 HAS_CACHE: Final = 8
@@ -45,8 +46,8 @@ FREE_NODE: Final = 13
 NUM_FREE_NODES: Final = 14
 NUM_NODES_BORN: Final = 15
 FREE_SEAT: Final = 16
-"""Unused seats are a list, linked by `NEXT_SEAT`."""
-# the queues: waiting, skipped, and those passed over in this step; the first and the last of each,
+"""Unused batch rows are a list, linked by `NEXT_SEAT`."""
+# the queues: waiting, skipped, and skipped in this step; the first and the last of each,
 QUEUES: Final = 17
 WAITING: Final = 0
 SKIPPED: Final = 1
@@ -56,7 +57,7 @@ NUM_RUNNING: Final = 26
 NUM_ROWS: Final = 27
 NUM_PREEMPTED: Final = 28
 BUDGET: Final = 29
-# the counters (P21), and how many unfinished requests have `MORE_STOPS`.
+# the counters (P21), and the number of unfinished requests with `MORE_STOPS`.
 QUERIES: Final = 30
 HITS: Final = 31
 PREEMPTIONS: Final = 32
@@ -65,45 +66,45 @@ DRAFTS_ACCEPTED: Final = 34
 NUM_MORE_STOPS: Final = 35
 NUM_SCALARS: Final = 36
 
-# Requests: what is looked at in every step comes first, in as few lines of the cache as it can be;
+# Requests: columns that each step reads come first, so that they share few cache lines;
 BIRTH: Final = 0
-"""A number for each request that ever was; 0 where the slot is unused."""
+"""A number for each request ever submitted; 0 if the slot is unused."""
 NUM_KNOWN: Final = 1
 """Prompt and verified output tokens."""
 NUM_COMPUTED: Final = 2
 NUM_PROMPT: Final = 3
 MAX_KNOWN: Final = 4
-"""Known tokens at which it ends for its length."""
+"""Known tokens at which it finishes for its length."""
 NUM_HELD: Final = 5
-"""The length of its block table."""
+"""Length of its block table."""
 NUM_PUBLISHED: Final = 6
-"""Blocks of it that were made findable, or hit."""
+"""Blocks of the request that were published, or hit."""
 SEAT: Final = 7
 LAST_FRAME: Final = 8
 NUM_DRAFTS: Final = 9
 NUM_PROMISED: Final = 10
-"""Outputs that frames in flight will sample; always 0 without asynchronous scheduling."""
+"""Placeholders: outputs that frames in flight will sample; 0 without asynchronous scheduling."""
 NUM_FULL: Final = 11
-"""Blocks that its known tokens fill."""
+"""Number of blocks that its known tokens fill."""
 IS_PREFILL: Final = 12
 ROW: Final = 13
-"""Its row in the step that is being planned."""
+"""Row in the step that is being planned."""
 STATUS: Final = 14
 NUM_CACHED_TOKENS: Final = 15
 MIN_TOKENS: Final = 16
 HAS_STOPS: Final = 17
 """Whether a token can end it."""
 REPEATS_COUNT: Final = 18
-"""0: it may repeat itself."""
+"""0: repetitions do not end it."""
 END_BY_MAX_TOKENS: Final = 19
-"""Prompt and `max_tokens`, whatever the model length."""
+"""Prompt length plus `max_tokens`, whatever the model length."""
 LAST_NODE: Final = 20
 EOS: Final = 21
-"""NONE: it has none; nor does a token equal it."""
+"""NONE if it has none; no token equals that."""
 STOPS: Final = 22
-"""The first stop tokens; NONE where there is none."""
+"""The first stop tokens; NONE if there are fewer."""
 STOPS_END: Final = 26
-# the rest after it.
+# the other columns follow.
 MORE_STOPS: Final = 26
 """Whether it has more stop tokens than there are columns; then Python looks each token up."""
 SKIPS_CACHE: Final = 27
@@ -112,17 +113,17 @@ REPEATS_MAX: Final = 29
 PRIORITY: Final = 30
 ARRIVAL: Final = 31
 LABEL: Final = 32
-"""Stands for its id in comparisons; under `Policy.PRIORITY` only."""
+"""Number that compares like its id; under `Policy.PRIORITY` only."""
 EXTRAS: Final = 33
-"""What beside tokens names its blocks, by number."""
+"""Number of the extras of its blocks' keys (adapter and so on)."""
 FIRST_EXTRAS: Final = 34
-"""The same of the block in which the prompt ends."""
+"""Number of the extras of the block in which the prompt ends."""
 TIMES_PREEMPTED: Final = 35
 GRAMMAR_READY: Final = 36
 NEXT: Final = 37
 PREVIOUS: Final = 38
 QUEUE: Final = 39
-"""The queue that it stands in, between `PREVIOUS` and `NEXT`."""
+"""The queue that it is in, between `PREVIOUS` and `NEXT`."""
 REQUEST_COLUMNS: Final = 40
 
 # Statuses.
@@ -148,30 +149,30 @@ HASH: Final = 2
 NEXT_NODE: Final = 3
 """Nodes of one bucket are a list."""
 NUM_USES: Final = 4
-"""By blocks, by requests whose last node it is, and by nodes that continue it."""
+"""Number of uses: by blocks, by requests whose last node it is, and by child nodes."""
 FIRST_BLOCK: Final = 5
 LAST_BLOCK: Final = 6
 SERIAL: Final = 7
-"""Tells it from others that were in the same place."""
+"""Distinguishes it from other nodes that had the same index."""
 BUCKET: Final = 8
-"""Not of this node: the first of those whose hash ends in the number of this row."""
+"""Not of this node: the first node of the hash bucket with the number of this row."""
 NODE_COLUMNS: Final = 9
 
-# Lines: three lists side by side, none longer than there are seats.
+# Lines: three independent lists, none longer than the number of batch rows.
 RUNNING: Final = 0
 """Slots in running order."""
 ROW_SLOT: Final = 1
-"""Rows of the step; from here on."""
+"""Rows of the step, from this column on."""
 ROW_TOKENS: Final = 2
 ROW_FIRST_BLOCK: Final = 3
-"""Blocks that the worker knows of already."""
+"""Blocks that the worker knows already."""
 ROW_LAST_BLOCK: Final = 4
 """Blocks that it has."""
 ROW_DRAFTS: Final = 5
 NEXT_SEAT: Final = 6
 LINE_COLUMNS: Final = 7
 
-# What a plan tells of each row, in int32.
+# Data of each row of a plan, in int32.
 TOLD_COMPUTED: Final = 0
 TOLD_SCHEDULED: Final = 1
 TOLD_OUTPUTS: Final = 2
@@ -185,28 +186,28 @@ A = TypeVar("A", Int64s, Int32s)
 
 
 class State(NamedTuple):
-    """All arrays. Compiled functions change what they hold; only growth replaces some."""
+    """All arrays. Compiled functions change their contents; only growth replaces some."""
 
     scalars: Int64s
     """[NUM_SCALARS]"""
     requests: Int64s
     """[slots, REQUEST_COLUMNS]"""
     tails: Int32s
-    """[slots, block size]; known tokens that fill no block yet."""
+    """[slots, block size]: known tokens that fill no block yet."""
     block_tables: Int32s
     """[seats, blocks of the longest request]"""
     node_tables: Int32s
-    """[seats, blocks of the longest request]; nodes of known full blocks."""
+    """[seats, blocks of the longest request]: nodes of known full blocks."""
     drafts: Int32s
-    """[seats, drafts]; token ids for the next step."""
+    """[seats, drafts]: draft tokens for the next step."""
     blocks: Int32s
     """[blocks, BLOCK_COLUMNS]"""
     nodes: Int32s
-    """[nodes, NODE_COLUMNS]; a power of two."""
+    """[nodes, NODE_COLUMNS]; the number of nodes is a power of two."""
     node_tokens: Int32s
     """[nodes, block size]"""
     extras_uses: Int64s
-    """[extras]; nodes and requests that need each."""
+    """[extras]: number of nodes and requests that use each."""
     lines: Int64s
     """[seats, LINE_COLUMNS]"""
     scratch: Int32s
@@ -215,11 +216,11 @@ class State(NamedTuple):
 
 _SLOTS: Final = 8
 TABLE_ENTRIES = 1 << 26
-"""Of a table that has all seats at once: no memory is used before it is written to."""
+"""Most entries of a table allocated for all batch rows at once: unwritten memory is not used."""
 
 
 def make_state(config: Config) -> State:
-    """The state before the first event."""
+    """Return the state before the first event."""
     size = config.block_size
     longest = min(-(-config.max_model_len // size), config.num_blocks) + 1
     scalars = np.zeros(NUM_SCALARS, np.int64)
@@ -267,14 +268,14 @@ def make_state(config: Config) -> State:
 
 
 def grow_slots(state: State, count: int) -> State:
-    """Room for `count` unfinished requests."""
+    """Return the state with room for `count` unfinished requests."""
     return state._replace(
         requests=_longer(state.requests, count), tails=_longer(state.tails, count)
     )
 
 
 def grow_seats(state: State, count: int) -> State:
-    """Room for `count` running requests."""
+    """Return the state with room for `count` running requests."""
     first = len(state.lines)
     used = int(state.requests[:, [NUM_HELD, NUM_FULL]].max(initial=0))
     lines = _longer(state.lines, count)
@@ -291,7 +292,7 @@ def grow_seats(state: State, count: int) -> State:
 
 
 def grow_nodes(state: State, count: int) -> State:
-    """Room for `count` nodes; they are found in other buckets then."""
+    """Return the state with room for `count` nodes, whose buckets are rebuilt."""
     first = len(state.nodes)
     nodes = _longer(state.nodes, count)
     nodes[first:] = NONE
@@ -307,19 +308,19 @@ def grow_nodes(state: State, count: int) -> State:
 
 
 def grow_extras(state: State, count: int) -> State:
-    """Room for `count` different extras."""
+    """Return the state with room for `count` different extras."""
     return state._replace(extras_uses=_longer(state.extras_uses, count))
 
 
 def _longer(array: A, count: int) -> A:
-    """The same with `count` rows; the new ones are zeros, and cost nothing until they are used."""
+    """Return the array with `count` rows; new ones are zeros, and use no memory until written."""
     longer: A = np.zeros((count, *array.shape[1:]), array.dtype)
     longer[: len(array)] = array
     return longer
 
 
 def _longer_table(table: Int32s, count: int, used: int) -> Int32s:
-    """The same of a table of which the first `used` columns are in use."""
+    """Return a longer table of which the first `used` columns are in use."""
     longer = np.zeros((count, table.shape[1]), np.int32)
     longer[: len(table), :used] = table[:, :used]
     return longer

@@ -61,10 +61,10 @@ class View:
     def __init__(self, engine: CompiledEngine) -> None:
         self.engine = engine
         self._keys: dict[int, tuple[int, BlockKey]] = {}
-        """By node: its serial number, and the key."""
+        """By node: its serial number, and its key."""
 
     def take(self) -> Snapshot:
-        """The canonical state. Nodes become structural keys, slots become request ids."""
+        """Return the canonical state: nodes become structural keys, slots become request ids."""
         engine = self.engine
         s = engine.requests.state
         blocks = s.blocks.tolist()
@@ -108,7 +108,7 @@ class View:
         return bool(engine.finished_req_ids) or num_ready > 0
 
     def stats(self) -> Stats:
-        """The counters since the start (P21)."""
+        """Return the counters since the start (P21)."""
         scalars = self.engine.requests.state.scalars.tolist()
         return Stats(
             prefix_cache_queries=scalars[QUERIES],
@@ -151,7 +151,7 @@ class View:
         )
 
     def _key(self, node: int) -> BlockKey:
-        """The structural key of a node; the same object each time."""
+        """Return the structural key of a node; the same object each time."""
         s, missing = self.engine.requests.state, []
         parent: BlockKey | None = None
         while node != NONE:
@@ -172,7 +172,7 @@ class View:
 
 
 def _follow(rows: list[list[int]], first: int, column: int, end: int) -> list[int]:
-    """A list that is linked by a column, from `first` on."""
+    """Return the items of a list that is linked by a column, from `first` on."""
     found: list[int] = []
     while first != end:
         found.append(first)

@@ -1,4 +1,4 @@
-"""Commands: what the host asks for between two steps, read from a ring."""
+"""Commands: events that the host writes into a ring between two steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ IN_GRAMMAR = tl.constexpr(layout.IN_GRAMMAR)
 
 @triton.jit
 def take_commands(s, d):
-    """All that the host has written, one after the other.
+    """Execute all commands that the host has written, in order.
 
     A command may change anything that plain steps rely on.
     """
@@ -69,7 +69,7 @@ def take_commands(s, d):
 
 @triton.jit
 def submit(s, slot, birth, d):
-    """A new request waits, behind those of its kind."""
+    """Append a new request to its queue: waiting, or skipped if it has a grammar."""
     row = slot * INBOX_COLUMNS
     prompt = tl.load(s.inbox + row + IN_PROMPT)
     has_grammar = tl.load(s.inbox + row + IN_GRAMMAR)
@@ -102,7 +102,7 @@ def submit(s, slot, birth, d):
 
 @triton.jit
 def take_drafts(s, slot, count, d):
-    """Drafts for the next step, if they would continue its known tokens (P24)."""
+    """Store drafts for the next step, if they continue the request's known tokens (P24)."""
     fits = (tl.load(s.status + slot) == IS_RUNNING) & (tl.load(s.is_prefill + slot) == 0)
     fits = fits & (tl.load(s.computed + slot) == tl.load(s.known + slot) - 1)
     if fits:
@@ -118,7 +118,7 @@ def take_drafts(s, slot, count, d):
 
 @triton.jit
 def reset(s, preempts, d):
-    """Forget every cached block, if none is held or all that runs may be preempted (P25)."""
+    """Forget every cached block, if none is held or running requests may be preempted (P25)."""
     if preempts > 0:
         running = tl.load(s.num_running)
         while running > 0:

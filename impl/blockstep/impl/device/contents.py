@@ -1,4 +1,4 @@
-"""Contents: nodes of full blocks, and which block is found for one (P3, P4, P6)."""
+"""Contents: nodes of full blocks, and the cached blocks of each node (P3, P4, P6)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ NONE = tl.constexpr(layout.NONE)
 
 @triton.jit
 def find_nodes(s, slot, index, before, live, d):
-    """The nodes [n] of the full blocks `index` [n] of the slots [n]; `before` [n] are the parents.
+    """Return the nodes [n] of the full blocks `index` [n] of requests `slot` [n].
 
-    Returns NONE where no such node exists yet, and the extras [n] and hashes [n] for a new one.
-    Hashes only narrow the search: tokens are compared, so nothing can collide.
+    `before` [n] are the parent nodes. A result is NONE if no such node exists yet. Also returns the
+    extras [n] and hashes [n] for a new node. Hashes only narrow the search: tokens are compared, so
+    nothing can collide.
     """
     extras = tl.load(s.extras + slot * d.table + index, mask=live, other=0)
     first = (slot * d.tokens + index * d.size)[:, None]
@@ -34,7 +35,7 @@ def find_nodes(s, slot, index, before, live, d):
     node = tl.load(s.buckets + (hashed & (d.buckets - 1)), mask=live, other=NONE)
     found = tl.minimum(node, NONE)  # none so far
     walking = tl.max(node, 0)
-    while walking >= 0:  # all walk their buckets together
+    while walking >= 0:  # all lanes search their buckets together
         has_node = node >= 0
         parent = tl.load(s.parent + node, mask=has_node, other=NONE)
         named = tl.load(s.node_extras + node, mask=has_node, other=NONE)
@@ -57,10 +58,10 @@ def find_nodes(s, slot, index, before, live, d):
 
 @triton.jit
 def make_nodes(s, slot, index, found, before, extras, hashed, live, d):
-    """The nodes found [n], and new ones where none was found; no two of these in one bucket.
+    """Return the nodes found [n], and new nodes where none was found, all in different buckets.
 
-    They are those of the full blocks `index` [n] of the slots [n]; the rest is what `find_nodes`
-    took and returned.
+    They are those of the full blocks `index` [n] of requests `slot` [n]; the other arguments are
+    arguments and results of `find_nodes`.
     """
     lacks = (live & (found < 0)).to(tl.int32)
     count = tl.sum(lacks, 0)
@@ -93,7 +94,7 @@ def make_nodes(s, slot, index, found, before, extras, hashed, live, d):
 
 @triton.jit(noinline=True)
 def extend_path(s, slot, first, known, d):
-    """Nodes for the full blocks of a request's known tokens, from block `first` on."""
+    """Find or make nodes for the full blocks of a request's known tokens, from block `first` on."""
     one = tl.arange(0, 1)
     live = one == 0
     index = first + one
@@ -110,7 +111,7 @@ def extend_path(s, slot, first, known, d):
 
 @triton.jit
 def count_earlier(value, live, d):
-    """[chunk]: the live lanes before each lane that have the same value."""
+    """Return [chunk]: the number of live lanes before each lane that have the same value."""
     lane = tl.arange(0, d.chunk)
     same = (value[:, None] == value[None, :]) & (lane[:, None] > lane[None, :])
     return tl.sum((same & live[None, :]).to(tl.int32), 1)
@@ -118,10 +119,10 @@ def count_earlier(value, live, d):
 
 @triton.jit
 def name_blocks(s, slot, index, live, d):
-    """Return the nodes [chunk] of the full blocks `index` [chunk] of different slots [chunk].
+    """Return the nodes [chunk] of the full blocks `index` [chunk] of different requests [chunk].
 
-    New nodes of one bucket are made in as many rounds, in the order of lanes: the second of them
-    may have the content of the first.
+    New nodes of one bucket are made one per round, in the order of lanes: the second of them may
+    have the content of the first.
     """
     path = slot * d.table + index
     before = tl.load(s.paths + (path - 1), mask=live & (index > 0), other=NONE)
@@ -143,9 +144,9 @@ def name_blocks(s, slot, index, live, d):
 
 @triton.jit
 def extend_listed(s, count, d):
-    """`extend_path` for the slots in `scratch`, from the block that `step_first` of each says.
+    """Do `extend_path` for the requests in `scratch`, from block `step_first` of each.
 
-    Side by side where each has filled one block.
+    They are handled together if each has filled one block.
     """
     at = 0
     while at < count:
@@ -167,10 +168,10 @@ def extend_listed(s, count, d):
 
 @triton.jit
 def count_hits(s, slot, known, d):
-    """Blocks of the longest prefix that is cached in every group, leaving a token to run.
+    """Return the length in blocks of the longest prefix cached in every group; one token is left.
 
-    A prompt that is all cached has its last block computed again (upstream #30320). A hidden-state
-    head needs the last hit block recomputed (seed 001, "find_longest_cache_hit").
+    If the whole prompt is cached, its last block is computed again (upstream #30320). An EAGLE head
+    needs the last hit block computed again (seed 001, "find_longest_cache_hit").
     """
     limit = (known - 1) // d.size
     found = limit
@@ -197,11 +198,11 @@ def count_hits(s, slot, known, d):
 
 @triton.jit(noinline=True)
 def shorten_hits(s, slot, length, d):
-    """The longest prefix, of at most `length` blocks, that is cached in all groups with a window.
+    """Return the longest prefix, of at most `length` blocks, that is cached in all groups.
 
-    Of such a group only the blocks count that the token behind the prefix reads. A block that is
-    missed among them is read behind all shorter prefixes that have it, so the next one that can be
-    valid ends before it. A hidden-state head needs one block more (see `count_hits`).
+    In a group with a window only the blocks count that the token after the prefix reads. A missing
+    block among them is read after every shorter prefix that includes it, so the next candidate ends
+    before it. An EAGLE head needs one block more (see `count_hits`).
     """
     found = length
     goes = (length > 0).to(tl.int32)
@@ -231,9 +232,10 @@ def shorten_hits(s, slot, length, d):
 
 @triton.jit
 def link_blocks(s, block, node, last, live):
-    """The blocks [n] carry the nodes [n] in a group, all different, behind the last [n] that did.
+    """Cache the blocks [n] under the nodes [n], all different, in a group.
 
-    Here, in `withdraw` and in `withdraw_listed` a node is `group * nodes + node`, as in `s.node`.
+    `last` [n] are the last blocks cached under these nodes so far. Here, in `withdraw` and in
+    `withdraw_listed` a node is `group * nodes + node`, as in `s.node`.
     """
     tl.store(s.node + block, node, mask=live)
     tl.store(s.previous_same + block, last, mask=live)
@@ -245,7 +247,7 @@ def link_blocks(s, block, node, last, live):
 
 @triton.jit
 def publish(s, slot, tokens, d):
-    """The full blocks of its first `tokens` tokens can be found from now on; it is running."""
+    """Publish the full blocks of the first `tokens` tokens of a running request."""
     if d.has_cache:
         group = 0
         while group < d.groups:
@@ -255,7 +257,7 @@ def publish(s, slot, tokens, d):
 
 @triton.jit
 def publish_in(s, slot, group, tokens, d):
-    """The same in one group. Blocks that were left before their tokens were known are gone."""
+    """Publish full blocks in one group; blocks that a window has left behind are skipped."""
     line = group * d.slots + slot
     first = tl.load(s.published + line)
     full = tokens // d.size
@@ -280,7 +282,7 @@ def publish_in(s, slot, group, tokens, d):
 
 @triton.jit
 def count_filled(s, slot, live):
-    """[n] tokens of the slots [n] that are known, and computed once the step has run."""
+    """Return [n] for requests `slot` [n]: tokens that are known, and computed after the step."""
     filled = tl.load(s.computed + slot, mask=live, other=0)
     filled += tl.load(s.step_tokens + slot, mask=live, other=0)
     return tl.minimum(filled, tl.load(s.known + slot, mask=live, other=0))
@@ -288,9 +290,9 @@ def count_filled(s, slot, live):
 
 @triton.jit
 def link_listed(s, block, node, live, d):
-    """The blocks [chunk] carry the nodes [chunk] in a group, each behind those of earlier lanes.
+    """Cache the blocks [chunk] under the nodes [chunk], each after those of earlier lanes.
 
-    Blocks of one node are linked in as many rounds.
+    Blocks of one node are linked one per round.
     """
     left = live.to(tl.int32)
     num_left = 1
@@ -306,10 +308,10 @@ def link_listed(s, block, node, live, d):
 
 @triton.jit
 def publish_listed(s, count, group, is_committed, d):
-    """Publish what the requests fill in a group whose slots lie in `scratch`, in this order.
+    """Publish the blocks that requests fill in a group, in the order of their slots in `scratch`.
 
-    By the step that is planned, or by what was committed: then the last token may not have run yet
-    (P4). Side by side where each fills one block.
+    They are filled by the step that is planned, or by committed tokens (`is_committed`): then the
+    last token may not be computed yet (P4). Requests that fill one block each are handled together.
     """
     at = 0
     while at < count:
@@ -341,7 +343,7 @@ def publish_listed(s, count, group, is_committed, d):
 
 @triton.jit
 def withdraw(s, block):
-    """`block`, which carries a node beside others, can be found no more."""
+    """Remove `block` from the prefix cache; other blocks may be cached under its node."""
     node = tl.load(s.node + block)
     if node >= 0:
         before = tl.load(s.previous_same + block)
@@ -357,9 +359,10 @@ def withdraw(s, block):
 
 @triton.jit
 def withdraw_listed(s, count, d):
-    """The first `count` blocks in `scratch` can be found no more (lazy eviction).
+    """Remove the first `count` blocks in `scratch` from the prefix cache (lazy eviction).
 
-    Those that carry a node alone go together; others stand in a list, and go one by one.
+    Blocks that are alone under their nodes are removed together; others, which are in a list, one
+    by one.
     """
     at = 0
     while at < count:
@@ -385,7 +388,7 @@ def withdraw_listed(s, count, d):
 
 @triton.jit
 def take_blocks(s, line, count, d):
-    """Append `count` free blocks to the table of a line; they are found no more."""
+    """Append `count` free blocks to the table of a line, and evict them from the prefix cache."""
     if count > 0:
         held = tl.load(s.held + line)
         pop_free(s, count, d)

@@ -1,4 +1,4 @@
-"""Dims: the config as kernels read it, and how long the tensors of the state are."""
+"""Dims: the config as kernels read it, and the lengths of the state's tensors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Final, NamedTuple
 from blockstep.spec.vocabulary import Config, KVGroup, Policy
 
 LANES: Final = 16
-"""Slots, blocks or tokens that a kernel looks at together on a CPU."""
+"""Requests, blocks or tokens that a kernel processes together on a CPU."""
 COLUMNS: Final = 16
-"""Most tokens of a block that a kernel looks at together."""
+"""Most tokens of a block that a kernel processes together."""
 
 
 class Dims(NamedTuple):
@@ -26,7 +26,7 @@ class Dims(NamedTuple):
     max_tokens_per_row: int
     num_lookahead: int
     num_placeholders: int
-    """Drafts of a row that samples, under asynchronous scheduling."""
+    """Drafts of a row that samples, under asynchronous scheduling; 0 otherwise."""
     is_async: int
     is_priority: int
     has_cache: int
@@ -35,37 +35,37 @@ class Dims(NamedTuple):
     drops_last_hit: int
     num_blocks: int
     rows: int
-    """Requests that can run at once, rounded up: one lane for each. See `round_rows`."""
+    """Most requests that can run at once, rounded up: one lane for each. See `round_rows`."""
     lanes: int
-    """A power of two: how many slots, blocks or tokens are looked at together."""
+    """A power of two: how many requests, blocks or tokens are processed together."""
     chunk: int
-    """The same where each is compared with each."""
+    """Lanes of operations that compare each lane with each other one."""
     width: int
-    """A power of two: how many tokens of a block are looked at together."""
+    """A power of two: how many tokens of a block are processed together."""
     slots: int
-    """A multiple of `lanes`."""
+    """Most unfinished requests; a multiple of `lanes`."""
     table: int
     """Blocks of the longest request, rounded up to a multiple of `lanes`."""
     ring: int
-    """A power of two, twice the blocks at least."""
+    """Length of the free queue's ring; a power of two, at least twice the blocks."""
     nodes: int
-    """A multiple of `lanes`."""
+    """Most nodes; a multiple of `lanes`."""
     buckets: int
-    """A power of two."""
+    """Hash buckets of nodes; a power of two."""
     tokens: int
     """Tokens of the longest request."""
     drafts: int
-    """Most drafts of a request; 1 at least."""
+    """Most drafts of a request; at least 1."""
     stops: int
-    """Most stop tokens of a request; 1 at least."""
+    """Most stop tokens of a request; at least 1."""
     frames: int
     """Plans that can be in flight."""
     commands: int
-    """A power of two."""
+    """Length of the command ring; a power of two."""
     batch: int
     """Most tokens of a step."""
     groups: int
-    """KV-cache groups."""
+    """KV groups."""
     has_windows: int
     """Whether one of them has a sliding window."""
 
@@ -83,7 +83,7 @@ def make_dims(
     size, running = config.block_size, count_running(config)
     rows = _power_of_two(running) if lanes <= LANES else round_rows(running)
     longest = -(-config.max_model_len // size) + 1
-    if not config.has_windows:  # each place of a table is a block of its own
+    if not config.has_windows:  # without windows, each place of a table has a block of its own
         longest = min(longest, config.num_blocks + 1)
     slots, table = _multiple(max(slots, running), lanes), _multiple(longest, lanes)
     nodes = _multiple(max(nodes, 4 * config.num_blocks), lanes)
@@ -123,9 +123,9 @@ def make_dims(
 
 
 def count_span(config: Config, group: KVGroup) -> int:
-    """Slots that a request holds at once, at most, in a group with a sliding window (P8, P11).
+    """Return the most slots that a request holds at once in a sliding-window group (P8, P11).
 
-    The window before the next token, what a step computes and reserves behind it, and drafts in
+    The window before the next token, what a step computes and reserves after it, and drafts in
     flight, which may have to be computed again. The window may begin at the end of a block.
     """
     row = min(
@@ -148,17 +148,17 @@ def count_most_blocks(config: Config, num_slots: int) -> int:
 
 
 def count_running(config: Config) -> int:
-    """Most requests that can run at once: each holds a block."""
+    """Return the most requests that can run at once: each holds a block."""
     return min(config.max_num_seqs, config.num_usable_blocks)
 
 
 def round_rows(running: int) -> int:
-    """Rows on a GPU, of which there are few numbers so that few variants are compiled."""
+    """Return the rows on a GPU: few different numbers, so that few variants are compiled."""
     return next((rows for rows in GPU_LANES if rows >= running), _power_of_two(running))
 
 
 def count_gpu_lanes(config: Config) -> int:
-    """Lanes on a GPU for a config."""
+    """Return the lanes on a GPU for a config."""
     return GPU_LANES.get(round_rows(count_running(config)), max(GPU_LANES.values()))
 
 

@@ -1,7 +1,7 @@
-"""DeviceEngine: the scheduler whose state and decisions live on the device.
+"""DeviceEngine: the scheduler whose state and decisions are on the device.
 
-The host checks what comes in, writes it into the device's inbox and ring, launches, and reads what
-a launch tells. It knows names; the device knows slots.
+The host validates events, writes them into the device's inbox and ring, launches a kernel, and
+reads its results. The host uses request ids; the device uses request indices (`slot`).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class DeviceEngine(Doors[Frame]):
         config: the constants of the run.
         launch: how kernels are run; by default their source is run by numpy.
         lanes: a power of two; see `Dims`.
-        slots: unfinished requests for which there is room at first.
+        slots: initial room for unfinished requests.
 
     Raises:
-        ConfigError: `list_config_problems` has something against the config.
+        ConfigError: `list_config_problems` finds a problem in the config.
     """
 
     def __init__(
@@ -53,20 +53,20 @@ class DeviceEngine(Doors[Frame]):
         super().__init__(config, DEVICE)
         self.inbox = Inbox(config, launch or get_numpied(), lanes, slots)
         self.previous_names: tuple[RequestId, ...] = ()
-        """Of the rows of the last plan."""
+        """Requests of the last plan's rows."""
 
     def snapshot(self) -> Snapshot:
-        """The whole state in canonical form. O(blocks and tokens); takes no part in a step."""
+        """Return the whole state in canonical form. O(blocks and tokens); not part of a step."""
         self.inbox.launch("commands_kernel")
         return take_snapshot(self)
 
     def stats(self) -> Stats:
-        """The counters since the start (P21)."""
+        """Return the counters since the start (P21)."""
         self.inbox.launch("commands_kernel")
         return take_stats(self.inbox.state)
 
     def capabilities(self) -> frozenset[str]:
-        """What it implements, as the values of conformance's `Capability`."""
+        """Return what the engine implements, as the values of conformance's `Capability`."""
         return DEVICE
 
     # a step
@@ -115,7 +115,7 @@ class DeviceEngine(Doors[Frame]):
 
     @property
     def previous_id(self) -> FrameId:
-        """The last plan; -1 before the first."""
+        """Id of the last plan; -1 before the first."""
         return self._previous_id
 
     def take_steps(
@@ -128,15 +128,15 @@ class DeviceEngine(Doors[Frame]):
     ) -> None:
         """Take note of `num_plans` steps that a loop without a host has planned and committed.
 
-        `told` are ended requests that its first plan told the worker of. `ended` are the slots and
-        names of requests that ended in these steps; the next plan tells of those in `untold`.
-        `names` are the requests of the last plan.
+        `told`: finished requests that its first plan listed. `ended`: indices and ids of requests
+        that finished in these steps; the next plan lists those in `untold`. `names`: requests of
+        the last plan.
         """
         self.next_frame_id += num_plans
         self._previous_id = self.next_frame_id - 1
         self.finished_req_ids -= told
         for slot, name in ended:
-            if self.inbox.slot_of.get(name) == slot:  # not aborted meanwhile
+            if self.inbox.slot_of.get(name) == slot:  # if not aborted meanwhile
                 self._forget(slot)
         self.finished_req_ids -= {name for _, name in ended} - untold
         self.previous_names = names
@@ -144,7 +144,7 @@ class DeviceEngine(Doors[Frame]):
     def _get_last_frame(self, slot: int) -> FrameId:
         return self.inbox.last_frames.get(slot, layout.NONE)
 
-    # what comes in between steps
+    # events between steps
 
     @property
     def _register(self) -> Inbox:

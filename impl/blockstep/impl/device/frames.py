@@ -1,4 +1,4 @@
-"""Frames: what the device tells of a plan and of a commit, in the words of the vocabulary."""
+"""Frames: results of a plan and of a commit on the device, converted to the vocabulary."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class Frame:
     """A plan in flight."""
 
     place: int
-    """Where the device keeps it."""
+    """Index of the frame in `plans` on the device."""
     slots: list[int]
-    """[rows]"""
+    """[rows]: request indices."""
     rows: dict[RequestId, TokenIds | None]
-    """Drafts of each row, None where it does not sample; in the order of rows."""
+    """Drafts of each row, None if it does not sample; in the order of rows."""
 
 
 def read_frame(
     inbox: Inbox, frame_id: FrameId, place: int, finished: tuple[RequestId, ...]
 ) -> tuple[Frame, Plan]:
-    """The plan that was just made."""
+    """Return the plan that was just made."""
     s, d = inbox.state, inbox.dims
     count, continued = int(s.num_rows[0]), int(s.num_continued[0])
     columns = s.plans[place, :, :count].tolist()
@@ -89,7 +89,8 @@ def read_frame(
 
 
 def read_outputs(inbox: Inbox, frame: Frame, answers: list[TokenIds]) -> tuple[Outputs, list[int]]:
-    """What the commit just made delivers, and the slots that it has ended."""
+    """Return the outputs that the commit just made delivers, and the indices of finished
+    requests."""
     s, rows, ended = inbox.state, [], []
     record = s.record[:, : len(frame.slots)].tolist()
     told = zip(frame.slots, frame.rows, answers, *record, strict=True)
@@ -105,13 +106,13 @@ def read_outputs(inbox: Inbox, frame: Frame, answers: list[TokenIds]) -> tuple[O
 def tell_row(
     name: RequestId, tokens: TokenIds, delivered: int, verdict: int, cached: int
 ) -> OutputRow:
-    """What a row of a record says, of the tokens that were sampled."""
+    """Return the output row of a record; `tokens` were sampled."""
     kept = tokens[:delivered]
     stop = kept[-1] if verdict == layout.BY_STOP_TOKEN else None
     return OutputRow(name, kept, _REASONS[verdict], stop, cached)
 
 
 def get_tokens(inbox: Inbox, slot: int) -> TokenIds:
-    """Prompt and verified output tokens."""
+    """Return prompt and verified output tokens of a request."""
     known: int = int(inbox.state.known[slot])
     return tuple(inbox.state.tokens[slot, :known].tolist())

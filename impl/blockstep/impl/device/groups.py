@@ -1,9 +1,9 @@
-"""Groups: what a step does for a request in each of several KV-cache groups.
+"""Groups: the blocks of a request in each of several KV groups.
 
-A request has a table in each group, and a *line* for each of them: `group * slots + slot`. Under a
-sliding window the blocks in front that no token reads any more are left: their places in the table
-are null, and they return to the free queue. Configs with one group under full attention, which are
-most, come here for nothing.
+A request has a block table in each group. A *line* is the index of one: `group * slots + slot`.
+Under a sliding window, leading blocks that no later token reads are freed: their places in the
+table are null, and they return to the free queue. Configs with one group under full attention, the
+most common ones, do not use this module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from blockstep.impl.device.pool import find_first_read, let_go, make_ring_room
 
 @triton.jit
 def find_new_left(s, group, slot, live, d):
-    """[n] of the slots [n] in a group: blocks in front that the next token does not read.
+    """Return [n] for requests `slot` [n] in a group: leading blocks that the next token does not
+    read.
 
     Drafts in flight may be rejected, and then the first of them is the next token (P14).
     """
@@ -29,7 +30,7 @@ def find_new_left(s, group, slot, live, d):
 
 @triton.jit(noinline=True)
 def leave_blocks(s, slot, d):
-    """A running request gives up what no later token reads, group by group, last block first."""
+    """Free a running request's blocks that no later token reads, per group, last block first."""
     one = tl.arange(0, 1)
     most = 0
     group = 0
@@ -63,14 +64,14 @@ def leave_blocks(s, slot, d):
 
 @triton.jit
 def count_lacking(s, line, end, live, d):
-    """[n] of the lines [n]: blocks that their tables lack for `end` [n] slots."""
+    """Return [n] for lines [n]: the blocks that their tables lack for `end` [n] slots."""
     held = tl.load(s.held + line, mask=live, other=0)
     return tl.maximum((end + d.size - 1) // d.size - held, 0)
 
 
 @triton.jit
 def count_in_groups(s, slot, end, live, d):
-    """[n] of the slots [n]: blocks that the tables of all groups lack for `end` [n] slots."""
+    """Return [n] for requests `slot` [n]: blocks lacking in all groups for `end` [n] slots."""
     lacking = tl.where(live, count_lacking(s, slot, end, live, d), 0)
     group = 1
     while group < d.groups:
@@ -94,10 +95,10 @@ def take_in_groups(s, slot, end, d):
 
 @triton.jit
 def append_in_groups(s, slot, start, end, live, d):
-    """Append blocks in `scratch` to the tables of the slots [n], in all groups.
+    """Append blocks in `scratch` to the tables of requests `slot` [n], in all groups.
 
-    As many as they lack for `end` [n] slots; those of a slot stand from `start` [n] on, group by
-    group.
+    Each table gets what it lacks for `end` [n] slots. The blocks of a request begin at `start` [n],
+    and follow each other group by group.
     """
     group = 0
     while group < d.groups:
@@ -121,9 +122,9 @@ def append_in_groups(s, slot, start, end, live, d):
 
 @triton.jit
 def count_leaving(s, slot, live, d):
-    """[n] of the slots [n]: blocks that are free once they are left; and how many are shared.
+    """Return [n] for requests `slot` [n]: blocks that skipping frees; and how many are shared.
 
-    A block that several hold is free when the last of them leaves it.
+    A block with several holders becomes free when the last of them drops it.
     """
     position = tl.arange(0, d.rows)
     freed = position - position
@@ -148,9 +149,9 @@ def count_leaving(s, slot, live, d):
 
 @triton.jit
 def leave_together(s, slot, freed, live, d):
-    """What `leave_blocks` does, for all of the slots [n] at once, in their order.
+    """Do `leave_blocks` for all requests `slot` [n] at once, in their order.
 
-    `freed` [n] are the blocks of each that become free.
+    `freed` [n]: the number of each request's blocks that become free.
     """
     total = tl.sum(freed, 0)
     make_ring_room(s, total, d)
@@ -187,7 +188,7 @@ def leave_together(s, slot, freed, live, d):
 
 @triton.jit
 def add_doubt(s, slot, drafts, live):
-    """So many drafts more of the slots [n] are in flight."""
+    """Add to the number of drafts in flight of requests `slot` [n]."""
     doubt = tl.load(s.doubt + slot, mask=live, other=0)
     tl.debug_barrier()
     tl.store(s.doubt + slot, doubt + drafts, mask=live)
@@ -195,7 +196,7 @@ def add_doubt(s, slot, drafts, live):
 
 @triton.jit
 def write_plan_blocks(s, slot, row, frame, live, d):
-    """The lengths of the tables of the slots [n] before and after the step, as rows of a frame."""
+    """Write the lengths of the requests' tables before and after the step into a frame."""
     group = 0
     while group < d.groups:
         line = group * d.slots + slot

@@ -1,6 +1,6 @@
-"""Growth: the same state in longer tensors, between two launches.
+"""Growth: moves the state into longer tensors, between two launches.
 
-On a GPU graphs must then be captured anew; a host that serves makes tensors long enough at first.
+On a GPU the graphs must then be captured again; a serving host makes tensors long enough at first.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from blockstep.impl.device.layout import NONE, State, make_state, shape_of
 
 
 def check_reach(d: Dims) -> None:
-    """Kernels count elements in int32.
+    """Check that tensors are small enough for kernels, which count elements in int32.
 
     Raises:
-        ValueError: a tensor would have more of them.
+        ValueError: a tensor would have 2**31 elements or more.
     """
     for name in State._fields:
         shape = shape_of(name, d)
         if prod(shape) >= 1 << 31:
             count = " x ".join(map(str, shape))
             raise ValueError(
-                f"{name} would have {count} elements, and kernels reach fewer than 2**31: "
+                f"{name} would have {count} elements, but kernels address fewer than 2**31: "
                 "let fewer requests wait, or lower max_model_len"
             )
 
 
 def grow(old: State, was: Dims, d: Dims) -> State:
-    """The same in longer tensors: of slots, nodes and stops; commands must have been taken."""
+    """Return the state in tensors with more slots, nodes or stops; commands must have been
+    executed."""
     check_reach(d)
     made = make_state(d)
     for name in State._fields:

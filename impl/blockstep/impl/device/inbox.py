@@ -1,7 +1,7 @@
-"""Inbox: what the host writes for the device, and which request has which slot.
+"""Inbox: the tensors that the host writes for the device, and the index of each request.
 
-A device may run steps on a copy of the state (`Copy`). Then the host's arrays are behind it, but
-for the rows that the host alone writes: these are listed in `written`, and follow later.
+A device may run steps on a copy of the state (`Copy`). Then the host's arrays are behind it, except
+for rows that only the host writes: these are listed in `written`, and are copied later.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Copy(Protocol):
     """A copy of the state on which a device runs steps without the host."""
 
     def pull(self) -> None:
-        """Bring the host's arrays up to date, after all steps that were launched on the copy."""
+        """Update the host's arrays, after all steps that were launched on the copy."""
         ...
 
 
 class Inbox:
-    """Gives each unfinished request a slot, and sees to it that no tensor is too short."""
+    """Gives each unfinished request an index (slot), and makes tensors longer when needed."""
 
     def __init__(self, config: Config, launch: Launch, lanes: int = LANES, slots: int = 16) -> None:
         self.config = config
@@ -43,25 +43,25 @@ class Inbox:
         """The host's arrays, which may be behind; see `state`."""
         self.copy: Copy | None = None
         self.is_behind = False
-        """Whether steps were run on `copy` that the host's arrays do not show."""
+        """Whether steps ran on `copy` that the host's arrays do not show."""
         self.is_ahead = True
-        """Whether the host has run a kernel, or made tensors longer, since `copy` was made."""
+        """Whether the host has run a kernel, or made tensors longer, since `copy` was updated."""
         self.written: list[tuple[str, int]] = []
-        """Names and rows of tensors that the host wrote since `copy` was brought up to date."""
+        """Names and rows of tensors that the host wrote since `copy` was updated."""
         self.spare_nodes = 0
-        """While the arrays are behind: unused nodes that neither steps nor commands will take."""
+        """While the arrays are behind: unused nodes that neither steps nor commands will use."""
         self.added: list[int] = []
-        """Slots of added requests; a burst removes them from the list when it serves them."""
+        """Indices of added requests; a burst removes them from the list when it serves them."""
         self.slot_of: dict[RequestId, int] = {}
         self.requests: dict[int, Request] = {}
-        """By slot."""
+        """Unfinished requests by index."""
         self.extras: list[Extras] = [NOTHING]
-        """By number; a number is never given again."""
+        """Extras by number; a number is never reused."""
         self._numbers: dict[Extras, int] = {NOTHING: 0}
         self._launch = launch
         self._labels: Labels[tuple[int, int, RequestId]] = Labels()
         self.last_frames: dict[int, FrameId] = {}
-        """By slot: the last plan that had a row of the request, if one had."""
+        """The last plan that had a row of the request, by request index, if there was one."""
         self._births: dict[int, int] = {}
         self._unused: list[int] = []
         self._num_born = 0
@@ -69,14 +69,14 @@ class Inbox:
 
     @property
     def state(self) -> layout.State:
-        """The host's arrays, after all steps so far."""
+        """The host's arrays, updated with all steps so far."""
         if self.is_behind and self.copy is not None:
             self.copy.pull()
             self.is_behind = False
         return self.arrays
 
     def launch(self, kernel: str) -> None:
-        """Run a kernel on the host's arrays; the device has taken all commands after it."""
+        """Run a kernel on the host's arrays; afterwards the device has executed all commands."""
         is_current = self._written == 0 and not self.arrays.steady[layout.STEPS_BEHIND]
         if kernel == "commands_kernel" and is_current:
             return
@@ -87,20 +87,20 @@ class Inbox:
             self.taken()
 
     def launch_on(self, kernel: str, arrays: layout.State) -> None:
-        """Run a kernel on a copy of the state in memory of the host."""
+        """Run a kernel on a copy of the state in the host's memory."""
         self._launch(kernel, arrays, self.dims)
 
     @property
     def has_commands(self) -> bool:
-        """Whether there are commands that no launch has taken."""
+        """Whether there are commands that no launch has executed."""
         return self._written > 0
 
     def taken(self) -> None:
-        """A launch on the copy of the state has taken all commands."""
+        """Note that a launch on the copy of the state has executed all commands."""
         self._written = 0
 
     def _write(self, name: str, row: int, values: Any) -> None:
-        """Write the beginning of a row that the host alone writes, or of a slot's tokens."""
+        """Write the beginning of a row that only the host writes, or of a request's tokens."""
         array = getattr(self.arrays, name)
         if isinstance(values, int):
             array[row] = values
@@ -110,7 +110,7 @@ class Inbox:
             self.written.append((name, row))
 
     def command(self, opcode: int, slot: int, argument: int = 0) -> None:
-        """Write a command into the ring; one that is full is emptied first."""
+        """Write a command into the ring; if the ring is full, execute its commands first."""
         if self._written == self.dims.commands:
             self.launch("commands_kernel")
         at, birth = int(self.arrays.command_end[0]), self._births.get(slot, 0)
@@ -119,7 +119,7 @@ class Inbox:
         self._written += 1
 
     def add(self, request: Request) -> None:
-        """A new request; it waits once the device has read of it."""
+        """Add a new request; it waits once the device has executed the command."""
         stops = len(request.stop_token_ids)
         if stops > self.dims.stops or (not self._unused and self._is_full()):
             self._grow(max(stops, self.dims.stops))
@@ -149,7 +149,8 @@ class Inbox:
         self.command(layout.SUBMIT, slot)
 
     def _set_rank(self, slot: int, rank: int) -> None:
-        """Of one that waits the key follows: all keys change together, so none is out of order."""
+        """Set the rank of a waiting request, and its key: ranks change together, so order is
+        kept."""
         self.launch("commands_kernel")
         self.is_ahead = True
         self.state.ranks[slot] = rank
@@ -157,7 +158,7 @@ class Inbox:
             self.state.key[slot] = rank
 
     def remove(self, slot: int) -> RequestId:
-        """Forget a request that has ended, or is told to."""
+        """Forget a request that has finished or is being aborted; return its id."""
         request = self.requests.pop(slot)
         del self.slot_of[request.request_id]
         self._unused.append(slot)
@@ -167,7 +168,7 @@ class Inbox:
         return request.request_id
 
     def reserve_nodes(self, num_tokens: int, num_requests: int) -> None:
-        """Room for the contents that so many tokens of so many requests may fill."""
+        """Make room for the nodes that `num_tokens` tokens of `num_requests` requests may fill."""
         needed = self._count_nodes(num_tokens, num_requests)
         self.launch("commands_kernel")
         if self.state.num_free_nodes[0] < needed:
@@ -183,7 +184,7 @@ class Inbox:
         return len(self.slot_of) == self.dims.slots
 
     def _grow(self, stops: int, num_nodes: int = 0) -> None:
-        """Longer tensors; the device must have taken all commands."""
+        """Make tensors longer; the device must have executed all commands."""
         self.launch("commands_kernel")
         d, self.is_ahead = self.dims, True
         slots = 2 * d.slots if self._is_full() else d.slots
@@ -191,7 +192,7 @@ class Inbox:
         self.arrays, self.dims = grow(self.state, d, dims), dims
 
     def _row_of(self, request: Request) -> list[int]:
-        """What is known of a new request, by column of `inbox`."""
+        """Return the row of a new request in `inbox`."""
         row = [0] * _COLUMNS
         row[layout.IN_PROMPT] = len(request.prompt_token_ids)
         row[layout.IN_MAX_TOKENS] = request.max_tokens
@@ -208,7 +209,8 @@ class Inbox:
         return row
 
     def _number_extras(self, request: Request) -> layout.Int32s:
-        """[table]; of each full block of the prompt, of the one after them, and of all others."""
+        """Return [table]: the extras' number of each full prompt block, of the next one, and of all
+        later."""
         full = len(request.prompt_token_ids) // self.config.block_size
         found = np.empty(self.dims.table, np.int32)
         found[:] = self._number_of((request.adapter, *NOTHING[1:]))

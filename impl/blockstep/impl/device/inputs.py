@@ -1,6 +1,7 @@
-"""Inputs: where the tokens of a plan stand, as the forward pass takes it.
+"""Inputs: positions and slots of a plan's tokens, as the forward pass reads them.
 
-What `blockstep.kernels.prepare_step` writes in a launch of its own, in the order of the rows.
+They are what `blockstep.kernels.prepare_step` writes in a launch of its own, in the order of the
+rows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ PLACE = tl.constexpr(layout.PLACE)
 
 @triton.jit
 def write_tokens(s, slot, position, to, live, d):
-    """Tokens at `position` [n] of the slots [n] are those at `to` [n] of the batch."""
+    """Write positions and slots of tokens at `position` [n] of requests `slot` [n] to `to` [n]."""
     tl.store(s.positions + to, position.to(tl.int64), mask=live)
     group = 0
     while group < d.groups:
@@ -32,7 +33,7 @@ def write_tokens(s, slot, position, to, live, d):
 
 @triton.jit
 def write_inputs(s, d):
-    """Of the plan just made. Rows of one token go together, others one by one."""
+    """Write the inputs of the plan just made: rows of one token together, others one by one."""
     row = tl.arange(0, d.rows)
     num_rows = tl.load(s.num_rows)
     live = row < num_rows

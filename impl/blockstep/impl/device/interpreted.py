@@ -1,7 +1,7 @@
-"""Interpreted: the engine whose kernels Triton's interpreter runs.
+"""Interpreted: the engine with kernels run by Triton's interpreter.
 
-Triton asks for `TRITON_INTERPRET` when it is imported, for the whole process; so where it is not 1,
-this cannot be imported.
+Triton reads `TRITON_INTERPRET` when it is imported, for the whole process; if it is not 1, this
+module cannot be imported.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class Interpreted:
         self._torch: Any = import_module("torch")
 
     def __call__(self, kernel: str, state: State, dims: Dims) -> None:
-        """Run one, on tensors that share the memory of the arrays."""
+        """Run one kernel, on tensors that share the memory of the arrays."""
         launch_kernel(kernel, State(*map(self._torch.from_numpy, state)), dims)
 
 
 @cache
 def get_interpreted() -> Interpreted:
-    """The one that engines share: it keeps nothing between launches."""
+    """Return the instance that engines share: it keeps nothing between launches."""
     return Interpreted()
 
 
 def make_interpreted(config: Config) -> DeviceEngine:
-    """`DeviceEngine`, interpreted.
+    """Return a `DeviceEngine` whose kernels are interpreted.
 
     Raises:
-        ConfigError: `list_config_problems` has something against the config.
+        ConfigError: `list_config_problems` finds a problem in the config.
     """
     return DeviceEngine(config, get_interpreted())

@@ -1,4 +1,4 @@
-"""Launch: how a kernel is run, by numpy or on a GPU, and compiled before it is."""
+"""Launch: runs a kernel by numpy or on a GPU, and compiles it before."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ MODULES: Final = (
     "pool", "contents", "groups", "lives", "commands", "running", "waiting", "results", "sweep",
     "inputs", "steady", "step",
 )  # fmt: skip
-"""The sources of the kernels; each calls those before it."""
+"""The modules of the kernels; each calls those before it."""
 GPU_KERNELS: Final = ("loop_kernel", "settle_kernel", "sweep_kernel")
 """The kernels that a serving engine launches on a GPU; it runs the others by numpy."""
 MOST_WARPS: Final = 16
 REGISTERS: Final = 65_536
-"""Of a multiprocessor."""
+"""Registers of a multiprocessor."""
 Progress: TypeAlias = Callable[[str, int, int], None]
-"""Is told the kernel that is compiled next, how many are done, and how many there are."""
+"""Called with the kernel that is compiled next, the number done, and the number in total."""
 
 
 def list_files() -> Sequence[Path]:
-    """The sources, those that are called first."""
+    """Return the sources, in the order of `MODULES`."""
     return [FOLDER / f"{module}.py" for module in MODULES]
 
 
@@ -38,8 +38,8 @@ class Numpied:
     """Runs the kernels' source by numpy.
 
     Args:
-        memory: what loads and stores do; by default every store is seen at once.
-        changed: texts that are read in the place of modules' own, by their names.
+        memory: what loads and stores do; by default every store is visible at once.
+        changed: source texts that replace those of modules, by module name.
     """
 
     def __init__(
@@ -50,18 +50,18 @@ class Numpied:
         self._kernels = numpied.load_kernels(list_files(), self.memory, texts)
 
     def __call__(self, kernel: str, state: State, dims: Dims) -> None:
-        """Run one."""
+        """Run one kernel."""
         numpied.launch(self._kernels[kernel], self.memory, state, dims)
 
 
 @cache
 def get_numpied() -> Numpied:
-    """The one that engines share: it keeps nothing between launches."""
+    """Return the instance that engines share: it keeps nothing between launches."""
     return Numpied()
 
 
 def get_constants(dims: Dims) -> tuple[int, ...]:
-    """What is compiled into a kernel: dims that have the same share it."""
+    """Return the dims that are compiled into a kernel: dims with equal ones share it."""
     return tuple(getattr(dims, name) for name in CONSTANTS)
 
 
@@ -71,7 +71,7 @@ def get_options(dims: Dims) -> dict[str, int]:
     One program has a multiprocessor for itself, so it may use all registers. A load must not be
     prefetched before an earlier store, so loops have one stage.
     """
-    # The sums of one warp need no shared memory; it has two of 64 rows in each thread.
+    # One warp needs no shared memory for sums; with 64 rows each thread has two.
     warps = 1 if dims.rows <= 64 else min(max(dims.rows // 128, 4), MOST_WARPS)
     registers = min(255, REGISTERS // (32 * warps))
     return {"num_warps": warps, "num_stages": 1, "maxnreg": registers}
@@ -81,17 +81,17 @@ def compile_kernel(kernel: str, dims: Dims, target: Any = None) -> Any:
     """Compile a kernel of `step`, or read it from Triton's cache on disk.
 
     Only the fields in `CONSTANTS` are compiled in, so other dims with the same ones get the same
-    kernel. Triton's own launcher would compile one for each number that is 1 or divides by 16, and
-    would assume aligned tensors: then a thread takes four neighbours of a dense column, where
+    kernel. Triton's own launcher would compile one for each number that is 1 or divisible by 16,
+    and would assume aligned tensors: then a thread takes four neighbours of a dense column, while
     gathers need them apart, and layouts are converted through shared memory all the time.
 
     Args:
         kernel: its name.
-        dims: what it will be launched with.
+        dims: the dims that it will be launched with.
         target: Triton's `GPUTarget`; by default the current GPU.
 
     Returns:
-        Triton's compiled kernel: `compiled[1, 1, 1](state, dims)` launches it.
+        kernel: Triton's compiled kernel: `compiled[1, 1, 1](state, dims)` launches it.
     """
     compiler: Any = import_module("triton.compiler")
     function = getattr(import_module("blockstep.impl.device.step"), kernel)
@@ -107,7 +107,7 @@ def compile_kernel(kernel: str, dims: Dims, target: Any = None) -> Any:
 
 @cache
 def _get_compiled(kernel: str, constants: Sequence[int], _device: int) -> Any:
-    """The kernel for a GPU, compiled once in this process for each device: it is loaded there."""
+    """Return the kernel, compiled once in this process for each GPU: it is loaded there."""
     named = dict(zip(CONSTANTS, constants, strict=True))
     return compile_kernel(kernel, Dims(**{name: named.get(name, 0) for name in Dims._fields}))
 
@@ -115,7 +115,7 @@ def _get_compiled(kernel: str, constants: Sequence[int], _device: int) -> Any:
 def launch_kernel(kernel: str, state: State, dims: Dims) -> None:
     """Launch a kernel on a state of tensors on the current GPU.
 
-    Where Triton interprets (`TRITON_INTERPRET=1`), tensors may be on any device.
+    If Triton interprets (`TRITON_INTERPRET=1`), tensors may be on any device.
     """
     if import_module("triton").knobs.runtime.interpret:
         language: Any = import_module("triton.language")
@@ -128,13 +128,13 @@ def launch_kernel(kernel: str, state: State, dims: Dims) -> None:
 
 
 def warm_up(dims: Dims, told: Progress | None = None, kernels: Sequence[str] = GPU_KERNELS) -> None:
-    """Compile kernels for a GPU before the first step needs them; without a GPU do nothing.
+    """Compile kernels for a GPU before the first step needs them; do nothing without a GPU.
 
     The first process compiles for some seconds per kernel; others read Triton's cache on disk.
 
     Args:
-        dims: of the scheduler that will run.
-        told: is called before each kernel, and once when all are done.
+        dims: the dims of the scheduler that will run.
+        told: called before each kernel, and once when all are done.
         kernels: their names.
     """
     torch: Any = import_module("torch")

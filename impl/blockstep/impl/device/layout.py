@@ -1,14 +1,16 @@
-"""Layout: every tensor that the device's scheduler lives in, and the constants of its kernels.
+"""Layout: all tensors of the device's scheduler, and the constants of its kernels.
 
-A request has a *slot*, which the host gives it and takes back after it has read of its end. All
-that is known of a request lies in columns and tables by slot; `run` has the slots in running order.
-Contents of full blocks are *nodes* of a tree, as in the compiled engine: the same content is the
-same node, and a hit is a node that some block carries.
+An unfinished request has an index, called `slot` here, which the host assigns, and reuses after it
+has read that the request finished. Its data are in columns and tables by slot; `run` has the slots
+in running order. Contents of full blocks are *nodes* of a tree, as in the compiled engine: the same
+content is the same node, and a prefix hit is a node under which some block is cached (the block
+*carries* the node).
 
     tokens  | node | node | node | ..|     paths[slot]: the node of each known full block
-    blocks     7      3      9     4       tables[slot]; a block carries a node, or none
+    blocks     7      3      9     4       tables[slot]; a cached block carries a node
 
-What nobody needs any more is swept from time to time, between steps, instead of being counted.
+Nodes have no reference counts: those that are no longer needed are swept from time to time, between
+steps.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from blockstep.impl.device.dims import Dims
 NONE: Final = -1
 """No node, no block."""
 FAR: Final = 1 << 62
-"""The key of who does not wait: after all others."""
+"""The key of a request that does not wait: after all others."""
 
 # Statuses.
 IS_WAITING: Final = 0
@@ -37,9 +39,9 @@ NOWHERE: Final = 0
 SKIPPED: Final = 1
 WAITING: Final = 2
 PASSED: Final = 3
-"""Passed over in the step that is being planned."""
+"""Skipped in the step that is being planned."""
 
-# Verdicts on a row.
+# Finish reasons of a row.
 GOES_ON: Final = 0
 BY_EOS: Final = 1
 BY_STOP_TOKEN: Final = 2
@@ -48,15 +50,15 @@ BY_REPETITION: Final = 4
 
 # Commands, as [opcode, slot, birth, argument].
 SUBMIT: Final = 1
-"""The slot's rows of `inbox`, `extras`, `stops`, `ranks` and `tokens` (prompt) were written."""
+"""Submit: the slot's rows of `inbox`, `extras`, `stops`, `ranks` and `tokens` were written."""
 ABORT: Final = 2
-"""Nothing if the slot has another birth by now."""
+"""Abort the request; ignored if the slot has another birth by now."""
 GRAMMAR: Final = 3
-"""Its grammar is ready."""
+"""The request's grammar is ready."""
 DRAFT: Final = 4
-"""Its row of `offered` has as many drafts as the argument says."""
+"""The request's row of `offered` has as many drafts as the argument says."""
 RESET: Final = 5
-"""Forget cached blocks; argument: whether to preempt all that runs first."""
+"""Forget cached blocks; argument: whether to preempt all running requests first."""
 COMMAND_COLUMNS: Final = 4
 
 # Columns of `inbox`.
@@ -64,13 +66,13 @@ IN_PROMPT: Final = 0
 IN_MAX_TOKENS: Final = 1
 IN_MIN_TOKENS: Final = 2
 IN_EOS: Final = 3
-"""NONE: it has none."""
+"""NONE if it has none."""
 IN_NUM_STOPS: Final = 4
 IN_SKIPS_CACHE: Final = 5
 IN_REPEATS_MIN: Final = 6
 IN_REPEATS_MAX: Final = 7
 IN_REPEATS_COUNT: Final = 8
-"""0: it may repeat itself."""
+"""0: repetitions do not end it."""
 IN_GRAMMAR: Final = 9
 INBOX_COLUMNS: Final = 10
 
@@ -80,43 +82,43 @@ ROW_BIRTH: Final = 1
 ROW_COMPUTED: Final = 2
 ROW_TOKENS: Final = 3
 ROW_OUTPUTS: Final = 4
-"""Known and promised outputs before the step."""
+"""Known outputs and placeholders before the step."""
 ROW_SAMPLES: Final = 5
 ROW_DRAFTS: Final = 6
 ROW_MISSED: Final = 7
-"""It ran before, and the plan before lacked it."""
+"""Whether it ran before and was not in the previous plan."""
 ROW_COLUMNS: Final = 8
 
 # Columns of the record of a commit, each [rows] in the order of the frame.
 TOLD_DELIVERED: Final = 0
-"""Tokens delivered; NONE where the row delivers nothing at all (ended before, or no sample)."""
+"""Tokens delivered; NONE if the row delivers nothing at all (finished before, or no sample)."""
 TOLD_VERDICT: Final = 1
 TOLD_CACHED: Final = 2
 TOLD_COLUMNS: Final = 3
 
-# Numbers of `control`, which say what a launch is to do.
+# Numbers of `control`, the arguments of a launch.
 FRAME_ID: Final = 0
 PREVIOUS_ID: Final = 1
-"""The last plan before; NONE before the first."""
+"""Id of the previous plan; NONE before the first."""
 OLDEST_ID: Final = 2
-"""The oldest frame in flight; `FRAME_ID` if there is none."""
+"""Id of the oldest frame in flight; `FRAME_ID` if there is none."""
 BUDGET: Final = 3
 ADMITS: Final = 4
 """Whether waiting requests may be admitted."""
 PLACE: Final = 5
-"""Where the frame is written: its row of `plans`. Empty plans have an id too, and no place."""
+"""The row of `plans` for this frame. An empty plan has an id, too, but uses no row."""
 COMMIT_PLACE: Final = 6
-"""Where the frame lies that `answer_*` is for."""
+"""The row of `plans` of the frame that `answer_*` is for."""
 CONTROL_COLUMNS: Final = 7
 
-# Numbers of `steady`, which say whether the next step may go the short way; see `steady.py`.
+# Numbers of `steady`: whether the next step may take the fast path; see `steady.py`.
 STEADY_PLANS: Final = 0
 """Number of last plans with the same rows: all running requests, one sampled token each. It is at
 most one more than the frames that can be in flight."""
 STEADY_ROWS: Final = 1
 """Rows of each of these plans."""
 STEPS_LEFT: Final = 2
-"""Steps in which no request reaches a length that changes its plan."""
+"""Number of steps in which no request reaches a length that changes its plan."""
 HAS_WAITING: Final = 3
 """Whether a request waits."""
 MOST_STOPS: Final = 4
@@ -126,38 +128,39 @@ STEPS_BEHIND: Final = 5
 NUM_PENDING: Final = 6
 """Entries of `pending`."""
 LAST_ID: Final = 7
-"""The last plan, if it went the short way."""
+"""Id of the last plan, if it took the fast path."""
 STEADY_COLUMNS: Final = 8
 
 Int32s = NDArray[np.int32]
 
 
 class State(NamedTuple):
-    """All tensors, int32 where nothing else is said. Shapes name fields of `Dims`."""
+    """All tensors, int32 unless noted. Shapes name fields of `Dims`."""
 
-    # The request of each slot, each [slots].
+    # By request, each [slots].
     birth: Any
-    """A number for each request that ever was; 0 where the slot is unused."""
+    """A number for each request ever submitted; 0 if the slot is unused."""
     status: Any
     queue: Any
     key: Any
-    """int64; its place among those that wait, FAR if it does not."""
+    """int64; rank among waiting requests, FAR if it does not wait."""
     known: Any
     """Prompt and verified output tokens."""
     computed: Any
     prompt: Any
     num_drafts: Any
     promised: Any
-    """Outputs that frames in flight will sample; always 0 without asynchronous scheduling."""
+    """Placeholders: outputs that frames in flight will sample; 0 without asynchronous scheduling.
+    """
     last_frame: Any
     is_prefill: Any
     cached: Any
     """Hit tokens of its first admission; NONE before."""
     preempted: Any
-    """Times that it was."""
+    """Number of preemptions."""
     grammar_ready: Any
     end_by_max_tokens: Any
-    """Prompt and `max_tokens`, whatever the model length."""
+    """Prompt length plus `max_tokens`, whatever the model length."""
     min_tokens: Any
     eos: Any
     num_stops: Any
@@ -166,58 +169,60 @@ class State(NamedTuple):
     repeats_max: Any
     repeats_count: Any
     step_tokens: Any
-    """Tokens that it has in the step that is being planned; 0 otherwise."""
+    """Tokens scheduled in the step that is being planned; 0 otherwise."""
     step_drafts: Any
     doubt: Any
-    """Drafts in flight: computed tokens that may have to be computed again. Counted under
-    asynchronous scheduling, where there are windows."""
+    """Drafts in flight: computed tokens that may have to be computed again. Counted only under
+    asynchronous scheduling with windows."""
     taken: Any
-    """Whether its last DRAFT was taken."""
+    """Whether its last DRAFT was accepted."""
 
-    # The request of each slot in each group, each [groups, slots]; a *line* is a place in them.
+    # By request and group, each [groups, slots]; a *line* is an index into them, flattened.
     held: Any
-    """The length of its block table, null blocks included."""
+    """Length of its block table, including null blocks."""
     published: Any
     """Blocks of the request that were published, or hit."""
     left: Any
-    """Null blocks at the beginning of its table: no token that is still to come reads them."""
+    """Leading null blocks of its table: no later token reads them."""
     step_first: Any
-    """The length of its table before the step."""
+    """Length of its table before the step."""
 
-    # Tables by slot.
+    # Tables by request.
     tokens: Any
-    """[slots, tokens]; the known ones."""
+    """[slots, tokens]: the known tokens."""
     tables: Any
-    """[groups, slots, table]; blocks."""
+    """[groups, slots, table]: blocks."""
     paths: Any
-    """[slots, table]; nodes of known full blocks."""
+    """[slots, table]: nodes of known full blocks."""
     extras: Any
-    """[slots, table]; what beside tokens names each block, by number. The host's."""
+    """[slots, table]: extras of each block's key (adapter, salt, items), by number. Written by the
+    host."""
     drafts: Any
-    """[slots, drafts]; token ids for the next step."""
+    """[slots, drafts]: draft tokens for the next step."""
     offered: Any
-    """[slots, drafts]; of a DRAFT. The host's."""
+    """[slots, drafts]: drafts of a DRAFT command. Written by the host."""
     stops: Any
-    """[slots, stops]. The host's."""
+    """[slots, stops]. Written by the host."""
     ranks: Any
-    """[slots] int64; compare like priority, arrival and id under PRIORITY (P16). The host's."""
+    """[slots] int64: order of priority, arrival and id under PRIORITY (P16). Written by the host.
+    """
     inbox: Any
-    """[slots, INBOX_COLUMNS]. The host's."""
+    """[slots, INBOX_COLUMNS]. Written by the host."""
 
-    # Running order: [rows] slots.
+    # Running list: [rows] slots.
     run: Any
 
     # Blocks, each [num_blocks].
     ref_count: Any
     place: Any
-    """Where it stands in the ring, if it is free."""
+    """The place in the ring, if it is free."""
     node: Any
-    """What it carries: `group * nodes + node`, or NONE."""
+    """The node that it carries, as `group * nodes + node`, or NONE."""
     next_same: Any
     """Blocks that carry one node in one group are a list, in order of publication."""
     previous_same: Any
     ring: Any
-    """[ring]; the free queue between `head` and `tail`, NONE where a block was taken out."""
+    """[ring]: the free queue between `head` and `tail`, NONE if a block was taken out."""
 
     # Nodes, each [nodes].
     parent: Any
@@ -226,47 +231,47 @@ class State(NamedTuple):
     next_node: Any
     """Nodes of one bucket are a list."""
     mark: Any
-    """Of the sweep."""
+    """Used by the sweep."""
     node_tokens: Any
     """[nodes, size]"""
     free_nodes: Any
-    """[nodes]; the first `num_free_nodes` are unused."""
+    """[nodes]: the first `num_free_nodes` are unused."""
     buckets: Any
-    """[buckets]; first node of each."""
+    """[buckets]: first node of each."""
     first_block: Any
-    """[groups, nodes]; the first block that carries each node."""
+    """[groups, nodes]: the first block that carries each node."""
     last_block: Any
     """[groups, nodes]"""
 
-    # The KV-cache groups, each [groups].
+    # By KV group, each [groups].
     windows: Any
     """Tokens of the sliding window; 0 under full attention."""
     spans: Any
-    """Slots that a request holds at once, at most, behind the window; 0 under full attention."""
+    """Most slots that a request holds at once in a windowed group; 0 under full attention."""
 
     # Numbers, each [1].
     num_running: Any
     head: Any
     tail: Any
-    """Places of the ring, counted on and on; their remainder is an index."""
+    """Ever-growing places in the ring; the index is the remainder."""
     num_free: Any
     num_free_nodes: Any
     back: Any
-    """int64; the last place given at the end of a queue (FCFS)."""
+    """int64; the last key given at the end of a queue (FCFS)."""
     front: Any
-    """int64; the last place given before all others."""
+    """int64; the last key given at the front of a queue."""
     num_passed: Any
     in_flight: Any
-    """Frames, where the device runs its own loop."""
+    """Frames in flight, if the device runs its own loop."""
     num_rows: Any
     num_continued: Any
-    """Of the rows of the last plan, those of its running phase."""
+    """Rows of the last plan whose requests were running before it."""
     num_preempted: Any
-    """Requests that it preempted, in `victims`."""
+    """Number of requests that the last plan preempted, in `victims`."""
     num_told: Any
     """Rows of the last record."""
     reset_done: Any
-    """Whether the last RESET was possible."""
+    """Whether the last RESET succeeded."""
     queries: Any
     """int64, like all counters (P21)."""
     hits: Any
@@ -278,39 +283,39 @@ class State(NamedTuple):
     control: Any
     """[CONTROL_COLUMNS]"""
     commands: Any
-    """[commands, COMMAND_COLUMNS]; a ring."""
+    """[commands, COMMAND_COLUMNS]: a ring."""
     command_end: Any
-    """[1]; commands that the host ever wrote."""
+    """[1]: number of commands that the host has written."""
     command_at: Any
     steady: Any
     """[STEADY_COLUMNS]"""
     pending: Any
-    """[rows + chunk]; requests that have filled a block which is not cached yet, in order."""
+    """[rows + chunk]: requests that have filled a block which is not cached yet, in order."""
     plans: Any
-    """[frames, ROW_COLUMNS, rows]; by place."""
+    """[frames, ROW_COLUMNS, rows], by place."""
     plan_blocks: Any
-    """[frames, groups, 2, rows]; by place: the length of each row's table before the step and
-    after it. `tables[group, slot, before:after]` is new to the worker."""
+    """[frames, groups, 2, rows], by place: length of each row's table before the step and after it.
+    `tables[group, slot, before:after]` is new to the worker."""
     plan_rows: Any
-    """[frames]; rows of each."""
+    """[frames]: number of rows."""
     plan_ids: Any
-    """[frames]; frames in flight by place, where the device runs its own loop."""
+    """[frames]: ids of frames in flight by place, if the device runs its own loop."""
     positions: Any
-    """[batch] int64; of the last plan, row after row,"""
+    """[batch] int64: positions of the last plan's tokens, row after row."""
     slot_mapping: Any
-    """[groups, batch] int64; the slot of paged memory of each token,"""
+    """[groups, batch] int64: the slot of paged memory of each token."""
     query_start_loc: Any
-    """[1 + rows]; the first token of each row, and their number,"""
+    """[1 + rows]: index of each row's first token, then the number of tokens."""
     seq_lens: Any
-    """[rows]; tokens of each that have KV after the step."""
+    """[rows]: tokens of each that have KV after the step."""
     victims: Any
-    """[rows]; slots preempted by the last plan."""
+    """[rows]: slots preempted by the last plan."""
     answer_counts: Any
-    """[frames, rows]; by place: tokens of each row, 0 where it does not sample."""
+    """[frames, rows], by place: tokens of each row, 0 if it does not sample."""
     answer_tokens: Any
-    """[frames, rows, 1 + drafts]; by place."""
+    """[frames, rows, 1 + drafts], by place."""
     record: Any
-    """[TOLD_COLUMNS, rows]; of the last commit."""
+    """[TOLD_COLUMNS, rows]: of the last commit."""
 
     scratch: Any
     """[the longest of rows, table and num_blocks]"""
@@ -333,11 +338,11 @@ _FILLED: Final = {
     **dict.fromkeys(("ring", "first_block", "last_block", "next_node", "parent", "buckets"), NONE),
     "key": FAR,
 }
-"""What tensors hold at first, where it is not 0."""
+"""Initial values of tensors, where not 0."""
 
 
 def shape_of(name: str, d: Dims) -> tuple[int, ...]:
-    """The shape of a field of the state."""
+    """Return the shape of a field of the state."""
     if name in _OF_SLOTS:
         return (d.slots,)
     if name in _OF_LINES:
@@ -387,7 +392,7 @@ def shape_of(name: str, d: Dims) -> tuple[int, ...]:
 
 
 def make_state(d: Dims) -> State:
-    """The state before the first event, as numpy arrays: block 0 is the null block (P5)."""
+    """Return the state before the first event, as numpy arrays: block 0 is the null block (P5)."""
     made = {}
     for name in State._fields:
         element = np.int64 if name in INT64S else np.int32

@@ -1,4 +1,4 @@
-"""Lives: queues, running order, preemption and the end of a request."""
+"""Lives: queues, running list, preemption and the end of a request."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ IS_PREEMPTED = tl.constexpr(layout.IS_PREEMPTED)
 NOWHERE = tl.constexpr(layout.NOWHERE)
 WAITING = tl.constexpr(layout.WAITING)
 QUEUE_SPAN = tl.constexpr(1 << 60)
-"""Keys of one queue: half of them before its first place, and half behind."""
+"""Keys of one queue: half of them before its first place, and half after it."""
 
 
 @triton.jit
 def append(s, slot, queue, d):
-    """It comes last in `queue`, as far as the policy leaves a choice."""
+    """Append the request to `queue`; under PRIORITY its place follows from its rank."""
     if d.is_priority:
         key = tl.load(s.ranks + slot)
     else:
@@ -35,7 +35,7 @@ def append(s, slot, queue, d):
 
 @triton.jit
 def prepend(s, slot, queue, d):
-    """It comes first in `queue`, as far as the policy leaves a choice."""
+    """Prepend the request to `queue`; under PRIORITY its place follows from its rank."""
     if d.is_priority:
         key = tl.load(s.ranks + slot)
     else:
@@ -49,7 +49,7 @@ def prepend(s, slot, queue, d):
 
 @triton.jit
 def leave_queue(s, slot):
-    """It waits no longer, wherever it stood."""
+    """Remove the request from the queue that it is in."""
     tl.store(s.key + slot, FAR)
     tl.store(s.queue + slot, NOWHERE)
     tl.debug_barrier()
@@ -57,7 +57,7 @@ def leave_queue(s, slot):
 
 @triton.jit
 def leave_running(s, slot, d):
-    """Close the gap that it leaves in running order."""
+    """Remove the request from the running list."""
     position = tl.arange(0, d.rows)
     count = tl.load(s.num_running)
     other = tl.load(s.run + position, mask=position < count, other=NONE)
@@ -69,11 +69,11 @@ def leave_running(s, slot, d):
 
 @triton.jit(noinline=True)
 def preempt(s, slot, d):
-    """Take everything from a running request; it will start again.
+    """Take all blocks from a running request; it will start again.
 
-    Its verified tokens stay, and so do the outputs that frames in flight have promised: those
-    frames go on, and what they sample is delivered (P13). What was published for work of this step
-    that now does not run is withdrawn (P4; upstream #43569).
+    Its verified tokens and its placeholders stay: frames in flight continue, and what they sample
+    is delivered (P13). Blocks that were published for work of this step, which now does not run,
+    are removed from the prefix cache (P4; upstream #43569).
     """
     leave_running(s, slot, d)
     if d.has_cache:
@@ -111,7 +111,7 @@ def preempt(s, slot, d):
 
 @triton.jit
 def end(s, slot, d):
-    """End an unfinished request, wherever it is."""
+    """End an unfinished request, whether it runs or waits."""
     if tl.load(s.status + slot) == IS_RUNNING:
         leave_running(s, slot, d)
         free_blocks(s, slot, d)

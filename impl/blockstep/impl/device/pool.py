@@ -1,11 +1,11 @@
-"""Pool: free blocks, who holds a block, and which is taken next (P1, P5).
+"""Pool: free blocks, holders of blocks, and the order of reuse (P1, P5).
 
-The free queue is a ring of block ids between two places that count on and on. A block that is hit
-leaves a hole in it, so its order stays without a list being walked.
+The free queue is a ring of block ids between two ever-growing places. A block that is hit leaves a
+hole in it, so its order is kept without walking a list.
 
-Warps go at their own speed, so a barrier stands between two accesses of one place, one of them a
-store, here and in the modules beside it. Where a function does not end with one, its caller's next
-barrier is what orders it. `benchmarks/barriers.py` shows for each barrier what it orders alone.
+Warps run at their own speed, so there is a barrier between two accesses to one place if one of them
+is a store, here and in the other modules. If a function does not end with one, its caller's next
+barrier orders its accesses. `benchmarks/barriers.py` shows for each barrier what only it orders.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ NONE = tl.constexpr(layout.NONE)
 
 @triton.jit(noinline=True)
 def close_holes(s, d):
-    """Move free blocks together, so that the ring has room for all blocks again."""
+    """Compact the ring, so that it has room for all blocks again."""
     head = tl.load(s.head)
     tail = tl.load(s.tail)
     at = head
     end = head
-    while at < tail:  # once at least: it is called where the ring is nearly full
+    while at < tail:  # runs at least once: it is called when the ring is nearly full
         place = at + tl.arange(0, d.lanes)
         block = tl.load(s.ring + (place & (d.ring - 1)), mask=place < tail, other=NONE)
         tl.debug_barrier()
@@ -44,7 +44,8 @@ def close_holes(s, d):
 
 @triton.jit
 def pop_free(s, count, d):
-    """Take the first `count` free blocks, which exist, into `scratch`: each is held once then."""
+    """Move the first `count` free blocks, which must exist, into `scratch`, with one holder
+    each."""
     at = tl.load(s.head)
     tail = tl.load(s.tail)
     free = tl.load(s.num_free)
@@ -70,7 +71,7 @@ def pop_free(s, count, d):
 
 @triton.jit
 def find_first_read(s, group, computed, d):
-    """The first block of a group that a token behind the `computed` ones reads.
+    """Return the first block of a group that a token after the `computed` ones reads.
 
     `computed` is a number or [n].
     """
@@ -81,7 +82,7 @@ def find_first_read(s, group, computed, d):
 
 @triton.jit
 def count_unheld(s, slot, group, first, count, d):
-    """How many hits of a request in a group are free, of the blocks from `first` to `count`."""
+    """Return how many of a request's hits in a group, from `first` to `count`, are free blocks."""
     unheld = 0
     at = first
     while at < count:
@@ -97,9 +98,9 @@ def count_unheld(s, slot, group, first, count, d):
 
 @triton.jit
 def touch_hits(s, slot, group, first, count, d):
-    """Hold the hits of a request in a group, which become its block table; how many were free.
+    """Add a holder to a request's hits in a group, and make them its block table.
 
-    The blocks before `first` are null: none of their tokens is read any more.
+    Returns how many were free. The blocks before `first` are null: no later token reads them.
     """
     line = group * d.slots + slot
     touched = 0
@@ -130,9 +131,9 @@ def make_ring_room(s, count, d):
 
 @triton.jit
 def let_go(s, line, first, last, tail, d):
-    """Let go of the blocks from `first` to `last` of a line's table, the last one first.
+    """Drop the blocks from `first` to `last` of a line's table, the last one first.
 
-    Returns the end of the free queue then; before, it was `tail`.
+    `tail` is the end of the free queue; returns the new one.
     """
     held = last - first
     at = 0
@@ -154,10 +155,10 @@ def let_go(s, line, first, last, tail, d):
 
 @triton.jit
 def free_blocks(s, slot, d):
-    """Let go of all tables of a request, group by group; their prefixes are evicted last.
+    """Drop all blocks of a request, group by group; their prefixes are evicted last.
 
-    Under full attention a running request holds a block at least, so the loop of `let_go` runs, and
-    its barrier stands between what is loaded before it and stored behind it.
+    Under full attention a running request holds at least one block, so the loop of `let_go` runs,
+    and its barrier orders the loads before it and the stores after it.
     """
     most = 0
     group = 0

@@ -1,4 +1,4 @@
-"""Results: what the worker sampled is stored, judged and told."""
+"""Results: the commit; it stores sampled tokens, checks stop conditions and records outputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOLD_CACHED = tl.constexpr(layout.TOLD_CACHED)
 
 @triton.jit
 def roll_back(s, slot, drafts, counts, live, d):
-    """Keep the promise (P12) and uncompute the rejected drafts (P14), of all rows at once.
+    """Remove the placeholders of all rows (P12) and uncompute the rejected drafts (P14).
 
     computed before | known | accepted | rejected |
                                        ^ computed now
@@ -45,7 +45,7 @@ def roll_back(s, slot, drafts, counts, live, d):
         tl.store(s.promised + slot, promised - 1 - drafts, mask=live)
         if d.has_windows:
             add_doubt(s, slot, 0 - drafts, live)
-    # It may have been preempted meanwhile; then nothing is computed anyway.
+    # If it was preempted meanwhile, nothing is computed anyway.
     has_drafts = live & (drafts > 0)
     tl.store(s.computed + slot, computed - drafts + counts - 1, mask=has_drafts & runs)
     tl.store(s.drafts_scheduled, scheduled + tl.sum(tl.where(has_drafts, drafts, 0), 0))
@@ -54,9 +54,10 @@ def roll_back(s, slot, drafts, counts, live, d):
 
 @triton.jit
 def judge(s, slot, token, known, live, d):
-    """Whether the token just stored ends its request, for all rows at once; repetition aside.
+    """Return the finish reason, if any, after the token just stored, for all rows; repetition
+    aside.
 
-    Before `min_tokens` only the length caps do (ours; 0.19.1 masks them as well).
+    Before `min_tokens` only the length limits count (ours; 0.19.1 masks them as well).
     """
     prompt = tl.load(s.prompt + slot, mask=live, other=0)
     has_min = live & (known - prompt >= tl.load(s.min_tokens + slot, mask=live, other=0))
@@ -75,7 +76,7 @@ def judge(s, slot, token, known, live, d):
 
 @triton.jit
 def repeats(s, slot, known, d):
-    """Whether the outputs end with as many copies of one pattern as it does not tolerate."""
+    """Whether the outputs end with `repeats_count` copies of one pattern."""
     count = tl.load(s.repeats_count + slot)
     outputs = known - tl.load(s.prompt + slot)
     found = 0
@@ -101,7 +102,7 @@ def repeats(s, slot, known, d):
 
 @triton.jit
 def judge_repetition(s, slot, known, goes_on, verdict, d):
-    """The verdicts [rows] with those on repetition, which few requests ask for."""
+    """Return the verdicts [rows], with repetition checked for the few requests that ask for it."""
     row = tl.arange(0, d.rows)
     asks = goes_on & (tl.load(s.repeats_count + slot, mask=goes_on, other=0) > 0)
     left = tl.sum(asks.to(tl.int32), 0)
@@ -119,7 +120,7 @@ def judge_repetition(s, slot, known, goes_on, verdict, d):
 
 @triton.jit
 def store_tokens(s, slot, answer, counts, live, d):
-    """Store tokens up to the one that ends each request; how many [rows], and the verdicts.
+    """Store tokens up to the one that ends each request; return the counts [rows] and the verdicts.
 
     `answer` [rows] are the rows of `answer_tokens`.
     """
@@ -146,7 +147,7 @@ def store_tokens(s, slot, answer, counts, live, d):
 
 @triton.jit
 def name_filled(s, slot, delivered, live, d):
-    """Nodes of the blocks that the tokens just stored have filled, row after row."""
+    """Find or make nodes of the blocks that the tokens just stored have filled, row after row."""
     known = tl.load(s.known + slot, mask=live, other=0)
     filled = (known - delivered) // d.size
     fills = (live & (known // d.size > filled)).to(tl.int32)
@@ -159,9 +160,9 @@ def name_filled(s, slot, delivered, live, d):
 
 @triton.jit
 def publish_verified(s, slot, live, d):
-    """Under asynchronous scheduling the plan could publish none of it: tokens were not known.
+    """Publish verified blocks: asynchronously, the plan could not, since tokens were unknown.
 
-    The last token may not have run yet (P4); who was preempted since has no blocks (P3).
+    The last token may not be computed yet (P4); a request preempted since has no blocks (P3).
     """
     runs = live & (tl.load(s.status + slot, mask=live, other=0) == IS_RUNNING)
     full = (tl.load(s.known + slot, mask=live, other=0) - 1) // d.size
@@ -179,7 +180,7 @@ def publish_verified(s, slot, live, d):
 
 @triton.jit
 def end_rows(s, slot, verdict, d):
-    """End those that have a verdict, in the order of their rows."""
+    """End the requests that have a finish reason, in the order of their rows."""
     row = tl.arange(0, d.rows)
     ends = verdict != GOES_ON
     left = tl.sum(ends.to(tl.int32), 0)
@@ -192,7 +193,7 @@ def end_rows(s, slot, verdict, d):
 
 @triton.jit
 def commit(s, d):
-    """Take the answer to a frame, which fits it."""
+    """Commit a frame with a model output that fits it."""
     row = tl.arange(0, d.rows)
     frame = tl.load(s.control + COMMIT_PLACE)
     num_rows = tl.load(s.plan_rows + frame)
@@ -204,7 +205,7 @@ def commit(s, d):
     drafts = tl.load(s.plans + first + ROW_DRAFTS * d.rows, mask=in_frame, other=0)
     answer = frame * d.rows + row
     counts = tl.load(s.answer_counts + answer, mask=in_frame, other=0)
-    # Others were aborted meanwhile, or are still in prefill.
+    # Other requests were aborted meanwhile, or are still in prefill.
     live = in_frame & (samples > 0) & (tl.load(s.birth + slot, mask=in_frame, other=0) == birth)
     roll_back(s, slot, drafts, counts, live, d)
     delivered, verdict = store_tokens(s, slot, answer, counts, live, d)

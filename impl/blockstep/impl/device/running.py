@@ -29,13 +29,13 @@ FAR = tl.constexpr(layout.FAR)
 
 @triton.jit
 def count_tokens(s, slot, live, d):
-    """[n] of the slots [n]: tokens that they would have without a budget, drafts included.
+    """Return [n] for requests `slot` [n]: tokens to schedule without a budget, including drafts.
 
-    computed | ... known, promised | drafts |   one slot below max_model_len stays free
-             <------ gap ------------------>    for the token to be sampled
+    computed | ... known, placeholders | drafts |   one slot below max_model_len stays free
+             <------ gap ----------------------->    for the token to be sampled
 
-    A request whose promise will end it by `max_tokens` has no row (seed 001, "Async scheduling
-    skip-ahead"): one promised token is sure, the others may be rejected drafts.
+    A request that its placeholders will end by `max_tokens` has no row (seed 001, "Async scheduling
+    skip-ahead"): one of them is certain, the others may be rejected drafts.
     """
     computed = tl.load(s.computed + slot, mask=live, other=0)
     promised = tl.load(s.promised + slot, mask=live, other=0)
@@ -50,23 +50,24 @@ def count_tokens(s, slot, live, d):
 
 @triton.jit
 def find_end(s, slot, tokens, live, d):
-    """[n] of the slots [n]: slots of paged memory for `tokens` and the lookahead (P8)."""
+    """Return [n] for requests `slot` [n]: the slots of paged memory for `tokens` and lookahead
+    (P8)."""
     end = tl.load(s.computed + slot, mask=live, other=0) + tokens + d.num_lookahead
     return tl.minimum(end, d.max_model_len)
 
 
 @triton.jit
 def count_blocks(s, slot, tokens, live, d):
-    """[n] of the slots [n]: new blocks of the first group for `tokens` (P8)."""
+    """Return [n] for requests `slot` [n]: new blocks of the first group for `tokens` (P8)."""
     end = find_end(s, slot, tokens, live, d)
     return tl.where(live & (tokens > 0), count_lacking(s, slot, end, live, d), 0)
 
 
 @triton.jit
 def add_rows(s, slot, tokens, first_block, live):
-    """The requests of these slots [n] have so many tokens in the step; the rest is given up (P24).
+    """Set the tokens of requests `slot` [n] in the step; drafts beyond them are dropped (P24).
 
-    `first_block` [n] are the blocks that they held before it.
+    `first_block` [n]: the number of blocks that they held before it.
     """
     drafts = tl.load(s.num_drafts + slot, mask=live, other=0)
     scheduled = tl.load(s.computed + slot, mask=live, other=0) + tokens
@@ -82,9 +83,9 @@ def add_rows(s, slot, tokens, first_block, live):
 
 @triton.jit
 def publish_rows(s, end, d):
-    """What the rows of the first `end` running requests fill can be found from now on, in order.
+    """Publish, in order, the blocks that the rows of the first `end` running requests fill.
 
-    Groups come one after the other: a content is another one in each.
+    Groups are done one after the other: a content has a separate entry in each.
     """
     position = tl.arange(0, d.rows)
     live = position < end
@@ -104,9 +105,9 @@ def publish_rows(s, end, d):
 
 @triton.jit
 def schedule_together(s, budget, d):
-    """All running requests before the first for which blocks run short, at once.
+    """Schedule all running requests before the first that lacks blocks, at once.
 
-    Returns its position, and the budget left.
+    Returns the position of that request, and the remaining budget.
     """
     position = tl.arange(0, d.rows)
     count = tl.load(s.num_running)
@@ -142,10 +143,10 @@ def schedule_together(s, budget, d):
 
 @triton.jit
 def select_victim(s, d):
-    """The slot to preempt (P16).
+    """Return the slot to preempt (P16).
 
-    FCFS: the last. Priority: the one that would wait longest, in the order of the queues; any
-    other choice among equals lets two of them preempt each other for ever (P10).
+    FCFS: the last. Priority: the one that would wait longest, in the order of the queues; any other
+    choice among equals lets two requests preempt each other for ever (P10).
     """
     count = tl.load(s.num_running)
     found = tl.load(s.run + (count - 1))
@@ -160,7 +161,8 @@ def select_victim(s, d):
 
 @triton.jit
 def find_position(s, slot, d):
-    """Where it stands in running order; after all others if it does not run."""
+    """Return its position in the running list; the number of running requests if it is not
+    there."""
     position = tl.arange(0, d.rows)
     count = tl.load(s.num_running)
     other = tl.load(s.run + position, mask=position < count, other=-1)
@@ -169,9 +171,9 @@ def find_position(s, slot, d):
 
 @triton.jit
 def make_room(s, slot, needed, budget, d):
-    """Preempt until so many blocks are free for `slot`; the budget then, and whether it still runs.
+    """Preempt until `needed` blocks are free; return the budget, and whether `slot` still runs.
 
-    What a victim had in this step returns to the budget.
+    A victim's tokens of this step return to the budget.
     """
     runs = 1
     free = tl.load(s.num_free)
@@ -190,12 +192,12 @@ def make_room(s, slot, needed, budget, d):
 
 @triton.jit(noinline=True)
 def schedule_in_groups(s, budget, d):
-    """What `schedule_together` does, where there are several groups or windows.
+    """Do what `schedule_together` does, with several groups or windows.
 
-    A request leaves what no later token reads before it takes blocks: group by group, before all
-    requests behind it. Blocks are taken at one end of the free queue and return at the other, so
-    all may leave first; blocks of a request that leaves behind another are not counted for it.
-    Requests that leave a block which others hold go one after the other.
+    A request frees skipped blocks before it takes new ones: group by group, before all later
+    requests. Blocks are taken at one end of the free queue and return at the other, so all requests
+    may free theirs first; blocks that a later request frees are not counted for an earlier one.
+    Requests that drop a shared block are scheduled one by one.
     """
     position = tl.arange(0, d.rows)
     count = tl.load(s.num_running)
@@ -226,7 +228,7 @@ def schedule_in_groups(s, budget, d):
 
 @triton.jit(noinline=True)
 def schedule_singly(s, position, budget, d):
-    """Running requests from `position` on, one after the other; the budget left."""
+    """Schedule running requests from `position` on, one by one; return the remaining budget."""
     one = tl.arange(0, 1)
     goes = 1
     while (position < tl.load(s.num_running)) & (budget > 0) & (goes > 0):
@@ -252,7 +254,7 @@ def schedule_singly(s, position, budget, d):
 
 @triton.jit
 def schedule_running(s, budget, d):
-    """The whole phase; the budget left."""
+    """Run the whole phase; return the remaining budget."""
     if (d.groups > 1) | (d.has_windows > 0):
         position, left = schedule_in_groups(s, budget, d)
     else:

@@ -1,15 +1,15 @@
-"""Steady: a step of plain decodes, committed and planned on a short way.
+"""Steady: a fast path for a step of plain decodes, committed and planned together.
 
 A plan is plain if every running request has one token in it, which is sampled, and no drafts. If
 the plans in flight and the one before them are plain and have the same rows, most of the next step
-is known: rows are the requests in running order, all numbers grow by one, and columns that do not
-change are there already. The host of a graph sees no difference. With several KV groups or windows
-no plan is plain.
+is known: rows are the requests in running order, all numbers grow by one, and unchanged columns are
+there already. The host of a graph sees no difference. With several KV groups or windows no plan is
+plain.
 
-    long way:   commit -> commands -> running phase -> waiting phase -> frame -> inputs
-    short way:  load what changes -> one scan, one reduction -> store it
+    slow path:  commit -> commands -> running phase -> waiting phase -> frame -> inputs
+    fast path:  load what changes -> one scan, one reduction -> store it
 
-Some columns, and nodes of filled blocks, are needed by no plain step. They are written later, for
+Some columns, and nodes of filled blocks, are not needed by plain steps. They are written later, for
 many steps at once, before anything else can read them (`catch_up`).
 """
 
@@ -48,12 +48,12 @@ TOLD_DELIVERED = tl.constexpr(layout.TOLD_DELIVERED)
 TOLD_VERDICT = tl.constexpr(layout.TOLD_VERDICT)
 TOLD_CACHED = tl.constexpr(layout.TOLD_CACHED)
 FIELD = tl.constexpr(0xFFFF)
-"""Of the counts that are added up together: each has 16 bits."""
+"""Mask of one of the counts that are summed together: each has 16 bits."""
 
 
 @triton.jit
 def count_waiting(s, d):
-    """Requests that wait."""
+    """Return the number of waiting requests."""
     lane = tl.arange(0, d.lanes)
     waits = lane * 0
     at = 0
@@ -65,10 +65,10 @@ def count_waiting(s, d):
 
 @triton.jit
 def count_plain_steps(s, slot, live, place, d):
-    """Steps that can be plain after the plan at `place`, as far as lengths say; 0: it is not plain.
+    """Return the number of plain steps possible after the plan at `place`; 0 if it is not plain.
 
-    A step is not plain in which a token ends its request by a length, or by which the next plan
-    has no row for a request that its promises will end. The same requests run in it.
+    Only lengths are considered. A step is not plain if a token ends its request by a length, or if
+    the next plan has no row for a request that its placeholders will end.
     """
     row = tl.arange(0, d.rows)
     first = place * ROW_COLUMNS * d.rows + row
@@ -117,7 +117,7 @@ def note_plan(s, place, d):
         if left > 0:
             most_stops = tl.max(tl.load(s.num_stops + slot, mask=live, other=0), 0)
             num_waiting = count_waiting(s, d)
-            # All of its rows continue rows of the plan before; so the same number are the same.
+            # All its rows continue rows of the plan before; so the same number means the same rows.
             plans = tl.where(num_rows == rows_before, tl.minimum(before + 1, d.frames), 1)
     tl.debug_barrier()
     tl.store(s.steady + STEADY_PLANS, plans)
@@ -129,10 +129,10 @@ def note_plan(s, place, d):
 
 @triton.jit(noinline=True)
 def publish_pending(s, num_pending, is_all, d):
-    """Name and publish the filled blocks in `pending`: all, or whole chunks only.
+    """Find nodes for, and publish, the filled blocks in `pending`: all, or whole chunks only.
 
-    A request has one of them at most, the last that its known tokens fill: `catch_up` runs after
-    as many steps as a block has tokens at the latest.
+    A request has at most one of them, the last that its known tokens fill: `catch_up` runs at the
+    latest after as many steps as a block has tokens.
     """
     at = 0
     while (at + d.chunk <= num_pending) | ((is_all > 0) & (at < num_pending)):
@@ -155,7 +155,7 @@ def publish_pending(s, num_pending, is_all, d):
 
 @triton.jit(noinline=True)
 def catch_up(s, d):
-    """Write what steps on the short way have left to later; the last of them planned `LAST_ID`."""
+    """Write what steps on the fast path have postponed; the last of them planned `LAST_ID`."""
     steps = tl.load(s.steady + STEPS_BEHIND)
     if steps > 0:
         row = tl.arange(0, d.rows)
@@ -170,7 +170,7 @@ def catch_up(s, d):
 
 @triton.jit
 def is_stop(s, slot, token, live, most_stops, d):
-    """[rows] int32: 1 where a token may end its request; so it does, but for `min_tokens`."""
+    """Return [rows] int32: 1 if the token ends its request unless `min_tokens` forbids it."""
     eos = tl.load(s.eos + slot, mask=live, other=NONE)
     ends = (live & (eos == token)).to(tl.int32)
     if most_stops > 0:
@@ -186,7 +186,7 @@ def is_stop(s, slot, token, live, most_stops, d):
 
 @triton.jit
 def withdraw_taken(s, block, node, d):
-    """The blocks [rows] can be found no more that carry a node [rows]; NONE: it carries none."""
+    """Remove the blocks [rows] from the prefix cache; `node` [rows]: NONE if not cached."""
     row = tl.arange(0, d.rows)
     has_node = node >= 0
     before = tl.load(s.previous_same + block, mask=has_node, other=NONE)
@@ -206,7 +206,7 @@ def withdraw_taken(s, block, node, d):
 
 @triton.jit
 def write_record(s, slot, live, num_rows, d):
-    """The record of a commit in which every row delivers a token and none ends."""
+    """Write the record of a commit in which every row delivers a token and no request finishes."""
     row = tl.arange(0, d.rows)
     cached = tl.load(s.cached + slot, mask=live, other=0)
     tl.store(s.record + TOLD_DELIVERED * d.rows + row, tl.where(live, 1, NONE))
@@ -259,7 +259,7 @@ def write_numbers(s, place, frame_id, head, num_taken, num_pending, steps_left, 
 
 @triton.jit
 def may_be_steady(s, count, plans, budget, d):
-    """Whether nothing but a token can keep the next step of `count` requests from being plain."""
+    """Whether only a sampled token can keep the next step of `count` requests from being plain."""
     may = (plans >= d.frames) & (tl.load(s.in_flight) == d.frames) & (budget >= count)
     may = may & (tl.load(s.command_at) == tl.load(s.command_end))
     is_closed = (tl.load(s.control + ADMITS) == 0) | (count >= d.max_num_seqs) | (budget == count)
@@ -268,13 +268,13 @@ def may_be_steady(s, count, plans, budget, d):
 
 @triton.jit
 def step_steadily(s, d):
-    """Commit the oldest frame and plan the next one, if both are plain and nothing else is to do.
+    """Commit the oldest frame and plan the next one, if both are plain and there is nothing else.
 
     Returns 1; or 0, and then nothing was changed.
 
     Before the step, with `frames` plans in flight, each request has
 
-        known tokens | a promised token of each plan but the oldest | the oldest plan's token
+        known tokens | a placeholder of each plan but the oldest | the oldest plan's token
         <-------------------- computed, after the last plan ------------------>
     """
     row = tl.arange(0, d.rows)
@@ -308,7 +308,7 @@ def step_steadily(s, d):
         node = tl.load(s.node + block, mask=block > 0, other=NONE)
         answer = (place * d.rows + row) * (d.drafts + 1)
         token = tl.load(s.answer_tokens + answer, mask=live, other=NONE)
-        # A hole in the queue of free blocks is left to the long way.
+        # A hole in the free queue is left to the slow path.
         stays = is_stop(s, slot, token, live, most_stops, d) + (block < 0).to(tl.int32)
         total = counted.to(tl.int64) + (stays.to(tl.int64) << 32)
         total = tl.sum(total + ((node >= 0).to(tl.int64) << 48), 0)

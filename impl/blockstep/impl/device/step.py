@@ -35,7 +35,7 @@ ROW_COLUMNS = tl.constexpr(layout.ROW_COLUMNS)
 
 @triton.jit
 def count_rows(s, d):
-    """Running requests that have tokens in the step."""
+    """Return the number of running requests that have tokens in the step."""
     position = tl.arange(0, d.rows)
     live = position < tl.load(s.num_running)
     slot = tl.load(s.run + position, mask=live, other=0)
@@ -45,11 +45,12 @@ def count_rows(s, d):
 
 @triton.jit
 def issue(s, num_continued, d):
-    """Write the frame (P26), and count scheduled tokens as computed; rows stand in running order.
+    """Write the frame (P26), and count scheduled tokens as computed; rows are in running order.
 
-    A row that samples under asynchronous scheduling is a promise (P12). Who runs but has no row has
-    no drafts in the next plan (ours, P24): a placeholder stands for what the worker proposed after
-    the plan before, and it proposes nothing where it runs nothing (upstream #46899).
+    A row that samples under asynchronous scheduling adds placeholders (P12). A running request
+    without a row has no drafts in the next plan (ours, P24): its placeholder drafts are what the
+    worker proposed after the previous plan, and the worker proposes nothing for a request that it
+    does not run (upstream #46899).
     """
     position = tl.arange(0, d.rows)
     runs = position < tl.load(s.num_running)
@@ -99,7 +100,7 @@ def issue(s, num_continued, d):
 
 @triton.jit
 def settle_ring(s, d):
-    """Places of the ring are counted on and on; here they start over."""
+    """Reduce the ever-growing places of the ring, and reset the number of preemptions."""
     head = tl.load(s.head)
     tail = tl.load(s.tail)
     tl.debug_barrier()
@@ -112,7 +113,7 @@ def settle_ring(s, d):
 
 @triton.jit
 def plan(s, d):
-    """Plan one step: who gets which tokens and blocks. Nobody is admitted after a preemption."""
+    """Plan one step. No request is admitted after a preemption."""
     settle_ring(s, d)
     budget = schedule_running(s, tl.load(s.control + BUDGET), d)
     num_continued = count_rows(s, d)
@@ -124,10 +125,10 @@ def plan(s, d):
 
 @triton.jit
 def commit_oldest(s, has_no_next, d):
-    """Commit the answer to the oldest frame in flight, if it is due.
+    """Commit the oldest frame in flight, if it is due.
 
-    It is due if no more frames may be in flight, if the last plan was empty, or if there is no
-    next plan (`has_no_next`).
+    It is due if no more frames may be in flight, if the last plan was empty, or if there is no next
+    plan (`has_no_next`).
     """
     count = tl.load(s.in_flight)
     is_last = (tl.load(s.num_rows) == 0) | (has_no_next > 0)
@@ -142,7 +143,7 @@ def commit_oldest(s, has_no_next, d):
 
 @triton.jit
 def plan_next(s, d):
-    """The next frame, in the next place; an empty one has an id and no place."""
+    """Plan the next frame, in the next place; an empty one has an id and no place."""
     frame_id = tl.load(s.control + FRAME_ID)
     place = tl.load(s.control + PLACE)
     count = tl.load(s.in_flight)
@@ -162,11 +163,11 @@ def plan_next(s, d):
 def loop_kernel(s, d):
     """One program: a whole step of a loop without a host, which a graph can replay.
 
-    It commits what the sampler has left in `answer_tokens`, takes what the host has written
-    meanwhile, and plans. The host wrote the budget once, and NONE as the plan before the first.
+    It commits what the sampler has written to `answer_tokens`, executes commands of the host, and
+    plans. The host wrote the budget once, and NONE as the id of the plan before the first.
 
-    Steps on the short way leave some of the state to later, so the host reads it behind a launch of
-    any other kernel.
+    Steps on the fast path postpone some of the state, so the host reads it after a launch of any
+    other kernel.
     """
     if step_steadily(s, d) == 0:
         catch_up(s, d)
@@ -177,10 +178,10 @@ def loop_kernel(s, d):
 
 @triton.jit
 def settle_kernel(s, d):
-    """One program: commit the oldest frame in flight, if there is one, and take commands.
+    """One program: commit the oldest frame in flight, if there is one, and execute commands.
 
-    It plans nothing. Launched for each frame behind the last plan of a loop without a host, and
-    ahead of the first where the host must know the state first.
+    It plans nothing. Launched for each frame after the last plan of a loop without a host, and
+    before the first if the host must know the state.
     """
     catch_up(s, d)
     commit_oldest(s, 1, d)
@@ -189,14 +190,14 @@ def settle_kernel(s, d):
 
 @triton.jit
 def commands_kernel(s, d):
-    """One program: what the host asks for."""
+    """One program: execute the host's commands."""
     catch_up(s, d)
     take_commands(s, d)
 
 
 @triton.jit
 def plan_kernel(s, d):
-    """One program: what the host asks for, and the plan after it."""
+    """One program: execute the host's commands, and plan."""
     catch_up(s, d)
     take_commands(s, d)
     plan(s, d)
@@ -204,14 +205,14 @@ def plan_kernel(s, d):
 
 @triton.jit
 def commit_kernel(s, d):
-    """One program: the answer to a frame."""
+    """One program: commit a frame."""
     catch_up(s, d)
     commit(s, d)
 
 
 @triton.jit
 def step_kernel(s, d):
-    """One program: the answer to a frame, what the host asks for, and the next plan."""
+    """One program: commit a frame, execute the host's commands, and plan."""
     catch_up(s, d)
     commit(s, d)
     take_commands(s, d)
@@ -220,5 +221,5 @@ def step_kernel(s, d):
 
 @triton.jit
 def sweep_kernel(s, d):
-    """One program, between two steps: nodes that nobody needs are unused again."""
+    """One program, between two steps: free the nodes that are no longer needed."""
     sweep(s, d)

@@ -1,6 +1,6 @@
-"""Sweep: nodes that no block carries, no request has in its path and no such node continues go.
+"""Sweep: frees nodes that no block carries, no request's path has, and no needed node continues.
 
-It runs between two steps, when unused nodes run short, so that no step counts who needs a node.
+It runs between two steps, when unused nodes run short, so nodes need no reference counts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NONE = tl.constexpr(layout.NONE)
 
 @triton.jit
 def mark_needed(s, d):
-    """What blocks carry, and the paths of all requests that have not ended."""
+    """Mark the nodes that blocks carry, and the paths of all unfinished requests."""
     lane = tl.arange(0, d.lanes)
     at = 0
     while at < d.nodes:
@@ -44,7 +44,7 @@ def mark_needed(s, d):
 
 @triton.jit
 def mark_parents(s, d):
-    """What a marked node continues is marked, until nothing changes."""
+    """Mark the parents of marked nodes, until nothing changes."""
     lane = tl.arange(0, d.chunk)
     changed = 1
     while changed > 0:
@@ -65,7 +65,7 @@ def mark_parents(s, d):
 
 @triton.jit
 def rebuild(s, d):
-    """Buckets of the marked nodes, one node after the other; the rest is unused."""
+    """Rebuild the buckets from the marked nodes, one by one; all other nodes are unused."""
     lane = tl.arange(0, d.lanes)
     at = 0
     while at < d.buckets:
@@ -91,7 +91,7 @@ def rebuild(s, d):
 
 @triton.jit
 def sweep(s, d):
-    """All of it."""
+    """Free all nodes that are not needed."""
     mark_needed(s, d)
     mark_parents(s, d)
     rebuild(s, d)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def take_snapshot(engine: DeviceEngine) -> Snapshot:
-    """The canonical state. Nodes become structural keys, slots become request ids."""
+    """Return the canonical state: nodes become structural keys, slots become request ids."""
     inbox, s = engine.inbox, engine.inbox.state
     nodes = s.node.tolist()
     keys = _list_keys(inbox, nodes)
@@ -61,7 +61,7 @@ def _has_work(engine: DeviceEngine) -> bool:
 
 
 def take_stats(s: State) -> Stats:
-    """The counters since the start (P21)."""
+    """Return the counters since the start (P21)."""
     return Stats(
         prefix_cache_queries=int(s.queries[0]),
         prefix_cache_hits=int(s.hits[0]),
@@ -84,7 +84,7 @@ def _list_free(inbox: Inbox) -> tuple[int, ...]:
 
 
 def _list_keys(inbox: Inbox, carried: Iterable[int]) -> dict[int, BlockKey]:
-    """The structural key of each node in a group that blocks carry, by the number of both."""
+    """Return the structural key of each carried node and group, by `group * nodes + node`."""
     keys: dict[int, BlockKey] = {}
     found: dict[int, BlockKey] = {}
     for number in {*carried} - {layout.NONE}:
@@ -95,10 +95,10 @@ def _list_keys(inbox: Inbox, carried: Iterable[int]) -> dict[int, BlockKey]:
 
 
 def _list_same(s: State, node: int) -> tuple[int, ...]:
-    """The blocks that carry a node in a group, in order of publication.
+    """Return the blocks that carry a node in a group, in order of publication.
 
     Raises:
-        AssertionError: the list has no end.
+        AssertionError: the list has a cycle.
     """
     found: list[int] = []
     block = int(s.first_block.flat[node])
@@ -110,7 +110,7 @@ def _list_same(s: State, node: int) -> tuple[int, ...]:
 
 
 def _add_key(inbox: Inbox, node: int, keys: dict[int, BlockKey]) -> None:
-    """The structural key of a node, and of those that it continues."""
+    """Add the structural keys of a node and its ancestors."""
     s, missing = inbox.state, []
     while node != layout.NONE and node not in keys:
         missing.append(node)

@@ -1,4 +1,4 @@
-"""The waiting phase: requests are admitted while budget, places and blocks last."""
+"""The waiting phase: requests are admitted while budget, running slots and blocks last."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OLDEST_ID = tl.constexpr(layout.OLDEST_ID)
 
 @triton.jit
 def find_head(s, d):
-    """Who comes next: its slot and its key, which is FAR if nobody waits."""
+    """Return the slot and key of the first waiting request; the key is FAR if there is none."""
     lane = tl.arange(0, d.lanes)
     best = tl.full((d.lanes,), FAR, tl.int64)
     slot = lane
@@ -37,11 +37,11 @@ def find_head(s, d):
 
 @triton.jit
 def is_ready(s, slot):
-    """Whether it may be admitted; a request whose grammar has arrived is promoted here.
+    """Whether the request may be admitted; if its grammar is ready, its status becomes waiting.
 
-    One that was preempted, and for which a frame in flight samples, may not: the position after its
-    known tokens would be sampled twice (ours, P13; upstream #48245). Who has a row that samples has
-    no chunk after it, so its last row tells.
+    A preempted request for which a frame in flight samples may not: the position after its known
+    tokens would be sampled twice (ours, P13; upstream #48245). A row that samples has no chunk
+    after it, so it is enough to look at the last row.
     """
     awaits = tl.load(s.status + slot) == AWAITS_GRAMMAR
     has_grammar = tl.load(s.grammar_ready + slot) > 0
@@ -55,7 +55,7 @@ def is_ready(s, slot):
 
 @triton.jit
 def pass_over(s, slot):
-    """It cannot be admitted in this step, and others may."""
+    """Skip a request that cannot be admitted in this step, while others may be."""
     passed = tl.load(s.num_passed)
     tl.debug_barrier()
     tl.store(s.key + slot, FAR)
@@ -67,7 +67,7 @@ def pass_over(s, slot):
 
 @triton.jit
 def return_passed(s, d):
-    """Who was passed over comes first among those skipped, in the same order."""
+    """Put the requests skipped in this step first in the skipped queue, in the same order."""
     count = tl.load(s.num_passed)
     front = tl.load(s.front)
     if count > 0:
@@ -89,7 +89,7 @@ def return_passed(s, d):
 
 @triton.jit(noinline=True)
 def try_admit(s, slot, budget, d):
-    """Admit it, or change nothing at all (P7); its tokens, 0 if it was not admitted."""
+    """Admit the request, or change nothing (P7); return its tokens, 0 if it was not admitted."""
     known = tl.load(s.known + slot)
     asks = (tl.load(s.skips_cache + slot) == 0) & (d.has_cache > 0)
     hits = 0
@@ -116,9 +116,9 @@ def try_admit(s, slot, budget, d):
 
 @triton.jit
 def count_admission(s, slot, known, hits, d):
-    """Free blocks that the hits of a request take, and that all its known tokens take, hits too.
+    """Return the free blocks that hits take, and the blocks of all known tokens, including hits.
 
-    A window moves on, so of such a group no more is charged than is held at once (upstream #39734).
+    In a windowed group, no more is charged than is held at once (upstream #39734).
     """
     unheld = 0
     whole = 0
@@ -141,10 +141,10 @@ def count_admission(s, slot, known, hits, d):
 
 @triton.jit
 def admit(s, slot, hits, needed, tokens, d):
-    """It runs from now on, after all others.
+    """Append the request to the running list, with its hits and new blocks.
 
-    Hits of all groups are held before new blocks are taken: the head of the queue could be a hit
-    (upstream #33775).
+    Hits of all groups get their holder before new blocks are taken: the head of the free queue
+    could be a hit (upstream #33775).
     """
     leave_queue(s, slot)
     count = tl.load(s.num_running)
@@ -182,7 +182,7 @@ def admit(s, slot, hits, needed, tokens, d):
 
 @triton.jit
 def schedule_waiting(s, budget, d):
-    """Admit who waits, the first one first, until one does not fit."""
+    """Admit waiting requests, the first one first, until one does not fit."""
     goes = ((budget > 0) & (tl.load(s.num_running) < d.max_num_seqs)).to(tl.int32)
     while goes > 0:
         slot, key = find_head(s, d)

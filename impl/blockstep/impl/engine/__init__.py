@@ -1,12 +1,12 @@
-"""The model engine: from a checkpoint and prompts to tokens, with the host engine as scheduler.
+"""The model engine turns a checkpoint and prompts into tokens; the host engine is its scheduler.
 
-In the order of the data: `fields`, `config`, `rope`, `checkpoint` and `lora` (what a folder holds),
-`cache`, `adapters` and `model` (memory, and the forward pass over it), `params`, `grammars` and
-`sampler` (which token), `batch` (what plans said), `staging` (the batch's side of the device),
-`speculation` (drafts), `graphs` and `runner` (running plans), `settings`, `loading`, `prompts`,
-`text`, `outputs`, `steps`, `beams`, `branches`, `sessions` and `llm` (what a user sees); `store`,
-`remote`, `moves` and `connector` keep KV beside the cache and bring it back; `transfer` is how
-numbers go to a GPU and back, `observer` is the protocol of a checker.
+Modules in the order of the data: `fields`, `config`, `rope`, `checkpoint` and `lora` (reading a
+model folder), `cache`, `adapters` and `model` (memory and forward pass), `params`, `grammars` and
+`sampler` (choosing tokens), `batch` (the requests' state in the worker), `staging` (that state on
+the device), `speculation` (drafts), `graphs` and `runner` (running plans), `settings`, `loading`,
+`prompts`, `text`, `outputs`, `steps`, `beams`, `branches`, `sessions` and `llm` (the interface for
+users); `store`, `remote`, `moves` and `connector` save KV to a store outside the cache and load it;
+`transfer` copies numbers to and from a GPU; `observer` is the protocol of a checker.
 """
 
 from blockstep.impl.engine.beams import BeamSequence

@@ -1,12 +1,12 @@
-"""Adapters: all LoRA adapters of a model in one sum, so that each token of a pass has its own.
+"""Adapters: all LoRA adapters of a model in one product, with the right adapter for each token.
 
-    owners      0 0 0 1 1 2 2 2 2     whose column it is; ranks may differ
-    token of 1  . . . x x . . . .     all of them are computed, those of others count as nothing
+    owners      0 0 0 1 1 2 2 2 2     the adapter of each column; ranks may differ
+    token of 1  . . . x x . . . .     all columns are computed, those of other adapters are zeroed
     no adapter  . . . . . . . . .
 
-Columns of all adapters lie side by side, so a module costs two products more, however many adapters
-a pass has. What is computed in the columns of others is overwritten, not multiplied by zero: where
-it overflows nobody else sees it.
+The columns of all adapters are stacked, so a matrix costs two more products, however many adapters
+a pass has. Values in the columns of other adapters are overwritten with zero, not multiplied by
+zero: an overflow there must not become NaN in another request's token.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What all adapters add to one matrix [out, in]."""
+    """The LoRA columns that all adapters add to one matrix [out, in]."""
 
     down: torch.Tensor
     """[num_columns, in]"""
     up: torch.Tensor
-    """[out, num_columns]; a column gives nothing but to the rows of its module."""
+    """[out, num_columns]; a column is zero outside the output rows of its module."""
     owners: torch.Tensor
-    """[num_columns] int64: the adapter of each."""
+    """[num_columns] int64: the adapter of each column."""
 
     def add_to(self, output: torch.Tensor, taken: torch.Tensor, adapters: torch.Tensor) -> None:
-        """Add to `output` [num_tokens, out] what comes of `taken` [num_tokens, in].
+        """Add the LoRA product of `taken` [num_tokens, in] to `output` [num_tokens, out].
 
         `adapters` [num_tokens] int64: the adapter of each token, or `NO_ADAPTER`.
         """
@@ -51,13 +51,13 @@ class Columns:
 
 
 LayerAdapters = Mapping[str, Columns]
-"""By matrix, of those that some adapter adapts."""
+"""The columns of each matrix that some adapter changes, by the name of the matrix."""
 
 
 def stack_adapters(
     adapters: Sequence[Lora], num_layers: int, widths: Mapping[str, tuple[int, int]]
 ) -> tuple[LayerAdapters, ...]:
-    """Per layer what the adapters add; `widths`: of what each module gives and takes."""
+    """Return the columns of all adapters per layer; `widths`: (out, in) of each module."""
     return tuple(
         {
             matrix: columns
@@ -69,7 +69,10 @@ def stack_adapters(
 
 
 def _stack(adapters: Sequence[Lora], layer: int, modules: Mapping[str, int]) -> Columns | None:
-    """The columns of one matrix, which consists of `modules`, so high each."""
+    """Return the columns of one fused matrix; `modules`: the height of each module in it, in order.
+
+    None if no adapter changes it.
+    """
     downs, ups, owners = [], [], []
     first, height = 0, sum(modules.values())
     for name, size in modules.items():

@@ -1,18 +1,19 @@
-"""Batch: what the worker knows of every request, kept between steps and changed by plans alone.
+"""Batch: the worker's state of all requests, kept between steps and changed by plans alone.
 
     token_ids     [row, position]   prompt and outputs, then drafts of the step
     block_tables  [group, row, index]      blocks of the request, a table per KV group
     columns       [row]                    numbers of each request
+
     known tokens  |------------- num_known -------------|
                   | read from the device |- num_pending-|   sampled by frames in flight
     KV exists     |------- num_computed -------|
 
-One row per request from its first plan until the plan that says it ended. Row 0 belongs to no
-request: padding reads its table, which is all null blocks. A plan brings differences only; nothing
-is rebuilt. Under asynchronous scheduling the worker is ahead of the plans by what the frames in
-flight sampled, and behind them by the drafts that those rejected, so that `num_computed` is its own
-for every request that runs, and the plan's for one that starts or resumes. Source: seed 001
-"CachedRequestData", "NewRequestData"; P26.
+A request has one row from its first plan until the plan that lists it as finished. Row 0 belongs to
+no request: padding reads its table, which is all null blocks. A plan brings differences only;
+nothing is rebuilt. Under asynchronous scheduling the worker is ahead of the plans by the tokens
+that frames in flight sampled, and behind them by the drafts that those rejected. So `num_computed`
+is the worker's own for running requests, and the plan's for one that starts or resumes. Source:
+seed 001 "CachedRequestData", "NewRequestData"; P26.
 """
 
 from __future__ import annotations
@@ -49,19 +50,19 @@ NUM_ROWS_FIRST = 16
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """How the outputs of a request, or to one input of a session, are chosen."""
+    """Sampling parameters, seed and grammar of a request, or of one input of a session."""
 
     params: SamplingParams
     seed: int
     matcher: Matcher | None = None
-    """Where they stand in their grammar, if they are held to one."""
+    """The grammar state of its outputs, if it has a grammar."""
 
 
 class BatchRow:
-    """One request; of a session, from one of its inputs to the next.
+    """A request in the batch; of a session, the answer to one of its inputs.
 
-    Its numbers are in the columns of the batch; when the batch forgets the request, the row keeps
-    the last ones.
+    Its numbers are in the columns of the batch. When the batch forgets the request, the row keeps a
+    copy of the last ones.
     """
 
     __slots__ = (
@@ -80,19 +81,20 @@ class BatchRow:
     ) -> None:
         self.request_id = request_id
         self.index = self._at = index
-        """Its row in the arrays."""
+        """Row of the arrays."""
         self._columns = columns
         self.wanted = wanted
         self.adapter = adapter
-        """Its number, or `NO_ADAPTER`."""
+        """The number of its LoRA adapter, or `NO_ADAPTER`."""
         self.num_prompt = num_prompt
         self.proposal: TokenIds = ()
-        """Drafts for its next row, where they stay with the worker."""
+        """Drafts for its next row, if drafts stay with the worker (asynchronous scheduling)."""
         self.void: Void | None = None
-        """What to go back to, where its KV could not be loaded."""
+        """Counters before a failed load, to which the batch rolls the request back."""
 
     def detach(self) -> None:
-        """Keep the numbers as they are: the row of the arrays goes to another request."""
+        """Copy the request's numbers out of the arrays, because their row goes to another
+        request."""
         self._columns, self._at = self._columns.take(self._at), 0
 
     @property
@@ -106,7 +108,7 @@ class BatchRow:
 
     @property
     def num_computed(self) -> int:
-        """Tokens that have KV, once the steps that were given to the device have run."""
+        """Tokens whose KV exists once the device has run all steps given to it."""
         return int(self._columns.num_computed[self._at])
 
     @num_computed.setter
@@ -115,7 +117,8 @@ class BatchRow:
 
     @property
     def num_blocks(self) -> int:
-        """In each of its tables: all have blocks of one size, so all are equally long."""
+        """Length of each of its block tables: all groups have one block size, so all are equally
+        long."""
         return int(self._columns.num_blocks[self._at])
 
     @num_blocks.setter
@@ -125,20 +128,21 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True)
 class Void:
-    """Of a request whose KV could not be loaded: what it was before it ran on top of nothing.
+    """The counters of a request before it ran on KV that failed to load.
 
-    It runs on until the scheduler has heard of it: nothing that comes of it counts.
+    It keeps running until the scheduler learns of the failure; tokens sampled meanwhile do not
+    count.
     """
 
     frame_id: FrameId
-    """The plan whose answer tells."""
+    """The plan whose model output reports the failed load."""
     num_known: int
     num_computed: int
 
 
 @dataclass(slots=True)
 class StepRow:
-    """What one request does in one step."""
+    """A request's row of a plan."""
 
     row: BatchRow
     first: int
@@ -146,32 +150,33 @@ class StepRow:
     end: int
     """One past the last."""
     drafts: TokenIds
-    """The last of the tokens that run; none of them is known to be right."""
+    """Draft tokens at the end of the tokens that run; all unverified."""
     samples: bool
-    """Whether all known tokens are computed after this step, so that a token follows."""
+    """Whether the step computes the last known token, so that a token is sampled."""
     sampled: TokenIds = ()
     void: Void | None = None
-    """Set where it reads what could not be loaded, so that its tokens mean nothing."""
+    """Set if the row reads KV that failed to load, so that its tokens are invalid."""
 
     @property
     def is_past(self) -> bool:
-        """Whether the request has gone back meanwhile to what it was before."""
+        """Whether the request was rolled back after this row ran on KV that failed to load."""
         return self.void is not None and self.row.void is not self.void
 
     @property
     def num_logits(self) -> int:
-        """Positions whose next token is asked for."""
+        """Number of positions whose next token is sampled."""
         return 1 + len(self.drafts) if self.samples else 0
 
     def get_draws(self) -> list[Draw]:
-        """The tokens to choose: one behind the known ones, and one behind each draft."""
+        """Return what to sample: one token after the known ones, and one after each draft."""
         row, wanted = self.row, self.row.wanted
         first = row.num_known - row.num_prompt
         return [Draw(wanted.params, wanted.seed, first + more) for more in range(self.num_logits)]
 
 
 class Batch:
-    """All requests that the worker knows; `adapters`: names of those of the model, in order."""
+    """All requests that the worker knows; `adapters`: names of the model's LoRA adapters, in
+    order."""
 
     def __init__(self, config: Config, device: str, adapters: Sequence[str] = ()) -> None:
         self.config = config
@@ -179,7 +184,7 @@ class Batch:
         self.adapters = tuple(adapters)
         self.rows: dict[RequestId, BatchRow] = {}
         self.width = config.max_model_len + config.num_speculative_tokens + 1
-        """Positions of a row: drafts may lie past the last token that is ever kept."""
+        """Positions of a row; drafts may lie past the last token that is ever kept."""
         self.max_blocks = -(-self.width // config.block_size)
         self.token_ids: np.ndarray = np.zeros((NUM_ROWS_FIRST, self.width), dtype=np.int32)
         self.block_tables: np.ndarray = np.zeros(
@@ -191,9 +196,11 @@ class Batch:
         self.staging = Staging(self, device)
         self._free = list(range(NUM_ROWS_FIRST - 1, 0, -1))
         self._index_of_slot: np.ndarray = np.zeros(NUM_ROWS_FIRST, np.int64)
-        """[slots]: the row of the request that has this slot in the scheduler; 0: not known."""
+        """[request indices]: the row of the request with this index in the scheduler; 0 if unknown.
+        """
         self._failed: Mapping[RequestId, int] = {}
-        """Of the plan that is being taken: tokens that are valid, where a load has failed."""
+        """Number of valid tokens of each request whose load failed in the plan that is being
+        applied."""
         self._frame_id: FrameId = 0
 
     def apply(
@@ -202,10 +209,10 @@ class Batch:
         chosen: Mapping[RequestId, Wanted],
         failed: Mapping[RequestId, int] | None = None,
     ) -> list[StepRow]:
-        """Take the differences of a plan; returns its rows in plan order.
+        """Apply the differences of a plan; return its rows in plan order.
 
-        `chosen` says how new requests want their tokens. `failed`: of those whose KV could not be
-        loaded, how many tokens are valid.
+        `chosen`: how to sample the outputs of new requests. `failed`: the number of valid tokens of
+        each request whose KV could not be loaded.
         """
         self._leave(plan.finished_req_ids, plan.preempted_req_ids)
         self._failed = failed or {}
@@ -220,9 +227,9 @@ class Batch:
         return step
 
     def apply_arrays(self, plan: ArrayPlan, chosen: Mapping[RequestId, Wanted]) -> ArrayStep:
-        """Take the differences of a plan in arrays, which has no drafts; see `apply`.
+        """Apply the differences of a plan in arrays, which has no drafts; see `apply`.
 
-        No object is made for a row that neither begins nor ends.
+        No object is made for a row whose request neither starts nor finishes.
         """
         self._leave(plan.finished_req_ids, plan.preempted_req_ids)
         index = self._get_index(plan, chosen)
@@ -238,7 +245,7 @@ class Batch:
         return ArrayStep(index, starts, counts, sampling)
 
     def _get_index(self, plan: ArrayPlan, chosen: Mapping[RequestId, Wanted]) -> np.ndarray:
-        """[rows] int64: the row of each request of a plan; new ones begin."""
+        """Return the batch row of each request of a plan, [rows] int64; add new requests."""
         slots = plan.slots
         num_slots = int(slots.max(initial=0)) + 1
         if num_slots > len(self._index_of_slot):
@@ -249,7 +256,7 @@ class Batch:
             row = self._add(request, chosen[request.request_id], ())
             self._learn_slot(int(slots[at]), row.index)
         index = self._index_of_slot[slots]
-        if not index.all():  # these began with a plan in objects
+        if not index.all():  # these started in a plan of objects
             for at in (index == 0).nonzero()[0].tolist():
                 index[at] = self.rows[plan.request_ids[at]].index
                 self._learn_slot(int(slots[at]), int(index[at]))
@@ -260,7 +267,7 @@ class Batch:
         self.columns.slot[index] = slot
 
     def note_delivered(self, slots: np.ndarray, num_cached_tokens: np.ndarray) -> np.ndarray:
-        """Count a token for the requests in these slots, which their outputs take later.
+        """Count a delivered token for the requests at these indices; their outputs read it later.
 
         Returns the requests' rows.
         """
@@ -270,8 +277,11 @@ class Batch:
         return index
 
     def take_late(self, request_id: RequestId, num_taken: int) -> tuple[TokenIds, int]:
-        """Output tokens that were delivered and not taken, behind the first `num_taken`; and how
-        many prompt tokens came from the prefix cache."""
+        """Return the delivered output tokens that its output lacks, and its number of cached
+        tokens.
+
+        The output has the first `num_taken` tokens already. Returns ((), 0) if nothing is late.
+        """
         row = self.rows.get(request_id)
         num_late = 0 if row is None else int(self.columns.num_late[row.index])
         if row is None or not num_late:
@@ -282,7 +292,8 @@ class Batch:
         return tuple(tokens), int(self.columns.num_cached[row.index])
 
     def restore(self, begun: Iterable[tuple[Request, RequestSnapshot, Wanted]]) -> None:
-        """Steps were run elsewhere: these are all requests that have begun, as they stand now."""
+        """Rebuild the batch after steps that ran elsewhere; `begun`: all started requests, as they
+        are."""
         for name in tuple(self.rows):
             self._forget(name)
         for request, now, wanted in begun:
@@ -291,13 +302,16 @@ class Batch:
             self._append_blocks(row, now.block_tables)
 
     def go_back(self, frame_id: FrameId) -> None:
-        """The scheduler hears of the loads that failed with this plan."""
+        """Roll back the requests whose loads failed with this plan, as the scheduler does now."""
         for row in self.rows.values():
             if row.void is not None and row.void.frame_id == frame_id:
                 self._go_back(row)
 
     def get_computed(self, request_id: RequestId) -> tuple[TokenIds, tuple[BlockId, ...]]:
-        """Of a request, in the first KV group: the tokens of its full blocks, and these."""
+        """Return token ids and block ids of the request's full blocks in the first KV group.
+
+        Only known and computed tokens count. Both tuples are empty if the request is unknown.
+        """
         row = self.rows.get(request_id)
         if row is None:
             return (), ()
@@ -308,24 +322,24 @@ class Batch:
         return tuple(tokens), tuple(self.block_tables[0, row.index, :num_full].tolist())
 
     def append(self, row: BatchRow, tokens: Sequence[int]) -> None:
-        """Tokens that follow the known ones."""
+        """Append tokens to the known ones."""
         end = row.num_known + len(tokens)
         self.token_ids[row.index, row.num_known : end] = tokens
         row.num_known = end
 
     def get_tokens(self, row: BatchRow) -> np.ndarray:
-        """Its known tokens, a view [num_known] int32."""
+        """Return its known tokens, a view [num_known] int32."""
         tokens: np.ndarray = self.token_ids[row.index, : row.num_known]
         return tokens
 
     def get_room(self, row: BatchRow) -> int:
-        """Positions that have a slot."""
+        """Return the number of its positions that have a slot in a block."""
         return min(row.num_blocks * self.config.block_size, self.config.max_model_len)
 
     def build_inputs(
         self, rows: Sequence[BatchRow], first: Sequence[int], end: Sequence[int]
     ) -> Inputs:
-        """The inputs of a pass over positions [`first`, `end`) of each row, on the device."""
+        """Build the inputs of a pass over positions [`first`, `end`) of each row, on the device."""
         index = np.fromiter((row.index for row in rows), np.int64, len(rows))
         starts = np.array(first, np.int64)
         step = ArrayStep(index, starts, np.array(end, np.int64) - starts, None)
@@ -339,7 +353,7 @@ class Batch:
 
     def _add(self, request: Request, wanted: Wanted, outputs: TokenIds) -> BatchRow:
         name, prompt = request.request_id, request.prompt_token_ids
-        self._forget(name)  # a session that has gone on begins anew, with all it keeps
+        self._forget(name)  # a session that continues gets a new row, with all that it keeps
         adapter = NO_ADAPTER if request.adapter is None else self.adapters.index(request.adapter)
         index = self._take_index()
         self.columns.start(index, len(prompt), adapter, wanted)
@@ -349,12 +363,12 @@ class Batch:
         return row
 
     def _leave(self, ended: Iterable[RequestId], preempted: Iterable[RequestId]) -> None:
-        """Forget requests that have ended; the KV of preempted ones is gone."""
+        """Forget finished requests, and reset the counters of preempted ones, whose KV is gone."""
         for request_id in ended:
             self._forget(request_id)
         for request_id in preempted:
             row = self.rows.get(request_id)
-            if row is not None:  # not one that gave up what was only loaded
+            if row is not None:  # None: a request that only had a load was preempted
                 self._go_back(row)
                 row.num_computed = row.num_blocks = 0
 
@@ -406,16 +420,16 @@ class Batch:
     def _append_block_arrays(
         self, index: np.ndarray, block_rows: np.ndarray, block_ids: np.ndarray
     ) -> None:
-        """Append blocks, of one group; `block_rows` ascending, places in `index`."""
+        """Append blocks of one group; `block_rows` are ascending places in `index`."""
         num_before = np.arange(len(block_rows)) - block_rows.searchsorted(block_rows)
         rows = index[block_rows]
         places = self.columns.num_blocks[rows] + num_before
         self.block_tables[0, rows, places] = block_ids
-        self.columns.num_blocks[rows] = places + 1  # of a row with several the last one stays
+        self.columns.num_blocks[rows] = places + 1  # of several blocks the last write wins
         self.staging.note_blocks(rows, places)
 
     def _take_index(self) -> int:
-        """A free row; the arrays double when there is none."""
+        """Return a free row; the arrays double when there is none."""
         if not self._free:
             num_rows = len(self.token_ids)
             self.token_ids = np.concatenate((self.token_ids, np.zeros_like(self.token_ids)))

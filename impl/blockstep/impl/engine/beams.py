@@ -1,11 +1,11 @@
-"""Beams: which texts are followed, and which of those that have ended are the best.
+"""Beams: which token sequences a beam search follows, and the best of those that have ended.
 
     candidates of a step   the likeliest continuations of all beams, best first
-                           | first `width` | as many again, for each token that may end a text |
-    ended                  among the first: it is kept, if its score is one of the best
+                           | first `width` | as many again, for each token that ends a sequence |
+    ended                  among the first `width`: kept if its score is one of the best
     not ended              the first `width` of these are the next beams
 
-This is the search of transformers' `generate`, of one prompt; it knows no requests.
+This is the search of transformers' `generate` for one prompt; it knows no requests.
 """
 
 from __future__ import annotations
@@ -19,54 +19,55 @@ from blockstep.spec.vocabulary import FinishReason, TokenIds
 
 
 class Candidate(NamedTuple):
-    """A beam with another token behind it."""
+    """A beam with one more token."""
 
     logprob: float
-    """Of all its tokens together."""
+    """Log probability of all its tokens together."""
     beam: int
-    """Which of the beams, by its place."""
+    """Index of the beam that it extends."""
     token_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class BeamSequence:
-    """A text that was found."""
+    """A token sequence that the search found."""
 
     token_ids: TokenIds
-    """Outputs, with the token that ended them."""
+    """Outputs, including the token that ended them."""
     score: float
-    """Its log probability over its number of tokens to the power of `length_penalty`."""
+    """Log probability / (number of tokens ** length_penalty)."""
     finish_reason: FinishReason
     text: str = ""
     """"" without a tokenizer."""
 
 
 class BeamSearch:
-    """The search for the best continuations of one prompt.
+    """Search for the best continuations of one prompt.
 
     Args:
-        params: how wide and how far it goes.
-        eos_token_ids: tokens that end a text.
+        params: width, length and penalty of the search.
+        eos_token_ids: tokens that end a sequence.
     """
 
     def __init__(self, params: BeamSearchParams, eos_token_ids: TokenIds) -> None:
         self.params = params
         self.eos_token_ids = () if params.ignore_eos else eos_token_ids
         self.num_candidates = max(2, 1 + len(self.eos_token_ids)) * params.beam_width
-        """Of a step: enough that so many beams go on whichever tokens end a text."""
+        """Candidates per step: `beam_width` of them do not end, whichever tokens end a sequence."""
         self.beams: list[TokenIds] = [()]
-        """Outputs of each, the likeliest first."""
+        """Output tokens of each beam, the likeliest beam first."""
         self.logprobs = [0.0]
-        """Of each beam."""
+        """Log probability of each beam."""
         self.found: list[BeamSequence] = []
-        """Texts that have ended, the best first; as many as beams, at most."""
+        """Sequences that have ended, the best first, `beam_width` at most."""
         self.is_done = False
 
     def advance(self, continuations: Sequence[dict[int, float]]) -> list[Candidate]:
-        """Choose among what may follow each beam; the beams from now on, none once it is done.
+        """Choose the next beams among the continuations; return them, or none once the search is
+        done.
 
-        `continuations`: of each beam the likeliest tokens, `num_candidates` of them or all that
-        there are, and their log probabilities.
+        `continuations`: for each beam the log probabilities of its likeliest next tokens,
+        `num_candidates` of them or the whole vocabulary.
         """
         candidates = sorted(
             Candidate(self.logprobs[beam] + logprob, beam, token)
@@ -87,7 +88,7 @@ class BeamSearch:
         return token in self.eos_token_ids
 
     def _keep(self, ended: Sequence[Candidate], length: int) -> None:
-        """The best of all that have ended."""
+        """Add sequences that ended in this step, and keep the best of all."""
         for one in ended:
             reason = FinishReason.STOP if self._is_end(one.token_id) else FinishReason.LENGTH
             tokens = (*self.beams[one.beam], one.token_id)
@@ -96,7 +97,7 @@ class BeamSearch:
         del self.found[self.params.beam_width :]
 
     def _is_enough(self, length: int) -> bool:
-        """Whether no beam can be better than what has ended, as far as can be told."""
+        """Whether no beam is expected to beat the sequences that have ended."""
         if len(self.found) < self.params.beam_width:
             return False
         best = self._score(self.logprobs[0], length)

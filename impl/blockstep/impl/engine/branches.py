@@ -1,8 +1,8 @@
-"""Branches: requests that go on as several, for several outputs to a prompt and for beams.
+"""Branches: requests that fork, for several outputs to a prompt (`n`) and for beam search.
 
-A branch shares the KV of what it has in common with its parent. It begins when no plan in flight
-names that; where the parent has ended meanwhile, the branch is a request like others, whose tokens
-the prefix cache may know.
+A branch shares the KV of the token sequence that it has in common with its parent. It starts when
+no frame is in flight. If the parent has finished meanwhile, the branch is submitted as a request of
+its own, and may hit the prefix cache.
 """
 
 from __future__ import annotations
@@ -28,42 +28,44 @@ from blockstep.spec.vocabulary import (
 
 @dataclass(slots=True)
 class Beam:
-    """A request that follows one text of a search, and may be ahead of it."""
+    """A request that follows one beam of a search; it may have sampled tokens past the beam."""
 
     output: Output
     num_before: int
-    """Tokens of the text that it began with."""
+    """Tokens of the beam that were the request's outputs when it started."""
     num_chosen: int
-    """Tokens of the text."""
+    """Tokens of the beam now."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is known what may follow the text."""
+        """Whether the request has sampled past the beam, so that the beam's continuations are
+        known."""
         return self.num_before + len(self.output.token_ids) > self.num_chosen
 
     @property
     def next_token(self) -> int:
-        """The likeliest, with which it has gone on."""
+        """The token that the request itself sampled after the beam."""
         return self.output.token_ids[self.num_chosen - self.num_before]
 
     @property
     def continuations(self) -> dict[int, float]:
-        """The likeliest tokens behind the text, and their log probabilities."""
+        """Log probabilities of the likeliest tokens after the beam."""
         return self.output.logprobs[self.num_chosen - self.num_before]
 
 
 class Branches(Steps):
-    """Makes branches between two steps."""
+    """Starts branches between two steps."""
 
     def expect_forks(self, what: str) -> None:
-        """Raises `RequestError` where a request cannot go on as several."""
+        """Raise `RequestError` if the engine was loaded without `enable_forks`."""
         if not self.config.enable_forks:
             raise RequestError(f"{what}: load the model with enable_forks=True")
 
     def branch(self, parent: Request, wanted: Wanted, token_ids: TokenIds = ()) -> Output:
-        """Another request like `parent`, which has begun; its outputs begin with `token_ids`.
+        """Start a branch of `parent`, whose outputs begin with `token_ids`; return its output.
 
-        What it gains behind these is its output. Nothing may end it before that.
+        The output has only the tokens after these. The stop conditions of `parent` must not hold
+        within `token_ids`.
         """
         with self._whole():
             if self._frames:
@@ -84,12 +86,12 @@ class Branches(Steps):
             return self._live[name].output
 
     def awaits_first_token(self, name: RequestId) -> bool:
-        """Whether a request has no output yet, and may get one."""
+        """Whether a request is unfinished and has no output token yet."""
         live = self._live.get(name)
         return live is not None and not live.output.token_ids
 
     def drop(self, names: Sequence[RequestId]) -> None:
-        """Nobody asks for these any more."""
+        """Abort the requests of these names and delete their completions."""
         with self._whole():
             alive = tuple(name for name in names if name in self._live)
             if alive:
@@ -100,23 +102,24 @@ class Branches(Steps):
                 self._completions.pop(name, None)
 
     def _drain(self) -> None:
-        """Take the answers of all plans in flight, and make no further one."""
+        """Commit all frames in flight without making a further plan."""
         while self._frames:
             self._take_answer(self._frames.popleft())
 
 
 class Sampling:
-    """Several outputs to one prompt: once there is the first token of one, others branch off."""
+    """Several outputs to one prompt: when the first request has a token, the others fork from
+    it."""
 
     def __init__(self, llm: Branches, request: Request, others: Sequence[Wanted]) -> None:
         self.llm = llm
         self.request = request
         self.others = list(others)
-        """Outputs that have not begun."""
+        """Sampling parameters of the outputs that have not started."""
         self.names = [request.request_id]
 
     def begin_others(self) -> None:
-        """Let the others begin, if it is time."""
+        """Fork the other outputs if the first request has a token or has finished."""
         if not self.others or self.llm.awaits_first_token(self.request.request_id):
             return
         for wanted in self.others:
@@ -125,12 +128,12 @@ class Sampling:
 
 
 class Searching:
-    """A search for the likeliest continuations of one prompt, and the requests that follow it.
+    """A beam search for one prompt, with the requests that follow its beams.
 
     Args:
-        llm: who serves them.
-        search: what is chosen.
-        output: of a request for the prompt.
+        llm: the engine that serves them.
+        search: chooses the beams.
+        output: the output of a request for the prompt.
     """
 
     def __init__(self, llm: Branches, search: BeamSearch, output: Output) -> None:
@@ -142,11 +145,11 @@ class Searching:
 
     @property
     def names(self) -> list[RequestId]:
-        """Of its requests."""
+        """Ids of its requests."""
         return [beam.output.request.request_id for beam in self.beams]
 
     def advance(self) -> None:
-        """Follow the next tokens, as often as they are known."""
+        """Advance the search by as many tokens as the requests have sampled."""
         while not self.search.is_done and all(beam.is_ready for beam in self.beams):
             chosen = self.search.advance([beam.continuations for beam in self.beams])
             before, kept = self.beams, {}
@@ -162,7 +165,8 @@ class Searching:
             self.llm.drop([beam.output.request.request_id for beam in left])
 
     def _follow(self, beam: Beam, text: TokenIds, *, is_kept: bool) -> Beam:
-        """The request that has gone on with the last token already, or a branch of it."""
+        """Return the beam's request if it sampled the chosen token itself (`is_kept`), else a
+        branch."""
         if is_kept:
             return Beam(beam.output, beam.num_before, len(text))
         parent = beam.output.request

@@ -1,11 +1,11 @@
-"""Cache: the KV of all layers in one block of memory, allotted once and never moved.
+"""Cache: the KV of all layers in one tensor, allocated once and never moved.
 
     kv [num_stacked, 2 (keys, values), num_blocks, block_size, num_kv_heads, head_size]
-    slot = block_id * block_size + offset        block 0 is the null block: nobody's
+    slot = block_id * block_size + offset        block 0 is the null block: no request owns it
 
-A block holds as many layers as a group of them has: all, where there is one group (see `groups`).
-A draft model keeps its KV in a cache of its own under the same block ids, so one block costs what
-it takes in both. What that is says `tiers.costs`. Source: seed 002 "The Free Pool".
+A block holds as many layers as the largest KV group has: all, if there is one group (see `groups`).
+A draft model has a cache of its own under the same block ids, so one block costs its bytes in both.
+`tiers.costs` computes them. Source: seed 002 "The Free Pool".
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def get_block_bytes(
     block_size: int,
     dtype: torch.dtype,
 ) -> int:
-    """Bytes of one block in the caches of all models that share block ids, and so `groups`."""
+    """Return the bytes of one block, summed over the caches of all models, which share `groups`."""
     return sum(
         KVShape(
             count_stacked(groups, place),
@@ -44,22 +44,22 @@ def get_block_bytes(
 
 
 def compute_num_blocks(memory_bytes: int, block_bytes: int) -> int:
-    """Blocks that fit into `memory_bytes`, the null block among them.
+    """Return the number of blocks that fit into `memory_bytes`, including the null block.
 
     Raises:
-        SettingsError: fewer than two: the null block serves nobody.
+        SettingsError: fewer than two fit; no request can use the null block.
     """
     num_blocks = memory_bytes // block_bytes
     if num_blocks < 2:
         raise SettingsError(
             f"kv_cache_bytes = {memory_bytes}: a block takes {block_bytes} bytes, and at least "
-            f"two are needed, for block 0 serves nobody; give {2 * block_bytes} or more"
+            f"two are needed, as block 0 is the null block; give {2 * block_bytes} or more"
         )
     return num_blocks
 
 
 class PagedCache:
-    """The KV cache of one model. `groups` names its layers, of each group those of this model."""
+    """The KV cache of one model; `groups`: the layers of this model in each group."""
 
     def __init__(
         self,
@@ -87,22 +87,24 @@ class PagedCache:
             ) from error
         self.block_size = block_size
         self.kv = kv
-        """All of it, as drawn above."""
+        """The whole tensor, as drawn above."""
         places = sorted(
             (number, group, place)
             for group, numbers in enumerate(groups)
             for place, number in enumerate(numbers)
         )
         self.group_of_layer = tuple(group for _, group, _ in places)
-        """By whose tables and slots each layer reads and writes."""
+        """The KV group of each layer, whose block tables and slots it uses."""
         self.layers: tuple[tuple[torch.Tensor, torch.Tensor], ...] = tuple(
             (kv[place][0], kv[place][1]) for _, _, place in places
         )
         """Keys and values of each layer: views [num_blocks, block_size, num_kv_heads, head_size]"""
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks of all layers, one after the other: a block may be free again by then, and
-        the copy of another one."""
+        """Copy blocks in all layers, one copy after the other.
+
+        A source may be the destination of a later copy: the block is free again by then.
+        """
         pairs = np.array([(copy.source, copy.destination) for copy in copies], np.int64)
         sources, targets = set(pairs[:, 0].tolist()), set(pairs[:, 1].tolist())
         copy_blocks(

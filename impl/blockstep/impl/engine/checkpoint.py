@@ -2,8 +2,8 @@
 
     *.safetensors --shape, dtype, finite--> tensors --fuse--> qkv = [q; k; v], gate_up = [gate; up]
 
-A tensor that is missing, of another shape, not finite or not known is refused by its name: each of
-them would otherwise show as plausible nonsense in the text.
+A tensor that is missing, unknown, not finite or of a wrong shape is refused by its name: otherwise
+each of these defects would show as plausible nonsense in the text.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from blockstep.kernels.arguments import FLOATS
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 UNUSED = ("rotary_emb.inv_freq",)
-"""Endings of tensors that older files hold and nobody needs."""
+"""Endings of tensors that older files contain and no model uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer; matrices are [out, in]."""
+    """Weights of one decoder layer; matrices are [out, in]."""
 
     input_norm: torch.Tensor
     qkv: torch.Tensor
@@ -49,14 +49,14 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All of a model."""
+    """All weights of a model."""
 
     embedding: torch.Tensor
     """[vocab_size, hidden_size]"""
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     lm_head: torch.Tensor
-    """[vocab_size, hidden_size]; the embedding itself where the two are tied."""
+    """[vocab_size, hidden_size]; the embedding itself if the two are tied."""
 
 
 def load_weights(
@@ -115,9 +115,9 @@ def _read_layer(reader: TensorReader, config: ModelConfig, number: int) -> Layer
 
 
 class TensorReader:
-    """The tensors of a folder by name, whichever of `files` they lie in; a context manager.
+    """Reads tensors by name from the safetensors `files` of a folder; a context manager.
 
-    `config` is the name of the file that says what shapes they have.
+    `config` is the name of the file that determines the shapes, for messages.
     """
 
     def __init__(
@@ -160,9 +160,9 @@ class TensorReader:
         self._stack.close()
 
     def read(self, name: str, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        """One tensor of exactly this shape, in the reader's dtype and on its device.
+        """Return the tensor `name`, of exactly this shape, in the reader's dtype and on its device.
 
-        `scale` multiplies it, before it is rounded to the dtype.
+        It is multiplied by `scale` before it is rounded to the dtype.
         """
         if name not in self._file_of:
             raise CheckpointError(
@@ -190,7 +190,8 @@ class TensorReader:
         return converted.to(self.device)
 
     def expect_equal(self, name: str, tied: torch.Tensor) -> None:
-        """Complain about a tensor that is there and differs from the one that it is tied to."""
+        """Raise `CheckpointError` if tensor `name` exists and differs from the tensor it is tied
+        to."""
         if name in self.unread and not torch.equal(self.read(name, *tied.shape), tied):
             raise CheckpointError(
                 f"{self._file_of[name][0]}: tensor {name!r} is not the embedding, but config.json "
@@ -198,7 +199,7 @@ class TensorReader:
             )
 
     def expect_all_read(self) -> None:
-        """Complain about a tensor that no weight of the config has asked for."""
+        """Raise `CheckpointError` if the files contain a tensor that was not read."""
         if self.unread:
             name = min(self.unread)
             raise CheckpointError(

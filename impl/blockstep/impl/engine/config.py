@@ -1,8 +1,8 @@
 """Config: the shape of a model, read from `config.json` and `generation_config.json`.
 
-Four families share one shape and differ in the few fields of `FAMILIES`. The names of fields are
-those of the files; what is not understood is refused, never passed over: a checkpoint computed with
-a wrong formula gives plausible nonsense.
+Four families share one shape and differ in the few fields of `FAMILIES`. Field names are those of
+the files. An unsupported value is refused, never ignored: a checkpoint computed with a wrong
+formula gives plausible nonsense.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    """Divides `num_heads`: so many query heads share one KV head (GQA)."""
+    """Divides `num_heads`; the quotient is the number of query heads per KV head (GQA)."""
     head_size: int
     rms_norm_eps: float
     max_model_len: int
-    """Positions that the model was made for."""
+    """Positions that the model was trained for, after RoPE scaling."""
     rope: Rope
     sliding_windows: tuple[int | None, ...]
-    """Per layer: keys that a query sees, its own included; None for all."""
+    """Per layer: keys that a query sees, including its own; None for all."""
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
@@ -46,7 +46,7 @@ class ModelConfig:
     qk_norm: bool
     """Whether each query and key head is normed before RoPE."""
     dtype: str
-    """What the weights were saved in, one of `DTYPES`."""
+    """The dtype of the saved weights, one of `DTYPES`."""
     eos_token_ids: tuple[int, ...] = ()
 
     @property
@@ -56,7 +56,7 @@ class ModelConfig:
 
     @property
     def kv_size(self) -> int:
-        """Width of all key heads; that of the value heads is the same."""
+        """Width of all key heads, and of all value heads."""
         return self.num_kv_heads * self.head_size
 
 
@@ -120,9 +120,10 @@ def load_config(folder: Path) -> ModelConfig:
 def _get_sliding_windows(
     fields: Fields, is_llama: bool, is_mistral: bool
 ) -> tuple[int | None, ...]:
-    """Window per layer: of none or all (Mistral), or of some.
+    """Return the window of each layer: all or none (Mistral), or some (Qwen).
 
-    Older files of Qwen say from which layer on, newer ones say each layer.
+    Older Qwen files name the first layer with a window (`max_window_layers`), newer ones list every
+    layer.
     """
     num_layers = fields.count("num_hidden_layers")
     window = None
@@ -158,7 +159,7 @@ def _get_dtype(fields: Fields) -> str:
 
 
 def _get_eos(folder: Path, fields: Fields) -> tuple[int, ...]:
-    """Tokens that end a text: those for generation where they are given, else the model's."""
+    """Return the end-of-sequence tokens: those of `generation_config.json`, else the model's."""
     path = folder / "generation_config.json"
     if path.is_file():
         generation = Fields(path, read_json(path))

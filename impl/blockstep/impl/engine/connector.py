@@ -1,15 +1,15 @@
-"""Connector: what an engine tells its scheduler of a store, and moves for it.
+"""Connector: what an engine tells its scheduler about a store, and the KV that it moves for it.
 
-    submit ----> names of its blocks --count--> KVOffer --> plan.kv_loads --load--> blocks
-    finished_req_ids --> names of what is computed --save--> store --> finished_sending
-    plan.kv_saves -----> names of what is computed --save--> store --> KVOffer
+    submit ----> block keys --count--> KVOffer --> plan.kv_loads --load--> blocks
+    finished_req_ids --> keys of computed blocks --save--> store --> finished_sending
+    plan.kv_saves -----> keys of computed blocks --save--> store --> KVOffer
 
-It stands on both sides. Beside the scheduler it makes offers and hands reports on; beside the
-worker it loads and saves, on the way of each plan and in jobs. What the store cannot give any more
-is reported as invalid, and the scheduler decides what becomes of it. An offer holds for as long as
-the request lives, or until a load of it fails: less is offered then, so that nobody asks for ever
-for what does not come (P10). A preempted one finds the same tokens in the store, or is told so.
-Of a victim whose KV is saved the store does not know until it has it, and has an offer then.
+It has two sides. For the scheduler it makes offers and passes reports on. For the worker it loads
+and saves, within a plan or in background jobs. Blocks that the store no longer has are reported as
+invalid, and the scheduler decides what to do. An offer holds for the life of the request, or until
+a load fails: then less is offered, so that the request does not retry a failing load for ever
+(P10). A preempted request gets the same offer again, or a new one. After a swap-out the store has
+no answer for the victim (`num_tokens` None) until it has saved the blocks.
 """
 
 from __future__ import annotations
@@ -42,44 +42,45 @@ from blockstep.spec.vocabulary import (
 )
 
 ASK_AGAIN_S = 0.002
-"""Between two questions to a store that does not know yet, where nothing else is to be done."""
+"""Seconds between two questions to a store without an answer, while nothing else is to be done."""
 
 
 class KVRole(StrEnum):
-    """What an engine does with its store; names are vLLM's."""
+    """Role of an engine with respect to its store; the names are vLLM's."""
 
     PRODUCER = "kv_producer"
-    """It tells the store what it will compute, and saves it."""
+    """It announces to the store what it will compute, and saves it."""
     CONSUMER = "kv_consumer"
-    """It loads what there is, and waits for what was announced."""
+    """It loads stored blocks, and waits for announced ones."""
     BOTH = "kv_both"
     """It loads and saves."""
 
 
 @dataclass(slots=True)
 class _Life:
-    """A request that was submitted and has not been announced as finished."""
+    """A request that was submitted and that no plan has listed as finished."""
 
     request: Request
     names: list[BlockName]
-    """Of the full blocks of the prompt, or of more, if more was saved."""
+    """Store keys of the prompt's full blocks; of more blocks if more were saved by a swap-out."""
     most: int | None = None
-    """Blocks that are offered at most: what is behind them could not be loaded."""
+    """Upper bound of the blocks that are offered, after a load of later ones failed."""
 
 
 class Connector:
     """One engine's side of a store.
 
     Args:
-        store: where KV is kept.
+        store: keeps the KV.
         mover: moves blocks of the engine's caches.
-        jobs: what is done beside the steps.
+        jobs: runs loads and saves in the background of the steps.
         block_size: tokens in a block.
-        identity: what shapes KV beside the request: model, dtype. Engines that differ in it find
-            nothing of each other.
-        adapters: likewise of each adapter, by name.
+        identity: hash of everything but the request that determines KV: model, dtype, block size.
+            Engines with different identities never share KV.
+        adapters: the identity of each LoRA adapter, by name.
         role: whether it loads, saves, or both.
-        is_async: whether requests are parked until their load has come; otherwise the step waits.
+        is_async: whether a request waits for its load while steps continue; otherwise the step
+            waits.
     """
 
     def __init__(
@@ -104,34 +105,36 @@ class Connector:
     def _forget_all(self) -> None:
         self._lives: dict[RequestId, _Life] = {}
         self._unknown: set[RequestId] = set()
-        """About whom the store is to be asked again."""
+        """Requests about which the store is to be asked again."""
         self._saving: set[RequestId] = set()
         self._swapping: set[RequestId] = set()
-        """Victims whose KV was read, and which the store does not have yet."""
+        """Victims whose KV was read, and which the store has not saved yet."""
         self._received: list[RequestId] = []
         self._sent: list[RequestId] = []
         self._invalid: list[BlockId] = []
         self._invalid_of_frame: dict[FrameId, tuple[BlockId, ...]] = {}
 
     def start_anew(self) -> None:
-        """Forget all requests, once no job touches the caches any more."""
+        """Forget all requests; returns after the last job has stopped using the caches."""
         self._jobs.stop()
         for life in self._lives.values():
             self._announce(life, is_coming=False)
         self._forget_all()
 
-    # Beside the scheduler.
+    # For the scheduler.
 
     def begin(self, request: Request) -> KVOffer:
-        """What the store offers to a request that was just submitted."""
+        """Register a request that was just submitted; return the store's offer for it."""
         life = _Life(request, self._name(request, request.prompt_token_ids))
         self._lives[request.request_id] = life
         self._announce(life, is_coming=True)
         return self._ask(life)
 
     def list_events(self) -> list[Event]:
-        """What there is to be told to the scheduler: offers to those about whom the store did not
-        know, and a report of what has come to its end beside the answers of plans."""
+        """Return the events for the scheduler: offers and the report of transfers outside plans.
+
+        Offers are for requests about which the store had no answer before.
+        """
         self._jobs.poll()
         events: list[Event] = [self._ask(self._lives[name]) for name in sorted(self._unknown)]
         if self._received or self._sent or self._invalid:
@@ -142,18 +145,20 @@ class Connector:
         return events
 
     def take_answer(self, frame_id: FrameId) -> KVTransfers:
-        """What could not be loaded for a plan."""
+        """Return the blocks of a plan that could not be loaded, to be reported with its model
+        output."""
         invalid = self._invalid_of_frame.pop(frame_id, ())
         return KVTransfers(invalid_block_ids=invalid) if invalid else NO_TRANSFERS
 
     def is_saving(self, *names: RequestId) -> bool:
-        """Whether one of them is still to be saved."""
+        """Whether the KV of any of these requests is being saved, or will be when it finishes."""
         if self._role is KVRole.CONSUMER:
             return False
         return any(name in self._saving or name in self._lives for name in names)
 
     def wait(self) -> bool:
-        """Wait a moment for whatever is under way; whether anything is."""
+        """Wait a moment for running jobs or the store; return whether there is anything to wait
+        for."""
         if not (len(self._jobs) or self._unknown or self._received or self._sent):
             return False
         if len(self._jobs):
@@ -187,11 +192,12 @@ class Connector:
 
     def _announce(self, life: _Life, is_coming: bool) -> None:
         if self._role is KVRole.PRODUCER and life.names:
-            with suppress(StoreError):  # who cannot be told waits for nothing
+            with suppress(StoreError):  # then no other engine waits for these
                 self._store.expect(life.names, is_coming)
 
     def _name(self, request: Request, tokens: TokenIds) -> list[BlockName]:
-        """Of the full blocks of these tokens, of one who asks like this."""
+        """Return store keys of the full blocks of `tokens`, hashed with the request's salt and
+        adapter."""
         adapter = request.adapter
         if adapter is not None:
             adapter = f"{adapter} {self._adapters[adapter]}"
@@ -199,10 +205,10 @@ class Connector:
         digests = Lineage(like, self._block_size, SHA256).name_blocks()
         return [self._identity + digest for digest in digests]
 
-    # Beside the worker.
+    # For the worker.
 
     def save(self, plan: Plan, batch: Batch) -> None:
-        """Save what is computed of those that have ended; `batch` has their rows still."""
+        """Save the computed blocks of finished requests; `batch` must still have their rows."""
         for request_id in plan.finished_req_ids:
             life = self._lives.pop(request_id, None)
             self._unknown.discard(request_id)
@@ -216,8 +222,10 @@ class Connector:
             self._jobs.add(work, partial(self._end_saving, request_id))
 
     def swap(self, plan: Plan, batch: Batch) -> None:
-        """Save what is computed of victims, which `batch` has still, before anything is done to
-        their blocks: they are read at once, and kept by the store beside the steps."""
+        """Save the computed blocks of victims before anything is written to them.
+
+        The blocks are read at once; the store saves them in a background job.
+        """
         for victim in plan.kv_saves:
             request_id = victim.request_id
             life = self._lives[request_id]
@@ -229,7 +237,7 @@ class Connector:
             try:
                 first = self._store.count(names) or 0
             except StoreError:
-                continue  # it has less than it might
+                continue  # not saved: the victim is computed again
             blocks = self._mover.read(victim.block_ids[0][first : len(names)])
             self._swapping.add(request_id)
             self._unknown.add(request_id)
@@ -237,14 +245,15 @@ class Connector:
             self._jobs.add(work, partial(self._end_swap, request_id))
 
     def _keep_blocks(self, names: list[BlockName], first: int, blocks: list[BlockKV]) -> None:
-        with suppress(StoreError):  # it has less than it might
+        with suppress(StoreError):  # the store stays without these blocks
             self._store.save(names, first, blocks)
 
     def _end_swap(self, request_id: RequestId, _: None) -> None:
         self._swapping.discard(request_id)
 
     def load(self, plan: Plan) -> dict[RequestId, int]:
-        """Load what the plan says. Of those whose load has failed: how many tokens are valid."""
+        """Load what the plan says; return the number of valid tokens of each request whose load
+        failed."""
         failed: dict[RequestId, int] = {}
         for load in plan.kv_loads:
             first = load.num_computed_tokens // self._block_size
@@ -261,7 +270,8 @@ class Connector:
         return failed
 
     def _get_work(self, load: KVLoad, first: int) -> tuple[Callable[[], int], tuple[BlockId, ...]]:
-        """What loads these blocks, and returns how many of them it has loaded; and the blocks."""
+        """Return a function that loads these blocks and returns how many it loaded, and their
+        ids."""
         block_ids = load.block_ids[0][first:]
         names = self._lives[load.request_id].names[: first + len(block_ids)]
         return partial(self._fill, names, first, block_ids), block_ids
@@ -282,7 +292,7 @@ class Connector:
 
     def _offer_less(self, request_id: RequestId, num_blocks: int) -> None:
         life = self._lives.get(request_id)
-        if life is not None:  # else it has ended meanwhile
+        if life is not None:  # None: it has finished meanwhile
             life.most = num_blocks
             self._unknown.add(request_id)
 
@@ -295,7 +305,7 @@ class Connector:
         return len(blocks)
 
     def _keep(self, life: _Life, names: list[BlockName], block_ids: tuple[BlockId, ...]) -> None:
-        with suppress(StoreError):  # it has less than it might
+        with suppress(StoreError):  # the store stays without these blocks
             first = self._store.count(names) or 0
             self._store.save(names, first, self._mover.read(block_ids[first:]))
         self._announce(life, is_coming=False)

@@ -1,4 +1,4 @@
-"""Errors: what the engine refuses. Each message names the input, the rule and the fix."""
+"""Errors: input that the engine refuses. Each message names the input, the rule and the fix."""
 
 from __future__ import annotations
 

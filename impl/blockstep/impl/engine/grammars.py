@@ -1,11 +1,12 @@
-"""Grammars: outputs that are held to a regular expression, a JSON schema or a choice of texts.
+"""Grammars: outputs constrained by a regular expression, a JSON schema or a list of choices.
 
-    regex, json_schema, choice -> llguidance -> which tokens may follow -> mask -> sampler
+    regex, json_schema, choice -> llguidance -> allowed next tokens -> mask -> sampler
 
-Drafts are masked like tokens: behind each that the grammar accepts stands the mask of the text up
-to it, and behind the first that it does not every mask repeats the one before, for nobody accepts
-that draft. A grammar stands where the outputs led it, whatever was rejected, preempted or planned
-ahead. Where the model reasons first, a grammar holds from the token behind the one that ends that:
+Drafts are masked like tokens: the position after each draft that the grammar accepts has the mask
+of the sequence up to it. After the first draft that the grammar does not accept, masks repeat the
+one before, because that draft is always rejected. A grammar state follows from the outputs alone,
+whatever was rejected, preempted or planned ahead. If the model reasons first, the grammar applies
+after the token that ends the reasoning:
 
     output  r r r </think> y e s        draft  r </think> y z
     mask    - - - -        m m m        mask   - -        m m m
@@ -30,7 +31,7 @@ from blockstep.impl.engine.transfer import to_device
 
 
 class Matcher:
-    """Where the outputs of one request stand in its grammar."""
+    """The grammar state of one request after its outputs."""
 
     def __init__(
         self, inner: Any, eos_token_ids: Sequence[int], reasoning_end: int | None = None
@@ -39,22 +40,23 @@ class Matcher:
         self._eos_token_ids = eos_token_ids
         self._reasoning_end = reasoning_end
         self._is_reasoning = reasoning_end is not None
-        """The token that ends it was not read yet; the grammar does not hold."""
+        """True until the token that ends reasoning was read; the grammar does not apply before."""
         self._is_over = False
-        """It has read the end of its text; a step that was planned ahead may sample behind it."""
+        """True once the end of the text was read; a step that was planned ahead may sample past it.
+        """
 
     @property
     def error(self) -> str:
-        """Why it can go no further (a limit of the library, say); "" while it can."""
+        """Why the grammar cannot continue (a limit of the library, say); "" while it can."""
         found: str = self._inner.get_error()
         return found
 
     def read_prompt(self, prompt: Sequence[int]) -> None:
-        """To be called before any output: reasoning may have ended in the prompt."""
+        """Look for the end of reasoning in the prompt; to be called before any output."""
         self._is_reasoning = self._reasoning_end is not None and self._reasoning_end not in prompt
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Read what was sampled."""
+        """Advance the grammar by sampled tokens."""
         num_free = self._count_free(tokens)
         self._is_reasoning = self._is_reasoning and self._reasoning_end not in tokens
         for token in tokens[num_free:]:
@@ -63,16 +65,14 @@ class Matcher:
                 self._is_over = token in self._eos_token_ids
 
     def count_accepted(self, drafts: Sequence[int]) -> int:
-        """How many drafts the grammar accepts, up to the first that it does not."""
+        """Return the number of leading drafts that the grammar accepts."""
         num_free = self._count_free(drafts)
         count: int = self._inner.validate_tokens(list(drafts[num_free:]))
         return num_free + count
 
     def get_masks(self, drafts: Sequence[int]) -> list[bytes | None]:
-        """What may stand at the place of each draft, and behind the last: a bit for each token.
-
-        None: anything may.
-        """
+        """Return the bitmask at the position of each draft and after the last; None: all tokens
+        allowed."""
         num_free = self._count_free(drafts)
         free: list[bytes | None] = [None] * num_free
         if self._is_reasoning and self._reasoning_end not in drafts:
@@ -87,7 +87,8 @@ class Matcher:
         return [*free, *masks]
 
     def _count_free(self, tokens: Sequence[int]) -> int:
-        """Those of the next tokens that the grammar does not read: up to the end of reasoning."""
+        """Return how many of the next tokens are still reasoning, which the grammar does not
+        read."""
         if not self._is_reasoning:
             return 0
         ends = (count for count, token in enumerate(tokens, 1) if token == self._reasoning_end)
@@ -95,7 +96,7 @@ class Matcher:
 
 
 class Grammars:
-    """What makes the grammars of one model's requests."""
+    """Builds the grammars of one model's requests."""
 
     def __init__(
         self,
@@ -108,18 +109,18 @@ class Grammars:
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
         self.reasoning_end = reasoning_end
-        """The token behind which grammars hold; None: they hold from the first output on."""
+        """The token after which grammars apply; None: they apply from the first output."""
 
     def begin(self, params: SamplingParams) -> Matcher | None:
-        """The grammar that `params` ask for, before any output; None if they ask for none.
+        """Return the grammar state of `params` before any output; None if they have no grammar.
 
         Raises:
-            RequestError: it is no grammar, or the model lacks what it takes.
+            RequestError: the grammar is invalid, or the model or installation lacks what it needs.
         """
         if not params.has_grammar:
             return None
         if self.tokenizer is None:
-            raise RequestError("a grammar holds text, and the model has no tokenizer.json")
+            raise RequestError("a grammar needs a tokenizer, and the model has no tokenizer.json")
         if not self.eos_token_ids or params.ignore_eos:
             raise RequestError("a grammar ends with the end-of-sequence token: do not ignore it")
         if find_spec("llguidance") is None:
@@ -135,8 +136,8 @@ class Grammars:
 
     @cached_property
     def _tokens(self) -> Any:
-        """What each token of the model says, as the library wants it; a second's work."""
-        assert self.tokenizer is not None, "asked for behind a check"
+        """The tokenizer in the library's form; building it takes about a second."""
+        assert self.tokenizer is not None, "`begin` checks for a tokenizer"
         return self._library.LLTokenizer(
             self.tokenizer.to_str(), n_vocab=self.vocab_size, eos_token=list(self.eos_token_ids)
         )
@@ -155,9 +156,9 @@ class Grammars:
 
 
 def mask_logits(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[bytes]) -> torch.Tensor:
-    """The logits [num_rows, vocab_size] with -inf where `masks` of `rows` have no bit.
+    """Return the logits [num_rows, vocab_size], with -inf where `masks` of `rows` have no bit.
 
-    Others are left as they are; the argument is not changed.
+    Other rows are unchanged; the argument is not modified.
     """
     if not rows:
         return logits

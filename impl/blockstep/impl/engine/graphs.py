@@ -26,8 +26,9 @@ from blockstep.impl.engine.transfer import Layout
 NUM_WARM_UPS = 1
 """Passes before a capture: the first one compiles the kernels and sets up cuBLAS."""
 ROOM_PER_ROW = 40
-"""Bytes behind the inputs of a graph, for each row and group, and twice more for each row: which
-rows sample and how, which tokens the device feeds, and new blocks."""
+"""Bytes after the inputs of a graph, per row and group, and twice more per row.
+
+They hold which rows sample and how, which tokens the device feeds, and new blocks."""
 PADDING: Final = {
     "token_ids": 0, "positions": 0, "slot_mapping": -1, "seq_lens": 1, "adapters": NO_ADAPTER,
 }  # fmt: skip
@@ -36,10 +37,12 @@ log = logging.getLogger(__name__)
 
 
 def get_graph_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of rows for which graphs exist, up to the first that is not below `max_num_seqs`.
+    """Return the row counts for which graphs exist, up to the first that is not below
+    `max_num_seqs`.
 
-    1, 2, 4, then multiples of 8 up to 64, of 16 up to 128, and of 32 above. Everything that pads a
-    decode step pads it to these, so that its products have the same shapes whoever runs it.
+    1, 2, 4, then multiples of 8 up to 64, of 16 up to 128, and of 32 above. All code that pads a
+    decode step uses these sizes, so that matrix products have the same shapes in every
+    implementation.
     """
     fine = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16)]
     sizes = [*fine, *range(128, max_num_seqs + 32, 32)]
@@ -48,21 +51,22 @@ def get_graph_sizes(max_num_seqs: int) -> list[int]:
 
 @dataclass(eq=False, slots=True)
 class DecodeGraph:
-    """A decode step of a fixed number of rows, which is replayed on its own inputs."""
+    """A captured decode step of a fixed number of rows, replayed on its own inputs."""
 
     size: int
-    """Rows, those of padding included."""
+    """Rows, including padding."""
     inputs: Inputs
-    """What it reads: views of `flat` but for its block tables, to be filled before a replay."""
+    """The inputs, to be filled before a replay: views of `flat`, except for the block tables."""
     flat: torch.Tensor
-    """[num_bytes] uint8: token ids, positions, slots, lengths and, where the model has adapters,
-    these, laid out for `size` rows as by `Layout`; there is room behind them."""
+    """[num_bytes] uint8: token ids, positions, slots, lengths and (if the model has any) adapters.
+
+    They are laid out for `size` rows as by `Layout`; there is room after them."""
     lays_out_adapters: bool
     recorded: torch.cuda.CUDAGraph | None = None
     hidden: torch.Tensor | None = None
 
     def replay(self) -> torch.Tensor:
-        """Hidden states [size, hidden_size], which the next replay of any graph overwrites."""
+        """Run the graph; return hidden states [size, hidden_size], valid until the next replay."""
         assert self.recorded is not None, "all graphs are captured at load"
         assert self.hidden is not None, "a captured graph has a result"
         self.recorded.replay()
@@ -70,7 +74,7 @@ class DecodeGraph:
 
 
 class GraphedModel(Model):
-    """A model whose decode steps are replayed.
+    """A model whose decode steps are replayed as CUDA graphs.
 
     All graphs share the buffers of the largest one and one memory pool. So the result of a replay
     is valid until the next replay. Logits and tokens have memory of their own, and the stream
@@ -98,21 +102,21 @@ class GraphedModel(Model):
         self._block_tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self.graphs: dict[tuple[int, bool], DecodeGraph] = {}
-        """By number of rows, and whether adapters are added."""
+        """Graphs by number of rows, and by whether adapters are added."""
         self._pool: object = None
-        """Memory of the first graph; two graphs never run at once, so all use it."""
+        """Memory pool of the first graph; two graphs never run at once, so all use it."""
 
     def _lay_out(self, size: int) -> Layout:
-        """Token ids, positions, slots, lengths and adapters (if there are any) of `size` rows."""
+        """Return the layout of token ids, positions, slots, lengths and adapters of `size` rows."""
         tokens = ((size,), torch.int64)
         slots = ((self._num_groups, size), torch.int64)
         more = (tokens,) if self.adapters else ()
         return Layout((tokens, tokens, slots, ((size,), torch.int32), *more))
 
     def find_graph(self, num_seqs: int, has_adapters: bool) -> DecodeGraph | None:
-        """The graph that runs a step with a token of each of `num_seqs` requests, if there is one.
+        """Return the graph for one token of each of `num_seqs` requests, or None if there is none.
 
-        `has_adapters`: whether any of them has an adapter.
+        `has_adapters`: whether any of the requests has an adapter.
         """
         place = bisect_left(self.sizes, num_seqs)
         if place == len(self.sizes):
@@ -120,7 +124,7 @@ class GraphedModel(Model):
         return self._get_graph(self.sizes[place], has_adapters and bool(self.adapters))
 
     def _get_graph(self, size: int, has_adapters: bool) -> DecodeGraph:
-        """A graph with its inputs, which may not be captured yet."""
+        """Return the graph of this size with its inputs; it may not be captured yet."""
         if (size, has_adapters) not in self.graphs:
             parts = [part.view(self._flat) for part in self._lay_out(size).parts]
             inputs = Inputs(
@@ -138,9 +142,10 @@ class GraphedModel(Model):
         return self.graphs[size, has_adapters]
 
     def forward(self, inputs: Inputs) -> torch.Tensor:
-        """As `Model.forward`; a decode step is replayed, and the next replay overwrites its result.
+        """Do the same as `Model.forward`; a decode step replays a graph, valid until the next
+        replay.
 
-        Inputs that are not those of a graph are copied there.
+        Inputs that are not the graph's own are copied into them.
         """
         num_seqs, graph = len(inputs.seq_lens), None
         if inputs.max_query_len == 1:
@@ -151,7 +156,7 @@ class GraphedModel(Model):
         return graph.replay()[:num_seqs]
 
     def _fill(self, inputs: Inputs, filled: Inputs) -> None:
-        """Copy `inputs` to those of a graph; the rows behind them become padding."""
+        """Copy `inputs` into those of a graph; the remaining rows become padding."""
         num_seqs = len(inputs.seq_lens)
         for name, padding in PADDING.items():
             buffer = getattr(filled, name)
@@ -164,7 +169,7 @@ class GraphedModel(Model):
         filled.block_tables[:, num_seqs:].zero_()
 
     def capture_all(self) -> None:
-        """Capture the graphs of all sizes, the largest first, whose memory serves the others.
+        """Capture the graphs of all sizes, the largest first, so that its memory serves the others.
 
         To be called once, before any other thread uses the device. Progress is logged (INFO).
         """
@@ -179,8 +184,8 @@ class GraphedModel(Model):
         """Record a pass over the inputs of a graph, all of them padding.
 
         A pass before it compiles the kernels, which must not happen during a capture. It runs on
-        the current stream, since torch keeps a cuBLAS workspace for every stream that it ever
-        multiplied on. Calls of other threads (a KV store's) do not invalidate the capture.
+        the current stream, since torch keeps a cuBLAS workspace for every stream that has
+        multiplied once. Calls of other threads (a KV store's) do not invalidate the capture.
         """
         inputs = graph.inputs
         for name, padding in PADDING.items():

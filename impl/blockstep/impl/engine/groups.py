@@ -1,13 +1,13 @@
-"""Groups: layers that attend alike share block tables, and groups share their memory.
+"""Groups: layers with the same attention share block tables, and groups share memory.
 
     layer     0     1     2     3     4     5
     window    all   7     7     all   7     7
     group     0     1     2     0     1     2      as many layers in each group: two
     memory    [0]   [0]   [0]   [1]   [1]   [1]    layer 0, 1 and 2 keep KV in one tensor
 
-A block belongs to one group at a time, so layers of different groups never meet in it. Groups of
-equal size waste nothing: a block costs as many layers as the largest group has. Source: vLLM 0.19.1
-`kv_cache_utils`, groups of a uniform page size.
+A block belongs to one group at a time, so layers of different groups never share a block at once.
+Groups of equal size waste nothing: a block has room for as many layers as the largest group has.
+Source: vLLM 0.19.1 `kv_cache_utils`, groups of a uniform page size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from blockstep.impl.engine.config import ModelConfig
 from blockstep.spec.vocabulary import GroupKind, KVGroup
 
 UNEVEN = 1.5
-"""The commonest kind has fewer than so many times the layers of the rarest: one group each."""
+"""One group per kind, if the commonest has fewer layers than this many times the rarest's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,12 @@ class LayerGroup:
     """Layers whose KV lies in blocks of one table per request."""
 
     sliding_window: int | None
-    """Tokens that a token attends to, itself included; None for all."""
+    """Tokens that a token attends to, including itself; None for all."""
     layers: tuple[tuple[int, ...], ...]
-    """Numbers of its layers, per model."""
+    """Layer numbers, per model."""
 
     def get_kv_group(self, block_size: int) -> KVGroup:
-        """What the scheduler has to know of it."""
+        """Return the group as the scheduler's `Config` describes it."""
         if self.sliding_window is None:
             return KVGroup(GroupKind.FULL, block_size)
         return KVGroup(GroupKind.SLIDING_WINDOW, block_size, sliding_window=self.sliding_window)
@@ -41,12 +41,12 @@ class LayerGroup:
 def group_layers(
     models: Sequence[ModelConfig], max_model_len: int, *, one_for_all: bool = False
 ) -> tuple[LayerGroup, ...]:
-    """The groups of a model, and of a draft model behind it, which shares its tables.
+    """Return the layer groups of a model and of its draft model, if any, which shares its tables.
 
-    Kinds come in the order of their first layer. The model's own layers decide how large a group
-    is: as many layers as its rarest kind has, or its commonest where that has hardly more. A window
-    as long as any text is none. `one_for_all`: nobody forgets a token, all keep their KV as if
-    under full attention.
+    Groups are in the order of each kind's first layer. The model's own layers decide the group
+    size: as many layers as its rarest kind has, or as its commonest if that has hardly more. A
+    window that covers `max_model_len` counts as full attention. `one_for_all`: all layers are in
+    one group and keep all KV, as under full attention.
     """
     numbers: dict[int | None, list[list[int]]] = {}
     for place, model in enumerate(models):
@@ -66,12 +66,12 @@ def group_layers(
 
 
 def count_stacked(groups: Sequence[LayerGroup], model: int) -> int:
-    """Layers of one model that a block has to hold: those of its largest group."""
+    """Return how many layers of one model a block has room for: those of its largest group."""
     return max(len(group.layers[model]) for group in groups)
 
 
 def get_kv_groups(groups: Sequence[LayerGroup], block_size: int) -> tuple[KVGroup, ...]:
-    """`Config.groups`: empty for a single group under full attention."""
+    """Return `Config.groups`: empty for a single group with full attention."""
     if len(groups) == 1 and groups[0].sliding_window is None:
         return ()
     return tuple(group.get_kv_group(block_size) for group in groups)

@@ -1,11 +1,11 @@
-"""Journal: what the steps of a burst did, written on the device and read by the host at a fence.
+"""Journal: the log of the steps of a burst, written on the device and read by the host at a fence.
 
     line of a launch   | slot | tokens | samples | sampled token | delivered | verdict | cached |
                          ------- the plan ------   -- its pass --   -- the commit before it ----
 
-A burst launches the scheduler once for each plan, and once more for each frame that is in flight
-behind the last plan. A launch may commit the oldest frame, and may plan one. A pass writes the
-tokens that it sampled into the line of its plan.
+A burst launches the scheduler once for each plan, and once more for each frame that is still in
+flight after the last plan. A launch may commit the oldest frame, and may make a plan. A forward
+pass writes the tokens that it sampled into the line of its plan.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from blockstep.impl.engine.sampler import NO_TOKEN
 from blockstep.spec.vocabulary import FrameId, Outputs, RequestId, RowTokens
 
 PLAN_COLUMNS = 3
-"""Slot, number of tokens, and whether the row samples."""
+"""Request index, number of tokens, and whether the row samples."""
 TOKEN_COLUMN = PLAN_COLUMNS
 RECORD_COLUMN = PLAN_COLUMNS + 1
 """The first column of the record of a commit."""
@@ -32,7 +32,7 @@ COLUMNS = RECORD_COLUMN + layout.TOLD_COLUMNS
 
 
 class RowRan(NamedTuple):
-    """A request in a plan."""
+    """A request's row in a plan."""
 
     request_id: RequestId
     num_tokens: int
@@ -40,7 +40,7 @@ class RowRan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlanRan:
-    """A plan that was made and run in a burst; without rows there was nothing to run."""
+    """A plan that was made and run in a burst; an empty one had nothing to run."""
 
     frame_id: FrameId
     rows: tuple[RowRan, ...]
@@ -48,13 +48,14 @@ class PlanRan:
 
 @dataclass(frozen=True, slots=True)
 class CommitRan:
-    """An answer that was committed in a burst."""
+    """A commit of a burst."""
 
     frame_id: FrameId
     sampled: tuple[RowTokens, ...]
-    """The answer, a row for each row of the plan; without tokens where the row does not sample."""
+    """The model output: one row for each row of the plan, without tokens if the row does not
+    sample."""
     outputs: Outputs
-    """What it delivered."""
+    """The outputs that the commit delivered."""
 
 
 StepRan: TypeAlias = PlanRan | CommitRan
@@ -76,16 +77,16 @@ class JournalReader:
 
     Args:
         lines: `[num_launches, COLUMNS, num_rows]` int32; the last launches only commit.
-        names: the request of each slot, at the beginning of the burst.
-        num_frames: most frames in flight.
+        names: the request at each index, at the beginning of the burst.
+        num_frames: maximum of frames in flight.
     """
 
     def __init__(self, lines: np.ndarray, names: Mapping[int, RequestId], num_frames: int) -> None:
         self.names, self._lines, self._num_frames = names, lines, num_frames
         self.ended: list[tuple[int, RequestId]] = []
-        """Slot and name of each request that ended."""
+        """Index and id of each request that finished."""
         self.untold: set[RequestId] = set()
-        """Of these, the requests that ended behind the last plan."""
+        """Requests that finished after the last plan, so that no plan has listed them."""
         self.last_names: tuple[RequestId, ...] = ()
         """Requests of the last plan."""
         self._flight: deque[Frame] = deque()
@@ -94,12 +95,12 @@ class JournalReader:
         """Return plans and commits, in order.
 
         Raises:
-            EngineError: a row has sampled no token, since the model overflows.
+            EngineError: a row has sampled no token because the logits are not finite.
         """
         steps: list[StepRan] = []
         is_empty = False
         for number in range(num_plans):
-            # As the kernel has it: see `commit_oldest`.
+            # In the order of the kernel: see `commit_oldest`.
             if self._flight and (is_empty or len(self._flight) == self._num_frames):
                 steps.append(self._commit(number))
             plan = self._plan(number, first_frame_id + number)

@@ -1,8 +1,8 @@
-"""LLM: the engine as a user meets it. It loads a model, takes requests, and steps until they end.
+"""LLM: the engine's interface. It loads a model, takes requests, and steps until they finish.
 
 add_request -> Submit --+
                         v
-step:  Schedule -> plan -> runner -> answer -> Commit -> outputs -> text, stop strings -> Chunk
+step:  Schedule -> plan -> runner -> tokens -> Commit -> outputs -> text, stop strings -> Chunk
          ^                                                                   |
          +----- up to max_frames_in_flight plans ahead ---- Drafts <---------+
 """
@@ -51,8 +51,8 @@ class LLM(Branches):
         llm = LLM("path/to/model")
         llm.generate(["Once upon a time"], SamplingParams(max_tokens=32))
 
-    Threads may share it: a step, a new request and an abort wait for each other. What raises in the
-    middle of one (an interrupt, too) ends all requests as aborted, and the next ones are served.
+    Threads may share it: a step, a new request and an abort wait for each other. An exception in
+    the middle of one (an interrupt, too) aborts all requests; later requests are served.
 
     Raises:
         CheckpointError: the folder holds no model that can be run.
@@ -70,7 +70,7 @@ class LLM(Branches):
     ) -> None:
         """Load `model`. Settings are given as a whole or one by one (see `Settings`).
 
-        `kv_store`: where KV of requests that end is kept, and that of others is found.
+        `kv_store`: saves the KV of finished requests, and is searched for that of new ones.
         """
         if settings is not None and options:
             raise SettingsError(f"settings were given; put {sorted(options)} into them")
@@ -94,13 +94,13 @@ class LLM(Branches):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         adapter: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
-        """Serve `prompts` (texts or token ids) together; completions in their order.
+        """Serve `prompts` (texts or token ids) together; return completions in their order.
 
-        Where `params` ask for `n` outputs, so many completions of a prompt stand side by side.
+        If `params` ask for `n` outputs, the `n` completions of a prompt follow each other.
 
         Raises:
-            RequestError: a prompt that cannot be served; then none of them is. Or several outputs
-                to a prompt, and the engine was not loaded with `enable_forks`.
+            RequestError: a prompt cannot be served; then none is. Or several outputs to a prompt
+                are asked for, and the engine was not loaded with `enable_forks`.
         """
         several = split_prompts(prompts)
         wanted = give_each("params", SamplingParams, params, len(several), SamplingParams())
@@ -126,9 +126,9 @@ class LLM(Branches):
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
     ) -> list[list[BeamSequence]]:
-        """The likeliest continuations of each prompt, the best first, `beam_width` of them.
+        """Return the `beam_width` likeliest continuations of each prompt, the best first.
 
-        A beam is a request that branches off another one, and shares its KV.
+        A beam is a request that forks from another one, and shares its KV.
 
         Raises:
             RequestError: as `generate`.
@@ -180,7 +180,7 @@ class LLM(Branches):
             return Searching(self, search, self._live[name].output)
 
     def _spell(self, request: Request, found: BeamSequence) -> str:
-        """The text of what was found, without the token that ended it."""
+        """Return the text of a found sequence, without the token that ended it."""
         if self.tokenizer is None:
             return ""
         detokenizer = Detokenizer(self.tokenizer, (), request.prompt_token_ids)
@@ -189,7 +189,7 @@ class LLM(Branches):
         return "".join([detokenizer.append(token) for token in tokens]) + detokenizer.finish()
 
     def _is_busy(self, *names: RequestId) -> bool:
-        """Whether any of these is served, or its KV is being saved."""
+        """Whether any of these requests is unfinished, or its KV is being saved."""
         return any(name in self._live for name in names) or self._is_saving(*names)
 
     def stream(
@@ -198,10 +198,10 @@ class LLM(Branches):
         params: SamplingParams | None = None,
         adapter: str | None = None,
     ) -> Generator[Chunk, None, None]:
-        """Serve one prompt, and yield what it gains as it gains it.
+        """Serve one prompt, and yield its output as it is generated.
 
-        Giving the iterator up aborts the request. Other requests go on meanwhile, each stream keeps
-        what is its own.
+        Closing the iterator aborts the request. Each step of the stream also serves the other
+        requests, whose chunks go to their own streams.
         """
         chunks: deque[Chunk] = deque()
         with self._lock:
@@ -225,15 +225,16 @@ class LLM(Branches):
         adapter: str | None = None,
         cache_salt: str | None = None,
     ) -> RequestId:
-        """Hand in one prompt, to be served by `step`; returns its name.
+        """Submit one prompt, to be served by `step`; return the request's id.
 
-        A lower `priority` is served first, where the policy is priority. `adapter` is one of
-        `Settings.lora_modules`; None: the model as it is. KV is shared under one `cache_salt` only.
+        A lower `priority` is served first under the priority policy. `adapter` is one of
+        `Settings.lora_modules`; None: the model without an adapter. KV is shared only between
+        requests with the same `cache_salt`.
 
         Raises:
-            RequestError: it is empty, holds a token that the model does not have, is longer than
-                the model or the cache allows, or needs a tokenizer that is missing; or its grammar
-                is none; or there is no such adapter.
+            RequestError: the prompt is empty, holds a token that the model does not have, is longer
+                than the model or the cache allows, or needs a tokenizer that is missing; or its
+                grammar is invalid; or there is no such adapter.
         """
         return self._add(prompt, params, priority, adapter, cache_salt=cache_salt)
 
@@ -244,7 +245,7 @@ class LLM(Branches):
         priority: int = 0,
         adapter: str | None = None,
     ) -> Session:
-        """Hand in the first input of a session, which goes on with further ones.
+        """Submit the first input of a session, which continues with further ones.
 
         Raises:
             RequestError: as `add_request`; or the engine was not loaded with `enable_sessions`, or
@@ -270,7 +271,7 @@ class LLM(Branches):
     ) -> RequestId:
         params = SamplingParams() if params is None else params
         if getattr(params, "n", 1) != 1:
-            raise RequestError(f"n = {params.n}: several outputs to a prompt come by generate")
+            raise RequestError(f"n = {params.n}: use generate for several outputs to a prompt")
         expect_adapter(adapter, self.settings.lora_modules)
         token_ids = self._encode(prompt, params, is_session=resumable)
         matcher = self._grammars.begin(params)
@@ -288,7 +289,7 @@ class LLM(Branches):
         return name
 
     def send_input(self, request_id: RequestId, prompt: Prompt, params: SamplingParams) -> None:
-        """Further input of a session; see `Session.send`."""
+        """Submit further input of a session; see `Session.send`."""
         token_ids = self._encode(prompt, params, is_session=True, begins=False)
         matcher = self._grammars.begin(params)
         with self._whole():
@@ -306,7 +307,7 @@ class LLM(Branches):
                 live.go_on()
 
     def end_input(self, request_id: RequestId) -> None:
-        """No more input of a session comes; see `Session.close`."""
+        """Tell the scheduler that a session gets no more input; see `Session.close`."""
         with self._whole():
             live = self._live.get(request_id)
             if live is None or None in live.inputs:

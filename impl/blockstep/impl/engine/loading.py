@@ -1,4 +1,4 @@
-"""Loading: from a folder and settings to a runner, with everything checked before it is allotted.
+"""Loading: from a folder and settings to a runner; everything is checked before it is allocated.
 
 config.json -> groups -> bytes per block -> blocks -> Config of the scheduler -> caches -> runner
 """
@@ -41,9 +41,9 @@ from blockstep.spec.vocabulary import (
 )
 
 CPU_CACHE_BYTES = 1 << 30
-"""What the cache takes on a CPU if nobody says, at most."""
+"""Maximum size of the cache on a CPU by default."""
 GPU_FREE_SHARE = 0.85
-"""Share of the memory left after loading that the cache takes on a GPU if nobody says."""
+"""Share of the GPU memory left after loading that the cache takes by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ class Loaded:
 
 
 def load_engine(folder: Path, settings: Settings, kv_store: KVStore | None = None) -> Loaded:
-    """Load everything.
+    """Load model, draft model, adapters, tokenizer and caches; return them with the config.
 
     Raises:
-        CheckpointError: a folder that holds no model that can be run.
-        SettingsError: settings that contradict each other, the model or the machine.
+        CheckpointError: a folder holds no model that can be run.
+        SettingsError: settings contradict each other, the model or the machine.
     """
     device = _get_device(settings.device)
     model_config = load_config(folder)
@@ -78,7 +78,7 @@ def load_engine(folder: Path, settings: Settings, kv_store: KVStore | None = Non
     reasoning_end = _get_reasoning_end(settings, tokenizer, model_config.vocab_size)
     groups = get_groups(settings, models)
     has_store = kv_store is not None
-    # What cannot be is said before gigabytes are read.
+    # Report impossible settings before gigabytes are read.
     planned = get_config(settings, models, groups, dtype, device, reasoning_end, has_store)
     _expect_scheduler(settings, planned)
     adapters = _load_adapters(settings, model_config, dtype, device)
@@ -86,7 +86,7 @@ def load_engine(folder: Path, settings: Settings, kv_store: KVStore | None = Non
     draft_weights = None
     if draft_config is not None and draft_folder is not None:
         draft_weights = load_weights(draft_folder, draft_config, dtype, device)
-    # Of the memory that is left.
+    # Count blocks again, now that the weights have taken their memory.
     config = get_config(settings, models, groups, dtype, device, reasoning_end, has_store)
 
     def build(
@@ -121,10 +121,10 @@ def load_engine(folder: Path, settings: Settings, kv_store: KVStore | None = Non
 
 
 def _expect_scheduler(settings: Settings, config: Config) -> None:
-    """Raise `SettingsError` if the scheduler asked for lacks what the settings ask for."""
+    """Raise `SettingsError` if the chosen scheduler lacks what the settings need."""
     name, capabilities = settings.scheduler, NAMED[settings.scheduler]
     if settings.enable_sessions and "sessions" not in capabilities:
-        raise SettingsError(f"scheduler = {name!r}: knows no sessions; use host")
+        raise SettingsError(f"scheduler = {name!r}: has no sessions; use host")
     problems = list_config_problems(config, capabilities)
     if problems:
         told = "; ".join(f"{one.field}: {one.rule}; {one.fix}" for one in problems)
@@ -139,7 +139,7 @@ def make_connector(
     folders: Sequence[Path],
     caches: Sequence[PagedCache],
 ) -> Connector:
-    """What stands between an engine of the models in `folders` and its store."""
+    """Build the connector between an engine of the models in `folders` and its store."""
     told = [*map(identify_folder, folders), str(dtype), str(config.block_size)]
     modules = settings.lora_modules.items()
     return Connector(
@@ -157,7 +157,7 @@ def make_connector(
 def _get_reasoning_end(
     settings: Settings, tokenizer: Tokenizer | None, vocab_size: int
 ) -> int | None:
-    """The id of the token that ends reasoning."""
+    """Return the id of the token that ends reasoning; None if the settings name none."""
     token = given = settings.reasoning_end_token
     if isinstance(given, str):
         token = None if tokenizer is None else tokenizer.token_to_id(given)
@@ -165,7 +165,7 @@ def _get_reasoning_end(
         return None
     if type(token) is not int or not 0 <= token < vocab_size:
         raise SettingsError(
-            f"reasoning_end_token = {given!r}: is no token of the model; give the text of one "
+            f"reasoning_end_token = {given!r}: is not a token of the model; give the text of one "
             f"that its tokenizer.json has, or an id below {vocab_size}"
         )
     return token
@@ -174,7 +174,7 @@ def _get_reasoning_end(
 def _load_adapters(
     settings: Settings, model: ModelConfig, dtype: torch.dtype, device: str
 ) -> tuple[LayerAdapters, ...]:
-    """Per layer what all adapters add; empty without adapters."""
+    """Return what all adapters add, per layer; empty without adapters."""
     if not settings.lora_modules:
         return ()
     folders, rank = map(Path, settings.lora_modules.values()), settings.max_lora_rank
@@ -183,10 +183,10 @@ def _load_adapters(
 
 
 def get_groups(settings: Settings, models: list[ModelConfig]) -> tuple[LayerGroup, ...]:
-    """Which layers share block tables.
+    """Return the groups of layers that share block tables.
 
     Raises:
-        SettingsError: a length past the models'.
+        SettingsError: `max_model_len` exceeds that of a model.
     """
     trained = min(model.max_model_len for model in models)
     if settings.max_model_len is not None and settings.max_model_len > trained:
@@ -207,10 +207,10 @@ def get_config(
     reasoning_end: int | None = None,
     has_store: bool = False,
 ) -> Config:
-    """The scheduler's constants: blocks from memory, and lengths that models and cache allow.
+    """Return the scheduler's config: blocks from memory, and lengths that models and cache allow.
 
     Raises:
-        SettingsError: fewer than two blocks, or what `config_problems` has against the rest.
+        SettingsError: memory for fewer than two blocks, or a problem that `config_problems` finds.
     """
     trained = min(model.max_model_len for model in models)
     num_frames = settings.max_frames_in_flight
@@ -253,7 +253,7 @@ def get_config(
         if settings.kv_cache_bytes is None:
             most = settings.max_num_seqs * count_held(config.max_model_len) + 1
             num_blocks = max(min(num_blocks, most), 2)
-    # The longest text whose blocks the pool has, at whichever moment it has most of them.
+    # The longest request whose blocks fit the pool at every step.
     capacity = bisect_right(range(trained + 1), num_blocks - 1, key=count_held) - 1
     config = replace(
         config,
@@ -268,7 +268,7 @@ def get_config(
 
 
 def _get_num_frames(settings: Settings, device: str, has_store: bool) -> int:
-    """`max_frames_in_flight` where the settings leave it out."""
+    """Return the default of `max_frames_in_flight`."""
     has_drafts = settings.spec_method is not SpecMethod.NONE
     return 1 if device == "cpu" or has_drafts or settings.enable_forks or has_store else 2
 
@@ -276,7 +276,7 @@ def _get_num_frames(settings: Settings, device: str, has_store: bool) -> int:
 def _beside_store(config: Config, swap_min_tokens: int, settings: Settings) -> Config:
     if config.groups:
         raise SettingsError(
-            f"kv_store: KV is stored of one group, and the layers make {len(config.groups)} or "
+            f"kv_store: a store keeps one KV group, and the layers make {len(config.groups)} or "
             "forget tokens; give disable_hybrid_kv_cache_manager=True"
         )
     return replace(
@@ -293,14 +293,14 @@ def _get_swap(
     groups: tuple[LayerGroup, ...],
     dtype: torch.dtype,
 ) -> int:
-    """`Config.swap_min_tokens`: as given, or from where on it pays."""
+    """Return `Config.swap_min_tokens`: as given, or the length from which a swap-out pays."""
     least = settings.swap_min_tokens or 0
     if settings.swap_speeds is not None:
         block_bytes = get_block_bytes(models, groups, settings.block_size, dtype)
         least = settings.swap_speeds.get_break_even(block_bytes, settings.block_size) or 0
     if least and settings.kv_role is not KVRole.BOTH:
         raise SettingsError(
-            f"swap_min_tokens = {least}: the store keeps it and gives it back; "
+            f"swap_min_tokens = {least}: the engine must save to the store and load from it; "
             "give kv_role = 'kv_both', or 0"
         )
     return least
@@ -346,7 +346,7 @@ def _get_dtype(settings: Settings, model: ModelConfig) -> torch.dtype:
 def _get_draft_folder(settings: Settings) -> Path | None:
     wants = settings.spec_method is SpecMethod.DRAFT_MODEL
     if wants != (settings.draft_model is not None):
-        raise SettingsError("draft_model: must be given exactly when spec_method is draft_model")
+        raise SettingsError("draft_model: must be given if and only if spec_method is draft_model")
     if settings.spec_method is SpecMethod.EAGLE:
         raise SettingsError("spec_method = 'eagle': is not supported; use ngram or draft_model")
     return None if settings.draft_model is None else Path(settings.draft_model)

@@ -3,9 +3,9 @@
     adapter_config.json        which modules, which rank and scale
     adapter_model.safetensors  base_model.model.<module>.lora_A.weight [rank, in], and lora_B
 
-An adapted module gives W x + scale B A x. What would change the sum otherwise (a bias, DoRA, whole
-modules) is refused, and so is a tensor without a module, or a module without its tensors: half an
-adapter says plausible nonsense, too.
+An adapted module computes W x + scale B A x. Anything that would change this formula (a bias, DoRA,
+whole modules) is refused, and so is a tensor without a module, or a module without its tensors:
+half an adapter gives plausible nonsense, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 ALL_LINEAR = "all-linear"
-"""As `target_modules`: every linear module but the head."""
+"""A value of `target_modules`: every linear module but the head."""
 NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -44,7 +44,7 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "use_bdlora": (False, None),
     "arrow_config": (None,),
 }
-"""Values that are understood, of fields that would change what is computed."""
+"""Supported values of fields that would otherwise change what is computed."""
 
 Place = tuple[int, str]
 """Layer, and name of the module in it."""
@@ -52,7 +52,7 @@ Place = tuple[int, str]
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What an adapter adds to one module: `up @ down @ input`."""
+    """The low-rank product that an adapter adds to one module: `up @ down @ input`."""
 
     down: torch.Tensor
     """[rank, in]"""
@@ -68,7 +68,7 @@ class Lora:
 
 
 def get_modules(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The linear modules of a layer: width of what each gives and of what it takes."""
+    """Return (out, in) of each linear module of a layer."""
     hidden, inner = model.hidden_size, model.intermediate_size
     return {
         "self_attn.q_proj": (model.q_size, hidden),
@@ -84,7 +84,7 @@ def get_modules(model: ModelConfig) -> dict[str, tuple[int, int]]:
 def load_lora(
     folder: Path, model: ModelConfig, max_lora_rank: int, dtype: torch.dtype, device: str
 ) -> Lora:
-    """Read an adapter of `model`; scales are multiplied in, in float32.
+    """Read an adapter of `model`; the scale is multiplied into `up` in float32.
 
     Raises:
         CheckpointError: no such folder, a file that is missing or unreadable, a field that is not
@@ -119,7 +119,7 @@ def load_lora(
 
 
 def _list_targets(fields: Fields, model: ModelConfig) -> list[Place]:
-    """The modules that the adapter is said to adapt."""
+    """Return the modules that the adapter's config names, minus the excluded ones."""
     targets = fields.get("target_modules")
     is_list = isinstance(targets, list) and all(isinstance(name, str) for name in targets)
     if not targets or not (is_list or isinstance(targets, str)):
@@ -157,7 +157,7 @@ def _list_layers(fields: Fields, model: ModelConfig) -> list[int]:
 
 
 def _is_named(names: Any, module: str, fields: Fields) -> bool:
-    """Whether a list holds the name of a module or the end of it, or a pattern matches it all."""
+    """Whether `names` selects a module: a list with its name or the end of it, or a pattern."""
     if isinstance(names, list):
         return any(module == name or module.endswith(f".{name}") for name in names)
     if names == ALL_LINEAR:
@@ -166,7 +166,7 @@ def _is_named(names: Any, module: str, fields: Fields) -> bool:
 
 
 def _get_rank_and_scale(fields: Fields, module: str) -> tuple[int, float]:
-    """Rank of a module, and what its product is multiplied by: alpha / rank, or rsLoRA's."""
+    """Return a module's rank and its scale: alpha / rank, or alpha / sqrt(rank) for rsLoRA."""
     ranks, rank_key = _find_own(fields, "rank_pattern", module)
     alphas, alpha_key = _find_own(fields, "alpha_pattern", module)
     rank = fields.count("r") if rank_key is None else ranks.count(rank_key)
@@ -175,7 +175,7 @@ def _get_rank_and_scale(fields: Fields, module: str) -> tuple[int, float]:
 
 
 def _find_own(fields: Fields, name: str, module: str) -> tuple[Fields, str | None]:
-    """A field that gives modules values of their own, and the first of its patterns that fits."""
+    """Return a field with values per pattern, and its first pattern that matches the module."""
     values = fields.get(name, {})
     if not isinstance(values, dict):
         raise fields.error(name, "must be an object: a value for each pattern")

@@ -2,7 +2,7 @@
 
 Between two bursts only rows that the host wrote are copied: new requests, and commands. The whole
 state is copied to the device after the host has run a kernel of the scheduler itself, and to the
-host when something there asks for the state.
+host when the host reads the state.
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ class Mirror:
     def __init__(self, inbox: Inbox, device: torch.device) -> None:
         self.inbox, self.device = inbox, device
         self.num_bytes_sent = 0
-        """Copied to the device so far."""
+        """Bytes copied to the device."""
         self.num_bytes_read = 0
-        """Copied to the host so far."""
+        """Bytes copied to the host."""
         self.state: Any = None
         """The tensors; None before the first burst."""
         self.num_makes = 0
-        """Times that the tensors were made anew, so that no graph that has them may be replayed."""
+        """Number of times the tensors were allocated; a graph captured with older ones is invalid.
+        """
 
     @property
     def is_shared(self) -> bool:
-        """Whether arrays and tensors have the same memory."""
+        """Whether arrays and tensors are the same memory."""
         return str(self.device) == "cpu"
 
     @property
     def is_current(self) -> bool:
-        """Whether the tensors need no more than the rows that the host wrote."""
+        """Whether the tensors lack only the rows that the host wrote."""
         return self.state is not None and not self.inbox.is_ahead
 
     @property
     def arrays(self) -> layout.State:
-        """The tensors as arrays; they are in memory of the host."""
+        """The tensors as numpy arrays; only if they are in the host's memory."""
         return layout.State(*(tensor.numpy() for tensor in self.state))
 
     def send_all(self) -> None:
-        """Bring the tensors up to date with the host's arrays, which are not behind."""
+        """Copy the host's arrays, which must not be behind, to the tensors."""
         inbox = self.inbox
         own = [torch.from_numpy(array) for array in inbox.state]
         if self.state is None or self._is_longer(own):
@@ -65,13 +66,13 @@ class Mirror:
         inbox.written.clear()
 
     def _is_longer(self, own: Sequence[torch.Tensor]) -> bool:
-        """Whether the host's arrays have been made anew, so that other tensors are needed."""
+        """Whether the host's arrays were reallocated, so that new tensors are needed."""
         if self.is_shared:
             return any(a.data_ptr() != b.data_ptr() for a, b in zip(self.state, own, strict=True))
         return any(a.shape != b.shape for a, b in zip(self.state, own, strict=True))
 
     def send_written(self) -> None:
-        """Copy the rows that the host wrote since the tensors were brought up to date."""
+        """Copy the rows that the host wrote since the tensors were last brought up to date."""
         if not self.is_shared:
             by_name: dict[str, set[int]] = {}
             for name, row in self.inbox.written:
@@ -88,13 +89,13 @@ class Mirror:
         self.num_bytes_sent += rows.nbytes + values.nbytes
 
     def send_row(self, name: str, values: np.ndarray) -> None:
-        """Copy `values` into the whole of a tensor of one dimension."""
+        """Copy `values` over a whole tensor of one dimension."""
         getattr(self.state, name).copy_(to_device(values, self.device), non_blocking=True)
         if not self.is_shared:
             self.num_bytes_sent += values.nbytes
 
     def read_all(self) -> None:
-        """Bring the host's arrays up to date with the tensors."""
+        """Copy the tensors to the host's arrays."""
         self.send_written()
         if self.is_shared:
             return

@@ -2,12 +2,12 @@
 
     tokens -> embedding -> [norm -> attention -> + -> norm -> gated MLP -> +] x layers -> norm
 
-There is no batch dimension: the tokens of one request follow those of another (`query_start_loc`),
-prefills and decodes mixed. Keys and values are written to the paged cache before they are attended,
-so a token sees itself, and a request sees what another one writes in the same step.
+There is no batch dimension: the tokens of requests are concatenated (`query_start_loc`), prefills
+and decodes mixed. Keys and values are written to the paged cache before attention reads it, so a
+token attends to itself, and a request reads what another one writes in the same step.
 
 A layer without adapters is nine launches on a GPU: norm, qkv, rotation with the write to the cache,
-attention, o, norm, gate_up, gate, down. Each sum with the residual is part of the norm behind it.
+attention, o, norm, gate_up, gate, down. Each sum with the residual is part of the norm after it.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from blockstep.kernels import (
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What one forward pass runs on; all tensors on the model's device."""
+    """The inputs of one forward pass; all tensors are on the model's device."""
 
     token_ids: torch.Tensor
     """[num_tokens] int64"""
     positions: torch.Tensor
     """[num_tokens] int64"""
     slot_mapping: torch.Tensor
-    """[num_groups, num_tokens] int64: where each token's KV goes, in each group; -1 for nowhere."""
+    """[num_groups, num_tokens] int64: the slot of each token's KV, in each group; -1 for none."""
     block_tables: torch.Tensor
-    """[num_groups, num_seqs, max_blocks] int32; what a window has left behind is not read."""
+    """[num_groups, num_seqs, max_blocks] int32; blocks outside a sliding window are not read."""
     query_start_loc: torch.Tensor
-    """[num_seqs + 1] int32: where each request's tokens begin, and the end."""
+    """[num_seqs + 1] int32: index of each request's first token, then the number of tokens."""
     seq_lens: torch.Tensor
-    """[num_seqs] int32: keys of each request, those of this step included."""
+    """[num_seqs] int32: number of keys of each request, including those of this step."""
     max_query_len: int
     """An upper bound of the tokens of one request in this pass."""
     adapters: torch.Tensor | None = None
-    """[num_tokens] int64: the number of each token's adapter, `NO_ADAPTER` for none; None: no token
-    has one."""
+    """[num_tokens] int64: the number of each token's adapter, or `NO_ADAPTER`; None if no token has
+    one."""
 
 
 class Model:
-    """A decoder with its weights and its cache."""
+    """A decoder with its weights and its KV cache."""
 
     def __init__(
         self,
@@ -73,19 +73,19 @@ class Model:
         self.weights = weights
         self.cache = cache
         self.adapters = adapters
-        """Per layer; empty where the model has none, whatever its inputs say."""
+        """Adapters per layer; if empty, `Inputs.adapters` is ignored."""
         embedding = weights.embedding
         self.cos_sin = config.rope.build_table(
             num_positions, embedding.dtype, str(embedding.device)
         )
         self.scale = config.head_size**-0.5
         self._workspaces: list[AttentionWorkspace] = []
-        """Of attention, the largest last; graphs that were captured go on using the others."""
+        """Workspaces of attention, the largest last; captured graphs keep using older ones."""
         self._workspace_len = 0
-        """Slots of the widest block table that the last workspace serves."""
+        """Number of keys of the widest block table that the last workspace serves."""
 
     def forward(self, inputs: Inputs) -> torch.Tensor:
-        """Hidden states after the last norm, [num_tokens, hidden_size]; KV is written on the way.
+        """Return hidden states after the last norm, [num_tokens, hidden_size]; write KV on the way.
 
         All tensors of `inputs` must agree with each other; the kernels check shapes and types.
         """
@@ -114,7 +114,8 @@ class Model:
         return add_rms_norm(added, residual, weights.norm, eps)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [num_rows, vocab_size] of `hidden` [num_rows, hidden_size], in its dtype."""
+        """Return logits [num_rows, vocab_size] of `hidden` [num_rows, hidden_size], in its
+        dtype."""
         return F.linear(hidden, self.weights.lm_head)
 
     def _attend(
@@ -127,9 +128,10 @@ class Model:
         inputs: Inputs,
         plans: dict[int | None, AttentionPlan],
     ) -> torch.Tensor:
-        """Attention of one layer, [num_tokens, q_size], with the slots and tables of its group.
+        """Return the attention of one layer, [num_tokens, q_size], with its group's slots and
+        tables.
 
-        plans: by window, those of this pass; one that is missing is made.
+        `plans`: the attention plan of this pass for each window; a missing one is made.
         """
         config = self.config
         key_cache, value_cache = self.cache.layers[number]
@@ -172,7 +174,8 @@ class Model:
     def _get_workspace(
         self, query: torch.Tensor, key_cache: torch.Tensor, max_blocks: int
     ) -> AttentionWorkspace:
-        """The workspace of attention for tables of up to `max_blocks` blocks; layers share it."""
+        """Return the attention workspace for tables of up to `max_blocks` blocks; layers share
+        it."""
         max_seq_len = max_blocks * key_cache.shape[1]
         if max_seq_len > self._workspace_len:
             self._workspaces.append(make_attention_workspace(query, key_cache, max_seq_len))
@@ -188,7 +191,7 @@ class Model:
         bias: torch.Tensor | None,
         inputs: Inputs,
     ) -> torch.Tensor:
-        """One matrix of a layer, and for each token what its adapter adds."""
+        """Multiply by one matrix of a layer, and add each token's adapter."""
         output = F.linear(taken, matrix, bias)
         if inputs.adapters is not None and self.adapters:
             columns = self.adapters[number].get(name)

@@ -1,4 +1,4 @@
-"""Moves: blocks between the caches of an engine and host memory, and who does it when.
+"""Moves: copies of blocks between an engine's caches and host memory, and jobs that do them.
 
     cache [.. 7 .. 3 .. 9 ..]  --gather-->  staging [7 3 9]  -->  blocks of their own
     cache [.. 7 .. 3 .. 9 ..]  <-scatter--  staging [7 3 9]  <--  blocks of their own
@@ -22,14 +22,14 @@ from blockstep.spec.vocabulary import BlockId
 
 
 class Mover:
-    """Moves blocks of `caches`, which share their ids."""
+    """Moves blocks of `caches`, which share block ids."""
 
     def __init__(self, caches: Sequence[PagedCache]) -> None:
         self._views = [cache.kv.flatten(0, 1) for cache in caches]
-        """Of each: keys and values of its layers [num_views, num_blocks, ...]."""
+        """Per cache, the keys and values of its layers [num_views, num_blocks, ...]."""
 
     def read(self, block_ids: Sequence[BlockId]) -> list[BlockKV]:
-        """What the blocks hold, copied."""
+        """Return a copy of the contents of the blocks."""
         ids = torch.tensor(block_ids, dtype=torch.int64)
         staged = []
         for views in self._views:
@@ -40,7 +40,7 @@ class Mover:
         return [tuple(staging[:, at].clone() for staging in staged) for at in range(len(block_ids))]
 
     def write(self, block_ids: Sequence[BlockId], blocks: Sequence[BlockKV]) -> None:
-        """Put into each block what stands at its place in `blocks`."""
+        """Write the contents `blocks` to the blocks with these ids."""
         if not block_ids:
             return
         ids = torch.tensor(block_ids, dtype=torch.int64)
@@ -58,27 +58,27 @@ def _make_staging(views: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 class Jobs(Protocol):
-    """Does work beside the steps of an engine."""
+    """Runs jobs in the background of an engine's steps."""
 
     def add(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Do `work` at some time; then a `poll` hands what it returns to `done`."""
+        """Run `work` at some later time; a `poll` after that passes its result to `done`."""
         ...
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Tell of all work that is done, in its order; wait so long for the first."""
+        """Call `done` for all finished jobs, in order; wait up to `timeout_s` for the first."""
         ...
 
     def stop(self) -> None:
-        """Forget all work; returns when nothing is being done any more."""
+        """Forget all jobs; returns when none is running."""
         ...
 
     def __len__(self) -> int:
-        """Work that has not been told of."""
+        """Return the number of jobs whose `done` was not called."""
         ...
 
 
 class ThreadJobs:
-    """Work is done in a thread of its own, one piece after the other."""
+    """Jobs run in a thread of their own, one after the other."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kv-store")
@@ -107,8 +107,10 @@ class ThreadJobs:
 
 
 class LateJobs:
-    """Work is done by the poll that is the `num_polls`-th after it was added, so that runs repeat:
-    as late as anybody could do it."""
+    """Jobs run in the `num_polls`-th poll after they were added.
+
+    Runs are reproducible, and each job is as late as a real one may be.
+    """
 
     def __init__(self, num_polls: int = 1) -> None:
         self._num_polls = num_polls
@@ -120,7 +122,7 @@ class LateJobs:
         self._waiting.append((self._num_polled + self._num_polls, work, done))
 
     def poll(self, timeout_s: float = 0.0) -> None:  # noqa: ARG002
-        """See `Jobs.poll`; nothing is waited for."""
+        """See `Jobs.poll`; it waits for nothing."""
         self._num_polled += 1
         due = [one for one in self._waiting if one[0] <= self._num_polled]
         self._waiting = [one for one in self._waiting if one[0] > self._num_polled]

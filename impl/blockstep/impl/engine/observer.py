@@ -1,8 +1,8 @@
-"""Observer: how somebody outside watches the engine while it serves.
+"""Observer: the interface by which a checker watches the engine while it serves.
 
-The engine gives every event to the observer instead of its scheduler, and tells what each forward
-pass really ran on: the very arrays that the kernels were given. Who hands an observer in decides
-what is done with that; `blockstep.conformance.engines.serving` holds both to the specification.
+The engine passes every event to the observer instead of its scheduler, and reports the inputs of
+each forward pass: the arrays that the kernels were given. The observer decides what to do with
+them; `blockstep.conformance.engines.serving` checks both against the specification.
 """
 
 from __future__ import annotations
@@ -31,48 +31,49 @@ class Pass:
     """One forward pass."""
 
     is_draft: bool
-    """Whether the draft model ran, in its own cache, and not the model itself."""
+    """Whether it is a pass of the draft model, in its own cache."""
     request_ids: tuple[RequestId, ...]
-    """Whose tokens, in the order of `inputs`."""
+    """Requests in the order of `inputs`."""
     inputs: Inputs
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What one plan came to."""
+    """The execution of one plan."""
 
     frame_id: FrameId
     passes: tuple[Pass, ...]
     sampled: tuple[RowTokens, ...]
-    """One row per request, in plan order; what will be committed."""
+    """The model output that will be committed: one row per request, in plan order."""
     proposals: Mapping[RequestId, TokenIds]
-    """The drafts that follow, of requests that sampled."""
+    """Proposed draft tokens of the requests that sampled."""
 
 
 class Observer(Protocol):
-    """A scheduler that takes the events of ours, and looks at them."""
+    """Takes the events in place of the scheduler, passes them on and checks them."""
 
     def apply(self, event: Event) -> Observation:
-        """Give the event to the scheduler and return its answer. What it raises ends the run."""
+        """Pass the event to the scheduler and return its observation. An exception ends the run."""
         ...
 
     def snapshot(self) -> Snapshot:
-        """The scheduler's state."""
+        """Return the scheduler's state."""
         ...
 
     def ran(self, ran: Ran) -> None:
-        """A plan was run; told before the next event. What it raises ends the run."""
+        """Take note of the execution of a plan, before the next event. An exception ends the
+        run."""
         ...
 
 
 @runtime_checkable
 class FenceObserver(Observer, Protocol):
-    """An observer that can do with fences: between two of them it sees nothing."""
+    """An observer that works with fences: it sees nothing between two of them."""
 
     def fence(self, steps: Sequence[StepRan]) -> None:
-        """Take the plans and commits of a burst, in order; no frame is in flight behind them.
+        """Take the plans and commits of a burst, in order; no frame is in flight at its end.
 
-        What it raises ends the run.
+        An exception ends the run.
         """
         ...
 

@@ -1,6 +1,6 @@
-"""Outputs: what a request gains, step by step, and what it has gained when it ends.
+"""Outputs: the tokens and text of a request, step by step, and its completion.
 
-A session has an output for each of its inputs; between two of them it rests.
+A session has an output for each of its inputs; between two of them it is idle.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from blockstep.spec.vocabulary import (
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
-    """What one request gained in one step."""
+    """The tokens and text that one request gained in one step."""
 
     request_id: RequestId
     token_ids: TokenIds
     text: str = ""
-    """"" without a tokenizer; may lag behind the tokens while a stop string is possible. Of a
-    prompt of `LLM.generate` all text is in the last chunk."""
+    """"" without a tokenizer; may lag behind the tokens while a stop string is possible. For
+    `LLM.generate`, the last chunk of a prompt has the whole text."""
     finish_reason: FinishReason | None = None
-    """Set in the last chunk of a request, or of what a session says to one input."""
+    """Set in the last chunk of a request, or of the answer to one input of a session."""
     logprobs: Logprobs | None = None
 
 
 class StepChunks(Sequence[Chunk]):
-    """The chunks of a step whose outputs are arrays, made when one is looked at.
+    """The chunks of a step whose outputs are arrays; chunk objects are made when one is read.
 
     Args:
-        outputs: of the step; each row has one token.
+        outputs: the step's outputs; each row has one token.
         made: chunks that exist already, by row.
     """
 
@@ -82,24 +82,25 @@ class StepChunks(Sequence[Chunk]):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished request, or what a session said to one input."""
+    """A finished request, or the answer to one input of a session."""
 
     request_id: RequestId
     prompt_token_ids: TokenIds
-    """Of a session: all that it kept, and the input behind it."""
+    """The prompt; of a session: all tokens that it kept, then the input."""
     token_ids: TokenIds
-    """Outputs. With a stop string they may reach past `text`, to the end of its last token."""
+    """Output tokens. With a stop string they may reach past `text`, to the end of its last token.
+    """
     text: str
     finish_reason: FinishReason
     num_cached_tokens: int
-    """Prompt tokens that came from the prefix cache; of a session, when it was first admitted."""
+    """Prompt tokens from the prefix cache; of a session, at its first admission."""
     logprobs: Logprobs | None = None
-    """Per output token, if asked for: log probabilities by token id, the sampled one among them."""
+    """Per output token, if asked for: log probabilities by token id, including the sampled one."""
 
 
 @dataclass(slots=True)
 class Output:
-    """What is said to one prompt, as far as it is said."""
+    """The output to one prompt so far."""
 
     request: Request
     wanted: Wanted
@@ -109,15 +110,16 @@ class Output:
     logprobs: Logprobs = field(default_factory=list)
     num_cached_tokens: int = 0
     reads_late: bool = False
-    """Whether its text is read when it ends: no stop string may end it, and no stream asks."""
+    """Whether its text is decoded only when it ends: it has no stop string and no stream."""
 
     def catch_up(self, token_ids: TokenIds, num_cached_tokens: int) -> None:
-        """Tokens that were delivered without an object of their own, behind those it has."""
+        """Append tokens that were delivered in arrays, without an `OutputRow`."""
         self.token_ids += token_ids
         self.num_cached_tokens = num_cached_tokens
 
     def take(self, row: OutputRow, logprobs: Logprobs | None) -> Chunk:
-        """What a step brought; the chunk says whether that is enough."""
+        """Append a step's tokens; return the chunk, with a finish reason if the request ends
+        here."""
         text, num_tokens, reason = self._read_tokens(row)
         tokens = row.new_token_ids[:num_tokens]
         self.num_cached_tokens = row.num_cached_tokens
@@ -132,7 +134,7 @@ class Output:
         return Chunk(row.request_id, tokens, text, reason, logprobs)
 
     def complete(self, reason: FinishReason) -> Completion:
-        """All of it, now that no more comes."""
+        """Return the completion, when no more tokens are delivered."""
         if reason is FinishReason.ABORT and self.detokenizer is not None:
             self.text += self._read_late() + self.detokenizer.finish()
         return Completion(
@@ -146,9 +148,9 @@ class Output:
         )
 
     def _read_tokens(self, row: OutputRow) -> tuple[str, int, FinishReason | None]:
-        """The text of a row, how many of its tokens count, and whether it ends the request.
+        """Return the text of a row, how many of its tokens count, and the finish reason.
 
-        No token counts behind a stop string, and a stop token is no text, as in vLLM.
+        No token counts after a stop string, and a stop token is not part of the text, as in vLLM.
         """
         tokens, reason, detokenizer = row.new_token_ids, row.finish_reason, self.detokenizer
         if detokenizer is None:
@@ -166,7 +168,7 @@ class Output:
         return text, num_tokens, FinishReason.STOP if detokenizer.stopped else reason
 
     def _read_late(self) -> str:
-        """The text of all tokens so far, if none of them was read; not to be asked for twice."""
+        """Return the text of all tokens so far if none was decoded yet; to be called once."""
         if not self.reads_late or self.detokenizer is None:
             return ""
         self.reads_late = False
@@ -174,28 +176,30 @@ class Output:
 
 
 Begin = Callable[[TokenIds], Output]
-"""Makes the output to an input of a session; given what the session keeps before it."""
+"""Makes the output to an input of a session, from the tokens that the session keeps before it."""
 
 
 @dataclass(slots=True)
 class Live:
-    """A request that has not ended."""
+    """A request that has not finished."""
 
     output: Output
-    """Of a session: to its last input that was begun."""
+    """The output; of a session: to its last input that was started."""
     chunks: deque[Chunk] | None = None
-    """For its stream, if it has one."""
+    """Chunks for its stream, if it has one."""
     completions: deque[Completion] | None = None
-    """Of a session: to the inputs that have been answered, for whoever receives them."""
+    """Completed answers of a session that were not read yet."""
     inputs: deque[Begin | None] = field(default_factory=deque)
-    """Of a session: those that wait for its next stop. None: no more comes."""
+    """Further inputs of a session. None: the end of input."""
     is_resting: bool = False
-    """It is a session, and has said all that it will to what it was given."""
+    """Whether it is a session that has answered all its inputs and waits for more."""
 
     @property
     def is_attended(self) -> bool:
-        """Whether each of its tokens is looked at when it is delivered: for a stream or a session,
-        for its text, or for log probabilities."""
+        """Whether each of its tokens is read when it is delivered.
+
+        That is so for a stream or a session, for its text, or for log probabilities.
+        """
         output = self.output
         is_heard = self.chunks is not None or self.completions is not None
         is_read = output.detokenizer is not None and not output.reads_late
@@ -203,14 +207,15 @@ class Live:
 
     @property
     def needs_host(self) -> str:
-        """What a step must give the request beside its tokens; empty if tokens are enough."""
+        """The thing that the host must provide in each step ("a grammar", say); "" if tokens are
+        enough."""
         wanted = self.output.wanted
         if wanted.matcher is not None:
             return "a grammar"
         return "" if wanted.params.logprobs is None else "log probabilities"
 
     def go_on(self) -> bool:
-        """Begin with the next input behind a stop, or rest; False if no more comes.
+        """Start the next input after a stop, or become idle; return False at the end of input.
 
         All tokens but the last are kept: that one was never computed.
         """
@@ -227,7 +232,7 @@ class Live:
 
 
 def begin_output(tokenizer: Tokenizer | None, request: Request, wanted: Wanted) -> Output:
-    """The output to a prompt, before there is any of it."""
+    """Return the empty output to a prompt."""
     detokenizer = None
     if tokenizer is not None:
         detokenizer = Detokenizer(tokenizer, wanted.params.stop, request.prompt_token_ids)
@@ -239,7 +244,7 @@ def begin_output(tokenizer: Tokenizer | None, request: Request, wanted: Wanted) 
 def pick_drafts(
     proposals: Mapping[RequestId, TokenIds], live: Mapping[RequestId, Live]
 ) -> tuple[RowTokens, ...]:
-    """Of the drafts of each live request those that its grammar accepts, up to the first other."""
+    """Return the drafts of each live request, up to the first that its grammar does not accept."""
     drafts = []
     for name, tokens in proposals.items():
         if name in live:

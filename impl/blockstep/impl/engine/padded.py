@@ -1,7 +1,7 @@
-"""Padded: the rows of a decode step, as its forward pass takes them, in one piece of memory.
+"""Padded: the rows of a padded decode step, as its forward pass reads them, in one tensor.
 
-The scheduler's stream writes the rows of a plan while the pass of the plan before reads its own, so
-that there are two of them, and one copy brings one to the other.
+The scheduler's stream writes the rows of the next plan while the forward pass of the current one
+reads its own. So there are two of them, and one copy moves the next into the current.
 """
 
 from __future__ import annotations
@@ -16,38 +16,40 @@ from blockstep.impl.engine.slots import Sampling
 
 
 class Answers(NamedTuple):
-    """Where the tokens of a plan's rows go, and how they are sampled."""
+    """Destinations of the sampled tokens of a plan's rows, and sampling parameters."""
 
     slots: torch.Tensor
-    """[n] int64; the requests that they are for."""
+    """[n] int64: request indices."""
     indices: torch.Tensor
-    """[n] int64; output tokens before each."""
+    """[n] int64: number of output tokens before each."""
     rows: torch.Tensor
-    """[n] int64; rows of the state's answers, counted over all places."""
+    """[n] int64: rows of the state's model outputs, counted over all frames."""
     feeds: torch.Tensor
-    """[n] int64; the slot whose next input it is; one that is not used if the row samples none."""
+    """[n] int64: the request index whose next input token it is; an unused one if the row does not
+    sample."""
     line: torch.Tensor
-    """[1] int64; the plan's line of the journal."""
+    """[1] int64: the plan's line of the journal."""
     sampling: Sampling
 
 
 TOKEN, IS_FED, POSITION, ADAPTER, SLOT, INDEX, ROW, FEED, LINE, SEED, SLOT_MAPPING = range(11)
-"""Rows of `Padded.numbers`; the last is the first of those by KV group."""
+"""Rows of `Padded.numbers`; the last is the first of the slot mappings, one per KV group."""
 
 
 def count_words(groups: int, table: int) -> int:
-    """Words of 32 bits in a row, with a table of `table` blocks in each of `groups` KV groups."""
+    """Return 32-bit words per row: `groups` KV groups with a table of `table` blocks each."""
     return 2 * _count_numbers(groups) + groups * table + 5
 
 
 def _count_numbers(groups: int) -> int:
-    """Rows of numbers; an even count, so that the tensors behind them are aligned to 16 bytes."""
+    """Return the rows of numbers, rounded up to even so that later tensors are aligned to 16
+    bytes."""
     return SLOT_MAPPING + groups + (SLOT_MAPPING + groups) % 2
 
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """Rows of a plan; padding reads the null block, and writes nothing.
+    """The rows of a plan, padded to a fixed width; padding reads the null block and writes nothing.
 
     All tensors are views of `flat`.
     """
@@ -55,17 +57,18 @@ class Padded:
     flat: torch.Tensor
     """[words] int32"""
     numbers: torch.Tensor
-    """[10 + groups, width] int64, or one more"""
+    """[10 + groups, rounded up to even, width] int64: see `TOKEN` and its siblings"""
     tables: torch.Tensor
     """[groups, width, table] int32"""
     ints: torch.Tensor
-    """[2, width] int32: lengths of sequences, top-k."""
+    """[2, width] int32: sequence lengths, top-k."""
     floats: torch.Tensor
     """[3, width] float32: temperature, top-p, min-p."""
 
     @classmethod
     def view(cls, memory: torch.Tensor, width: int, groups: int, table: int) -> Padded:
-        """`width` rows at the beginning of `memory` [at least width * count_words]."""
+        """Return a view of `width` rows at the beginning of `memory` [at least width *
+        count_words]."""
         ends, count = [0], _count_numbers(groups)
         for words in (2 * count, groups * table, 2, 3):
             ends.append(ends[-1] + words * width)
@@ -91,7 +94,7 @@ class Padded:
     ) -> None:
         """Write the rows of a plan.
 
-        tokens, is_fed, positions, adapters: [width] int64. `is_fed` is 1 where the pass before
+        tokens, is_fed, positions, adapters: [width] int64. `is_fed` is 1 if the previous pass
         samples the token. slot_mapping: [groups, width] int64; tables: [groups, width, table];
         seq_lens: [width].
         """
@@ -106,15 +109,15 @@ class Padded:
         self.floats.copy_(torch.stack((sampling.temperature, sampling.top_p, sampling.min_p)))
 
     def get_slot_mapping(self) -> torch.Tensor:
-        """[groups, width]"""
+        """Return the slot mapping of each KV group, [groups, width]."""
         return self.numbers[SLOT_MAPPING : SLOT_MAPPING + len(self.tables)]
 
     def copy_from(self, other: Padded) -> None:
-        """Become equal to rows of the same width."""
+        """Copy all rows from `other`, which has the same width."""
         self.flat.copy_(other.flat)
 
     def get_answers(self) -> Answers:
-        """Where the tokens go."""
+        """Return where the sampled tokens are written, and how they are sampled."""
         numbers, (temperature, top_p, min_p) = self.numbers, self.floats
         return Answers(
             numbers[SLOT],

@@ -1,4 +1,4 @@
-"""Params: how one request wants its tokens chosen, and when it has enough."""
+"""Params: how the tokens of one request are sampled, and when it stops."""
 
 from __future__ import annotations
 
@@ -7,48 +7,50 @@ from dataclasses import dataclass
 from blockstep.impl.engine.errors import SettingsError
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below it take the likeliest token, as in vLLM: logits divided by them overflow."""
+"""Temperatures below it mean greedy, as in vLLM: logits divided by them overflow."""
 TEMPERATURE_MAX = 1e30
-"""All tokens are as likely long before; float32 holds it."""
+"""Far below it all tokens are equally likely already; float32 can hold it."""
 INT_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Names are vLLM's. Without a temperature the likeliest token is taken (greedy).
+    """Sampling parameters of a request, with vLLM's names; the default is greedy.
 
     Raises:
-        SettingsError: a value of another type, or out of its range.
+        SettingsError: a value is of the wrong type or out of range.
     """
 
     max_tokens: int = 16
-    """Output tokens, at most."""
+    """Maximum number of output tokens."""
     temperature: float = 0.0
-    """0 (or below 1e-5): greedy. Above: logits are divided by it, then a token is drawn."""
+    """0 (or below 1e-5): greedy. Otherwise logits are divided by it, and a token is drawn."""
     top_k: int = 0
-    """Draw among the k likeliest tokens, and those as likely as the last of them; 0: all."""
+    """Draw among the k likeliest tokens and those as likely as the last of them; 0: all."""
     top_p: float = 1.0
-    """Draw among the likeliest tokens left that have this share of their probability together."""
+    """Draw among the likeliest remaining tokens whose probabilities add up to at least this share.
+    """
     min_p: float = 0.0
     """Draw among tokens that have at least this share of the likeliest one's probability."""
     seed: int | None = None
-    """The same seed and text give the same tokens, whatever else is served; None: one is given."""
+    """The same seed and prompt give the same tokens, whatever else is served. None: the engine
+    chooses a seed."""
     stop: tuple[str, ...] = ()
-    """Texts that end the output and are cut off it; they need a tokenizer."""
+    """Stop strings: they end the output, without being part of the text; they need a tokenizer."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the output, beside those of the model."""
+    """Tokens that end the output, in addition to those of the model."""
     ignore_eos: bool = False
-    """True: the model's own end-of-sequence tokens do not end it."""
+    """True: the model's own end-of-sequence tokens do not end the output."""
     regex: str | None = None
-    """The output is a text that this regular expression matches as a whole."""
+    """The whole output matches this regular expression."""
     json_schema: str | None = None
-    """The output is JSON that follows this schema, itself JSON."""
+    """The output is JSON that is valid under this JSON schema."""
     choice: tuple[str, ...] = ()
-    """The output is one of these texts."""
+    """The output is one of these strings."""
     logprobs: int | None = None
-    """So many likeliest tokens are reported with each output token; None: nothing is."""
+    """Number of likeliest tokens to report with each output token; None: no log probabilities."""
     n: int = 1
-    """Outputs to a prompt, whose KV they share. The seed of each is one more than that before."""
+    """Number of outputs to a prompt; they share its KV. The seeds count up by one."""
 
     def __post_init__(self) -> None:
         seed, logprobs, stop, tokens = self.seed, self.logprobs, self.stop, self.stop_token_ids
@@ -58,10 +60,10 @@ class SamplingParams:
             (
                 "temperature",
                 _is_number(self.temperature, TEMPERATURE_MAX),
-                "must be 0 or above, 1e30 at most",
+                "must be from 0 to 1e30",
             ),
             ("top_k", _is_int(self.top_k, 0), "must be an int from 0 (off) to 2**31 - 1"),
-            ("top_p", _is_number(self.top_p, 1) and self.top_p > 0, "must be above 0, 1 at most"),
+            ("top_p", _is_number(self.top_p, 1) and self.top_p > 0, "must be above 0, at most 1"),
             ("min_p", _is_number(self.min_p, 1), "must be from 0 to 1"),
             ("seed", seed is None or _is_int(seed, 0, 2**63 - 1), "must be from 0 to 2**63 - 1"),
             (
@@ -97,34 +99,34 @@ class SamplingParams:
 
     @property
     def has_grammar(self) -> bool:
-        """Whether the output is held to a grammar."""
+        """Whether the output is constrained by a grammar."""
         return bool(self.regex or self.json_schema or self.choice)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """Whether the likeliest token is always taken."""
         return self.temperature < GREEDY_BELOW
 
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """Names are vLLM's; what they mean is what transformers' `generate` takes them for.
+    """Beam search parameters, with vLLM's names and the meaning of transformers' `generate`.
 
     Raises:
-        SettingsError: a value of another type, or out of its range.
+        SettingsError: a value is of the wrong type or out of range.
     """
 
     beam_width: int
-    """Texts that are followed side by side, and returned."""
+    """Number of beams, and of sequences returned."""
     max_tokens: int = 16
-    """Output tokens, at most."""
+    """Maximum number of output tokens."""
     length_penalty: float = 1.0
-    """A text's score is its log probability over its number of tokens to the power of this."""
+    """The score of a sequence is its log probability / (number of tokens ** length_penalty)."""
     early_stopping: bool = False
-    """Whether it is enough that so many texts have ended; otherwise it goes on while those that
-    have not could still be better, if they ended here."""
+    """True: stop when `beam_width` sequences have ended. False: stop when no unfinished beam would
+    have a better score if it ended now."""
     ignore_eos: bool = False
-    """True: the model's own end-of-sequence tokens do not end a text."""
+    """True: the model's own end-of-sequence tokens do not end a sequence."""
 
     def __post_init__(self) -> None:
         is_penalty = type(self.length_penalty) in (int, float) and abs(self.length_penalty) <= 100
@@ -140,7 +142,7 @@ class BeamSearchParams:
 
 
 def _is_text(value: object) -> bool:
-    """A non-empty text, or None."""
+    """Whether it is a non-empty text, or None."""
     return value is None or (isinstance(value, str) and value != "")
 
 
@@ -149,5 +151,5 @@ def _is_int(value: object, least: int, most: int = INT_MAX) -> bool:
 
 
 def _is_number(value: object, most: float) -> bool:
-    """Whether it is a number from 0 to `most`; NaN is none."""
+    """Whether it is a number from 0 to `most`; NaN is not."""
     return isinstance(value, int | float) and type(value) is not bool and 0 <= value <= most

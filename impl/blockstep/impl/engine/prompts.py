@@ -1,4 +1,4 @@
-"""Prompts: what a user asks to be continued, a text or token ids, as the tokens of a model."""
+"""Prompts: conversion of a user's prompt (a text or token ids) into tokens of the model."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ T = TypeVar("T")
 def encode_prompt(
     tokenizer: Tokenizer | None, vocab_size: int, prompt: Prompt, *, begins: bool = True
 ) -> TokenIds:
-    """Its tokens; with those that begin a text, where it is one and `begins`.
+    """Return the prompt's tokens; for a text with `begins`, including the tokens that start a text.
 
     Raises:
         RequestError: it is neither text nor tokens of the model, or text without a tokenizer.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise RequestError("a text needs a tokenizer.json beside the model; give token ids")
+            raise RequestError("a text needs the model's tokenizer.json; give token ids")
         try:
             prompt = tokenizer.encode(prompt, add_special_tokens=begins).ids
         except TypeError as error:
-            raise RequestError(f"prompt {prompt[:80]!r}: is no Unicode text") from error
+            raise RequestError(f"prompt {prompt[:80]!r}: is not Unicode text") from error
     token_ids = tuple(_expect_sequence(prompt))
     wrong = next((t for t in token_ids if type(t) is not int or not 0 <= t < vocab_size), None)
     if wrong is not None:
@@ -46,10 +46,10 @@ def encode_for(
     is_session: bool,
     begins: bool = True,
 ) -> TokenIds:
-    """The tokens of a prompt that is to be answered so.
+    """Return the tokens of a prompt, and check that `params` suit it.
 
     Raises:
-        RequestError: as `encode_prompt`; or the params do not go with it.
+        RequestError: as `encode_prompt`; or the parameters cannot be used with it.
     """
     if not isinstance(params, SamplingParams):
         raise RequestError(f"params = {params!r}: must be SamplingParams")
@@ -62,7 +62,7 @@ def encode_for(
 
 
 def expect_adapter(name: object, known: Iterable[str]) -> None:
-    """Raises `RequestError` unless it is None, or one of the known adapters."""
+    """Raise `RequestError` unless `name` is None or one of the known adapters."""
     names = list(known)
     if name is not None and (not isinstance(name, str) or name not in names):
         told = ", ".join(map(repr, names)) or "none"
@@ -70,7 +70,7 @@ def expect_adapter(name: object, known: Iterable[str]) -> None:
 
 
 def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt as a list of one."""
+    """Return the prompts as a list; a single prompt becomes a list of one."""
     if isinstance(prompts, str):
         return [prompts]
     several = list(_expect_sequence(prompts))
@@ -78,10 +78,10 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def give_each(name: str, kind: type[T], given: object, num_prompts: int, default: T) -> list[T]:
-    """What is given for all prompts at once, or for each of them; `default` for None.
+    """Return one value per prompt: `given` itself for all, or one each; `default` for None.
 
     Raises:
-        RequestError: it is neither, or of another length; it is called by `name` then.
+        RequestError: it is neither, or has another length; the message calls it `name`.
     """
     if given is None or isinstance(given, kind):
         return [default if given is None else given] * num_prompts
@@ -95,7 +95,7 @@ def give_each(name: str, kind: type[T], given: object, num_prompts: int, default
 
 
 def _expect_sequence(prompt: Any) -> Sequence[Any]:
-    """Neither an array, nor bytes, nor what can be walked once."""
+    """Return `prompt` if it is a list-like sequence, not an array, bytes or an iterator."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes | bytearray):
         raise RequestError(f"prompt {prompt!r:.80}: must be a text, or a list of token ids")
     return prompt
@@ -108,7 +108,7 @@ def make_request(
     eos_token_ids: TokenIds,
     number: int,
 ) -> Request:
-    """What the scheduler is asked for; `number`: how many came before."""
+    """Return the scheduler's request; `number`: count of earlier requests, its arrival time."""
     eos = () if params.ignore_eos else eos_token_ids
     return Request(
         request_id=name,

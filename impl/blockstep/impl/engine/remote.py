@@ -1,10 +1,11 @@
 """Remote: a store in another process of this machine, over a Unix socket.
 
-    call    lengths, header (JSON), KV     what is asked, and the blocks to be saved
-    answer  lengths, header (JSON), KV     what it comes to, and the blocks that there are
+    call    lengths, header (JSON), KV     the operation, and the blocks to be saved
+    reply   lengths, header (JSON), KV     the result, and the blocks that were found
 
-Whoever can write to the socket's path may read and write the store: its folder guards it. What a
-process had announced and not saved is expected no more once its connection ends.
+Any process that can write to the socket's path may read and write the store: the permissions of its
+folder guard it. When a connection ends, blocks that its client announced and did not save are no
+longer expected.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ import torch
 from blockstep.impl.engine.store import BlockKV, BlockName, KVStore, StoreError
 
 _LENGTHS: Final = struct.Struct(">II")
-"""Bytes of the header, and number of pieces of KV behind it, each with its own length."""
+"""Bytes of the header, and number of blocks of KV after it, each with its own length."""
 _SIZE: Final = struct.Struct(">Q")
 _DTYPES: Final = {
     name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)
 }
 RETRY_S: Final = 0.2
-"""A store that could not be reached is left alone for so long."""
+"""Seconds without a further attempt after the store could not be reached."""
 Message = tuple[dict[str, Any], list[BlockKV]]
 
 
 class RemoteStore:
-    """A store that a `StoreServer` serves under this path.
+    """A client of the store that a `StoreServer` serves under this path.
 
-    Whatever goes wrong is a `StoreError`, after `timeout_s` seconds at most for each piece that is
-    sent or received; the next call but for `RETRY_S` connects anew. Threads may share it: questions
-    and KV have a connection each, so that a question does not wait for a load.
+    Every error is raised as `StoreError`, after at most `timeout_s` seconds for each message that
+    is sent or received; the next call after `RETRY_S` connects again. Threads may share it:
+    questions and KV have a connection each, so that a question does not wait for a load.
     """
 
     def __init__(self, path: str | Path, timeout_s: float = 10.0) -> None:
@@ -70,13 +71,13 @@ class RemoteStore:
         return self._kv.call({"op": "load", "names": _write_names(names)})[1]
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         self._questions.close()
         self._kv.close()
 
 
 class _Link:
-    """A connection that is made when it is needed."""
+    """A connection that is opened when it is needed."""
 
     def __init__(self, path: Path, timeout_s: float) -> None:
         self._path, self._timeout_s = path, timeout_s
@@ -125,8 +126,8 @@ class StoreServer:
     """Serves a store to other processes while it is open; a context manager.
 
     Args:
-        store: what is served.
-        path: of the socket, which must not be there yet.
+        store: the store to serve.
+        path: path of the socket; it must not exist yet.
     """
 
     def __init__(self, store: KVStore, path: str | Path) -> None:
@@ -140,7 +141,7 @@ class StoreServer:
         Thread(target=self._accept, name="kv-store-accept", daemon=True).start()
 
     def close(self) -> None:
-        """End all connections, and take no more."""
+        """End all connections, and accept no more."""
         with self._lock:
             self._is_closed = True
             ending = [self._listener, *self._open]
@@ -185,7 +186,7 @@ class StoreServer:
                     answer, found = {"error": repr(error)}, []
                 _send(client, answer, found)
         except (OSError, EOFError, KeyError, TypeError, ValueError):
-            pass  # the client is gone, or speaks of something else
+            pass  # the client has disconnected, or speaks another protocol
         finally:
             self._store.expect([*announced.elements()], is_coming=False)
             with self._lock:
@@ -211,7 +212,7 @@ class StoreServer:
             case "load":
                 return {}, self._store.load(names)
             case other:
-                raise ValueError(f"{other!r} is nothing that a store does")
+                raise ValueError(f"{other!r} is not an operation of a store")
         return {}, []
 
 
@@ -229,18 +230,21 @@ def _send(to: socket.socket, header: dict[str, Any], blocks: Sequence[BlockKV]) 
 
 
 def _receive(client: socket.socket) -> Message:
-    """Raises `EOFError`: the other side is gone; `ValueError`: what it says makes no sense."""
+    """Return the header and blocks of the next message.
+
+    Raises `EOFError` if the other side has disconnected, `ValueError` if the message is malformed.
+    """
     length, num_blocks = _LENGTHS.unpack(_read(client, _LENGTHS.size))
     header = json.loads(_read(client, length))
     if not isinstance(header, dict):
-        raise ValueError("the header is no object")
+        raise ValueError("the header is not a JSON object")
     parts = [(_DTYPES[name], tuple(shape)) for name, shape in header.pop("parts")]
     size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in parts)
     blocks = []
     for _ in range(num_blocks):
         (told,) = _SIZE.unpack(_read(client, _SIZE.size))
         if told != size:
-            raise ValueError(f"a block of {told} bytes, and not of {size}")
+            raise ValueError(f"a block has {told} bytes instead of {size}")
         blocks.append(_split(_read(client, size), parts))
     return header, blocks
 

@@ -1,20 +1,20 @@
-"""Resident: bursts, steps whose plans and tokens stay on the device, with a fence behind them.
+"""Resident: bursts of steps whose plans and tokens stay on the device, each ended by a fence.
 
-    host:    submits, aborts --+                       +--> tokens, ends, journal
+    host:    submits, aborts --+                       +--> tokens, finished requests, journal
                                v                       |
     device:  [ commit -> plan -> forward -> tokens ] x steps -> commit
 
-Between two fences the host launches and reads nothing, if no step can have a prompt, wait for a
-block or admit a request: such steps are padded, and a GPU replays graphs. Otherwise the host asks
+Between two fences the host launches kernels and reads nothing, if no step can have a prompt, lack a
+block or admit a request: such steps are padded, and a GPU replays graphs. Otherwise the host reads
 after each plan how many rows and tokens it has.
 
-With two frames in flight a plan needs counts and not tokens, so it is made beside the forward pass
-of the frame before, on a stream of its own:
+With two frames in flight a plan needs token counts but not token ids, so it is made while the
+forward pass of the frame before runs, on a stream of its own:
 
     main stream       | forward n -> tokens n |                 | forward n+1 -> tokens n+1 | ...
     scheduler stream  | commit n-1 -> plan n+1 -> inputs n+1 |  | commit n -> plan n+2 ...
 
-Behind a fence the scheduler is a `DeviceEngine` like any, which takes events and shows its state.
+At a fence the scheduler is an ordinary `DeviceEngine`, which takes events and shows its state.
 """
 
 from __future__ import annotations
@@ -63,16 +63,17 @@ from blockstep.spec.vocabulary import FrameId, PauseState, RequestId
 
 log = logging.getLogger(__name__)
 SIDE_PRIORITY = -1
-"""Of the scheduler's stream: its one program goes first where a multiprocessor becomes free."""
+"""Priority of the scheduler's stream: its one program is scheduled first on a free multiprocessor.
+"""
 
 
 class Summary(NamedTuple):
     """Numbers of the scheduler's state."""
 
     num_rows: int
-    """Of the last plan."""
+    """Rows of the last plan."""
     num_tokens: int
-    """Of the last plan."""
+    """Scheduled tokens of the last plan."""
     num_waiting: int
     num_in_prefill: int
     """Running requests whose prompt is not computed yet."""
@@ -80,47 +81,47 @@ class Summary(NamedTuple):
     num_free: int
     num_free_nodes: int
     num_preempted: int
-    """By the last plan."""
+    """Requests preempted by the last plan."""
     num_left: int
-    """Tokens until the last running request has ended by its length."""
+    """Tokens until the last running request reaches its maximum length."""
 
 
 class Key(NamedTuple):
-    """What a graph was captured for."""
+    """Phase and shape that a graph was captured for."""
 
     phase: str
     """first, step or end; see `Resident._launch_padded`."""
     width: int
-    """Rows."""
+    """Rows of the padded step."""
     has_adapters: bool
 
 
 @dataclass(slots=True)
 class Burst:
-    """Steps that were launched, and are not read yet."""
+    """Steps that were launched, and whose results were not read yet."""
 
     width: int
     num_plans: int
     first_frame_id: FrameId
     names: dict[int, RequestId]
-    """The request of each slot."""
+    """The request at each request index."""
     told: frozenset[RequestId]
-    """Ended requests that its first plan tells of."""
+    """Finished requests that its first plan lists."""
     before: Summary
-    """What was known of the state before it."""
+    """The state's numbers before it, or bounds for them."""
     incoming: Incoming
 
 
 class Resident:
-    """Runs bursts of requests that want tokens and nothing else of a step.
+    """Runs bursts of requests that need only tokens from a step.
 
     Args:
-        engine: the scheduler; its requests are those of `model`'s cache. It has no drafts.
-        model: on whichever device.
+        engine: the scheduler of the requests in `model`'s cache, without drafts.
+        model: the model, on any device.
         steps: most steps from one fence to the next.
-        adapters: names of the model's adapters, in order.
-        runs_ahead: whether a burst may be launched before the one before it is read, where that
-            cannot change what the burst does.
+        adapters: names of the model's LoRA adapters, in order.
+        runs_ahead: whether a burst may be launched before the one before it is read, if that cannot
+            change the burst.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Resident:
         self.num_frames = self.config.max_frames_in_flight
         self.num_bursts = 0
         self.num_reads = 0
-        """Times that the host waited for a number of the device between two fences."""
+        """Number of times the host waited for a value from the device between two fences."""
         self.mirror = Mirror(engine.inbox, self.device)
         engine.inbox.copy = self
         self._adapters = adapters
@@ -149,44 +150,44 @@ class Resident:
         if self.num_frames > 1 and self.device.type != "cpu":
             self._side = torch.cuda.Stream(priority=SIDE_PRIORITY)
         self._summary: Summary | None = None
-        """At the last fence; None where it is not known."""
+        """Numbers at the last fence; None if they are not known."""
         self._ahead: Burst | None = None
-        """A burst that was launched ahead of the reading of the one before."""
+        """A burst that was launched before the one before it was read."""
         self._unread: list[StepRan] = []
-        """Steps of bursts that were read because something asked for the state."""
+        """Steps of bursts that were read early because the host needed the state."""
         self.was_ahead = False
         """Whether the last burst was launched before the one before it was read."""
         self._graphs: dict[Key, Any] = {}
-        """How often a phase has run to warm up, or its graph."""
+        """Per phase: the number of runs before its capture, or its graph."""
         self._pool: object = None
         self._num_makes = -1
-        """Makes of the state that all buffers are for."""
+        """`Mirror.num_makes` of the state that the buffers were made for."""
 
-    # What the engine asks for.
+    # The engine's interface.
 
     @property
     def is_free(self) -> bool:
-        """Whether the engine's next steps may be a burst, once no frame is in flight."""
+        """Whether the engine's next steps may be a burst, if no frame is in flight."""
         has_drafts = self.config.num_speculative_tokens > 0
         return not has_drafts and self.engine.pause_state is PauseState.UNPAUSED
 
     @property
     def width(self) -> int:
-        """Rows of the padded steps that a burst would have now; 0: its steps have any shape."""
+        """Rows of the padded steps of a burst launched now; 0 if its steps cannot be padded."""
         return 0 if self._summary is None else self._get_width(self._summary)
 
     @property
     def num_preempted(self) -> int:
-        """Requests that the last plan preempted."""
+        """Number of requests that the last plan preempted."""
         return 0 if self._summary is None else self._summary.num_preempted
 
     def run(self, chosen: Mapping[RequestId, Wanted]) -> list[StepRan]:
-        """Return what the next burst did: some steps, at least one, and the fence behind them.
+        """Run a burst of at least one step and its fence; return its plans and commits.
 
-        `chosen` says how requests want their tokens.
+        `chosen`: how to sample the outputs of each request.
 
         Raises:
-            EngineError: the model overflows.
+            EngineError: logits are not finite, because the model overflows.
         """
         burst, self._ahead = self._ahead, None
         self.was_ahead = burst is not None or bool(self._unread)
@@ -199,7 +200,7 @@ class Resident:
         return self._read(burst)
 
     def take_unread(self) -> list[StepRan]:
-        """Return what steps did that were launched, but not returned yet; no burst follows."""
+        """Return steps that were launched and not returned yet; launch no further burst."""
         burst, self._ahead = self._ahead, None
         steps, self._unread = self._unread, []
         return steps if burst is None else [*steps, *self._read(burst)]
@@ -210,7 +211,7 @@ class Resident:
         self.mirror.read_all()
 
     def capture_all(self) -> None:
-        """Capture the graphs of all widths, on a state without requests; nothing on a CPU.
+        """Capture the graphs of all widths, on a state without requests; do nothing on a CPU.
 
         Other graphs are captured when they are first needed. Progress is logged (INFO).
         """
@@ -220,7 +221,7 @@ class Resident:
         d, phases = self.engine.inbox.dims, self._get_phases()
         widths = [width for width in self._sizes if width <= min(d.rows, d.batch)]
         kinds = (False, True) if self.model.adapters else (False,)
-        # A capture collects garbage first, which takes long where there is much that is none.
+        # A capture collects garbage first, which is slow if many objects are alive.
         gc.collect()
         gc.freeze()
         with torch.inference_mode():
@@ -233,17 +234,17 @@ class Resident:
                     self._graphs[key] = self._capture(key, run)
                 log.info("captured a burst %d of %d: %d rows", number, len(widths), width)
         gc.unfreeze()
-        self.engine.inbox.is_ahead = True  # the state is sent anew
+        self.engine.inbox.is_ahead = True  # the state is sent again
 
     def _get_phases(self) -> Mapping[str, Callable[[Key], None]]:
-        """What a burst of padded steps consists of, by name."""
+        """Return the phases of a burst of padded steps, by name."""
         first = {} if self.num_frames == 1 else {"first": self._run_first}
         return {**first, "step": self._run_step, "end": self._run_end}
 
-    # What a burst is.
+    # Planning of bursts.
 
     def _start(self, chosen: Mapping[RequestId, Wanted]) -> Burst:
-        """Launch a burst; no other is unread."""
+        """Launch a burst, when the results of all earlier ones were read."""
         before = self._prepare(chosen)
         width = self._get_width(before)
         num_plans = min(before.num_left, self.steps) if width else self.steps
@@ -252,7 +253,8 @@ class Resident:
     def _start_ahead(self, burst: Burst) -> Burst | None:
         """Launch the burst that follows `burst`, if nothing that `burst` does can change it.
 
-        New requests, aborts and what else the host asks for wait for the next one.
+        Returns None otherwise. New requests, aborts and other events of the host wait for a later
+        burst.
         """
         inbox, before = self.engine.inbox, burst.before
         if not burst.width or inbox.has_commands or inbox.added or inbox.is_ahead:
@@ -270,9 +272,10 @@ class Resident:
         return self._launch_burst(burst.width, min(least.num_left, self.steps), least, first)
 
     def _get_width(self, now: Summary) -> int:
-        """Rows of padded steps; 0: a step may have a prompt, admit a request or lack a block.
+        """Return the rows of padded steps; 0 if a step may have a prompt, admit a request or lack a
+        block.
 
-        Running requests go on or end, so there are never more rows.
+        Running requests only continue or finish within a burst, so there are never more rows.
         """
         d = self.engine.inbox.dims
         if not 0 < now.num_running <= self._sizes[-1]:
@@ -286,16 +289,17 @@ class Resident:
         return width if is_decode else 0
 
     def _get_blocks_per_row(self) -> int:
-        """Most blocks that a request takes in a burst of decodes."""
+        """Return the most blocks that a request takes in a burst of decodes."""
         return (self.steps // self.config.block_size + 1) * len(self.config.kv_groups)
 
     def _get_nodes(self) -> int:
-        """Most nodes that a burst takes, beside those of new requests."""
+        """Return the most nodes of the prefix tree that a burst uses, including those of new
+        requests."""
         most = self.steps * count_running(self.config) // self.config.block_size
         return most + len(self.engine.inbox.slot_of)
 
     def _prepare(self, chosen: Mapping[RequestId, Wanted]) -> Summary:
-        """Bring the device up to date: its state, commands, new requests, room for nodes."""
+        """Update the device: its state, commands, sampling parameters, and room for nodes."""
         inbox, mirror = self.engine.inbox, self.mirror
         if self._summary is not None and mirror.is_current:
             self._reserve_on_device(self._summary)
@@ -311,11 +315,11 @@ class Resident:
         num_bytes = self._params.put(added, chosen)
         if not mirror.is_shared:
             mirror.num_bytes_sent += num_bytes
-        assert self._summary is not None, "looked at above"
+        assert self._summary is not None, "read above if it was None"
         return self._summary
 
     def _reserve_on_device(self, now: Summary) -> None:
-        """Have all commands taken on the device, and room for the nodes of a burst."""
+        """Run all commands on the device, and make room there for the nodes of a burst."""
         inbox, needed = self.engine.inbox, self._get_nodes()
         self.mirror.send_written()
         if inbox.has_commands:
@@ -326,11 +330,11 @@ class Resident:
             self._launch("sweep_kernel")
             now = self._summary = self._look()
         if now.num_free_nodes < needed:
-            _ = inbox.state  # brings the host's arrays up to date: the host makes tensors longer
+            _ = inbox.state  # reads the state, so that the host reallocates tensors
             inbox.is_ahead = True
 
     def _look(self) -> Summary:
-        """The summary of the state on the device; waits for it."""
+        """Return the numbers of the state on the device; waits for the device."""
         self.num_reads += 1
         if not self.mirror.is_shared:
             self.mirror.num_bytes_read += 4 * len(Summary._fields)
@@ -340,7 +344,8 @@ class Resident:
         return Summary(*summarise(state, self.config.max_model_len).tolist())
 
     def _make_buffers(self) -> None:
-        """Make all that graphs use beside the state; graphs of older tensors are dropped."""
+        """Allocate all buffers of the graphs besides the state; graphs of older tensors are
+        dropped."""
         d, device, widest = self.engine.inbox.dims, self.device, self._sizes[-1]
         self._num_makes = self.mirror.num_makes
         self._graphs.clear()
@@ -355,17 +360,18 @@ class Resident:
         self._lanes = torch.arange(max(widest, d.rows), device=device)
         self._starts = torch.arange(widest + 1, dtype=torch.int32, device=device)
         self._sampled = torch.zeros(d.slots + 1, dtype=torch.int64, device=device)
-        """By slot: the token that its last pass sampled. The last is for rows that sample none."""
-        words = -(-widest * count_words(d.groups, d.table) // 4) * 4  # both begin at 16 bytes
+        """The token that the last pass sampled, by request index. The last entry is for rows that
+        do not sample."""
+        words = -(-widest * count_words(d.groups, d.table) // 4) * 4  # both parts begin at 16 bytes
         self._memory = torch.zeros((2, words), dtype=torch.int32, device=device)
-        """Rows of the step that runs, and of the one that is planned beside it."""
+        """Rows of the running step, and of the step that is planned at the same time."""
 
-    # A burst.
+    # Launching and reading a burst.
 
     def _launch_burst(
         self, width: int, num_plans: int, before: Summary, first_frame_id: FrameId
     ) -> Burst:
-        """Launch at most `num_plans` steps, and the commits behind them."""
+        """Launch up to `num_plans` steps, and the commits after them."""
         inbox = self.engine.inbox
         names = {slot: request.request_id for slot, request in inbox.requests.items()}
         told = frozenset(self.engine.finished_req_ids)
@@ -392,7 +398,7 @@ class Resident:
         return Burst(width, num_plans, first_frame_id, names, told, before, Incoming(out))
 
     def _read(self, burst: Burst) -> list[StepRan]:
-        """Wait for a burst; the engine lets go of requests that have ended."""
+        """Wait for a burst; remove finished requests from the engine; return plans and commits."""
         out = burst.incoming.wait()
         if not self.mirror.is_shared:
             self.mirror.num_bytes_read += out.nbytes
@@ -406,12 +412,12 @@ class Resident:
         )
         return steps
 
-    # Steps whose shape the host asks for.
+    # Steps whose shape the host reads.
 
     def _launch_rows(self, num_plans: int, has_adapters: bool) -> tuple[int, int]:
-        """Steps of any kind, until one has no rows or the next can be padded.
+        """Launch steps of any kind, until one has no rows or the next can be padded.
 
-        Returns how many, and the rows of the widest.
+        Returns the number of steps, and of rows of the widest.
         """
         done, widest, goes = 0, 0, True
         while goes and done < num_plans:
@@ -429,7 +435,8 @@ class Resident:
     def _pass_rows(
         self, plan: torch.Tensor, answers: Answers, num_tokens: int, has_adapters: bool
     ) -> None:
-        """The forward pass of the plan `[ROW_COLUMNS, num_rows]` just made, and its tokens."""
+        """Run the forward pass of the plan `[ROW_COLUMNS, num_rows]` just made, and sample its
+        tokens."""
         state, config = self.mirror.state, self.config
         slots, num_rows = answers.slots, len(answers.slots)
         lengths = plan[layout.ROW_TOKENS].long()
@@ -451,20 +458,20 @@ class Resident:
         self._answer(hidden, answers)
 
     def _get_tokens(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Tokens at positions of slots: the known ones, or the one that the pass before sampled."""
+        """Return tokens at positions: known ones, or the one that the previous pass sampled."""
         state = self.mirror.state
         known = state.tokens[slots, positions].long()
         if self.num_frames == 1:
             return known
         return torch.where(positions < state.known[slots], known, self._sampled[slots])
 
-    # Padded steps. Nothing here reads a number of the device.
+    # Padded steps: no value of the device is read here.
 
     def _launch_padded(self, width: int, num_plans: int, has_adapters: bool) -> None:
-        """Steps of one token for each row. On a GPU each phase is a graph.
+        """Launch steps of one token per row; on a GPU each phase is a graph.
 
-        One frame in flight: `num_plans` times step, and end. Two: first, `num_plans - 1` times
-        step, and end.
+        With one frame in flight: `num_plans` times step, then end. With two: first, `num_plans - 1`
+        times step, then end.
         """
         phases = self._get_phases()
         repeats = {"step": num_plans - (self.num_frames > 1)}
@@ -473,9 +480,9 @@ class Resident:
                 self._perform(Key(phase, width, has_adapters), run)
 
     def _perform(self, key: Key, run: Callable[[Key], None]) -> None:
-        """Run a phase; on a GPU as a graph, once it has run as it is.
+        """Run a phase; on a GPU replay its graph, which is captured after some runs.
 
-        The first runs compile what the graph holds, which must not happen during a capture.
+        The first runs compile the kernels, which must not happen during a capture.
         """
         known = self._graphs.setdefault(key, 0)
         if self.device.type == "cpu":
@@ -489,7 +496,7 @@ class Resident:
             known.replay()
 
     def _capture(self, key: Key, run: Callable[[Key], None]) -> torch.cuda.CUDAGraph:
-        """Record a phase. All graphs share their memory, since no two of them run at once."""
+        """Capture a phase. All graphs share one memory pool, since no two of them run at once."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run(key)
@@ -497,7 +504,7 @@ class Resident:
         return graph
 
     def _get_rows(self, width: int) -> tuple[Padded, Padded]:
-        """The rows of the step that runs, and of the step that is planned."""
+        """Return the rows of the running step, and of the step that is planned."""
         now, following = self._memory
         d = self.engine.inbox.dims
         return (
@@ -524,7 +531,7 @@ class Resident:
         self._join()
 
     def _run_end(self, key: Key) -> None:
-        """Run the frame that was planned last, unless it has run; commit what is in flight."""
+        """Run the frame that was planned last, unless it has run; commit all frames in flight."""
         if self.num_frames > 1:
             now, following = self._get_rows(key.width)
             now.copy_from(following)
@@ -533,7 +540,7 @@ class Resident:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """What is launched inside runs on the scheduler's stream, behind all that was launched."""
+        """Launch the body on the scheduler's stream, after everything launched so far."""
         if self._side is None:
             yield
             return
@@ -542,12 +549,12 @@ class Resident:
             yield
 
     def _join(self) -> None:
-        """What is launched from now on runs behind all that the scheduler's stream has."""
+        """Let later launches wait for the scheduler's stream."""
         if self._side is not None:
             torch.cuda.current_stream().wait_stream(self._side)
 
     def _plan(self, rows: Padded, key: Key) -> None:
-        """Commit, plan, and write what the pass of this plan needs into `rows`."""
+        """Commit, plan, and write the inputs of this plan's pass into `rows`."""
         state, width = self.mirror.state, key.width
         self._launch("loop_kernel")
         live = self._lanes[:width] < state.num_rows
@@ -565,7 +572,7 @@ class Resident:
         )
 
     def _pass(self, rows: Padded, key: Key) -> None:
-        """The forward pass of a plan, and its tokens."""
+        """Run the forward pass of a plan, and sample its tokens."""
         numbers, answers = rows.numbers, rows.get_answers()
         tokens = numbers[TOKEN]
         if self.num_frames > 1:
@@ -580,20 +587,21 @@ class Resident:
             max_query_len=1,
             adapters=numbers[ADAPTER] if key.has_adapters else None,
         )
-        # Not a model's own graph of a decode: this is recorded as a whole.
+        # Not the model's own decode graph: this is captured as part of a larger one.
         self._answer(Model.forward(self.model, inputs), answers)
 
-    # What all steps have.
+    # Parts of every step.
 
     def _note_launch(self, live: torch.Tensor) -> tuple[torch.Tensor, Answers]:
-        """Write the journal's line of a launch, and how many tokens each row is answered with.
+        """Write a launch's line of the journal, and the number of tokens in each row's model
+        output.
 
-        Returns the columns of its plan `[ROW_COLUMNS, n]`, and where the tokens go; `live` [n] says
-        which are rows of the plan.
+        `live` [n]: which lanes are rows of the plan. Returns the columns of the plan `[ROW_COLUMNS,
+        n]`, and where its tokens are written.
         """
         state, width, at = self.mirror.state, len(live), self._line.clone()
         following = state.control[layout.PLACE : layout.PLACE + 1].long()
-        # Of an empty plan a place that is not in use: nothing may be written over other answers.
+        # For an empty plan, a place that is not in use: no other model output may be overwritten.
         place = (following - (state.num_rows > 0).long()) % self.num_frames
         plan: torch.Tensor = state.plans.index_select(0, place)[0, :, :width]
         plan = torch.where(live, plan, 0)
@@ -612,7 +620,7 @@ class Resident:
     def _answer(self, hidden: torch.Tensor, answers: Answers) -> None:
         """Sample a token for each row of `hidden` [n, hidden_size].
 
-        The tokens are for the commit, the next pass and the journal.
+        The tokens are written for the commit, for the next pass, and into the journal.
         """
         state, logits = self.mirror.state, self.model.compute_logits(hidden)
         tokens = sample_tokens(logits, **answers.sampling._asdict(), indices=answers.indices)
@@ -623,7 +631,7 @@ class Resident:
         self._journal[:, TOKEN_COLUMN, : len(told)].index_copy_(0, answers.line, told[None])
 
     def _drain(self) -> None:
-        """Commit the answers of all frames in flight, and sum the state up."""
+        """Commit all frames in flight, and summarise the state."""
         for _ in range(self.num_frames):
             self._launch("settle_kernel")
             record = self.mirror.state.record[None]
@@ -650,7 +658,7 @@ def _tell(kernel: str, done: int, count: int) -> None:
 
 
 def summarise(state: Any, max_model_len: int) -> torch.Tensor:
-    """The numbers of `Summary`, [9] int32."""
+    """Return the numbers of `Summary`, [9] int32."""
     live = torch.arange(len(state.run), device=state.run.device) < state.num_running
     slots = torch.where(live, state.run, 0).long()
     left = state.end_by_max_tokens[slots].clamp(max=max_model_len) - state.known[slots]

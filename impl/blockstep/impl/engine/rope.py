@@ -1,19 +1,19 @@
-"""RoPE: the angle by which each position turns each pair of a head's components.
+"""RoPE: the angle by which each position rotates each pair of a head's components.
 
-    pair i of a head: (x[i], x[i + head_size / 2]), turned by position * inv_freq[i]
+    pair i of a head: (x[i], x[i + head_size / 2]), rotated by position * inv_freq[i]
 
-A variant is a change of `inv_freq`, and for yarn a factor on the result too:
+A variant changes `inv_freq`; yarn also scales the result:
 
 | rope_type | angles |
 |---|---|
 | default | theta ** (-2 i / head_size) |
 | linear  | all slower by `factor` |
-| llama3  | long waves slower by `factor`, short ones as they were, a ramp between (Llama 3.1) |
+| llama3  | long waves slower by `factor`, short ones unchanged, a ramp between (Llama 3.1) |
 | yarn    | the same idea with a ramp over the number of turns (arXiv 2309.00071) |
 | dynamic | as default, up to the length that the model was trained for |
 
-Refused: `dynamic` past that length, because its angles follow the length of the text, so that KV
-already in the cache would be of other angles; `longrope` for the same reason; anything unknown.
+Refused: `dynamic` past that length, because its angles depend on the length of the sequence, so
+that KV in the cache would have other angles; `longrope` for the same reason; anything unknown.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """One variant with its numbers."""
+    """One RoPE variant with its numbers."""
 
     head_size: int
     inv_freq: tuple[float, ...]
     """Radians per position, [head_size / 2]."""
     attention_factor: float = 1.0
-    """Scales the turned queries and keys, each."""
+    """Scale of the rotated queries and of the rotated keys."""
     max_model_len: int = 2048
-    """Positions for which the angles are right."""
+    """Number of positions for which the angles are right."""
 
     def build_table(self, num_positions: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-        """The cosines of each position, then its sines: [num_positions, head_size].
+        """Return the cosines of each position, then its sines: [num_positions, head_size].
 
-        They are computed in float32, and rounded to `dtype`.
+        They are computed in float32 and rounded to `dtype`.
         """
         positions = torch.arange(num_positions, dtype=torch.float32)
         inv_freq = torch.tensor(self.inv_freq, dtype=torch.float32)
@@ -53,10 +53,10 @@ class Rope:
 
 
 def get_rope(fields: Fields, head_size: int, max_position_embeddings: int) -> Rope:
-    """The variant that a `config.json` asks for, in the older spelling or the newer one.
+    """Return the RoPE variant of a `config.json`, in the older or the newer spelling.
 
-    Where both are given the older counts, and the original length beside them before the one in
-    them, as in transformers.
+    If both are given, `rope_scaling` is used. The original length is read from the top level first.
+    As in transformers.
 
     Raises:
         CheckpointError: an unknown type, a missing or impossible number, or an odd head size.
@@ -97,7 +97,8 @@ def get_rope(fields: Fields, head_size: int, max_position_embeddings: int) -> Ro
 
 
 def _slow_llama3(inv_freq: tuple[float, ...], numbers: Fields, original: int) -> tuple[float, ...]:
-    """Angles of Llama 3.1: by how many turns fit the original length, slower or as they were."""
+    """Return Llama 3.1's angles: slower, unchanged or between, by the turns in the original
+    length."""
     factor, low = numbers.number("factor"), numbers.number("low_freq_factor")
     high = numbers.number("high_freq_factor", above=low)
     slowed = []
@@ -111,16 +112,16 @@ def _slow_llama3(inv_freq: tuple[float, ...], numbers: Fields, original: int) ->
 def _slow_yarn(
     inv_freq: tuple[float, ...], theta: float, factor: float, numbers: Fields, original: int
 ) -> tuple[float, ...]:
-    """Angles of yarn: pairs with many turns as they were, with few slower, a ramp between."""
+    """Return yarn's angles: pairs with many turns unchanged, with few slower, a ramp between."""
     head_size = 2 * len(inv_freq)
 
     def find_pair(num_turns: float) -> float:
-        """The pair that turns so often over the original length."""
+        """Return the (fractional) pair that makes `num_turns` turns over the original length."""
         return head_size * math.log(original / (num_turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first = find_pair(numbers.number("beta_fast", 32))
     last = find_pair(numbers.number("beta_slow", 1))
-    if numbers.flag("truncate", default="truncate" not in numbers.data):  # null means no
+    if numbers.flag("truncate", default="truncate" not in numbers.data):  # null means False
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_size - 1)
     width = last - first or 0.001

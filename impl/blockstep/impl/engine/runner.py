@@ -1,13 +1,13 @@
-"""Runner: runs plans on the model, and knows nothing of how they were made.
+"""Runner: runs plans on the model; it does not know how they were made.
 
-    dispatch(plan): update the batch -> forward -> choose tokens, which stay on the device
-    collect(frame): wait for its tokens -> answer
+    dispatch(plan): update the batch -> forward -> sample tokens, which stay on the device
+    collect(frame): wait for its tokens -> model output
 
-A GPU works while the host goes on. With two frames in flight a step is launched before the host has
-read the tokens of the step before it: they are fed on the device (see `staging`). Where the host
-needs them first, it waits for them first: drafts are verified and proposed, grammars advance, a
-connector reads what is computed, and an observer is told of every pass. Such frames are kept in
-objects; a draft is accepted if it is the token that was chosen in its place.
+A GPU works while the host continues. With two frames in flight a step is launched before the host
+has read the tokens of the step before it: they are passed on within the device (see `staging`). The
+host reads the tokens first if it needs them: to verify and propose drafts, to advance grammars, for
+a connector that reads computed KV, and for an observer of every pass. Such frames are kept as
+objects. A draft is accepted if it equals the token sampled at its position.
 """
 
 from __future__ import annotations
@@ -48,54 +48,54 @@ Logprobs = list[dict[int, float]]
 
 @dataclass(slots=True)
 class Frame:
-    """A plan that was dispatched, in objects."""
+    """A plan that was dispatched, kept as objects."""
 
     frame_id: FrameId
     step: list[StepRow]
     tokens: torch.Tensor | None
-    """What was chosen for every position that asked for it, rows in plan order, on the device."""
+    """Sampled tokens of all positions that sample, rows in plan order, on the device."""
     logits: torch.Tensor | None
-    """Of the same positions, if a request wants log probabilities."""
+    """Logits of the same positions, if a request wants log probabilities."""
     passes: list[Pass] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class ArrayFrame:
-    """A plan that was dispatched, in arrays: each row that samples has one token."""
+    """A plan that was dispatched, kept as arrays: each row that samples has one token."""
 
     frame_id: FrameId
     request_ids: Sequence[RequestId]
-    """Of all rows, for a plan in objects; empty for one in arrays."""
+    """Requests of all rows, for a plan of objects; empty for a plan of arrays."""
     index: np.ndarray
     """[num_samples] int64: rows of the batch that sample."""
     births: np.ndarray
-    """[num_samples] int64: of the requests that have these rows."""
+    """[num_samples] int64: `Columns.births` of these rows, which identify their requests."""
     places: np.ndarray
     """[num_samples] int64: position of each token."""
     sampling: np.ndarray | None
     """[num_samples] int64: which rows of the plan sample; None: all."""
     incoming: Incoming | None = None
-    """The tokens; None where no row samples."""
+    """The tokens, being copied to the host; None if no row samples."""
     logits: torch.Tensor | None = None
     """[num_samples, vocab_size], if a request wants log probabilities."""
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """[num_samples] int64, once they are settled."""
+    """[num_samples] int64, once the host has read them."""
     logprobs: dict[RequestId, Logprobs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a plan came to."""
+    """The result of a plan."""
 
     ran: Ran
     logprobs: Mapping[RequestId, Logprobs]
-    """Of each sampled token, of requests that want them."""
+    """Log probabilities of each sampled token, for requests that want them."""
     transfers: KVTransfers = NO_TRANSFERS
-    """What could not be loaded for it."""
+    """KV that could not be loaded for the plan."""
 
 
 class Runner:
-    """One model, its batch, and who proposes drafts. One object is one run."""
+    """One model, its batch, and its proposer of drafts; one object serves one run."""
 
     def __init__(
         self,
@@ -112,18 +112,18 @@ class Runner:
         self.proposer = proposer
         self.batch = Batch(config, device, adapters)
         self.chosen: dict[RequestId, Wanted] = {}
-        """Of requests that were submitted and have not ended."""
+        """Sampling parameters of unfinished requests."""
         self.is_observed = False
-        """Whether an observer is told of every pass."""
+        """Whether an observer sees every pass."""
         self._held: set[RequestId] = set()
-        """Of them, those that are held to a grammar."""
+        """Unfinished requests that have a grammar."""
         self._unsettled: deque[Frame | ArrayFrame] = deque()
         """Frames whose tokens the host has not read, oldest first."""
         self._answers: dict[FrameId, Answer] = {}
         self._settled: dict[FrameId, ArrayFrame] = {}
 
     def start_anew(self) -> Runner:
-        """A runner on the same model that knows no request."""
+        """Return a runner on the same model without any requests."""
         batch, connector = self.batch, self.connector
         if connector is not None:
             connector.start_anew()
@@ -134,7 +134,7 @@ class Runner:
         return runner
 
     def begin(self, request_id: RequestId, wanted: Wanted) -> None:
-        """A request was submitted, or goes on with further input."""
+        """Register a request that was submitted, or that continues with further input."""
         self.chosen[request_id] = wanted
         if wanted.matcher is not None:
             self._held.add(request_id)
@@ -142,20 +142,20 @@ class Runner:
             self._held.discard(request_id)
 
     def end(self, request_id: RequestId) -> None:
-        """A request has ended."""
+        """Forget a finished request."""
         self.chosen.pop(request_id, None)
         self._held.discard(request_id)
 
     @property
     def needs_objects(self) -> bool:
-        """Whether frames are kept in objects, and settled before the next one is launched."""
+        """Whether frames are kept as objects, and read before the next one is launched."""
         return bool(
             self._held or self.is_observed or self.proposer is not None
             or self.connector is not None
         )  # fmt: skip
 
     def dispatch(self, plan: Plan) -> None:
-        """Start a plan. It is to be collected if it has rows."""
+        """Start a plan; if it has rows, it must be collected later."""
         with torch.inference_mode():
             if not self._prepare(self.needs_objects):
                 self._dispatch_objects(plan)
@@ -173,7 +173,7 @@ class Runner:
             self._launch(plan.frame_id, step, [one.row.request_id for one in rows])
 
     def dispatch_arrays(self, plan: ArrayPlan) -> None:
-        """As `dispatch`, for a plan in arrays; not to be called where `needs_objects`."""
+        """Start a plan of arrays; see `dispatch`. Not to be called if `needs_objects`."""
         with torch.inference_mode():
             self._prepare(False)
             step = self.batch.apply_arrays(plan, self.chosen)
@@ -181,8 +181,10 @@ class Runner:
                 self._launch(plan.frame_id, step, ())
 
     def _prepare(self, needs_objects: bool) -> bool:
-        """Settle the frames in flight, unless their tokens can stay on the device while the next
-        step is launched; returns whether that is to be one in arrays."""
+        """Read frames in flight if the next step needs their tokens on the host.
+
+        Returns whether the next step is kept as arrays.
+        """
         if needs_objects or any(
             isinstance(frame, Frame) or frame.logits is not None for frame in self._unsettled
         ):
@@ -190,9 +192,9 @@ class Runner:
         return not needs_objects
 
     def _dispatch_objects(self, plan: Plan) -> None:
-        """Start a plan in objects; every frame before it is settled."""
+        """Start a plan that is kept as objects; the tokens of all earlier frames were read."""
         if plan.kv_saves:
-            assert self.connector is not None, "without a store there is nothing to save to"
+            assert self.connector is not None, "a plan saves KV only if there is a store"
             self.connector.swap(plan, self.batch)
         if plan.block_copies:
             self._copy_blocks(plan.block_copies)
@@ -212,7 +214,7 @@ class Runner:
         self._unsettled.append(frame)
 
     def _launch(self, frame_id: FrameId, step: ArrayStep, request_ids: Sequence[RequestId]) -> None:
-        """Start a step; its tokens are on their way to the host when this returns."""
+        """Start a step; when this returns, its tokens are being copied to the host."""
         batch, columns = self.batch, self.batch.columns
         if self._unsettled and batch.staging.lacks_tokens(step):
             self._settle()
@@ -235,7 +237,7 @@ class Runner:
         self._unsettled.append(frame)
 
     def _choose_one_each(self, frame: ArrayFrame, hidden: torch.Tensor, staged: Staged) -> None:
-        """Choose a token for each row that samples, from its hidden state."""
+        """Sample a token for each row that samples, from its hidden state."""
         logits = self.model.compute_logits(hidden)
         tokens = sample_tokens(logits, **staged.draws)
         if self.config.max_frames_in_flight > 1:
@@ -245,20 +247,21 @@ class Runner:
             frame.logits = logits
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """In the caches of all models, which share block ids."""
+        """Copy blocks in the caches of all models, which share block ids."""
         self.model.cache.copy(copies)
         if isinstance(self.proposer, DraftModelProposer):
             self.proposer.model.cache.copy(copies)
 
     def peek(self, frame_id: FrameId) -> Answer:
-        """What a dispatched plan came to; waits for it."""
+        """Return the result of a dispatched plan; waits for it."""
         self._settle(frame_id)
         if frame_id in self._settled:
             self._answers[frame_id] = _tell_in_objects(self._settled.pop(frame_id))
         return self._answers[frame_id]
 
     def collect(self, frame_id: FrameId) -> Answer:
-        """As `peek`, and forget it: each plan is collected once, and committed then."""
+        """Return a plan's result as `peek`, and forget it: each plan is collected once, then
+        committed."""
         answer = self.peek(frame_id)
         del self._answers[frame_id]
         if self.connector is not None:
@@ -266,14 +269,16 @@ class Runner:
         return answer
 
     def collect_arrays(self, frame_id: FrameId) -> tuple[np.ndarray, Mapping[RequestId, Logprobs]]:
-        """What a plan in arrays came to: a token of each row that samples [num_samples] int64, and
-        log probabilities of requests that want them. Waits for it."""
+        """Return the tokens of a plan of arrays, [num_samples] int64, and log probabilities; waits.
+
+        Log probabilities are those of the requests that want them.
+        """
         self._settle(frame_id)
         frame = self._settled.pop(frame_id)
         return frame.tokens, frame.logprobs
 
     def _choose(self, frame: Frame, hidden: torch.Tensor) -> None:
-        """Choose a token wherever one is asked for: only there logits are computed."""
+        """Sample a token at each position that needs one; logits are computed only there."""
         draws = [draw for row in frame.step for draw in row.get_draws()]
         if not draws:
             return
@@ -290,7 +295,7 @@ class Runner:
             frame.logits = logits
 
     def _mask(self, frame: Frame, logits: torch.Tensor) -> torch.Tensor:
-        """The logits, -inf where a grammar forbids a token; every frame before is settled."""
+        """Return the logits with -inf where a grammar forbids a token; earlier frames were read."""
         rows: list[int] = []
         masks: list[bytes] = []
         start = 0
@@ -305,7 +310,7 @@ class Runner:
         return mask_logits(logits, rows, masks)
 
     def _settle(self, last: FrameId | None = None) -> None:
-        """Read the tokens of frames in flight, the oldest first, up to `last`; None: of all."""
+        """Read the tokens of frames in flight, the oldest first, up to `last`; None: all."""
         with torch.inference_mode():
             while self._unsettled and (last is None or self._unsettled[0].frame_id <= last):
                 frame = self._unsettled.popleft()
@@ -315,7 +320,7 @@ class Runner:
                     self._settle_arrays(frame)
 
     def _settle_arrays(self, frame: ArrayFrame) -> None:
-        """Read the tokens of a frame, and keep those of requests that have not left."""
+        """Read the tokens of a frame, and keep those of requests that have not left their rows."""
         batch, columns, index = self.batch, self.batch.columns, frame.index
         if frame.incoming is not None:
             tokens = frame.tokens = frame.incoming.wait()
@@ -331,7 +336,7 @@ class Runner:
         self._settled[frame.frame_id] = frame
 
     def _list_logprobs(self, frame: ArrayFrame, logits: torch.Tensor) -> dict[RequestId, Logprobs]:
-        """Log probabilities of the tokens of requests that want them."""
+        """Return log probabilities of the tokens of requests that want them."""
         found: dict[RequestId, Logprobs] = {}
         births = self.batch.columns.births[frame.index]
         for at, row in enumerate(frame.index.tolist()):
@@ -352,7 +357,7 @@ class Runner:
             )
 
     def _settle_objects(self, frame: Frame) -> None:
-        """Read the tokens of a frame, and propose what may follow."""
+        """Read the tokens of a frame, verify its drafts, and propose the next ones."""
         logprobs = _get_logprobs(frame)
         tokens: list[int] = []
         if frame.tokens is not None:
@@ -379,7 +384,7 @@ class Runner:
         self._answers[frame.frame_id] = answer
 
     def _accept(self, scheduled: StepRow, tokens: list[int]) -> None:
-        """Keep the drafts that were right, and the token behind the last of them."""
+        """Keep the accepted drafts and the token after them."""
         num_right = 0
         for draft, token in zip(scheduled.drafts, tokens, strict=False):
             if draft != token:
@@ -395,7 +400,8 @@ class Runner:
             matcher.advance(scheduled.sampled)
 
     def _pad_proposals(self, frame: Frame) -> None:
-        """The next plan verifies so many drafts whether or not there are as many: fill up."""
+        """Pad proposals to `num_speculative_tokens`: the next plan has scheduled that many
+        drafts."""
         for scheduled in frame.step:
             if scheduled.samples and not scheduled.is_past:
                 row = scheduled.row
@@ -408,7 +414,7 @@ def _get_pass(is_draft: bool, rows: Sequence[BatchRow], inputs: Inputs) -> Pass:
 
 
 def _get_logprobs(frame: Frame) -> dict[RequestId, Logprobs]:
-    """Log probabilities at every position of the requests that want them."""
+    """Return log probabilities at every position of the requests that want them."""
     if frame.logits is None or frame.tokens is None:
         return {}
     found: dict[RequestId, Logprobs] = {}
@@ -424,7 +430,7 @@ def _get_logprobs(frame: Frame) -> dict[RequestId, Logprobs]:
 
 
 def _tell_in_objects(frame: ArrayFrame) -> Answer:
-    """The answer to a plan in objects, which no observer saw."""
+    """Return the result of a plan of objects that ran as arrays, without an observer."""
     tokens: list[TokenIds] = [()] * len(frame.request_ids)
     rows = range(len(tokens)) if frame.sampling is None else frame.sampling.tolist()
     for row, token in zip(rows, frame.tokens.tolist(), strict=True):
@@ -438,6 +444,6 @@ def _get_answer(frame: Frame, logprobs: dict[RequestId, Logprobs], is_async: boo
     proposals: dict[RequestId, TokenIds] = {
         row.row.request_id: row.row.proposal
         for row in frame.step
-        if row.samples and (row.void is None or is_async)  # the next plan may be made already
+        if row.samples and (row.void is None or is_async)  # the next plan may exist already
     }
     return Answer(Ran(frame.frame_id, tuple(frame.passes), sampled, proposals), logprobs)

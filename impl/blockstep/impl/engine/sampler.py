@@ -3,10 +3,10 @@
     logits -> min-p -> top-k -> top-p of softmax(logits / temperature) -> one token
 
 A token is a function of its logits, its request's parameters and seed, and the number of output
-tokens before it (`blockstep.kernels.sample_tokens`): there is no generator whose state requests
-share. So a token does not change with the batch, with preemption, or with speculation, where a
-draft is right exactly if it is the token that would have been drawn. That keeps the distribution
-without a second draw, and the text as well.
+tokens before it (`blockstep.kernels.sample_tokens`): requests share no random state. So a token
+does not change with the batch, with preemption, or with speculation: a draft is accepted if and
+only if it is the token that would have been drawn. That preserves the distribution without a second
+draw, and the token sequence as well.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ __all__ = ["NO_TOKEN", "Draw", "get_columns", "get_logprobs", "sample"]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One token to choose."""
+    """One token to sample."""
 
     params: SamplingParams
     seed: int
     index: int
-    """Output tokens before it."""
+    """Number of output tokens before it."""
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """Return the tokens of `draws`, [num_draws] int64, from `logits` [num_draws, vocab_size].
 
-    `NO_TOKEN` stands where the largest logit is not finite: the numbers of the model overflowed.
+    A token is `NO_TOKEN` if the largest logit is not finite: the model's numbers overflowed.
     """
     return sample_tokens(logits, **get_columns(draws, logits.device))
 
@@ -76,7 +76,7 @@ def get_logprobs(
 ) -> list[dict[int, float]]:
     """Return, per row, the log probabilities of its token and of the `num_top` likeliest, by id.
 
-    They are those of the model's own distribution, before temperature and cuts.
+    They are those of the model's own distribution, before temperature, top-k, top-p and min-p.
     """
     logprobs = logits.float().log_softmax(dim=-1)
     values, ids = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)

@@ -1,12 +1,12 @@
-"""Sessions: requests that go on with further input, and keep their KV between one and the next.
+"""Sessions: requests that continue with further input, and keep their KV in between.
 
-    input --> outputs x        x: the last token of an answer, which nobody has read
+    input --> outputs x        x: the last token of an answer, sampled and never computed
     | kept -------->| input --> outputs x
     | kept ----------------------->| input --> ...
 
-What a session keeps of an answer is all but its last token, whatever drafts or frames in flight
-there were: that one was sampled and never computed, and further input stands in its place. So each
-answer is what a request of its own would get whose prompt is all that was kept, and the input.
+A session keeps an answer except for its last token, whatever drafts or frames in flight there were:
+that token was sampled and never computed, and the next input takes its place. So each answer is
+what a separate request would get whose prompt is all that was kept, followed by the input.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from blockstep.spec.vocabulary import RequestId
 
 
 class Server(Protocol):
-    """Who serves sessions."""
+    """The part of the engine that sessions use."""
 
     def step(self) -> Sequence[Chunk]:
-        """Serve all requests for a step."""
+        """Serve all requests for one step; return their chunks."""
         ...
 
     def abort(self, *request_ids: RequestId) -> None:
-        """Give requests up."""
+        """Abort requests."""
         ...
 
     def is_live(self, request_id: RequestId) -> bool:
-        """Whether a request has not ended."""
+        """Whether a request is unfinished."""
         ...
 
     def send_input(self, request_id: RequestId, prompt: Prompt, params: SamplingParams) -> None:
-        """Hand in further input."""
+        """Submit further input of a session."""
         ...
 
     def end_input(self, request_id: RequestId) -> None:
-        """Say that no more comes."""
+        """Announce that a session gets no more input."""
         ...
 
 
 class Session:
-    """A request that goes on with further input; `LLM.open_session` makes one.
+    """A request that continues with further input; `LLM.open_session` makes one.
 
         with llm.open_session("Once upon a time", SamplingParams(max_tokens=32)) as session:
             print(session.receive().text)
@@ -56,8 +56,8 @@ class Session:
             for chunk in session.stream():
                 print(chunk.text, end="")
 
-    Input may be sent before the one before it is answered; answers come in the order of the inputs.
-    As a context manager it is aborted at the end, if it has not ended.
+    Input may be sent before the previous one is answered; answers are in the order of the inputs.
+    As a context manager it is aborted at the end of the block, if it is unfinished.
     """
 
     def __init__(
@@ -74,47 +74,48 @@ class Session:
         self._chunks = chunks
         self._completions = completions
         self._num_due = 1
-        """Inputs without an answer that was received."""
+        """Number of inputs whose answers were not received."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it has not ended."""
+        """Whether it is unfinished."""
         return self._server.is_live(self.request_id)
 
     def send(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
-        """Hand in further input, a text or token ids; it begins where the last answer has stopped.
+        """Submit further input, a text or token ids; it follows the last answer.
 
-        Without `params` it is answered as the input before. A text is encoded without the tokens
-        that begin a text.
+        Without `params`, those of the previous input apply. A text is encoded without the tokens
+        that start a text.
 
         Raises:
-            RequestError: the session has ended or was closed, what it would become is longer than
-                the model or the cache allows, or what `LLM.add_request` has against a prompt.
+            RequestError: the session has ended or was closed, the whole sequence would be longer
+                than the model or the cache allows, or the prompt is invalid as for
+                `LLM.add_request`.
         """
         self._server.send_input(self.request_id, prompt, params or self._params)
         self._params = params or self._params
         self._num_due += 1
 
     def receive(self) -> Completion:
-        """Serve all requests until the next answer is whole, and return it.
+        """Serve all requests until the next answer is complete, and return it.
 
         Raises:
-            RequestError: every input has had its answer.
+            RequestError: all inputs are answered.
         """
         self._expect_due()
         while not self._completions:
             self._server.step()
         while self._chunks and self._chunks.popleft().finish_reason is None:
-            pass  # of an answer that was aborted there is no last chunk, and none of another one
+            pass  # an aborted answer has no last chunk, but no other answer follows it
         return self._take()
 
     def stream(self) -> Generator[Chunk, None, None]:
-        """Serve all requests, and yield what the next answer gains as it gains it.
+        """Serve all requests, and yield the next answer as it is generated.
 
-        Who gives the iterator up finds the rest of the answer in the next one.
+        If the iterator is closed early, the next one yields the rest of the answer.
 
         Raises:
-            RequestError: every input has had its answer.
+            RequestError: all inputs are answered.
         """
         self._expect_due()
         is_whole = False
@@ -125,18 +126,18 @@ class Session:
                 if is_whole:
                     self._take()
                 yield chunk
-            elif self._completions:  # it was aborted, of which no chunk tells
+            elif self._completions:  # the answer was aborted, so no last chunk exists
                 self._take()
                 is_whole = True
             else:
                 self._server.step()
 
     def close(self) -> None:
-        """Say that no more input comes: it ends when what was sent is answered, now if it rests."""
+        """Announce that no more input follows: the session ends once all input is answered."""
         self._server.end_input(self.request_id)
 
     def abort(self) -> None:
-        """End it now. What it had said to the input under way is an answer still."""
+        """End the session now; the part of an answer under way can still be received."""
         self._server.abort(self.request_id)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Settings: how a model is run, and what values a user may give."""
+"""Settings: how a model is run, and the valid values."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from blockstep.spec.vocabulary import KVLoadFailurePolicy, Policy, SpecMethod
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a model is run. Names are those of vLLM and of `Config`."""
+    """Settings of an engine, with the names of vLLM and of `Config`."""
 
     dtype: str = "auto"
-    """float32, float16 or bfloat16; auto: what the weights were saved in."""
+    """float32, float16 or bfloat16; auto: the dtype of the saved weights."""
     device: str = "auto"
     """cpu or cuda; auto: a GPU if there is one."""
     kv_cache_bytes: int | None = None
-    """Memory for all caches; None: 1 GiB on a CPU at most, most of what is free on a GPU."""
+    """Memory for all caches; None: at most 1 GiB on a CPU, most of the free memory on a GPU."""
     num_blocks: int | None = None
     """Blocks instead of bytes, the null block included."""
     block_size: int = 16
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
-    """Tokens of prompt and output, at most; None: as many as model and cache allow."""
+    """Maximum of prompt and output tokens; None: as many as model and cache allow."""
     policy: Policy = Policy.FCFS
     enable_prefix_caching: bool = True
     disable_hybrid_kv_cache_manager: bool = False
-    """True: one block table for all layers; those with a window keep the KV of all tokens."""
+    """True: one block table for all layers; layers with a sliding window keep the KV of all tokens.
+    """
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     scheduler_reserve_full_isl: bool = True
@@ -44,46 +45,45 @@ class Settings:
     """Folder of the draft model; its vocabulary must be that of the model."""
     max_frames_in_flight: int | None = None
     """2: the next step is planned and launched before the tokens of this one are known
-    (asynchronous). None: 2 on a GPU where nothing needs these tokens first, and 1 otherwise: on a
-    CPU, and with drafts, forks or a KV store."""
+    (asynchronous scheduling). None: 1 on a CPU and with drafts, forks or a KV store, which need the
+    tokens first; else 2."""
     lora_modules: Mapping[str, str | Path] = field(default_factory=dict)
-    """Folders of LoRA adapters, by the names that requests know them by. All are kept in memory."""
+    """Folders of LoRA adapters, by the names that requests use. All are kept in memory."""
     max_lora_rank: int = 16
-    """An adapter of a higher rank is refused."""
+    """Adapters of a higher rank are refused."""
     max_loras: int = 0
-    """Different adapters among those that run, at most; 0: any number."""
+    """Maximum number of different adapters among running requests; 0: unlimited."""
     reasoning_end_token: str | int | None = None
-    """The token that ends reasoning, as a text or an id: grammars hold behind it only."""
+    """The token that ends reasoning, as a text or an id: grammars apply only after it."""
     enable_in_reasoning: bool = False
-    """True: grammars hold while the model reasons, too."""
+    """True: grammars apply while the model reasons, too."""
     enable_forks: bool = False
-    """Whether a request may go on as several: for `SamplingParams.n` and beams."""
+    """Whether requests may fork: needed for `SamplingParams.n` and beam search."""
     enable_sessions: bool = False
-    """Whether there may be sessions. The scheduler is the plain one then, which knows them."""
+    """Whether sessions are allowed. The host scheduler is used then, the only one that has them."""
     kv_role: KVRole = KVRole.BOTH
-    """What the engine does with its KV store, where it has one."""
+    """The engine's role with respect to its KV store, if it has one."""
     kv_load_failure_policy: KVLoadFailurePolicy = KVLoadFailurePolicy.RECOMPUTE
-    """What becomes of a request whose KV the store cannot give any more."""
+    """Whether a request whose KV cannot be loaded fails or is computed again."""
     enable_async_kv_loads: bool = False
-    """Whether others are served while KV is loaded; otherwise the step waits for it."""
+    """Whether other requests are served while KV is loaded; otherwise the step waits for it."""
     swap_min_tokens: int | None = None
-    """Computed tokens from which on the KV of a preempted request is saved in the store; 0: never.
-    None: where saving is cheaper than to compute again, by `swap_speeds`."""
+    """Computed tokens from which the KV of a preempted request is saved in the store; 0: never.
+    None: the length from which loading is faster than computing again, by `swap_speeds`."""
     swap_speeds: SwapSpeeds | None = None
-    """What was measured here of store and model; None: not known, and nothing is saved."""
+    """Measured speeds of store and model; None: unknown, and nothing is saved."""
     admission_low_blocks: int = 0
-    """Below this number of free blocks no request is admitted until there are
-    `admission_high_blocks`."""
+    """When fewer blocks are free, admission closes until `admission_high_blocks` are free."""
     admission_high_blocks: int = 0
-    """0: admission stays open."""
+    """0: admission is always open."""
     scheduler: str = "fastest"
     """fastest, host or device. With device, steps stay on the device while no request asks for log
     probabilities or a grammar."""
     steps_per_fence: int = 16
-    """Most steps of the device's scheduler after which the host reads what they did. New requests
-    wait for them; on a GPU they may wait for twice as many."""
+    """Most steps of the device's scheduler before the host reads their results. New requests wait
+    for them; on a GPU they may wait for twice as many."""
     seed: int = 0
-    """From which requests without a seed of their own get one."""
+    """Seed from which the seeds of requests without one are derived."""
 
     def __post_init__(self) -> None:
         for name, kind in (
@@ -106,14 +106,14 @@ class Settings:
             if not left_out and (type(value) is not int or value < 1):
                 raise SettingsError(f"{name} = {value!r}: must be an int of at least 1")
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
-            raise SettingsError("num_blocks and kv_cache_bytes: each fixes the other; give one")
+            raise SettingsError("num_blocks and kv_cache_bytes: each sets the other; give one")
         for name in (
             "enable_forks", "enable_sessions", "enable_in_reasoning", "enable_async_kv_loads",
         ):  # fmt: skip
             if type(getattr(self, name)) is not bool:
                 raise SettingsError(f"{name} = {getattr(self, name)!r}: must be a bool")
         if self.swap_min_tokens is not None and self.swap_speeds is not None:
-            raise SettingsError("swap_min_tokens and swap_speeds: one fixes the other; give one")
+            raise SettingsError("swap_min_tokens and swap_speeds: one sets the other; give one")
         if self.scheduler not in NAMED:
             known = ", ".join(NAMED)
             raise SettingsError(f"scheduler = {self.scheduler!r}: must be one of {known}")

@@ -1,4 +1,4 @@
-"""Slots: how the tokens of each slot's request are chosen, in tensors on the device."""
+"""Slots: the sampling parameters of each request index, in tensors on the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEED, TOP_K, ADAPTER = range(3)
 
 
 class Sampling(NamedTuple):
-    """How the token of each row is sampled, as `blockstep.kernels.sample_tokens` takes it."""
+    """Sampling parameters of each row, as arguments of `blockstep.kernels.sample_tokens`."""
 
     temperature: torch.Tensor
     """[n] float32; 0: greedy."""
@@ -32,12 +32,12 @@ class Sampling(NamedTuple):
 
 
 class SlotParams:
-    """Sampling parameters and adapters by slot; a request's are written when it is added.
+    """Sampling parameters and adapters by request index; written when a request is added.
 
     Args:
-        num_slots: slots of the scheduler.
-        adapters: names of the model's adapters, in order.
-        device: where the tensors are.
+        num_slots: number of request indices of the scheduler.
+        adapters: names of the model's LoRA adapters, in order.
+        device: device of the tensors.
     """
 
     def __init__(self, num_slots: int, adapters: Sequence[str], device: torch.device) -> None:
@@ -49,7 +49,7 @@ class SlotParams:
         self._ints_there = torch.zeros((3, num_slots), dtype=torch.int64, device=device)
 
     def put(self, requests: Mapping[int, Request], chosen: Mapping[RequestId, Wanted]) -> int:
-        """Write the rows of some slots, before the next burst; returns the bytes sent."""
+        """Write the rows of these requests, before the next burst; return the bytes sent."""
         if not requests:
             return 0
         slots = np.fromiter(requests, np.int64, len(requests))
@@ -75,11 +75,12 @@ class SlotParams:
         return bool((self._ints[ADAPTER, slots] != NO_ADAPTER).any())
 
     def get_adapters(self, slots: torch.Tensor) -> torch.Tensor:
-        """Adapters `[n]` int64 of slots `[n]`, `NO_ADAPTER` where there is none."""
+        """Return the adapters `[n]` int64 at request indices `[n]`; `NO_ADAPTER` if there is
+        none."""
         return self._ints_there[ADAPTER][slots]
 
     def get_sampling(self, slots: torch.Tensor) -> Sampling:
-        """The sampling parameters of slots `[n]`."""
+        """Return the sampling parameters at request indices `[n]`."""
         temperature, top_p, min_p = self._floats_there[:, slots]
         return Sampling(
             temperature,

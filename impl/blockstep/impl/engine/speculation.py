@@ -1,14 +1,14 @@
-"""Speculation: who proposes the tokens that the next step verifies.
+"""Speculation: proposers of the draft tokens that the next step verifies.
 
-    known tokens  |-------- computed --------| t |       t: the token sampled last, KV not there yet
+    known tokens  |-------- computed --------| t |       t: the last sampled token, without KV yet
     draft model               |-- catch up --| t | d1 | d2 |            k passes give k drafts
-                           step's first          |- lookahead slots -|
+                          step's first          |- lookahead slots -|
 
-A proposer runs after every step. The n-gram proposer looks at the text. The draft model has its own
-KV under the same block ids: in its first pass it runs all that the step computed, so that whatever
-block may be hit later holds its KV, too; what it writes into lookahead slots is overwritten by the
-next step. A request without a slot for the next position (just admitted) gets no or fewer drafts.
-Source: seed 001 "Speculative Decoding"; `Config.num_lookahead_tokens`.
+A proposer runs after every step. The n-gram proposer searches the token sequence. The draft model
+has its own KV under the same block ids: its first pass runs all tokens that the step computed, so
+that every block that may be hit later holds its KV, too. What it writes into lookahead slots is
+overwritten by the next step. A request without a slot for the next position (just admitted) gets
+fewer drafts or none. Source: seed 001 "Speculative Decoding"; `Config.num_lookahead_tokens`.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ NGRAM_MAX = 4
 NGRAM_MIN = 1
 
 OnPass = Callable[[Sequence[BatchRow], Inputs], None]
-"""Told of every pass that a proposer runs."""
+"""Called for every pass that a proposer runs."""
 
 
 class Proposer(Protocol):
     """Sets `proposal` of every request that sampled."""
 
     def propose(self, batch: Batch, step: Sequence[StepRow], on_pass: OnPass) -> None:
-        """To be called when the samples of `step` are known tokens of `batch`."""
+        """Propose drafts, after the samples of `step` were appended to `batch`."""
         ...
 
 
 class NgramProposer:
-    """Drafts are what followed the last tokens of the text when they last stood there."""
+    """Drafts are the tokens that followed the last occurrence of the sequence's tail."""
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts
 
     def propose(self, batch: Batch, step: Sequence[StepRow], on_pass: OnPass) -> None:  # noqa: ARG002
-        """Look each text up; runs no model."""
+        """Search each token sequence; runs no model."""
         for scheduled in step:
             if scheduled.samples:
                 tokens = batch.get_tokens(scheduled.row)
@@ -53,9 +53,10 @@ class NgramProposer:
 
 
 def find_continuation(tokens: np.ndarray, num_drafts: int) -> tuple[int, ...]:
-    """Up to `num_drafts` tokens that followed the longest repeated tail, at its last occurrence.
+    """Return up to `num_drafts` tokens that followed the longest repeated tail, where it occurred
+    last.
 
-    Tails of `NGRAM_MAX` down to `NGRAM_MIN` tokens are tried; () if none stood there before.
+    Tails of `NGRAM_MAX` down to `NGRAM_MIN` tokens are tried; () if none occurred before.
     """
     for size in range(min(NGRAM_MAX, len(tokens) - 1), NGRAM_MIN - 1, -1):
         tail = tokens[-size:]
@@ -78,14 +79,14 @@ class Span(NamedTuple):
 
 
 class DraftModelProposer:
-    """Drafts are what a smaller model would have sampled, with the same seeds."""
+    """Drafts are the tokens that a smaller model samples with the same seeds."""
 
     def __init__(self, model: Model, num_drafts: int) -> None:
         self.model = model
         self.num_drafts = num_drafts
 
     def propose(self, batch: Batch, step: Sequence[StepRow], on_pass: OnPass) -> None:
-        """Catch up with the step, then run one pass per further draft."""
+        """Compute the step's tokens with the draft model, then run one pass per further draft."""
         spans = []
         for row, first, samples in ((one.row, one.first, one.samples) for one in step):
             end = min(row.num_computed + samples, batch.get_room(row))
@@ -98,7 +99,10 @@ class DraftModelProposer:
     def _run(
         self, batch: Batch, spans: Sequence[Span], num_before: int, on_pass: OnPass
     ) -> list[Span]:
-        """One pass: a draft for every request whose last token ran; the spans of the next pass."""
+        """Run one pass: a draft for every request whose last token ran.
+
+        Return the spans of the next pass.
+        """
         rows = [span.row for span in spans]
         inputs = batch.build_inputs(
             rows, [span.first for span in spans], [span.end for span in spans]
@@ -121,7 +125,7 @@ class DraftModelProposer:
             for row in rows
         ]
         following = []
-        tokens = sample(logits, draws).clamp_(min=0)  # any draft will do where there is no token
+        tokens = sample(logits, draws).clamp_(min=0)  # without a valid token any draft will do
         for row, token in zip(rows, tokens.tolist(), strict=True):
             place = row.num_known + num_before
             batch.token_ids[row.index, place] = token

@@ -1,12 +1,12 @@
-"""Staging: from the rows of the batch to what a forward pass runs on, and back.
+"""Staging: from the rows of the batch to the inputs of a forward pass, and back.
 
     host    token_ids, block_tables, columns --one copy--+         +--> tokens, when asked for
                                                          v         |
     device  tables, last_tokens -----------------> inputs -> pass -> tokens -> last_tokens
 
-Block tables live on the device and take the blocks of a step as differences. So does the last token
-of each row: the token that a frame in flight samples is fed to the next step on the device, and the
-host need not know it to launch that step.
+Block tables are kept on the device and receive only the new blocks of a step. The last token of
+each row is kept there, too: the token that a frame in flight samples is an input of the next step
+on the device, and the host need not know it to launch that step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Columns:
-    """Numbers of each row of the batch, [num_rows] each; int64 where nothing is said."""
+    """Numbers of each row of the batch, [num_rows] each; int64 unless noted."""
 
     __slots__ = (
         "adapter", "births", "has_logprobs", "min_p", "num_blocks", "num_cached", "num_computed",
@@ -42,32 +42,32 @@ class Columns:
 
         self.num_prompt = zeros()
         self.num_known = zeros()
-        """Tokens of prompt and outputs, those of frames in flight included."""
+        """Prompt and output tokens, including those of frames in flight."""
         self.num_pending = zeros()
-        """The last of the known tokens, which the host has not read from the device."""
+        """Number of last known tokens that the host has not read from the device."""
         self.num_computed = zeros()
         self.num_blocks = zeros()
-        """In each table."""
+        """Length of each of its block tables."""
         self.num_late = zeros()
-        """Delivered output tokens that `Output.token_ids` has not taken yet."""
+        """Delivered output tokens that `Output.token_ids` does not have yet."""
         self.num_cached = zeros()
-        """Prompt tokens that came from the prefix cache, of rows with late tokens."""
+        """Prompt tokens from the prefix cache, of rows with late tokens."""
         self.adapter = zeros()
         self.slot = zeros()
-        """In the scheduler; -1 where it is not known."""
+        """Request index in the scheduler; -1 if unknown."""
         self.births = zeros()
-        """How many requests have had this row."""
+        """Number of requests that have had this row."""
         self.has_logprobs = zeros(np.bool_)
         """Whether the request wants log probabilities."""
         self.temperature = zeros(np.float32)
-        """0 where the likeliest token is taken. It and the next four: see `sample_tokens`."""
+        """0 for greedy. For this and the next four see `sample_tokens`."""
         self.top_p = zeros(np.float32)
         self.min_p = zeros(np.float32)
         self.top_k = zeros(np.int32)
         self.seeds = zeros()
 
     def start(self, index: int, num_prompt: int, adapter: int, wanted: Wanted) -> None:
-        """A request takes a row."""
+        """Give a row to a new request."""
         birth, params = self.births[index] + 1, wanted.params
         for name in self.__slots__:
             getattr(self, name)[index] = 0
@@ -80,13 +80,13 @@ class Columns:
             self.min_p[index] = params.min_p
 
     def grow(self) -> None:
-        """Twice as many rows."""
+        """Double the number of rows."""
         for name in self.__slots__:
             column = getattr(self, name)
             setattr(self, name, np.concatenate((column, np.zeros_like(column))))
 
     def take(self, index: int) -> Columns:
-        """One row, copied."""
+        """Return a copy of one row."""
         taken = Columns(1)
         for name in self.__slots__:
             getattr(taken, name)[0] = getattr(self, name)[index]
@@ -95,7 +95,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class ArrayStep:
-    """What the requests of a step do."""
+    """The requests of a step, and the tokens that each computes."""
 
     index: np.ndarray
     """[num_seqs] int64: rows of the batch, in the order of the plan."""
@@ -104,7 +104,7 @@ class ArrayStep:
     counts: np.ndarray
     """[num_seqs] int64: tokens that run, at least 1 each."""
     sampling: np.ndarray | None
-    """[num_samples] int64: which of the rows sample a token behind their last one; None: all."""
+    """[num_samples] int64: which of the rows sample a token after their last one; None: all."""
 
     @property
     def sampling_index(self) -> np.ndarray:
@@ -113,7 +113,7 @@ class ArrayStep:
 
 
 class _Flat(NamedTuple):
-    """The tokens of a step, requests one behind the other; see `Inputs`."""
+    """The tokens of a step, concatenated request by request; see `Inputs`."""
 
     token_ids: np.ndarray
     positions: np.ndarray
@@ -127,7 +127,7 @@ class _Flat(NamedTuple):
 
 
 DRAWS = ("temperature", "top_k", "top_p", "min_p", "seeds", "indices")
-"""The parameters of `sample_tokens`."""
+"""Parameters of `sample_tokens`."""
 
 
 @dataclass(slots=True)
@@ -136,17 +136,17 @@ class Staged:
 
     inputs: Inputs
     asking: torch.Tensor | None
-    """[num_samples] int64: tokens behind which one is sampled; None: behind each."""
+    """[num_samples] int64: index of the tokens after which one is sampled; None: after each."""
     rows: torch.Tensor
     """[num_samples] int64: rows of the batch that sample."""
     draws: Mapping[str, torch.Tensor]
     """[num_samples] each: the parameters of `sample_tokens`."""
     graph: DecodeGraph | None
-    """The graph that these are the inputs of; None: the step runs without a graph."""
+    """The graph whose buffers the inputs are; None: the step runs without a graph."""
 
 
 class Staging:
-    """The batch's side of the device."""
+    """The device's copy of the batch, and the inputs of each pass."""
 
     def __init__(self, batch: Batch, device: str) -> None:
         self._batch = batch
@@ -156,31 +156,31 @@ class Staging:
         """Rows and places of blocks that `_tables` does not have yet."""
         shape = len(batch.block_tables), 0, batch.max_blocks
         self._tables = torch.zeros(shape, dtype=torch.int32, device=self._device)
-        """[num_groups, num_rows, max_blocks]; empty on a CPU, where the batch's own are used."""
+        """[num_groups, num_rows, max_blocks]; empty on a CPU, which uses the batch's own tables."""
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=self._device)
-        """[num_rows]; what each row sampled last."""
+        """[num_rows]: the token that each row sampled last."""
         self._greedy: dict[int, Mapping[str, torch.Tensor]] = {}
-        """By number of rows; see `_take_greedy`."""
+        """Parameters by number of rows; see `_take_greedy`."""
 
     def note_blocks(self, rows: np.ndarray, places: np.ndarray) -> None:
-        """Blocks were written to the batch's tables, in each group."""
+        """Note that blocks were written to the batch's tables, in each group."""
         if not self._is_on_host:
             self._changed.append((rows, places))
 
     def keep_tokens(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         """Keep the tokens that `rows` have sampled, for the next step.
 
-        A token that is none (`NO_TOKEN`) becomes 0: the host raises when it reads it, and until
-        then the model must find an embedding.
+        `NO_TOKEN` becomes 0: the host raises an error when it reads the token, and until then the
+        model needs a valid index.
         """
         self._grow()
         self._last_tokens.index_copy_(0, rows, tokens.clamp(min=0))
 
     def build(self, step: ArrayStep, model: Model | None = None) -> Staged:
-        """The inputs of a pass over `step`, on the device.
+        """Return the inputs of a pass over `step`, on the device.
 
-        Where a graph of `model` can run the pass, they are the buffers of that graph, and the rows
-        up to its size are padding.
+        If a graph of `model` can run the pass, they are the buffers of that graph, and the rows up
+        to its size are padding.
         """
         index, counts, sampling = step.index, step.counts, step.sampling
         num_seqs, made = len(index), self._flatten(step)
@@ -232,7 +232,7 @@ class Staging:
         return Staged(inputs, named.get("asking"), rows, draws, graph)
 
     def _flatten(self, step: ArrayStep) -> _Flat:
-        """What the tokens of a step are and where they go, in the order of the rows."""
+        """Return tokens, positions and slots of a step, in the order of the rows."""
         batch = self._batch
         index, starts, counts = step.index, step.starts, step.counts
         ends = starts + counts
@@ -263,9 +263,10 @@ class Staging:
         )
 
     def _add_fed(self, more: dict[str, np.ndarray], step: ArrayStep) -> None:
-        """Which tokens the host does not know: the last one of a row, sampled by a frame in flight.
+        """Add the tokens that the host does not know: last tokens of rows, sampled by frames in
+        flight.
 
-        `fed_at`: their places among the tokens; `fed_rows`: their rows of the batch.
+        `fed_at`: their indices among the step's tokens; `fed_rows`: their rows of the batch.
         """
         columns, index = self._batch.columns, step.index
         lasts = columns.num_known[index] - 1
@@ -276,7 +277,7 @@ class Staging:
             more["fed_rows"] = index[is_fed]
 
     def _add_draws(self, more: dict[str, np.ndarray], step: ArrayStep) -> None:
-        """The parameters of `sample_tokens`, if any row draws its token."""
+        """Add the parameters of `sample_tokens`, if any row is not greedy."""
         columns, index = self._batch.columns, step.sampling_index
         temperature = columns.temperature[index]
         if temperature.any():
@@ -286,7 +287,7 @@ class Staging:
             more["indices"] = columns.num_known[index] - columns.num_prompt[index]
 
     def _take_greedy(self, num_rows: int) -> Mapping[str, torch.Tensor]:
-        """The parameters of `sample_tokens` where all rows take the likeliest token: zeros."""
+        """Return the parameters of `sample_tokens` for greedy rows: zeros."""
         if num_rows not in self._greedy:
             zeros = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
             dtypes = {"seeds": torch.int64, "indices": torch.int64, "top_k": torch.int32}
@@ -296,16 +297,17 @@ class Staging:
         return self._greedy[num_rows]
 
     def lacks_tokens(self, step: ArrayStep) -> bool:
-        """Whether a step needs the host to read tokens of frames in flight first.
+        """Whether a step needs tokens of frames in flight that only the host could provide.
 
-        A row is fed one token by the device, its last; here a row computes more that is pending.
+        The device passes on only the last token of a row. This step computes further pending
+        tokens.
         """
         columns, index = self._batch.columns, step.index
         is_behind = step.starts < columns.num_known[index] - 1
         return bool((is_behind & (columns.num_pending[index] > 1)).any())
 
     def _feed(self, named: Mapping[str, torch.Tensor], token_ids: torch.Tensor) -> None:
-        """Put the tokens that the device has kept to their places among `token_ids`."""
+        """Put the tokens kept on the device at their places among `token_ids`."""
         if "fed_at" in named:
             rows = named["fed_rows"]
             if len(rows) == len(token_ids):
@@ -316,9 +318,9 @@ class Staging:
     def _add_blocks(
         self, more: dict[str, np.ndarray], into: torch.Tensor | None, arrays: list[np.ndarray]
     ) -> None:
-        """New blocks that the device's tables lack: `places` in all tables, and `blocks`.
+        """Add new blocks that the device's tables lack: `places` in all tables, and `blocks`.
 
-        They go ahead by a copy of their own if `into` has no room for them.
+        They are copied separately, before, if `into` has no room for them.
         """
         if not self._changed:
             return
@@ -339,7 +341,8 @@ class Staging:
     def _take_tables(
         self, named: Mapping[str, torch.Tensor], max_seq_len: int, graph: DecodeGraph | None
     ) -> torch.Tensor:
-        """Block tables of the rows of a step [num_groups, num_rows, blocks of the longest row]."""
+        """Return the block tables of a step's rows, [num_groups, num_rows, blocks of the longest
+        row]."""
         batch = self._batch
         num_blocks = -(-max_seq_len // batch.config.block_size)
         if self._is_on_host:
@@ -355,7 +358,7 @@ class Staging:
         return tables
 
     def _grow(self) -> None:
-        """As many rows as the batch has."""
+        """Grow to as many rows as the batch has."""
         shape = self._batch.block_tables.shape
         if len(self._last_tokens) < shape[1]:
             kept = self._last_tokens
@@ -368,7 +371,7 @@ class Staging:
 
 
 def _pad(values: np.ndarray, size: int, value: int) -> np.ndarray:
-    """An array [..., num_rows] with `value` behind it, up to [..., size]."""
+    """Return an array [..., num_rows], padded with `value` to [..., size]."""
     num_rows = values.shape[-1]
     if num_rows == size:
         return values

@@ -1,6 +1,6 @@
-"""Steps: the engine at work. It plans, runs and delivers, whoever asked for it.
+"""Steps: the loop of the engine. It plans, runs and delivers, for all kinds of requests.
 
-step:  Schedule -> plan -> runner -> answer -> Commit -> outputs -> text, stop strings -> Chunk
+step:  Schedule -> plan -> runner -> tokens -> Commit -> outputs -> text, stop strings -> Chunk
          ^                                                                   |
          +----- up to max_frames_in_flight plans ahead ---- Drafts <---------+
 """
@@ -63,21 +63,21 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class ArrayScheduler(Protocol):
-    """A scheduler with doors for arrays, as the compiled engine has."""
+    """A scheduler that can also plan and commit in arrays, as the compiled engine can."""
 
     def schedule_arrays(self) -> ArrayPlan | Rejected:
-        """As the event `Schedule`."""
+        """Make a plan, as the event `Schedule` does."""
         ...
 
     def commit_arrays(
         self, frame_id: FrameId, token_ids: np.ndarray, counts: np.ndarray | None = None
     ) -> ArrayOutputs | Rejected:
-        """As the event `Commit`."""
+        """Commit a frame, as the event `Commit` does."""
         ...
 
 
 class Steps:
-    """Serves requests by steps. Threads may share it: one thing is done at a time."""
+    """Serves requests step by step. Threads may share it: calls wait for each other."""
 
     def __init__(self, settings: Settings, loaded: Loaded, check: MakeObserver | None) -> None:
         self.settings = settings
@@ -89,9 +89,9 @@ class Steps:
         self._check = check
         self._live: dict[RequestId, Live] = {}
         self._attended: set[RequestId] = set()
-        """Live requests whose tokens are each looked at when they are delivered."""
+        """Unfinished requests whose tokens are each read when they are delivered."""
         self._frames: deque[Plan | ArrayPlan] = deque()
-        """Dispatched and not committed, oldest first."""
+        """Plans that were dispatched and not committed, oldest first."""
         self._completions: dict[RequestId, Completion] = {}
         self._num_requests = 0
         self._has_told_of_host = False
@@ -102,13 +102,13 @@ class Steps:
             self._resident.capture_all()
 
     def _start(self) -> None:
-        """A scheduler that knows no request."""
+        """Make a scheduler without any requests."""
         self.observer: Observer | None = None
-        """Who watches, if anybody does."""
+        """The observer, if there is one."""
         self._resident: Resident | None = None
-        """Runs bursts, if the scheduler lives on the device."""
+        """Runs bursts, if the scheduler is the device engine."""
         self._is_batch_old = False
-        """Whether bursts have run since the runner saw the last plan."""
+        """Whether bursts have run since the runner saw a plan."""
         self._scheduler: Scheduler | Observer
         if self._check is None:
             self._scheduler = self._make_scheduler(self.config)
@@ -118,7 +118,7 @@ class Steps:
                 self._resident = None  # it must see every step
         self._runner.is_observed = self.observer is not None
         self._arrays: ArrayScheduler | None = None
-        """The scheduler, if it takes and gives arrays."""
+        """The scheduler, if it works with arrays."""
         if self.observer is None and isinstance(self._scheduler, ArrayScheduler):
             self._arrays = self._scheduler
 
@@ -130,7 +130,8 @@ class Steps:
         if runner.batch.device == "cpu":
             engine = DeviceEngine(config)
         else:
-            # As many again may wait before tensors must be longer, and graphs captured anew.
+            # Room for as many waiting requests, before tensors must grow and graphs be captured
+            # again.
             slots = 2 * config.max_num_seqs
             engine = DeviceEngine(config, lanes=count_gpu_lanes(config), slots=slots)
         if runner.connector is None:
@@ -145,13 +146,16 @@ class Steps:
         return engine
 
     def step(self) -> Sequence[Chunk]:
-        """Plan and run until an answer is due, and take it; what each request gained by it."""
+        """Plan and run until the oldest frame can be committed; commit it and return the chunks."""
         with self._whole():
             return self._step()
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """One thing at a time. If it raises nobody knows how far it came, so start anew."""
+        """Run one call at a time.
+
+        If it raises, its progress is unknown: abort all requests and restart.
+        """
         with self._lock:
             try:
                 yield
@@ -169,7 +173,7 @@ class Steps:
         resident = self._resident
         if resident is not None and self._live:
             if self._can_burst(resident):
-                if self._frames:  # a burst begins with none in flight
+                if self._frames:  # a burst begins with no frame in flight
                     return self._take_answer(self._frames.popleft())
                 return self._run_burst(resident)
             unread = resident.take_unread()
@@ -182,7 +186,7 @@ class Steps:
             has_rows = len(plan) if isinstance(plan, ArrayPlan) else len(plan.rows)
             if not has_rows:
                 if plan.preempted_req_ids and not self._frames:
-                    continue  # the first in line gave its blocks up: now there is room for another
+                    continue  # a waiting request was preempted: now others may have room
                 break
             self._frames.append(plan)
             if self.observer is not None:
@@ -192,16 +196,15 @@ class Steps:
             return [*chunks, *answer] if chunks else answer
         is_waiting = not chunks and self._connector is not None and self._connector.wait()
         if self.has_unfinished_requests and not (chunks or is_waiting):
-            raise EngineError(f"no progress: {len(self._live)} requests wait for nothing")
+            raise EngineError(f"no progress: {len(self._live)} requests cannot run")
         return chunks
 
     def _dispatch(self) -> Plan | ArrayPlan:
-        """Plan a step and start it: in arrays where the scheduler has them and nothing that is
-        served needs objects, which `Runner.needs_objects` says."""
+        """Make a plan and start it, in arrays if the scheduler can and no request needs objects."""
         if self._arrays is not None and not self._runner.needs_objects:
             arrays = self._arrays.schedule_arrays()
             if isinstance(arrays, Rejected):
-                raise EngineError(f"Schedule was refused: {arrays.code}: {arrays.detail}")
+                raise EngineError(f"Schedule was rejected: {arrays.code}: {arrays.detail}")
             self._runner.dispatch_arrays(arrays)
             self._attend(arrays.new_rows.values())
             return arrays
@@ -212,13 +215,13 @@ class Steps:
         return plan
 
     def _attend(self, requests: Iterable[Request]) -> None:
-        """Note which requests that begin are attended (see `Live.is_attended`)."""
+        """Note which of the requests that start are attended (see `Live.is_attended`)."""
         for request in requests:
             if self._live[request.request_id].is_attended:
                 self._attended.add(request.request_id)
 
     def _can_burst(self, resident: Resident) -> bool:
-        """Whether the next steps may stay on the device; if not, the log says once why."""
+        """Whether the next steps may stay on the device; if not, the reason is logged once."""
         if not resident.is_free:
             return False
         needs = next((needs for one in self._live.values() if (needs := one.needs_host)), "")
@@ -232,18 +235,18 @@ class Steps:
         return not needs
 
     def _run_burst(self, resident: Resident) -> list[Chunk]:
-        """Run some steps on the device; what each request gained by them."""
+        """Run some steps on the device; return what each request gained."""
         self._is_batch_old = True
         steps = resident.run(self._runner.chosen)
         if isinstance(self.observer, FenceObserver):
             self.observer.fence(steps)
         is_idle = not any(isinstance(step, PlanRan) and step.rows for step in steps)
         if is_idle and not resident.num_preempted and not resident.was_ahead:
-            raise EngineError(f"no progress: {len(self._live)} requests wait for nothing")
+            raise EngineError(f"no progress: {len(self._live)} requests cannot run")
         return self._take_burst(steps)
 
     def _take_burst(self, steps: Sequence[StepRan]) -> list[Chunk]:
-        """Deliver what the commits of a burst brought, to each request at once."""
+        """Deliver the tokens of a burst's commits, one chunk per request."""
         tokens: dict[RequestId, list[int]] = {}
         last: dict[RequestId, OutputRow] = {}
         for step in steps:
@@ -260,7 +263,7 @@ class Steps:
         return self._deliver_all(Outputs(rows), {})
 
     def _tell_runner(self, engine: DeviceEngine) -> None:
-        """Bring the runner up to date: it has not seen the plans of bursts."""
+        """Bring the runner's batch up to date: it has not seen the plans of bursts."""
         if not self._is_batch_old:
             return
         self._is_batch_old = False
@@ -272,7 +275,8 @@ class Steps:
         )
 
     def _hear_of_store(self, connector: Connector) -> list[Chunk]:
-        """Tell the scheduler what the store says, and what has come to its end."""
+        """Pass the store's offers and reports to the scheduler; return chunks of finished
+        requests."""
         answers = [self._apply(event) for event in connector.list_events()]
         ended = [self._deliver_all(one, {}) for one in answers if isinstance(one, Outputs)]
         return [chunk for chunks in ended for chunk in chunks]
@@ -283,7 +287,7 @@ class Steps:
     def _deliver_all(
         self, outputs: Observation, logprobs: Mapping[RequestId, Logprobs]
     ) -> list[Chunk]:
-        assert isinstance(outputs, Outputs), "an answer of the worker is answered with Outputs"
+        assert isinstance(outputs, Outputs), "a model output is answered with Outputs"
         return [
             self._deliver(row, logprobs) for row in outputs.rows if row.request_id in self._live
         ]
@@ -298,13 +302,16 @@ class Steps:
         return chunks
 
     def _take_arrays(self, frame_id: FrameId) -> Sequence[Chunk]:
-        """Commit a frame in arrays. Rows get an object only where a request ends or is attended;
-        tokens of others stay in the batch until their output is asked for."""
-        assert self._arrays is not None, "it has planned the frame"
+        """Commit a frame of arrays.
+
+        A row gets an object only if its request ends or is attended; the tokens of other rows stay
+        in the batch until their output is read.
+        """
+        assert self._arrays is not None, "it has made the plan"
         tokens, logprobs = self._runner.collect_arrays(frame_id)
         outputs = self._arrays.commit_arrays(frame_id, tokens)
         if isinstance(outputs, Rejected):
-            raise EngineError(f"Commit was refused: {outputs.code}: {outputs.detail}")
+            raise EngineError(f"Commit was rejected: {outputs.code}: {outputs.detail}")
         rows = set(outputs.ended)
         if self._attended:
             names = outputs.names.tolist()
@@ -312,18 +319,19 @@ class Steps:
         batch = self._runner.batch
         index = batch.note_delivered(outputs.names.slots, outputs.num_cached_tokens)
         told = sorted(rows)
-        batch.columns.num_late[index[told]] -= 1  # these take their token themselves
+        batch.columns.num_late[index[told]] -= 1  # their outputs take the token below
         made = {row: self._deliver(outputs.build_row(row), logprobs) for row in told}
         return StepChunks(outputs, made)
 
     def _catch_up(self, name: RequestId, output: Output) -> None:
-        """Give an output the tokens that the batch keeps for it."""
+        """Append the tokens that the batch keeps for an output."""
         tokens, num_cached = self._runner.batch.take_late(name, len(output.token_ids))
         if tokens:
             output.catch_up(tokens, num_cached)
 
     def _propose(self, answer: Answer, stopped: set[RequestId]) -> None:
-        """Hand the drafts in that a grammar accepts, unless they stay with the runner."""
+        """Send drafts to the scheduler as far as grammars accept them, unless they stay in the
+        runner."""
         if self.config.async_scheduling:
             return
         going_on = {name: one for name, one in self._live.items() if name not in stopped}
@@ -332,7 +340,7 @@ class Steps:
             self._apply(Drafts(drafts))
 
     def _deliver(self, row: OutputRow, logprobs: Mapping[RequestId, Logprobs]) -> Chunk:
-        """Take what a step brought to one request, and end it if it has enough."""
+        """Append a step's tokens to a request's output, and end the request if it is complete."""
         name = row.request_id
         live = self._live[name]
         self._catch_up(name, live.output)
@@ -367,24 +375,26 @@ class Steps:
         self._runner.end(name)
 
     def _apply(self, event: Event) -> Observation:
-        """Give the scheduler an event that it cannot refuse."""
+        """Apply an event that the scheduler must accept."""
         answer = self._scheduler.apply(event)
         if isinstance(answer, Rejected):
-            raise EngineError(f"{type(event).__name__} was refused: {answer.code}: {answer.detail}")
+            raise EngineError(
+                f"{type(event).__name__} was rejected: {answer.code}: {answer.detail}"
+            )
         return answer
 
     def is_live(self, request_id: RequestId) -> bool:
-        """Whether a request has not ended."""
+        """Whether a request is unfinished."""
         return request_id in self._live
 
     def _submit(self, event: Event, what: str) -> None:
-        """Give the scheduler what a client asks for, which it may refuse."""
+        """Apply an event of a client, which the scheduler may reject."""
         answer = self._scheduler.apply(event)
         if isinstance(answer, Rejected):
             raise RequestError(f"{what}: {answer.detail}")
 
     def _take_seed(self, params: SamplingParams) -> int:
-        """The seed of the next request, or input."""
+        """Return the seed of the next request, or of a session's next input."""
         seed = self.settings.seed * 1_000_003 + self._num_requests
         self._num_requests += 1
         return seed if params.seed is None else params.seed
@@ -394,9 +404,9 @@ class Steps:
         return begin_output(self.tokenizer, request, wanted)
 
     def abort(self, *request_ids: RequestId) -> None:
-        """Give requests up; what they have gained so far is their completion.
+        """Abort requests; their completions have what was generated so far.
 
-        Names of requests that have ended change nothing.
+        Ids of finished requests are ignored.
         """
         with self._whole():
             names = tuple(name for name in request_ids if name in self._live)
@@ -406,16 +416,19 @@ class Steps:
                     self._end(name, FinishReason.ABORT)
 
     def get_stats(self) -> Stats:
-        """Counters since the start: prefix hits, preemptions, drafts."""
+        """Return counters since the start: prefix hits, preemptions, drafts."""
         return self._scheduler.snapshot().stats
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has something to do: a session that rests waits for its client."""
+        """Whether `step` has work to do: an idle session waits for its client."""
         return any(not live.is_resting for live in self._live.values())
 
     def pop_completion(self, request_id: RequestId) -> Completion:
-        """The completion of a request that has ended. Raises `RequestError` if it has not."""
+        """Return the completion of a finished request, once.
+
+        Raises `RequestError` if there is none.
+        """
         if request_id not in self._completions:
             raise RequestError(f"{request_id!r}: has not ended, or was taken already")
         return self._completions.pop(request_id)

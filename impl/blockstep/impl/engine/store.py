@@ -1,10 +1,10 @@
-"""Store: KV of full blocks beside the cache, by the names of what they hold.
+"""Store: KV of full blocks outside the cache, under keys that identify their content.
 
-    name     which model, adapter, salt and tokens, all of them up to the end of the block
+    key      hash of model, adapter, salt and all tokens up to the end of the block
     block    per cache, for its layers: keys and values of `block_size` tokens, in host memory
 
-Equal names mean equal KV, whoever computed it. Engines with one store need not know each other:
-one computes a prompt, another one goes on behind it.
+Equal keys mean equal KV, whichever engine computed it. Engines with one store need not know each
+other: one computes a prompt, another one continues it.
 """
 
 from __future__ import annotations
@@ -25,47 +25,56 @@ BlockName: TypeAlias = bytes
 BlockKV: TypeAlias = tuple[torch.Tensor, ...]
 """Per cache [num_views, block_size, num_kv_heads, head_size], contiguous, on the CPU."""
 WHOLE_BYTES_MAX = 64 << 20
-"""Files up to this size are read to tell models apart; of larger ones so much in `NUM_SAMPLES`."""
+"""Files up to this size are hashed whole; of larger ones, this many bytes in `NUM_SAMPLES` pieces.
+"""
 NUM_SAMPLES = 64
 
 
 class StoreError(EngineError):
-    """The store cannot be reached. What it has may be there again later."""
+    """The store cannot be reached. Its content may be available again later."""
 
 
 class KVStore(Protocol):
-    """Where an engine keeps KV, and finds that of others. Any call may raise `StoreError`."""
+    """A store in which engines save KV, and from which they load it.
+
+    Any call may raise `StoreError`.
+    """
 
     def count(self, names: Sequence[BlockName]) -> int | None:
-        """Of how many of them, from the first on, it has the KV; None: more are to come soon."""
+        """Return how many leading names have stored KV; None: announced blocks will follow soon."""
         ...
 
     def expect(self, names: Sequence[BlockName], is_coming: bool) -> None:
-        """Somebody will save these; or will not, whatever was said before."""
+        """Announce that blocks of these names will be saved (`is_coming`), or revoke one
+        announcement.
+
+        While the first missing name or a later one is announced, `count` may return None.
+        """
         ...
 
     def save(self, names: Sequence[BlockName], first: int, blocks: Sequence[BlockKV]) -> None:
-        """Keep these blocks, which are called `names[first:]`, and those before them."""
+        """Save `blocks` under `names[first:]`; the blocks of `names[:first]` should be kept,
+        too."""
         ...
 
     def load(self, names: Sequence[BlockName]) -> list[BlockKV]:
-        """Those of them that it has, from the first on, up to the first that it lacks."""
+        """Return the blocks of the longest stored prefix of `names`."""
         ...
 
 
 class HostStore:
     """A store in the memory of this process; threads may share it.
 
-    When it is full the least recently used blocks go, of those used together the last of a text
-    first: the others are of no use without those before them. What a call asks it to keep does not
-    go to make room for more of the same call: then the rest is not kept.
+    When it is full, the least recently used blocks are evicted; among blocks used together, the
+    last of a sequence goes first, because a block is useless without those before it. A call to
+    `save` does not evict blocks of its own names: then the rest of its blocks is not stored.
     """
 
     def __init__(self, max_bytes: int = 1 << 30) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._blocks: OrderedDict[BlockName, BlockKV] = OrderedDict()
-        """Next to go first."""
+        """Blocks in the order of eviction."""
         self._announced = Announced()
         self._lock = RLock()
 
@@ -105,7 +114,7 @@ class HostStore:
             return [self._blocks[name] for name in held]
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Remove all blocks."""
         with self._lock:
             self._blocks.clear()
             self.num_bytes = 0
@@ -120,7 +129,7 @@ class HostStore:
                 self._blocks.move_to_end(name)
 
     def _make_room(self, num_bytes: int, kept: set[BlockName]) -> bool:
-        """Evict until so much fits; whether it does, without any of those that are kept."""
+        """Evict until `num_bytes` more fit, but no block in `kept`; return whether they fit."""
         while self.num_bytes + num_bytes > self.max_bytes:
             victim = next(iter(self._blocks), None)
             if victim is None or victim in kept:
@@ -134,9 +143,9 @@ def _count_bytes(block: BlockKV) -> int:
 
 
 def identify_folder(folder: Path) -> str:
-    """A digest of a model's or an adapter's files: what stands in it shapes KV.
+    """Return a digest of a model's or an adapter's files, since their content determines KV.
 
-    Of large files samples are read: it tells models apart, and does not guard against forgery.
+    Large files are sampled: this distinguishes models, and does not guard against forgery.
     """
     digest = sha256()
     for path in sorted([*folder.glob("*config.json"), *folder.glob("*.safetensors")]):

@@ -1,14 +1,14 @@
-"""Text: tokens become text as they come, and stop strings end it.
+"""Text: incremental detokenization, and stop strings.
 
-    tokens -> whole characters -> pending text -> what cannot be the beginning of a stop string
+    tokens -> whole characters -> pending text -> text that cannot be part of a stop string
 
 A token may hold part of a character, and a piece of text may be the beginning of a stop string.
-Both are held back until they are decided, so nothing that was streamed is ever taken back.
+Both are held back until they are decided, so text that was streamed is never withdrawn.
 
-What a token says depends on those before it (a space at the beginning of a text is dropped, bytes
-make up a character), so new tokens are decoded together with some that were told already:
+The text of a token depends on those before it (a leading space is dropped, bytes make up a
+character), so new tokens are decoded together with some that were decoded already:
 
-    prompt's last | told with the last piece | new ...
+    prompt's last | decoded last time        | new ...
                   ^ first                    ^ read      new text = [first:] less [first:read]
 """
 
@@ -22,13 +22,16 @@ from tokenizers import Tokenizer
 from blockstep.impl.engine.errors import CheckpointError
 
 HALF = "\ufffd"
-"""What a tokenizer says for bytes that are no character, or none yet."""
+"""The text that a tokenizer returns for bytes that are not a (complete) character."""
 CONTEXT_MAX = 16
-"""Tokens of a prompt that are looked at: a character may take four, and more do no good."""
+"""Most prompt tokens used as context: a character may take four tokens, more do not help."""
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a checkpoint; None if it has none. Raises `CheckpointError`."""
+    """Return the tokenizer of a checkpoint; None if it has none.
+
+    Raises `CheckpointError` if the file cannot be read.
+    """
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
@@ -36,7 +39,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise CheckpointError(f"{path}: cannot be read as a tokenizer: {error}") from error
-    tokenizer.no_truncation()  # as transformers does: what a file was trained with cuts no prompt
+    tokenizer.no_truncation()  # as in transformers: the file truncates no prompt
     tokenizer.no_padding()
     return tokenizer
 
@@ -50,15 +53,15 @@ class Detokenizer:
         self.tokenizer = tokenizer
         self.stop = tuple(stop)
         self.stopped = False
-        """A stop string was found; the text ends before it."""
+        """Whether a stop string was found; the text ends before it."""
         self._token_ids = self._get_context(prompt_token_ids)
         self._first, self._read = 0, len(self._token_ids)
         self._decoded = ""
-        """What the tokens say, as far as their characters are complete."""
+        """The text of the tokens, as far as their characters are complete."""
         self._num_given = 0
 
     def append(self, token_id: int) -> str:
-        """The text that is certain now and was not before; nothing more after a stop string."""
+        """Add a token; return the text that became certain, and "" after a stop string."""
         if self.stopped:
             return ""
         self._token_ids.append(token_id)
@@ -71,7 +74,7 @@ class Detokenizer:
         return self._give(len(self._decoded) - held)
 
     def finish(self) -> str:
-        """The rest, when no more tokens come: what was held back, broken characters too."""
+        """Return the rest of the text after the last token, including incomplete characters."""
         if not self.stopped:
             self._decoded += self._decode_new()
             self._cut()
@@ -82,12 +85,12 @@ class Detokenizer:
         return text
 
     def _decode_new(self) -> str:
-        """What the tokens after `_read` add to those before."""
+        """Return the text that the tokens from `_read` on add to those before."""
         told = self._decode(self._token_ids[self._first : self._read])
         return self._decode(self._token_ids[self._first :])[len(told) :]
 
     def _get_context(self, prompt: Sequence[int]) -> list[int]:
-        """The last tokens of a prompt: as few as say whole characters."""
+        """Return the last tokens of a prompt, as few as give whole characters."""
         tails = (list(prompt[-size:]) for size in range(1, CONTEXT_MAX + 1))
         whole = (tail for tail in tails if (text := self._decode(tail)) and HALF not in text)
         return next(whole, [])
@@ -106,7 +109,7 @@ class Detokenizer:
             self._decoded = self._decoded[: min(found)]
 
     def _count_held(self) -> int:
-        """Characters at the end that a stop string may begin with."""
+        """Return the number of characters at the end that may begin a stop string."""
         longest = max(map(len, self.stop), default=1) - 1
         text = self._decoded
         return next(

@@ -1,8 +1,8 @@
-"""Transfer: numbers go from the host to the device and back, and neither side waits for the other.
+"""Transfer: copies of numbers to the device and back, for which neither side waits.
 
 A copy between the device and pageable memory waits for everything that the device was given before
-it, the forward pass of the step included. So every copy starts from, or ends in, pinned memory of
-its own. Nothing is written there again: torch reuses it only after the copy has run.
+it, including the forward pass of the step. So every copy starts from, or ends in, pinned memory of
+its own. That memory is not written again: torch reuses it only after the copy has run.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 ALIGNMENT = 8
-"""Bytes: each array of a `Layout` begins at a multiple."""
+"""Each array of a `Layout` begins at a multiple of this many bytes."""
 
 
 def to_device(values: np.ndarray, device: str | torch.device) -> torch.Tensor:
-    """The array on the device, in the order of the current stream; on the CPU the array itself."""
+    """Return the array on the device, in the order of the current stream; on a CPU without a
+    copy."""
     tensor = torch.from_numpy(values)
     if torch.device(device).type == "cpu":
         return tensor
@@ -29,18 +30,18 @@ class Part(NamedTuple):
     """One array in a piece of memory that holds several."""
 
     first: int
-    """Byte where it begins."""
+    """Byte at which it begins."""
     end: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The array, a view of `flat` [num_bytes] uint8."""
+        """Return the array as a view of `flat` [num_bytes] uint8."""
         return flat[self.first : self.end].view(self.dtype).view(self.shape)
 
 
 class Layout:
-    """Where several arrays lie in one piece of memory, one behind the other."""
+    """Places of several arrays in one piece of memory, one after the other."""
 
     def __init__(self, arrays: Iterable[tuple[tuple[int, ...], torch.dtype]] = ()) -> None:
         self.parts: list[Part] = []
@@ -50,11 +51,11 @@ class Layout:
 
     @classmethod
     def of(cls, arrays: Sequence[np.ndarray]) -> Layout:
-        """The layout of arrays in their order, as `send` writes them."""
+        """Return the layout of arrays in their order, as `send` writes them."""
         return cls((array.shape, torch.from_numpy(array).dtype) for array in arrays)
 
     def add(self, shape: tuple[int, ...], dtype: torch.dtype) -> Part:
-        """One more array behind the others; returns its place."""
+        """Append one more array; return its place."""
         size = dtype.itemsize
         for length in shape:
             size *= length
@@ -67,10 +68,10 @@ class Layout:
 def send(
     arrays: Sequence[np.ndarray], device: torch.device, into: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """The arrays on the device, brought there by one copy; on the CPU the arrays themselves.
+    """Return the arrays on the device, after one copy; on a CPU the arrays themselves.
 
-    `into` [num_bytes] uint8: memory of the device that receives them, from its beginning, in the
-    order and at the places of a `Layout`; it must be large enough. None: new memory.
+    `into` [num_bytes] uint8: device memory to receive them, from its beginning, laid out as by
+    `Layout`; it must be large enough. None: new memory.
     """
     if device.type == "cpu" and into is None:
         return [torch.from_numpy(array) for array in arrays]
@@ -88,10 +89,10 @@ def send(
 
 
 class Incoming:
-    """A copy of a tensor of the device, on its way to the host."""
+    """A tensor of the device that is being copied to the host."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """Start the copy behind all that the current stream was given so far."""
+        """Start the copy after all work that the current stream was given so far."""
         self._event: torch.cuda.Event | None = None
         if not tensor.is_cuda:
             self._host = tensor.clone()
@@ -102,7 +103,7 @@ class Incoming:
             self._event.record()
 
     def wait(self) -> np.ndarray:
-        """The tensor's values, once the device has come so far."""
+        """Wait for the copy, and return the values."""
         if self._event is not None:
             self._event.synchronize()
         values: np.ndarray = self._host.numpy()

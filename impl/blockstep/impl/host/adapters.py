@@ -1,4 +1,4 @@
-"""Adapters: at most so many different ones are among the requests that run (P9)."""
+"""Adapters: running requests use at most `max_loras` different ones (P9)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 
 class AdapterSeats:
-    """Who may still be admitted in a step, as far as adapters go.
+    """The LoRA slots that are left for requests admitted in a step.
 
     Args:
-        max_loras: different adapters among those who run, at most.
-        running: the adapter of each who runs; None for one without.
+        max_loras: the most different adapters of running requests.
+        running: the adapter of each running request; None for one without.
     """
 
     def __init__(self, max_loras: int, running: Iterable[str | None]) -> None:
@@ -18,12 +18,13 @@ class AdapterSeats:
         self.used = {name for name in running if name is not None}
 
     def has_seat(self, adapter: str | None) -> bool:
-        """Whether a request may run with it; one without an adapter needs no seat."""
+        """Return whether a request with this adapter may run; without an adapter it needs no
+        slot."""
         if adapter is None or adapter in self.used:
             return True
         return len(self.used) < self.max_loras
 
     def take(self, adapter: str | None) -> None:
-        """A request of this adapter runs from now on."""
+        """Count a request with this adapter as running."""
         if adapter is not None:
             self.used.add(adapter)

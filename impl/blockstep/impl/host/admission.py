@@ -1,4 +1,4 @@
-"""The waiting phase: requests are admitted while budget, places and blocks last."""
+"""The waiting phase: requests are admitted while there are tokens, running slots and blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Policy, Status
 
 
 class WaitingPhase(Promises, Encodings, Loading, Copies):
-    """Admits waiting requests in the order of the policy; the first that does not fit ends it."""
+    """Admits waiting requests in the order of the policy; the first that does not fit ends the
+    phase."""
 
     def _schedule_waiting(self, step: Step) -> None:
         passed_over: list[int] = []
@@ -46,10 +47,11 @@ class WaitingPhase(Promises, Encodings, Loading, Copies):
             self.skipped_waiting.prepend(passed_over)
 
     def _admit_behind(self, transfers: Transfers, head: int, step: Step) -> None:
-        """The head of the line does not fit: those behind it hold blocks that could finish (P10).
+        """Admit requests whose load has finished, although the head of the queue does not fit
+        (P10).
 
-        Only those whose load has come: they have what they wait for, and each that runs will free
-        more. One that does not fit either stays as and where it is.
+        Their blocks are loaded, so they can run, and each frees its blocks at its end. One that
+        does not fit either stays where it is.
         """
         if not transfers.received:
             return
@@ -61,7 +63,8 @@ class WaitingPhase(Promises, Encodings, Loading, Copies):
                 self._try_admit(slot, self.skipped_waiting, step)
 
     def _is_passed_over(self, slot: int, step: Step) -> bool:
-        """Whether others are tried before the head of a queue, which cannot be admitted now."""
+        """Return whether the head of a queue cannot be admitted now, and the next request is
+        tried."""
         if not self._is_ready(slot) or self._awaits_tokens(slot):
             return True
         if self.transfers is not None and self._has_no_answer(self.transfers, slot):
@@ -69,13 +72,14 @@ class WaitingPhase(Promises, Encodings, Loading, Copies):
         return step.seats is not None and not step.seats.has_seat(self.table.requests[slot].adapter)
 
     def _count_seats(self, _step: Step) -> AdapterSeats:
-        """The adapters of all who run, whether or not they have a row in this step (P9)."""
+        """Return the LoRA slots used by running requests, with or without a row in this step
+        (P9)."""
         requests = self.table.requests
         running = (requests[slot].adapter for slot in self.running)
         return AdapterSeats(self.config.max_loras, running)
 
     def _select_queue(self) -> RequestQueue | None:
-        """The queue whose head comes next; None if both are empty (seed 001, P16)."""
+        """Return the queue whose head is next; None if both are empty (seed 001, P16)."""
         waiting, skipped = self.waiting, self.skipped_waiting
         if not skipped:
             return waiting if waiting else None
@@ -85,7 +89,8 @@ class WaitingPhase(Promises, Encodings, Loading, Copies):
         return waiting if rank_of(waiting.head()) < rank_of(skipped.head()) else skipped
 
     def _is_ready(self, slot: int) -> bool:
-        """Whether it may be admitted; a request whose grammar has arrived is promoted here."""
+        """Return whether it may be admitted; a request whose grammar is ready becomes WAITING
+        here."""
         table = self.table
         if table.statuses[slot] is Status.WAITING_FOR_STREAMING_REQ:
             return False
@@ -99,9 +104,10 @@ class WaitingPhase(Promises, Encodings, Loading, Copies):
         return True
 
     def _try_admit(self, slot: int, queue: RequestQueue, step: Step) -> bool:
-        """Admit one of `queue`, or change nothing at all and return False (P7).
+        """Admit a request of `queue`, or change nothing at all and return False (P7).
 
-        With a store it may be parked instead, and stays in the queue.
+        With a store it may be parked instead; then it stays in the queue, and the result is True as
+        well.
         """
         if self.table.num_computed[slot]:
             return self._try_go_on(slot, queue, step)
@@ -137,7 +143,7 @@ class WaitingPhase(Promises, Encodings, Loading, Copies):
     def _try_admit_to_groups(
         self, groups: GroupMemory, slot: int, queue: RequestQueue, step: Step
     ) -> bool:
-        """The same where there are several tables, or a store."""
+        """Admit a request as `_try_admit` does, where there are several groups or a store."""
         hits = self._find_group_hits(groups, slot)
         num_external, is_async = self._find_load(slot, hits.num_tokens)
         if num_external:
@@ -167,10 +173,10 @@ class WaitingPhase(Promises, Encodings, Loading, Copies):
     def _try_begin_anew(
         self, groups: GroupMemory, slot: int, queue: RequestQueue, step: Step
     ) -> bool:
-        """The same for one of whose load nothing has come: it gives its blocks back, and asks anew.
+        """Admit a request whose load brought no block: free its blocks and look for hits again.
 
-        Free blocks are taken from the other end of the queue, so what is given back in vain stands
-        where it can be held again.
+        If it does not fit, its blocks are held again: new blocks are taken from the other end of
+        the free queue, so these are still in it.
         """
         table, holdings, fence = self.table, self.table.holdings[slot], self._find_fence(slot)
         kept, request_id = (
@@ -193,8 +199,10 @@ class WaitingPhase(Promises, Encodings, Loading, Copies):
         return False
 
     def _try_go_on(self, slot: int, queue: RequestQueue, step: Step) -> bool:
-        """The same for one that has blocks, a session, a branch or one whose load has come: it goes
-        on behind what is computed."""
+        """Admit a request that has blocks: a session, a branch, or one whose load has finished.
+
+        It continues after its computed tokens.
+        """
         table, groups, holdings = self.table, self.groups, self.table.holdings[slot]
         computed, num_known = table.num_computed[slot], table.num_known[slot]
         num_scheduled = self._tokens_to_admit(slot, computed, step.budget)
@@ -232,7 +240,7 @@ class WaitingPhase(Promises, Encodings, Loading, Copies):
         return True
 
     def _count_lacking(self, slot: int, num_tokens: int) -> int:
-        """Blocks that it lacks to hold so many tokens."""
+        """Return the number of blocks that its tables lack for `num_tokens` tokens."""
         end = min(num_tokens, self.max_model_len)
         if self.groups is not None:
             return self.groups.count_missing(self.table.holdings[slot], Extent(end, end))
@@ -244,7 +252,8 @@ class WaitingPhase(Promises, Encodings, Loading, Copies):
         return groups.find_hits(self.table.lineages[slot], self.table.num_known[slot])
 
     def _find_hits(self, slot: int) -> list[BlockId]:
-        """The longest prefix that is cached, leaving at least one token to run (upstream #30320).
+        """Return the longest cached prefix, leaving at least one token to compute (upstream
+        #30320).
 
         A hidden-state head needs the last hit block recomputed (seed 001,
         "find_longest_cache_hit").
@@ -258,14 +267,15 @@ class WaitingPhase(Promises, Encodings, Loading, Copies):
         return hits
 
     def _tokens_to_admit(self, slot: int, num_hit: int, budget: int) -> int:
-        """Tokens of its first step; 0 if it has to wait for a larger budget."""
+        """Return the tokens of its first row; 0 if it has to wait for a larger budget."""
         wanted = min(self.table.num_known[slot] - num_hit, self.max_tokens_per_row)
         if wanted > budget and not self.config.enable_chunked_prefill:
             return 0
         return min(wanted, budget)
 
     def _blocks_to_admit(self, num_tokens: int, num_hits: int) -> int:
-        """New blocks beside the hits to hold `num_tokens`; there is no lookahead yet (P8)."""
+        """Return the new blocks beside the hits for `num_tokens`; there is no lookahead yet
+        (P8)."""
         total = -(-min(num_tokens, self.max_model_len) // self.block_size)
         return max(total - num_hits, 0)
 
@@ -285,7 +295,7 @@ class WaitingPhase(Promises, Encodings, Loading, Copies):
     def _start(
         self, slot: int, num_hit: int, num_scheduled: int, step: Step, num_external: int = 0
     ) -> None:
-        """It has blocks for its first step, and runs behind its hit and what is loaded."""
+        """Start a request that has its blocks: its hits and loaded tokens count as computed."""
         table, start = self.table, num_hit + num_external
         table.num_computed[slot] = start
         if table.num_cached_tokens[slot] < 0:
@@ -294,7 +304,7 @@ class WaitingPhase(Promises, Encodings, Loading, Copies):
         self._begin(slot, num_scheduled, step)
 
     def _begin(self, slot: int, num_scheduled: int, step: Step) -> None:
-        """It runs behind what is computed."""
+        """Add a row after its computed tokens, and move the request to the running ones."""
         table = self.table
         self._publish(slot, table.num_computed[slot], num_scheduled)
         resumed = table.statuses[slot] is Status.PREEMPTED

@@ -1,4 +1,4 @@
-"""Arrivals: what a worker reports of transfers, in any state of the requests (P18)."""
+"""Arrivals: what a worker reports about transfers, for requests in any status (P18)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from blockstep.spec.vocabulary import (
 
 
 class Arrivals(Sessions):
-    """Takes reports: invalid blocks before the rows of a frame, all else behind them."""
+    """Takes reports: invalid blocks before the rows of a frame, all else after them."""
 
     def _take_report(self, report: KVTransfers) -> Outputs:
-        """A report without an answer to a plan."""
+        """Take a report that comes without a commit."""
         if self.transfers is None:
             return Outputs()
         failed = self._take_invalid(self.transfers, report)
@@ -35,9 +35,9 @@ class Arrivals(Sessions):
     def _take_invalid(
         self, transfers: Transfers, report: KVTransfers, frame_id: FrameId | None = None
     ) -> list[RequestId]:
-        """What could not be loaded is not computed; who ends by that.
+        """Uncompute the tokens of blocks that could not be loaded; return the requests that fail.
 
-        Of the frame that is answered, if any, what has come is there for others from now on.
+        With `frame_id`, that frame is being committed: the blocks that it has loaded are published.
         """
         invalid = frozenset(report.invalid_block_ids) - {NULL_BLOCK}
         failed = self._take_invalid_of_parked(invalid) if invalid else []
@@ -60,7 +60,8 @@ class Arrivals(Sessions):
         return failed
 
     def _take_invalid_of_parked(self, invalid: frozenset[int]) -> list[RequestId]:
-        """The same of loads that come later; all of it is computed behind the hit if it must."""
+        """Uncompute the tokens of invalid blocks of parked requests; return the requests that
+        fail."""
         table, failed = self.table, []
         for slot in (*self.skipped_waiting, *self.waiting):
             if table.statuses[slot] is not Status.WAITING_FOR_REMOTE_KVS:
@@ -76,7 +77,7 @@ class Arrivals(Sessions):
         return failed
 
     def _find_valid_of(self, load: KVLoad, invalid: frozenset[int]) -> int | None:
-        """Leading tokens of a load of a frame that are there; None if all are."""
+        """Return the leading tokens of a frame's load that are valid; None if all are."""
         if not invalid:
             return None
         firsts = [load.num_computed_tokens // size for size in self.config.block_sizes]
@@ -85,24 +86,26 @@ class Arrivals(Sessions):
     def _find_valid(
         self, block_tables: BlockTables, firsts: list[int], invalid: frozenset[int]
     ) -> int | None:
-        """Leading tokens that can be kept of a load; None if all can.
+        """Return the leading tokens of a load that can be kept; None if all can.
 
-        None of them where windows have left what a shorter prefix would read.
+        Returns 0 if windows have freed blocks that a shorter prefix would read.
         """
         valid = find_valid(block_tables, firsts, self.config.block_sizes, invalid)
         is_whole = self.groups is None or self.groups.is_whole
         return valid if valid is None or is_whole else 0
 
     def _awaits_rows(self, slot: int) -> bool:
-        """Whether one that was preempted since has not begun anew, for a row in flight samples: it
-        stands on the load, in this frame or behind it."""
+        """Return whether a request that was preempted since has a row in flight that samples.
+
+        Then it was not admitted again, and that row's tokens depend on the load.
+        """
         request_id = self.table.requests[slot].request_id
         return self.table.statuses[slot] is not Status.RUNNING and any(
             frame.get(request_id) is not None for frame in self.frames.values()
         )
 
     def _recompute(self, transfers: Transfers, slot: int, valid: int) -> None:
-        """Some of a load is not there: whatever was made of it counts for nothing (P19)."""
+        """Uncompute the tokens after a failed load, and discard the outputs of their rows (P19)."""
         table = self.table
         table.num_output_placeholders[slot] = 0
         if transfers.unsettled.pop(table.requests[slot].request_id, None) is None:
@@ -111,7 +114,7 @@ class Arrivals(Sessions):
             request_id = table.requests[slot].request_id
             self.running.remove(slot)
             self._preempt(slot)
-            # No plan names it as preempted: the worker is told when it begins anew.
+            # No plan reports it as preempted: the worker learns it when the request is resumed.
             in_plan = [name for name in self.prev_scheduled_req_ids if name != request_id]
             self.prev_scheduled_req_ids = in_plan
         else:
@@ -121,8 +124,11 @@ class Arrivals(Sessions):
             self._publish(slot, valid, 0)
 
     def _end_failed(self, failed: list[RequestId]) -> list[OutputRow]:
-        """End by an error those who fail by a load. No row delivers to them, so nothing has ended
-        them before, and nobody is parked for one load and awaits another."""
+        """Finish with an error the requests that fail by their load.
+
+        No row of the frame delivers to them, so they are unfinished; and a parked request has no
+        other load.
+        """
         rows: list[OutputRow] = []
         for request_id in failed:
             slot = self.table.slot_of[request_id]
@@ -133,7 +139,7 @@ class Arrivals(Sessions):
         return rows
 
     def _take_finished(self, transfers: Transfers, report: KVTransfers) -> None:
-        """Loads and stores that have come to their end; what is said of anybody else is nothing."""
+        """Take loads and stores that have finished; ids of other requests are ignored."""
         table = self.table
         for request_id in report.finished_recving:
             slot = table.slot_of.get(request_id)
@@ -145,7 +151,7 @@ class Arrivals(Sessions):
             self._let_go(request_id, transfers.release(request_id, is_recving=False))
 
     def _let_go(self, request_id: RequestId, block_tables: BlockTables) -> None:
-        """Free what an ended request held, once no frame in flight names it."""
+        """Free blocks that a finished request held, once no frame in flight accesses them."""
         assert self.groups is not None, "a store has groups of blocks, if only one"
         holdings = [Holding(list(table)) for table in block_tables]
         fence = self._get_fence(self.last_frame_of_ended.get(request_id, -1))

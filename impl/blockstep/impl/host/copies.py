@@ -1,6 +1,6 @@
-"""Copies: blocks that branches share, and that are copied before one of them is written in.
+"""Copies: shared blocks of branches, each copied before one of the branches writes to it.
 
-parent   3 7 9      9 is not full: it is copied for the one of them that writes first,
+parent   3 7 9      9 is not full: it is copied for the branch that writes first,
 branch   3 7 9      and the other, its last holder, writes in place
 """
 
@@ -14,10 +14,10 @@ from blockstep.spec.vocabulary import BlockTables
 
 
 class Copies(Core):
-    """Gives a row its blocks: what it appends to its tables, and what it may not write in."""
+    """Gives a row its blocks: the appended ones, and copies of shared ones that it writes to."""
 
     def _take(self, groups: GroupMemory, slot: int, extent: Extent, step: Step) -> BlockTables:
-        """Append what its tables lack; what they have got."""
+        """Append the blocks needed for `extent`; return them by group."""
         holdings = self.table.holdings[slot]
         if not groups.has_forks:
             return groups.take(holdings, extent)
@@ -27,7 +27,7 @@ class Copies(Core):
         return taken
 
     def _count_copies(self, slot: int) -> int:
-        """Blocks that it holds with others, and that its next token is written in (P8)."""
+        """Return the number of shared blocks that its next token is written to (P8)."""
         if self.groups is None:
             return 0
         return self.groups.count_copies(self.table.holdings[slot], self.table.num_computed[slot])

@@ -1,4 +1,4 @@
-"""The core: the state of the host engine, and what several of its phases do to it."""
+"""The core: the state of the host engine, and the changes that several of its phases make."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from blockstep.spec.vocabulary import (
 
 
 class Core:
-    """What all phases share. Requests are named by their slot in `table`.
+    """The state and methods that all phases share. They name a request by its slot in `table`.
 
     Raises:
-        ConfigError: `list_config_problems` has something against the config.
-        ValueError: no digest has the name given.
+        ConfigError: `list_config_problems` finds a problem in the config.
+        ValueError: no digest has this name.
     """
 
     pool_type: ClassVar[type[BlockPool]] = BlockPool
@@ -63,60 +63,60 @@ class Core:
         self.max_model_len = config.max_model_len
         self.num_lookahead_tokens = config.num_lookahead_tokens
         self.max_tokens_per_row = config.long_prefill_token_threshold or config.max_model_len
-        """Tokens of one request per step, at most."""
+        """The most tokens that one row may have."""
         self.async_scheduling = config.async_scheduling
         num_placeholders = config.num_speculative_tokens if self.async_scheduling else 0
         self.draft_placeholders: TokenIds = (DRAFT_PLACEHOLDER,) * num_placeholders
-        """The drafts of a request whose last row samples: only the worker knows which. Empty
-        without asynchronous scheduling, where an event hands drafts in."""
+        """The drafts of a request whose last row samples: placeholders, as only the worker knows
+        the drafts. Empty without asynchronous scheduling, where an event sets the drafts."""
         self.prefix = self.prefix_type(config.num_blocks, verify=not self.digest.cryptographic)
         self.log = self.log_type(config.block_size) if config.enable_kv_cache_events else None
-        """What is to be told of the prefix map; None where nobody is told."""
+        """The KV events to be returned next; None if the config has no KV events."""
         self.prefix.log = self.log
         is_lifo = config.pool_order is PoolOrder.LIFO
         self.pool = self.pool_type(config.num_blocks, self.prefix, is_lifo)
         self.transfers = self.transfers_type() if config.kv_connector else None
-        """What is under way to and from a store; None without one."""
+        """The transfers with a store; None without one."""
         has_groups = bool(config.groups) or config.kv_connector or config.enable_forks
         self.groups = self.groups_type(config, self.pool, self.prefix) if has_groups else None
-        """Their memory, where a config names groups, has a store or forks; None for the one that
-        there is without."""
+        """The block tables of all groups; None if the config has neither groups nor a store nor
+        forks, and so one table per request."""
         self.encoder = self.encoder_type(config) if config.encoder_cache_size else None
-        """What is kept of encoded items; None where no encoder is modelled."""
+        """The cache of encoder outputs; None if the config models no encoder."""
         self.pins = self.pins_type() if config.has_pins else None
-        """What is kept between turns of jobs; None where nothing is."""
+        """The blocks pinned between the turns of jobs; None if the config has no pins."""
         self.table = RequestTable(len(config.kv_groups))
         self._no_new_blocks: BlockTables = ((),) * self.table.num_groups
         self._nothing_common = (0,) * self.table.num_groups
         self._common: dict[int, tuple[tuple[int, int], int]] = {}
-        """By group: leading blocks in the tables of all who run, and as of when: so many running,
-        and moves of the pool."""
+        """For each group, the number of leading blocks that all running requests share, and what it
+        was computed for: the number of running requests, and the number of moves of the pool."""
         self.waiting = make_queue(config.policy, self.table.rank_of)
         self.skipped_waiting = make_queue(config.policy, self.table.rank_of)
         self.running: list[int] = []
         """Slots in running order."""
         self.pause_state = PauseState.UNPAUSED
         self.is_closed = False
-        """Whether nobody is admitted until so many blocks are free again."""
+        """Whether admission is closed until enough blocks are free again."""
         self.frames: dict[FrameId, dict[RequestId, TokenIds | None]] = {}
-        """Frames in flight, oldest first. Of each row, in order of scheduling: the drafts that it
-        carries, or None where it does not sample. Rows of ended requests stay."""
+        """Frames in flight, oldest first. For each row, in the order of scheduling: its drafts, or
+        None if it does not sample. Rows of finished requests stay."""
         self.sessions: dict[RequestId, Session] = {}
-        """Of each unfinished request that is resumable, what is to come."""
+        """For each unfinished session, the inputs that follow."""
         self.dropped: dict[FrameId, dict[RequestId, TokenIds]] = {}
-        """Of frames in flight, rows that sample behind the stop of a session: their drafts. In the
-        frame such a row stands as one that does not sample."""
+        """For frames in flight, the drafts of rows that sample after the stop of a session. In
+        `frames` such a row counts as one that does not sample."""
         self.last_frame_of_ended: dict[RequestId, FrameId] = {}
-        """Of ended requests that frames in flight name: the last of these frames."""
+        """For finished requests with rows in flight: the last frame with such a row."""
         self.next_frame_id: FrameId = 0
         self.matchers: dict[RequestId, Matcher] = {}
-        """Of each unfinished request with a grammar, where that stands."""
+        """For each unfinished request with a grammar, the position in the grammar."""
         self.verifiable: dict[FrameId, dict[RequestId, TokenIds]] = {}
-        """Of frames in flight whose mask was made: the drafts that placeholders turned out to stand
-        for, as far as grammars accept them. Nothing else is verified (P23)."""
+        """For frames in flight whose bitmask was made: the real drafts of each row, cut at the
+        first that the grammar forbids. No other drafts are verified (P23)."""
         self.finished_req_ids: set[RequestId] = set()
         self.prev_frame_id: FrameId = -1
-        """The last plan; -1 before the first."""
+        """The frame of the last plan; -1 before the first."""
         self.prev_scheduled_req_ids: Collection[RequestId] = ()
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
@@ -125,7 +125,7 @@ class Core:
         self.drafts_accepted = 0
 
     def stats(self) -> Stats:
-        """The counters since the start (P21)."""
+        """Return the counters since the start (P21)."""
         return Stats(
             self.prefix_cache_queries,
             self.prefix_cache_hits,
@@ -137,14 +137,15 @@ class Core:
         )
 
     def has_work(self) -> bool:
-        """Whether planning again may do anything before the next event; else the loop may sleep."""
+        """Return whether a Schedule may do anything before the next event; else the loop may
+        sleep."""
         if self.finished_req_ids:
             return True
         awaits = self.transfers is not None and self.transfers.awaits_any()
         return awaits or self._has_runnable()
 
     def _has_runnable(self) -> bool:
-        """Whether there is a request that a plan may schedule, as the pause has it."""
+        """Return whether some request may be scheduled under the current pause state."""
         if self.pause_state is not PauseState.UNPAUSED:
             return self.pause_state is PauseState.PAUSED_NEW and bool(self.running)
         statuses = self.table.statuses
@@ -154,16 +155,16 @@ class Core:
         )
 
     def is_in_flight(self, request_id: RequestId) -> bool:
-        """Whether a frame in flight has a row of this id, which no unfinished request has."""
+        """Return whether a finished request of this id still has a row in flight."""
         return request_id in self.last_frame_of_ended
 
     def _publish(self, slot: int, num_computed: int, num_scheduled: int) -> None:
-        """Make findable what this step fills: full blocks of verified tokens, drafts excluded.
+        """Publish the blocks that this step fills with verified tokens, drafts excluded.
 
             computed | scheduled: known ... | drafts
             --- published up to here ---^  (rounded down to a block)
 
-        The KV is written later in the same dispatch, before anybody can read it (P4).
+        The KV is written later in the same step, before any row can read it (P4).
         """
         table = self.table
         written = num_computed + num_scheduled
@@ -186,22 +187,23 @@ class Core:
                 holding.num_cached = full
 
     def _is_unsettled(self, slot: int) -> bool:
-        """Whether it stands on KV that may not come: none of it is for others to find (P19)."""
+        """Return whether its KV depends on an unconfirmed load: then no block is published
+        (P19)."""
         return (
             self.transfers is not None
             and self.table.requests[slot].request_id in self.transfers.unsettled
         )
 
     def _tell(self) -> tuple[KVEvent, ...]:
-        """What has become of the prefix map since it was told last; nothing where nobody asks."""
+        """Return the KV events since the last call; none if the config has no KV events."""
         return () if self.log is None else self.log.take()
 
     def _preempt(self, slot: int) -> None:
-        """Take everything from a request that has left `running`; it will start again.
+        """Take all blocks from a request that has left `running`; it will start again.
 
-        Its verified tokens stay, and with them its place in line: it goes first among those who
-        wait (seed 001, "Preemption"). So do the outputs that frames in flight have promised:
-        those frames go on, and what they sample is delivered (P13).
+        Its verified tokens stay, and it is first among the waiting requests (seed 001,
+        "Preemption"). The output placeholders of its rows in flight stay, too: these frames still
+        run, and their tokens are delivered (P13).
         """
         table = self.table
         self._withdraw_unwritten(slot)
@@ -218,9 +220,9 @@ class Core:
         self._requeue_preempted(slot)
 
     def _withdraw_unwritten(self, slot: int) -> None:
-        """Unpublish what was published for work of this step that now does not run.
+        """Unpublish the blocks that a removed row of this step would have filled.
 
-        P4; upstream #43569, where such a block stays findable without its KV.
+        P4; upstream #43569, where such a block can be hit without its KV.
         """
         table = self.table
         if self.groups is not None:
@@ -235,11 +237,12 @@ class Core:
         self.waiting.prepend((slot,))
 
     def _list_idle(self, passed_over: Sequence[int] = ()) -> list[int]:
-        """Who holds blocks and does not run, in the order in which they give them up: sessions that
-        rest before those that have input, branches and those whose load has come, and whoever is
-        taken last before the others. Nobody takes the blocks of a load that is under way (P17).
+        """Return the requests that hold blocks and do not run, in the order in which they give them
+        up: idle sessions before requests that have work (sessions with input, branches, and those
+        whose load has finished), and the last in the queue before the others. A load that has not
+        finished keeps its blocks (P17).
 
-        `passed_over`: who stands in no queue now, for others are tried before them.
+        `passed_over`: requests that are out of their queue in this step, as others are tried first.
         """
         has_loaded = self.transfers is not None and bool(self.transfers.received)
         if not (self.sessions or has_loaded or self.config.enable_forks):
@@ -253,25 +256,28 @@ class Core:
         return idle
 
     def _may_give(self, slot: int) -> bool:
-        """Whether one that does not run holds blocks that can be taken from it."""
+        """Return whether a request that does not run holds blocks that can be taken from it."""
         if self.table.statuses[slot] is Status.WAITING_FOR_REMOTE_KVS:
             return self._has_received(slot)
         return self.table.num_computed[slot] > 0
 
     def _has_received(self, slot: int) -> bool:
-        """Whether the load of a parked request has come to its end."""
+        """Return whether the load of a parked request has finished."""
         return (
             self.transfers is not None
             and self.table.requests[slot].request_id in self.transfers.received
         )
 
     def _count_kept_free(self) -> int:
-        """Free blocks that an admission leaves for those that run, if anybody does."""
+        """Return the number of free blocks that an admission must leave while any request runs."""
         return self.config.watermark_blocks if self.running else 0
 
     def _take_back_one(self, needy: int, passed_over: Sequence[int] = ()) -> bool:
-        """Blocks are given up by a pin, or else by one that does not run, and is not this one;
-        False if none can, or the first that can has a row in flight: then its turn is later."""
+        """Free the blocks of a pin, or else of a request other than `needy` that does not run.
+
+        Returns False if there is none, or if the first has a row in flight: then its blocks are not
+        free at once.
+        """
         if self.pins is not None:
             giver = self.pins.find_giver(self.table.requests[needy].job_id)
             if giver is not None:
@@ -284,42 +290,47 @@ class Core:
         return True
 
     def _take_back(self, slot: int) -> None:
-        """One that does not run gives its blocks up, and computes them again later."""
+        """Take the blocks from a request that does not run; it computes their tokens again
+        later."""
         self._free_blocks(slot)
         self.table.num_computed[slot] = 0
         if self.table.statuses[slot] is Status.WAITING_FOR_REMOTE_KVS:
             self._unpark(slot)
 
     def _unpark(self, slot: int) -> None:
-        """A request whose load has come waits as it did before."""
+        """Give a request whose load has finished the waiting status that it had before."""
         if self.transfers is not None:
             request_id = self.table.requests[slot].request_id
             self.table.statuses[slot] = self.transfers.unpark(request_id)
 
     def _find_fence(self, slot: int) -> FrameId | None:
-        """The frame in flight whose answer the blocks of a request wait for before they are free;
+        """Return the frame in flight that must be committed before the request's blocks are free;
         None if they are free at once.
 
-        Rows of later plans run behind that frame, but a store does not: it could load into the
-        blocks while the frame reads or writes them (P17; upstream #45357, #48481).
+        A later frame runs after that one, but a store does not: it could load into the blocks while
+        the frame reads or writes them (P17; upstream #45357, #48481).
         """
         return self._get_fence(self.table.last_frame[slot])
 
     def _get_fence(self, last_frame: FrameId) -> FrameId | None:
-        """The last frame that names a request, if it is in flight, and a store may load before it
-        is answered: while it is the only one nothing is planned."""
+        """Return the frame if it is in flight and a store may load before it is committed, else
+        None.
+
+        With one frame in flight at most, no load starts before the commit.
+        """
         if self.transfers is None or self.config.max_frames_in_flight == 1:
             return None
         return last_frame if last_frame > self.transfers.last_answered else None
 
     def _free_behind(self, fence: FrameId | None) -> Callable[[Sequence[BlockId]], None]:
-        """What frees blocks, or defers that to the answer to a frame."""
+        """Return the function that frees blocks now, or after the commit of a frame."""
         if fence is None or self.transfers is None:
             return self.pool.free
         return partial(self.transfers.defer, fence)
 
     def _free_deferred(self, transfers: Transfers, frame_id: FrameId) -> None:
-        """A frame is answered: it reads and writes no block any more."""
+        """Free the blocks that waited for a frame: it is committed and accesses no block any
+        more."""
         transfers.last_answered = frame_id
         for blocks in transfers.take_deferred(frame_id):
             self.pool.free(blocks)
@@ -337,7 +348,10 @@ class Core:
             holding.clear()
 
     def _end_pins(self, job_ids: Iterable[str]) -> None:
-        """What they held is free, but for what somebody else holds; it can still be found."""
+        """End the pins of these jobs.
+
+        Their blocks become free unless held otherwise, and can still be hit.
+        """
         if self.pins is None:
             return
         for job_id in job_ids:
@@ -345,11 +359,11 @@ class Core:
                 self.pool.free([block for block in table if block != NULL_BLOCK])
 
     def _is_warm(self, slot: int) -> bool:
-        """Whether blocks of its job's turn before are kept."""
+        """Return whether blocks of the job's previous turn are pinned."""
         return self.pins is not None and self.pins.is_warm(self.table.requests[slot].job_id)
 
     def _finish(self, slot: int) -> None:
-        """End an unfinished request, wherever it is; the next plan tells the worker."""
+        """Finish an unfinished request in any status; the next plan reports it to the worker."""
         table = self.table
         if table.statuses[slot] is Status.RUNNING:
             self.running.remove(slot)
@@ -372,12 +386,13 @@ class Core:
         table.remove(slot)
 
     def _leave_held(self, transfers: Transfers, slot: int) -> bool:
-        """Whether a transfer holds the blocks of one who ends: they are that one's now (P17)."""
+        """Return whether a transfer still uses the blocks of a finished request, and so holds them
+        (P17)."""
         table = self.table
         return transfers.end(table.requests[slot].request_id, table.block_tables(slot))
 
     def _close_frame(self, frame_id: FrameId) -> None:
-        """It is committed, and names nobody any more."""
+        """Remove a committed frame, and all that is kept for it."""
         del self.frames[frame_id]
         if self.transfers is not None:
             self.transfers.loads.pop(frame_id, None)

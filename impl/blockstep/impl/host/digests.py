@@ -1,4 +1,4 @@
-"""Digests: short names for block contents, and the bytes that they are taken of."""
+"""Digests: hashes of block contents, and the bytes that are hashed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from blockstep.spec.vocabulary import RequestId, TokenIds
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """A function from bytes to a short name.
+    """A function from bytes to a digest.
 
-    With a cryptographic one, equal digests are taken to mean equal contents. Any other only
-    narrows the search: each candidate is compared with what is looked for (P3, P6).
+    With a cryptographic function, equal digests mean equal contents. With any other, each block
+    with an equal digest is compared with the content looked up (P3, P6).
     """
 
     name: str
     cryptographic: bool
     function: Callable[[bytes], bytes]
-    """Returns at most 255 bytes, always equally many."""
+    """The function; it returns at most 255 bytes, and always the same number."""
 
 
 def _sha256(message: bytes) -> bytes:
@@ -43,7 +43,7 @@ DIGESTS: Final[Mapping[str, Digest]] = {digest.name: digest for digest in (SHA25
 
 
 def find_digest(digest: str | Digest) -> Digest:
-    """The digest of this name, or the one given.
+    """Return the digest of this name, or the one given.
 
     Raises:
         ValueError: no digest has this name.
@@ -57,7 +57,7 @@ def find_digest(digest: str | Digest) -> Digest:
 
 
 def pack_tokens(token_ids: array[int]) -> bytes:
-    """Four bytes per token, little-endian on every machine, so that digests can travel."""
+    """Return four bytes per token, little-endian on every machine, so that digests are portable."""
     if sys.byteorder == "little":
         return token_ids.tobytes()
     swapped = token_ids[:]
@@ -71,10 +71,10 @@ def pack_extras(
     items: tuple[tuple[RequestId, int], ...] = (),
     embeds: TokenIds = (),
 ) -> bytes:
-    """What beside tokens shapes a block's KV, as bytes; empty if there is nothing.
+    """Return the bytes of everything but tokens that determines a block's KV; empty if nothing.
 
     Each part starts with its kind and its length, so an adapter, a salt and an item of the same
-    name stay apart and no part can run into the next (P6). `embeds` are the embeddings of the
+    name are different, and parts cannot be confused (P6). `embeds` are the embeddings of the
     block's prompt positions, by number.
     """
     parts: list[bytes] = []
@@ -96,9 +96,9 @@ def _pack_name(kind: bytes, name: str) -> bytes:
 
 
 def chain_message(parent: bytes, packed_tokens: bytes, packed_extras: bytes) -> bytes:
-    """The bytes that a block's digest is taken of.
+    """Return the bytes that a block's digest is computed from.
 
     `parent` is the digest of the block before it, empty for the first. Its length comes first and
-    a block's tokens are always equally many, so the message can be read back in one way only.
+    all blocks have the same number of tokens, so the bytes can be parsed in one way only.
     """
     return LENGTHS[len(parent)] + parent + packed_tokens + packed_extras

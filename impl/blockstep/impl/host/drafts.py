@@ -1,4 +1,4 @@
-"""Drafts: what the proposer hands in for the next step is kept where it may be used."""
+"""Drafts: proposed drafts are kept for requests that can verify them in the next step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from blockstep.spec.vocabulary import (
 
 
 class Proposals(Core):
-    """Takes Drafts: each is attached to a request that it can continue, or dropped."""
+    """Takes Drafts: each row is attached to a request that it can continue, or dropped."""
 
     def _take_proposals(self, event: Drafts) -> DraftsTaken | Rejected:
         problem = drafts_problem(self.config, event)
@@ -31,16 +31,17 @@ class Proposals(Core):
         return DraftsTaken(tuple(taken))
 
     def _cut_proposal(self, row: RowTokens) -> TokenIds:
-        """The drafts that may be verified: the first ones, as far as a grammar accepts them."""
+        """Return the drafts that may be verified: the leading ones that the grammar accepts."""
         matcher = self.matchers.get(row.request_id)
         return row.token_ids if matcher is None else matcher.cut(row.token_ids)
 
     def _may_draft(self, slot: int) -> bool:
-        """Whether drafts would continue its known tokens: all but the last are computed (P24).
+        """Return whether drafts continue its known tokens: all known tokens but the last are
+        computed (P24).
 
-        So it has an output, and no frame in flight has a row of it: the row would have left
-        either a prefill chunk or no known token uncomputed. Its own token must be known first, also
-        where several frames are in flight.
+        Then it has an output, and no frame in flight has its row: such a row would leave either
+        a prefill chunk or no known token uncomputed. Its own token must be known first, also with
+        several frames in flight.
         """
         table = self.table
         return (

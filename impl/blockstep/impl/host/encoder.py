@@ -1,7 +1,8 @@
-"""Encoder: what it makes of the items in prompts is kept while somebody needs it, and then as long
-as there is room.
+"""Encoder: the cache of encoder outputs.
 
-    size        | held: a a b        | held by nobody: x y | free |
+An entry is held while a request needs it, and kept after that until its space is needed.
+
+    size        | held: a a b        | freeable: x y | free |
                                        ^ evicted first
 """
 
@@ -21,73 +22,73 @@ from blockstep.spec.vocabulary import (
 )
 
 Place: TypeAlias = tuple[RequestId, int]
-"""An item in a request, by its index."""
+"""One item of one request: the request's id and the item's index."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """What the encoder made of an item, or makes in a frame in flight."""
+    """The encoder output of an item, in the cache or made by a frame in flight."""
 
     identifier: str
     num_embeds: int
     holders: set[Place] = field(default_factory=set)
-    """Places that still need it (P22): the same item may stand in a prompt twice."""
+    """The request items that still need it (P22): one prompt may have the same item twice."""
 
 
 @dataclass(slots=True)
 class Encoding:
-    """What a row needs of the encoder. Nothing is done for it yet."""
+    """The encoder outputs that a row needs. Choosing them changes nothing."""
 
     num_tokens: int
-    """Tokens of the row, which ends before an item that there is no room for."""
+    """Tokens of the row; it ends before the first item that does not fit."""
     inputs: list[int] = field(default_factory=list)
-    """Items to be encoded."""
+    """The items to be encoded."""
     external: list[int] = field(default_factory=list)
-    """Items to be loaded."""
+    """The items to be loaded."""
     found: list[int] = field(default_factory=list)
-    """Items that are in the cache, or that an earlier one of these brings there."""
+    """The items that are in the cache, or that are the same as an earlier item of this row."""
     evicted: list[str] = field(default_factory=list)
-    """What has to go for them, in this order."""
+    """The entries to be evicted for them, in this order."""
     num_embeds: int = 0
-    """To be encoded."""
+    """The number of embeddings to be encoded."""
 
 
 class EncoderCache:
-    """A cache of `encoder_cache_size` embeddings, by identifiers of items (P9, P22)."""
+    """A cache of `encoder_cache_size` embeddings, by the identifiers of items (P9, P22)."""
 
     def __init__(self, config: Config) -> None:
         self.size = config.encoder_cache_size
         self.lookahead = config.num_encoder_lookahead_tokens
         self.is_whole = config.disable_chunked_mm_input
-        """Whether a row never ends inside of an item."""
+        """Whether a row must not end inside of an item."""
         self.is_beside = config.is_encoder_decoder
-        """Whether items stand beside the prompt."""
+        """Whether the model is an encoder-decoder: its items are not part of the prompt."""
         self.entries: dict[str, Entry] = {}
         self.freeable: dict[str, None] = {}
-        """Identifiers that nobody holds, next to be evicted first."""
+        """The identifiers of entries that no request holds; the first is evicted first."""
         self.num_free = self.size
         self.freed: list[str] = []
-        """Evicted, and not announced yet; some may have been brought in anew."""
+        """Entries evicted and not yet reported to the worker; some may be in the cache again."""
         self.sizes_freed: dict[str, int] = {}
-        """Embeddings of what was evicted last by a name."""
+        """For each identifier, the size of the entry evicted last."""
         self.offered: frozenset[str] = frozenset()
-        """What a connector holds."""
+        """The identifiers that a connector can load."""
 
     @property
     def num_freeable(self) -> int:
-        """Free embeddings, and those that nobody holds."""
+        """Return the free embeddings and those of entries that no request holds."""
         return self.num_free + sum(self.entries[name].num_embeds for name in self.freeable)
 
     # Choice: changes nothing.
 
     def choose(self, request: Request, num_computed: int, num_tokens: int, budget: int) -> Encoding:
-        """What a row of so many tokens needs, and how many of them it can have.
+        """Return the encoder outputs that a row needs, and the tokens that the row can have.
 
         Args:
-            request: of the row.
-            num_computed: tokens before the row.
-            num_tokens: of the row, as far as all else goes.
-            budget: embeddings that may still be encoded in this step.
+            request: the request of the row.
+            num_computed: its computed tokens before the row.
+            num_tokens: the most tokens of the row.
+            budget: the embeddings that may still be encoded in this step.
         """
         while True:
             num_tokens = self._count_unsplit(request, num_computed, num_tokens)
@@ -97,7 +98,8 @@ class EncoderCache:
             num_tokens = chosen.num_tokens
 
     def _count_unsplit(self, request: Request, num_computed: int, num_tokens: int) -> int:
-        """The most tokens up to `num_tokens` with which a row splits no item that must be whole."""
+        """Return the most tokens, up to `num_tokens`, that end inside of no item that must be
+        whole."""
         if not self.is_whole or self.is_beside or not self.size:
             return num_tokens
         for item in reversed(request.items):
@@ -108,7 +110,8 @@ class EncoderCache:
         return num_tokens
 
     def _fit(self, request: Request, num_computed: int, num_tokens: int, budget: int) -> Encoding:
-        """What a row of `num_tokens` tokens needs, or a shorter one before what does not fit."""
+        """Return what a row of `num_tokens` tokens needs, or one that ends before an item that does
+        not fit."""
         chosen = Encoding(num_tokens)
         if num_tokens <= 0:
             return chosen
@@ -134,13 +137,13 @@ class EncoderCache:
         return chosen
 
     def _is_behind(self, item: MultiModalItem, num_computed: int) -> bool:
-        """Whether the KV of all its tokens is there."""
+        """Return whether the KV of all its tokens is computed."""
         if self.is_beside:
             return num_computed > 0
         return item.offset + item.length <= num_computed
 
     def _is_there(self, name: str, chosen: Encoding, request: Request) -> bool:
-        """Whether an item need not be brought in: it is kept, or an earlier one is the same."""
+        """Return whether an item is in the cache, or is the same as an earlier item of the row."""
         if self.is_beside:
             return False
         if any(request.items[i].identifier == name for i in chosen.inputs + chosen.external):
@@ -148,7 +151,8 @@ class EncoderCache:
         return name in self.entries and name not in chosen.evicted
 
     def _is_read(self, item: MultiModalItem, num_computed: int, num_tokens: int) -> bool:
-        """Whether the row, or the head behind it, reads one of its embeddings."""
+        """Return whether the row, or the draft head after it, reads one of the item's
+        embeddings."""
         if self.is_beside or not item.is_embed:
             return True
         begin = max(num_computed - item.offset, 0)
@@ -157,7 +161,8 @@ class EncoderCache:
     def _make_place(
         self, item: MultiModalItem, budget: int, chosen: Encoding, request: Request
     ) -> bool:
-        """Whether it can be brought in, beside what is chosen; who has to go for it."""
+        """Return whether there is room for the item after the chosen ones; add the entries to
+        evict."""
         if not self._is_offered(item) and item.num_embeds > budget - chosen.num_embeds:
             return False
         items = request.items
@@ -182,10 +187,10 @@ class EncoderCache:
     # What is done once the row is certain.
 
     def hold(self, request: Request, chosen: Encoding) -> None:
-        """The row has its blocks: what it needs is there, or will be when it runs.
+        """Hold what a row needs, once the row has its blocks.
 
-        Since it was chosen the row of another may have been taken back: what was found is gone, or
-        what was evicted for that one is there again. So each item is looked for once more.
+        The choice may be outdated, as another row may have been removed since: a found entry may be
+        gone, and an evicted entry may be back. So each item is looked up again.
         """
         needed = sorted(chosen.inputs + chosen.external + chosen.found)
         chosen.inputs, chosen.external, chosen.found, chosen.num_embeds = [], [], [], 0
@@ -204,38 +209,39 @@ class EncoderCache:
             self.entries[name].holders.add((request.request_id, index))
 
     def _bring_in(self, name: str, item: MultiModalItem) -> None:
-        """Give it room; who became freeable first goes first for it."""
+        """Add an entry; if there is no room, evict the entries that became freeable first."""
         while self.num_free < item.num_embeds:
             self._evict(next(iter(self.freeable)))
         self.entries[name] = Entry(item.identifier, item.num_embeds)
         self.num_free -= item.num_embeds
 
     def name_of(self, request: Request, index: int) -> str:
-        """What an item is kept by: what is in it, or beside the prompt each place by itself."""
+        """Return the key of an entry: the item's identifier; in an encoder-decoder one key per item
+        and request."""
         name = request.items[index].identifier
         return f"{name} {index} {request.request_id}" if self.is_beside else name
 
     def _is_offered(self, item: MultiModalItem) -> bool:
-        """Whether it is loaded; into an encoder-decoder model nothing is."""
+        """Return whether the item can be loaded; never in an encoder-decoder model."""
         return item.identifier in self.offered and not self.is_beside
 
     def is_held(self, name: str) -> bool:
-        """Whether somebody needs it."""
+        """Return whether a request holds the entry."""
         return bool(self.entries[name].holders)
 
     def release(self, request: Request, num_computed: int) -> None:
-        """It needs none of the items any more that are behind it."""
+        """Release the items of a request whose tokens are computed."""
         for index, item in enumerate(request.items):
             if self._is_behind(item, num_computed):
                 self._let_go(request, index)
 
     def drop(self, request: Request) -> None:
-        """It needs none of its items any more: it was preempted, or has ended."""
+        """Release all items of a request that was preempted or has finished."""
         for index in range(len(request.items)):
             self._let_go(request, index)
 
     def reset(self) -> None:
-        """Forget everything, what is in use included."""
+        """Remove all entries, even those in use."""
         self.entries.clear()
         self.freeable.clear()
         self.freed.clear()
@@ -243,7 +249,7 @@ class EncoderCache:
         self.num_free = self.size
 
     def announce(self) -> tuple[str, ...]:
-        """What the worker has to drop, once."""
+        """Return the identifiers that the worker has to drop, each once."""
         there = {entry.identifier for entry in self.entries.values()}
         freed = tuple([name for name in dict.fromkeys(self.freed) if name not in there])
         self.freed.clear()
@@ -251,12 +257,12 @@ class EncoderCache:
         return freed
 
     def withdraw(self, name: str) -> None:
-        """It is not brought in after all."""
+        """Remove an entry whose row was removed from the step."""
         self.num_free += self.entries.pop(name).num_embeds
         self.freeable.pop(name, None)
 
     def bring_back(self) -> None:
-        """What was evicted last in this step, as far as there is room for it again (P7, P22)."""
+        """Restore the entries evicted last in this step while there is room again (P7, P22)."""
         for name in reversed(() if self.is_beside else tuple(self.freed)):
             if name in self.entries:
                 continue
@@ -274,7 +280,7 @@ class EncoderCache:
             entry.holders.remove(place)
             if not entry.holders:
                 self.freeable[name] = None
-                if self.is_beside:  # its KV is kept across, so nobody looks for it again
+                if self.is_beside:  # its KV is in cross-attention blocks: no request looks it up
                     self._evict(name)
 
     def _evict(self, name: str) -> None:
@@ -285,7 +291,7 @@ class EncoderCache:
         self.sizes_freed[entry.identifier] = entry.num_embeds
 
     def snapshot(self) -> EncoderSnapshot:
-        """The canonical state."""
+        """Return the canonical state of the cache."""
         entries = [
             EncoderEntry(name, entry.num_embeds, tuple(sorted(who for who, _ in entry.holders)))
             for name, entry in sorted(self.entries.items())

@@ -1,4 +1,4 @@
-"""Encodings: what the rows of a step need of the encoder, from choosing to telling the worker."""
+"""Encodings: the encoder outputs that the rows of a step need, from the choice to the plan."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from blockstep.spec.vocabulary import EncoderInputs
 
 
 class Encodings(Core):
-    """Asks the encoder's cache what a row needs, and does it once the row is certain."""
+    """Chooses the encoder outputs of a row, and holds them once the row has its blocks."""
 
     def _choose_if_any(
         self, slot: int, num_computed: int, num_scheduled: int, step: Step
     ) -> Encoding | None:
-        """What a row needs, and how many tokens of it there is room for; None if it has no items.
+        """Return what a row needs of the encoder, and how many tokens fit; None if it has no items.
 
-        Changes nothing (P7).
+        This changes nothing (P7).
         """
         request = self.table.requests[slot]
         if self.encoder is None or not request.items:
@@ -26,7 +26,7 @@ class Encodings(Core):
         return self.encoder.choose(request, num_computed, num_scheduled, step.encoder_budget)
 
     def _encode_if_any(self, slot: int, chosen: Encoding | None, step: Step) -> None:
-        """The row is certain, and so is what it needs (P9)."""
+        """Hold the chosen encoder outputs, once the row has its blocks (P9)."""
         if self.encoder is None or chosen is None:
             return
         self.encoder.hold(self.table.requests[slot], chosen)
@@ -34,18 +34,18 @@ class Encodings(Core):
         step.encodings[slot] = chosen
 
     def _give_way(self, slot: int) -> None:
-        """A running request has no room for its next item: it holds none meanwhile.
+        """Release all items of a running request whose next item does not fit.
 
-        Two that hold the room of each other's next item would wait for ever (P10).
+        Else two requests that hold the space of each other's next item would wait for ever (P10).
         """
         if self.encoder is not None:
             self.encoder.drop(self.table.requests[slot])
 
     def _undo_encoding(self, encoder: EncoderCache, victim: int, step: Step) -> None:
-        """A row was taken back: nothing is encoded for it (P4, P22).
+        """Undo the encoding of a row that was removed from the step (P4, P22).
 
-        What another row of the step has found is encoded for that one instead. What was evicted
-        for it is there again.
+        An item that another row of the step also reads is encoded for that row. Entries that were
+        evicted for the removed row are restored.
         """
         request = self.table.requests[victim]
         encoder.drop(request)
@@ -62,7 +62,7 @@ class Encodings(Core):
         encoder.bring_back()
 
     def _encode_for_another(self, name: str, is_input: bool, step: Step) -> None:
-        """The first row that has found an item brings it in."""
+        """Let the first other row that reads an item encode or load it."""
         for slot, chosen in step.encodings.items():
             items = self.table.requests[slot].items
             index = next((i for i in chosen.found if items[i].identifier == name), None)
@@ -78,14 +78,14 @@ class Encodings(Core):
             return
 
     def _release_items(self, encoder: EncoderCache, slots: Iterable[int]) -> None:
-        """Rows have advanced: what is behind them they need no more."""
+        """Release the items whose tokens are computed, after rows have advanced."""
         for slot in slots:
             request = self.table.requests[slot]
             if request.items:
                 encoder.release(request, self.table.num_computed[slot])
 
     def _list_inputs(self, step: Step, external: bool = False) -> tuple[EncoderInputs, ...]:
-        """What is encoded, or loaded, for each row."""
+        """Return the items that are encoded, or loaded, for each row."""
         found = [
             (slot, chosen.external if external else chosen.inputs)
             for slot, chosen in step.encodings.items()

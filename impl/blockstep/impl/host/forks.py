@@ -1,4 +1,4 @@
-"""Forks: a request goes on as several, which share what they have in common."""
+"""Forks: a request continues as several branches, which share their common blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Forks(Results):
     """Makes branches: requests with outputs, and with blocks before their first row."""
 
     def _fork(self, event: Fork) -> Ack | Rejected:
-        """A branch stands in front of those who wait (seed 002, "Fork: Creating New Beams")."""
+        """Add a branch at the front of the queue (seed 002, "Fork: Creating New Beams")."""
         problem = self._fork_problem(event)
         if problem is not None:
             return problem
@@ -39,7 +39,7 @@ class Forks(Results):
         return Ack()
 
     def _fork_problem(self, event: Fork) -> Rejected | None:
-        """Why nobody can be a branch of it, whatever that one's outputs are, or None."""
+        """Return why the request cannot be forked, whatever the outputs are, or None."""
         slot = self.table.slot_of.get(event.request_id)
         may_fork = slot is not None and (
             self.table.statuses[slot] in (Status.RUNNING, Status.PREEMPTED)
@@ -56,11 +56,11 @@ class Forks(Results):
         )
 
     def _has_row(self, request_id: RequestId) -> bool:
-        """Whether a frame in flight names it."""
+        """Return whether a frame in flight has a row of the request."""
         return any(request_id in frame for frame in self.frames.values())
 
     def _add_branch(self, request: Request, outputs: TokenIds) -> int | None:
-        """Its slot, with its outputs; None if one of them ends it."""
+        """Return the slot of a new branch with its outputs; None if one of them finishes it."""
         lineage = Lineage(request, self.block_size, self.digest)
         max_known = min(len(request.prompt_token_ids) + request.max_tokens, self.max_model_len)
         slot = self.table.add(request, lineage, Status.WAITING, max_known)
@@ -71,12 +71,12 @@ class Forks(Results):
         return None
 
     def _share(self, parent: int, child: int) -> None:
-        """Hold what the parent has computed of the tokens that both begin with.
+        """Let the branch hold the blocks of the common tokens that the parent has computed.
 
-        First all of it that is full can be found: nobody shares a block that is still to be named,
-        so that none is named twice.
+        First the parent's full blocks are published, so that each shared full block has its key,
+        and is not published again by the branch.
         """
-        assert self.groups is not None, "where there are forks, groups count copies"
+        assert self.groups is not None, "with forks there are groups, which count copies"
         table, (own, other) = self.table, (self.table.lineages[child], self.table.lineages[parent])
         common = own.adopt_names(other)
         computed, holdings = table.num_computed[parent], table.holdings[parent]
@@ -85,4 +85,4 @@ class Forks(Results):
         table.num_computed[child] = self.groups.find_branch_point(holdings, most)
         self.groups.branch(holdings, table.holdings[child], table.num_computed[child])
         if self.config.enable_prefix_caching:
-            own.name_blocks()  # now, as of one that is submitted
+            own.name_blocks()  # now, as for a submitted request

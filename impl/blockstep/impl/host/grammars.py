@@ -1,6 +1,6 @@
-"""Grammars: where the outputs of each request have led its grammar, and what may come next.
+"""Grammars: the state of each request's grammar after its outputs, and the allowed next tokens.
 
-state 0 --7--> 1 --8--> 2        outputs 7 8 led to 2, which has no edges: the text is complete
+state 0 --7--> 1 --8--> 2      outputs 7 8 led to state 2, which has no edges: it is terminated
                |--9--> 0
 """
 
@@ -13,21 +13,21 @@ from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER, Config, Grammar, Reques
 
 
 class Position(NamedTuple):
-    """How far a text has come."""
+    """A position in a grammar."""
 
     state: int
-    """Of the grammar."""
+    """The state of the grammar."""
     holds: bool
-    """Whether the grammar holds already: it does not while the model reasons."""
+    """Whether the grammar applies already; it does not while the model reasons."""
 
 
 class Matcher:
-    """The grammar of one request, in step with its verified outputs (P23).
+    """The grammar of one request, advanced by its verified outputs (P23).
 
     Args:
-        grammar: of the request.
-        reasoning_end: the token behind which it holds; None: it holds from the first output on.
-        prompt: in which reasoning may have ended before it began.
+        grammar: the grammar of the request.
+        reasoning_end: the token after which it applies; None: it applies from the first output on.
+        prompt: the prompt, in which reasoning may have ended already.
     """
 
     __slots__ = ("_edges", "_reasoning_end", "_tokens", "position")
@@ -40,21 +40,22 @@ class Matcher:
 
     @property
     def reasoning_ended(self) -> bool:
-        """Whether it waited for the end of reasoning, and this has come."""
+        """Return whether the grammar waited for the end of reasoning, and reasoning has ended."""
         return self._reasoning_end is not None and self.position.holds
 
     def list_allowed(self, position: Position) -> TokenIds | None:
-        """The tokens that may stand there, sorted; None: all may."""
+        """Return the tokens allowed at a position, sorted; None: all are."""
         if not position.holds or self.is_terminated(position):
             return None
         return self._tokens[position.state]
 
     def is_terminated(self, position: Position) -> bool:
-        """Whether the text is complete there: then nothing is accepted, and all is allowed."""
+        """Return whether the grammar is terminated: it accepts no draft, and any token may be
+        sampled."""
         return not self._edges[position.state]
 
     def go_on(self, position: Position, token: int) -> Position | None:
-        """Where a token leads that is sampled there; None: the grammar forbids it."""
+        """Return the position after a token; None: the grammar forbids it."""
         if not position.holds:
             return Position(position.state, token == self._reasoning_end)
         if self.is_terminated(position):
@@ -63,7 +64,8 @@ class Matcher:
         return None if state is None else Position(state, True)
 
     def follow(self, tokens: Iterable[int]) -> Position | None:
-        """Where sampled tokens lead from where it stands; None: it forbids one of them."""
+        """Return the position after sampled tokens, from the current one; None: it forbids one of
+        them."""
         position = self.position
         for token in tokens:
             following = self.go_on(position, token)
@@ -73,7 +75,7 @@ class Matcher:
         return position
 
     def cut(self, drafts: TokenIds) -> TokenIds:
-        """The first of these drafts that it accepts (P23)."""
+        """Return the leading drafts that the grammar accepts (P23)."""
         position = self.position
         for count, token in enumerate(drafts):
             following = self._accept_draft(position, token)
@@ -83,9 +85,9 @@ class Matcher:
         return drafts
 
     def list_masks(self, drafts: TokenIds) -> tuple[TokenIds | None, ...]:
-        """What may stand at each draft's place, and behind them.
+        """Return the allowed tokens at each draft's place, and after them.
 
-        Nobody knows what follows a placeholder: there is the mask of the last place that is known.
+        The token after a placeholder is not known: there, the mask of the last known place is used.
         """
         position = self.position
         masks = [self.list_allowed(position)]
@@ -102,7 +104,7 @@ class Matcher:
 
 
 def make_matcher(config: Config, request: Request) -> Matcher | None:
-    """The grammar of a request at its beginning; None where it has none."""
+    """Return the grammar of a request at its start; None if it has none."""
     if request.grammar is None:
         return None
     reasoning_end = None if config.enable_in_reasoning else config.reasoning_end_token_id

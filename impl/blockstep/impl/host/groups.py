@@ -1,7 +1,7 @@
-"""Groups: the blocks of a request where its model has several kinds of attention.
+"""Groups: the block tables of a request whose model has several kinds of attention.
 
-One table per KV-cache group, all of blocks of one pool. The blocks in front that nobody reads any
-more are left: their places in the table are null, and they return to the pool.
+There is one table per KV-cache group, and one pool for all. Blocks that no later token reads are
+freed; their entries in the table become null blocks.
 
     window of 5, blocks of 2       tokens   | . . | . . | x x | x x | x
     9 tokens computed              table      0     0     7     3     9
@@ -43,21 +43,21 @@ _KINDS: Final[Mapping[GroupKind, type[Group]]] = {
 
 @dataclass(frozen=True, slots=True)
 class GroupHits:
-    """A prefix that every group can go on behind."""
+    """The longest prefix that is a hit in every group."""
 
     num_tokens: int
     tables: BlockTables
-    """Of each group the blocks of these tokens; null where none of them is read any more."""
+    """For each group the blocks of these tokens; null blocks where no later token reads them."""
 
     def shared(self) -> list[BlockId]:
-        """The blocks that are held with it."""
+        """Return the blocks of all groups that the hit holds."""
         return [block for table in self.tables for block in table if block != NULL_BLOCK]
 
 
 class GroupMemory:
-    """What the engine does with the tables of one request, where a config has `groups`.
+    """The block tables of all groups, where a config has groups, a store or forks.
 
-    What speaks of one group is a method of it (`kinds`); here is what joins them (P5, P8).
+    Methods of one group are in `kinds`; this class combines them (P5, P8).
     """
 
     def __init__(self, config: Config, pool: BlockPool, prefix: PrefixMap) -> None:
@@ -65,29 +65,31 @@ class GroupMemory:
         self.prefix = prefix
         self.groups = make_groups(config)
         self.unit = lcm(*(group.block_size for group in self.groups))
-        """Tokens: each hit is a multiple of them, and so whole blocks of every group."""
+        """The length of each hit is a multiple of this number of tokens: whole blocks of every
+        group."""
         self.new_states: set[BlockId] = set()
-        """Blocks published in this step for states: rows of one step run side by side, so that
-        no other row can go on from one (P4)."""
+        """State blocks published in this step. The rows of a step run side by side, so no row of
+        this step can hit one (P4)."""
         self._aligned_sizes = [group.block_size for group in self.groups if group.is_aligned]
-        """Of groups with states at the ends of chunks."""
+        """The block sizes of groups whose states are kept at the ends of chunks."""
         self.is_whole = all(group.is_whole for group in self.groups)
-        """Whether every token is read for ever, in all groups."""
+        """Whether in all groups later tokens read every token."""
         self.num_dropped = max(group.num_dropped * group.block_size for group in self.groups)
-        """Tokens that some group must have behind a hit, at most."""
+        """The most tokens that some group must recompute after a hit."""
         zeroes = any(group.is_state for group in self.groups)
         self._zeroed = [g.number for g in self.groups if zeroes and not g.is_state]
-        """Groups whose new blocks are zeroed: a kernel reads whole blocks, and a state left in one
-        may read as NaN."""
+        """The groups whose new blocks are zeroed: a kernel reads whole blocks, and the bits of a
+        state left in one may read as NaN."""
         self.no_hits = GroupHits(0, ((),) * len(self.groups))
         self.has_forks = config.enable_forks
 
     def begin_step(self) -> None:
-        """A step is planned: what the ones before have published will be there."""
+        """Begin a step: states published in earlier steps can be hit from now on."""
         self.new_states.clear()
 
     def align(self, num_computed: int, num_scheduled: int, num_prompt: int, num_known: int) -> int:
-        """Tokens of a row whose chunk ends where blocks of states do, if it can."""
+        """Return the length of a row, shortened so that its chunk ends at a block of states if
+        possible."""
         if not self._aligned_sizes or num_computed >= max(num_prompt, num_known - 1):
             return num_scheduled
         last = self._floor(num_known - self.num_dropped)
@@ -103,7 +105,8 @@ class GroupMemory:
         return end - num_computed
 
     def list_to_zero(self, taken: Sequence[BlockTables]) -> tuple[BlockId, ...]:
-        """Of what the rows of a step have taken, what must be zeroed, group by group."""
+        """Return the blocks to zero among those that the rows of a step have taken, group by
+        group."""
         return tuple(
             [block for number in self._zeroed for tables in taken for block in tables[number]]
         )
@@ -115,23 +118,23 @@ class GroupMemory:
         in_doubt: int,
         free: Free | None = None,
     ) -> None:
-        """Give up the blocks that no token behind the computed ones reads, last block first.
+        """Free the blocks that no token after the computed ones reads, last block first.
 
-        Of these the last `in_doubt` may have to be computed again. `free` takes the blocks of each
-        group; the pool does by default.
+        The last `in_doubt` of the computed tokens may be computed again, and so keep the blocks
+        that they read. `free` frees the blocks of each group; by default the pool does.
         """
         for group, holding in zip(self.groups, holdings, strict=True):
             group.leave(holding, num_computed, in_doubt, free or self.pool.free)
 
     def count_missing(self, holdings: Iterable[Holding], extent: Extent) -> int:
-        """Blocks of all groups that the tables lack (P8)."""
+        """Return the number of blocks of all groups that the tables need for `extent` (P8)."""
         return sum(
             group.count_missing(holding, extent)
             for group, holding in zip(self.groups, holdings, strict=True)
         )
 
     def take(self, holdings: Sequence[Holding], extent: Extent) -> BlockTables:
-        """Append what the tables lack, group by group; what they have got."""
+        """Append the blocks needed for `extent` to the tables; return them by group."""
         return tuple(
             [
                 group.extend(holding, extent, self.pool)
@@ -142,7 +145,8 @@ class GroupMemory:
     # Branches.
 
     def count_copies(self, holdings: Sequence[Holding], num_computed: int) -> int:
-        """Blocks that others hold, too, and that the next token is written in (P8)."""
+        """Return the number of shared blocks that the next token is written to, to be copied
+        (P8)."""
         if not self.has_forks:
             return 0
         shared = map(self._find_shared, self.groups, holdings, [num_computed] * len(self.groups))
@@ -151,9 +155,11 @@ class GroupMemory:
     def take_own(
         self, holdings: Sequence[Holding], num_computed: int, extent: Extent
     ) -> tuple[tuple[BlockCopy, ...], BlockTables]:
-        """As `take`; in each group a copy goes before what is appended (seed 002, "COW").
+        """Copy the shared blocks that are written to, and append blocks as `take` does (seed 002,
+        "COW").
 
-        The source is held by others, so it does not become free.
+        Returns the copies, and the appended blocks by group. The source of a copy does not become
+        free, as others hold it.
         """
         copies: list[BlockCopy] = []
         taken: list[tuple[BlockId, ...]] = []
@@ -168,9 +174,10 @@ class GroupMemory:
         return tuple(copies), tuple(taken)
 
     def _find_shared(self, group: Group, holding: Holding, num_computed: int) -> int | None:
-        """The place of the block that the next token is written in, if others hold it, too.
+        """Return the index of the block that the next token is written to if it is shared, else
+        None.
 
-        A whole block is written in no more, so that it may be shared.
+        A full block is not written to any more, so it may stay shared.
         """
         index, num_begun = divmod(num_computed, group.block_size)
         if not num_begun:
@@ -178,8 +185,8 @@ class GroupMemory:
         return index if self.pool.ref_counts[holding.blocks[index]] > 1 else None
 
     def find_branch_point(self, holdings: Sequence[Holding], most: int) -> int:
-        """The largest number of tokens, at most so many, behind which another request can go on
-        with the blocks of these."""
+        """Return the largest number of tokens, at most `most`, that a branch can start from with
+        blocks of these tables."""
         length, lower = most, -1
         while length != lower:
             lower = length
@@ -190,7 +197,7 @@ class GroupMemory:
     def branch(
         self, holdings: Sequence[Holding], children: Sequence[Holding], num_tokens: int
     ) -> None:
-        """Others hold the blocks of so many tokens as well."""
+        """Let the tables of a branch hold the blocks of the first `num_tokens` tokens, too."""
         for group, holding, child in zip(self.groups, holdings, children, strict=True):
             child.blocks += holding.blocks[: group.count_blocks(num_tokens)]
             child.num_cached = min(holding.num_cached, num_tokens // group.block_size)
@@ -200,9 +207,10 @@ class GroupMemory:
     def publish(
         self, holdings: Sequence[Holding], lineage: Lineage, num_computed: int, num_written: int
     ) -> None:
-        """Make findable every block that is full of the first `num_written` tokens.
+        """Publish every block that is full of the first `num_written` tokens.
 
-        What was computed before may have been published by nobody yet: its tokens were promised.
+        Blocks computed in earlier steps may be unpublished still, if their tokens were placeholders
+        then.
         """
         for group, holding in zip(self.groups, holdings, strict=True):
             full = num_written // group.block_size
@@ -227,10 +235,11 @@ class GroupMemory:
     def can_go_back(
         self, holdings: Sequence[Holding], num_computed: int, has_run_ahead: bool
     ) -> bool:
-        """Whether all that is read behind so many tokens is held still, and as it was.
+        """Return whether all that is read after `num_computed` tokens is still held and unchanged.
 
-        Steps may have run ahead of them: windows have moved on, and a state is one of later tokens.
-        Among spare blocks only who verified the last drafts knows which one has the state.
+        Steps may have run ahead: then windows have moved on, and a state is that of later tokens.
+        With spare blocks, only the worker that verified the last drafts knows which block has the
+        state.
         """
         return all(
             holding.num_left <= group.first_block(num_computed)
@@ -239,7 +248,8 @@ class GroupMemory:
         )
 
     def count_leaving(self, holdings: Sequence[Holding], num_computed: int) -> int:
-        """Blocks that are free once those are given up that no token behind reads."""
+        """Return the number of blocks that become free when those are freed that no later token
+        reads."""
         leaving = [
             block
             for group, holding in zip(self.groups, holdings, strict=True)
@@ -248,13 +258,13 @@ class GroupMemory:
         return sum(block != NULL_BLOCK and self.pool.ref_counts[block] == 1 for block in leaving)
 
     def free(self, holdings: Sequence[Holding]) -> None:
-        """Let go of everything, group by group, each from its last block to its first."""
+        """Free all blocks, group by group, each from its last block to its first."""
         for holding in holdings:
             self.pool.free([b for b in holding.blocks[holding.num_left :] if b != NULL_BLOCK])
             holding.clear()
 
     def clear(self, holdings: Sequence[Holding]) -> list[BlockId]:
-        """Empty the tables without freeing anything; the blocks that they held, group by group."""
+        """Empty the tables without freeing the blocks; return them, group by group."""
         blocks = [b for held in holdings for b in held.blocks[held.num_left :] if b != NULL_BLOCK]
         for holding in holdings:
             holding.clear()
@@ -263,9 +273,10 @@ class GroupMemory:
     # Admission.
 
     def find_hits(self, lineage: Lineage, num_known: int) -> GroupHits:
-        """The longest prefix that is valid for all groups, with a token left to run (P5).
+        """Return the longest prefix that is a hit in all groups, with a token left to compute (P5).
 
-        A length falls to the next that could be valid until no group has anything against it.
+        The length is lowered to the next possible one until every group has all blocks that it
+        needs.
         """
         longest = min(self._bound(group, lineage, num_known) for group in self.groups)
         length = self._floor(longest)
@@ -280,7 +291,8 @@ class GroupMemory:
         return num_tokens - num_tokens % self.unit
 
     def _bound(self, group: Group, lineage: Lineage, num_known: int) -> int:
-        """No longer length can be valid for the group; if it reads every token, any shorter is."""
+        """Return an upper bound of the hits of one group; for full attention any shorter hit is
+        valid."""
         num_blocks = (num_known - 1) // group.block_size
         if group.is_whole:
             found = (i for i in range(num_blocks) if self._find(group, lineage, i) is None)
@@ -288,9 +300,10 @@ class GroupMemory:
         return (num_blocks - group.num_dropped) * group.block_size
 
     def _shorten(self, group: Group, lineage: Lineage, length: int) -> int:
-        """`length` if it is valid for the group, else a bound of the shorter ones that could be.
+        """Return `length` if it is a valid hit of the group, else an upper bound of the shorter
+        ones.
 
-        A block that is missed is read behind all of these that have it.
+        All longer hits that include the missing block need it, too.
         """
         if not group.is_whole:
             end = length // group.block_size + group.num_dropped
@@ -300,7 +313,7 @@ class GroupMemory:
         return length
 
     def _find(self, group: Group, lineage: Lineage, index: int) -> BlockId | None:
-        """The block with the content of block `index` of this group."""
+        """Return a cached block with the content of block `index` of this group, or None."""
         block = self.prefix.find(lineage, (index + 1) * group.links - 1, group.number)
         return None if block in self.new_states else block
 
@@ -319,7 +332,8 @@ class GroupMemory:
         return GroupHits(length, tuple(tables))
 
     def cut_hits(self, hits: GroupHits, start: int) -> GroupHits:
-        """The hits if what follows them up to `start` is loaded: what is read from there on."""
+        """Return the blocks of the hits that are still read after tokens up to `start` are
+        loaded."""
         tables = []
         for group, shared in zip(self.groups, hits.tables, strict=True):
             first = group.first_block(start)
@@ -327,36 +341,37 @@ class GroupMemory:
         return GroupHits(hits.num_tokens, tuple(tables))
 
     def count_to_admit(self, hits: GroupHits, extent: Extent, num_beside: int) -> int:
-        """New blocks beside the hits (P8)."""
+        """Return the number of new blocks to admit a request with these hits (P8)."""
         tables = (Holding(list(shared), num_beside=num_beside) for shared in hits.tables)
         return self.count_missing(tables, extent)
 
     def count_for_gate(self, hits: GroupHits, num_known: int) -> int:
-        """Free blocks that the whole of it needs at once, at most, the hits included (P11, P15).
+        """Return the most free blocks that the whole request needs at once, the hits included (P11,
+        P15).
 
-        A hit that others hold too saves nothing behind the window: they keep it, and what follows
-        comes from the free ones.
+        A hit that others hold too saves no block once the window has moved past it: they keep it,
+        and the following blocks come from the free ones.
         """
         needed = 0
         for group, shared in zip(self.groups, hits.tables, strict=True):
             if group.is_beside:
-                continue  # see `count_across`
+                continue  # counted by `count_across`
             later = group.count_blocks(num_known) - len(shared)
             free = sum(block != NULL_BLOCK and self.pool.is_free(block) for block in shared)
             needed += min(later + free, group.count_held(num_known))
         return needed
 
     def count_to_end(self, holdings: Sequence[Holding], num_computed: int, num_known: int) -> int:
-        """Free blocks that all known tokens of one that has blocks need at once, at most (P11,
-        P15).
+        """Return the most free blocks that all known tokens of a request with blocks need at once
+        (P11, P15).
 
-        No more than its table lacks and a copy, nor than what it holds at once beside what is its
-        own alone, and is not given back.
+        In each group that is at most the blocks that its table lacks and a copy, and at most the
+        blocks that it holds at once without those that it alone holds and keeps.
         """
         needed = 0
         for group, holding in zip(self.groups, holdings, strict=True):
             if group.is_beside:
-                continue  # all of it is held
+                continue  # all its blocks are held already
             kept = holding.blocks[group.first_block(num_computed) :]
             own = sum(b != NULL_BLOCK and self.pool.ref_counts[b] == 1 for b in kept)
             later = group.count_blocks(num_known) - len(holding.blocks)
@@ -366,7 +381,7 @@ class GroupMemory:
         return needed
 
     def adopt(self, holdings: Sequence[Holding], hits: GroupHits) -> None:
-        """Hold the hits of all groups, before any group takes a block."""
+        """Hold the hits of all groups, before any group takes a new block."""
         self.pool.touch(hits.shared())
         for group, holding, table in zip(self.groups, holdings, hits.tables, strict=True):
             holding.blocks += table
@@ -374,16 +389,17 @@ class GroupMemory:
             holding.num_left = table.count(NULL_BLOCK)
 
     def count_most(self, num_slots: int) -> int:
-        """Blocks of its text that a request holds at once, at most, until it has so many slots."""
+        """Return the most blocks that a request's text holds at once until it has `num_slots`
+        slots."""
         return sum(group.count_held(num_slots) for group in self.groups if not group.is_beside)
 
     def count_across(self, num_beside: int) -> int:
-        """Blocks of what stands beside its text."""
+        """Return the number of blocks for the items of a request in an encoder-decoder model."""
         return sum(group.count_blocks(num_beside) for group in self.groups if group.is_beside)
 
 
 def make_groups(config: Config) -> tuple[Group, ...]:
-    """The groups of a config, in their order."""
+    """Return the groups of a config, in their order."""
     return tuple(
         [_find_kind(group)(number, group, config) for number, group in enumerate(config.kv_groups)]
     )

@@ -1,4 +1,4 @@
-"""Lineage: the tokens of one request, and the names of the full blocks that they fill."""
+"""Lineage: the tokens of one request, and the digests and keys of its full blocks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from blockstep.spec.vocabulary import BlockKey, Request, TokenIds
 
 
 class Lineage:
-    """Everything that names the blocks of one request.
+    """The tokens of one request, and the digests and keys of its full blocks.
 
-    Tokens are only ever appended, never changed: a published block refers to its lineage for as
-    long as it can be hit, also after the request ended (P3). A session that goes on drops some of
-    its last, but none that was computed, and so none of a published block.
+    Tokens are only appended, never changed: a published block refers to its lineage as long as it
+    can be hit, even after the request has finished (P3). A session that continues drops some of its
+    last tokens, but no computed one, and so none of a published block.
 
         tokens   | block 0 | block 1 | block 2 | .. tail
-        digests  |   d0    |   d1    |          each taken once, when first asked for
+        digests  |   d0    |   d1    |          each computed once, when first needed
         keys     |   k0    |                    built for snapshots only, and then kept
     """
 
@@ -47,12 +47,12 @@ class Lineage:
         self._ends = [item.offset + item.length for item in request.items]
 
     def append(self, token_id: int) -> None:
-        """A verified output token."""
+        """Append a verified output token."""
         self.tokens.append(token_id)
 
     def go_on(self, request: Request, num_kept: int) -> None:
-        """A session has its next chunk: `request` is what it has become, and its tokens begin with
-        the first `num_kept` that there were."""
+        """Continue a session with its next input: `request` is the whole request now, and its
+        tokens begin with the first `num_kept` of the old ones."""
         full = num_kept // self._block_size
         del self._digests[full:], self._keys[full:]
         self._group_keys = {at: key for at, key in self._group_keys.items() if at[0] < full}
@@ -61,9 +61,10 @@ class Lineage:
         self._ends = [item.offset + item.length for item in request.items]
 
     def adopt_names(self, other: Lineage) -> int:
-        """Take over the names of what both begin with; how many tokens that are.
+        """Take over the digests and keys of the common leading tokens; return the number of these
+        tokens.
 
-        The requests are alike but for their outputs, and this one has no names yet.
+        The requests are equal but for their outputs, and this one has no digests yet.
         """
         common = self._count_common(other)
         full = common // self._block_size
@@ -73,26 +74,27 @@ class Lineage:
         return common
 
     def _count_common(self, other: Lineage) -> int:
-        """Tokens that both begin with, their prompt at least."""
+        """Return the number of leading tokens that are equal in both; their prompts are."""
         num_prompt = len(self.request.prompt_token_ids)
         pairs = zip(self.tokens[num_prompt:], other.tokens[num_prompt:], strict=False)
         return num_prompt + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def name_blocks(self) -> list[bytes]:
-        """The digests of all full blocks."""
+        """Return the digests of all full blocks."""
         full = len(self.tokens) // self._block_size
         if len(self._digests) < full:
             self._extend_digests(full)
         return self._digests
 
     def digest_of(self, index: int) -> bytes:
-        """The digest of block `index`, which must be full."""
+        """Return the digest of block `index`, which must be full."""
         if index >= len(self._digests):
             self._extend_digests(index + 1)
         return self._digests[index]
 
     def key_of(self, index: int, group: int = 0) -> BlockKey:
-        """The structural key of block `index`, which must be full; the same object each time."""
+        """Return the structural key of block `index`, which must be full; the same object each
+        time."""
         keys = self._keys
         while index >= len(keys):
             keys.append(self._build_key(len(keys)))
@@ -104,16 +106,18 @@ class Lineage:
         return key
 
     def adopt_keys(self, other: Lineage, count: int) -> None:
-        """Share the keys that `other` built of its first `count` blocks, which are equal to ours.
+        """Share the keys that `other` has built for its first `count` blocks, which have equal
+        contents.
 
-        Equal keys that are one object are compared at once, which snapshots live on.
+        Equal keys that are the same object compare fast, and snapshots compare many.
         """
         mine = len(self._keys)
         if mine < count and mine < len(other._keys):
             self._keys.extend(other._keys[mine:count])
 
     def agrees_with(self, other: Lineage, index: int) -> bool:
-        """Whether both have the same content up to the end of block `index`, which is full."""
+        """Return whether both have the same content up to the end of block `index`, which is
+        full."""
         if self is other:
             return True
         end = (index + 1) * self._block_size
@@ -127,7 +131,8 @@ class Lineage:
         )
 
     def items_of(self, index: int) -> tuple[tuple[str, int], ...]:
-        """The items that overlap block `index`: identifier, and offset from the block's start."""
+        """Return the items that overlap block `index`: identifier, and offset from the block's
+        start."""
         ends = self._ends
         if not ends:
             return ()
@@ -165,7 +170,7 @@ class Lineage:
         return pack_extras(self.request.adapter, salt, items, embeds)
 
     def _embeds_of(self, index: int) -> TokenIds:
-        """The embeddings of its prompt positions; none where the model embeds tokens itself."""
+        """Return the embeddings of the block's prompt positions; none where tokens are embedded."""
         size = self._block_size
         return self.request.prompt_embeds[index * size : (index + 1) * size]
 

@@ -1,4 +1,4 @@
-"""Loading: a store brings what it has of a request, in the step that admits it or later."""
+"""Loading: a store loads the KV of a request, in the step that admits it or over several steps."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ from blockstep.spec.vocabulary import KVLoad, Status
 
 
 class Loading(Core):
-    """Loads into the blocks of one who is admitted; parks one whose load takes longer.
+    """Loads into the blocks of an admitted request; parks one whose load takes longer than a step.
 
     | local hit | loaded | computed in this step |
-                         ^ where a row begins, if the load is there by then
+                         ^ start of the row, if the load finishes within the step
     """
 
     def _is_parked(self, slot: int) -> bool:
         return self.table.statuses[slot] is Status.WAITING_FOR_REMOTE_KVS
 
     def _has_no_answer(self, transfers: Transfers, slot: int) -> bool:
-        """Whether the store would be asked about a request, and does not know yet."""
+        """Return whether the store would be asked about a request, and does not know yet."""
         return not self.table.num_computed[slot] and transfers.has_no_answer(
             self.table.requests[slot]
         )
 
     def _find_load(self, slot: int, num_hit: int) -> tuple[int, bool]:
-        """Tokens that a store loads behind a hit, and whether they come later."""
+        """Return the tokens that a store loads after a hit, and whether the load takes several
+        steps."""
         if self.transfers is None:
             return 0, False
         table = self.table
         return self.transfers.find_load(table.requests[slot], num_hit, table.num_known[slot])
 
     def _fits(self, groups: GroupMemory, slot: int, hits: GroupHits, extent: Extent) -> bool:
-        """Whether there are blocks to hold one behind its hits, and all of it if that is asked."""
+        """Return whether there are blocks for a request after its hits, and for all of it if
+        required."""
         num_beside = self.table.holdings[slot][0].num_beside
         free = self.pool.num_free - self._count_kept_free()
         if self.config.scheduler_reserve_full_isl:
@@ -53,7 +55,7 @@ class Loading(Core):
         num_external: int,
         step: Step,
     ) -> bool:
-        """Give one the blocks that are loaded, and nothing else: it waits for them in line."""
+        """Hold the hits and take the blocks to load into; the request stays in its queue."""
         table, start = self.table, hits.num_tokens + num_external
         if not self._fits(groups, slot, hits, Extent(start, start)):
             return False
@@ -67,14 +69,15 @@ class Loading(Core):
         return True
 
     def _load_now(self, slot: int, num_hit: int, num_external: int, step: Step) -> None:
-        """It is loaded in this step: until that is answered nobody else may rely on it (P19)."""
+        """Load in this step; until its frame is committed no other request may hit the blocks
+        (P19)."""
         if self.transfers is not None:
             request_id = self.table.requests[slot].request_id
             self.transfers.unsettled[request_id] = self.next_frame_id
             step.loads.append(self._make_load(slot, num_hit, num_external, is_async=False))
 
     def _return(self, slot: int) -> None:
-        """It runs again, or at last: what has come is there for others, too."""
+        """Unpark a request that is admitted: publish its loaded blocks."""
         table = self.table
         self._unpark(slot)
         self._publish(slot, table.num_computed[slot], 0)
@@ -93,7 +96,7 @@ class Loading(Core):
         )
 
     def _count_hits(self, slot: int, num_hit: int, num_external: int) -> None:
-        """It has been given blocks: what caches have served of what was asked (P21)."""
+        """Count the queries and hits of the caches for a request that was given blocks (P21)."""
         request, num_known = self.table.requests[slot], self.table.num_known[slot]
         if self._asks_cache(slot):
             self.prefix_cache_queries += num_known

@@ -1,4 +1,4 @@
-"""Masks: what each row of a frame may sample, by the grammars of their requests."""
+"""Masks: the tokens that each row of a frame may sample, by the grammar of its request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from blockstep.spec.vocabulary import (
 
 
 class Masks(Core):
-    """Makes masks of frames in flight, and holds what is sampled to them (P23)."""
+    """Makes the bitmasks of frames in flight, and checks sampled tokens against grammars (P23)."""
 
     def _set_grammar_ready(self, request_id: RequestId) -> Ack | Rejected:
         slot = self.table.slot_of.get(request_id)
@@ -37,7 +37,7 @@ class Masks(Core):
         return Ack()
 
     def _fail_grammar(self, request_id: RequestId) -> Outputs | Rejected:
-        """It ends, wherever it is; what frames in flight sample for it goes with it."""
+        """Finish a request whose grammar failed, in any status; tokens in flight are discarded."""
         slot = self.table.slot_of.get(request_id)
         request = None if slot is None else self.table.requests[slot]
         problem = grammar_problem(request, request_id, "failed")
@@ -50,7 +50,8 @@ class Masks(Core):
         return Outputs((row,))
 
     def _make_mask(self, event: GrammarBitmask) -> GrammarOutput | Rejected:
-        """The mask of a frame, and its drafts cut to what the grammars accept."""
+        """Return the bitmask of a frame, and its drafts cut at the first that the grammar
+        forbids."""
         problem = mask_problem(self.config, event, self.frames)
         if problem is not None:
             return problem
@@ -74,8 +75,8 @@ class Masks(Core):
         return GrammarOutput(tuple(rows))
 
     def _tell_masks(self, frame: Mapping[RequestId, TokenIds | None]) -> tuple[bool, bool]:
-        """Of a frame that promises nothing yet: whether its mask has rows, and whether a grammar is
-        behind one of them, because older frames have promised tokens."""
+        """Return, for a frame that has no placeholders yet, whether its bitmask has rows, and
+        whether a grammar is behind one of them because older frames have placeholders."""
         table = self.table
         promised = [
             table.num_output_placeholders[table.slot_of[name]]
@@ -85,11 +86,12 @@ class Masks(Core):
         return bool(promised), any(promised)
 
     def _is_masked(self, request_id: RequestId, drafts: TokenIds | None) -> bool:
-        """Whether a row of a frame in flight has a mask: it samples, and has a grammar."""
+        """Return whether a row of a frame in flight has a bitmask: it samples, and has a
+        grammar."""
         return drafts is not None and request_id in self.matchers
 
     def _samples_before(self, frame_id: FrameId, request_id: RequestId) -> bool:
-        """Whether an older frame samples for a request: its grammar is behind this one."""
+        """Return whether an older frame samples for a request: its grammar is behind this frame."""
         return any(
             frame.get(request_id) is not None
             for older, frame in self.frames.items()
@@ -97,13 +99,14 @@ class Masks(Core):
         )
 
     def _cut_drafts(self, matcher: Matcher, drafts: TokenIds) -> TokenIds:
-        """The drafts that may be verified: the first ones, as far as its grammar accepts them."""
+        """Return the drafts that may be verified: the leading ones that the grammar accepts."""
         return matcher.cut(drafts)
 
     def _grammar_result_problem(
         self, frame_id: FrameId, answers: Mapping[RequestId, TokenIds]
     ) -> Rejected | None:
-        """Why a grammar forbids what was sampled, or None. What is dropped is held to none."""
+        """Return why a grammar forbids the sampled tokens, or None. Discarded rows are not
+        checked."""
         dropped = self.dropped.get(frame_id, {})
         for name, tokens in answers.items():
             matcher = None if name in dropped else self.matchers.get(name)
@@ -113,9 +116,9 @@ class Masks(Core):
         return None
 
     def _advance_grammar(self, request_id: RequestId, delivered: TokenIds) -> None:
-        """Its grammar follows what is delivered, the last token included."""
+        """Advance the request's grammar by the delivered tokens, the last one included."""
         matcher = self.matchers.get(request_id)
         if matcher is not None:
             position = matcher.follow(delivered)
-            assert position is not None, "a commit is refused whose tokens a grammar forbids"
+            assert position is not None, "a commit with forbidden tokens is rejected"
             matcher.position = position

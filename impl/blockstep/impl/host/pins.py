@@ -1,7 +1,7 @@
 """Pins: blocks that stay between two turns of a job, and for how long.
 
-A machine of its own: it knows jobs by their ids and blocks by tables, and no queue or pool. Whoever
-ends a pin here frees its blocks there.
+This state machine knows jobs by their ids and blocks by tables, and no queue or pool. The caller
+that ends a pin frees its blocks.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ from blockstep.spec.vocabulary import NULL_BLOCK, BlockTables, Pin, PinEstimate,
 
 
 class Pins:
-    """At most one pin per job, in the order in which turns ended (seed 001, "Feature A")."""
+    """The pins, at most one per job, in the order in which turns ended (seed 001, "Feature A")."""
 
     def __init__(self) -> None:
         self.now = 0
-        """Ticks: the latest time that was told."""
+        """The latest time of a Clock event, in ticks."""
         self.pins: dict[str, Pin] = {}
-        """By job, in the order in which they were pinned."""
+        """The pin of each job, in the order of pinning."""
         self.estimates: dict[str, int] = {}
-        """By job that has a pin or an unfinished turn: ticks for which its blocks stay; never 0."""
+        """For jobs with a pin or an unfinished turn: the ticks for which blocks stay pinned; never
+        0."""
         self._num_turns: Counter[str] = Counter()
-        """By job: its unfinished turns."""
+        """The number of unfinished turns of each job."""
 
     def tell_time(self, now: int) -> None:
-        """Time does not go back."""
+        """Set the time; it never goes back."""
         self.now = max(self.now, now)
 
     def take_estimate(self, estimate: PinEstimate) -> None:
-        """From now on this holds of a job, if there is anything of it."""
+        """Set how long a job's blocks stay pinned; ignored if the job has neither pin nor turn."""
         job_id, pin = estimate.job_id, self.pins.get(estimate.job_id)
         if pin is not None:
             self.pins[job_id] = Pin(job_id, pin.block_tables, self.now + estimate.ttl)
@@ -41,26 +42,26 @@ class Pins:
             self.estimates.pop(job_id, None)
 
     def begin_turn(self, job_id: str | None) -> None:
-        """A request of this job is there."""
+        """Count a new request of this job."""
         if job_id is not None:
             self._num_turns[job_id] += 1
 
     def end_turn(self, job_id: str | None) -> None:
-        """It is there no more, however it ended."""
+        """Count a finished request of this job, whatever finished it."""
         if job_id is not None:
             self._num_turns[job_id] -= 1
             self._forget_if_gone(job_id)
 
     def may_pin(self, job_id: str) -> bool:
-        """Whether blocks of a turn that ends now would stay at all."""
+        """Return whether blocks of a turn that ends now would be pinned."""
         return job_id in self.estimates
 
     def pin(self, job_id: str, block_tables: BlockTables) -> None:
-        """They stay from now on; the job has no other pin."""
+        """Pin blocks; the job must have no other pin."""
         self.pins[job_id] = Pin(job_id, block_tables, self.now + self.estimates[job_id])
 
     def end(self, job_id: str) -> BlockTables:
-        """A pin ends; what it held, nothing if there was none."""
+        """End a pin, if there is one; return its block tables."""
         pin = self.pins.pop(job_id, None)
         if pin is None:
             return ()
@@ -68,22 +69,23 @@ class Pins:
         return pin.block_tables
 
     def is_warm(self, job_id: str | None) -> bool:
-        """Whether blocks of the turn before are kept for this job."""
+        """Return whether blocks of the job's previous turn are pinned."""
         return job_id in self.pins
 
     def list_ended(self) -> list[str]:
-        """Jobs whose pins have had their time, in the order in which they were pinned."""
+        """Return the jobs whose pins have expired, in the order of pinning."""
         return [job_id for job_id, pin in self.pins.items() if pin.end <= self.now]
 
     def find_giver(self, needy: str | None) -> str | None:
-        """The job whose pin goes first for a turn of `needy`: its own goes last (P10).
+        """Return the job whose pin is ended first to free blocks for a turn of `needy` (P10).
 
-        Of the others that which ends first, and of these the oldest.
+        That is the pin of another job that expires first, and of several the oldest; the job's own
+        pin is the last.
         """
         return min(self.pins, key=lambda job: (job == needy, self.pins[job].end), default=None)
 
     def count_holds(self) -> int:
-        """How often pins hold blocks; one block may be in several of them."""
+        """Return the number of holds of all pins; one block may be in several."""
         return sum(
             block != NULL_BLOCK
             for pin in self.pins.values()
@@ -92,12 +94,12 @@ class Pins:
         )
 
     def snapshot(self) -> PinsSnapshot:
-        """Its canonical state."""
+        """Return its canonical state."""
         estimates = [PinEstimate(job_id, ttl) for job_id, ttl in sorted(self.estimates.items())]
         return PinsSnapshot(self.now, tuple(self.pins.values()), tuple(estimates))
 
     def _forget_if_gone(self, job_id: str) -> None:
-        """Nothing is known of a job without a turn or a pin, so that what is known stays small."""
+        """Forget a job without a turn or a pin, so that the tables stay small."""
         if not self._num_turns[job_id]:
             del self._num_turns[job_id]
             if job_id not in self.pins:

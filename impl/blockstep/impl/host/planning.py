@@ -1,4 +1,4 @@
-"""Planning: one Schedule, from the budget to the plan that the worker gets."""
+"""Planning: one Schedule, from the token budget to the plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NO_MASKS: Final = (False, False)
 
 
 class Planning(RunningPhase, WaitingPhase, Masks, Turns):
-    """Runs both phases and tells the worker what changed since the plan before (P26)."""
+    """Runs both phases, and plans what changed since the previous plan (P26)."""
 
     def _schedule(self) -> Plan | Rejected:
         problem = schedule_problem(self.config, len(self.frames))
@@ -55,7 +55,7 @@ class Planning(RunningPhase, WaitingPhase, Masks, Turns):
         return self.config.max_num_batched_tokens
 
     def _issue_plan(self, step: Step) -> Plan:
-        """Turn the step into a plan, and its rows into a frame in flight."""
+        """Build the plan of a step, and put its rows in flight as a frame."""
         frame_id = self.next_frame_id
         frame: dict[RequestId, TokenIds | None] = {}
         new: list[NewRow] = []
@@ -120,8 +120,8 @@ class Planning(RunningPhase, WaitingPhase, Masks, Turns):
         return plan if self.encoder is None else self._tell_encoder(self.encoder, step, plan)
 
     def _tell_encoder(self, encoder: EncoderCache, step: Step, plan: Plan) -> Plan:
-        """The plan with what is encoded, loaded and dropped for it."""
-        freed = encoder.announce()  # what these rows release goes with the next plan
+        """Return the plan with the encoder inputs to compute, load and drop."""
+        freed = encoder.announce()  # entries that these rows release are reported in the next plan
         self._release_items(encoder, [*step.rows, *[row[0] for row in step.admitted]])
         return replace(
             plan,
@@ -131,12 +131,12 @@ class Planning(RunningPhase, WaitingPhase, Masks, Turns):
         )
 
     def _list_to_zero(self, groups: GroupMemory, step: Step) -> tuple[BlockId, ...]:
-        """What rows that stayed in the plan have taken for attention beside states."""
+        """Return the blocks to zero: attention blocks taken by rows that are still in the plan."""
         taken = [row[1] for row in step.rows.values() if row[1]]
         return groups.list_to_zero(taken + step.taken)
 
     def _count_common_prefix(self) -> tuple[int, ...]:
-        """Per group: leading blocks in the tables of all who run (P26)."""
+        """Return, for each group, the leading blocks that all running requests share (P26)."""
         running = self.running
         if not running or not self.config.enable_prefix_caching:
             return self._nothing_common
@@ -153,12 +153,12 @@ class Planning(RunningPhase, WaitingPhase, Masks, Turns):
         )
 
     def _count_common_blocks(self, group: int, blocks: list[BlockId], num_running: int) -> int:
-        """Of a table of one who runs, in a group under full attention.
+        """Return the leading blocks that all running requests share in a group with full attention.
 
-        Where no session, branch or pin keeps any and there is no store, only those who run hold
-        blocks, and each of them a block once: one with as many holders as run is in all tables.
-        What is taken later no two share, so the count stays while nobody begins or ceases to hold
-        what is there.
+        Without sessions, branches, pins and a store only running requests hold blocks, each of them
+        a block once: a block with as many holders as requests run is in all tables. Blocks taken
+        later are not shared, so the count stays until some request starts or stops to hold a cached
+        block.
         """
         if num_running == 1:
             return len(blocks)
@@ -179,7 +179,7 @@ class Planning(RunningPhase, WaitingPhase, Masks, Turns):
         return known[1]
 
     def _advance(self, slot: int, num_scheduled: int, frame_id: int) -> bool:
-        """Count the scheduled tokens as computed; whether the row will sample."""
+        """Count the scheduled tokens as computed; return whether the row samples."""
         table = self.table
         computed = table.num_computed[slot] + num_scheduled
         samples = computed >= table.num_known[slot] + table.num_output_placeholders[slot]
@@ -221,7 +221,7 @@ class Planning(RunningPhase, WaitingPhase, Masks, Turns):
             block_ids=table.block_tables(slot),
             num_computed_tokens=table.num_computed[slot],
             num_scheduled_tokens=num_scheduled,
-            output_token_ids=table.output_token_ids(slot),  # those of a branch: others have none
+            output_token_ids=table.output_token_ids(slot),  # only a branch has outputs
         )
 
     def _was_in_previous_plan(self, slot: int) -> bool:

@@ -1,4 +1,4 @@
-"""The prefix map: which blocks hold a content, and what content a block holds."""
+"""The prefix map: the cached blocks of a content, and the content of each cached block."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ Shown: TypeAlias = tuple[tuple[BlockKey | None, ...], Mapping[BlockKey, tuple[Bl
 
 
 class PrefixMap:
-    """Published blocks by the digest of their content (P3).
+    """The published blocks by the digest of their content (P3).
 
-    Two blocks may hold the same content, published side by side; a hit takes the one published
-    first (seed 003, section 3.1). With a digest that is not cryptographic, a bucket may hold
-    blocks of different contents, and each candidate is compared in full.
+    Two blocks may be published with the same content; a hit takes the one published first (seed
+    003, section 3.1). With a digest that is not cryptographic, a bucket may hold blocks of
+    different contents, and each candidate is compared in full.
 
     Args:
         num_blocks: blocks of the pool, the null block included.
-        verify: whether equal digests may stand for different contents.
+        verify: whether different contents may have equal digests.
     """
 
     def __init__(self, num_blocks: int, verify: bool) -> None:
         self._verify = verify
         self.log: EventLog | None = None
-        """Where it is kept what becomes of the map; None where nobody is told."""
+        """The log of the map's changes; None if the config has no KV events."""
         self._buckets: dict[bytes, BlockId | list[BlockId]] = {}
-        """By digest: the one block that carries it, or several in order of publication. Nearly
-        always it is one, and a list for each would cost more than all else in `publish`."""
+        """For each digest, the one block that has it, or several in order of publication. Nearly
+        always it is one, and a list for each would cost more than everything else in `publish`."""
         self._lineages: list[Lineage | None] = [None] * num_blocks
         self._digests = [b""] * num_blocks
         self._indices = [0] * num_blocks
         self._groups = [0] * num_blocks
         self._shown: Shown | None = None
-        """As of now; None where it has changed since it was shown."""
+        """The last result of `show`; None if the map has changed since."""
 
     def publish(self, block: BlockId, lineage: Lineage, index: int, group: int = 0) -> None:
-        """From now on `block` is found as block `index` of `lineage`, in this KV-cache group.
+        """Publish `block` with the content of block `index` of `lineage`, in this KV-cache group.
 
-        In a group of larger blocks `index` is that of the last one in it which has a name.
+        In a group of larger blocks, `index` is the last block of the smallest size in it.
         """
         self._shown = None
         digest = lineage.digest_of(index)
@@ -55,7 +55,7 @@ class PrefixMap:
             self._publish_beside(block, digest)
 
     def withdraw(self, block: BlockId) -> None:
-        """`block` is not found any more; nothing happens if it was not published."""
+        """Unpublish `block`; nothing happens if it was not published."""
         lineage = self._lineages[block]
         if lineage is None:
             return
@@ -73,7 +73,7 @@ class PrefixMap:
             del self._buckets[digest]
 
     def clear(self) -> None:
-        """No block is found any more (P25)."""
+        """Unpublish all blocks (P25)."""
         self._shown = None
         for bucket in self._buckets.values():
             for block in _blocks_in(bucket):
@@ -83,7 +83,8 @@ class PrefixMap:
             self.log.cleared()
 
     def hits(self, lineage: Lineage, limit: int) -> list[BlockId]:
-        """Blocks that hold the first blocks of `lineage`, up to the first miss or `limit`."""
+        """Return cached blocks with the first contents of `lineage`, up to the first miss or
+        `limit`."""
         if self._verify:
             found = self._verified_hits(lineage, limit)
         else:
@@ -100,7 +101,8 @@ class PrefixMap:
         return found
 
     def find(self, lineage: Lineage, index: int, group: int) -> BlockId | None:
-        """The block that is hit for block `index` of `lineage` in a KV-cache group, if any."""
+        """Return the block that is hit for block `index` of `lineage` in a KV-cache group, or
+        None."""
         digest = lineage.digest_of(index)
         bucket = self._buckets.get(_name_in_group(digest, group) if group else digest)
         if bucket is None:
@@ -111,11 +113,11 @@ class PrefixMap:
         return bucket if isinstance(bucket, int) else self._choose(bucket)
 
     def _choose(self, blocks: list[BlockId]) -> BlockId:
-        """Which of several blocks with one content is hit: the one published first."""
+        """Return which of several blocks with one content is hit: the one published first."""
         return blocks[0]
 
     def _verified_hits(self, lineage: Lineage, limit: int) -> list[BlockId]:
-        """The same where equal digests may stand for different contents."""
+        """Return the hits where different contents may have equal digests."""
         found: list[BlockId] = []
         for index in range(limit):
             block = self.find(lineage, index, group=0)
@@ -125,7 +127,8 @@ class PrefixMap:
         return found
 
     def holds(self, block: BlockId, lineage: Lineage, index: int, group: int = 0) -> bool:
-        """Whether `block` is published with exactly the content of block `index` of `lineage`."""
+        """Return whether `block` is published with exactly the content of block `index` of
+        `lineage`."""
         other = self._lineages[block]
         return (
             other is not None
@@ -135,14 +138,15 @@ class PrefixMap:
         )
 
     def show(self) -> Shown:
-        """The keys by block id, and the blocks of each: the same objects until either changes."""
+        """Return the keys by block id, and the blocks of each key: the same objects until one
+        changes."""
         if self._shown is None:
             keys = self.keys()
             self._shown = tuple(keys), self.cached(keys)
         return self._shown
 
     def keys(self) -> list[BlockKey | None]:
-        """What each block carries, by block id; None where it is not published."""
+        """Return the key of each block, by block id; None if the block is not published."""
         indices, groups = self._indices, self._groups
         return [
             None if lineage is None else lineage.key_of(indices[block], groups[block])
@@ -150,7 +154,7 @@ class PrefixMap:
         ]
 
     def cached(self, keys: list[BlockKey | None]) -> dict[BlockKey, tuple[BlockId, ...]]:
-        """The blocks of each key in order of publication; `keys` as of now."""
+        """Return the blocks of each key in order of publication; `keys` must be current."""
         found: dict[BlockKey, tuple[BlockId, ...]] = {}
         for bucket in self._buckets.values():
             for block in _blocks_in(bucket):
@@ -160,7 +164,7 @@ class PrefixMap:
         return found
 
     def _publish_beside(self, block: BlockId, digest: bytes) -> None:
-        """Another block carries the digest already."""
+        """Publish a block whose digest another block has already."""
         bucket = self._buckets[digest]
         if isinstance(bucket, int):
             self._buckets[digest] = [bucket, block]
@@ -171,14 +175,15 @@ class PrefixMap:
         self.share_keys(lineage, found[-1])
 
     def share_keys(self, lineage: Lineage, block: BlockId) -> None:
-        """Let `lineage` have the very keys that name the content up to the end of `block`."""
+        """Let `lineage` share the key objects of the content up to the end of `block`."""
         source = self._lineages[block]
         if source is not None:
             lineage.adopt_keys(source, self._indices[block] + 1)
 
 
 def _name_in_group(digest: bytes, group: int) -> bytes:
-    """Longer than any digest alone, so that none of them is it."""
+    """Return a digest for the content in a group; longer than any plain digest, so never equal to
+    one."""
     return digest + group.to_bytes(4, "little")
 
 

@@ -1,18 +1,19 @@
-"""Promises: outputs that frames in flight will sample, counted before anyone knows them.
+"""Promises: placeholders for the outputs that frames in flight will sample.
 
-Under asynchronous scheduling a step is planned before the tokens of the one before are known. What
-its rows will sample stands as placeholders: one for the token of the model's own, one per draft.
+Under asynchronous scheduling a step is planned before the previous step's tokens are known. The
+outputs of its rows are counted as placeholders: one for the sampled token, one per draft.
 
-    known: verified | placeholders: promised by frames in flight
-                    computed ---^  (all but the last, which nobody has read yet)
+    known: verified | placeholders of frames in flight
+                    computed ---^  (all but the last, which no row has computed yet)
 
-So `computed == known + placeholders - 1` for a running request with a promise (P12). Drafts stay
-with the worker, and a plan says only how many of them to verify (seed 001, "Async scheduling
+So `computed == known + placeholders - 1` for a running request with placeholders (P12). Drafts stay
+with the worker; a plan only gives the number of drafts to verify (seed 001, "Async scheduling
 skip-ahead").
 
-Without it nothing is promised, however many frames are in flight (pipeline parallelism): once a row
-samples all known tokens are computed, so that the request has no other row before the token is
-known, while others, and chunks of a prompt, are planned behind it.
+Without asynchronous scheduling there are no placeholders, however many frames are in flight
+(pipeline parallelism): a row that samples has computed all known tokens, so the request has no
+other row until its token is known, while rows of other requests, and later chunks of a prompt, are
+planned.
 """
 
 from __future__ import annotations
@@ -25,27 +26,26 @@ from blockstep.spec.vocabulary import FrameId, RequestId, Status, TokenIds
 
 
 class Promises(Core):
-    """Makes promises when a plan is issued, keeps them when its frame is committed."""
+    """Adds placeholders when a plan is issued, and removes them when its frame is committed."""
 
     def _is_past_max_tokens(self, slot: int) -> bool:
-        """Whether the promise will end the request by `max_tokens`: no row for it (skip-ahead).
+        """Return whether the placeholders reach `max_tokens`: then it needs no row (skip-ahead).
 
-        One promised token is sure, the others may be drafts that are rejected. By the law above
-        `known + 1 == computed + 2 - placeholders`. Several frames in flight would make several
-        tokens sure, but the rule, which is upstream's, was made for one frame ahead (seed 001,
-        "Async scheduling skip-ahead").
+        One token is certain; the other placeholders may be rejected drafts. By the equation above
+        `known + 1 == computed + 2 - placeholders`. With several frames in flight several tokens
+        would be certain, but upstream's rule was made for one frame ahead (seed 001, "Async
+        scheduling skip-ahead").
         """
         table = self.table
         sure = table.num_computed[slot] + 2 - table.num_output_placeholders[slot]
         return sure >= table.num_prompt[slot] + table.requests[slot].max_tokens
 
     def _awaits_tokens(self, slot: int) -> bool:
-        """Whether a request at the head of a queue was preempted, and a frame in flight samples
-        for it.
+        """Return whether a waiting request was preempted, and a frame in flight samples for it.
 
-        It is not admitted before: the position after its known tokens would be sampled twice
-        (ours, P13; upstream #48245). A frame that runs a chunk of it, and samples nothing, does not
-        hold it up.
+        It is not admitted before that commit: else the position after its known tokens would be
+        sampled twice (ours, P13; upstream #48245). A frame with a chunk of it that does not sample
+        does not delay it.
         """
         request_id = self.table.requests[slot].request_id
         return any(frame.get(request_id) is not None for frame in self.frames.values())
@@ -53,14 +53,14 @@ class Promises(Core):
     def _align_chunk(
         self, groups: GroupMemory, slot: int, num_computed: int, num_scheduled: int
     ) -> int:
-        """Tokens of its row if states are kept at the ends of chunks."""
+        """Return the tokens of its row, aligned if states are kept at the ends of chunks."""
         table = self.table
         return groups.align(
             num_computed, num_scheduled, table.num_prompt[slot], table.num_known[slot]
         )
 
     def _count_drafts_in_flight(self, slot: int) -> int:
-        """Drafts that frames in flight verify, and of which a commit may reject all."""
+        """Return the number of its drafts in flight, of which commits may reject all."""
         if not self.draft_placeholders or not self.table.num_output_placeholders[slot]:
             return 0
         request_id = self.table.requests[slot].request_id
@@ -69,7 +69,7 @@ class Promises(Core):
     def _promise_outputs(
         self, frame_id: FrameId, frame: Mapping[RequestId, TokenIds | None]
     ) -> None:
-        """A plan has been made: its rows that sample promise outputs."""
+        """Add placeholders for the rows of a new plan that sample."""
         slot_of = self.table.slot_of
         for request_id, drafts in frame.items():
             if drafts is not None:
@@ -78,36 +78,39 @@ class Promises(Core):
             self._drop_unused_placeholders(frame_id)
 
     def _promise(self, slot: int, num_drafts: int) -> None:
-        """Its row samples a token and verifies drafts; the worker will propose new ones then."""
+        """Add placeholders for a token and the drafts of a row; the next row has draft
+        placeholders."""
         self.table.num_output_placeholders[slot] += 1 + num_drafts
         self.table.spec_token_ids[slot] = self.draft_placeholders
 
     def _drop_unused_placeholders(self, frame_id: FrameId) -> None:
-        """Who runs but has no row in this plan has no drafts in the next one (ours, P24).
+        """Drop the draft placeholders of running requests without a row in this plan (ours, P24).
 
-        A placeholder stands for what the worker proposed after the plan before, and it proposes
-        nothing where it runs nothing (upstream #46899). The plan may have no rows at all.
+        A placeholder is for a draft that the worker proposes after a row, and without a row it
+        proposes none (upstream #46899). The plan may have no rows at all.
         """
-        # Drafts of a row that does not sample were given up when the row was made.
+        # The drafts of a row that does not sample were dropped when the row was made.
         table = self.table
         for slot in self.running:
             if table.last_frame[slot] != frame_id:
                 table.spec_token_ids[slot] = ()
 
     def _keep_promise(self, slot: int, num_drafts: int) -> None:
-        """A row that samples is committed: what it promised is known now, or rejected (P12).
+        """Remove the placeholders of a row that is committed: its tokens are known or rejected
+        (P12).
 
-        Also of a request that has been preempted since; it may be admitted again after the last.
+        This holds for a preempted request, too; it may be admitted again after its last such row.
         """
         self.table.num_output_placeholders[slot] -= 1 + num_drafts
 
     def _publish_verified(self, slot: int) -> None:
-        """Make findable what a commit has verified: all full blocks before the last known token.
+        """Publish the blocks that a commit has verified: all full blocks before the last known
+        token.
 
         Their KV was written when the tokens were computed, in this frame at the latest; the last
-        token may not have run yet (P4). The Schedule of the step could publish none of it, as the
-        tokens were not known. Also for a request that just ended, whose blocks are freed next;
-        not for one that was preempted since, which has no blocks (P3).
+        token may not be computed yet (P4). The Schedule of the step could not publish them, as the
+        tokens were not known. A request that finishes now publishes, too, before its blocks are
+        freed; one that was preempted since has no blocks (P3).
         """
         if self.table.statuses[slot] is Status.RUNNING:
             self._publish(slot, self.table.num_known[slot] - 1, 0)

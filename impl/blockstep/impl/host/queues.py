@@ -1,4 +1,4 @@
-"""Queues: who waits, in the order of being taken. Their elements are slots of the table."""
+"""Queues: waiting requests in the order of admission. Their elements are slots of the table."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ class RequestQueue(Protocol):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[int]:
-        """In the order of being taken."""
+        """Iterate in the order of admission."""
         ...
 
     def head(self) -> int:
-        """The one to be taken next; the queue is not empty."""
+        """Return the first request; the queue must not be empty."""
         ...
 
     def pop(self) -> int:
-        """Take the head."""
+        """Remove the first request and return it."""
         ...
 
     def append(self, slot: int) -> None:
-        """It comes last, as far as the policy leaves a choice."""
+        """Add a request at the end; under priority, by its rank."""
         ...
 
     def prepend(self, slots: Iterable[int]) -> None:
-        """They come first in the order given, as far as the policy leaves a choice."""
+        """Add requests at the front, in the order given; under priority, by their ranks."""
         ...
 
     def remove(self, slot: int) -> bool:
-        """Take it out from anywhere; False if it is not here."""
+        """Remove a request from any place; return False if it is not in this queue."""
         ...
 
     def sort(self, rank_of: Callable[[int], int]) -> None:
-        """The lowest come first, equals as before, as far as the policy leaves a choice."""
+        """Sort by rank, the lowest first and equals as before; no effect under priority."""
         ...
 
 
@@ -88,10 +88,10 @@ class FcfsQueue:
 
 
 class PriorityQueue:
-    """Sorted by rank; where a request is inserted makes no difference.
+    """Sorted by rank, wherever a request is added.
 
-    A sorted list beats a heap: a snapshot reads it in order, an abort removes from its middle,
-    and shifting ten thousand pointers takes a few microseconds.
+    A sorted list is better than a heap: a snapshot reads it in order, an abort removes from its
+    middle, and shifting ten thousand pointers takes a few microseconds.
     """
 
     def __init__(self, rank_of: Callable[[int], Rank]) -> None:
@@ -131,9 +131,9 @@ class PriorityQueue:
         return True
 
     def sort(self, rank_of: Callable[[int], int]) -> None:
-        """See `RequestQueue`: its own rank leaves no choice."""
+        """See `RequestQueue`. It is sorted by its own rank already."""
 
 
 def make_queue(policy: Policy, rank_of: Callable[[int], Rank]) -> RequestQueue:
-    """An empty queue that follows `policy`."""
+    """Return an empty queue for `policy`."""
     return PriorityQueue(rank_of) if policy is Policy.PRIORITY else FcfsQueue()

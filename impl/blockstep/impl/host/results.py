@@ -1,4 +1,4 @@
-"""Results: what the worker sampled is checked, stored and delivered."""
+"""Results: sampled tokens are checked, appended and delivered."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from blockstep.spec.vocabulary import (
 )
 
 Verdict: TypeAlias = tuple[FinishReason | None, int | None]
-"""Why a request ends, and the stop token that ended it."""
+"""The finish reason, and the stop token if one was sampled."""
 _NOT_CUT: Final[Mapping[RequestId, TokenIds]] = {}
 _GOES_ON: Final[Verdict] = (None, None)
 
 
 class Results(Promises, Masks, Arrivals, Turns):
-    """Takes Commit: all rows of it are checked before one changes anything."""
+    """Takes Commit: all rows are checked before anything changes."""
 
     def _commit(self, event: Commit) -> Outputs | Rejected:
         frame_id = event.frame_id
@@ -58,7 +58,7 @@ class Results(Promises, Masks, Arrivals, Turns):
         return Outputs(tuple(rows), self._tell())
 
     def _find_frame(self, frame_id: FrameId) -> Mapping[RequestId, TokenIds | None] | Rejected:
-        """The frame, if it is the one to be committed next."""
+        """Return the frame if it is the next to be committed."""
         frame = self.frames.get(frame_id)
         if frame is None:
             return unknown_frame(frame_id, self.frames)
@@ -72,13 +72,14 @@ class Results(Promises, Masks, Arrivals, Turns):
         answers: Mapping[RequestId, TokenIds],
         cut: Mapping[RequestId, TokenIds] = _NOT_CUT,
     ) -> list[OutputRow]:
-        """Store and deliver row by row; `cut`: the drafts of a row, if only some were verified."""
+        """Append and deliver the tokens, row by row; `cut`: the verified drafts, if not all
+        were."""
         slot_of, promising = self.table.slot_of, self.async_scheduling
         rows: list[OutputRow] = []
         for request_id, drafts in frame.items():
             slot, tokens = slot_of.get(request_id), answers[request_id]
             if slot is None or drafts is None:
-                continue  # aborted meanwhile, still in prefill, or behind the stop of a session
+                continue  # aborted since, not sampling, or after the stop of a session
             if promising:
                 self._keep_promise(slot, len(drafts or ()))
             if drafts:
@@ -89,7 +90,7 @@ class Results(Promises, Masks, Arrivals, Turns):
         return rows
 
     def _is_oldest(self, frame_id: FrameId) -> bool:
-        """Whether no frame in flight was planned before this one: its tokens come next (P13)."""
+        """Return whether no frame in flight is older: its tokens are delivered next (P13)."""
         return next(iter(self.frames)) == frame_id
 
     def _result_problem(
@@ -99,13 +100,13 @@ class Results(Promises, Masks, Arrivals, Turns):
         frame: Mapping[RequestId, TokenIds | None],
         answers: dict[RequestId, TokenIds],
     ) -> Rejected | None:
-        """Why the rows do not answer the frame, or None."""
+        """Return why the sampled rows do not fit the frame, or None."""
         return answer_problem(frame_id, num_answers, frame, answers, self._are_among)
 
     def _are_among(self, drafts: TokenIds, accepted: TokenIds) -> bool:
-        """Whether a row may accept these of its drafts: the first ones.
+        """Return whether `accepted` can be the accepted drafts of a row: the first ones.
 
-        Under asynchronous scheduling drafts are placeholders, and any token may be behind one.
+        Under asynchronous scheduling drafts are placeholders, and any token fits one.
         """
         return accepted == drafts[: len(accepted)] or DRAFT_PLACEHOLDER in drafts
 
@@ -123,7 +124,7 @@ class Results(Promises, Masks, Arrivals, Turns):
         self.drafts_accepted += accepted
 
     def _deliver(self, slot: int, tokens: TokenIds) -> OutputRow:
-        """Store the tokens up to the one that ends the request, and end it there (P13)."""
+        """Append the tokens up to the one that finishes the request, and finish it there (P13)."""
         request_id = self.table.requests[slot].request_id
         num_cached_tokens = self.table.num_cached_tokens[slot]  # not -1: it has been admitted
         delivered, (reason, stop_token_id) = self._accept(slot, tokens)
@@ -138,7 +139,7 @@ class Results(Promises, Masks, Arrivals, Turns):
         return OutputRow(request_id, delivered, reason, stop_token_id, num_cached_tokens)
 
     def _accept(self, slot: int, tokens: TokenIds) -> tuple[TokenIds, Verdict]:
-        """Append tokens one by one; nothing after the one that ends the request is kept."""
+        """Append tokens one by one; those after the one that finishes the request are discarded."""
         lineage, num_known = self.table.lineages[slot], self.table.num_known
         for count, token in enumerate(tokens, 1):
             lineage.append(token)
@@ -149,9 +150,9 @@ class Results(Promises, Masks, Arrivals, Turns):
         return tokens, _GOES_ON
 
     def _stop_verdict(self, slot: int, token: int) -> Verdict:
-        """Whether the token just appended ends its request.
+        """Return whether the token just appended finishes its request.
 
-        Before `min_tokens` only the length caps do (ours; 0.19.1 masks them as well).
+        Before `min_tokens` only the length limits do (ours; 0.19.1 masks the stop tokens as well).
         """
         table = self.table
         may_stop = table.is_watched[slot] and self._has_min_tokens(slot)
@@ -171,7 +172,7 @@ class Results(Promises, Masks, Arrivals, Turns):
         return self.table.num_outputs(slot) >= self.table.requests[slot].min_tokens
 
     def _repeats(self, slot: int) -> bool:
-        """Whether the outputs end with `min_count` copies of one pattern."""
+        """Return whether the outputs end with `min_count` copies of one pattern."""
         detection = self.table.requests[slot].repetition_detection
         if detection is None:
             return False

@@ -1,4 +1,4 @@
-"""The running phase: each running request gets its next tokens, and blocks to write them in."""
+"""The running phase: each running request gets its next tokens, and blocks for their KV."""
 
 from __future__ import annotations
 
@@ -63,25 +63,26 @@ class RunningPhase(Promises, Encodings, Copies, Saves):
             position += 1
 
     def _take_blocks(self, slot: int, needed: int) -> BlockTables:
-        """Append blocks to its table, where there is one."""
+        """Append blocks to the request's table, if the config has one group."""
         taken = self.pool.take(needed)
         self.table.holdings[slot][0].blocks += taken
         return (tuple(taken),)
 
     def _leave_blocks(self, groups: GroupMemory, slot: int) -> None:
-        """Give up what no later token reads, even if all drafts in flight are rejected.
+        """Free the blocks that no later token reads, even if all drafts in flight are rejected.
 
-        The next step starts before them then, and its window must still be held (P1).
+        Then the next step starts before these drafts, and its window must still be held (P1).
         """
         in_doubt = self._count_drafts_in_flight(slot)
         free = self._free_behind(self._find_fence(slot))
         groups.leave(self.table.holdings[slot], self.table.num_computed[slot], in_doubt, free)
 
     def _tokens_to_run(self, slot: int, budget: int) -> int:
-        """Tokens of a running request in this step, drafts included; none if not positive.
+        """Return the tokens of a running request in this step, drafts included; none if not
+        positive.
 
-        computed | ... known, promised | drafts |   one slot below max_model_len stays free
-                 <------ gap ------------------>    for the token to be sampled
+            computed | ... known, placeholders | drafts |   one slot below max_model_len stays free
+                     <------- gap ---------------------->   for the token to be sampled
         """
         table = self.table
         computed = table.num_computed[slot]
@@ -97,7 +98,7 @@ class RunningPhase(Promises, Encodings, Copies, Saves):
         return min(gap, self.max_tokens_per_row, budget, room)
 
     def _blocks_needed(self, slot: int, num_scheduled: int) -> int:
-        """New blocks of all groups for the scheduled tokens and the lookahead after them (P8)."""
+        """Return the new blocks of all groups for the scheduled tokens and the lookahead (P8)."""
         if self.groups is not None:
             extent = self._extent(slot, num_scheduled)
             holdings, computed = self.table.holdings[slot], self.table.num_computed[slot]
@@ -111,16 +112,16 @@ class RunningPhase(Promises, Encodings, Copies, Saves):
         return needed if needed > 0 else 0
 
     def _extent(self, slot: int, num_scheduled: int) -> Extent:
-        """How far its tables must reach, where there are several."""
+        """Return the tokens that its tables must hold, where there are several groups."""
         num_tokens = self.table.num_computed[slot] + num_scheduled
         return Extent(num_tokens, min(num_tokens + self.num_lookahead_tokens, self.max_model_len))
 
     def _make_room(self, slot: int, needed: int, position: int, step: Step) -> int:
-        """Preempt until `needed` blocks are free for `slot`, at `position` of `running`.
+        """Preempt until `needed` blocks are free for `slot`, which is at `position` of `running`.
 
-        Returns where `slot` stands then; -1 ends the phase: it had to go itself, or it waits for
-        the answer to a frame, behind which the next blocks are free. A block is not copied any more
-        once nobody else holds it.
+        Returns the new position of `slot`; -1 ends the phase: it was itself preempted, or the next
+        blocks become free only when a frame is committed. A block needs no copy once no other
+        request holds it.
         """
         num_copies = self._count_copies(slot)
         while needed > self.pool.num_free:
@@ -145,18 +146,18 @@ class RunningPhase(Promises, Encodings, Copies, Saves):
         return position
 
     def _gains_nothing(self, victim: int) -> bool:
-        """Whether blocks of a victim are not free at once, or, if it runs alone, those of the first
-        that would give way to it: they wait for the answer to a frame (P17)."""
+        """Return whether the victim's blocks, or those of a request that would give up its blocks
+        first, are not free at once, as they wait for the commit of a frame (P17)."""
         has_store = self.transfers is not None
         givers = self._list_idle() if has_store and len(self.running) == 1 else []
         return any(self._find_fence(slot) is not None for slot in (*givers[:1], victim))
 
     def _select_victim(self) -> int:
-        """Position in `running` of the one to preempt (P16).
+        """Return the position in `running` of the request to preempt (P16).
 
-        FCFS: the last. Continuum: the last of those for whose job nothing is kept, if there is
-        one. Priority: the one that would wait longest, in the order of the queues; any other choice
-        among equals lets two of them preempt each other for ever (P10).
+        FCFS: the last. Continuum: the last of those whose job has no pinned blocks, if there is
+        one. Priority: the one that would wait longest, in the order of the queues; with any other
+        choice among equals, two requests may preempt each other for ever (P10).
         """
         rank_of, running, last = self.table.rank_of, self.running, len(self.running) - 1
         if self.pins is not None:
@@ -166,7 +167,7 @@ class RunningPhase(Promises, Encodings, Copies, Saves):
         return max(range(len(running)), key=lambda position: rank_of(running[position]))
 
     def _unschedule(self, victim: int, step: Step) -> None:
-        """Undo the victim's row, if this step gave it one: its tokens return to the budget."""
+        """Remove the victim's row, if it has one in this step: its tokens return to the budget."""
         row = step.rows.pop(victim, None)
         step.copies.pop(victim, None)
         if row is not None:
@@ -175,7 +176,8 @@ class RunningPhase(Promises, Encodings, Copies, Saves):
                 self._undo_encoding(self.encoder, victim, step)
 
     def _take_drafts(self, slot: int, num_scheduled: int) -> TokenIds:
-        """The drafts among the scheduled tokens; whatever did not fit is given up (P24)."""
+        """Return the drafts among the scheduled tokens; drafts that did not fit are discarded
+        (P24)."""
         table = self.table
         spec = table.spec_token_ids[slot]
         table.spec_token_ids[slot] = ()

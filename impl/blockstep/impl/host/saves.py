@@ -1,9 +1,9 @@
-"""Saves: what a store is given of those who are preempted; and when nobody is admitted for a time.
+"""Saves: the blocks of preempted requests that a store keeps, and when admission is closed.
 
     tables of a victim    a a a a | b b b b | c c . .      computed: 10, known: 10 or more
-    saved                 ----------------->               8: no block that is filled in part
+    saved                 ----------------->               8: no partly filled block
 
-Read before anything is written in the step, so the blocks are free for whoever took them.
+The store reads them before anything is written in the step, so the blocks are free at once.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from blockstep.spec.vocabulary import KVSave
 
 
 class Saves(Core):
-    """What becomes of KV that is given up, and of those who would need more of it."""
+    """Saves the KV of preempted requests, and closes admission under memory pressure."""
 
     def _save(self, victim: int, step: Step) -> None:
-        """Have a store keep what a victim has, if that is worth it (seed 002, "Swap-Out").
+        """Have a store save a victim's KV if there is enough of it (seed 002, "Swap-Out").
 
-        It must still have its blocks, and what this step planned for it must be undone. Neither
-        drafts nor tokens that are promised are known, so nobody could ask for them by name; and of
-        KV that is to be loaded nobody knows yet whether it comes (P19).
+        The victim must still have its blocks, and its row of this step must be removed. Drafts and
+        placeholders are not saved, as their tokens are not known; nor is anything of a victim whose
+        load is not confirmed (P19).
         """
         table, sizes = self.table, self.config.block_sizes
         settled = min(table.num_computed[victim], table.num_known[victim])
@@ -35,10 +35,11 @@ class Saves(Core):
         step.saves.append(KVSave(table.requests[victim].request_id, block_ids, num_tokens))
 
     def _is_closed_behind(self, step: Step) -> bool:
-        """Whether nobody is admitted in this step, of which the running phase is over.
+        """Return whether admission is closed in this step, after its running phase.
 
-        With one threshold who was admitted last would be preempted next, again and again (seed 002,
-        "Memory Pressure Signals"). Whoever runs comes to an end, and with nobody it is open (P10).
+        With a single threshold, the request admitted last would be preempted next, again and again
+        (seed 002, "Memory Pressure Signals"). Running requests finish, and with none admission is
+        open (P10).
         """
         config = self.config
         if not self.running:

@@ -1,4 +1,4 @@
-"""HostEngine: takes one event at a time and answers each with an observation."""
+"""HostEngine: applies one event at a time and returns its observation."""
 
 from __future__ import annotations
 
@@ -51,15 +51,18 @@ class HostEngine(Planning, Forks, Proposals):
 
     Args:
         config: the constants of the run.
-        digest: names block contents; "sha256", "crc32" (each hit is then verified), or your own.
+        digest: hashes block contents: "sha256", "crc32" (then each hit is verified), or your own.
 
     Raises:
-        ConfigError: `list_config_problems` has something against the config.
-        ValueError: no digest has the name given.
+        ConfigError: `list_config_problems` finds a problem in the config.
+        ValueError: no digest has this name.
     """
 
     def apply(self, event: Event) -> Observation:
-        """Take one event. Never raises; what is refused changes nothing."""
+        """Apply one event and return its observation.
+
+        Never raises; a rejected event changes nothing.
+        """
         problem = event_problem(event)
         if problem is not None:
             return problem
@@ -120,11 +123,11 @@ class HostEngine(Planning, Forks, Proposals):
                 assert_never(event)
 
     def snapshot(self) -> Snapshot:
-        """The whole state in canonical form. O(blocks and tokens); takes no part in a step."""
+        """Return the whole state in canonical form. O(blocks and tokens); not used by a step."""
         return take_snapshot(self)
 
     def capabilities(self) -> frozenset[str]:
-        """What it implements, as the values of conformance's `Capability`."""
+        """Return the engine's capabilities, as values of conformance's `Capability`."""
         return HOST
 
     def _submit(self, request: Request) -> Ack | Rejected:
@@ -168,7 +171,7 @@ class HostEngine(Planning, Forks, Proposals):
         return Aborted(tuple(ended))
 
     def _reset_both(self, event: Reset) -> bool:
-        """Forget what is cached here and, if that is asked for, in the store; whether it was
+        """Empty the prefix cache and, if asked, the store's offers; return whether it was
         possible."""
         may_reset = self._can_reset_transfers(event.reset_connector)
         if not may_reset or not self._reset(event.reset_running_requests):
@@ -178,7 +181,7 @@ class HostEngine(Planning, Forks, Proposals):
         return True
 
     def _reset(self, reset_running_requests: bool) -> bool:
-        """Forget every cached block; whether that was possible (P25)."""
+        """Empty the prefix cache; return whether it was possible (P25)."""
         if reset_running_requests:
             while self.running:
                 self._preempt(self.running.pop())
@@ -193,13 +196,14 @@ class HostEngine(Planning, Forks, Proposals):
         return True
 
     def _is_unused(self) -> bool:
-        """Whether pins alone hold blocks, if anybody does."""
+        """Return whether no block is held, except by pins."""
         if self.pins is None:
             return self.pool.is_unused()
         return sum(self.pool.ref_counts) == self.pins.count_holds()
 
     def _can_reset_transfers(self, reset_connector: bool) -> bool:
-        """Whether no transfer stands against a reset: nobody can take its blocks (P17)."""
+        """Return whether a reset is possible: no load is under way and no transfer holds blocks
+        (P17)."""
         if self.transfers is None:
             return not reset_connector
         statuses, parked = self.table.statuses, Status.WAITING_FOR_REMOTE_KVS

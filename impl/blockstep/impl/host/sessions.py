@@ -1,6 +1,6 @@
-"""Sessions: requests that a stop does not end. They rest, and go on with further input.
+"""Sessions: requests that a stop does not finish. They become idle, and continue with more input.
 
-| prompt | outputs of a chunk | x        x: the last one, which nobody has read
+| prompt | outputs of a chunk | x        x: the last output; its KV is not computed
 | prompt of the next chunk       | ...
 """
 
@@ -32,17 +32,17 @@ from blockstep.spec.vocabulary import (
 
 
 class Sessions(Core):
-    """Lets them rest at a stop, and go on behind what is computed (P3, P13)."""
+    """Makes a session idle at its stop, or continues it after its computed tokens (P3, P13)."""
 
     def _most_blocks(self, request: Request) -> int:
-        """Blocks that it holds at once, at most (P11)."""
+        """Return the most blocks that the request holds at once (P11)."""
         if self.groups is not None:
             across = self.groups.count_across(count_beside(request))
             return self.groups.count_most(most_slots(self.config, request)) + across
         return most_blocks(self.config, request)
 
     def _update(self, update: Request) -> Ack | Aborted | Rejected:
-        """A client goes on, or says that no more comes."""
+        """Take the next input of a session, or its end."""
         slot = self.table.slot_of.get(update.request_id)
         session = self.sessions.get(update.request_id)
         if slot is None or session is None or session.is_closed:
@@ -63,7 +63,8 @@ class Sessions(Core):
         return Ack()
 
     def _limit_problem(self, slot: int, session: Session, update: Request) -> Rejected | None:
-        """Why the whole of it can never fit, if every chunk has as many outputs as it may (P11)."""
+        """Return why the session can never fit if each input samples as many tokens as it may
+        (P11)."""
         whole = self.table.requests[slot]
         if self.table.statuses[slot] is Status.WAITING_FOR_STREAMING_REQ:
             num_kept = self.table.num_known[slot] - 1
@@ -77,7 +78,7 @@ class Sessions(Core):
         return problem or self._other_size_problem(update)
 
     def _other_size_problem(self, request: Request) -> Rejected | None:
-        """Why an identifier cannot stand for what an item has: it stands for another size (P22)."""
+        """Return why an item is rejected: its identifier is in use with another size (P22)."""
         for item in request.items if self.encoder is not None else ():
             known = self._find_size(item.identifier)
             if known not in (None, item.num_embeds):
@@ -85,7 +86,7 @@ class Sessions(Core):
         return None
 
     def _find_size(self, identifier: str) -> int | None:
-        """Embeddings of an item of whom it knows, or that it keeps; None for a new one."""
+        """Return the embeddings of a known or cached item; None if the identifier is new."""
         brought = [self.table.requests[slot] for slot in self.table.slot_of.values()]
         brought += [chunk for session in self.sessions.values() for chunk in session.updates]
         for request in brought:
@@ -96,7 +97,7 @@ class Sessions(Core):
         return None if kept is None else kept.num_embeds
 
     def _rest(self, slot: int) -> bool:
-        """Let it rest at its stop, or go on; False if it ends, as it is no session any more."""
+        """Make a session idle at its stop, or continue it; return False if it finishes."""
         session = self.sessions.get(self.table.requests[slot].request_id)
         if session is None or (session.updates and not session.updates[0].resumable):
             return False
@@ -114,7 +115,7 @@ class Sessions(Core):
         return True
 
     def _leave_line(self, slot: int) -> None:
-        """It has run, or was preempted since."""
+        """Remove a stopped session from `running`, or from its queue if it was preempted since."""
         if self.table.statuses[slot] is Status.RUNNING:
             self.running.remove(slot)
             self._go_back(slot)
@@ -122,7 +123,7 @@ class Sessions(Core):
             self.skipped_waiting.remove(slot)
 
     def _go_back(self, slot: int) -> None:
-        """Behind its last token nothing is computed, whatever frames in flight run."""
+        """Uncompute all tokens from the last one on, even those that frames in flight compute."""
         num_computed = self._count_kept(slot)
         has_run_ahead = self.table.num_computed[slot] > num_computed
         self.table.num_computed[slot] = num_computed
@@ -131,7 +132,8 @@ class Sessions(Core):
             self._take_back(slot)
 
     def _drop_rows_behind(self, slot: int) -> None:
-        """What younger frames sample for it stands behind its stop: nobody gets that (P13)."""
+        """Mark the rows of later frames: their tokens come after the stop and are discarded
+        (P13)."""
         request_id = self.table.requests[slot].request_id
         for frame_id, frame in self.frames.items():
             drafts = frame.get(request_id)
@@ -140,7 +142,8 @@ class Sessions(Core):
                 self.dropped.setdefault(frame_id, {})[request_id] = drafts
 
     def _go_on_in_line(self, slot: int, update: Request) -> None:
-        """It rests, and goes on where it stands; by priority, where its new arrival puts it."""
+        """Continue an idle session in its place; under priority, where its new arrival time puts
+        it."""
         if self.config.policy is not Policy.PRIORITY:
             self._go_on(slot, update)
             return
@@ -149,13 +152,13 @@ class Sessions(Core):
         self.skipped_waiting.append(slot)
 
     def _go_on(self, slot: int, update: Request) -> None:
-        """Its next chunk stands behind what it keeps: all tokens but the last."""
+        """Append the next input after the tokens that the session keeps: all but the last."""
         table, lineage = self.table, self.table.lineages[slot]
         num_kept = self._count_kept(slot)
         whole = append_chunk(table.requests[slot], tuple(lineage.tokens[:num_kept]), update)
         lineage.go_on(whole, num_kept)
         matcher = make_matcher(self.config, whole)
-        if matcher is not None:  # its grammar begins anew, for outputs are those of the chunk
+        if matcher is not None:  # grammars start again with each input
             self.matchers[whole.request_id] = matcher
         table.go_on(slot, whole, min(len(lineage.tokens) + whole.max_tokens, self.max_model_len))
 
@@ -164,7 +167,7 @@ class Sessions(Core):
 
 
 def chunk_problem(session: Request, chunk: Request) -> Rejected | None:
-    """Why a chunk is refused: it sets a field that was settled when its session was submitted."""
+    """Return why an input is rejected: it changes a field that is fixed for the whole session."""
     unset = Request(chunk.request_id, chunk.prompt_token_ids)
     for name in SESSION_FIELDS:
         told = getattr(chunk, name)
@@ -177,7 +180,7 @@ def chunk_problem(session: Request, chunk: Request) -> Rejected | None:
 
 
 def append_chunk(whole: Request, kept: tuple[int, ...], update: Request) -> Request:
-    """What a session becomes with its next chunk, behind the tokens that it keeps."""
+    """Return the session's request with its next input after the tokens that it keeps."""
     shifted = [replace(item, offset=item.offset + len(kept)) for item in update.items]
     return replace(
         whole,

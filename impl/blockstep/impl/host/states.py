@@ -9,18 +9,18 @@ from blockstep.spec.vocabulary import NULL_BLOCK, BlockId
 
 
 class StateGroup(Group):
-    """The state behind a token is made of the one behind the token before.
+    """A group of states: the state after a token is computed from the state after the token before.
 
-    A block has the state at its end, or where the request stands; behind the last one are spare
-    blocks, for the states of drafts that may be rejected.
+    A block has the state after its last token, or after the request's last one. After the last
+    block are spare blocks for the states of drafts that may be rejected.
     """
 
     def count_read(self, num_computed: int) -> int:
-        """See `Group`: the last token alone, behind which the state is."""
+        """See `Group`: only the last token is read, as the state is after it."""
         return min(num_computed, 1)
 
     def count_doubt(self, in_doubt: int) -> int:
-        """See `Group`. A draft has a spare block while it may be rejected."""
+        """See `Group`. Each draft that may be rejected has a spare block."""
         return max(in_doubt, self.num_spare)
 
     def count_blocks(self, num_slots: int) -> int:
@@ -33,17 +33,17 @@ class StateGroup(Group):
 
 
 class AlignedGroup(StateGroup):
-    """States at the ends of chunks, and chunks end where blocks do.
+    """A group of states at the ends of chunks, where chunks end at the ends of blocks.
 
-    A step writes one state, the last, which the worker has copied from where the step before ended.
-    Where a chunk passes whole blocks their places are null. The spare blocks stand behind the
-    state; they are written in turn, or move on.
+    A step writes one state, the last one; the worker copies the previous state there first. Where a
+    chunk spans several blocks, the entries of those without a state are null blocks. The spare
+    blocks follow the state; they are written in turn, or move on.
 
         one spare block    7 3    ->    7 3 4    ->    0 3 0 4 5    the last but one is the state
     """
 
     def count_missing(self, holding: Holding, extent: Extent) -> int:
-        """See `Group`. There is no lookahead: no state is behind a token that has not run."""
+        """See `Group`. There is no lookahead: a token that has not run has no state."""
         if not holding.has_spare:
             return 1 + self.num_spare
         return int(self.count_blocks(extent.num_tokens) > len(holding.blocks))
@@ -67,8 +67,11 @@ class AlignedGroup(StateGroup):
         return tuple(blocks[before:])
 
     def count_held(self, num_slots: int) -> int:
-        """See `Group`. Of each block one state, from the last that is sure to the last that a step
-        of drafts writes, and the spare ones."""
+        """See `Group`.
+
+        One state in each block from that of the last certain token to that of the last draft which
+        a step writes, and the spare blocks.
+        """
         span = self.count_doubt(self.max_doubt) + 1 + 1 + self.num_spare
         num_states = -(-(self.block_size - 1 + span) // self.block_size)
         return min(self.count_blocks(num_slots), num_states + self.num_spare)

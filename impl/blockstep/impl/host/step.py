@@ -11,36 +11,36 @@ from blockstep.spec.vocabulary import BlockCopy, BlockTables, KVLoad, KVSave, Re
 
 RunningRow: TypeAlias = tuple[int, BlockTables, TokenIds]
 """Tokens scheduled, blocks appended (no group at all if there are none), drafts among the tokens. A
-tuple, as there is one per row."""
+tuple, as each row has one."""
 AdmittedRow: TypeAlias = tuple[int, int, bool]
 """Slot, tokens scheduled, whether it is resumed."""
 
 
 @dataclass(slots=True)
 class Step:
-    """The plan in the making."""
+    """The plan under construction."""
 
     budget: int
     """Tokens that may still be scheduled."""
     encoder_budget: int
     """Embeddings that may still be encoded."""
     rows: dict[int, RunningRow] = field(default_factory=dict)
-    """Running requests by slot, in order of scheduling; preemption takes some out again."""
+    """Rows of running requests by slot, in order of scheduling; preemption removes rows."""
     admitted: list[AdmittedRow] = field(default_factory=list)
-    """In order of admission; nothing takes one out again."""
+    """Rows of admitted requests, in order of admission; none is removed."""
     taken: list[BlockTables] = field(default_factory=list)
-    """Blocks taken by those admitted, where there are several KV groups."""
+    """Blocks taken by admitted requests, where there are several KV groups."""
     copies: dict[int, tuple[BlockCopy, ...]] = field(default_factory=dict)
-    """Shared blocks that rows write in, and what they write in instead, by slot, in order of
-    scheduling; preemption takes some out again."""
+    """Copies of shared blocks that rows write to, by slot, in order of scheduling; preemption
+    removes some."""
     loads: list[KVLoad] = field(default_factory=list)
-    """What a store loads, in order of being found."""
+    """The loads of the store, in the order in which they were found."""
     saves: list[KVSave] = field(default_factory=list)
-    """What a store keeps of those who were preempted, in that order."""
+    """The blocks of preempted requests that a store saves, in order of preemption."""
     preempted_req_ids: list[RequestId] = field(default_factory=list)
     encodings: dict[int, Encoding] = field(default_factory=dict)
-    """What rows need of an encoder, by slot, in order of scheduling."""
+    """The encoder outputs that rows need, by slot, in order of scheduling."""
     awaits_answer: bool = False
-    """Whether one that runs waits for blocks that are free once a frame in flight is answered."""
+    """Whether a running request waits for blocks that become free when a frame is committed."""
     seats: AdapterSeats | None = None
-    """Adapters among those that run, as of the waiting phase; None where nobody counts them."""
+    """The LoRA slots of running requests, from the waiting phase on; None without a limit."""

@@ -1,4 +1,4 @@
-"""The request table: one slot per unfinished request, one column per thing known about it."""
+"""The request table: one slot per unfinished request, one column per field of its state."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from blockstep.spec.vocabulary import BlockId, BlockTables, Request, RequestId, 
 
 @dataclass(slots=True)
 class Holding:
-    """What a request holds of one KV group."""
+    """The blocks that a request holds in one KV group."""
 
     blocks: list[BlockId] = field(default_factory=list)
-    """Its block table."""
+    """The block table."""
     num_cached: int = 0
-    """Its first blocks that are settled: published, or hit."""
+    """The number of leading blocks that are published, or were hit."""
     num_left: int = 0
-    """Its first places that are null: blocks that no token reads any more."""
+    """The number of leading null blocks: no later token reads their tokens."""
     num_beside: int = 0
-    """Embeddings that its layers attend across to; only where they stand beside the prompt."""
+    """The embeddings of its items; only in an encoder-decoder model."""
     has_spare: bool = False
-    """Whether it has a state, and spare blocks behind it; only where states end with chunks."""
+    """Whether it has a state block with spare blocks after it; only where states end with chunks.
+    """
 
     def clear(self) -> None:
-        """As it was before the first admission."""
+        """Empty it, as before the first admission."""
         del self.blocks[:]
         self.num_cached = self.num_left = 0
         self.has_spare = False
@@ -34,19 +35,19 @@ class Holding:
 
 @dataclass(slots=True)
 class Session:
-    """What is to come of one."""
+    """The further inputs of one session."""
 
     updates: deque[Request] = field(default_factory=deque)
-    """Chunks that wait for its next stop. One that is not resumable ends them."""
+    """The inputs that wait for its next stop. One that is not resumable is the last."""
 
     @property
     def is_closed(self) -> bool:
-        """Whether its client has said that no more input comes."""
+        """Return whether its client has ended the session."""
         return bool(self.updates) and not self.updates[-1].resumable
 
 
 class RequestTable:
-    """One list per column, indexed by slot; slots of ended requests are used again."""
+    """One list per column, indexed by slot; slots of finished requests are reused."""
 
     def __init__(self, num_groups: int = 1) -> None:
         self.num_groups = num_groups
@@ -55,29 +56,29 @@ class RequestTable:
         self.requests: list[Request] = []
         self.lineages: list[Lineage] = []
         self.holdings: list[tuple[Holding, ...]] = []
-        """One for each KV group."""
+        """One holding for each KV group."""
         self.spec_token_ids: list[TokenIds] = []
         self.statuses: list[Status] = []
         self.num_prompt: list[int] = []
         self.num_known: list[int] = []
-        """Prompt and verified output tokens."""
+        """Prompt tokens and verified output tokens."""
         self.num_output_placeholders: list[int] = []
-        """Outputs promised by frames in flight; always 0 without asynchronous scheduling."""
+        """Output placeholders of frames in flight; always 0 without asynchronous scheduling."""
         self.num_computed: list[int] = []
         self.num_cached_tokens: list[int] = []
         """-1 before its first admission."""
         self.num_preemptions: list[int] = []
         self.max_known: list[int] = []
-        """Known tokens at which it ends for its length."""
+        """The number of known tokens at which it finishes with reason LENGTH."""
         self.last_frame: list[int] = []
-        """The last plan that scheduled it; -1 before the first."""
+        """The frame that scheduled it last; -1 before the first."""
         self.is_watched: list[bool] = []
-        """Whether what it outputs can end it, beside how much."""
+        """Whether its tokens can finish it, and not only their number."""
         self.is_prefill_chunk: list[bool] = []
         self.grammar_ready: list[bool] = []
 
     def add(self, request: Request, lineage: Lineage, status: Status, max_known: int) -> int:
-        """The slot of a new request with an id that no unfinished one has."""
+        """Return the slot of a new request, whose id no unfinished request has."""
         slot = self._unused.pop() if self._unused else self._make_slot(request, lineage)
         self.requests[slot] = request
         self.lineages[slot] = lineage
@@ -96,7 +97,7 @@ class RequestTable:
         return slot
 
     def go_on(self, slot: int, request: Request, max_known: int) -> None:
-        """A session has its next chunk: `request` is what it has become."""
+        """Continue a session with its next input: `request` is the whole request now."""
         self.requests[slot] = request
         self.num_prompt[slot] = self.num_known[slot] = len(request.prompt_token_ids)
         self.max_known[slot] = max_known
@@ -104,35 +105,35 @@ class RequestTable:
         self.statuses[slot] = Status.WAITING
 
     def remove(self, slot: int) -> None:
-        """Forget an ended request."""
+        """Remove a finished request."""
         del self.slot_of[self.requests[slot].request_id]
         self._unused.append(slot)
 
     def rank_of(self, slot: int) -> Rank:
-        """Where it stands among those who wait, under `Policy.PRIORITY`; the lowest goes first."""
+        """Return its rank under `Policy.PRIORITY`; the lowest is admitted first."""
         request = self.requests[slot]
         return (request.priority, request.arrival_time, request.request_id)
 
     def num_outputs(self, slot: int) -> int:
-        """Verified output tokens."""
+        """Return the number of verified output tokens."""
         return self.num_known[slot] - self.num_prompt[slot]
 
     def block_tables(self, slot: int) -> BlockTables:
-        """All blocks that it holds, by group."""
+        """Return its block tables, by group."""
         return tuple([tuple(holding.blocks) for holding in self.holdings[slot]])
 
     def output_token_ids(self, slot: int) -> TokenIds:
-        """Verified output tokens."""
+        """Return the verified output tokens."""
         if not self.num_outputs(slot):
-            return ()  # also where a law counts tokens that are not there to be sliced
+            return ()  # no slice here: a symbolic test has a number of tokens and no tokens
         return tuple(self.lineages[slot].tokens[self.num_prompt[slot] :])
 
     def all_token_ids(self, slot: int) -> TokenIds:
-        """Prompt and verified output tokens."""
+        """Return prompt and verified output tokens."""
         return tuple(self.lineages[slot].tokens)
 
     def _make_slot(self, request: Request, lineage: Lineage) -> int:
-        """One more than there are; `add` says what is in it."""
+        """Append an empty slot; `add` fills it."""
         self.requests.append(request)
         self.lineages.append(lineage)
         self.holdings.append(())

@@ -1,4 +1,4 @@
-"""Telling: what becomes findable and what is no longer, for those who follow it from outside."""
+"""Telling: the KV events, which report changes of the prefix map to clients."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from blockstep.spec.vocabulary import (
 
 
 class EventLog:
-    """What has happened to the prefix map and is not told yet, in order (P20)."""
+    """The changes of the prefix map that have not been returned yet, in order (P20)."""
 
     def __init__(self, name_size: int) -> None:
         self._name_size = name_size
-        """Tokens that one name stands for: the smallest block size."""
+        """The number of tokens of one key: the smallest block size."""
         self._pending: list[KVEvent] = []
 
     def stored(
         self, lineage: Lineage, indices: Sequence[int], group: int = 0, per: int = 1
     ) -> None:
-        """Blocks of a lineage are findable from now on.
+        """Log that blocks of a lineage were published.
 
         Args:
-            lineage: whose they are.
-            indices: their places in the block table, ascending; some may be left out.
+            lineage: the lineage of the blocks.
+            indices: their indices in the block table, ascending, with gaps allowed.
             group: their KV-cache group.
-            per: names to a block of it.
+            per: the number of smallest blocks in one of its blocks.
         """
         run: list[int] = []
         for index in indices:
@@ -43,15 +43,15 @@ class EventLog:
             self._store(lineage, run, group, per)
 
     def removed(self, key: BlockKey) -> None:
-        """One block that carried this key is not found any more."""
+        """Log that one block with this key was unpublished."""
         self._pending.append(BlockRemoved((key,)))
 
     def cleared(self) -> None:
-        """No block is."""
+        """Log that all blocks were unpublished."""
         self._pending.append(AllBlocksCleared())
 
     def take(self) -> tuple[KVEvent, ...]:
-        """All of it, which is told with this."""
+        """Return all logged events, and forget them."""
         told = tuple(self._pending)
         self._pending.clear()
         return told

@@ -1,6 +1,6 @@
-"""Turns: what one of a job leaves for the next, and what that changes in a step.
+"""Turns: the blocks that a turn of a job keeps for the next turn, and their effect on a step.
 
-| settled blocks: pinned | not full, not verified, lookahead: freed |   table of a turn that ends
+| published blocks: pinned | not full, not verified, lookahead: freed |   table of an ending turn
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from blockstep.spec.vocabulary import NULL_BLOCK, Status
 
 
 class Turns(Core):
-    """Keeps blocks as a turn ends, and lets go of them as a step begins."""
+    """Pins blocks as a turn ends, and ends expired pins as a step begins."""
 
     def _end_turn(self, pins: Pins, slot: int) -> None:
-        """A request ends by what it has sampled: pin what its job will find (seed 001, "Change 4").
+        """Pin the published blocks of a request that finishes with its job's turn (seed 001,
+        "Change 4").
 
-        What cannot be found is of no use to anybody: it is freed with the request.
+        Blocks that cannot be hit are of no use: they are freed with the request.
         """
         request, holdings = self.table.requests[slot], self.table.holdings[slot]
         job_id = request.job_id
@@ -33,12 +34,12 @@ class Turns(Core):
         pins.pin(job_id, settled)
         for holding in holdings:
             del holding.blocks[: holding.num_cached]
-            holding.num_left = 0  # what is null behind it is passed over in any case
+            holding.num_left = 0  # leading null blocks need no count: freeing skips null blocks
 
     def _begin_with_pins(self, pins: Pins) -> None:
-        """A step begins: what has had its time goes, and who is warm goes ahead.
+        """End expired pins, and move requests of jobs with a pin ahead in the queue.
 
-        Who was preempted stays before them all. Without a pin everybody stands as before.
+        Preempted requests stay before them. Without a pin the queue stays as it is.
         """
         self._end_pins(pins.list_ended())
         if pins.pins:

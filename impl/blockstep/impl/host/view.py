@@ -1,4 +1,4 @@
-"""View: the engine's state as a snapshot, the same for every exact engine."""
+"""View: the engine's state as a snapshot, in the form that all engines share."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from blockstep.spec.vocabulary import BlockId, RequestId, RequestSnapshot, Snaps
 
 
 def take_snapshot(core: Core) -> Snapshot:
-    """The canonical state. Digests become structural keys, slots become request ids."""
+    """Return the canonical state: keys in place of digests, request ids in place of slots."""
     table = core.table
     requests = table.requests
     block_keys, cached = core.prefix.show()
-    return Snapshot(  # by position: of names a dictionary is made, which takes as long again
+    return Snapshot(  # by position: keyword arguments make a dictionary, which takes as long again
         core.pause_state,
         tuple([requests[slot].request_id for slot in core.waiting]),
         tuple([requests[slot].request_id for slot in core.skipped_waiting]),

@@ -1,10 +1,10 @@
-"""plain: how small such a scheduler can be.
+"""plain: how small a conforming scheduler can be.
 
 One KV group and one plan at a time; prefix caching, chunks, priority, preemption, resets, forks and
-what comes with them, pins between the turns of jobs, a store that loads and keeps what victims
-lose, and thresholds of admission. Written from the documents and the judge's sentences, by
-somebody who had read neither the rules of the specification nor the host engine, and held to the
-specification by `blockstep check`.
+related options, pins between the turns of jobs, a store with loads and swap-out, and admission
+thresholds. Written from the documents and the property checks, by an author without knowledge of
+the rules of the specification or the host engine; `blockstep check` compares it with the
+specification.
 """
 
 from blockstep.impl.plain.engine import PlainEngine

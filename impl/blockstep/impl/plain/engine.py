@@ -1,4 +1,4 @@
-"""PlainEngine: events in, observations out, around the scheduler."""
+"""PlainEngine: converts events for the scheduler, and its results into observations."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Frame:
 
 
 class PlainEngine:
-    """The least that conforms: one KV group, one plan at a time, and no drafts.
+    """The smallest conforming engine: one KV group, one plan at a time, and no drafts.
 
     Raises:
-        ConfigError: the config cannot be used, or asks for what this engine lacks.
+        ConfigError: the config is invalid, or needs what this engine lacks.
     """
 
     def __init__(self, config: v.Config) -> None:
@@ -59,11 +59,11 @@ class PlainEngine:
         self.last: set[v.RequestId] = set()
 
     def capabilities(self) -> frozenset[str]:
-        """What it implements."""
+        """Return what the engine implements."""
         return CAPABILITIES
 
     def apply(self, event: v.Event) -> v.Observation:
-        """Take one event."""
+        """Apply one event; return its observation."""
         problem = v.event_problem(event) or refusals.brought_problem(event)
         if problem is not None:
             return problem
@@ -72,7 +72,9 @@ class PlainEngine:
         )
         if take is None:
             kind = type(event).__name__
-            return v.Rejected(v.RejectCode.MALFORMED_EVENT, f"{kind}: this engine takes none")
+            return v.Rejected(
+                v.RejectCode.MALFORMED_EVENT, f"{kind}: this engine does not support it"
+            )
         answer = take(event)
         self.scheduler.pins.forget([text.request.job_id for text in self.texts.values()])
         return answer
@@ -202,9 +204,11 @@ class PlainEngine:
         return v.Outputs(self._take_transfers(event.transfers, failed))
 
     def _fail_loads(self, report: v.KVTransfers, frame: Frame | None) -> list[Text]:
-        """Whose load has failed, parked ones first: they go on behind what has come, or end.
+        """Return the requests whose load has failed, waiting ones first; shorten their computed
+        tokens.
 
-        Who was preempted meanwhile is one of them if a token would be delivered to it.
+        A request preempted meanwhile is included if the frame would deliver a token to it. Under
+        FAIL they are not shortened, since they will finish.
         """
         found: list[tuple[Text, v.KVLoad]] = []
         found += [(text, text.load) for text in self.scheduler.skipped if text.load]
@@ -223,7 +227,7 @@ class PlainEngine:
         return failed
 
     def _shorten(self, text: Text, valid: int) -> None:
-        """No more of its load has come, and what was computed on the rest is void."""
+        """Roll a request back to the `valid` tokens before its failed load."""
         if text.load is not None:
             text.computed = min(text.computed, valid)
         if text.status is v.Status.RUNNING:
@@ -231,12 +235,13 @@ class PlainEngine:
             self._settle(text)
 
     def _settle(self, text: Text) -> None:
-        """What was loaded for it has come, as far as it counts as computed."""
+        """Confirm the load of a request, and publish its computed tokens."""
         text.load = None
         self.scheduler.tables.publish(text, text.computed)
 
     def _take_transfers(self, report: v.KVTransfers, failed: list[Text]) -> tuple[v.OutputRow, ...]:
-        """Behind the rows of an answer: those that end by it, and what has come to its end."""
+        """End transfers, after the rows of a commit; return the rows of requests that fail by
+        them."""
         told = []
         if self.config.kv_load_failure_policy is v.KVLoadFailurePolicy.FAIL:
             for text in failed:
@@ -325,7 +330,7 @@ class PlainEngine:
         return scheduler.pause is v.PauseState.PAUSED_NEW and bool(scheduler.running)
 
     def snapshot(self) -> v.Snapshot:
-        """The canonical state."""
+        """Return the canonical state."""
         scheduler, pool = self.scheduler, self.scheduler.pool
         return v.Snapshot(
             pause_state=scheduler.pause,
@@ -350,5 +355,5 @@ class PlainEngine:
 
 
 def is_remapped(row: Row) -> bool:
-    """Whether a running row has its whole table anew."""
+    """Whether a running row brings its whole block table again."""
     return bool(row.copies) and not (row.is_new or row.resumed)

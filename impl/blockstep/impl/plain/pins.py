@@ -1,4 +1,4 @@
-"""Pins: what turns of jobs leave in the pool for the next ones, the estimates, and the time."""
+"""Pins: blocks of finished turns kept for the next turns of their jobs, estimates, and the time."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from blockstep.spec.vocabulary import Pin, PinEstimate, PinsSnapshot
 
 
 class Pins:
-    """One pin for each job at most, in the order in which turns ended."""
+    """The pins, at most one per job, in the order in which turns finished."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.now = 0
         self.of: dict[str, Pin] = {}
         self.ttls: dict[str, int] = {}
-        """Estimates but for those of 0 ticks, by which nothing stays."""
+        """Estimates by job, without those of 0 ticks, which mean that nothing is kept."""
 
     def estimate(self, job: str, ttl: int) -> None:
-        """For the pin that is there, from now on, and for the one to come."""
+        """Set the estimate of a job, for its present pin and for the next one."""
         self.ttls[job] = ttl
         if job in self.of:
             self.of[job] = replace(self.of[job], end=self.now + ttl)
 
     def keep(self, text: Text) -> None:
-        """A turn has ended by its outputs: what can be found of it goes from its table to a pin.
+        """Move the cached blocks of a turn that has finished by its outputs to a pin of its job.
 
-        That takes the place of the pin before; the end of a last turn leaves neither.
+        It replaces the job's earlier pin; after the last turn there is no pin.
         """
         job, is_last = text.request.job_id, text.request.is_last_step
         if job is None:
@@ -42,24 +42,24 @@ class Pins:
             self.of[job] = Pin(job, (kept,), self.now + self.ttls[job])
 
     def end(self, job: str) -> None:
-        """Its blocks are free, if nobody else holds them; they can still be found."""
+        """End the pin of a job: its blocks lose a holder, and stay cached."""
         self.pool.release(self.of.pop(job).block_tables[0])
 
     def end_all(self, until: int | None = None) -> None:
-        """Those whose time is over by then; None: all."""
+        """End the pins whose time is over at `until`; None: all."""
         for job, pin in list(self.of.items()):
             if until is None or pin.end <= until:
                 self.end(job)
 
     def let_give_way(self, to: Text) -> bool:
-        """One ends before its time: of another job if there is one, of these the first to end."""
+        """End a pin before its time: of another job if there is one, the one that ends first."""
         if not self.of:
             return False
         self.end(min(self.of, key=lambda job: (job == to.request.job_id, self.of[job].end)))
         return True
 
     def forget(self, unfinished: Collection[str | None]) -> None:
-        """Estimates of jobs without a pin and without an unfinished turn."""
+        """Forget estimates of jobs without a pin and without an unfinished turn."""
         self.ttls = {
             job: ttl
             for job, ttl in self.ttls.items()
@@ -67,6 +67,6 @@ class Pins:
         }
 
     def show(self) -> PinsSnapshot:
-        """For a snapshot."""
+        """Return the part of the snapshot about pins."""
         estimates = tuple(PinEstimate(*entry) for entry in sorted(self.ttls.items()))
         return PinsSnapshot(self.now, tuple(self.of.values()), estimates)

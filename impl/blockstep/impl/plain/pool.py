@@ -1,4 +1,4 @@
-"""Pool: blocks with holders, the queue of those without, and the map of what can be found."""
+"""Pool: ref counts of blocks, the free queue, and the prefix-cache map."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockKey, Config, Poo
 
 
 class Pool:
-    """All blocks. A free one keeps its key until it is taken for something else."""
+    """All blocks. A free one keeps its key until it is reused."""
 
     def __init__(self, config: Config) -> None:
         self.order = config.pool_order
@@ -18,7 +18,8 @@ class Pool:
         self.cached: dict[BlockKey, list[BlockId]] = {}
 
     def find(self, keys: Iterable[BlockKey]) -> list[BlockId]:
-        """The blocks of the leading keys that can be found, of each the one published first."""
+        """Return the blocks of the leading keys that are cached; the one published first for
+        each."""
         found = []
         for key in keys:
             if key not in self.cached:
@@ -27,18 +28,18 @@ class Pool:
         return found
 
     def count_free(self, blocks: Iterable[BlockId]) -> int:
-        """How many of them nobody holds: to hold those uses up free blocks."""
+        """Return how many of the blocks are free: holding those uses up free blocks."""
         return sum(self.refs[block] == 0 for block in blocks)
 
     def hold(self, blocks: Iterable[BlockId]) -> None:
-        """One holder more for each."""
+        """Add a holder to each block."""
         for block in blocks:
             if self.refs[block] == 0:
                 self.free.remove(block)
             self.refs[block] += 1
 
     def take(self, count: int) -> list[BlockId]:
-        """New blocks from the head of the queue; what was in them cannot be found any more."""
+        """Take blocks from the head of the free queue, and evict them from the prefix cache."""
         blocks, self.free = self.free[:count], self.free[count:]
         for block in blocks:
             self.refs[block] = 1
@@ -46,7 +47,7 @@ class Pool:
         return blocks
 
     def release(self, table: Iterable[BlockId]) -> None:
-        """One holder less for each block of a table; its tail is to be reused first."""
+        """Remove a holder from each block of a table; its last block is reused first."""
         freed = []
         for block in reversed(list(table)):
             self.refs[block] -= 1
@@ -55,12 +56,12 @@ class Pool:
         self.free = freed + self.free if self.order is PoolOrder.LIFO else self.free + freed
 
     def publish(self, block: BlockId, key: BlockKey) -> None:
-        """It can be found by this key from now on."""
+        """Publish a block under a key."""
         self.keys[block] = key
         self.cached.setdefault(key, []).append(block)
 
     def withdraw(self, block: BlockId) -> None:
-        """It can no longer be found, if it could."""
+        """Remove a block from the prefix cache, if it is cached."""
         key, self.keys[block] = self.keys[block], None
         if key is not None:
             self.cached[key].remove(block)
@@ -68,6 +69,6 @@ class Pool:
                 del self.cached[key]
 
     def forget(self) -> None:
-        """Nothing can be found any more."""
+        """Empty the prefix cache."""
         self.keys = [None] * len(self.keys)
         self.cached.clear()

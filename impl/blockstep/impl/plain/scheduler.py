@@ -1,4 +1,4 @@
-"""Scheduler: who runs in a step, how far, and in which blocks."""
+"""Scheduler: the requests, tokens and blocks of each step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from blockstep.spec.vocabulary import (
 
 @dataclass(eq=False)
 class Row:
-    """What one text does in one step: `count` tokens from `start` on."""
+    """A request in one step: `count` tokens from `start` on."""
 
     text: Text
     start: int
@@ -33,13 +33,13 @@ class Row:
     copies: list[BlockCopy]
     settled_before: int
     load: KVLoad | None = None
-    """What is loaded for it before it runs."""
+    """The load that it needs before it runs."""
     is_new: bool = False
     resumed: bool = False
 
     @property
     def samples(self) -> bool:
-        """Whether it runs to the end of what is known (asked before its answer)."""
+        """Whether it computes all known tokens (valid before its commit)."""
         return self.start + self.count == self.text.known
 
 
@@ -57,13 +57,13 @@ class Scheduler:
         self.running: list[Text] = []
         self.pause = PauseState.UNPAUSED
         self.is_closed = False
-        """Whether nobody is admitted until enough blocks are free."""
+        """Whether admission is closed until enough blocks are free."""
         self.queries = self.hits = self.preemptions = 0
         self.external_queries = self.external_hits = 0
         self.begin()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.rows: list[Row] = []
         self.preempted: list[Text] = []
         self.loads: list[KVLoad] = []
@@ -71,7 +71,7 @@ class Scheduler:
         self.budget = self.config.max_num_batched_tokens
         self.pins.end_all(until=self.pins.now)
         self.warm = set(self.pins.of)
-        """Jobs with a pin as the step begins."""
+        """Jobs with a pin when the step begins."""
         if self.warm:
             self.waiting.sort(key=self.rank_of_return)
 
@@ -89,13 +89,13 @@ class Scheduler:
     # Queues.
 
     def put(self, queue: list[Text], text: Text, at_front: bool = False) -> None:
-        """By priority nobody is put in front of anybody."""
+        """Insert a request at an end of a queue; under PRIORITY, by its rank."""
         queue.insert(0 if at_front else len(queue), text)
         if self.config.policy is Policy.PRIORITY:
             queue.sort(key=lambda one: one.rank)
 
     def rank_of_return(self, text: Text) -> int:
-        """Who was preempted goes ahead of who finds a pin of its job, who goes ahead of others."""
+        """Return the rank of a waiting request: preempted, then jobs with a pin, then others."""
         return 0 if text.status is Status.PREEMPTED else 2 - self.is_warm(text)
 
     def is_warm(self, text: Text) -> bool:
@@ -103,7 +103,7 @@ class Scheduler:
         return text.request.job_id in self.warm
 
     def add(self, text: Text) -> None:
-        """It arrives."""
+        """Add a new request to its queue."""
         if text.request.structured_output:
             text.status = Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
             self.put(self.skipped, text)
@@ -111,14 +111,14 @@ class Scheduler:
             self.put(self.waiting, text)
 
     def line(self) -> list[Text]:
-        """Who waits, in the order in which they are looked at."""
+        """Return the waiting requests, in the order in which they are tried."""
         both = self.skipped + self.waiting
         if self.config.policy is Policy.PRIORITY:
             both.sort(key=lambda one: one.rank)
         return both
 
     def drop(self, text: Text) -> None:
-        """It ended."""
+        """Remove a finished request."""
         for queue in (self.running, self.waiting, self.skipped):
             if text in queue:
                 queue.remove(text)
@@ -127,7 +127,7 @@ class Scheduler:
         self.give_up(text)
 
     def give_up(self, text: Text) -> None:
-        """Its blocks; it has computed nothing then, and nothing is loaded for it."""
+        """Release a request's blocks: it has computed nothing then, and has no load."""
         self.pool.release(text.table)
         text.table, text.settled, text.computed, text.load = [], 0, 0, None
         if text in self.store.received:
@@ -135,7 +135,7 @@ class Scheduler:
             text.status = Status.PREEMPTED if text.num_preemptions else Status.WAITING
 
     def preempt(self, text: Text) -> None:
-        """It runs no longer, and is first in line."""
+        """Move a running request to the front of the waiting queue, without its blocks."""
         self.running.remove(text)
         self.give_up(text)
         text.status = Status.PREEMPTED
@@ -146,7 +146,7 @@ class Scheduler:
     # A step.
 
     def step(self) -> None:
-        """Plan it: `rows` and `preempted` say what came of it."""
+        """Plan a step; results are in `rows`, `preempted`, `loads` and `saves`."""
         self.begin()
         if self.pause is not PauseState.PAUSED_ALL:
             self.run_on()
@@ -158,7 +158,7 @@ class Scheduler:
             row.text.is_prefill_chunk = not row.samples
 
     def run_on(self) -> None:
-        """Those that run, in order, as long as there is budget."""
+        """Schedule running requests in order, as long as there is budget."""
         for text in list(self.running):
             if text not in self.running:
                 continue
@@ -170,12 +170,12 @@ class Scheduler:
             self.give_row(text, min(count, self.budget))
 
     def cap(self, count: int) -> int:
-        """Tokens of one request, by threshold and budget."""
+        """Limit the tokens of one request by threshold and budget."""
         threshold = self.config.long_prefill_token_threshold
         return min(count, threshold or count, self.budget)
 
     def make_room(self, text: Text, count: int) -> bool:
-        """Others make room, the last first; False if it had to go itself."""
+        """Preempt other requests, the last first; return False if `text` was preempted itself."""
         while self.tables.lacks(text, text.computed + count, []) > len(self.pool.free):
             if self.running == [text] and self.let_give_way(text):
                 continue
@@ -189,16 +189,16 @@ class Scheduler:
         return True
 
     def choose_victim(self) -> Text:
-        """The last; of a job with a pin only if all are."""
+        """Return the last running request; of a job with a pin only if all are."""
         if self.config.policy is Policy.PRIORITY:
             return max(self.running, key=lambda text: text.rank)
         cold = [text for text in self.running if not self.is_warm(text)]
         return (cold or self.running)[-1]
 
     def let_give_way(self, text: Text) -> bool:
-        """A pin ends, or who is last in line among those that wait with blocks gives them up.
+        """Reclaim blocks: end a pin, or release those of the last waiting request that has some.
 
-        False: there is neither.
+        Returns False if there is neither.
         """
         if self.pins.let_give_way(text):
             return True
@@ -209,7 +209,7 @@ class Scheduler:
         return False
 
     def take_back(self, text: Text) -> None:
-        """Its row in this step, if it has one, and the keys of what will not be written."""
+        """Withdraw its row from this step, if it has one, and the keys of blocks not written."""
         for row in self.rows:
             if row.text is text:
                 self.rows.remove(row)
@@ -219,23 +219,24 @@ class Scheduler:
                 return
 
     def save(self, text: Text) -> None:
-        """A store is given its full blocks, if it pays; it is about to lose them."""
+        """Add a swap-out of its full blocks, which it is about to lose, if it pays."""
         count = text.computed // self.config.block_size
         num_tokens = count * self.config.block_size
         if 0 < self.config.swap_min_tokens <= num_tokens:
             self.saves.append(KVSave(text.name, (tuple(text.table[:count]),), num_tokens))
 
     def must_close(self) -> bool:
-        """Whether admission closes, or stays so; where nobody runs it never is."""
+        """Whether admission closes or stays closed; it is open if no request runs."""
         low, high = self.config.admission_low_blocks, self.config.admission_high_blocks
         if not (high and self.running):
             return False
         return bool(self.preempted) or len(self.pool.free) < (high if self.is_closed else low)
 
     def admit_all(self) -> None:
-        """Those that wait, as long as there are seats, budget and blocks.
+        """Admit waiting requests, as long as there are running slots, budget and blocks.
 
-        Behind one that does not fit those are tried whose load has come: they have blocks already.
+        After one that does not fit, only requests with a finished load are tried: they have blocks
+        already.
         """
         is_full = False
         for text in self.line():
@@ -249,7 +250,7 @@ class Scheduler:
                 is_full = True
 
     def is_ready(self, text: Text) -> bool:
-        """Whether it waits for nothing outside."""
+        """Whether the request waits for neither a grammar nor a store."""
         if text.status is Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             if not text.grammar_ready:
                 return False
@@ -259,13 +260,14 @@ class Scheduler:
         return text.computed > 0 or self.store.ask(text, 0) is not None
 
     def pass_over(self, text: Text) -> None:
-        """It is blocked: it stands with those that were passed over from now on."""
+        """Skip a request: from now on it waits in the skipped queue."""
         if text in self.waiting:
             self.waiting.remove(text)
             self.put(self.skipped, text)
 
     def admit(self, text: Text) -> bool:
-        """Whether it runs from now on, or is loaded; if not, nothing has changed."""
+        """Admit a request or start its load; return False, with nothing changed, if it does not
+        fit."""
         config = self.config
         begins = text.computed == 0
         hits = self.tables.find(text) if begins else []
@@ -301,7 +303,8 @@ class Scheduler:
         return True
 
     def find_room(self, text: Text, slots: int, hits: list[BlockId]) -> bool:
-        """Whether there is room to admit it; what it holds and begins without is free then."""
+        """Whether there is room to admit it; if so, blocks that it held and does not keep are
+        released."""
         kept: list[BlockId] = []
         if text.computed == 0:
             kept, text.table = text.table, []
@@ -314,7 +317,7 @@ class Scheduler:
         return True
 
     def run(self, text: Text, count: int) -> None:
-        """It runs from now on."""
+        """Move a request to the running list, with a row."""
         if text.num_cached_tokens < 0:
             text.num_cached_tokens = text.computed
         for queue in (self.waiting, self.skipped):
@@ -327,7 +330,7 @@ class Scheduler:
         row.is_new = not row.resumed
 
     def give_row(self, text: Text, count: int) -> Row:
-        """It runs so many tokens in this step; there is room."""
+        """Schedule `count` tokens of a request, whose blocks must be available."""
         copies, settled = self.tables.copy(text), text.settled
         end = text.computed + count
         row = Row(text, text.computed, count, self.tables.grow(text, end), copies, settled)
@@ -338,7 +341,7 @@ class Scheduler:
         return row
 
     def count(self, text: Text, hit: int, external: int) -> None:
-        """It was given blocks behind a hit, and behind that what the store has."""
+        """Count the prefix-cache and store hits of an admission."""
         if text.request.skip_reading_prefix_cache:
             return
         if self.config.enable_prefix_caching:
@@ -351,9 +354,9 @@ class Scheduler:
     # Others.
 
     def reset(self, is_forced: bool) -> bool:
-        """Nothing can be found any more, and no pin is left.
+        """Empty the prefix cache and end all pins.
 
-        False, and nothing has changed, where a request holds a block, or a transfer does.
+        Returns False, with nothing changed, if a request or a transfer holds a block.
         """
         if self.store.held or any(map(self.store.is_loading, self.skipped)):
             return False
@@ -369,6 +372,6 @@ class Scheduler:
         return True
 
     def branch(self, parent: Text, child: Text) -> None:
-        """It begins with what it shares with its parent, at the front of the line."""
+        """Fork a child, which waits at the front of the queue with what it shares."""
         self.tables.branch(parent, child)
         self.put(self.waiting, child, at_front=True)

@@ -1,4 +1,4 @@
-"""Store: what it offers, whose load has come, and which blocks of ended requests it still has."""
+"""Store: its offers, finished loads, and blocks of finished requests that transfers hold."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from blockstep.spec.vocabulary import (
 
 
 class Store:
-    """The scheduler's side of a store. Where there is none, nobody offers anything."""
+    """The scheduler's side of a store; without one there are no offers."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.offers: dict[RequestId, KVOffer] = {}
         self.received: set[Text] = set()
-        """Parked ones to whose blocks nothing is written any more."""
+        """Waiting requests whose asynchronous load has ended."""
         self.held: dict[RequestId, HeldBlocks] = {}
 
     def ask(self, text: Text, hit: int) -> tuple[int, bool] | None:
-        """Tokens to load behind a hit, and whether that takes longer than a step.
+        """Return the tokens to load after a hit, and whether the load is asynchronous.
 
-        None: it does not know yet. The last known token is never loaded: something must be sampled.
+        None: the store has no answer yet. The last known token is never loaded: a token must be
+        sampled.
         """
         offer = self.offers.get(text.name, KVOffer(text.name))
         if text.request.skip_reading_prefix_cache:
@@ -43,16 +44,17 @@ class Store:
         return (count, offer.is_async) if count > 0 else (0, False)
 
     def is_loading(self, text: Text) -> bool:
-        """Whether its blocks are written by a load that takes longer than a step."""
+        """Whether an asynchronous load writes its blocks."""
         return text.status is Status.WAITING_FOR_REMOTE_KVS and text not in self.received
 
     def forget(self, text: Text) -> None:
-        """It ended."""
+        """Forget a finished request."""
         self.offers.pop(text.name, None)
         self.received.discard(text)
 
     def hold(self, text: Text) -> None:
-        """It ends: if a load writes its blocks, or the store is to read them, they stay held."""
+        """Hold the blocks of a finishing request if a load writes them or the store will read
+        them."""
         offer = self.offers.get(text.name, KVOffer(text.name))
         is_recving = self.is_loading(text)
         if text.table and (is_recving or offer.delays_free):
@@ -61,7 +63,7 @@ class Store:
             text.table = []
 
     def finish(self, report: KVTransfers, parked: Collection[Text]) -> None:
-        """Loads, then reads, have come to their end; of all others it says nothing."""
+        """End the loads and saves of a report."""
         self.received |= {text for text in parked if text.name in report.finished_recving}
         for name in report.finished_recving:
             if name in self.held:
@@ -71,7 +73,7 @@ class Store:
                 self.keep_or_free(replace(self.held[name], is_sending=False))
 
     def keep_or_free(self, held: HeldBlocks) -> None:
-        """Its blocks are free once nothing reads or writes them."""
+        """Keep a hold that a transfer still needs, else release its blocks."""
         if held.is_recving or held.is_sending:
             self.held[held.request_id] = held
         else:
@@ -79,7 +81,7 @@ class Store:
             self.pool.release(held.block_tables[0])
 
     def show(self, running: Collection[Text]) -> TransfersSnapshot:
-        """For a snapshot."""
+        """Return the part of the snapshot about transfers."""
         offers = [offer for _, offer in sorted(self.offers.items())]
         return TransfersSnapshot(
             offers=tuple(offer for offer in offers if offer != KVOffer(offer.request_id)),
@@ -90,7 +92,8 @@ class Store:
 
 
 def count_valid(load: KVLoad, invalid: Collection[BlockId], block_size: int) -> int | None:
-    """Leading tokens before the first of its blocks that could not be loaded; None: all could."""
+    """Return the leading tokens before the first block that could not be loaded; None if all
+    could."""
     for at in range(load.num_computed_tokens // block_size, len(load.block_ids[0])):
         if load.block_ids[0][at] in invalid:
             return at * block_size

@@ -1,4 +1,4 @@
-"""Tables: which blocks texts hold, which of them can be found, and what it takes to have more."""
+"""Tables: block tables of requests, publishing, and the blocks needed to extend them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from blockstep.spec.vocabulary import BlockCopy, BlockId, Config
 
 
 class Tables:
-    """What is done to the block table of a text."""
+    """Operations on the block table of a request."""
 
     def __init__(self, config: Config, pool: Pool) -> None:
         self.size = config.block_size
@@ -16,28 +16,29 @@ class Tables:
         self.pool = pool
 
     def find(self, text: Text) -> list[BlockId]:
-        """What it could share of its prefix; one token at least is left to compute."""
+        """Return its prefix hit; at least one token is left to compute."""
         if not self.caches or text.request.skip_reading_prefix_cache:
             return []
         return self.pool.find(text.list_keys((text.known - 1) // self.size, self.size))
 
     def is_shared(self, text: Text) -> bool:
-        """Whether it goes on within a block that others hold, too."""
+        """Whether it continues within a block that other requests hold, too."""
         at, within = divmod(text.computed, self.size)
         return within > 0 and at < len(text.table) and self.pool.refs[text.table[at]] > 1
 
     def lacks(self, text: Text, slots: int, hits: list[BlockId]) -> int:
-        """Free blocks that it uses up to have so many slots, its hit included."""
+        """Return the free blocks needed to give it this many slots, including free blocks of its
+        hit."""
         missing = -(-slots // self.size) - len(text.table) - len(hits)
         return max(missing, 0) + self.pool.count_free(hits) + self.is_shared(text)
 
     def share(self, text: Text, hits: list[BlockId]) -> None:
-        """It begins with a hit."""
+        """Begin its block table with a hit."""
         self.pool.hold(hits)
         text.table, text.settled = list(hits), len(hits)
 
     def copy(self, text: Text) -> list[BlockCopy]:
-        """In place of the shared block in which it goes on it has one of its own."""
+        """Replace the shared block in which it continues by a copy."""
         if not self.is_shared(text):
             return []
         at = text.computed // self.size
@@ -47,13 +48,13 @@ class Tables:
         return [copy]
 
     def grow(self, text: Text, slots: int) -> list[BlockId]:
-        """New blocks, so that it has so many slots; there is room."""
+        """Append new blocks, which must be available, for this many slots."""
         new = self.pool.take(max(-(-slots // self.size) - len(text.table), 0))
         text.table += new
         return new
 
     def publish(self, text: Text, end: int) -> None:
-        """What is full of known tokens before `end` can be found."""
+        """Publish blocks that are full of known tokens before `end`."""
         if not self.caches:
             return
         count = min(end, text.known) // self.size
@@ -63,7 +64,7 @@ class Tables:
         text.settled = max(text.settled, count)
 
     def branch(self, parent: Text, child: Text) -> None:
-        """It begins with what it shares with its parent."""
+        """Begin the child's table with the blocks that it shares with its parent."""
         self.publish(parent, parent.computed)
         pairs = zip(parent.tokens, child.tokens, strict=False)
         common = next((at for at, (one, other) in enumerate(pairs) if one != other), None)

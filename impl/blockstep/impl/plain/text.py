@@ -1,4 +1,4 @@
-"""Text: one unfinished request, what names its blocks, and what ends it."""
+"""Text: an unfinished request with its block keys and stop conditions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from blockstep.spec.vocabulary import (
 
 @dataclass(eq=False)
 class Text:
-    """A request and how far it is."""
+    """A request and its progress."""
 
     request: Request
     status: Status = Status.WAITING
@@ -36,31 +36,31 @@ class Text:
     grammar_ready: bool = False
     is_prefill_chunk: bool = False
     load: KVLoad | None = None
-    """What a store loads for it, as long as it is not certain that it has come."""
+    """The load from a store, until the load is confirmed."""
     keys: list[BlockKey] = field(default_factory=list)
 
     @property
     def name(self) -> RequestId:
-        """Its id."""
+        """The request's id."""
         return self.request.request_id
 
     @property
     def tokens(self) -> TokenIds:
-        """Prompt and outputs."""
+        """Prompt and output tokens."""
         return (*self.request.prompt_token_ids, *self.outputs)
 
     @property
     def known(self) -> int:
-        """How many tokens it has."""
+        """Number of its tokens."""
         return len(self.request.prompt_token_ids) + len(self.outputs)
 
     @property
     def rank(self) -> tuple[int, int, RequestId]:
-        """Its place under PRIORITY: the least is first."""
+        """The request's order under PRIORITY: the smallest is first."""
         return (self.request.priority, self.request.arrival_time, self.name)
 
     def list_keys(self, count: int, block_size: int) -> list[BlockKey]:
-        """The keys of its first `count` blocks, all of whose tokens are known."""
+        """Return the keys of its first `count` blocks, all of whose tokens are known."""
         if len(self.keys) < count:
             tokens, extras = self.tokens, list_extras(self.request, block_size, count)
             for at in range(len(self.keys), count):
@@ -71,7 +71,7 @@ class Text:
         return self.keys[:count]
 
     def append(self, token: int, max_model_len: int) -> FinishReason | None:
-        """It says one token more; why it ends with that, or None."""
+        """Append an output token; return the finish reason, or None."""
         request = self.request
         self.outputs.append(token)
         may_stop = len(self.outputs) >= request.min_tokens
@@ -85,7 +85,7 @@ class Text:
         return None
 
     def show(self) -> RequestSnapshot:
-        """For a snapshot."""
+        """Return the part of the snapshot about this request."""
         return RequestSnapshot(
             request_id=self.name,
             status=self.status,
@@ -101,7 +101,7 @@ class Text:
 
 
 def repeats(outputs: list[int], rule: RepetitionDetection) -> bool:
-    """Whether outputs end with as many copies of one pattern as are not tolerated."""
+    """Whether outputs end with `rule.min_count` copies of one pattern."""
     for size in range(rule.min_pattern_size, rule.max_pattern_size + 1):
         tail = outputs[-size * rule.min_count :]
         if len(tail) == size * rule.min_count and tail == tail[:size] * rule.min_count:

@@ -1,12 +1,13 @@
-"""Numpied: a Triton kernel's own source, run by numpy, thirty times faster than it is interpreted.
+"""Numpied: runs a Triton kernel's source by numpy, thirty times faster than Triton's interpreter.
 
-For kernels of one program that compute with integers. A kernel and what it calls are read as text,
-so that Triton is not needed. What is taken is what the compiler takes too: `tl.load` and `tl.store`
-at `tensor + offset`, masks, reductions and scans, atomics, `if`, `while`, `for`, calls of other
-kernels. Anything else is refused by name and line when the text is read. It needs numpy 2, whose
-types promote as Triton's do.
+It is for kernels of one program that compute with integers. A kernel and the functions that it
+calls are read as text, so that Triton is not needed. It supports what the compiler supports, too:
+`tl.load` and `tl.store` at `tensor + offset`, masks, reductions and scans, atomics, `if`, `while`,
+`for`, calls of other kernels. Anything else is refused by name and line when the text is read. It
+needs numpy 2, whose types promote as Triton's do.
 
-A CPU can also be asked for what a GPU might do otherwise: see `Memory`, `HeldBack` and `Watched`.
+It can also simulate, on a CPU, what a GPU might do differently: see `Memory`, `HeldBack` and
+`Watched`.
 """
 
 from blockstep.kernels.numpied.load import Kernel, launch, load_kernels

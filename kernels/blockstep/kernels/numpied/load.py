@@ -1,4 +1,4 @@
-"""Load: kernels from files, and how one is run."""
+"""Load: reads kernels from files, and runs one."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _TL: Final = SimpleNamespace(**TYPES, constexpr=lambda value: value)
 def load_kernels(
     files: Sequence[Path], memory: Memory, changed: Mapping[Path, str] | None = None
 ) -> dict[str, Kernel]:
-    """The functions of these files, those that are called first; named as they are there.
+    """Return the functions of these files by name; a file may call those of earlier ones.
 
     Args:
         files: the sources.
         memory: what their loads and stores do.
-        changed: a text that is read in the place of a file's own.
+        changed: a text that replaces a file's own.
 
     Raises:
-        RefusedError: a file uses what this cannot run as Triton does.
+        RefusedError: a file uses something that cannot be run as Triton runs it.
     """
     space: dict[str, Any] = {**make_space(memory), "tl": _TL}
     for file in files:
@@ -46,7 +46,7 @@ def launch(kernel: Kernel, memory: Memory, *args: Any) -> None:
 
 
 def _is_known(statement: ast.stmt, space: Mapping[str, Any]) -> bool:
-    """An import of Triton, or of what is there already."""
+    """Whether it is an import of Triton, or of something that is defined already."""
     if isinstance(statement, ast.Import):
         return all(name.name.startswith("triton") for name in statement.names)
     if isinstance(statement, ast.ImportFrom):

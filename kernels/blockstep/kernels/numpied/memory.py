@@ -1,7 +1,7 @@
-"""Memory: what loads, stores, atomics and barriers do, in three ways.
+"""Memory: the effects of loads, stores, atomics and barriers, in three variants.
 
-A GPU runs the lanes of a program in warps, each at its own speed. Between two barriers nothing is
-said of the order in which what one thread stores is seen by another.
+A GPU runs the lanes of a program in warps, each at its own speed. Between two barriers the order in
+which one thread sees the stores of another is undefined.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ import numpy as np
 from blockstep.kernels.numpied.values import to, wrap
 
 POISON: Final = 0x5A5A5A5A
-"""What a lane that did not load has, where nothing else was asked for."""
+"""Value of a lane that did not load, if `other` was not given."""
 
 
 MOST_KNOWN: Final = 1_000
-"""Arguments whose flat arrays are kept."""
+"""Most arguments whose flat arrays are kept."""
 ATOMICS: Final = frozenset(
     f"atomic_{do}" for do in ("add", "and", "cas", "max", "min", "or", "xchg")
 )
 
 
 class Memory:
-    """Every store is seen at once. An access out of bounds is an IndexError, here and below.
+    """Every store is visible at once. An access out of bounds is an IndexError, here and below.
 
     Tensors are flat arrays, offsets count elements.
     """
 
     unread: int = 0
-    """What a lane has that did not load."""
+    """Value of a lane that did not load."""
 
     def __init__(self, seed: int = 0) -> None:
         self.random = np.random.default_rng(seed)
         self.findings: list[str] = []
-        """Each once, with the lines of both accesses."""
+        """Each finding once, with the lines of both accesses."""
         self._flat: dict[int, tuple[Any, Any]] = {}
 
     def flatten(self, argument: Any) -> Any:
-        """An argument as kernels see it: tensors as flat arrays that share their memory."""
+        """Return an argument as kernels see it: tensors as flat arrays that share their memory."""
         known = self._flat.get(id(argument))
         if known is not None and known[0] is argument:
             return known[1]
@@ -60,13 +60,13 @@ class Memory:
         return flat
 
     def start(self) -> None:
-        """A program starts."""
+        """Begin a program."""
 
     def barrier(self) -> None:
-        """All threads of the program meet here."""
+        """Synchronise all threads of the program."""
 
     def load(self, array: Any, offset: Any = 0, mask: Any = None, other: Any = None) -> Any:
-        """`tl.load(array + offset, mask, other)`."""
+        """Do `tl.load(array + offset, mask, other)`."""
         if isinstance(offset, np.ndarray):
             if mask is None:
                 return self._read(array, offset)
@@ -87,7 +87,7 @@ class Memory:
         return int(other) if array.dtype == np.int32 else array.dtype.type(other)
 
     def store(self, array: Any, offset: Any, value: Any, mask: Any = None) -> None:
-        """`tl.store(array + offset, value, mask)`."""
+        """Do `tl.store(array + offset, value, mask)`."""
         if not isinstance(offset, np.ndarray):
             if mask is None or _is_true(mask, "tl.store"):
                 if not 0 <= offset < array.size:
@@ -110,7 +110,7 @@ class Memory:
     def atomic(
         self, do: str, array: Any, offset: Any, *values: Any, mask: Any = None, **_: Any
     ) -> Any:
-        """An atomic on each lane by itself; what was there before it."""
+        """Do an atomic on each lane by itself; return the values before it."""
         if not isinstance(offset, np.ndarray):
             _is_true(mask, "an atomic")
             before = self.atomic(do, array, np.array([offset]), *values, mask=mask)[0]
@@ -128,14 +128,14 @@ class Memory:
         return before
 
     def order(self, lanes: Any) -> Any:
-        """The order in which lanes come."""
+        """Return the lanes in the order in which they run."""
         return lanes
 
     def note_atomic(self, array: Any, offset: Any) -> None:
-        """Atomics touch these places."""
+        """Note that atomics access these places."""
 
     def _read(self, array: Any, offset: Any) -> Any:
-        """What stands at the places of active lanes."""
+        """Return the values at the places of active lanes."""
         try:
             return array[_index(array, offset)]
         except IndexError:
@@ -159,9 +159,11 @@ class Memory:
 
 
 class HeldBack(Memory):
-    """Stores are held back until the next barrier, lanes store and count in a random order, and who
-    did not load has poison. A kernel that ends otherwise than plain lacks a barrier, or depends on
-    timing."""
+    """Stores are delayed until the next barrier, lanes run in a random order, unloaded lanes are
+    poison.
+
+    A kernel whose result differs from that with `Memory` lacks a barrier, or depends on timing.
+    """
 
     unread = POISON
 
@@ -170,17 +172,17 @@ class HeldBack(Memory):
         self.held: list[tuple[Any, Any, Any]] = []
 
     def start(self) -> None:
-        """What the program before stored is seen."""
+        """Make the stores of the program before visible."""
         self.barrier()
 
     def barrier(self) -> None:
-        """All that was stored is seen now."""
+        """Make all stores visible."""
         for array, offset, value in self.held:
             array[offset] = value
         self.held.clear()
 
     def order(self, lanes: Any) -> Any:
-        """Any order."""
+        """Return the lanes in a random order."""
         return self.random.permutation(lanes)
 
     def _write_one(self, array: Any, offset: Any, value: Any) -> None:
@@ -196,7 +198,7 @@ class HeldBack(Memory):
 
 @dataclass(slots=True)
 class Shadow:
-    """Of each place of a tensor: who touched it last, by the number of the access."""
+    """The last accesses of each place of a tensor, by the number of the access."""
 
     array: Any
     writes: Any
@@ -207,31 +209,33 @@ class Watched(Memory):
     """Two accesses of one place, one of them a store, must have a barrier between them.
 
     Stores through one vector of pointers are in order, since each lane is stored by one thread. A
-    load and a store are not: where a vector has fewer lanes than the program has threads, many
-    threads load a lane, and one of them may come after the store.
+    load and a store are not: if a vector has fewer lanes than the program has threads, many threads
+    load a lane, and one of them may load after the store.
     """
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
         self.shadows: dict[int, Shadow] = {}
         self.lines: list[str] = [""]
-        """Of each access since the last barrier."""
+        """The source line of each access since the last barrier."""
         self.vectors: list[Any] = [None]
-        """What tells the vector of pointers of a store from others; None for a scalar."""
+        """Bytes of each store's vector of pointers, to compare it with others; None for a scalar.
+        """
         self.first = 1
-        """The number of the first access since the last barrier."""
+        """Number of the first access since the last barrier."""
 
     def start(self) -> None:
-        """Launches and programs are ordered."""
+        """Begin a program: it is ordered after the ones before."""
         self.barrier()
 
     def barrier(self) -> None:
-        """What comes later is ordered after all that was."""
+        """Order all later accesses after all earlier ones."""
         self.first += len(self.lines)
         self.lines, self.vectors = [], []
 
     def note_atomic(self, array: Any, offset: Any) -> None:
-        """They order themselves; against others they are stores."""
+        """Note atomics: they are ordered among themselves, and count as stores against other
+        accesses."""
         self._note_write(array, offset.reshape(-1), "atomic", None)
 
     def _read(self, array: Any, offset: Any) -> Any:
@@ -275,7 +279,7 @@ class Watched(Memory):
 
     def _note_write(self, array: Any, offset: Any, vector: Any, value: Any) -> None:
         shadow, now = self._shadow(array), self._access(vector)
-        # Stores of one value may come in any order.
+        # Stores of one value may be in any order.
         writes = shadow.writes[offset]
         writes = writes if value is None else writes[array[offset] != value]
         self._compare("STORE-STORE", writes, now, (vector,))
@@ -283,9 +287,9 @@ class Watched(Memory):
         shadow.writes[offset] = now
 
     def _compare(self, kind: str, before: Any, now: int, same: tuple[Any] | None) -> None:
-        """Judge an access against those of the same places since the last barrier.
+        """Check an access against those of the same places since the last barrier.
 
-        `same`: the vector of pointers, accesses through which are in order with this one.
+        `same`: the vector of pointers, accesses through which are ordered with this one.
         """
         if before.size == 0 or before.max() < self.first:
             return
@@ -301,7 +305,7 @@ class Watched(Memory):
 
 
 def find_line() -> str:
-    """The line of the kernel that is running, as `function:line`."""
+    """Return the line of the kernel that is running, as `function:line`."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back
@@ -309,7 +313,7 @@ def find_line() -> str:
 
 
 def _inside(array: Any, offset: Any) -> Any:
-    """The places, each of which must be one of the tensor."""
+    """Return the places, after checking that each is within the tensor."""
     if offset.size and (offset.min() < 0 or offset.max() >= array.size):
         outside = offset[(offset < 0) | (offset >= array.size)]
         raise _outside(array, outside.flat[0])
@@ -317,7 +321,7 @@ def _inside(array: Any, offset: Any) -> Any:
 
 
 def _index(array: Any, offset: Any) -> Any:
-    """The places as numpy checks them itself: a negative one must not count from the end."""
+    """Return the places so that numpy checks them: a negative one must not count from the end."""
     return offset.view(np.uint32) if offset.dtype == np.int32 else _inside(array, offset)
 
 
@@ -334,7 +338,7 @@ def _is_true(mask: Any, what: str) -> bool:
 
 
 def _changed(do: str, was: Any, value: Any, new: Any = None) -> Any:
-    """The new value at a place, which wraps like any."""
+    """Return the new value at a place, which wraps around."""
     match do:
         case "add":
             changed: Any = int(was) + int(value)

@@ -1,4 +1,4 @@
-"""Rewrite: the text of a kernel as a function of Python that numpy runs."""
+"""Rewrite: turns the text of a kernel into a Python function that numpy runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from blockstep.kernels.numpied.values import FUNCTIONS
 
 
 class RefusedError(Exception):
-    """A kernel that cannot be run so: where, why, and what to write instead."""
+    """A kernel that cannot be run by numpy; the message says where, why, and what to write
+    instead."""
 
 
 _STATEMENTS: Final = (ast.Pass, ast.Expr, ast.Assert, ast.Return, ast.If, ast.While, ast.For)
@@ -33,13 +34,13 @@ _GROWING: Final = (ast.Add, ast.Sub, ast.Mult, ast.LShift)
 
 
 def rewrite(tree: ast.Module, file: str, known: AbstractSet[str] = frozenset()) -> ast.Module:
-    """The functions of a module under `@triton.jit` and its constants; the rest goes.
+    """Return the module's functions under `@triton.jit` and its constants; the rest is removed.
 
     Line numbers stay those of the source, so that a traceback shows the kernel. `known` are the
     names of kernels in other files.
 
     Raises:
-        RefusedError: Python would run it otherwise than Triton compiles it, or it is not known.
+        RefusedError: Python would run it differently from Triton, or it is not supported.
     """
     body: list[ast.stmt] = []
     own = {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}
@@ -66,15 +67,15 @@ def _call(name: str, *args: ast.expr, **named: ast.expr) -> ast.Call:
 
 
 class _Kernel(ast.NodeTransformer):
-    """One function."""
+    """Rewrites one function."""
 
     def __init__(self, function: ast.FunctionDef, file: str, known: AbstractSet[str]) -> None:
         self.function, self.file, self.known = function, file, known
         self.tensors = {argument.arg for argument in function.args.args}
-        """Arguments that are not assigned to: what stands in them may be loaded from."""
+        """Arguments that are not assigned to: their fields may be loaded from."""
 
     def rewritten(self) -> ast.FunctionDef:
-        """The function without what is only Triton's."""
+        """Return the function without anything specific to Triton."""
         function = self.function
         for node in ast.walk(function):
             self._refuse(node)
@@ -85,7 +86,7 @@ class _Kernel(ast.NodeTransformer):
         return function
 
     def refused(self, node: ast.AST, why: str) -> RefusedError:
-        """The sentence about a node."""
+        """Return the error about a node."""
         return RefusedError(f"{self.file}:{getattr(node, 'lineno', '?')}: {why}")
 
     def _refuse(self, node: ast.AST) -> None:
@@ -105,7 +106,7 @@ class _Kernel(ast.NodeTransformer):
         known = (*_STATEMENTS, ast.Assign, ast.AugAssign, ast.FunctionDef, *_EXPRESSIONS)
         operators = (ast.operator, ast.unaryop)
         if not isinstance(node, (*known, *operators)):
-            raise self.refused(node, f"{type(node).__name__} is not known here")
+            raise self.refused(node, f"{type(node).__name__} is not supported")
 
     # statements
 
@@ -133,7 +134,8 @@ class _Kernel(ast.NodeTransformer):
         return _call("range", *[self.visit(argument) for argument in node.args])
 
     def _assign(self, node: ast.Assign | ast.AugAssign) -> list[ast.stmt]:
-        """A vector is never changed in place; a scalar that outgrew its register is cut."""
+        """Rewrite an assignment: vectors are never changed in place, and scalars wrap at 32
+        bits."""
         target = node.target if isinstance(node, ast.AugAssign) else node.targets[0]
         names = target.elts if isinstance(target, ast.Tuple) else [target]
         for name in names:
@@ -162,7 +164,7 @@ class _Kernel(ast.NodeTransformer):
     # expressions
 
     def visit_Constant(self, node: ast.Constant) -> ast.expr:
-        """Whole numbers, bools, and `None` of an index."""
+        """Allow whole numbers, bools, and the `None` of an index."""
         if isinstance(node.value, float | complex | bytes):
             raise self.refused(node, f"{node.value!r}: these are kernels of integers")
         if type(node.value) is int and not -(1 << 31) <= node.value < 1 << 31:
@@ -170,7 +172,7 @@ class _Kernel(ast.NodeTransformer):
         return node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        """Division rounds as in C."""
+        """Rewrite division, which rounds as in C."""
         left, right = self.visit(node.left), self.visit(node.right)
         name = _OPERATORS.get(type(node.op))
         if name is not None:
@@ -179,12 +181,12 @@ class _Kernel(ast.NodeTransformer):
         return node
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
-        """`~` of a bool is one bit."""
+        """Rewrite `~`: of a bool it is one bit."""
         node.operand = self.visit(node.operand)
         return _call("_invert", node.operand) if isinstance(node.op, ast.Invert) else node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
-        """Of `triton.language`, of another kernel, or `x.to(type)`."""
+        """Rewrite a call of `triton.language`, of another kernel, or `x.to(type)`."""
         function = node.func
         is_tl = isinstance(function, ast.Attribute) and ast.unparse(function.value) == "tl"
         if is_tl and isinstance(function, ast.Attribute):
@@ -194,10 +196,10 @@ class _Kernel(ast.NodeTransformer):
             keyword.value = self.visit(keyword.value)
         if isinstance(function, ast.Attribute):
             if function.attr != "to":
-                raise self.refused(node, f".{function.attr}() is not known here")
+                raise self.refused(node, f".{function.attr}() is not supported")
             return _call("_to", self.visit(function.value), *node.args)
         if not isinstance(function, ast.Name) or function.id not in self.known:
-            raise self.refused(node, f"{ast.unparse(function)}() is not known here")
+            raise self.refused(node, f"{ast.unparse(function)}() is not supported")
         return node
 
     def _language(self, node: ast.Call, name: str) -> ast.expr:
@@ -206,13 +208,14 @@ class _Kernel(ast.NodeTransformer):
         if name == "debug_barrier":
             return ast.copy_location(_call("_barrier"), node)
         if name not in FUNCTIONS:
-            raise self.refused(node, f"tl.{name} is not known here")
+            raise self.refused(node, f"tl.{name} is not supported")
         args = [self.visit(argument) for argument in node.args]
         named = {str(k.arg): self.visit(k.value) for k in node.keywords}
         return ast.copy_location(_call(f"_tl_{name}", *args, **named), node)
 
     def _access(self, node: ast.Call, name: str) -> ast.expr:
-        """`tensor + offset`: the tensor is the left-most leaf, an argument or a field of one."""
+        """Rewrite `tensor + offset`: the tensor is the left-most leaf, an argument or a field of
+        one."""
         base, offset = self._split(node.args[0])
         owner = base.value if isinstance(base, ast.Attribute) else base
         if not isinstance(owner, ast.Name) or owner.id not in self.tensors:
@@ -222,7 +225,7 @@ class _Kernel(ast.NodeTransformer):
         known = {"mask", "other", "sem", "scope"}
         wrong = [keyword.arg for keyword in node.keywords if keyword.arg not in known]
         if wrong:
-            raise self.refused(node, f"tl.{name}({wrong[0]}=) is not known here")
+            raise self.refused(node, f"tl.{name}({wrong[0]}=) is not supported")
         place = ast.Constant(0) if offset is None else self.visit(offset)
         args = [base, place, *[self.visit(argument) for argument in node.args[1:]]]
         named = {str(k.arg): self.visit(k.value) for k in node.keywords}
@@ -232,7 +235,7 @@ class _Kernel(ast.NodeTransformer):
         return ast.copy_location(_call(f"_{name}", *args, **named), node)
 
     def _split(self, node: ast.expr) -> tuple[ast.expr, ast.expr | None]:
-        """The left-most leaf of a chain of + and -, and what is added to it."""
+        """Return the left-most leaf of a chain of + and -, and what is added to it."""
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add | ast.Sub):
             return node, None
         base, rest = self._split(node.left)
@@ -243,7 +246,7 @@ class _Kernel(ast.NodeTransformer):
 
 
 def make_space(memory: Any) -> dict[str, Callable[..., Any]]:
-    """What rewritten functions call."""
+    """Return the functions that rewritten kernels call."""
     own = {
         "_divide": values.divide, "_modulo": values.modulo, "_shift_right": values.shift_right,
         "_invert": values.invert, "_to": values.to, "_wrap": values.wrap,

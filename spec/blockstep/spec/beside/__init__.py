@@ -1,1 +1,1 @@
-"""Beside: machines of their own, of which a step asks and which know no state."""
+"""Beside: state machines that a step uses and that know no scheduler state."""

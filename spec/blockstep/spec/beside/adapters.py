@@ -1,18 +1,18 @@
-"""Adapters: the seats in which a worker keeps LoRA weights, one adapter each.
+"""Adapters: the slots in which a worker keeps LoRA weights, one adapter each.
 
-    running      [A: x] [B: -] [C: x] [D: y]        max_loras 2: the seats of x and y
-    waiting      [E: z] [F: x] [G: -]               E is passed over, F and G are not
+    running      [A: x] [B: -] [C: x] [D: y]        max_loras 2: the LoRA slots of x and y
+    waiting      [E: z] [F: x] [G: -]               E is skipped, F and G are not
 
-Who runs holds the seat of its adapter, together with all others of that adapter, whether or not a
-step has a row of it; who is preempted, or ends, gives it up. So a frame names `max_loras` adapters
-at most, whatever is in flight: a worker may load and drop at the beginning of each frame, and has
-room (P9). Who would need one seat more is passed over and blocks nobody, before its hit is looked
-for; all else of the step is as if it were not there (P7, P15).
+Running requests of one adapter share its LoRA slot, whether or not a step has rows of them; a
+request that is preempted, or finishes, leaves it. So a frame names at most `max_loras` adapters,
+whatever is in flight: a worker may load and drop adapters at the beginning of each frame, and has
+room (P9). A request that would need one slot more is skipped before its hit is looked for, and
+blocks no other; the rest of the step is as if it were not there (P7, P15).
 
-Against starvation (P10) holds no more than this: only who brings no new adapter overtakes it. The
-first in line that needs a seat gets the next one that is given up, for whoever came later is looked
-at later. Each request that runs ends, so it waits for ever only if requests of the very adapters
-that are in use never cease to come.
+Starvation (P10) is limited as follows: only requests without a new adapter overtake a skipped one.
+The first request in the queue that needs a slot gets the next one that becomes free, because later
+ones are tried later. Each running request finishes, so it waits for ever only if requests of the
+adapters in use never stop arriving.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Collection
 
 
 def has_seat(adapter: str | None, in_use: Collection[str | None], max_loras: int) -> bool:
-    """Whether a request of this adapter may join those that run; None needs no seat.
+    """Whether a request of this adapter may join the running ones; None needs no slot.
 
     Source: vLLM 0.19.1 `schedule`; P9, P15.
     """
@@ -32,7 +32,7 @@ def has_seat(adapter: str | None, in_use: Collection[str | None], max_loras: int
 
 
 def is_within_max_loras(num_in_use: int, is_in_use: bool, max_loras: int) -> bool:
-    """Whether one adapter more, or one of them once more, leaves them within `max_loras`.
+    """Whether the adapters stay within `max_loras` if one more request joins them.
 
     Source: vLLM 0.19.1 `schedule`; P9.
     """

@@ -1,22 +1,23 @@
-"""Encoder: what it may make in a step, and the cache of what it has made.
+"""Encoder: its compute budget per step, and the cache of its outputs.
 
     cache    | held | held | freeable: evicted last ... next |  free  |      embeddings
     prompt   |  text  | item | text |   item   |  text               |      tokens
     chunk                |-- computed now --|+| embeddings read; + by a draft head, one ahead
 
-An entry is of one item, and all who bring that item share it. It is held once for each place of the
-item in a running request, from the first chunk that reads of it until a chunk ends behind it. Then
-it is freeable: kept until somebody needs the room. What a step plans is there as soon as it runs,
-and frames run in order, so a frame in flight has read before a later one drops. What the step takes
-back was never there: who shared it in this step has it encoded instead, and what was evicted for it
-returns. So the references are occurrences, and no entry is one that nobody computes (P22, P4).
+An entry is for one item, and all requests with that item share it. Each occurrence of the item in a
+running request holds it, from the first chunk that reads it until a chunk ends after it. Then it is
+freeable: kept until the room is needed. What a step plans is available when it runs, and frames run
+in order, so a frame in flight has read an item before a later one drops it. A row that a step
+withdraws leaves no entry: if others share the item in this step, it is encoded for one of them, and
+items that were evicted for it return. So holders are occurrences, and every entry is computed (P22,
+P4).
 
-An encoder-decoder model shares nothing: the embeddings of an item are read by the very step that
-makes them, and dropped with the next one.
+An encoder-decoder model shares nothing: the embeddings of an item are read by the step that
+computes them, and dropped with the next one.
 
-No deadlock comes of it (P10): a chunk stops before an item that does not fit, and between two
-chunks a request holds the one item that it stands in. Only a draft head may want the next one
-besides; who then gets nothing holds nothing.
+There is no deadlock (P10): a chunk ends before an item that does not fit, and between two chunks a
+request holds only the item that it is inside of. Only a draft head may need the next one, too; a
+request that then gets no row holds nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from blockstep.spec.maps import FrozenMap
 from blockstep.spec.vocabulary import Config, MultiModalItem, Request, RequestId
 
 Holder: TypeAlias = tuple[RequestId, int]
-"""A place of an item: its index in a request."""
+"""An occurrence of an item: request id, and index of the item in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,49 +51,50 @@ class PlannedItem:
     """An item that the step being planned encodes, or loads."""
 
     holder: Holder
-    """For whom."""
+    """The occurrence that it is encoded for."""
     identifier: str
     num_embeds: int
     is_external: bool
-    """It is loaded: no compute goes into it."""
+    """Whether it is loaded, which needs no compute."""
 
     @property
     def cost(self) -> int:
-        """Embeddings that the encoder makes for it."""
+        """Embeddings that the encoder computes for it."""
         return 0 if self.is_external else self.num_embeds
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """An encoder and its cache; the last three fields say something while a step is planned."""
+    """An encoder and its cache; `budget`, `planned` and `evicted` are used while a step is
+    planned."""
 
     size: int
-    """Embeddings in the cache, at most; 0: there is no encoder."""
+    """Maximum of embeddings in the cache; 0: there is no encoder."""
     is_shared: bool = True
-    """False: of an encoder-decoder model."""
+    """False for an encoder-decoder model."""
     entries: FrozenMap[str, Entry] = NO_ENTRIES
-    """By identifier."""
+    """The entries by identifier."""
     freeable: tuple[str, ...] = ()
-    """Those without a holder, next to be evicted first."""
+    """Entries without a holder, in the order of eviction."""
     offered: tuple[str, ...] = ()
-    """What a connector holds, sorted."""
+    """Identifiers that a connector has, sorted."""
     num_in_flight: int = 0
-    """Embeddings that have no room back until a frame in flight is answered: none, but of some
-    releases."""
+    """Embeddings whose room returns only when a frame in flight is committed: 0, except with a
+    quirk."""
     freed: tuple[str, ...] = ()
-    """What the next plan has the worker drop, where nothing is shared."""
+    """Identifiers that the worker drops with the next plan; only if nothing is shared."""
     budget: int = 0
-    """Embeddings that the step may still have made."""
+    """Embeddings that the step may still compute."""
     planned: tuple[PlannedItem, ...] = ()
     evicted: tuple[tuple[str, int], ...] = ()
-    """Identifiers, with embeddings, the first one first."""
+    """Identifiers with embeddings, in the order of eviction."""
 
 
 NO_ENCODER: Final = Encoder(0)
 
 
 def create_encoder(config: Config) -> Encoder:
-    """An encoder that has made nothing yet. Source: vLLM 0.19.1 `EncoderCacheManager`; P22."""
+    """Return an encoder with an empty cache. Source: vLLM 0.19.1 `EncoderCacheManager`; P22."""
     if not config.encoder_cache_size:
         return NO_ENCODER
     return Encoder(config.encoder_cache_size, is_shared=not config.is_encoder_decoder)
@@ -102,7 +104,7 @@ def create_encoder(config: Config) -> Encoder:
 
 
 def count_free(encoder: Encoder) -> int:
-    """Embeddings that nothing takes. Source: vLLM 0.19.1 `num_free_slots`; P22."""
+    """Return the embeddings that nothing takes. Source: vLLM 0.19.1 `num_free_slots`; P22."""
     num_free = encoder.size - sum([entry.num_embeds for entry in encoder.entries.values()])
     if not encoder.is_shared:
         num_planned = sum([planned.num_embeds for planned in encoder.planned])
@@ -111,13 +113,13 @@ def count_free(encoder: Encoder) -> int:
 
 
 def count_freeable(encoder: Encoder) -> int:
-    """Embeddings that nobody holds. Source: vLLM 0.19.1 `num_freeable_slots`; P22."""
+    """Return the embeddings that have no holder. Source: vLLM 0.19.1 `num_freeable_slots`; P22."""
     entries = encoder.entries
     return count_free(encoder) + sum([entries[name].num_embeds for name in encoder.freeable])
 
 
 def fits(num_embeds: int, cost: int, num_freeable: int, budget: int) -> bool:
-    """Whether an item of this cost is made within the budget, and kept.
+    """Whether an item of this cost can be computed within the budget, and kept.
 
     Source: vLLM 0.19.1 `can_allocate`; P9, P22.
     """
@@ -125,9 +127,9 @@ def fits(num_embeds: int, cost: int, num_freeable: int, budget: int) -> bool:
 
 
 def evict_for(encoder: Encoder, num_embeds: int) -> Encoder:
-    """The cache with so many embeddings free: what became freeable first is gone first.
+    """Evict entries until `num_embeds` are free: what became freeable first is evicted first.
 
-    The caller has seen that it fits. Source: vLLM 0.19.1 `can_allocate`; P16, P22.
+    The caller has checked that it fits. Source: vLLM 0.19.1 `can_allocate`; P16, P22.
     """
     entries, num_evicted = encoder.entries.to_dict(), 0
     num_free = count_free(encoder)
@@ -152,7 +154,7 @@ def evict_for(encoder: Encoder, num_embeds: int) -> Encoder:
 
 
 def hold_entry(encoder: Encoder, identifier: str, holder: Holder) -> Encoder:
-    """One holder more of an entry. Source: vLLM 0.19.1 `check_and_update_cache`; P22."""
+    """Add a holder to an entry. Source: vLLM 0.19.1 `check_and_update_cache`; P22."""
     entry = encoder.entries[identifier]
     if holder in entry.holders:
         return encoder
@@ -165,7 +167,7 @@ def hold_entry(encoder: Encoder, identifier: str, holder: Holder) -> Encoder:
 
 
 def let_go(encoder: Encoder, identifier: str, holder: Holder) -> Encoder:
-    """One holder less; who does not hold it changes nothing. The last one leaves it freeable.
+    """Remove a holder from an entry, if it holds it. The last one leaves it freeable.
 
     Source: vLLM 0.19.1 `free_encoder_input`; P18, P22.
     """
@@ -179,9 +181,9 @@ def let_go(encoder: Encoder, identifier: str, holder: Holder) -> Encoder:
 
 
 def free_items(encoder: Encoder, request: Request, num_computed: int | None = None) -> Encoder:
-    """Let a request's items go that end within its computed tokens; without a number, all of them.
+    """Release a request's items that end within its computed tokens; without a number, all of them.
 
-    Known tokens only: no draft stands for an item, so a rejected one takes nobody back into it.
+    Known tokens only: no draft is part of an item, so a rejected one never rolls back into an item.
     Source: vLLM 0.19.1 `_free_encoder_inputs`, `EncoderCacheManager.free`; P22.
     """
     if not encoder.size or not request.items or not encoder.is_shared:
@@ -198,8 +200,8 @@ def free_items(encoder: Encoder, request: Request, num_computed: int | None = No
 def is_item_needed(item: MultiModalItem, num_computed: int, num_new: int, num_ahead: int) -> bool:
     """Whether a chunk of `num_new` tokens reads an embedding of the item.
 
-    A draft head reads those of the tokens behind each, so `num_ahead` more.
-    Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`, which forgets them here; P15, P22.
+    A draft head reads the embedding of the token after each, so `num_ahead` more. Source: vLLM
+    0.19.1 `_try_schedule_encoder_inputs`, which forgets them here; P15, P22.
     """
     first = max(num_computed - item.offset, 0)
     end = min(num_computed + num_new + num_ahead - item.offset, item.length)
@@ -207,7 +209,7 @@ def is_item_needed(item: MultiModalItem, num_computed: int, num_new: int, num_ah
 
 
 def compute_end_before(offset: int, num_computed: int, num_ahead: int) -> int:
-    """Tokens of a chunk that ends so far before an item that neither chunk nor head reads of it.
+    """Return the tokens of a chunk that ends so early that neither it nor the head reads the item.
 
     Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P10, P22.
     """
@@ -215,7 +217,7 @@ def compute_end_before(offset: int, num_computed: int, num_ahead: int) -> int:
 
 
 def compute_end_between_items(items: Sequence[MultiModalItem], num_computed: int, end: int) -> int:
-    """End of a chunk that could reach `end` and must not end inside of an item.
+    """Return the end of a chunk that could reach `end` and must not end inside an item.
 
     That is `end` or the offset of the item around it, and `num_computed` if the chunk would begin
     within that item: bidirectional attention needs all of an item in one chunk, wherever its KV
@@ -228,7 +230,7 @@ def compute_end_between_items(items: Sequence[MultiModalItem], num_computed: int
 
 
 def take_item(encoder: Encoder, request: Request, index: int, holder: Holder) -> Encoder:
-    """Hold an item of a request: as it is there, or planned with this step.
+    """Hold an item of a request: its entry, or a new one planned with this step.
 
     Source: vLLM 0.19.1 `check_and_update_cache`, `allocate`; P22.
     """
@@ -239,7 +241,7 @@ def take_item(encoder: Encoder, request: Request, index: int, holder: Holder) ->
     planned = PlannedItem(
         (request.request_id, index), identifier, num_embeds, identifier in encoder.offered
     )
-    assert num_embeds <= count_freeable(encoder), "the check of the room came first"
+    assert num_embeds <= count_freeable(encoder), "the caller has checked the room"
     encoder = evict_for(encoder, num_embeds)
     if encoder.is_shared:
         entries = encoder.entries.having(identifier, Entry(num_embeds, (holder,)))
@@ -253,17 +255,18 @@ def take_item(encoder: Encoder, request: Request, index: int, holder: Holder) ->
 
 
 def begin_step(encoder: Encoder, budget: int) -> Encoder:
-    """The encoder with the compute of one step. Source: vLLM 0.19.1 `schedule`; P9."""
+    """Return the encoder with the compute budget of one step. Source: vLLM 0.19.1 `schedule`;
+    P9."""
     return replace(encoder, budget=budget) if encoder.size else encoder
 
 
 def withdraw_items(encoder: Encoder, request: Request, order: Sequence[RequestId]) -> Encoder:
-    """Take back what a request had planned in this step.
+    """Withdraw what a request had planned in this step.
 
-    Who shares it in this step has it encoded instead, the first of `order`, at the same cost. Else
-    it is not there, its compute is left for others, and so is its room: what was evicted last in
-    this step returns to where it was, as far as it fits. Upstream leaves an entry that nobody
-    computes. Source: upstream #23347; P4, P9, P22.
+    If others share the item in this step, it is encoded for the first of them in `order`, at the
+    same cost. Otherwise there is no entry, its compute is available to others, and so is its room:
+    what was evicted last in this step returns to its place, as far as it fits. Upstream leaves an
+    entry that is never computed. Source: upstream #23347; P4, P9, P22.
     """
     name, entries = request.request_id, encoder.entries.to_dict()
     planned: list[PlannedItem] = []
@@ -285,12 +288,13 @@ def withdraw_items(encoder: Encoder, request: Request, order: Sequence[RequestId
 
 
 def get_with_evicted(encoder: Encoder) -> Encoder:
-    """The cache with what was evicted last in this step, as far as it fits. Source: P7, P22."""
+    """Return the cache with what was evicted last in this step, as far as it fits. Source: P7,
+    P22."""
     num_free, entries = count_free(encoder), encoder.entries.to_dict()
     evicted, freeable = [*encoder.evicted], [*encoder.freeable]
     for identifier, num_embeds in reversed(encoder.evicted):
         if identifier in encoder.entries:
-            continue  # made anew in this step
+            continue  # encoded again in this step
         if num_embeds > num_free:
             break
         num_free -= num_embeds
@@ -306,10 +310,10 @@ def get_with_evicted(encoder: Encoder) -> Encoder:
 
 
 def list_freed(encoder: Encoder, drops_remade_items: bool) -> tuple[str, ...]:
-    """What the plan has the worker drop: what was evicted for it, but for what it makes anew.
+    """Return what the plan has the worker drop: evicted items, except those encoded again.
 
-    Where nothing is shared, what the plan before had it make.
-    Source: vLLM 0.19.1 `get_freed_mm_hashes`; upstream #52482; P22.
+    If nothing is shared, the items of the plan before. Source: vLLM 0.19.1 `get_freed_mm_hashes`;
+    upstream #52482; P22.
     """
     there = set(encoder.entries).union([planned.identifier for planned in encoder.planned])
     gone = [name for name, _ in encoder.evicted] if encoder.is_shared else encoder.freed
@@ -319,7 +323,7 @@ def list_freed(encoder: Encoder, drops_remade_items: bool) -> tuple[str, ...]:
 
 
 def end_step(encoder: Encoder) -> Encoder:
-    """The encoder once the plan is on its way. Source: vLLM 0.19.1 `get_freed_mm_hashes`; P22."""
+    """Return the encoder after planning. Source: vLLM 0.19.1 `get_freed_mm_hashes`; P22."""
     if not encoder.size:
         return encoder
     made = () if encoder.is_shared else tuple([item.identifier for item in encoder.planned])

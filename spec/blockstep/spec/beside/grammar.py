@@ -1,8 +1,8 @@
-"""Grammar: an automaton over tokens beside the scheduler (architecture D11).
+"""Grammar: an automaton over tokens, separate from the scheduler (architecture D11).
 
-A text of which a grammar is asked for stands somewhere in it, or still reasons, and then nothing
-holds it yet. What is asked of it: where a token leads, which tokens may follow, and how many of
-some drafts it accepts. Nobody here knows a request or a frame.
+A token sequence with a grammar is in one of its states, or the model still reasons, and then the
+grammar does not apply yet. The functions return where a token leads, which tokens may follow, and
+how many of some drafts are accepted. They know neither requests nor frames.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER, Config, Grammar, TokenI
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """Where a text stands."""
+    """The grammar state of a token sequence."""
 
     state: int = 0
-    """Of its grammar."""
+    """State of the automaton."""
     reasoning_ended: bool = False
 
 
 Follow: TypeAlias = Callable[[Config, Grammar, Stand, TokenId], Stand | None]
-"""Where a text stands behind one more token; None if its grammar does not accept that."""
+"""Returns the grammar state after one more token; None if the grammar does not accept it."""
 
 
 def holds(config: Config, stand: Stand) -> bool:
-    """Whether the grammar holds what follows: not while it reasons, but where that is wanted.
+    """Whether the grammar applies: not while the model reasons, unless `enable_in_reasoning`.
 
     Source: vLLM 0.19.1 `should_fill_bitmask`; P23.
     """
@@ -37,7 +37,7 @@ def holds(config: Config, stand: Stand) -> bool:
 
 
 def get_first_stand(config: Config, prompt: TokenIds) -> Stand:
-    """Where a text without outputs stands: the prompt may have ended the reasoning.
+    """Return the grammar state before any output: the prompt may have ended the reasoning.
 
     Source: vLLM 0.19.1 `should_fill_bitmask`; P23.
     """
@@ -46,7 +46,7 @@ def get_first_stand(config: Config, prompt: TokenIds) -> Stand:
 
 
 def is_terminated(grammar: Grammar, state: int) -> bool:
-    """Whether the text is complete: it accepts no token, and constrains nothing.
+    """Whether the output is complete: it accepts no draft, and forbids nothing.
 
     Source: vLLM 0.19.1 `StructuredOutputGrammar.is_terminated`; P23.
     """
@@ -54,7 +54,7 @@ def is_terminated(grammar: Grammar, state: int) -> bool:
 
 
 def get_allowed(config: Config, grammar: Grammar, stand: Stand) -> TokenIds | None:
-    """The tokens that may follow, sorted; None if all may.
+    """Return the tokens that may follow, sorted; None if all may.
 
     Source: vLLM 0.19.1 `fill_bitmask`; P23.
     """
@@ -64,10 +64,10 @@ def get_allowed(config: Config, grammar: Grammar, stand: Stand) -> TokenIds | No
 
 
 def get_next_stand(config: Config, grammar: Grammar, stand: Stand, token: TokenId) -> Stand | None:
-    """Where a token leads; None if the grammar does not accept it.
+    """Return the grammar state after a token; None if the grammar does not accept it.
 
-    What ends the reasoning is the last token that nothing holds: the grammar begins behind it, also
-    within one step, where upstream lets the rest of that step go by. Source: P23.
+    The token that ends the reasoning is the last unconstrained one: the grammar applies after it,
+    also within one step, while upstream leaves the rest of that step unconstrained. Source: P23.
     """
     if not holds(config, stand):
         return Stand(stand.state, token == config.reasoning_end_token_id)
@@ -80,10 +80,10 @@ def get_next_stand(config: Config, grammar: Grammar, stand: Stand, token: TokenI
 def get_stands(
     config: Config, grammar: Grammar, stand: Stand, drafts: TokenIds, follow: Follow
 ) -> tuple[Stand, ...]:
-    """Where the text stands before each draft, and behind the last that is accepted.
+    """Return the grammar state before each draft, and after the last accepted one.
 
-    The longest accepted prefix has one draft fewer than there are stands. A placeholder is none.
-    Source: vLLM 0.19.1 `validate_tokens`; P23, P24.
+    The longest accepted prefix has one draft fewer than there are states. A placeholder is not
+    accepted. Source: vLLM 0.19.1 `validate_tokens`; P23, P24.
     """
     found = [stand]
     for token in drafts:
@@ -97,9 +97,9 @@ def get_stands(
 def get_stand_behind(
     config: Config, grammar: Grammar, stand: Stand, tokens: TokenIds, follow: Follow
 ) -> Stand | None:
-    """Where the text stands behind tokens that were sampled; None if one of them is forbidden.
+    """Return the grammar state after sampled tokens; None if one of them is forbidden.
 
-    A complete text stays where it is, whatever follows. Source: vLLM 0.19.1 `accept_tokens`; P23.
+    A complete output keeps its state, whatever follows. Source: vLLM 0.19.1 `accept_tokens`; P23.
     """
     for token in tokens:
         if holds(config, stand) and is_terminated(grammar, stand.state):
@@ -119,14 +119,14 @@ def get_mask(
     follow: Follow,
     masks_behind_placeholders: bool,
 ) -> tuple[TokenIds | None, ...]:
-    """What may stand at the place of each draft, and behind the last.
+    """Return the tokens allowed at the position of each draft, and after the last.
 
         drafts                      a     b    -1    -1
         allowed     may follow      .     a     b     b     b
 
-    Behind a draft that is a placeholder nothing is sampled, for nobody can accept that draft; so
-    that nothing is unmasked there the mask before it is repeated, where upstream's is full.
-    Source: vLLM 0.19.1 `grammar_bitmask`; P24.
+    After a placeholder draft nothing is sampled, because it cannot be accepted. So that no position
+    is unmasked, the mask before it is repeated; upstream's mask there allows all tokens. Source:
+    vLLM 0.19.1 `grammar_bitmask`; P24.
     """
     stands = get_stands(config, grammar, stand, drafts, follow)
     allowed = [get_allowed(config, grammar, found) for found in stands]

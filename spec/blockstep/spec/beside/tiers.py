@@ -1,12 +1,12 @@
-"""Tiers: where a store keeps blocks below the pool, and which of them go down, come up, or go.
+"""Tiers: the levels of a store below the pool, and which blocks move down, up, or out.
 
     pool  --keep-->  host memory  --overflow-->  file  --overflow-->  gone
     pool  <--fetch-  host memory  <---fetch----  file
 
-A machine of its own (architecture D11), behind the store that a scheduler asks: it knows names of
-blocks, and neither blocks nor requests. Equal names mean equal content, so a name is in one tier at
-most. A block is of no use without those before it in its text: what is used together goes down from
-its end.
+A state machine of its own (architecture D11), behind the store that a scheduler asks: it knows
+block names (store keys), and neither blocks nor requests. Equal names mean equal content, so a name
+is in at most one tier. A block is useless without those before it in its token sequence: of blocks
+used together, the last moves down first.
 """
 
 from __future__ import annotations
@@ -23,29 +23,32 @@ Names: TypeAlias = tuple[Name, ...]
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """What is kept, from the fastest tier down."""
+    """The names kept in each tier, from the fastest tier down."""
 
     capacities: tuple[int, ...]
-    """Of each tier, in blocks."""
+    """Capacity of each tier, in blocks."""
     tiers: tuple[Names, ...]
-    """Names in each, the least recently used first."""
+    """Names in each tier, the least recently used first."""
 
 
 def create_tiers(capacities: Sequence[int]) -> Tiers:
-    """Tiers of so many blocks, with nothing in them. Source: seed 002 "The Memory Hierarchy"."""
+    """Return empty tiers of these capacities. Source: seed 002 "The Memory Hierarchy"."""
     return Tiers(tuple(capacities), ((),) * len(capacities))
 
 
 def count_held(tiers: Tiers, names: Sequence[Name]) -> int:
-    """Leading names that are kept, in any tier. Source: seed 002 "Prefix Cache Lookup"; P5."""
+    """Return how many leading names are kept, in any tier.
+
+    Source: seed 002 "Prefix Cache Lookup"; P5.
+    """
     held = {name for tier in tiers.tiers for name in tier}
     return next((at for at, name in enumerate(names) if name not in held), len(names))
 
 
 def keep(tiers: Tiers, names: Sequence[Name], first: int = 0) -> Tiers:
-    """With the blocks of a text from `first` on, and with those before as recent as they are.
+    """Keep the blocks of a token sequence from `first` on; those before become as recent.
 
-    The first that finds no room ends it: none of the text goes to make room for more of it.
+    Stops at the first one without room: no block of the sequence is evicted for a later one.
     Source: seed 002 "The Offloading Pipeline".
     """
     tiers, kept = touch(tiers, names), frozenset(names)
@@ -62,10 +65,10 @@ def keep(tiers: Tiers, names: Sequence[Name], first: int = 0) -> Tiers:
 def fetch(
     tiers: Tiers, names: Sequence[Name], unreadable: Collection[Name] = ()
 ) -> tuple[Tiers, Names]:
-    """The leading names that are kept and can be read, as high up as there is room for them.
+    """Return the leading names that are kept and readable, moved up as far as there is room.
 
-    The first of them that cannot be read is lost: nobody is to ask for it again, and nobody reads
-    what is behind it. Source: seed 002 "Restoration (CPU to GPU)"; P19.
+    The first one that cannot be read is removed, so that it is not asked for again; those after it
+    are not read. Source: seed 002 "Restoration (CPU to GPU)"; P19.
     """
     held = tuple(names[: count_held(tiers, names)])
     num_read = next((at for at, name in enumerate(held) if name in unreadable), len(held))
@@ -80,7 +83,7 @@ def fetch(
 
 
 def clear(tiers: Tiers) -> Tiers:
-    """With nothing in any tier. Source: P25."""
+    """Return empty tiers. Source: P25."""
     return create_tiers(tiers.capacities)
 
 
@@ -90,10 +93,10 @@ def is_held(tiers: Tiers, name: Name) -> bool:
 
 
 def put(tiers: Tiers, level: int, name: Name, kept: Collection[Name]) -> Tiers | None:
-    """With a name in the first tier from `level` down that has room, or makes some; None: nowhere.
+    """Put a name into the first tier from `level` down with room for it; None if there is none.
 
-    Room is made by the least recently used that is none of `kept`, which goes one tier down in the
-    same way, and is gone where there is none. Source: seed 002 "SSD spill"; P16.
+    Room is made by moving the least recently used name that is not in `kept` one tier down in the
+    same way, or out of the last tier. Source: seed 002 "SSD spill"; P16.
     """
     if level == len(tiers.capacities):
         return None
@@ -108,7 +111,8 @@ def put(tiers: Tiers, level: int, name: Name, kept: Collection[Name]) -> Tiers |
 
 
 def touch(tiers: Tiers, names: Sequence[Name]) -> Tiers:
-    """With these as the most recent of their tiers, the first of a text as the most recent of all.
+    """Make these names the most recent of their tiers, the first of a sequence the most recent of
+    all.
 
     Source: seed 002 "Eviction from the Prefix Cache"; P16.
     """
@@ -120,7 +124,7 @@ def touch(tiers: Tiers, names: Sequence[Name]) -> Tiers:
 
 
 def without(tiers: Tiers, gone: Sequence[Name]) -> Tiers:
-    """With these in no tier. Source: architecture D11."""
+    """Remove these names from all tiers. Source: architecture D11."""
     for level, tier in enumerate(tiers.tiers):
         left = tuple([name for name in tier if name not in gone])
         tiers = with_tier(tiers, level, left)
@@ -128,5 +132,5 @@ def without(tiers: Tiers, gone: Sequence[Name]) -> Tiers:
 
 
 def with_tier(tiers: Tiers, level: int, names: Names) -> Tiers:
-    """With these names in one tier. Source: architecture D11."""
+    """Return the tiers with these names in one of them. Source: architecture D11."""
     return replace(tiers, tiers=(*tiers.tiers[:level], names, *tiers.tiers[level + 1 :]))

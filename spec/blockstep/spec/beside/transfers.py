@@ -1,12 +1,12 @@
-"""Transfers: what a store has of requests, what it loads for them, what it reads of ended ones.
+"""Transfers: a store's offers, its loads, and its holds on blocks of finished requests.
 
-    offer    nothing, not known yet, so many tokens at once, or so many later
-    load     of who is parked for it: under way, then received
-    hold     of who has ended while its blocks are written (recving), or read (sending), or both
+    offer    nothing, no answer yet, or a number of tokens, loaded at once or asynchronously
+    load     asynchronous, of a waiting request: under way, then received
+    hold     on blocks of a finished request that are written (recving), or read (sending), or both
 
-A machine of its own (architecture D11): it knows ids and blocks, and no request. The store is as
-late and as wrong as it likes: what it says of somebody of whom nothing is expected changes nothing
-(P18). Each hold has an owner and an end: a load one, a read one, and the blocks of an ended request
+A state machine of its own (architecture D11): it knows ids and blocks, and no request. The store
+may be as late and as wrong as it likes: a report about a request of which none is expected changes
+nothing (P18). Each hold has an owner and an end: a load or a read. The blocks of a finished request
 are free when the last of its holds has ended (P17).
 """
 
@@ -34,12 +34,12 @@ NOTHING_HELD_BACK: Final[FrozenMap[RequestId, HeldBlocks]] = FrozenMap()
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What somebody is parked for."""
+    """An asynchronous load that a request waits for."""
 
     status: Status
-    """Its own before, which comes back."""
+    """Status of the request before the load, which it gets back."""
     is_received: bool = False
-    """Whether it has come to its end."""
+    """Whether the load has ended."""
 
 
 NOBODY_PARKED: Final[FrozenMap[RequestId, Load]] = FrozenMap()
@@ -47,14 +47,14 @@ NOBODY_PARKED: Final[FrozenMap[RequestId, Load]] = FrozenMap()
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """What is under way between pool and store."""
+    """Offers, loads and holds."""
 
     offers: FrozenMap[RequestId, KVOffer] = NO_OFFERS
-    """Of unfinished requests, but for those of nothing."""
+    """Offers for unfinished requests, without those equal to `KVOffer(request_id)`."""
     parked: FrozenMap[RequestId, Load] = NOBODY_PARKED
-    """Of those that are parked."""
+    """Asynchronous loads, by request."""
     held: FrozenMap[RequestId, HeldBlocks] = NOTHING_HELD_BACK
-    """Of those that have ended."""
+    """Holds on blocks of finished requests."""
 
 
 NO_STORE: Final = Transfers()
@@ -64,10 +64,10 @@ NO_STORE: Final = Transfers()
 
 
 def compute_num_external(num_offered: int, num_known: int, num_local: int, is_async: bool) -> int:
-    """Tokens to load of a request behind its local hit, of so many that a store has.
+    """Return the tokens to load after a request's local hit, of `num_offered` in the store.
 
-    Never the last known one: it is computed, for something must be sampled behind it, and nobody
-    writes into a block that is published. Upstream loads it, then computes it into that block.
+    The last known token is never loaded: it is computed, because a token must be sampled after it,
+    and published blocks are not written. Upstream loads it, then computes it into that block.
     Source: vLLM 0.19.1 `_update_waiting_for_remote_kv`; P2, P13.
     """
     del is_async
@@ -75,12 +75,13 @@ def compute_num_external(num_offered: int, num_known: int, num_local: int, is_as
 
 
 def get_offer(transfers: Transfers, request_id: RequestId) -> KVOffer:
-    """What the store answers about a request. Source: vLLM 0.19.1 `get_num_new_matched_tokens`."""
+    """Return the store's answer about a request. Source: vLLM 0.19.1
+    `get_num_new_matched_tokens`."""
     return transfers.offers.get(request_id) or KVOffer(request_id)
 
 
 def take_offer(transfers: Transfers, offer: KVOffer) -> Transfers:
-    """With this offer instead of the one before. Source: architecture D12."""
+    """Replace the offer for a request. Source: architecture D12."""
     offers = transfers.offers.without(offer.request_id)
     if offer != KVOffer(offer.request_id):
         offers = offers.having(offer.request_id, offer)
@@ -91,12 +92,12 @@ def take_offer(transfers: Transfers, offer: KVOffer) -> Transfers:
 
 
 def start_load(transfers: Transfers, request_id: RequestId, status: Status) -> Transfers:
-    """A load is under way, for which its request is parked. Source: P17."""
+    """Add an asynchronous load that its request waits for. Source: P17."""
     return replace(transfers, parked=transfers.parked.having(request_id, Load(status)))
 
 
 def forget_load(transfers: Transfers, request_id: RequestId) -> Transfers:
-    """Its request is parked no more. Source: P17."""
+    """Remove the asynchronous load of a request. Source: P17."""
     return replace(transfers, parked=transfers.parked.without(request_id))
 
 
@@ -107,13 +108,13 @@ def is_under_way(transfers: Transfers, request_id: RequestId) -> bool:
 
 
 def is_received(transfers: Transfers, request_id: RequestId) -> bool:
-    """Whether a request is parked and its load has come to its end. Source: P17."""
+    """Whether a request waits and its asynchronous load has ended. Source: P17."""
     load = transfers.parked.get(request_id)
     return load is not None and load.is_received
 
 
 def is_moving(transfers: Transfers) -> bool:
-    """Whether blocks are written or read that nobody can take back. Source: P17, P25."""
+    """Whether blocks are written or read that cannot be released. Source: P17, P25."""
     return bool(transfers.held) or not all(load.is_received for load in transfers.parked.values())
 
 
@@ -123,12 +124,11 @@ def compute_num_valid(
     block_sizes: Sequence[int],
     invalid: Collection[BlockId],
 ) -> int | None:
-    """Leading tokens of a load that are there, None if all are: up to the first invalid block.
+    """Return the leading tokens of a load before its first invalid block, None if all were loaded.
 
-    Per group: a table, the index of its first block that is loaded, its block size. What one group
-    lacks no other makes up for; null blocks are not there to be loaded. Upstream looks at the first
-    group alone, and at blocks that were not loaded, too.
-    Source: vLLM 0.19.1 `_update_requests_with_invalid_blocks`; P5, P19.
+    Per group: a table, the index of its first loaded block, its block size. The least over all
+    groups counts; null blocks are not loaded. Upstream checks only the first group, and also blocks
+    that were not loaded. Source: vLLM 0.19.1 `_update_requests_with_invalid_blocks`; P5, P19.
     """
     ends = [
         index * size
@@ -143,7 +143,7 @@ def compute_num_valid(
 
 
 def hold_ended(transfers: Transfers, request_id: RequestId, tables: BlockTables) -> Transfers:
-    """Without a request that has ended, but for the blocks that are still written or read.
+    """Forget a finished request, except for blocks that are still written or read.
 
     Source: vLLM 0.19.1 `_free_request`, `request_finished`; P17.
     """
@@ -160,10 +160,10 @@ def hold_ended(transfers: Transfers, request_id: RequestId, tables: BlockTables)
 def end_recving(
     transfers: Transfers, request_id: RequestId, is_only: bool
 ) -> tuple[Transfers, BlockTables]:
-    """A load has come to its end; and the tables that nothing holds any more, to be freed.
+    """End the load of a request; also return the tables without a hold, to be freed.
 
-    Source: vLLM 0.19.1 `_update_from_kv_xfer_finished`, which stops by an error where it knows of
-    no load; P17, P18.
+    Source: vLLM 0.19.1 `_update_from_kv_xfer_finished`, which stops with an error if it knows of no
+    load; P17, P18.
     """
     if is_under_way(transfers, request_id):
         load = replace(transfers.parked[request_id], is_received=True)
@@ -177,7 +177,10 @@ def end_recving(
 def end_sending(
     transfers: Transfers, request_id: RequestId, is_only: bool
 ) -> tuple[Transfers, BlockTables]:
-    """The store has read the blocks of an ended request; likewise. Source: P17, P18."""
+    """End the read of a finished request's blocks; also return the tables to be freed.
+
+    Source: P17, P18.
+    """
     entry = transfers.held.get(request_id)
     if entry is None:
         return transfers, ()
@@ -187,8 +190,11 @@ def end_sending(
 def end_hold(
     transfers: Transfers, entry: HeldBlocks, is_only: bool
 ) -> tuple[Transfers, BlockTables]:
-    """With what is left of the holds of an ended request; behind the last one its tables are given
-    back. Source: P17."""
+    """Update the holds of a finished request; after the last one also return its tables to be
+    freed.
+
+    Source: P17.
+    """
     if (entry.is_recving or entry.is_sending) and not is_only:
         return replace(transfers, held=transfers.held.having(entry.request_id, entry)), ()
     held = transfers.held.without(entry.request_id)

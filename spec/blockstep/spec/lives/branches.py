@@ -1,4 +1,4 @@
-"""Branches: how a request goes on as several."""
+"""Branches: the event Fork, by which a request branches off another one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from blockstep.spec.vocabulary import Ack, Fork, RejectCode, Rejected, Status
 
 
 def process_fork(state: State, fork: Fork) -> tuple[State, Ack] | Rejected:
-    """A branch begins: it waits at the front with what it shares of its parent, as its own.
+    """Start a branch: it waits at the front of the queue with the blocks it shares with its parent.
 
     Source: seed 002 "Fork: Creating New Beams"; P2, P4, P16.
     """
@@ -48,20 +48,22 @@ def process_fork(state: State, fork: Fork) -> tuple[State, Ack] | Rejected:
 
 
 def get_fork_problem(state: State, fork: Fork) -> Rejected | None:
-    """Why this request cannot go on as another one now, or None. Source: P7, P13, P18."""
+    """Return why this request cannot fork now, or None. Source: P7, P13, P18."""
     name, parent = fork.request_id, state.requests.get(fork.request_id)
     if not state.config.enable_forks:
         detail = "forks are off; set enable_forks, or submit the request once more"
         return Rejected(RejectCode.BAD_FORK, detail)
     if parent is None:
-        return Rejected(RejectCode.UNKNOWN_REQUEST, f"{name!r} is unknown; fork who has not ended")
+        return Rejected(
+            RejectCode.UNKNOWN_REQUEST, f"{name!r} is unknown; fork an unfinished request"
+        )
     problem = get_id_problem(state, fork.child_id)
     if problem is not None:
         return problem
     if parent.request.resumable:
-        return Rejected(RejectCode.BAD_FORK, f"{name!r} is a session; submit one beside it")
+        return Rejected(RejectCode.BAD_FORK, f"{name!r} is a session; submit another request")
     if parent.status not in (Status.RUNNING, Status.PREEMPTED):
-        return Rejected(RejectCode.BAD_FORK, f"{name!r} has not begun; submit it once more")
+        return Rejected(RejectCode.BAD_FORK, f"{name!r} has not started; submit it once more")
     for frame in state.frames:
         if any(row.request_id == name for row in frame.rows):
             detail = f"frame {frame.frame_id} has a row of {name!r}; commit it first"
@@ -70,7 +72,7 @@ def get_fork_problem(state: State, fork: Fork) -> Rejected | None:
 
 
 def get_branch(state: State, fork: Fork) -> RequestState | None:
-    """The branch before it shares anything; None if an output ends it, or is forbidden.
+    """Return the branch before it shares blocks; None if an output ends it, or is forbidden.
 
     Source: seed 002 "Fork: Creating New Beams"; P13, P23.
     """
@@ -96,7 +98,7 @@ def get_branch(state: State, fork: Fork) -> RequestState | None:
 
 
 def publish_computed(state: State, parent: RequestState) -> tuple[Pool, RequestState]:
-    """Make findable what a parent has filled: so what is shared is named already, and by one.
+    """Publish the full blocks of a parent, so that shared blocks have keys.
 
     Source: seed 001 "Phase 5: commit to the prefix cache"; P3, P4.
     """

@@ -1,4 +1,4 @@
-"""Commit: what the worker sampled becomes known, is delivered, and may end a request."""
+"""Commit: sampled tokens become known, are delivered, and may finish a request."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from blockstep.spec.vocabulary import (
 
 
 def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Rejected:
-    """Take the worker's answer to a frame, the oldest one in flight.
+    """Process the model output of a frame, the oldest one in flight.
 
-    Rows of requests that ended meanwhile are passed over. A request that was preempted while its
-    frame was in flight still gets its tokens; it computes their KV anew. No token is lost then, and
-    none sampled twice, because it was not admitted again yet (upstream #48245, #42043). A session
-    that stops is not over: it rests, or goes on with the next chunk.
-    Source: seed 001 "Speculative Decoding & update_from_output()"; P13, P14, P18.
+    Rows of requests that finished meanwhile are ignored. A request that was preempted while its
+    frame was in flight still gets its tokens; it computes their KV again. So no token is lost, and
+    none is sampled twice, because it was not admitted again yet (upstream #48245, #42043). A
+    session that stops does not finish: it becomes idle, or continues with its next input. Source:
+    seed 001 "Speculative Decoding & update_from_output()"; P13, P14, P18.
     """
     # refuse
     frame = next((f for f in state.frames if f.frame_id == commit.frame_id), None)
@@ -76,7 +76,7 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
         request, output = get_extended(request, tokens, state.config.max_model_len, state.rules)
         if row.has_mask:
             advanced = get_advanced(state, request, output.new_token_ids)
-            assert advanced is not None, "what a grammar forbids was refused (P23)"
+            assert advanced is not None, "forbidden tokens were rejected (P23)"
             before, tokens = request.stand, output.new_token_ids
             request = state.rules.get_settled(advanced, before, state.config, tokens)
         outputs.append(output)
@@ -104,10 +104,10 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
 
 
 def get_state_after_store(state: State, commit: Commit) -> tuple[State, tuple[RequestId, ...]]:
-    """The state before the rows of an answer are taken, and the requests that fail by policy.
+    """Return the state before the rows are processed, and the requests that fail by policy.
 
-    Blocks that waited for the frame are free, and its loads are known to have come, or have failed.
-    Source: vLLM 0.33.0 `update_from_output`; P17, P19.
+    Blocks that waited for the frame are freed, and its loads are confirmed, or have failed. Source:
+    vLLM 0.33.0 `update_from_output`; P17, P19.
     """
     pool = free_deferred_blocks(state.pool, commit.frame_id, state.rules)
     state, invalid = replace(state, pool=pool), commit.transfers.invalid_block_ids
@@ -117,7 +117,7 @@ def get_state_after_store(state: State, commit: Commit) -> tuple[State, tuple[Re
 
 
 def get_all_ended(state: State, outputs: Sequence[OutputRow]) -> State:
-    """The state without those that have stopped, in the order of the rows; a session goes on.
+    """Finish the requests that have stopped, in the order of the rows; a session continues.
 
     Source: vLLM 0.19.1 `_handle_stopped_request`; P1, P13.
     """
@@ -134,14 +134,14 @@ def get_all_ended(state: State, outputs: Sequence[OutputRow]) -> State:
 
 
 def get_result_problem(frame: Frame, commit: Commit) -> str:
-    """Why the rows do not answer the frame; "" if they do.
+    """Return why the model output does not fit the frame; "" if it does.
 
     Source: seed 001 "_update_request_with_output" (prefill rows return no token); P3, P18.
     """
     answered = [row.request_id for row in commit.sampled]
     asked = [row.request_id for row in frame.rows]
     if sorted(answered) != sorted(asked):
-        return f"frame {frame.frame_id} asks for one row each of {asked}, not {answered}"
+        return f"frame {frame.frame_id} has one row each of {asked}, not {answered}"
     sampled = {row.request_id: row.token_ids for row in commit.sampled}
     for row in frame.rows:
         tokens = sampled[row.request_id]
@@ -156,24 +156,24 @@ def get_result_problem(frame: Frame, commit: Commit) -> str:
 
 
 def get_fulfilled(config: Config, request: RequestState, num_drafts: int) -> RequestState:
-    """The request once a row has delivered what it promised: a token, and room for its drafts.
+    """Remove the placeholders of a row: one for its token, and one for each draft.
 
     Source: vLLM 0.19.1 `AsyncScheduler._update_request_with_output`; P12.
     """
     if not config.async_scheduling:
         return request
     num_placeholders = request.num_output_placeholders - 1 - num_drafts
-    assert num_placeholders >= 0, "no frame delivers more than was promised (P12)"
+    assert num_placeholders >= 0, "no frame delivers more than its placeholders (P12)"
     return replace(request, num_output_placeholders=num_placeholders)
 
 
 def publish_verified(state: State, pool: Pool, request: RequestState) -> tuple[Pool, RequestState]:
-    """Make findable what has just been verified: full blocks of tokens whose KV is written.
+    """Publish what has just been verified: full blocks of tokens whose KV is written.
 
     Under asynchronous scheduling the next step may be planned long before, so publishing does not
-    wait for it; also the last blocks of a request that ends here become findable. All known tokens
-    but the last are computed by now. A preempted request has no block to publish.
-    Source: vLLM 0.19.1 `AsyncScheduler._update_request_with_output`; P4.
+    wait for it; also the last blocks of a request that finishes here are published. All known
+    tokens but the last are computed by now. A preempted request has no block to publish. Source:
+    vLLM 0.19.1 `AsyncScheduler._update_request_with_output`; P4.
     """
     config, is_running = state.config, request.status is Status.RUNNING
     if not (
@@ -188,20 +188,23 @@ def publish_verified(state: State, pool: Pool, request: RequestState) -> tuple[P
 
 
 def get_rolled_back(request: RequestState, num_drafts: int, num_sampled: int) -> RequestState:
-    """The request as if its rejected drafts had never been scheduled.
+    """Roll back the request's rejected drafts, as if they had never been scheduled.
 
     Source: seed 001 "Rejection Clawback in update_from_output()"; P14.
     """
     num_rejected = compute_num_rejected(num_drafts, num_sampled)
     if num_rejected == 0 or request.status is not Status.RUNNING:
         return request
-    if request.num_computed_tokens == 0:  # it went back behind all of them; by a quirk only
+    if request.num_computed_tokens == 0:  # it was rolled back behind all of them; only with a quirk
         return request
     return replace(request, num_computed_tokens=request.num_computed_tokens - num_rejected)
 
 
 def count_drafts(stats: Stats, num_drafts: int, num_sampled: int) -> Stats:
-    """Statistics after a row with drafts. Source: seed 001 (`make_spec_decoding_stats`); P21."""
+    """Return the statistics after a row with drafts.
+
+    Source: seed 001 (`make_spec_decoding_stats`); P21.
+    """
     if num_drafts == 0:
         return stats
     return replace(

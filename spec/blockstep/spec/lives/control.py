@@ -1,4 +1,4 @@
-"""Control: pausing, and forgetting what is cached."""
+"""Control: pausing, and resets of the caches."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ def process_pause(state: State, pause_state: PauseState) -> tuple[State, Ack]:
 def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     """Empty the prefix cache, so that nothing computed before can be hit.
 
-    It is told at once, where somebody is told: an idle engine has no commit to tell it by, and
-    upstream does not tell it before the next one.
-    Blocks in use would be published again, so without `reset_running_requests` nothing happens
-    while any block is held. With it the running requests are preempted first, the last one first,
-    and so they wait in the order in which they ran; then sessions that do not run give up their
-    blocks, where upstream stops by an error. Of a transfer that is under way nobody can. Pins stand
-    against no reset: they end with what they keep. Blocks that wait for frames in flight count as
-    held, but do not stand against a forced reset, as in vLLM 0.33.0: they lose their keys, and
-    nobody is given them before those frames are answered.
-    With `reset_connector` the store is told to forget, too. Source: seed 001 "Reset Prefix Cache",
+    KV events of it are returned at once, because an idle engine has no commit that could return
+    them; upstream returns them with the next commit. Blocks in use would be published again, so
+    without `reset_running_requests` nothing happens while any block is held. With it the running
+    requests are preempted first, the last one first, so that they wait in the order in which they
+    ran; then sessions that do not run release their blocks, where upstream stops with an error.
+    Blocks of a transfer under way cannot be released. Pins do not prevent a reset: they end. Blocks
+    that wait for frames in flight count as held, but do not prevent a forced reset, as in vLLM
+    0.33.0: they lose their keys, and are not reused before those frames are committed. With
+    `reset_connector` the store's offers are removed, too. Source: seed 001 "Reset Prefix Cache",
     vLLM 0.19.1 `reset_connector_cache`; P17, P25.
     """
     if reset.reset_connector and state.rules.resets_apart:
@@ -50,7 +49,7 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
         state = process_forced_preemption(state)
     state = without_pins(state)
     if is_held_besides(state.pool):
-        return state, ResetDone(False)  # by a quirk only
+        return state, ResetDone(False)  # only with a quirk
     if reset.reset_connector:
         state = replace(state, transfers=replace(state.transfers, offers=NO_OFFERS))
     # pool
@@ -61,13 +60,13 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
 
 
 def is_held_besides(pool: Pool) -> bool:
-    """Whether blocks are held by more than what waits for frames in flight. Source: P17, P25."""
+    """Whether other blocks are held than those that wait for frames in flight. Source: P17, P25."""
     num_deferred = sum([len(deferred.block_ids) for deferred in pool.deferred_frees])
     return sum(pool.ref_counts) > num_deferred
 
 
 def process_resets_apart(state: State, reset: Reset) -> tuple[State, ResetDone]:
-    """Reset the pool and the store, each whether or not the other is; by a quirk only.
+    """Reset the pool and the store, each whether or not the other is; only with a quirk.
 
     Source: vLLM 0.19.1 `reset_prefix_cache`; P25.
     """
@@ -77,21 +76,21 @@ def process_resets_apart(state: State, reset: Reset) -> tuple[State, ResetDone]:
 
 
 def process_encoder_reset(state: State) -> tuple[State, Ack]:
-    """Forget every encoded item, those in use as well: what reads of one has it encoded anew.
+    """Forget every encoded item, also those in use: chunks that read one have it encoded again.
 
-    A worker forgets behind the frames in flight, and each of those finds what it reads. KV that was
-    computed from items stays, and what a connector holds, it holds.
-    Source: vLLM 0.19.1 `reset_encoder_cache`; P25.
+    A worker forgets them after the frames in flight, and each of those finds what it reads. KV that
+    was computed from items stays, and so do the items that a connector has. Source: vLLM 0.19.1
+    `reset_encoder_cache`; P25.
     """
     encoder = replace(create_encoder(state.config), offered=state.encoder.offered)
     return replace(state, encoder=encoder), Ack()
 
 
 def process_encoder_offer(state: State, identifiers: tuple[str, ...]) -> tuple[State, Ack]:
-    """Set what a connector holds of encoded items.
+    """Set the encoded items that a connector has.
 
-    Nothing is loaded for an encoder-decoder model: what a step reads, it makes. Upstream loads it,
-    and takes no blocks for it across. Source: vLLM 0.19.1 `has_cache_item`; P8, P22.
+    An encoder-decoder model loads none: a step encodes what it reads. Upstream loads them, and
+    takes no cross-attention blocks for them. Source: vLLM 0.19.1 `has_cache_item`; P8, P22.
     """
     if not state.encoder.size or not state.encoder.is_shared:
         return state, Ack()
@@ -100,10 +99,10 @@ def process_encoder_offer(state: State, identifiers: tuple[str, ...]) -> tuple[S
 
 
 def process_forced_preemption(state: State) -> State:
-    """Preempt everything that runs, and take the blocks of all sessions that hold some without.
+    """Preempt all running requests, and take the blocks of all sessions that do not run.
 
-    As in a step of which nothing is planned. The next plan treats nobody as known from the last
-    one. Source: vLLM 0.19.1 `reset_prefix_cache`; P17, P25, P26.
+    As in a step in which nothing is planned. In the next plan no request counts as known from the
+    last one. Source: vLLM 0.19.1 `reset_prefix_cache`; P17, P25, P26.
     """
     rules, step = state.rules, create_step(state)
     # pool, requests

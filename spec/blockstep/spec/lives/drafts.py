@@ -1,8 +1,8 @@
-"""Drafts: tokens that a proposer guessed and the next step verifies.
+"""Drafts: tokens that a proposer proposed and the next step verifies.
 
-A step that reaches past the known tokens carries drafts (`step.share`); the worker answers with
-those that it accepts and one token of its own. Under asynchronous scheduling tokens that frames in
-flight promise count as known, and drafts are placeholders: only the worker knows them.
+A step that reaches past the known tokens carries drafts (`step.share`); the worker returns those
+that it accepts and one token of its own. Under asynchronous scheduling the placeholders of frames
+in flight count as known, and drafts are placeholders: only the worker knows them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from blockstep.spec.vocabulary import (
 
 
 def compute_num_rejected(num_drafts: int, num_sampled: int) -> int:
-    """Drafts that the worker did not accept; the last sampled token is its own.
+    """Return the drafts that the worker did not accept; the last sampled token is its own.
 
     Source: seed 001 "Rejection Clawback in update_from_output()"; P14.
     """
@@ -35,8 +35,8 @@ def is_accepted_prefix(sampled: TokenIds, drafts: TokenIds) -> bool:
     """Whether `sampled` is some leading drafts and one token more.
 
     The KV of an accepted position was computed from the draft, so accepting anything else would
-    leave KV that does not belong to the tokens. What a placeholder stands for is the worker's to
-    know. Source: seed 001 "Rejection Clawback"; P3.
+    leave KV that does not belong to the tokens. Only the worker knows the draft behind a
+    placeholder. Source: seed 001 "Rejection Clawback"; P3.
     """
     num_accepted = len(sampled) - 1
     return 0 <= num_accepted <= len(drafts) and all(
@@ -46,10 +46,10 @@ def is_accepted_prefix(sampled: TokenIds, drafts: TokenIds) -> bool:
 
 
 def can_take_drafts(state: State, request: RequestState) -> bool:
-    """Whether drafts proposed now are for the position this request computes next.
+    """Whether drafts proposed now are for the position that this request computes next.
 
     Not while a frame in flight will move that position, not in the middle of its prefill, and not
-    before it runs (upstream attaches them there, to be dispatched at a later position: P24).
+    before it runs (upstream accepts them there, and they are scheduled at a later position: P24).
     Source: seed 001 "Attaching Fresh Drafts for the Next Step"; P24.
     """
     in_flight = any(
@@ -64,7 +64,7 @@ def can_take_drafts(state: State, request: RequestState) -> bool:
 
 
 def get_accepted_drafts(state: State, request: RequestState, drafts: TokenIds) -> TokenIds:
-    """The leading drafts that the grammar of a request accepts; all where it has none.
+    """Return the leading drafts that the grammar of a request accepts; all if it has none.
 
     Source: vLLM 0.19.1 `update_draft_token_ids`; P23.
     """
@@ -78,9 +78,9 @@ def get_accepted_drafts(state: State, request: RequestState, drafts: TokenIds) -
 def process_drafts(
     state: State, drafts: tuple[RowTokens, ...]
 ) -> tuple[State, DraftsTaken] | Rejected:
-    """Attach drafts to the requests that can take them; the others' are dropped.
+    """Store drafts for the requests that can take them; those of others are dropped.
 
-    A proposer may be late: ids that ended or were preempted meanwhile are no error (P18).
+    A proposer may be late: ids that finished or were preempted meanwhile are no error (P18).
     Source: seed 001 "Attaching Fresh Drafts for the Next Step"; P18, P24.
     """
     # refuse

@@ -1,4 +1,4 @@
-"""Endings: what a request delivers, why it ends, and what is left of it then: nothing."""
+"""Endings: what a request delivers, its finish reason, and the release of all that it holds."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ def get_extended(
 
 
 def get_error_row(request: RequestState) -> OutputRow:
-    """What is delivered of a request that cannot be served. Source: vLLM 0.19.1
-    `update_from_output`; P13.
+    """Return the output row of a request that cannot be served.
+
+    Source: vLLM 0.19.1 `update_from_output`; P13.
     """
     num_cached = max(request.num_cached_tokens, 0)
     return OutputRow(request.request_id, (), FinishReason.ERROR, num_cached_tokens=num_cached)
@@ -68,12 +69,11 @@ def compute_stop(
     num_known: int,
     max_model_len: int,
 ) -> Stop:
-    """Why the request ends after the last of `outputs`, and by which stop token.
+    """Return why the request ends after the last of `outputs`, and the stop token if there is one.
 
-    In this order: eos, stop token, length, repetition. `min_tokens` holds off what the text
-    decides, never the length caps: upstream lets it mask them, and the request then waits for
-    ever at the model length. Source: vLLM 0.19.1 `check_stop`; seed 000 "Request Completion"; P10,
-    P13.
+    In this order: eos, stop token, length, repetition. Before `min_tokens` only the length limits
+    end it: upstream lets `min_tokens` mask them, and the request then waits for ever at the model
+    length. Source: vLLM 0.19.1 `check_stop`; seed 000 "Request Completion"; P10, P13.
     """
     asked = request.request
     last = outputs[-1]
@@ -111,11 +111,11 @@ def is_repeating(outputs: TokenIds, detection: RepetitionDetection) -> bool:
 
 
 def get_ended(state: State, request_ids: Sequence[RequestId]) -> State:
-    """The state without these requests: all that they hold is free, in their order.
+    """Remove these requests from the state, in order, and free all that they hold.
 
-    But for blocks that a store still writes or reads, or beside a store a frame in flight. The next
-    plan tells the worker. Source: seed 001 "Request Completion", vLLM 0.19.1 `_free_request`; P1,
-    P13, P17, P22.
+    Except for blocks that a store still writes or reads, or, with a store, a frame in flight. The
+    next plan lists them for the worker. Source: seed 001 "Request Completion", vLLM 0.19.1
+    `_free_request`; P1, P13, P17, P22.
     """
     if not request_ids:
         return state

@@ -1,7 +1,7 @@
-"""Idle: whether the loop that drives a scheduler must go on planning, or may sleep.
+"""Idle: whether the loop that drives a scheduler must continue planning, or may sleep.
 
 A loop that sleeps while a request could run, or while the end of a transfer is awaited, never wakes
-up for it: nothing else asks the workers. One that never sleeps burns a core for nothing.
+up for it: nothing else asks the workers. One that never sleeps wastes a core.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from blockstep.spec.vocabulary import PauseState, Status
 def has_work(state: State) -> bool:
     """Whether a further plan may do anything before the next event.
 
-    Upstream does not count transfers: who has ended while a store reads its blocks is forgotten by
-    the loop, and the blocks are never freed. Source: vLLM 0.19.1 `has_requests`; P10, P17.
+    Upstream does not count transfers: a loop then forgets a finished request whose blocks a store
+    reads, and the blocks are never freed. Source: vLLM 0.19.1 `has_requests`; P10, P17.
     """
     return bool(state.finished_req_ids) or has_transfers(state) or has_runnable(state)
 
@@ -27,7 +27,7 @@ def has_transfers(state: State) -> bool:
 
 
 def has_runnable(state: State) -> bool:
-    """Whether there is a request that a plan may schedule, as the pause has it.
+    """Whether there is a request that a plan may schedule in the present pause state.
 
     Source: vLLM 0.19.1 `get_num_unfinished_requests`; P10.
     """

@@ -1,4 +1,4 @@
-"""Lifecycle: how a request comes in, is unblocked, and leaves before its time."""
+"""Lifecycle: submission, compilation of grammars, and abort."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from blockstep.spec.vocabulary import (
 
 
 def get_submit_problem(state: State, request: Request) -> Rejected | None:
-    """Why this request cannot be taken in now, or None.
+    """Return why this request must be rejected now, or None.
 
-    What could never be served is refused here, with a reason: once in the queue it would block
-    everybody behind it for ever, as upstream's does. The id of an aborted request is free again
-    only when no frame in flight names it, or its tokens would go to a stranger.
+    A request that could never be served is rejected here, with a reason: in the queue it would
+    block all requests behind it for ever, as it does upstream. The id of an aborted request is free
+    again only when no frame in flight has a row of it, or its tokens would go to another request.
     Source: upstream #52520, seed 001 "FINISHED_IGNORED"; P11, P13.
     """
     problem = get_id_problem(state, request.request_id)
@@ -40,26 +40,27 @@ def get_submit_problem(state: State, request: Request) -> Rejected | None:
 
 
 def get_id_problem(state: State, request_id: RequestId) -> Rejected | None:
-    """Why nobody can be called so now, or None. Source: P13, P17."""
+    """Return why no request can have this id now, or None. Source: P13, P17."""
     if request_id in state.requests:
         detail = f"{request_id!r} is unfinished; choose another id or abort it first"
         return Rejected(RejectCode.DUPLICATE_REQUEST, detail)
     for frame in state.frames:
         if any(row.request_id == request_id for row in frame.rows):
-            detail = f"frame {frame.frame_id} still names {request_id!r}; commit it first"
+            detail = f"frame {frame.frame_id} still has a row of {request_id!r}; commit it first"
             return Rejected(RejectCode.REQUEST_IN_FLIGHT, detail)
     if request_id in state.transfers.held:
-        detail = f"a transfer holds blocks of {request_id!r}, which has ended; report its end first"
+        detail = f"a transfer holds blocks of finished {request_id!r}; report its end first"
         return Rejected(RejectCode.REQUEST_IN_FLIGHT, detail)
     return None
 
 
 def get_other_size_problem(state: State, request: Request) -> Rejected | None:
-    """Why its items cannot be what their identifiers stand for already, or None.
+    """Return why its items conflict with others of the same identifier, or None.
 
-    One identifier names one content. Where it has two sizes, who shares an entry of the cache would
-    read another's. Known is what is kept, and what unfinished requests have. Upstream takes it, and
-    later fails. Source: vLLM 0.33.0 `check_and_update_cache`; P6, P22.
+    One identifier has one content. If it had two sizes, requests that share a cache entry would
+    read another item's embeddings. Sizes are known from the cache, and from unfinished requests.
+    Upstream accepts the request, and fails later. Source: vLLM 0.33.0 `check_and_update_cache`; P6,
+    P22.
     """
     if not state.encoder.size or not request.items:
         return None
@@ -76,7 +77,10 @@ def get_other_size_problem(state: State, request: Request) -> Rejected | None:
 
 
 def get_size_problem(config: Config, request: Request) -> Rejected | None:
-    """Why this request is too large ever to be served, or None. Source: upstream #52520; P11."""
+    """Return why this request is too large ever to be served, or None.
+
+    Source: upstream #52520; P11.
+    """
     problem = item_problem(config, request)
     if problem is not None:
         return problem
@@ -93,7 +97,7 @@ def get_size_problem(config: Config, request: Request) -> Rejected | None:
 
 
 def process_submit(state: State, request: Request) -> tuple[State, Ack] | Rejected:
-    """Take a request in: to `waiting`, or to `skipped_waiting` while it is blocked.
+    """Append a request to `waiting`, or to `skipped_waiting` while it is blocked.
 
     Source: seed 000 "Request Arrives"; vLLM 0.19.1 `_enqueue_waiting_request`; P11, P16.
     """
@@ -120,7 +124,7 @@ def process_submit(state: State, request: Request) -> tuple[State, Ack] | Reject
 
 
 def process_grammar_ready(state: State, request_id: RequestId) -> tuple[State, Ack] | Rejected:
-    """Note that the grammar is compiled; the next Schedule that meets the request promotes it.
+    """Note that the grammar is compiled; the next Schedule that tries the request makes it waiting.
 
     Source: seed 001 "Filter on blocking status"; P18.
     """
@@ -134,7 +138,10 @@ def process_grammar_ready(state: State, request_id: RequestId) -> tuple[State, A
 
 
 def get_structured(state: State, request_id: RequestId) -> RequestState | Rejected:
-    """The request whose grammar something is said of, or why there is none. Source: P18."""
+    """Return the request to which an event about a grammar refers, or why there is none.
+
+    Source: P18.
+    """
     request = state.requests.get(request_id)
     if request is None:
         detail = f"no unfinished request {request_id!r}"
@@ -146,11 +153,11 @@ def get_structured(state: State, request_id: RequestId) -> RequestState | Reject
 
 
 def process_grammar_failed(state: State, request_id: RequestId) -> tuple[State, Outputs] | Rejected:
-    """End a request whose grammar cannot be had, with a reason, wherever it is.
+    """Finish a request whose grammar cannot be compiled, with an error, whatever its status.
 
-    Upstream's engine ends, not the request: a compilation that fails raises amid the next plan.
-    Frames in flight still answer for it, and what they answer is passed over, as after an abort.
-    Source: vLLM 0.19.1 `is_grammar_ready`; P13, P18.
+    Upstream's engine ends, not the request: a failed compilation raises during the next plan.
+    Frames in flight still return tokens for it, which are ignored, as after an abort. Source: vLLM
+    0.19.1 `is_grammar_ready`; P13, P18.
     """
     # refuse
     request = get_structured(state, request_id)
@@ -161,11 +168,11 @@ def process_grammar_failed(state: State, request_id: RequestId) -> tuple[State, 
 
 
 def process_abort(state: State, request_ids: tuple[RequestId, ...]) -> tuple[State, Aborted]:
-    """End requests at once, wherever they are; unknown ids change nothing.
+    """Finish requests at once, whatever their status; unknown ids change nothing.
 
-    A frame in flight still writes their blocks, but before any later step does, so the blocks
-    are free at once; beside a store they are free behind its answer. Source: seed 001
-    "finish_requests()"; P13, P17, P18.
+    A frame in flight still writes their blocks, but before any later step does, so the blocks are
+    free at once; with a store they are free after its commit. Source: seed 001 "finish_requests()";
+    P13, P17, P18.
     """
     # select
     ended = tuple([name for name in dict.fromkeys(request_ids) if name in state.requests])

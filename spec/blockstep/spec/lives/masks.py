@@ -1,9 +1,10 @@
-"""Masks: what a frame may sample under the grammars of its requests.
+"""Masks: which tokens a frame may sample under the grammars of its requests.
 
-A row that samples for a request with a grammar is held to it, at the place of each draft and behind
-the last one. What it sampled in older frames comes first: the mask of a frame is that of the text
-behind which it samples. Drafts that the scheduler knows were cut when they came (`lives.drafts`);
-those that only the worker knows are cut here, and the frame in flight remembers it.
+A row that samples for a request with a grammar is constrained at the position of each draft and
+after the last one. Tokens that older frames sample come first: the mask of a frame is for the
+sequence after which it samples. Drafts that the scheduler knows were cut when they were stored
+(`lives.drafts`); those that only the worker knows are cut here, and the frame in flight remembers
+it.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from blockstep.spec.vocabulary import (
 def process_bitmask(
     state: State, bitmask: GrammarBitmask
 ) -> tuple[State, GrammarOutput] | Rejected:
-    """Make the mask of a frame; nothing changes but drafts that only the worker knew.
+    """Return the mask of a frame; only drafts that only the worker knew change.
 
-    Those are verified as far as the grammar accepts them; the rest are placeholders, which nobody
-    can accept. Without a word of a row it keeps those that it has. Asked once more, the same
-    follows from what is said then. Source: vLLM 0.19.1 `get_grammar_bitmask`,
+    Those are verified as far as the grammar accepts them; the rest are placeholders, which cannot
+    be accepted. If no drafts are given for a row, it keeps those that it has. The event may be
+    repeated; the last one counts. Source: vLLM 0.19.1 `get_grammar_bitmask`,
     `update_draft_token_ids_in_output`; P23, P24.
     """
     # refuse
@@ -64,7 +65,7 @@ def process_bitmask(
 
 
 def get_told_problem(config: Config, bitmask: GrammarBitmask) -> str:
-    """Why drafts cannot be told with a mask; "" if they can. Source: S7; P18."""
+    """Return why drafts cannot be sent with a mask; "" if they can. Source: S7; P18."""
     names = [row.request_id for row in bitmask.drafts]
     if names and not config.async_scheduling:
         return "the drafts of a frame are known, for scheduling is not asynchronous: send none"
@@ -73,7 +74,7 @@ def get_told_problem(config: Config, bitmask: GrammarBitmask) -> str:
 
 
 def list_masked(state: State, frame: Frame) -> list[FrameRow]:
-    """The rows of a frame that a mask has rows for: of requests that have not ended.
+    """Return the rows of a frame that its mask has rows for: those of unfinished requests.
 
     Source: vLLM 0.19.1 `get_grammar_bitmask`; P23.
     """
@@ -85,10 +86,10 @@ def list_masked(state: State, frame: Frame) -> list[FrameRow]:
 def get_behind(
     frames: Sequence[Frame], frame: Frame, masked: Sequence[FrameRow]
 ) -> RequestId | None:
-    """A request of which the mask has rows, and which samples in an older frame; or None.
+    """Return a request with rows in the mask that also samples in an older frame; or None.
 
-    Upstream defers such a frame until one older frame is answered, whatever their number (#45014).
-    Source: vLLM 0.19.1 `pending_structured_output_tokens`; P23.
+    Upstream defers such a frame until one older frame is committed, however many there are
+    (#45014). Source: vLLM 0.19.1 `pending_structured_output_tokens`; P23.
     """
     names = {row.request_id for row in masked}
     for older in frames[: frames.index(frame)]:
@@ -99,7 +100,7 @@ def get_behind(
 
 
 def get_cut(state: State, row: FrameRow, told: Mapping[RequestId, TokenIds]) -> FrameRow:
-    """A row of a frame once its mask is made: of its drafts those that the grammar accepts.
+    """Return a row of a frame with the drafts that the grammar accepts, then placeholders.
 
     Source: vLLM 0.19.1 `update_draft_token_ids_in_output`; P23, P24.
     """
@@ -113,8 +114,10 @@ def get_cut(state: State, row: FrameRow, told: Mapping[RequestId, TokenIds]) -> 
 
 
 def get_read_again(state: State, rows: Sequence[FrameRow]) -> State:
-    """Requests as their text is read once more where drafts behind it are told: a commit has read
-    it (P23), so a strict reader learns nothing. Source: vLLM 0.19.1 `should_advance`.
+    """Return the state after grammars read the requests' tokens again, when drafts are sent.
+
+    A commit has read them already (P23), so nothing changes in strict runs. Source: vLLM 0.19.1
+    `should_advance`.
     """
     requests = state.requests.to_dict()
     for row in rows:
@@ -127,7 +130,10 @@ def get_read_again(state: State, rows: Sequence[FrameRow]) -> State:
 
 
 def get_mask_row(state: State, row: FrameRow) -> GrammarRow:
-    """What one request may sample in a frame. Source: vLLM 0.19.1 `grammar_bitmask`; P23, P24."""
+    """Return what one request may sample in a frame.
+
+    Source: vLLM 0.19.1 `grammar_bitmask`; P23, P24.
+    """
     request = state.requests[row.request_id]
     grammar = request.request.grammar
     assert grammar is not None, "a mask has rows of requests with a grammar"
@@ -140,10 +146,10 @@ def get_mask_row(state: State, row: FrameRow) -> GrammarRow:
 
 
 def get_forbidden(state: State, frame: Frame, commit: Commit) -> str:
-    """Why an answer breaks a grammar; "" if it does not.
+    """Return why a model output breaks a grammar; "" if it does not.
 
-    Upstream notes it and goes on, with a grammar that is somewhere else than the text.
-    Source: vLLM 0.19.1 `update_from_output`; P23.
+    Upstream logs it and continues, with a grammar state that does not fit the outputs. Source: vLLM
+    0.19.1 `update_from_output`; P23.
     """
     held = {row.request_id for row in frame.rows if row.has_mask and not row.is_dropped}
     for row in commit.sampled if held else ():
@@ -157,7 +163,7 @@ def get_forbidden(state: State, frame: Frame, commit: Commit) -> str:
 
 
 def get_advanced(state: State, request: RequestState, tokens: TokenIds) -> RequestState | None:
-    """The request with its grammar where its new outputs lead; None if one is forbidden.
+    """Return the request with its grammar advanced by its new outputs; None if one is forbidden.
 
     Source: vLLM 0.19.1 `update_from_output`; P23.
     """

@@ -1,10 +1,11 @@
-"""Reports: what a worker says of transfers, and what becomes of whom it is about.
+"""Reports: a worker's reports about transfers, and their effect on requests.
 
     loaded    |  hit  |  there  | invalid |  there  |      of a load that failed in the middle
-    after     |    computed     | computed again, or its request ends with an error
+    after     |    computed     | computed again, or its request finishes with an error
 
-Nobody computes on what was not loaded, and nobody finds it (P19): not one that is parked, not one
-whose load is part of a frame. What a report says of anybody else changes nothing (P18).
+No request computes on KV that was not loaded, or hits it (P19): neither one that waits for an
+asynchronous load, nor one whose load is part of a frame. A report about any other request changes
+nothing (P18).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from blockstep.spec.vocabulary import (
 
 
 def process_kv_offer(state: State, offer: KVOffer) -> tuple[State, Ack]:
-    """Note what the store answers about a request, if there is a store and such a request.
+    """Store the store's answer about a request, if there is a store and such a request.
 
     Source: vLLM 0.19.1 `get_num_new_matched_tokens`; architecture D12; P18.
     """
@@ -52,7 +53,8 @@ def process_kv_offer(state: State, offer: KVOffer) -> tuple[State, Ack]:
 
 
 def process_transfers_reported(state: State, transfers: KVTransfers) -> tuple[State, Outputs]:
-    """Take a report without an answer. Source: vLLM 0.19.1 `update_from_output`; P17, P18."""
+    """Process a report without a model output. Source: vLLM 0.19.1 `update_from_output`; P17,
+    P18."""
     if not state.config.kv_connector:
         return state, Outputs()
     # requests
@@ -66,7 +68,7 @@ def process_transfers_reported(state: State, transfers: KVTransfers) -> tuple[St
 def get_reported(
     state: State, transfers: KVTransfers, failed: Sequence[RequestId]
 ) -> tuple[State, tuple[OutputRow, ...]]:
-    """The state once those that failed have ended, and then what is finished has; and their rows.
+    """Finish failed requests, then end the finished transfers; return state and output rows.
 
     Source: vLLM 0.19.1 `update_from_output`; P13, P17, P18.
     """
@@ -90,9 +92,10 @@ def get_reported(
 def get_failures(
     state: State, invalid: Sequence[BlockId], frame: Frame | None
 ) -> tuple[State, tuple[RequestId, ...]]:
-    """What blocks that could not be loaded do to those that are parked, and to those of the oldest
-    frame, which is answered; and who fails by policy. Source: vLLM 0.19.1
-    `_handle_invalid_blocks`; P19.
+    """Process blocks that could not be loaded; return the state, and requests that fail by policy.
+
+    They concern requests that wait for asynchronous loads, and those of the oldest frame, `frame`,
+    if it is being committed. Source: vLLM 0.19.1 `_handle_invalid_blocks`; P19.
     """
     state, parked = get_failures_of_parked(state, invalid)
     if frame is None:
@@ -104,9 +107,10 @@ def get_failures(
 def get_failures_of_parked(
     state: State, invalid: Sequence[BlockId]
 ) -> tuple[State, tuple[RequestId, ...]]:
-    """Parked requests have computed no more than what was loaded; and those that fail by policy.
+    """Limit the computed tokens of requests with asynchronous loads to those that were loaded.
 
-    Source: vLLM 0.19.1 `_handle_invalid_blocks`; P19.
+    Also returns the requests that fail by policy. Source: vLLM 0.19.1 `_handle_invalid_blocks`;
+    P19.
     """
     if not invalid or not state.transfers.parked:
         return state, ()
@@ -130,9 +134,10 @@ def get_failures_of_parked(
 def get_failures_of_frame(
     state: State, invalid: Sequence[BlockId]
 ) -> tuple[State, tuple[RequestId, ...]]:
-    """Loads of the oldest frame, as its answer tells: they have come, or their requests go back.
+    """Confirm the loads of the oldest frame, or roll their requests back.
 
-    And those that fail by policy instead. Source: vLLM 0.19.1 `_handle_invalid_blocks`; P19.
+    Also returns the requests that fail by policy instead. Source: vLLM 0.19.1
+    `_handle_invalid_blocks`; P19.
     """
     failed: list[RequestId] = []
     for load in state.frames[0].loads:
@@ -154,14 +159,17 @@ def get_failures_of_frame(
 
 
 def fails(state: State) -> bool:
-    """Whether a request ends whose load has failed. Source: vLLM 0.19.1 `KVTransferConfig`; P19."""
+    """Whether a request whose load has failed finishes.
+
+    Source: vLLM 0.19.1 `KVTransferConfig`; P19.
+    """
     return state.config.kv_load_failure_policy is KVLoadFailurePolicy.FAIL
 
 
 def is_awaited(state: State, load: KVLoad) -> bool:
-    """Whether a request runs on this load of the oldest frame, or waits for what frames sample.
+    """Whether a request runs on this load of the oldest frame, or has tokens of frames in flight.
 
-    It may have been preempted since, and even be admitted with another load, or none, if no frame
+    It may have been preempted since, and even admitted with another load, or none, if no frame
     samples for it. Source: P13, P19.
     """
     name, frames = load.request_id, state.frames
@@ -175,16 +183,16 @@ def is_awaited(state: State, load: KVLoad) -> bool:
 
 
 def get_settled(state: State, request: RequestState, num_there: int) -> State:
-    """The state with a load known to have come, up to so many tokens. Source: P4, P19."""
+    """Return the state with a load confirmed, up to a number of tokens. Source: P4, P19."""
     pool, request = settle_slots(state.config, state.pool, request, num_there)
     requests = state.requests.having(request.request_id, request)
     return replace(state, pool=pool, requests=requests)
 
 
 def get_gone_back(state: State, request: RequestState, num_valid: int) -> State:
-    """The state with a request behind what was loaded of it; what was sampled on more is dropped.
+    """Roll a request back to its loaded tokens; tokens that frames sampled beyond are dropped.
 
-    Upstream drops the tokens of this frame, and keeps what later ones sample and promise.
+    Upstream drops the tokens of this frame, and keeps those and the placeholders of later ones.
     Source: vLLM 0.19.1 `_update_requests_with_invalid_blocks`; P12, P13, P19.
     """
     name, num_valid = request.request_id, get_num_kept(state, num_valid)
@@ -204,16 +212,19 @@ def get_gone_back(state: State, request: RequestState, num_valid: int) -> State:
 
 
 def get_num_kept(state: State, num_valid: int) -> int:
-    """Tokens that are kept of a load that failed behind them: none where null blocks stand in front
-    of what a window does not attend to, for a row further back would attend to these. Source: P19.
+    """Return the tokens that are kept of a load that failed after `num_valid`.
+
+    None if groups have windows: null blocks take the places of skipped blocks, and a row that
+    starts further back would attend to these. Source: P19.
     """
     return 0 if state.config.has_windows else num_valid
 
 
 def get_preempted_alone(state: State, request_id: RequestId) -> State:
-    """The state with a running request sent back to wait, between two plans: the next one names no
-    victim, and has the worker take it in as one that resumes. Its blocks do not wait for the oldest
-    frame, which is being answered. Source: P17, P19, P26.
+    """Preempt one running request between two plans.
+
+    The next plan lists no victim, and resumes the request when it is admitted. Its blocks do not
+    wait for the oldest frame, which is being committed. Source: P17, P19, P26.
     """
     step = create_step(replace(state, frames=state.frames[1:]))
     process_preemption(step, step.running.index(request_id))
@@ -222,6 +233,6 @@ def get_preempted_alone(state: State, request_id: RequestId) -> State:
 
 
 def without_rows(state: State, request_id: RequestId) -> State:
-    """The state with frames in flight that deliver nothing to a request. Source: P13."""
+    """Mark all rows of a request in flight as dropped: they deliver nothing. Source: P13."""
     frames: list[Frame] = [drop_row(frame, request_id) for frame in state.frames]
     return replace(state, frames=tuple(frames))

@@ -1,15 +1,15 @@
-"""Sessions: requests that a stop does not end, for further input goes on with them.
+"""Sessions: requests that a stop does not end, because they continue with further input.
 
-    a chunk     |------ prompt ------|---- outputs ----|x|         x: sampled last, never computed
+    an input    |------ prompt ------|---- outputs ----|x|         x: sampled last, never computed
     the next    |--------- its prompt: all but x ------|-- input --|---- outputs ----
 
-A session that stops rests with its blocks until further input comes, and then waits for its turn
-like a newcomer, but behind tokens that are computed already. What it keeps is every known token but
-the last: that one was never computed, and it is what the client replaces by going on. So what a
-session keeps does not depend on drafts, frames in flight or preemption.
+A session that stops is idle, with its blocks, until further input arrives. Then it waits for
+admission like a new request, but with computed tokens. It keeps every known token but the last:
+that one was never computed, and the next input takes its place. So what a session keeps does not
+depend on drafts, frames in flight or preemption.
 
-What frames in flight sample behind a stop belongs to a chunk that is over, and is dropped. What
-they write is at positions which the next chunk computes again, in later frames.
+Tokens that frames in flight sample after a stop belong to an input that is over, and are dropped.
+The positions that they write are computed again for the next input, in later frames.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from blockstep.spec.vocabulary import (
 from blockstep.spec.vocabulary.constants import shown
 
 _LEFT_OUT = Request("", ())
-"""Its fields have the values that say nothing."""
+"""Its fields have the values that count as left out."""
 RESTING = Status.WAITING_FOR_STREAMING_REQ
 
 
@@ -56,9 +56,9 @@ RESTING = Status.WAITING_FOR_STREAMING_REQ
 def process_streaming_update(
     state: State, update: Request
 ) -> tuple[State, Ack | Aborted] | Rejected:
-    """Go on with a session: now if it rests, else when it stops. Or end it, likewise.
+    """Continue a session, or end it: now if it is idle, else when it stops.
 
-    Who rests keeps its place in line under FCFS; that is before all newcomers, who never waited.
+    An idle session keeps its place in the queue under FCFS; that is before all new requests.
     Source: vLLM 0.19.1 `add_request`; P11, P16.
     """
     # refuse
@@ -84,34 +84,35 @@ def process_streaming_update(
 
 
 def get_update_problem(state: State, request: RequestState, update: Request) -> Rejected | None:
-    """Why an unfinished request cannot go on with this input, or None.
+    """Return why an unfinished request cannot continue with this input, or None.
 
-    The limits hold for the whole of it: what is known of it, or will be at its longest, and then
-    all further chunks, each at its longest, too. Upstream looks at each chunk alone (#42489,
-    #40072). Source: vLLM 0.19.1 `add_request`; P11.
+    The limits apply to the whole session: its known tokens, or those at its longest, and then all
+    further inputs, each at its longest, too. Upstream checks each input alone (#42489, #40072).
+    Source: vLLM 0.19.1 `add_request`; P11.
     """
     name = update.request_id
     if not request.request.resumable:
         detail = f"{name!r} was submitted without resumable"
         return Rejected(RejectCode.NOT_RESUMABLE, detail)
     if request.updates and not request.updates[-1].resumable:
-        detail = f"no more input was to come for {name!r}; submit it anew once it has ended"
+        detail = f"the input of {name!r} has ended; submit it again when it has finished"
         return Rejected(RejectCode.NOT_RESUMABLE, detail)
     if not update.resumable:
         return None
     name_of_field = get_foreign_field(request.request, update)
     if name_of_field is not None:
         value = shown(getattr(update, name_of_field))
-        rule = f"a chunk brings {name_of_field} = {value}, which is the session's: leave it out"
+        rule = f"an input brings {name_of_field} = {value}, which is the session's: leave it out"
         return Rejected(RejectCode.BAD_REQUEST, f"request {name!r}: {rule}")
     longest = get_longest_request(state, request, update)
     return get_size_problem(state.config, longest) or get_other_size_problem(state, update)
 
 
 def get_foreign_field(asked: Request, update: Request) -> str | None:
-    """The first field of a chunk that only its session has, and that is neither left out nor equal.
+    """Return the first field of an input that belongs to the session, and is neither left out nor
+    equal.
 
-    Upstream drops it in silence. Source: upstream #57685; P6, P23.
+    Upstream ignores it silently. Source: upstream #57685; P6, P23.
     """
     for name in SESSION_FIELDS:
         if getattr(update, name) not in (getattr(_LEFT_OUT, name), getattr(asked, name)):
@@ -120,9 +121,9 @@ def get_foreign_field(asked: Request, update: Request) -> str | None:
 
 
 def get_longest_request(state: State, request: RequestState, update: Request) -> Request:
-    """What a session may become by all chunks that are to come, and this one, at its longest.
+    """Return the request that a session becomes at its longest, with all its inputs and this one.
 
-    Items of different chunks stand as near to each other as may be: a stop may come at once.
+    Items of different inputs are placed as near to each other as possible: a stop may come at once.
     Source: upstream #42489; P11.
     """
     asked, max_model_len = request.request, state.config.max_model_len
@@ -141,10 +142,10 @@ def get_longest_request(state: State, request: RequestState, update: Request) ->
 def get_joined(
     asked: Request, update: Request, kept: TokenIds, offset: int, rules: Rules
 ) -> Request:
-    """What a session asks for with its next chunk, of whose items the first token is at `offset`.
+    """Return the request of a session with its next input; `offset`: position of the input's items.
 
-    How it ends, and when it came, are the chunk's; priority, adapter, salt and grammar are the
-    session's. Source: vLLM 0.33.0 `_update_request_as_session`; P6, P13.
+    Stop conditions and arrival time are those of the input; priority, adapter, salt and grammar are
+    the session's. Source: vLLM 0.33.0 `_update_request_as_session`; P6, P13.
     """
     items = [replace(item, offset=item.offset + offset) for item in update.items]
     joined = replace(
@@ -162,12 +163,15 @@ def get_joined(
 
 
 def compute_longest(num_prompt: int, max_tokens: int, max_model_len: int) -> int:
-    """Known tokens of a request at its longest. Source: seed 000 "Request Completion"; P11."""
+    """Return the known tokens of a request at its longest.
+
+    Source: seed 000 "Request Completion"; P11.
+    """
     return min(num_prompt + max_tokens, max_model_len)
 
 
 def compute_num_kept(num_known: int) -> int:
-    """Tokens that a session keeps of a chunk that has stopped: all but the last sampled one.
+    """Return the tokens that a session keeps at a stop: all but the last sampled one.
 
     Source: vLLM 0.33.0 `_update_request_as_session`; P13.
     """
@@ -177,15 +181,15 @@ def compute_num_kept(num_known: int) -> int:
 def get_continued(
     config: Config, request: RequestState, update: Request, rules: Rules
 ) -> RequestState:
-    """The session with its next chunk: what it keeps of the last one is prompt now.
+    """Return the session with its next input: the tokens it keeps are part of the prompt now.
 
-    The keys of its blocks follow the tokens: the one that it does not keep may have completed a
+    The keys of its blocks follow the tokens: the token that it does not keep may have completed a
     block. Source: vLLM 0.19.1 `_update_request_as_session`; P3, P6, P23.
     """
     kept = request.all_token_ids[: rules.get_num_kept(request)]
     asked = get_joined(request.request, update, kept, len(kept), rules)
     num_keys = rules.get_num_kept_keys(request, len(kept) // config.block_size)
-    stand = request.stand  # at the beginning of its grammar: what was sampled before is prompt now
+    stand = request.stand  # in the initial state of its grammar: earlier outputs are prompt now
     if asked.grammar is not None:
         stand = get_first_stand(config, asked.prompt_token_ids)
     after = replace(
@@ -200,7 +204,7 @@ def get_continued(
 
 
 def get_num_kept(request: RequestState) -> int:
-    """Leading tokens that a session keeps, however many it has computed.
+    """Return the leading tokens that a session keeps, however many it has computed.
 
     Source: vLLM 0.33.0 `_update_request_as_session`; P13.
     """
@@ -208,7 +212,10 @@ def get_num_kept(request: RequestState) -> int:
 
 
 def get_num_kept_keys(request: RequestState, num_blocks: int) -> int:
-    """Leading keys that a session keeps: of blocks full of tokens that it keeps. Source: P3, P6."""
+    """Return the leading keys that a session keeps: those of blocks full of kept tokens.
+
+    Source: P3, P6.
+    """
     del request
     return num_blocks
 
@@ -226,10 +233,10 @@ def goes_on(request: RequestState) -> bool:
 
 
 def get_chunk_ended(state: State, request_id: RequestId) -> State:
-    """A session that has stopped goes on with the next chunk, or rests until there is one.
+    """Continue a session that has stopped with its next input, or make it idle.
 
-    What frames in flight sample for the chunk that is over is dropped.
-    Source: vLLM 0.19.1 `_handle_stopped_request`; P13, P14.
+    Tokens that frames in flight sample for the input that is over are dropped. Source: vLLM 0.19.1
+    `_handle_stopped_request`; P13, P14.
     """
     config, rules, request = state.config, state.rules, state.requests[request_id]
     fence = rules.get_fence(config, state.frames, request_id)
@@ -253,11 +260,11 @@ def get_stopped(
     rules: Rules,
     fence: FrameId | None = None,
 ) -> tuple[Pool, RequestState]:
-    """A session at its stop: computed is what it keeps, and nothing is promised any more.
+    """Return pool and session after its stop: it has computed what it keeps, without placeholders.
 
-    It goes back behind drafts that were accepted past the stop, and frames in flight; if a window
-    or a state has gone on since, it gives up all its blocks, and computes everything again.
-    Source: P3, P12, P14, P24.
+    Drafts that were accepted past the stop, and frames in flight, are rolled back. If a window or a
+    state has moved on since, it releases all its blocks, and computes everything again. Source: P3,
+    P12, P14, P24.
     """
     num_kept = rules.get_num_kept(request)
     num_computed = min(request.num_computed_tokens, num_kept)
@@ -269,10 +276,10 @@ def get_stopped(
 
 
 def can_go_back(config: Config, request: RequestState, num_computed: int) -> bool:
-    """Whether all is held that a row from position `num_computed` on reads.
+    """Whether all blocks are held that a row from position `num_computed` on reads.
 
-    Where drafts have states, the worker alone knows in which block the last one is, and only while
-    the request runs. Source: P3, P14, P26.
+    If there are states for drafts, only the worker knows which block has the last state, and only
+    while the request runs. Source: P3, P14, P26.
     """
     for group, table in zip(config.groups, request.block_tables, strict=True):
         is_elsewhere = group.num_speculative_blocks or num_computed != request.num_computed_tokens
@@ -284,9 +291,8 @@ def can_go_back(config: Config, request: RequestState, num_computed: int) -> boo
 
 
 def get_queued(state: State, request_id: RequestId, is_apart: bool) -> State:
-    """The state with a session in the queue that it belongs in, behind all others.
+    """Put a session at the end of its queue: `skipped_waiting` if `is_apart`, else `waiting`.
 
-    `is_apart`: in that of those who are passed over.
     Source: vLLM 0.19.1 `_enqueue_waiting_request`; P13, P16.
     """
     waiting = [name for name in state.waiting if name != request_id]
@@ -298,7 +304,10 @@ def get_queued(state: State, request_id: RequestId, is_apart: bool) -> State:
 
 
 def drop_row(frame: Frame, request_id: RequestId) -> Frame:
-    """A frame in flight of which the row of this request, if any, delivers nothing. Source: P13."""
+    """Return a frame in flight in which the row of this request, if any, delivers nothing.
+
+    Source: P13.
+    """
     rows = [
         replace(row, is_dropped=True, has_mask=False) if row.request_id == request_id else row
         for row in frame.rows

@@ -1,4 +1,4 @@
-"""Turns: what is told of jobs and of the time, and what a turn leaves behind for the next."""
+"""Turns: estimates and time, and the pins of finished turns."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from blockstep.spec.vocabulary import Ack, Pin, PinEstimate, RequestId
 
 
 def process_clock(state: State, now: int) -> tuple[State, Ack]:
-    """It is `now`: the next step looks at what is over by then. Source: architecture D12; P18."""
+    """Set the time to `now`: the next step ends pins that expire by then.
+
+    Source: architecture D12; P18.
+    """
     if not state.config.has_pins:
         return state, Ack()
     return replace(state, pins=tell_time(state.pins, now)), Ack()
 
 
 def process_estimate(state: State, estimate: PinEstimate) -> tuple[State, Ack]:
-    """An estimator gives something for a job; for one that nobody knows it says nothing.
+    """Store an estimate for a job; ignore it for an unknown one.
 
     Source: seed 001 "Change 12"; P18.
     """
@@ -35,11 +38,11 @@ def process_estimate(state: State, estimate: PinEstimate) -> tuple[State, Ack]:
 
 
 def get_turn_ended(state: State, request_id: RequestId) -> State:
-    """The state once a turn that has said what it had to say left its blocks to its job's next one.
+    """Pin the blocks of a turn that has finished by its outputs, for its job's next turn.
 
-    The request then ends like any other, with what is left to it. Blocks stay if the estimate for
-    the job gives them time, and if any can be found; they take the place of those of a turn before.
-    Behind the last turn nothing stays. Source: seed 001 "Change 4", "Change 12"; P17.
+    The request then finishes like any other, with its remaining blocks. Blocks are pinned if the
+    job has an estimate above 0, and if any are cached; the pin replaces that of an earlier turn.
+    After the last turn there is no pin. Source: seed 001 "Change 4", "Change 12"; P17.
     """
     request = state.requests[request_id]
     job_id, is_last = request.request.job_id, request.request.is_last_step
@@ -59,7 +62,7 @@ def get_turn_ended(state: State, request_id: RequestId) -> State:
 
 
 def without_pins(state: State) -> State:
-    """The state once all pins have ended, the oldest first. Source: P25."""
+    """End all pins, the oldest first. Source: P25."""
     if not state.pins.pins:
         return state
     pool, pins = free_pins(state.pool, state.pins, state.pins.pins)
@@ -67,5 +70,5 @@ def without_pins(state: State) -> State:
 
 
 def without_strange_jobs(state: State) -> State:
-    """The state without estimates for jobs of which there is nothing any more. Source: P17."""
+    """Drop the estimates of jobs that have neither a pin nor an unfinished turn. Source: P17."""
     return replace(state, pins=forget_jobs(state.pins, list_unfinished_jobs(state.requests)))

@@ -1,1 +1,1 @@
-"""Memory: who holds which block."""
+"""Memory: blocks, block tables and the prefix cache."""

@@ -1,16 +1,17 @@
-"""Deferred frees: blocks that a frame in flight reads or writes are free behind its answer.
+"""Deferred frees: blocks that a frame in flight reads or writes are free after its commit.
 
-    plan 0 names block 3 | abort: block 3 is given up |  ...  | answer 0: block 3 is free
+    plan 0 names block 3 | abort: block 3 released |  ...  | commit 0: block 3 is free
     frame 0 runs         |<----- it may still write block 3 ----->|
 
-Steps are carried out in the order of their plans, so a row of a later plan may have such a block at
-once. A store is ordered behind nothing: it could load KV into the block, and the frame then writes
-over it, or reads what is loaded for somebody else. Beside a store blocks of a request that a frame
-in flight names therefore wait for the newest of these frames, whatever gave them up: an end, a
-preemption, a window that moved on, a session that stopped or gave way, the end of a transfer.
+Steps are executed in the order of their plans, so a row of a later plan may have such a block at
+once. A store is not ordered after frames: it could load KV into the block, and the frame then
+overwrites it, or reads what was loaded for another request. With a store, blocks of a request with
+rows in frames in flight therefore wait for the newest of these frames, whatever released them: a
+finish, a preemption, a sliding window, a session that stopped or was reclaimed, the end of a
+transfer.
 
-Each wait has an owner, which is the frame, and an end, which is its answer (P17). Until then the
-blocks are held as before: nobody is given them, and what they carry can be hit.
+Each wait has an owner, which is the frame, and an end, which is its commit (P17). Until then the
+blocks keep their ref counts: they are not given to other requests, and cached ones can be hit.
 Source: upstream #45357, #47728, #48481; vLLM 0.33.0 `deferred_frees`, which waits for the newest of
 all frames.
 """
@@ -27,11 +28,11 @@ from blockstep.spec.vocabulary import BlockTables, Config, DeferredFree, FrameId
 
 
 def get_fence(config: Config, frames: Sequence[Frame], request_id: RequestId) -> FrameId | None:
-    """The newest frame in flight with a row of a request, whose answer its blocks wait for.
+    """Return the newest frame in flight with a row of a request, whose commit its blocks wait for.
 
-    None if they need not wait: no frame names the request, there is no store, or no load can begin
-    before the only frame in flight is answered. Source: vLLM 0.33.0 `_request_blocks_can_be_freed`;
-    P17.
+    None if they need not wait: no frame has a row of the request, there is no store, or no load can
+    begin before the only frame in flight is committed. Source: vLLM 0.33.0
+    `_request_blocks_can_be_freed`; P17.
     """
     if not config.kv_connector or config.max_frames_in_flight == 1:
         return None
@@ -44,9 +45,9 @@ def get_fence(config: Config, frames: Sequence[Frame], request_id: RequestId) ->
 def give_up_blocks(
     pool: Pool, block_tables: BlockTables, rules: Rules, fence: FrameId | None = None
 ) -> Pool:
-    """The pool when a request gives up these tables: behind the answer to frame `fence`, if given.
+    """Return the pool after a request releases these tables: after frame `fence`, if given.
 
-    At once they are freed group by group; behind a frame all groups together, the last block first.
+    At once they are freed group by group; after a frame all groups together, the last block first.
     Source: vLLM 0.33.0 `_free_request_blocks`, `pop_blocks_for_free`; P1, P17.
     """
     tables = [without_nulls(table) for table in block_tables]
@@ -61,7 +62,7 @@ def give_up_blocks(
 
 
 def free_deferred_blocks(pool: Pool, frame_id: FrameId, rules: Rules) -> Pool:
-    """The pool when a frame has been answered: what waited for it is freed, in that order.
+    """Return the pool after a frame was committed: blocks that waited for it are freed, in order.
 
     Source: vLLM 0.33.0 `_drain_deferred_frees`; P1, P16, P17.
     """

@@ -1,10 +1,10 @@
-"""Forks: what a branch shares with its parent, and the copy that whoever writes in it is given.
+"""Forks: the blocks that a branch shares with its parent, and copy on write.
 
     parent   [ 4 ][ 7 ][ 9 . ]     c computed tokens, 9 is not full
-    branch   [ 4 ][ 7 ][ 9 . ]     as many as both have in common
+    branch   [ 4 ][ 7 ][ 9 . ]     the tokens that both have in common
 
-Full blocks are found by what is in them, and never written again. The one behind them is shared as
-well; the first who writes in it exchanges it for a copy, and the last who holds it writes in place.
+Full blocks are published, and never written again. The block after them is shared as well; the
+first request that writes to it replaces it by a copy, and the last holder writes in place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from blockstep.spec.vocabulary import NULL_BLOCK, BlockCopy, BlockTables, KVGrou
 
 
 def count_common_tokens(mine: TokenIds, theirs: TokenIds) -> int:
-    """Leading tokens that two texts have in common. Source: seed 002 "Fork"; P2."""
+    """Return the number of leading tokens that two sequences share. Source: seed 002 "Fork"; P2."""
     pairs = enumerate(zip(mine, theirs, strict=False))
     differing = (at for at, (one, other) in pairs if one != other)
     return next(differing, min(len(mine), len(theirs)))
@@ -27,7 +27,7 @@ def count_common_tokens(mine: TokenIds, theirs: TokenIds) -> int:
 def compute_num_shared(
     groups: Sequence[KVGroup], holdings: Sequence[Holding], num_tokens: int
 ) -> int:
-    """Of so many computed tokens in common, the most that a branch can go on behind.
+    """Return the most of `num_tokens` common computed tokens that a branch can continue after.
 
     Source: seed 002 "Fork: Creating New Beams", where it is all of them; P2, P5.
     """
@@ -39,10 +39,10 @@ def compute_num_shared(
 
 
 def is_shareable(group: KVGroup, holding: Holding, num_shared: int) -> bool:
-    """Whether one who has computed so many tokens of a table can go on behind them.
+    """Whether a branch with `num_shared` computed tokens of a table can continue after them.
 
-    Not within a block that is found by what is in it: that is not written again. And all that the
-    next token attends to must be there still. Source: P2, P4, P5.
+    Not within a published block: that is not written again. And all blocks that the next token
+    attends to must be there. Source: P2, P4, P5.
     """
     size, table = group.block_size, holding.block_table
     is_within = num_shared % size > 0 and num_shared // size < holding.num_cached_blocks
@@ -51,14 +51,14 @@ def is_shareable(group: KVGroup, holding: Holding, num_shared: int) -> bool:
 
 
 def get_shared(group: KVGroup, holding: Holding, num_shared: int) -> Holding:
-    """What a branch holds of its parent's table. Source: seed 002 "Fork"; P2."""
+    """Return what a branch holds of its parent's table. Source: seed 002 "Fork"; P2."""
     size = group.block_size
     num_settled = min(holding.num_cached_blocks, num_shared // size)
     return Holding(holding.block_table[: -(-num_shared // size)], num_settled)
 
 
 def compute_num_copies(pool: Pool, group: KVGroup, holding: Holding, num_computed: int) -> int:
-    """Blocks that one who goes on behind so many tokens has to copy first: one at most.
+    """Return the blocks that must be copied to continue after `num_computed` tokens: one at most.
 
     Source: seed 002 "The COW Mechanism"; P2, P8.
     """
@@ -70,7 +70,7 @@ def compute_num_copies(pool: Pool, group: KVGroup, holding: Holding, num_compute
 def get_own(
     pool: Pool, group: KVGroup, holding: Holding, num_computed: int
 ) -> tuple[Pool, Holding]:
-    """The block in which it goes on is its own: if others hold it, too, it takes a new one.
+    """Replace the block in which a request continues by a new one if others hold it, too.
 
     The caller has checked the capacity. Source: seed 002 "The COW Mechanism"; P1, P2.
     """
@@ -84,7 +84,7 @@ def get_own(
 
 
 def list_copies(before: BlockTables, after: BlockTables) -> tuple[BlockCopy, ...]:
-    """What is to be copied where tables have become these. A null block is of what was given back.
+    """Return the copies to make, from tables before and after; skipped blocks are not copied.
 
     Source: seed 002 "The COW Mechanism"; P26.
     """

@@ -1,9 +1,9 @@
-"""Groups: what each kind of attention still reads, and so has to be held.
+"""Groups: which tokens each kind of attention still reads, and so which blocks must be held.
 
     | skipped |     attended     |  new  | lookahead |        before a token at position c
     |  null   |       held       |     allocate      |
 
-Which tokens are skipped is all that a kind decides; the rest follows from it.
+The kind of a group only decides which tokens are skipped; the rest follows from it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, Request
 
 
 def compute_num_skipped_tokens(group: KVGroup, num_computed: int) -> int:
-    """Leading tokens to which no token from position `num_computed` on attends.
+    """Return the leading tokens to which no token from position `num_computed` on attends.
 
     Source: vLLM 0.19.1 `get_num_skipped_tokens`.
     """
@@ -34,15 +34,19 @@ def compute_num_skipped_tokens(group: KVGroup, num_computed: int) -> int:
 
 
 def compute_num_skipped_blocks(group: KVGroup, num_computed: int) -> int:
-    """Leading blocks of which no token is attended. Source: vLLM 0.19.1 `remove_skipped_blocks`."""
+    """Return the leading blocks with no attended token.
+
+    Source: vLLM 0.19.1 `remove_skipped_blocks`.
+    """
     return compute_num_skipped_tokens(group, num_computed) // group.block_size
 
 
 def compute_max_reach(config: Config) -> int:
-    """Slots of one request, at most, from the first token that it may still have to compute on.
+    """Return the most slots of one request from the first token on that it may have to compute
+    again.
 
-    A row of a step, the lookahead behind it, and drafts in flight before it: until they are
-    verified a request may have to go back to the first of them. Source: P8, P14.
+    A row of a step, the lookahead after it, and drafts in flight before it: until they are verified
+    a request may have to roll back to the first of them. Source: P8, P14.
     """
     budget, threshold = config.max_num_batched_tokens, config.long_prefill_token_threshold
     num_row = min(budget, threshold) if threshold else budget
@@ -50,7 +54,7 @@ def compute_max_reach(config: Config) -> int:
 
 
 def compute_max_doubt(config: Config) -> int:
-    """Computed tokens of one request, at most, that are drafts in flight. Source: P14."""
+    """Return the most computed tokens of one request that are drafts in flight. Source: P14."""
     budget, threshold = config.max_num_batched_tokens, config.long_prefill_token_threshold
     num_row = min(budget, threshold) if threshold else budget
     num_frames = config.max_frames_in_flight - 1 if config.async_scheduling else 0
@@ -60,11 +64,12 @@ def compute_max_doubt(config: Config) -> int:
 def compute_max_held_blocks(
     group: KVGroup, num_slots: int, max_reach: int, max_doubt: int = 0
 ) -> int:
-    """Blocks that a request of `num_slots` holds of one group at most, however it is chunked.
+    """Return the most blocks of one group that a request of `num_slots` holds at once.
 
-    Under full attention all of them; else what a window and the reach of a step touch, wherever
-    they begin. Upstream charges a window the whole request, and so never admits some (#39734).
-    Source: vLLM 0.19.1 `max_memory_usage_bytes` of each kind, without what cannot happen; P8, P11.
+    Whatever its chunks are. Under full attention all of them; else those that a window and the
+    reach of a step touch, wherever they begin. Upstream charges a window for the whole request, and
+    so never admits some requests (#39734). Source: vLLM 0.19.1 `max_memory_usage_bytes` of each
+    kind, without what cannot happen; P8, P11.
     """
     size = group.block_size
     num_all = -(-num_slots // size)
@@ -80,13 +85,14 @@ def compute_max_held_blocks(
             return compute_max_held_states(group, num_all, max_reach, max_doubt)
         case _:
             assert_never(group.kind)
-    # What is attended begins so far into a block at most: a window anywhere, a chunk not.
+    # The largest offset of attended tokens in a block: a window begins anywhere, a chunk does not.
     return min(num_all, -(-(offset + num_tokens) // size))
 
 
 def get_num_slots_of(group: KVGroup, num_slots: int, request: Request) -> int:
-    """Slots in the table of one group: those of the request's tokens, or of all that the encoder
-    makes of its items. Source: vLLM 0.19.1 `KVCacheCoordinator.allocate_new_blocks`; P8.
+    """Return the slots in one group's table: those of the tokens, or of the encoder outputs.
+
+    Source: vLLM 0.19.1 `KVCacheCoordinator.allocate_new_blocks`; P8.
     """
     if group.kind is not GroupKind.CROSS_ATTENTION:
         return num_slots

@@ -1,10 +1,10 @@
-"""Pins: what stays between two turns of a job, and how it goes.
+"""Pins: blocks kept between two turns of a job, and how pins end.
 
-    | can be found: pinned | not full, not verified, lookahead: free |   table of a turn that ends
+    | cached: pinned | not full, not verified, lookahead: free |   table of a turn that ends
 
-A machine of its own (architecture D11): it knows jobs and blocks, and no queue. At most one pin for
-each job, and each has an end: its time, the job's next pin, the end of the last turn, a reset, or
-somebody who lacks blocks while nobody else runs (P10, P17).
+A state machine of its own (architecture D11): it knows jobs and blocks, and no queue. There is at
+most one pin per job, and each has an end: its time, the job's next pin, the end of the last turn, a
+reset, or a request that lacks blocks while no other one runs (P10, P17).
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ NO_ESTIMATES: Final[FrozenMap[str, int]] = FrozenMap()
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """What stays of turns that have ended, and the time."""
+    """The pins, estimates and time."""
 
     now: int = 0
-    """Ticks: the latest that was told."""
+    """Ticks: the latest time of a `Clock`."""
     pins: tuple[Pin, ...] = ()
-    """In the order in which turns ended."""
+    """The pins, in the order in which turns ended."""
     estimates: FrozenMap[str, int] = NO_ESTIMATES
-    """Ticks for which blocks stay, where any do, by job."""
+    """Ticks for which a job's blocks are pinned, by job; without those of 0."""
 
 
 NO_PINS: Final = Pins()
 
 
-# What is told.
+# Events.
 
 
 def tell_time(pins: Pins, now: int) -> Pins:
-    """It is `now`; time does not go back. Source: architecture D12; P18."""
+    """Set the time to `now`, unless that is earlier. Source: architecture D12; P18."""
     return replace(pins, now=max(pins.now, now))
 
 
 def take_estimate(pins: Pins, estimate: PinEstimate) -> Pins:
-    """With this estimate instead of the one before; a pin that there is has so long from now.
+    """Replace the estimate of a job; its pin, if any, ends that many ticks from now.
 
     Source: seed 001 "Change 12"; architecture D12.
     """
@@ -59,12 +59,12 @@ def take_estimate(pins: Pins, estimate: PinEstimate) -> Pins:
 
 
 def list_unfinished_jobs(requests: Mapping[RequestId, RequestState]) -> list[str | None]:
-    """Jobs of unfinished requests, as often as they have any. Source: P17."""
+    """Return the jobs of unfinished requests, one entry per request. Source: P17."""
     return [requests[name].request.job_id for name in sorted(requests)]
 
 
 def forget_jobs(pins: Pins, unfinished: Collection[str | None]) -> Pins:
-    """Without estimates for jobs that have neither a pin nor an unfinished turn. Source: P17."""
+    """Drop estimates for jobs that have neither a pin nor an unfinished turn. Source: P17."""
     known = {*unfinished, *list_jobs(pins)}
     gone = [job_id for job_id in sorted(pins.estimates) if job_id not in known]
     if not gone:
@@ -75,21 +75,21 @@ def forget_jobs(pins: Pins, unfinished: Collection[str | None]) -> Pins:
     return replace(pins, estimates=estimates)
 
 
-# Whose they are.
+# Selections of pins.
 
 
 def list_jobs(pins: Pins) -> list[str]:
-    """Jobs that have a pin. Source: seed 001 "Change 5"."""
+    """Return the jobs that have a pin. Source: seed 001 "Change 5"."""
     return [pin.job_id for pin in pins.pins]
 
 
 def list_of_job(pins: Pins, job_id: str) -> list[Pin]:
-    """The pin of a job, if it has one. Source: seed 001 "Change 4"; P17."""
+    """Return the pin of a job, if it has one. Source: seed 001 "Change 4"; P17."""
     return [pin for pin in pins.pins if pin.job_id == job_id]
 
 
 def list_expired(pins: Pins) -> list[Pin]:
-    """Those whose time is over, the oldest first. Source: seed 001 "Change 4"; P17."""
+    """Return pins whose time is over, the oldest first. Source: seed 001 "Change 4"; P17."""
     return [pin for pin in pins.pins if is_expired(pin.end, pins.now)]
 
 
@@ -99,8 +99,10 @@ def is_expired(end: int, now: int) -> bool:
 
 
 def list_givers(pins: Pins, job_id: str | None) -> list[Pin]:
-    """In the order in which they give way to a turn of this job: its own is the last, and of others
-    the one that would end first, and then the oldest. Source: P10.
+    """Return the pins in the order in which they are reclaimed for a turn of this job.
+
+    Its own is the last, and of others the one that would end first, and then the oldest. Source:
+    P10.
     """
     return sorted(pins.pins, key=lambda pin: (pin.job_id == job_id, pin.end))
 
@@ -109,9 +111,9 @@ def list_givers(pins: Pins, job_id: str | None) -> list[Pin]:
 
 
 def get_findable_tables(request: RequestState) -> BlockTables:
-    """Per group: leading blocks that a next turn can find; () if there are none.
+    """Return, per group, the leading blocks that a next turn can hit; () if there are none.
 
-    Source: seed 001 "Change 12", where all stay, what nobody can find as well; P17.
+    Source: seed 001 "Change 12", where all blocks are kept, even those that cannot be hit; P17.
     """
     tables = tuple(
         [holding.block_table[: holding.num_cached_blocks] for holding in request.holdings]
@@ -120,7 +122,7 @@ def get_findable_tables(request: RequestState) -> BlockTables:
 
 
 def without_findable(request: RequestState) -> RequestState:
-    """The request once those are not its own any more. Source: P17."""
+    """Return the request without the blocks that can be hit. Source: P17."""
     holdings = [
         replace(holding, block_table=holding.block_table[holding.num_cached_blocks :])
         for holding in request.holdings
@@ -129,9 +131,10 @@ def without_findable(request: RequestState) -> RequestState:
 
 
 def free_pins(pool: Pool, pins: Pins, gone: Sequence[Pin]) -> tuple[Pool, Pins]:
-    """Pool and pins once these have ended, in this order: the last block of each table first.
+    """Return pool and pins after these have ended, in this order: the last block of each table
+    first.
 
-    Who holds one of the blocks goes on to hold it. Source: seed 001 "Change 4"; P1, P17.
+    Other holders of a block keep it. Source: seed 001 "Change 4"; P1, P17.
     """
     for pin in gone:
         for table in pin.block_tables:

@@ -1,9 +1,9 @@
-"""Prefix: the most computed tokens that a waiting request can share, by their published blocks.
+"""Prefix: the most computed tokens that a waiting request can share, from published blocks.
 
     | skipped |     attended      | one block more |        known        |
-    |  null   | published: shared |   given back   |      computed       |
+    |  null   | published: shared |    dropped     |      computed       |
 
-The skipped ones need not be there. One block more is there where the proposer needs hidden states.
+Skipped blocks need not be there. One block more must be there if the proposer needs hidden states.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockKey, Config, Gro
 
 
 def compute_max_hit_blocks(num_known: int, block_size: int) -> int:
-    """Blocks that may be hit at most: at least one token is left to compute.
+    """Return the most blocks that may be hit: at least one token is left to compute.
 
-    Without a computed token there are no logits to sample from. The hit is whole blocks, so a
-    fully cached prompt recomputes its last block. Source: seed 001 "find_longest_cache_hit()";
-    upstream #11186.
+    Without a computed token there are no logits to sample from. The hit is whole blocks, so a fully
+    cached prompt recomputes its last block. Source: seed 001 "find_longest_cache_hit()"; upstream
+    #11186.
     """
     return (num_known - 1) // block_size
 
 
 def get_prefix_hit(config: Config, pool: Pool, request: RequestState, rules: Rules) -> Hit:
-    """The longest published prefix of the request's known tokens, in every group.
+    """Return the longest published prefix of the request's known tokens, in every group.
 
-    With a proposer that needs hidden states the last hit block is given back, to be computed
-    again. Source: seed 001 "find_longest_cache_hit()"; seed 003 section 1.1; P5.
+    With a proposer that needs hidden states the last hit block is dropped, to be computed again.
+    Source: seed 001 "find_longest_cache_hit()"; seed 003 section 1.1; P5.
     """
     if not reads_prefix_cache(config, request):
         return NO_HIT
@@ -48,12 +48,12 @@ def get_prefix_hit(config: Config, pool: Pool, request: RequestState, rules: Rul
 
 
 def get_joint_hit(config: Config, pool: Pool, request: RequestState) -> Hit:
-    """The greatest length that is a hit in every group, and what each group shares for it.
+    """Return the greatest length that is a hit in every group, and the shared blocks of each group.
 
-    A length is whole blocks of every group, so that nobody writes into a shared one. Lengths that
-    suit one group are no run: a window may have kept what is further behind, and lost what comes
-    before. So the greatest is looked for among all, where upstream closes in on it by turns, and
-    stops below it at times. Source: vLLM 0.19.1 `HybridKVCacheCoordinator`; P5.
+    A length is whole blocks of every group, so that no shared block is written. The lengths that
+    suit one group are not contiguous: a window may have kept later blocks, and lost earlier ones.
+    So all lengths are tried, while upstream reduces the length group by group, and may stop below
+    the greatest. Source: vLLM 0.19.1 `HybridKVCacheCoordinator`; P5.
     """
     num_known, num_behind = request.num_known_tokens, int(config.drops_last_hit_block)
     found = []
@@ -78,7 +78,10 @@ def get_joint_hit(config: Config, pool: Pool, request: RequestState) -> Hit:
 
 
 def count_runs(found: Sequence[BlockId | None]) -> tuple[int, ...]:
-    """Of each index: how many published blocks in a row end before it. Source: P5."""
+    """Return for each index the number of consecutive published blocks that end before it.
+
+    Source: P5.
+    """
     runs = [0]
     for block_id in found:
         runs.append(0 if block_id is None else runs[-1] + 1)
@@ -86,11 +89,11 @@ def count_runs(found: Sequence[BlockId | None]) -> tuple[int, ...]:
 
 
 def is_valid_hit(group: KVGroup, runs: Sequence[int], num_tokens: int, num_behind: int) -> bool:
-    """Whether every block of one group with an attended token is published, and those behind.
+    """Whether every attended block of one group is published, and the `num_behind` ones after.
 
-    A proposer's KV of a token follows from the next one, too, so it is right in a block only if
-    what comes behind is the same. A state follows from what is before it.
-    Source: vLLM 0.19.1 `find_longest_cache_hit` of each kind, as to which blocks are needed; P5.
+    A proposer's KV of a token depends on the next token, too, so it is right in a block only if the
+    next tokens are the same. A state depends only on the tokens before it. Source: vLLM 0.19.1
+    `find_longest_cache_hit` of each kind, as to which blocks are needed; P5.
     """
     first = compute_num_skipped_blocks(group, num_tokens)
     end = num_tokens // group.block_size
@@ -102,7 +105,7 @@ def is_valid_hit(group: KVGroup, runs: Sequence[int], num_tokens: int, num_behin
 def get_hit_table(
     group: KVGroup, found: Sequence[BlockId | None], num_tokens: int
 ) -> tuple[BlockId, ...]:
-    """The table of one group behind a hit: null blocks for what is skipped, then what is shared.
+    """Return the table of one group after a hit: null blocks for skipped ones, then shared blocks.
 
     Source: vLLM 0.19.1 `allocate_new_computed_blocks`; P5, P8.
     """
@@ -112,7 +115,7 @@ def get_hit_table(
 
 
 def find_published(pool: Pool, keys: Sequence[BlockKey]) -> tuple[BlockId, ...]:
-    """The blocks of one group that a hit on these keys takes, in order.
+    """Return the blocks of one group that a hit on these keys takes, in order.
 
     Keys are chained, so the first miss ends the search. Source: seed 003 section 1.1; P5.
     """
@@ -126,5 +129,5 @@ def find_published(pool: Pool, keys: Sequence[BlockKey]) -> tuple[BlockId, ...]:
 
 
 def reads_prefix_cache(config: Config, request: RequestState) -> bool:
-    """Whether this request asks the cache at all. Source: seed 001 "get_computed_blocks"."""
+    """Whether this request looks for a prefix hit. Source: seed 001 "get_computed_blocks"."""
     return config.enable_prefix_caching and not request.request.skip_reading_prefix_cache

@@ -1,12 +1,13 @@
-"""Slots: how many blocks a request needs, and giving them to it all at once or not at all.
+"""Slots: the blocks that a request needs, allocated all at once or not at all.
 
     | computed  |  hit   | external |    new     | lookahead |
     |   table   | touch  |        allocate                   |
     |       published       |  published up to known tokens  |
 
-`computed` is non-empty for running requests only and `hit` for waiting ones only, as `external` is,
-what a store loads: that is published once it has come. Each KV group has a table of its own, in
-blocks of its own size; all of them take from one pool, and get what they need or nobody does.
+`computed` is non-empty for running requests only, `hit` and `external` for waiting ones only.
+`external` is what a store loads: it is published once the load is confirmed. Each KV group has a
+table of its own, in blocks of its own size; all take from one pool, and all get what they need, or
+none does.
 """
 
 from __future__ import annotations
@@ -58,14 +59,17 @@ NO_HIT = Hit(0, ())
 
 
 def compute_num_blocks(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold `num_tokens`: the quotient, rounded up. Source: seed 000 "Allocation"."""
+    """Return the blocks that hold `num_tokens`: the quotient, rounded up.
+
+    Source: seed 000 "Allocation".
+    """
     return -(-num_tokens // block_size)
 
 
 def compute_num_slots(
     num_computed: int, num_new: int, num_lookahead: int, max_model_len: int
 ) -> int:
-    """Token slots a request must own to run `num_new` tokens; no slot past the model length.
+    """Return the slots needed to run `num_new` tokens; no slot past the model length.
 
     Source: seed 001 "allocate_slots(), Phase 1".
     """
@@ -73,7 +77,7 @@ def compute_num_slots(
 
 
 def compute_num_new_blocks(num_slots: int, block_size: int, num_held: int) -> int:
-    """Blocks to take from the queue when `num_held` are there already.
+    """Return the blocks to take from the queue when `num_held` are there already.
 
     Rejected drafts may have left more than enough. Source: seed 001 "Phase 1"; P8.
     """
@@ -83,10 +87,10 @@ def compute_num_new_blocks(num_slots: int, block_size: int, num_held: int) -> in
 def compute_num_publishable_blocks(
     num_computed: int, num_new: int, num_known: int, block_size: int
 ) -> int:
-    """Leading blocks that are full of known tokens once `num_new` more are computed.
+    """Return the leading blocks that are full of known tokens once `num_new` more are computed.
 
-    Drafts lie past the known tokens, so they are never published.
-    Source: seed 001 "Draft tokens are never cached".
+    Drafts come after the known tokens, so they are never published. Source: seed 001 "Draft tokens
+    are never cached".
     """
     return min(num_computed + num_new, num_known) // block_size
 
@@ -98,11 +102,11 @@ def compute_max_slots(
     num_lookahead: int,
     max_model_len: int,
 ) -> int:
-    """Token slots a request needs at its longest.
+    """Return the token slots that a request needs at its longest.
 
-    Its last output token is never computed. Drafts may lie past it, if there is an output before
-    it for them to follow; but no step runs beyond position max_model_len - 2.
-    Source: seed 001 "Chunked Prefill" (the cap); upstream #52520; P11.
+    Its last output token is never computed. Drafts may be placed after it, if there is an output
+    before it for them to follow; but no step runs beyond position max_model_len - 2. Source: seed
+    001 "Chunked Prefill" (the cap); upstream #52520; P11.
     """
     num_drafts = num_speculative if max_tokens > 1 else 0
     longest = min(num_prompt + max_tokens - 1 + num_drafts, max_model_len - 1)
@@ -110,7 +114,10 @@ def compute_max_slots(
 
 
 def compute_max_blocks(config: Config, request: Request) -> int:
-    """Blocks that a request needs at most, in all groups. Source: upstream #52520, #39734; P11."""
+    """Return the most blocks that a request needs in all groups.
+
+    Source: upstream #52520, #39734; P11.
+    """
     num_slots = compute_max_slots(
         len(request.prompt_token_ids),
         request.max_tokens,
@@ -137,7 +144,7 @@ def is_servable(config: Config, request: Request) -> bool:
 def compute_num_taken(
     group: KVGroup, num_tokens: int, num_slots: int, num_held: int, num_hit: int
 ) -> int:
-    """Blocks that one group takes from the queue for a step that ends at `num_tokens`.
+    """Return the blocks that one group takes from the queue for a step that ends at `num_tokens`.
 
     Source: vLLM 0.19.1 `allocate_new_blocks` of each kind; P8.
     """
@@ -148,7 +155,7 @@ def compute_num_taken(
 
 
 def count_free_hits(pool: Pool, hit: tuple[BlockId, ...]) -> int:
-    """Free blocks that a hit uses up: those of it that are free; a null block is none.
+    """Return how many blocks of a hit are free; null blocks do not count.
 
     Source: seed 001 "Phase 2"; upstream #11562; P8.
     """
@@ -158,10 +165,10 @@ def count_free_hits(pool: Pool, hit: tuple[BlockId, ...]) -> int:
 def can_finish(
     config: Config, pool: Pool, request: RequestState, hit: Hit, rules: Rules, num_spared: int = 0
 ) -> bool:
-    """Whether the free blocks suffice for all known tokens of a waiting request, behind its hit,
-    and so many are left.
+    """Whether the free blocks suffice for all known tokens of a waiting request, and leave some.
 
-    Source: seed 001 "Full ISL reservation"; P8, P11.
+    Blocks of its hit are counted; `num_spared` blocks must be left. Source: seed 001 "Full ISL
+    reservation"; P8, P11.
     """
     num_slots = min(request.num_known_tokens, config.max_model_len)
     hit_tables = hit.block_tables or ((),) * len(request.holdings)
@@ -186,11 +193,12 @@ def count_reserved_blocks(
     holding: Holding,
     num_copies: int = 0,
 ) -> int:
-    """Free blocks that a waiting request wants of one group for so many slots, behind its hit.
+    """Return the free blocks of one group that a waiting request needs for `num_slots`, after its
+    hit.
 
-    What its table lacks, and copies of what it shares, but no more than it holds at once at most:
-    while a window moves on, what it leaves is free again. So is what a session has kept, unless
-    others hold it too. Upstream charges all of them (#39734). Source: seed 001 "Full ISL
+    What its table lacks, and copies of shared blocks, but no more than it ever holds at once: while
+    a window moves, skipped blocks become free again. So do the blocks that a session has kept,
+    unless others hold them too. Upstream charges all of them (#39734). Source: seed 001 "Full ISL
     reservation"; P8, P10, P11.
     """
     kept = holding.block_table
@@ -213,12 +221,13 @@ def allocate_slots(
     hit: Hit = NO_HIT,
     rules: Rules | None = None,
 ) -> tuple[Pool, RequestState] | None:
-    """Give the request slots for `num_new` tokens past its computed ones and its hit.
+    """Allocate slots for `num_new` tokens after the request's computed ones and its hit.
 
     Returns the pool and the request afterwards, or None if the pool is too full; then nothing has
-    happened (P7). Hits of all groups are touched before any group takes a block. Publishing comes
-    with it: the step that computes the tokens is about to run. Without `rules` it is strict.
-    Source: seed 001 "allocate_slots() -- The Block Allocation Pipeline"; P4, P7, P8.
+    changed (P7). Hits of all groups are touched before any group takes a block. Blocks are
+    published here, because the step that computes the tokens is about to run. Without `rules`,
+    strict rules apply. Source: seed 001 "allocate_slots() -- The Block Allocation Pipeline"; P4,
+    P7, P8.
     """
     num_computed, asked = request.num_computed_tokens + hit.num_tokens, request.request
     num_tokens = num_computed + num_new
@@ -271,7 +280,7 @@ def allocate_slots(
 def take_hit(
     config: Config, pool: Pool, request: RequestState, hit: Hit
 ) -> tuple[Pool, BlockTables]:
-    """The pool with the hit of all groups held; and, per group, what is taken with it: nothing.
+    """Return the pool with the hit of all groups held; and, per group, blocks taken with it: none.
 
     Source: seed 001 "Phase 3"; upstream #33775, #44409; P2.
     """
@@ -288,10 +297,10 @@ def publish_slots(
     nums_full: Sequence[int],
     rules: Rules | None = None,
 ) -> tuple[Pool, RequestState]:
-    """Make the first blocks of each table findable, so many per group, if they are not yet.
+    """Publish the first blocks of each table, `nums_full` per group, if they are not yet published.
 
-    A block that was skipped before its tokens were known is gone.
-    Source: seed 001 "Phase 5: commit to the prefix cache"; P3, P4.
+    A block that was skipped before its tokens were known cannot be published. Source: seed 001
+    "Phase 5: commit to the prefix cache"; P3, P4.
     """
     settled = [holding.num_cached_blocks for holding in request.holdings]
     if all(map(ge, settled, nums_full)):
@@ -301,7 +310,7 @@ def publish_slots(
         fresh = holding.block_table[settled[group] : num_full]
         block_ids = without_nulls(fresh)
         num_null = len(fresh) - len(block_ids)
-        if num_null and fresh[num_null:] != block_ids:  # some stand between the others
+        if num_null and fresh[num_null:] != block_ids:  # some null blocks are between the others
             num_null = 0
         num_links = config.block_sizes[group] // config.block_size
         first = settled[group] + num_null
@@ -320,7 +329,7 @@ def publish_slots(
 def settle_slots(
     config: Config, pool: Pool, request: RequestState, num_there: int
 ) -> tuple[Pool, RequestState]:
-    """The request once its load is known to have come, up to so many tokens: these are findable.
+    """Confirm a load of `num_there` tokens in total, and publish their blocks.
 
     Source: vLLM 0.19.1 `_update_waiting_for_remote_kv`; P4, P19.
     """
@@ -339,14 +348,14 @@ def skip_slots(
     rules: Rules,
     fence: FrameId | None = None,
 ) -> tuple[Pool, RequestState]:
-    """Free the blocks that no token of a running request attends to any more.
+    """Free the skipped blocks of a running request, to which no later token attends.
 
-    It comes before the request asks for slots, and whether or not it gets them: those blocks are of
-    no use to it. A null block takes the place of each, so that no other one moves; the last is
-    queued first. `num_in_doubt` computed tokens are drafts in flight: if they are rejected, the
-    request goes on where the first of them is, and reads the window before it. Frame `fence`, if
-    given, still reads the blocks: they are free behind its answer.
-    Source: vLLM 0.19.1 `remove_skipped_blocks`, which forgets the doubt; P1, P8, P14.
+    This happens before the request asks for slots, and whether or not it gets them: those blocks
+    are of no use to it. A null block takes the place of each, so that no other one moves; the last
+    is queued first. `num_in_doubt` computed tokens are drafts in flight: if they are rejected, the
+    request rolls back to the first of them, and reads the window before it. Frame `fence`, if
+    given, still reads the blocks: they are free after its commit. Source: vLLM 0.19.1
+    `remove_skipped_blocks`, which forgets drafts in flight; P1, P8, P14.
     """
     holdings = [*request.holdings]
     num_left = 0
@@ -368,7 +377,7 @@ def skip_slots(
 def release_slots(
     pool: Pool, request: RequestState, rules: Rules, fence: FrameId | None = None
 ) -> Pool:
-    """Free every block that a request holds, behind the answer to frame `fence` if one is given.
+    """Free every block that a request holds, after the commit of frame `fence` if one is given.
 
     Source: seed 001 "Deallocation"; P1, P17.
     """
@@ -382,11 +391,11 @@ def revoke_slots(
     rules: Rules,
     fence: FrameId | None = None,
 ) -> Pool:
-    """Free every block of a request that is preempted, unpublishing what will not be computed.
+    """Free every block of a preempted request, and withdraw the keys of blocks not computed.
 
-    A request that was planned earlier in this very step has published blocks which now nobody
-    will write. Upstream leaves those keys behind, and a later hit reads garbage (#43569); here
-    they are withdrawn. Blocks computed before this step keep their keys. Source: P4.
+    A request that was planned earlier in this very step has published blocks which now will not be
+    written. Upstream leaves those keys behind, and a later hit reads garbage (#43569); here they
+    are withdrawn. Blocks computed before this step keep their keys. Source: P4.
     """
     for holding, block_size in zip(request.holdings, block_sizes, strict=True):
         num_written = request.num_computed_tokens // block_size

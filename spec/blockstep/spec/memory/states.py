@@ -1,13 +1,14 @@
-"""States: what a recurrent group holds of a request, and how its table grows.
+"""States: the blocks of a recurrent group, and how its table grows.
 
     |  left  | last | skipped |  running  | behind drafts |        a chunk, `align`
     |  null  | read |  null   |  written  | one for each  |
     |  left  | last |      written        | behind drafts |        a chunk, `all`
 
-A block is named by its end, and holds the state there; the last one with known tokens holds the
-state where the request stands. A row reads the state behind the token before it, and leaves that
-behind its last known token in the block of its last one; that behind its n-th draft, n blocks on.
-A step that is planned later runs later, so what a frame in flight writes is there for the next.
+The key of a block is that of its end, and the block holds the state there; the last block with
+known tokens holds the state after the last computed token. A row reads the state after the token
+before it, and writes the state after its last known token into the block of that token; the state
+after its n-th draft goes n blocks further. A step that is planned later runs later, so a state that
+a frame in flight writes is there for the next.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, GroupKind, KVGroup, M
 
 
 def compute_num_state_blocks(group: KVGroup, num_tokens: int, num_slots: int) -> int:
-    """Length of a table behind a step that ends at `num_tokens`, lookahead at `num_slots`.
+    """Return the table length after a step that ends at `num_tokens`, with lookahead at
+    `num_slots`.
 
-    A proposer has no states, so its lookahead has none; but only `align` counts blocks by it.
-    Source: vLLM 0.19.1 `MambaManager.allocate_new_blocks`; P8.
+    A proposer has no states, so its lookahead needs none; but only `align` counts blocks without
+    it. Source: vLLM 0.19.1 `MambaManager.allocate_new_blocks`; P8.
     """
     is_aligned = group.mamba_cache_mode is MambaCacheMode.ALIGN
     num_ahead = num_tokens if is_aligned else num_slots
@@ -27,10 +29,11 @@ def compute_num_state_blocks(group: KVGroup, num_tokens: int, num_slots: int) ->
 
 
 def compute_num_new_states(group: KVGroup, num_blocks: int, num_held: int, num_hit: int) -> int:
-    """Blocks to take for a table of `num_blocks`, of which `num_held` or `num_hit` are there.
+    """Return the blocks to take for a table of `num_blocks`, of which `num_held` or `num_hit` are
+    there.
 
-    With `align` a chunk writes one state, however long it is, and those behind drafts, which are
-    taken along. Upstream reckons with one block where it takes two (#46892), and stops where
+    With `align` a chunk writes one state, however long it is, and those after drafts, whose blocks
+    are taken at the start. Upstream counts one block where it takes two (#46892), and fails if
     rejected drafts have left more than enough. Source: vLLM 0.19.1
     `MambaManager.get_num_blocks_to_allocate`; P8.
     """
@@ -47,10 +50,10 @@ def get_extended_states(
     num_blocks: int,
     new_blocks: tuple[BlockId, ...],
 ) -> tuple[BlockId, ...]:
-    """A table with new blocks until it has `num_blocks`; `is_running`: it ends in those of drafts.
+    """Return a table extended to `num_blocks`; `is_running`: it ends in blocks for drafts.
 
-    With `align` those that now stand before the block to be written are moved behind it, and null
-    blocks fill the gap. Source: vLLM 0.19.1 `MambaManager.allocate_new_blocks`; P2, P8.
+    With `align`, blocks for drafts that are now before the block to be written are moved after it,
+    and null blocks fill the gap. Source: vLLM 0.19.1 `MambaManager.allocate_new_blocks`; P2, P8.
     """
     if group.mamba_cache_mode is not MambaCacheMode.ALIGN or not new_blocks:
         return table + new_blocks
@@ -62,11 +65,12 @@ def get_extended_states(
 
 
 def compute_num_certain(group: KVGroup, num_computed: int, num_in_doubt: int) -> int:
-    """Computed tokens that a group may count on, when so many of them are drafts in flight.
+    """Return the computed tokens that are certain for a group, with `num_in_doubt` drafts in
+    flight.
 
-    As many less as it has states behind drafts: a boundary among drafts accepted just now becomes
-    findable before its block is left.
-    Source: vLLM 0.19.1 `MambaManager.remove_skipped_blocks`; P14.
+    A recurrent group subtracts at least its number of states after drafts: a boundary among drafts
+    that were accepted just now is published before its block is skipped. Source: vLLM 0.19.1
+    `MambaManager.remove_skipped_blocks`; P14.
     """
     if group.kind is GroupKind.RECURRENT:
         num_in_doubt = max(num_in_doubt, group.num_speculative_blocks)
@@ -74,9 +78,10 @@ def compute_num_certain(group: KVGroup, num_computed: int, num_in_doubt: int) ->
 
 
 def compute_max_held_states(group: KVGroup, num_all: int, max_reach: int, max_doubt: int) -> int:
-    """Blocks that a request holds of a recurrent group at most, if its tokens fill `num_all`.
+    """Return the most blocks that a request holds of a recurrent group, if its tokens fill
+    `num_all`.
 
-    Source: vLLM 0.19.1 `MambaSpec.max_memory_usage_bytes`, which forgets that a step among drafts
+    Source: vLLM 0.19.1 `MambaSpec.max_memory_usage_bytes`, which forgets that a step with drafts
     may touch one block more; P8, P11.
     """
     size, num_speculative = group.block_size, group.num_speculative_blocks

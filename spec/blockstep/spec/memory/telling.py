@@ -1,7 +1,7 @@
-"""Telling: what is said of blocks that become findable.
+"""Telling: KV events for blocks that are published.
 
-|  findable  |  null  |  stored  |  null  |  stored  |
-             ^ parent ^          ^ parent ^             one event for each run of blocks
+|  cached  |  null  |  stored  |  null  |  stored  |
+           ^ parent ^          ^ parent ^             one event for each run of blocks
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockStored, Config
 def get_stored(
     config: Config, request: RequestState, group: int, fresh: Sequence[BlockId], first: int
 ) -> tuple[BlockStored, ...]:
-    """How it is told that these blocks of one group become findable, from index `first` on.
+    """Return the events for blocks of one group that are published, from index `first` on.
 
-    Each event has blocks that follow one upon the other, so that its parent and its tokens are
-    those of all. What is null is not there, and is not told; upstream tells the tokens of such,
-    and an event without blocks where all are. Source: vLLM 0.19.1 `cache_full_blocks`; P20.
+    Each event has consecutive blocks, so that its parent and its tokens apply to all of them. Null
+    blocks are left out; upstream reports the tokens of such, and an event without blocks if all are
+    null. Source: vLLM 0.19.1 `cache_full_blocks`; P20.
     """
     size = config.block_sizes[group]
     num_links = size // config.block_size

@@ -1,8 +1,8 @@
-"""Releases: what released engines decide otherwise, story and code of each quirk together.
+"""Releases: the quirks of released engines, each with its story and its code.
 
-The specification keeps every property. A quirk is a rule of some release that does not, or that is
-only another behaviour; it is off unless a profile switches it on. It wraps one decision of the
-strict rules (`blockstep.spec.rules`), which know nothing of it.
+The specification keeps every property. A quirk is a rule of some release that breaks one, or that
+only behaves otherwise; it is off unless a profile turns it on. It replaces one decision of the
+strict rules (`blockstep.spec.rules`), which do not know any quirk.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ _STORIES: Mapping[Quirk, QuirkStory] = {
     for story in theme.STORIES
 }
 QUIRKS: tuple[QuirkStory, ...] = tuple(_STORIES[quirk] for quirk in Quirk)
-"""In the order in which they are folded into the rules."""
+"""All quirks, in the order in which they change the rules."""
 
 
 def get_rules(quirks: frozenset[Quirk], config: Config) -> Rules:
-    """The strict rules with these quirks in them, to be made once per run.
+    """Return the strict rules with these quirks in them, to be made once per run.
 
     Source: architecture D5.
     """

@@ -1,4 +1,4 @@
-"""Adapters: what a release does with the seats of adapters."""
+"""Adapters: quirks of releases with LoRA slots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from blockstep.spec.vocabulary import Config
 
 
 def adapters_of_rows_only(rules: Rules, _config: Config) -> Rules:
-    """Who runs, but has no row in the step, leaves the seat of its adapter to others."""
+    """A running request without a row in the step leaves its LoRA slot to others."""
     return replace(rules, counts_adapters_of_rows_only=True)
 
 
@@ -18,12 +18,12 @@ STORIES = (
     QuirkStory(
         Quirk.ADAPTERS_OF_ROWS_ONLY,
         adapters_of_rows_only,
-        "who runs, but has no row in the step, leaves the seat of its adapter to others",
+        "a running request without a row in the step leaves its LoRA slot to others",
         ("P9",),
         "not found upstream (fixed in 0.33.0)",
         "0.11.0 0.19.1",
-        "two frames, not asynchronous, max_loras 1; one request with an adapter is in flight, one "
-        "with another comes: it is admitted, and a later step has rows of both, where upstream "
-        "stops by an assertion",
+        "two frames, not asynchronous, max_loras 1; one request with an adapter is in flight and "
+        "one with another adapter is submitted: it is admitted, and a later step has rows of both,"
+        " where upstream stops with an assertion",
     ),
 )

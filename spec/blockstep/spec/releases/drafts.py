@@ -1,4 +1,4 @@
-"""Drafts: what a release does with drafts that nobody proposed for a position."""
+"""Drafts: quirks of releases with placeholder drafts, and with drafts of preempted requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blockstep.spec.vocabulary import Config
 def _is_padded(
     num_drafts: int, num_missing: int, has_company: bool, running: Iterable[RequestState]
 ) -> bool:
-    """Whether a request with one token to compute gets the shape of those that decode.
+    """Return whether a request with one token to compute is padded to the shape of a decode row.
 
     Source: vLLM 0.27.0, 0.33.0 `schedule`, when run; upstream #45237, #53962, #55126.
     """
@@ -25,7 +25,7 @@ def _is_padded(
 
 
 def placeholders_outlive_a_gap(rules: Rules, _config: Config) -> Rules:
-    """Draft placeholders of a request that a plan leaves out stay, and are dispatched later."""
+    """Draft placeholders of a request that a plan leaves out stay, and are scheduled later."""
 
     def keeps_drafts(is_planned: bool, samples: bool) -> bool:
         return not is_planned or rules.keeps_drafts(is_planned, samples)
@@ -47,7 +47,7 @@ def drafts_outlive_preemption(rules: Rules, _config: Config) -> Rules:
 
 
 def admitted_with_padding(rules: Rules, _config: Config) -> Rules:
-    """Who is admitted with one token to compute gets drafts that nobody proposed, or waits."""
+    """A request admitted with one token to compute is padded with placeholder drafts, or waits."""
 
     def get_num_padding(
         config: Config,
@@ -71,25 +71,25 @@ def admitted_with_padding(rules: Rules, _config: Config) -> Rules:
 
 
 def padding_waits_at_the_end(rules: Rules, _config: Config) -> Rules:
-    """Who is padded waits where the padding goes beyond the model length."""
-    return rules  # asked for by the one that it changes
+    """A request whose padding goes beyond the model length is not admitted."""
+    return rules  # `admitted_with_padding` checks this quirk
 
 
 def hit_is_company_enough(rules: Rules, _config: Config) -> Rules:
-    """Who has a hit is padded also where nobody runs."""
-    return rules  # asked for by the one that it changes
+    """A request with a hit is padded even if no other request runs."""
+    return rules  # `admitted_with_padding` checks this quirk
 
 
 STORIES = (
     QuirkStory(
         Quirk.PLACEHOLDERS_OUTLIVE_A_GAP,
         placeholders_outlive_a_gap,
-        "draft placeholders of a request that a plan leaves out stay, and are dispatched later",
+        "draft placeholders of a request that a plan leaves out stay, and are scheduled later",
         ("P24",),
         "#46899",
         "0.12.0 0.19.1 0.20.2 0.23.0 0.27.0 0.33.0",
         "asynchronous, a budget of 2, one draft; two requests have sampled: the plan of the first "
-        "and its draft leaves the second out, and the next one has a draft for it",
+        "and its draft leaves the second out, and the next plan has a draft for it",
     ),
     QuirkStory(
         Quirk.DRAFTS_OUTLIVE_PREEMPTION,
@@ -98,39 +98,39 @@ STORIES = (
         ("P12", "P24"),
         "not found upstream (fixed in 0.14.0)",
         "0.12.0",
-        "two requests with a draft each and no block left for the second: it is preempted, and the "
-        "draft is planned when it runs again",
+        "two requests with a draft each and no free block for the second: it is preempted, and its"
+        " draft is scheduled when it runs again",
     ),
     QuirkStory(
         Quirk.ADMITTED_WITH_PADDING,
         admitted_with_padding,
-        "who is admitted with one token to compute gets drafts that nobody proposed, or waits",
+        "a request admitted with one token to compute is padded with placeholder drafts, or waits",
         ("P15", "P24"),
         "#45237 (merged)",
         "0.27.0 0.33.0",
-        "two drafts; one request decodes when a prompt of 1 token comes: it is planned with 3 "
-        "tokens, the last two placeholders; with a budget of 2 left it is not admitted",
+        "two drafts; one request decodes when a prompt of 1 token is submitted: it is scheduled "
+        "with 3 tokens, of which 2 are placeholders; with a budget of 2 left it is not admitted",
     ),
     QuirkStory(
         Quirk.PADDING_WAITS_AT_THE_END,
         padding_waits_at_the_end,
-        "who is padded waits where the padding goes beyond the model length",
+        "a request whose padding goes beyond the model length is not admitted",
         ("P15",),
         "#53962 (fixed in 0.29.0)",
         "0.27.0",
-        "max_model_len 4, two drafts; one request decodes, one with 2 tokens of its 3 cached "
-        "comes: it is not admitted while the other one runs",
+        "max_model_len 4, two drafts; one request decodes, and one with 2 of its 3 tokens cached "
+        "is submitted: it is not admitted while the other one runs",
         upon=(Quirk.ADMITTED_WITH_PADDING,),
     ),
     QuirkStory(
         Quirk.HIT_IS_COMPANY_ENOUGH,
         hit_is_company_enough,
-        "who has a hit is padded also where nobody runs",
+        "a request with a hit is padded even if no other request runs",
         ("P10", "P15", "P24"),
         "#55126 (merged)",
         "0.33.0",
         "two drafts, a budget of 2, blocks of 1; a prompt of 2 tokens, the first one cached: it "
-        "wants 3 tokens, and is never admitted",
+        "needs a budget of 3, and is never admitted",
         upon=(Quirk.ADMITTED_WITH_PADDING,),
     ),
 )

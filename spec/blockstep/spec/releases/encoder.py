@@ -1,4 +1,4 @@
-"""Encoder: what a release does with its budgets, and with the cache of what it has made."""
+"""Encoder: quirks of releases with the encoder budget and the encoder cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blockstep.spec.vocabulary import Config, MultiModalItem, Request, RequestId
 
 
 def places_of_items_are_one(rules: Rules, _config: Config) -> Rules:
-    """A request holds an item once, whatever its places, and lets it go behind the first."""
+    """A request with one item at two places releases it after the first place."""
 
     def get_item_holder(place: Holder, request: Request) -> Holder:
         names = [item.identifier for item in request.items]
@@ -33,7 +33,7 @@ def places_of_items_are_one(rules: Rules, _config: Config) -> Rules:
 
 
 def asking_evicts_and_holds(rules: Rules, _config: Config) -> Rules:
-    """What a row would evict is gone, and what it would share is held, before it is granted."""
+    """Entries that a row would evict or share are evicted or held before the row is certain."""
 
     def get_encoder_once_asked(before: Encoder, claimed: Encoder) -> Encoder:
         entries = claimed.entries.to_dict()
@@ -50,12 +50,12 @@ def asking_evicts_and_holds(rules: Rules, _config: Config) -> Rules:
 
 
 def items_held_without_a_row(rules: Rules, _config: Config) -> Rules:
-    """Who gets no token for want of one item goes on to hold others."""
+    """A request that gets no token because one item does not fit still holds its other items."""
     return replace(rules, keeps_items_without_row=True)
 
 
 def withdrawn_items_stay(rules: Rules, _config: Config) -> Rules:
-    """What a row that is taken back would have had encoded counts as encoded."""
+    """Items to be encoded for a row that is removed from the step count as encoded."""
 
     def withdraw_items(encoder: Encoder, request: Request, order: Sequence[RequestId]) -> Encoder:
         del order
@@ -74,17 +74,21 @@ def withdrawn_items_stay(rules: Rules, _config: Config) -> Rules:
 
 
 def restored_compute_is_forgotten(rules: Rules, _config: Config) -> Rules:
-    """Compute that a victim gives back is lost if who preempts it has items of its own."""
+    """The encoder budget of a removed row is lost if the preempting request has items itself."""
     return replace(rules, forgets_restored_compute=True)
 
 
 def room_is_asked_before_need(rules: Rules, _config: Config) -> Rules:
-    """A chunk stops before an item without room, also if it would read nothing of it."""
+    """A chunk ends before an item that does not fit, even if it would read none of its
+    embeddings."""
     return replace(rules, asks_room_first=True)
 
 
 def head_reads_ahead_of_the_encoder(rules: Rules, _config: Config) -> Rules:
-    """What only a draft head reads, one token ahead, is not encoded; a masked item always is."""
+    """An item that only the draft head reads, one token ahead, is not encoded.
+
+    An item whose embeddings are all masked is encoded in any case.
+    """
 
     def is_item_needed(
         item: MultiModalItem, num_computed: int, num_new: int, num_ahead: int
@@ -100,8 +104,8 @@ def head_reads_ahead_of_the_encoder(rules: Rules, _config: Config) -> Rules:
 
 
 def whole_items_are_split(rules: Rules, config: Config) -> Rules:
-    """With `disable_chunked_mm_input` a chunk ends inside of an item unless it makes that item and
-    begins before it."""
+    """With disable_chunked_mm_input a chunk may end inside an item that it begins with, or that is
+    in the cache."""
     num_ahead = config.num_encoder_lookahead_tokens
 
     def stops_before_item(
@@ -124,8 +128,10 @@ def whole_items_are_split(rules: Rules, config: Config) -> Rules:
 
 
 def rests_of_items_are_split(rules: Rules, _config: Config) -> Rules:
-    """With `disable_chunked_mm_input` a chunk that begins inside of an item may end inside of it:
-    a hit ended there."""
+    """With disable_chunked_mm_input a chunk that begins inside an item may end inside it.
+
+    A chunk begins inside an item where a hit ended there.
+    """
 
     def compute_end_between_items(
         items: Sequence[MultiModalItem], num_computed: int, end: int
@@ -137,8 +143,11 @@ def rests_of_items_are_split(rules: Rules, _config: Config) -> Rules:
 
 
 def head_never_begins_a_whole_item(rules: Rules, _config: Config) -> Rules:
-    """With `disable_chunked_mm_input` and a draft head, which reads one token ahead, a chunk ends
-    one token before an item that it does not reach the end of: with no token right before it."""
+    """With a draft head a chunk ends one token before a whole item, even if that leaves no token.
+
+    This is with `disable_chunked_mm_input`, and for an item whose end the chunk does not reach. The
+    head reads one token ahead, so that the chunk must not end right before the item.
+    """
     splits = Quirk.WHOLE_ITEMS_ARE_SPLIT in rules.quirks
 
     def stops_before_item(
@@ -163,23 +172,26 @@ def head_never_begins_a_whole_item(rules: Rules, _config: Config) -> Rules:
 
 
 def loaded_items_need_compute(rules: Rules, _config: Config) -> Rules:
-    """What a connector holds is loaded only if the compute to encode it is there."""
+    """An item that a connector can load is loaded only if the encoder budget would allow encoding
+    it."""
     return replace(rules, external_costs_compute=True)
 
 
 def remade_items_are_dropped(rules: Rules, _config: Config) -> Rules:
-    """The worker is told to drop what was evicted, even if the same step makes it anew."""
+    """The worker has to drop an evicted entry even if the same step encodes the item again."""
     return replace(rules, drops_remade_items=True)
 
 
 def remade_items_beside_are_dropped(rules: Rules, config: Config) -> Rules:
-    """An encoder-decoder model drops what the step before made, even if this step makes it anew."""
+    """An encoder-decoder model drops an item of the previous step even if this step encodes it
+    again."""
     is_told = rules.drops_remade_items or config.is_encoder_decoder
     return replace(rules, drops_remade_items=is_told)
 
 
 def room_beside_grows(rules: Rules, _config: Config) -> Rules:
-    """An encoder-decoder model gives back the room of an item with each step, and at the end."""
+    """An encoder-decoder model counts an item's space as free again after each step, and at the
+    end."""
 
     def free_items(encoder: Encoder, request: Request, num_computed: int | None) -> Encoder:
         if encoder.is_shared or not encoder.size:
@@ -193,7 +205,7 @@ def room_beside_grows(rules: Rules, _config: Config) -> Rules:
 
 
 def items_held_until_the_answer(rules: Rules, _config: Config) -> Rules:
-    """An item is let go with the answer of the step that read the last of it, not with its plan."""
+    """An item is released at the commit of the step that read its last token, not at the plan."""
 
     def free_items(encoder: Encoder, request: Request, num_computed: int | None) -> Encoder:
         if num_computed is None:
@@ -220,12 +232,12 @@ def items_held_until_the_answer(rules: Rules, _config: Config) -> Rules:
 
 
 def head_reads_what_has_no_room(rules: Rules, _config: Config) -> Rules:
-    """A chunk ends right before an item without room, also where a draft head reads of it."""
+    """A chunk ends right before an item that does not fit, so that a draft head reads that item."""
     return replace(rules, ends_before_the_head=False)
 
 
 def without_items_passed_over(rules: Rules, _config: Config) -> Rules:
-    """Who waits and gets no token for want of an item holds nobody up."""
+    """A waiting request that gets no token because an item does not fit is skipped."""
     return replace(rules, passes_over_without_items=True)
 
 
@@ -233,170 +245,177 @@ STORIES = (
     QuirkStory(
         Quirk.PLACES_OF_ITEMS_ARE_ONE,
         places_of_items_are_one,
-        "a request holds an item once, whatever its places, and lets it go behind the first",
+        "a request with one item at two places releases it after the first place",
         ("P22",),
         "not found upstream",
         "0.19.1",
-        "one item twice in a prompt; a chunk ends behind the first place and within the second: "
-        "nobody holds the item any more",
+        "one item twice in a prompt; a chunk ends after the first place and within the second: no "
+        "request holds the item any more",
     ),
     QuirkStory(
         Quirk.ASKING_EVICTS_AND_HOLDS,
         asking_evicts_and_holds,
-        "what a row would evict is gone, and what it would share is held, before it is granted",
+        "entries that a row would evict or share are evicted or held before the row is certain",
         ("P7", "P22"),
         "#31857 (merged, for some exits)",
         "0.19.1",
-        "room for one item, which nobody holds; a request with another one comes, and there is no "
-        "block for it: it is not admitted, and the item is evicted all the same",
+        "space for one item, whose entry no request holds; a request with another item is "
+        "submitted, and there is no block for it: it is not admitted, but the entry is evicted",
     ),
     QuirkStory(
         Quirk.ITEMS_HELD_WITHOUT_A_ROW,
         items_held_without_a_row,
-        "who gets no token for want of one item goes on to hold others",
+        "a request that gets no token because one item does not fit still holds its other items",
         ("P7", "P10", "P15"),
         "#31857 (merged, for other exits)",
         "0.19.1",
-        "a draft head, room for two items; two requests stand before the last token of an item, "
-        "with another one right behind it: each waits for what the other holds, for ever",
+        "a draft head, space for two items; two requests have computed all but the last token of "
+        "an item, and another item follows: each waits for the space that the other holds, for "
+        "ever",
     ),
     QuirkStory(
         Quirk.WITHDRAWN_ITEMS_STAY,
         withdrawn_items_stay,
-        "what a row that is taken back would have had encoded counts as encoded",
+        "items to be encoded for a row that is removed from the step count as encoded",
         ("P4", "P22"),
         "#23347 (merged, without the entry)",
         "0.19.1",
-        "PRIORITY; a row with an item is planned, then preempted by one behind it: it comes back, "
-        "and the item that nobody made is not planned again",
+        "PRIORITY; a row with an item is scheduled, then removed as its request is preempted for a"
+        " later one: resumed, it has no row that encodes the item",
     ),
     QuirkStory(
         Quirk.RESTORED_COMPUTE_IS_FORGOTTEN,
         restored_compute_is_forgotten,
-        "compute that a victim gives back is lost if who preempts it has items of its own",
+        "the encoder budget of a removed row is lost if the preempting request has items itself",
         ("P15",),
         "not found upstream",
         "0.19.1",
-        "PRIORITY, compute for two items; a row with one is preempted by one with another: a third "
-        "request, which runs, has no compute left for its own",
+        "PRIORITY, an encoder budget for two items; a row with one is removed for a request with "
+        "another: a third running request has no budget left for its item",
     ),
     QuirkStory(
         Quirk.ROOM_IS_ASKED_BEFORE_NEED,
         room_is_asked_before_need,
-        "a chunk stops before an item without room, also if it would read nothing of it",
+        "a chunk ends before an item that does not fit, even if it would read none of its "
+        "embeddings",
         ("P15",),
         "not found upstream",
         "0.19.1",
-        "room for one item, which is held; the next one begins with a token that is no embedding: "
-        "a chunk that ends behind that token is not planned",
+        "space for one item, whose entry is held; the next item begins with a token without an "
+        "embedding: a chunk that ends after that token is not scheduled",
     ),
     QuirkStory(
         Quirk.HEAD_READS_AHEAD_OF_THE_ENCODER,
         head_reads_ahead_of_the_encoder,
-        "what only a draft head reads, one token ahead, is not encoded",
+        "an item that only the draft head reads, one token ahead, is not encoded",
         ("P22",),
         "not found upstream",
         "0.19.1",
-        "a draft head, a budget of 1; a prompt of a token and an item: the first chunk has the "
-        "head read of the item, which is not encoded",
+        "a draft head, a budget of 1; a prompt of a token and an item: with the first chunk the "
+        "head reads the item's embedding, which is not encoded",
     ),
     QuirkStory(
         Quirk.WHOLE_ITEMS_ARE_SPLIT,
         whole_items_are_split,
-        "with disable_chunked_mm_input a chunk ends inside of an item that it begins with, or that "
-        "is in the cache",
+        "with disable_chunked_mm_input a chunk may end inside an item that it begins with, or that"
+        " is in the cache",
         ("P22",),
         "#52306, #52412",
         "0.19.1",
         "whole items, a budget of 3; a prompt of two tokens, and one that begins with an item of "
-        "two: the token that is left is one of the item",
+        "two: the token left in the budget computes half of the item",
     ),
     QuirkStory(
         Quirk.HEAD_NEVER_BEGINS_A_WHOLE_ITEM,
         head_never_begins_a_whole_item,
-        "with a draft head a chunk ends one token before a whole item, also where there is none",
+        "with a draft head a chunk ends one token before a whole item, even if that leaves no "
+        "token",
         ("P10", "P15"),
         "not found upstream",
         "0.19.1 0.33.0",
         "a draft head, whole items, a budget of 2; a prompt of a token and an item of 2: it is "
-        "never planned",
+        "never scheduled",
     ),
     QuirkStory(
         Quirk.LOADED_ITEMS_NEED_COMPUTE,
         loaded_items_need_compute,
-        "what a connector holds is loaded only if the compute to encode it is there",
+        "an item that a connector can load is loaded only if the encoder budget would allow "
+        "encoding it",
         ("P15",),
         "not found upstream",
         "0.19.1",
-        "compute for one item; a prompt of two, the second one offered: the chunk stops before it",
+        "an encoder budget for one item; a prompt of two, the second one offered: the chunk ends "
+        "before it",
     ),
     QuirkStory(
         Quirk.REMADE_ITEMS_ARE_DROPPED,
         remade_items_are_dropped,
-        "the worker is told to drop what was evicted, even if the same step makes it anew",
+        "the worker has to drop an evicted entry even if the same step encodes the item again",
         ("P22", "P26"),
         "#52482 (merged)",
         "0.19.1",
-        "room for two items; a step evicts both for one, and makes one of them anew for a request "
-        "behind: the plan names it among those to be dropped",
+        "space for two items; a step evicts both for one, and encodes one of them again for a "
+        "later request: the plan names it among those to drop",
     ),
     QuirkStory(
         Quirk.ROOM_BESIDE_GROWS,
         room_beside_grows,
-        "an encoder-decoder model gives back the room of an item with each step, and at the end",
+        "an encoder-decoder model counts an item's space as free again after each step, and at the"
+        " end",
         ("P9", "P22"),
         "#55733, #51228",
         "0.19.1",
-        "an encoder-decoder model, room for one item; one request with one runs for two steps: "
-        "then two newcomers have theirs encoded in one step",
+        "an encoder-decoder model, space for one item; one request with one runs for two steps: "
+        "then the items of two new requests are encoded in one step",
     ),
     QuirkStory(
         Quirk.REMADE_ITEMS_BESIDE_ARE_DROPPED,
         remade_items_beside_are_dropped,
-        "an encoder-decoder model drops what the step before made, even if this step makes it anew",
+        "an encoder-decoder model drops an item of the previous step even if this step encodes it "
+        "again",
         ("P22", "P26"),
         "#52482 (merged, for other models)",
         "0.33.0",
-        "an encoder-decoder model; a request with an item is over after a step, and another one "
-        "with that item comes: the plan names it among those to be dropped",
+        "an encoder-decoder model; a request with an item finishes after a step, and another one "
+        "with that item is admitted: the plan names it among those to drop",
     ),
     QuirkStory(
         Quirk.ITEMS_HELD_UNTIL_THE_ANSWER,
         items_held_until_the_answer,
-        "an item is let go with the answer of the step that read the last of it",
+        "an item is released at the commit of the step that read its last token, not at the plan",
         (),
         "#45347 (merged)",
         "0.33.0",
-        "a prompt of one item, all in one step: until the step is answered, the item is held",
+        "a prompt of one item, all in one step: until that step is committed, the item is held",
     ),
     QuirkStory(
         Quirk.HEAD_READS_WHAT_HAS_NO_ROOM,
         head_reads_what_has_no_room,
-        "a chunk ends right before an item without room, and a draft head reads of it",
+        "a chunk ends right before an item that does not fit, so that a draft head reads that item",
         ("P22",),
         "not found upstream",
         "0.33.0",
-        "a draft head, compute for one item; a prompt of two: the first chunk ends right before "
-        "the second, which the head reads, and which is not encoded",
+        "a draft head, an encoder budget for one item; a prompt of two: the first chunk ends right"
+        " before the second, which the head reads, and which is not encoded",
     ),
     QuirkStory(
         Quirk.RESTS_OF_ITEMS_ARE_SPLIT,
         rests_of_items_are_split,
-        "with disable_chunked_mm_input a chunk that begins inside of an item may end inside of it",
+        "with disable_chunked_mm_input a chunk that begins inside an item may end inside it",
         ("P22",),
         "left by #52306, #52412",
         "0.33.0",
-        "whole items, blocks of 2, a budget of 4; a prompt whose first block ends inside of an "
-        "item is a hit, and another request leaves one token of the budget: it is computed",
+        "whole items, blocks of 2, a budget of 4; a prompt whose first block ends inside an item "
+        "is a hit, and another request leaves one token of the budget: it is computed",
     ),
     QuirkStory(
         Quirk.WITHOUT_ITEMS_PASSED_OVER,
         without_items_passed_over,
-        "who waits and gets no token for want of an item holds nobody up",
+        "a waiting request that gets no token because an item does not fit is skipped",
         ("P16",),
         "not found upstream",
         "0.33.0",
-        "room for one item, which is held; one with another waits, and one without any behind it: "
-        "the latter is admitted",
+        "space for one item, whose entry is held; a request with another item waits, and one "
+        "without items after it: the latter is admitted",
     ),
 )

@@ -1,4 +1,4 @@
-"""Endings: when and why a release ends a request."""
+"""Endings: quirks of releases in when, and with which reason, a request finishes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from blockstep.spec.vocabulary import Config, FinishReason, TokenIds
 
 
 def min_tokens_mask_length(rules: Rules, _config: Config) -> Rules:
-    """Below min_tokens not even max_tokens and max_model_len end a request."""
+    """Below min_tokens a request does not finish, even at max_tokens or max_model_len."""
 
     def compute_stop(
         request: RequestState, outputs: TokenIds, num_known: int, max_model_len: int
@@ -25,7 +25,7 @@ def min_tokens_mask_length(rules: Rules, _config: Config) -> Rules:
 
 
 def stop_tokens_ignore_min_tokens(rules: Rules, _config: Config) -> Rules:
-    """Stop tokens end a request below min_tokens; only the sampler holds them off."""
+    """A stop token below min_tokens finishes a request; only the sampler prevents such tokens."""
 
     def compute_stop(
         request: RequestState, outputs: TokenIds, num_known: int, max_model_len: int
@@ -41,7 +41,7 @@ def stop_tokens_ignore_min_tokens(rules: Rules, _config: Config) -> Rules:
 
 
 def length_comes_before_stop(rules: Rules, _config: Config) -> Rules:
-    """A stop token at the length cap ends a request by length."""
+    """A stop token at the length limit finishes a request with reason length."""
 
     def compute_stop(
         request: RequestState, outputs: TokenIds, num_known: int, max_model_len: int
@@ -57,29 +57,29 @@ STORIES = (
     QuirkStory(
         Quirk.MIN_TOKENS_MASK_LENGTH,
         min_tokens_mask_length,
-        "below min_tokens not even max_tokens and max_model_len end a request",
+        "below min_tokens a request does not finish, even at max_tokens or max_model_len",
         ("P9", "P10", "P13"),
         "not found upstream",
         "0.12.0 0.19.1 0.20.2 0.23.0 0.27.0",
         "max_model_len 4, a prompt of 2 tokens, min_tokens 8: at the model length it can neither "
-        "be scheduled nor end",
+        "be scheduled nor finish",
     ),
     QuirkStory(
         Quirk.STOP_TOKENS_IGNORE_MIN_TOKENS,
         stop_tokens_ignore_min_tokens,
-        "stop tokens end a request below min_tokens; only the sampler holds them off",
+        "a stop token below min_tokens finishes a request; only the sampler prevents such tokens",
         ("P13",),
         "#47489, #49521, #51299 (named in its source)",
         "0.11.0 0.33.0",
-        "min_tokens 3; the first output is the end-of-sequence token: the request ends",
+        "min_tokens 3; the first output is the end-of-sequence token: the request finishes",
     ),
     QuirkStory(
         Quirk.LENGTH_COMES_BEFORE_STOP,
         length_comes_before_stop,
-        "a stop token at the length cap ends a request by length",
+        "a stop token at the length limit finishes a request with reason length",
         ("P13",),
         "not found upstream (fixed in 0.11.1)",
         "0.11.0",
-        "max_tokens 1; the output is the end-of-sequence token: the reason told is length",
+        "max_tokens 1; the output is the end-of-sequence token: the finish reason is length",
     ),
 )

@@ -1,4 +1,4 @@
-"""Failures: whom a release has go back where a store could not load, and what they are told."""
+"""Failures: quirks of releases after loads that failed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from blockstep.spec.vocabulary import (
 
 
 def only_the_first_goes_back(rules: Rules, _config: Config) -> Rules:
-    """Whoever has computed an invalid block is cut there, if nobody before it has that block.
+    """Of requests that share an invalid block only the first computes it again.
 
-    All that run are looked at, and all that are parked, loads or not; of those that share a block
-    the others go on as if it were there. What frames in flight promise to who goes back stays
-    promised, and is delivered.
+    All running and all parked requests are checked, with a load or without. Placeholders of rows in
+    flight stay, and their tokens are delivered.
     """
 
     def get_failures(
@@ -63,10 +62,11 @@ def get_cut(
     rows: dict[RequestId, int],
     invalid: Collection[BlockId],
 ) -> tuple[State, list[RequestId], list[BlockId]]:
-    """The state with these requests cut at invalid blocks, of which no frame before has a row;
-    those that are affected; and what lies behind a cut, from the block on that is invalid.
+    """Return the state with the tokens of some requests uncomputed from an invalid block on; the
+    requests that have one; and their blocks from there on.
 
-    Source: vLLM 0.19.1 `_update_requests_with_invalid_blocks`; P19.
+    An invalid block that an earlier request has does not count for a later one. Source: vLLM 0.19.1
+    `_update_requests_with_invalid_blocks`; P19.
     """
     requests, size = state.requests, state.config.block_sizes[0]
     affected: list[RequestId] = []
@@ -90,7 +90,7 @@ def get_cut(
 
 
 def failed_tell_what_is_not_counted(rules: Rules, _config: Config) -> Rules:
-    """Who fails before it ever ran is told to have -1 cached tokens."""
+    """A request that fails before its first admission is reported with -1 cached tokens."""
 
     def get_failed_row(row: OutputRow, request: RequestState) -> OutputRow:
         row = rules.get_failed_row(row, request)

@@ -1,4 +1,4 @@
-"""Flight: what a release does to requests that frames in flight name."""
+"""Flight: quirks of releases with requests that have rows in flight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from blockstep.spec.vocabulary import Config, FrameId, RequestId
 
 
 def frames_hold_the_preempted(rules: Rules, _config: Config) -> Rules:
-    """A preempted request waits for every frame that names it, also where it does not sample."""
+    """A preempted request waits for all frames with rows of its own, even if they do not sample."""
 
     def is_held_by_frames(frames: Sequence[Frame], request: RequestState) -> bool:
         rows = list_rows_in_flight(frames, request.request_id)
@@ -22,7 +22,8 @@ def frames_hold_the_preempted(rules: Rules, _config: Config) -> Rules:
 
 
 def resumed_before_its_token(rules: Rules, _config: Config) -> Rules:
-    """Only placeholders, which a pipeline by itself has not, hold the preempted back."""
+    """In a pipeline without placeholders a preempted request is resumed while its token is in
+    flight."""
 
     def is_held_by_frames(frames: Sequence[Frame], request: RequestState) -> bool:
         return request.num_output_placeholders > 0 and rules.is_held_by_frames(frames, request)
@@ -31,7 +32,8 @@ def resumed_before_its_token(rules: Rules, _config: Config) -> Rules:
 
 
 def frames_hold_no_blocks(rules: Rules, _config: Config) -> Rules:
-    """Blocks are free at once beside a store, too, while a frame in flight writes them."""
+    """With a store, blocks are free while a frame in flight writes them, and KV is loaded into
+    them."""
 
     def get_fence(config: Config, frames: Sequence[Frame], request_id: RequestId) -> FrameId | None:
         del config, frames, request_id
@@ -41,7 +43,7 @@ def frames_hold_no_blocks(rules: Rules, _config: Config) -> Rules:
 
 
 def reset_drops_tokens(rules: Rules, _config: Config) -> Rules:
-    """A forced reset drops what frames in flight sampled; it is sampled again."""
+    """A forced reset discards the tokens of frames in flight; they are sampled again."""
 
     def get_frames_after_reset(
         frames: tuple[Frame, ...], request_ids: Sequence[RequestId]
@@ -68,7 +70,7 @@ def reset_drops_tokens(rules: Rules, _config: Config) -> Rules:
 
 
 def reset_names_its_victims(rules: Rules, _config: Config) -> Rules:
-    """The plan after a forced reset names those whom the reset preempted."""
+    """The plan after a forced reset names the requests that the reset preempted."""
     return replace(rules, names_victims_of_resets=True)
 
 
@@ -76,27 +78,29 @@ STORIES = (
     QuirkStory(
         Quirk.FRAMES_HOLD_THE_PREEMPTED,
         frames_hold_the_preempted,
-        "a preempted request waits for every frame that names it, also where it does not sample",
+        "a preempted request waits for all frames with rows of its own, even if they do not sample",
         ("P15", "P16"),
         "#48245 (merged)",
         "0.27.0",
         "asynchronous; a request is preempted while a chunk of its prompt is in flight: it is "
-        "passed over until that frame was answered",
+        "skipped until that frame is committed",
     ),
     QuirkStory(
         Quirk.RESUMED_BEFORE_ITS_TOKEN,
         resumed_before_its_token,
-        "in a pipeline without placeholders the preempted come back with their token in flight",
+        "in a pipeline without placeholders a preempted request is resumed while its token is in "
+        "flight",
         ("P12", "P13", "P15", "P16", "P21", "P26"),
         "#48245 (merged, for 0.27.0)",
         "0.11.0 0.19.1",
         "two frames, not asynchronous; one request, its first plan in flight, a forced reset: the "
-        "next plan runs it again, and both answers deliver the same position",
+        "next plan runs it again, and both commits deliver a token of the same position",
     ),
     QuirkStory(
         Quirk.FRAMES_HOLD_NO_BLOCKS,
         frames_hold_no_blocks,
-        "beside a store blocks are free while a frame in flight writes them, and are loaded into",
+        "with a store, blocks are free while a frame in flight writes them, and KV is loaded into "
+        "them",
         ("P15", "P16", "P17"),
         "#45357 (merged), #47728, #48481",
         "0.19.1",
@@ -106,16 +110,16 @@ STORIES = (
     QuirkStory(
         Quirk.RESET_DROPS_TOKENS,
         reset_drops_tokens,
-        "a forced reset drops what frames in flight sampled; it is sampled again",
+        "a forced reset discards the tokens of frames in flight; they are sampled again",
         ("P12", "P13", "P14", "P26"),
         "#42043, #42117, #48245 (merged)",
         "0.27.0 0.33.0",
-        "one request, its first plan in flight, a forced reset: the answer delivers nothing",
+        "one request, its first plan in flight, a forced reset: the commit delivers nothing",
     ),
     QuirkStory(
         Quirk.RESET_NAMES_ITS_VICTIMS,
         reset_names_its_victims,
-        "the plan after a forced reset names those whom the reset preempted",
+        "the plan after a forced reset names the requests that the reset preempted",
         ("P21", "P26"),
         "not found upstream",
         "0.27.0 0.33.0",

@@ -1,4 +1,4 @@
-"""Grammars: what a release does with masks, and with the end of reasoning."""
+"""Grammars: quirks of releases with bitmasks, and with the end of reasoning."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from blockstep.spec.vocabulary import Config, Grammar, TokenId, TokenIds
 
 
 def padding_unmasks_what_follows(rules: Rules, _config: Config) -> Rules:
-    """Positions behind a draft that is a placeholder have a full mask."""
+    """Positions after a draft that the grammar forbids have a full mask."""
     return replace(rules, masks_behind_placeholders=False)
 
 
 def mask_of_who_samples_by_now(rules: Rules, _config: Config) -> Rules:
-    """Who has rows of a mask is decided when it is made, not when the frame was planned."""
+    """A bitmask has the rows that sample when it is made, not those of its frame's plan."""
 
     def has_mask_row(has_mask: bool, frame: Frame, request: RequestState) -> bool:
         del has_mask
@@ -28,7 +28,10 @@ def mask_of_who_samples_by_now(rules: Rules, _config: Config) -> Rules:
 
 
 def reasoning_ends_with_its_step(rules: Rules, _config: Config) -> Rules:
-    """Nothing holds the rest of the step in which reasoning ends, and no grammar reads it."""
+    """The grammar does not apply to the rest of the step in which reasoning ends.
+
+    Nor do these tokens advance the grammar.
+    """
 
     def get_next_stand(
         config: Config, grammar: Grammar, stand: Stand, token: TokenId
@@ -49,7 +52,7 @@ def reasoning_ends_with_its_step(rules: Rules, _config: Config) -> Rules:
 
 
 def reasoning_ends_at_the_last_token(rules: Rules, _config: Config) -> Rules:
-    """The end of reasoning is seen where it is the last token of a step, and overlooked before."""
+    """The end of reasoning is seen only as the last token of a step."""
 
     def get_settled(
         request: RequestState, before: Stand, config: Config, tokens: TokenIds
@@ -66,13 +69,14 @@ def reasoning_ends_at_the_last_token(rules: Rules, _config: Config) -> Rules:
 
 
 def reasoning_is_sought_in_the_next_chunk(rules: Rules, _config: Config) -> Rules:
-    """A session that goes on in the answer to a row has its text searched as it is by then.
+    """The end of reasoning is searched for in the next input of a session, not in its outputs.
 
-    The token that the chunk sampled last is gone, and the next chunk is there:
+    This is at a stop that the session continues from: its text is searched as it is by then. The
+    last sampled token is gone, and the next input follows:
 
         computed        |------ prompt ------|-- kept --|
-        searched                                        |-- next chunk --|
-        what was meant                              |--- sampled ---|
+        searched                                        |-- next input --|
+        should be                                   |--- sampled ---|
     """
 
     def get_settled(
@@ -98,52 +102,53 @@ STORIES = (
     QuirkStory(
         Quirk.PADDING_UNMASKS_WHAT_FOLLOWS,
         padding_unmasks_what_follows,
-        "positions behind a draft that a grammar cut off have a full mask",
+        "positions after a draft that the grammar forbids have a full mask",
         ("P24",),
         "not found upstream",
         "0.19.1",
-        "asynchronous, two drafts, a grammar that refuses the first of them: its mask is held to "
-        "the grammar at the first position, and full at the next two",
+        "asynchronous, two drafts, a grammar that forbids the first of them: the mask of the first"
+        " position follows the grammar, and those of the next two allow every token",
     ),
     QuirkStory(
         Quirk.MASK_OF_WHO_SAMPLES_BY_NOW,
         mask_of_who_samples_by_now,
-        "who has rows of a mask is decided when it is made, not when its frame was planned",
+        "a bitmask has the rows that sample when it is made, not those of its frame's plan",
         (),
         "not found upstream",
         "0.19.1",
         "two frames, two requests with grammars, the prompt of one in two chunks: once the second "
-        "is planned, the mask of the first has a row of it",
+        "chunk is planned, the bitmask of the first frame has a row of that request",
     ),
     QuirkStory(
         Quirk.REASONING_ENDS_WITH_ITS_STEP,
         reasoning_ends_with_its_step,
-        "nothing holds the rest of the step in which reasoning ends, and no grammar reads it",
+        "the grammar does not apply to the rest of the step in which reasoning ends",
         ("P23", "P24"),
         "#44006",
         "0.19.1",
-        "a grammar that reasoning holds off; the drafts are the end of reasoning and a token that "
-        "the grammar forbids: both are taken, scheduled, and may be accepted",
+        "a grammar that waits for the end of reasoning; the drafts are the end of reasoning and a "
+        "token that the grammar forbids: both are taken, scheduled, and may be accepted",
     ),
     QuirkStory(
         Quirk.REASONING_ENDS_AT_THE_LAST_TOKEN,
         reasoning_ends_at_the_last_token,
-        "the end of reasoning is seen as the last token of a step only",
+        "the end of reasoning is seen only as the last token of a step",
         ("P23",),
         "#43388",
         "0.19.1",
-        "a grammar that reasoning holds off; a step samples the end of reasoning, a draft, and one "
-        "token more: the grammar never holds",
+        "a grammar that waits for the end of reasoning; a step samples the end of reasoning, a "
+        "draft, and one token more: the grammar never applies",
     ),
     QuirkStory(
         Quirk.REASONING_IS_SOUGHT_IN_THE_NEXT_CHUNK,
         reasoning_is_sought_in_the_next_chunk,
-        "the end of reasoning is sought in the next chunk of a session, not in what it sampled",
+        "the end of reasoning is searched for in the next input of a session, not in its outputs",
         ("P23",),
         "not found upstream",
         "0.19.1",
-        "a grammar that reasoning holds off; a session samples the end of reasoning as the only "
-        "token of a chunk, and the next chunk waits: its grammar does not hold in that",
+        "a grammar that waits for the end of reasoning; a session samples the end of reasoning as "
+        "the only token of an input, and the next input is queued: its grammar does not apply to "
+        "that",
         upon=(Quirk.SESSIONS_KEEP_THEIR_GRAMMAR,),
     ),
 )

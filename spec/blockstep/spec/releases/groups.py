@@ -1,4 +1,4 @@
-"""Groups: what a release makes of several KV groups, of windows and of chunks."""
+"""Groups: quirks of releases with several KV groups, windows and attention chunks."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Config, GroupKind, KVGroup, RequestId
 
 Range: TypeAlias = tuple[int, int]
-"""Of a table: the index of the first block that is no null block, and of the end."""
+"""A range of a block table: the index of the first block that is not null, and the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """Groups that are equal, and so are asked at once: a block counts where all of them have it."""
+    """Groups of equal kind, which are looked up together: a block counts if all of them have it."""
 
     group: KVGroup
     found: dict[int, list[BlockId | None]]
-    """By index of the group: the published block at each place, or None."""
+    """For each group, by index, the published block at each place, or None."""
     runs: tuple[int, ...]
-    """Of each place: how many blocks in a row end before it that all of them have."""
+    """For each place, the number of consecutive blocks before it that all the groups have."""
 
     def get_runs(self, num_tokens: int) -> tuple[int, ...]:
-        """Those of the first `num_tokens`."""
+        """Return the runs of the first `num_tokens` tokens."""
         return self.runs[: num_tokens // self.group.block_size + 1]
 
 
 def get_alike(config: Config, pool: Pool, request: RequestState) -> list[Alike]:
-    """The groups of one request by what they are: full attention first, then as they come.
+    """Return the groups of one request by kind: full attention first, then in the config's order.
 
     Source: vLLM 0.19.1 `verify_and_split_kv_cache_groups`, when run.
     """
@@ -59,18 +59,18 @@ def get_alike(config: Config, pool: Pool, request: RequestState) -> list[Alike]:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """How a release looks for a hit: with these quirks, in whole units of all groups."""
+    """A release's search for a hit: with these quirks, in multiples of all block sizes."""
 
     quirks: frozenset[str]
     unit: int
-    """Tokens."""
+    """The number of tokens of which each hit is a multiple."""
     num_behind: int
-    """Blocks more that a draft head gives back."""
+    """The number of blocks after the hit that are dropped for a draft head."""
 
     def look_up(self, one: Alike, limit: int, last: int) -> Range:
-        """What groups share for the longest hit of their own within `limit` tokens.
+        """Return the blocks of the longest hit of these groups alone within `limit` tokens.
 
-        The block behind it, which a draft head gives back, may end at `last`.
+        The block after it, which is dropped for a draft head, may end at `last`.
         """
         runs = one.get_runs(last)
         for num_tokens in range(limit // self.unit * self.unit, 0, -self.unit):
@@ -82,7 +82,7 @@ class Search:
     def get_range(
         self, group: KVGroup, runs: Sequence[int], num_tokens: int, limit: int
     ) -> Range | None:
-        """What a group shares for a hit of `num_tokens`; None if it is no hit.
+        """Return the blocks that a group shares for a hit of `num_tokens`; None if it is no hit.
 
         Source: vLLM 0.19.1 `find_longest_cache_hit` of each kind, when run.
         """
@@ -108,10 +108,10 @@ class Search:
         return None
 
     def find_by_turns(self, alike: Sequence[Alike], num_known: int) -> tuple[list[Range], int]:
-        """What groups share once each in its turn, within what those before it left, has enough.
+        """Return the blocks that the groups share when each in turn shortens the hit of those
+        before it, and the most tokens that any turn left.
 
-        Full attention has one turn; and so has any other beside only one kind of it. Beside it: the
-        most tokens that any turn left.
+        Full attention has one turn, and so has another kind if it is the only one.
         Source: vLLM 0.19.1 `HybridKVCacheCoordinator.find_longest_cache_hit`, when run.
         """
         is_full = [one.group.kind is GroupKind.FULL for one in alike]
@@ -140,10 +140,10 @@ class Search:
     def get_turn(
         self, one: Alike, limit: int, num_known: int, has_looked: bool
     ) -> tuple[Search, int]:
-        """How groups are looked at in their turn, and where the last block looked at may end.
+        """Return how groups are searched in their turn, and where the last block looked up may end.
 
-        `has_looked`: whether they were, with the block that a draft head gives back.
-        Source: vLLM 0.33.0 `HybridKVCacheCoordinator.find_longest_cache_hit`, when run.
+        `has_looked`: whether a block was dropped for the draft head in an earlier turn of these
+        groups. Source: vLLM 0.33.0 `HybridKVCacheCoordinator.find_longest_cache_hit`, when run.
         """
         last = num_known - 1
         if Quirk.HEAD_GIVES_BACK_BY_TURNS in self.quirks:
@@ -157,7 +157,7 @@ class Search:
         return self, limit if is_state else min(limit + one.group.block_size * self.num_behind, end)
 
     def find(self, config: Config, pool: Pool, request: RequestState) -> Hit:
-        """The hit, and the table of each group behind it."""
+        """Return the hit, with the table of each group."""
         alike = get_alike(config, pool, request)
         num_known = request.num_known_tokens
         ranges, longest = self.find_by_turns(alike, num_known)
@@ -182,9 +182,9 @@ class Search:
 
 
 def hits_are_searched(rules: Rules, config: Config) -> Rules:
-    """A hit is looked for as the quirks among the rules have it: each is a turn of one search."""
+    """Hits are searched as the quirks of the rules have it: each changes one part of the search."""
     quirks = rules.quirks
-    if len(config.groups) == 1:  # the last block is given back, and that is all
+    if len(config.groups) == 1:  # the last block is dropped, as in strict rules
         quirks -= {Quirk.HEAD_LOOKS_BEHIND_ONCE}
     search = Search(quirks, lcm(*config.block_sizes), int(config.drops_last_hit_block))
     return replace(rules, get_joint_hit=search.find)
@@ -193,13 +193,13 @@ def hits_are_searched(rules: Rules, config: Config) -> Rules:
 def count_needed(
     pool: Pool, group: KVGroup, num_slots: int, num_held: int, hit: tuple[BlockId, ...]
 ) -> int:
-    """Free blocks that one group needs for all of `num_slots`, beside those held and those hit."""
+    """Return the free blocks that one group needs for `num_slots`, without held and hit ones."""
     num_taken = compute_num_taken(group, num_slots, num_slots, num_held, len(hit))
     return num_taken + count_free_hits(pool, hit)
 
 
 def windows_reserve_everything(rules: Rules, _config: Config) -> Rules:
-    """The gate charges a window the whole request."""
+    """The check of the full length counts a window as long as the whole request."""
 
     def count_reserved_blocks(
         config: Config,
@@ -217,7 +217,8 @@ def windows_reserve_everything(rules: Rules, _config: Config) -> Rules:
 
 
 def windows_reserve_steps_in_flight(rules: Rules, _config: Config) -> Rules:
-    """The gate charges a window itself and the whole budget of each step that may be in flight."""
+    """The check of the full length counts a window, all steps that may be in flight, and a
+    block."""
 
     def count_reserved_blocks(
         config: Config,
@@ -242,7 +243,7 @@ def windows_reserve_steps_in_flight(rules: Rules, _config: Config) -> Rules:
 
 
 def chunk_keeps_a_named_block(rules: Rules, _config: Config) -> Rules:
-    """Of the blocks behind a chunk the last one that is published stays."""
+    """Of the skipped blocks before an attention chunk the last published one is kept."""
 
     def count_skipped_blocks(num_skipped: int, group: KVGroup, holding: Holding) -> int:
         num_skipped = rules.count_skipped_blocks(num_skipped, group, holding)
@@ -264,7 +265,7 @@ def windows_forget_doubt(rules: Rules, _config: Config) -> Rules:
 
 
 def all_in_flight_is_in_doubt(rules: Rules, _config: Config) -> Rules:
-    """A window stays where it was until what is in flight is answered, drafts or not."""
+    """A window moves on only when steps in flight are committed, with drafts or without."""
 
     def get_num_in_doubt(num_drafts: int, num_scheduled: int) -> int:
         del num_drafts
@@ -281,7 +282,7 @@ STORIES = (
     QuirkStory(
         Quirk.HEAD_GIVES_BACK_BY_TURNS,
         hits_are_searched,
-        "groups shorten a hit in turns, and each turn gives back a block to the draft head",
+        "groups shorten a hit in turns, and each turn drops a block for the draft head",
         ("P5",),
         "#32802 (named in its source)",
         "0.19.1",
@@ -291,7 +292,8 @@ STORIES = (
     QuirkStory(
         Quirk.WINDOW_HIT_CUT_BLINDLY,
         hits_are_searched,
-        "a window's hit is cut to whole blocks of every group, whatever is before the cut",
+        "a window's hit is cut to whole blocks of every group, even if blocks before the cut are "
+        "missing",
         ("P5",),
         "not found upstream",
         "0.19.1",
@@ -301,7 +303,7 @@ STORIES = (
     QuirkStory(
         Quirk.CHUNK_BEGINS_IN_A_NULL_BLOCK,
         hits_are_searched,
-        "a block that a chunk begins in counts as skipped",
+        "a block in which an attention chunk begins counts as skipped",
         ("P5",),
         "not found upstream",
         "0.19.1",
@@ -311,7 +313,7 @@ STORIES = (
     QuirkStory(
         Quirk.NARROW_WINDOW_WANTS_A_BLOCK,
         hits_are_searched,
-        "a window of one token, which reads nothing before it, has no hit without a block",
+        "a window of one token, which reads no earlier token, has no hit without a cached block",
         ("P5",),
         "not found upstream",
         "0.19.1",
@@ -320,7 +322,7 @@ STORIES = (
     QuirkStory(
         Quirk.HIT_HOLDS_WHAT_IT_SKIPS,
         hits_are_searched,
-        "the block that a window of one token wants is shared until the next step",
+        "a window of one token holds the last block of a hit until the next step",
         ("P8",),
         "not found upstream (fixed in 0.17.1 or before)",
         "0.11.0",
@@ -330,17 +332,17 @@ STORIES = (
     QuirkStory(
         Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT,
         hits_are_searched,
-        "full groups of another block size keep what they found beyond the hit",
+        "further groups with full attention keep blocks that they found beyond the hit",
         ("P4", "P5"),
         "not found upstream",
         "0.19.1",
-        "full attention in blocks of 1 and of 2, and a window that has nothing cached: no token "
-        "is hit, and the request shares blocks of the second group",
+        "full attention in blocks of 1 and of 2, and a window that has nothing cached: no token is"
+        " hit, but the request holds blocks of the second group",
     ),
     QuirkStory(
         Quirk.WINDOWS_RESERVE_EVERYTHING,
         windows_reserve_everything,
-        "the gate charges a window the whole request",
+        "the check of the full length counts a window as long as the whole request",
         ("P10", "P11", "P15"),
         "#39734",
         "0.19.1",
@@ -350,12 +352,12 @@ STORIES = (
     QuirkStory(
         Quirk.CHUNK_KEEPS_A_NAMED_BLOCK,
         chunk_keeps_a_named_block,
-        "of the blocks behind a chunk the last one that is published stays",
+        "of the skipped blocks before an attention chunk the last published one is kept",
         ("P8",),
         "not found upstream (fixed in 0.13.0 or before)",
         "0.11.0",
-        "chunks of 1 in blocks of 1: the row that computes the second token holds the block of the "
-        "first",
+        "chunks of 1 in blocks of 1: the row that computes the second token holds the block of the"
+        " first",
     ),
     QuirkStory(
         Quirk.WINDOWS_FORGET_DOUBT,
@@ -370,28 +372,29 @@ STORIES = (
     QuirkStory(
         Quirk.HEAD_LOOKS_BEHIND_ONCE,
         hits_are_searched,
-        "the block that a draft head gives back is looked for behind a longer hit than is left",
+        "the block dropped for the draft head is looked up after a longer hit than the final one",
         ("P5",),
         "comes with the repair of #32802",
         "0.33.0",
-        "a draft head, blocks of 1, full attention, windows of 4 and 3; of the second's blocks the "
-        "fifth and sixth are lost: 4 tokens are hit, and behind them is no block of that window",
+        "a draft head, blocks of 1, full attention, windows of 4 and 3; of the second's blocks the"
+        " fifth and sixth are evicted: 4 tokens are hit, and no block of that window follows them",
     ),
     QuirkStory(
         Quirk.HEAD_GIVES_BACK_THE_LAST_BLOCK,
         hits_are_searched,
-        "the block that a draft head gives back may end with the prompt",
+        "the block dropped for the draft head may end with the prompt",
         ("P5",),
         "not found upstream",
         "0.33.0",
-        "a draft head, two groups in blocks of 1; 5 tokens are cached, and asked for again: 4 of "
+        "a draft head, two groups in blocks of 1; 5 tokens are cached, and submitted again: 4 of "
         "them are hit, not 3",
         upon=(Quirk.HEAD_LOOKS_BEHIND_ONCE,),
     ),
     QuirkStory(
         Quirk.WINDOWS_RESERVE_STEPS_IN_FLIGHT,
         windows_reserve_steps_in_flight,
-        "the gate charges a window itself, all steps that may be in flight, and a block more",
+        "the check of the full length counts a window, all steps that may be in flight, and a "
+        "block",
         ("P10", "P11", "P15"),
         "#39734 (named in its source)",
         "0.33.0",
@@ -401,11 +404,11 @@ STORIES = (
     QuirkStory(
         Quirk.ALL_IN_FLIGHT_IS_IN_DOUBT,
         all_in_flight_is_in_doubt,
-        "a window stays where it was until what is in flight is answered, drafts or not",
+        "a window moves on only when steps in flight are committed, with drafts or without",
         ("P8",),
         "#47728 (merged)",
         "0.33.0",
-        "two steps in flight, blocks of 1, a budget of 1, a window of 1: the row that computes the "
-        "second token holds the block of the first",
+        "two steps in flight, blocks of 1, a budget of 1, a window of 1: the row that computes the"
+        " second token holds the block of the first",
     ),
 )

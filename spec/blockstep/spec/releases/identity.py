@@ -1,4 +1,4 @@
-"""Identity: what a release names blocks by."""
+"""Identity: quirks of releases with the keys of blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from blockstep.spec.vocabulary import Config, Request
 
 
 def output_blocks_name_the_last_item(rules: Rules, _config: Config) -> Rules:
-    """A block that outputs complete is named by the last item alone, unless it is the first."""
+    """A block completed by outputs has only the last item in its key, unless it is the first
+    block."""
 
     def get_request_behind_outputs(request: Request) -> Request:
         if len(request.items) < 2:
@@ -21,7 +22,7 @@ def output_blocks_name_the_last_item(rules: Rules, _config: Config) -> Rules:
 
 
 def items_named_without_place(rules: Rules, _config: Config) -> Rules:
-    """An item names its block, but not the place where it stands in it."""
+    """The key of a block has the identifier of an item, but not the item's offset."""
 
     def get_item_keys(request: Request, start: int, end: int) -> tuple[tuple[str, int], ...]:
         return tuple((name, 0) for name, _ in rules.get_item_keys(request, start, end))
@@ -30,7 +31,7 @@ def items_named_without_place(rules: Rules, _config: Config) -> Rules:
 
 
 def touching_item_names_an_output_block(rules: Rules, _config: Config) -> Rules:
-    """A last item that ends where a block begins names it, if outputs complete it."""
+    """A block completed by outputs has an item in its key that ends where the block begins."""
 
     def get_request_behind_outputs(request: Request) -> Request:
         request = rules.get_request_behind_outputs(request)
@@ -47,7 +48,8 @@ STORIES = (
     QuirkStory(
         Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM,
         output_blocks_name_the_last_item,
-        "a block that outputs complete is named by the last item alone, unless it is the first",
+        "a block completed by outputs has only the last item in its key, unless it is the first "
+        "block",
         ("P3", "P6"),
         "not found upstream",
         "0.12.0 0.19.1 0.20.2 0.23.0 0.27.0",
@@ -57,21 +59,22 @@ STORIES = (
     QuirkStory(
         Quirk.ITEMS_NAMED_WITHOUT_PLACE,
         items_named_without_place,
-        "an item names its block, but not the place where it stands in it",
+        "the key of a block has the identifier of an item, but not the item's offset",
         ("P3", "P6"),
         "#36708 (fixed in 0.19.0)",
         "0.11.0 0.12.0 0.14.1 0.16.0 0.18.1",
-        "blocks of 4, the prompt of two requests is one token, 8 times; an item of length 1 stands "
-        "at 0 in the first and at 1 in the second: the second hits the block of the first",
+        "blocks of 4, two requests whose prompts are the same token, 8 times; an item of length 1 "
+        "is at offset 0 in the first and at 1 in the second: the second hits the block of the "
+        "first",
     ),
     QuirkStory(
         Quirk.TOUCHING_ITEM_NAMES_AN_OUTPUT_BLOCK,
         touching_item_names_an_output_block,
-        "a last item that ends where a block begins names it, if outputs complete it",
+        "a block completed by outputs has an item in its key that ends where the block begins",
         ("P6",),
         "not found upstream (fixed in 0.19.0)",
         "0.11.0 0.12.0 0.14.1 0.16.0 0.18.1",
         "blocks of 1; a prompt of one token that is an item, two outputs: the block of the first "
-        "output has the name that it would have if the item reached into it",
+        "output has the key that it would have if the item reached into it",
     ),
 )

@@ -1,4 +1,4 @@
-"""Memory: which blocks a release takes, keeps and gives back."""
+"""Memory: quirks of releases in which blocks are taken, kept and freed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blockstep.spec.vocabulary import BlockId, Config, FrameId
 
 
 def _with_unnamed_first(rules: Rules) -> Rules:
-    """The rules where free blocks without a key are taken before all others."""
+    """Return the rules in which free blocks without a key are taken before all others."""
 
     def free_blocks(pool: Pool, block_table: Sequence[BlockId]) -> Pool:
         after = rules.free_blocks(pool, block_table)
@@ -31,7 +31,7 @@ def _with_unnamed_first(rules: Rules) -> Rules:
 
 
 def unwritten_keys_stay(rules: Rules, _config: Config) -> Rules:
-    """A victim's keys stay published although the step that fills their blocks lost it."""
+    """Blocks of a removed row stay published although the step does not fill them."""
 
     def revoke_slots(
         pool: Pool,
@@ -47,12 +47,12 @@ def unwritten_keys_stay(rules: Rules, _config: Config) -> Rules:
 
 
 def nothing_reserved(rules: Rules, _config: Config) -> Rules:
-    """A request is admitted when its first chunk fits, whatever the config says of the rest."""
+    """A request is admitted when its first chunk fits, even with scheduler_reserve_full_isl."""
     return replace(rules, reserves_full_isl=False)
 
 
 def admitted_with_lookahead(rules: Rules, _config: Config) -> Rules:
-    """A request is admitted with the slots for lookahead, which it does not need yet."""
+    """A request is admitted with lookahead slots, which it does not need yet."""
 
     def get_num_lookahead_at_admission(config: Config, request: RequestState) -> int:
         del request
@@ -84,17 +84,18 @@ STORIES = (
     QuirkStory(
         Quirk.UNWRITTEN_KEYS_STAY,
         unwritten_keys_stay,
-        "a victim's keys stay published although the step that fills their blocks lost it",
+        "blocks of a removed row stay published although the step does not fill them",
         ("P3", "P4", "P25"),
         "#43569 (open)",
         "0.12.0 0.19.1 0.20.2 0.23.0 0.27.0 0.33.0",
-        "PRIORITY; a low request fills a block in this step, a high one behind it needs a block: "
-        "the low one is preempted, its key stays, the next request with that prefix hits it",
+        "PRIORITY; a low request fills a block in this step, and a high one after it needs a "
+        "block: the low one is preempted, its key stays, and the next request with that prefix "
+        "hits the block",
     ),
     QuirkStory(
         Quirk.NOTHING_RESERVED,
         nothing_reserved,
-        "a request is admitted when its first chunk fits, whatever the config says of the rest",
+        "a request is admitted when its first chunk fits, even with scheduler_reserve_full_isl",
         ("P8",),
         "#37307 (the option came with 0.19.0)",
         "0.11.0 0.12.0 0.14.1 0.16.0 0.18.1",
@@ -103,7 +104,7 @@ STORIES = (
     QuirkStory(
         Quirk.ADMITTED_WITH_LOOKAHEAD,
         admitted_with_lookahead,
-        "a request is admitted with the slots for lookahead, which it does not need yet",
+        "a request is admitted with lookahead slots, which it does not need yet",
         ("P8", "P15"),
         "#43733 (merged)",
         "0.23.0 0.27.0 0.33.0",
@@ -134,7 +135,7 @@ STORIES = (
         ("P14", "P18"),
         "not found upstream",
         "0.33.0",
-        "one draft, blocks of 2; the commit of a prompt of 4 tokens and of two accepted ones names "
-        "the third block, which the next plan would",
+        "one draft, blocks of 2; the commit of a prompt of 4 tokens and of two accepted ones "
+        "publishes the third block, which else the next plan publishes",
     ),
 )

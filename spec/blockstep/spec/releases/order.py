@@ -1,4 +1,4 @@
-"""Order: whose turn it is in a release, and who has to go."""
+"""Order: quirks of releases in which request runs next, and which is preempted."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from blockstep.spec.vocabulary import Config, Policy, RequestId, Status
 
 
 def equals_preempt_the_first(rules: Rules, _config: Config) -> Rules:
-    """Of equal priority and arrival the first in running order is preempted."""
+    """Of requests with equal priority and arrival the first in running order is preempted."""
     return replace(rules, get_victim_rank=lambda request: get_rank(request)[:2])
 
 
 def victim_without_a_row_shifts_the_next(rules: Rules, _config: Config) -> Rules:
-    """A victim that the step had passed over makes the step pass over another request."""
+    """A victim without a row in the step makes the step skip another request."""
 
     def compute_next_index(next_index: int, index: int, had_row: bool) -> int:
         return rules.compute_next_index(next_index, index, had_row) if had_row else index
@@ -27,12 +27,13 @@ def victim_without_a_row_shifts_the_next(rules: Rules, _config: Config) -> Rules
 
 
 def one_waiting_queue(rules: Rules, _config: Config) -> Rules:
-    """What is passed over waits in the queue of all others, at its front."""
+    """A skipped request waits at the front of the queue of all others."""
     return replace(rules, waits_apart=never)
 
 
 def sessions_wait_apart(rules: Rules, _config: Config) -> Rules:
-    """Who waits with computed tokens has a queue before all others, open while new ones are not."""
+    """Waiting requests with computed tokens have a queue before all others, open in a pause of new
+    ones."""
 
     def waits_apart(is_apart: bool, request: RequestState) -> bool:
         return rules.waits_apart(is_apart, request) or request.num_computed_tokens > 0
@@ -47,7 +48,7 @@ def sessions_wait_apart(rules: Rules, _config: Config) -> Rules:
 
 
 def resting_sessions_keep_their_seats(rules: Rules, _config: Config) -> Rules:
-    """A session that rests counts as one that runs, where seats are asked for."""
+    """An idle session occupies a running slot."""
 
     def count_seats(num_running: int, requests: Mapping[RequestId, RequestState]) -> int:
         resting = Status.WAITING_FOR_STREAMING_REQ
@@ -58,7 +59,7 @@ def resting_sessions_keep_their_seats(rules: Rules, _config: Config) -> Rules:
 
 
 def passed_over_come_back_reversed(rules: Rules, _config: Config) -> Rules:
-    """Those that a step passes over change their order."""
+    """The requests that a step skips return to the queue in reverse order."""
     return replace(rules, get_order_of_return=lambda passed_over: passed_over[::-1])
 
 
@@ -74,7 +75,7 @@ def cached_tokens_of_the_last_hit(rules: Rules, _config: Config) -> Rules:
 
 
 def lone_request_has_no_threshold(rules: Rules, _config: Config) -> Rules:
-    """The threshold for long prefills does not bind the only request there is."""
+    """The threshold for long prefills does not limit the only unfinished request."""
 
     def get_threshold(threshold: int, num_unfinished: int) -> int:
         return 0 if num_unfinished == 1 else rules.get_threshold(threshold, num_unfinished)
@@ -83,12 +84,12 @@ def lone_request_has_no_threshold(rules: Rules, _config: Config) -> Rules:
 
 
 def self_victim_lets_others_run(rules: Rules, _config: Config) -> Rules:
-    """Under PRIORITY a step goes on after a request that preempted itself."""
+    """Under PRIORITY a step continues after a request that preempted itself."""
     return replace(rules, goes_on_after_self_victim=lambda config: config.policy is Policy.PRIORITY)
 
 
 def too_long_is_passed_over(rules: Rules, _config: Config) -> Rules:
-    """Without chunked prefill, a prompt beyond what is left of the budget holds nobody up."""
+    """Without chunked prefill, a prompt longer than the remaining budget is skipped."""
     return replace(rules, passes_over_too_long=True)
 
 
@@ -96,17 +97,17 @@ STORIES = (
     QuirkStory(
         Quirk.EQUALS_PREEMPT_THE_FIRST,
         equals_preempt_the_first,
-        "of equal priority and arrival the first in running order is preempted",
+        "of requests with equal priority and arrival the first in running order is preempted",
         ("P10", "P16"),
         "not found upstream",
         "0.12.0 0.19.1 0.20.2 0.23.0 0.27.0 0.33.0",
-        "PRIORITY; two requests of one priority and arrival that do not both fit, no caching: each "
-        "preempts the other for ever",
+        "PRIORITY; two requests of one priority and arrival that do not both fit, no caching: each"
+        " preempts the other for ever",
     ),
     QuirkStory(
         Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT,
         victim_without_a_row_shifts_the_next,
-        "a victim that the step had passed over makes the step pass over another request",
+        "a victim without a row in the step makes the step skip another request",
         ("P15",),
         "not found upstream",
         "0.12.0 0.19.1 0.20.2 0.23.0 0.27.0",
@@ -116,35 +117,37 @@ STORIES = (
     QuirkStory(
         Quirk.ONE_WAITING_QUEUE,
         one_waiting_queue,
-        "what is passed over waits in the queue of all others, at its front",
+        "a skipped request waits at the front of the queue of all others",
         ("P16",),
         "not found upstream",
         "0.11.0 0.12.0 0.14.1 0.16.0 0.33.0",
-        "a request whose grammar is not compiled stands in `waiting`, not in `skipped_waiting`",
+        "a request whose grammar is not compiled is in `waiting`, not in `skipped_waiting`",
     ),
     QuirkStory(
         Quirk.SESSIONS_WAIT_APART,
         sessions_wait_apart,
-        "who waits with computed tokens has a queue before all others, open while new ones are not",
+        "waiting requests with computed tokens have a queue before all others, open in a pause of "
+        "new ones",
         ("P15", "P16"),
         "not found upstream",
         "0.33.0",
-        "PRIORITY; a session goes on while a request of a better priority waits: it is admitted "
+        "PRIORITY; a session continues while a request of a better priority waits: it is admitted "
         "first",
     ),
     QuirkStory(
         Quirk.RESTING_SESSIONS_KEEP_THEIR_SEATS,
         resting_sessions_keep_their_seats,
-        "a session that rests counts as one that runs, where seats are asked for",
+        "an idle session occupies a running slot",
         ("P10", "P15"),
         "not found upstream",
         "0.33.0",
-        "one seat; a session rests and never goes on: nobody else is ever admitted",
+        "one running slot; a session becomes idle and never continues: no other request is ever "
+        "admitted",
     ),
     QuirkStory(
         Quirk.PASSED_OVER_COME_BACK_REVERSED,
         passed_over_come_back_reversed,
-        "those that a step passes over change their order",
+        "the requests that a step skips return to the queue in reverse order",
         ("P7", "P16"),
         "not found upstream (fixed in 0.14.0)",
         "0.11.0 0.12.0",
@@ -158,12 +161,12 @@ STORIES = (
         "#37460 (merged; fixed in 0.26.0)",
         "0.20.2 0.23.0",
         "a long prompt without a hit is preempted between two chunks: resumed, it hits its own "
-        "blocks, and they are told as its cached tokens",
+        "blocks, and they are reported as its cached tokens",
     ),
     QuirkStory(
         Quirk.LONE_REQUEST_HAS_NO_THRESHOLD,
         lone_request_has_no_threshold,
-        "the threshold for long prefills does not bind the only request there is",
+        "the threshold for long prefills does not limit the only unfinished request",
         ("P9", "P15"),
         "#57951 (merged)",
         "0.33.0",
@@ -172,17 +175,17 @@ STORIES = (
     QuirkStory(
         Quirk.SELF_VICTIM_LETS_OTHERS_RUN,
         self_victim_lets_others_run,
-        "under PRIORITY a step goes on after a request that preempted itself",
+        "under PRIORITY a step continues after a request that preempted itself",
         (),
         "#26765 (closed), #36390 (open) ask for it",
         "0.33.0",
-        "PRIORITY; the lowest of three runs first in order, needs a block and preempts itself: the "
-        "two behind it run in the same step",
+        "PRIORITY; the lowest of three is first in running order, needs a block and preempts "
+        "itself: the two after it run in the same step",
     ),
     QuirkStory(
         Quirk.TOO_LONG_IS_PASSED_OVER,
         too_long_is_passed_over,
-        "without chunked prefill, a prompt beyond what is left of the budget holds nobody up",
+        "without chunked prefill, a prompt longer than the remaining budget is skipped",
         ("P16",),
         "not found upstream (fixed in 0.12.0)",
         "0.11.0",

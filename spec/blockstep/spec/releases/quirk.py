@@ -1,4 +1,4 @@
-"""Quirk: the name of a known deviation, and what there is to say about it."""
+"""Quirk: the name of a known deviation of releases, and its story."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import Config
 
 Change: TypeAlias = Callable[[Rules, Config], Rules]
-"""The rules with the deviation in them; it may call what it wraps."""
+"""A function that returns the rules with the deviation in them; it may call the rule it replaces.
+"""
 
 
 class Quirk(StrEnum):
-    """A known deviation."""
+    """The name of a known deviation."""
 
     UNWRITTEN_KEYS_STAY = "unwritten_keys_stay"
     EQUALS_PREEMPT_THE_FIRST = "equals_preempt_the_first"
@@ -127,18 +128,18 @@ class Quirk(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class QuirkStory:
-    """What there is to say about a quirk, and what it does."""
+    """The story of a quirk, and the change that it makes."""
 
     quirk: Quirk
     change: Change
     title: str
     property_ids: tuple[str, ...]
-    """Properties that it breaks; none if it is only another behaviour."""
+    """The properties that it breaks; none if it only behaves otherwise."""
     upstream: str
-    """Issue or pull request, or that none was found."""
+    """The issue or pull request, or that none was found."""
     seen_in: str
-    """Releases in which it was seen by running them; others were not tried."""
+    """The releases in which it was seen by running them; others were not tried."""
     program: str
     """A small program that shows it, in words."""
     upon: tuple[Quirk, ...] = ()
-    """What it changes, and says nothing without."""
+    """The quirks that it changes, without which it has no effect."""

@@ -1,4 +1,4 @@
-"""Sessions: what a release does with requests that go on after a stop."""
+"""Sessions: quirks of releases with requests that continue after a stop."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from blockstep.spec.vocabulary import Config, FinishReason, FrameId, Request, To
 
 
 def sessions_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
-    """A session that does not run keeps its blocks, whoever lacks some, and under any reset."""
+    """An idle or waiting session keeps its blocks under memory pressure and under any reset."""
     return replace(rules, takes_back_from_sessions=False)
 
 
 def sessions_keep_max_tokens(rules: Rules, _config: Config) -> Rules:
-    """Each chunk of a session may sample as many tokens as the first."""
+    """Each input of a session may sample as many tokens as the first."""
 
     def get_chunk_request(joined: Request, before: Request) -> Request:
         return replace(rules.get_chunk_request(joined, before), max_tokens=before.max_tokens)
@@ -27,7 +27,8 @@ def sessions_keep_max_tokens(rules: Rules, _config: Config) -> Rules:
 
 
 def sessions_keep_their_grammar(rules: Rules, _config: Config) -> Rules:
-    """The grammar of a session goes on from chunk to chunk, behind the token that was left out."""
+    """The grammar of a session continues from input to input, even after the discarded last
+    token."""
 
     def get_stand_of_chunk(stand: Stand, request: RequestState) -> Stand:
         del stand
@@ -37,7 +38,8 @@ def sessions_keep_their_grammar(rules: Rules, _config: Config) -> Rules:
 
 
 def session_keys_are_appended(rules: Rules, _config: Config) -> Rules:
-    """The key of a block that the token left out has completed stays, and others follow it."""
+    """The key of a block that the discarded last token completed stays, and later keys follow
+    it."""
 
     def get_num_kept_keys(request: RequestState, num_blocks: int) -> int:
         return max(len(request.block_keys), num_blocks)
@@ -46,7 +48,7 @@ def session_keys_are_appended(rules: Rules, _config: Config) -> Rules:
 
 
 def sessions_keep_what_is_computed(rules: Rules, _config: Config) -> Rules:
-    """A session keeps as many tokens as are computed, those behind its stop included."""
+    """A session keeps as many tokens as are computed, even those after its stop."""
 
     def get_num_kept(request: RequestState) -> int:
         return request.num_computed_tokens
@@ -61,7 +63,7 @@ def sessions_keep_what_is_computed(rules: Rules, _config: Config) -> Rules:
 
 
 def sessions_keep_their_promises(rules: Rules, _config: Config) -> Rules:
-    """What frames in flight sample behind a stop is delivered, and drafts outlive it."""
+    """Tokens of frames in flight after a session's stop are delivered, and its drafts stay."""
 
     def get_stopped(
         config: Config, pool: Pool, request: RequestState, within: Rules, fence: FrameId | None
@@ -77,7 +79,7 @@ def sessions_keep_their_promises(rules: Rules, _config: Config) -> Rules:
 
 
 def sessions_admitted_with_lookahead(rules: Rules, _config: Config) -> Rules:
-    """A session that goes on is admitted with the slots for lookahead, others are not."""
+    """A continued session is admitted with lookahead slots, other requests are not."""
 
     def get_num_lookahead_at_admission(config: Config, request: RequestState) -> int:
         if request.num_computed_tokens:
@@ -88,12 +90,12 @@ def sessions_admitted_with_lookahead(rules: Rules, _config: Config) -> Rules:
 
 
 def refused_sessions_give_back(rules: Rules, _config: Config) -> Rules:
-    """A session that is refused for want of blocks has given up what its windows left."""
+    """A session that does not fit has already freed its skipped blocks."""
     return replace(rules, skips_before_the_gate=False)
 
 
 def sessions_go_back_blindly(rules: Rules, _config: Config) -> Rules:
-    """A session keeps its blocks at a stop, also where what it would read is gone from them."""
+    """A session keeps its blocks at a stop even if blocks that it must read are gone."""
 
     def get_stopped(
         config: Config, pool: Pool, request: RequestState, within: Rules, fence: FrameId | None
@@ -110,12 +112,13 @@ def sessions_go_back_blindly(rules: Rules, _config: Config) -> Rules:
 
 
 def sessions_have_nothing_in_common(rules: Rules, _config: Config) -> Rules:
-    """Blocks that all who run have in common are told only if sessions that rest have them, too."""
+    """Common prefix blocks of running requests are counted only if idle sessions hold them, too."""
     return replace(rules, hint_is_of_all_holders=True)
 
 
 def session_tells_its_last_stop_token(rules: Rules, _config: Config) -> Rules:
-    """Once a stop token has ended a chunk, it is told with each output of the chunks behind."""
+    """Once a stop token has ended an input, it is reported with each output of the following
+    inputs."""
 
     def get_told_stop(
         stop_token_id: TokenId | None, request: RequestState, reason: FinishReason | None
@@ -131,108 +134,112 @@ STORIES = (
     QuirkStory(
         Quirk.SESSIONS_KEEP_THEIR_BLOCKS,
         sessions_keep_their_blocks,
-        "a session that does not run keeps its blocks, whoever lacks some, and under any reset",
+        "an idle or waiting session keeps its blocks under memory pressure and under any reset",
         ("P10", "P17", "P25"),
         "#49439 (open)",
         "0.19.1",
-        "a session that rests with two of three blocks, and a prompt of two blocks: it is never "
-        "admitted; a forced reset stops by an error",
+        "an idle session holds two of three blocks, and a prompt needs two: it is never admitted; "
+        "a forced reset stops with an error",
     ),
     QuirkStory(
         Quirk.SESSIONS_KEEP_MAX_TOKENS,
         sessions_keep_max_tokens,
-        "each chunk of a session may sample as many tokens as the first",
+        "each input of a session may sample as many tokens as the first",
         ("P11", "P13"),
         "not found upstream (fixed by 0.32.0)",
         "0.19.1",
-        "a session of max_tokens 1 goes on with max_tokens 2: it stops after one token",
+        "a session of max_tokens 1 continues with max_tokens 2: it stops after one token",
     ),
     QuirkStory(
         Quirk.SESSIONS_KEEP_THEIR_GRAMMAR,
         sessions_keep_their_grammar,
-        "the grammar of a session goes on from chunk to chunk, behind the token that was left out",
+        "the grammar of a session continues from input to input, even after the discarded last "
+        "token",
         ("P23",),
         "not found upstream",
         "0.19.1",
-        "a grammar of one token; a session samples it, and goes on: nothing holds the next chunk",
+        "a grammar of one token; a session samples it, and continues: no mask applies to the next "
+        "input",
     ),
     QuirkStory(
         Quirk.SESSION_KEYS_ARE_APPENDED,
         session_keys_are_appended,
-        "the key of a block that the token left out has completed stays, and others follow it",
+        "the key of a block that the discarded last token completed stays, and later keys follow "
+        "it",
         ("P3", "P6"),
         "not found upstream (fixed by 0.32.0)",
         "0.19.1",
-        "blocks of 2; a session of one token that samples one rests, and goes on with another "
-        "token: its first block carries the key of the token that was left out",
+        "blocks of 2; a session of one token that samples one becomes idle, and continues with "
+        "another token: its first block has the key of the discarded token",
     ),
     QuirkStory(
         Quirk.SESSIONS_KEEP_WHAT_IS_COMPUTED,
         sessions_keep_what_is_computed,
-        "a session keeps as many tokens as are computed, those behind its stop included",
+        "a session keeps as many tokens as are computed, even those after its stop",
         ("P3", "P12", "P13"),
         "not found upstream (fixed in 0.33.0)",
         "0.19.1",
         "drafts; a session of max_tokens 2 accepts two drafts at once after its first token: it "
-        "stops at the first of them, and the next chunk is read behind the second",
+        "stops at the first of them, and the next input follows the second",
     ),
     QuirkStory(
         Quirk.SESSIONS_KEEP_THEIR_PROMISES,
         sessions_keep_their_promises,
-        "what frames in flight sample behind a stop is delivered, and drafts outlive it",
+        "tokens of frames in flight after a session's stop are delivered, and its drafts stay",
         ("P12", "P13", "P24"),
         "not found upstream",
         "0.19.1",
         "asynchronous; a session samples its end-of-sequence token while its next row is in "
-        "flight: it rests, and is then delivered another token",
+        "flight: it becomes idle, and then another token is delivered",
     ),
     QuirkStory(
         Quirk.SESSIONS_HAVE_NOTHING_IN_COMMON,
         sessions_have_nothing_in_common,
-        "blocks that all who run have in common are told only if sessions that rest have them, too",
+        "common prefix blocks of running requests are counted only if idle sessions hold them, too",
         (),
         "not found upstream",
         "0.19.1",
-        "a session rests; another request runs, alone: the plan tells no common block",
+        "a session is idle; another request runs, alone: the plan has no common block",
     ),
     QuirkStory(
         Quirk.SESSION_TELLS_ITS_LAST_STOP_TOKEN,
         session_tells_its_last_stop_token,
-        "once a stop token has ended a chunk, it is told with each output of the chunks behind",
+        "once a stop token has ended an input, it is reported with each output of the following "
+        "inputs",
         ("P13",),
         "not found upstream",
         "0.19.1",
-        "a session ends a chunk by a stop token and goes on with others: its next output, which "
-        "ends nothing, is told with the stop token of before",
+        "a session ends an input by a stop token and continues: its next output, which ends "
+        "nothing, is reported with the earlier stop token",
     ),
     QuirkStory(
         Quirk.SESSIONS_ADMITTED_WITH_LOOKAHEAD,
         sessions_admitted_with_lookahead,
-        "a session that goes on is admitted with the slots for lookahead, others are not",
+        "a continued session is admitted with lookahead slots, other requests are not",
         ("P8",),
         "not found upstream",
         "0.19.1",
-        "blocks of 2, a draft model; a session goes on with tokens that end its block: it is "
+        "blocks of 2, a draft model; a session continues with tokens that fill its block: it is "
         "given one block more",
     ),
     QuirkStory(
         Quirk.REFUSED_SESSIONS_GIVE_BACK,
         refused_sessions_give_back,
-        "a session that is refused for want of blocks has given up what its windows left",
+        "a session that does not fit has already freed its skipped blocks",
         ("P7", "P16"),
         "not found upstream",
         "0.19.1",
-        "several groups, one of a window; a session goes on in a pool without a free block: it is "
-        "not admitted, and what fell out of its window is free",
+        "several groups, one of a window; a session continues in a pool without a free block: it "
+        "is not admitted, but the blocks outside its window are free",
     ),
     QuirkStory(
         Quirk.SESSIONS_GO_BACK_BLINDLY,
         sessions_go_back_blindly,
-        "a session keeps its blocks at a stop, also where what it would read is gone from them",
+        "a session keeps its blocks at a stop even if blocks that it must read are gone",
         ("P3", "P14"),
         "not found upstream",
         "0.33.0",
-        "a recurrent group with a block for a draft; a session stops, and keeps a table of which "
-        "the worker alone knows where its state is",
+        "a recurrent group with a block for a draft; a session stops, and only the worker knows "
+        "which block of its table has the state",
     ),
 )

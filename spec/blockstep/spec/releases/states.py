@@ -1,4 +1,4 @@
-"""States: what a release does where recurrent groups take from the pool."""
+"""States: quirks of releases with the blocks of recurrent groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blockstep.spec.vocabulary import BlockId, Config, GroupKind, KVGroup, Mamba
 
 
 def chunks_round_to_nothing(rules: Rules, _config: Config) -> Rules:
-    """A chunk that does not end a prompt is whole blocks, and if need be none."""
+    """A chunk that does not end a prompt is rounded down to whole blocks, even to no token."""
 
     def get_aligned_share(
         config: Config, request: RequestState, num_computed: int, num_new: int
@@ -33,7 +33,7 @@ def chunks_round_to_nothing(rules: Rules, _config: Config) -> Rules:
 
 
 def chunks_end_at_checkpoints(rules: Rules, config: Config) -> Rules:
-    """A chunk of a prompt ends before the last token, and where the hit of one group went on."""
+    """A chunk of a prompt ends before the last token, and where a longer hit of one group ends."""
 
     def get_aligned_share(
         config: Config, request: RequestState, num_computed: int, num_new: int
@@ -57,14 +57,14 @@ def chunks_end_at_checkpoints(rules: Rules, config: Config) -> Rules:
             stops.append(num_computed + (request.junction - num_computed) // size * size)
         within = [stop for stop in stops if num_computed < stop < end]
         if within and num_computed == num_known - 1:
-            return 1  # a token that is padded with drafts goes without, and not with fewer
+            return 1  # a token that is padded with drafts runs without them, and not with fewer
         return max(min([*within, end]) - num_computed, 0)
 
     return replace(hits_are_searched(rules, config), get_aligned_share=get_aligned_share)
 
 
 def states_are_left_at_once(rules: Rules, _config: Config) -> Rules:
-    """A state is left with the token behind it, also where others for drafts follow."""
+    """A state is freed once the next token is computed, even with spare blocks for drafts."""
 
     def compute_num_certain(group: KVGroup, num_computed: int, num_in_doubt: int) -> int:
         del group
@@ -74,7 +74,7 @@ def states_are_left_at_once(rules: Rules, _config: Config) -> Rules:
 
 
 def fresh_states_are_waited_for(rules: Rules, config: Config) -> Rules:
-    """Who would hit a state that this very step writes waits for the next, and all behind it."""
+    """A request that would hit a state of the same step waits, and so do all after it."""
 
     def hide_states(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
         del block_ids
@@ -95,7 +95,7 @@ def fresh_states_are_waited_for(rules: Rules, config: Config) -> Rules:
 
 
 def only_full_attention_is_zeroed(rules: Rules, _config: Config) -> Rules:
-    """Blocks of windows and chunks are taken as they are, states of others in them."""
+    """Blocks of windows and chunks are not zeroed, though states may have been in them."""
 
     def is_zeroed(group: KVGroup) -> bool:
         return group.kind is GroupKind.FULL
@@ -104,12 +104,15 @@ def only_full_attention_is_zeroed(rules: Rules, _config: Config) -> Rules:
 
 
 def withdrawn_blocks_are_zeroed(rules: Rules, _config: Config) -> Rules:
-    """Blocks of a row that the step took back are zeroed, too, whoever has them then."""
+    """Blocks of a row that was removed from the step are zeroed as well.
+
+    Another row may have taken them since.
+    """
     return replace(rules, zeroes_withdrawn=True)
 
 
 def states_come_before_items(rules: Rules, _config: Config) -> Rules:
-    """A chunk is cut where states are kept, and then where items have no room, at any token."""
+    """A chunk is cut first for states, then at any token before an item that does not fit."""
     return replace(rules, aligns_before_items=True)
 
 
@@ -117,16 +120,16 @@ STORIES = (
     QuirkStory(
         Quirk.CHUNKS_ROUND_TO_NOTHING,
         chunks_round_to_nothing,
-        "a chunk that does not end a prompt is whole blocks, and if need be none",
+        "a chunk that does not end a prompt is rounded down to whole blocks, even to no token",
         ("P10", "P15"),
         "#40707",
         "0.19.1",
-        "states in blocks of 4, `align`, a budget of 2: a prompt of 9 tokens is never planned",
+        "states in blocks of 4, `align`, a budget of 2: a prompt of 9 tokens is never scheduled",
     ),
     QuirkStory(
         Quirk.FRESH_STATES_ARE_WAITED_FOR,
         fresh_states_are_waited_for,
-        "who would hit a state that this very step writes waits for the next, and all behind it",
+        "a request that would hit a state of the same step waits, and so do all after it",
         ("P15",),
         "not found upstream",
         "0.19.1",
@@ -136,16 +139,16 @@ STORIES = (
     QuirkStory(
         Quirk.ONLY_FULL_ATTENTION_IS_ZEROED,
         only_full_attention_is_zeroed,
-        "blocks of windows and chunks are taken as they are, states of others in them",
+        "blocks of windows and chunks are not zeroed, though states may have been in them",
         ("P26",),
         "not found upstream",
         "0.19.1",
-        "a window and a recurrent group: the plan names no block to be zeroed",
+        "a window and a recurrent group: the plan names no block to zero",
     ),
     QuirkStory(
         Quirk.WITHDRAWN_BLOCKS_ARE_ZEROED,
         withdrawn_blocks_are_zeroed,
-        "blocks of a row that the step took back are zeroed, too, whoever has them then",
+        "blocks of a row that was removed from the step are zeroed as well",
         (),
         "not found upstream",
         "0.19.1",
@@ -155,7 +158,7 @@ STORIES = (
     QuirkStory(
         Quirk.CHUNKS_END_AT_CHECKPOINTS,
         chunks_end_at_checkpoints,
-        "a chunk of a prompt ends before the last token, and where the hit of one group went on",
+        "a chunk of a prompt ends before the last token, and where a longer hit of one group ends",
         ("P15",),
         "not found upstream",
         "0.33.0",
@@ -164,21 +167,21 @@ STORIES = (
     QuirkStory(
         Quirk.STATES_ARE_LEFT_AT_ONCE,
         states_are_left_at_once,
-        "a state is left with the token behind it, also where others for drafts follow",
+        "a state is freed once the next token is computed, even with spare blocks for drafts",
         (),
         "#47728 (merged)",
         "0.33.0",
-        "states in blocks of 1 and one behind them, `align`; a prompt of 2 tokens and the first "
-        "output: the plan of the second gives back the state of the first",
+        "states in blocks of 1 with one spare block, `align`; a prompt of 2 tokens and the first "
+        "output: the plan of the second frees the state of the first",
     ),
     QuirkStory(
         Quirk.STATES_COME_BEFORE_ITEMS,
         states_come_before_items,
-        "a chunk is cut where states are kept, and then where items have no room, at any token",
+        "a chunk is cut first for states, then at any token before an item that does not fit",
         (),
         "#51603 (merged)",
         "0.33.0",
-        "states in blocks of 2, `align`, compute for one item; a prompt with items at 0 and 3: "
-        "the first chunk is 3 tokens, not 2",
+        "states in blocks of 2, `align`, an encoder budget for one item; a prompt with items at 0 "
+        "and 3: the first chunk is 3 tokens, not 2",
     ),
 )

@@ -1,4 +1,4 @@
-"""Telling: what a release tells of blocks, and when."""
+"""Telling: quirks of releases with KV events."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockStored, Config
 
 
 def resets_are_told_late(rules: Rules, _config: Config) -> Rules:
-    """What a reset cleared is told with the next commit, whenever that comes."""
+    """The event of a reset is returned by the next commit, however late."""
     return replace(rules, tells_resets_at_once=False)
 
 
 def null_blocks_are_told(rules: Rules, _config: Config) -> Rules:
-    """Blocks are told in one event, with the tokens of what is null among them."""
+    """Stored blocks are reported in one event, with the tokens of null blocks among them."""
 
     def get_stored(
         config: Config, request: RequestState, group: int, fresh: Sequence[BlockId], first: int
@@ -46,21 +46,21 @@ STORIES = (
     QuirkStory(
         Quirk.NULL_BLOCKS_ARE_TOLD,
         null_blocks_are_told,
-        "blocks are told in one event, with the tokens of what is null among them",
+        "stored blocks are reported in one event, with the tokens of null blocks among them",
         ("P20",),
         "not found upstream",
         "0.19.1",
         "events on; a recurrent group that keeps one state of a prompt of two blocks: its one key "
-        "is told with the tokens of both, and behind no parent",
+        "is reported with the tokens of both blocks, and without a parent",
     ),
     QuirkStory(
         Quirk.RESETS_ARE_TOLD_LATE,
         resets_are_told_late,
-        "what a reset cleared is told with the next commit, whenever that comes",
+        "the event of a reset is returned by the next commit, however late",
         ("P20",),
         "noticed in AIBrix #2287",
         "0.19.1, 0.33.0",
-        "events on; one request of a block, and a reset behind its end: nothing is told, until "
-        "somebody else is served, so whoever follows the log goes on sending prompts there",
+        "events on; one request of a block finishes, and the cache is reset: no event is returned "
+        "until another request is served, so a router still sends prompts there",
     ),
 )

@@ -1,4 +1,4 @@
-"""Transfers: what a release does with KV from a store, and with what a store says of it."""
+"""Transfers: quirks of releases with the KV of a store, and with the store's reports."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from blockstep.spec.vocabulary import (
 
 
 def skipped_reading_still_loads(rules: Rules, _config: Config) -> Rules:
-    """Who may not take what others have computed takes what a store has of it."""
+    """A request with skip_reading_prefix_cache loads KV from a store."""
     return replace(rules, asks_who_skips_reading=True)
 
 
 def skipped_reading_counts_as_asked(rules: Rules, _config: Config) -> Rules:
-    """Who may not take what others have computed counts as one that a store had nothing of."""
+    """A request with skip_reading_prefix_cache counts as a miss of the store."""
     return replace(rules, counts_who_skips_reading=True)
 
 
 def last_token_is_loaded(rules: Rules, _config: Config) -> Rules:
-    """A load that comes later has all known tokens; the last of them is then computed again."""
+    """An asynchronous load has all known tokens; the last of them is then computed again."""
 
     def compute_num_external(
         num_offered: int, num_known: int, num_local: int, is_async: bool
@@ -52,14 +52,14 @@ def last_token_is_loaded(rules: Rules, _config: Config) -> Rules:
 
 
 def loads_publish_at_once(rules: Rules, _config: Config) -> Rules:
-    """What a store is to load for a step can be found before it has come."""
+    """Blocks that a store loads within a step are published before they are loaded."""
     return replace(rules, publishes_loads_at_once=True)
 
 
 def returned_though_refused(rules: Rules, config: Config) -> Rules:
-    """Who comes back from a load has come back, whether or not it is then admitted.
+    """A request whose load has finished is unparked even if it is not admitted then.
 
-    What it has counts as cached from then on, unless some of its load failed.
+    Its loaded tokens count as cached from then on, unless some of its load failed.
     """
 
     def get_returned(request: RequestState) -> RequestState:
@@ -73,31 +73,34 @@ def returned_though_refused(rules: Rules, config: Config) -> Rules:
 
 
 def loaded_wait_behind_the_head(rules: Rules, _config: Config) -> Rules:
-    """Whose load has come waits behind a head that does not fit, with its blocks."""
+    """A request whose load has finished waits behind a head that does not fit, holding its
+    blocks."""
     return replace(rules, looks_behind_the_head=False)
 
 
 def loaded_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
-    """Whose load has come keeps its blocks until it runs, whoever lacks some."""
+    """A request whose load has finished keeps its blocks until it runs, even under memory
+    pressure."""
     return replace(rules, takes_back_from_parked=False)
 
 
 def compute_num_loaded(group: KVGroup, num_tokens: int, num_found: int) -> int:
-    """Blocks that a group takes for what a store loads, up to `num_tokens`, behind `num_found` hit.
+    """Return the blocks that a group takes for a load up to `num_tokens`, after `num_found` hit
+    blocks.
 
-    None if the hit of this group is longer than that, as that of a second full group may be
-    (`only_the_first_full_group_is_cut`). There 0.19.1 asks its pool for a negative amount: it is
-    given no block, and its count of free blocks is too large from then on. That is not followed.
-    Source: vLLM 0.19.1 `allocate_new_computed_blocks`, `FreeKVCacheBlockQueue.popleft_n`; P1.
+    Returns 0 if the hit of this group is longer than that, as that of a second full group may be
+    (`only_the_first_full_group_is_cut`). There 0.19.1 takes a negative number of blocks: it gets
+    none, and its count of free blocks is too large from then on, which is not imitated. Source:
+    vLLM 0.19.1 `allocate_new_computed_blocks`, `FreeKVCacheBlockQueue.popleft_n`; P1.
     """
     num_skipped = compute_num_skipped_tokens(group, num_tokens)
     if num_skipped == num_tokens and num_skipped >= group.block_size:
-        return 0  # of its last block nothing is loaded
+        return 0  # nothing is loaded into its last block
     return max(compute_num_blocks(num_tokens, group.block_size) - num_found, 0)
 
 
 def groups_load_by_turns(rules: Rules, _config: Config) -> Rules:
-    """A group takes blocks for what is loaded before the next one holds its hit."""
+    """A group takes blocks for a load before the next group holds its hit."""
 
     def take_hit(
         config: Config, pool: Pool, request: RequestState, hit: Hit
@@ -117,12 +120,13 @@ def groups_load_by_turns(rules: Rules, _config: Config) -> Rules:
 
 
 def holds_are_one(rules: Rules, _config: Config) -> Rules:
-    """The first end of a transfer frees the blocks of an ended request, whoever else needs them."""
+    """The first transfer to finish frees the blocks of a finished request, even if another uses
+    them."""
     return replace(rules, holds_are_one=True)
 
 
 def skipped_loads_are_settled(rules: Rules, _config: Config) -> Rules:
-    """Blocks of a load that are skipped, and so never loaded, count as found."""
+    """Skipped blocks of a load, which are never loaded, count as cached."""
 
     def count_settled(num_settled: int, found: Sequence[BlockId]) -> int:
         del num_settled
@@ -132,8 +136,12 @@ def skipped_loads_are_settled(rules: Rules, _config: Config) -> Rules:
 
 
 def ended_leave_their_windows_first(rules: Rules, _config: Config) -> Rules:
-    """Who ends beside a store gives back what no token behind its known ones attends to, whatever
-    still writes there; the store has null blocks in its place."""
+    """A request that finishes with a store first frees the blocks outside its windows, loads or
+    not.
+
+    Windows are those after all known tokens, and the store gets null blocks in place of the freed
+    ones.
+    """
 
     def let_go_at_end(ended: tuple[Pool, RequestState], state: State) -> tuple[Pool, RequestState]:
         pool, request = rules.let_go_at_end(ended, state)
@@ -145,7 +153,11 @@ def ended_leave_their_windows_first(rules: Rules, _config: Config) -> Rules:
 
 
 def ended_leave_what_is_answered_first(rules: Rules, _config: Config) -> Rules:
-    """The same of what no token behind those attends to whose step has been answered."""
+    """A request that finishes with a store first frees the blocks outside its windows, but for
+    steps in flight.
+
+    Windows are those after the tokens of committed steps.
+    """
 
     def let_go_at_end(ended: tuple[Pool, RequestState], state: State) -> tuple[Pool, RequestState]:
         pool, request = rules.let_go_at_end(ended, state)
@@ -156,8 +168,11 @@ def ended_leave_what_is_answered_first(rules: Rules, _config: Config) -> Rules:
 
 
 def cached_tokens_of_the_offer(rules: Rules, _config: Config) -> Rules:
-    """What a request looks up before its first output is told as cached, though a load fails of it,
-    or the last token is computed again; preempted once, it is as it was."""
+    """The reported cached tokens are those that a store offered when the load began.
+
+    They stay if the load fails or the last token is computed again, until the first output or
+    preemption.
+    """
 
     def get_parked(request: RequestState) -> RequestState:
         if request.num_preemptions or request.output_token_ids:
@@ -176,17 +191,22 @@ def cached_tokens_of_the_offer(rules: Rules, _config: Config) -> Rules:
 
 
 def empty_transfers_are_reset(rules: Rules, _config: Config) -> Rules:
-    """A reset asks whether blocks are held, and not for transfers: those of null blocks go on."""
+    """A reset does not wait for transfers that hold no block.
+
+    These are transfers of null blocks.
+    """
     return replace(rules, waits_for_empty_transfers=False)
 
 
 def pool_and_store_reset_apart(rules: Rules, _config: Config) -> Rules:
-    """A store forgets though the pool does not, and the pool though there is no store."""
+    """A reset clears the store even if the pool cannot be reset, and the pool even without a
+    store."""
     return replace(rules, resets_apart=True)
 
 
 def transfers_are_no_work(rules: Rules, _config: Config) -> Rules:
-    """The loop sleeps though the end of a transfer is awaited."""
+    """The loop sleeps while a store reads blocks of a finished request, or, in a pause, loads
+    some."""
 
     def has_work(state: State) -> bool:
         return bool(state.finished_req_ids) or has_runnable(state)
@@ -198,16 +218,16 @@ STORIES = (
     QuirkStory(
         Quirk.SKIPPED_READING_STILL_LOADS,
         skipped_reading_still_loads,
-        "who may not take what others have computed takes what a store has of it",
+        "a request with skip_reading_prefix_cache loads KV from a store",
         ("P13", "P21"),
         "#57269 (fixed by 0.32.0)",
         "0.19.1",
-        "a request that skips reading, and an offer of its first block: it is computed behind it",
+        "a request that skips reading, and an offer of its first block: the block is loaded",
     ),
     QuirkStory(
         Quirk.SKIPPED_READING_COUNTS_AS_ASKED,
         skipped_reading_counts_as_asked,
-        "who may not take what others have computed counts as one that a store had nothing of",
+        "a request with skip_reading_prefix_cache counts as a miss of the store",
         ("P21",),
         "not found upstream",
         "0.33.0",
@@ -216,107 +236,112 @@ STORIES = (
     QuirkStory(
         Quirk.LAST_TOKEN_IS_LOADED,
         last_token_is_loaded,
-        "a load that comes later has all known tokens; the last of them is then computed again",
+        "an asynchronous load has all known tokens; the last of them is then computed again",
         ("P2", "P10", "P12"),
         "not found upstream",
         "0.19.1",
-        "a prompt of one block, all of it offered for later: its row writes into a block that "
-        "others can find; a prompt of one token asks again whenever its load has come",
+        "a prompt of one block, all of it offered for an asynchronous load: its row writes into a "
+        "published block; a prompt of one token asks again each time its load has finished",
     ),
     QuirkStory(
         Quirk.LOADS_PUBLISH_AT_ONCE,
         loads_publish_at_once,
-        "what a store is to load for a step can be found before it has come",
+        "blocks that a store loads within a step are published before they are loaded",
         ("P4", "P19"),
         "not found upstream",
         "0.19.1",
-        "two equal prompts, a store has one block of the first, at once: the second shares it, and "
-        "reads garbage where the load fails",
+        "two equal prompts, a store loads one block of the first within the step: the second "
+        "shares it, and reads garbage if the load fails",
     ),
     QuirkStory(
         Quirk.RETURNED_THOUGH_REFUSED,
         returned_though_refused,
-        "who comes back from a load has come back, whether or not it is then admitted",
+        "a request whose load has finished is unparked even if it is not admitted then",
         ("P7",),
         "not found upstream",
         "0.19.1",
-        "a load has come of a request that then lacks a block: it waits like others, and what was "
-        "loaded can be found",
+        "a load of a request has finished, and it lacks one more block: it waits like others, and "
+        "the loaded blocks are published",
     ),
     QuirkStory(
         Quirk.LOADED_WAIT_BEHIND_THE_HEAD,
         loaded_wait_behind_the_head,
-        "whose load has come waits behind a head that does not fit, with its blocks",
+        "a request whose load has finished waits behind a head that does not fit, holding its "
+        "blocks",
         ("P10",),
         "#57841 (open), #45388; fixed by 0.32.0",
         "0.19.1",
-        "the store does not know yet of a long prompt, and loads for a short one behind it; then "
-        "it has nothing of the first, which lacks the blocks of the second: nobody ever runs",
+        "the store does not know yet about a long prompt, and loads for a short one after it; then"
+        " it offers nothing for the first, which lacks the blocks of the second: neither ever runs",
     ),
     QuirkStory(
         Quirk.LOADED_KEEP_THEIR_BLOCKS,
         loaded_keep_their_blocks,
-        "whose load has come keeps its blocks until it runs, whoever lacks some",
+        "a request whose load has finished keeps its blocks until it runs, even under memory "
+        "pressure",
         ("P10", "P17", "P25"),
         "not found upstream",
         "0.19.1",
-        "two prompts of which a store loads the first half each into all blocks that there are: "
-        "neither is ever admitted; a forced reset stops by an error",
+        "two prompts of which a store loads the first half each, into all blocks of the pool: "
+        "neither is ever admitted; a forced reset stops with an error",
     ),
     QuirkStory(
         Quirk.GROUPS_LOAD_BY_TURNS,
         groups_load_by_turns,
-        "a group takes blocks for what is loaded before the next one holds its hit",
+        "a group takes blocks for a load before the next group holds its hit",
         ("P1", "P2", "P8", "P16"),
         "#33775 (fixed by #44409, 0.24.0)",
         "0.19.1",
-        "two groups, a hit on blocks that are free, and a load behind it: the first group takes a "
-        "block of the second one's hit, which then stands in both tables",
+        "two groups, a hit on blocks that are free, and a load after it: the first group takes a "
+        "block of the second one's hit, which is then in both tables",
     ),
     QuirkStory(
         Quirk.ONLY_THE_FIRST_GOES_BACK,
         only_the_first_goes_back,
-        "whoever has computed an invalid block is cut there, if nobody before it has that block",
+        "of requests that share an invalid block only the first computes it again",
         ("P12", "P18", "P19"),
         "#49250 (open)",
         "0.19.1",
-        "two equal prompts share a block whose load fails: the first computes it again, the second "
-        "goes on behind it at once",
+        "two equal prompts share a block whose load fails: the first computes it again, and the "
+        "second continues after it at once",
         upon=(Quirk.LOADS_PUBLISH_AT_ONCE,),
     ),
     QuirkStory(
         Quirk.FAILED_TELL_WHAT_IS_NOT_COUNTED,
         failed_tell_what_is_not_counted,
-        "who fails before it ever ran is told to have -1 cached tokens",
+        "a request that fails before its first admission is reported with -1 cached tokens",
         ("P21",),
         "not found upstream (fixed by 0.22.1)",
         "0.19.1",
-        "a load of a new request fails, and it ends by policy: -1 of its tokens were cached",
+        "a load of a new request fails, and the request fails by policy: -1 of its tokens were "
+        "cached",
     ),
     QuirkStory(
         Quirk.HOLDS_ARE_ONE,
         holds_are_one,
-        "the first end of a transfer frees the blocks of an ended request, whoever else needs them",
+        "the first transfer to finish frees the blocks of a finished request, even if another uses"
+        " them",
         ("P17",),
         "not found upstream",
         "0.19.1",
-        "a request is aborted during its load, and the store wants its blocks: they are free once "
-        "they are sent, while the load writes to them",
+        "a request is aborted during its load, and the store saves its blocks: they are free once "
+        "they are saved, while the load writes to them",
     ),
     QuirkStory(
         Quirk.SKIPPED_LOADS_ARE_SETTLED,
         skipped_loads_are_settled,
-        "blocks of a load that are skipped, and so never loaded, count as found",
+        "skipped blocks of a load, which are never loaded, count as cached",
         ("P3", "P19"),
         "not found upstream",
         "0.19.1",
-        "blocks of 1, a window of 1, a store has the first token of a prompt of two: its block is "
-        "a null block, and counts as cached while the load is under way",
+        "blocks of 1, a window of 1, a store offers the first token of a prompt of two: its block "
+        "is a null block, and counts as cached while the load is under way",
     ),
     QuirkStory(
         Quirk.ENDED_LEAVE_THEIR_WINDOWS_FIRST,
         ended_leave_their_windows_first,
-        "who ends beside a store first gives back what no token behind its known ones attends to",
+        "a request that finishes with a store first frees the blocks outside its windows, loads or"
+        " not",
         ("P16", "P17"),
         "not found upstream",
         "0.19.1",
@@ -326,52 +351,53 @@ STORIES = (
     QuirkStory(
         Quirk.ENDED_LEAVE_WHAT_IS_ANSWERED_FIRST,
         ended_leave_what_is_answered_first,
-        "who ends beside a store first gives back what no token behind its computed ones attends "
-        "to, but for those in flight",
+        "a request that finishes with a store first frees the blocks outside its windows, but for "
+        "steps in flight",
         ("P16",),
         "not found upstream",
         "0.33.0",
-        "blocks of 1, full attention and a window of 1, a prompt of one token: it ends, and the "
-        "block of its window is queued first",
+        "blocks of 1, full attention and a window of 1, a prompt of one token: it finishes, and "
+        "the block of its window is queued first",
     ),
     QuirkStory(
         Quirk.CACHED_TOKENS_OF_THE_OFFER,
         cached_tokens_of_the_offer,
-        "what is told as cached is what a store offered when the load began",
+        "the reported cached tokens are those that a store offered when the load began",
         ("P19", "P21"),
         "not found upstream",
         "0.33.0",
-        "a load that comes later of half a prompt fails: all of it is computed, and half is told "
+        "an asynchronous load of half a prompt fails: all of it is computed, and half is reported "
         "as cached",
     ),
     QuirkStory(
         Quirk.EMPTY_TRANSFERS_ARE_RESET,
         empty_transfers_are_reset,
-        "a reset does not wait for transfers of which no block is held",
+        "a reset does not wait for transfers that hold no block",
         ("P25",),
         "not found upstream",
         "0.19.1",
-        "blocks of 1, a window of 1, a store has the first token of a prompt of two, which the "
-        "second does not attend to: a reset is done while that load is under way",
+        "blocks of 1, a window of 1, a store offers the first token of a prompt of two, which the "
+        "second does not read: a reset is done while that load is under way",
     ),
     QuirkStory(
         Quirk.POOL_AND_STORE_RESET_APART,
         pool_and_store_reset_apart,
-        "a store forgets though the pool does not, and the pool though there is no store",
+        "a reset clears the store even if the pool cannot be reset, and the pool even without a "
+        "store",
         ("P7", "P25"),
         "not found upstream",
         "0.19.1",
-        "a request runs; a reset of pool and store is refused, and what the store had is forgotten",
+        "a request runs; a reset of pool and store is rejected, but the store's offers are cleared",
     ),
     QuirkStory(
         Quirk.TRANSFERS_ARE_NO_WORK,
         transfers_are_no_work,
-        "the loop sleeps while a store reads blocks of a request that has ended, or, in a pause, "
-        "while one is loaded",
+        "the loop sleeps while a store reads blocks of a finished request, or, in a pause, loads "
+        "some",
         ("P10", "P17"),
         "#46283, #46289 (open)",
         "0.19.1",
-        "a request ends whose blocks a store reads: once its end was told there are no requests, "
-        "the workers are never asked, and the blocks are never free",
+        "a request finishes whose blocks a store reads: once its end was reported there are no "
+        "requests, the workers are never asked, and the blocks are never free",
     ),
 )

@@ -1,1 +1,1 @@
-"""Step: one step of the schedule, one concept a module."""
+"""Step: the planning of one step, one concept per module."""

@@ -1,4 +1,5 @@
-"""Admission: waiting requests pass the gates one by one, or end the phase."""
+"""Admission: waiting requests are tried one by one; each is admitted, skipped, or ends the
+phase."""
 
 from __future__ import annotations
 
@@ -39,10 +40,10 @@ from blockstep.spec.vocabulary import (
 
 
 def process_waiting_phase(step: Step) -> None:
-    """Admit waiting requests, in queue order, while tokens, seats and blocks last.
+    """Admit waiting requests, in queue order, while tokens, running slots and blocks last.
 
-    The first that does not fit ends the phase: nobody overtakes it, and nobody is preempted for
-    it. Source: seed 001 "Waiting Queue -- Admission Gate"; seed 000 "Phase 2"; P15, P16.
+    The first that does not fit ends the phase (head-of-line blocking), and no request is preempted
+    for it. Source: seed 001 "Waiting Queue -- Admission Gate"; seed 000 "Phase 2"; P15, P16.
     """
     config, rules = step.state.config, step.state.rules
     is_paused = step.state.pause_state is not PauseState.UNPAUSED
@@ -67,17 +68,18 @@ def process_waiting_phase(step: Step) -> None:
 
 
 def has_room(step: Step) -> bool:
-    """Whether there are tokens and a seat left. Source: seed 001 "Unified Token Budget"; P9."""
+    """Whether tokens and a running slot are left. Source: seed 001 "Unified Token Budget"; P9."""
     num_seats = step.state.rules.count_seats(len(step.running), step.requests)
     return step.budget > 0 and num_seats < step.state.config.max_num_seqs
 
 
 def process_received_behind(step: Step, head_id: RequestId) -> None:
-    """Let those behind a head that does not fit go on whose load has come: they have their blocks.
+    """Admit requests behind a head that does not fit if their asynchronous load has ended.
 
-    In the order in which they would be taken, and each is admitted or left where it stands; nobody
-    gives way for them. Else they would wait, blocks and all, for a head that may wait for these;
-    upstream has them do so. Source: vLLM 0.19.1 `schedule`; P10, P15, P17.
+    They have their blocks already. They are tried in queue order, each is admitted or stays where
+    it is, and no blocks are reclaimed for them. Otherwise they would wait, holding blocks, for a
+    head that may wait for these blocks; upstream lets them wait. Source: vLLM 0.19.1 `schedule`;
+    P10, P15, P17.
     """
     if not step.transfers.parked or not step.state.rules.looks_behind_the_head:
         return
@@ -93,7 +95,7 @@ def process_received_behind(step: Step, head_id: RequestId) -> None:
 
 
 def get_verdict(step: Step, request_id: RequestId) -> Verdict:
-    """Whether the request is admitted now, if need be with blocks of others that do not run.
+    """Try to admit the request, reclaiming blocks if no request runs; return the verdict.
 
     Source: seed 001 "Waiting Queue -- Admission Gate"; P15, P16.
     """
@@ -104,9 +106,10 @@ def get_verdict(step: Step, request_id: RequestId) -> Verdict:
 
 
 def process_trial(step: Step, request_id: RequestId) -> Verdict:
-    """Try to admit a waiting request; one that is parked, as what it is once its load has come.
+    """Try to admit a waiting request; one with an ended asynchronous load as it is after the load.
 
-    Where it is refused it stays parked, and nothing of it is findable. Source: P7, P15, P19.
+    If it is not admitted it keeps waiting for the load's admission, and none of its blocks is
+    published. Source: P7, P15, P19.
     """
     request = step.requests[request_id]
     if request.status is not Status.WAITING_FOR_REMOTE_KVS:
@@ -123,7 +126,7 @@ def process_trial(step: Step, request_id: RequestId) -> Verdict:
 
 
 def process_gates(step: Step, request_id: RequestId) -> Verdict:
-    """Admit a request that waits; the first gate that holds it up decides.
+    """Try to admit a waiting request; the first gate that stops it gives the verdict.
 
     Source: seed 001 "Waiting Queue -- Admission Gate"; P15, P16.
     """
@@ -135,9 +138,9 @@ def process_gates(step: Step, request_id: RequestId) -> Verdict:
 
 
 def process_grammar_gate(step: Step, request: RequestState) -> Verdict | None:
-    """Who waits for a grammar is passed over until it is compiled, and then is like all others.
+    """Skip a request whose grammar is not compiled; once it is, the request waits like others.
 
-    A session that rests is passed over until it goes on. Source: seed 001 "Filter on blocking
+    An idle session is skipped until it gets further input. Source: seed 001 "Filter on blocking
     status"; P15.
     """
     if not is_blocked(request):
@@ -149,7 +152,7 @@ def process_grammar_gate(step: Step, request: RequestState) -> Verdict | None:
 
 
 def process_flight_gate(step: Step, request: RequestState) -> Verdict | None:
-    """Who was preempted in flight is passed over until its tokens are there.
+    """Skip a preempted request until frames in flight have delivered its tokens.
 
     Admitted before, it would sample a position twice (upstream #48245). Source: P13.
     """
@@ -159,7 +162,7 @@ def process_flight_gate(step: Step, request: RequestState) -> Verdict | None:
 
 
 def process_adapter_gate(step: Step, request: RequestState) -> Verdict | None:
-    """Who would bring one adapter too many is passed over until one of those that run is gone.
+    """Skip a request whose LoRA adapter would exceed `max_loras`, until a running request finishes.
 
     Source: vLLM 0.19.1 `schedule` ("Scheduling would exceed max_loras"); P9, P15.
     """
@@ -173,9 +176,9 @@ def process_adapter_gate(step: Step, request: RequestState) -> Verdict | None:
 
 
 Gate: TypeAlias = Callable[[Step, RequestState], Verdict | None]
-"""What may hold a waiting request up for reasons of its own; None lets it pass."""
+"""A check that may stop a waiting request for a reason of its own; None lets it pass."""
 GATES: tuple[Gate, ...] = (process_grammar_gate, process_flight_gate, process_adapter_gate)
-"""In this order, before anything is asked of budget and pool."""
+"""The gates, in this order, before budget and pool are considered."""
 
 
 def is_held_by_frames(frames: Sequence[Frame], request: RequestState) -> bool:
@@ -184,11 +187,11 @@ def is_held_by_frames(frames: Sequence[Frame], request: RequestState) -> bool:
 
 
 def process_admission(step: Step, request: RequestState) -> Verdict:
-    """Admit `request`, or park it for a load, if it fits; otherwise change nothing (P7).
+    """Admit `request`, or start its asynchronous load, if it fits; otherwise change nothing (P7).
 
-    A session goes on behind what it has computed, and looks for no hit; so does who was parked.
-    Source: seed 001 "Decision 2: Which WAITING requests get admitted?", "Full ISL reservation";
-    upstream #37307; P7, P8.
+    A session continues after its computed tokens, without a prefix hit; so does a request whose
+    asynchronous load has ended. Source: seed 001 "Decision 2: Which WAITING requests get
+    admitted?", "Full ISL reservation"; upstream #37307; P7, P8.
     """
     config, rules = step.state.config, step.state.rules
     # refuse
@@ -249,10 +252,11 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
 
 
 def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
-    """Park `request` while a store loads KV into its blocks, if it has these; else change nothing.
+    """Start an asynchronous load for `request` if its blocks are available; else change nothing.
 
-    It takes neither tokens nor a seat, and of blocks what is loaded; but the gate asks for all of
-    it, as of others. Source: vLLM 0.19.1 `schedule` (`load_kv_async`); P7, P8, P19.
+    It takes no tokens and no running slot, and blocks only for the loaded tokens; but the admission
+    gate asks for all of the request, as for others. Source: vLLM 0.19.1 `schedule`
+    (`load_kv_async`); P7, P8, P19.
     """
     granted = get_slots_at_admission(step, request, 0, hit)
     if granted is None:
@@ -269,11 +273,12 @@ def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
 def get_slots_at_admission(
     step: Step, request: RequestState, num_new: int, hit: Hit
 ) -> tuple[Pool, RequestState] | None:
-    """Slots for the first tokens of a waiting request, or None if it does not fit.
+    """Return pool and request with slots for its first tokens, or None if it does not fit.
 
-    Beside others that run it leaves them some free blocks; upstream leaves none. Nobody waits for
-    the sake of nobody. Source: seed 001 "Full ISL reservation"; seed 002 "The Watermark", which
-    has an empty engine wait, too; P7, P8, P10.
+    While other requests run it must leave them some free blocks (watermark); upstream leaves none.
+    With no running request there is no watermark, so no request waits without need. Source: seed
+    001 "Full ISL reservation"; seed 002 "The Watermark", which applies to an empty engine, too; P7,
+    P8, P10.
     """
     config, rules, pool = step.state.config, step.state.rules, step.pool
     name, goes_on = request.request_id, bool(config.groups and request.num_computed_tokens)
@@ -297,12 +302,12 @@ def get_slots_at_admission(
 
 
 def get_unwritten_states(step: Step) -> list[BlockId]:
-    """States that this very step writes: a hit is looked for without them.
+    """Return the state blocks that this very step writes: they are excluded from prefix hits.
 
-    KV of a layer is written before any row reads of it; states are read first. Those of frames in
-    flight are there, for those frames run before. Upstream has whoever would hit one wait, and all
-    behind it; here the hit is what is there.
-    Source: vLLM 0.19.1 `cached_blocks_this_step`; upstream #56525; P4, P15.
+    KV of a layer is written before any row reads it, but states are read first. States of frames in
+    flight are there, because those frames run before. Upstream makes a request that would hit one
+    wait, and all requests behind it; here it takes a shorter hit. Source: vLLM 0.19.1
+    `cached_blocks_this_step`; upstream #56525; P4, P15.
     """
     unwritten: list[BlockId] = []
     for index, group in enumerate(step.state.config.groups):
@@ -317,7 +322,7 @@ def get_unwritten_states(step: Step) -> list[BlockId]:
 def process_entrance(
     step: Step, request: RequestState, after: RequestState, hit: Hit, num_new: int
 ) -> None:
-    """Let an admitted request run: its seat, its row, what is counted of it.
+    """Move an admitted request to the running list, with its row and counters.
 
     Source: seed 001 "For Waiting Requests (First Prefill)"; P21.
     """
@@ -344,7 +349,7 @@ def process_entrance(
 
 
 def process_counted(step: Step, request: RequestState, hit: Hit) -> None:
-    """Count what cache and store had for a request that asked them and is given blocks.
+    """Count the cache and store hits of a request that asked for them and got blocks.
 
     Source: seed 001 "For Waiting Requests (First Prefill)", vLLM 0.19.1 `make_stats`; P21.
     """

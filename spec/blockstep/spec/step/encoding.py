@@ -1,10 +1,11 @@
-"""Encoding: what of an encoder the row of one request needs, asked and taken at one place each.
+"""Encoding: the encoder items that a request's row needs.
 
     | computed |  item  | text |  item: no room  |
                |---- the chunk ----|                 it ends before what cannot be read
 
-Asked before the row has its blocks, taken when it has them; in between others may be preempted,
-which leaves more room, and the items that were there for it are there or can be made anew.
+Items are checked before the row has its blocks, and taken when it has them. In between, other
+requests may be preempted, which only frees more room: items that were available then still are, or
+can be encoded again.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from blockstep.spec.vocabulary import Config, EncoderInputs, MultiModalItem, Req
 
 
 class Claim(NamedTuple):
-    """What a row may have of the tokens that it could have, and the items that these read."""
+    """The tokens that a row may have of those that it could have, and the items that these read."""
 
     num_tokens: int
     items: tuple[int, ...] = ()
     """Indices, ascending."""
     encoder: Encoder | None = None
-    """As it would be with the row; None where it is as it is."""
+    """The encoder after the row; None if the row does not change it."""
 
 
 def process_items_asked(
     step: Step, request: RequestState, num_computed: int, num_new: int
 ) -> Claim:
-    """How far a chunk of `num_new` tokens can be read. Nothing is taken yet.
+    """Return how many of `num_new` tokens can be read. The encoder's state is not changed.
 
     Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P7, P15, P22.
     """
@@ -64,13 +65,13 @@ def get_claim(
     num_computed: int,
     num_new: int,
 ) -> Claim:
-    """The items that a chunk of `num_new` tokens reads, and the tokens that it gets.
+    """Return the items that a chunk of `num_new` tokens reads, and the tokens that it gets.
 
-    The chunk ends before the first item that does not fit, and with `disable_chunked_mm_input` it
-    never ends inside of an item: where the end before an item without room is inside of another
-    one, a shorter chunk is asked for. Items of an encoder-decoder model stand beside the prompt, at
-    offset 0, so its first chunk has all of them or no token. Source: vLLM 0.19.1
-    `_try_schedule_encoder_inputs`, `EncoderDecoderCacheManager`; upstream #52306; P9, P15, P22.
+    The chunk ends before the first item that does not fit. With `disable_chunked_mm_input` it never
+    ends inside an item: if the end before an item without room is inside another one, a shorter
+    chunk is tried. Encoder-decoder inputs are attended from position 0, so the first chunk is
+    scheduled with all of them or not at all. Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`,
+    `EncoderDecoderCacheManager`; upstream #52306; P9, P15, P22.
     """
     num_ahead, taken, before = config.num_encoder_lookahead_tokens, [], encoder
     is_whole = config.disable_chunked_mm_input and encoder.is_shared
@@ -109,14 +110,14 @@ def get_claim(
 
 
 def has_room(encoder: Encoder, rules: Rules, item: MultiModalItem) -> bool:
-    """Whether an item can be made now, and kept. Source: vLLM 0.19.1 `can_allocate`; P9, P22."""
+    """Whether an item can be encoded now, and kept. Source: vLLM 0.19.1 `can_allocate`; P9, P22."""
     is_made = item.identifier not in encoder.offered or rules.external_costs_compute
     cost = item.num_embeds if is_made else 0
     return fits(item.num_embeds, cost, count_freeable(encoder), encoder.budget)
 
 
 def process_items_taken(step: Step, request: RequestState, claim: Claim) -> None:
-    """A row has its blocks: hold the items that it reads, and have made what is not there.
+    """Hold the items that a row reads, now that it has blocks, and plan to encode missing ones.
 
     Source: vLLM 0.19.1 `schedule` ("Allocate the encoder cache"); P9, P22.
     """
@@ -132,17 +133,20 @@ def process_items_taken(step: Step, request: RequestState, claim: Claim) -> None
 
 
 def process_items_refused(step: Step, request: RequestState, is_for_items: bool = False) -> None:
-    """Who gets no row holds nothing, or two could wait for what the other one holds.
+    """Drop the items of a request without a row, so that two requests never wait for each other's.
 
-    `is_for_items`: it is for want of an item that there is no row. Source: vLLM 0.19.1 `schedule`
-    ("untouch the request"), which forgets this case; upstream #31857; P7, P10, P22.
+    `is_for_items`: an item without room is the reason that there is no row. Source: vLLM 0.19.1
+    `schedule` ("untouch the request"), which forgets this case; upstream #31857; P7, P10, P22.
     """
     if not (is_for_items and step.state.rules.keeps_items_without_row):
         step.encoder = step.state.rules.free_items(step.encoder, request.request, None)
 
 
 def list_encoder_inputs(step: Step, is_external: bool) -> tuple[EncoderInputs, ...]:
-    """What a step encodes, or loads, in the order of the rows. Source: vLLM 0.19.1 `schedule`."""
+    """Return what a step encodes, or loads, in the order of the rows.
+
+    Source: vLLM 0.19.1 `schedule`.
+    """
     found: dict[str, list[int]] = {}
     for item in step.encoder.planned:
         if item.is_external is is_external:

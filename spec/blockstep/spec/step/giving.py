@@ -1,18 +1,18 @@
-"""Giving: where nobody else can give way, those do that hold blocks and do not run.
+"""Giving: blocks are reclaimed from requests that hold some without running.
 
-Between two chunks a session keeps its blocks, though nobody can say for how long: a client that
-never goes on would hold them for ever, and two that wait for their turn could each lack what the
-other holds (upstream #49439). So whoever lacks blocks while nobody else runs takes them from
-sessions, one at a time, and only as many as it needs. Since the empty pool can hold everybody
-alone, the first in line is then admitted, and who runs alone goes on: nobody waits for ever (P10),
-and each hold has an end (P17). While others run it waits for theirs, as everybody does.
+Between two inputs a session keeps its blocks for an unknown time: a client that never continues
+would keep them for ever, and two waiting sessions could each lack the blocks that the other holds
+(upstream #49439). So if a request lacks blocks and no other one runs, it takes them from sessions,
+one at a time, and only as many as it needs. Since the empty pool can hold every request alone, the
+head of the queue is then admitted, and a request that runs alone continues: no request waits for
+ever (P10), and each hold has an end (P17). While other requests run it waits for their blocks.
 
-Who is parked for a load that has come holds blocks likewise, until its turn comes, and two of them
-could each lack what the other holds. One whose load is under way cannot give: that ends by itself.
+A request whose asynchronous load has ended also holds blocks until it is admitted, and two of them
+could each lack the blocks of the other. A load under way is not reclaimed: it ends by itself.
 
-Those that rest give way before those that wait for their turn, and then whoever would be looked at
-last. A session that gave way has lost no tokens: it looks for a hit and computes the rest again, as
-after a preemption; but it did not run, so it is none.
+Idle sessions are reclaimed before requests that wait for admission, and among equals the one that
+would be tried last. A session loses no tokens by this: it looks for a hit and computes the rest
+again, as after a preemption; but it did not run, so it does not count as one.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from blockstep.spec.vocabulary import Policy, RequestId, Status
 
 
 def process_giving(step: Step, receiver_id: RequestId) -> bool:
-    """Take the blocks of a request that does not run, for one that lacks some; whether it did.
+    """Reclaim the blocks of a request that does not run; return whether one was found.
 
-    Not if they would be free only behind the answer to a frame in flight: then the step waits for
-    that answer, and takes no blocks of others meanwhile. Source: upstream #49439; P10, P17.
+    Blocks that would be free only after a commit of a frame in flight are not reclaimed: the step
+    waits for that commit, and reclaims no other blocks meanwhile. Source: upstream #49439; P10,
+    P17.
     """
     giver_id = find_giver(step, receiver_id)
     if giver_id is None:
@@ -46,7 +47,7 @@ def process_giving(step: Step, receiver_id: RequestId) -> bool:
 
 
 def find_giver(step: Step, receiver_id: RequestId | None = None) -> RequestId | None:
-    """The request, not the receiver, that is the first to give up its blocks while it does not run.
+    """Return the request whose blocks are reclaimed first; never the receiver, nor a running one.
 
     Source: upstream #49439; P10, P17.
     """
@@ -72,14 +73,17 @@ def process_gift(step: Step, giver_id: RequestId) -> None:
 
 
 def may_give(request: RequestState, rules: Rules) -> bool:
-    """Whether the rules have one that does not run give its blocks up. Source: P10, P17."""
+    """Whether the rules allow the blocks of a request that does not run to be reclaimed.
+
+    Source: P10, P17.
+    """
     if request.status is Status.WAITING_FOR_REMOTE_KVS:
         return rules.takes_back_from_parked
     return rules.takes_back_from_sessions
 
 
 def get_givers(policy: Policy, queued: Iterable[RequestId], requests: Requests) -> list[RequestId]:
-    """Those in the queues that hold blocks, who gives way first, first. Source: P10, P17."""
+    """Return the queued requests that hold blocks, in the order of reclaim. Source: P10, P17."""
     holders = [name for name in queued if any(requests[name].block_tables)]
     if policy is Policy.PRIORITY:
         holders.sort(key=lambda name: get_rank(requests[name]))
@@ -89,13 +93,13 @@ def get_givers(policy: Policy, queued: Iterable[RequestId], requests: Requests) 
 
 
 def without_blocks(request: RequestState) -> RequestState:
-    """A request once its blocks are gone: it computes all of it again. Source: P10, P17."""
+    """Return a request without blocks: it computes all of it again. Source: P10, P17."""
     held = NOTHING_HELD * len(request.holdings)
     return replace(request, num_computed_tokens=0, holdings=held)
 
 
 def get_unparked(request: RequestState, transfers: Transfers) -> RequestState:
-    """A request that was parked, as what it was before: a worker knows it, or it does not.
+    """Return a request with the status from before its asynchronous load: waiting or preempted.
 
     Source: vLLM 0.19.1 `_try_promote_blocked_waiting_request`; P26.
     """

@@ -1,10 +1,10 @@
-"""Loading: what a waiting request starts behind when a store has KV of it, and how it comes back.
+"""Loading: external hits of waiting requests, synchronous and asynchronous.
 
-    at once   |  hit  |  external  |   new   |     a row computes the new ones behind what is loaded
-    later     |  hit  |  external  |               no row, no seat: parked until the load has come
+    at once   |  hit  |  external  |   new   |     a row computes the new tokens after the load
+    later     |  hit  |  external  |               no row, no running slot until the load has ended
     back      |       computed     |   new   |     it asks neither cache nor store
 
-Until a load is known to have come nothing of it is findable but the hit (P19).
+Until a load is confirmed only the blocks of the local hit are published (P19).
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from blockstep.spec.vocabulary import NULL_BLOCK, BlockTables, Config, KVLoad, R
 
 
 def asks_store(request: RequestState, rules: Rules) -> bool:
-    """Whether a waiting request asks a store: if it computed nothing, and may take what others have
-    computed. Upstream asks also for who may not. Source: vLLM 0.19.1 `schedule`; P6, P21.
+    """Whether a waiting request asks a store: if it computed nothing, and may read the cache.
+
+    Upstream also asks for requests that may not. Source: vLLM 0.19.1 `schedule`; P6, P21.
     """
     if request.request.skip_reading_prefix_cache and not rules.asks_who_skips_reading:
         return False
@@ -41,9 +42,9 @@ def counts_as_asked(request: RequestState, rules: Rules) -> bool:
 def get_offered_hit(
     config: Config, transfers: Transfers, request: RequestState, hit: Hit, rules: Rules
 ) -> tuple[Hit, bool] | None:
-    """The hit, longer by what the store has behind it, and whether that comes later than the step.
+    """Return the hit extended by what the store has, and whether the load is asynchronous.
 
-    None if the store does not know yet. Source: vLLM 0.19.1 `get_num_new_matched_tokens`; P5.
+    None if the store has no answer yet. Source: vLLM 0.19.1 `get_num_new_matched_tokens`; P5.
     """
     if not asks_store(request, rules):
         return hit, False
@@ -65,13 +66,13 @@ def get_offered_hit(
 
 
 def get_clipped_tables(config: Config, hit: Hit, num_start: int, held: BlockTables) -> BlockTables:
-    """Per group: the blocks of a hit, null ones instead of what is not attended from there on, and
-    none of those that are held, which nobody has who asks a store, but by a quirk.
+    """Return, per group, the blocks of a hit, with null blocks for those skipped after the load.
 
         hit      | 1 | 2 | 3 |                  of a window that begins in the fourth block:
         clipped  | 0 | 0 | 0 | 0 | what is loaded, and new
 
-    Source: vLLM 0.19.1 `allocate_new_computed_blocks`; P5, P8.
+    Blocks that are held already are left out; a request that asks a store holds none, except by a
+    quirk. Source: vLLM 0.19.1 `allocate_new_computed_blocks`; P5, P8.
     """
     found = hit.block_tables or ((),) * len(config.groups)
     tables = []
@@ -82,7 +83,7 @@ def get_clipped_tables(config: Config, hit: Hit, num_start: int, held: BlockTabl
 
 
 def process_load(step: Step, request: RequestState, hit: Hit, is_async: bool) -> None:
-    """Have the worker load what the hit of a request lacks, which has the blocks for it.
+    """Have the worker load the external part of a request's hit into its blocks.
 
     Source: vLLM 0.19.1 `update_state_after_alloc`; P17.
     """
@@ -96,10 +97,10 @@ def process_load(step: Step, request: RequestState, hit: Hit, is_async: bool) ->
 
 
 def process_return(step: Step, request_id: RequestId) -> None:
-    """Make a parked request what it would be, once its load has come: what came is findable.
+    """Confirm the ended asynchronous load of a request, and publish the loaded blocks.
 
-    If nothing came, it holds nothing and asks anew. Who is refused afterwards is parked still (P7).
-    Source: vLLM 0.19.1 `_update_waiting_for_remote_kv`; P4, P19.
+    If nothing was loaded, it holds nothing and asks again. If it is not admitted afterwards, all of
+    this is undone (P7). Source: vLLM 0.19.1 `_update_waiting_for_remote_kv`; P4, P19.
     """
     request = get_unparked(step.requests[request_id], step.transfers)
     step.transfers = forget_load(step.transfers, request_id)

@@ -1,4 +1,4 @@
-"""Plans: what the worker is told, and the state once it is on its way."""
+"""Plans: the plan for the worker, and the state after planning."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from blockstep.spec.vocabulary import (
 
 
 def get_frame_rows(step: Step) -> tuple[FrameRow, ...]:
-    """What the frame of this step will ask of each request that has a row in it.
+    """Return the rows of this step's frame.
 
-    A row that reaches the last token that will be known then has the worker sample.
-    Source: seed 001 "_update_after_schedule()"; P12.
+    A row samples if it computes the last token that will be known by then. Source: seed 001
+    "_update_after_schedule()"; P12.
     """
     has_groups, rules = bool(step.state.config.groups), step.state.rules
     rows = []
@@ -51,7 +51,7 @@ def get_frame_rows(step: Step) -> tuple[FrameRow, ...]:
 
 
 def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
-    """The plan of the step: everything about new requests, differences for known ones.
+    """Return the plan of the step: all data of new requests, differences of known ones.
 
     Source: seed 001 "SchedulerOutput Construction", "CachedRequestData Construction"; P26.
     """
@@ -113,7 +113,7 @@ def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
 
 
 def get_copying(step: Step, plan: Plan) -> Plan:
-    """The plan with blocks to be copied, and with who has another table by that.
+    """Return the plan with blocks to be copied, and with the requests whose tables change by that.
 
     Source: seed 002 "The COW Mechanism" (`pending_copies`); P2, P26.
     """
@@ -126,10 +126,10 @@ def get_copying(step: Step, plan: Plan) -> Plan:
 
 
 def get_blocks_to_zero(step: Step) -> tuple[BlockId, ...]:
-    """Blocks that the step takes newly for attention, where recurrent groups take from the pool.
+    """Return blocks that the step newly takes for attention from a pool with recurrent groups.
 
-    By group, in the order of the rows. A hit is none of them. Upstream has those under full
-    attention zeroed only. Source: vLLM 0.19.1 `take_new_block_ids`; P3.
+    By group, in the order of the rows, without hit blocks. Upstream zeroes only those under full
+    attention. Source: vLLM 0.19.1 `take_new_block_ids`; P3.
     """
     groups, rules = step.state.config.groups, step.state.rules
     if not groups or all(map(is_attended, groups)):
@@ -150,9 +150,9 @@ def is_attended(group: KVGroup) -> bool:
 
 
 def get_num_common_prefix_blocks(step: Step) -> tuple[int, ...]:
-    """Per group: leading blocks that stand in the table of every running request.
+    """Return, per group, the number of leading blocks that all running requests share.
 
-    By the tables, where upstream counts holders, who need not run. Source: vLLM 0.19.1
+    Tables are compared; upstream counts holders, which need not run. Source: vLLM 0.19.1
     `get_num_common_prefix_blocks`; P26.
     """
     config = step.state.config
@@ -171,10 +171,10 @@ def get_num_common_prefix_blocks(step: Step) -> tuple[int, ...]:
 
 
 def count_held_by_all(step: Step, table: Sequence[BlockId]) -> int:
-    """Leading blocks of a table that are held as often as there are requests that hold any.
+    """Return the leading blocks of a table whose ref count is the number of requests with blocks.
 
-    Source: vLLM 0.19.1 `FullAttentionManager.get_num_common_prefix_blocks`, where a request that
-    holds a block in two tables counts twice; P26.
+    Source: vLLM 0.19.1 `FullAttentionManager.get_num_common_prefix_blocks`, which counts a request
+    that holds a block in two tables twice; P26.
     """
     waiting = [step.requests[name].block_tables for name in (*step.waiting, *step.skipped)]
     ended = step.transfers.held
@@ -185,7 +185,10 @@ def count_held_by_all(step: Step, table: Sequence[BlockId]) -> int:
 
 
 def count_common_blocks(tables: Sequence[tuple[BlockId, ...]]) -> int:
-    """Leading blocks that all tables share, as the least and the greatest do. Source: P26."""
+    """Return the leading blocks that all tables share; the least and the greatest decide.
+
+    Source: P26.
+    """
     least, greatest = min(tables), max(tables)
     if least == greatest:
         return len(least)
@@ -198,10 +201,10 @@ def count_common_blocks(tables: Sequence[tuple[BlockId, ...]]) -> int:
 
 
 def process_advance(step: Step, frame_rows: tuple[FrameRow, ...]) -> State:
-    """The state once the plan is on its way: scheduled tokens count as computed.
+    """Return the state after planning: scheduled tokens count as computed.
 
-    So that a next step can be planned before this one ends; what is rejected later is taken back
-    by the commit. Source: seed 001 "_update_after_schedule()"; P12.
+    So a next step can be planned before this one ends; the commit rolls rejected tokens back.
+    Source: seed 001 "_update_after_schedule()"; P12.
     """
     for row, frame_row in zip(step.rows, frame_rows, strict=True):
         request, num_computed = step.requests[row.request_id], row.num_computed + row.num_scheduled
@@ -228,11 +231,11 @@ def process_advance(step: Step, frame_rows: tuple[FrameRow, ...]) -> State:
 
 
 def process_promises(step: Step, rows: Sequence[FrameRow]) -> None:
-    """Count the tokens that the step will sample, and leave room for the drafts that follow them.
+    """Add placeholders for the tokens that the step will sample, and for the drafts after them.
 
-    A row that samples promises a token and its drafts. What the worker then proposes only it knows,
-    and only until the next plan: who is left out of this one has no drafts in the next, where
-    upstream keeps its placeholders and has them verified as if they were drafts (#46899).
+    A row that samples adds one for the token and one per draft. Only the worker knows what it then
+    proposes, and only until the next plan: a request without a row in this plan has no drafts in
+    the next. Upstream keeps its placeholders and has them verified as if they were drafts (#46899).
     Source: vLLM 0.19.1 `AsyncScheduler._update_after_schedule`; P12, P24.
     """
     promising = {row.request_id: 1 + len(row.draft_token_ids) for row in rows if row.samples}

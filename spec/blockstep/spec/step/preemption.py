@@ -1,12 +1,13 @@
-"""Preemption: where blocks are short, a running request gives up all of its own.
+"""Preemption: when blocks are short, a running request loses all of its own.
 
 Its blocks are free at once (`memory.slots.revoke_slots`): the last of its table is queued first,
-and what was written stays findable until somebody else needs the block. It waits at the front and
-computes everything again, but for what a store was given to keep of it (`step.saving`).
+and computed blocks stay cached until they are reused. It waits at the front and computes everything
+again, except for what a store saves of it (`step.saving`).
 
-A victim whose blocks would not be free at once is not preempted: beside a store they wait for the
-frame in flight that names it (`memory.deferred`), so the step would gain nothing. The running phase
-ends there, nobody is admitted, and the next step can preempt the victim if it still has to.
+A victim whose blocks would not be free at once is not preempted: with a store they wait for the
+frame in flight with its row (`memory.deferred`), so the step would gain nothing. The running phase
+ends there, no request is admitted, and the next step can preempt the victim if that is still
+needed.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from blockstep.spec.vocabulary import RequestId, Status
 def process_claim(
     step: Step, index: int, num_new: int
 ) -> tuple[tuple[Pool, RequestState] | None, int]:
-    """Slots for the running request at `index`, at the cost of others as long as they are short.
+    """Allocate slots for the running request at `index`, preempting others while they are short.
 
-    Of others that run; one that runs alone asks sessions that do not, before it preempts itself.
+    Running requests are victims; the only running request first reclaims blocks of requests that do
+    not run, before it preempts itself.
 
-    Returns what it is granted, or None if it had to preempt itself or waits for the answer to a
-    frame (`Step.awaits_answer`), and the index at which the running phase goes on: after it has
-    preempted itself that of the request behind it.
-    Source: seed 001 "Preemption in the Running Loop"; vLLM 0.33.0
-    `_request_blocks_can_be_freed`; P15, P16, P17.
+    Returns pool and request, or None if it preempted itself or waits for a commit
+    (`Step.awaits_answer`); and the index at which the running phase continues: after a
+    self-preemption that of the next request. Source: seed 001 "Preemption in the Running Loop";
+    vLLM 0.33.0 `_request_blocks_can_be_freed`; P15, P16, P17.
     """
     config, rules = step.state.config, step.state.rules
     request = step.requests[step.running[index]]
@@ -66,13 +67,12 @@ def process_claim(
 
 
 def process_preemption(step: Step, victim_index: int) -> RequestId:
-    """Send one running request back to wait; if it was in this step already, take it out.
+    """Preempt one running request, and withdraw its row if it has one in this step.
 
     Under PRIORITY the victim may have been planned earlier in the same step: its tokens return to
-    the budget, its row, its drafts and what it published for this step are withdrawn. Outside of a
-    plan there is nobody to save anything of it, and after a reset nobody to want it.
-    Source: seed 001 "Preemption in the Running Loop"; upstream #23347, #23713, #28558, #43569;
-    P4, P9, P14.
+    the budget, and its row, its drafts and the keys published for this step are withdrawn. Outside
+    of a plan (at a reset) nothing is saved to a store: no worker would read it. Source: seed 001
+    "Preemption in the Running Loop"; upstream #23347, #23713, #28558, #43569; P4, P9, P14.
     """
     config, rules = step.state.config, step.state.rules
     victim_id = step.running.pop(victim_index)
@@ -96,11 +96,11 @@ def process_preemption(step: Step, victim_index: int) -> RequestId:
 
 
 def get_preempted(request: RequestState) -> RequestState:
-    """The request after it lost its blocks: it recomputes everything, but keeps its outputs.
+    """Return the request without its blocks: it recomputes everything, but keeps its outputs.
 
     It keeps its placeholders, too: frames in flight still deliver its tokens, and until they have
-    it is not admitted again. Dropping the frames' tokens, or their count, is what upstream does in
-    turns (#47900, #48245). Source: seed 001 "Preemption Policy -- Recomputation Only in V1"; P12.
+    it is not admitted again. Upstream's versions either drop the frames' tokens or forget their
+    count (#47900, #48245). Source: seed 001 "Preemption Policy -- Recomputation Only in V1"; P12.
     """
     return replace(
         request,

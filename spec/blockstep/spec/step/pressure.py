@@ -1,11 +1,11 @@
-"""Pressure: admission closes where blocks are short, and opens again where enough are free.
+"""Pressure: admission closes when few blocks are free, and opens when enough are free.
 
-              low            high
-    free  0 ---|--------------|-------------> closed below `low`, open from `high` on, and as it
-                                              was between them
+               low            high
+    free  0 ---|--------------|-------------> closed below `low`, open from `high` on, unchanged
+                                              in between
 
-Without a distance between the two, whoever is admitted may cost somebody else its blocks, whose
-turn is next: everybody is computed again and again.
+Without a distance between the two, each admission may preempt another request, which is admitted
+next: requests are computed again and again.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from blockstep.spec.step.work import Step
 def is_closed(
     was_closed: bool, num_running: int, has_victims: bool, num_free: int, low: int, high: int
 ) -> bool:
-    """Whether nobody is admitted, of a step whose running requests have what they get.
+    """Whether admission is closed in a step, after its running phase.
 
-    Whoever runs comes to its end, and its blocks are free then; where nobody runs nothing is to be
-    waited for. So nobody waits for ever (P10). A `high` of 0 never closes.
-    Source: seed 002 "Memory Pressure Signals", which counts what is cached as used, and so may
-    have an empty engine admit nobody.
+    Running requests finish, and then their blocks are free; if no request runs there is nothing to
+    wait for. So no request waits for ever (P10). A `high` of 0 never closes. Source: seed 002
+    "Memory Pressure Signals", which counts cached blocks as used, and so may close admission of an
+    empty engine.
     """
     if high == 0 or num_running == 0:
         return False

@@ -1,7 +1,7 @@
-"""Queues: who is next, and who has to go.
+"""Queues: the order of admission, and the choice of the victim.
 
-Under FCFS `waiting` and `skipped_waiting` are plain queues: newcomers join at the back, the
-preempted return to the front. Under PRIORITY both are kept sorted, and neither end is special.
+Under FCFS `waiting` and `skipped_waiting` are plain queues: new requests join at the back,
+preempted ones return to the front. Under PRIORITY both are kept sorted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Requests = Mapping[RequestId, RequestState]
 
 
 def get_rank(request: RequestState) -> tuple[int, int, RequestId]:
-    """Place in a priority queue: priority, then arrival, then id; the least is next.
+    """Return the rank in a priority queue: priority, then arrival, then id; the least is next.
 
     Source: seed 001 "Request Ordering (PRIORITY mode)"; P16.
     """
@@ -25,7 +25,7 @@ def get_rank(request: RequestState) -> tuple[int, int, RequestId]:
 
 
 def is_blocked(request: RequestState) -> bool:
-    """Whether it waits for something other than its turn.
+    """Whether the request waits for something other than admission.
 
     Source: seed 001 "RequestStatus Lifecycle" (the three waiting sub-states).
     """
@@ -39,7 +39,8 @@ def is_blocked(request: RequestState) -> bool:
 def process_append(
     policy: Policy, queue: list[RequestId], request_id: RequestId, requests: Requests
 ) -> None:
-    """A newcomer joins `queue`. Source: seed 001 "FCFSRequestQueue, PriorityRequestQueue"."""
+    """Append a new request to `queue`. Source: seed 001 "FCFSRequestQueue,
+    PriorityRequestQueue"."""
     if policy is Policy.PRIORITY:
         insort(queue, request_id, key=lambda other: get_rank(requests[other]))
     else:
@@ -49,7 +50,7 @@ def process_append(
 def process_prepend(
     policy: Policy, queue: list[RequestId], request_id: RequestId, requests: Requests
 ) -> None:
-    """A preempted or skipped request returns to the front of `queue`, if it has a front.
+    """Put a preempted or skipped request at the front of `queue`; under PRIORITY by its rank.
 
     Source: seed 001 "Preemption Policy"; P16.
     """
@@ -62,9 +63,9 @@ def process_prepend(
 def select_queue(
     policy: Policy, waiting: list[RequestId], skipped: list[RequestId], requests: Requests
 ) -> list[RequestId]:
-    """The queue whose head is looked at next; empty if both are.
+    """Return the queue whose head is tried next; empty if both are.
 
-    FCFS: the skipped ones are older. PRIORITY: the head of lower rank.
+    FCFS: the skipped queue, whose requests are older. PRIORITY: that with the head of lower rank.
     Source: seed 001 "Queue Selection: FCFS vs PRIORITY"; P16.
     """
     if not skipped or not waiting:
@@ -82,13 +83,13 @@ def select_victim(
     get_victim_rank: Callable[[RequestState], tuple[int | str, ...]] = get_rank,
     warm: Collection[str] = (),
 ) -> int:
-    """Index in `running` of the request to preempt.
+    """Return the index in `running` of the request to preempt.
 
-    FCFS: the last admitted. CONTINUUM: the last one of no job in `warm`, if there is one (seed 001
-    "Change 7"). PRIORITY: the one of greatest rank, the very order of the queues.
-    Upstream leaves the id out here and takes the first of equal priority and arrival; two such
-    requests that do not both fit then preempt each other for ever (P10).
-    Source: seed 001 "Preemption in the Running Loop"; P10, P16.
+    FCFS: the last admitted. CONTINUUM: the last one whose job is not in `warm` (jobs with a pin),
+    if there is one (seed 001 "Change 7"). PRIORITY: the one of greatest rank, as in the queues.
+    Upstream leaves the id out of the rank and takes the first of equal priority and arrival; two
+    such requests that do not both fit then preempt each other for ever (P10). Source: seed 001
+    "Preemption in the Running Loop"; P10, P16.
     """
     if policy is Policy.FCFS:
         return len(running) - 1

@@ -1,4 +1,4 @@
-"""Running: those that run catch up with what they know, in running order."""
+"""Running: running requests compute their uncomputed tokens, in running order."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from blockstep.spec.vocabulary import BlockCopy
 
 
 def process_running_phase(step: Step) -> None:
-    """Let running requests catch up, in running order; preempt where blocks are short.
+    """Schedule running requests, in running order; preempt when blocks are short.
 
-    Stops when the budget is spent, or when a request had to preempt itself, or waits for blocks
-    that are free behind the answer to a frame.
-    Source: seed 001 "Schedule RUNNING Requests"; seed 000 "Phase 1"; P15.
+    Stops when the budget is spent, when a request had to preempt itself, or when one waits for
+    blocks that a commit will free. Source: seed 001 "Schedule RUNNING Requests"; seed 000 "Phase
+    1"; P15.
     """
     index = 0
     while index < len(step.running) and step.budget > 0:
@@ -44,7 +44,7 @@ def process_running_phase(step: Step) -> None:
 
 
 def get_running_share(step: Step, request: RequestState) -> tuple[int, Claim]:
-    """Tokens that a running request gets in this step, none if 0 or less; and its items.
+    """Return the tokens that a running request gets in this step, none if 0 or less; and its items.
 
     Source: seed 001 "For Running Requests"; P15, P22.
     """
@@ -62,10 +62,10 @@ def get_running_share(step: Step, request: RequestState) -> tuple[int, Claim]:
 
 
 def get_num_running_tokens(step: Step, request: RequestState) -> int:
-    """Tokens that a running request could have in this step; none if 0 or less.
+    """Return the tokens that a running request could have in this step; none if 0 or less.
 
-    Position max_model_len - 1 is never computed: the token sampled before it was the last.
-    Source: seed 001 "For Running Requests", "Async scheduling skip-ahead".
+    Position max_model_len - 1 is never computed: the token sampled before it was the last. Source:
+    seed 001 "For Running Requests", "Async scheduling skip-ahead".
     """
     config, asked = step.state.config, request.request
     num_computed, num_placeholders = request.num_computed_tokens, request.num_output_placeholders
@@ -84,10 +84,10 @@ def get_num_running_tokens(step: Step, request: RequestState) -> int:
 def process_grant(
     step: Step, request: RequestState, num_new: int, granted: tuple[Pool, RequestState]
 ) -> None:
-    """Put a running request into the step; its drafts go along, or are gone.
+    """Add a running request's row to the step, with its drafts.
 
-    A draft the budget cut off is dropped: next step's proposer sees more tokens and knows better.
-    Source: seed 001 "Packing Spec Tokens at Schedule Time".
+    A draft that the budget cut off is dropped: the next proposal is based on more tokens, and so
+    better. Source: seed 001 "Packing Spec Tokens at Schedule Time".
     """
     step.pool, after = granted
     num_computed = request.num_computed_tokens

@@ -1,12 +1,12 @@
-"""Saving: what a store is given to keep of a victim, before its blocks are anybody else's.
+"""Saving: what a store saves of a victim (swap-out), before its blocks are reused.
 
     known        |------ prompt ------|-- verified outputs --|
-    computed     |-------- KV exists, or will before this step is carried out -------->|
+    computed     |-------- KV exists, or will before this step is executed ----------->|
     saved        |     full blocks of every group     |
 
-What is known and computed has its KV for good: a worker carries plans out in their order, and what
-frames in flight may still take back lies behind what is known. The blocks are read before anything
-else is done in the step, so they are free at once.
+The KV of tokens that are known and computed is final: a worker executes plans in order, and drafts
+that frames in flight may reject come after the known tokens. The blocks are read before any other
+access in the step, so they are free at once.
 """
 
 from __future__ import annotations
@@ -21,36 +21,37 @@ from blockstep.spec.vocabulary import Config, KVSave
 def compute_num_saved(
     num_computed: int, num_known: int, block_sizes: Sequence[int], min_tokens: int
 ) -> int:
-    """Leading tokens of a victim that are saved: full blocks of all groups, or none of too few.
+    """Return the leading tokens of a victim that are saved: full blocks of all groups; 0 if too
+    few.
 
     From `min_tokens` on it costs less to save and load them than to compute them again; at 0 it
     never does. Source: seed 002 "Preemption Strategies: Swap vs Recompute".
     """
     if min_tokens == 0:
-        return 0  # before `lcm`, which would make a symbolic block size a number
+        return 0  # before `lcm`, which would make a symbolic block size concrete
     unit = lcm(*block_sizes)
     num_full = min(num_computed, num_known) // unit * unit
     return num_full if num_full >= min_tokens else 0
 
 
 def compute_break_even(num_setup: int, num_moved: int, num_computed: int) -> int:
-    """The least number of tokens that cost no more to save and load than to compute again; 0 if
-    there is none.
+    """Return the least number of tokens that cost no more to save and load than to compute again.
 
-    In any one unit of time: what both ways take however few tokens there are, and of one token
-    saving and loading together, and computing. It is what `swap_min_tokens` wants to be, measured.
-    Source: seed 002 "Preemption Strategies: Swap vs Recompute", which counts one way alone.
+    0 if there is none. In any one unit of time: `num_setup` is the fixed cost of saving and
+    loading, `num_moved` their cost per token together, `num_computed` the cost of computing a
+    token. It is a measured value for `swap_min_tokens`. Source: seed 002 "Preemption Strategies:
+    Swap vs Recompute", which counts one way alone.
     """
     num_gained = num_computed - num_moved
     return max(-(-num_setup // num_gained), 1) if num_gained > 0 else 0
 
 
 def get_save(config: Config, victim: RequestState) -> KVSave | None:
-    """What is saved of a request that is about to lose its blocks, None if nothing is.
+    """Return what is saved of a request that is about to lose its blocks, or None.
 
-    Nothing is of one whose own load may not have come. What its windows have left behind is as
-    absent from what is saved as from its tables. Source: seed 002 "Eviction (GPU to CPU)", which
-    counts on its copies being done when it gives the blocks away; P4, P19.
+    Nothing is saved of a request whose own load is unconfirmed. Skipped blocks are null in what is
+    saved, as in its tables. Source: seed 002 "Eviction (GPU to CPU)", which assumes that its copies
+    are done when it releases the blocks; P4, P19.
     """
     num_tokens = compute_num_saved(
         victim.num_computed_tokens,

@@ -2,8 +2,8 @@
 
 There is no prefill phase and no decode phase. Each request has computed tokens and known tokens
 (and drafts), and a step lets the first catch up with the second: running requests before waiting
-ones, in order, until tokens or blocks run out. With asynchronous scheduling the tokens that frames
-in flight promise count as known. Source: seed 001 "The schedule() Method"; seed 000 "Scheduler
+ones, in order, until tokens or blocks run out. With asynchronous scheduling the placeholders of
+frames in flight count as known. Source: seed 001 "The schedule() Method"; seed 000 "Scheduler
 Iteration".
 """
 
@@ -43,7 +43,7 @@ def process_schedule(state: State) -> tuple[State, Plan] | Rejected:
 
 
 def create_step(state: State) -> Step:
-    """A step of which nothing is planned yet; while all is paused it may spend nothing.
+    """Return a step in which nothing is planned yet; its budget is 0 while all is paused.
 
     Source: seed 001 "Unified Token Budget"; P9.
     """

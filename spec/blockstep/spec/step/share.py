@@ -4,7 +4,7 @@
     a step of n tokens            |-- computed c --|---- n ----|
     drafts in it                                   |- c+n-k -|
 
-The running and the waiting phase ask the same functions.
+The running and the waiting phase use the same functions.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def compute_share(
     end: int,
     is_whole: bool = False,
 ) -> int:
-    """Tokens of a row: the gap up to `num_wanted`, under every cap; 0 or less means none.
+    """Return the tokens of a row: the gap up to `num_wanted`, within all limits; none if 0 or less.
 
-    No position from `end` on is computed. With `is_whole` a gap that the budget cannot take in one
-    piece gets nothing. Source: seed 001 "For Running Requests", "For Waiting Requests (First
-    Prefill)"; seed 000 "1. Calculate Tokens"; P9.
+    No position from `end` on is computed. With `is_whole`, a gap that exceeds the budget gets
+    nothing. Source: seed 001 "For Running Requests", "For Waiting Requests (First Prefill)"; seed
+    000 "1. Calculate Tokens"; P9.
     """
     num_new = num_wanted - num_computed
     if 0 < threshold < num_new:
@@ -42,11 +42,12 @@ def compute_share(
 def get_aligned_share(
     config: Config, request: RequestState, num_computed: int, num_new: int
 ) -> int:
-    """Tokens of a row once its prompt is cut where states are kept. Source: P5, P10."""
+    """Return the tokens of a row after cutting its prompt at boundaries of states. Source: P5,
+    P10."""
     groups = config.groups
     aligned = [g.block_size for g in groups if g.mamba_cache_mode is MambaCacheMode.ALIGN]
     num_prompt, num_known = len(request.request.prompt_token_ids), request.num_known_tokens
-    # From there on it decodes, or goes on to once it is resumed.
+    # From there on it decodes, or continues until it does after a resume.
     if not aligned or num_new <= 0 or num_computed >= max(num_prompt, num_known - 1):
         return num_new
     attended = [g.block_size for g in groups if g.kind is not GroupKind.RECURRENT]
@@ -59,13 +60,14 @@ def get_aligned_share(
 def compute_aligned_end(
     num_computed: int, end: int, last: int, unit: int, block_sizes: Sequence[int]
 ) -> int:
-    """Where a chunk of a prompt ends that could reach `end`, so that it leaves its state in time.
+    """Return where a chunk of a prompt ends that could reach `end`, so that it saves its state in
+    time.
 
-    `last` is the last boundary that a later request could hit, `unit` apart from the one before.
-    Up to there a chunk is whole units; less than one goes on all the same, as far as it can, and
-    the next chunks up to the end of the block: none takes a block of `block_sizes` on past its end.
-    Upstream rounds what is less to nothing, for ever where it is all that a step allows (#40707).
-    Source: vLLM 0.19.1 `_mamba_block_aligned_split`; P3, P10.
+    `last` is the last boundary that a later request could hit; such boundaries are `unit` apart. Up
+    to there a chunk is whole units. If less than one unit is possible, the chunk is as long as it
+    can be, and the next chunks go up to the end of the block: none continues a block of
+    `block_sizes` past its end. Upstream rounds less than a unit to nothing, for ever if a step
+    allows no more (#40707). Source: vLLM 0.19.1 `_mamba_block_aligned_split`; P3, P10.
     """
     block_ends = [-(-num_computed // size) * size for size in block_sizes if num_computed % size]
     if block_ends:
@@ -77,7 +79,7 @@ def compute_aligned_end(
 
 
 def compute_num_drafts(num_computed: int, num_scheduled: int, num_known: int) -> int:
-    """Drafts among the scheduled tokens: those past the known ones.
+    """Return the number of drafts among the scheduled tokens: those past the known ones.
 
     Source: seed 001 "Packing Spec Tokens at Schedule Time".
     """
@@ -89,8 +91,8 @@ def is_past_max_tokens(
 ) -> bool:
     """Whether a frame in flight ends the request even if all of its drafts are rejected.
 
-    With placeholders, computed - placeholders + 1 tokens are known, and one more at least is on its
-    way; so nothing is scheduled behind the last token. Deeper pipelines may still run a row too
+    With placeholders, computed - placeholders + 1 tokens are known, and at least one more is in
+    flight; so nothing is scheduled after the last token. Deeper pipelines may still run one row too
     many, which ends with its request. Source: seed 001 "Async scheduling skip-ahead"; P13.
     """
     return num_placeholders > 0 and num_computed + 2 - num_placeholders >= num_prompt + max_tokens

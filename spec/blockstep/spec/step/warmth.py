@@ -1,4 +1,4 @@
-"""Warmth: what a step does for jobs of which a pin is there, and for those who lack its blocks."""
+"""Warmth: expiry of pins in a step, queue order of their jobs, and reclaim of their blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from blockstep.spec.vocabulary import Pin, RequestId, Status
 
 
 def process_expiry(step: Step) -> None:
-    """Pins end whose time is over, before anything is allocated; then who is warm goes ahead.
+    """End pins whose time is over, before any allocation; then sort jobs with a pin to the front.
 
     Source: seed 001 "Change 5"; P16, P17.
     """
@@ -31,24 +31,29 @@ def process_expiry(step: Step) -> None:
 def get_warm_first(
     waiting: Iterable[RequestId], requests: Requests, warm: Collection[str]
 ) -> list[RequestId]:
-    """The queue with the preempted first, then who is of a job with a pin; equals as before.
+    """Return the queue with preempted requests first, then those of jobs with a pin; stable.
 
-    Who was preempted has waited longest, and computes again what it had. Source: seed 001
-    "Change 5"; P16.
+    A preempted request has waited longest, and computes its tokens again. Source: seed 001 "Change
+    5"; P16.
     """
     return sorted(waiting, key=lambda name: compute_coldness(requests[name], warm))
 
 
 def compute_coldness(request: RequestState, warm: Collection[str]) -> int:
-    """Its class in the queue; the least goes first. Source: seed 001 "Change 5"; P16."""
+    """Return the request's class in the queue; the least goes first.
+
+    Source: seed 001 "Change 5"; P16.
+    """
     if request.status is Status.PREEMPTED:
         return 0
     return 1 if request.request.job_id in warm else 2
 
 
 def process_taking(step: Step, receiver_id: RequestId) -> bool:
-    """Take blocks of who does not run for one that lacks some: a pin's first, for it is nobody's
-    yet; whether there was one. Source: P10, P17.
+    """Reclaim blocks for a request that lacks some: a pin, or else those of a request that does not
+    run.
+
+    Returns whether there was one. Source: P10, P17.
     """
     givers = list_givers(step.pins, step.requests[receiver_id].request.job_id)
     process_unpinning(step, givers[:1])
@@ -56,7 +61,7 @@ def process_taking(step: Step, receiver_id: RequestId) -> bool:
 
 
 def process_unpinning(step: Step, gone: list[Pin]) -> None:
-    """These pins end now. Source: seed 001 "Change 4"; P17."""
+    """End these pins now. Source: seed 001 "Change 4"; P17."""
     if gone:
         step.pool, pins = free_pins(step.pool, step.pins, gone)
         step.pins = forget_jobs(pins, list_unfinished_jobs(step.requests))

@@ -1,4 +1,4 @@
-"""Work: a step while it is planned, and what it may still spend."""
+"""Work: a step while it is planned, and its remaining budget."""
 
 from __future__ import annotations
 
@@ -28,46 +28,47 @@ from blockstep.spec.vocabulary import (
 
 
 class Verdict(Enum):
-    """What becomes of a waiting request that a step looks at."""
+    """The result of trying to admit a waiting request."""
 
     ADMITTED = auto()
     PARKED = auto()
-    """It waits for what a store loads for it."""
+    """It waits for an asynchronous load from a store."""
     PASSED_OVER = auto()
-    """It waits for something that this step does not bring; others may go first."""
+    """It waits for something that this step does not bring; others are tried."""
     NO_ROOM = auto()
-    """It lacks tokens; nobody overtakes it."""
+    """It lacks tokens; no later request is tried."""
     NO_BLOCKS = auto()
-    """It lacks blocks; nobody overtakes it."""
+    """It lacks blocks; no later request is tried."""
 
 
 @wide_dataclass(frozen=True, slots=True)
 class Scheduled:
-    """One request's share of the step being planned."""
+    """One request's row in the step being planned."""
 
     request_id: RequestId
     num_computed: int
-    """Computed tokens before the step, the prefix hit included."""
+    """Computed tokens before the step, including the prefix hit."""
     num_scheduled: int
     new_blocks: BlockTables
     """Per group: blocks appended in this step; all of them for an admitted request."""
     hit: BlockTables = ()
-    """Per group: those of them that it shares, or that a session kept; empty for who runs."""
+    """Per group: those of them that are a hit, or that a session kept; empty for a running request.
+    """
     drafts: TokenIds = ()
     status: Status = Status.RUNNING
-    """What it was before: RUNNING, or WAITING or PREEMPTED when the step admits it."""
+    """The status before: RUNNING, or WAITING or PREEMPTED when the step admits it."""
     copies: tuple[BlockCopy, ...] = ()
-    """Of blocks that others hold, too: its own stand in their places."""
+    """Copies of shared blocks; the request's own blocks replace them in its table."""
 
 
 @dataclass(slots=True)
 class Step:
-    """A step while it is planned: the one place where this room changes something."""
+    """A step while it is planned: the only object in this package that is modified."""
 
     state: State
-    """As it was before the step."""
+    """The state before the step."""
     budget: int
-    """Tokens that it may still compute (P9)."""
+    """Tokens that may still be scheduled (P9)."""
     pool: Pool
     requests: dict[RequestId, RequestState]
     running: list[RequestId]
@@ -79,30 +80,32 @@ class Step:
     pins: Pins = NO_PINS
     rows: list[Scheduled] = field(default_factory=list)
     granted: list[Scheduled] = field(default_factory=list)
-    """Those, and rows that were taken back."""
+    """All rows, including withdrawn ones."""
     loads: list[KVLoad] = field(default_factory=list)
-    """In the order in which requests were looked at."""
+    """The loads of the step, in the order in which requests were tried."""
     saves: list[KVSave] = field(default_factory=list)
-    """In the order of preemption."""
+    """The KV to save, in the order of preemption."""
     preempted: list[RequestId] = field(default_factory=list)
     passed_over: list[RequestId] = field(default_factory=list)
-    """Of those that wait, until all have been looked at: then they stand in their queue again."""
+    """Waiting requests that were skipped, until all have been tried: then they return to a queue.
+    """
     admission_closed: bool = False
     awaits_answer: bool = False
-    """Whether a request lacks blocks that would be free only behind the answer to a frame."""
+    """Whether a request lacks blocks that only a commit of a frame in flight will free."""
 
     def add(self, row: Scheduled) -> None:
-        """Plan a row, and pay for it."""
+        """Add a row, and subtract its tokens from the budget."""
         self.budget -= row.num_scheduled
         self.rows.append(row)
         self.granted.append(row)
 
     def get_fence(self, request_id: RequestId) -> FrameId | None:
-        """The frame in flight whose answer the blocks of a request wait for. Source: P17."""
+        """Return the frame in flight whose commit the blocks of a request wait for. Source: P17."""
         return self.state.rules.get_fence(self.state.config, self.state.frames, request_id)
 
     def withdraw(self, request_id: RequestId) -> bool:
-        """Take back the row of a request, and its tokens; whether there was one."""
+        """Withdraw the row of a request, and return its tokens to the budget; return whether it had
+        one."""
         rows = [row for row in self.rows if row.request_id == request_id]
         for row in rows:
             self.budget += row.num_scheduled
@@ -110,7 +113,7 @@ class Step:
         return bool(rows)
 
     def get_state(self, **others: Any) -> State:
-        """The state as the step leaves it, but for what is planned: that is in `others`."""
+        """Return the state after the step; fields that planning determines are in `others`."""
         return replace(
             self.state,
             pool=self.pool,

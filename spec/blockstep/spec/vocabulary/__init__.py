@@ -1,8 +1,8 @@
-"""The words that every wing shares: what goes in, what comes out, what a state looks like.
+"""The vocabulary that all packages share: events, observations and snapshots of a scheduler.
 
-Frozen dataclasses only, and no rule of scheduling. `impl` imports this and nothing else of the
-spec (architecture D3), so whatever stands here cannot be checked by comparing the two.
-Defaults are part of the format: a trace written before a field existed reads as if it had it.
+Frozen dataclasses only, and no rule of scheduling. `impl` imports this and nothing else of the spec
+(architecture D3), so code in this package is not checked by comparing the two. Defaults are part of
+the format: a trace written before a field existed is read as if it had the default.
 """
 
 from blockstep.spec.vocabulary.config import (

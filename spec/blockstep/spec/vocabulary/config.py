@@ -11,85 +11,90 @@ from blockstep.spec.vocabulary.request import TokenId
 
 
 class Policy(StrEnum):
-    """How waiting requests are ordered, and who is preempted (seed 001, "Queue Selection")."""
+    """The order of the waiting queue, and the choice of victims (seed 001, "Queue Selection")."""
 
     FCFS = "fcfs"
     PRIORITY = "priority"
     CONTINUUM = "continuum"
-    """As FCFS, but between two turns of a job its blocks stay for a time, its next turn goes ahead
-    of others, and who is of such a job is preempted last (seed 001, "Feature A").
+    """Like FCFS, but a job's blocks are pinned for a time between two of its turns, its next turn
+    goes ahead of others, and its requests are preempted last (seed 001, "Feature A").
 
-    As a step begins, `waiting` is ordered: who was preempted, then whose job has a pin, then
-    others; equals stay as they were. Preempted is the last of those that run whose job had no pin
-    then; if all had one, the last."""
+    At the beginning of a step `waiting` is sorted: preempted requests, then those whose job has a
+    pin, then others; the sort is stable. The victim is the last running request whose job had no
+    pin then; if all had one, the last running request."""
 
 
 class PoolOrder(StrEnum):
-    """Which free block is taken next."""
+    """Which free block is reused next."""
 
     LRU = "lru"
-    """The one that has been free longest: what was freed last stays findable longest."""
+    """The one that has been free longest: blocks freed last stay cached longest."""
     LIFO = "lifo"
-    """The one that was freed last (seed 002, "The Free Pool"): few blocks are in use, and what is
-    overwritten is what would be hit next."""
+    """The one that was freed last (seed 002, "The Free Pool"): few different blocks are used, and
+    the blocks that are overwritten are those most likely to be hit next."""
 
 
 class SpecMethod(StrEnum):
-    """Who proposes draft tokens; it decides lookahead slots and the head-drop on hits."""
+    """The proposer of draft tokens; it decides lookahead slots and whether the last hit block is
+    dropped."""
 
     NONE = "none"
     NGRAM = "ngram"
-    """Drafts come from the text: no KV of its own, so no lookahead slots."""
+    """Drafts come from the token sequence: no KV of its own, so no lookahead slots."""
     DRAFT_MODEL = "draft_model"
     """A second model with its own KV: `num_speculative_tokens` lookahead slots."""
     EAGLE = "eagle"
-    """A head fed with hidden states: lookahead slots, and the last hit block is recomputed."""
+    """A head that reads hidden states: lookahead slots, and the last hit block is computed again.
+    """
 
 
 class GroupKind(StrEnum):
-    """Which tokens a token attends to, in the layers whose KV a group holds."""
+    """Which tokens a token attends to, in the layers of a KV group."""
 
     FULL = "full"
-    """All before it, and itself."""
+    """All tokens before it, and itself."""
     SLIDING_WINDOW = "sliding_window"
-    """The last `sliding_window`, itself included."""
+    """The last `sliding_window` tokens, including itself."""
     CHUNKED_LOCAL = "chunked_local"
-    """Those of its own chunk: chunks of `attention_chunk_size` tokens stand side by side."""
+    """The tokens of its own chunk up to itself; a chunk is `attention_chunk_size` tokens."""
     RECURRENT = "recurrent"
-    """None: a layer goes on from the state behind the token before (Mamba, linear attention). A
-    block holds the state at one boundary, the end of the block or where the request stands."""
+    """None: a layer continues from the state after the previous token (Mamba, linear attention). A
+    block holds the state at one boundary: the end of the block, or the request's last computed
+    token."""
     CROSS_ATTENTION = "cross_attention"
-    """None: a layer attends to what the encoder made of the request's items. Their KV is held from
-    admission on, and none is added."""
+    """None: a layer attends to the encoder outputs of the request's items. Their KV is allocated at
+    admission, and none is added later."""
 
 
 class MambaCacheMode(StrEnum):
-    """At which boundaries a recurrent group keeps states."""
+    """The boundaries at which a recurrent group keeps states."""
 
     NONE = "none"
-    """At none: one state, written over and over. For a run without prefix caching."""
+    """No boundary: one state, overwritten by each step. For a run without prefix caching."""
     ALL = "all"
-    """At the end of each block: the kernel saves those that it passes."""
+    """The end of each block: the kernel saves the states that it passes."""
     ALIGN = "align"
-    """At the end of each chunk of a prompt, and chunks end where blocks do: the kernel saves the
-    state that it ends with, and the worker copies it on from block to block."""
+    """The end of each chunk of a prompt, and chunks end at block boundaries: the kernel saves its
+    final state, and the worker copies it from block to block."""
 
 
 class KVLoadFailurePolicy(StrEnum):
-    """What becomes of a request whose KV a store could not load."""
+    """The treatment of a request whose KV a store could not load."""
 
     FAIL = "fail"
-    """It ends with an error, told behind all rows: parked ones first, in the order of their queue,
-    then those of the plan. Nothing of its load can be found."""
+    """It finishes with an error. Its output row follows all others: first those of requests that
+    wait for an asynchronous load, in the order of their queue, then those of the plan. No block of
+    its load is published."""
     RECOMPUTE = "recompute"
-    """It goes on at the first block that did not come, and computes the rest; its row in the plan
-    is void, and it keeps its blocks. Of whom nothing has come, when its load has ended, begins anew
-    if there is room, its own blocks counted as free: hit and store are asked again."""
+    """It continues at the first block that was not loaded, and computes the rest; its row in the
+    plan is void, and it keeps its blocks. A request whose asynchronous load ended with nothing
+    loaded starts again if there is room, its own blocks counted as free: prefix cache and store are
+    asked again."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that attend alike, and so hold their KV in blocks of one table per request."""
+    """Layers with the same attention, whose KV is in blocks of one table per request."""
 
     kind: GroupKind
     block_size: int
@@ -99,10 +104,10 @@ class KVGroup:
     attention_chunk_size: int = 0
     """Tokens; 0 for every other kind."""
     mamba_cache_mode: MambaCacheMode = MambaCacheMode.NONE
-    """Of a recurrent group; `none` for every other kind."""
+    """The mode of a recurrent group; `none` for every other kind."""
     num_speculative_blocks: int = 0
-    """Blocks of a recurrent group for states behind drafts, one for each that may be rejected; 0
-    for every other kind."""
+    """Blocks of a recurrent group for states after drafts, one for each that may be rejected; 0 for
+    every other kind."""
 
 
 @cache
@@ -112,106 +117,110 @@ def _get_one_group(block_size: int) -> tuple[KVGroup, ...]:
 
 @wide_dataclass(frozen=True, slots=True)
 class Config:
-    """What never changes during a run. Names are vLLM's; units come last in a name."""
+    """The constants of a run. Names are vLLM's; units come last in a name."""
 
     num_blocks: int
-    """KV-cache blocks in the pool, the null block (id 0) included."""
+    """KV-cache blocks in the pool, including the null block (id 0)."""
     block_size: int = 16
-    """Token slots per block. With `groups` it is the smallest of theirs, by which blocks are named:
-    the key of a larger one is that of the last tokens in it."""
+    """Token slots per block. With `groups` it is the smallest of theirs, which determines block
+    keys: the key of a larger block is that of its last tokens."""
     max_num_seqs: int = 256
-    """Requests running at once, at most."""
+    """Maximum number of running requests."""
     max_num_batched_tokens: int = 2048
-    """Tokens scheduled per step, at most: one budget for prefill and decode."""
+    """Maximum of tokens scheduled per step: one budget for prefill and decode."""
     max_model_len: int = 8192
-    """Tokens of prompt and output of one request, at most."""
+    """Maximum of prompt and output tokens of one request."""
     policy: Policy = Policy.FCFS
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    """False: a prompt is admitted only when all of its uncached tokens fit the budget left."""
+    """False: a prompt is admitted only when all of its uncached tokens fit the remaining budget."""
     long_prefill_token_threshold: int = 0
-    """Tokens of one request per step, at most; 0 switches the cap off."""
+    """Maximum of tokens of one request per step; 0: no such limit."""
     scheduler_reserve_full_isl: bool = True
     """Admit a request only if all its known tokens fit the free blocks, not just a first chunk."""
     spec_method: SpecMethod = SpecMethod.NONE
     num_speculative_tokens: int = 0
-    """Draft tokens per request and step, at most."""
+    """Maximum of draft tokens per request and step."""
     max_frames_in_flight: int = 1
-    """Plans scheduled but not yet committed, at most: the pipeline depth. Several without
-    `async_scheduling` are what pipeline parallelism needs: a request then waits for its own token,
-    while others, and further chunks of its prompt, are planned behind it."""
+    """Maximum of plans scheduled but not yet committed: the pipeline depth. More than one without
+    `async_scheduling` is for pipeline parallelism: a request then waits for its own token, while
+    other requests, and further chunks of its prompt, are planned."""
     async_scheduling: bool = False
     """Whether a step is planned before the tokens of the one before are known.
 
-    What it will sample is then promised by placeholders, and drafts stay with the worker: a plan
-    says how many, not which (seed 001, "Async scheduling skip-ahead")."""
+    Placeholders then count the tokens that will be sampled, and drafts stay with the worker: a plan
+    has their number, not their ids (seed 001, "Async scheduling skip-ahead")."""
     reasoning_end_token_id: TokenId | None = None
-    """The token that ends reasoning, in a prompt or an output: a grammar holds from the token after
-    it on. None: from the first output on."""
+    """The token that ends reasoning, in a prompt or an output: a grammar applies only after it.
+    None: a grammar applies from the first output."""
     enable_in_reasoning: bool = False
-    """Whether a grammar holds from the first output on all the same."""
+    """Whether a grammar applies from the first output although the model reasons."""
     max_loras: int = 0
-    """Different adapters among the requests that run, at most; 0: as many as there are."""
+    """Maximum number of different LoRA adapters among running requests; 0: unlimited."""
     groups: tuple[KVGroup, ...] = ()
-    """KV-cache groups, which take blocks of equal bytes from one pool; a request has a block table
-    for each. Empty: one group under full attention, of `block_size`."""
+    """KV groups, which take blocks of equal bytes from one pool; a request has a block table for
+    each. Empty: one group under full attention, of `block_size`."""
     encoder_compute_budget: int = 0
-    """Embeddings that the encoder makes per step, at most."""
+    """Maximum of embeddings that the encoder computes per step."""
     encoder_cache_size: int = 0
-    """Embeddings kept of encoded items, at most; 0: no encoder is modelled, items are but names."""
+    """Maximum of embeddings in the encoder cache; 0: no encoder is modelled, and items only
+    contribute to block keys."""
     disable_chunked_mm_input: bool = False
-    """Whether a chunk of a prompt never ends inside of an item, as bidirectional attention over the
-    item needs. Without groups of `mamba_cache_mode` `ALIGN`, whose chunks end at blocks."""
+    """Whether a chunk of a prompt never ends inside an item, because attention over the item is
+    bidirectional. Not allowed with groups of `mamba_cache_mode` `ALIGN`, whose chunks end at
+    blocks."""
     is_encoder_decoder: bool = False
-    """Whether the encoder's tokens stand beside the prompt, and the decoder attends across. Without
-    chunked prefill and prefix caching: a prompt and its item are taken in one step."""
+    """Whether the model is an encoder-decoder: items are not part of the prompt, and the decoder
+    uses cross attention. Only without chunked prefill and prefix caching: a prompt and its item are
+    computed in one step."""
     enable_kv_cache_events: bool = False
-    """Whether it is told which blocks become findable, and which are no longer (`KVEvent`)."""
+    """Whether the engine reports which blocks are published and removed (`KVEvent`)."""
     kv_connector: bool = False
-    """Whether there is a store beside the pool, from which KV is loaded, and which may read the
-    blocks of requests that have ended (`KVOffer`)."""
+    """Whether there is a store outside the pool, from which KV is loaded, and which may read the
+    blocks of finished requests (`KVOffer`)."""
     kv_load_failure_policy: KVLoadFailurePolicy = KVLoadFailurePolicy.FAIL
     enable_forks: bool = False
-    """Whether a request may go on as several (`Fork`)."""
+    """Whether requests may fork (`Fork`)."""
     watermark_blocks: int = 0
-    """Free blocks that an admission leaves for those that run already, if any do."""
+    """Free blocks that an admission must leave while other requests run."""
     pool_order: PoolOrder = PoolOrder.LRU
     swap_min_tokens: int = 0
-    """With a store: who is preempted with at least so many settled tokens has their KV saved there
-    (`Plan.kv_saves`), instead of computing all of it again. 0: nobody has."""
+    """Number of computed tokens from which a store saves the KV of a preempted request
+    (`Plan.kv_saves`), so that it need not be computed again; only tokens whose KV is certain count.
+    0: never."""
     admission_low_blocks: int = 0
-    """Below so many free blocks admission closes; a step that preempts closes it, too. Counted once
-    a step, behind those that run and before anybody is admitted, also while paused."""
+    """Admission closes if fewer blocks are free; a step that preempts closes it, too. Counted once
+    a step, after the running phase and before any admission, also while paused."""
     admission_high_blocks: int = 0
-    """It opens again with at least so many, or when nobody runs. No less than the low one; 0: it
-    never closes."""
+    """Admission opens with at least this many free blocks, or when no request runs. Not below the
+    low threshold; 0: admission never closes."""
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """`groups`, or the one that there is without."""
+        """`groups`, or the single group if that is empty."""
         return self.groups or _get_one_group(self.block_size)
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
-        """Token slots per block of each KV-cache group."""
+        """Token slots per block of each KV group."""
         if not self.groups:
             return (self.block_size,)
         return tuple([group.block_size for group in self.groups])
 
     @property
     def has_windows(self) -> bool:
-        """Whether a group leaves blocks behind that no token attends to any more."""
+        """Whether a group has skipped blocks, which no later token attends to."""
         whole = (GroupKind.FULL, GroupKind.CROSS_ATTENTION)
         return any(group.kind not in whole for group in self.groups)
 
     @property
     def has_pins(self) -> bool:
-        """Whether blocks may stay between two turns of a job."""
+        """Whether blocks may be pinned between two turns of a job."""
         return self.policy is Policy.CONTINUUM
 
     @property
     def num_encoder_lookahead_tokens(self) -> int:
-        """Positions behind a chunk of which a draft head reads the embedding, too."""
+        """Positions after a chunk whose embedding a draft head reads, too."""
         return int(self.spec_method is SpecMethod.EAGLE)
 
     @property
@@ -221,11 +230,12 @@ class Config:
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """Slots reserved past the scheduled tokens for a proposer that keeps KV."""
+        """Slots reserved after the scheduled tokens for a proposer that keeps KV."""
         with_kv = self.spec_method in (SpecMethod.DRAFT_MODEL, SpecMethod.EAGLE)
         return self.num_speculative_tokens if with_kv else 0
 
     @property
     def drops_last_hit_block(self) -> bool:
-        """Whether a prefix hit gives back its last block (seed 001, "find_longest_cache_hit")."""
+        """Whether the last block of a prefix hit is dropped (seed 001,
+        "find_longest_cache_hit")."""
         return self.spec_method is SpecMethod.EAGLE

@@ -1,4 +1,4 @@
-"""Constants: what can be said against a config, whatever happens under it."""
+"""Constants: the rules of a valid config."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LEAST_COUNTS: Final = (
     ("admission_low_blocks", 0),
     ("admission_high_blocks", 0),
 )
-"""The ints of a config, and the least that each may be."""
+"""The int fields of a config, and their minimum."""
 _FLAGS: Final = (
     *("enable_prefix_caching", "enable_chunked_prefill", "scheduler_reserve_full_isl"),
     *("async_scheduling", "enable_in_reasoning"),
@@ -61,7 +61,7 @@ class ConfigProblem:
 
 
 class ConfigError(ValueError):
-    """A config breaks the rules of `config_problems`."""
+    """A config breaks rules of `config_problems`."""
 
     def __init__(self, problems: Sequence[ConfigProblem]) -> None:
         self.problems = tuple(problems)
@@ -69,12 +69,12 @@ class ConfigError(ValueError):
 
 
 def is_count(value: object, at_least: int = 0) -> bool:
-    """Whether `value` is an int (no bool) between `at_least` and `MAX_INT`."""
+    """Whether `value` is an int (not a bool) between `at_least` and `MAX_INT`."""
     return type(value) is int and at_least <= value <= MAX_INT
 
 
 def config_problems(config: object) -> tuple[ConfigProblem, ...]:
-    """Every reason against `config`; empty for a good one.
+    """Return every problem of `config`; empty for a valid one.
 
     Sources: upstream's own start-up checks (`SchedulerConfig`), and seed 001 for the null block.
     """
@@ -88,12 +88,12 @@ def config_problems(config: object) -> tuple[ConfigProblem, ...]:
 
 
 def _find_broken_rules(config: Config) -> Iterator[BrokenRule]:
-    """Every rule against a config whose fields have their types."""
+    """Yield every rule that a config breaks whose fields have their types."""
     encoder_rule = find_encoder_rule(config)
     if encoder_rule:
         yield encoder_rule
     if (config.spec_method is SpecMethod.NONE) != (config.num_speculative_tokens == 0):
-        rule = "must be 0 exactly when spec_method is none"
+        rule = "must be 0 if and only if spec_method is none"
         yield "num_speculative_tokens", rule, "set both, or neither"
     is_whole = not config.enable_chunked_prefill
     if is_whole and config.max_num_batched_tokens < config.max_model_len:
@@ -102,7 +102,7 @@ def _find_broken_rules(config: Config) -> Iterator[BrokenRule]:
         yield "max_num_batched_tokens", rule, fix
     if config.async_scheduling and config.max_frames_in_flight < 2:
         fix = "set max_frames_in_flight to 2 or more, or leave async_scheduling out"
-        yield "async_scheduling", "needs room for a plan ahead of the one that runs", fix
+        yield "async_scheduling", "needs room for a plan ahead of the running one", fix
     if config.kv_connector:
         yield from _find_broken_transfers(config)
     if config.policy is Policy.CONTINUUM:
@@ -112,54 +112,57 @@ def _find_broken_rules(config: Config) -> Iterator[BrokenRule]:
     yield from _find_broken_tiers(config)
     if config.enable_in_reasoning and config.reasoning_end_token_id is None:
         fix = "set reasoning_end_token_id, or leave it out"
-        yield "enable_in_reasoning", "says something only of a model that reasons", fix
+        yield "enable_in_reasoning", "applies only to a model that reasons", fix
 
 
 def _find_broken_transfers(config: Config) -> Iterator[BrokenRule]:
-    """Every rule against a connector beside the rest of a config.
+    """Yield every rule that a config with a connector breaks.
 
     Source: vLLM 0.19.1 `Scheduler.__init__` (encoder-decoder models). The state of a recurrent
-    group stands for one boundary, and nobody says at which ones a store has it.
+    group belongs to one boundary, and a store has no way to say which boundaries it has.
     """
     fix = "leave kv_connector out"
     if config.is_encoder_decoder:
-        yield "kv_connector", "does not go with is_encoder_decoder", fix
+        yield "kv_connector", "cannot be used with is_encoder_decoder", fix
     if any(group.kind is GroupKind.RECURRENT for group in config.groups):
-        yield "kv_connector", "does not go with recurrent groups: a store has tokens' KV", fix
+        yield "kv_connector", "cannot be used with recurrent groups: a store has KV of tokens", fix
 
 
 def _find_broken_pins(config: Config) -> Iterator[BrokenRule]:
-    """Every rule against pins beside the rest of a config. Source: seed 001 "Feature A"."""
+    """Yield every rule that a config with pins breaks. Source: seed 001 "Feature A"."""
     fix = "use Policy.FCFS"
     if not config.enable_prefix_caching:
         rule = "continuum needs prefix caching: pinned blocks are found by their keys"
         yield "policy", rule, "enable it, or use Policy.FCFS"
     if config.kv_connector:
-        yield "policy", "continuum does not go with kv_connector: both hold what has ended", fix
+        yield "policy", "continuum cannot be used with kv_connector", fix
 
 
 def _find_broken_forks(config: Config) -> Iterator[BrokenRule]:
-    """Every rule against forks beside the rest of a config. Source: seed 002 "Fork".
+    """Yield every rule that a config with forks breaks. Source: seed 002 "Fork".
 
-    What is beside a request's tokens is not shared: loads, encoded items, the pin of a turn. Nor is
-    a state, which stands for one boundary and is written over.
+    Things other than the KV of tokens are not shared: loads, encoded items, the pin of a turn. Nor
+    is a recurrent state, which belongs to one boundary and is overwritten.
     """
     fix = "leave enable_forks out"
     if config.kv_connector:
-        yield "enable_forks", "does not go with kv_connector", fix
+        yield "enable_forks", "cannot be used with kv_connector", fix
     if config.encoder_cache_size:
-        yield "enable_forks", "does not go with an encoder", fix
+        yield "enable_forks", "cannot be used with an encoder", fix
     if config.policy is Policy.CONTINUUM:
-        yield "enable_forks", "does not go with continuum: a branch is no turn of a job", fix
+        yield "enable_forks", "cannot be used with continuum: a branch is not a turn of a job", fix
     if any(group.kind is GroupKind.RECURRENT for group in config.groups):
-        yield "enable_forks", "does not go with recurrent groups: a state is written over", fix
+        yield "enable_forks", "cannot be used with recurrent groups: a state is overwritten", fix
 
 
 def _find_broken_tiers(config: Config) -> Iterator[BrokenRule]:
-    """Every rule against swap and the two thresholds. Source: seed 002 "Preemption Strategies"."""
+    """Yield every rule about swap-out and admission thresholds.
+
+    Source: seed 002 "Preemption Strategies".
+    """
     if config.swap_min_tokens and not config.kv_connector:
         fix = "set kv_connector, or leave it out"
-        yield "swap_min_tokens", "needs a store that keeps what is saved", fix
+        yield "swap_min_tokens", "needs a store that keeps saved KV", fix
     if config.admission_low_blocks > config.admission_high_blocks:
         rule = "must be no more than admission_high_blocks: it closes below one, opens at the other"
         yield "admission_low_blocks", rule, "lower it, or raise admission_high_blocks"
@@ -169,7 +172,7 @@ def _find_broken_tiers(config: Config) -> Iterator[BrokenRule]:
 
 
 def _find_broken_types(config: Config) -> Iterator[BrokenRule]:
-    """Every rule against the types and the least values of fields."""
+    """Yield every rule about types and minima of fields."""
     for name, least in _LEAST_COUNTS:
         if not is_count(getattr(config, name), least):
             yield name, f"must be an int from {least} to {MAX_INT}", f"use at least {least}"
@@ -194,7 +197,7 @@ def _find_broken_types(config: Config) -> Iterator[BrokenRule]:
 
 
 def _group_problems(config: Config) -> list[ConfigProblem]:
-    """Every reason against the KV groups, each of them a `KVGroup`."""
+    """Return every problem of the KV groups, each of them a `KVGroup`."""
     found: list[ConfigProblem] = []
     for index, group in enumerate(config.groups):
         rule, fix = _group_rule(group)
@@ -209,13 +212,13 @@ def _group_problems(config: Config) -> list[ConfigProblem]:
             found.append(ConfigProblem(f"groups[{index}]", group, rule, fix))
     if any(size % config.block_size for size in sizes) or config.block_size not in sizes:
         rule = f"must be the smallest block size of a group and divide every one: {sizes}"
-        fix = "name blocks by the smallest"
+        fix = "set it to the smallest"
         found.append(ConfigProblem("block_size", config.block_size, rule, fix))
     return found
 
 
 def _group_rule(group: KVGroup) -> tuple[str, str]:
-    """The rule that a KV group breaks, and the fix; twice "" for a good one."""
+    """Return the rule that a KV group breaks, and the fix; twice "" for a valid one."""
     if not isinstance(group.kind, GroupKind):
         return "its kind must be a GroupKind", "use GroupKind.FULL"
     if not is_count(group.block_size, 1):
@@ -241,7 +244,7 @@ def _group_rule(group: KVGroup) -> tuple[str, str]:
 
 
 def _recurrent_rule(config: Config, group: KVGroup) -> tuple[str, str]:
-    """The rule of recurrent groups that a config breaks by one, and the fix; twice "" for none.
+    """Return the rule of recurrent groups that a group breaks, and the fix; twice "" if none.
 
     Sources: vLLM 0.19.1 `MambaModelConfig` (modes), `MambaBase.get_kv_cache_spec` (drafts).
     """
@@ -252,15 +255,15 @@ def _recurrent_rule(config: Config, group: KVGroup) -> tuple[str, str]:
     if any(other.mamba_cache_mode is not mode for other in recurrent):
         return "all recurrent groups have one mamba_cache_mode", "give them the same"
     if config.enable_prefix_caching == (mode is MambaCacheMode.NONE):
-        rule = "its mamba_cache_mode must be none exactly when prefix caching is off"
+        rule = "its mamba_cache_mode must be none if and only if prefix caching is off"
         return rule, "use all or align with caching, none without"
     if mode is MambaCacheMode.NONE and group.block_size < config.max_model_len:
-        rule = "its one state lies in its first block, so block_size is no less than max_model_len"
+        rule = "its one state is in its first block, so block_size must be at least max_model_len"
         return rule, "raise its block_size"
     if mode is MambaCacheMode.ALIGN and not config.enable_chunked_prefill:
-        return "chunks can end where blocks do with chunked prefill only", "enable it"
+        return "chunks can end at block boundaries only with chunked prefill", "enable it"
     if mode is MambaCacheMode.ALIGN and group.num_speculative_blocks >= group.block_size:
-        rule = "with align a step among drafts ends one block at most, so it has fewer of them"
+        rule = "with align, num_speculative_blocks must be below block_size"
         return rule, "use a block_size above num_speculative_blocks"
     if group.num_speculative_blocks < config.num_speculative_tokens:
         rule = "its num_speculative_blocks must be a state for each of num_speculative_tokens"
@@ -269,7 +272,8 @@ def _recurrent_rule(config: Config, group: KVGroup) -> tuple[str, str]:
 
 
 def shown(value: object) -> str:
-    """A value on part of a line, whatever it is: Python refuses to print ints of 4301 digits."""
+    """Return a value as part of a line, whatever it is: Python refuses to print ints of 4301
+    digits."""
     try:
         text = repr(value)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Event: everything that may happen to a scheduler. Time enters only as a value."""
+"""Event: everything that may happen to a scheduler. Time is a value in an event."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from blockstep.spec.vocabulary.transfers import NO_TRANSFERS, KVTransfers
 
 
 class PauseState(StrEnum):
-    """What Schedule may schedule."""
+    """The requests that Schedule may schedule."""
 
     UNPAUSED = "unpaused"
     PAUSED_NEW = "paused_new"
-    """Running requests go on; nobody is admitted."""
+    """Running requests continue; no request is admitted."""
     PAUSED_ALL = "paused_all"
-    """Nobody is scheduled."""
+    """No request is scheduled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A client hands in a request."""
+    """A client submits a request. Observation: `Ack`."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Plan one step. Observation: `Plan`."""
+    """The scheduler plans one step. Observation: `Plan`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,35 +44,39 @@ class RowTokens:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The worker answers a plan: one row per request of the frame, in any order.
+    """The worker returns the model output of a plan: one row per request of the frame, in any
+    order.
 
-    A row that sampled holds its accepted drafts, then one token more. A row still in prefill
-    holds nothing. Observation: `Outputs`.
+    A row that sampled has its accepted drafts, then one token more. A row still in prefill has no
+    tokens. Observation: `Outputs`.
     """
 
     frame_id: FrameId
     sampled: tuple[RowTokens, ...]
     transfers: KVTransfers = NO_TRANSFERS
-    """What its worker reports with it."""
+    """Reports about transfers with the same model output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """The proposer hands in draft tokens for the next step. Observation: `DraftsTaken`."""
+    """The proposer provides draft tokens for the next step. Observation: `DraftsTaken`."""
 
     drafts: tuple[RowTokens, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Clients give up; ids that are not (or no longer) known change nothing (P18)."""
+    """Clients abort requests; unknown and finished ids change nothing (P18).
+
+    Observation: `Aborted`.
+    """
 
     request_ids: tuple[RequestId, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarReady:
-    """The grammar of a request with `structured_output` is compiled."""
+    """The grammar of a request with `structured_output` is compiled. Observation: `Ack`."""
 
     request_id: RequestId
 
@@ -81,7 +85,7 @@ class GrammarReady:
 class GrammarFailed:
     """The grammar of a request with `structured_output` could not be compiled, or broke later.
 
-    The request ends, wherever it is. Observation: `Outputs` with one row of it, without tokens.
+    The request finishes, whatever its status. Observation: `Outputs` with its row, without tokens.
     """
 
     request_id: RequestId
@@ -89,35 +93,36 @@ class GrammarFailed:
 
 @dataclass(frozen=True, slots=True)
 class GrammarBitmask:
-    """Which tokens may be sampled at each position of a frame? Observation: `GrammarOutput`.
+    """Asks which tokens may be sampled at each position of a frame. Observation: `GrammarOutput`.
 
-    Asked at any time between the plan and its Commit, if at all.
+    Optional, at any time between the plan and its Commit.
     """
 
     frame_id: FrameId
     drafts: tuple[RowTokens, ...] = ()
-    """Under asynchronous scheduling only: what the placeholders of that frame stand for. Of a row
-    none is verified from then on but those that its grammar accepts."""
+    """Under asynchronous scheduling only: the drafts that the frame's placeholders represent. From
+    then on only the drafts of a row that its grammar accepts can be verified."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamingUpdate:
-    """A client goes on with a session, or ends it.
+    """A client continues a session, or ends it.
 
-    A resumable request brings the next chunk: its prompt stands behind what there is, and from the
-    stop before it on `max_tokens`, `min_tokens`, how it stops, `arrival_time` and `items` are its
-    own. `SESSION_FIELDS` are the session's: the chunk leaves them out or repeats them, and another
-    value is refused. One that is not resumable says that no more comes, and all of its fields but
-    the id are ignored. Observation: `Ack`, or `Aborted` where the session rests and so ends here.
+    A resumable request brings further input: its prompt is appended to the session's tokens, and
+    from the preceding stop on its `max_tokens`, `min_tokens`, stop conditions, `arrival_time` and
+    `items` apply. `SESSION_FIELDS` belong to the session: the input leaves them out or repeats
+    them, and another value is rejected. A request that is not resumable ends the input, and all of
+    its fields but the id are ignored. Observation: `Ack`, or `Aborted` if the session is idle and
+    so ends here.
     """
 
     request: Request
-    """Of the same id."""
+    """The input, with the id of the session."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetPause:
-    """Pause or resume scheduling."""
+    """Pause or resume scheduling. Observation: `Ack`."""
 
     pause_state: PauseState
 
@@ -126,32 +131,33 @@ class SetPause:
 class Reset:
     """Forget every cached block (weights changed, say). Observation: `ResetDone`.
 
-    Without `reset_running_requests` it succeeds only if no request holds a block; with it,
-    everything that runs is preempted first, and who waits gives its blocks up, the last in line
-    first. Nothing can take the blocks of a transfer that is under way: while there is one, or a
-    hold without an end, no reset succeeds.
+    Without `reset_running_requests` it succeeds only if no request holds a block. With it, all
+    running requests are preempted first, and waiting requests release their blocks, the last one
+    first. The blocks of a transfer under way cannot be released: while there is one, or a hold
+    without an end, no reset succeeds.
     """
 
     reset_running_requests: bool = False
     reset_connector: bool = False
-    """Whether the store forgets as well: it offers nothing from now on. Without a store there is
-    none to forget, and the reset does not succeed."""
+    """Whether the store is emptied as well: it offers nothing from then on. Without a store the
+    reset does not succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderReset:
-    """Forget every encoded item, those in use as well (weights changed, say). Observation: `Ack`.
+    """Forget every encoded item, also those in use (weights changed, say). Observation: `Ack`.
 
-    The worker forgets them, too, behind the frames in flight."""
+    The worker forgets them, too, after the frames in flight.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderOffer:
-    """What a connector holds of encoded items from now on, instead of what it held before.
+    """The encoded items that a connector has from now on, replacing the previous offer.
 
-    An item of these is loaded, not encoded: it takes room in the cache, and no compute. It says
-    nothing without an encoder, and to an encoder-decoder model, for which nothing is loaded.
-    Observation: `Ack`.
+    An item among these is loaded, not encoded: it takes room in the cache, and no compute budget.
+    Ignored without an encoder, and for an encoder-decoder model, which loads nothing. Observation:
+    `Ack`.
     """
 
     identifiers: tuple[str, ...] = ()
@@ -159,35 +165,36 @@ class EncoderOffer:
 
 @dataclass(frozen=True, slots=True)
 class KVOffer:
-    """What the store answers from now on when it is asked about a request, instead of before.
+    """The store's answer about a request from now on, replacing the previous one.
 
-    It is asked when a waiting request that has computed nothing is looked at, behind its local hit;
-    not about one that skips reading the cache. Whom it does not know yet joins those that were
-    passed over, in the order in which they were met. Of a request that is not known it says
-    nothing. Observation: `Ack`.
+    The store is asked when a waiting request with no computed tokens is tried, after its local hit;
+    not for a request that skips reading the cache. A request about which the store has no answer
+    yet is skipped. Ignored for an unknown request. Observation: `Ack`.
     """
 
     request_id: RequestId
     num_tokens: int | None = 0
-    """Leading tokens of the request of which the store has the KV: those behind the local hit are
-    loaded, but not the last known token: something must be sampled. None: it does not know yet,
-    ask again."""
+    """Leading tokens of the request whose KV the store has. Those after the local hit are loaded,
+    except for the last known token: a token must be sampled. None: the store has no answer yet; ask
+    again."""
     is_async: bool = False
-    """Whether a load takes longer than a step: the request is parked until it has come.
+    """Whether a load takes longer than a step: the request waits until it has ended.
 
-    It takes no seat and no tokens of the step, but is looked at only while there are both; under
-    `scheduler_reserve_full_isl` all of it must fit. Once its load has come it is tried even behind
-    one that does not fit, and what was loaded can be found with its admission. Until then it may
-    have to give its blocks to who lacks them while nobody else runs, who is last in line first;
-    then it is what it was before, and asks again."""
+    The request takes no running slot and no tokens of the step, but is tried only while both are
+    available; under `scheduler_reserve_full_isl` all of it must fit. When its load has ended it is
+    tried even after another request did not fit, and the loaded blocks are published at its
+    admission. Until then its blocks may be reclaimed for a request that lacks blocks while no other
+    one runs, the last waiting request first; then it is as before, and the store is asked again."""
     delays_free: bool = False
-    """Whether the store reads the request's blocks when it ends: they are held until it has."""
+    """Whether the store reads the request's blocks when it finishes: they are held until it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransfersReported:
-    """A worker reports transfers without an answer to a plan. Observation: `Outputs`, with rows of
-    those that it ends."""
+    """A worker reports transfers without a model output.
+
+    Observation: `Outputs`, with a row of each request that finishes by it.
+    """
 
     transfers: KVTransfers
 

@@ -1,4 +1,4 @@
-"""Forks: a request that goes on as several, and the blocks that are copied for it."""
+"""Forks: requests that branch off another one, and blocks that are copied for them."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from blockstep.spec.vocabulary.request import BlockId, RequestId, TokenIds
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A branch begins: a request like another one, its parent, with outputs of its own.
+    """A branch starts: a request like its parent, with outputs of its own.
 
-    As far as its tokens are its parent's it shares the KV that there is, a block that is not full
-    as well; whoever writes in such a block is given a copy of it before. It stands at the front of
-    the queue with what it shares, and is a request like others from then on: neither the end of its
-    parent nor a preemption of either concerns the other. Source: seed 002 "Fork: Creating New
-    Beams", made sound. Observation: `Ack`.
+    It shares the KV of the tokens that it has in common with its parent, including a block that is
+    not full; before one of them writes to such a block, it gets a copy. The branch starts at the
+    front of the waiting queue with the shared blocks, and is a request like others from then on:
+    neither the end of its parent nor a preemption of one affects the other. Source: seed 002 "Fork:
+    Creating New Beams", corrected. Observation: `Ack`.
     """
 
     request_id: RequestId
-    """The parent: it runs or was preempted, is no session, and no frame in flight names it."""
+    """The parent: it is running or preempted, is not a session, and has no row in a frame in
+    flight."""
     child_id: RequestId
     output_token_ids: TokenIds = ()
-    """The branch's outputs until now, instead of its parent's. None of them ends it."""
+    """The branch's outputs so far, instead of its parent's. None of them ends it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A block that is to be copied, all groups' layers alike, before the step touches any.
+    """A block to be copied, in the layers of all groups, before the step accesses any block.
 
     Source: seed 002 "The COW Mechanism".
     """

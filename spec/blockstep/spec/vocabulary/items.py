@@ -1,4 +1,5 @@
-"""Items: what can be said against those of a request, and of an encoder, by a config alone."""
+"""Items: rules about a request's multimodal items, and about an encoder, that need only a
+config."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ BrokenRule: TypeAlias = tuple[str, str, str]
 
 
 def find_encoder_rule(config: Config) -> BrokenRule | None:
-    """The first rule that the encoder of a config breaks; None for a good one, or none.
+    """Return the first rule that the encoder of a config breaks; None if there is none.
 
     Source: vLLM 0.19.1 `SchedulerConfig.__post_init__`, for encoder-decoder models.
     """
     if (config.encoder_compute_budget > 0) != (config.encoder_cache_size > 0):
-        rule = "must be above 0 exactly when encoder_cache_size is"
+        rule = "must be above 0 if and only if encoder_cache_size is"
         return "encoder_compute_budget", rule, "set both, or neither"
     for field in ("disable_chunked_mm_input", "is_encoder_decoder"):
         if getattr(config, field) and not config.encoder_cache_size:
@@ -32,29 +33,34 @@ def find_encoder_rule(config: Config) -> BrokenRule | None:
             ("long_prefill_token_threshold", 0),
         ):
             if getattr(config, field) != wanted:
-                return field, "does not go with is_encoder_decoder", f"use {wanted}"
+                return field, "cannot be used with is_encoder_decoder", f"use {wanted}"
         return None
     if config.disable_chunked_mm_input and any(
         group.mamba_cache_mode is MambaCacheMode.ALIGN for group in config.groups
     ):
-        rule = "does not go with groups of mamba_cache_mode align: their chunks end at blocks"
+        rule = "cannot be used with groups of mamba_cache_mode align: their chunks end at blocks"
         return "disable_chunked_mm_input", rule, "use another mode, or leave it out"
     if any(group.kind is GroupKind.CROSS_ATTENTION for group in config.groups):
-        return "groups", "only an encoder-decoder model attends across", "set is_encoder_decoder"
+        return (
+            "groups",
+            "only an encoder-decoder model has cross attention",
+            "set is_encoder_decoder",
+        )
     return None
 
 
 def item_problem(config: Config, request: Request) -> Rejected | None:
-    """Why the items of a request can never be taken under a config, or None.
+    """Return why the items of a request can never be served under a config, or None.
 
-    An item stands inside of the prompt, or beside it in an encoder-decoder model. What is larger
-    than the encoder's cache, or than what it makes in a step, could never be encoded (P11); so it
-    is with two that a draft head needs at once: the last token of one reads the first of the next.
+    An item lies inside the prompt, or outside of it in an encoder-decoder model. An item larger
+    than the encoder cache, or than the compute budget of a step, could never be encoded (P11). The
+    same holds for two items that a draft head needs at once: for the last token of one it reads the
+    first of the next.
     """
     beside = config.is_encoder_decoder
     for item in request.items:
         if beside and (item.offset > 0 or item.is_embed):
-            return _refuse(request, item, "stands beside the prompt: use offset 0, and no mask")
+            return _refuse(request, item, "is not part of the prompt: use offset 0, and no mask")
         if not beside and item.offset + item.length > len(request.prompt_token_ids):
             return _refuse(request, item, "must lie inside the prompt: lengthen that")
     if not config.encoder_cache_size or not request.items:
@@ -70,26 +76,26 @@ def item_problem(config: Config, request: Request) -> Rejected | None:
     if config.num_encoder_lookahead_tokens:
         for item, after in pairwise(request.items):
             if _are_needed_at_once(item, after) and item.num_embeds + after.num_embeds > most:
-                rule = f"and the next one have more than {most} embeddings, and no token between"
+                rule = f"and the next one have more than {most} embeddings, and are adjacent"
                 return _refuse(request, item, rule, is_bad=False)
     threshold, budget = config.long_prefill_token_threshold, config.max_num_batched_tokens
     most = min(budget, threshold) if threshold else budget
     if config.disable_chunked_mm_input and not beside:
         for item in request.items:
             if item.length > most:
-                rule = f"must have {most} tokens at most: no chunk takes more, and none a part"
+                rule = f"must have at most {most} tokens: a chunk has no more, and must have all"
                 return _refuse(request, item, rule, is_bad=False)
     return None
 
 
 def refuse_other_size(request: Request, item: MultiModalItem, num_embeds: int) -> Rejected:
-    """An item has other than the `num_embeds` embeddings that its identifier stands for."""
-    rule = f"has {item.num_embeds} embeddings, and {num_embeds} elsewhere: one identifier names one"
+    """Reject an item with another number of embeddings than other items of its identifier have."""
+    rule = f"has {item.num_embeds} embeddings, and {num_embeds} elsewhere: an identifier has one"
     return _refuse(request, item, f"{rule} content, so choose another")
 
 
 def _are_needed_at_once(item: MultiModalItem, after: MultiModalItem) -> bool:
-    """Whether no token stands between two different items."""
+    """Whether two different items are adjacent."""
     return item.offset + item.length == after.offset and item.identifier != after.identifier
 
 

@@ -1,4 +1,4 @@
-"""BlockKey: the structural name of a full block's content."""
+"""BlockKey: the structural key of a full block's content."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from blockstep.spec.vocabulary.request import TokenIds
 Link: TypeAlias = tuple[
     TokenIds, str | None, str | None, tuple[tuple[str, int], ...], int, TokenIds
 ]
-"""What a key adds to its parent's: its fields after `parent`, in their order."""
+"""The fields of a key after `parent`, in their order."""
 
 
 @final
 class BlockKey:
-    """Names what a full block holds: every token up to its end, and whatever else shaped its KV.
+    """The identity of a full block: every token up to its end, and everything else that affects its
+    KV.
 
     Structural and injective (P6): two keys are equal only if the whole chain of tokens and extra
-    keys is equal, so no digest can collide here. Digests are an engine's business; a snapshot
-    translates them back into keys. Each kind of extra key has a field of its own, so an adapter
-    and a salt of the same name stay apart.
+    keys is equal, so no hash can collide here. Engines may use hashes; a snapshot translates them
+    back into keys. Each kind of extra key has a field of its own, so an adapter and a salt of the
+    same name are different.
 
-    `hash()` is taken once; `==` walks up the chain only as far as the two chains are not one and
-    the same object, without recursion, and lets equal keys share one chain from then on.
+    `hash()` is computed once. `==` walks up the two chains without recursion until they are the
+    same object, and makes equal keys share one chain from then on.
     """
 
     __slots__ = (
@@ -40,17 +41,18 @@ class BlockKey:
     parent: BlockKey | None
     """The key of the block before it; None for the first block."""
     token_ids: TokenIds
-    """The last tokens of this block, exactly `Config.block_size` many; in a group of larger blocks
-    its first ones are the parents'."""
+    """The last `Config.block_size` tokens of this block; in a group of larger blocks its first
+    tokens are the parents'."""
     adapter: str | None
     cache_salt: str | None
-    """Only in the first block's key; the chain carries it on."""
+    """Only in the first block's key; the chain includes it in later ones."""
     items: tuple[tuple[str, int], ...]
-    """Of each item that overlaps: identifier, and its offset relative to the block's first slot."""
+    """Identifier of each overlapping item, and its offset relative to the block's first slot."""
     group: int
-    """KV-cache group of the block. Parents name none (0): all groups share one chain."""
+    """KV group of the block. Parents have group 0: all groups share one chain."""
     embeds: TokenIds
-    """Of each prompt position in the block that the client sent an embedding for: which one."""
+    """The embedding's number for each prompt position in the block for which the client sent one.
+    """
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class BlockKey:
 
     _hash: int
     _link: Link
-    """Its fields after `parent` once more, to be compared at once."""
+    """The fields after `parent` once more, for fast comparison."""
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"BlockKey is immutable: cannot set {name!r}")
@@ -108,10 +110,10 @@ class BlockKey:
         return True
 
     def _share(self, other: BlockKey) -> None:
-        """Have the very same parents and tokens as `other`, to which this key is equal.
+        """Replace parents and tokens by those of `other`, to which this key is equal.
 
-        No value changes, so nobody can tell, except by the clock: the next comparison of the two
-        chains ends at its first step. Snapshots compare thousands of equal keys at a time.
+        No value changes, so the only effect is speed: the next comparison of the two chains ends at
+        its first step. Snapshots compare thousands of equal keys at a time.
         """
         put = object.__setattr__
         mine: BlockKey | None = self
@@ -131,19 +133,19 @@ class BlockKey:
 
     @property
     def index(self) -> int:
-        """Position of its last `Config.block_size` tokens, from 0: in a group of such blocks, that
-        of the block in its table."""
+        """Position of its last `Config.block_size` tokens, in units of that size, from 0: in a
+        group of such blocks, the position of the block in its table."""
         return len(self.chain()) - 1
 
     def in_group(self, group: int) -> BlockKey:
-        """The key of the same tokens in this KV-cache group."""
+        """Return the key of the same tokens in this KV group."""
         if group == self.group:
             return self
         names = (self.token_ids, self.adapter, self.cache_salt, self.items)
         return BlockKey(self.parent, *names, group, self.embeds)
 
     def chain(self) -> list[BlockKey]:
-        """The keys from the first block to this one."""
+        """Return the keys from the first block to this one."""
         keys: list[BlockKey] = []
         key: BlockKey | None = self
         while key is not None:
@@ -154,7 +156,10 @@ class BlockKey:
 
 
 def chain_from_links(links: tuple[Link, ...]) -> BlockKey:
-    """The last key of the chain whose keys add `links`, first block first. At least one link."""
+    """Return the last key of the chain whose keys add `links`, first block first.
+
+    At least one link.
+    """
     key: BlockKey | None = None
     for link in links:
         key = BlockKey(key, *link)

@@ -1,7 +1,8 @@
-"""KVEvent: what an engine tells those who want to know which blocks it could share.
+"""KVEvent: the log of the prefix cache, for routers.
 
-A router sends a request where its prefix is. It keeps a copy of each engine's prefix-cache map, and
-the log of these events is how: whoever replays it from the beginning has the map (P20).
+A router sends a request to an engine that has its prefix. It keeps a copy of each engine's
+prefix-cache map, built from the log of these events: replayed from the beginning, the log gives the
+map (P20).
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from blockstep.spec.vocabulary.keys import BlockKey
 from blockstep.spec.vocabulary.request import TokenIds
 
 MEDIUM_GPU = "GPU"
-"""Where a block is that a prefix hit can take."""
+"""The place of blocks that a prefix hit can use."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Blocks of one request became findable, each behind the one before it.
+    """Blocks of one request were published, each after the one before it.
 
-    A key that is stored twice is in two blocks, and findable until both are removed. What names a
-    block beside its tokens (adapter, salt, items, embeddings, KV-cache group) is in its key.
+    A key that is stored twice is in two blocks, and cached until both are removed. The parts of a
+    block's identity besides its tokens (adapter, salt, items, embeddings, KV group) are in its key.
     """
 
     keys: tuple[BlockKey, ...]
-    """At least one, all of one group."""
+    """One key or more, all of one group."""
     parent: BlockKey | None
-    """The key of the block before the first, in the same group; None where that begins a prompt."""
+    """The key of the block before the first, in the same group; None if that begins a prompt."""
     token_ids: TokenIds
-    """Of those blocks, one behind the other."""
+    """Token ids of these blocks, concatenated."""
     block_size: int
     """Token slots per block of the group."""
     adapter: str | None = None
@@ -38,16 +39,16 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Blocks are not findable any more: somebody else needed them, or they were never written."""
+    """Blocks are not cached any more: they were evicted, or never written."""
 
     keys: tuple[BlockKey, ...]
-    """One for each block."""
+    """One key for each block."""
     medium: str = MEDIUM_GPU
 
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """Nothing is findable any more."""
+    """The prefix cache was emptied."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared

@@ -1,4 +1,4 @@
-"""Observation: everything that a scheduler may answer."""
+"""Observation: everything that a scheduler may return."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from blockstep.spec.vocabulary.transfers import KVLoad, KVSave
 
 
 class RejectCode(StrEnum):
-    """Why an event was refused. Stable: traces and engines rely on the values."""
+    """Why an event was rejected. Stable: traces and engines rely on the values."""
 
     MALFORMED_EVENT = "malformed_event"
     """Not an event, or a field of a wrong type."""
@@ -32,8 +32,8 @@ class RejectCode(StrEnum):
     DUPLICATE_REQUEST = "duplicate_request"
     """The id belongs to an unfinished request."""
     REQUEST_IN_FLIGHT = "request_in_flight"
-    """The id belongs to a finished request that a frame in flight still names, or of which a
-    transfer holds blocks."""
+    """The id belongs to a finished request that still has a row in a frame in flight, or whose
+    blocks a transfer holds."""
     PROMPT_TOO_LONG = "prompt_too_long"
     """Prompt and one output token exceed `max_model_len`."""
     NEVER_FITS = "never_fits"
@@ -43,31 +43,31 @@ class RejectCode(StrEnum):
     UNKNOWN_FRAME = "unknown_frame"
     """No such frame is in flight: never scheduled, or committed already (P18)."""
     FRAME_OUT_OF_ORDER = "frame_out_of_order"
-    """An older frame is still in flight: answers are taken in the order of the plans (P13)."""
+    """An older frame is still in flight: frames are committed in the order of the plans (P13)."""
     BAD_RESULT = "bad_result"
-    """The rows do not answer the frame: missing, foreign, of a wrong length, accepting no draft, or
-    with a token that a grammar forbids."""
+    """The rows do not fit the frame: missing, unknown, of a wrong length, accepting tokens that are
+    not drafts, or with a token that a grammar forbids."""
     BAD_DRAFTS = "bad_drafts"
-    """Speculation is off or asynchronous, too many drafts for one request, or one named twice. With
-    a `GrammarBitmask`: scheduling is not asynchronous, or one is named twice."""
+    """Speculation is off or asynchronous, a request has too many drafts, or is named twice. For a
+    `GrammarBitmask`: scheduling is not asynchronous, or a request is named twice."""
     UNKNOWN_REQUEST = "unknown_request"
     """No unfinished request has this id."""
     NOT_STRUCTURED = "not_structured"
     """The request does not use structured output, so it has no grammar."""
     GRAMMAR_BEHIND = "grammar_behind"
-    """A request of which the mask has rows samples in an older frame, too: commit that first."""
+    """A request with rows in the mask samples in an older frame, too: commit that first."""
     BAD_FORK = "bad_fork"
-    """Forks are off, the parent is a session or has not begun, or an output of the branch would
-    have ended it or is what its grammar forbids."""
+    """Forks are off, the parent is a session or has not started, or an output of the branch would
+    have ended it or is forbidden by its grammar."""
     FORK_IN_FLIGHT = "fork_in_flight"
-    """A frame in flight names the parent: commit it first."""
+    """The parent has a row in a frame in flight: commit it first."""
     NOT_RESUMABLE = "not_resumable"
-    """The request is no session, or its client has said that no more input comes."""
+    """The request is not a session, or its client has ended the input."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """The event was refused and nothing changed. Equality is by code: wording is free."""
+    """The event was rejected and nothing changed. Equality is by code: the wording is free."""
 
     code: RejectCode
     detail: str = field(default="", compare=False)
@@ -76,21 +76,21 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """The event was taken; there is nothing to report."""
+    """The event was accepted; there is nothing to report."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A request the worker has not seen: everything about it (seed 001, "NewRequestData")."""
+    """A request the worker has not seen: all its data (seed 001, "NewRequestData")."""
 
     request: Request
     block_ids: BlockTables
-    """Its whole block tables."""
+    """The request's whole block tables."""
     num_computed_tokens: int
     """Tokens whose KV exists already: the prefix hit, or what a branch shares."""
     num_scheduled_tokens: int
     output_token_ids: TokenIds = ()
-    """Of a branch: the outputs that it begins with."""
+    """The outputs that a branch starts with."""
 
     @property
     def request_id(self) -> RequestId:
@@ -99,9 +99,10 @@ class NewRow:
 
     @property
     def draft_token_ids(self) -> TokenIds:
-        """A placeholder for each scheduled token past the known ones; there only by a quirk.
+        """One placeholder per scheduled token beyond the known tokens; empty in strict runs.
 
-        Nobody has proposed for a new request, so it is for none of them to be accepted.
+        Strict runs schedule no such token. No proposer has seen the request, so the worker must
+        reject them all.
         """
         end = self.num_computed_tokens + self.num_scheduled_tokens
         num_known = len(self.request.prompt_token_ids) + len(self.output_token_ids)
@@ -114,20 +115,21 @@ class CachedRow:
 
     request_id: RequestId
     resumed: bool
-    """True: it returns from preemption, and `new_block_ids` replaces its block tables."""
+    """True: the request resumes after a preemption, and `new_block_ids` replaces its block tables.
+    """
     new_block_ids: BlockTables
     """Blocks to append, or all of them when resumed."""
     all_token_ids: TokenIds | None
-    """Prompt and output, sent when it was not in the previous plan; None otherwise."""
+    """Prompt and output, sent when the request was not in the previous plan; None otherwise."""
     num_computed_tokens: int
     """Tokens whose KV exists before this step, as if all drafts in flight were accepted."""
     num_output_tokens: int
-    """Outputs known, and those promised by frames in flight."""
+    """Known outputs, and placeholders of frames in flight."""
     num_scheduled_tokens: int
-    """Tokens to run, drafts included."""
+    """Tokens to run, including drafts."""
     draft_token_ids: TokenIds = ()
-    """The last of the scheduled tokens, to be verified; under asynchronous scheduling each is
-    `DRAFT_PLACEHOLDER`, for the worker to replace by what it proposed after the plan before."""
+    """The last of the scheduled tokens, to be verified. Under asynchronous scheduling each is
+    `DRAFT_PLACEHOLDER`; the worker replaces it by what it proposed after the previous plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ class EncoderInputs:
 
     request_id: RequestId
     item_indices: tuple[int, ...]
-    """Into `Request.items`, ascending."""
+    """Indices into `Request.items`, ascending."""
 
 
 @wide_dataclass(frozen=True, slots=True)
@@ -145,53 +147,55 @@ class Plan:
 
     frame_id: FrameId
     new: tuple[NewRow, ...] = ()
-    """In order of admission."""
+    """Rows in order of admission."""
     cached: tuple[CachedRow, ...] = ()
-    """Running ones in running order, then resumed ones in order of admission."""
+    """Running requests in running order, then resumed ones in order of admission."""
     finished_req_ids: tuple[RequestId, ...] = ()
-    """Ended since the last plan, sorted; the worker drops them before anything else."""
+    """Requests that finished since the last plan, sorted; the worker drops them before anything
+    else."""
     preempted_req_ids: tuple[RequestId, ...] = ()
-    """Preempted while this step was planned, sorted."""
+    """Requests preempted while this step was planned, sorted."""
     remapped_req_ids: tuple[RequestId, ...] = ()
-    """Running requests of whose row `new_block_ids` is the whole block table, sorted.
+    """Running requests in whose row `new_block_ids` is the whole block table, sorted.
 
-    Blocks of theirs were exchanged for others that hold the same (a duplicate was freed, say). A
-    worker replaces the table, as it does for one that resumes, and computes nothing again. Here a
-    block that is held stays where it is, but for one that is copied."""
+    Some of their blocks were exchanged for others with the same content (a duplicate was freed,
+    say). A worker replaces the table, as for a resumed request, and computes nothing again. In the
+    spec, only a block that is copied is exchanged."""
     block_copies: tuple[BlockCopy, ...] = ()
-    """Shared blocks that a row of this step writes in, and the copies that it writes in instead: to
-    be copied one by one before anything else is done to a block. In the order of scheduling, and of
-    the groups for each row."""
+    """Shared blocks that a row of this step writes to, and the copies that it writes to instead.
+    They are copied one by one before any other access to a block. In the order of scheduling, and
+    of the groups for each row."""
     num_common_prefix_blocks: tuple[int, ...] = field(default=(), compare=False)
-    """Per group: leading blocks that stand in the table of every running request, whatever else
-    holds them, so that a worker may attend to them once for all rows (P26). 0 for a group that is
-    not under full attention, without prefix caching, and where nobody runs.
+    """Per group: leading blocks that are in the table of every running request, whatever else holds
+    them, so that a worker may attend to them once for all rows (P26). 0 for a group that is not
+    under full attention, without prefix caching, and if no request runs.
 
     A hint: an engine may leave it out, and two plans are equal without it."""
     new_block_ids_to_zero: tuple[BlockId, ...] = ()
-    """Blocks to be zeroed before the step: what it takes newly for attention from a pool that
-    serves recurrent groups too, by group. A state left in one may read as NaN, and a kernel reads
-    whole blocks. Empty where no group is recurrent."""
+    """Blocks to be zeroed before the step, by group: blocks newly taken for attention from a pool
+    that also serves recurrent groups. A state left in one may read as NaN, and a kernel reads whole
+    blocks. Empty if no group is recurrent."""
     scheduled_encoder_inputs: tuple[EncoderInputs, ...] = ()
-    """What the worker encodes before the step, in the order of the rows."""
+    """Items that the worker encodes before the step, in the order of the rows."""
     external_encoder_inputs: tuple[EncoderInputs, ...] = ()
-    """What it loads from a connector instead, likewise."""
+    """Items that it loads from a connector instead, in the order of the rows."""
     free_encoder_mm_hashes: tuple[str, ...] = ()
     """Identifiers of items that the worker drops before anything else, in the order of eviction."""
 
     kv_loads: tuple[KVLoad, ...] = ()
-    """What the worker has the store load, in the order in which requests were looked at. Who has an
-    asynchronous one has no row."""
+    """Loads from the store, in the order in which requests were tried. A request with an
+    asynchronous load has no row."""
     kv_saves: tuple[KVSave, ...] = ()
-    """What the worker has the store keep of requests that are preempted, in the order in which they
-    were: before anything else is done to a block, copies and loads included. Who was not yet
-    computed far enough for `swap_min_tokens` is not there, nor whose KV is to be loaded still."""
+    """KV of preempted requests that the worker has the store save, in the order of preemption. It
+    is read before any other access to a block, including copies and loads. Requests with fewer
+    computed tokens than `swap_min_tokens` are left out, and those whose KV is still to be loaded.
+    """
 
     has_structured_output_requests: bool = False
     """Whether the frame's mask has rows: whether a row samples whose request has a `grammar`."""
     pending_structured_output_tokens: bool = False
-    """Whether one of those has placeholders in older frames, which must be answered before a mask
-    can be made of this one (`GRAMMAR_BEHIND`)."""
+    """Whether one of those has placeholders in older frames, which must be committed before a mask
+    for this one can be made (`GRAMMAR_BEHIND`)."""
 
     @property
     def rows(self) -> tuple[NewRow | CachedRow, ...]:
@@ -206,54 +210,56 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class OutputRow:
-    """What one request gained in one step."""
+    """Tokens delivered to one request in one step, and its finish reason."""
 
     request_id: RequestId
     new_token_ids: TokenIds
     """Delivered to the client; nothing after the token that stopped it."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    """The stop token that ended it, when one of `stop_token_ids` did."""
+    """The stop token that ended it, if one of `stop_token_ids` did."""
     num_cached_tokens: int = 0
-    """Tokens that it had not to compute at its first admission: found, or loaded."""
+    """Tokens that were not computed at its first admission: prefix hit, or loaded."""
     num_external_tokens: int | None = field(default=None, compare=False)
-    """Those of `num_cached_tokens` that a store loaded; None if the engine does not tell them.
+    """Number of `num_cached_tokens` that a store loaded; None if the engine does not report it.
 
-    A hint: an engine may leave it out, and two rows are equal without it. It is held to the loads
-    that plans told (P21)."""
+    A hint: an engine may leave it out, and two rows are equal without it. It is checked against the
+    loads in plans (P21)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What a step delivered: one row per request with new tokens, in the order of scheduling.
+    """The outputs of a step: one row per request with new tokens, in the order of scheduling.
 
-    That order is: running requests in running order, then admitted ones in order of admission,
-    new and resumed mixed. It is also the order in which a commit ends requests and frees blocks.
+    That order is: running requests in running order, then admitted ones in order of admission, new
+    and resumed mixed. It is also the order in which a commit finishes requests and frees blocks.
     """
 
     rows: tuple[OutputRow, ...] = ()
     kv_events: tuple[KVEvent, ...] = ()
-    """Of a commit: what has become of blocks since the last answer that told it, in the order in
-    which it happened. Also what plans did that are in flight still: their blocks are findable."""
+    """KV events of a commit: changes of the prefix cache since the last observation with KV events,
+    in the order in which they happened. This includes changes by plans that are still in flight:
+    their blocks are cached."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarRow:
-    """What one request may sample in one frame."""
+    """The tokens that one request may sample in one frame."""
 
     request_id: RequestId
     allowed: tuple[TokenIds | None, ...]
-    """Of each of its drafts, then of the token behind them: the tokens that may stand there,
-    sorted; None where all may."""
+    """Allowed tokens, sorted, for each of its drafts, then for the token after them; None if all
+    are allowed."""
     draft_token_ids: TokenIds = ()
-    """Its drafts, as many as planned: those that its grammar accepts, then placeholders."""
+    """The request's drafts, as many as planned: those that its grammar accepts, then placeholders.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarOutput:
     """The mask of a frame: a row for each request with a `grammar` that samples in it.
 
-    In the order of scheduling. Empty where there is none.
+    In the order of scheduling. Empty if there is none.
     """
 
     rows: tuple[GrammarRow, ...] = ()
@@ -261,21 +267,21 @@ class GrammarOutput:
 
 @dataclass(frozen=True, slots=True)
 class DraftsTaken:
-    """The requests whose drafts were attached, in the order given; the others' were dropped."""
+    """The requests whose drafts were stored, in the order given; those of others were dropped."""
 
     request_ids: tuple[RequestId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """The requests that were ended by this abort, in the order given."""
+    """The requests that this abort ended, in the order given."""
 
     request_ids: tuple[RequestId, ...] = ()
     ending_req_ids: tuple[RequestId, ...] = ()
-    """Those for whom it takes effect with the next plan, in the order given. Until then they live
-    as if nobody had given up: commits deliver to them, and may end them. The next plan has no row
-    of them; its `finished_req_ids` names those that a worker knows, which drops them there. Always
-    empty here: an abort ends at once."""
+    """Requests for which the abort takes effect with the next plan, in the order given. Until then
+    they continue: commits deliver to them, and may finish them. The next plan has no rows for them;
+    its `finished_req_ids` lists those that the worker knows, which drops them then. Always empty in
+    the spec: there an abort takes effect at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,8 +290,8 @@ class ResetDone:
 
     success: bool
     kv_events: tuple[KVEvent, ...] = ()
-    """Of one that succeeds: as in `Outputs`. Nobody is to wait for the next commit to learn that
-    what an engine had is gone: weights may have changed, and it may be idle from now on."""
+    """KV events of a successful reset, as in `Outputs`. They do not wait for the next commit:
+    weights may have changed, and the engine may be idle from now on."""
 
 
 Observation: TypeAlias = (

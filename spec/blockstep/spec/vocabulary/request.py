@@ -1,4 +1,4 @@
-"""Request: what a client asks for, and the words for its life."""
+"""Request: what a client asks for, and names for its status."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ BlockId: TypeAlias = int
 FrameId: TypeAlias = int
 TokenIds: TypeAlias = tuple[int, ...]
 BlockTables: TypeAlias = tuple[tuple[int, ...], ...]
-"""One block table per KV-cache group, positions in order."""
+"""One block table per KV group, blocks in token order."""
 
 NULL_BLOCK: BlockId = 0
-"""The block that stands for "no block here"; never queued, never freed, never written (P1)."""
+"""The id that a table has instead of a block; never queued, never freed, never written (P1)."""
 
 DRAFT_PLACEHOLDER: TokenId = -1
-"""Stands for a draft that only the worker knows (asynchronous scheduling)."""
+"""Placeholder for a draft that only the worker knows (asynchronous scheduling)."""
 
 
 class Status(StrEnum):
-    """Where an unfinished request stands (seed 001, "RequestStatus Lifecycle")."""
+    """Status of an unfinished request (seed 001, "RequestStatus Lifecycle")."""
 
     WAITING = "waiting"
     WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR = "waiting_for_structured_output_grammar"
@@ -35,16 +35,16 @@ class Status(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a request ended; each ends for exactly one (P13)."""
+    """Why a request finished; each finishes for exactly one reason (P13)."""
 
     STOP = "stop"
     """Its end-of-sequence token or one of its stop tokens was sampled."""
     LENGTH = "length"
     """It reached `max_tokens`, or `max_model_len`."""
     REPETITION = "repetition"
-    """The tail of its output repeats a pattern as often as it said it would not tolerate."""
+    """The end of its output repeats a pattern as often as `repetition_detection` says."""
     ABORT = "abort"
-    """The client gave up."""
+    """The client aborted it."""
     ERROR = "error"
     """It cannot be served: its grammar could not be compiled, say."""
 
@@ -63,35 +63,35 @@ class RepetitionDetection:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Which tokens may follow which output: an automaton over tokens, in state 0 before any.
+    """Which tokens may follow an output: an automaton over tokens, in state 0 before any output.
 
-    A state without edges is *terminated*: the text is complete there. It accepts no token, so no
-    draft, and yet constrains nothing: its mask is full, and whatever is sampled leaves it as it is.
-    An end-of-sequence token has edges like others.
+    A state without edges is *terminated*: the output is complete. It accepts no draft, but it
+    forbids nothing: its mask allows all tokens, and a sampled token does not change the state. An
+    end-of-sequence token has edges like other tokens.
     """
 
     edges: tuple[tuple[tuple[TokenId, int], ...], ...]
-    """By state: (token, next state) for each token that is allowed, sorted by token."""
+    """For each state, (token, next state) for each token that is allowed, sorted by token."""
 
 
 @dataclass(frozen=True, slots=True)
 class MultiModalItem:
-    """An image or a sound whose placeholder tokens lie in the prompt."""
+    """An image or a sound whose placeholder tokens are in the prompt."""
 
     identifier: str
-    """Names the content: equal identifiers mean equal content."""
+    """Identity of the content: equal identifiers mean equal content."""
     offset: int
-    """Position of its first placeholder token in the prompt; 0 in an encoder-decoder model, where
-    it stands beside the prompt."""
+    """Position of its first placeholder token in the prompt; 0 in an encoder-decoder model, in
+    which it is not part of the prompt."""
     length: int
-    """Placeholder tokens."""
+    """Number of placeholder tokens."""
     is_embed: tuple[bool, ...] = ()
-    """Which of them stand for an embedding that the encoder makes, one or more; the others are
-    tokens between. Empty: all."""
+    """Which of them represent an embedding of the encoder, at least one; the others are tokens in
+    between. Empty: all."""
 
     @property
     def num_embeds(self) -> int:
-        """Embeddings that the encoder makes of it."""
+        """Number of embeddings that the encoder computes for it."""
         return sum(self.is_embed) if self.is_embed else self.length
 
 
@@ -105,29 +105,32 @@ SESSION_FIELDS: Final = (
     "job_id",
     "is_last_step",
 )
-"""Fields of a request that a session has from its submission for good.
+"""Fields that a session keeps from its submission.
 
-A chunk of further input (`StreamingUpdate`) leaves them out or repeats them. Any other value is
-refused (`bad_request`): it would be dropped in silence, isolation by a salt included.
-"""
+Further input (`StreamingUpdate`) leaves them out or repeats them. Any other value is rejected
+(`bad_request`): otherwise it would be silently ignored, even the isolation by a salt."""
 
 
 @wide_dataclass(frozen=True, slots=True)
 class Request:
-    """What a client submits. Nothing in it changes after Submit, but for a session's input."""
+    """A request as a client submits it.
+
+    It does not change after Submit, except for a session's input.
+    """
 
     request_id: RequestId
     prompt_token_ids: TokenIds
     max_tokens: int = 16
-    """Output tokens, at most."""
+    """Maximum of output tokens."""
     min_tokens: int = 0
-    """Output tokens before eos, a stop token or repetition may end it; length caps always do."""
+    """Output tokens before eos, a stop token or repetition may end it; length limits always apply.
+    """
     eos_token_id: TokenId | None = None
-    """None: an end-of-sequence token does not end it."""
+    """None: no end-of-sequence token ends it."""
     stop_token_ids: TokenIds = ()
     repetition_detection: RepetitionDetection | None = None
     priority: int = 0
-    """Lower runs first; matters under `Policy.PRIORITY` only."""
+    """Lower runs first; used under `Policy.PRIORITY` only."""
     arrival_time: int = 0
     """Ticks; the tie-breaker after priority. The spec reads no clock: time is a value."""
     adapter: str | None = None
@@ -137,20 +140,20 @@ class Request:
     items: tuple[MultiModalItem, ...] = ()
     """Sorted by offset, not overlapping."""
     prompt_embeds: TokenIds = ()
-    """Which embedding stands at each prompt position, where the client sends embeddings instead of
+    """Number of the embedding at each prompt position, if the client sends embeddings instead of
     tokens: equal numbers mean equal vectors. Empty: the model embeds the tokens itself."""
     skip_reading_prefix_cache: bool = False
-    """True: it never takes a prefix hit, nor is a store asked about it (its prompt logprobs are
-    wanted, say)."""
+    """True: it takes no prefix hit, and the store is not asked about it (it needs prompt logprobs,
+    say)."""
     resumable: bool = False
-    """True: it is a session, which a stop does not end. It goes on with further input (event
-    `StreamingUpdate`), until the client says that there is no more."""
+    """True: it is a session, which a stop does not end. It continues with further input (event
+    `StreamingUpdate`), until the client ends the input."""
     structured_output: bool = False
     """True: it waits until its grammar is compiled (event `GrammarReady`)."""
     grammar: Grammar | None = None
-    """Only with `structured_output`. None: every token is allowed, and no mask has rows of it."""
+    """Only with `structured_output`. None: every token is allowed, and it has no rows in masks."""
     job_id: str | None = None
-    """The job of which it is a turn: an agent that calls a tool, say, and comes back with what the
-    tool said. Says something under `Policy.CONTINUUM` only; None: it is nobody's turn."""
+    """The agent job whose turn it is: an agent that calls a tool, say, and continues with the
+    tool's output. Used under `Policy.CONTINUUM` only; None: it is not a turn of a job."""
     is_last_step: bool = False
-    """Whether no further turn of its job is to come."""
+    """Whether it is the last turn of its job."""

@@ -27,16 +27,16 @@ class Stats:
     prefix_cache_queries: int = 0
     """Tokens of requests admitted after asking the prefix cache."""
     prefix_cache_hits: int = 0
-    """Tokens of those that a prefix hit served."""
+    """Number of these tokens that a prefix hit served."""
     preemptions: int = 0
     drafts_scheduled: int = 0
     """Draft tokens of committed frames whose request was still unfinished."""
     drafts_accepted: int = 0
     external_prefix_cache_queries: int = 0
-    """Tokens behind the local hit of requests that were given blocks after asking the store; who is
-    parked is counted then."""
+    """Tokens after the local hit of requests that got blocks after asking the store; for an
+    asynchronous load, counted when it starts."""
     external_prefix_cache_hits: int = 0
-    """Tokens of those that the store was to load."""
+    """Number of these tokens that the store was to load."""
 
 
 @wide_dataclass(frozen=True, slots=True)
@@ -50,85 +50,85 @@ class RequestSnapshot:
     num_computed_tokens: int = 0
     """KV exists, or is being written by a frame in flight or a load, for positions [0, this)."""
     num_output_placeholders: int = 0
-    """Output tokens promised by frames in flight: of each row that samples one, and one for each
-    of its drafts. 0 without asynchronous scheduling."""
+    """Placeholders of frames in flight: one for each row that samples, and one for each of its
+    drafts. 0 without asynchronous scheduling."""
     spec_token_ids: TokenIds = ()
-    """Drafts attached, not yet scheduled; placeholders under asynchronous scheduling."""
+    """Drafts for the next step, not yet scheduled; placeholders under asynchronous scheduling."""
     is_prefill_chunk: bool = False
-    """Whether the last plan that scheduled it left known tokens uncomputed. Who is preempted
-    keeps it."""
+    """Whether the last plan that scheduled it left known tokens uncomputed. A preemption does not
+    change it."""
     block_tables: BlockTables = ((),)
     num_cached_blocks: tuple[int, ...] = (0,)
-    """Per group: leading blocks of its table whose hash is settled (hit or published)."""
+    """Per group: leading blocks of its table that were published or hit."""
     num_cached_tokens: int = -1
-    """Tokens of the prefix hit at its first admission, and of what was loaded behind it; -1 before
-    that."""
+    """Tokens of the prefix hit at its first admission, and of the load after it; -1 before that."""
     num_preemptions: int = 0
     grammar_ready: bool = False
     grammar_state: int = 0
-    """Where its outputs led its `grammar`: a state of it; 0 without one."""
+    """State of its `grammar` after its outputs; 0 without one."""
     reasoning_ended: bool = False
-    """Of a request with a `grammar`: whether `reasoning_end_token_id` stands in its prompt or in
-    its outputs. False where the config has none, or `enable_in_reasoning`."""
+    """Whether `reasoning_end_token_id` is in the prompt or the outputs of a request with a
+    `grammar`. False if the config has no such token, or has `enable_in_reasoning`."""
     prompt_token_ids: TokenIds = ()
-    """Of a session: what its prompt has become. Empty for others, whose prompt stays."""
+    """The present prompt of a session. Empty for others, whose prompt does not change."""
     num_streaming_updates: int = 0
-    """Chunks of a session that wait for its next stop, the end of its input counted as one."""
+    """Inputs of a session that wait for its next stop, including the end of its input."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderEntry:
-    """What the encoder made of one item, or makes with a frame in flight."""
+    """The encoder output of one item, computed already or by a frame in flight."""
 
     identifier: str
     num_embeds: int
     holders: tuple[RequestId, ...] = ()
-    """Who still needs it, sorted: a request stands there once for each place of the item in it."""
+    """Requests that still need it, sorted: a request is listed once for each occurrence of the
+    item."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderSnapshot:
-    """The encoder's cache, in embeddings."""
+    """The encoder cache; sizes are in embeddings."""
 
     entries: tuple[EncoderEntry, ...] = ()
     """Sorted by identifier."""
     freeable: tuple[str, ...] = ()
-    """Identifiers of those without a holder, next to be evicted first."""
+    """Identifiers of entries without a holder, in the order of eviction."""
     num_free: int = 0
-    """Not taken by any entry."""
+    """Embeddings that no entry takes."""
     num_freeable: int = 0
-    """Those, and what entries without a holder take."""
+    """`num_free`, and the embeddings of entries without a holder."""
     freed: tuple[str, ...] = ()
-    """Identifiers that the next plan has the worker drop."""
+    """Identifiers that the worker drops with the next plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransfersSnapshot:
-    """What is under way between pool and store."""
+    """Transfers between pool and store."""
 
     offers: tuple[KVOffer, ...] = ()
-    """By request id: what the store answers about unfinished requests, but for those of which it
-    says no more than `KVOffer(request_id)`: that it has nothing and wants nothing."""
+    """The store's answers about unfinished requests, by request id, without those equal to
+    `KVOffer(request_id)`: nothing to load, and nothing to read."""
     received: tuple[RequestId, ...] = ()
-    """Parked requests whose load has come to its end, sorted."""
+    """Waiting requests whose asynchronous load has ended, sorted."""
     unsettled: tuple[RequestId, ...] = ()
-    """Running ones whose load is part of a frame in flight, sorted."""
+    """Running requests whose load is part of a frame in flight, sorted."""
     held: tuple[HeldBlocks, ...] = ()
-    """By request id."""
+    """Sorted by request id."""
     deferred_frees: tuple[DeferredFree, ...] = ()
-    """In the order in which they were given up. Empty with `max_frames_in_flight` 1."""
+    """Blocks in the order in which they were released. Empty with `max_frames_in_flight` 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class PinsSnapshot:
-    """What stays between turns of jobs, and the time."""
+    """The pins of jobs, and the time."""
 
     now: int = 0
-    """Ticks: the latest time that was told."""
+    """Ticks: the latest time that a `Clock` brought."""
     pins: tuple[Pin, ...] = ()
-    """In the order in which turns ended; of each job one at most."""
+    """The pins in the order in which turns ended; at most one per job."""
     estimates: tuple[PinEstimate, ...] = ()
-    """By job, of those that have a pin or an unfinished turn: what keeps blocks at all."""
+    """Estimates above 0 of jobs that have a pin or an unfinished turn, sorted by job."""
 
 
 @wide_dataclass(frozen=True, slots=True)
@@ -137,10 +137,10 @@ class Snapshot:
 
     pause_state: PauseState
     waiting: tuple[RequestId, ...]
-    """In the order in which they would be taken; likewise `skipped_waiting`."""
+    """Requests in the order in which they would be admitted; so is `skipped_waiting`."""
     skipped_waiting: tuple[RequestId, ...]
     running: tuple[RequestId, ...]
-    """In running order: FCFS preempts from its end."""
+    """Requests in running order: FCFS preempts from its end."""
     requests: tuple[RequestSnapshot, ...]
     """Sorted by request id."""
     ref_counts: tuple[int, ...]
@@ -148,18 +148,18 @@ class Snapshot:
     free_queue: tuple[BlockId, ...]
     """Head first: the head is allocated, and so evicted, next."""
     block_keys: tuple[BlockKey | None, ...]
-    """What each block carries, indexed by block id; None where it is not published."""
+    """The key of each block, indexed by block id; None if it is not cached."""
     cached: Mapping[BlockKey, tuple[BlockId, ...]]
     """The prefix-cache map: the blocks of a key in order of publication; a hit takes the first."""
     frames_in_flight: tuple[FrameId, ...]
     next_frame_id: FrameId
     finished_req_ids: tuple[RequestId, ...]
-    """Ended since the last plan, sorted."""
+    """Requests that finished since the last plan, sorted."""
     prev_scheduled_req_ids: tuple[RequestId, ...]
-    """In the last plan (and not force-reset since), sorted."""
+    """Requests in the last plan (and not force-reset since), sorted."""
     stats: Stats
     encoder: EncoderSnapshot | None = None
-    """None where no encoder is modelled."""
+    """None if no encoder is modelled."""
     transfers: TransfersSnapshot | None = None
     """None without a connector."""
     pins: PinsSnapshot | None = None
@@ -167,13 +167,13 @@ class Snapshot:
     admission_closed: bool = False
     """Whether admission waits for `admission_high_blocks` free blocks."""
     has_work: bool | None = None
-    """Whether the loop that drives the engine must go on planning; False: it may sleep until the
+    """Whether the loop that drives the engine must continue planning; False: it may sleep until the
     next event. None if the engine does not say (vLLM's `has_requests`).
 
-    There is work while a request may be scheduled, a worker is to be told that one has ended, or
-    the end of a transfer is awaited. A session that rests is none, nor is who is held by a pause.
-    Answers to plans in flight are awaited by the loop in any case."""
+    There is work while a request may be scheduled, a finished request must be reported to the
+    worker, or the end of a transfer is awaited. An idle session is no work, nor is a request held
+    by a pause. The loop waits for the model outputs of plans in flight in any case."""
 
     def request(self, request_id: RequestId) -> RequestSnapshot | None:
-        """The unfinished request of this id, or None."""
+        """Return the unfinished request of this id, or None."""
         return next((r for r in self.requests if r.request_id == request_id), None)

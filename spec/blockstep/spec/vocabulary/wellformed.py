@@ -1,7 +1,7 @@
-"""Well-formedness: what can be said against an event without knowing any state.
+"""Well-formedness: checks of an event that need no state.
 
-Both sides of a comparison share these checks, because they are about the vocabulary itself:
-types and ranges. What depends on a state is each side's own business.
+Both sides of a comparison share these checks, because they are about the vocabulary itself: types
+and ranges. Checks that depend on a state are written separately for each side.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from blockstep.spec.vocabulary.transfers import NO_TRANSFERS, KVTransfers
 
 
 def event_problem(event: object) -> Rejected | None:
-    """Why `event` cannot be an event for any state, or None."""
+    """Return why `event` is invalid in any state, or None."""
     match event:
         case Schedule():
             return None
@@ -113,7 +113,7 @@ def _bad(request: Request, what: str, rule: str) -> Rejected:
 def _are_tokens(value: object) -> bool:
     if not isinstance(value, tuple):
         return False
-    # No generator, for a prompt may have a hundred thousand tokens.
+    # Not a generator, because a prompt may have a hundred thousand tokens.
     for token in value:  # noqa: SIM110
         if type(token) is not int or not 0 <= token <= MAX_INT:
             return False
@@ -211,7 +211,7 @@ def _request_problem(request: object, event: str) -> Rejected | None:
 
 
 def _grammar_problem(request: Request) -> Rejected | None:
-    """Why its grammar is none, or None. A state is a tuple of (token, next state)."""
+    """Return why its grammar is invalid, or None. A state is a tuple of (token, next state)."""
     if request.grammar is None:
         return None
     if not request.structured_output:
@@ -228,7 +228,11 @@ def _grammar_problem(request: Request) -> Rejected | None:
         if not all(first < second for first, second in pairwise(tokens)):
             return _bad(request, f"grammar state {shown(state)}", "must be sorted, each token once")
         if not all(following < len(states) for _, following in state):
-            return _bad(request, f"grammar state {shown(state)}", f"has {len(states)} to go to")
+            return _bad(
+                request,
+                f"grammar state {shown(state)}",
+                f"has edges beyond its {len(states)} states",
+            )
     return None
 
 
