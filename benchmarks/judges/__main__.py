@@ -42,7 +42,7 @@ HOUSE = Path(__file__).resolve().parents[2]
 RESULTS = HOUSE / "benchmarks" / "results"
 SURVIVORS = Path(__file__).with_name("survivors.toml")
 NUM_FINE = 60
-"""Finer changes of the whole campaign."""
+"""Number of finer changes in the whole campaign."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """What the options ask for."""
+    """Return the plan that the options describe."""
     is_part = bool(args.only or args.sample is not None)
     few = 0 if is_part else NUM_FINE
     return Plan(
@@ -92,7 +92,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.judges",
         description=__doc__,
@@ -108,17 +108,19 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=0,
         const=-1,
         metavar="N",
-        help=f"finer changes: all, or so many, drawn by the seed; the whole campaign: {NUM_FINE}",
+        help=f"finer changes: all, or N, drawn by the seed; the whole campaign: {NUM_FINE}",
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--sample", type=int, help="so many mutants, drawn by the seed")
+    parser.add_argument("--sample", type=int, help="this number of mutants, drawn by the seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tests", action="append", help="test modules, instead of those chosen")
     parser.add_argument("--no-museum", dest="museum", action="store_false", help="tests only")
     parser.add_argument("--corpus", type=Path, help="a folder for the programs of the museum")
     parser.add_argument("--json", type=Path, help="where the results go")
     parser.add_argument(
-        "--journal", type=Path, help="where each result is kept, to go on after an interruption"
+        "--journal",
+        type=Path,
+        help="file that keeps each result, to continue after an interruption",
     )
     parser.add_argument("--again", action="store_true", help="play what survived once more")
     parser.add_argument("--last", action="store_true", help="only report on the last results")
@@ -126,7 +128,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def play(plan: Plan, journal: Journal) -> Campaign:
-    """The campaign behind a progress bar, which has no thread: processes are forked meanwhile."""
+    """Run the campaign with a progress bar without a thread, since processes are forked
+    meanwhile.
+    """
     what = TextColumn("{task.description:<14}")
     columns = (what, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
@@ -141,7 +145,7 @@ def play(plan: Plan, journal: Journal) -> Campaign:
 
 
 def say(played: Played) -> None:
-    """A survivor, as it comes."""
+    """Print a survivor as soon as it is known."""
     outcome, mutant = played.outcome, played.mutant
     if not outcome.killed_by:
         met = f"{outcome.num_trials} tests" if outcome.num_trials else "never executed"
@@ -150,7 +154,7 @@ def say(played: Played) -> None:
 
 
 def report(verdicts: Verdicts) -> int:
-    """Say what came out; the exit code of the process."""
+    """Report the results; returns the exit code."""
     results = verdicts.results
     for row in results["modules"]:
         score, by = verdicts.score(row["module"]), row["killed"]

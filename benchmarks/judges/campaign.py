@@ -1,4 +1,4 @@
-"""Campaign: which mutants are played, and what came of it as one value."""
+"""The campaign: which mutants are played, and their results."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ from benchmarks.mutation.runner import run_forked
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is played."""
+    """The plan of a campaign."""
 
     only: tuple[str, ...] = ()
-    """How a module, or the title of a mutant, begins."""
+    """Prefixes of modules or of titles of mutants."""
     fine: int | None = 0
-    """So many of the finer changes, drawn by the seed; None: all."""
+    """Number of finer changes, drawn by the seed; None: all."""
     sample: int | None = None
-    """So many mutants of any class, drawn by the seed."""
+    """Number of mutants of any class, drawn by the seed."""
     seed: int = 0
     jobs: int = 1
     tests: tuple[str, ...] = MODULES
     """Test modules."""
     museum: bool = True
     corpus: Path | None = None
-    """Where the programs of the museum are kept."""
+    """Folder of the programs of seeded bugs."""
     again: bool = False
-    """Play survivors of the journal again, for the tests may have changed."""
+    """Play survivors of the journal again, since the tests may have changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """One mutant and what became of it."""
+    """One mutant and its result."""
 
     mutant: Mutant
     change: str
@@ -68,26 +68,26 @@ class Played:
 
 @dataclass(slots=True)
 class Campaign:
-    """All that was found."""
+    """All results."""
 
     plan: Plan
     played: list[Played] = field(default_factory=list)
     found: dict[str, int] = field(default_factory=dict)
-    """Mutants in the text, by class, played or not."""
+    """Number of mutants that exist, by class, played or not."""
     num_tests: int = 0
     num_programs: int = 0
     seconds: float = 0.0
 
 
 Tell = Callable[[str, int, int], None]
-"""Told (what is done, how many of it, of how many)."""
+"""Callback that gets (what is done, number done, total number)."""
 
 
 def find_mutants(sources: Mapping[str, Source], plan: Plan) -> list[Mutant]:
-    """Those that the plan asks for, in a stable order.
+    """Return the mutants of the plan, in a stable order.
 
     Raises:
-        LookupError: no mutant begins so.
+        LookupError: no mutant has the prefix.
     """
     found = [*find_listed(sources), *find_all(sources, plan.fine != 0)]
     if plan.only:
@@ -106,7 +106,7 @@ def find_mutants(sources: Mapping[str, Source], plan: Plan) -> list[Mutant]:
 
 
 def _draw(mutants: list[Mutant], count: int | None, seed: int) -> list[Mutant]:
-    """So many, by a draw that stays the same for those that are still there after a change."""
+    """Return `count` mutants; the draw stays the same for those that still exist after a change."""
     order = sorted(mutants, key=lambda one: make_key(one.title, seed))
     return order[:count]
 
@@ -114,10 +114,10 @@ def _draw(mutants: list[Mutant], count: int | None, seed: int) -> list[Mutant]:
 def run_campaign(
     plan: Plan, tell: Tell, journal: Journal, on_played: Callable[[Played], None]
 ) -> Campaign:
-    """Play all mutants of a plan; `on_played` hears of each as it ends.
+    """Play all mutants of a plan; `on_played` gets each result as it ends.
 
     Raises:
-        LookupError: there is none.
+        LookupError: there is no mutant.
         UnsoundError: the unmutated judges do not pass their tests.
     """
     sources = read_sources()
@@ -154,7 +154,7 @@ def run_campaign(
 def _look_up(
     mutants: Sequence[Mutant], sources: Mapping[str, Source], plan: Plan, journal: Journal
 ) -> list[tuple[Mutant, Outcome | None]]:
-    """What the journal knows of each; None of what is to be played."""
+    """Return each mutant with its result in the journal; None if it has to be played."""
     known = dict(journal.split([_make_key(one, sources[one.module]) for one in mutants])[0])
     outcomes = {index: _read(result) for index, result in known.items()}
     if plan.again:
@@ -171,7 +171,7 @@ def _play_all(
     journal: Journal,
     tell: Tell,
 ) -> Iterator[Played]:
-    """Measure what runs what, then play; nothing at all where nothing is left to play."""
+    """Measure which lines each test runs, then play; do nothing if no mutant is left."""
     if not mutants:
         return
     touched = {one.module for one in mutants}
@@ -183,7 +183,7 @@ def _play_all(
         partial(_work, session, corpus, one, sources[one.module], choose(one, trials, corpus))
         for one in mutants
     ]
-    journal.split([])  # what has passed up to now is no mutant's time
+    journal.split([])  # the time until now belongs to no mutant
     for index, result in run_forked(works, plan.jobs, WALL_SECONDS):
         mutant = mutants[index]
         journal.note(_make_key(mutant, sources[mutant.module]), result)
@@ -197,7 +197,9 @@ def _work(
 
 
 def _make_key(mutant: Mutant, source: Source) -> str:
-    """A result is good as long as the function around the change is the same."""
+    """Return the key of a result, which is valid as long as the function around the change is the
+    same.
+    """
     return make_key(get_function(source, mutant.function), mutant.title)
 
 

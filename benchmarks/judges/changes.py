@@ -1,7 +1,8 @@
-"""Changes: the finer ones, of the kinds that `benchmarks.mutation` takes from cosmic-ray.
+"""Finer changes, of the kinds that `benchmarks.mutation` takes from cosmic-ray.
 
-Made here on the syntax tree, so that `make judges` needs no more than the tests do. Left out is
-what nobody judges: docstrings, annotations, assertions, and the words of a complaint.
+They are made here on the syntax tree, so that `make judges` needs no more than the tests do.
+Docstrings, annotations, assertions and the wording of findings are left out, since no test checks
+them.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ WORDS = frozenset(
         *("_tell_history", "_tell_return", "_complain_read", "join"),
     }
 )
-"""Calls whose arguments are wording: what a complaint says is not what it judges."""
+"""Calls whose arguments are wording, which does not change what a check finds."""
 
 Get = Callable[[ast.expr | ast.stmt], str]
 
 
 def find_changes(tree: ast.Module, get: Get) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-    """(what is changed, what stands there instead), in the order of the text."""
+    """Yield (node that is changed, new text), in the order of the source."""
     skipped = {id(inner) for node in ast.walk(tree) for inner in _skipped(node)}
 
     def walk(node: ast.AST) -> Iterator[ast.AST]:
@@ -59,7 +60,7 @@ def find_changes(tree: ast.Module, get: Get) -> Iterator[tuple[ast.expr | ast.st
 
 
 def _skipped(node: ast.AST) -> Iterator[ast.AST]:
-    """The parts of a node in which nothing is changed."""
+    """Yield the parts of a node in which nothing is changed."""
     match node:
         case ast.Expr(value=ast.Constant(value=str())) | ast.Assert() | ast.JoinedStr():
             yield node
@@ -136,4 +137,4 @@ _SIGN_OF: dict[type[ast.cmpop], str] = {
 
 def _is_wording(call: ast.Call) -> bool:
     name = getattr(call.func, "attr", getattr(call.func, "id", ""))
-    return name in WORDS  # a complaint left out is a mutant of its own class
+    return name in WORDS  # a finding left out is a mutant of its own class

@@ -1,7 +1,7 @@
-"""Listed: which sentences are asked where, and a sentence taken from one list or one kind of event.
+"""Lists of property checks, and mutants that remove a check from a list or a type of event.
 
-A sentence is an object in lists: those of `judge.properties` by kind of event, that of safety. What
-is taken away here is taken from the lists themselves, in a process of its own.
+A check is an object in lists: those of `judge.properties` by type of event, and that of safety.
+Mutants change these lists in a process of their own.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from blockstep.conformance.judge import answers, properties
 from blockstep.conformance.judge.properties import PROPERTIES, Sentence
 
 HOLDERS = (properties, answers)
-"""Modules that hold lists of sentences."""
+"""Modules that have lists of checks."""
 
 
 def get_sentences() -> dict[str, Sentence]:
-    """All sentences by property and name."""
+    """Return all checks by property and name."""
     found = [sentence for entry in PROPERTIES for sentence in entry.checks]
     return {f"{one.property_id} {one.sentence}": one for one in found}
 
 
 def get_lists() -> dict[str, Any]:
-    """Every list of sentences that a module holds: a tuple, or tuples by kind of event."""
+    """Return every list of checks in a module: a tuple, or tuples by type of event."""
     return {
         f"{holder.__name__.rpartition('.')[2]}.{name}": value
         for holder in HOLDERS
@@ -45,9 +45,9 @@ def _holds_sentences(value: object) -> bool:
 
 
 def find_listed(sources: Mapping[str, Source]) -> Iterator[Mutant]:
-    """A sentence that is missing at one equivalence, and one that judges a kind of event less.
+    """Yield mutants with a check missing at one equivalence, or for one type of event.
 
-    That it is missing in the whole list of `exact` is the mutant that says nothing.
+    A check that is missing in the whole list of `exact` is the mutant that finds nothing.
     """
     lists = get_lists()
     for title, one in get_sentences().items():
@@ -73,7 +73,7 @@ def _is_in(one: Sentence, held: Any) -> bool:
 
 
 def take_off(mutant: Mutant) -> None:
-    """Take the sentence from its list, or a kind of event from the sentence. Not to be undone."""
+    """Remove the check from its list, or a type of event from the check. It cannot be undone."""
     title, name = mutant.listed
     one, lists = get_sentences()[title], get_lists()
     if name in lists:
@@ -87,7 +87,9 @@ def take_off(mutant: Mutant) -> None:
 
 
 def _take_from(one: Sentence, held: Any, kind: type | None) -> None:
-    """From tuples by kind: that of one kind, or all. A tuple is replaced wherever it is named."""
+    """Remove it from the tuple of one type or from all; a tuple is replaced wherever it is
+    named.
+    """
     if isinstance(held, dict):
         for key, part in held.items():
             if kind in (None, key):

@@ -1,8 +1,8 @@
-"""Museum: programs that a judge at `safety` must tell apart, and clean ones that it must not.
+"""Programs that a check at `safety` must find something in, and clean ones in which it must not.
 
-Each exhibit of the museum is checked at `safety`, its state shown and hidden; what it fails with is
-shrunk, and the program kept. A mutant under which such a program finds nothing any more is noticed;
-so is one under which a clean engine is accused.
+Each seeded bug is checked at `safety`, with its state shown and hidden; its failure is shrunk, and
+the program kept. A mutant under which such a program finds nothing is noticed; so is one under
+which a clean engine fails.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from blockstep.spec.vocabulary import Config
 CLEAN = "clean"
 SHOWN, HIDDEN = "shown", "hidden"
 NUM_CLEAN = 4
-"""Clean programs of each kind."""
+"""Number of clean programs of each kind."""
 BUDGETS = {"tiny": 4_000, "small": 6_000}
-"""Events for each exhibit, by preset; most that fall do so in a tenth of it."""
+"""Events for each seeded bug, by preset; a tenth finds most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A program, and what plays it."""
+    """A program, and the engine that plays it."""
 
     engine: str
-    """An exhibit, or `clean`."""
+    """A seeded bug, or `clean`."""
     how: str
     """`shown` or `hidden`."""
     program: Program | None = None
@@ -45,11 +45,11 @@ class Entry:
 
 
 Corpus: TypeAlias = Mapping[str, Entry]
-"""By name: `museum:zombie-key hidden`."""
+"""Programs by name: `museum:zombie-key hidden`."""
 
 
 def make_engine_of(engine: str, how: str) -> Callable[[Config], Any]:
-    """An engine that is judged at `safety`: an exhibit or the host."""
+    """Return an engine at `safety`: a seeded bug or the host."""
     made: Any = load_engine("host") if engine == CLEAN else build(engine)
 
     class Judged(made):  # type: ignore[misc]
@@ -66,7 +66,7 @@ def make_engine_of(engine: str, how: str) -> Callable[[Config], Any]:
 
 
 def play_entry(entry: Entry) -> bool:
-    """Whether a program comes to what it should: a finding, or none."""
+    """Whether a program has the right result: a finding, or none."""
     make_engine = make_engine_of(entry.engine, entry.how)
     if entry.program is None:
         return run_episode(CheckOptions(), entry.episode, make_engine).first is None
@@ -74,7 +74,7 @@ def play_entry(entry: Entry) -> bool:
 
 
 def name_of(entry: Entry) -> str:
-    """`museum:zombie-key hidden`, `museum:clean shown 3`."""
+    """Return the name of an entry: `museum:zombie-key hidden`, `museum:clean shown 3`."""
     number = f" {entry.episode}" if entry.program is None else ""
     return f"museum:{entry.engine} {entry.how}{number}"
 
@@ -82,7 +82,7 @@ def name_of(entry: Entry) -> str:
 def make_corpus(
     folder: Path | None, seed: int, tell: Callable[[str, int, int], None] = lambda *_: None
 ) -> dict[str, Entry]:
-    """The programs; those that stand in the folder already are not looked for again."""
+    """Return the programs; those that are already in the folder are not searched again."""
     corpus: dict[str, Entry] = {}
     wanted = [(name, how) for name in EXHIBITS for how in (SHOWN, HIDDEN)]
     for done, (name, how) in enumerate(wanted, 1):
@@ -104,7 +104,7 @@ def make_corpus(
 
 
 def find_program(exhibit: str, how: str, seed: int) -> Program | None:
-    """The shrunk program with which an exhibit falls at `safety`; None if it does not."""
+    """Return the shrunk program that finds a seeded bug at `safety`; None if none does."""
     make_engine = make_engine_of(exhibit, how)
     for preset, num_events in BUDGETS.items():
         options = CheckOptions(engine=exhibit, preset=preset, seed=seed)

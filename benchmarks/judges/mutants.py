@@ -1,13 +1,13 @@
-"""Mutants: what can be taken from the judges, one thing at a time, found in their own text.
+"""Mutants of the checks: one thing is removed at a time, found in their source.
 
-Each is an edit of one function, by the place that it has in the source:
+Each is an edit of one function, at a place in the source:
 
-    sentence    a judge says nothing; or it is missing in a list of sentences (safety, renamed)
-    kind        a sentence judges one kind of event less
-    complaint   one complaint of a sentence is not made
-    wiring      one finding of the lock-step is not made, one call of a judge does not take place,
-                a bound is wider, a state is told apart by more or by less
-    voice       one complaint of the worker is not made
+    sentence    a check finds nothing; or it is missing in a list of checks (safety, renamed)
+    kind        a check is not made for one type of event
+    complaint   one finding of a check is not made
+    wiring      one finding of the lock-step is not made, one call of a check is left out,
+                a bound is wider, a comparison of states ignores more or less
+    voice       one finding of the worker is not made
     fine        a boundary is moved, a condition negated, a clause left out ... (`changes`)
 """
 
@@ -36,25 +36,25 @@ WIRING = (
     *("lockstep/", "search/check.py"),
 )
 NO_JUDGES = ("lockstep/score.py", "lockstep/sides.py")
-"""What `blockstep score` does: it counts, and accuses nobody."""
+"""The modules of `blockstep score`, which counts and finds nothing."""
 FINE = ("judge/properties/", "judge/answers.py", "judge/worker/", "lockstep/safety.py",
         "lockstep/liveness.py")  # fmt: skip
-"""Where each class of mutants is looked for: how the modules begin."""
+"""Prefixes of the modules in which each class of mutants is searched."""
 ANNOTATED = ("judge/", "lockstep/", "protocol/")
-"""Where functions say by their annotations that they return findings."""
+"""Prefixes of the modules whose annotations say that a function returns findings."""
 
 ONE = {"Finding", "Complaint"}
-"""What a finding is called; a function annotated so makes one."""
+"""Names of the finding types; a function annotated with one makes a finding."""
 NEUTRAL_OF = {"see": '""', "release_canary": "1"}
-"""What a function says that finds nothing, where its annotation does not tell."""
+"""The values of functions that find nothing, where the annotation does not say them."""
 
 NOT_JUDGES = frozenset({"engine", "spec", "tables", "answers"})
-"""Attributes of a run whose methods are called like those of a judge."""
+"""Attributes of a run whose methods have the same names as those of a check."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A stretch of a text, by offsets in characters, and what stands there instead."""
+    """A range of a source, by offsets in characters, and its replacement."""
 
     start: int
     end: int
@@ -63,43 +63,44 @@ class Edit:
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One thing that is taken away."""
+    """One thing that is removed."""
 
     kind: str
     """`sentence`, `kind`, `complaint`, `wiring`, `voice` or `fine`."""
     name: str
-    """Stable as long as the function is: `pool.every_block_is_free_or_held 1`."""
+    """The name, which is stable as long as the function is: `pool.every_block_is_free_or_held 1`.
+    """
     module: str
-    """As it is called in the wing: `judge/properties/pool.py`."""
+    """The module within the conformance package: `judge/properties/pool.py`."""
     function: str
     """Qualified name of the outermost function around the change."""
     lines: tuple[int, int]
     """First and last line of the statement that is changed."""
     edit: Edit | None = None
     listed: tuple[str, str] = ("", "")
-    """Without an edit: a sentence, and the list or the kind of event that it is taken from."""
+    """A check, and the list or type of event from which it is removed, if there is no edit."""
 
     @property
     def title(self) -> str:
-        """What `--only` compares, and what a person reads."""
+        """The text that `--only` compares, and that is printed."""
         return f"{self.kind} {self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A module of the conformance wing."""
+    """A module of the conformance package."""
 
     module: str
     text: str
 
     @property
     def file(self) -> Path:
-        """Where it stands."""
+        """The path of the file."""
         return WING / self.module
 
 
 def read_sources() -> dict[str, Source]:
-    """All modules that hold judges, or call them, by name."""
+    """Return all modules that contain or call checks, by name."""
     rooms = (*SENTENCES, *VOICES, *WIRING, *ANNOTATED)
     names = [file.relative_to(WING).as_posix() for file in sorted(WING.rglob("*.py"))]
     return {
@@ -110,7 +111,7 @@ def read_sources() -> dict[str, Source]:
 
 
 def find_all(sources: Mapping[str, Source], fine: bool = False) -> list[Mutant]:
-    """Every mutant of every class; those of `fine` only if asked for."""
+    """Return the mutants of all classes; those of `fine` only if requested."""
     neutral = find_neutral(sources.values())
     found: list[Mutant] = []
     for source in sources.values():
@@ -119,7 +120,7 @@ def find_all(sources: Mapping[str, Source], fine: bool = False) -> list[Mutant]:
 
 
 def find_mutants(source: Source, neutral: Mapping[str, str], fine: bool = False) -> list[Mutant]:
-    """What can be taken from one module."""
+    """Return the mutants of one module."""
     name = source.module
     if not name.startswith((*SENTENCES, *VOICES, *WIRING, *FINE)):
         return []
@@ -142,7 +143,7 @@ def find_mutants(source: Source, neutral: Mapping[str, str], fine: bool = False)
 
 
 class Text:
-    """A source with its tree, and where each part of it stands."""
+    """A source with its tree and the positions of its parts."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -157,23 +158,23 @@ class Text:
         self._lines = text.splitlines()
 
     def offset(self, line: int, column: int) -> int:
-        """Offset in characters; a tree counts columns in bytes."""
+        """Return the offset in characters; a tree counts columns in bytes."""
         return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
 
     def edit(self, node: ast.expr | ast.stmt, new: str) -> Edit:
-        """What puts `new` in the place of a node."""
+        """Return the edit that replaces a node by `new`."""
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         start = self.offset(node.lineno, node.col_offset)
         return Edit(start, self.offset(node.end_lineno, node.end_col_offset), new)
 
     def get(self, node: ast.expr | ast.stmt) -> str:
-        """The text of a node."""
+        """Return the text of a node."""
         edit = self.edit(node, "")
         return self.text[edit.start : edit.end]
 
     def function_of(self, node: ast.AST) -> str:
-        """Qualified name of the outermost function around a node; "" at module level."""
+        """Return the qualified name of the outermost function around a node; "" at module level."""
         names: list[str] = []
         at: ast.AST | None = node
         while at is not None:
@@ -185,7 +186,7 @@ class Text:
         return ".".join(names)
 
     def lines_of(self, node: ast.AST) -> tuple[int, int]:
-        """The lines of the statement around a node; of one with a body, those before the body."""
+        """Return the lines of the statement around a node; without the body, if it has one."""
         at = node
         while not isinstance(at, ast.stmt):
             at = self.parent[at]
@@ -194,19 +195,22 @@ class Text:
         return at.lineno, last
 
 
-# What a function says that finds nothing.
+# Values of functions that find nothing.
 
 
 def find_neutral(sources: Sequence[Source] | Any) -> dict[str, str]:
-    """For each function that returns findings, what it would return if it found none; "" for one
-    that makes a single finding."""
+    """Return for each function that returns findings the value that it returns without any; "" for
+    one that makes a single finding.
+    """
     neutral: dict[str, str] = dict.fromkeys(ONE, "")
     for source in sources:
         for node in ast.walk(ast.parse(source.text)):
             if isinstance(node, ast.FunctionDef) and node.returns is not None:
                 said = _neutral_of(ast.unparse(node.returns))
                 if said is not None:
-                    neutral.setdefault(node.name, said)  # a judge's own stands before others
+                    neutral.setdefault(
+                        node.name, said
+                    )  # a check's own function comes before others
     return {**neutral, **{name: said for name, said in NEUTRAL_OF.items() if said}}
 
 
@@ -225,11 +229,11 @@ def _neutral_of(annotation: str) -> str | None:
     return "([], '')" if told == "tuple[list[Finding], str]" else None
 
 
-# Sentences, complaints, calls and voices.
+# Checks, findings, calls and worker findings.
 
 
 def _sentences(module: str, text: Text) -> Iterator[Mutant]:
-    """Each judge says nothing."""
+    """Yield mutants in which a check finds nothing."""
     for node in text.tree.body:
         if isinstance(node, ast.FunctionDef):
             number = get_property(node)
@@ -243,7 +247,7 @@ def _sentences(module: str, text: Text) -> Iterator[Mutant]:
 
 
 def get_property(node: ast.FunctionDef) -> str | None:
-    """The property that a sentence belongs to; None if the function is none."""
+    """Return the property of a check; None if the function is not a check."""
     for one in node.decorator_list:
         match one:
             case ast.Call(func=ast.Name(id="sentence"), args=[ast.Constant(value=str(number)), *_]):
@@ -252,7 +256,7 @@ def get_property(node: ast.FunctionDef) -> str | None:
 
 
 def _calls(kind: str, module: str, text: Text, neutral: Mapping[str, str]) -> Iterator[Mutant]:
-    """Each finding that is made, and each call of who makes some."""
+    """Yield mutants without one finding, or without one call of a function that makes some."""
     counts: Counter[str] = Counter()
     stem = get_stem(module)
     calls = [node for node in ast.walk(text.tree) if isinstance(node, ast.Call)]
@@ -277,7 +281,7 @@ def _calls(kind: str, module: str, text: Text, neutral: Mapping[str, str]) -> It
 
 
 def get_stem(module: str) -> str:
-    """A module as names of mutants show it: `pool`, `worker`, `lockstep.driver`."""
+    """Return a module as names of mutants show it: `pool`, `worker`, `lockstep.driver`."""
     path = Path(module)
     return path.parent.name if path.stem == "__init__" else path.stem
 
@@ -288,7 +292,7 @@ def _called(node: ast.Call) -> str:
 
 
 def _is_of_another(node: ast.Call) -> bool:
-    """Whether a method of that name is asked of somebody who judges nothing."""
+    """Whether a method of that name belongs to an object that checks nothing."""
     match node.func:
         case ast.Attribute(value=ast.Attribute(attr=owner)):
             return owner in NOT_JUDGES
@@ -298,7 +302,7 @@ def _is_of_another(node: ast.Call) -> bool:
 
 
 def _says(node: ast.Call) -> str:
-    """Property and sentence, if both stand there as words."""
+    """Return property and check, if both are string constants."""
     words = [
         one.value
         for one in node.args[:3]
@@ -308,8 +312,9 @@ def _says(node: ast.Call) -> str:
 
 
 def _silence(text: Text, node: ast.Call, nothing: str) -> Edit | None:
-    """What keeps a call from finding anything: `nothing` in its place where it returns findings;
-    where it makes one, whatever takes it in."""
+    """Return the edit that keeps a call from finding anything: the call is replaced by `nothing` if
+    it returns findings; if it makes one, the code that takes it is changed.
+    """
     if nothing:
         return text.edit(node, nothing)
     match text.parent[node]:
@@ -332,7 +337,7 @@ def _silence(text: Text, node: ast.Call, nothing: str) -> Edit | None:
 
 
 def _skip_branch(text: Text, node: ast.AST) -> Edit | None:
-    """The innermost `if` around a node is never taken."""
+    """Return the edit that never takes the innermost `if` around a node."""
     at = node
     while not isinstance(at, ast.FunctionDef):
         above = text.parent[at]
@@ -342,11 +347,11 @@ def _skip_branch(text: Text, node: ast.AST) -> Edit | None:
     return None
 
 
-# Bounds, and what tells states apart.
+# Bounds, and comparisons of states.
 
 
 def _bounds(module: str, text: Text) -> Iterator[Mutant]:
-    """A bound twice as wide, and one without end."""
+    """Yield mutants with a bound twice as wide, and without a bound."""
     for node in ast.walk(text.tree):
         if isinstance(node, ast.Return) and node.value is not None:
             function = text.function_of(node)
@@ -358,7 +363,7 @@ def _bounds(module: str, text: Text) -> Iterator[Mutant]:
 
 
 def _ignored(module: str, text: Text) -> Iterator[Mutant]:
-    """What a comparison of states ignores, one field less or one more."""
+    """Yield mutants of the comparison of states that ignore one field less or one more."""
     for node in ast.walk(text.tree):
         function = text.function_of(node)
         if not (isinstance(node, ast.Call) and "what_matters" in function):
@@ -369,7 +374,7 @@ def _ignored(module: str, text: Text) -> Iterator[Mutant]:
         lines, edit = text.lines_of(node), text.edit(node, "")
         for one in given:
             if "replace" in text.get(one.value):
-                continue  # what is ignored of its parts is a place of its own
+                continue  # the fields ignored in its parts are mutants of their own
             left = ", ".join(text.get(arg) for arg in node.args)
             kept = [f"{other.arg}={text.get(other.value)}" for other in given if other is not one]
             new = f"replace({', '.join([left, *kept])})"
@@ -383,7 +388,7 @@ def _ignored(module: str, text: Text) -> Iterator[Mutant]:
 
 
 def _fields_beside(names: set[str | None]) -> list[str]:
-    """The other fields of the record of the vocabulary that has these."""
+    """Return the other fields of the vocabulary record that has these."""
     records = [one for one in vars(v).values() if isinstance(one, type) and is_dataclass(one)]
     for record in records:
         found = [field.name for field in fields(record)]
@@ -408,7 +413,7 @@ def _fine(module: str, text: Text) -> Iterator[Mutant]:
 
 
 def get_function(source: Source, name: str) -> str:
-    """The text of a function or a method by its qualified name; "" if there is none."""
+    """Return the text of a function or method by its qualified name; "" if there is none."""
     return _list_functions(source.text).get(name, "")
 
 
@@ -426,12 +431,12 @@ def _list_functions(text: str) -> dict[str, str]:
 
 
 def make_text(text: str, edit: Edit) -> str:
-    """The source with the change in it."""
+    """Return the source with the change."""
     return text[: edit.start] + edit.new + text[edit.end :]
 
 
 def mark(text: str, mutant: Mutant) -> str:
-    """The change on one line: `if {total > limit => total >= limit}:`."""
+    """Return the change on one line: `if {total > limit => total >= limit}:`."""
     if mutant.edit is None:
         return f"{{{mutant.listed[0]} => }} of {mutant.listed[1]}"
     edit = mutant.edit

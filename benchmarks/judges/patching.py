@@ -1,7 +1,7 @@
-"""Patching: a mutated function in the place of the one that runs, and which lines run at all.
+"""Patching: replaces a running function by its mutant, and records which lines run.
 
-Nothing is imported again: the code of the function that everybody holds is exchanged. Where that
-cannot be done (what is worked out at import), there is no mutant.
+Nothing is imported again: the code object of the function is exchanged. If this is not possible
+(for values computed at import), there is no mutant.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from benchmarks.judges.mutants import Mutant, Source, make_text
 
 
 class CannotPatchError(Exception):
-    """The function of a mutant is not one that could be exchanged."""
+    """The function of a mutant cannot be exchanged."""
 
 
 def plant(mutant: Mutant, source: Source) -> None:
-    """Make the change in this process. Not to be undone.
+    """Make the change in this process.
+
+    It cannot be undone.
 
     Raises:
-        CannotPatchError: nothing that runs has this code.
-        SyntaxError: the change makes no program.
+        CannotPatchError: no running function has this code.
+        SyntaxError: the changed source is not valid Python.
     """
     if mutant.edit is None:
         take_off(mutant)
@@ -34,7 +36,7 @@ def plant(mutant: Mutant, source: Source) -> None:
     file = str(source.file)
     text = make_text(source.text, mutant.edit)
     codes = {code.co_qualname: code for code in find_functions(compile(text, file, "exec"))}
-    gc.unfreeze()  # `run_forked` hides from the collector what stands in the parent
+    gc.unfreeze()  # `run_forked` hides objects of the parent from the collector
     found = [one for one in gc.get_objects() if _is_of(one, file, mutant.function)]
     if not found:
         raise CannotPatchError(f"nothing runs the code of {mutant.function} in {mutant.module}")
@@ -54,7 +56,7 @@ def _is_of(one: object, file: str, name: str) -> bool:
 
 
 def find_functions(code: CodeType) -> Iterator[CodeType]:
-    """The code of functions and methods, outermost ones only."""
+    """Yield the code of functions and methods, outermost ones only."""
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             if inner.co_flags & 2:  # CO_NEWLOCALS: a function; a class body has none
@@ -64,12 +66,12 @@ def find_functions(code: CodeType) -> Iterator[CodeType]:
 
 
 class Reach:
-    """Notes which lines of some files run: `lines` by file. At most one at a time."""
+    """Records which lines of some files run: `lines` by file. At most one at a time."""
 
     def __init__(self, files: Collection[Path]) -> None:
         self._files = {str(file) for file in files}
         self._left: dict[CodeType, set[int] | None] = {}
-        """Lines of a code that were not seen yet; None: of another file."""
+        """Lines of a code object that were not seen yet; None for another file."""
         self.lines: dict[str, set[int]] = {}
 
     def __enter__(self) -> Reach:

@@ -1,10 +1,10 @@
-"""Playing: the tests, collected once; each mutant meets those that run its lines, in a fork.
+"""Playing: the tests are collected once; each mutant runs those that execute its lines, in a fork.
 
-Collecting and importing take longer than most mutants live. So one session of pytest collects the
-tests and runs them once unharmed, which tells the time of each and the lines that it executes.
-Then, for each mutant, a process is forked which makes the change and runs the tests that execute
-the changed line, the quick ones first, up to the first that fails; and after them the programs of
-the museum (`museum`).
+Collecting and importing take longer than most mutants. So one session of pytest collects the tests
+and runs them once unchanged, which gives the time of each and the lines that it executes. Then a
+process is forked for each mutant; it makes the change and runs the tests that execute the changed
+line, quick ones first, up to the first that fails, and then the programs of the seeded bugs
+(`museum`).
 """
 
 from __future__ import annotations
@@ -33,56 +33,56 @@ MODULES = (
     *("test_driver", "test_liveness", "test_compare", "test_equivalences", "test_dataplane"),
     *("test_witnesses", "test_deviations", "test_ill_typed"),
 )
-"""Where judges are tested, and quickly."""
+"""Quick test modules of the checks."""
 TEST_SECONDS_MAX = 3.0
-"""A test that takes more processor time while its lines are noted is left out."""
+"""A test with a longer processor time while its lines are recorded is left out."""
 TESTS_SECONDS_MAX = 8.0
-"""The quick tests that a mutant meets take so long together, at most, lines noted."""
+"""The most processor time of all quick tests of a mutant, with recording."""
 WALL_SECONDS = 600
-"""Of one mutant, whatever it does."""
+"""Wall time limit of one mutant."""
 UNHARMED_SECONDS = 3600
-"""Of the run in which all is measured."""
+"""Wall time limit of the measuring run."""
 HANG_SECONDS = 8.0
-"""Processor time of one test of a mutant, at least."""
+"""The least processor time limit of one test of a mutant."""
 SLOWER_MAX = 10
-"""So many times its own time may a test take."""
+"""The time limit of a test, as a multiple of its own time."""
 
 
 class UnsoundError(Exception):
-    """The unmutated judges do not pass, so nothing could be said of mutants."""
+    """The unchanged checks fail their tests, so no mutant can be judged."""
 
 
 class Hang(BaseException):
-    """A test takes too long; no handler for errors is meant to take it, but pytest does."""
+    """A test takes too long; no handler of errors should catch it, but pytest does."""
 
     was_raised: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One test or one program of the museum, as it runs unharmed."""
+    """One test or one program of a seeded bug, as it runs unchanged."""
 
     name: str
     seconds: float
     lines: Mapping[str, frozenset[int]]
-    """By module, those that it executes."""
+    """The lines that it executes, by module."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one mutant."""
+    """The result of one mutant."""
 
     killed_by: str
     """`tests`, `museum`, `hang`; `no change` if it could not be made; "" if it survived."""
     detail: str = ""
-    """The first test that failed, or the exhibit."""
+    """The first test that failed, or the seeded bug."""
     num_trials: int = 0
-    """Tests and programs that it was to meet."""
+    """Number of tests and programs chosen for it."""
 
 
 @dataclass(slots=True)
 class Session:
-    """A plugin of pytest: what is collected is handed to `work` instead of being run."""
+    """A pytest plugin that passes the collected tests to `work` instead of running them."""
 
     work: Callable[[Session], None]
     items: dict[str, pytest.Item] = field(default_factory=dict)
@@ -90,21 +90,21 @@ class Session:
     error: Exception | None = None
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Take the place of the loop."""
+        """Replace pytest's loop."""
         self.items = {item.nodeid: item for item in session.items}
         try:
             self.work(self)
-        except Exception as error:  # pytest would print it and go on
+        except Exception as error:  # pytest would print it and continue
             self.error = error
         return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Remember whether something failed."""
+        """Record whether a test failed."""
         if report.failed:
             self.failed = self.failed or report.nodeid
 
     def run(self, name: str, following: str = "") -> bool:
-        """Whether a test passes."""
+        """Run a test and return whether it passes."""
         self.failed = ""
         item, after = self.items[name], self.items.get(following)
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
@@ -131,18 +131,19 @@ def open_session(work: Callable[[Session], None], modules: Sequence[str] = MODUL
         raise UnsoundError(f"the tests could not be collected: pytest says {code!r}")
 
 
-# What runs what.
+# Measuring.
 
 
 def measure(
     session: Session, corpus: Corpus, sources: Mapping[str, Source], jobs: int
 ) -> dict[str, Trial]:
-    """Run every test and every program once, unharmed, and note what they execute.
+    """Run every test and every program once, unchanged, and record the lines that they execute.
 
-    What fails is told, and left out like what takes too long: it could notice nothing.
+    A test that fails is reported and, like one that takes too long, left out, since it cannot
+    notice a mutant.
 
     Raises:
-        UnsoundError: they do not come to an end.
+        UnsoundError: they do not finish.
     """
     work = partial(_trace, session, corpus, sources)
     ((_, told),) = run_forked([work], jobs, UNHARMED_SECONDS)
@@ -157,7 +158,7 @@ def measure(
 
 
 def _trace(session: Session, corpus: Corpus, sources: Mapping[str, Source]) -> dict[str, Any]:
-    """Times and lines of all that is right and quick, and the names of what fails."""
+    """Return times and lines of all tests that pass quickly, and the names of those that fail."""
     _allow(UNHARMED_SECONDS)
     signal.signal(signal.SIGPROF, _give_up)
     files = {source.file: name for name, source in sources.items()}
@@ -183,7 +184,9 @@ def _trace(session: Session, corpus: Corpus, sources: Mapping[str, Source]) -> d
 
 
 def choose(mutant: Mutant, trials: Mapping[str, Trial], corpus: Corpus) -> list[Trial]:
-    """What a mutant meets: tests that execute the changed statement, then programs; quick first."""
+    """Return the trials of a mutant: tests that execute the changed statement, then programs; quick
+    first.
+    """
     first, last = mutant.lines
     changed = range(first, last + 1)
     named = _find_readers(mutant) if mutant.edit is None else frozenset()
@@ -205,7 +208,7 @@ def choose(mutant: Mutant, trials: Mapping[str, Trial], corpus: Corpus) -> list[
 
 
 def _find_readers(mutant: Mutant) -> frozenset[str]:
-    """Test modules that name a list of sentences, or the sentence: they may look without asking."""
+    """Return test modules that name the list or the check: they may read it without a call."""
     words = {name.partition(".")[2] for name in get_lists()} | {mutant.listed[0].split()[-1]}
     return frozenset(
         file.name
@@ -224,8 +227,10 @@ def _words(text: str) -> list[str]:
 def play(
     session: Session, corpus: Corpus, mutant: Mutant, source: Source, trials: Sequence[Trial]
 ) -> Outcome:
-    """Make the change and run what it is to meet, up to the first that notices. For a process of
-    its own."""
+    """Make the change and run the trials, up to the first that notices.
+
+    It needs a process of its own.
+    """
     _allow(WALL_SECONDS)
     try:
         plant(mutant, source)
@@ -248,7 +253,7 @@ def play(
 
 
 def _try(session: Session, corpus: Corpus, name: str, following: str) -> bool:
-    """Whether a test passes, or a program comes to what it came to."""
+    """Run a test or a program, and return whether the result is the expected one."""
     if name not in corpus:
         return session.run(name, following)
     try:
@@ -263,7 +268,9 @@ def _give_up(*_: object) -> None:
 
 
 def _allow(seconds: float) -> None:
-    """More than `run_forked` does: these processes run many tests, and torch wants room."""
+    """Set wider limits than `run_forked`: these processes run many tests, and torch needs
+    memory.
+    """
     signal.setitimer(signal.ITIMER_PROF, seconds)
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

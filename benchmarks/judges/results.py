@@ -1,7 +1,7 @@
-"""Results: what is kept of a campaign, as JSON of one line for each class and each survivor.
+"""Results of a campaign, as JSON with one line for each class and each survivor.
 
-A class stands where `benchmarks.mutation` has a module, so that what is said about survivors there
-is said about these as well (`benchmarks.mutation.survivors`).
+A class takes the place of a module in `benchmarks.mutation`, so that explanations of survivors work
+for both (`benchmarks.mutation.survivors`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from benchmarks.judges.mutants import KINDS
 from benchmarks.mutation.survivors import Verdicts
 
 SCORE_MIN: Final = 0.97
-"""Of what can be told apart, over all classes."""
+"""The least score over the mutants of all classes that are not explained."""
 
 
 def to_json(campaign: Campaign, command: str) -> dict[str, Any]:
-    """What is kept of a campaign: counts of the killed, and each survivor."""
+    """Return the results of a campaign: counts of the killed, and each survivor."""
     plan = campaign.plan
     run = {
         "day": datetime.now(tz=UTC).date().isoformat(),
@@ -60,7 +60,7 @@ def _count(campaign: Campaign, kind: str) -> dict[str, Any]:
 
 
 def _count_noticed(campaign: Campaign) -> Counter[str]:
-    """How many mutants each test module noticed first, or the museum."""
+    """Return how many mutants each test module, or the seeded bugs, noticed first."""
     killed = [one.outcome for one in campaign.played if not is_survivor(one)]
     names = (one.detail.partition("::")[0].rpartition("/")[2] for one in killed)
     short = ("the museum" if name.startswith("museum:") else name for name in names)
@@ -68,12 +68,12 @@ def _count_noticed(campaign: Campaign) -> Counter[str]:
 
 
 def is_survivor(played: Played) -> bool:
-    """Whether nobody noticed it."""
+    """Whether no test noticed it."""
     return not played.outcome.killed_by
 
 
 def describe(played: Played) -> dict[str, Any]:
-    """A survivor as the results name it."""
+    """Return a survivor as the results name it."""
     mutant = played.mutant
     named = {
         "module": mutant.kind,
@@ -85,13 +85,13 @@ def describe(played: Played) -> dict[str, Any]:
 
 
 def is_good(verdicts: Verdicts) -> bool:
-    """Whether all is explained, by what is needed and fits, and the score suffices."""
+    """Whether all survivors are explained, no explanation is unused, and the score suffices."""
     is_clear = not (verdicts.unexplained or verdicts.idle or verdicts.overfull)
     return is_clear and get_score(verdicts.results, verdicts) >= SCORE_MIN
 
 
 def get_weighed_score(results: Mapping[str, Any], verdicts: Verdicts) -> float:
-    """Likewise, each class weighed by how many mutants of it there are, played or not."""
+    """Return the score with each class weighted by the number of its mutants, played or not."""
     rows = [row for row in results["modules"] if row["mutants"]]
     total = sum(int(row["found"]) for row in rows)
     noticed = sum(verdicts.score(row["module"]).of_told_apart * int(row["found"]) for row in rows)
@@ -99,7 +99,7 @@ def get_weighed_score(results: Mapping[str, Any], verdicts: Verdicts) -> float:
 
 
 def get_score(results: Mapping[str, Any], verdicts: Verdicts) -> float:
-    """Noticed of what can be told apart, in all classes."""
+    """Return the share of the unexplained mutants that were noticed, in all classes."""
     scores = [verdicts.score(row["module"]) for row in results["modules"]]
     told_apart = sum(one.told_apart for one in scores)
     return sum(one.killed for one in scores) / told_apart if told_apart else 1.0

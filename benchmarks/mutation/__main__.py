@@ -91,20 +91,18 @@ def main() -> int:
 
 
 def check_claims(verdicts: Verdicts, only: Sequence[str], jobs: int) -> int:
-    """Say which claims about tests do not hold; the exit code of the process."""
+    """Report the claims about tests that do not hold; returns the exit code."""
     claims = list_claims(verdicts, only)
     num_broken = 0
     for line in find_broken_claims(claims, HOUSE, max(jobs, 1)):
         num_broken += 1
         print(line, flush=True)
-    print(
-        f"{len(claims)} survivors of which it is said which test catches them: {num_broken} not so"
-    )
+    print(f"{len(claims)} survivors that a test should catch: {num_broken} are not caught")
     return 1 if num_broken else 0
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.mutation",
         description=__doc__,
@@ -114,7 +112,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", action="append", help="modules beginning so: impl/host/pool.py")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=plan.seed, help="of the episodes")
-    parser.add_argument("--sample", type=int, help="so many mutants, drawn by the seed")
+    parser.add_argument("--sample", type=int, help="this number of mutants, drawn by the seed")
     parser.add_argument("--drawn", action="append", help="only runs drawn so: 'small transfers'")
     parser.add_argument("--events", type=int, help="of each short run, for every mutant")
     parser.add_argument("--deep-events", type=int, help="of each long run of survivors; 0: none")
@@ -123,7 +121,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="where the results go")
     parser.add_argument(
-        "--journal", type=Path, help="where each result is kept, to go on after an interruption"
+        "--journal",
+        type=Path,
+        help="file that keeps each result, to continue after an interruption",
     )
     parser.add_argument("--last", action="store_true", help="only report on the last results")
     parser.add_argument(
@@ -136,7 +136,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """What the options ask for."""
+    """Return the plan that the options describe."""
     plan = Plan()
     first, deep = plan.first, plan.deep
     if args.drawn:
@@ -153,7 +153,9 @@ def make_plan(args: argparse.Namespace) -> Plan:
 def play(
     sources: list[Source], plan: Plan, known: list[Explanation], journal: Journal
 ) -> dict[str, Any]:
-    """The campaign behind a progress bar, which has no thread: processes are forked meanwhile."""
+    """Run the campaign with a progress bar without a thread, since processes are forked
+    meanwhile.
+    """
     what = TextColumn("{task.description:<14}")
     columns = (what, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
@@ -194,7 +196,7 @@ def report(verdicts: Verdicts) -> int:
 
 
 def format_module(module: Mapping[str, Any], verdicts: Verdicts) -> str:
-    """One line about one module."""
+    """Return one line about a module."""
     score = verdicts.score(module["module"])
     kinds = " ".join(f"{name} {count}" for name, count in module["killed"].items())
     numbers = f"{score.of_all:6.1%}  {score.killed:>4} of {score.mutants:<4}"

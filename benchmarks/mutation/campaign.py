@@ -1,9 +1,9 @@
-"""Campaign: which mutants are played how long, and what comes of it as one value.
+"""The campaign: which mutants are played for how long, and their results.
 
-First it is made sure that the unmutated code passes everything that the mutants will meet: else
-every one of them would count as killed. The same run notes which lines each stage executes: a
-mutant meets only the stages that execute its line, for no other can see it. Every mutant meets
-short stages first, and what survives them meets the whole budget of `blockstep check`.
+First the unmutated code must pass everything that the mutants will run; otherwise every mutant
+would count as killed. The same run records which lines each stage executes: a mutant runs only the
+stages that execute its line, since no other can notice it. Every mutant runs short stages first,
+and the survivors run the whole budget of `blockstep check`.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from benchmarks.mutation.mutants import (
 from benchmarks.mutation.runner import Outcome, Stage, forget, play, play_mutant, run_forked
 
 WALL_SECONDS = 1800
-"""Of one process, whatever it does; loops end much earlier, by processor time."""
+"""Wall time limit of one process; loops end much earlier, by processor time."""
 
 TIERS = ("impl/tiers/order.py", "spec/beside/tiers.py")
-"""A machine that no scheduler knows, so no other stage plays it."""
+"""Modules that no scheduler uses, so no other stage plays them."""
 
 BROUGHT = "small adapters masks sessions encoder"
-"""Runs in which requests bring all that they can: inputs, adapters, grammars, further chunks."""
+"""Runs in which requests have all features: inputs, adapters, grammars, sessions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is played, and from what seed."""
+    """The stages of a campaign, and the seed."""
 
     first: tuple[Stage, ...] = (
         (BESIDE_TIERS, "tiny", 2_000),
@@ -69,7 +69,7 @@ class Plan:
         ("compiled", "small", 3_000),
         (COMPILED_ARRAYS, "small", 3_000),
     )
-    """For every mutant. What few of the runs drawn freely have comes first."""
+    """Stages of every mutant. Features that are rare in freely drawn runs come first."""
     deep: tuple[Stage, ...] = (
         (BESIDE_TIERS, "tiny", 15_000),
         ("host", "small tiers", 30_000),
@@ -89,46 +89,47 @@ class Plan:
         ("compiled", "small", 8_000),
         (COMPILED_ARRAYS, "small", 8_000),
     )
-    """For what survived, from the first episode on; of `host` the default of `blockstep check`."""
+    """Stages of survivors, from the first episode on; for `host` the default of `blockstep check`.
+    """
     seed: int = 0
     jobs: int = 1
     sample: int | None = None
-    """So many mutants, drawn by the seed, instead of all."""
+    """Number of mutants, drawn by the seed; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """One mutant and what became of it."""
+    """One mutant and its result."""
 
     mutant: Mutant
     change: str
-    """The line with the change in it, as `mark_change` has it."""
+    """The changed line, as `mark_change` returns it."""
     outcome: Outcome
     is_changed: bool = True
-    """Whether the mutant is a program, and another one."""
+    """Whether the mutant is a valid program that differs."""
     is_reached: bool = True
     """Whether a stage executes the changed line."""
 
 
 @dataclass(slots=True)
 class Campaign:
-    """All that was found."""
+    """All results."""
 
     plan: Plan
     played: list[Played] = field(default_factory=list)
     excluded: dict[str, Counter[str]] = field(default_factory=dict)
-    """By module: places left out, by rule."""
+    """Number of places left out, by module and rule."""
     texts: dict[str, str] = field(default_factory=dict)
-    """By module: what stands for its text."""
+    """The key of each module's source."""
     seconds: float = 0.0
 
 
 class UnsoundError(Exception):
-    """The unmutated code does not pass, so nothing could be said of mutants."""
+    """The unmutated code does not pass, so no mutant can be judged."""
 
 
 Progress = Callable[[str, int, int], None]
-"""Told (what is done, how many of it, of how many)."""
+"""Callback that gets (what is done, number done, total number)."""
 
 
 def run_campaign(
@@ -138,9 +139,9 @@ def run_campaign(
     tell: Progress = lambda _what, _done, _all: None,
     journal: Journal | None = None,
 ) -> Campaign:
-    """Make and play all mutants of some modules; a survivor that is settled is not played again.
+    """Make and play all mutants of some modules; a survivor that is explained is not played again.
 
-    What the journal knows is not played at all.
+    Mutants with a result in the journal are not played at all.
 
     Raises:
         UnsoundError: the unmutated code fails.
@@ -179,7 +180,7 @@ def _order(mutant: Mutant) -> tuple[str, int, str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A mutant on its way."""
+    """A mutant, its source and its stages."""
 
     mutant: Mutant
     source: Source
@@ -211,12 +212,12 @@ def _make_key(run: Run, stages: Sequence[Stage], seed: int) -> str:
 
 
 def get_stages(run: Run, stages: Sequence[Stage]) -> Sequence[Stage]:
-    """What a mutant is played in: where its line is executed, of what is there for its wing."""
+    """Return the stages of a mutant: those that execute its line and are used for its package."""
     return [stage for stage in stages if stage in run.seen_by and is_for(stage, run.mutant.module)]
 
 
 def is_for(stage: Stage, module: str) -> bool:
-    """Whether a module meets a stage: a rule meets `host` alone, a wing with an engine its own."""
+    """Whether a stage is for a module: a rule is played by `host` only, an engine by itself."""
     if stage[0] == BESIDE_TIERS or module in TIERS:
         return stage[0] == BESIDE_TIERS and module in TIERS
     is_compiled = stage[0] in {"compiled", COMPILED_ARRAYS}
@@ -232,7 +233,7 @@ def is_for(stage: Stage, module: str) -> bool:
 
 
 def _make_work(run: Run, stages: Sequence[Stage], seed: int) -> Callable[[], dict[str, Any]]:
-    """What the process of one mutant does."""
+    """Return the function that the process of one mutant runs."""
 
     def work() -> dict[str, Any]:
         text, source = run.source.text, run.source
@@ -247,7 +248,7 @@ def _make_work(run: Run, stages: Sequence[Stage], seed: int) -> Callable[[], dic
 
 
 def _read(run: Run, result: dict[str, Any] | signal.Signals | None) -> Played:
-    """What a process said, or what ended it."""
+    """Return the result of a process, or of the signal that ended it."""
     mutant = run.mutant
     match result:
         case {"changed": False}:
@@ -266,13 +267,13 @@ def _read(run: Run, result: dict[str, Any] | signal.Signals | None) -> Played:
     return Played(mutant, mark_change(text, mutated), outcome, True, bool(run.seen_by))
 
 
-# What is executed at all.
+# Executed lines.
 
 
 def measure_reach(
     sources: Sequence[Source], plan: Plan, tell: Progress
 ) -> dict[Stage, Mapping[str, frozenset[int]]]:
-    """Lines of each module that the unmutated code executes, by stage, import included.
+    """Return the lines of each module that the unmutated code executes, by stage, with the import.
 
     Raises:
         UnsoundError: the unmutated code fails.
@@ -320,7 +321,7 @@ def _trace(sources: Sequence[Source], stage: Stage, seed: int) -> dict[str, Any]
 def make_run(
     mutant: Mutant, source: Source, reached: Mapping[Stage, Mapping[str, frozenset[int]]]
 ) -> Run:
-    """A mutant with the stages that execute its line."""
+    """Return a mutant with the stages that execute its line."""
     lines = get_statement_lines(source.text, mutant.line)
     seen_by = frozenset(
         stage
@@ -331,7 +332,7 @@ def make_run(
 
 
 def get_statement_lines(text: str, line: int) -> range:
-    """Lines of the statement at `line`; of one with a body, those before its body."""
+    """Return the lines of the statement at `line`, without its body if it has one."""
     spans = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.stmt):
@@ -345,7 +346,7 @@ def get_statement_lines(text: str, line: int) -> range:
 
 
 def preload() -> None:
-    """Import what every child needs, so that none of them has to."""
+    """Import what every child needs, so that no child has to."""
     for name in ("blockstep.conformance.search.check", "blockstep.impl.host", "coverage"):
         importlib.import_module(name)
     assert "blockstep.spec.vocabulary" in sys.modules

@@ -1,8 +1,8 @@
-"""Claims: whether the tests that a class of survivors names do catch each of its mutants.
+"""Claims: do the tests that a class of survivors names catch each of its mutants?
 
 "Not played by `check`; tests/spec/test_masks.py catches it" is a claim about every mutant of the
-class. Here each of them plays the tests that its class names, in a process of its own: the mutated
-module is imported in the place of the real one, and a failing test is what was claimed.
+class. Here each of them runs the tests that its class names, in a process of its own: the mutated
+module is imported instead of the real one, and a test must fail.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from benchmarks.mutation.runner import import_mutated, run_forked
 from benchmarks.mutation.survivors import Explanation, Verdicts
 
 TEST_SECONDS: Final = 120.0
-"""Processor time of all the tests that one mutant plays; a mutant that needs more is caught."""
+"""Processor time limit of all tests of one mutant; a mutant that needs more counts as caught."""
 _OPTIONS: Final = (
     *("-x", "-q", "--assert=plain", "-p", "no:cacheprovider"),
     *("-W", "ignore:the compiled engine runs as plain Python:RuntimeWarning"),
 )
-"""Of pytest: what is imported already is not rewritten, and a mutant is never compiled."""
+"""Options of pytest: imported modules are not rewritten, and a mutant is never compiled."""
 _TEST: Final = re.compile(r"(?<![\w/])(?:tests/[\w/]+/)?test_\w+\.py")
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A survivor, and the tests that are said to catch it."""
+    """A survivor, and the tests that should catch it."""
 
     survivor: Mapping[str, Any]
     tests: tuple[str, ...]
@@ -48,7 +48,9 @@ class Claim:
 
 
 def list_tests(why: str) -> tuple[str, ...]:
-    """Test files that a sentence names; one without a folder is in that of the one before."""
+    """Return the test files that a text names; one without a folder is in the folder of the one
+    before.
+    """
     found: list[str] = []
     for name in _TEST.findall(why):
         folder = Path(found[-1]).parent if found and "/" not in name else Path()
@@ -57,7 +59,7 @@ def list_tests(why: str) -> tuple[str, ...]:
 
 
 def list_claims(verdicts: Verdicts, only: Sequence[str] = ()) -> list[Claim]:
-    """Claims about survivors of the modules whose names begin with one of `only`, if any."""
+    """Return the claims about survivors of modules whose names begin with one of `only`, if any."""
     return [
         Claim(survivor, tests)
         for survivor, said in verdicts.explained
@@ -73,12 +75,12 @@ def _get_reason(said: Explanation) -> str:
 def find_broken_claims(
     claims: Sequence[Claim], house: Path, jobs: int, wall_seconds: int = 600
 ) -> Iterator[str]:
-    """A line for each claim that does not hold, and for tests that fail without a mutant.
+    """Yield a line for each claim that does not hold, and for tests that fail without a mutant.
 
-    A survivor whose place is gone, since its module has changed, is one of them too.
+    A survivor whose place no longer exists, since its module has changed, is reported, too.
     """
     for name in ("torch", "pytest"):
-        importlib.import_module(name)  # as each test process would
+        importlib.import_module(name)  # as each test process would do
     sources = {source.module: source for source in find_sources()}
     texts = {
         module: _find_texts(sources[module], [one for one in claims if _module(one) == module])
@@ -114,7 +116,9 @@ def _module(claim: Claim) -> str:
 
 
 def _find_texts(source: Source, claims: Sequence[Claim]) -> dict[tuple[str, str], dict[int, str]]:
-    """Mutated texts by function and change, which stay where lines move, and by line."""
+    """Return mutated sources by function and change, which are stable if lines move, and by
+    line.
+    """
     functions = {claim.survivor["function"] for claim in claims}
     found: dict[tuple[str, str], dict[int, str]] = {}
     for mutant in find_mutants(source)[0]:
@@ -128,7 +132,7 @@ def _find_texts(source: Source, claims: Sequence[Claim]) -> dict[tuple[str, str]
 
 
 def _play(source: Source, text: str, tests: Sequence[str], house: Path) -> dict[str, Any]:
-    """The exit code of pytest with a module of this text. For a process of its own."""
+    """Return pytest's exit code with a module of this source. It needs a process of its own."""
     signal.setitimer(signal.ITIMER_PROF, TEST_SECONDS)
     try:
         import_mutated(source.import_name, str(source.file), text)
@@ -136,7 +140,7 @@ def _play(source: Source, text: str, tests: Sequence[str], house: Path) -> dict[
         return {"code": 1}
     pytest: Any = importlib.import_module("pytest")
     files = [str(house / test) for test in tests]
-    # A test that this process has imported before has classes of modules that are forgotten.
+    # a test that this process imported before uses classes of modules that are forgotten now
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None)) in files:
             del sys.modules[name]

@@ -1,4 +1,4 @@
-"""Engines that are played beside `host`, because some of its code runs only in them."""
+"""Engines that are played as well as `host`, because some code runs only in them."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from blockstep.spec.vocabulary import (
 COLLIDING = f"{__name__}:make_colliding"
 COMPILED_ARRAYS = f"{__name__}:CompiledArrays"
 BESIDE_TIERS = f"{__name__}:BesideTiers"
-"""As `blockstep check --engine` takes them."""
+"""Names of the engines for `blockstep check --engine`."""
 TIER_NAMES = "abcdefghijkl"
-"""Of what tiers are asked to keep."""
+"""Names that tiers are asked to keep."""
 NARROW = {"_SLOTS": 1, "TABLE_ENTRIES": 1, "_STEP": 2}
-"""Of the compiled engine, for the whole process: for 8, 2**26 and 2**24. Each table has one row
-until it must grow, and between two labels there is room for one."""
+"""Constants of the compiled engine for the whole process, instead of 8, 2**26 and 2**24. Each table
+has one row until it must grow, and between two labels there is room for one."""
 
 
 def make_colliding(config: Config) -> Any:
-    """The host engine with a digest of two bits, so that every hit must be verified.
+    """Return the host engine with a digest of two bits, so that every hit must be verified.
 
-    Imported here and not above: a mutant's process imports the engine again.
+    It is imported here, since a mutant's process imports the engine again.
     """
     host = importlib.import_module("blockstep.impl.host")
     return host.HostEngine(config, host.Digest("two bits", False, _digest_in_two_bits))
@@ -53,10 +53,10 @@ def _digest_in_two_bits(message: bytes) -> bytes:
 
 
 class BesideTiers:
-    """The host engine, and beside it two orders of tiers: ours and the specification's.
+    """The host engine, together with two orders of tiers: ours and the specification's.
 
-    At each event both are asked for the same, drawn by the seed of the config; what they say, what
-    they hold and what the moves of ours come to must be one, or the engine raises.
+    At each event both get the same random operation, with a seed from the config; their results,
+    their contents and the moves of ours must agree, or the engine raises.
     """
 
     def __init__(self, config: Config) -> None:
@@ -68,7 +68,7 @@ class BesideTiers:
         self._ours = self._order.TierOrder(capacities)
         self._theirs = self._rules.create_tiers(capacities)
         self._places: dict[str, int] = {}
-        """By name: the tier that the moves have brought it to."""
+        """The tier to which the moves have brought each name."""
         for wrong in (-1, True, 1.0):
             try:
                 self._order.TierOrder((1, wrong))
@@ -77,7 +77,7 @@ class BesideTiers:
             raise AssertionError(f"a tier of {wrong} blocks is taken")
 
     def apply(self, event: Event) -> Observation:
-        """Take one event, and ask both orders for something."""
+        """Take one event, and run an operation on both orders."""
         names = self._draw.sample(TIER_NAMES, self._draw.randint(1, 6))
         num_held = self._rules.count_held(self._theirs, names)
         assert self._ours.count(names) == num_held
@@ -93,12 +93,12 @@ class BesideTiers:
         return answer
 
     def snapshot(self) -> Snapshot:
-        """That of the engine."""
+        """Return the engine's snapshot."""
         snapshot: Snapshot = self.engine.snapshot()
         return snapshot
 
     def capabilities(self) -> frozenset[str]:
-        """Those of the engine."""
+        """Return the engine's capabilities."""
         capabilities: frozenset[str] = self.engine.capabilities()
         return capabilities
 
@@ -125,7 +125,7 @@ class BesideTiers:
             self._follow(move)
 
     def _follow(self, move: Any) -> None:
-        """Do a move: a name is where it is said to be."""
+        """Apply a move after checking that the name is in its source."""
         assert self._places.pop(move.name, None) == move.source
         if move.target is not None:
             self._places[move.name] = move.target
@@ -142,17 +142,17 @@ class BesideTiers:
 
 
 class CompiledArrays:
-    """The compiled engine, asked for its plans and given its answers as arrays.
+    """The compiled engine, with plans and model outputs as arrays.
 
-    What it says is read out of arrays in one frame, and out of the objects that they make in the
-    next. Its tables grow row by row, its contents collide, and whatever it takes must come back: a
-    leak shows in no snapshot.
+    Its results are read from arrays in one frame, and from objects in the next. Its tables grow row
+    by row, its contents collide, and all that it allocates must be freed: a leak shows in no
+    snapshot.
     """
 
     def __init__(self, config: Config) -> None:
         self.engine = self._make_engine(config)
         self._plans: dict[FrameId, Any] = {}
-        """Those in flight."""
+        """Plans in flight."""
 
     def _make_engine(self, config: Config) -> Any:
         compiled = importlib.import_module("blockstep.impl.compiled")
@@ -162,7 +162,7 @@ class CompiledArrays:
         return compiled.CompiledEngine(config)
 
     def apply(self, event: Event) -> Observation:
-        """Take one event; only a plan and the answer to one can be in arrays."""
+        """Take one event; only a plan and its commit can be arrays."""
         match event:
             case Schedule():
                 plan = self.engine.schedule_arrays()
@@ -178,13 +178,13 @@ class CompiledArrays:
         return answer
 
     def snapshot(self) -> Snapshot:
-        """That of the engine, once what it has in use is found to be what somebody uses."""
+        """Return the engine's snapshot, after checking that nothing is leaked."""
         _assert_nothing_leaks(self.engine.requests)
         snapshot: Snapshot = self.engine.snapshot()
         return snapshot
 
     def capabilities(self) -> frozenset[str]:
-        """Those of the engine."""
+        """Return the engine's capabilities."""
         capabilities: frozenset[str] = self.engine.capabilities()
         return capabilities
 
@@ -195,7 +195,7 @@ class CompiledArrays:
             return unknown
         answers = {row.request_id: row.token_ids for row in event.sampled}
         if len(event.sampled) != len(plan) or answers.keys() != set(plan.request_ids):
-            refusal: Observation = self.engine.apply(event)  # arrays name nobody
+            refusal: Observation = self.engine.apply(event)  # arrays name no request
             return refusal
         rows = [answers[name] for name in plan.request_ids]
         outputs = self._commit_rows(event.frame_id, plan, rows)
@@ -210,7 +210,9 @@ class CompiledArrays:
         return Outputs(tuple(map(_read_object, outputs.build_objects())))
 
     def _commit_rows(self, frame_id: FrameId, plan: Any, rows: list[TokenIds]) -> Any:
-        """Without counts where they are not needed, or where it must be refused without them."""
+        """Commit the rows, without counts if they are not needed or must be rejected without
+        them.
+        """
         tokens, counts = plan.pack_answer(rows)
         for wrong in self._list_wrong_answers(plan, rows, tokens, counts):
             assert isinstance(self.engine.commit_arrays(frame_id, *wrong), Rejected)
@@ -227,7 +229,9 @@ class CompiledArrays:
     def _list_wrong_answers(
         self, plan: Any, rows: list[TokenIds], tokens: Any, counts: Any
     ) -> list[tuple[Any, Any]]:
-        """A negative token, tokens or counts too many or too few, and other drafts accepted."""
+        """Return wrong model outputs: a negative token, too many or few tokens or counts, other
+        drafts.
+        """
         places = np.arange(len(tokens))
         found = [(np.where(places, tokens, -1), counts)] if len(tokens) else []
         if counts is None:
@@ -238,14 +242,14 @@ class CompiledArrays:
         if all(
             row[:-1] == plan.draft_token_ids.get(at, ())[: len(row) - 1]
             for at, row in enumerate(rows)
-        ):  # otherwise they are wrong already, or any token may be behind a draft
+        ):  # otherwise they are wrong already, or any token may follow a draft
             drafts = (~np.isin(places + 1, counts.cumsum())).nonzero()[0]
             found += [(tokens ^ (places == at), counts) for at in drafts]
         return found
 
 
 def _set_constants(package: str, names: Sequence[str], values: Mapping[str, int]) -> None:
-    """In each of these modules, those of the constants that it has."""
+    """Set those of the constants that each of these modules has."""
     for name in names:
         constants = vars(importlib.import_module(f"{package}.{name}"))
         constants.update({key: values[key] for key in values if key in constants})
@@ -256,7 +260,7 @@ def _hash_in_two_bits(_parent: int, _extras: int, tokens: Any) -> int:
 
 
 def _assert_nothing_leaks(requests: Any) -> None:
-    """Of nodes, seats, slots, extras and requests with many stop tokens, none is lost or kept."""
+    """Check that no node, running slot, request slot, extra or stop-token list is lost or kept."""
     column: Any = importlib.import_module("blockstep.impl.compiled.state")
     s, slots = requests.state, list(requests.slot_of.values())
     nodes, ends = set[int](), s.blocks[:, column.NODE].tolist()
@@ -289,7 +293,7 @@ def _read_object(row: Any) -> OutputRow:
 
 
 def _read_objects(plan: Any) -> Plan:
-    """The plan that its objects tell of."""
+    """Return the plan that its objects describe."""
     objects = plan.build_objects()
     scheduled = objects.num_scheduled_tokens
     assert objects.total_num_scheduled_tokens == sum(scheduled.values())

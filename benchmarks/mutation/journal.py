@@ -1,8 +1,8 @@
-"""Journal: what has been played is kept line by line, so that a campaign can go on where it ended.
+"""The journal keeps each result in a line, so that a campaign can continue after an interruption.
 
-A line is found again by the text of the mutated module and by the stages, so what was changed
-since is played again. What else was changed is not looked at: after a change to the tools, or to
-the other side, begin a new journal.
+The key of a line is the text of the mutated module and the stages, so a changed module is played
+again. Other changes are not noticed: after a change of the tools, or of the other side, begin a new
+journal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 Result: TypeAlias = dict[str, Any] | signal.Signals | None
-"""What the process of a mutant said, or the signal that ended it."""
+"""The result of a mutant's process, or the signal that ended it."""
 
 
 class Journal:
@@ -25,7 +25,7 @@ class Journal:
     def __init__(self, file: Path | None = None) -> None:
         self.file = file
         self.seconds = 0.0
-        """Of all lines that were asked for, when they were played."""
+        """The time that all requested lines took when they were played."""
         self._lines: dict[str, tuple[Result, float]] = {}
         self._since = time.perf_counter()
         if file is not None and file.exists():
@@ -34,13 +34,13 @@ class Journal:
                 self._lines[key] = _from_json(result), seconds
 
     def split(self, keys: Sequence[str]) -> tuple[list[tuple[int, Result]], list[int]]:
-        """(index, result) of what is known, and the indices of what is not."""
+        """Return (index, result) of known keys, and the indices of the others."""
         known = [(index, self._get(key)) for index, key in enumerate(keys) if key in self._lines]
         self._since = time.perf_counter()
         return known, [index for index, key in enumerate(keys) if key not in self._lines]
 
     def note(self, key: str, result: Result) -> None:
-        """Keep a result; what has passed since the one before is its time."""
+        """Keep a result; its time is the time since the previous one."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         self.seconds += seconds
@@ -55,7 +55,7 @@ class Journal:
 
 
 def make_key(text: str, *parts: object) -> str:
-    """One word for a source text and what is done with it."""
+    """Return a short key for a source text and the parameters of a run."""
     return hashlib.sha256(json.dumps([text, *parts]).encode()).hexdigest()[:32]
 
 

@@ -1,7 +1,7 @@
 """Mutants: which small changes are made to which modules, and which are left out, and why.
 
-The changes are cosmic-ray's: its operators say where a syntax tree can be changed, and make the
-change. What is decided here is only which of them say something about scheduling and memory.
+The changes are cosmic-ray's: its operators find the places in a syntax tree and make the change.
+This module only decides which of them are relevant for scheduling and memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Place: TypeAlias = tuple[int, int]
 """Line from 1, column from 0 in characters."""
 
 WINGS = ("impl", "impl/compiled", "impl/host", "spec")
-"""Folders that are mutated, with all that is in them."""
+"""Packages that are mutated, with all modules in them."""
 
 WHOLE_MODULES: Mapping[str, str] = {
     "impl/compiled/jit.py": "it hands functions to a compiler; mutants are played without one",
@@ -40,7 +40,7 @@ WHOLE_MODULES: Mapping[str, str] = {
     "spec/releases/": "what releases do otherwise: only `strict` is played",
     "spec/vocabulary/": "both sides share it: a change to it changes both",
 }
-"""Modules and folders left out as a whole, and why."""
+"""Modules and packages left out as a whole, with the reason."""
 
 RULES: Mapping[str, str] = {
     "docstring": "nobody reads it at run time",
@@ -55,7 +55,7 @@ RULES: Mapping[str, str] = {
     "shift or a power in the place of a sum is the same test again, and each sign would have "
     "eleven of them",
 }
-"""Which changes are not made, and why."""
+"""Changes that are not made, with the reason."""
 
 _FAMILIES = (
     frozenset({"Add", "Sub", "Mul", "FloorDiv", "Mod"}),
@@ -67,15 +67,15 @@ _IDENTITY = frozenset({"Is", "IsNot"})
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One change: the operator and the how-many-eth of its places in the module."""
+    """One change: an operator, and the number of its place in the module."""
 
     module: str
-    """As the page names it: `impl/host/pool.py`."""
+    """The module as the page names it: `impl/host/pool.py`."""
     operator: str
     occurrence: int
     line: int
     function: str
-    """Qualified name of what encloses it; "" at module level."""
+    """Qualified name of the enclosing function or class; "" at module level."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +93,10 @@ class Source:
 
 
 def find_sources(only: Sequence[str] = ()) -> list[Source]:
-    """The modules to mutate, whose names begin with one of `only`.
+    """Return the modules to mutate, whose names begin with one of `only`.
 
     Raises:
-        LookupError: nothing has such a name.
+        LookupError: no module has such a name.
     """
     found: list[Source] = []
     for house in ("impl", "spec"):
@@ -117,17 +117,17 @@ def find_sources(only: Sequence[str] = ()) -> list[Source]:
 
 
 def get_wing(module: str) -> str:
-    """The innermost of the wings that a module is in; "" for one of another house."""
+    """Return the innermost of the mutated packages that contains a module; "" if none does."""
     return max((wing for wing in WINGS if module.startswith(f"{wing}/")), key=len, default="")
 
 
 def is_in(module: str, place: str) -> bool:
-    """Whether `place` is this module or its wing."""
+    """Whether `place` is this module or its package."""
     return place in (module, get_wing(module))
 
 
 def find_mutants(source: Source) -> tuple[list[Mutant], Counter[str]]:
-    """All mutants of a module, and how many were left out under each of `RULES`."""
+    """Return all mutants of a module, and the number left out by each of `RULES`."""
     text = source.text
     spans = list(find_excluded_spans(text))
     functions = find_functions(text)
@@ -144,7 +144,7 @@ def find_mutants(source: Source) -> tuple[list[Mutant], Counter[str]]:
 
 
 def find_places(text: str) -> Iterator[tuple[str, int, Place]]:
-    """(operator, occurrence, where) of everything that cosmic-ray would change."""
+    """Yield (operator, occurrence, place) of everything that cosmic-ray would change."""
     tools = import_cosmic_ray("ast")
     nodes = list(tools.ast_nodes(tools.get_ast(text)))
     for name, operator in get_operators().items():
@@ -154,13 +154,13 @@ def find_places(text: str) -> Iterator[tuple[str, int, Place]]:
 
 
 def import_cosmic_ray(module: str) -> Any:
-    """A module of cosmic-ray, which is installed with `make mutation` and not with the tests."""
+    """Return a module of cosmic-ray, which is installed by `make mutation` only."""
     return importlib.import_module(f"cosmic_ray.{module}")
 
 
 @cache
 def get_operators() -> dict[str, Any]:
-    """cosmic-ray's operators by name, without those that want arguments of their own."""
+    """Return cosmic-ray's operators by name, without those that need arguments."""
     plugins = import_cosmic_ray("plugins")
     classes = {
         name.partition("/")[2]: plugins.get_operator(name) for name in plugins.operator_names()
@@ -169,7 +169,7 @@ def get_operators() -> dict[str, Any]:
 
 
 def make_mutated_text(text: str, operator: str, occurrence: int) -> str:
-    """The source with one change in it."""
+    """Return the source with one change."""
     mutating = import_cosmic_ray("mutating")
     mutated = mutating.mutate_code(text, get_operators()[operator], occurrence)
     assert isinstance(mutated, str), f"{operator} has no place {occurrence}"
@@ -177,7 +177,7 @@ def make_mutated_text(text: str, operator: str, occurrence: int) -> str:
 
 
 def is_change(text: str, mutated: str) -> bool:
-    """Whether `mutated` is a Python program, and another one than `text`."""
+    """Whether `mutated` is a Python program that differs from `text`."""
     try:
         return ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(text))
     except SyntaxError:
@@ -185,7 +185,7 @@ def is_change(text: str, mutated: str) -> bool:
 
 
 def mark_change(text: str, mutated: str) -> str:
-    """The changed lines as one, with the change in it: `if count {== => <=} 0:`."""
+    """Return the changed lines as one, with the change marked: `if count {== => <=} 0:`."""
     lines = list(difflib.ndiff(text.splitlines(), mutated.splitlines()))
     old, new = (
         _WORD.findall(" ".join(line[2:].strip() for line in lines if line.startswith(sign)))
@@ -204,18 +204,18 @@ _WORD = re.compile(r"\s*(?:\w+|[=!<>]=|//|\S)")
 
 
 def _count_equal(old: Sequence[str], new: Sequence[str]) -> int:
-    """So many words are the same at the beginning of both."""
+    """Return how many words are equal at the beginning of both."""
     pairs = zip(old, new, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0].strip() == pair[1].strip(), pairs))
 
 
-# What is left out.
+# Changes that are left out.
 
 
 def get_excluding_rule(
     operator: str, place: Place, spans: Sequence[tuple[str, Place, Place]]
 ) -> str | None:
-    """The name of the rule that leaves this change out, or None."""
+    """Return the name of the rule that leaves this change out, or None."""
     for rule, start, end in spans:
         if start <= place < end:
             return rule
@@ -229,7 +229,7 @@ def get_excluding_rule(
 
 
 def find_excluded_spans(text: str) -> Iterator[tuple[str, Place, Place]]:
-    """(rule, from, to) of the stretches of source that are not mutated."""
+    """Yield (rule, from, to) of the ranges of source that are not mutated."""
     lines = text.splitlines()
     for rule, node in _find_excluded_nodes(ast.parse(text)):
         assert node.end_lineno is not None
@@ -264,15 +264,17 @@ def _find_excluded_nodes(tree: ast.Module) -> Iterator[tuple[str, ast.expr | ast
 
 
 def _place(lines: Sequence[str], line: int, offset: int) -> Place:
-    """Syntax trees count columns in bytes, cosmic-ray in characters."""
+    """Return a place with its column in characters, as cosmic-ray counts; syntax trees count
+    bytes.
+    """
     return line, len(lines[line - 1].encode()[:offset].decode())
 
 
-# Where a change is.
+# The place of a change.
 
 
 def find_functions(text: str) -> list[tuple[str, Place, Place]]:
-    """(qualified name, from, to) of every function and class, outer ones first."""
+    """Return (qualified name, from, to) of every function and class, outer ones first."""
     found: list[tuple[str, Place, Place]] = []
 
     def visit(node: ast.AST, prefix: str) -> None:
@@ -290,5 +292,5 @@ def find_functions(text: str) -> list[tuple[str, Place, Place]]:
 
 
 def get_innermost(place: Place, spans: Sequence[tuple[str, Place, Place]]) -> str:
-    """The name of the last span that contains `place`; "" if none does."""
+    """Return the name of the last span that contains `place`; "" if none does."""
     return next((name for name, start, end in reversed(spans) if start <= place < end), "")

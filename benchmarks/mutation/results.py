@@ -1,4 +1,4 @@
-"""Results: what is kept of a campaign, as JSON of one line for each module and each survivor."""
+"""Results of a campaign, as JSON with one line for each module and each survivor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FINDINGS = frozenset({"property", "divergence", "liveness", "fault", "spec"})
 
 
 def to_json(campaign: Campaign, command: str) -> dict[str, Any]:
-    """What is kept of a campaign: counts of the killed, and each survivor."""
+    """Return the results of a campaign: counts of the killed, and each survivor."""
     plan, commit = campaign.plan, get_commit()
     modules = []
     for module, excluded in sorted(campaign.excluded.items()):
@@ -65,7 +65,7 @@ def to_json(campaign: Campaign, command: str) -> dict[str, Any]:
 
 
 def dump(results: Mapping[str, Any]) -> str:
-    """As JSON, each entry of a list on a line of its own."""
+    """Return the results as JSON, each entry of a list on a line of its own."""
     parts = []
     for name, value in results.items():
         if isinstance(value, list):
@@ -77,7 +77,9 @@ def dump(results: Mapping[str, Any]) -> str:
 
 
 def put_into(whole: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
-    """The results of a whole campaign with those of some modules, played later, in their place."""
+    """Return the results of a whole campaign, with some modules replaced by results of a later
+    run.
+    """
     names = {module["module"] for module in part["modules"]}
     kept = [
         {**run, "modules": [one for one in run["modules"] if one not in names]}
@@ -97,19 +99,19 @@ def put_into(whole: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any
 
 
 def find_changed(modules: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Those whose text is another one than that which was played, or is gone."""
+    """Return the modules whose source has changed since they were played, or is gone."""
     now = {source.module: make_key(source.text) for source in find_sources()}
     return {one["module"] for one in modules if one["text"] != now.get(one["module"])}
 
 
 def find_unplayed(modules: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Those that could be played and are not among the results."""
+    """Return the modules that could be played and have no results."""
     played = {module["module"] for module in modules}
     return [source.module for source in find_sources() if source.module not in played]
 
 
 def say_command(module: str, arguments: Sequence[str]) -> str:
-    """The command without the files that it wrote, which change no result."""
+    """Return the command without its output files, which change no result."""
     files = {"--journal", "--json", "--corpus"}
     said = [
         word
@@ -120,7 +122,7 @@ def say_command(module: str, arguments: Sequence[str]) -> str:
 
 
 def count_voices(campaign: Campaign) -> dict[str, int]:
-    """How many mutants each property, or the lack of one, spoke of first."""
+    """Return how many mutants each property, or another kind of finding, noticed first."""
     voices = Counter(
         one.outcome.detail for one in campaign.played if one.outcome.killed_by in _FINDINGS
     )
@@ -128,12 +130,12 @@ def count_voices(campaign: Campaign) -> dict[str, int]:
 
 
 def is_survivor(played: Played) -> bool:
-    """Whether it is another program and nothing spoke."""
+    """Whether it is a different program and nothing noticed it."""
     return played.is_changed and not played.outcome.killed_by
 
 
 def describe(played: Played) -> dict[str, Any]:
-    """A survivor as the results name it."""
+    """Return a survivor as the results name it."""
     mutant = played.mutant
     named = {
         "module": mutant.module,

@@ -1,11 +1,11 @@
-"""Runner: each mutant in a process of its own, forked from one that has everything imported.
+"""The runner: each mutant runs in a process of its own, forked from one with all imports done.
 
 Starting Python and importing the tools takes a quarter of a second; most mutants are caught in a
-tenth of that. So nothing is started: a child is forked, forgets the mutated wing, imports it again
-with the mutated text in the place of the one module, and plays what `blockstep check` plays.
+tenth of that. So a child is forked, drops the mutated package, imports it again with the mutated
+source of one module, and plays what `blockstep check` plays.
 
-The compiled engine is played as the Python it is: in a child there is no numba. To compile a mutant
-would take half a minute, and its machine code would be kept under the digest of the real sources.
+The compiled engine is played as plain Python: a child has no numba. Compiling a mutant would take
+half a minute, and its machine code would be cached under the digest of the real sources.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from types import CodeType, ModuleType
 from typing import Any, TypeAlias
 
 EPISODE_SECONDS = 2.0
-"""Processor time of one episode, import included; an honest one takes a twentieth of a second."""
+"""Processor time limit of one episode with the import; an unmutated one takes a twentieth of a
+second."""
 MEMORY_BYTES = 4 << 30
 COMPILED = "blockstep.impl.compiled"
 FORGOTTEN = {
@@ -37,41 +38,41 @@ FORGOTTEN = {
     "blockstep.impl": ("blockstep.impl",),
     "blockstep.spec": ("blockstep.spec", "blockstep.conformance"),
 }
-"""By mutated package, the inner ones first: what is imported again. The tools hold references to
-the rules."""
+"""Packages that are imported again, by mutated package, the inner ones first. The tools hold
+references to the rules."""
 KEPT = "blockstep.spec.vocabulary"
-"""Never imported twice: both sides must mean the same classes."""
+"""The package that is never imported twice: both sides must use the same classes."""
 
 Stage: TypeAlias = tuple[str, str, int]
-"""An engine; a preset, and behind it the features that every run has: `small groups`; and how many
-events are played at least."""
+"""An engine, a preset with the features of every run (`small groups`), and the least number of
+events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one mutant."""
+    """The result of one mutant."""
 
     killed_by: str
     """The kind of the first finding, `timeout`, `crash` or `import`; "" if it survived."""
     detail: str = ""
-    """The property that spoke, or the exception."""
+    """The violated property, or the exception."""
     num_events: int = 0
 
 
 class MutatedLoader(SourceFileLoader):
-    """Loads one module from the text given instead of its file."""
+    """Loads one module from the given source instead of its file."""
 
     def __init__(self, fullname: str, path: str, text: str) -> None:
         super().__init__(fullname, path)
         self.text = text
 
     def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002  a signature of importlib's
-        """The code of the text, never of a cached file."""
+        """Return the code of the source, never of a cached file."""
         return compile(self.text, self.path, "exec", dont_inherit=True)
 
 
 class MutatedFinder(MetaPathFinder):
-    """Finds one module before anybody else does."""
+    """Finds one module before all other finders."""
 
     def __init__(self, name: str, file: str, text: str) -> None:
         self.name, self.file, self.text = name, file, text
@@ -82,7 +83,7 @@ class MutatedFinder(MetaPathFinder):
         path: Sequence[str] | None,  # noqa: ARG002  a signature of importlib's
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
-        """The mutated module, if it is the one asked for."""
+        """Return the spec of the mutated module; None for any other."""
         if fullname != self.name:
             return None
         loader = MutatedLoader(fullname, self.file, self.text)
@@ -90,10 +91,10 @@ class MutatedFinder(MetaPathFinder):
 
 
 def forget(import_name: str) -> None:
-    """Have the wing of a module imported again, and the tools too if they are built on it.
+    """Drop a package from the imported modules, and the tools too if they depend on it.
 
-    For a process of its own: from now on it has no numba, so that nothing is compiled in it, and
-    what was compiled before is forgotten too.
+    It needs a process of its own: from now on it has no numba, so that nothing is compiled in it,
+    and compiled modules are dropped, too.
     """
     sys.modules["numba"] = None  # type: ignore[assignment]  # what Python takes for "not installed"
     warnings.filterwarnings("ignore", "the compiled engine runs as plain Python", RuntimeWarning)
@@ -106,7 +107,7 @@ def forget(import_name: str) -> None:
 
 
 def import_mutated(import_name: str, file: str, text: str) -> None:
-    """Have a module imported from this text. For a process of its own."""
+    """Import a module from this source. It needs a process of its own."""
     forget(import_name)
     sys.meta_path.insert(0, MutatedFinder(import_name, file, text))
     importlib.import_module(import_name)
@@ -115,7 +116,7 @@ def import_mutated(import_name: str, file: str, text: str) -> None:
 def play_mutant(
     import_name: str, file: str, text: str, stages: Sequence[Stage], seed: int
 ) -> Outcome:
-    """Play against a mutated module until something speaks. For a process of its own."""
+    """Play with a mutated module until the first finding. It needs a process of its own."""
     try:
         import_mutated(import_name, file, text)
         check: Any = importlib.import_module("blockstep.conformance.search.check")
@@ -159,7 +160,7 @@ def run_forked(
 ) -> Iterator[tuple[int, dict[str, Any] | signal.Signals | None]]:
     """Run each work in a forked process, `jobs` at a time; yields (index, result) as they end.
 
-    The result crosses as JSON. It is a signal if one ended the process, None if nothing came.
+    The result is sent as JSON. It is a signal if one ended the process, None if nothing was sent.
     """
     gc.collect()
     gc.freeze()  # pages that a collection would touch stay shared
@@ -188,7 +189,7 @@ def run_forked(
 
 @dataclass(slots=True)
 class Child:
-    """A process that was forked, and what it has said so far."""
+    """A forked process, and what it has sent so far."""
 
     index: int
     pid: int
@@ -197,7 +198,7 @@ class Child:
 
 
 def _collect(child: Child) -> dict[str, Any] | signal.Signals | None:
-    """Wait for the end of a child; its result, or the signal that ended it."""
+    """Wait for the end of a child; return its result, or the signal that ended it."""
     os.close(child.pipe)
     _, status = os.waitpid(child.pid, 0)
     if os.WIFSIGNALED(status):
@@ -207,7 +208,7 @@ def _collect(child: Child) -> dict[str, Any] | signal.Signals | None:
 
 
 def _fork(work: Callable[[], dict[str, Any]], index: int, wall_seconds: int) -> Child:
-    """A child that does `work` and writes what it returns."""
+    """Return a child that runs `work` and writes its result."""
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -227,7 +228,7 @@ def _fork(work: Callable[[], dict[str, Any]], index: int, wall_seconds: int) -> 
 
 
 def _set_limits(wall_seconds: int) -> None:
-    """A mutant may loop, eat memory or talk: none of it may reach beyond its process."""
+    """Limit time, memory and output, so that a mutant has no effect outside its process."""
     for number in (signal.SIGPROF, signal.SIGALRM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     signal.alarm(wall_seconds)

@@ -1,8 +1,8 @@
-"""What a person says about the mutants that survive: survivors.toml, class by class.
+"""Explanations of the mutants that survive: survivors.toml, class by class.
 
-What a survivor is, nobody can compute. Most are one of few things many times over, so a class is
-explained: a kind of change, where it stands, one sentence why, and how many mutants it may explain
-at most, that it does not swallow a gap that opens later.
+No program can decide what a survivor means. Most are one of few things many times over, so a class
+is explained: a kind of change, its places, a reason, and the most mutants that it may explain, so
+that it does not cover a gap that opens later.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ VERDICTS: Final[Mapping[str, str]] = {
     "hole": "it should have been caught: a rule or a property is missing",
 }
 SCORE_MIN: Final = 0.95
-"""For each engine."""
+"""The least score of each engine."""
 GATED: Final = ("impl/host", "impl/compiled")
 _ANY_CHANGE: Final = r"\{[^{}]* => [^{}]*\}"
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a person says about a class of survivors, or about one."""
+    """The explanation of a class of survivors, or of one."""
 
     why: str
     what: str = ""
     """The kind of mutant; "" for one that is explained by itself."""
     verdict: str = "equivalent"
     most: int = 1
-    """So many survivors may be of this class."""
+    """The most survivors of this class."""
     where: tuple[str, ...] = ("",)
-    """How the module, or the module and the function, begin."""
+    """Prefixes of the module, or of the module and the function."""
     changes: tuple[str, ...] = ()
-    """What `{}` stands for in `lines`: `== => <=`; none: any change."""
+    """The change that replaces `{}` in `lines`: `== => <=`; none: any change."""
     lines: tuple[str, ...] = ("{}",)
     """Parts of the line with the change in it: `refs[block] {} 0`; `...` is any text."""
 
     def is_about(self, survivor: Mapping[str, Any]) -> bool:
-        """Whether this survivor is meant."""
+        """Whether the explanation fits this survivor."""
         place = f"{survivor['module']} {survivor['function']}"
         return place.startswith(self.where) and any(
             _compile(line, self.changes).search(survivor["change"]) for line in self.lines
@@ -65,11 +65,11 @@ def _escape(text: str) -> str:
 
 
 def read_explanations(file: Path) -> list[Explanation]:
-    """The hand-written classes, in the order of the file within each verdict.
+    """Return the hand-written classes, in the order of the file within each verdict.
 
     Raises:
-        ValueError: a verdict is none of `VERDICTS`, a sentence is missing, or a pattern says
-            nothing of the change.
+        ValueError: a verdict is unknown, a reason is missing, or a pattern has no place for
+            the change.
     """
     found = []
     for verdict, entries in tomllib.loads(file.read_text(encoding="utf-8")).items():
@@ -88,27 +88,27 @@ def read_explanations(file: Path) -> list[Explanation]:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of one module or of one wing."""
+    """The score of one module or one package."""
 
     mutants: int
     killed: int
     told_apart: int
-    """Mutants but for those explained as equivalent or unreachable."""
+    """Mutants without those explained as equivalent or unreachable."""
 
     @property
     def of_all(self) -> float:
-        """Killed of all mutants."""
+        """Share of all mutants that were killed."""
         return self.killed / self.mutants if self.mutants else 1.0
 
     @property
     def of_told_apart(self) -> float:
-        """Killed of those that anything could kill."""
+        """Share of the mutants that can be killed that were killed."""
         return self.killed / self.told_apart if self.told_apart else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """Each survivor with what is said about it."""
+    """Each survivor with its explanation."""
 
     results: Mapping[str, Any]
     explained: list[tuple[Mapping[str, Any], Explanation | None]]
@@ -119,7 +119,7 @@ class Verdicts:
 
     @property
     def unexplained(self) -> list[Mapping[str, Any]]:
-        """Survivors about which nothing is said."""
+        """Survivors without an explanation."""
         return [survivor for survivor, said in self.explained if said is None]
 
     @property
@@ -128,11 +128,11 @@ class Verdicts:
         return [one for one, said in self.explained if said is not None and said.verdict == "hole"]
 
     def count(self, said: Explanation) -> int:
-        """Survivors that this explains."""
+        """Return the number of survivors that this explains."""
         return sum(one is said for _, one in self.explained)
 
     def list_misfits(self) -> list[str]:
-        """A line for each explanation that explains nothing, or more than it may."""
+        """Return a line for each explanation that explains nothing, or too much."""
         nothing = [f"EXPLAINS NOTHING {said.what or said.why}" for said in self.idle]
         too_much = [
             f"EXPLAINS TOO MUCH {self.count(said)}, at most {said.most}: {said.what or said.why}"
@@ -141,7 +141,7 @@ class Verdicts:
         return nothing + too_much
 
     def score(self, place: str) -> Score:
-        """The score of a module, or of a wing."""
+        """Return the score of a module, or of a package."""
         modules = [one for one in self.results["modules"] if is_in(one["module"], place)]
         mutants = sum(one["mutants"] for one in modules)
         killed = sum(sum(one["killed"].values()) for one in modules)
@@ -153,7 +153,7 @@ class Verdicts:
 
     @property
     def is_good(self) -> bool:
-        """Whether all is explained, by what is needed and fits, and the engines' scores suffice."""
+        """Whether all survivors are explained, no explanation is unused, and the scores suffice."""
         is_enough = all(self.score(wing).of_told_apart >= SCORE_MIN for wing in GATED)
         return is_enough and not (self.unexplained or self.holes or self.idle or self.overfull)
 
@@ -161,9 +161,9 @@ class Verdicts:
 def judge(
     results: Mapping[str, Any], explanations: Sequence[Explanation], is_whole: bool = True
 ) -> Verdicts:
-    """Bring survivors and explanations together; the first one that fits is taken.
+    """Match survivors with explanations; the first one that fits counts.
 
-    In the results of a part of a campaign nobody looks for what explains nothing.
+    The results of a part of a campaign are not checked for unused explanations.
     """
     explained = [
         (survivor, next((one for one in explanations if one.is_about(survivor)), None))

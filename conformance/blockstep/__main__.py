@@ -1,4 +1,4 @@
-"""`python -m blockstep`: the command line."""
+"""The command line, as `python -m blockstep`."""
 
 from blockstep.conformance.command.main import main
 

@@ -194,7 +194,7 @@ INVOCATIONS = {
         '' | must be the name of a Python module
         3d | must be the name of a Python module
         class | must be the name of a Python module
-        broken_engines | there is such a file
+        broken_engines | the file exists
         json | can be imported already
         no.such.folder | there is no folder
     """,

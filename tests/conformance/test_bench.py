@@ -144,7 +144,7 @@ def test_beside_exact_engines_it_is_told_apart(
     asked = ("--engine", "host", "--engine", toy, "--scenario", "decode", "--scenario", "drafts")
     result = bench("scheduler", *asked, "-n", 1, "--steps", 4, "--json", out)
     assert result.exit_code == ExitCode.CONFORMS, result.output
-    assert f"{toy}: compared with nobody (equivalence safety" in result.output
+    assert f"{toy}: compared with no other (equivalence safety" in result.output
     assert f"config        {toy}, decode: enable_prefix_caching=False" in result.output
     assert f"not measured  {toy}, drafts: the engine lacks drafts" in result.output
     entries = json.loads(out.read_text())["measurements"]

@@ -242,7 +242,7 @@ def test_a_deviation_says_what_it_excuses(deviation: Any) -> None:
     class Vague(SpecEngine):
         traits = EngineTraits(deviations=(deviation,))
 
-    with pytest.raises(BadEngineError, match="each must be a Deviation that names the sentences"):
+    with pytest.raises(BadEngineError, match="each must be a Deviation that names the checks"):
         get_traits(Vague)
 
 

@@ -181,7 +181,7 @@ def test_quick_ones_are_killed_and_told_in_every_form(tmp_path: Path) -> None:
     assert rows[0]["seeds"][0]["killed by"].startswith("P1 ")
     assert not any(row["survived"] for row in rows)
     text = page.read_text()
-    assert "| forward-frees | a table is freed from its head |" in text
+    assert "| forward-frees | a block table is freed from its head |" in text
 
 
 def test_several_processes_find_the_same() -> None:
@@ -215,7 +215,7 @@ def test_a_survivor_is_named_and_ends_with_the_code_of_the_harness(with_survivor
 def test_unknown_names_and_misplaced_options_are_usage_errors() -> None:
     unknown = blockstep("museum", "run", "no-such-thing")
     assert unknown.exit_code == 2
-    assert "no such exhibit" in unknown.output
+    assert "no such seeded bug" in unknown.output
     misplaced = blockstep("museum", "--json", "x.json", "run", "leak-on-abort")
     assert misplaced.exit_code == 2
     assert "behind the command" in misplaced.output
@@ -272,7 +272,7 @@ def test_at_safety_the_state_is_shown_or_hidden_and_the_page_has_a_column_for_ea
     shown = blockstep(*common, *safety, "--json", files[0])
     assert shown.exit_code == 0, shown.output
     assert "safety: 1 of 1 hunts killed" in shown.output
-    assert "1 exhibits passed over" in shown.output
+    assert "1 seeded bugs are invisible" in shown.output
     hidden = blockstep(*common, *safety, "--hidden", "--json", files[1])
     assert hidden.exit_code == 0, hidden.output
     assert "safety, state hidden: 1 of 1 hunts killed" in hidden.output

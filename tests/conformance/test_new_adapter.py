@@ -155,7 +155,7 @@ def test_a_new_adapter_is_told_to_machines(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("taken", "taken.py: there is such a file; give another name"),
+        ("taken", "taken.py: the file exists; give another name"),
         ("1x", "must be the name of a Python module"),
         ("class", "must be the name of a Python module"),
         ("a/b", "must be the name of a Python module"),

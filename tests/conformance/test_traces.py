@@ -265,7 +265,7 @@ def test_a_lost_line_is_noticed_through_the_end_line(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     for lost in range(1, len(lines) - 1):
         path.write_text("\n".join(lines[:lost] + lines[lost + 1 :]))
-        with pytest.raises(TraceError, match="end line promises"):
+        with pytest.raises(TraceError, match="end line says"):
             read_trace(path)
     path.write_text("\n".join(lines[:-1]))
     assert len(read_trace(path).steps) == len(lines) - 2, "the end line is optional"

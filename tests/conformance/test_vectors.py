@@ -161,7 +161,7 @@ def test_a_changed_file_is_refused(filled: Path, tmp_path: Path) -> None:
         read_vectors(changed)
     result = vectors("consume", changed)
     assert result.exit_code == 2
-    assert "manifest promises" in result.output
+    assert "manifest says" in result.output
 
 
 @pytest.mark.parametrize(
@@ -169,9 +169,9 @@ def test_a_changed_file_is_refused(filled: Path, tmp_path: Path) -> None:
     [
         (('"type":"Schedule"', '"type":"Shedule"'), "Invalid value"),
         (('{"program":1,', '{"program":"one",'), "a program starts with"),
-        (('{"snapshot":{', '{"snapshot":{"more":1,'), "behind each step stands the state"),
+        (('{"snapshot":{', '{"snapshot":{"more":1,'), "after each step comes the state"),
         (('"num_blocks":', '"num_blocks":-'), "num_blocks"),
-        (('"cached":[],"frames', '"cached":[[77]],"frames'), "findable blocks carry a key"),
+        (('"cached":[],"frames', '"cached":[[77]],"frames'), "cached blocks have a key"),
         (('{"program":2,', '{"program":2,"more":1,'), "a program starts with"),
     ],
 )

@@ -1,4 +1,7 @@
-"""The tools that hold an implementation to the specification, step by step. PYTEST_DONT_REWRITE."""
+"""The tools that check an implementation against the specification, step by step.
+
+PYTEST_DONT_REWRITE.
+"""
 
 from blockstep.conformance.moved import install
 

@@ -1,8 +1,8 @@
-"""Engine: what a system under test implements to be held to the spec (architecture section 4).
+"""The protocol that a system under test implements to be checked against the spec.
 
-An engine is one object for one run, made by a factory: often its class. What is true of all its
-engines, the factory says by an attribute `traits`; what depends on a run, an engine says by methods
-of its own (`Declining`, `Judging`). Neither is owed: an engine that says nothing is compared with
+An engine is one object for one run, made by a factory, often its class. What is true of all
+engines of a factory is in its attribute `traits`; what depends on a run, an engine says by methods
+of its own (`Declining`, `Judging`). Both are optional: an engine without them is compared with
 the specification after every event.
 
     class Adapter:
@@ -34,7 +34,7 @@ from blockstep.spec.vocabulary import (
 
 
 class Capability(StrEnum):
-    """What an engine implements. What it lacks is reported, never skipped in silence."""
+    """A part that an engine may implement. What it lacks is reported, never skipped silently."""
 
     SNAPSHOT = "snapshot"
     """It can show its whole state; without it only observations are compared."""
@@ -44,13 +44,14 @@ class Capability(StrEnum):
     RESET = "reset"
     GRAMMAR = "grammar"
     MASKS = "masks"
-    """It takes a `grammar`, `GrammarFailed`, and says masks (`GrammarBitmask`); with GRAMMAR."""
+    """It takes a `grammar` and `GrammarFailed`, and returns bitmasks (`GrammarBitmask`); needs
+    GRAMMAR."""
     MULTIMODAL = "multimodal"
     ABORT = "abort"
     """It takes `Abort`, at any time and for any id (P18)."""
     REJECTION = "rejection"
-    """It answers bad input with a typed `Rejected` instead of undefined behaviour. Without it, an
-    engine is only given what the spec accepts."""
+    """It answers bad input with a typed `Rejected`. Without it, behaviour may be undefined, and an
+    engine gets only events that the spec accepts."""
     ASYNC = "async"
     """It takes `async_scheduling`: several frames in flight, with placeholders for their tokens."""
     PIPELINE = "pipeline"
@@ -58,49 +59,51 @@ class Capability(StrEnum):
     EMBEDS = "embeds"
     """It takes requests with `prompt_embeds`."""
     GROUPS = "groups"
-    """It takes `groups`: several KV-cache groups, under full attention or a sliding window, in
-    blocks of one size."""
+    """It takes `groups`: several KV groups, of full attention or a sliding window, with one block
+    size."""
     KINDS = "kinds"
-    """It takes groups of every kind, and of several block sizes; with GROUPS."""
+    """It takes groups of every kind, and of several block sizes; needs GROUPS."""
     ADAPTERS = "adapters"
-    """It takes `max_loras`: a cap on the different adapters among the requests that run."""
+    """It takes `max_loras`: a limit on the different LoRA adapters among running requests."""
     SESSIONS = "sessions"
-    """It takes requests that are `resumable`, and `StreamingUpdate`."""
+    """It takes `resumable` requests and `StreamingUpdate`."""
     ENCODER = "encoder"
-    """It takes `encoder_cache_size`: what an encoder makes of items has a budget and a cache."""
+    """It takes `encoder_cache_size`: encoder outputs of items, with a budget per step and a cache.
+    """
     EVENTS = "events"
-    """It takes `enable_kv_cache_events`, and tells `kv_events`."""
+    """It takes `enable_kv_cache_events`, and returns `kv_events`."""
     TRANSFERS = "transfers"
-    """It takes `kv_connector`: loads from a store, and blocks that outlive their request."""
+    """It takes `kv_connector`: loads from a store, and blocks held for transfers."""
     PINS = "pins"
-    """It takes `Policy.CONTINUUM`: blocks stay between two turns of a job, for a time."""
+    """It takes `Policy.CONTINUUM`: blocks are pinned between two turns of a job, for a time."""
     FORKS = "forks"
     """It takes `enable_forks`, `Fork`, `watermark_blocks` and `pool_order`."""
     TIERS = "tiers"
     """It takes `swap_min_tokens`, `admission_low_blocks` and `admission_high_blocks`."""
     STATISTICS = "statistics"
-    """Its counters mean what `Stats` says."""
+    """The engine's counters have the meaning that `Stats` says."""
     CACHE_STATISTICS = "cache statistics"
-    """Those of the prefix cache and of drafts do, even if it has none for preemptions."""
+    """The counters of the prefix cache and of drafts have it, even if that of preemptions does not.
+    """
     COMMON_PREFIX = "common prefix"
-    """Its plans tell `num_common_prefix_blocks`."""
+    """The engine's plans have `num_common_prefix_blocks`."""
     LATE_DRAFTS = "late drafts"
-    """It drops drafts that come when their request cannot take them (P24). Without it, and without
-    REJECTION, an engine is only given drafts that the spec attaches."""
+    """It drops drafts for a request that cannot take them (P24). Without it, and without REJECTION,
+    an engine gets only drafts that the spec attaches."""
 
     WORK = "work"
-    """Its state says `has_work`: whether the loop that drives it must go on planning."""
+    """The engine's state has `has_work`: whether the engine loop must continue planning."""
 
 
 ALL_CAPABILITIES: frozenset[str] = frozenset(Capability)
 
 
 class BadEngineError(TypeError):
-    """A factory, or what it makes, is not what the protocol asks for; the text names what."""
+    """A factory, or its engine, does not follow the protocol; the text says how."""
 
 
 class EngineFault(Exception):
-    """The engine broke. The driver reports it as a finding, with the program that led to it."""
+    """The engine failed. The driver reports this as a finding, with the program that led to it."""
 
 
 @runtime_checkable
@@ -108,15 +111,18 @@ class Engine(Protocol):
     """A system under test. One object is one run: it is built from a Config and never reused."""
 
     def apply(self, event: Event) -> Observation:
-        """Take one event. May raise only `EngineFault`; anything else is a finding as well."""
+        """Take one event.
+
+        May raise only `EngineFault`; any other exception is a finding as well.
+        """
         ...
 
     def snapshot(self) -> Snapshot | None:
-        """The canonical state after the last event; None if it can only be observed."""
+        """Return the canonical state after the last event; None if the engine cannot show it."""
         ...
 
     def capabilities(self) -> frozenset[str]:
-        """What it implements: values of `Capability`."""
+        """Return what the engine implements: values of `Capability`."""
         ...
 
 
@@ -124,75 +130,77 @@ EngineFactory: TypeAlias = Callable[[Config], Engine]
 METHODS = ("apply", "snapshot", "capabilities")
 
 
-# Of one engine.
+# Protocols of one engine.
 
 
 @runtime_checkable
 class Declining(Protocol):
-    """An engine with defects so well known that it is spared what would end a run later on.
+    """An engine with known defects that must not be given the events that trigger them.
 
-    Where an engine takes an event and breaks only some steps after it, lock-step could neither go
-    on nor say anything new. What it declines is counted in the report, by the defect.
+    If an engine takes an event and fails only some steps later, lock-step can neither continue nor
+    report anything new. Declined events are counted in the report, by the defect.
     """
 
     def declines(self, event: Event) -> str | None:
-        """The known defect because of which the event must not be given to it now, or None.
+        """Return the known defect for which the event must not be given now, or None.
 
-        Asked before every event, and changes nothing.
+        Called before every event; must not change the engine.
         """
         ...
 
 
 @runtime_checkable
 class Judging(Protocol):
-    """An engine that refuses nothing in general, but must see to some things itself.
+    """An engine that in general rejects nothing, but must reject some events.
 
-    Without `Capability.REJECTION` an engine is given only what the spec accepts: bad input is its
-    front end's business. What no front end can know, it is given all the same, and should refuse.
+    Without `Capability.REJECTION` an engine gets only events that the spec accepts, since a front
+    end checks the input. Events that no front end can check are given all the same, and must be
+    rejected.
     """
 
     judges: frozenset[RejectCode]
-    """Refusals that it is held to."""
+    """Reject codes that it must return."""
 
 
 def get_judged(engine: Engine) -> frozenset[RejectCode]:
-    """What an engine is given although the spec refuses it so, for it should do likewise."""
+    """Return the reject codes of events that an engine gets although the spec rejects them."""
     if Capability.REJECTION in engine.capabilities():
         return frozenset(RejectCode)
     return engine.judges if isinstance(engine, Judging) else frozenset()
 
 
 def get_declines(engine: Engine) -> Callable[[Event], str | None] | None:
-    """What says why an engine is not to be given an event; None: it takes all."""
+    """Return the function that says why an engine must not get an event; None if it takes all."""
     return engine.declines if isinstance(engine, Declining) else None
 
 
-# Of a factory, and so of all its engines.
+# Traits of a factory, and so of all its engines.
 
 
 @dataclass(frozen=True, slots=True)
 class Equivalence:
-    """By what engines are held to the spec; one that names none is `exact`: equal in everything.
+    """The rule by which an engine is compared with the spec; without one everything is (`exact`).
 
-    Not to be used by itself: see `EQUIVALENCES` (and docs/explanation/equivalences.md).
+    Not to be used itself: see `EQUIVALENCES` (and docs/explanation/equivalences.md).
     """
 
     name: ClassVar[str] = ""
     fit_config: Callable[[Config], Config] = lambda config: config
-    """The nearest config that the engine can be built with."""
+    """Returns the nearest config that the engine can be built with."""
     fit_request: Callable[[Request, Config], Request | None] = lambda request, _config: request
-    """The nearest request that it understands; None if the request is not for it, and then it is
-    not submitted. Either is counted: what is dropped on the way, and how many are not for it."""
+    """Returns the nearest request that the engine takes; None if it takes none, and then nothing is
+    submitted. Both are counted in the verdict."""
     situations: tuple[str, ...] | None = field(default=None, kw_only=True)
-    """What a run must have reached to mean anything; names of `witnesses.WITNESSES`. None: all
-    that the capabilities of the engine make possible."""
+    """The coverage goals that a run must reach for a pass to count; names of `witnesses.WITNESSES`.
+    None: all that the capabilities of the engine make reachable."""
     plans_ahead: bool = field(default=False, kw_only=True)
-    """Its loop answers a plan only once as many as may be are in flight, or nothing can be planned:
-    with two frames in flight, the order of every run is plan, plan, answer, plan, answer."""
+    """Whether its loop commits a plan only once the most plans are in flight, or nothing can be
+    planned: with two frames in flight the order of every run is plan, plan, commit, plan, commit.
+    """
 
     @property
     def not_asked(self) -> tuple[str, ...]:
-        """What a check by it leaves out, in words for its verdict."""
+        """Parts that a check at this equivalence leaves out, in words for its verdict."""
         return ()
 
 
@@ -204,75 +212,78 @@ class Renamed(Equivalence):
 
     @property
     def not_asked(self) -> tuple[str, ...]:
-        """What a check by it leaves out, in words for its verdict."""
+        """Parts that a check at this equivalence leaves out, in words for its verdict."""
         return ("block ids, and the order of the free queue",)
 
 
 @dataclass(frozen=True, slots=True)
 class SamePlans(Equivalence):
-    """The same tokens for the same requests in the same steps (see `lockstep.plans`)."""
+    """Equal in the tokens of each request in each step (see `lockstep.plans`)."""
 
     name: ClassVar[str] = "plan"
     shows_blocks: bool = field(default=False, kw_only=True)
-    """Whether plans name blocks. Without, each `block_ids` and `new_block_ids` is `()`, and what is
-    in a slot is not asked."""
+    """Whether plans name blocks. If not, each `block_ids` and `new_block_ids` is `()`, and the
+    content of slots is not checked."""
 
     @property
     def not_asked(self) -> tuple[str, ...]:
-        """What a check by it leaves out, in words for its verdict."""
-        states = "states, and properties that speak of them"
-        return (states,) if self.shows_blocks else (states, "what is in a slot, and block tables")
+        """Parts that a check at this equivalence leaves out, in words for its verdict."""
+        states = "states, and properties of states"
+        return (
+            (states,) if self.shows_blocks else (states, "the content of slots, and block tables")
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Safety(Equivalence):
-    """To be held to the properties, and compared with nothing (see `lockstep.safety`).
+    """Compared with nothing, and checked by the properties (see `lockstep.safety`).
 
-    What is asked: `blockstep properties` lists it, with the reason for each sentence that is not.
+    `blockstep properties` lists what is checked, with the reason for each check that is not.
     """
 
     name: ClassVar[str] = "safety"
     has_slots: bool = field(default=True, kw_only=True)
-    """Whether its worker has a slot for each request that runs, `max_num_seqs` in all. If not, that
+    """Whether its worker has a slot for each running request, `max_num_seqs` in all. If not, that
     is the most rows of a plan, and more requests may run."""
 
     @property
     def not_asked(self) -> tuple[str, ...]:
-        """What a check by it leaves out, in words for its verdict."""
+        """Parts that a check at this equivalence leaves out, in words for its verdict."""
         return () if self.has_slots else ("how many requests run at once",)
 
 
 EQUIVALENCES: tuple[type[Equivalence], ...] = (Renamed, SamePlans, Safety)
-"""Weaker ones than `exact`, the strongest first."""
+"""Equivalences weaker than `exact`, the strongest first."""
 EXACT = "exact"
-"""The name of the equivalence that an engine has that names none."""
+"""The name of the equivalence of an engine that declares none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Something that an engine is known to do otherwise, said by its adapter (D14).
+    """A known difference of an engine, declared by its adapter.
 
-    What it excuses is counted and shown in every verdict, and nothing else is excused. Where
-    neither side can go on from it, an episode ends there.
+    The findings that it explains are counted and shown in every verdict; no others are let pass. If
+    neither side can continue after it, the episode ends there.
     """
 
     name: str
     summary: str
-    """What the engine does, in a sentence."""
+    """The difference in one line: what the engine does."""
     program: Any
-    """A `protocol.program.Program` that shows it. If it does no more, the verdict says so."""
+    """A `protocol.program.Program` that shows it. If it no longer does, the verdict says so."""
     sentences: tuple[str, ...] = ()
-    """Those that may complain of it, by name, as findings name them."""
+    """Names of the checks whose findings it explains."""
     fields: tuple[str, ...] = ()
     """Fields in which spec and engine may differ, as reports name them, with `*` for any part:
     `rows * num_cached_tokens`."""
     when: Callable[[Event, Observation | None], bool] = lambda _event, _answer: True
-    """In which steps: of the event and the engine's answer; None if it raised or stands still."""
+    """The steps in which it counts: a function of the event and the engine's observation, which is
+    None if the engine raised or hung."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartOfState(Snapshot):
-    """A state of which an engine shows what `show_state` takes, and no more."""
+    """A partial state, of what `show_state` takes."""
 
 
 def show_state(
@@ -285,12 +296,12 @@ def show_state(
     num_frames_in_flight: int,
     has_work: bool | None = None,
 ) -> PartOfState:
-    """A snapshot of what every engine can show; what else a `Snapshot` has is not judged.
+    """Return a snapshot of what every engine can show; other parts of a `Snapshot` are not checked.
 
-    `requests` are sorted by id, and need name their id, status, outputs, computed tokens and block
-    tables only: a field at its default is not compared. Queues are in their true order, for a state
+    `requests` are sorted by id, and need only an id, status, outputs, computed tokens and block
+    tables: a field at its default is not compared. Queues must have their true order, since a state
     that returns is taken for a cycle. A block has a key if it can be hit now. `has_work` is what
-    the engine's own loop asks before it sleeps, if it asks anything.
+    the engine's own loop asks before it sleeps, if it does.
     """
     cached: dict[BlockKey, tuple[BlockId, ...]] = {}
     for block, key in enumerate(block_keys):
@@ -317,7 +328,7 @@ def show_state(
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A knob of what is under test that a check sets to another value than its default (D19)."""
+    """An option of the system under test that a check sets to another value than its default."""
 
     name: str
     """A few words for the verdict."""
@@ -331,46 +342,48 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
-    """What a factory says of its engines, besides what they can do (`Engine.capabilities`)."""
+    """The traits of all engines of a factory, besides their capabilities."""
 
     equivalence: Equivalence | None = None
-    """By what they are held to the spec; None: `exact`."""
+    """The equivalence at which they are compared with the spec; None: `exact`."""
     fit_config: Callable[[Config], tuple[Config, str | None]] = lambda config: (config, None)
-    """The nearest config that they can be built with, and why it is another one; None if it is
-    not. For what follows from no capability: they have each of two features, and not both."""
+    """Returns the nearest config that they can be built with, and the reason for a change or None.
+    It is for limits that no capability expresses, for example two features that exclude each other.
+    """
     make_worker: Callable[..., Any] | None = None
-    """From a config and a token function to the worker that runs their plans; None: `Worker`."""
+    """Makes the worker for their plans from a config and a token function; None: `Worker`."""
     drops_tokens_in_flight: bool = False
     """Whether a preempted request loses the tokens that frames in flight sample for it: no client
-    gets them, and their positions run again. Otherwise a request waits for its tokens before it is
-    resumed, and gets them. Only at the equivalence `safety`: the specification drops none."""
+    gets them, and their positions are computed again. Otherwise a request waits for its tokens
+    before it is resumed, and gets them. Only at the equivalence `safety`: the specification drops
+    none."""
     max_depth: int | None = None
-    """Frames in flight that a run may have, at most; None: as many as are wanted."""
+    """The most frames in flight of a run; None: no limit."""
     deviations: tuple[Deviation, ...] = ()
-    """What is known of them and passed over."""
+    """Known differences, whose findings are let pass."""
     out_of_reach: frozenset[str] = frozenset()
-    """Situations that cannot come up, and are not required."""
+    """Coverage goals that cannot be reached, and are not required."""
     workarounds: Mapping[str, str] = field(default_factory=dict)
-    """Flags of theirs that keep a defect from showing, each with that defect in words:
-    `blockstep hunt` switches them off."""
+    """Options of theirs that hide a defect, each with that defect in words: `blockstep hunt`
+    switches them off."""
     version: str = ""
-    """Of what is under test."""
+    """Version of the system under test."""
     profile: str = ""
-    """What is known of that version, by name (`--profile`): a hunt asks it before any other."""
+    """The profile of that version (`--profile`): a hunt asks it before any other."""
     notes: tuple[str, ...] = ()
-    """What a run has to say of it beside its verdict, a sentence each."""
+    """Notes for the verdict, one line each."""
     settings: tuple[Setting, ...] = ()
-    """Where it is checked away from its defaults; every verdict names these."""
+    """Settings that differ from their defaults; every verdict names these."""
 
 
 NO_TRAITS = EngineTraits()
 
 
 def get_traits(make_engine: EngineFactory) -> EngineTraits:
-    """What a factory says of its engines.
+    """Return the traits of a factory.
 
     Raises:
-        BadEngineError: its attribute `traits` is something else, or its equivalence is none.
+        BadEngineError: its attribute `traits` is something else, or has an unknown equivalence.
     """
     traits = getattr(make_engine, "traits", NO_TRAITS)
     if not isinstance(traits, EngineTraits):
@@ -386,25 +399,25 @@ def get_traits(make_engine: EngineFactory) -> EngineTraits:
     if traits.drops_tokens_in_flight and not isinstance(traits.equivalence, Safety):
         raise BadEngineError(
             f"drops_tokens_in_flight of {make_engine!r:.80}: the specification drops no token, so "
-            "an engine that does is held to Safety()"
+            "an engine that does is checked at Safety()"
         )
     for one in traits.deviations:
         if not isinstance(one, Deviation) or not (one.sentences or one.fields):
             raise BadEngineError(
                 f"deviations of {make_engine!r:.80}: each must be a Deviation that names the "
-                f"sentences or fields that it excuses, not {one!r:.80}"
+                f"checks or fields that it explains, not {one!r:.80}"
             )
     return traits
 
 
 def get_equivalence_name(make_engine: EngineFactory) -> str:
-    """By what a factory's engines are held to the spec. Raises as `get_traits`."""
+    """Return the name of the equivalence of a factory's engines. Raises as `get_traits`."""
     weaker = get_traits(make_engine).equivalence
     return EXACT if weaker is None else weaker.name
 
 
 def get_capabilities(make_engine: EngineFactory) -> frozenset[str]:
-    """What the engines of a factory implement. Asks one built for the purpose."""
+    """Return the capabilities of the engines of a factory; builds one to ask it."""
     config, weaker = Config(num_blocks=8, max_model_len=64), get_traits(make_engine).equivalence
     if weaker is not None:
         config = weaker.fit_config(config)
@@ -416,11 +429,13 @@ def get_capabilities(make_engine: EngineFactory) -> frozenset[str]:
 
 
 def build(make_engine: EngineFactory, config: Config) -> Engine:
-    """An engine for one run. What the factory raises passes through.
+    """Return an engine for one run.
+
+    Exceptions of the factory pass through.
 
     Raises:
-        BadEngineError: it made something else, or something that cannot say what it implements,
-            or that returns a state without naming the capability.
+        BadEngineError: it returned something else, or an engine without valid capabilities,
+            or one that shows a state without the capability.
     """
     engine = make_engine(config)
     lacks = [name for name in METHODS if not callable(getattr(engine, name, None))]

@@ -1,4 +1,6 @@
-"""Moved: modules that users import, under the names that they had. PYTEST_DONT_REWRITE.
+"""Old names of modules that users import.
+
+PYTEST_DONT_REWRITE.
 
 An import of an old name works, with a DeprecationWarning that names the new one.
 """
@@ -42,12 +44,12 @@ MOVED: Mapping[str, str] = {
     "worker": "judge.worker",
     "workloads": "draw.workloads",
 }
-"""New names of modules by their old ones, both within `blockstep.conformance`. What is inside of a
-package has moved with it."""
+"""New names of modules by their old ones, both within `blockstep.conformance`. The modules of a
+package have moved with it."""
 
 
 def get_new_name(name: str) -> str | None:
-    """The name that a module has now; None if it has not moved."""
+    """Return the new name of a module; None if it has not moved."""
     if not name.startswith(_HERE):
         return None
     first, _, rest = name.removeprefix(_HERE).partition(".")
@@ -56,18 +58,18 @@ def get_new_name(name: str) -> str | None:
 
 
 class Finder(MetaPathFinder, Loader):
-    """Finds modules by their old names, where there is none of that name."""
+    """Finds modules by their old names, if no module has that name."""
 
     def find_spec(
         self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The import of a module by its old name; None for any other name."""
+        """Return the import of a module by its old name; None for any other name."""
         if get_new_name(name) is None:
             return None
         return ModuleSpec(name, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Have the names of the new module found in that of the old name."""
+        """Make the names of the new module available in the module of the old name."""
         new_name = get_new_name(module.__name__)
         assert new_name is not None
         new = importlib.import_module(new_name)
@@ -81,6 +83,6 @@ class Finder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Have old names found, behind all that is found otherwise."""
+    """Register the finder of old names, after all other finders."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.append(Finder())

@@ -1,1 +1,1 @@
-"""Command: the command line, one file a command."""
+"""The command line, one module per command."""

@@ -38,11 +38,11 @@ def annotate_command(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The JSON of a result; bad input if it is something else."""
+    """Return the JSON of a result; bad input if it is something else."""
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         console.usage(f"{path}: cannot be read: {error}")
     if not isinstance(told, dict) or told.get("format") not in FORMATS:
-        console.usage(f"{path}: is no result of check, hunt or pytest as JSON")
+        console.usage(f"{path}: is not a JSON result of check, hunt or pytest")
     return told

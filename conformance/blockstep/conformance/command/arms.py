@@ -21,12 +21,14 @@ def arms_command(
         str, typer.Option(help=f"Scope of the workloads: {', '.join(PRESETS)}.")
     ] = "small",
     seed: options.Seed = 0,
-    workloads: Annotated[int, typer.Option(min=1, help="Workloads to play in every arm.")] = 1000,
+    workloads: Annotated[
+        int, typer.Option(min=1, help="Workloads to play under every config.")
+    ] = 1000,
     path: options.Folder = None,
     brief: options.Brief = False,
     json_path: options.Json = None,
 ) -> None:
-    """Compare an engine with itself: configs that must not change what is said.
+    """Compare an engine with itself: configs that must not change the tokens.
 
     Caching on or off, drafts or none, one plan in flight or several, a small pool or a large one,
     other chunks. No reference and no snapshot are needed.

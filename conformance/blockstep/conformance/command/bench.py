@@ -1,4 +1,4 @@
-"""`blockstep bench`: engines side by side, deciding the same, under one clock or one profiler."""
+"""Measurements of engines that decide the same, with one clock or one profiler."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ def scheduler_command(
     markdown: Annotated[Path | None, options.output("Also write a part of a page.")] = None,
     json_path: options.Json = None,
 ) -> None:
-    """Time schedule and commit of engines in turn, and demand that they decide the same.
+    """Time schedule and commit of engines in turn, and check that they decide the same.
 
     Times are microseconds of processor time. Two readings of an engine with arrays: `arrays`, what
     a model runner consumes, and `materialised`, as many objects as vLLM builds. Exits 1 if two
-    engines decide differently. An engine that is not exact is timed by itself, on what it decides.
+    engines decide differently. An engine that is not exact is timed alone, on its own decisions.
 
     Example: blockstep bench scheduler --engine host --engine vllm --scenario decode -n 64 -n 1024
     """
@@ -121,7 +121,7 @@ def scheduler_command(
 
 
 def _require_engines(engines: list[str] | None) -> list[str]:
-    """The engines that are asked for, each once; what cannot be built ends the command."""
+    """Return the requested engines, each once; one that cannot be built ends the command."""
     names = list(dict.fromkeys(engines or [options.get_default_engine()]))
     for name in names:
         if name != "vllm":
@@ -135,7 +135,7 @@ def _measure_all(
     gc_on: bool,
     advance: measure.Advance,
 ) -> tuple[list[measure.Measurement], list[str]]:
-    """The measurements, and what an engine that decides by its own rules cannot play.
+    """Return the measurements, and the tasks that an engine at `safety` cannot play.
 
     Raises: as `measure`; UsageError if nothing is left.
     """
@@ -153,22 +153,22 @@ def _measure_all(
 
 
 def _pick(team: tuple[str, ...], scenario: Scenario, size: int) -> tuple[str, ...]:
-    """Those of a team that have what a scenario needs."""
+    """Return the engines of a team that have what a scenario needs."""
     config = scenario.get_config(size)
     return tuple(name for name in team if find_obstacle(name, config) is None)
 
 
 def _tell_terms(teams: list[tuple[str, ...]], work: list[tuple[Scenario, int]]) -> Iterator[str]:
-    """Who was compared with whom, and what was changed or left out for an engine."""
+    """Yield which engines were compared, and what was changed or left out for an engine."""
     scenarios = {scenario.name: scenario.get_config(size) for scenario, size in work}
     for team in teams:
         terms = get_terms(team)
         if terms.weaker is None:
-            only = "one engine, compared with nobody"
+            only = "one engine, compared with no other"
             yield "all decided the same" if len(team) > 1 else only
         elif terms.sees_blocks:
             what = f"equivalence {terms.equivalence}: it decides by rules of its own"
-            yield f"{team[0]}: compared with nobody ({what})"
+            yield f"{team[0]}: compared with no other ({what})"
         else:
             what = f"equivalence {terms.equivalence}"
             yield f"{team[0]}: decided the same, ids of blocks left out ({what})"
@@ -181,7 +181,7 @@ def _tell_terms(teams: list[tuple[str, ...]], work: list[tuple[Scenario, int]]) 
 
 
 def _require_plot(path: Path) -> None:
-    """See before the work that a picture can be drawn."""
+    """Check that a picture can be drawn, before the work begins."""
     if path.suffix not in (".svg", ".png"):
         console.usage(f"--plot {path}: must end in .svg or .png")
     if find_spec("matplotlib") is None:
@@ -189,7 +189,7 @@ def _require_plot(path: Path) -> None:
 
 
 def _show(measurements: list[measure.Measurement], screen: Console) -> None:
-    """The table, the slopes, and the sums over a trace."""
+    """Print the table, the slopes, and the sums over a trace."""
     columns = report.COLUMNS if screen.width >= report.WIDTH_MIN else report.FEW_COLUMNS
     screen.print(report.make_table(measurements, columns))
     for row in report.list_slopes(measurements):
@@ -213,10 +213,10 @@ def profile_command(
     path: options.Folder = None,
     json_path: options.Json = None,
 ) -> None:
-    """Show in which functions the steps of an engine spend their time, filling left out.
+    """Show in which functions the steps of an engine spend their time, without the filling.
 
     The steps are those of `blockstep bench scheduler`; objects are not built. A profiler makes
-    small functions look dearer than they are: shares count, not microseconds.
+    small functions look slower than they are: shares count, not microseconds.
 
     Example: blockstep bench profile --scenario decode -n 1024
     """
@@ -242,7 +242,7 @@ def profile_command(
 
 
 def _get_conditions() -> dict[str, object]:
-    """Taken before anything runs: what was typed is what makes the figures again."""
+    """Return the conditions of a measurement, with the command that repeats it."""
     return {
         "command": shlex.join(["blockstep", *sys.argv[1:]]),
         "machine": measure.describe_machine(),
@@ -250,9 +250,10 @@ def _get_conditions() -> dict[str, object]:
 
 
 def _list_work(scenarios: list[str] | None, sizes: list[int] | None) -> list[tuple[Scenario, int]]:
-    """What is to be measured, in this order.
+    """Return the scenarios and sizes to measure, in this order.
 
-    By size, so that what is compared between scenarios is measured at about the same time.
+    They are sorted by size, so that scenarios that are compared are measured at about the same
+    time.
     """
     for name in scenarios or ():
         if name not in SCENARIOS:

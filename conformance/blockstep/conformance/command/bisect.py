@@ -99,7 +99,7 @@ def _bisect(
     event_seconds: float,
     screen: Console,
 ) -> Bisection:
-    """Bisect, and tell of each commit that was tried."""
+    """Bisect, and print each commit that was tried."""
     with console.progress(screen, f"bisecting {wanted.engine}") as advance:
 
         def tell(step: Step) -> None:

@@ -35,7 +35,8 @@ from blockstep.spec.vocabulary import Policy
 TRUSTED = frozenset(
     {"host", "compiled", "device", "device-interpreted", "fastest", "host-kernels", "spec"}
 )
-"""Engines that are checked in this process, as the museum is: nothing of ours hangs or crashes."""
+"""Engines that are checked in this process, like seeded bugs: our own code does not hang or crash.
+"""
 
 
 def is_ours(engine: str) -> bool:
@@ -67,7 +68,7 @@ HideStateOption = Annotated[
 SentenceOption = Annotated[
     str | None,
     typer.Option(
-        help="Where several sentences are broken at once, show a program for this one.",
+        help="If several checks fail at once, show a program for this one.",
         rich_help_panel=sections.RUNS,
     ),
 ]
@@ -83,7 +84,7 @@ InProcessOption = Annotated[
 EventSecondsOption = Annotated[
     float,
     typer.Option(
-        help="An engine that does not answer one event within so long hangs; importing and "
+        help="Seconds for one event, beyond which an engine hangs; importing and "
         f"building it may take {BUILD_SECONDS:g}.",
         rich_help_panel=sections.ENGINE,
     ),
@@ -157,7 +158,9 @@ def check_command(
     screen = console.make_screen(json_path)
     options.require_preset(preset)
     options.require_profile(profile)
-    if program is not None or episode is not None:  # then what pyproject.toml says is not meant
+    if (
+        program is not None or episode is not None
+    ):  # the settings of pyproject.toml are not meant for these
         corpus = corpus if options.is_given(context, "corpus") else None
         known = known if options.is_given(context, "known") else None
     _require_sense(event_seconds, record, episode, program, corpus)
@@ -195,7 +198,7 @@ def check_command(
 
 
 def _get_call(wanted: CheckOptions, isolation: Isolation | None) -> Call:
-    """A function that does work with the engine, in this process or in isolation."""
+    """Return a function that calls work with the engine, in this process or in isolation."""
     return call_here(load(wanted)) if isolation is None else isolation.call
 
 
@@ -218,7 +221,7 @@ def _require_sentence(name: str | None, program: Path | None) -> str | None:
         console.usage("--sentence: a program is shown as it is; leave --sentence or --program out")
     known = {check.sentence for entry in PROPERTIES for check in entry.checks} | SENTENCES.keys()
     if name is not None and name not in known:
-        console.usage(f"--sentence {name}: is none; blockstep explain sentences lists them")
+        console.usage(f"--sentence {name}: is no check; blockstep explain sentences lists them")
     return name
 
 
@@ -231,9 +234,9 @@ def _check(
     brief: bool,
     shows_coverage: bool,
 ) -> CheckResult:
-    """Check and report, in this process or in isolation; then record the run if it is wanted."""
+    """Check and report, in this process or in isolation; then record the run if requested."""
     with console.progress(screen, f"checking {wanted.engine}") as advance:
-        is_told = brief  # then a finding takes five lines, and no more
+        is_told = brief  # a brief finding takes five lines, and no more
 
         def tell(now: CheckResult) -> None:
             nonlocal is_told
@@ -267,7 +270,7 @@ def _record_isolated(isolation: Isolation, wanted: CheckOptions, record: Path) -
 
 
 def tell_progress(wanted: CheckOptions, now: CheckResult) -> tuple[float | None, str]:
-    """How far a check is, None while it shrinks, and what it has seen."""
+    """Return how far a check is (None while it shrinks), and what it has seen."""
     done = 0.0
     if wanted.max_events:
         done = now.num_events / wanted.max_events

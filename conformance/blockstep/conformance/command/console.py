@@ -1,4 +1,4 @@
-"""Console: what commands say while they run, how they refuse bad input, and where results go."""
+"""Output of commands while they run, errors for bad input, and writing of results."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from blockstep.spec.vocabulary import ConfigError
 
 SECONDS_BETWEEN_LINES = 10.0
 FILE_WIDTH_MIN = 100
-"""What is no terminal has room for this at least."""
+"""Least width of output that is not a terminal."""
 TELLING = frozenset({"brief", "json_path"})
-"""Parameters of commands that say how a result is told."""
+"""Parameters of commands that say how a result is printed."""
 CHECK_IT = "`blockstep check` shows where"
 _so_far: list[str] = []
-"""What the command that runs is doing and has seen: title and text, if it said anything yet."""
+"""The current action of the running command: title and text, if it has any."""
 INPUT_ERRORS = (
     BadEngineError,
     *(EngineNotFoundError, TraceError, ConfigError, RefusedError, NotExplainedError, UsageError),
@@ -43,18 +43,20 @@ INPUT_ERRORS = (
 
 
 def end(code: ExitCode, message: str) -> NoReturn:
-    """End with a sentence on standard error."""
+    """End with a message on standard error."""
     typer.echo(f"blockstep: {message}", err=True)
     raise typer.Exit(code)
 
 
 def usage(message: str) -> NoReturn:
-    """End with what is wrong with the input."""
+    """End with a message about bad input."""
     end(ExitCode.USAGE, message)
 
 
 def make_screen(json_path: Path | None, file_width_min: int = FILE_WIDTH_MIN) -> Console:
-    """Where words for people go: standard error while the result takes standard output."""
+    """Return the console for output to people: standard error if the result takes standard
+    output.
+    """
     console = Console(highlight=False, stderr=json_path == Path("-"))
     if not console.is_terminal:
         console.width = max(console.width, file_width_min)
@@ -62,18 +64,18 @@ def make_screen(json_path: Path | None, file_width_min: int = FILE_WIDTH_MIN) ->
 
 
 def get_errors(screen: Console) -> Console:
-    """The console for what is shown before the result: standard error, or the terminal."""
+    """Return the console for output before the result: standard error, or the terminal."""
     return screen if screen.is_terminal else make_screen(Path("-"))
 
 
 def say(text: str, json_path: Path | None) -> None:
-    """Print words for people, as `show` does."""
+    """Print a text for people, as `show` does."""
     show(make_screen(json_path), text)
 
 
 @contextmanager
 def input_errors() -> Iterator[None]:
-    """Bad input ends with its own words and exit code 2, never with a traceback."""
+    """Turn bad input into a message and exit code 2, never a traceback."""
     try:
         yield
     except INPUT_ERRORS as error:
@@ -85,12 +87,12 @@ def input_errors() -> Iterator[None]:
 
 
 def require_engine(make_engine: EngineFactory) -> EngineFactory:
-    """The same factory, which makes engines that can be asked what they implement.
+    """Return the same factory, after its engines could say what they implement.
 
-    For engines that run in this process: what they raise then ends the command in a sentence.
+    It is for engines in this process: their exceptions then end the command with a message.
 
     Raises:
-        BadEngineError, ConfigError: as it says.
+        BadEngineError, ConfigError: as it raises them.
     """
     try:
         get_capabilities(make_engine)
@@ -103,9 +105,9 @@ def require_engine(make_engine: EngineFactory) -> EngineFactory:
 
 @contextmanager
 def progress(console: Console, title: str) -> Iterator[Callable[[float | None, str], None]]:
-    """A bar on a terminal; elsewhere a plain line now and then, so that a log shows life.
+    """Show a bar on a terminal, elsewhere a plain line now and then, so that a log grows.
 
-    It is told which share is done, None: as before.
+    The callback gets the share that is done; None leaves it as it was.
     """
     if not console.is_terminal:
         yield plain_progress(title)
@@ -128,7 +130,9 @@ def progress(console: Console, title: str) -> Iterator[Callable[[float | None, s
 
 
 def plain_progress(title: str) -> Callable[[float | None, str], None]:
-    """Lines on standard error, at most one in `SECONDS_BETWEEN_LINES`; None: no share is known."""
+    """Print lines on standard error, at most one per `SECONDS_BETWEEN_LINES`; None: share
+    unknown.
+    """
     last = time.monotonic()
     note(title)
 
@@ -145,23 +149,23 @@ def plain_progress(title: str) -> Callable[[float | None, str], None]:
 
 
 def note(*said: str) -> None:
-    """Keep what the command is doing, and has seen."""
+    """Record what the command is doing, and has seen."""
     _so_far[:] = said
 
 
 def tell_so_far() -> str:
-    """The same, for a command that is ended before its time."""
+    """Return the record for a command that is ended early."""
     return f"seen so far: {': '.join(_so_far)}" if len(_so_far) > 1 else "nothing was seen yet"
 
 
 def probe(number: int) -> None:
-    """Write an empty line to a device that is no terminal. Raises OSError where it is full."""
+    """Write an empty line to a device that is not a terminal. Raises OSError if it is full."""
     if stat.S_ISCHR(os.fstat(number).st_mode) and not os.isatty(number):
         os.write(number, b"\n")
 
 
 def tell_command(context: typer.Context) -> str:
-    """The command line that was typed, but for how its result is told."""
+    """Return the command line that was typed, without options of its output."""
     words = []
     for param in context.command.params:
         source = context.get_parameter_source(param.name or "")
@@ -186,11 +190,11 @@ def write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         if path.is_file():
-            path.unlink()  # it is not whole
+            path.unlink()  # it is incomplete
         usage(f"{path}: cannot write: {error.strerror}")
 
 
 def write_json(path: Path | None, value: object) -> None:
-    """Write a result for machines, if it is wanted."""
+    """Write a result as JSON, if requested."""
     if path is not None:
         write(path, json.dumps(value, indent=2) + "\n")

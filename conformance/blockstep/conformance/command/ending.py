@@ -1,9 +1,9 @@
-"""Ending: a signal, a closed pipe and a full disk end any command soon, whole, and with a sentence.
+"""A signal, a closed pipe or a full disk ends any command soon, with complete files and a message.
 
-    signal  -> the main thread raises `Ended`, cleans up on its way out, says what was seen
-            -> a thread waits `GRACE_SECONDS`; where the main thread is stuck, it does the same
+    signal  -> the main thread raises `Ended`, cleans up, and prints what was seen
+            -> a thread waits `GRACE_SECONDS`; if the main thread is stuck, it does the same
     write   -> standard output and error raise `Ended` or `UnwritableError` where nothing can be
-               written, which nobody on the way takes for something else
+               written, which no handler takes for something else
 
 Exit codes: 128 and the number of the signal; a closed pipe counts as SIGPIPE (13).
 """
@@ -32,7 +32,7 @@ from blockstep.conformance.search.isolation import end_all
 from blockstep.conformance.search.options import ExitCode
 
 GRACE_SECONDS = 1.5
-"""For tidying up after a signal; then the process ends all the same."""
+"""Seconds for cleaning up after a signal; then the process ends in any case."""
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
@@ -41,7 +41,7 @@ _is_listening = False
 
 
 class Ended(BaseException):
-    """A signal has come, or nobody reads what is written. No `except Exception` is meant."""
+    """A signal was received, or the reader of a pipe is gone. No `except Exception` catches it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -49,11 +49,14 @@ class Ended(BaseException):
 
 
 class UnwritableError(BaseException):
-    """Standard output or error cannot be written. Not for those who expect an `OSError`."""
+    """Standard output or error cannot be written.
+
+    It is not an `OSError`, which other code catches.
+    """
 
 
 class _Output(io.FileIO):
-    """A file descriptor, of which a failure to write is no ordinary `OSError`."""
+    """A file descriptor whose write errors are not an `OSError`."""
 
     def write(self, data: object) -> int:
         try:
@@ -81,7 +84,7 @@ def run(command: Callable[[], object]) -> NoReturn:
 
 
 def _run(command: Callable[[], object]) -> object:
-    """The command's exit code, everything written."""
+    """Run the command, write everything, and return its exit code."""
     code: object = 0
     try:
         _require_room()
@@ -102,11 +105,11 @@ def _run(command: Callable[[], object]) -> object:
 
 
 def _guard(file: TextIO, number: int) -> TextIO:
-    """The same text file, where it is one of this process."""
+    """Return the same text file with guarded writes, if it is one of this process."""
     try:
         if file.fileno() != number:
             return file
-    except (AttributeError, OSError, ValueError):  # closed, or a test's
+    except (AttributeError, OSError, ValueError):  # a closed file, or one of a test
         return file
     return io.TextIOWrapper(
         io.BufferedWriter(_Output(number, "wb", closefd=False)),
@@ -117,7 +120,7 @@ def _guard(file: TextIO, number: int) -> TextIO:
 
 
 def _require_room() -> None:
-    """See before the work that standard output takes anything."""
+    """Check that standard output can be written, before the work begins."""
     if sys.stdout is not None and isinstance(sys.stdout.buffer, io.BufferedWriter):
         try:
             console.probe(sys.stdout.fileno())
@@ -132,7 +135,7 @@ def _give_up(message: str) -> int:
 
 
 def _hush() -> None:
-    """What could not be written is forgotten, so that the interpreter ends in peace."""
+    """Drop what could not be written, so that the interpreter ends without an error."""
     for number, file in ((1, sys.stdout), (2, sys.stderr)):
         try:
             if file is not None:
@@ -148,7 +151,7 @@ def _forget_output(number: int) -> None:
 
 
 def _tell(message: str) -> None:
-    """One line on standard error, without its buffer: another thread may hold that."""
+    """Write one line to standard error, without its buffer, which another thread may hold."""
     with contextlib.suppress(OSError):
         os.write(2, f"blockstep: {message}\n".encode())
 
@@ -157,7 +160,7 @@ def _tell(message: str) -> None:
 
 
 def _listen() -> None:
-    """From now on a signal ends the command, in the main thread or, if that is stuck, beside it."""
+    """Make signals end the command in the main thread or, if that is stuck, in another thread."""
     mine, theirs = socket.socketpair()
     theirs.setblocking(False)
     is_ending = False
@@ -179,19 +182,21 @@ def _listen() -> None:
 
 
 def is_listening() -> bool:
-    """Whether signals end this process as is said here. While z3 solves, it takes Ctrl-C for
-    itself, so then it is not to be run in this process."""
+    """Whether signals end this process as described here.
+
+    While z3 solves, it handles Ctrl-C itself, so it must not run in this process then.
+    """
     return _is_listening
 
 
 def _pass_over(unraisable: sys.UnraisableHookArgs) -> None:
-    """An `Ended` that came at a place where nothing can be raised: the other thread sees to it."""
+    """Ignore an `Ended` that cannot be raised; the other thread ends the process."""
     if not isinstance(unraisable.exc_value, Ended):
         sys.__unraisablehook__(unraisable)
 
 
 def _watch(mine: socket.socket, _theirs: socket.socket) -> None:
-    """End the process where the main thread does not; `_theirs` stays open meanwhile."""
+    """End the process if the main thread does not; `_theirs` stays open meanwhile."""
     while (number := mine.recv(1)[0]) not in SIGNALS:
         pass
     time.sleep(GRACE_SECONDS)
@@ -199,7 +204,7 @@ def _watch(mine: socket.socket, _theirs: socket.socket) -> None:
 
 
 def _end(number: int) -> int:
-    """Say what was seen, end what was started; the exit code."""
+    """Print what was seen, end child processes, and return the exit code."""
     for child in multiprocessing.active_children():
         child.kill()
     end_all()

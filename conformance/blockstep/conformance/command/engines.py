@@ -23,7 +23,7 @@ def engines_command(json_path: options.Json = None) -> None:
             rows.append(_engine_row(name, "announced by an installed package", " ".join(targets)))
     tables.show_rows(screen, rows)
     screen.print("any other: --engine module:attribute, a factory from Config to Engine")
-    screen.print(f"planted defects: --engine {MUSEUM}NAME (see blockstep museum)")
+    screen.print(f"seeded bugs: --engine {MUSEUM}NAME (see blockstep museum)")
     console.write_json(json_path, rows)
 
 

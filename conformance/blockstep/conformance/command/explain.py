@@ -16,11 +16,11 @@ def explain_command(
     what: Annotated[
         str,
         typer.Argument(
-            help="Any name in a report: a term of the glossary, property (P4), sentence, "
-            "situation, exhibit, quirk, reject code, capability, feature, word, field or value of "
-            "the vocabulary, rule of the spec; or a file: a recorded run, or a program. They are "
-            "listed by `glossary`, `capabilities`, `features`, `situations`, `sentences`, `codes` "
-            "and `vocabulary`."
+            help="Any name in a report: a term of the glossary, property (P4), check, "
+            "coverage goal, seeded bug, quirk, reject code, capability, feature, word, field or "
+            "value of the vocabulary, rule of the spec; or a file: a recorded run, or a program. "
+            "They are listed by `glossary`, `capabilities`, `features`, `situations`, `sentences`, "
+            "`codes` and `vocabulary`."
         ),
     ],
     at: Annotated[
@@ -28,7 +28,7 @@ def explain_command(
     ] = None,
     json_path: options.Json = None,
 ) -> None:
-    """Say in words what a name in a report means, or what the state of a recorded run is.
+    """Explain a name in a report, or the state of a recorded run.
 
     Example: blockstep explain attended_slot_was_written
     """

@@ -75,13 +75,14 @@ def explore_command(
         bool, typer.Option("--stalls", help="Look for cycles without progress, and judge no more.")
     ] = False,
     witness: Annotated[
-        str, typer.Option(help="Show the shortest way to a situation (blockstep explain NAME).")
+        str,
+        typer.Option(help="Show the shortest program to a coverage goal (blockstep explain NAME)."),
     ] = "",
     quirks: Annotated[
         bool, typer.Option("--quirks", help="The shortest program of each quirk, as a table.")
     ] = False,
     museum: Annotated[
-        bool, typer.Option("--museum", help="The shortest program of each planted defect.")
+        bool, typer.Option("--museum", help="The shortest program of each seeded bug.")
     ] = False,
     name: Annotated[
         list[str] | None, typer.Option(help="With a table: these quirks or defects only.")
@@ -97,9 +98,9 @@ def explore_command(
     brief: options.Brief = False,
     json_path: options.Json = None,
 ) -> None:
-    """Visit every state of small worlds; judge every transition, and hold an engine to it.
+    """Visit every state of small worlds, check every transition, and compare an engine.
 
-    Of an engine that decides by rules of its own (equivalence safety) the states are its own.
+    An engine at equivalence safety walks its own states.
 
     Example: blockstep explore --preset pair --engine host
     """
@@ -129,11 +130,11 @@ def explore_command(
 
 
 def _require_table(names: Sequence[str], quirks: bool, museum: bool) -> None:
-    """See that one table is asked for, with names that it has."""
+    """Check that at most one table is requested, with names that it has."""
     if quirks and museum:
-        console.usage("--quirks and --museum: each is a table; ask for one of them")
+        console.usage("--quirks and --museum: each is a table; ask for one")
     if names and not (quirks or museum):
-        console.usage("--name: needs the table that it is of, --quirks or --museum")
+        console.usage("--name: needs --quirks or --museum")
     for name in names if quirks else ():
         if name not in {story.quirk for story in QUIRKS}:
             console.usage(f"--name {name!r}: no such quirk; `blockstep quirks` lists them")
@@ -144,9 +145,9 @@ def require_worlds(
     with_features: list[str] | None = None,
     without_features: list[str] | None = None,
 ) -> list[World]:
-    """The worlds of these names, or all, that have and lack these features.
+    """Return the worlds of these names, or all, that have and lack these features.
 
-    Bad input if there is none.
+    It is bad input if there are none.
     """
     for name in names or ():
         if name not in WORLDS:
@@ -159,7 +160,7 @@ def require_worlds(
         if WORLDS[name].features.issuperset(wanted) and WORLDS[name].features.isdisjoint(unwanted)
     ]
     if not worlds:
-        console.usage("--with, --without: none of these worlds is like this (explore --list)")
+        console.usage("--with, --without: no world has these features (explore --list)")
     return worlds
 
 
@@ -180,7 +181,7 @@ def _show_rows(
 
 
 def tell_progress(world: World) -> Callable[[int, int, int], None]:
-    """What a walk of this world calls now and then."""
+    """Return the callback for the progress of a walk."""
     advance = console.plain_progress(f"exploring {world.name}")
     whole = "" if world.expected is None else f" of {world.expected.states:,}"
 
@@ -191,7 +192,9 @@ def tell_progress(world: World) -> Callable[[int, int, int], None]:
 
 
 def _explore(tasks: Sequence[Task], jobs: int, json_path: Path | None, again: str) -> None:
-    """Walk the worlds up to the first finding: told briefly if `again`, which shows it, is said."""
+    """Walk the worlds up to the first finding; print it briefly if `again`, the command, is
+    given.
+    """
     results: list[Walked] = []
     code = ExitCode.CONFORMS
     if engine := tasks[0].engine:
@@ -226,7 +229,7 @@ def _explore(tasks: Sequence[Task], jobs: int, json_path: Path | None, again: st
 
 
 def is_alone(engine: str) -> bool:
-    """Whether an engine goes ways of its own, and is not compared with the specification's."""
+    """Whether an engine walks its own states, and is not compared with the specification."""
     return isinstance(get_traits(load_engine(engine)).equivalence, Safety)
 
 
@@ -234,7 +237,7 @@ def _show_witness(
     witness: str, worlds: Sequence[World], max_states: int, jobs: int, json_path: Path | None
 ) -> None:
     if witness in OF_THE_PAST:
-        why = "no single step shows it, for it depends on what was before"
+        why = "no single step shows it, since it depends on earlier ones"
         console.usage(f"--witness {witness!r}: {why}")
     if witness not in JUDGED_WITNESSES:
         known = ", ".join(sorted(JUDGED_WITNESSES))
@@ -269,7 +272,7 @@ def _draw(
     )
     if not walked.is_complete:
         console.usage(
-            f"--preset {worlds[0].name}: more than {pictures.STATES_MAX} states are no picture; "
+            f"--preset {worlds[0].name}: more than {pictures.STATES_MAX} states, too many to draw; "
             "take a smaller world"
         )
     graph = pictures.get_graph(walked)

@@ -1,7 +1,7 @@
-"""Command: `blockstep generate`. It serves a local model, and with `--check` holds it to the spec.
+"""Command: `blockstep generate` serves a local model, and checks each step with `--check`.
 
-The model engine is looked up by its path when the command runs, as every engine is: without torch
-all other commands work.
+The model engine is loaded by its path when the command runs, as every engine is: without torch all
+other commands work.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ Checker: TypeAlias = FenceChecker | ServingChecker
 ENGINE = "blockstep.impl.engine"
 """The module of the model engine."""
 ADAPTER = "lora"
-"""What requests call the adapter that `--lora` names."""
+"""The name that requests use for the adapter of `--lora`."""
 BYTES_PER_GIB = 1 << 30
 Regex = Annotated[str | None, typer.Option(help="The output matches this regular expression.")]
 JsonSchema = Annotated[str | None, typer.Option(help="The output is JSON that follows this.")]
-Choice = Annotated[list[str] | None, typer.Option(help="The output is this text, or another one.")]
+Choice = Annotated[
+    list[str] | None, typer.Option(help="The output is one of these choices; repeatable.")
+]
 Lora = Annotated[Path | None, typer.Option(help="Folder of a LoRA adapter, as peft saves it.")]
 Scheduler = Annotated[
     str, typer.Option(help="fastest, host, or device, whose steps are checked at fences.")
@@ -45,7 +47,7 @@ Check = Annotated[
 
 
 def generate_command(
-    prompts: Annotated[list[str] | None, typer.Argument(help="Texts to continue.")] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts to continue.")] = None,
     model: Annotated[
         Path, typer.Option(help="Folder of a Llama, Qwen2 or Qwen3 model, as from Hugging Face.")
     ] = ...,  # type: ignore[assignment]
@@ -55,7 +57,7 @@ def generate_command(
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each output, at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw among so many tokens; 0: all.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Draw among the N likeliest tokens; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Draw among tokens of this probability.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Draw among tokens this near the best.")] = 0.0,
     seed: options.Seed = 0,
@@ -64,8 +66,12 @@ def generate_command(
     json_schema: JsonSchema = None,
     choice: Choice = None,
     lora: Lora = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end.")] = False,
-    logprobs: Annotated[int | None, typer.Option(help="Report so many tokens in --json.")] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Continue past the end.")
+    ] = False,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Report N logprobs per token in --json.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
     cache_gib: Annotated[float | None, typer.Option(help="Memory for the KV cache.")] = None,
@@ -73,7 +79,7 @@ def generate_command(
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
     max_model_len: Annotated[int | None, typer.Option(help="Prompt and output, at most.")] = None,
     speculate: Annotated[
-        SpecMethod, typer.Option(help="Who drafts: none, ngram or draft_model.")
+        SpecMethod, typer.Option(help="Source of drafts: none, ngram or draft_model.")
     ] = SpecMethod.NONE,
     num_drafts: Annotated[int, typer.Option(help="Drafts of a step, with --speculate.")] = 4,
     draft_model: Annotated[Path | None, typer.Option(help="Folder of the draft model.")] = None,
@@ -85,7 +91,7 @@ def generate_command(
     check: Check = False,
     json_path: options.Json = None,
 ) -> None:
-    """Continue texts with a local model; one prompt is printed as it comes.
+    """Continue prompts with a local model; the output of a single prompt is streamed.
 
     Needs pip install 'blockstep[engine]'; a regex, a schema or a choice 'blockstep[grammars]'.
 
@@ -123,11 +129,13 @@ def run_generate(
     check: bool,
     json_path: Path | None,
 ) -> None:
-    """Load, serve and report."""
+    """Load the model, serve the prompts, and report."""
     engine = _load_engine()
     make_checker = FenceChecker if settings["scheduler"] == "device" else ServingChecker
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a model says what not every terminal can show
+        sys.stdout.reconfigure(
+            errors="replace"
+        )  # a model outputs characters that some terminals cannot show
     with _engine_errors(engine):
         params = engine.SamplingParams(**sampling)
         llm = engine.LLM(model, check=make_checker if check else None, **settings)
@@ -145,7 +153,7 @@ def run_generate(
 def completions_to_json(
     model: Path, completions: list[Any], seconds: float, checker: Checker | None
 ) -> dict[str, object]:
-    """The result for machines (docs/reference/json.md)."""
+    """Return the result as JSON (docs/reference/json.md)."""
     return {
         "format": "blockstep-generate",
         "version": 1,
@@ -168,7 +176,7 @@ def completions_to_json(
 
 
 def _serve(llm: Any, prompts: list[Any], params: Any, quiet: bool) -> list[Any]:
-    """One prompt is streamed; several are served together and printed when all are done."""
+    """Stream one prompt; serve several together and print them when all are done."""
     adapter = next(iter(llm.settings.lora_modules), None)
     names = [llm.add_request(prompt, params, adapter=adapter) for prompt in prompts]
     is_text = llm.tokenizer is not None
@@ -204,7 +212,7 @@ def _all_prompts(texts: list[str], token_ids: list[str]) -> list[str | list[int]
 
 
 def _adapter_settings(folder: Path | None) -> dict[str, Any]:
-    """Whoever names one adapter means it, of whichever rank."""
+    """Return the settings for an adapter, of any rank."""
     return {} if folder is None else {"lora_modules": {ADAPTER: folder}, "max_lora_rank": 1 << 20}
 
 
@@ -230,7 +238,7 @@ def _load_engine() -> Any:
 
 @contextmanager
 def _engine_errors(engine: Any) -> Iterator[None]:
-    """Bad input ends with its own words and exit code 2, a finding with its report."""
+    """Turn bad input into a message and exit code 2, and a finding into its report."""
     try:
         yield
     except CheckFailedError as error:

@@ -154,7 +154,7 @@ def hunt_command(
 
 
 def _make_teller(screen: Console, brief: bool) -> Callable[[Defect], None]:
-    """A callback that shows a failure as it is found, or none if findings are to be brief."""
+    """Return a callback that shows a failure when it is found, or nothing with `brief`."""
     errors = console.get_errors(screen)
     return lambda defect: None if brief else show(errors, tell_hunted(defect))
 
@@ -169,7 +169,7 @@ def _hunt(
     programs: Mapping[str, Program],
     on_found: Callable[[Defect], None],
 ) -> HuntResult:
-    """Hunt in this process, or in as many others as there are jobs."""
+    """Hunt in this process, or in `jobs` others."""
     call = call_here(console.require_engine(load(wanted))) if is_here else place.call
     with (
         console.progress(screen, f"hunting in {wanted.engine}") as advance,

@@ -34,7 +34,7 @@ from blockstep.conformance.command.vectors import vectors_app
 
 
 def tell_version(is_wanted: bool) -> None:
-    """The callback of `--version`."""
+    """Print the version: the callback of `--version`."""
     if is_wanted:
         try:
             number = metadata.version("blockstep")
@@ -46,7 +46,7 @@ def tell_version(is_wanted: bool) -> None:
 
 Version = Annotated[
     bool,
-    typer.Option("--version", is_eager=True, callback=tell_version, help="Say which this is."),
+    typer.Option("--version", is_eager=True, callback=tell_version, help="Show the version."),
 ]
 
 GROUPS: Mapping[str, Mapping[str, Callable[..., None] | typer.Typer]] = {

@@ -15,7 +15,7 @@ from blockstep.conformance.museum import trial as hunting
 from blockstep.conformance.search.options import ExitCode
 
 museum_app = typer.Typer(
-    help="List the planted defects; `blockstep museum run` kills them.",
+    help="List the seeded bugs; `blockstep museum run` checks them.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -23,7 +23,7 @@ museum_app = typer.Typer(
 
 @museum_app.callback(invoke_without_command=True)
 def museum_command(context: typer.Context, json_path: options.Json = None) -> None:
-    """List the planted defects; `blockstep museum run` kills them."""
+    """List the seeded bugs; `blockstep museum run` checks them."""
     if context.invoked_subcommand is not None:
         if json_path is not None:
             example = "`blockstep museum run --json FILE`"
@@ -39,13 +39,13 @@ def museum_command(context: typer.Context, json_path: options.Json = None) -> No
 @museum_app.command("run")
 def museum_run_command(
     names: Annotated[
-        list[str] | None, typer.Argument(help="These exhibits only; all of them otherwise.")
+        list[str] | None, typer.Argument(help="These seeded bugs only; all of them otherwise.")
     ] = None,
     seed: Annotated[
         list[int] | None, typer.Option(min=0, help="May be given several times; 0 1 2 otherwise.")
     ] = None,
     budget: Annotated[
-        str, typer.Option(help="For each exhibit and seed: a number of events, or 60s, 5m.")
+        str, typer.Option(help="For each seeded bug and seed: a number of events, or 60s, 5m.")
     ] = "150000",
     jobs: options.Jobs = 0,
     equivalence: Annotated[
@@ -64,9 +64,11 @@ def museum_run_command(
     ] = None,
     json_path: options.Json = None,
 ) -> None:
-    """Kill the planted defects, and say how each one fell. Exits 5 if one survives.
+    """Check that each seeded bug is found, and by what.
 
-    At safety those are passed over of which nothing can be seen; if one is found, that is 5 too.
+    Exits 5 if one survives.
+
+    A bug that is invisible at safety must not be found; if it is, that is 5 as well.
 
     Example: blockstep museum run zombie-key full-hit --seed 7
     """
@@ -121,5 +123,5 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 
 def _exhibit(name: str) -> Exhibit:
     if name not in EXHIBITS:
-        console.usage(f"museum run {name!r}: no such exhibit; `blockstep museum` lists them")
+        console.usage(f"museum run {name!r}: no such seeded bug; `blockstep museum` lists them")
     return EXHIBITS[name]

@@ -15,7 +15,7 @@ import blockstep.conformance.engines.adapters
 from blockstep.conformance.command import console, options
 
 TEMPLATES = Path(blockstep.conformance.engines.adapters.__file__).parent
-"""The folder of the templates: they are modules, so that our own lints check them."""
+"""The folder of the templates; they are modules, so that our own lints check them."""
 SECTION = re.compile(
     r"^ *# --- only ([\w ,]+)\n(.*?)(?=^ *# --- (?:only [\w ,]+|always)\n)(?:^ *# --- always\n)?",
     re.MULTILINE | re.DOTALL,
@@ -49,7 +49,7 @@ def new_adapter_command(
     like: LikeOption = None,
     json_path: options.Json = None,
 ) -> None:
-    """Write an adapter to fill in, which can be checked at once and says what is missing.
+    """Write an adapter to fill in, which can be checked at once and reports what is missing.
 
     Example: blockstep new-adapter my_adapter --like caching
     """
@@ -60,12 +60,12 @@ def new_adapter_command(
     except OSError as error:
         console.usage(f"{path}: cannot write: {error.strerror}")
     command = f"blockstep check --engine {name}:make"
-    console.say(f"{path} is written; what it lacks is told by\n  {command}\n", json_path)
+    console.say(f"{path} is written; to see what it lacks, run\n  {command}\n", json_path)
     console.write_json(json_path, {"path": str(path), "engine": f"{name}:make"})
 
 
 def write_adapter(name: str, safety: bool = False, like: Like | None = None) -> str:
-    """The text of a module of this name."""
+    """Return the text of a module of this name."""
     kinds = {"at safety"} if safety else set()
     kinds |= set() if like is None else {str(like)}
     file = TEMPLATES / ("template.py" if like is None else "template_like.py")
@@ -80,7 +80,7 @@ IMPORTED = ("Counter", "replace", "field")
 
 
 def _leave_out_unused(text: str, names: tuple[str, ...]) -> str:
-    """The text without imports of names that it does not use."""
+    """Return the text without imports of names that it does not use."""
     for name in names:
         if len(re.findall(rf"\b{name}\b", text)) == 1:
             text = re.sub(rf"^from \S+ import {name}\n", "", text, flags=re.MULTILINE)
@@ -89,13 +89,13 @@ def _leave_out_unused(text: str, names: tuple[str, ...]) -> str:
 
 
 def _require_free(name: str) -> Path:
-    """The file of a module that there is not; bad input otherwise."""
+    """Return the file of a module that does not exist yet; bad input otherwise."""
     parts = name.split(".")
     if not all(part.isidentifier() and not iskeyword(part) for part in parts):
         console.usage(f"{name!r}: must be the name of a Python module, such as my_adapter")
     path = Path(*parts).with_suffix(".py")
     if path.exists():
-        console.usage(f"{path}: there is such a file; give another name, or move it away")
+        console.usage(f"{path}: the file exists; give another name, or move it away")
     if not path.parent.is_dir():
         console.usage(f"{path}: there is no folder {path.parent}; make it")
     if importlib.util.find_spec(parts[0]) is not None and len(parts) == 1:

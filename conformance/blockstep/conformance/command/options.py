@@ -1,4 +1,4 @@
-"""Options: what several commands take, and how a budget is read."""
+"""Options that several commands have, and reading of a budget."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from blockstep.spec import profiles
 
 
 def check_output(path: Path | None) -> Path | None:
-    """The callback of an option that names an output: what can't be written is told beforehand."""
+    """Check an option's output path before the work: bad input if it cannot be written."""
     if path is None or str(path) == "-":
         return path
     if path.is_dir():
@@ -39,14 +39,15 @@ def check_output(path: Path | None) -> Path | None:
 
 
 def output(text: str, *names: str, panel: str | None = None) -> Any:
-    """An option that names an output."""
+    """Return an option that names an output."""
     return typer.Option(*names, help=text, callback=check_output, rich_help_panel=panel)
 
 
 def read_settings() -> Settings | None:
-    """The table of the project that the working folder is in; bad input if it is wrong.
+    """Return the settings of the project that contains the working folder; bad input if they are
+    wrong.
 
-    Engines are looked for in the project's folder as well then.
+    Engines are then searched in the project's folder, too.
     """
     try:
         settings = find_settings(Path.cwd())
@@ -55,18 +56,18 @@ def read_settings() -> Settings | None:
     except (SettingsError, UsageError) as error:
         console.usage(str(error))
     if settings is not None and str(settings.folder) not in sys.path:
-        sys.path.insert(1, str(settings.folder))  # behind the working folder
+        sys.path.insert(1, str(settings.folder))  # after the working folder
     return settings
 
 
 def get_default_engine() -> str:
-    """The engine of a command whose options name none: that of the project, else `host`."""
+    """Return the default engine: that of the project, else `host`."""
     settings = read_settings()
     return "host" if settings is None else settings.engine
 
 
 def adopt_settings(context: typer.Context, engine: str) -> str:
-    """The callback of `--engine`: options that are not given are as the engine's project says."""
+    """Use the project's settings for options that are not given: the callback of `--engine`."""
     settings = None if context.resilient_parsing else read_settings()
     if settings is None or not settings.is_about(engine):
         return engine
@@ -127,7 +128,7 @@ Depth = Annotated[
 ]
 Seed = Annotated[
     int,
-    typer.Option(min=0, help="Everything random follows from it.", rich_help_panel=sections.RUNS),
+    typer.Option(min=0, help="Seed of all random choices.", rich_help_panel=sections.RUNS),
 ]
 With = Annotated[
     list[str] | None,
@@ -145,31 +146,31 @@ Without = Annotated[
 ]
 Jobs = Annotated[
     int,
-    typer.Option(
-        min=0, help="Processes side by side; 0: one per core.", rich_help_panel=sections.RUNS
-    ),
+    typer.Option(min=0, help="Parallel processes; 0: one per core.", rich_help_panel=sections.RUNS),
 ]
 Brief = Annotated[
     bool,
     typer.Option(
         "--brief",
-        help="Tell a finding in at most five lines, for a log or a CI.",
+        help="Print a finding in at most five lines, for a log or a CI.",
         rich_help_panel=sections.OUTPUT,
     ),
 ]
 JOBS_PER_CORE_MAX = 4
 JOBS_ALWAYS = 64
-"""So many may always be asked for."""
+"""This number of jobs is always allowed."""
 
 
 def look_in(path: Path | None) -> None:
-    """Have engines looked for in a folder first."""
+    """Search a folder first for engines."""
     if path is not None:
         search_first(str(path.resolve()))
 
 
 def count_jobs(jobs: int) -> int:
-    """Processes side by side, where 0 says one per core; bad input if they would only swap."""
+    """Return the number of processes, where 0 means one per core; bad input if there are too
+    many.
+    """
     cores = os.cpu_count() or 1
     most = max(JOBS_ALWAYS, JOBS_PER_CORE_MAX * cores)
     if jobs > most:
@@ -178,7 +179,7 @@ def count_jobs(jobs: int) -> int:
 
 
 def require_features(names: list[str] | None) -> tuple[str, ...]:
-    """Names of features that there are; bad input otherwise."""
+    """Return names of existing features; bad input otherwise."""
     try:
         return parse_features(names or ())
     except UsageError as error:
@@ -186,13 +187,13 @@ def require_features(names: list[str] | None) -> tuple[str, ...]:
 
 
 def require_preset(name: str) -> None:
-    """A scope of runs that there is; bad input otherwise."""
+    """Check that a preset exists; bad input otherwise."""
     if name not in PRESETS:
         console.usage(f"--preset {name!r}: must be one of {', '.join(PRESETS)}")
 
 
 def require_profile(name: str) -> profiles.Profile:
-    """The profile that `--profile` names; bad input if there is none."""
+    """Return the profile that `--profile` names; bad input if there is none."""
     try:
         return find_profile(name)
     except ValueError as error:
@@ -200,7 +201,7 @@ def require_profile(name: str) -> profiles.Profile:
 
 
 def require_budget(text: str) -> tuple[int | None, float | None]:
-    """(events, seconds) of `--budget`, one of them None; bad input if it is neither."""
+    """Return (events, seconds) of `--budget`, one of them None; bad input if it is neither."""
     try:
         return read_budget(text)
     except ValueError as error:

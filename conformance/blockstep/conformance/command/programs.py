@@ -1,4 +1,4 @@
-"""Programs: options of `blockstep check` that play programs from files, or write one."""
+"""Options of `blockstep check` that play programs from files, or write one."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ SaveOption = Annotated[
 
 
 def require_one(program: Path | None, corpus: Path | None, episode: int | None) -> None:
-    """See that at most one says what is played instead of, or before, what is drawn."""
+    """Check that at most one option chooses the programs to play."""
     names = {"--program": program, "--corpus": corpus, "--episode": episode}
     given = [name for name, value in names.items() if value is not None]
     if len(given) > 1:
-        console.usage(f"{' and '.join(given)}: each says what is played; give one of them")
+        console.usage(f"{' and '.join(given)}: each chooses what is played; give only one")
 
 
 def play(
@@ -76,7 +76,7 @@ def play(
     brief: bool = False,
     known: Collection[str] = (),
 ) -> list[CheckResult]:
-    """Play the programs of the options and tell what they come to. Raises as `play_file`."""
+    """Play the programs of the options and print the results. Raises as `play_file`."""
     if program is not None:
         result = play_file(options, program, isolation)
         tell(result, screen, brief)
@@ -87,7 +87,7 @@ def play(
 def tell(
     result: CheckResult, screen: Console, brief: bool = False, shows_coverage: bool = False
 ) -> None:
-    """Print what a check came to."""
+    """Print the result of a check."""
     if result.first is None:
         render_verdict(result, screen, shows_coverage)
     else:
@@ -95,12 +95,12 @@ def tell(
 
 
 def play_file(options: CheckOptions, path: Path, isolation: Isolation | None) -> CheckResult:
-    """What the program in a file comes to; without `isolation` in this process.
+    """Return the result of the program in a file; without `isolation` it runs in this process.
 
     Raises:
-        TraceError: the file holds no program.
+        TraceError: the file is not a program.
         ConfigError, RefusedError: the engine cannot be built with its config.
-        EngineNotFoundError, HarnessError: as ever.
+        EngineNotFoundError, HarnessError: as in every check.
     """
     program, options = read_program(path), replace(options, program=str(path))
     if isolation is None:
@@ -116,13 +116,13 @@ def play_corpus(
     brief: bool = False,
     known: Collection[str] = (),
 ) -> list[CheckResult]:
-    """Play the programs of a folder and show each result, in a line or in full.
+    """Play the programs of a folder and print each result, in a line or in full.
 
     The files in `known` are left out.
 
     Raises:
-        TraceError: a file holds no program, or there is none.
-        EngineNotFoundError, HarnessError: as ever.
+        TraceError: a file is not a program, or the folder is empty.
+        EngineNotFoundError, HarnessError: as in every check.
     """
     results = []
     left_out = {Path(name).resolve() for name in known}
@@ -157,7 +157,7 @@ ViewOption = Annotated[
 
 
 def view(path: Path | None, result: CheckResult, call: Call, isolation: Isolation) -> None:
-    """Write the finding as a page, if that is wanted and there is one."""
+    """Write the finding as a page, if requested and if there is one."""
     if path is None:
         return
     program = isolation.recover(result)
@@ -172,7 +172,7 @@ def view(path: Path | None, result: CheckResult, call: Call, isolation: Isolatio
 
 
 def save(path: Path | None, result: CheckResult, isolation: Isolation) -> None:
-    """Write the program that failed, if that is wanted and there is one."""
+    """Write the program that failed, if requested and if there is one."""
     if path is None:
         return
     first, program = result.first, isolation.recover(result)
@@ -181,7 +181,7 @@ def save(path: Path | None, result: CheckResult, isolation: Isolation) -> None:
         typer.echo(f"blockstep: --save {path}: nothing to write: {why}", err=True)
         return
     if result.failure is not None and result.failure.findings:
-        first = result.failure.findings[0]  # of the program that is written, which was shrunk
+        first = result.failure.findings[0]  # the finding of the shrunk program, which is written
     note = " ".join(filter(None, (first.property_id, f"{first.sentence}:", first.message)))
     write = write_test if path.suffix == ".py" else write_program
     try:

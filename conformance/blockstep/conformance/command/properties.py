@@ -7,9 +7,10 @@ from blockstep.conformance.judge.properties import PROPERTIES
 
 
 def properties_command(json_path: options.Json = None) -> None:
-    """List the properties that are checked on every step, with the checks behind each.
+    """List the properties that are checked on every step, with the checks of each.
 
-    A check that is not asked at safety says why: which policy it would fix, or what asks the same.
+    A check that is not made at safety says why: which policy it would fix, or which check covers
+    it.
     """
     told, rows = [], []
     for entry in PROPERTIES:

@@ -40,10 +40,10 @@ def prove_command(
     markdown: Annotated[Path | None, options.output("Also write the tables, as Markdown.")] = None,
     json_path: options.Json = None,
 ) -> None:
-    """Prove laws of the specification for all integers, and refute the mistakes beside them.
+    """Prove laws of the specification for all integers, and refute their mutants.
 
     Needs CrossHair and z3 (pip install 'blockstep[symbolic]'). Exits 1 unless every law is
-    confirmed and every mistake refuted.
+    confirmed and every mutant refuted.
 
     Example: blockstep prove --law slots
     """
@@ -52,7 +52,7 @@ def prove_command(
         require_crosshair()
     except NotInstalledError as error:
         console.end(ExitCode.USAGE, str(error))
-    # Late, because it loads the engine on the host.
+    # Imported late, because it loads the host engine.
     from blockstep.conformance.prove.laws import LAWS  # noqa: PLC0415
 
     chosen = choose_laws(list(LAWS.values()), law or [], prove_all)
@@ -81,18 +81,20 @@ def prove_command(
 
 
 def choose_laws(laws: list[Law], prefixes: list[str], prove_all: bool) -> list[Law]:
-    """Those whose names begin so; without any name all, or all that do not take long."""
+    """Return the laws whose names begin with a prefix; without prefixes all, or all but slow
+    ones.
+    """
     for prefix in prefixes:
         if not prefix or not any(law.name.startswith(prefix) for law in laws):
             rooms = ", ".join(dict.fromkeys(law.room for law in laws))
-            console.usage(f"--law {prefix!r}: no law begins so; the rooms are {rooms}")
+            console.usage(f"--law {prefix!r}: no law begins with this; the themes are {rooms}")
     if prefixes:
         return [law for law in laws if law.name.startswith(tuple(prefixes))]
     return [law for law in laws if prove_all or not law.is_slow]
 
 
 def show_proofs(screen: Console, proofs: list[Proof]) -> None:
-    """Both tables."""
+    """Print both tables."""
     tables.show_rows(screen, list_rows(proofs))
     if theirs := list_their_rows(proofs):
         screen.print()

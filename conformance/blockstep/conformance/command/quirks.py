@@ -7,7 +7,9 @@ from blockstep.spec.profiles import PROFILES, QUIRKS
 
 
 def quirks_command(json_path: options.Json = None) -> None:
-    """List what releases are known to do against a property, and the profiles that follow them."""
+    """List the known defects of releases that break a property, and the profiles that follow
+    them.
+    """
     screen = console.make_screen(json_path)
     rows: list[dict[str, object]] = [
         {

@@ -36,13 +36,13 @@ REPLAYED: Mapping[str, Mapping[str, object]] = {
     CACHING.name: {"enable_prefix_caching": True},
     PRIORITY.name: {"policy": Policy.PRIORITY},
 }
-"""Features that a replay may be asked to have, and what a config says for them."""
+"""Features that a replay can be asked for, and their fields of a config."""
 ENDINGS = {
     "exact": "conforms: engine {engine}, in lock-step with the spec",
     "renamed": "conforms: engine {engine}, in lock-step up to ids of blocks (equivalence renamed)",
     "plan": "conforms: engine {engine}, in lock-step by its plans (equivalence plan)",
     "safety": "conforms: engine {engine}, judged by properties alone (equivalence safety)",
-    "none": "done: engine {engine}, alone (--spec holds it to the spec)",
+    "none": "done: engine {engine}, alone (--spec compares it with the spec)",
 }
 
 
@@ -75,7 +75,7 @@ def replay_command(
     brief: options.Brief = False,
     json_path: options.Json = None,
 ) -> None:
-    """Drive real traffic through an engine, in lock-step with the spec or alone.
+    """Replay a real workload on an engine, in lock-step with the spec or alone.
 
     Example: blockstep replay mooncake_conversation.jsonl.gz --limit 300 --block-size 16
     """
@@ -119,13 +119,13 @@ def replay_command(
 
 
 def tell_progress(now: ReplayReport, num_requests: int) -> tuple[float, str]:
-    """How far a replay is, and what it has done."""
+    """Return how far a replay is, and what it has done."""
     done = now.requests_finished / max(num_requests, 1)
     return done, f"{now.requests_finished:,} requests, {now.steps:,} steps"
 
 
 def show_ending(engine: str, config: Config, report: ReplayReport, screen: Console) -> None:
-    """Print what was made otherwise for the engine, and the verdict if there is one."""
+    """Print the changes of the config for the engine, and the verdict if there is one."""
     for change in list_changes(config, report.config):
         screen.print(f"config    {change}: the engine takes no other", soft_wrap=True)
     for name, count in report.excused.items():
@@ -142,10 +142,10 @@ def show_ending(engine: str, config: Config, report: ReplayReport, screen: Conso
 def require_config(
     engine: str, make_engine: EngineFactory, config: Config, wanted: Mapping[str, object]
 ) -> None:
-    """See that an engine can be given the config, but for what nobody asked for.
+    """Check that an engine can take the config as far as options asked for it.
 
     Raises:
-        UsageError: it lacks something, or fits an option away.
+        UsageError: it lacks a capability, or changes an option.
     """
     missing = get_missing(config, find_lacking(get_capabilities(make_engine)))
     if missing is not None:
@@ -163,16 +163,16 @@ def require_config(
 def add_features(
     wanted: dict[str, object], with_features: list[str] | None, without_features: list[str] | None
 ) -> None:
-    """Add what the features come to in a config.
+    """Add the fields of a config that the features stand for.
 
     Raises:
-        UsageError: a replay cannot be like this.
+        UsageError: the feature cannot be used in a replay.
     """
     wish = make_wish(with_features or (), without_features or ())
     for name in sorted(wish.always - REPLAYED.keys()):
         raise UsageError(
-            f"--with {name}: no replay has it: requests are those of the workload, and each plan "
-            f"is answered before the next; it can have {', '.join(REPLAYED)}"
+            f"--with {name}: not in a replay: requests are those of the workload, and each plan "
+            f"is committed before the next; possible are {', '.join(REPLAYED)}"
         )
     asked = [REPLAYED[name] for name in wish.always]
     for fields in (*asked, *(BY_NAME[name].config for name in wish.never)):
@@ -183,7 +183,7 @@ def add_features(
 
 
 def replay_config(config: Config, wanted: Mapping[str, object]) -> Config:
-    """`config` with the options that were given. Raises ConfigError."""
+    """Return `config` with the options that were given. Raises ConfigError."""
     given = {name: value for name, value in wanted.items() if value is not None}
     changed = replace(config, **given)  # type: ignore[arg-type]
     problems = config_problems(changed)
@@ -193,5 +193,5 @@ def replay_config(config: Config, wanted: Mapping[str, object]) -> Config:
 
 
 def default_cadence(config: Config, with_spec: bool = True) -> int:
-    """Events between two snapshots in a replay: each one while the pool is small; 0: none."""
+    """Return the events between two snapshots in a replay: 1 for a small pool; 0 means none."""
     return max(config.num_blocks // 256, 1) if with_spec else 0

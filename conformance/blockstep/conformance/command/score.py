@@ -46,7 +46,7 @@ def score_command(
         int | None, typer.Option(min=0, help="Score this one episode only (to reproduce).")
     ] = None,
     least: Annotated[
-        float, typer.Option(min=0, max=100, help="Exit 1 if less than so many per cent agree.")
+        float, typer.Option(min=0, max=100, help="Exit 1 if less than N per cent agree.")
     ] = 0.0,
     save: Annotated[
         Path | None,
@@ -60,7 +60,7 @@ def score_command(
     """Count how far an engine does the same as the spec, past every difference.
 
     Both play the same programs, each on its own; steps, admissions, prefix hits, preemptions and
-    endings that agree are counted, and the first difference of each kind is made short.
+    endings that agree are counted, and the first difference of each kind is shrunk.
 
     Example: blockstep score --engine mypkg.simulator:make --profile vllm-0.19.1
     """
@@ -97,7 +97,7 @@ def score_command(
 
 
 def _require_folder(path: Path | None) -> None:
-    """See that files can be written to a folder, or that it can be made."""
+    """Check that files can be written to a folder, or that it can be made."""
     if path is None:
         return
     if path.exists() and not path.is_dir():
@@ -119,7 +119,7 @@ def _save(folder: Path | None, result: ScoreResult) -> None:
 
 def _progress(wanted: CheckOptions, now: ScoreResult) -> tuple[float, str]:
     if now.shrinking is not None:
-        return 1.0, f"making short what differs first: {now.shrinking}"
+        return 1.0, f"shrinking the first difference: {now.shrinking}"
     done = 1.0
     if wanted.max_events:
         done = now.num_events / wanted.max_events

@@ -1,4 +1,4 @@
-"""Sections: how `--help` is laid out, commands by group and options by subject, as plain text."""
+"""Layout of `--help`: commands by group and options by subject, as plain text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 ENGINE, RUNS, PROGRAMS, OUTPUT = "Engine", "Runs", "Programs", "Output"
 """Sections of options, in the order in which they are shown."""
 REST = "Options"
-"""The section of options that name none; of `--help` alone it is part of the last one."""
+"""The section of options that name none; `--help` alone is part of the last section."""
 
 
 class Command(TyperCommand):
@@ -47,7 +47,7 @@ class Group(TyperGroup):
 
 
 def first_sentence(text: str) -> str:
-    """The summary of a help text, in one line."""
+    """Return the summary of a help text, in one line."""
     paragraph = " ".join(inspect.cleandoc(text).partition("\n\n")[0].split())
     return re.split(r"(?<=\.)\s", paragraph)[0]
 

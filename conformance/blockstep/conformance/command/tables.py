@@ -1,6 +1,8 @@
-"""Tables: rows for people at any width. No name and no word is broken: one may want to copy it.
+"""Tables for people at any width.
 
-Where there is no room for a table of whole words, each row is a paragraph under its name.
+No name and no word is broken, so that it can be copied.
+
+If a table of whole words does not fit, each row is a paragraph under its name.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from rich.text import Text
 GAP = 2
 """Spaces between two columns."""
 COMFORT = 16
-"""A column is not made narrower than this while it has more to say."""
+"""A column is not made narrower than this while it has longer cells."""
 
 
 def show_rows(screen: Console, rows: Sequence[Mapping[str, object]]) -> None:
-    """Print rows of one kind, columns named by the keys; the first column is the name."""
+    """Print rows of one kind, with the keys as columns; the first column is the name."""
     if not rows:
         screen.print("nothing to show")
         return
@@ -42,7 +44,7 @@ def _tell(value: object) -> str:
 
 
 def fit_widths(cells: Sequence[Sequence[str]], width: int) -> list[int] | None:
-    """Widths of columns that fit side by side and break no word; None: there are none.
+    """Return widths of columns that fit side by side and break no word; None if there are none.
 
     The first column is as wide as its longest cell.
     """
@@ -63,12 +65,12 @@ def fit_widths(cells: Sequence[Sequence[str]], width: int) -> list[int] | None:
 
 
 def _get_longest_word(line: str) -> int:
-    """Characters of the longest word, with the indent of its line."""
+    """Return the length of the longest word, with the indent of its line."""
     return len(line) - len(line.lstrip()) + max(map(len, line.split()), default=0)
 
 
 def tell_paragraph(columns: Sequence[str], row: Sequence[str], width: int) -> str:
-    """One row under its name."""
+    """Return one row as a paragraph under its name."""
     label = max(map(len, columns[1:]), default=0) + GAP
     lines = [row[0]]
     for name, cell in zip(columns[1:], row[1:], strict=True):

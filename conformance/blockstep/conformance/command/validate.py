@@ -23,10 +23,10 @@ def validate_command(
     brief: options.Brief = False,
     json_path: options.Json = None,
 ) -> None:
-    """Hold a recorded run to the spec: does the spec give every recorded answer?
+    """Compare a recorded run with the spec: does the spec give every recorded observation?
 
-    A run of an engine that is not exact is asked what its equivalence asks; the trace names it.
-    Records of steps (step_snapshot, prefix_cache_event, step_decision) are held to each other.
+    A run of an engine that is not exact is checked at the equivalence that the trace names. Records
+    of steps (step_snapshot, prefix_cache_event, step_decision) are compared with each other.
     """
     with console.input_errors():
         result = validate(trace)

@@ -21,7 +21,7 @@ from blockstep.conformance.report.wording import HEADLINES, render_finding
 from blockstep.conformance.search.options import ExitCode, exit_code_of
 
 vectors_app = typer.Typer(
-    help="Portable test vectors: programs with the right answers.",
+    help="Portable test vectors: programs with the right observations.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -37,10 +37,10 @@ def fill_command(
         ),
     ],
     preset: Annotated[str, typer.Option(help=f"A world: {', '.join(WORLDS)}.")] = "pair",
-    max_states: Annotated[int, typer.Option(min=1, help="Walk no more than these.")] = 20_000,
+    max_states: Annotated[int, typer.Option(min=1, help="Walk at most this many states.")] = 20_000,
     json_path: options.Json = None,
 ) -> None:
-    """Write few programs that together do all that the specification does in a world.
+    """Write a few programs that together do all that the specification does in a world.
 
     Example: blockstep vectors fill pair.jsonl --preset pair
     """
@@ -50,7 +50,7 @@ def fill_command(
     manifest = filled.manifest
     console.say(
         f"{out}: {manifest.programs} programs, {filled.num_events} events, for all "
-        f"{filled.num_deeds} branches, situations and answers of "
+        f"{filled.num_deeds} branches, coverage goals and observations of "
         f"{'all' if filled.is_complete else 'the first'} {filled.num_states:,} states\n",
         json_path,
     )
@@ -78,10 +78,10 @@ def consume_command(
     brief: options.Brief = False,
     json_path: options.Json = None,
 ) -> None:
-    """Play vectors on an engine and compare every answer and state.
+    """Play vectors on an engine and compare every observation and state.
 
-    As far as its equivalence compares them: at safety it is given what clients did, and judged by
-    properties.
+    The comparison follows the engine's equivalence: at safety it gets the events of the clients,
+    and is checked by properties.
 
     Example: blockstep vectors consume pair.jsonl --engine mypkg.adapter:make
     """

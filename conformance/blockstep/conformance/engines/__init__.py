@@ -1,1 +1,1 @@
-"""Engines: those of others behind adapters, and ours while they serve."""
+"""Engines of others behind adapters, and ours while they serve."""

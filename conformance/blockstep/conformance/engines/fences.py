@@ -1,8 +1,9 @@
-"""Fences: a loop without a host, held to the specification each time it lets the host look.
+"""Fences: checks a loop that runs without a host, each time it lets the host look.
 
-Between two fences nothing is seen of the state. At a fence the loop tells its plans and commits in
-order, with as many frames in flight as the config has. The specification takes the same steps, and
-must come to the same: rows of each plan, outputs of each commit, and the state to the block id.
+Between two fences the state cannot be seen. At a fence the loop reports its plans and commits in
+order, with as many frames in flight as the config has. The specification takes the same steps and
+must come to the same results: the rows of each plan, the outputs of each commit, and the state down
+to the block id.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ class RowTold(Protocol):
 
     @property
     def request_id(self) -> v.RequestId:
-        """Its name."""
+        """Returns its id."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it runs."""
+        """Returns the number of tokens that it runs."""
         ...
 
 
@@ -38,12 +39,12 @@ class PlanTold(Protocol):
 
     @property
     def frame_id(self) -> v.FrameId:
-        """Its id."""
+        """Returns its frame id."""
         ...
 
     @property
     def rows(self) -> Sequence[RowTold]:
-        """Its requests, in running order."""
+        """Returns its requests, in running order."""
         ...
 
 
@@ -53,22 +54,22 @@ class CommitTold(Protocol):
 
     @property
     def frame_id(self) -> v.FrameId:
-        """The plan that it answers."""
+        """Returns the frame id of the plan that it answers."""
         ...
 
     @property
     def sampled(self) -> Sequence[v.RowTokens]:
-        """The answer, a row for each row of the plan."""
+        """Returns the answer, one row for each row of the plan."""
         ...
 
     @property
     def outputs(self) -> v.Outputs:
-        """What it delivered."""
+        """Returns the outputs that it delivered."""
         ...
 
 
 class FenceChecker:
-    """Stands between a model engine and its scheduler, and looks at every event and fence.
+    """Stands between a model engine and its scheduler, and checks every event and every fence.
 
     Raises:
         CheckFailedError: at the first thing that is wrong.
@@ -80,10 +81,10 @@ class FenceChecker:
         self.num_events = 0
         self.num_fences = 0
         self._orders: dict[v.FrameId, list[v.RequestId]] = {}
-        """Requests of each plan in flight, in the order of the specification's plan."""
+        """The requests of each plan in flight, in the order of the specification's plan."""
 
     def apply(self, event: v.Event) -> v.Observation:
-        """Give the event to both; the scheduler's answer if nothing is wrong."""
+        """Give the event to both; returns the scheduler's answer if it is right."""
         expected, seen = self.oracle.apply(event), self.engine.apply(event)
         self.num_events += 1
         differences = observation_differences(expected, seen)
@@ -93,14 +94,16 @@ class FenceChecker:
         return seen
 
     def snapshot(self) -> v.Snapshot:
-        """The state, which is the same on both sides."""
+        """Returns the state, which is the same on both sides."""
         return self.oracle.snapshot()
 
     def ran(self, _ran: object) -> None:
-        """Passes are not looked at: `ServingChecker` does that, where every event is told."""
+        """Ignore the passes: `ServingChecker` checks them, in runs where every event is seen."""
 
     def fence(self, steps: Sequence[PlanTold | CommitTold]) -> None:
-        """Have the specification take the same steps, and compare what it and the loop decided."""
+        """Make the specification take the same steps, and compare its decisions with those of the
+        loop.
+        """
         for step in steps:
             self.num_events += 1
             if isinstance(step, CommitTold):
@@ -111,11 +114,11 @@ class FenceChecker:
         self._compare_states("the state at a fence")
 
     def describe(self) -> str:
-        """What was held to the specification, on one line."""
+        """Returns what was checked, on one line."""
         return f"{self.num_events:,} events, {self.num_fences:,} fences"
 
     def counts(self) -> dict[str, int]:
-        """The same for machines."""
+        """Returns what was checked, as numbers by name."""
         return {"num_events": self.num_events, "num_fences": self.num_fences}
 
     def _compare_states(self, what: str) -> None:
@@ -127,7 +130,7 @@ class FenceChecker:
 
     def _plan(self, told: PlanTold) -> None:
         plan = self.oracle.schedule()
-        # A loop has its rows in running order, which a plan has not; states tell of that order.
+        # Only a loop has its rows in running order; that order is checked in the states.
         expected = sorted((row.request_id, row.num_scheduled_tokens) for row in plan.rows)
         seen = sorted((row.request_id, row.num_tokens) for row in told.rows)
         if (plan.frame_id, expected) != (told.frame_id, seen):
@@ -157,6 +160,6 @@ class FenceChecker:
 
 
 def _sort(outputs: v.Observation) -> v.Observation:
-    """A loop has its rows in running order."""
+    """Returns outputs sorted by request: a loop has its rows in running order."""
     assert isinstance(outputs, v.Outputs)
     return v.Outputs(tuple(sorted(outputs.rows, key=lambda row: row.request_id)))

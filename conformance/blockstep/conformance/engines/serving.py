@@ -32,50 +32,57 @@ from blockstep.spec import vocabulary as v
 
 
 class ArrayLike(Protocol):
-    """A tensor, of whichever library."""
+    """A tensor of any library."""
 
     def tolist(self) -> object:
-        """Its numbers as nested lists."""
+        """Returns its numbers as nested lists."""
         ...
 
 
 class ServedInputs(Protocol):
-    """The arrays of a forward pass, requests one behind the other."""
+    """The arrays of a forward pass, with the tokens of its requests one after the other."""
 
     @property
     def token_ids(self) -> ArrayLike:
-        """[num_tokens]"""
+        """Returns the token ids, [num_tokens]."""
         ...
 
     @property
     def positions(self) -> ArrayLike:
-        """[num_tokens]"""
+        """Returns the position of each token, [num_tokens]."""
         ...
 
     @property
     def slot_mapping(self) -> ArrayLike:
-        """[num_groups, num_tokens]: block id * block size + offset, where each token's KV went."""
+        """Returns where each token's KV was written, [num_groups, num_tokens]: block id * block
+        size + offset.
+        """
         ...
 
     @property
     def block_tables(self) -> ArrayLike:
-        """[num_groups, num_seqs, max_blocks]"""
+        """Returns the block tables, [num_groups, num_seqs, max_blocks]."""
         ...
 
     @property
     def query_start_loc(self) -> ArrayLike:
-        """[num_seqs + 1]: where each request's tokens begin."""
+        """Returns where each request's tokens begin, [num_seqs + 1]."""
         ...
 
     @property
     def seq_lens(self) -> ArrayLike:
-        """[num_seqs]: positions attended by each request's last token, its own included."""
+        """Returns the number of positions that each request's last token attends, its own included,
+        [num_seqs].
+        """
         ...
 
     @property
     def adapters(self) -> ArrayLike | None:
-        """[num_tokens]: a number for the adapter of each token, below 0 for none; None: nobody has
-        one. Which number stands for which adapter is the engine's affair, once and for all."""
+        """Returns the number of each token's adapter, [num_tokens], below 0 for none; None if no
+        token has one.
+
+        The engine chooses the numbers, and does not change them during a run.
+        """
         ...
 
 
@@ -84,48 +91,49 @@ class ServedPass(Protocol):
 
     @property
     def is_draft(self) -> bool:
-        """Whether a draft model ran, in a cache of its own under the same block ids."""
+        """Whether a draft model ran, with a cache of its own under the same block ids."""
         ...
 
     @property
     def request_ids(self) -> Sequence[v.RequestId]:
-        """Whose tokens, in order."""
+        """Returns the requests whose tokens ran, in order."""
         ...
 
     @property
     def inputs(self) -> ServedInputs:
-        """What it ran on."""
+        """Returns the arrays that it ran on."""
         ...
 
 
 class ServedPlan(Protocol):
-    """What one plan came to."""
+    """The passes and results of one plan."""
 
     @property
     def frame_id(self) -> v.FrameId:
-        """The plan."""
+        """Returns the frame id of the plan."""
         ...
 
     @property
     def passes(self) -> Sequence[ServedPass]:
-        """In the order in which they ran."""
+        """Returns the passes, in the order in which they ran."""
         ...
 
     @property
     def sampled(self) -> Sequence[v.RowTokens]:
-        """What will be committed."""
+        """Returns the tokens that will be committed."""
         ...
 
     @property
     def proposals(self) -> Mapping[v.RequestId, v.TokenIds]:
-        """Drafts of requests that sampled."""
+        """Returns the drafts of the requests that sampled."""
         ...
 
 
 class CheckFailedError(Exception):
-    """The engine did not do what the specification does, or the kernels not what the plan says.
+    """The engine did not do what the specification does, or the kernels did not do what the plan
+    says.
 
-    `report.failure.render_served` tells it at length.
+    `report.failure.render_served` explains it in full.
     """
 
     def __init__(self, findings: Sequence[Finding], num_events: int) -> None:
@@ -145,7 +153,9 @@ class CheckFailedError(Exception):
 
 
 class ServingChecker:
-    """Stands between a model engine and its scheduler. One object is one run.
+    """Stands between a model engine and its scheduler, and checks both.
+
+    One object is one run.
 
     Raises:
         CheckFailedError: from `apply` and `ran`, at the first thing that is wrong.
@@ -160,18 +170,20 @@ class ServingChecker:
         self.num_slots_read = 0
 
     def apply(self, event: v.Event) -> v.Observation:
-        """Give the event to spec and scheduler; the scheduler's answer if nothing is wrong."""
+        """Give the event to specification and scheduler; returns the scheduler's answer if it is
+        right.
+        """
         self._expect_nothing(self.run.apply(event))
         assert self.run.last is not None
         assert self.run.last.seen is not None
         return self.run.last.seen
 
     def snapshot(self) -> v.Snapshot:
-        """The state, which is the same on both sides."""
+        """Returns the state, which is the same on both sides."""
         return self.run.spec.snapshot()
 
     def ran(self, served: ServedPlan) -> None:
-        """A plan ran: see what its passes did, and take over what it sampled."""
+        """Check the passes of a plan that ran, and take over the tokens that it sampled."""
         self._expect_nothing(self.worker.report(served))
         for one in served.passes:
             self.num_passes += 1
@@ -182,14 +194,14 @@ class ServingChecker:
                     self.num_slots_read += end - first_attended(group, end - stop + start)
 
     def describe(self) -> str:
-        """What was held to the specification, on one line."""
+        """Returns what was checked, on one line."""
         return (
             f"{self.run.num_events:,} events in lock-step, {self.num_passes:,} passes: "
             f"{self.num_slots_written:,} slots written and {self.num_slots_read:,} read as tagged"
         )
 
     def counts(self) -> dict[str, int]:
-        """The same for machines."""
+        """Returns what was checked, as numbers by name."""
         return {
             "num_events": self.run.num_events,
             "num_passes": self.num_passes,
@@ -203,19 +215,23 @@ class ServingChecker:
 
 
 class Shadow:
-    """What each slot of a model's cache holds."""
+    """The prefix that each slot of a model's cache holds."""
 
     def __init__(self, config: v.Config) -> None:
         self.block_sizes = config.block_sizes
         self.names: list[list[Name]] = [
             [NEVER_WRITTEN] * (config.num_blocks * size) for size in config.block_sizes
         ]
-        """By group and slot, if the block is of that group."""
+        """The prefix in each slot, by group and slot; valid if the group owns the slot's block."""
         self.owners = [-1 if config.groups else 0] * config.num_blocks
-        """By block: the group that wrote it last."""
+        """The group that wrote each block last."""
 
     def write(self, group: int, slot: int, name: Name) -> None:
-        """Tag a slot; with its first one a group takes a block over, and finds nothing in it."""
+        """Tag a slot with a prefix.
+
+        A group that writes to a block of another group takes it over, and its other slots are
+        empty.
+        """
         names, size = self.names[group], self.block_sizes[group]
         if not 0 <= slot < len(names):
             return
@@ -226,7 +242,7 @@ class Shadow:
         names[slot] = name
 
     def copy(self, one: v.BlockCopy) -> None:
-        """A block holds what another one holds, for the same group."""
+        """Copy the content of one block to another, for the same group."""
         self.owners[one.destination] = self.owners[one.source]
         for names, size in zip(self.names, self.block_sizes, strict=True):
             source, target = one.source * size, one.destination * size
@@ -234,23 +250,25 @@ class Shadow:
 
 
 class ServingWorker(Worker):
-    """The worker, sampling what a model sampled; and the tagged shadows of the model's caches."""
+    """A worker that samples what a model sampled, with tagged shadows of the model's caches."""
 
     def __init__(self, config: v.Config) -> None:
         super().__init__(config, _nobody_asks)
         self.shadows = {is_draft: Shadow(config) for is_draft in (False, True)}
-        """For the draft model and for the model."""
+        """One shadow for the draft model (True) and one for the model (False)."""
         self.adapter_numbers: dict[str, int] = {}
-        """What stands for each adapter that has run."""
+        """The number of each adapter that has run."""
 
     def _finish(self, row: FrameRow) -> None:
-        """When a plan is dispatched its samples are not known yet; `report` brings them."""
+        """Note that samples are due: they are not known yet when a plan is dispatched; `report`
+        delivers them.
+        """
         self._promise(row)
 
     def _fill_slots(
         self, load: v.KVLoad, names: Sequence[Name], invalid: Collection[v.BlockId]
     ) -> None:
-        """A store has brought the KV of the layers of both models, or spoiled it."""
+        """Fill the slots that a store has loaded or spoiled, for the layers of both models."""
         super()._fill_slots(load, names, invalid)
         first, end = load.num_computed_tokens, load.num_computed_tokens + load.num_external_tokens
         for group, table in enumerate(load.block_ids):
@@ -261,14 +279,14 @@ class ServingWorker(Worker):
                     shadow.write(group, table[index] * self.block_sizes[group] + offset, name)
 
     def copy(self, copies: Iterable[v.BlockCopy]) -> None:
-        """The blocks of the layers of both models are copied."""
+        """Copy blocks, for the layers of both models."""
         super().copy(copies)
         for one in copies:
             for shadow in self.shadows.values():
                 shadow.copy(one)
 
     def report(self, served: ServedPlan) -> list[Finding]:
-        """A dispatched plan ran; returns what is wrong with its passes."""
+        """Take in a dispatched plan that ran; returns what is wrong with its passes."""
         self._findings = []
         rows = {row.view.request.request_id: row for row in self._frames[served.frame_id]}
         for row in rows.values():
@@ -307,7 +325,9 @@ class ServingWorker(Worker):
         return False
 
     def _check_pass(self, one: ServedPass, rows: Mapping[v.RequestId, FrameRow]) -> None:
-        """Every token is written where its request has its slot, then read where it was written."""
+        """Check that every token is written to its request's slot, and that every slot read holds
+        what was written there.
+        """
         inputs, shadow = one.inputs, self.shadows[one.is_draft]
         tokens, positions = _ints(inputs.token_ids), _ints(inputs.positions)
         slots, starts = _rows(inputs.slot_mapping), _ints(inputs.query_start_loc)
@@ -330,7 +350,9 @@ class ServingWorker(Worker):
                 self._read_slots(shadow, view, group, tables[group][number], range(first, end))
 
     def _check_adapter(self, view: RequestView, numbers: set[int]) -> None:
-        """All tokens of a request run with its adapter, which has a number of its own."""
+        """Check that all tokens of a request run with its adapter, and that no other adapter has
+        its number.
+        """
         name, adapter = view.request.request_id, view.request.adapter
         if adapter is None:
             is_right = max(numbers) < 0
@@ -346,7 +368,9 @@ class ServingWorker(Worker):
     def _run_token(
         self, shadow: Shadow, view: RequestView, token: int, position: int, slots: Sequence[int]
     ) -> None:
-        """Tag the slots that were really written; complain if they or the token are not its."""
+        """Tag the slots that were really written; complain if a slot or the token is not the
+        request's.
+        """
         name, expected = view.request.request_id, view.chain[position]
         for group, slot in enumerate(slots):
             size = self.block_sizes[group]
@@ -365,7 +389,9 @@ class ServingWorker(Worker):
     def _read_slots(
         self, shadow: Shadow, view: RequestView, group: int, table: Sequence[int], ran: range
     ) -> None:
-        """Complain about the first slot that a run of tokens reads and that holds another thing."""
+        """Complain about the first slot that these tokens read and that does not hold the expected
+        prefix.
+        """
         size, names = self.block_sizes[group], shadow.names[group]
         first = first_attended(self.groups[group], ran.start)
         for position, expected in enumerate(view.chain[first : ran.stop], first):
@@ -395,7 +421,7 @@ def _ints(array: ArrayLike) -> list[int]:
 
 
 def _rows(array: ArrayLike) -> list[Any]:
-    """Its outermost lists: one for each KV group."""
+    """Returns its outermost lists: one for each KV group."""
     values = array.tolist()
     assert isinstance(values, list)
     return values

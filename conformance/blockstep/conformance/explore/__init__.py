@@ -1,7 +1,8 @@
-"""Explore: every state at small scope, by breadth-first search over the transitions of the spec.
+"""Small worlds: every state of a small scope, visited by breadth-first search over spec
+transitions.
 
-`world` says what may happen and `worlds` has all of them, `canonical` says which states are the
-same, `probe` judges one transition, `shard` expands the states of one process, `walk` visits them
-all, `cycles` looks for those without progress; `copies` brings an engine to where the walk is. From
-a walk come `pictures`, and programs that cover it (`cover`, `vectors`).
+`world` says which events are possible and `worlds` lists the scopes; `canonical` identifies equal
+states, `probe` checks one transition, `shard` expands the states of one process, `walk` visits all
+states, `cycles` finds cycles without progress, and `copies` restores an engine to a state.
+`pictures` draws a walk; `cover` and `vectors` make programs that cover it.
 """

@@ -1,10 +1,10 @@
-"""Alone: a walk through the states of an engine that decides by rules of its own.
+"""A walk through the states of an engine that is compared with nothing (`safety`).
 
     program --events of the world--> longer programs --by the state that they lead to--> each once
 
 There is no specification to keep to, so the engine is the only one to say where a program leads:
-programs are played from the start, each judged on its way as in any run at `safety`, and two that
-lead to equal states go on as one. From each state the engine must also be able to end all requests.
+programs are played from the start, each judged as in any run at `safety`, and two that
+lead to equal states count as one. From each state the engine must also be able to end all requests.
 An engine that shows no state has as many states as there are programs.
 """
 
@@ -30,19 +30,19 @@ from blockstep.conformance.search.episodes import fit_config, list_changes
 from blockstep.spec import vocabulary as v
 
 Deed: TypeAlias = Action | v.Commit
-"""An action, or a right answer to the oldest plan, its tokens chosen from the vocabulary."""
+"""An action, or a right model output for the oldest plan, with tokens from the vocabulary."""
 Program: TypeAlias = tuple[Deed, ...]
 BLIND_PROGRAMS_MAX = 500
-"""Programs of an engine that shows no state, where nobody asks for fewer."""
+"""The most programs of an engine that shows no state, unless fewer are asked for."""
 
 
 def walk_alone(
     task: Task, on_progress: Callable[[int, int, int], None] = lambda *_: None
 ) -> Walked:
-    """Visit the states of `task.engine` that `task.world` leads to, as `walk` does.
+    """Visit the states of `task.engine` that `task.world` leads to, like `walk`.
 
-    `Counts.refused` are events that were nobody's to take, or that the engine refused. The walk is
-    not complete where the engine shows no state: programs have no end.
+    `Counts.refused` counts events that could not be taken, or that the engine rejected. If the
+    engine shows no state, the walk is never complete, since programs have no end.
 
     Raises:
         EngineNotFoundError: `task.engine` cannot be loaded.
@@ -89,20 +89,20 @@ def walk_alone(
 def _play(
     world: World, make_engine: EngineFactory, program: Program
 ) -> tuple[LockStep, list[Finding]]:
-    """The run of a program; `num_events` are those of its last deed."""
+    """Play a program from the start and return its run; `num_events` are those of its last deed."""
     run = get_start(make_engine)(world.config, make_engine, keep_exchanges=True)
     findings: list[Finding] = []
     for deed in program:
-        assert not findings, "a program that goes on has found nothing"
+        assert not findings, "a program with a finding is not continued"
         run.num_events = 0
         findings = run.apply(deed) if isinstance(deed, v.Commit) else run.perform(deed)
     return run, findings
 
 
 def _list_deeds(world: World, run: LockStep, walked: Walked) -> Iterator[Deed]:
-    """What may be done now, always in the same order."""
+    """Yield everything that may be done now, always in the same order."""
     for event in (*world.signals, *_list_forks(world, run)):
-        assert not isinstance(event, v.Drafts | v.Commit), "a signal is an action as it stands"
+        assert not isinstance(event, v.Drafts | v.Commit), "a signal is an action"
         action = run.fit(event)
         if get_missing(action, run.lacking) is not None:
             walked.left_out += 1
@@ -117,7 +117,7 @@ def _list_deeds(world: World, run: LockStep, walked: Walked) -> Iterator[Deed]:
 
 
 def _list_forks(world: World, run: LockStep) -> Iterator[v.Fork]:
-    """Each branch of who is unfinished, as one who is not."""
+    """Yield the forks of each unfinished request into each request that is not live."""
     if world.forks:
         said = {name: run.said.get(name, ()) for name in run.live}
         forks = get_forks(world, said)
@@ -125,10 +125,10 @@ def _list_forks(world: World, run: LockStep) -> Iterator[v.Fork]:
 
 
 def _list_answers(world: World, run: LockStep) -> Iterator[v.Commit]:
-    """Each right answer to the oldest plan: any token for who samples.
+    """Yield each right model output for the oldest plan, with any token for a row that samples.
 
-    The worker has gone on from its own where other plans are in flight, or drafts are accepted; its
-    answer is the only one then.
+    With other plans in flight, or with drafts, the worker has continued from its own tokens; then
+    its model output is the only one.
     """
     plan = run.plans[0]
     rows = run.worker.answer(plan.frame_id)
@@ -144,7 +144,7 @@ def _list_answers(world: World, run: LockStep) -> Iterator[v.Commit]:
 
 
 def _get_key(run: LockStep) -> object:
-    """What the future depends on: the engine's state, and what clients and worker know of it."""
+    """Return what the future depends on: the engine's state, and what clients and worker know."""
     state = run.before
     if state is None:
         return None

@@ -1,15 +1,15 @@
-"""Canonical: two states that nothing can ever tell apart have the same digest.
+"""Canonical forms: states that no future event can distinguish have the same digest.
 
-Left out is what only grows and decides nothing: statistics, counts of preemptions, frame ids.
-Renamed, in order of appearance, is what has a name but no meaning:
+Statistics, counts of preemptions and frame ids are left out: they only grow and decide nothing.
+Names without a meaning are renumbered in order of appearance:
 
-    block ids      free queue, head first, then block tables, of ended ones last, and pins: each
+    block ids      free queue, head first, then block tables, of finished ones last, and pins: each
                    block is in one of these
     request ids    running, waiting, skipped, then frames, then the rest; within a class
     tokens         outputs, drafts, then keys; those that no request names
 
-Requests stand in exactly one queue each and blocks in the free queue or in a table, so the order
-of appearance follows from the state alone, and no permutation has to be searched.
+Each request is in exactly one queue, and each block in the free queue or in a table, so the order
+of appearance follows from the state alone, and no permutations have to be tried.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from blockstep.spec.vocabulary import (
 )
 
 Form: TypeAlias = tuple[Any, ...]
-"""Nested tuples of ints and strings."""
+"""Nested tuples of integers and strings."""
 Digest: TypeAlias = int
-"""64 bits of BLAKE2. Among two million states the chance of a mix-up is one in nine million."""
+"""64 bits of BLAKE2. With two million states the chance of a collision is one in nine million."""
 
 _STATUSES = {status: index for index, status in enumerate(Status)}
 _PAUSES = {pause_state: index for index, pause_state in enumerate(PauseState)}
@@ -54,11 +54,11 @@ LEFT_OUT = frozenset(
         "is_lifo",  # of Pool: fixed
     }
 )  # fmt: skip
-"""Fields that are no part of a digest: fixed, growing, or following from others."""
+"""Fields that are not part of a digest: fixed, growing, or derived from others."""
 
 
 class Canonicaliser:
-    """Takes digests of the states of one world."""
+    """Computes digests of the states of one world."""
 
     def __init__(self, world: World) -> None:
         self._classes = world.classes
@@ -67,13 +67,15 @@ class Canonicaliser:
         self._contents: dict[BlockKey, tuple[TokenIds, Form]] = {}
 
     def digest(self, state: State) -> Digest:
-        """Equal exactly for states of the same future."""
-        # Version 2 of marshal writes equal values equally, whether or not they are one object.
+        """Return the digest of a state; it is equal exactly for states with the same future."""
+        # Version 2 of marshal writes equal values equally, even if they are different objects.
         data = marshal.dumps(self.form(state), 2)
         return int.from_bytes(blake2b(data, digest_size=8).digest(), "big")
 
     def form(self, state: State) -> Form:
-        """Everything that matters, in canonical names: nested tuples of ints and strings."""
+        """Return all that matters of a state in canonical names: nested tuples of integers and
+        strings.
+        """
         labels: Mapping[RequestId, Any] = self._classes if self._is_named else self._label(state)
         pool = state.pool
         places = {block_id: place for place, block_id in enumerate(pool.free_queue)}
@@ -130,12 +132,14 @@ class Canonicaliser:
         )
 
     def _label(self, state: State) -> dict[RequestId, tuple[int, int]]:
-        """A request's class, and how many of its class appear before it."""
+        """Return for each request its class, and the number of requests of the class that appear
+        before it.
+        """
         rows = (row.request_id for frame in state.frames for row in frame.rows)
         appear = dict.fromkeys((*state.running, *state.waiting, *state.skipped_waiting, *rows))
         sets = _get_sets(state)
         rest = {name for names in sets for name in names if name not in appear}
-        # Of these nothing is left but in which sets they are, so ids may break the ties.
+        # Only the sets that contain them are left of these requests, so ids may break the ties.
         appear |= dict.fromkeys(
             sorted(rest, key=lambda name: ([name in names for names in sets], name))
         )
@@ -148,7 +152,9 @@ class Canonicaliser:
         return labels
 
     def _content(self, key: BlockKey) -> tuple[TokenIds, Form]:
-        """All tokens up to the block's end, and what else the chain of keys says."""
+        """Return all tokens up to the end of the block, and the other parts of its chain of
+        keys.
+        """
         found = self._contents.get(key)
         if found is None:
             chain = key.chain()
@@ -204,7 +210,7 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
 
 
 def _get_keys(event: KVEvent) -> tuple[BlockKey, ...]:
-    """The blocks that an event is about; whatever else it says follows from them."""
+    """Return the keys of an event's blocks; its other fields follow from them."""
     return () if isinstance(event, AllBlocksCleared) else event.keys
 
 
@@ -215,12 +221,12 @@ def _get_flags(frame: Frame, row: FrameRow) -> tuple[int, ...]:
 
 
 def _get_more(*values: int) -> tuple[int, ...]:
-    """What most states have none of, so that theirs is as short as without it."""
+    """Return the values, or nothing if all are zero, so that the form of most states is short."""
     return values if any(values) else ()
 
 
 def _session_form(request: RequestState) -> Form:
-    """What has become of a session, and of the chunks to come when they came: nothing of others."""
+    """Return a session's request and its waiting inputs; nothing for other requests."""
     asked = request.request
     if not asked.resumable:
         return ()
@@ -237,7 +243,9 @@ def _session_form(request: RequestState) -> Form:
 
 
 def _encoder_form(encoder: Encoder, labels: Mapping[RequestId, Any]) -> Form:
-    """What is kept of items, and who holds it; between two steps there is no more."""
+    """Return the items in the encoder cache and their holders; between two steps there is nothing
+    else.
+    """
     if not encoder.size:
         return ()
     entries = []
@@ -251,7 +259,7 @@ def _encoder_form(encoder: Encoder, labels: Mapping[RequestId, Any]) -> Form:
 def _transfers_form(
     state: State, labels: Mapping[RequestId, Any], places: Mapping[int, int]
 ) -> Form:
-    """What is under way between pool and store: nothing where there is none."""
+    """Return the transfers between pool and store; nothing without a store."""
     moving = state.transfers
     if not state.config.kv_connector:
         return ()
@@ -290,7 +298,7 @@ def _transfers_form(
 
 
 def _pins_form(state: State, places: Mapping[int, int]) -> Form:
-    """What stays between turns, and for how long from now: the time itself says nothing."""
+    """Return the pins with the time left; the time itself does not matter."""
     pins = state.pins
     kept: list[Form] = [
         (

@@ -1,4 +1,4 @@
-"""Consume: an engine plays vectors, as far as its equivalence lets them be asked."""
+"""Vectors played on an engine, as far as its equivalence allows a comparison."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from blockstep.spec import vocabulary as v
 
 @dataclass(slots=True)
 class Consumed:
-    """How an engine fared."""
+    """The result of an engine."""
 
     num_programs: int = 0
-    """Played to their end, or to the first difference."""
+    """Programs that were played to their end, or to the first difference."""
     num_events: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
-    """Events that it was not given, by the capability that it lacks."""
+    """Number of events that the engine was not given, by the capability that it lacks."""
     excused: dict[str, int] = field(default_factory=dict)
-    """Findings that the engine's adapter declares, by the deviation."""
+    """Number of findings that the engine's adapter declares, by the deviation."""
     program: int = 0
     """The first program that failed, from 1; 0 if none did."""
     step: int = 0
-    """Its step that failed, from 1."""
+    """The step of the program that failed, from 1."""
     event: str = ""
     differences: tuple[Difference, ...] = ()
     equivalence: str = EXACT
-    """By what the engine was held to them."""
+    """The equivalence at which the engine was compared."""
     finding: Finding | None = None
-    """What a property says, where nothing is compared."""
+    """The violated property, for an engine that is compared with nothing."""
 
     @property
     def conforms(self) -> bool:
-        """Whether every answer and every state was right, as far as that was asked."""
+        """Whether all compared observations and states were right."""
         return not self.differences and self.finding is None
 
     def skip(self, why: str, count: int = 1) -> None:
@@ -57,10 +57,10 @@ class Consumed:
 
 
 def consume(vectors: Vectors, make_engine: EngineFactory) -> Consumed:
-    """Play all programs on an engine up to the first difference, or to the first finding.
+    """Play all programs on an engine, up to the first difference or finding.
 
-    What the engine cannot do ends a program early; what it does not refuse it is not given. One
-    that decides by rules of its own is given what clients did, and judged by properties.
+    An event that the engine lacks a capability for ends its program; an event that it cannot reject
+    is left out. An engine at `safety` gets the events of the clients and is checked by properties.
     """
     scope = get_traits(make_engine).equivalence
     result = Consumed(equivalence=get_equivalence_name(make_engine))
@@ -70,7 +70,7 @@ def consume(vectors: Vectors, make_engine: EngineFactory) -> Consumed:
     elif isinstance(scope, Safety):
         _consume_alone(vectors, make_engine, result)
     elif scope is not None and scope.fit_config(vectors.config) != vectors.config:
-        result.skip("other configs than its own", sum(map(len, vectors.programs)))
+        result.skip("configs that the engine cannot have", sum(map(len, vectors.programs)))
     else:
         _consume_compared(vectors, make_engine, scope, result)
     return result
@@ -79,7 +79,7 @@ def consume(vectors: Vectors, make_engine: EngineFactory) -> Consumed:
 def _consume_compared(
     vectors: Vectors, make_engine: EngineFactory, scope: Equivalence | None, result: Consumed
 ) -> None:
-    """Compare every answer and state, as far as the equivalence does."""
+    """Compare every observation and state, as far as the equivalence says."""
     capabilities = get_capabilities(make_engine)
     features = find_lacking(capabilities)
     for number, steps in enumerate(vectors.programs, 1):
@@ -89,7 +89,7 @@ def _consume_compared(
             if isinstance(step.observation, v.Rejected):
                 lacking = None if Capability.REJECTION in capabilities else Capability.REJECTION
             elif _is_foreign(step.event, scope, vectors.config):
-                lacking = "other requests than its own"
+                lacking = "requests that the engine cannot take"
             else:
                 lacking = get_missing(step.event, features)
             if lacking is not None:
@@ -109,14 +109,14 @@ def _consume_compared(
 
 
 def _is_foreign(event: v.Event, scope: Equivalence | None, config: v.Config) -> bool:
-    """Whether an engine takes a request only when it is made another."""
+    """Whether the engine would take a request only after a change."""
     if scope is None or not isinstance(event, v.Submit):
         return False
     return scope.fit_request(event.request, config) != event.request
 
 
 def _consume_alone(vectors: Vectors, make_engine: EngineFactory, result: Consumed) -> None:
-    """Do what the clients of each program did, and judge the engine by what it answers."""
+    """Repeat the clients' events of each program, and check the engine's observations."""
     config, _ = fit_config(vectors.config, make_engine)
     for number, steps in enumerate(vectors.programs, 1):
         run = get_start(make_engine)(config, make_engine)
@@ -136,10 +136,9 @@ def _consume_alone(vectors: Vectors, make_engine: EngineFactory, result: Consume
 
 
 def _to_action(step: VectorStep) -> Action | None:
-    """What was done from outside; None of what was refused.
+    """Return the action of a step; None if it was rejected.
 
-    The worker of the run answers by its own decisions, so its tokens are others than those of the
-    file, and so are its drafts.
+    The worker of the run samples its own tokens and drafts, which differ from those of the file.
     """
     match step.event:
         case _ if isinstance(step.observation, v.Rejected):

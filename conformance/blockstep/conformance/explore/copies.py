@@ -1,7 +1,7 @@
-"""Copies: a state or an engine as bytes, without what all of them share.
+"""Copies of states and engines as bytes, without the constants that all of them share.
 
 An engine that can be pickled is kept as bytes, which takes a third of the time of a deep copy and
-none of its memory; any other is built anew and driven along the shortest path.
+none of its memory; any other is built again and given the events of the shortest path.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from blockstep.conformance.explore.world import World
 from blockstep.spec import vocabulary as v
 
 Kept = bytes | tuple[v.Event, ...]
-"""A pickled engine, or the events that lead to where it stands."""
+"""A pickled engine, or the events that lead to its state."""
 
 
 class Packer:
-    """Pickles what shares constants with its like: they are written as numbers.
+    """Pickles values that share constants; each constant is written as a number.
 
-    So a planted class that no import finds can be written, and what every copy has anyway, such as
-    the config, is neither written nor read again.
+    So a class without an importable name can be written, and what all copies share, such as the
+    config, is neither written nor read again.
     """
 
     def __init__(self, constants: Iterable[object]) -> None:
@@ -31,13 +31,13 @@ class Packer:
         self._numbers = {id(value): number for number, value in enumerate(self._constants)}
 
     def pack(self, value: object) -> bytes:
-        """The value as bytes, for a packer with the same constants."""
+        """Return the value as bytes, for a packer with the same constants."""
         file = io.BytesIO()
         _Pickler(file, self._numbers).dump(value)
         return file.getvalue()
 
     def unpack(self, packed: bytes) -> Any:
-        """A value that nobody else has, but for the constants in it."""
+        """Return a new value; only its constants are shared."""
         return _Unpickler(io.BytesIO(packed), self._constants).load()
 
 
@@ -52,8 +52,8 @@ class _Pickler(pickle.Pickler):
 
 
 def _constant(_number: int) -> object:
-    """Stands for the table of constants while a value is bytes."""
-    raise AssertionError("found by the unpickler under this name, and never called")
+    """Stand in for the table of constants in pickled bytes; never called."""
+    raise AssertionError("only the unpickler looks this name up")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -68,13 +68,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 def get_constants(world: World) -> list[object]:
-    """What every state of a world and every engine in it have in common."""
+    """Return what every state of a world and every engine in it share."""
     members = (*v.Status, *v.PauseState, *v.Policy, *v.SpecMethod)
     return [world.config, *world.requests, *members]
 
 
 class Copies:
-    """Keeps engines of one factory and brings them back, in one world."""
+    """Keeps and restores engines of one factory in one world."""
 
     def __init__(self, make_engine: EngineFactory, world: World) -> None:
         self._make_engine = make_engine
@@ -86,11 +86,11 @@ class Copies:
         self._pickles = self._can_pickle(first, world)
 
     def start(self) -> Kept:
-        """A new engine, before the first event."""
+        """Return a new engine, before the first event, in its kept form."""
         return self._packer.pack(self._make_engine(self._config)) if self._pickles else ()
 
     def revive(self, kept: Kept) -> Engine:
-        """An engine that stands where the kept one stood; nobody else has it."""
+        """Return a new engine in the state of the kept one."""
         if isinstance(kept, bytes):
             engine: Engine = self._packer.unpack(kept)
             return engine
@@ -100,11 +100,13 @@ class Copies:
         return engine
 
     def keep(self, engine: Engine, before: Kept, event: v.Event) -> Kept:
-        """To come back to `engine`, which has just taken `event`."""
+        """Return the kept form of `engine`, which has just taken `event`."""
         return (*before, event) if isinstance(before, tuple) else self._packer.pack(engine)
 
     def _can_pickle(self, engine: Engine, world: World) -> bool:
-        """Tried after a few events: some take on what cannot be pickled only when they run."""
+        """Whether the engine can be pickled, tried after a few events, since some change when they
+        run.
+        """
         try:
             for request in world.requests:
                 engine.apply(v.Submit(request))
@@ -112,4 +114,4 @@ class Copies:
             twin = self._packer.unpack(self._packer.pack(engine))
             return bool(twin.snapshot() == engine.snapshot())
         except Exception:
-            return False  # whatever pickle says of a foreign object
+            return False  # whatever pickle raises for a foreign object

@@ -1,8 +1,8 @@
-"""Cover: few short programs that do everything that a world lets happen.
+"""Covering programs: a few short ones that do everything that a world can do.
 
-Every transition is a set of things done: branches of the specification's code, situations of
-`witnesses`, and kinds of answer. A walk keeps the first transition that does something new, so its
-way there is a shortest one; of these programs a greedy choice is kept that does all of it.
+A transition does a set of things: branches of the specification's code, coverage goals, and kinds
+of observation. A walk keeps the first transition that does something new, so the path to it is a
+shortest one; a greedy choice of these programs covers everything.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _VOCABULARY = str(Path(_SPEC) / "vocabulary")
 
 
 class Tracer:
-    """Runs transitions and says which branches of the specification they took.
+    """Runs transitions and records the branches of the specification that they take.
 
-    A branch is a step from one line to another inside one function; which ones there are depends
-    on the version of Python. A debugger or a coverage tool is put aside meanwhile.
+    A branch is a step from one line to another within a function; the branches depend on the Python
+    version. A debugger or coverage tool is suspended meanwhile.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Tracer:
         self._memo = StateMemo()
 
     def apply(self, state: State, event: Event) -> tuple[Moment, Deeds]:
-        """The transition and all that it does."""
+        """Return the transition and the set of all that it does."""
         self._arcs, self._last = set(), {}
         before = sys.gettrace()
         sys.settrace(self._enter)
@@ -72,7 +72,7 @@ class Tracer:
 
 
 def trace_program(start: State, events: Iterable[Event]) -> Deeds:
-    """Everything that a program does."""
+    """Return everything that a program does."""
     tracer, deeds, state = Tracer(), set[str](), start
     for event in events:
         moment, done = tracer.apply(state, event)
@@ -82,10 +82,10 @@ def trace_program(start: State, events: Iterable[Event]) -> Deeds:
 
 
 def choose(programs: Sequence[tuple[int, Deeds]]) -> list[int]:
-    """Indices of programs that together do all that all do; each is (length, deeds).
+    """Return the indices of programs that together do all that all do; each is (length, deeds).
 
-    Greedy: most new deeds first, of those the shortest, of those the first. What turns out not to
-    be needed is dropped again. So few, not provably fewest.
+    The choice is greedy: most new deeds first, then the shortest, then the first. Programs that
+    turn out to be unnecessary are dropped. The result is small, but not provably minimal.
     """
     left = set[str]().union(*(deeds for _, deeds in programs))
     chosen: list[int] = []

@@ -1,12 +1,11 @@
-"""Liveness: no fair cycle of states without progress (P10).
+"""Liveness in small worlds: no fair cycle of states without progress (P10).
 
-Progress is a token delivered. Once nothing comes from outside, only Schedule and Commit are left,
-and a fair run takes each of them again and again while it is possible. So there must be no cycle
-of Schedules and of Commits that deliver nothing, while somebody unpaused could go on. A Schedule
-that changes nothing while a frame is in flight is left out: the commit of that frame is due. So is
-the end of a transfer, or what a store has of a request, where it has not said it; a fair one does.
-Where transfers are under way the only way on is that one of them ends, whole: who loads the same
-again and again goes round.
+Progress is a delivered token. Without outside events only Schedule and Commit are left, and a fair
+run takes each of them again and again while it is possible. So there must be no cycle of Schedules
+and of Commits that deliver nothing, while an unpaused request could run. A Schedule that changes
+nothing while a frame is in flight is left out, since the commit of that frame is due. So is a state
+in which the end of a transfer or a store's offer is due. While transfers are in flight the only
+step is that one of them completes; a request that loads the same again and again is a cycle.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ GRAMMAR = Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
 
 def get_no_progress(moment: Moment, is_loop: bool) -> bool:
-    """Whether a transition may be part of a cycle that must not be."""
+    """Whether a transition may be part of a forbidden cycle."""
     state = moment.before
     match moment.event, moment.observation:
         case Schedule(), Plan() if not (is_loop and state.frames):
@@ -55,10 +54,10 @@ def get_no_progress(moment: Moment, is_loop: bool) -> bool:
 
 
 def find_cycles(stalls: Iterable[Iterable[Digest]]) -> list[list[Digest]]:
-    """The states of each of the shortest cycles among these transitions.
+    """Return the states of each of the shortest cycles among these transitions.
 
-    Each item lists sources and targets by turns. States that lead nowhere are taken away until
-    only those are left that lead round.
+    Each item alternates sources and targets. States without a way out are removed until only states
+    on or before cycles are left.
     """
     ways: dict[Digest, list[Digest]] = {}
     sources: dict[Digest, list[Digest]] = {}
@@ -84,7 +83,9 @@ def find_cycles(stalls: Iterable[Iterable[Digest]]) -> list[list[Digest]]:
 def _shortest_cycle(
     ways: dict[Digest, list[Digest]], left: set[Digest], start: Digest
 ) -> list[Digest]:
-    """The states of a shortest cycle through `start`, from there on; [] if there is none."""
+    """Return the states of a shortest cycle through `start`, beginning with it; [] if there is
+    none.
+    """
     before: dict[Digest, Digest] = {}
     queue = deque([start])
     while queue:

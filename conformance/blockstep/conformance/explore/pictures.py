@@ -1,4 +1,4 @@
-"""Pictures: the graph of a very small world, for people (DOT, SVG) and machines (JSON)."""
+"""The graph of a very small world, for people (DOT, SVG) and for programs (JSON)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from blockstep.conformance.explore.walk import Walked
 from blockstep.spec.profiles import initial_state
 
 STATES_MAX = 300
-"""More than this nobody reads."""
+"""The most states of a graph; a larger one is not readable."""
 
 _WIDTH, _GAP, _LINE = 112, 76, 14
-"""Of a box, between two columns, of a line of text: pixels."""
+"""Width of a box, gap between columns, height of a line: pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """States by number, and what leads from one to another."""
+    """States by number, and the events between them."""
 
     nodes: tuple[Node, ...]
     ways: dict[tuple[int, int], tuple[str, ...]]
@@ -36,7 +36,7 @@ class Graph:
 
 
 def get_graph(walked: Walked) -> Graph:
-    """The graph of a walk that kept its edges."""
+    """Return the graph of a walk that kept its edges."""
     first = sketch(initial_state(walked.task.world.config))
     nodes = [Node(0, tuple(first.split("\n")))]
     numbers = {edge.source: 0 for edge in walked.edges[:1]}
@@ -52,7 +52,7 @@ def get_graph(walked: Walked) -> Graph:
 
 
 def to_json(graph: Graph) -> dict[str, object]:
-    """For machines (docs/reference/json.md)."""
+    """Return the graph as JSON (docs/reference/json.md)."""
     return {
         "states": [{"number": n, **asdict(node)} for n, node in enumerate(graph.nodes)],
         "transitions": [
@@ -63,7 +63,7 @@ def to_json(graph: Graph) -> dict[str, object]:
 
 
 def to_dot(graph: Graph) -> str:
-    """For Graphviz."""
+    """Return the graph for Graphviz."""
     lines = ["digraph world {", "  rankdir=LR; node [shape=box, fontname=monospace];"]
     for number, node in enumerate(graph.nodes):
         label = "\\n".join(node.lines).replace('"', "'")
@@ -75,7 +75,7 @@ def to_dot(graph: Graph) -> str:
 
 
 def to_svg(graph: Graph) -> str:
-    """Columns by depth; a way back is drawn below, dashed."""
+    """Return the graph as SVG: columns by depth; edges back are drawn below, dashed."""
     places: list[tuple[int, int]] = []
     columns: dict[int, int] = defaultdict(int)
     height = 4 * _LINE
@@ -128,6 +128,6 @@ def to_svg(graph: Graph) -> str:
 
 
 def _short(event: str) -> str:
-    """As much of an event as names it in a picture."""
+    """Return as much of an event as a picture shows."""
     words = event.split()
     return " ".join(words[: {"submit": 2, "commit": 1}.get(words[0])])

@@ -1,8 +1,8 @@
-"""Probe: what is looked for in every transition of a walk.
+"""Checks of one transition of a walk.
 
-Properties are judged as on any step, except that a walk has no past: it comes to each state once.
-What the `Ledger` would remember is read off the state before, so the sentences that speak of older
-history say nothing here: who was preempted since when, and what a reset came before.
+Properties are checked as on any step, except that a walk has no past: it visits each state once.
+What the `Ledger` would remember is derived from the state before, so checks about older history
+find nothing: which request was preempted since when, and what came before a reset.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from blockstep.spec.state import State
 from blockstep.spec.transition import transition
 
 Hits: TypeAlias = list[str]
-"""What was found in a transition, a line each."""
+"""The results of the checks of a transition, one line each."""
 
 RAISED = "exception"
-"""The field of a difference that is no answer."""
+"""The field of a difference that is an exception."""
 
 OF_THE_PAST = frozenset(
     {
@@ -50,7 +50,7 @@ OF_THE_PAST = frozenset(
         "dropped_token_runs_again",
     }
 )
-"""Witnesses that no single step can tell: they depend on what happened long before."""
+"""Coverage goals that no single step can show, since they depend on earlier steps."""
 JUDGED_WITNESSES = tuple(name for name in WITNESSES if name not in OF_THE_PAST)
 
 
@@ -61,12 +61,12 @@ class Moment:
     before: State
     event: v.Event
     after: State
-    """`before` itself if the event was refused."""
+    """`before` itself if the event was rejected."""
     observation: v.Observation
 
 
 def get_moment(state: State, event: v.Event) -> Moment:
-    """The transition of this event."""
+    """Return the transition of this event."""
     result = transition(state, event)
     if isinstance(result, v.Rejected):
         return Moment(state, event, state, result)
@@ -74,7 +74,7 @@ def get_moment(state: State, event: v.Event) -> Moment:
 
 
 def get_ledger(state: State) -> Ledger:
-    """What a ledger would know in this state, as far as the state tells."""
+    """Return what a ledger would contain in this state, as far as the state shows it."""
     ledger = Ledger(state.config)
     for name, request in state.requests.items():
         life = ledger.lives[name] = Life(request.request, ledger.names)
@@ -121,8 +121,9 @@ def get_ledger(state: State) -> Ledger:
 
 
 def _recall_transfers(store: StoreLedger, state: State) -> None:
-    """What was said of transfers, as far as the state tells: a load is of all blocks that are not
-    settled."""
+    """Record the transfers that the state shows: a load comprises all blocks that are not
+    published.
+    """
     moving, known = state.transfers, store.transfers
     known.offers = dict(moving.offers)
     known.at_once = {frame.frame_id: frame.loads for frame in state.frames if frame.loads}
@@ -147,7 +148,9 @@ def _recall_transfers(store: StoreLedger, state: State) -> None:
 
 
 def _get_follower(state: State) -> Follower:
-    """What the log has told so far: what is findable, but for what is still to be told."""
+    """Return a follower of the event log so far: the cached blocks, without the events not yet
+    sent.
+    """
     cached, untold = state.pool.cached, state.pool.kv_events
     copies = Counter[v.BlockKey]()
     if untold is not None:
@@ -158,28 +161,28 @@ def _get_follower(state: State) -> Follower:
         elif isinstance(event, v.BlockRemoved):
             copies.update(event.keys)
         else:
-            copies = Counter()  # by a quirk: whatever it was before that
+            copies = Counter()  # this happens with a quirk only
     return Follower(+copies)
 
 
 class StateMemo:
-    """What is made of the state that is being expanded, and of the moment that is looked at.
+    """Caches for the state that is being expanded, and for the transition that is being checked.
 
-    Requests that a transition leaves alone are the same objects in both snapshots, so that nobody
-    compares them field by field.
+    Requests that a transition does not change are the same objects in both snapshots, so that they
+    need not be compared field by field.
     """
 
     def __init__(self) -> None:
         self._state: State | None = None
         self._requests: dict[int, v.RequestSnapshot] = {}
-        """Of the requests of that state, by `id`: the state keeps them alive."""
+        """Snapshots of the state's requests, by `id`; the state keeps the requests alive."""
         self._ledger: Ledger | None = None
         self._moment: Moment | None = None
         self._before: v.Snapshot | None = None
         self._after: v.Snapshot | None = None
 
     def snapshot_after(self, moment: Moment) -> v.Snapshot:
-        """The state after a moment."""
+        """Return the snapshot after a transition."""
         if self._moment is not moment or self._after is None:
             before = self._snapshot_before(moment.before)
             is_same = moment.after is moment.before
@@ -188,7 +191,7 @@ class StateMemo:
         return self._after
 
     def step(self, moment: Moment) -> tuple[Step, Ledger]:
-        """The transition as a step, and what was known before it."""
+        """Return the transition as a step, and the ledger before it."""
         state = moment.before
         after = self.snapshot_after(moment)
         before = self._snapshot_before(state)
@@ -214,7 +217,7 @@ class StateMemo:
 
 
 def broken_properties(memo: StateMemo, moment: Moment) -> Hits:
-    """The properties that do not hold."""
+    """Return the properties that do not hold."""
     return [
         f"{finding.property_id} {finding.sentence}: {finding.message}"
         for finding in check_step(*memo.step(moment))
@@ -222,14 +225,14 @@ def broken_properties(memo: StateMemo, moment: Moment) -> Hits:
 
 
 def get_witnesses(memo: StateMemo, moment: Moment) -> Hits:
-    """The situations that a transition is, without those of the past."""
+    """Return the coverage goals that a transition reaches, without those that need the past."""
     return [name for name in situations(*memo.step(moment)) if name not in OF_THE_PAST]
 
 
 def compare_with(quirk: Quirk, moment: Moment) -> Hits:
-    """Where the specification with a quirk answers otherwise, or comes to another state.
+    """Return where the specification with a quirk differs in its observation or its state.
 
-    Up to there both have come the same way, so the quirk is switched on in the state before.
+    Both have the same path so far, so the quirk is switched on in the state before.
     """
     before = moment.before
     quirks = frozenset({*map(Quirk, before.rules.quirks), quirk})
@@ -246,7 +249,9 @@ def compare_with(quirk: Quirk, moment: Moment) -> Hits:
 
 
 def _without_saved_blocks(plan: v.Plan) -> v.Plan:
-    """A plan whose saves name no blocks: these are of the state before, which nobody shows here."""
+    """Return a plan whose swap-outs name no blocks, which belong to a state that is not shown
+    here.
+    """
     return replace(plan, kv_saves=tuple([replace(it, block_ids=()) for it in plan.kv_saves]))
 
 
@@ -258,10 +263,11 @@ def differ(
     capabilities: frozenset[str],
     scope: Equivalence | None = None,
 ) -> tuple[Difference, ...]:
-    """Give an engine an event; how its answer and its state differ from what is right.
+    """Give an event to an engine, and return how its observation and state differ from the right
+    ones.
 
-    As far as its equivalence compares them; None: `exact`. Without a state to tell blocks apart by,
-    plans are compared without them at `renamed`.
+    Compared is what its equivalence says; None means `exact`. If the engine shows no state at
+    `renamed`, plans are compared without block ids.
     """
     try:
         seen = engine.apply(event)

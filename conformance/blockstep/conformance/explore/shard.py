@@ -1,7 +1,7 @@
-"""Shard: the part of a walk's states that one process owns, and what it finds in them.
+"""A shard: the states of a walk that one process owns, and what it finds in them.
 
-States are dealt out by digest. A shard remembers those that it has seen, tries every event in the
-new ones, and hands what belongs to others over to them (see `walk`).
+The digest decides which shard owns a state. A shard records the states that it has seen, tries
+every event in the new ones, and sends states of other shards to them (see `walk`).
 """
 
 from __future__ import annotations
@@ -34,33 +34,34 @@ from blockstep.spec.vocabulary import Event, Rejected, Submit
 OUT_OF_NOTHING = "only after events in this state that must change nothing"
 SPEC_IS_WRONG = "the specification failed an assertion of its own"
 MAX_STATES = 3_000_000
-"""About a quarter of a kilobyte each, in all shards together."""
+"""Each takes about a quarter of a kilobyte; the limit is for all shards together."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What to do in a world."""
+    """The settings of a walk."""
 
     world: World
     profile: Profile = STRICT
-    """Quirks that the spec follows."""
+    """The quirks that the spec follows."""
     properties: bool = True
-    """Judge every transition by the properties, and look for cycles without progress."""
+    """Whether every transition is checked by the properties, and cycles without progress are
+    sought."""
     stalls: bool = False
-    """Look for these whatever the properties say."""
+    """Whether such cycles are sought even without the properties."""
     witness: str = ""
-    """Stop where this situation is reached."""
+    """A coverage goal at which the walk stops."""
     quirk: Quirk | None = None
-    """Stop where the specification with this quirk goes another way."""
+    """A quirk; the walk stops where the specification with it differs."""
     engine: str = ""
-    """Give every event in every state to this engine, and compare."""
+    """An engine that gets every event in every state, and is compared."""
     edges: bool = False
-    """Keep the graph."""
+    """Whether the graph is kept."""
     deeds: bool = False
-    """Keep the first transitions that do something new (see `cover`); slow."""
+    """Whether the first transitions that do something new are kept (see `cover`); slow."""
     max_states: int = MAX_STATES
     max_depth: int = 1_000_000
-    """Events on the way to a state that is still expanded, at most."""
+    """The longest path to a state that is still expanded, in events."""
 
 
 class Candidate(NamedTuple):
@@ -69,15 +70,15 @@ class Candidate(NamedTuple):
     digest: Digest
     parent: Digest
     number: int
-    """Of the event, among those of its parent."""
+    """Number of the event among those of its parent."""
     state: State | bytes
-    """Packed on its way to another shard."""
+    """The state; bytes on the way to another shard."""
     kept: Kept
-    """An engine that stands in it."""
+    """An engine in this state, in its kept form."""
 
 
 class Hit(NamedTuple):
-    """Something that was looked for."""
+    """A finding."""
 
     parent: Digest
     number: int
@@ -91,27 +92,27 @@ class Edge(NamedTuple):
     event: Event
     target: Digest
     sketch: str
-    """The target, in a few words."""
+    """The target in a few words."""
 
 
 @dataclass(slots=True)
 class Level:
-    """What one shard found at one depth."""
+    """The states and findings of one shard at one depth."""
 
     outboxes: list[list[Candidate]]
-    """States of other shards; its own stay where they are."""
+    """States of other shards; its own are kept."""
     transitions: int = 0
     refused: int = 0
     left_out: int = 0
-    """Events that the engine is not to be given."""
+    """Events that the engine cannot be given."""
     hits: list[Hit] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     novelties: list[tuple[Digest, int]] = field(default_factory=list)
-    """Transitions that do something that none before did: the parent, and the event's number."""
+    """Transitions that do something new: the parent, and the number of the event."""
 
 
 class Shard:
-    """The states whose digests leave one remainder; used by one level after the other."""
+    """The states whose digests have one remainder; called once per level."""
 
     def __init__(self, task: Task, index: int, num_shards: int) -> None:
         self._task = task
@@ -129,7 +130,7 @@ class Shard:
             self._capabilities = make_engine(task.world.config).capabilities()
         self._lacking = find_lacking(self._capabilities)
         self._is_spared = Capability.REJECTION not in self._capabilities
-        """Whether the engine is not given what the specification refuses."""
+        """Whether the engine is not given events that the specification rejects."""
         self._tracer = Tracer() if task.deeds else None
         self._done: set[str] = set()
         self._parents: dict[Digest, Digest] = {}
@@ -138,12 +139,12 @@ class Shard:
         self._found: list[Candidate] = []
         """States of this shard for the next level."""
         self._sent: set[Digest] = set()
-        """States of other shards that they have been told of."""
+        """States of other shards that were already sent to them."""
         self._stalls = array("Q")
-        """Transitions without progress, source and target by turns."""
+        """Transitions without progress, sources and targets alternating."""
 
     def start(self) -> None:
-        """Take the initial state, if it is of this shard."""
+        """Add the initial state, if this shard owns it."""
         state = initial_state(self._task.world.config, self._task.profile)
         digest = self._digest(state)
         if digest % self._num_shards == self._index:
@@ -151,7 +152,7 @@ class Shard:
             self.absorb([Candidate(digest, digest, -1, state, kept)])
 
     def absorb(self, candidates: list[Candidate]) -> int:
-        """Take the new ones of these states as the next level; returns how many there are."""
+        """Make the new ones among these states the next level, and return their number."""
         new: dict[Digest, Candidate] = {}
         for candidate in sorted([*self._found, *candidates], key=lambda found: found[:3]):
             if candidate.digest not in self._parents:
@@ -195,7 +196,7 @@ class Shard:
                     differences = fresh or [f"{OUT_OF_NOTHING}: {line}" for line in differences]
                 lines += differences
             if is_refused:
-                level.refused += 1  # `engine` still stands here, and is used again
+                level.refused += 1  # `engine` is still in this state and is used again
             else:
                 level.transitions += 1
                 target = digest if moment.after is state else self._digest(moment.after)
@@ -214,7 +215,7 @@ class Shard:
                 level.hits.append(Hit(digest, number, lines))
 
     def _is_left_out(self, event: Event) -> bool:
-        """Whether the engine lacks what an event is about, or takes other requests only."""
+        """Whether the engine lacks a capability for an event, or cannot take its request."""
         if self._scope is not None and isinstance(event, Submit):
             config = self._task.world.config
             if self._scope.fit_request(event.request, config) != event.request:
@@ -222,7 +223,7 @@ class Shard:
         return bool(self._lacking) and get_missing(event, self._lacking) is not None
 
     def _probe(self, moment: Moment) -> Hits:
-        """What was looked for in a transition, a line each."""
+        """Return what was found in a transition, one line each."""
         task, memo = self._task, self._memo
         lines = probe.broken_properties(memo, moment) if task.properties else []
         if task.witness and task.witness in probe.get_witnesses(memo, moment):
@@ -237,7 +238,7 @@ class Shard:
             self._stalls.extend((source, target))
 
     def _is_new(self, sent: set[Digest], target: Digest) -> bool:
-        """Whether this shard has not come to a state before, on this level or an earlier one."""
+        """Whether this shard has not seen a state before, on this level or an earlier one."""
         if target in self._parents or target in sent or target in self._sent:
             return False
         (sent if target % self._num_shards == self._index else self._sent).add(target)
@@ -253,7 +254,7 @@ class Shard:
             level.outboxes[owner].append(found._replace(state=packed))
 
     def _compare(self, engine: Engine, moment: Moment) -> Hits:
-        """Give the event to an engine that stands in the state before; how it differs after it."""
+        """Give the event to an engine in the state before, and return how it differs afterwards."""
         after = self._memo.snapshot_after(moment)
         given = (engine, moment.event, moment.observation, after)
         found = probe.differ(*given, self._capabilities, self._scope)
@@ -274,16 +275,16 @@ class Shard:
         return moment
 
     def parent(self, digest: Digest) -> Digest | None:
-        """Where the shortest way to a state comes from; itself for the initial state."""
+        """Return the state before on the shortest path to a state; itself for the initial state."""
         return self._parents.get(digest)
 
     def stalls(self) -> array[int]:
-        """Transitions without progress, source and target by turns."""
+        """Return the transitions without progress, sources and targets alternating."""
         return self._stalls
 
 
 def sketch(state: State) -> str:
-    """A state in a few words: who stands where with how much, and what lies about."""
+    """Return a state in a few words: requests with their progress, frames and cached blocks."""
     words = []
     for name, request in state.requests.items():
         runs = f"runs {request.num_computed_tokens}/{request.num_known_tokens}"

@@ -1,4 +1,4 @@
-"""Tables: the shortest program for each quirk and each planted defect, over several worlds."""
+"""Tables of the shortest program for each quirk and each seeded bug, over several worlds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from blockstep.spec.vocabulary import Commit, Drafts, Event
 NOWHERE = "-"
 UNBROKEN = "none: it is only another behaviour"
 FIRST_LIMITS = (200, 2_000)
-"""States of a walk while nothing has been found anywhere."""
+"""Limits of the states of a walk while nothing has been found in any world."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,10 @@ class Shortest:
 
 
 def find_shortest(name: str, tasks: Sequence[Task], jobs: int = 1) -> Shortest:
-    """The shortest program over all tasks, the first of equals.
+    """Return the shortest program over all tasks, the first of equal ones.
 
-    All worlds are walked a little way first. Once one of them has a program, the others are walked
-    only as deep as would be shorter still.
+    All worlds are first walked a short way. Once one of them has a program, the others are walked
+    only to a depth that would be shorter still.
     """
     best = Shortest(name)
     for limit in (*FIRST_LIMITS, MAX_STATES):
@@ -51,7 +51,7 @@ def find_shortest(name: str, tasks: Sequence[Task], jobs: int = 1) -> Shortest:
 
 
 def _find_in_passing(best: Shortest, tasks: Sequence[Task], jobs: int, limit: int) -> Shortest:
-    """The shortest program after one walk for each task, of at most `limit` states."""
+    """Return the shortest program after one walk for each task, of at most `limit` states."""
     for task in tasks:
         task = replace(task, max_states=min(task.max_states, limit))
         if best.length is not None:
@@ -64,12 +64,12 @@ def _find_in_passing(best: Shortest, tasks: Sequence[Task], jobs: int, limit: in
 
 
 def tell_event(event: Event) -> str:
-    """One line for an event."""
+    """Return an event as one line."""
     return describe_event(event) if isinstance(event, Commit | Drafts) else describe(event)
 
 
 def tell_program(path: Sequence[PathStep]) -> list[str]:
-    """A line for each event."""
+    """Return a line for each event."""
     return [tell_event(step.event) for step in path]
 
 
@@ -91,7 +91,9 @@ def quirk_rows(
     names: Sequence[str],
     advance: Callable[[str], None],
 ) -> list[dict[str, object]]:
-    """For each quirk: when it first differs from the specification, and breaks a property."""
+    """Return for each quirk when it first differs from the specification, and first breaks a
+    property.
+    """
     rows: list[dict[str, object]] = []
     for story in QUIRKS:
         quirk, profile = story.quirk, get_smallest_profile(story)
@@ -102,7 +104,7 @@ def quirk_rows(
         tasks = [Task(world, without, max_states=max_states) for world in worlds]
         differing = [replace(task, properties=False, quirk=quirk) for task in tasks]
         differs = find_shortest(quirk, differing, jobs)
-        if story.upon:  # what breaks without it is not its doing
+        if story.upon:  # a property that breaks without the quirk is not its doing
             tasks = [task for task in tasks if not walk(task).found]
             worlds = [task.world for task in tasks]
         breaks = find_shortest(quirk, [replace(task, profile=profile) for task in tasks], jobs)
@@ -126,10 +128,10 @@ def museum_rows(
     names: Sequence[str],
     advance: Callable[[str], None],
 ) -> list[dict[str, object]]:
-    """For each planted defect: the shortest program on which it differs.
+    """Return for each seeded bug the shortest program on which it differs.
 
     Raises:
-        EngineNotFoundError: a name is of no exhibit.
+        EngineNotFoundError: no seeded bug has a given name.
     """
     rows: list[dict[str, object]] = []
     for name in names or EXHIBITS:
@@ -151,7 +153,7 @@ def museum_rows(
 
 
 def join_worlds(rows: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-    """Rows of defects as the page has them: one for each world."""
+    """Return the rows of seeded bugs joined by world, as the page has them."""
     by_world: dict[object, list[str]] = {}
     for row in rows:
         defect = f"{row['defect']} {row['events']} ({row['first difference']})"
@@ -167,7 +169,9 @@ def _sentence(shortest: Shortest) -> str:
 
 
 def _broken(shortest: Shortest, property_ids: Sequence[str]) -> str:
-    """The sentence that falls; of several one of those properties that the quirk's story names."""
+    """Return the check that fails; of several, one of the properties that the quirk's story
+    names.
+    """
     if not shortest.found and not property_ids:
         return UNBROKEN
     expected = (line for line in shortest.found if line.split()[0] in property_ids)
@@ -175,7 +179,7 @@ def _broken(shortest: Shortest, property_ids: Sequence[str]) -> str:
 
 
 def render_table(rows: Sequence[dict[str, object]], markdown: bool = False) -> str:
-    """Rows of one kind, columns named by the keys; programs are left to JSON."""
+    """Return rows as a table with the keys as columns; programs are only in the JSON."""
     if not rows:
         return "nothing to show\n"
     columns = [name for name in rows[0] if name != "program"]

@@ -1,4 +1,4 @@
-"""Vectors: programs with the right answers, in a file that needs no Python to be read.
+"""Vectors: programs with the right observations and states, in a file that any language can read.
 
 ::
 
@@ -9,9 +9,9 @@
     {"snapshot":{"pause_state":"unpaused","waiting":["A"],...}}
     ...
 
-The second line and the steps are those of a recorded run (`traces`); behind each step stands the
+The second line and the steps are those of a recorded run (`traces`); after each step comes the
 state after it. The manifest holds the SHA-256 of everything below it, so a file that was changed
-is told from one that an engine fails. Described in docs/reference/vectors.md.
+is distinguished from one on which an engine fails. Described in docs/reference/vectors.md.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class _State(msgspec.Struct, forbid_unknown_fields=True):
-    """A snapshot in JSON; fields as in the vocabulary but for keys."""
+    """A snapshot in JSON; fields as in the vocabulary except for keys."""
 
     pause_state: v.PauseState
     waiting: tuple[str, ...]
@@ -56,14 +56,14 @@ class _State(msgspec.Struct, forbid_unknown_fields=True):
     block_keys: tuple[Links | None, ...]
     """The chain of each block's key, first block first."""
     cached: tuple[tuple[int, ...], ...]
-    """Findable blocks: those of one key together, in order of publication."""
+    """Cached blocks: those of one key together, in order of publication."""
     frames_in_flight: tuple[int, ...]
     next_frame_id: int
     finished_req_ids: tuple[str, ...]
     prev_scheduled_req_ids: tuple[str, ...]
     stats: v.Stats
     has_work: bool | None = None
-    """None in a file that was written before states said it."""
+    """None in a file from before snapshots had the field."""
 
 
 class _StateLine(msgspec.Struct, forbid_unknown_fields=True):
@@ -86,16 +86,16 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     format: str
     version: int
     spec: str
-    """Version of Blockstep that filled the file."""
+    """The version of Blockstep that wrote the file."""
     preset: str
     programs: int
     sha256: str
-    """Of all lines below, each with its line feed."""
+    """Digest of all lines below, each with its line feed."""
 
 
 @dataclass(frozen=True, slots=True)
 class VectorStep:
-    """One event, and what is right after it."""
+    """One event, and the right observation and state after it."""
 
     event: v.Event
     observation: v.Observation
@@ -117,7 +117,7 @@ class Vectors:
 def write_vectors(
     path: Path, preset: str, config: v.Config, programs: Sequence[Sequence[v.Event]]
 ) -> Manifest:
-    """Play each program on the specification and write down its answers; gzipped for ".gz".
+    """Play each program on the specification and write its observations; gzipped for ".gz".
 
     Raises:
         TraceError: the file cannot be written, or an event holds a value of a wrong type.
@@ -129,7 +129,7 @@ def write_vectors(
         for event in events:
             answer = oracle.apply(event)
             if isinstance(answer, v.Rejected):
-                answer = v.Rejected(answer.code)  # its wording is nobody's business
+                answer = v.Rejected(answer.code)  # the wording is not compared
             lines.append(recorded.step_line(path, 0, event, answer))
             lines.append(_encode(_StateLine(_to_json(oracle.snapshot()))))
     body = b"".join(lines)
@@ -160,15 +160,15 @@ def _to_json(snapshot: v.Snapshot) -> _State:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What was written."""
+    """The result of `fill`."""
 
     manifest: Manifest
     num_events: int
     num_deeds: int
-    """Branches, situations and answers that the programs cover: all that the walk met."""
+    """Branches, coverage goals and observations that the programs cover: all that the walk met."""
     num_states: int
     is_complete: bool
-    """Whether the walk came to every state."""
+    """Whether the walk visited every state."""
 
 
 def fill(
@@ -202,22 +202,22 @@ def fill(
 
 
 def read_vectors(path: Path) -> Vectors:
-    """The vectors at `path`, gzipped or plain. Raises `TraceError`."""
+    """Return the vectors at `path`, gzipped or plain. Raises `TraceError`."""
     lines = [text for _, text in read_lines(path)]
     manifest = _read_manifest(path, lines[0] if lines else "")
     body = "".join(f"{text}\n" for text in lines[1:]).encode("utf-8")
     digest = sha256(body).hexdigest()
     if digest != manifest.sha256:
         found = f"the lines below hash to {digest[:12]}..."
-        rule = f"the manifest promises {manifest.sha256[:12]}...: the file was changed"
+        rule = f"the manifest says {manifest.sha256[:12]}...: the file was changed"
         fix = "fetch it again, or fill it again with `blockstep vectors fill`"
         raise TraceError(path, 1, found, rule, fix)
     if len(lines) < 2:
-        raise _bad(path, 2, "no line with the config", "the config stands below the manifest")
+        raise _bad(path, 2, "no line with the config", "the config is the line below the manifest")
     config, *_ = recorded.read_header(path, lines[1])
     programs = tuple(_read_programs(path, enumerate(lines[2:], 3)))
     if len(programs) != manifest.programs:
-        promised = f"the manifest promises {manifest.programs}"
+        promised = f"the manifest says {manifest.programs}"
         raise _bad(path, 1, f"{len(programs)} programs", promised)
     return Vectors(manifest, config, programs)
 
@@ -259,14 +259,14 @@ def _read_programs(
 
 
 def _read_state(path: Path, line: int, text: str) -> v.Snapshot:
-    rule = "behind each step stands the state after it"
+    rule = "after each step comes the state after it"
     state = _decode(path, line, text, _StateLine, rule).snapshot
     keys = [from_links(links) if links else None for links in state.block_keys]
     cached = {}
     for blocks in state.cached:
         key = keys[blocks[0]] if blocks and 0 <= blocks[0] < len(keys) else None
         if key is None:
-            raise _bad(path, line, f"cached blocks {list(blocks)}", "findable blocks carry a key")
+            raise _bad(path, line, f"cached blocks {list(blocks)}", "cached blocks have a key")
         cached[key] = blocks
     return v.Snapshot(
         **msgspec.structs.asdict(state) | {"block_keys": tuple(keys), "cached": cached}

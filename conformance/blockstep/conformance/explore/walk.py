@@ -1,10 +1,10 @@
-"""Walk: visit every state of a world, breadth first, each once.
+"""A walk: visits every state of a world, breadth first, each once.
 
     level n  --expand-->  candidates  --by digest, to the shard that owns it-->  level n + 1
 
-States are dealt out to shards by digest; each shard remembers those it has seen, and with several
-jobs each shard is a process. A state is represented by the first way to it: of the least digest
-among the states before, then of the first event. Nothing depends on the number of shards then.
+The digest decides which shard owns a state; each shard records those it has seen, and with several
+jobs each shard is a process. A state is represented by the first path to it: of the least digest
+among the states before, then of the first event. So the number of shards changes no result.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LostShardError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PathStep:
-    """One event on the way to what was found."""
+    """One event on the path to a finding."""
 
     event: Event
     observation: Observation | None
@@ -54,36 +54,36 @@ class PathStep:
 
 @dataclass(slots=True)
 class Walked:
-    """What a walk has come to."""
+    """The result of a walk."""
 
     task: Task
     counts: Counts
     is_complete: bool
-    """Every state was visited."""
+    """Whether every state was visited."""
     seconds: float
     found: tuple[str, ...] = ()
-    """What was looked for and found first, or is wrong: lines for a reader."""
+    """The first finding, in lines for a reader."""
     path: tuple[PathStep, ...] = ()
-    """The shortest way there."""
+    """The shortest path to it."""
     cycle: tuple[PathStep, ...] = ()
     """A cycle without progress that starts where `path` ends."""
     edges: list[Edge] = field(default_factory=list)
     programs: list[tuple[Event, ...]] = field(default_factory=list)
-    """The ways to what was done for the first time, that included."""
+    """The paths to transitions that did something new, each included."""
     left_out: int = 0
-    """Events that the engine was not to be given."""
+    """Events that the engine could not be given."""
     equivalence: str = EXACT
-    """By what the engine was held to the specification; at `safety` the states are its own."""
+    """The equivalence at which the engine was compared; at `safety` the states are the engine's."""
     excused: Counter[str] = field(default_factory=Counter)
-    """Findings that its adapter declares, by the deviation."""
+    """Number of findings that its adapter declares, by the deviation."""
     notes: tuple[str, ...] = ()
-    """What was made otherwise in its config, as `name=value`."""
+    """Changes of the config for the engine, as `name=value`."""
     is_blind: bool = False
-    """It shows no state, so that states are programs, and there is no last one."""
+    """Whether the engine shows no state, so that each program counts as a state, without end."""
 
 
 def get_obstacle(task: Task) -> str | None:
-    """Why there is nothing to walk with the engine of a task in its world.
+    """Return why a task's engine cannot walk its world; None if it can.
 
     Raises:
         EngineNotFoundError: it cannot be loaded.
@@ -96,7 +96,7 @@ def get_obstacle(task: Task) -> str | None:
         return f"lacks {missing}"
     scope = get_traits(make_engine).equivalence
     if scope is None or isinstance(scope, Safety):
-        return None  # of its own states it has those of the nearest config
+        return None  # it walks its own states, with the nearest config
     changes = list_changes(config, scope.fit_config(config))
     return f"is built with {', '.join(changes)} only" if changes else None
 
@@ -104,9 +104,9 @@ def get_obstacle(task: Task) -> str | None:
 def walk(
     task: Task, jobs: int = 1, on_progress: Callable[[int, int, int], None] = lambda *_: None
 ) -> Walked:
-    """Visit every state of `task.world`, or all up to the first level where something is found.
+    """Visit every state of `task.world`, or all up to the first level with a finding.
 
-    `on_progress` is told states, transitions and depth after each level.
+    `on_progress` gets states, transitions and depth after each level.
 
     Raises:
         EngineNotFoundError: `task.engine` cannot be loaded.
@@ -162,11 +162,11 @@ def walk(
     return walked
 
 
-# --- the way to a state
+# --- the path to a state
 
 
 def _path(task: Task, shards: _Shards, digest: Digest, number: int = -1) -> tuple[PathStep, ...]:
-    """The representative way to a state, and there the event of this number, if one is given."""
+    """Return the representative path to a state, with the event of this number, if one is given."""
     start = initial_state(task.world.config, task.profile)
     steps = _follow(task, start, _way(shards, digest))
     if number < 0:
@@ -180,7 +180,7 @@ def _path(task: Task, shards: _Shards, digest: Digest, number: int = -1) -> tupl
 
 
 def _way(shards: _Shards, digest: Digest) -> list[Digest]:
-    """The states behind the initial one on the representative way to one."""
+    """Return the states after the initial one on the representative path to a state."""
     digests: list[Digest] = []
     while True:
         parents = shards.call("parent", [digest] * shards.num_shards)
@@ -194,8 +194,9 @@ def _way(shards: _Shards, digest: Digest) -> list[Digest]:
 def _follow(
     task: Task, state: State, digests: list[Digest], *, stalls: bool = False
 ) -> tuple[PathStep, ...]:
-    """The first events that lead from `state` to a state of each digest in turn; with `stalls`,
-    those without progress."""
+    """Return the first events that lead from `state` to a state of each digest in turn; with
+    `stalls`, those without progress.
+    """
     digest_of = Canonicaliser(task.world).digest
     steps = []
     for digest in digests:
@@ -209,7 +210,7 @@ def _follow(
                 state = moment.after
                 break
         else:
-            raise AssertionError("a state on a path has a way to the next one")
+            raise AssertionError("each state on a path leads to the next one")
     return tuple(steps)
 
 
@@ -220,7 +221,7 @@ def _last_state(task: Task, steps: tuple[PathStep, ...]) -> State:
     return state
 
 
-# --- shards in this process, or each in one of its own
+# --- shards in this process, or each in its own
 
 
 class _Local:
@@ -268,7 +269,7 @@ class _Processes:
 
 
 def _serve(pipe: Connection, task: Task, index: int, num_shards: int) -> None:
-    """The loop of a process: one shard, called until the other end hangs up."""
+    """Serve one shard in a process until the other end closes the pipe."""
     follow_parent()
     shard: Shard | None = None
     while True:
@@ -284,4 +285,5 @@ def _serve(pipe: Connection, task: Task, index: int, num_shards: int) -> None:
 
 
 _Shards: TypeAlias = _Local | _Processes
-"""`call` calls a method of every shard, each with its argument; the answers come in order."""
+"""`call` calls a method of every shard, each with its argument, and returns the results in order.
+"""

@@ -1,8 +1,8 @@
-"""World: a scope so small that every state of it can be visited.
+"""Worlds: scopes so small that every state can be visited.
 
-A world is a config, the few requests that may ever be submitted, the tokens that may be sampled,
-and the signals that may come. An id is free again once its request has ended, so a run never ends,
-but there are finitely many states.
+A world is a config, the few requests that may be submitted, the tokens that may be sampled, and the
+outside events that may come. An id can be used again once its request has finished, so a run never
+ends, but the number of states is finite.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from blockstep.spec.state import State
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What there is in a world, once all of it has been visited."""
+    """The size of a world that was visited completely."""
 
     states: int
-    """Distinct ones, after symmetry reduction; the initial one included."""
+    """Distinct states after symmetry reduction, with the initial one."""
     transitions: int
     """Accepted events over all states."""
     refused: int
-    """Refused events over all states."""
+    """Rejected events over all states."""
     depth: int
-    """Events on the shortest way to the farthest state."""
+    """Events on the shortest path to the farthest state."""
 
 
 @dataclass(frozen=True)
@@ -40,34 +40,34 @@ class World:
     summary: str
     config: v.Config
     requests: tuple[v.Request, ...]
-    """Those that may be submitted; each again once it has ended."""
+    """Requests that may be submitted, each again once it has finished."""
     vocabulary: tuple[v.TokenId, ...] = (0,)
-    """What may be sampled, and proposed as a draft."""
+    """Tokens that may be sampled or proposed as a draft."""
     aborts: bool = False
     resets: tuple[bool, ...] = ()
-    """Values of `reset_running_requests` to be tried."""
+    """Values of `reset_running_requests` that are tried."""
     pauses: tuple[v.PauseState, ...] = ()
     encoder_resets: bool = False
     offers: tuple[tuple[str, ...], ...] = ()
-    """What a connector may hold of encoded items."""
+    """Encoded items that a connector may hold."""
     kv_offers: tuple[v.KVOffer, ...] = ()
-    """What a store may answer about a request. Where there is one, loads end, fail or do not, and
-    resets are tried with the store's as well."""
+    """Offers that a store may make. If there are any, loads complete, fail or stay in flight, and
+    resets are also tried with the store's reset."""
     estimates: tuple[v.PinEstimate, ...] = ()
-    """What an estimator may give for a job. Where there is one, time goes on while pins wait for
-    it, tick by tick, and goes back."""
+    """Estimates that may be given for a job. If there are any, time advances tick by tick while
+    there are pins, and also goes backwards."""
     updates: tuple[v.Request, ...] = ()
-    """What sessions may go on with, or end by."""
+    """Inputs with which sessions may continue or end."""
     forks: bool = False
-    """Whether anybody may go on as another one who is alike but for the id."""
+    """Whether a request may be forked into any other that differs only in its id."""
     expected: Counts | None = None
-    """What a complete walk must count; a change of the specification shows up here."""
+    """The counts of a complete walk; a change of the specification shows here."""
 
     @cached_property
     def classes(self) -> dict[v.RequestId, int]:
-        """The class of each request: those of one class are interchangeable.
+        """Return the class of each request; requests of one class are interchangeable.
 
-        Ids take part in a decision under PRIORITY only, where they break ties.
+        Ids matter only under PRIORITY, where they break ties.
         """
         if self.config.policy is v.Policy.PRIORITY or self.updates:
             return {request.request_id: rank for rank, request in enumerate(self.requests)}
@@ -76,17 +76,22 @@ class World:
 
     @cached_property
     def _models(self) -> dict[v.RequestId, v.Request]:
-        """Each request but for its id."""
+        """Return each request without its id."""
         return {r.request_id: replace(r, request_id="") for r in self.requests}
 
     def list_alike(self, name: v.RequestId) -> list[v.RequestId]:
-        """The others that are alike but for their ids: those as which it may go on."""
+        """Return the other requests that differ only in their ids, into which this one may be
+        forked.
+        """
         mine = self._models[name]
         return [other for other, model in self._models.items() if model == mine and other != name]
 
     @cached_property
     def free_tokens(self) -> frozenset[v.TokenId]:
-        """Interchangeable tokens: no request names them. Empty if there is only one."""
+        """Return the interchangeable tokens: those that no request names.
+
+        Empty if there is only one.
+        """
         if self.updates:
             return frozenset()
         named: set[v.TokenId | None] = {self.config.reasoning_end_token_id}
@@ -99,7 +104,7 @@ class World:
 
     @cached_property
     def signals(self) -> tuple[v.Event, ...]:
-        """Events that do not depend on the state: what clients and operators may do."""
+        """Return the events that do not depend on the state: those of clients and operators."""
         return (
             *map(v.Submit, self.requests),
             *(v.GrammarReady(r.request_id) for r in self.requests if r.structured_output),
@@ -117,8 +122,9 @@ class World:
 
     @cached_property
     def features(self) -> frozenset[str]:
-        """Names of the features (`features.FEATURES`) that it has; what must be refused is tried
-        in every world."""
+        """Return the names of its features (`features.FEATURES`); events that must be rejected are
+        tried in every world.
+        """
         kinds = {type(event) for event in self.signals}
         things: tuple[v.Config | v.Request, ...] = (self.config, *self.requests)
         return frozenset(
@@ -131,9 +137,10 @@ class World:
 
     @cached_property
     def mistakes(self) -> tuple[v.Event, ...]:
-        """A program of events that must be refused, for vectors.
+        """Return a program of events that must be rejected, for vectors.
 
-        But for one: the first request comes in, so that something wrong can be said of it.
+        The only accepted event submits the first request, so that later events can be wrong about
+        it.
         """
         longest = (0,) * self.config.max_model_len
         too_many = (0,) * (self.config.num_speculative_tokens + 1)
@@ -154,7 +161,7 @@ class World:
 
     @cached_property
     def proposals(self) -> tuple[v.TokenIds, ...]:
-        """Drafts that may be handed in for one request."""
+        """Return the drafts that may be proposed for one request."""
         config = self.config
         if config.spec_method is v.SpecMethod.NONE or config.async_scheduling:
             return ()
@@ -163,7 +170,7 @@ class World:
 
 
 def get_events(world: World, state: State) -> Iterator[v.Event]:
-    """All events to be tried in `state`, always in the same order."""
+    """Yield all events to try in `state`, always in the same order."""
     yield from world.signals
     yield v.Schedule()
     if world.proposals:
@@ -190,9 +197,11 @@ def get_events(world: World, state: State) -> Iterator[v.Event]:
 
 
 def get_forks(world: World, said: Mapping[v.RequestId, v.TokenIds]) -> Iterator[v.Fork]:
-    """Each branch of anybody unfinished: behind each of its outputs, or with another token there.
+    """Yield forks of each unfinished request: after each of its outputs, or with another token
+    there.
 
-    `said`: the outputs of who is unfinished. Of an id in use there is one, which must be refused.
+    `said` has the outputs of the unfinished requests. For an id in use there is one fork, which
+    must be rejected.
     """
     for name, outputs in said.items():
         kept = [outputs[:count] for count in range(len(outputs) + 1)]
@@ -204,7 +213,9 @@ def get_forks(world: World, said: Mapping[v.RequestId, v.TokenIds]) -> Iterator[
 
 
 def get_masks(world: World, frame: Frame) -> Iterator[v.GrammarBitmask]:
-    """A mask of a frame; with each choice of drafts where only the worker knows them."""
+    """Yield the bitmask requests of a frame, with each choice of drafts if only the worker knows
+    them.
+    """
     yield v.GrammarBitmask(frame.frame_id)
     if not world.config.async_scheduling:
         return
@@ -217,8 +228,9 @@ def get_masks(world: World, frame: Frame) -> Iterator[v.GrammarBitmask]:
 
 
 def get_answers(world: World, frame: Frame) -> Iterator[v.Commit]:
-    """Every answer to a frame that a grammar may allow: each number of accepted drafts, each token
-    after them."""
+    """Yield every model output of a frame that a grammar may allow: each number of accepted drafts,
+    and each token after them.
+    """
     choices: list[list[v.TokenIds]] = []
     for row in frame.rows:
         drafts = [world.vocabulary if d < 0 else (d,) for d in row.verifiable_drafts]
@@ -236,8 +248,9 @@ def get_answers(world: World, frame: Frame) -> Iterator[v.Commit]:
 
 
 def get_reports(state: State) -> Iterator[v.TransfersReported]:
-    """What a worker may report of each transfer that is under way, and of nobody; a failed load is
-    one without its first block, or without its last."""
+    """Yield the possible reports of each transfer in flight, and of an unknown request; a failed
+    load lacks its first or its last block.
+    """
     for name in (*sorted({*state.transfers.parked, *state.transfers.held}), "nobody"):
         yield v.TransfersReported(v.KVTransfers(finished_recving=(name,)))
         yield v.TransfersReported(v.KVTransfers(finished_sending=(name,)))
@@ -249,7 +262,9 @@ def get_reports(state: State) -> Iterator[v.TransfersReported]:
 
 
 def get_failed_answers(world: World, state: State) -> Iterator[v.Commit]:
-    """Every answer to the oldest frame with each load of it that may have failed, likewise."""
+    """Yield every model output of the oldest frame with each of its loads failed in its first or
+    last block.
+    """
     frame = state.frames[0]
     for load in frame.loads:
         firsts = [load.num_computed_tokens // size for size in world.config.block_sizes]
@@ -260,14 +275,16 @@ def get_failed_answers(world: World, state: State) -> Iterator[v.Commit]:
 
 
 def list_ends(tables: v.BlockTables, firsts: Iterable[int]) -> list[v.BlockId]:
-    """Of each table the first and the last block from an index on; null blocks are none."""
+    """Return the first and the last block of each table from an index on, without null blocks."""
     parts = [table[first:] for table, first in zip(tables, firsts, strict=True)]
     ends = {block_id for part in parts for block_id in (*part[:1], *part[-1:])}
     return sorted(ends - {v.NULL_BLOCK})
 
 
 def get_wrong_answers(state: State) -> Iterator[v.Commit]:
-    """Answers that must be refused: of a later frame, of too few rows, too long, too short."""
+    """Yield model outputs that must be rejected: of a later frame, with too few rows, too long, too
+    short.
+    """
     frame, *others = state.frames
     for later in others:
         yield _answer(later, repeat((0,)))

@@ -1,10 +1,12 @@
-"""The museum: defects that released engines had, planted in ours, and how they were caught.
+"""Seeded bugs: defects of released engines, reproduced in our host engine one at a time.
 
-Each exhibit changes one method of the host engine, or a few that belong together. `check` must
-kill it, or the suite is blind to a defect that is known to happen. A repair that was tried upstream
-and was wrong is an exhibit of its own. The engine is loaded by name, as any foreign one would be.
+Each seeded bug changes one method of the host engine, or a few that belong together. `check` must
+find it; otherwise the checks miss a defect that is known to happen. A repair that was tried
+upstream and was wrong is a seeded bug of its own. The engine is loaded by name, as any foreign
+engine would be.
 
-`exhibit` says what one is, the pages show them by theme, `trial` kills them.
+`exhibit` defines what a seeded bug is, the other modules list them by theme, and `trial` checks
+them.
 """
 
 from __future__ import annotations
@@ -72,11 +74,11 @@ EXHIBITS: Mapping[str, Exhibit] = collect(
         idle.SESSIONS,
     )
 )
-"""All planted defects, by name."""
+"""All seeded bugs, by name."""
 
 
 class _Plain(Engine):  # type: ignore[misc]
-    """What stands before the clean engine: an exhibit is given no late feature but its own."""
+    """The clean engine without the late features that the seeded bug does not use."""
 
     left_out: frozenset[str]
 
@@ -87,21 +89,21 @@ class _Plain(Engine):  # type: ignore[misc]
 
 def _leave_states_out(config: Config) -> tuple[Config, str | None]:
     fitting = without_states(config)
-    return fitting, None if fitting is config else "recurrent groups: another matter"
+    return fitting, None if fitting is config else "recurrent groups: the seeded bug needs none"
 
 
 def build(name: str, traits: EngineTraits = NO_TRAITS) -> type[Any]:
-    """The class of the engine with the defect `name`, held to the spec as its traits say.
+    """Return the class of the engine with the seeded bug `name`, compared as its traits say.
 
     Raises:
-        KeyError: no exhibit has the name.
+        KeyError: no seeded bug has this name.
     """
     chosen = EXHIBITS[name]
     clean: Any = load_engine("host")
     late = {name: BY_NAME[name].capability for name in LATE if name in BY_NAME}
     taken = {chosen.takes, GROUPS.name if chosen.takes_groups else ""}
     if chosen.takes == TIERS.name:
-        taken.add(TRANSFERS.name)  # what is saved is saved for a store
+        taken.add(TRANSFERS.name)  # only the store receives what is swapped out
     left_out = frozenset(late[name] for name in late.keys() - taken)
     before: tuple[type[Any], ...] = (type("Plain", (_Plain,), {"left_out": left_out}),)
     if chosen.takes_groups and not chosen.takes_states:

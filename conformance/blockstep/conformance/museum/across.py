@@ -1,6 +1,6 @@
-"""Across: what encoder-decoder models hold of their items, beside the text.
+"""Seeded bugs in the cross-attention blocks of encoder-decoder models.
 
-These are given an encoder, and several KV groups; one of them may be read across.
+The episodes have an encoder and several KV groups; one of them may be a cross-attention group.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ PART = "groups_type"
 
 
 @PAGE.exhibit(
-    "blocks across are counted again with every step",
-    "vLLM 0.19.1 schedule, by the rule that it breaks",
+    "cross-attention blocks are allocated again in every step",
+    "vLLM 0.19.1 schedule, breaks its rule",
     "P8 P26",
     part=PART,
-    invisible="efficiency: blocks that nobody reads are held until the end",
+    invisible="efficiency: unused blocks are held until the request finishes",
 )
 class AcrossCountedAgain(Defect):
-    """Each row takes room for all that its items became, as the first one did."""
+    """Each row allocates blocks for all encoder outputs, as only the first row should."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -33,13 +33,13 @@ class AcrossCountedAgain(Defect):
 
 
 @PAGE.exhibit(
-    "a table across is as long as the text",
-    "vLLM 0.19.1 CrossAttentionManager, by the rule that it breaks",
+    "a cross-attention table is as long as the decoder's token sequence",
+    "vLLM 0.19.1 CrossAttentionManager, breaks its rule",
     "P8 P26",
     part=PART,
 )
 class AcrossAsLongAsTheText(Defect):
-    """Blocks across are taken by the tokens of a step, as in every other group."""
+    """Cross-attention blocks are counted by the tokens of the step, as in the other groups."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -51,13 +51,13 @@ class AcrossAsLongAsTheText(Defect):
 
 
 @PAGE.exhibit(
-    "blocks across are not given back",
-    "vLLM 0.19.1 SingleTypeKVCacheManager.free, by the rule that it breaks",
+    "cross-attention blocks are not freed",
+    "vLLM 0.19.1 SingleTypeKVCacheManager.free, breaks its rule",
     "P1 P10",
     part=PART,
 )
 class AcrossIsKept(Defect):
-    """Who ends, or is preempted, frees the blocks of its text."""
+    """A request that finishes or is preempted frees only its self-attention blocks."""
 
     def free(self, holdings: Any) -> None:
         for group, holding in zip(self.groups, holdings, strict=True):
@@ -67,13 +67,13 @@ class AcrossIsKept(Defect):
 
 
 @PAGE.exhibit(
-    "who comes back has its item still",
-    "vLLM 0.19.1 _try_schedule_encoder_inputs, by the rule that it breaks",
+    "a resumed encoder-decoder request does not run its encoder again",
+    "vLLM 0.19.1 _try_schedule_encoder_inputs, breaks its rule",
     "P22 P4 P3 P6",
     part="encoder_type",
 )
 class ItemMadeOnce(Defect):
-    """An item beside the prompt is made once for a request, though preempted it lost its blocks."""
+    """The encoder runs once per request, although a preemption freed the cross-attention blocks."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -1,4 +1,4 @@
-"""Admission: who is let in, with which hits, and whether there is room."""
+"""Seeded bugs in admission: prefix hits, the capacity check and the first row of a request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGE = Page()
 
 
 def _unlimited_hits(self: Any, slot: int) -> list[int]:
-    """All cached blocks, without leaving a token to run."""
+    """Return all cached blocks of the prompt, even if they leave no token to compute."""
     if not self._asks_cache(slot):
         return []
     limit = self.table.num_known[slot] // self.block_size
@@ -22,10 +22,12 @@ def _unlimited_hits(self: Any, slot: int) -> list[int]:
 
 
 @PAGE.exhibit(
-    "a full hit leaves nothing to compute", "#30320, #11186; nano-vllm #117, #144", "P5 P10 P15"
+    "a prefix hit on the whole prompt leaves no token to compute",
+    "#30320, #11186; nano-vllm #117, #144",
+    "P5 P10 P15",
 )
 class FullHit(Defect):
-    """There is no token to run, so no logits to sample from."""
+    """No token runs, so there are no logits to sample from."""
 
     _find_hits = _unlimited_hits
 
@@ -36,7 +38,7 @@ class FullHit(Defect):
     "P8 P1 P2",
 )
 class HitCountsAsFree(Defect):
-    """More is promised than there is."""
+    """The check treats hit blocks as held, so the admission needs more blocks than are free."""
 
     def _try_admit(self, slot: int, queue: Any, step: Any) -> Any:
         self.pool.is_free = lambda _block: False
@@ -46,9 +48,13 @@ class HitCountsAsFree(Defect):
             del self.pool.is_free
 
 
-@PAGE.exhibit("hits are held before the check, and not let go", "#11565; SGLang #16067", "P1 P7")
+@PAGE.exhibit(
+    "hits are touched before the capacity check and leak if it fails",
+    "#11565; SGLang #16067",
+    "P1 P7",
+)
 class TouchBeforeCheck(Defect):
-    """Every refused admission leaks the blocks of its prefix."""
+    """Each failed admission leaks a reference to every block of the request's prefix hit."""
 
     def _try_admit(self, slot: int, queue: Any, step: Any) -> bool:
         hits = self._find_hits(slot)
@@ -62,10 +68,10 @@ class TouchBeforeCheck(Defect):
     "requests are admitted in a step that preempted",
     "vLLM V1: Admission Gate",
     "P16 P15",
-    invisible="policy: who is admitted when",
+    invisible="policy: which request is admitted when",
 )
 class AdmissionAfterPreemption(Defect):
-    """What was just freed is given away, and the next step preempts again."""
+    """The admission takes the blocks that a preemption freed, and the next step preempts again."""
 
     def _schedule_running(self, step: Any) -> None:
         super()._schedule_running(step)
@@ -78,13 +84,13 @@ class AdmissionAfterPreemption(Defect):
 
 
 @PAGE.exhibit(
-    "a full hit is cut to all but the last token",
+    "a hit on the whole prompt is shortened by one token instead of one block",
     "#53706, #53514",
     "P5 P2 P10 P16",
     wrong_fix_of="full-hit",
 )
 class HitCutInsideABlock(Defect):
-    """A shared block is held whole and counted in part, so its last token is written again."""
+    """A shared block is held whole but counted in part, so its last slot is written again."""
 
     _find_hits = _unlimited_hits
 
@@ -101,14 +107,14 @@ class HitCutInsideABlock(Defect):
 
 
 @PAGE.exhibit(
-    "a block is given up where a token was enough",
+    "the last block of a hit is always dropped, even if tokens are left to compute",
     "#52617",
     "P5 P15",
     wrong_fix_of="full-hit",
     invisible="efficiency: a block is computed again",
 )
 class HitLimitOffByOne(Defect):
-    """The tail of the prompt would have left tokens to run anyway."""
+    """A partly filled last block would have left tokens to compute anyway."""
 
     def _find_hits(self, slot: int) -> Any:
         most = max(self.table.num_known[slot] // self.block_size - 1, 0)
@@ -116,10 +122,12 @@ class HitLimitOffByOne(Defect):
 
 
 @PAGE.exhibit(
-    "at a block's end the check credits a hit too many", "TensorRT-LLM #12404", "P8 P1 P2"
+    "the capacity check credits a hit block that the allocation then drops",
+    "TensorRT-LLM #12404",
+    "P8 P1 P2",
 )
 class BoundaryHitCredited(Defect):
-    """A hit on the very last block is given up by the allocation, which then finds no block."""
+    """If a hit ends with the prompt, its last block is dropped, and then one block is missing."""
 
     def _try_admit(self, slot: int, queue: Any, step: Any) -> bool:
         surplus = len(_unlimited_hits(self, slot)) - len(self._find_hits(slot))
@@ -130,14 +138,14 @@ class BoundaryHitCredited(Defect):
 
 
 @PAGE.exhibit(
-    "hits that nobody holds are charged to the budget",
+    "hit blocks that were free are charged to the token budget",
     "TensorRT-LLM #11731, #15066",
     "P15",
     wrong_fix_of="hit-counts-as-free",
-    invisible="efficiency: a step runs fewer tokens than it might",
+    invisible="efficiency: a step schedules fewer tokens than it could",
 )
 class FreeHitsCharged(Defect):
-    """They cost a free block each, and are taken to cost the tokens in them as well."""
+    """A hit on a free block uses it up; here its tokens are charged to the budget as well."""
 
     def _admit(self, slot: int, hits: Any, needed: int, scheduled: int, step: Any) -> None:
         charged = self.block_size * sum(map(self.pool.is_free, hits))
@@ -145,29 +153,31 @@ class FreeHitsCharged(Defect):
         step.budget = max(step.budget - charged, 0)
 
 
-@PAGE.exhibit("hits are credited twice", "#11562, #11565", "P8 P26")
+@PAGE.exhibit(
+    "hit blocks are subtracted twice from the blocks to allocate", "#11562, #11565", "P8 P26"
+)
 class HitsCreditedTwice(Defect):
-    """They lower the tokens to run, and once more the blocks to hold them."""
+    """Hits reduce the tokens to compute, and then once more the blocks that hold these."""
 
     def _blocks_to_admit(self, num_tokens: int, num_hits: int) -> Any:
         return super()._blocks_to_admit(num_tokens, 2 * num_hits)
 
 
 @PAGE.exhibit(
-    "admission looks at the first chunk only",
+    "admission checks blocks for the first chunk only, not for the whole prompt",
     "#25538, #37307",
     "P15 P10 P8",
-    invisible="efficiency: there are more preemptions, and all requests end",
+    invisible="efficiency: there are more preemptions, but all requests finish",
 )
 class GateIgnored(Defect):
-    """Prompts are let in that cannot all stay, and preempt each other in turn."""
+    """The admitted prompts do not all fit, so they preempt each other in turn."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(replace(config, scheduler_reserve_full_isl=False))
 
 
 class _RemembersFull(Defect):
-    """Once somebody was refused, so is everybody."""
+    """Once an admission has failed, every later admission fails, too."""
 
     _is_full = False
 
@@ -176,9 +186,13 @@ class _RemembersFull(Defect):
         return not self._is_full
 
 
-@PAGE.exhibit("the scheduler remembers that it was full", "SGLang #22518, #23284", "P15 P10")
+@PAGE.exhibit(
+    "a flag that the pool is full is cleared only by a preemption",
+    "SGLang #22518, #23284",
+    "P15 P10",
+)
 class StickyFullFlag(_RemembersFull):
-    """What was refused once is refused for ever, for only a preemption asks again."""
+    """One failed admission stops all others until a running request is preempted."""
 
     def _preempt(self, slot: int) -> None:
         super()._preempt(slot)
@@ -186,14 +200,14 @@ class StickyFullFlag(_RemembersFull):
 
 
 @PAGE.exhibit(
-    "being full is forgotten only when a request ends",
+    "a flag that the pool is full is cleared only when a request finishes",
     "SGLang #23138, #35537",
     "P15",
     wrong_fix_of="sticky-full-flag",
-    invisible="efficiency: somebody waits longer than needed, not for ever",
+    invisible="efficiency: a request waits longer than needed, but not for ever",
 )
 class FullUntilSomeoneEnds(_RemembersFull):
-    """A budget spent on a long prompt leaves the next request waiting long after."""
+    """A long prompt that used up the token budget makes the next request wait long after it."""
 
     def _finish(self, slot: int) -> None:
         super()._finish(slot)
@@ -205,10 +219,12 @@ class FullUntilSomeoneEnds(_RemembersFull):
 
 
 @PAGE.exhibit(
-    "the share of a row is counted before its hits", "nano-vllm #207, #211", "P12 P9 P26 P24"
+    "the tokens of a row are counted before its prefix hit is known",
+    "nano-vllm #207, #211",
+    "P12 P9 P26 P24",
 )
 class ShareCountedBeforeHits(Defect):
-    """A hit found since the first look raises what is computed, and the row runs past its end."""
+    """A hit found after the first look raises the computed tokens; the row is then too long."""
 
     def _tokens_to_admit(self, slot: int, num_hit: int, budget: int) -> Any:
         first_looks = self.__dict__.setdefault("_first_looks", {})
@@ -218,13 +234,13 @@ class ShareCountedBeforeHits(Defect):
 
 
 @PAGE.exhibit(
-    "who is refused keeps the blocks of its attempt",
+    "a request whose admission fails keeps a block that was taken for it",
     "review of nano-vllm #207; Dynamo #11016",
     "P7 P12",
     wrong_fix_of="share-counted-before-hits",
 )
 class RefusedKeepsBlocks(Defect):
-    """Blocks are taken before the last check; two who wait can hold what the other one needs."""
+    """Blocks are taken before the last check, so two waiting requests can block each other."""
 
     def _try_admit(self, slot: int, queue: Any, step: Any) -> bool:
         admitted: bool = super()._try_admit(slot, queue, step)
@@ -233,18 +249,22 @@ class RefusedKeepsBlocks(Defect):
         return admitted
 
 
-@PAGE.exhibit("a chunk is admitted with the budget used up", "SGLang #30743", "P9")
+@PAGE.exhibit("a chunk is admitted although the token budget is used up", "SGLang #30743", "P9")
 class ChunkBeyondTheBudget(Defect):
-    """At least one token is always granted."""
+    """Every admission gets at least one token."""
 
     def _schedule_waiting(self, step: Any) -> None:
         step.budget = max(step.budget, 1)
         super()._schedule_waiting(step)
 
 
-@PAGE.exhibit("a request in chunks is also in the queue", "review of SGLang #26266", "P16 P12 P15")
+@PAGE.exhibit(
+    "a request between two chunks is running and in the waiting queue as well",
+    "review of SGLang #26266",
+    "P16 P12 P15",
+)
 class ChunkedStaysQueued(Defect):
-    """It waits for its next chunk in one place, and runs it from another."""
+    """The request waits in the queue for its next chunk, although it is in the running list."""
 
     def _schedule_waiting(self, step: Any) -> None:
         super()._schedule_waiting(step)
@@ -255,13 +275,13 @@ class ChunkedStaysQueued(Defect):
 
 
 @PAGE.exhibit(
-    "the cache is asked for the first chunk only",
+    "the prefix cache is searched for the first chunk only",
     "Dynamo #13188, #13312",
     "P5",
     invisible="efficiency: blocks are computed again",
 )
 class HitsWithinAChunk(Defect):
-    """The prompt is cut before it is looked up, so no hit is longer than a chunk."""
+    """The prompt is cut to a chunk before the lookup, so no hit is longer than a chunk."""
 
     def _find_hits(self, slot: int) -> Any:
         chunk = min(self.max_tokens_per_row, self.config.max_num_batched_tokens)

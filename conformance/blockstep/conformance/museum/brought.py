@@ -1,6 +1,6 @@
-"""Brought: adapters that are too many, and sessions that are not what they have become.
+"""Seeded bugs in the limit on LoRA adapters and in sessions.
 
-Each page is given one feature that requests bring, besides all that the others have.
+Each list is checked with one additional feature.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ ADAPTERS = Page(takes="adapters")
 SESSIONS = Page(takes="sessions")
 
 
-@ADAPTERS.exhibit("adapters count while they have a row", "vLLM 0.19.1 schedule", "P9 P16")
+@ADAPTERS.exhibit(
+    "LoRA adapters count only while their request has a row in the plan",
+    "vLLM 0.19.1 schedule",
+    "P9 P16",
+)
 class AdaptersOfRowsOnly(Defect):
-    """Who runs and has no row in this step has lost its seat, and needs one in the next."""
+    """A running request without a row in a step loses its LoRA slot, and needs one in the next."""
 
     def _count_seats(self, step: Any) -> Any:
         seats, requests = super()._count_seats(step), self.table.requests
@@ -26,13 +30,13 @@ class AdaptersOfRowsOnly(Defect):
 
 
 @ADAPTERS.exhibit(
-    "the base model takes the seat of an adapter",
-    "SGLang #23141, by the rule that it breaks",
+    "a request without a LoRA adapter needs a free LoRA slot",
+    "SGLang #23141, breaks its rule",
     "P15 P16",
-    invisible="policy: who is passed over",
+    invisible="policy: which request is skipped",
 )
 class BaseModelTakesASeat(Defect):
-    """Requests without an adapter are passed over where others have all the seats."""
+    """Requests of the base model are skipped while `max_loras` adapters are running."""
 
     def _is_passed_over(self, slot: int, step: Any) -> Any:
         seats, adapter = step.seats, self.table.requests[slot].adapter
@@ -40,9 +44,11 @@ class BaseModelTakesASeat(Defect):
         return super()._is_passed_over(slot, step) or (is_full and adapter is None)
 
 
-@ADAPTERS.exhibit("the cap is looked at once all are admitted", "SGLang #23141", "P9 P16")
+@ADAPTERS.exhibit(
+    "max_loras is checked against the adapters at the begin of the step", "SGLang #23141", "P9 P16"
+)
 class AdaptersCountedAfterwards(Defect):
-    """Those admitted in one step all see the seats that were free before it."""
+    """All requests admitted in one step see the LoRA slots that were free before it."""
 
     def _is_passed_over(self, slot: int, step: Any) -> Any:
         seats = step.seats
@@ -55,22 +61,24 @@ class AdaptersCountedAfterwards(Defect):
             step.seats = seats
 
 
-@SESSIONS.exhibit("sessions keep their blocks, whoever lacks them", "#49439", "P10")
+@SESSIONS.exhibit(
+    "idle sessions never free their blocks when another request lacks them", "#49439", "P10"
+)
 class SessionsNeverGiveWay(Defect):
-    """Two that wait for their turn may each lack what the other holds."""
+    """Two sessions that wait for input may each hold the blocks that the other one needs."""
 
     def _take_back_one(self, _needy: int, _passed_over: Any = ()) -> bool:
         return False
 
 
 @SESSIONS.exhibit(
-    "only sessions that rest give their blocks up",
+    "only sessions without input free their blocks when another request lacks them",
     "#49439",
     "P10",
     wrong_fix_of="sessions-never-give-way",
 )
 class SessionsWithInputNeverGiveWay(Defect):
-    """Two that have input again may each lack what the other holds."""
+    """Two sessions that have new input may each hold the blocks that the other one needs."""
 
     def _take_back_one(self, needy: int, passed_over: Any = ()) -> bool:
         rests = Status.WAITING_FOR_STREAMING_REQ
@@ -82,10 +90,10 @@ class SessionsWithInputNeverGiveWay(Defect):
 
 
 @SESSIONS.exhibit(
-    "the blocks of a chunk are named with the last item alone", "#36708, rule", "P6 P3"
+    "block keys of a session's later inputs contain only its last item", "#36708, rule", "P6 P3"
 )
 class LastItemNamesAChunk(Defect):
-    """The search for items goes on at the last one, as it does for blocks of outputs."""
+    """The search for a block's items starts at the last item, as it may for blocks of outputs."""
 
     def _go_on(self, slot: int, update: Any) -> None:
         super()._go_on(slot, update)

@@ -1,4 +1,4 @@
-"""Drafts: what is published, rolled back and dispatched of them."""
+"""Seeded bugs in draft tokens: how they are published, rolled back and dispatched."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ PAGE = Page()
 
 
 @PAGE.exhibit(
-    "blocks with draft tokens are published", "vLLM V1: Draft tokens are never cached", "P3"
+    "blocks with unverified draft tokens are published in the prefix cache",
+    "vLLM V1: Draft tokens are never cached",
+    "P3",
 )
 class CachedDrafts(Defect):
-    """A rejected draft stays findable as if it had been said."""
+    """A rejected draft can be hit as if it were part of the request's tokens."""
 
     def _publish(self, slot: int, num_computed: int, num_scheduled: int) -> None:
         table = self.table
@@ -35,18 +37,22 @@ class CachedDrafts(Defect):
         table.lineages[slot], table.num_known[slot] = honest, known
 
 
-@PAGE.exhibit("rejected drafts stay computed", "vLLM V1: Rejection Clawback", "P14 P12 P4 P26")
+@PAGE.exhibit("rejected drafts count as computed", "vLLM V1: Rejection Clawback", "P14 P12 P4 P26")
 class LostRollback(Defect):
-    """The next step starts behind tokens that nobody computed."""
+    """The next step starts after tokens whose KV is not valid."""
 
     def _roll_back(self, slot: int, drafts: Any, tokens: Any) -> None:
         self.drafts_scheduled += len(drafts)
         self.drafts_accepted += len(tokens) - 1
 
 
-@PAGE.exhibit("one draft too many is rolled back", "vLLM V1: Rejection Clawback", "P14 P26")
+@PAGE.exhibit(
+    "one token too many is rolled back after rejected drafts",
+    "vLLM V1: Rejection Clawback",
+    "P14 P26",
+)
 class RollbackOffByOne(Defect):
-    """The token of the model's own is taken for a rejected draft."""
+    """The token that the model itself sampled is counted as a rejected draft."""
 
     def _roll_back(self, slot: int, drafts: Any, tokens: Any) -> None:
         super()._roll_back(slot, drafts, tokens)
@@ -56,7 +62,7 @@ class RollbackOffByOne(Defect):
 
 @PAGE.exhibit("drafts survive a preemption", "#30916", "P24 P12")
 class StaleDrafts(Defect):
-    """They are verified at a position they were not made for."""
+    """They are verified at a position for which they were not proposed."""
 
     def _preempt(self, slot: int) -> None:
         drafts = self.table.spec_token_ids[slot] or (0,) * self.config.num_speculative_tokens

@@ -1,4 +1,4 @@
-"""Encoder: items that are dropped, held, freed or kept when they should not be."""
+"""Seeded bugs in the encoder cache: items that are freed, held or kept wrongly."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ PAGE = Page(takes="encoder")
 
 
 @PAGE.exhibit(
-    "an item that is evicted and made in one step is dropped", "#52482", "P22", part="encoder_type"
+    "an item that is evicted and encoded again in one step is freed by the worker",
+    "#52482",
+    "P22",
+    part="encoder_type",
 )
 class EvictedAndMadeIsDropped(Defect):
-    """Once it is on the list of what a worker has to drop, nothing takes it off again."""
+    """An item stays in the plan's list of freed items although the same plan encodes it."""
 
     def announce(self) -> Any:
         freed = tuple(dict.fromkeys(self.freed))
@@ -23,23 +26,25 @@ class EvictedAndMadeIsDropped(Defect):
 
 
 @PAGE.exhibit(
-    "what a worker has to drop is told a step later",
+    "the plan lists freed items one step too late",
     "#52482",
     "P22 P9",
     wrong_fix_of="evicted-and-made-is-dropped",
     part="encoder_type",
 )
 class DropsToldLate(Defect):
-    """What this step makes is safe from it, and what the next one makes is not."""
+    """The items of this step are safe, but the next plan frees an item that it encodes."""
 
     def announce(self) -> Any:
         told, self._late = getattr(self, "_late", ()), super().announce()
         return told
 
 
-@PAGE.exhibit("who waits keeps the items that it has found", "#31857", "P22 P10")
+@PAGE.exhibit(
+    "a waiting request keeps references to the cached items that it found", "#31857", "P22 P10"
+)
 class WaiterKeepsWhatItFound(Defect):
-    """It takes hold of them before it is known whether there are blocks for it."""
+    """It takes references before it is known whether there are blocks for it."""
 
     def _choose_if_any(self, slot: int, num_computed: int, num_scheduled: int, step: Any) -> Any:
         chosen = super()._choose_if_any(slot, num_computed, num_scheduled, step)
@@ -54,13 +59,13 @@ class WaiterKeepsWhatItFound(Defect):
 
 
 @PAGE.exhibit(
-    "who waits lets its items go where blocks are lacking, and not where the gate refuses",
+    "a request with too few blocks drops its items, but not one that fails the whole-prompt check",
     "#31857",
     "P22 P10",
     wrong_fix_of="waiter-keeps-what-it-found",
 )
 class WaiterAtTheGateKeepsThem(WaiterKeepsWhatItFound):
-    """One way out of an admission was mended, and there is another."""
+    """The repair handles one way to fail an admission and forgets the other."""
 
     def _try_admit(self, slot: int, queue: Any, step: Any) -> Any:
         is_admitted = super()._try_admit(slot, queue, step)
@@ -70,13 +75,13 @@ class WaiterAtTheGateKeepsThem(WaiterKeepsWhatItFound):
 
 
 @PAGE.exhibit(
-    "an item is freed again with each step that it is behind",
+    "an item is freed again in every step after its last token",
     "#55733",
     "P22 P9",
     part="encoder_type",
 )
 class FreedWithEachStep(Defect):
-    """The room of what was let go grows, step by step, beyond what there is."""
+    """The counter of free encoder-cache slots grows beyond the size of the cache."""
 
     def _let_go(self, request: Any, index: int) -> None:
         entry = self.entries.get(self.name_of(request, index))
@@ -86,9 +91,9 @@ class FreedWithEachStep(Defect):
             self.num_free += request.items[index].num_embeds
 
 
-@PAGE.exhibit("the items of a victim's row are made all the same", "#23713", "P26 P22")
+@PAGE.exhibit("items of a withdrawn row are still encoded", "#23713", "P26 P22")
 class ItemsOfVictimAreMade(Defect):
-    """The row leaves the plan, and what was to be encoded for it stays."""
+    """A victim's row leaves the plan, but its encoder inputs stay in the plan."""
 
     def _undo_encoding(self, encoder: Any, victim: int, step: Any) -> None:
         chosen = step.encodings.get(victim)
@@ -97,9 +102,9 @@ class ItemsOfVictimAreMade(Defect):
             step.encodings[victim] = chosen
 
 
-@PAGE.exhibit("an item that was to be made for a victim counts as made", "#23713, rule", "P22")
+@PAGE.exhibit("items of a withdrawn row count as encoded", "#23713, rule", "P22")
 class ItemsOfVictimStay(Defect):
-    """Whoever reads it next takes it for there."""
+    """The next request that reads such an item takes it as present in the encoder cache."""
 
     def _undo_encoding(self, encoder: Any, victim: int, step: Any) -> None:
         encoder.drop(self.table.requests[victim])

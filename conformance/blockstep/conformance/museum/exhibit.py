@@ -1,4 +1,4 @@
-"""Exhibit: one planted defect, and how a page of the museum shows one."""
+"""Definition of a seeded bug, and registration of one on a page."""
 
 from __future__ import annotations
 
@@ -14,43 +14,44 @@ else:
 
 
 class Defect(Engine):  # type: ignore[misc]
-    """Methods that stand before those of the clean engine, or of one of its parts.
+    """Methods that override those of the clean engine, or of one of its parts.
 
-    Typed loosely on purpose: the museum reaches into an engine that it must not import
-    (architecture D3).
+    Loosely typed on purpose: this package overrides methods of an engine that it must not import.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Exhibit:
-    """One planted defect."""
+    """A seeded bug."""
 
     name: str
     title: str
     upstream: str
-    """Where it happened, or the rule that it breaks."""
+    """The upstream issue or document, or the rule that the defect breaks."""
     properties: tuple[str, ...]
-    """Properties that speak of it; any of them, or a divergence, kills it."""
+    """Properties that can find the defect; a finding of any such property, or a divergence, counts.
+    """
     defect: type[Defect]
     wrong_fix_of: str = ""
-    """The exhibit that this one was meant to repair, where it is a repair that was tried."""
+    """The seeded bug that this one is a wrong repair of, if it is one."""
     part: str = ""
-    """The attribute of the engine that names the class of the part where it sits, if in one."""
+    """The engine's attribute that names the class of the changed part, if the defect is in a part.
+    """
     invisible: str = ""
-    """Why no client and no worker can ever see it, if that is so: it is a matter of policy, speed
-    or books. Then it is not to be found at `safety`, whatever is shown."""
+    """Why no client and no worker can see the defect: it changes only policy, speed or bookkeeping.
+    A run at `safety` must then not find it, even if the engine shows its state."""
     invisible_if_hidden: str = ""
-    """Likewise, where only the state tells of it."""
+    """Why no client and no worker can see the defect, if the engine hides its state."""
     takes_groups: bool = False
-    """Whether it is given several KV groups. A defect of one group need not run with more."""
+    """Whether its episodes have several KV groups. A defect of one group need not run with more."""
     takes_states: bool = False
     """Whether recurrent groups are among them."""
     takes: str = ""
-    """The feature that it is given besides, of those that are drawn late; by name."""
+    """The additional feature, by name, that its episodes have."""
 
 
 class Page:
-    """The exhibits of one theme, in order of appearance."""
+    """The seeded bugs of one theme, in order of appearance."""
 
     def __init__(
         self, takes_groups: bool = False, takes_states: bool = False, takes: str = ""
@@ -62,7 +63,9 @@ class Page:
     def exhibit(
         self, title: str, upstream: str, properties: str, **more: str
     ) -> Callable[[type[Defect]], type[Defect]]:
-        """Put a planted defect, named like its class, on this page; `more` are other fields."""
+        """Return a decorator that registers a seeded bug, named after its class; `more` are other
+        fields.
+        """
 
         def register(defect: type[Defect]) -> type[Defect]:
             name = re.sub(r"\B(?=[A-Z])", "-", defect.__name__).lower()
@@ -75,18 +78,20 @@ class Page:
 
 
 def collect(pages: Iterable[Page]) -> dict[str, Exhibit]:
-    """All exhibits by name.
+    """Return all seeded bugs by name.
 
     Raises:
-        ValueError: two exhibits have one name, or a wrong fix is of nothing that is shown.
+        ValueError: two seeded bugs have one name, or a wrong fix names an unknown one.
     """
     exhibits: dict[str, Exhibit] = {}
     for page in pages:
         for entry in page.exhibits:
             if entry.name in exhibits:
-                raise ValueError(f"exhibit {entry.name!r}: the name is taken; choose another")
+                raise ValueError(f"seeded bug {entry.name!r}: the name is taken; choose another")
             exhibits[entry.name] = entry
     for entry in exhibits.values():
         if entry.wrong_fix_of and entry.wrong_fix_of not in exhibits:
-            raise ValueError(f"exhibit {entry.name!r}: there is no {entry.wrong_fix_of!r} to fix")
+            raise ValueError(
+                f"seeded bug {entry.name!r}: there is no {entry.wrong_fix_of!r} to fix"
+            )
     return exhibits

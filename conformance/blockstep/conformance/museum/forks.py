@@ -1,7 +1,7 @@
-"""Forks: what branches share, who gets a copy and when, and what admissions leave to others.
+"""Seeded bugs in forks, copy on write, the watermark and the order of the free queue.
 
-The listings of the block manager on copy-on-write, forks and its watermark are here: each does to
-ours what it does itself. Beside them are mistakes that suggest themselves, and repairs.
+The defects in the block manager's listings on these topics are reproduced here. The others are
+mistakes that suggest themselves, and wrong repairs.
 """
 
 from __future__ import annotations
@@ -16,19 +16,24 @@ PAGE = Page(takes="forks")
 GROUPS = Page(takes_groups=True, takes="forks")
 PART = "groups_type"
 FORK, COW, APPEND, WATERMARK = (
-    f"the block manager: {where}, by the rule that it breaks"
+    f"the block manager: {where}, breaks its rule"
     for where in ("Fork", "The COW Mechanism", "Append Path", "The Watermark")
 )
-LEFT = "policy: how many blocks an admission leaves"
+LEFT = "policy: how many free blocks an admission leaves"
 ORDER = "policy: which free block is taken next"
 
 
-# What is shared.
+# Sharing.
 
 
-@PAGE.exhibit("a branch is no holder of what it shares", "by the rule of P1", "P1 P2", part=PART)
+@PAGE.exhibit(
+    "a branch takes no references to the blocks that it shares",
+    "by the rule of P1",
+    "P1 P2",
+    part=PART,
+)
 class BranchHoldsNothing(Defect):
-    """Its parent ends, and others take what it reads."""
+    """When the parent finishes, blocks that the branch reads are given to other requests."""
 
     def branch(self, holdings: Any, children: Any, num_tokens: int) -> None:
         self.pool.touch = lambda _blocks: None
@@ -36,9 +41,9 @@ class BranchHoldsNothing(Defect):
         del self.pool.touch
 
 
-@PAGE.exhibit("a branch has its parent's whole table", FORK, "P5 P1", part=PART)
+@PAGE.exhibit("a branch shares its parent's whole block table", FORK, "P5 P1", part=PART)
 class WholeTableIsShared(Defect):
-    """Blocks that nobody has computed yet are the next ones of two requests."""
+    """Blocks that are not computed yet become the next blocks of two requests."""
 
     def branch(self, holdings: Any, children: Any, num_tokens: int) -> None:
         super().branch(holdings, children, num_tokens)
@@ -48,9 +53,11 @@ class WholeTableIsShared(Defect):
             child.blocks += more
 
 
-@PAGE.exhibit("a branch goes on where its parent stands, whatever it has said", FORK, "P5 P3")
+@PAGE.exhibit(
+    "a branch shares all computed blocks of its parent, even if their tokens differ", FORK, "P5 P3"
+)
 class SharedBehindTheDifference(Defect):
-    """It attends to what another one has said."""
+    """It attends to tokens of its parent that are not its own."""
 
     def _share(self, parent: int, child: int) -> None:
         most = min(self.table.num_computed[parent], self.table.num_known[child] - 1)
@@ -60,9 +67,13 @@ class SharedBehindTheDifference(Defect):
         del self.groups.find_branch_point
 
 
-@PAGE.exhibit("a branch shares all that it knows", "by the rule of P5", "P5 P10 P12")
+@PAGE.exhibit(
+    "a branch shares all of its known tokens and has none to compute",
+    "by the rule of P5",
+    "P5 P10 P12",
+)
 class BranchHasNothingToRun(Defect):
-    """No token is left to sample from: it is never admitted, nor is anybody behind it."""
+    """The branch has no token to sample from, so it is never admitted and blocks the queue."""
 
     def _share(self, parent: int, child: int) -> None:
         table, find = self.table, self.groups.find_branch_point
@@ -74,9 +85,11 @@ class BranchHasNothingToRun(Defect):
         del self.groups.find_branch_point
 
 
-@PAGE.exhibit("a branch goes on within a block that others can find", FORK, "P5 P2 P3", part=PART)
+@PAGE.exhibit(
+    "a branch continues within a block that is in the prefix cache", FORK, "P5 P2 P3", part=PART
+)
 class FindableBlockIsWrittenAgain(Defect):
-    """What its key says is not in it any more."""
+    """The block is written again and no longer holds the tokens of its key."""
 
     def find_branch_point(self, holdings: Any, most: int) -> int:
         settled = [holding.num_cached for holding in holdings]
@@ -88,9 +101,11 @@ class FindableBlockIsWrittenAgain(Defect):
         return found
 
 
-@GROUPS.exhibit("a branch goes on behind blocks that a window has let go", FORK, "P5", part=PART)
+@GROUPS.exhibit(
+    "a branch starts after blocks that its parent's sliding window has freed", FORK, "P5", part=PART
+)
 class BranchBehindTheWindow(Defect):
-    """What it attends to has been given back."""
+    """The window of the branch includes blocks that were freed."""
 
     def find_branch_point(self, holdings: Any, most: int) -> int:
         left = [holding.num_left for holding in holdings]
@@ -102,26 +117,26 @@ class BranchBehindTheWindow(Defect):
         return found
 
 
-@PAGE.exhibit("a parent is forked while a frame in flight has a row of it", FORK, "P18 P5")
+@PAGE.exhibit("a parent can be forked while it has a row in a frame in flight", FORK, "P18 P5")
 class ParentInFlightIsForked(Defect):
-    """What it is to have computed counts, and the token that it is to get does not."""
+    """The computed tokens of the frame count for the branch, but its sampled token is missing."""
 
     def _has_row(self, _request_id: str) -> bool:
         return False
 
 
-@PAGE.exhibit("a branch has the drafts of its parent", "by the rule of P24", "P5 P24")
+@PAGE.exhibit("a branch inherits the drafts of its parent", "by the rule of P24", "P5 P24")
 class BranchHasItsParentsDrafts(Defect):
-    """They were proposed for another text."""
+    """They were proposed for another token sequence."""
 
     def _share(self, parent: int, child: int) -> None:
         super()._share(parent, child)
         self.table.spec_token_ids[child] = self.table.spec_token_ids[parent]
 
 
-@PAGE.exhibit("a branch's blocks are named as its parent's are", "by the rule of P3", "P3 P6")
+@PAGE.exhibit("a branch uses its parent's block keys", "by the rule of P3", "P3 P6")
 class BranchHasItsParentsNames(Defect):
-    """Behind what both have in common its blocks are found by what another one has said."""
+    """Blocks after the common prefix are published under the keys of the parent's tokens."""
 
     def _share(self, parent: int, child: int) -> None:
         super()._share(parent, child)
@@ -131,13 +146,13 @@ class BranchHasItsParentsNames(Defect):
 
 
 @PAGE.exhibit(
-    "full blocks are shared before they are named",
+    "full blocks are shared before they are published",
     "by the rule of P3",
     "P3 P4 P5 P7",
-    invisible_if_hidden="efficiency: they are named later, or written again with the same",
+    invisible_if_hidden="efficiency: they are published later, or computed again",
 )
 class SharedBeforeItIsNamed(Defect):
-    """Each who holds such a block names it once it runs, also before another one writes to it."""
+    """Each holder publishes such a block when it runs, even before another one writes to it."""
 
     def _share(self, parent: int, child: int) -> None:
         self._publish = lambda *_: None
@@ -146,13 +161,13 @@ class SharedBeforeItIsNamed(Defect):
 
 
 @PAGE.exhibit(
-    "a branch waits behind everybody",
+    "a branch is put at the end of the waiting queue",
     "by the rule of P16",
     "P16",
-    invisible="policy: who is admitted first",
+    invisible="policy: which request is admitted first",
 )
 class BranchWaitsBehindAll(Defect):
-    """It holds blocks meanwhile."""
+    """It holds its shared blocks while all others are served."""
 
     def _fork(self, event: Any) -> Any:
         self.waiting.prepend = lambda slots: [self.waiting.append(slot) for slot in slots]
@@ -161,17 +176,21 @@ class BranchWaitsBehindAll(Defect):
         return answer
 
 
-@PAGE.exhibit("the first row of a branch is without its outputs", "by the rule of P26", "P26")
+@PAGE.exhibit("the first row of a branch lacks its output tokens", "by the rule of P26", "P26")
 class BranchComesWithoutItsOutputs(Defect):
-    """Its worker has never seen them."""
+    """The worker has never received them."""
 
     def _new_row(self, slot: int, num_scheduled: int) -> Any:
         return replace(super()._new_row(slot, num_scheduled), output_token_ids=())
 
 
-@PAGE.exhibit("a branch gives its blocks up for nobody", "by the rule of P10", "P10 P15")
+@PAGE.exhibit(
+    "a waiting branch never frees its blocks when another request lacks them",
+    "by the rule of P10",
+    "P10 P15",
+)
 class BranchesNeverGiveWay(Defect):
-    """It waits for blocks that somebody lacks who waits for it."""
+    """The branch and the head of the queue wait for each other's blocks."""
 
     def _may_give(self, slot: int) -> bool:
         is_branch = self.table.statuses[slot] is Status.WAITING
@@ -179,12 +198,12 @@ class BranchesNeverGiveWay(Defect):
 
 
 @PAGE.exhibit(
-    "who ends frees what others hold",
-    "the block manager: offload_to_cpu, by the rule that it breaks",
+    "a request that finishes frees blocks that others hold",
+    "the block manager: offload_to_cpu, breaks its rule",
     "P1 P2",
 )
 class EndFreesWhatOthersHold(Defect):
-    """Reference counts are not looked at, and a branch's blocks are given to the next."""
+    """Reference counts are ignored, so blocks of a branch are given to the next request."""
 
     def _finish(self, slot: int) -> None:
         for holding in self.table.holdings[slot]:
@@ -193,20 +212,25 @@ class EndFreesWhatOthersHold(Defect):
         super()._finish(slot)
 
 
-# Who gets a copy.
+# Copy on write.
 
 
-@PAGE.exhibit("whoever shares a block writes in it", APPEND, "P2 P8", part=PART)
+@PAGE.exhibit("a request writes to a block that it shares", APPEND, "P2 P8", part=PART)
 class WrittenInPlace(Defect):
-    """The copy is written, and called by nobody."""
+    """The function that copies is there, but it is never called."""
 
     def _find_shared(self, _group: Any, _holding: Any, _num_computed: int) -> None:
         return None
 
 
-@PAGE.exhibit("only who runs already gets a copy", APPEND, "P2 P8", wrong_fix_of="written-in-place")
+@PAGE.exhibit(
+    "only a request that is already running gets a copy on write",
+    APPEND,
+    "P2 P8",
+    wrong_fix_of="written-in-place",
+)
 class FirstRowWritesInPlace(Defect):
-    """A branch writes with its first row in what its parent holds, too."""
+    """The first row of a branch, too, writes to a block that its parent holds."""
 
     def _take(self, groups: Any, slot: int, extent: Any, step: Any) -> Any:
         if self.table.statuses[slot] is Status.RUNNING:
@@ -215,22 +239,22 @@ class FirstRowWritesInPlace(Defect):
 
 
 @GROUPS.exhibit(
-    "only the first group's block is copied",
+    "copy on write copies only the block of the first KV group",
     APPEND,
     "P2 P8",
     part=PART,
     wrong_fix_of="written-in-place",
 )
 class FirstGroupAloneIsCopied(Defect):
-    """A window's block is written in by two."""
+    """Two requests write to one block of a sliding-window group."""
 
     def _find_shared(self, group: Any, holding: Any, num_computed: int) -> Any:
         return None if group.number else super()._find_shared(group, holding, num_computed)
 
 
-@PAGE.exhibit("nobody asks whether there is a block for the copy", COW, "P1 P2 P8 P10")
+@PAGE.exhibit("the free block for a copy is not counted", COW, "P1 P2 P8 P10")
 class CopyTakesWhatIsNotThere(Defect):
-    """With an empty pool the step fails in its middle, or takes what others hold."""
+    """If the pool is empty, the step fails halfway or takes blocks that others hold."""
 
     def _make_room(self, slot: int, needed: int, position: int, step: Any) -> int:
         if needed - self._count_copies(slot) <= self.pool.num_free:
@@ -239,22 +263,24 @@ class CopyTakesWhatIsNotThere(Defect):
 
 
 @PAGE.exhibit(
-    "a copy is counted for who runs, and for no admission",
+    "the free block for a copy is counted for running requests, but not at admission",
     COW,
     "P1 P2 P8 P10",
     wrong_fix_of="copy-takes-what-is-not-there",
 )
 class FirstCopyIsNotCounted(Defect):
-    """Likewise, with the first row of a branch."""
+    """The first row of a branch takes a block that was not counted."""
 
     def _count_copies(self, slot: int) -> int:
         is_running = self.table.statuses[slot] is Status.RUNNING
         return int(super()._count_copies(slot)) if is_running else 0
 
 
-@PAGE.exhibit("who has copied a block still counts as its holder", COW, "P1", part=PART)
+@PAGE.exhibit(
+    "a request still counts as a holder of a block that it has copied", COW, "P1", part=PART
+)
 class CopiedBlockIsKept(Defect):
-    """It is never free again."""
+    """The copied block is never freed."""
 
     def take_own(self, holdings: Any, num_computed: int, extent: Any) -> Any:
         self.pool.free = lambda _table: None
@@ -263,9 +289,11 @@ class CopiedBlockIsKept(Defect):
         return copies
 
 
-@PAGE.exhibit("a copy goes the other way", "by the rule of P8", "P8 P2 P4", part=PART)
+@PAGE.exhibit(
+    "source and destination of a copy are swapped", "by the rule of P8", "P8 P2 P4", part=PART
+)
 class CopyGoesTheOtherWay(Defect):
-    """What nobody has written lies over what two read."""
+    """A new block without content overwrites one that two requests read."""
 
     def take_own(self, holdings: Any, num_computed: int, extent: Any) -> Any:
         copies, taken = super().take_own(holdings, num_computed, extent)
@@ -273,20 +301,20 @@ class CopyGoesTheOtherWay(Defect):
 
 
 @PAGE.exhibit(
-    "no copy is made",
-    "the block manager: execute_pending_copies, by the rule that it breaks",
+    "a plan lists no copies",
+    "the block manager: execute_pending_copies, breaks its rule",
     "P8 P4",
 )
 class CopyIsNotMade(Defect):
-    """The plan names the new block, and not what belongs in it."""
+    """The plan has the new block in its table, but not the copy that fills it."""
 
     def _issue_plan(self, step: Any) -> Any:
         return replace(super()._issue_plan(step), block_copies=())
 
 
-@PAGE.exhibit("a copy for a victim's row is made", "by the rule of P7", "P8 P26 P2")
+@PAGE.exhibit("the copy for a withdrawn row stays in the plan", "by the rule of P7", "P8 P26 P2")
 class CopyOutlivesItsRow(Defect):
-    """Its block is another one's by then, in the same step."""
+    """The copy's destination may belong to another request in the same step."""
 
     def _unschedule(self, victim: int, step: Any) -> None:
         copies = step.copies.get(victim)
@@ -295,9 +323,13 @@ class CopyOutlivesItsRow(Defect):
             step.copies[victim] = copies
 
 
-@PAGE.exhibit("who runs with a copy is told its new blocks alone", "by the rule of P26", "P26")
+@PAGE.exhibit(
+    "after a copy the row lists new blocks only, and not the whole table",
+    "by the rule of P26",
+    "P26",
+)
 class TableKeepsTheSource(Defect):
-    """Its worker writes in the block that was to be spared."""
+    """The worker writes to the shared block."""
 
     def _issue_plan(self, step: Any) -> Any:
         added = {self.table.requests[slot].request_id: row[1] for slot, row in step.rows.items()}
@@ -311,36 +343,38 @@ class TableKeepsTheSource(Defect):
         return replace(plan, cached=tuple(rows), remapped_req_ids=())
 
 
-@PAGE.exhibit("a table that has changed is told as more of the same", "by the rule of P26", "P26")
+@PAGE.exhibit(
+    "a changed block table is sent as if blocks were appended", "by the rule of P26", "P26"
+)
 class RemappingIsNotTold(Defect):
-    """The whole table goes behind the one that the worker has."""
+    """The worker appends the whole table to the one that it has."""
 
     def _issue_plan(self, step: Any) -> Any:
         return replace(super()._issue_plan(step), remapped_req_ids=())
 
 
-# What admissions leave, and which block is next.
+# The watermark and the order of the free queue.
 
 
-@PAGE.exhibit("the watermark is left out of the check", WATERMARK, "P10", invisible=LEFT)
+@PAGE.exhibit("admissions ignore the watermark", WATERMARK, "P10", invisible=LEFT)
 class WatermarkIgnored(Defect):
-    """The text subtracts it, and the listing does not."""
+    """The text subtracts the watermark from the free blocks, but the listing does not."""
 
     def _count_kept_free(self) -> int:
         return 0
 
 
-@PAGE.exhibit("the watermark is left whoever runs", WATERMARK, "P10 P15 P11")
+@PAGE.exhibit("the watermark is kept even if nothing runs", WATERMARK, "P10 P15 P11")
 class WatermarkInAnEmptyEngine(Defect):
-    """Who needs more than the rest waits alone, and for ever."""
+    """A request that needs more than the rest of the pool waits for ever, although it is alone."""
 
     def _count_kept_free(self) -> int:
         return int(self.config.watermark_blocks)
 
 
-@PAGE.exhibit("who runs leaves the watermark as well", WATERMARK, "P15 P10")
+@PAGE.exhibit("running requests keep the watermark, too", WATERMARK, "P15 P10")
 class RunningLeaveTheWatermark(Defect):
-    """Somebody is preempted beside free blocks, which were kept for that."""
+    """Requests are preempted although there are free blocks, which were kept to avoid this."""
 
     def _blocks_needed(self, slot: int, num_scheduled: int) -> int:
         needed = int(super()._blocks_needed(slot, num_scheduled))
@@ -348,14 +382,14 @@ class RunningLeaveTheWatermark(Defect):
 
 
 @PAGE.exhibit(
-    "the watermark is of what was free before the admission",
+    "the watermark is compared with the free blocks before the admission",
     "by the rule of P10",
     "P10 P15",
     invisible=LEFT,
     wrong_fix_of="watermark-ignored",
 )
 class WatermarkBeforeTheAdmission(Defect):
-    """The last who is admitted takes all of it."""
+    """The last admission takes all free blocks."""
 
     def _count_kept_free(self) -> int:
         kept = int(super()._count_kept_free())
@@ -363,28 +397,28 @@ class WatermarkBeforeTheAdmission(Defect):
 
 
 @PAGE.exhibit(
-    "a stack has the head of a table on top",
-    "the block manager: Deallocation Path, by the rule that it breaks",
+    "a LIFO free list reuses the head of a freed table first",
+    "the block manager: Deallocation Path, breaks its rule",
     "P16",
     part="pool_type",
     invisible=ORDER,
 )
 class HeadOnTopOfTheStack(Defect):
-    """What is likeliest to be hit again is taken next."""
+    """The block that is most likely to be hit again is reused first."""
 
     def free(self, table: Any) -> None:
         super().free([*reversed(table)] if self.is_lifo else table)
 
 
 @PAGE.exhibit(
-    "what is freed goes to the other end of a stack",
+    "freed blocks are put at the wrong end of a LIFO free list",
     "by the rule of P16",
     "P16",
     part="pool_type",
     invisible=ORDER,
 )
 class StackIsAQueue(Defect):
-    """The stack is a queue, and nobody has asked for one."""
+    """The list is first in, first out, although the config asks for LIFO."""
 
     def _prepend(self, block: int) -> None:
         queue = [*self.free_queue(), block]

@@ -1,4 +1,4 @@
-"""Grammars: masks, drafts and texts that a grammar has not led to."""
+"""Seeded bugs in grammars: bitmasks, drafts and outputs that a grammar does not allow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGE = Page(takes="masks")
 
 
 def _unmask(row: Any) -> Any:
-    """A row of a mask that allows all behind the first placeholder."""
+    """Return the row of a bitmask with every position after the first placeholder unmasked."""
     drafts = row.draft_token_ids
     if DRAFT_PLACEHOLDER not in drafts:
         return row
@@ -20,9 +20,11 @@ def _unmask(row: Any) -> Any:
     return replace(row, allowed=row.allowed[:end] + (None,) * (len(row.allowed) - end))
 
 
-@PAGE.exhibit("behind a draft that was cut all is allowed", "vLLM 0.19.1 grammar_bitmask", "P24")
+@PAGE.exhibit(
+    "positions after a draft that was cut are not masked", "vLLM 0.19.1 grammar_bitmask", "P24"
+)
 class UnmaskedBehindAPlaceholder(Defect):
-    """Only the rows up to the first placeholder are masked."""
+    """Only positions up to the first placeholder are masked."""
 
     def _make_mask(self, event: Any) -> Any:
         answer = super()._make_mask(event)
@@ -31,30 +33,30 @@ class UnmaskedBehindAPlaceholder(Defect):
         return GrammarOutput(tuple([_unmask(row) for row in answer.rows]))
 
 
-@PAGE.exhibit("drafts are verified whatever a grammar says", "vLLM #30916", "P23 P24 P18")
+@PAGE.exhibit("drafts that the grammar rejects are verified", "vLLM #30916", "P23 P24 P18")
 class DraftsNotCut(Defect):
-    """A mask leaves all drafts that the worker told."""
+    """The bitmask keeps all drafts that the worker proposed."""
 
     def _cut_drafts(self, _matcher: Any, drafts: Any) -> Any:
         return drafts
 
 
-@PAGE.exhibit("a mask does not wait for older frames", "vLLM #45014", "P23 P18")
+@PAGE.exhibit("a bitmask is computed before older frames are committed", "vLLM #45014", "P23 P18")
 class MaskOfAStaleGrammar(Defect):
-    """It is of the text before what those frames have sampled."""
+    """It is computed from a grammar state that lacks the tokens of these frames."""
 
     def _samples_before(self, _frame_id: int, _request_id: str) -> bool:
         return False
 
 
 @PAGE.exhibit(
-    "a mask waits for the oldest frame only",
+    "a bitmask waits for the oldest frame only",
     "vLLM #45014, #45015",
     "P23 P18",
     wrong_fix_of="mask-of-a-stale-grammar",
 )
 class MaskWaitsForOneFrame(Defect):
-    """With three frames in flight it is of the text before what the second of them samples."""
+    """The bitmask of a third frame lacks the tokens that the second one samples."""
 
     def _tell_masks(self, frame: Any) -> Any:
         oldest = {**getattr(self, "_oldest", {}), self.prev_frame_id: next(iter(self.frames), -1)}
@@ -66,11 +68,9 @@ class MaskWaitsForOneFrame(Defect):
         return awaited and super()._samples_before(frame_id, request_id)
 
 
-@PAGE.exhibit(
-    "the drafts of a preempted request stay, and its grammar goes on", "#30916", "P24 P12 P23"
-)
+@PAGE.exhibit("drafts of a request with a grammar survive a preemption", "#30916", "P24 P12 P23")
 class DraftsOutliveAPreemption(Defect):
-    """They were proposed behind a text that has grown since."""
+    """They were proposed after a shorter token sequence."""
 
     def _preempt(self, slot: int) -> None:
         drafts, matcher = self._get_drafts(slot)
@@ -87,23 +87,23 @@ class DraftsOutliveAPreemption(Defect):
 
 
 @PAGE.exhibit(
-    "the drafts of a preempted request are cut to what its grammar accepts",
+    "a preempted request keeps the drafts that its grammar accepts",
     "#30916",
     "P24 P12 P23",
     wrong_fix_of="drafts-outlive-a-preemption",
 )
 class DraftsCutAtAPreemption(DraftsOutliveAPreemption):
-    """A grammar accepts them where it stands, and that is not where they come to stand."""
+    """The grammar accepts them after today's tokens, but they are verified after more tokens."""
 
     def _keep(self, matcher: Any, drafts: Any) -> Any:
         return matcher.cut(drafts)
 
 
 @PAGE.exhibit(
-    "a grammar begins anew with a preemption", "rule: outputs outlive a preemption", "P23 P12 P18"
+    "a preemption resets the grammar state", "rule: outputs survive a preemption", "P23 P12 P18"
 )
 class GrammarBeginsAnew(Defect):
-    """The outputs stay, and what they led to is forgotten."""
+    """The request keeps its outputs, but the grammar state that they led to is lost."""
 
     def _preempt(self, slot: int) -> None:
         super()._preempt(slot)
@@ -113,12 +113,12 @@ class GrammarBeginsAnew(Defect):
 
 
 @PAGE.exhibit(
-    "what stands behind the end of reasoning is not told to a grammar",
+    "tokens after the end of reasoning do not advance the grammar",
     "vLLM 0.19.1 should_advance",
     "P23 P18",
 )
 class TokensBehindReasoningLost(Defect):
-    """With drafts one commit brings the end, and the first tokens that the grammar holds."""
+    """One commit can deliver the end of reasoning and, with drafts, the grammar's first tokens."""
 
     def _advance_grammar(self, request_id: str, delivered: Any) -> None:
         matcher = self.matchers.get(request_id)
@@ -128,9 +128,11 @@ class TokensBehindReasoningLost(Defect):
             matcher.position = matcher.position._replace(state=0)
 
 
-@PAGE.exhibit("a mask leaves the grammar where its drafts led", "vLLM 0.19.1 rule S4", "P23 P18")
+@PAGE.exhibit(
+    "computing a bitmask advances the grammar by the drafts", "vLLM 0.19.1 rule S4", "P23 P18"
+)
 class MaskMovesTheGrammar(Defect):
-    """The drafts may be rejected, and are told to it again with the outputs."""
+    """The drafts may be rejected; those accepted advance the grammar once more with the outputs."""
 
     def _make_mask(self, event: Any) -> Any:
         answer = super()._make_mask(event)

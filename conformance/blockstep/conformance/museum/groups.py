@@ -1,7 +1,7 @@
-"""Groups: several tables a request, windows and chunks, and one hit that is right for all of them.
+"""Seeded bugs in KV groups: block tables, windows, chunks and hits that are valid in all groups.
 
-These are given configs with several KV groups, as the host is, but for recurrent ones, of which
-they know nothing; all other exhibits have one group.
+Their episodes have several KV groups, but recurrent ones only on the page `STATES`; all other
+seeded bugs have one group.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from blockstep.spec.vocabulary import NULL_BLOCK
 
 PAGE = Page(takes_groups=True)
 STATES = Page(takes_groups=True, takes_states=True)
-"""Of recurrent groups: these are given them as well."""
+"""Seeded bugs in recurrent groups; their episodes have such groups as well."""
 PART = "groups_type"
 
 
 class GroupByGroup(Defect):
-    """Hits are held, and blocks taken, of one group after the other."""
+    """Hits are touched and blocks allocated one group after the other."""
 
     def adopt(self, holdings: Any, hits: Any) -> None:
         self._hits = hits.tables if hits.shared() else None
@@ -44,46 +44,51 @@ class GroupByGroup(Defect):
 
 
 @PAGE.exhibit(
-    "a group takes new blocks before the next one holds its hits",
+    "a group takes new blocks before the hits of the next group are touched",
     "#33775, #44409; ascend #12139",
     "P2 P1 P8 P16",
     part=PART,
 )
 class GroupEatsAHit(GroupByGroup):
-    """The block taken may be a hit of the next group, and is then of both."""
+    """A new block may be a hit of the next group; then both groups use it."""
 
 
 @PAGE.exhibit(
-    "the groups are served in the other order",
+    "the groups allocate in reverse order",
     "#33775",
     "P2 P1 P8 P16",
     part=PART,
     wrong_fix_of="group-eats-a-hit",
 )
 class LastGroupFirst(GroupByGroup):
-    """Now it is the hits of the first ones that are eaten."""
+    """Now the first groups lose their hits."""
 
     def _in_turn(self, indices: Any) -> Any:
         return reversed(indices)
 
 
 @PAGE.exhibit(
-    "full attention is served first, and the others one by one",
+    "full attention allocates first, the other groups one by one",
     "#33775",
     "P2 P1 P8 P16",
     part=PART,
     wrong_fix_of="group-eats-a-hit",
 )
 class FullAttentionFirst(GroupByGroup):
-    """Of two windows one still eats the hits of the other."""
+    """If there are two window groups, one still takes a hit of the other."""
 
     def _in_turn(self, indices: Any) -> Any:
         return sorted(indices, key=lambda index: not self.groups[index].is_whole)
 
 
-@PAGE.exhibit("the gate charges a window the whole prompt", "#39734, #40946", "P15 P11", part=PART)
+@PAGE.exhibit(
+    "the admission check charges a sliding window for the whole prompt",
+    "#39734, #40946",
+    "P15 P11",
+    part=PART,
+)
 class WindowChargedWhole(Defect):
-    """A prompt that could be served in chunks is never let in."""
+    """A prompt that could run in chunks is never admitted."""
 
     def count_for_gate(self, hits: Any, num_known: int) -> int:
         needed: int = self.pool.count_free(hits.shared())
@@ -93,15 +98,15 @@ class WindowChargedWhole(Defect):
 
 
 @PAGE.exhibit(
-    "the gate charges a window nothing",
+    "the admission check charges nothing for a sliding window",
     "#39734",
     "P8",
     part=PART,
     wrong_fix_of="window-charged-whole",
-    invisible="efficiency: there are more preemptions, and all requests end",
+    invisible="efficiency: there are more preemptions, but all requests finish",
 )
 class WindowNotCharged(Defect):
-    """What a window and a step touch is not there when it is wanted."""
+    """Blocks for the window and for the tokens of a step are missing when they are needed."""
 
     def count_for_gate(self, hits: Any, num_known: int) -> int:
         needed = 0
@@ -113,14 +118,14 @@ class WindowNotCharged(Defect):
 
 
 @PAGE.exhibit(
-    "a window is charged itself, and not the step that moves it",
+    "a sliding window is charged without the tokens of a step",
     "#39734, #40946",
     "P11 P10 P8",
     part=PART,
     wrong_fix_of="window-charged-whole",
 )
 class WindowWithoutItsStep(Defect):
-    """Requests are accepted that the empty pool cannot hold for one step."""
+    """Requests are accepted that do not fit an empty pool for one step."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -129,14 +134,14 @@ class WindowWithoutItsStep(Defect):
 
 
 @PAGE.exhibit(
-    "blocks that a window gave back count as held",
+    "freed blocks of a sliding window count as held",
     "#39734, #50169",
     "P26 P8 P2 P1",
     part=PART,
     wrong_fix_of="window-charged-whole",
 )
 class NullsCountAsHeld(Defect):
-    """The check caps what a window needs, and takes off places of its table that are null."""
+    """The check caps a window's blocks, but also counts the null blocks of its table as held."""
 
     def count_missing(self, holdings: Any, extent: Any) -> int:
         missing = 0
@@ -161,41 +166,41 @@ class NullsCountAsHeld(Defect):
 
 
 @PAGE.exhibit(
-    "a request is servable if each group fits alone",
+    "a request is accepted if each KV group alone fits the pool",
     "#52520, #39734; local-inference-lab #394",
     "P11 P10",
     part=PART,
 )
 class EachGroupFitsAlone(Defect):
-    """It is accepted, waits for blocks that there are not, and all others behind it."""
+    """The accepted request waits for blocks that the pool does not have, and blocks the queue."""
 
     def count_most(self, num_slots: int) -> int:
         return max(int(group.count_held(num_slots)) for group in self.groups)
 
 
 @PAGE.exhibit(
-    "only the first group says whether a request is servable",
+    "only the first KV group decides whether a request is accepted",
     "#52520",
     "P11 P10",
     part=PART,
     wrong_fix_of="each-group-fits-alone",
 )
 class FirstGroupDecides(Defect):
-    """Right as long as the first is the largest, and pays for all."""
+    """This is right only if the first group needs the most blocks."""
 
     def count_most(self, num_slots: int) -> int:
         return len(self.groups) * int(self.groups[0].count_held(num_slots))
 
 
 @PAGE.exhibit(
-    "every kind of attention gives back a block of the hit",
+    "the hit drop for the draft head is applied once per KV group",
     "#32802; vLLM 0.19.1",
     "P5",
     part=PART,
     invisible="efficiency: blocks are computed again",
 )
 class HitCutByTurns(Defect):
-    """With a draft head a hit is a block shorter for each group, not for all."""
+    """The hit loses one block for each group with an EAGLE head, instead of one for all."""
 
     def find_hits(self, lineage: Any, num_known: int) -> Any:
         hits = super().find_hits(lineage, num_known)
@@ -205,13 +210,13 @@ class HitCutByTurns(Defect):
 
 
 @PAGE.exhibit(
-    "a hit of full attention is one of all groups",
+    "a hit of full attention is taken as valid for all KV groups",
     "rule P5; #44409",
     "P5 P3 P4",
     part=PART,
 )
 class HitOfFullAttention(Defect):
-    """Of what a window still reads some is not there, and is null."""
+    """Blocks that a sliding window still reads are missing and replaced by null blocks."""
 
     def _shorten(self, _group: Any, _lineage: Any, length: int) -> int:
         return length
@@ -226,23 +231,26 @@ class HitOfFullAttention(Defect):
 
 
 @PAGE.exhibit(
-    "a window is cut a token short", "vLLM 0.19.1 get_num_skipped_tokens, rule", "P3 P5", part=PART
+    "a sliding window is one token too short",
+    "vLLM 0.19.1 get_num_skipped_tokens, rule",
+    "P3 P5",
+    part=PART,
 )
 class WindowCutShort(Defect):
-    """The last token in reach may be in a block that was just given back."""
+    """The oldest token in the window may be in a block that was just freed."""
 
     def leave(self, holdings: Any, num_computed: int, in_doubt: int, free: Any = None) -> None:
         super().leave(holdings, num_computed + 1, in_doubt, free)
 
 
 @PAGE.exhibit(
-    "a window moves on as if all drafts in flight were accepted",
+    "a sliding window advances as if all drafts in flight were accepted",
     "vLLM 0.19.1, found here",
     "P14 P3 P5 P2",
     part=PART,
 )
 class DoubtForgotten(Defect):
-    """Rejected, the request goes on further back, and reads what it has given up."""
+    """If they are rejected, the request reads blocks that it has freed."""
 
     def leave(self, holdings: Any, num_computed: int, _in_doubt: int, free: Any = None) -> None:
         super().leave(holdings, num_computed, 0, free)
@@ -253,10 +261,10 @@ class DoubtForgotten(Defect):
     "rule P1: the null block is never free",
     "P1",
     part=PART,
-    invisible_if_hidden="books: nobody asks how often the null block is held",
+    invisible_if_hidden="books: the ref count of the null block is not used",
 )
 class NullsFreed(Defect):
-    """The null block is held less than never."""
+    """The ref count of the null block becomes negative."""
 
     def free(self, holdings: Any) -> None:
         for holding in holdings:
@@ -265,13 +273,13 @@ class NullsFreed(Defect):
 
 
 @PAGE.exhibit(
-    "groups share their keys",
+    "block keys do not contain the KV group",
     "vLLM 0.19.1 make_block_hash_with_group_id, rule",
     "P6 P3 P5",
     part=PART,
 )
 class GroupLeftOutOfKeys(Defect):
-    """A group finds blocks of another, with the same tokens of other layers."""
+    """A group hits blocks of another group, whose KV is of other layers."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -280,13 +288,13 @@ class GroupLeftOutOfKeys(Defect):
 
 
 @PAGE.exhibit(
-    "a block that is still read in part is given back",
+    "a block is freed while a part of it is still read",
     "vLLM 0.19.1, found here",
     "P3 P5",
     part=PART,
 )
 class HalfABlockLeft(Defect):
-    """A window begins anywhere in a block, and a chunk does where blocks do not divide it."""
+    """A window begins within a block, and so may a chunk of chunked-local attention."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -299,17 +307,17 @@ def _first_block_rounded_up(group: Any, num_computed: int) -> int:
     return int(-(-first_read // group.block_size))
 
 
-# States of recurrent layers.
+# Recurrent states.
 
 
 @STATES.exhibit(
-    "a chunk is cut to where a block of states ends, be it to nothing",
+    "a chunk is cut to a multiple of the state block, even to zero tokens",
     "#40707, #45414, #51603",
     "P10 P15",
     part=PART,
 )
 class ChunkCutToNothing(Defect):
-    """A budget or threshold below the block, and the request stands there for ever."""
+    """The request never progresses if a budget or threshold is smaller than the block."""
 
     def align(self, num_computed: int, num_scheduled: int, num_prompt: int, num_known: int) -> int:
         end = num_computed + num_scheduled
@@ -320,14 +328,14 @@ class ChunkCutToNothing(Defect):
 
 
 @STATES.exhibit(
-    "a chunk that would be cut to nothing runs to the next end of a block",
+    "a chunk that would be cut to zero tokens runs to the next block boundary",
     "#51582, #47771",
     "P9 P15",
     part=PART,
     wrong_fix_of="chunk-cut-to-nothing",
 )
 class ChunkRunOn(Defect):
-    """It goes on, and beyond the budget of its step."""
+    """The request progresses, but exceeds the token budget of the step."""
 
     def align(self, num_computed: int, num_scheduled: int, num_prompt: int, num_known: int) -> int:
         end = num_computed + num_scheduled
@@ -339,13 +347,13 @@ class ChunkRunOn(Defect):
 
 
 @STATES.exhibit(
-    "an admission is charged one block for states, and takes those of drafts as well",
+    "an admission is charged one state block, but also takes those for drafts",
     "#46892; ascend #11129",
     "P8 P1 P2 P12",
     part=PART,
 )
 class StatesChargedOnce(Defect):
-    """The blocks for states behind drafts are not there, or somebody else's."""
+    """The blocks for the draft states are missing, or belong to another request."""
 
     def count_to_admit(self, hits: Any, extent: Any, num_beside: int) -> int:
         needed = int(super().count_to_admit(hits, extent, num_beside))
@@ -353,14 +361,14 @@ class StatesChargedOnce(Defect):
 
 
 @STATES.exhibit(
-    "an admission is charged a state for each block that it passes",
+    "an admission is charged one state block per block of tokens",
     "#46892",
     "P15 P11 P10",
     part=PART,
     wrong_fix_of="states-charged-once",
 )
 class StatesChargedByTokens(Defect):
-    """A chunk writes one state, however long it is: who would fit has to wait."""
+    """A chunk writes one state however long it is, so requests that would fit have to wait."""
 
     def count_to_admit(self, hits: Any, extent: Any, num_beside: int) -> int:
         needed = int(super().count_to_admit(hits, extent, num_beside))
@@ -382,10 +390,13 @@ class StatesChargedByTokens(Defect):
 
 
 @STATES.exhibit(
-    "a state is hit in the step that makes it", "#56525; vLLM 0.19.1, rule", "P4 P5", part=PART
+    "a recurrent state is hit in the step that computes it",
+    "#56525; vLLM 0.19.1, rule",
+    "P4 P5",
+    part=PART,
 )
 class StateHitWithinItsStep(Defect):
-    """Rows of one step run side by side: the state is not there yet."""
+    """Rows of one step run in parallel, so the state is not written yet."""
 
     def publish(self, holdings: Any, lineage: Any, num_computed: int, num_written: int) -> None:
         super().publish(holdings, lineage, num_computed, num_written)

@@ -1,4 +1,4 @@
-"""Identity: what tells the content of one block from that of another."""
+"""Seeded bugs in block keys: what distinguishes the content of two blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGE = Page()
 
 
 class _Misread(Defect):
-    """What names the blocks of a request is changed as soon as it is submitted."""
+    """The request that the block keys are computed from is changed as soon as it is submitted."""
 
     def _submit(self, request: Any) -> Any:
         answer = super()._submit(request)
@@ -21,28 +21,28 @@ class _Misread(Defect):
         return answer
 
 
-@PAGE.exhibit("the salt is not part of a block's identity", "#56643", "P6 P3")
+@PAGE.exhibit("block keys do not contain the cache salt", "#56643", "P6 P3")
 class SaltIgnored(_Misread):
-    """One tenant is answered from another one's cache."""
+    """A tenant hits KV that was computed for another tenant."""
 
     def _misread(self, lineage: Any) -> None:
         lineage.request = replace(lineage.request, cache_salt=None)
 
 
-@PAGE.exhibit("the adapter is not part of a block's identity", "#56643", "P6 P3")
+@PAGE.exhibit("block keys do not contain the LoRA adapter", "#56643", "P6 P3")
 class AdapterIgnored(_Misread):
-    """What one adapter computed is read by another one, and by the base model."""
+    """KV computed with an adapter is hit by requests of another adapter and of the base model."""
 
     def _misread(self, lineage: Any) -> None:
         lineage.request, lineage._every = replace(lineage.request, adapter=None), b""
 
 
 Items: TypeAlias = tuple[tuple[str, int], ...]
-"""Identifier, and offset from the start of the block."""
+"""Identifiers of items, each with its offset from the start of the block."""
 
 
 class _MisreadItems(_Misread):
-    """Blocks are named with what `_see` makes of the items in them."""
+    """Block keys contain what `_see` makes of the block's items."""
 
     def _misread(self, lineage: Any) -> None:
         kind, see = type(lineage), self._see
@@ -54,46 +54,46 @@ class _MisreadItems(_Misread):
             lineage.__class__ = type("Misread", (kind,), {"items_of": items_of, "__slots__": ()})
 
 
-@PAGE.exhibit("an item's place is not part of a block's identity", "#36708", "P6 P3")
+@PAGE.exhibit("block keys do not contain the offsets of multimodal items", "#36708", "P6 P3")
 class ItemOffsetIgnored(_MisreadItems):
-    """One image at two places reads as the same."""
+    """An image at two different offsets gives the same key."""
 
     def _see(self, items: Items) -> Items:
         return tuple((name, 0) for name, _ in items)
 
 
-@PAGE.exhibit("an item is no part of a block's identity", "LMCache #690", "P6 P3")
+@PAGE.exhibit("block keys do not contain multimodal items", "LMCache #690", "P6 P3")
 class ItemsIgnored(_MisreadItems):
-    """All images have the same placeholder tokens, so each is answered for the first one."""
+    """All images have the same placeholder tokens, so each request hits the first image's KV."""
 
     def _see(self, items: Items) -> Items:
         return ()
 
 
 @PAGE.exhibit(
-    "an item is known by a few bits of its name",
+    "block keys contain only a few bits of an item's identifier",
     "LMCache #3301, #4086, #4783",
     "P6 P3",
     wrong_fix_of="items-ignored",
 )
 class ItemsInFewBits(_MisreadItems):
-    """Two images share them sooner or later; here the length of the name stands for it."""
+    """Sooner or later two images have the same bits; here the bits are the identifier's length."""
 
     def _see(self, items: Items) -> Items:
         return tuple((str(len(name)), offset) for name, offset in items)
 
 
-@PAGE.exhibit("an embedding is no part of a block's identity", "#28738 (seen in review)", "P6 P3")
+@PAGE.exhibit("block keys do not contain the prompt embeddings", "#28738 (seen in review)", "P6 P3")
 class EmbedsIgnored(_Misread):
-    """Prompts sent as embeddings have placeholder tokens, so each is answered for the first one."""
+    """All such prompts have placeholder tokens, so each request hits the KV of the first one."""
 
     def _misread(self, lineage: Any) -> None:
         lineage.request = replace(lineage.request, prompt_embeds=())
 
 
-@PAGE.exhibit("a block is known by one byte of its digest", "LMCache #3301", "P6 P3 P15")
+@PAGE.exhibit("a block hash is cut to one byte", "LMCache #3301", "P6 P3 P15")
 class DigestInOneByte(Defect):
-    """Upstream it was two, and of images; one is enough for short runs to meet a collision."""
+    """Upstream cut hashes of images to two bytes; with one byte short runs meet a collision."""
 
     digest: Any
 

@@ -1,7 +1,7 @@
-"""Listings: mistakes of a source's own code, where no other theme has them.
+"""Seeded bugs from the block manager's listings that fit no other page.
 
-The block manager's listings were read and run; the page on discrepancies has them all, each with
-the exhibit that breaks ours in the same way.
+The listings were read and run; the page on discrepancies lists all of their defects, each with the
+seeded bug that reproduces it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ PAGE = Page()
 
 
 @PAGE.exhibit(
-    "behind a block that is not hit the last, partial one is not taken",
-    "the block manager: Prefix Cache Lookup, by the rule that it breaks",
+    "a partly filled last block is not allocated if full blocks are computed, too",
+    "the block manager: Prefix Cache Lookup, breaks its rule",
     "P26 P8",
 )
 class TailBlockLeftOut(Defect):
-    """What is left is compared with a block's size before the blocks to compute are taken off."""
+    """The tail is allocated only if all full blocks of the request were hit."""
 
     def _blocks_to_admit(self, num_tokens: int, num_hits: int) -> int:
         whole, rest = divmod(min(num_tokens, self.max_model_len), self.block_size)
@@ -28,12 +28,12 @@ class TailBlockLeftOut(Defect):
 
 
 @PAGE.exhibit(
-    "a block is published as it is taken",
-    "the block manager: Prefix Cache Lookup, by the rule that it breaks",
+    "a block is published when it is allocated",
+    "the block manager: Prefix Cache Lookup, breaks its rule",
     "P4 P3",
 )
 class PublishedAsItIsTaken(Defect):
-    """A chunk may end within it, and the next request hits what is not computed."""
+    """A chunk may end within the block, so the next request hits slots that are not computed."""
 
     def _publish(self, slot: int, num_computed: int, num_scheduled: int) -> None:
         (holding,) = self.table.holdings[slot]
@@ -42,13 +42,13 @@ class PublishedAsItIsTaken(Defect):
 
 
 @PAGE.exhibit(
-    "of those who wait every second one is passed over",
-    "the block manager: in the Scheduling Loop, by the rule that it breaks",
+    "every second waiting request is skipped",
+    "the block manager: in the Scheduling Loop, breaks its rule",
     "P16 P15",
-    invisible="policy: who is admitted first",
+    invisible="policy: which request is admitted first",
 )
 class EverySecondIsPassedOver(Defect):
-    """A list is shortened while it is walked."""
+    """The queue is shortened during an iteration over it."""
 
     _skips_next = False
 

@@ -1,7 +1,7 @@
-"""Pins: blocks that stay between two turns of a job, each change of the seed's fork broken once.
+"""Seeded bugs in pins: each deciding change of the seed's fork is broken once.
 
-Of the fork's twelve changes those are here that decide something; what it records of its steps is
-held to itself by `recorded.steps`, where each sentence has a record that breaks it.
+What the fork records of its steps is checked by `recorded.steps`, whose tests have a wrong record
+for each check.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from blockstep.spec.vocabulary import Pin, Status
 
 PAGE = Page(takes="pins")
 PART = "pins_type"
-KEPT = "policy: what stays, and for how long"
-FIRST = "policy: who goes first, and who has to go"
+KEPT = "policy: which blocks stay pinned, and for how long"
+FIRST = "policy: which request is admitted or preempted first"
 
 
-# Change 4: at most one pin for each job, freed when it goes.
+# Change 4: a job has at most one pin, which is freed when it ends.
 
 
 @PAGE.exhibit(
-    "the pin of the turn before is replaced, and not freed", "vLLM V1: The Fork, Change 4", "P1"
+    "the pin of the previous turn is replaced, but not freed", "vLLM V1: The Fork, Change 4", "P1"
 )
 class StalePinLeaks(Defect):
-    """Its blocks have a holder that nobody knows."""
+    """The blocks of the old pin keep a reference that nothing will ever drop."""
 
     def _end_turn(self, pins: Any, slot: int) -> None:
         request = self.table.requests[slot]
@@ -35,13 +35,13 @@ class StalePinLeaks(Defect):
 
 
 @PAGE.exhibit(
-    "the blocks of a pin are freed first block first",
+    "the blocks of a pin are freed from the head of the table",
     "prefix caching by example, section 2.2",
     "P16",
     invisible=FIRST,
 )
 class PinFreedFromItsHead(Defect):
-    """What is most likely to be asked for again is evicted first."""
+    """The block that is most likely to be hit again is evicted first."""
 
     def _end_pins(self, job_ids: Any) -> None:
         for job_id in job_ids:
@@ -50,44 +50,44 @@ class PinFreedFromItsHead(Defect):
 
 
 @PAGE.exhibit(
-    "a pin ends in the tick behind its time",
+    "a pin ends one tick too late",
     "vLLM V1: The Fork, Change 4",
     "P17 P16",
     part=PART,
     invisible_if_hidden=KEPT,
 )
 class PinOutlivesItsTime(Defect):
-    """Greater for greater or equal."""
+    """The comparison is strict (`<`) where the end itself counts (`<=`)."""
 
     def list_ended(self) -> Any:
         return [job_id for job_id, pin in self.pins.items() if pin.end < self.now]
 
 
 @PAGE.exhibit(
-    "a pin's time is counted from the beginning",
+    "a pin expires at tick `ttl`, not `ttl` ticks from now",
     "vLLM V1: The Fork, Change 4",
     "P17",
     part=PART,
     invisible=KEPT,
 )
 class TimeFromTheBeginning(Defect):
-    """A duration is taken for a time."""
+    """A duration is used as a point in time."""
 
     def pin(self, job_id: str, block_tables: Any) -> None:
         self.pins[job_id] = Pin(job_id, block_tables, self.estimates[job_id])
 
 
-# Change 5: expiry before anything is allocated, and the queue's order.
+# Change 5: pins expire before the step allocates, and turns of pinned jobs are admitted first.
 
 
 @PAGE.exhibit(
-    "pins end behind the step and not before it",
+    "expired pins end after the step instead of before it",
     "vLLM V1: The Fork, Change 5",
     "P15 P16 P10 P8 P7",
     invisible=FIRST,
 )
 class ExpiryBehindTheStep(Defect):
-    """Somebody is preempted, or waits, for blocks that nobody is to have any more."""
+    """Requests are preempted or wait for blocks of pins that have already expired."""
 
     def _begin_with_pins(self, pins: Any) -> None:
         ended = pins.list_ended
@@ -103,37 +103,42 @@ class ExpiryBehindTheStep(Defect):
 
 
 @PAGE.exhibit(
-    "who is warm goes ahead of who was preempted",
+    "requests of pinned jobs are admitted before preempted requests",
     "vLLM V1: The Fork, Change 5",
     "P16",
     invisible=FIRST,
 )
 class WarmAheadOfThePreempted(Defect):
-    """Who has waited longest, and lost what it had computed, waits on."""
+    """A preempted request, which waited longest and lost its KV, waits even longer."""
 
     def _rank_by_warmth(self, slot: int) -> Any:
         return 2 - self._is_warm(slot)
 
 
-@PAGE.exhibit("nobody goes ahead for a pin", "vLLM V1: The Fork, Change 5", "P16", invisible=FIRST)
+@PAGE.exhibit(
+    "requests of pinned jobs are not admitted first",
+    "vLLM V1: The Fork, Change 5",
+    "P16",
+    invisible=FIRST,
+)
 class NobodyGoesAhead(Defect):
-    """The pin may have ended before its turn comes."""
+    """The pin may expire before its request is admitted."""
 
     def _rank_by_warmth(self, _slot: int) -> int:
         return 0
 
 
-# Change 7: whom a pin protects.
+# Change 7: which requests a pin protects.
 
 
 @PAGE.exhibit(
-    "who is of a job with a pin is preempted first",
+    "requests of pinned jobs are preempted first",
     "vLLM V1: The Fork, Change 7",
     "P16",
     invisible=FIRST,
 )
 class WarmArePreemptedFirst(Defect):
-    """What stays for it is of no use then."""
+    """Their pins are then of no use."""
 
     def _select_victim(self) -> int:
         warm = [at for at, slot in enumerate(self.running) if self._is_warm(slot)]
@@ -141,60 +146,60 @@ class WarmArePreemptedFirst(Defect):
 
 
 @PAGE.exhibit(
-    "the last one is preempted, whatever is kept for it",
+    "the last running request is preempted even if its job has a pin",
     "vLLM V1: The Fork, Change 7",
     "P16",
     invisible=FIRST,
 )
 class LastIsPreempted(Defect):
-    """As under FCFS."""
+    """The victim is the same as under FCFS."""
 
     def _select_victim(self) -> int:
         return len(self.running) - 1
 
 
 @PAGE.exhibit(
-    "a victim that is not the last keeps its row of this step",
+    "a victim that is not the last running request keeps its row",
     "vLLM V1: The Fork, Changes 7 and 9",
     "P26 P2 P3 P9",
 )
 class RowOfColdVictimStays(Defect):
-    """More rows are planned than requests run, which the fork then warns of, and plans."""
+    """The plan has more rows than running requests; the fork only warns about this."""
 
     def _unschedule(self, victim: int, step: Any) -> None:
         if self.pins is None:
             super()._unschedule(victim, step)
 
 
-# Change 11: what is told as a turn arrives.
+# Change 11: estimates that arrive with a turn.
 
 
 @PAGE.exhibit(
-    "an estimate is lost that is told before its turn ends",
+    "an estimate is lost if it arrives before the turn ends",
     "vLLM V1: The Fork, Change 11",
     "P18 P17",
     part=PART,
     invisible_if_hidden=KEPT,
 )
 class EstimateAtArrivalIsLost(Defect):
-    """Whoever knows the tool as the turn comes has told it too early."""
+    """A client that sends the estimate together with the turn is ignored."""
 
     def take_estimate(self, estimate: Any) -> None:
         if estimate.job_id in self.pins:
             super().take_estimate(estimate)
 
 
-# Change 12: what is pinned, and when.
+# Change 12: which turns are pinned.
 
 
 @PAGE.exhibit(
-    "a turn of no job is pinned",
+    "a request without a job id is pinned",
     "vLLM V1: The Fork, Change 12",
     "P17 P16",
     invisible_if_hidden=KEPT,
 )
 class TurnOfNoJobIsPinned(Defect):
-    """There is no next one that could come for it."""
+    """No next turn can use its blocks."""
 
     def _end_turn(self, pins: Any, slot: int) -> None:
         request = self.table.requests[slot]
@@ -211,12 +216,12 @@ class TurnOfNoJobIsPinned(Defect):
 
 
 @PAGE.exhibit(
-    "the worker is not told of the end of a turn that is pinned",
+    "the plan does not list a finished request that was pinned",
     "vLLM V1: The Fork, Change 12",
     "P26",
 )
 class PinnedTurnIsNotTold(Defect):
-    """It keeps a row for a request that is gone, and meets its name again."""
+    """The worker keeps its row, and may later get another request with this id."""
 
     _is_pinned = False
 
@@ -235,10 +240,10 @@ class PinnedTurnIsNotTold(Defect):
 
 
 @PAGE.exhibit(
-    "a turn that was aborted is pinned", "vLLM V1: The Fork, Change 12", "P17 P16", invisible=KEPT
+    "an aborted turn is pinned", "vLLM V1: The Fork, Change 12", "P17 P16", invisible=KEPT
 )
 class AbortedTurnIsPinned(Defect):
-    """Its client does not come back for it."""
+    """The client of an aborted turn does not send a next one."""
 
     def _finish(self, slot: int) -> None:
         if self.pins is not None:
@@ -247,13 +252,13 @@ class AbortedTurnIsPinned(Defect):
 
 
 @PAGE.exhibit(
-    "all blocks of a turn stay, also those that nobody can find",
+    "all blocks of a turn are pinned, even those that are not cached",
     "vLLM V1: The Fork, Change 4",
     "P17 P16",
     invisible=KEPT,
 )
 class WholeTableIsPinned(Defect):
-    """They hold what no next turn can use."""
+    """No next turn can hit them."""
 
     def _end_turn(self, pins: Any, slot: int) -> None:
         holdings = self.table.holdings[slot]
@@ -263,13 +268,13 @@ class WholeTableIsPinned(Defect):
 
 
 @PAGE.exhibit(
-    "behind the last turn blocks stay, too",
+    "the last turn of a job is pinned",
     "vLLM V1: The Fork, Change 12",
     "P17 P16",
     invisible=KEPT,
 )
 class LastTurnIsPinned(Defect):
-    """Nobody comes for them."""
+    """No next turn will use its blocks."""
 
     def _end_turn(self, pins: Any, slot: int) -> None:
         request = self.table.requests[slot]
@@ -281,13 +286,13 @@ class LastTurnIsPinned(Defect):
 
 
 @PAGE.exhibit(
-    "the last turn leaves the pin of its job where it is",
+    "the last turn of a job does not end the job's pin",
     "vLLM V1: The Fork, Change 12",
     "P17 P16",
     invisible=KEPT,
 )
 class PinOutlivesItsJob(Defect):
-    """It holds blocks until its time is over, for nobody."""
+    """The pin holds blocks until it expires, although no turn follows."""
 
     def _end_turn(self, pins: Any, slot: int) -> None:
         if not self.table.requests[slot].is_last_step:
@@ -295,14 +300,14 @@ class PinOutlivesItsJob(Defect):
 
 
 @PAGE.exhibit(
-    "a turn for which the estimate gives nothing is pinned by a default",
+    "a turn whose estimate gives no time is pinned for a default time",
     "vLLM V1: The Fork, Changes 4 and 12",
     "P17 P16",
     part=PART,
     invisible=KEPT,
 )
 class PinnedByDefault(Defect):
-    """Ten seconds stand in the signature, and an estimate never gives more than two."""
+    """The fork's signature has a default of ten seconds, while an estimate gives at most two."""
 
     def may_pin(self, job_id: str) -> bool:
         return bool(self.estimates.setdefault(job_id, 10))
@@ -316,9 +321,9 @@ class PinnedByDefault(Defect):
 # What the seed leaves open.
 
 
-@PAGE.exhibit("pins never give way", "vLLM V1: The Fork, Feature A", "P10")
+@PAGE.exhibit("pins are never reclaimed", "vLLM V1: The Fork, Feature A", "P10")
 class PinsNeverGiveWay(Defect):
-    """A pool full of them serves nobody until time goes on."""
+    """A pool full of pins serves no request until the pins expire."""
 
     def _take_back_one(self, needy: int, passed_over: Any = ()) -> bool:
         idle = [slot for slot in self._list_idle(passed_over) if slot != needy]
@@ -328,14 +333,14 @@ class PinsNeverGiveWay(Defect):
 
 
 @PAGE.exhibit(
-    "pins give way before anybody is preempted",
+    "pins are reclaimed before any preemption is tried",
     "vLLM V1: The Fork, Feature A",
     "P10 P16",
     wrong_fix_of="pins-never-give-way",
     invisible=FIRST,
 )
 class PinsGiveWayAtOnce(Defect):
-    """Nothing is kept as soon as blocks are short, which is when it would pay."""
+    """All pins are gone as soon as blocks are short, which is when they would help."""
 
     def _make_room(self, slot: int, needed: int, position: int, step: Any) -> Any:
         while needed > self.pool.num_free and self.pins is not None and self.pins.pins:
@@ -344,14 +349,14 @@ class PinsGiveWayAtOnce(Defect):
 
 
 @PAGE.exhibit(
-    "all pins give way at once",
+    "all pins are reclaimed at once",
     "vLLM V1: The Fork, Feature A",
     "P10 P17",
     wrong_fix_of="pins-never-give-way",
-    invisible="efficiency: more is computed again than need be",
+    invisible="efficiency: more blocks than needed are computed again",
 )
 class AllPinsGiveWay(Defect):
-    """Where one would have been enough."""
+    """One reclaimed pin may have been enough."""
 
     def _take_back_one(self, needy: int, passed_over: Any = ()) -> bool:
         had_pins = bool(self.pins and self.pins.pins)
@@ -360,19 +365,27 @@ class AllPinsGiveWay(Defect):
         return had_pins or super()._take_back_one(needy, passed_over)
 
 
-@PAGE.exhibit("a reset is refused for pins", "vLLM V1: The Fork, Feature A", "P25", invisible=KEPT)
+@PAGE.exhibit(
+    "a prefix-cache reset fails while there are pins",
+    "vLLM V1: The Fork, Feature A",
+    "P25",
+    invisible=KEPT,
+)
 class ResetRefusedForPins(Defect):
-    """Weights change while an agent's tool runs, and what was computed stays findable."""
+    """The weights change while an agent's tool runs, and the old KV stays cached."""
 
     def _is_unused(self) -> bool:
         return bool(self.pool.is_unused())
 
 
 @PAGE.exhibit(
-    "a reset leaves pins as they are", "vLLM V1: The Fork, Feature A", "P25 P17 P16", invisible=KEPT
+    "a prefix-cache reset keeps the pins",
+    "vLLM V1: The Fork, Feature A",
+    "P25 P17 P16",
+    invisible=KEPT,
 )
 class ResetLeavesPins(Defect):
-    """They hold blocks in which nothing can be found."""
+    """They hold blocks that are no longer cached."""
 
     _keeps = False
 
@@ -387,14 +400,14 @@ class ResetLeavesPins(Defect):
 
 
 @PAGE.exhibit(
-    "a pin keeps the time that it was given",
+    "a later estimate does not change the end of an existing pin",
     "vLLM V1: The Fork, Change 12",
     "P17",
     part=PART,
     invisible=KEPT,
 )
 class PinKeepsItsTime(Defect):
-    """Though the tool is known by now, and takes longer."""
+    """The pin keeps its time although the tool is known by now and takes longer."""
 
     def take_estimate(self, estimate: Any) -> None:
         before = self.pins.get(estimate.job_id)
@@ -404,41 +417,41 @@ class PinKeepsItsTime(Defect):
 
 
 @PAGE.exhibit(
-    "what was estimated is never forgotten",
+    "estimates of finished jobs are never dropped",
     "vLLM V1: The Fork, Change 3",
     "P18",
     part=PART,
     invisible_if_hidden=KEPT,
 )
 class EstimatesPileUp(Defect):
-    """Jobs come and go; what is known of them grows."""
+    """Jobs finish, but the table of estimates only grows."""
 
     def _forget_if_gone(self, _job_id: str) -> None:
         return None
 
 
 @PAGE.exhibit(
-    "a clock that goes back is believed",
-    "rule: time is told, and does not go back",
+    "time may go backwards",
+    "rule: time comes with events and does not go backwards",
     "P18",
     part=PART,
     invisible_if_hidden=KEPT,
 )
 class TimeGoesBack(Defect):
-    """What was over is not over any more."""
+    """A pin that had expired is valid again."""
 
     def tell_time(self, now: int) -> None:
         self.now = now
 
 
 @PAGE.exhibit(
-    "a request that was preempted is warm for good",
+    "a request that was preempted once counts as pinned for good",
     "vLLM V1: The Fork, Change 7",
     "P16",
     invisible=FIRST,
 )
 class PreemptedTurnsStayWarm(Defect):
-    """It counts as of a job with a pin when somebody has to go."""
+    """It is protected from preemption as if its job had a pin."""
 
     def _is_warm(self, slot: int) -> bool:
         is_back = (

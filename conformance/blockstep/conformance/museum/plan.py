@@ -1,4 +1,4 @@
-"""The plan and the outputs: what the worker is told, and when a request ends."""
+"""Seeded bugs in plans and outputs: what the worker gets, and when a request finishes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from blockstep.conformance.museum.exhibit import Defect, Page
 PAGE = Page()
 
 
-@PAGE.exhibit("a request gets one token too many", "vLLM V1: Request Completion", "P13")
+@PAGE.exhibit("a request gets one token more than max_tokens", "vLLM V1: Request Completion", "P13")
 class LengthOffByOne(Defect):
-    """The cap is checked with a token's delay."""
+    """The length cap is checked one token too late."""
 
     def _accept(self, slot: int, tokens: Any) -> Any:
         self.table.max_known[slot] += 1
@@ -22,9 +22,9 @@ class LengthOffByOne(Defect):
         return accepted
 
 
-@PAGE.exhibit("min_tokens holds off the length caps", "vLLM 0.19.1 check_stop", "P13 P10")
+@PAGE.exhibit("min_tokens suspends the length caps", "vLLM 0.19.1 check_stop", "P13 P10")
 class MinTokensMasksLength(Defect):
-    """At the model length the request can neither stop nor go on."""
+    """A request at the model length can neither stop nor get another token."""
 
     def _stop_verdict(self, slot: int, token: int) -> Any:
         if not self._has_min_tokens(slot):
@@ -32,9 +32,9 @@ class MinTokensMasksLength(Defect):
         return super()._stop_verdict(slot, token)
 
 
-@PAGE.exhibit("a resumed request is announced as new", "#31583", "P26")
+@PAGE.exhibit("a resumed request is sent as a new one", "#31583", "P26")
 class ResumedAsNew(Defect):
-    """The worker forgets what it has said so far."""
+    """The worker loses the outputs that the request has so far."""
 
     def _resumed_row(self, slot: int, num_scheduled: int) -> Any:
         return self._new_row(slot, num_scheduled)
@@ -44,9 +44,11 @@ class ResumedAsNew(Defect):
         return super()._issue_plan(step)
 
 
-@PAGE.exhibit("tokens are not sent again after a step without the request", "#26385", "P26")
+@PAGE.exhibit(
+    "tokens are not sent again after a step without a row of the request", "#26385", "P26"
+)
 class GapNotResent(Defect):
-    """The worker goes on with the tokens it last heard of."""
+    """The worker continues with the last tokens that it got."""
 
     def _was_in_previous_plan(self, slot: int) -> bool:
         return True
@@ -54,20 +56,20 @@ class GapNotResent(Defect):
 
 @PAGE.exhibit("a resumed request is sent without its tokens", "#26385", "P26 P13")
 class ResumedWithoutTokens(Defect):
-    """The worker keeps what it had when the request was preempted, or nothing."""
+    """The worker keeps what it had at the preemption, or has nothing."""
 
     def _resumed_row(self, slot: int, num_scheduled: int) -> Any:
         return replace(super()._resumed_row(slot, num_scheduled), all_token_ids=None)
 
 
 @PAGE.exhibit(
-    "tokens sent again end with the computed ones",
+    "a resumed request is sent with its computed tokens only",
     "#28787, #27756",
     "P26 P13",
     wrong_fix_of="resumed-without-tokens",
 )
 class TokensCutToComputed(Defect):
-    """A resumed request has computed little, and its outputs are behind that."""
+    """A resumed request has few computed tokens, so its outputs are cut off."""
 
     def _resumed_row(self, slot: int, num_scheduled: int) -> Any:
         row = super()._resumed_row(slot, num_scheduled)
@@ -75,9 +77,9 @@ class TokensCutToComputed(Defect):
         return replace(row, all_token_ids=row.all_token_ids[:reached])
 
 
-@PAGE.exhibit("the worker is told one computed token too many", "#52617", "P26 P12 P3 P4")
+@PAGE.exhibit("the worker gets one computed token too many", "#52617", "P26 P12 P3 P4")
 class ToldOneTokenMore(Defect):
-    """The scheduler gives up the last token of a hit, and the worker still counts it."""
+    """The scheduler drops the last token of a hit, but the worker still counts it."""
 
     def _new_row(self, slot: int, num_scheduled: int) -> Any:
         row = super()._new_row(slot, num_scheduled)
@@ -90,10 +92,10 @@ class ToldOneTokenMore(Defect):
 
 
 @PAGE.exhibit(
-    "without caching a chunk makes no progress", "SGLang #36855, #37024", "P12 P10 P8 P26"
+    "without prefix caching a chunk makes no progress", "SGLang #36855, #37024", "P12 P10 P8 P26"
 )
 class UncachedChunkRepeats(Defect):
-    """What records the progress is skipped together with the publishing."""
+    """The update of the computed tokens is skipped together with the publishing."""
 
     def _advance(self, slot: int, num_scheduled: int, frame_id: int) -> Any:
         samples = super()._advance(slot, num_scheduled, frame_id)

@@ -1,4 +1,4 @@
-"""The pool and the prefix map: blocks are freed, taken and found."""
+"""Seeded bugs in the block pool and the prefix-cache map."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ PAGE = Page()
 
 
 @PAGE.exhibit(
-    "a table is freed from its head",
+    "a block table is freed from its head",
     "llm-d-inference-sim #704; prefix caching by example, section 2.2",
     "P16",
     part="pool_type",
     invisible="policy: which free block is evicted first",
 )
 class ForwardFrees(Defect):
-    """The head of a prompt is evicted first, and with it every hit on the rest."""
+    """The first block of a prompt is evicted first, and with it every hit on the rest."""
 
     def free(self, table: Any) -> None:
         super().free(tuple(reversed(table)))
@@ -27,29 +27,34 @@ class ForwardFrees(Defect):
     "a touched block stays in the free queue", "TensorRT-LLM #12667", "P1 P2", part="pool_type"
 )
 class TouchLeavesBlockQueued(Defect):
-    """A block in use is handed out again."""
+    """A block in use is allocated again."""
 
     def _unlink(self, block: int) -> None:
         return None
 
 
-@PAGE.exhibit("a reused block keeps its old key", "SGLang #27586", "P3 P4", part="pool_type")
+@PAGE.exhibit(
+    "a reused block keeps its old key in the prefix cache",
+    "SGLang #27586",
+    "P3 P4",
+    part="pool_type",
+)
 class StaleKeyAfterReuse(Defect):
-    """A hit finds what somebody else has written since."""
+    """A hit returns a block that another request has overwritten."""
 
     def _evict(self, block: int) -> None:
         return None
 
 
 @PAGE.exhibit(
-    "the newest of equal blocks is hit",
+    "of several blocks with one key the newest is hit",
     "prefix caching by example, section 2.3",
     "P16 P15",
     part="prefix_type",
-    invisible="policy: both blocks hold the same",
+    invisible="policy: both blocks have the same content",
 )
 class NewestDuplicateHit(Defect):
-    """Not wrong in itself; but the order of eviction is no longer the documented one."""
+    """The content is right, but the order of eviction is no longer the documented one."""
 
     def _choose(self, blocks: Any) -> int:
         return int(blocks[-1])
@@ -57,7 +62,7 @@ class NewestDuplicateHit(Defect):
 
 @PAGE.exhibit("an aborted request keeps its blocks", "#46283", "P1")
 class LeakOnAbort(Defect):
-    """The pool shrinks with every client that gives up."""
+    """Each abort leaks the blocks of its request."""
 
     def _abort(self, request_ids: Any) -> Any:
         for request_id in request_ids:
@@ -68,27 +73,30 @@ class LeakOnAbort(Defect):
         return super()._abort(request_ids)
 
 
-@PAGE.exhibit("the null block is counted as usable", "#52520, #39734", "P11 P10")
+@PAGE.exhibit("the null block counts as usable", "#52520, #39734", "P11 P10")
 class NullBlockCounted(Defect):
-    """A request is taken in that can never be served."""
+    """A request is accepted that never fits the pool."""
 
     def _most_blocks(self, request: Any) -> Any:
         return super()._most_blocks(request) - 1
 
 
 @PAGE.exhibit(
-    "a reset leaves the cache as it is", "vLLM V1: Reset Prefix Cache", "P25", part="prefix_type"
+    "a reset does not clear the prefix cache",
+    "vLLM V1: Reset Prefix Cache",
+    "P25",
+    part="prefix_type",
 )
 class ResetKeepsKeys(Defect):
-    """Old weights answer for new ones."""
+    """KV of the old weights is hit after the weights changed."""
 
     def clear(self) -> None:
         return None
 
 
-@PAGE.exhibit("new blocks are taken before the hits are held", "#33775, #44409", "P2 P1 P8")
+@PAGE.exhibit("new blocks are taken before hit blocks are touched", "#33775, #44409", "P2 P1 P8")
 class TakeBeforeTouch(Defect):
-    """The head of the free queue may be a hit: it becomes a new block of the same request too."""
+    """A hit at the head of the free queue becomes a new block of the same request as well."""
 
     def _admit(self, slot: int, hits: Any, needed: int, scheduled: int, step: Any) -> None:
         taken = self.pool.take(needed)
@@ -99,9 +107,9 @@ class TakeBeforeTouch(Defect):
             del self.pool.take
 
 
-@PAGE.exhibit("a rejected tail is freed twice", "SGLang #12224", "P1 P12")
+@PAGE.exhibit("blocks of rejected drafts are freed twice", "SGLang #12224", "P1 P12")
 class TailFreedTwice(Defect):
-    """Rollback frees what it infers to be unused, and the end of the request frees it again."""
+    """The rollback frees blocks of rejected drafts, and the end of the request frees them again."""
 
     def _roll_back(self, slot: int, drafts: Any, tokens: Any) -> None:
         super()._roll_back(slot, drafts, tokens)
@@ -111,13 +119,13 @@ class TailFreedTwice(Defect):
 
 
 @PAGE.exhibit(
-    "shared blocks count as freed with each holder",
+    "freeing a shared block counts it as free while others hold it",
     "SGLang #35270",
     "P8 P25 P15 P1",
     part="pool_type",
 )
 class SharedBlocksCountedFree(Defect):
-    """The count of free blocks grows when one of several holders lets go."""
+    """The counter of free blocks grows with each holder that frees the block."""
 
     def free(self, table: Any) -> None:
         shared = sum(self.ref_counts[block] > 1 for block in table)
@@ -125,9 +133,11 @@ class SharedBlocksCountedFree(Defect):
         self.num_free += shared
 
 
-@PAGE.exhibit("blocks that eviction passes over count as evicted", "xLLM #55", "P8 P1 P15")
+@PAGE.exhibit(
+    "blocks that stay with other holders count as freed by a preemption", "xLLM #55", "P8 P1 P15"
+)
 class PassedOverBlocksCounted(Defect):
-    """A victim's shared blocks stay where they are, and too few others are freed."""
+    """Too few requests are preempted, since the victim's shared blocks do not become free."""
 
     _passed_over = 0
 
@@ -144,13 +154,13 @@ class PassedOverBlocksCounted(Defect):
 
 
 @PAGE.exhibit(
-    "publishing a block evicts the publisher's first one",
+    "publishing a block evicts the first block of the same request",
     "TensorRT-LLM #17926",
     "P3 P15",
     invisible="efficiency: a later hit is lost",
 )
 class PublisherEvictsItself(Defect):
-    """Room for the new entry is made in a full pool, and nothing says who must be spared."""
+    """A full pool makes room for the new entry without protecting the publishing request."""
 
     def _publish(self, slot: int, num_computed: int, num_scheduled: int) -> None:
         holding = self.table.holdings[slot][0]

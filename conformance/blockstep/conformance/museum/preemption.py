@@ -1,4 +1,4 @@
-"""Preemption: who goes, and what of it must be undone."""
+"""Seeded bugs in preemption: the choice of the victim, and what must be undone for it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ PAGE = Page()
 
 @PAGE.exhibit("the oldest request is preempted", "vLLM V1: Preemption Policy", "P16")
 class OldestPreempted(Defect):
-    """Whoever has waited longest loses most."""
+    """The request that arrived first loses the most work."""
 
     def _select_victim(self) -> int:
         return 0
 
 
-@PAGE.exhibit("equals preempt each other for ever", "vLLM 0.19.1, found here", "P10 P16")
+@PAGE.exhibit(
+    "two requests with equal priority and arrival preempt each other for ever",
+    "vLLM 0.19.1, found here",
+    "P10 P16",
+)
 class EqualsPreemptEachOther(Defect):
-    """Of two requests of one priority and arrival, each makes room for itself with the other."""
+    """Each of them preempts the other one to get blocks for itself."""
 
     def _select_victim(self) -> int:
         requests, running = self.table.requests, self.running
@@ -31,23 +35,23 @@ class EqualsPreemptEachOther(Defect):
 
 
 @PAGE.exhibit(
-    "the preempted go to the end of the queue",
+    "preempted requests go to the end of the waiting queue",
     "vLLM V1: Preemption Policy",
     "P16",
-    invisible="policy: who is admitted first",
+    invisible="policy: which request is admitted first",
 )
 class PreemptedToTheTail(Defect):
-    """Newcomers overtake them, and preempt them again."""
+    """New requests overtake them, and preempt them again."""
 
     def _requeue_preempted(self, slot: int) -> None:
         self.waiting.append(slot)
 
 
 @PAGE.exhibit(
-    "a victim's tokens do not return to the budget",
+    "the tokens of a withdrawn row do not return to the token budget",
     "#23347, #23713",
     "P9 P15",
-    invisible="efficiency: a step runs fewer tokens than it might",
+    invisible="efficiency: a step schedules fewer tokens than it could",
 )
 class BudgetNotRestored(Defect):
     """The step ends early although there is work."""
@@ -56,7 +60,7 @@ class BudgetNotRestored(Defect):
         step.rows.pop(victim, None)
 
 
-@PAGE.exhibit("a victim's row stays in the plan", "#23713, #28558", "P9 P26 P2 P16")
+@PAGE.exhibit("the row of a victim stays in the plan", "#23713, #28558", "P9 P26 P2 P16")
 class RowOfVictimStays(Defect):
     """The worker runs a request that has no blocks."""
 
@@ -66,23 +70,27 @@ class RowOfVictimStays(Defect):
             step.budget += row[0]
 
 
-@PAGE.exhibit("keys of work that never ran stay published", "#43569 (open)", "P4 P3")
+@PAGE.exhibit(
+    "keys of blocks that were never written stay published after a preemption",
+    "#43569 (open)",
+    "P4 P3",
+)
 class ZombieKey(Defect):
-    """The next request with this prefix reads KV that nobody wrote."""
+    """The next request with this prefix reads KV that was never written."""
 
     def _withdraw_unwritten(self, slot: int) -> None:
         return None
 
 
 @PAGE.exhibit(
-    "everything the victim published is withdrawn",
+    "a preemption withdraws all keys of the victim",
     "#43569",
     "P3",
     wrong_fix_of="zombie-key",
     invisible="efficiency: later hits are lost",
 )
 class AllKeysWithdrawn(Defect):
-    """Blocks of earlier steps go as well: they were written, and others may hold them."""
+    """Blocks of earlier steps are withdrawn, too, although they are written and may be shared."""
 
     def _withdraw_unwritten(self, slot: int) -> None:
         for holding in self.table.holdings[slot]:
@@ -91,13 +99,13 @@ class AllKeysWithdrawn(Defect):
 
 
 @PAGE.exhibit(
-    "only the last block of the victim's table is withdrawn",
+    "a preemption withdraws only the key of the victim's last block",
     "#43569",
     "P4 P3",
     wrong_fix_of="zombie-key",
 )
 class LastKeyWithdrawn(Defect):
-    """A chunk can fill several blocks, and begin one more."""
+    """A chunk can fill several blocks and begin another one."""
 
     def _withdraw_unwritten(self, slot: int) -> None:
         first = self.table.num_computed[slot] // self.block_size
@@ -107,7 +115,7 @@ class LastKeyWithdrawn(Defect):
 
 
 class _KeepsRecord(Defect):
-    """What the record of a dropped row holds is kept for a later row of the request."""
+    """Data of a withdrawn row is kept and used for a later row of the request."""
 
     _column: int
 
@@ -121,9 +129,9 @@ class _KeepsRecord(Defect):
         return self.__dict__.setdefault("_records", {}).pop(slot, ())
 
 
-@PAGE.exhibit("the new blocks of a victim's row are announced later", "#23713", "P26 P2 P3")
+@PAGE.exhibit("the new blocks of a withdrawn row are sent with a later row", "#23713", "P26 P2 P3")
 class BlocksOfVictimAnnounced(_KeepsRecord):
-    """The record of the dropped row stays, and is added to the next row of the request."""
+    """The data of the withdrawn row is added to the request's next row."""
 
     _column = 1
 
@@ -133,9 +141,9 @@ class BlocksOfVictimAnnounced(_KeepsRecord):
         return super()._running_row(slot, (row[0], tables, row[2]))
 
 
-@PAGE.exhibit("the drafts of a victim's row are dispatched later", "#28558", "P24 P26")
+@PAGE.exhibit("the drafts of a withdrawn row are dispatched with a later row", "#28558", "P24 P26")
 class DraftsOfVictimDispatched(_KeepsRecord):
-    """They are sent with the request's first chunk, to be verified at another position."""
+    """They are sent with the first chunk after the preemption and verified at another position."""
 
     _column = 2
 
@@ -145,13 +153,13 @@ class DraftsOfVictimDispatched(_KeepsRecord):
 
 
 @PAGE.exhibit(
-    "the place in line is not corrected for a victim ahead",
+    "the index into the running list is not corrected after a preemption",
     "#23713",
     "P15 P9",
-    invisible="efficiency: somebody misses a step",
+    invisible="efficiency: a request misses a step",
 )
 class PlaceNotCorrected(Defect):
-    """The list has become shorter, and somebody is passed over in this step."""
+    """The list has become shorter, so the next request is left out of this step."""
 
     def _make_room(self, slot: int, needed: int, position: int, step: Any) -> Any:
         left = super()._make_room(slot, needed, position, step)
@@ -159,13 +167,13 @@ class PlaceNotCorrected(Defect):
 
 
 @PAGE.exhibit(
-    "who waits preempts for a seat",
+    "a waiting request preempts a running one for a running slot",
     "#40004, #45561",
     "P16 P15",
     invisible="policy: upstream itself is undecided",
 )
 class SeatPreemption(Defect):
-    """Upstream is undecided; here running requests give way for blocks, and never for a seat."""
+    """Upstream is undecided; here requests are preempted for blocks, never for a running slot."""
 
     def _schedule_waiting(self, step: Any) -> None:
         queue, running = self._select_queue(), self.running
@@ -180,9 +188,9 @@ class SeatPreemption(Defect):
         super()._schedule_waiting(step)
 
 
-@PAGE.exhibit("who needs a block preempts itself", "inference-sim #373", "P16 P10")
+@PAGE.exhibit("a request that lacks a block preempts itself", "inference-sim #373", "P16 P10")
 class NeedyPreemptsItself(Defect):
-    """It is resumed first, needs the block again, and goes again; the others never give way."""
+    """It is resumed first, lacks the block again and preempts itself again; the others never do."""
 
     def _make_room(self, slot: int, needed: int, position: int, step: Any) -> Any:
         self._needy = position
@@ -194,7 +202,7 @@ class NeedyPreemptsItself(Defect):
 
 @PAGE.exhibit("a preempted request keeps its blocks", "inference-sim #963, #1061", "P1 P12")
 class PreemptedKeepsBlocks(Defect):
-    """In the end nobody runs, no block is free, and the queue stands still."""
+    """The pool fills up: no request runs, no block is free, and nothing can be admitted."""
 
     def _preempt(self, slot: int) -> None:
         for holding in self.table.holdings[slot]:

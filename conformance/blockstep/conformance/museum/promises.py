@@ -1,4 +1,4 @@
-"""Promises: outputs that frames in flight owe, when steps are planned ahead of their answers."""
+"""Seeded bugs in placeholders: output tokens of frames in flight under asynchronous scheduling."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ PAGE = Page()
 
 
 class _DropsTokens(Defect):
-    """Takes no token of a row that is stale, and says nothing of its request."""
+    """A commit drops the tokens of a stale row, and the row itself."""
 
     _to_drop: frozenset[str] = frozenset()
-    """Requests of which one row more is stale."""
+    """Ids of the requests whose next row is stale."""
 
     def _is_stale(self, request_id: str) -> bool:
         return request_id in self._to_drop
@@ -34,7 +34,7 @@ class _DropsTokens(Defect):
 
 
 @PAGE.exhibit(
-    "the preempted return while frames still owe them tokens",
+    "a preempted request is resumed while its sampled tokens are in flight",
     "#41190, #48245",
     "P13 P12 P26 P16 P15",
 )
@@ -46,24 +46,26 @@ class ReadmittedWithPromises(Defect):
 
 
 @PAGE.exhibit(
-    "without placeholders the preempted return before their token is there", "#48245", "P13 P26"
+    "without async scheduling a preempted request is resumed while its token is in flight",
+    "#48245",
+    "P13 P26",
 )
 class ReadmittedInFlightWithoutPlaceholders(Defect):
-    """What holds them up is looked for in a counter that a pipeline of plans does not keep."""
+    """The check reads a placeholder counter that a pipeline of plans does not maintain."""
 
     def _awaits_tokens(self, slot: int) -> bool:
         return bool(self.table.num_output_placeholders[slot])
 
 
 @PAGE.exhibit(
-    "a chunk in flight that samples nothing holds the preempted up",
+    "a preempted request waits for a chunk in flight that samples nothing",
     "#48245 as merged",
     "P15 P16",
     wrong_fix_of="readmitted-with-promises",
-    invisible="efficiency: somebody is admitted a step later",
+    invisible="efficiency: a request is admitted one step later",
 )
 class HeldUpByAChunk(Defect):
-    """Every frame that names the request is waited for."""
+    """It waits for every frame that has a row of the request."""
 
     def _awaits_tokens(self, slot: int) -> bool:
         request_id = self.table.requests[slot].request_id
@@ -71,13 +73,13 @@ class HeldUpByAChunk(Defect):
 
 
 @PAGE.exhibit(
-    "preemption forgets what frames in flight owe",
+    "a preemption sets the placeholder counter to zero",
     "#38624",
     "P12 P13 P26",
     wrong_fix_of="readmitted-with-promises",
 )
 class PromisesZeroed(Defect):
-    """Nothing marks the frames as stale, so they are counted down from zero."""
+    """The frames in flight are not marked as stale, so their commits make the counter negative."""
 
     def _preempt(self, slot: int) -> None:
         super()._preempt(slot)
@@ -85,13 +87,13 @@ class PromisesZeroed(Defect):
 
 
 @PAGE.exhibit(
-    "one stale frame is dropped at a preemption",
+    "a preemption drops the tokens of one frame in flight only",
     "#47900",
     "P13 P26",
     wrong_fix_of="readmitted-with-promises",
 )
 class OneStaleFrameDropped(_DropsTokens):
-    """Its tokens are lost; the other frames in flight go on as if nothing had happened."""
+    """The tokens of the first frame are lost; the other frames are committed as usual."""
 
     def _preempt(self, slot: int) -> None:
         if self.table.num_output_placeholders[slot]:
@@ -100,13 +102,13 @@ class OneStaleFrameDropped(_DropsTokens):
 
 
 @PAGE.exhibit(
-    "tokens of which none is awaited are taken for noise",
+    "tokens without a placeholder are dropped",
     "vllm-gaudi #1794, #1803",
     "P13 P26 P12",
     wrong_fix_of="readmitted-with-promises",
 )
 class StaleTokensTakenForNoise(_DropsTokens):
-    """After a preemption none is awaited, so all that frames in flight sampled is lost."""
+    """A preemption clears the placeholders, so all tokens of frames in flight are lost."""
 
     def _preempt(self, slot: int) -> None:
         super()._preempt(slot)
@@ -121,9 +123,13 @@ class StaleTokensTakenForNoise(_DropsTokens):
         return bool(self.async_scheduling and self._is_noise)
 
 
-@PAGE.exhibit("a reset with nothing in flight eats a token", "#42043, #42117", "P13 P12 P10 P26")
+@PAGE.exhibit(
+    "after a reset without frames in flight the next token is dropped",
+    "#42043, #42117",
+    "P13 P12 P10 P26",
+)
 class ResetEatsAToken(_DropsTokens):
-    """The first token after it is dropped as stale, and stays owed for ever."""
+    """The first token after the reset is dropped as stale, and its placeholder stays for ever."""
 
     def _reset(self, reset_running_requests: bool) -> Any:
         if reset_running_requests and self.async_scheduling and not self.frames:
@@ -136,30 +142,32 @@ class ResetEatsAToken(_DropsTokens):
             super()._keep_promise(slot, num_drafts)
 
 
-@PAGE.exhibit("draft placeholders outlive a step without a row", "#46899", "P24")
+@PAGE.exhibit("draft placeholders survive a step without a row of the request", "#46899", "P24")
 class PlaceholdersAfterAGap(Defect):
-    """They are dispatched as drafts, and the worker has none."""
+    """They are dispatched as drafts, but the worker has none."""
 
     def _drop_unused_placeholders(self, frame_id: int) -> None:
         return None
 
 
 @PAGE.exhibit(
-    "a step is planned past the last token",
+    "a request is scheduled after its last token",
     "vLLM V1: Async scheduling skip-ahead",
     "P13 P15",
-    invisible="efficiency: a row runs whose token is thrown away",
+    invisible="efficiency: a row is computed whose token is dropped",
 )
 class NoSkipAhead(Defect):
-    """The token that ends the request is in flight, and one more is asked for."""
+    """The token that finishes the request is in flight, and another one is scheduled."""
 
     def _is_past_max_tokens(self, slot: int) -> bool:
         return False
 
 
-@PAGE.exhibit("rejected drafts stay promised", "vLLM V1: Rejection Clawback", "P12 P14 P26")
+@PAGE.exhibit(
+    "placeholders of rejected drafts are not removed", "vLLM V1: Rejection Clawback", "P12 P14 P26"
+)
 class RejectedStayPromised(Defect):
-    """The count grows with each rejection, and the next step starts too far ahead."""
+    """The counter grows with each rejection, and the next step starts too far ahead."""
 
     def _commit(self, event: Any) -> Any:
         answers = {row.request_id: row.token_ids for row in event.sampled}
@@ -172,13 +180,13 @@ class RejectedStayPromised(Defect):
 
 
 @PAGE.exhibit(
-    "a stale frame rolls the preempted back",
+    "a stale frame rolls back the computed tokens of a preempted request",
     "#48245",
     "P12 P14",
-    invisible_if_hidden="books: the count is set anew when its request is admitted again",
+    invisible_if_hidden="books: the counter is set again when the request is resumed",
 )
 class StaleFrameRollsBack(Defect):
-    """Nothing of it is computed any more, and its count falls below zero."""
+    """A preempted request has no computed tokens, so the counter becomes negative."""
 
     def _roll_back(self, slot: int, drafts: Any, tokens: Any) -> None:
         before = self.table.num_computed[slot]
@@ -187,18 +195,20 @@ class StaleFrameRollsBack(Defect):
 
 
 @PAGE.exhibit(
-    "a later frame is answered first", "rule: the oldest frame is answered first", "P13 P18 P26"
+    "frames are committed out of order", "rule: the oldest frame is answered first", "P13 P18 P26"
 )
 class AnsweredOutOfOrder(Defect):
-    """Its tokens are stored before those that they follow."""
+    """The tokens of a later frame are appended before those of an earlier one."""
 
     def _is_oldest(self, frame_id: int) -> bool:
         return True
 
 
-@PAGE.exhibit("a commit publishes the token that has not run", "#27648, #36052", "P4 P3")
+@PAGE.exhibit(
+    "a commit publishes a block whose last token is not computed", "#27648, #36052", "P4 P3"
+)
 class LastTokenPublished(Defect):
-    """What is known is taken for what is written; the last token's KV comes a step later."""
+    """Known tokens are taken as computed, but the last token's KV is written one step later."""
 
     def _publish_verified(self, slot: int) -> None:
         known = self.table.num_known

@@ -1,4 +1,4 @@
-"""Telling: an engine that is right, and tells of its blocks what is not so."""
+"""Seeded bugs in the KV event log: the scheduler is right, but its events are not."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from blockstep.conformance.museum.exhibit import Defect, Page
 
 PAGE = Page(takes="events")
 SKIPPING = Page(takes_groups=True, takes_states=True, takes="events")
-_UNSEEN = "books: what is told is held against the state, and hidden there is none"
+_UNSEEN = "books: the events are compared with the state, which is hidden"
 
 
 @PAGE.exhibit(
-    "an eviction is not told",
-    "LMCache #5076 tells stores only",
+    "no BlockRemoved is sent for an evicted block",
+    "LMCache #5076 sends stores only",
     "P20",
     part="log_type",
     invisible_if_hidden=_UNSEEN,
 )
 class EvictionsAreNotTold(Defect):
-    """Whoever follows the log believes in everything that was ever there."""
+    """A router takes every block that was ever stored as cached."""
 
     def removed(self, _key: Any) -> None:
         return None
 
 
 @PAGE.exhibit(
-    "only the last copy of a key is told to be gone",
+    "BlockRemoved is sent only when the last block with a key is evicted",
     "#55092, #48933",
     "P20",
     part="prefix_type",
     invisible_if_hidden=_UNSEEN,
 )
 class LastCopyAloneIsTold(Defect):
-    """Each copy is told when it is stored, so whoever counts them never comes to none."""
+    """BlockStored is sent for each block, so a router that counts them never reaches zero."""
 
     log: Any
 
@@ -46,42 +46,42 @@ class LastCopyAloneIsTold(Defect):
 
 
 @PAGE.exhibit(
-    "blocks are told again with each that follows",
+    "BlockStored repeats the blocks before the new ones",
     "Dynamo #8012, for its followers",
     "P20",
     part="log_type",
     invisible_if_hidden=_UNSEEN,
 )
 class PrefixIsToldAgain(Defect):
-    """Each event begins with the prompt; whoever counts copies counts too many."""
+    """Each event starts with the prompt's first block, so a router counts too many copies."""
 
     def _store(self, lineage: Any, run: Any, group: int, per: int) -> None:
         super()._store(lineage, range(run[-1] + 1), group, per)
 
 
 @PAGE.exhibit(
-    "a reset is not told",
+    "no AllBlocksCleared is sent for a reset",
     "AIBrix #2287",
     "P20",
     part="log_type",
     invisible_if_hidden=_UNSEEN,
 )
 class ResetsAreNotTold(Defect):
-    """Prompts are sent for what is forgotten."""
+    """A router sends prompts to an engine that no longer has their prefix."""
 
     def cleared(self) -> None:
         return None
 
 
 @PAGE.exhibit(
-    "looking for a hit is told as a reset",
+    "a prefix-cache lookup sends AllBlocksCleared",
     "TokenSpeed #166",
     "P20",
     part="prefix_type",
     invisible_if_hidden=_UNSEEN,
 )
 class LookingIsToldAsAReset(Defect):
-    """What was stored before is there, and nobody knows."""
+    """The stored blocks are still cached, but a router takes them as gone."""
 
     def hits(self, lineage: Any, limit: int) -> Any:
         if self.log is not None:
@@ -90,14 +90,14 @@ class LookingIsToldAsAReset(Defect):
 
 
 @PAGE.exhibit(
-    "what a step takes back is not told to be gone",
-    "#43569, half repaired",
+    "no BlockRemoved is sent for keys that a preemption withdraws",
+    "#43569, repaired in part",
     "P20",
     wrong_fix_of="zombie-key",
     invisible_if_hidden=_UNSEEN,
 )
 class TakenBackInSilence(Defect):
-    """The key goes, and whoever was told of it is not told."""
+    """The key leaves the map, but a router that got it as stored still has it."""
 
     def _withdraw_unwritten(self, slot: int) -> None:
         log, self.prefix.log = self.prefix.log, None
@@ -106,14 +106,14 @@ class TakenBackInSilence(Defect):
 
 
 @PAGE.exhibit(
-    "what is told in one batch begins a prompt",
-    "by the rule that it breaks",
+    "BlockStored has no parent for later chunks of a prompt",
+    "breaks its rule",
     "P20",
     part="log_type",
     invisible_if_hidden=_UNSEEN,
 )
 class ParentIsForgotten(Defect):
-    """Chunks of a prompt look like prompts."""
+    """A later chunk looks like the beginning of a prompt."""
 
     def _store(self, lineage: Any, run: Any, group: int, per: int) -> None:
         super()._store(lineage, run, group, per)
@@ -121,14 +121,14 @@ class ParentIsForgotten(Defect):
 
 
 @SKIPPING.exhibit(
-    "tokens of blocks that are skipped are told",
+    "BlockStored lists the tokens of blocks that are not cached",
     "#44451",
     "P20",
     part="log_type",
     invisible_if_hidden=_UNSEEN,
 )
 class SkippedTokensAreTold(Defect):
-    """Where states are kept at some boundaries only, tokens of the others are told with them."""
+    """States are kept at some block boundaries only; tokens of the other blocks are listed, too."""
 
     def stored(self, lineage: Any, indices: Any, group: int = 0, per: int = 1) -> None:
         ends, first = self.__dict__.setdefault("ends", {}), len(self._pending)

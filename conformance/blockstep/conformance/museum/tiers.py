@@ -1,7 +1,7 @@
-"""Tiers: what is saved of victims, and when, and two thresholds for whoever waits.
+"""Seeded bugs in the swap-out of victims and in the two admission thresholds.
 
-The listings of the block manager on swapping, and its two signals of memory pressure, are here:
-each does to ours what it does itself. Beside them are mistakes that suggest themselves.
+The defects in the block manager's listings on swapping and on its two signals of memory pressure
+are reproduced here. The others are mistakes that suggest themselves.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from blockstep.spec.vocabulary import PauseState
 PAGE = Page(takes="tiers")
 GROUPS = Page(takes_groups=True, takes="tiers")
 SWAP, PREEMPTION, PRESSURE = (
-    f"the block manager: {where}, by the rule that it breaks"
+    f"the block manager: {where}, breaks its rule"
     for where in ("Multi-Tier Offloading", "Preemption Strategies", "Memory Pressure Signals")
 )
-LESS = "efficiency: the store has less, and more is computed again"
-CLOSED = "policy: when admissions stop, and begin again"
+LESS = "efficiency: the store has fewer blocks, and more is computed again"
+CLOSED = "policy: when admission closes and opens again"
 
 
-# How much is saved of a victim.
+# How many tokens of a victim are swapped out.
 
 
-@PAGE.exhibit("the whole table of a victim is saved", SWAP, "P15 P3")
+@PAGE.exhibit("a victim's whole block table is swapped out", SWAP, "P15 P3")
 class WholeTableIsSaved(Defect):
-    """The last block is filled in part, or not at all, and a name says that it is full."""
+    """The last block is filled in part or not at all, but is stored under the key of a full one."""
 
     def _save(self, victim: int, step: Any) -> None:
         super()._save(victim, step)
@@ -36,10 +36,13 @@ class WholeTableIsSaved(Defect):
 
 
 @PAGE.exhibit(
-    "the last full block of a victim is not saved", "by the rule of P15", "P15", invisible=LESS
+    "the last full block of a victim is not swapped out",
+    "by the rule of P15",
+    "P15",
+    invisible=LESS,
 )
 class LastFullBlockIsNotSaved(Defect):
-    """A token is left to compute, which here is said of whoever is loaded, not of who is saved."""
+    """The rule to leave one token to compute is for loads; here it is applied to the swap-out."""
 
     def _save(self, victim: int, step: Any) -> None:
         super()._save(victim, step)
@@ -47,7 +50,10 @@ class LastFullBlockIsNotSaved(Defect):
 
 
 def _resize_last(engine: Any, victim: int, step: Any, num_more: int) -> None:
-    """Change the save that a step has told of a victim by so many units, if there are as many."""
+    """Change the last swap-out of this step by `num_more` units if it is of `victim`.
+
+    It stays as it is if the victim's tables are too short, and is dropped if no token is left.
+    """
     name, sizes = engine.table.requests[victim].request_id, engine.config.block_sizes
     if not step.saves or step.saves[-1].request_id != name:
         return
@@ -61,9 +67,11 @@ def _resize_last(engine: Any, victim: int, step: Any, num_more: int) -> None:
         step.saves.append(replace(save, num_tokens=num_tokens, block_ids=block_ids))
 
 
-@PAGE.exhibit("what this step was to compute of a victim is saved", "by the rule of P15", "P15 P3")
+@PAGE.exhibit(
+    "tokens of a withdrawn row are swapped out as computed", "by the rule of P15", "P15 P3"
+)
 class WithdrawnRowIsSaved(Defect):
-    """Its row has been taken out of the plan: nobody computes it."""
+    """The row was taken out of the plan, so the worker does not compute it."""
 
     _num_withdrawn = 0
 
@@ -77,9 +85,14 @@ class WithdrawnRowIsSaved(Defect):
         self.table.num_computed[victim] -= self._num_withdrawn
 
 
-@PAGE.exhibit("who has just enough is not saved", PREEMPTION, "P15", invisible=LESS)
+@PAGE.exhibit(
+    "a victim with exactly `swap_min_tokens` tokens is not swapped out",
+    PREEMPTION,
+    "P15",
+    invisible=LESS,
+)
 class JustEnoughIsNotSaved(Defect):
-    """Less or equal for less."""
+    """The comparison is `<=` instead of `<`."""
 
     def _save(self, victim: int, step: Any) -> None:
         num_saves = len(step.saves)
@@ -88,35 +101,37 @@ class JustEnoughIsNotSaved(Defect):
             step.saves.pop()
 
 
-# Whose, and when.
+# Which victims are swapped out, and when.
 
 
 @PAGE.exhibit(
-    "one victim of a step is saved",
-    "the block manager: in the Scheduling Loop, by the rule",
+    "only the first victim of a step is swapped out",
+    "the block manager: in the Scheduling Loop, breaks its rule",
     "P15",
     invisible=LESS,
 )
 class OneVictimIsSaved(Defect):
-    """Whoever needs several to give way forgets those behind the first."""
+    """If a request needs several victims, the KV of the others is lost."""
 
     def _save(self, victim: int, step: Any) -> None:
         if not step.saves:
             super()._save(victim, step)
 
 
-@PAGE.exhibit("who gives way to itself is not saved", "by the rule of P15", "P15", invisible=LESS)
+@PAGE.exhibit(
+    "a request that preempts itself is not swapped out", "by the rule of P15", "P15", invisible=LESS
+)
 class LastVictimIsNotSaved(Defect):
-    """The last who runs, and lacks a block, is a victim like any other."""
+    """The last running request can be a victim, too, if it lacks a block."""
 
     def _save(self, victim: int, step: Any) -> None:
         if self.running:
             super()._save(victim, step)
 
 
-@PAGE.exhibit("a victim's table is read once it is free", SWAP, "P26 P3")
+@PAGE.exhibit("a victim's block table is read after it was freed", SWAP, "P26 P3")
 class TableReadOnceFree(Defect):
-    """Order of two calls: there is nothing left to save."""
+    """Two calls are in the wrong order, so the table is empty."""
 
     def _preempt(self, slot: int) -> None:
         super()._preempt(slot)
@@ -131,9 +146,9 @@ class TableReadOnceFree(Defect):
     _saves: Any = ()
 
 
-@PAGE.exhibit("what a victim had is saved with the plan behind", SWAP, "P26 P15 P3")
+@PAGE.exhibit("a victim's swap-out is sent with the next plan", SWAP, "P26 P15 P3")
 class SavedWithThePlanBehind(Defect):
-    """Its blocks are free, and others may have written them."""
+    """The blocks are free by then, and other requests may have written to them."""
 
     def _schedule(self) -> Any:
         plan = super()._schedule()
@@ -143,9 +158,9 @@ class SavedWithThePlanBehind(Defect):
         return replace(plan, kv_saves=saves)
 
 
-@PAGE.exhibit("a victim's blocks are free, whoever else holds them", SWAP, "P1 P2 P3")
+@PAGE.exhibit("a swap-out frees blocks that other requests hold", SWAP, "P1 P2 P3")
 class SwapFreesWhatOthersHold(Defect):
-    """References are not counted as blocks go to the store."""
+    """Reference counts are ignored when blocks are swapped out."""
 
     _saved: Any = None
 
@@ -163,9 +178,9 @@ class SwapFreesWhatOthersHold(Defect):
         super()._free_blocks(slot)
 
 
-@PAGE.exhibit("who is preempted by a reset is saved", "by the rule of P25", "P15 P25 P26")
+@PAGE.exhibit("requests that a reset preempts are swapped out", "by the rule of P25", "P15 P25 P26")
 class SavedByAReset(Defect):
-    """What was computed is void: that is what the reset is for."""
+    """Their KV is void after the reset, which is what a reset is for."""
 
     def _reset(self, reset_running_requests: bool) -> Any:
         if reset_running_requests and self.config.swap_min_tokens:
@@ -183,12 +198,12 @@ class SavedByAReset(Defect):
         return replace(plan, kv_saves=(*told, *plan.kv_saves)) if told else plan
 
 
-# Several groups.
+# Several KV groups.
 
 
-@GROUPS.exhibit("the first group alone is saved", SWAP, "P26 P3")
+@GROUPS.exhibit("a swap-out has the blocks of the first KV group only", SWAP, "P26 P3")
 class FirstGroupIsSaved(Defect):
-    """A victim has a table for each."""
+    """A victim has a block table in each group."""
 
     def _save(self, victim: int, step: Any) -> None:
         num_saves = len(step.saves)
@@ -199,13 +214,13 @@ class FirstGroupIsSaved(Defect):
 
 
 @GROUPS.exhibit(
-    "full blocks of the first group are counted",
+    "the full blocks of the first KV group decide how many tokens are swapped out",
     "by the rule of P15",
     "P15",
-    invisible="policy: how much of a victim is saved, and all of it was computed",
+    invisible="policy: how many tokens are swapped out; all of them were computed",
 )
 class FirstGroupCounts(Defect):
-    """Another one's block is as long as several of them, and is filled in part."""
+    """A block of another group may be longer, and is then filled in part."""
 
     def _save(self, victim: int, step: Any) -> None:
         table, config = self.table, self.config
@@ -220,11 +235,11 @@ class FirstGroupCounts(Defect):
             step.saves[-1] = replace(save, num_tokens=num_tokens, block_ids=block_ids)
 
 
-# When nobody is admitted.
+# When admission is closed.
 
 
 class _OtherThresholds(Defect):
-    """Admission closes and opens by a rule of its own."""
+    """Admission closes and opens by the rule of a subclass."""
 
     def _is_closed_behind(self, step: Any) -> bool:
         return bool(self.running) and (
@@ -232,49 +247,51 @@ class _OtherThresholds(Defect):
         )
 
 
-@PAGE.exhibit("admission opens where it closes", PRESSURE, "P10", invisible=CLOSED)
+@PAGE.exhibit("admission opens again at the low threshold", PRESSURE, "P10", invisible=CLOSED)
 class OneThreshold(_OtherThresholds):
-    """Who is admitted is preempted next, and so on."""
+    """Each admitted request is preempted in the next step."""
 
     def _is_short(self, num_free: int) -> bool:
         return bool(num_free < self.config.admission_low_blocks)
 
 
 @PAGE.exhibit(
-    "admission closes where it opens",
+    "admission closes at the high threshold",
     PRESSURE,
     "P10",
     wrong_fix_of="one-threshold",
     invisible=CLOSED,
 )
 class HighThresholdAlone(_OtherThresholds):
-    """Also one threshold, and seats stay free beside it."""
+    """Admission has one threshold again, and running slots stay unused."""
 
     def _is_short(self, num_free: int) -> bool:
         return bool(num_free < self.config.admission_high_blocks)
 
 
-@PAGE.exhibit("the thresholds are taken for each other", PRESSURE, "P10", invisible=CLOSED)
+@PAGE.exhibit("the low and the high threshold are swapped", PRESSURE, "P10", invisible=CLOSED)
 class ThresholdsTheOtherWayRound(_OtherThresholds):
-    """It opens sooner than it closes: every other step."""
+    """Admission opens at fewer free blocks than it closes at, so it alternates with every step."""
 
     def _is_short(self, num_free: int) -> bool:
         low, high = self.config.admission_low_blocks, self.config.admission_high_blocks
         return bool(num_free < (low if self.is_closed else high))
 
 
-@PAGE.exhibit("as many as the low threshold close admission", PRESSURE, "P10", invisible=CLOSED)
+@PAGE.exhibit("admission closes at exactly the low threshold", PRESSURE, "P10", invisible=CLOSED)
 class LowByOne(_OtherThresholds):
-    """Less or equal for less."""
+    """The comparison is `<=` instead of `<`."""
 
     def _is_short(self, num_free: int) -> bool:
         low, high = self.config.admission_low_blocks, self.config.admission_high_blocks
         return bool(num_free < high if self.is_closed else num_free <= low)
 
 
-@PAGE.exhibit("more than the high threshold open admission", PRESSURE, "P10", invisible=CLOSED)
+@PAGE.exhibit(
+    "admission does not open at exactly the high threshold", PRESSURE, "P10", invisible=CLOSED
+)
 class HighByOne(_OtherThresholds):
-    """Less or equal for less; a pool that is all free may never be enough."""
+    """The comparison is `<=` instead of `<`; then even a completely free pool may not be enough."""
 
     def _is_short(self, num_free: int) -> bool:
         low, high = self.config.admission_low_blocks, self.config.admission_high_blocks
@@ -283,7 +300,7 @@ class HighByOne(_OtherThresholds):
 
 @PAGE.exhibit("admission never closes", PRESSURE, "P10", invisible=CLOSED)
 class NeverCloses(Defect):
-    """But for the step that preempts, which admits nobody in any case."""
+    """Only a step that preempts admits no request, as without thresholds."""
 
     def _is_closed_behind(self, _step: Any) -> bool:
         return False
@@ -297,16 +314,16 @@ class NeverCloses(Defect):
     invisible=CLOSED,
 )
 class OpenBehindAPreemption(Defect):
-    """The victim comes back with the blocks that it gave, and somebody has to go again."""
+    """The victim is admitted again with the blocks that it freed, and is preempted again."""
 
     def _is_closed_behind(self, step: Any) -> bool:
         told = type("Quiet", (), {"preempted_req_ids": ()})()
         return bool(super()._is_closed_behind(told))
 
 
-@PAGE.exhibit("admission stays closed though nobody runs", PRESSURE, "P10")
+@PAGE.exhibit("admission stays closed although nothing runs", PRESSURE, "P10")
 class ClosedForNobody(Defect):
-    """Nobody is left who could free a block."""
+    """No running request is left that could free a block."""
 
     def _is_closed_behind(self, step: Any) -> bool:
         if self.running:
@@ -315,22 +332,22 @@ class ClosedForNobody(Defect):
 
 
 @PAGE.exhibit(
-    "admission opens when nobody has a row",
+    "admission opens when no request has a row",
     PRESSURE,
     "P10",
     wrong_fix_of="closed-for-nobody",
     invisible=CLOSED,
 )
 class OpenWithoutRows(Defect):
-    """Those who run may wait for an answer, and go on behind it."""
+    """Running requests may only wait for a commit, and continue after it."""
 
     def _is_closed_behind(self, step: Any) -> bool:
         return bool(step.rows) and bool(super()._is_closed_behind(step))
 
 
-@PAGE.exhibit("closed admission lets in who waits", PRESSURE, "P10", invisible=CLOSED)
+@PAGE.exhibit("requests are admitted while admission is closed", PRESSURE, "P10", invisible=CLOSED)
 class AdmittedWhileClosed(Defect):
-    """It is told, and nobody is held to it."""
+    """The state shows that admission is closed, but the waiting queue is served."""
 
     _is_told = False
 
@@ -345,9 +362,14 @@ class AdmittedWhileClosed(Defect):
         return is_closed and not is_open
 
 
-@PAGE.exhibit("free blocks are counted as a step begins", PRESSURE, "P10", invisible=CLOSED)
+@PAGE.exhibit(
+    "the free blocks are counted before running requests get theirs",
+    PRESSURE,
+    "P10",
+    invisible=CLOSED,
+)
 class CountedAsTheStepBegins(Defect):
-    """Those who run have not had theirs yet."""
+    """Running requests have not taken the blocks of this step yet."""
 
     def _schedule_running(self, step: Any) -> None:
         self._at_first = self.pool.num_free
@@ -360,9 +382,9 @@ class CountedAsTheStepBegins(Defect):
         return is_closed
 
 
-@PAGE.exhibit("a pause keeps admission as it is", PRESSURE, "P10", invisible=CLOSED)
+@PAGE.exhibit("a pause keeps admission closed", PRESSURE, "P10", invisible=CLOSED)
 class PauseKeepsItClosed(Defect):
-    """Who runs ends meanwhile, and nobody looks at what is free."""
+    """Running requests finish during the pause, but the free blocks are not compared again."""
 
     def _is_closed_behind(self, step: Any) -> bool:
         if self.pause_state is PauseState.UNPAUSED:

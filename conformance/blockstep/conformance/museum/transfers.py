@@ -1,6 +1,6 @@
-"""Transfers: KV that comes from a store, late or broken, and blocks that outlive their requests.
+"""Seeded bugs in KV transfers: late or failed loads, and blocks that a transfer still uses.
 
-These are given a store beside what all others have; a page of their own has several KV groups, too.
+Their episodes have a store; those of the page `GROUPS` have several KV groups as well.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ PART = "transfers_type"
 _PARKED = Status.WAITING_FOR_REMOTE_KVS
 
 
-# Who is parked and has what it waits for.
+# Asynchronous loads that are complete.
 
 
-@PAGE.exhibit("loads that have come stand behind a head that does not fit", "#57841, #45388", "P10")
+@PAGE.exhibit(
+    "completed loads wait behind a head of the queue that does not fit", "#57841, #45388", "P10"
+)
 class LoadedBehindTheHead(Defect):
-    """They hold what the head lacks, and nobody looks at them."""
+    """They hold the blocks that the head lacks, and are neither admitted nor reclaimed."""
 
     def _admit_behind(self, _transfers: Any, _head: int, _step: Any) -> None:
         return None
@@ -34,40 +36,40 @@ class LoadedBehindTheHead(Defect):
 
 
 @PAGE.exhibit(
-    "behind a head that does not fit loads that have come are let in, and never give way",
+    "behind a head that does not fit, completed loads are admitted, but never reclaimed",
     "#57841, #45406",
     "P10",
     wrong_fix_of="loaded-behind-the-head",
 )
 class LoadedNeverGiveWay(Defect):
-    """Of two whose loads have come each may lack what the other holds."""
+    """Two requests with completed loads may each hold the blocks that the other one needs."""
 
     def _may_give(self, slot: int) -> Any:
         return self.table.statuses[slot] is not _PARKED and super()._may_give(slot)
 
 
 @PAGE.exhibit(
-    "behind a head that does not fit loads that have come give way, and are never let in",
+    "behind a head that does not fit, completed loads are reclaimed, but never admitted",
     "#57841",
     "P15 P16",
     wrong_fix_of="loaded-behind-the-head",
-    invisible="efficiency: what was loaded is loaded again",
+    invisible="efficiency: blocks are loaded again",
 )
 class LoadedGiveWayAlone(Defect):
-    """What could go on at once is taken from them as soon as nobody runs."""
+    """Requests that could run at once lose their blocks as soon as nothing runs."""
 
     def _admit_behind(self, _transfers: Any, _head: int, _step: Any) -> None:
         return None
 
 
 @PAGE.exhibit(
-    "who gives way gives blocks that are still being loaded",
+    "blocks that are still being loaded are reclaimed",
     "#57841, #32255",
     "P17 P2",
     wrong_fix_of="loaded-behind-the-head",
 )
 class LoadUnderWayGivesWay(Defect):
-    """What comes is written into blocks of somebody else."""
+    """The load writes into blocks that belong to another request by then."""
 
     def _list_idle(self, passed_over: Any = ()) -> Any:
         line = [*passed_over, *self.skipped_waiting, *self.waiting]
@@ -75,9 +77,9 @@ class LoadUnderWayGivesWay(Defect):
         return [*dict.fromkeys([*super()._list_idle(passed_over), *parked])]
 
 
-@PAGE.exhibit("who comes back from a load is new to the worker", "#31583", "P26 P16")
+@PAGE.exhibit("a preempted request is sent as new after a load", "#31583", "P26 P16")
 class NewAfterALoad(Defect):
-    """It was preempted before, and the worker has its outputs."""
+    """The worker has its outputs from before the preemption."""
 
     def _unpark(self, slot: int) -> None:
         super()._unpark(slot)
@@ -85,12 +87,12 @@ class NewAfterALoad(Defect):
 
 
 @PAGE.exhibit(
-    "who does not fit when its load has come is published all the same",
+    "blocks of a completed load are published although the request is not admitted",
     "vLLM 0.19.1 _update_waiting_for_remote_kv",
     "P7",
 )
 class PublishedThoughNotLetIn(Defect):
-    """A refused admission has told others of blocks."""
+    """An admission that fails changes the prefix cache."""
 
     def _try_go_on(self, slot: int, queue: Any, step: Any) -> Any:
         if self.table.statuses[slot] is _PARKED:
@@ -98,27 +100,27 @@ class PublishedThoughNotLetIn(Defect):
         return super()._try_go_on(slot, queue, step)
 
 
-# What a load is.
+# How many tokens are loaded.
 
 
 @PAGE.exhibit("all known tokens are loaded", "#30320, #11186", "P10 P12 P11 P13", part=PART)
 class FullLoad(Defect):
-    """There is nothing left to compute, and nothing to sample behind."""
+    """No token is left to compute, so nothing can be sampled."""
 
     def find_load(self, request: Any, num_hit: int, num_known: int) -> Any:
         return super().find_load(request, num_hit, num_known + 1)
 
 
 @PAGE.exhibit(
-    "a token is left of what is offered",
+    "the last token that the store offers is never loaded",
     "#53706",
     "P15",
     part=PART,
     wrong_fix_of="full-load",
-    invisible="efficiency: a token more is computed",
+    invisible="efficiency: one more token is computed",
 )
 class OneTokenLessThanOffered(Defect):
-    """Also where more tokens are known."""
+    """This is needed only if the offer covers all known tokens."""
 
     def find_load(self, request: Any, num_hit: int, num_known: int) -> Any:
         offer = self._find_offer(request)
@@ -127,13 +129,13 @@ class OneTokenLessThanOffered(Defect):
 
 
 @PAGE.exhibit(
-    "a full load is found, and its last token computed anew",
+    "after a load of all known tokens the last one is computed again",
     "vLLM 0.19.1 _update_waiting_for_remote_kv",
     "P2 P4 P3",
     wrong_fix_of="full-load",
 )
 class FullLoadIsCutAtItsReturn(Defect):
-    """One slot is written in a block that others may have taken by then."""
+    """One slot is written again in a block that other requests may have hit by then."""
 
     def _find_load(self, slot: int, num_hit: int) -> Any:
         num_tokens, is_async = super()._find_load(slot, num_hit)
@@ -150,17 +152,22 @@ class FullLoadIsCutAtItsReturn(Defect):
         return super()._try_go_on(slot, queue, step)
 
 
-@PAGE.exhibit("who reads no prefix loads one", "#57269, #28194", "P26 P13 P21", part=PART)
+@PAGE.exhibit(
+    "a request that must not read the prefix cache loads from the store",
+    "#57269, #28194",
+    "P26 P13 P21",
+    part=PART,
+)
 class LoadedThoughItMustCompute(Defect):
-    """It wants a logprob of every token of its prompt."""
+    """It needs prompt logprobs, so every token of its prompt has to be computed."""
 
     def _find_offer(self, request: Any) -> Any:
         return super()._find_offer(replace(request, skip_reading_prefix_cache=False))
 
 
-@PAGE.exhibit("what is loaded is not charged", "#46892", "P8")
+@PAGE.exhibit("the capacity check does not count loaded tokens", "#46892", "P8")
 class LoadIsFree(Defect):
-    """The check sees the tokens of the step alone, and more is taken."""
+    """The check counts the tokens of the step only; blocks for the load are taken as well."""
 
     def _fits(self, groups: Any, slot: int, hits: Any, extent: Any) -> Any:
         ahead = min(hits.num_tokens + 1, extent.num_tokens)
@@ -168,35 +175,37 @@ class LoadIsFree(Defect):
 
 
 @PAGE.exhibit(
-    "a load is found before it has come", "#49250; vLLM 0.19.1 allocate_slots", "P19 P4 P3"
+    "blocks of an unconfirmed load are published", "#49250; vLLM 0.19.1 allocate_slots", "P19 P4 P3"
 )
 class FoundBeforeItCame(Defect):
-    """Who shares it computes on what may never come."""
+    """Other requests hit blocks whose load may still fail."""
 
     def _is_unsettled(self, _slot: int) -> bool:
         return False
 
 
 @PAGE.exhibit(
-    "a load that failed is found no more, by those who come then",
+    "after a failed load only new requests cannot hit its blocks",
     "#49250, #26813",
     "P19 P4 P3",
     wrong_fix_of="found-before-it-came",
 )
 class WithdrawnFromNewcomersOnly(FoundBeforeItCame):
-    """Whoever shares it already trusts the owner to compute it anew."""
+    """Requests that already share these blocks rely on the owner to compute them again."""
 
     def _recompute(self, transfers: Any, slot: int, valid: int) -> None:
         self.groups.withdraw(self.table.holdings[slot], valid)
         super()._recompute(transfers, slot, valid)
 
 
-# What is reported of it.
+# Reports of loads.
 
 
-@PAGE.exhibit("a report that comes late or twice ends the engine", "#53049, #50546, #51595", "P18")
+@PAGE.exhibit(
+    "a late or repeated report of a load crashes the engine", "#53049, #50546, #51595", "P18"
+)
 class LateReportKills(Defect):
-    """Who is said to have been loaded must be waiting for it."""
+    """The code assumes that the reported request still waits for its load."""
 
     def _take_finished(self, transfers: Any, report: Any) -> None:
         for request_id in report.finished_recving:
@@ -206,13 +215,13 @@ class LateReportKills(Defect):
 
 
 @PAGE.exhibit(
-    "a report that comes late is kept for the next load",
+    "a late report of a load counts for the next load",
     "#53049",
     "P18 P19 P4",
     wrong_fix_of="late-report-kills",
 )
 class LateReportIsKept(Defect):
-    """Parked anew, a request reads what has not come."""
+    """A request that loads again reads blocks that are not loaded yet."""
 
     def _take_finished(self, transfers: Any, report: Any) -> None:
         super()._take_finished(transfers, report)
@@ -228,22 +237,22 @@ class LateReportIsKept(Defect):
         return is_parked
 
 
-@PAGE.exhibit("what could not be loaded is computed on", "#49250, rule", "P19")
+@PAGE.exhibit("a request computes on after a failed load", "#49250, rule", "P19")
 class InvalidIsPassedOver(Defect):
-    """The report is read, and nobody acts on it."""
+    """The report of invalid blocks is read, but ignored."""
 
     def _find_valid(self, _block_tables: Any, _firsts: Any, _invalid: Any) -> None:
         return None
 
 
 @PAGE.exhibit(
-    "the row that read a broken load is delivered",
+    "the token of a row that read a failed load is delivered",
     "#26813, #19330",
     "P19 P13",
     wrong_fix_of="invalid-is-passed-over",
 )
 class BrokenRowIsDelivered(Defect):
-    """The tokens are computed anew behind the first that was sampled from nothing."""
+    """The tokens are computed again, but after a token that was sampled from invalid KV."""
 
     def _drop_rows_behind(self, slot: int) -> None:
         name = self.table.requests[slot].request_id
@@ -251,12 +260,12 @@ class BrokenRowIsDelivered(Defect):
             super()._drop_rows_behind(slot)
 
 
-# Whose the blocks are.
+# Which blocks a transfer holds.
 
 
-@PAGE.exhibit("an abort frees what is being loaded", "#32255", "P17 P2", part=PART)
+@PAGE.exhibit("an abort frees blocks that are being loaded", "#32255", "P17 P2", part=PART)
 class AbortFreesALoad(Defect):
-    """What comes is written into blocks of somebody else."""
+    """The load writes into blocks that belong to another request by then."""
 
     def end(self, request_id: str, block_tables: Any) -> Any:
         self.received.add(request_id)
@@ -264,14 +273,14 @@ class AbortFreesALoad(Defect):
 
 
 @PAGE.exhibit(
-    "whoever is parked leaves its blocks to the load",
+    "an aborted request leaves its blocks to a load that is already complete",
     "#32255, review",
     "P17",
     part=PART,
     wrong_fix_of="abort-frees-a-load",
 )
 class HeldWithoutAnEnd(Defect):
-    """It may have come already: then nobody ever says so again."""
+    """No other report will come for this load, so the blocks are never freed."""
 
     def end(self, request_id: str, block_tables: Any) -> Any:
         self.received.discard(request_id)
@@ -279,20 +288,26 @@ class HeldWithoutAnEnd(Defect):
 
 
 @PAGE.exhibit(
-    "a load that is done is not heard of who was aborted", "#46283, #46289", "P17", part=PART
+    "a completed load of an aborted request does not free its blocks",
+    "#46283, #46289",
+    "P17",
+    part=PART,
 )
 class AbortedLoadIsKept(Defect):
-    """Its blocks are lost."""
+    """The blocks leak."""
 
     def release(self, request_id: str, is_recving: bool) -> Any:
         return () if is_recving else super().release(request_id, is_recving)
 
 
 @PAGE.exhibit(
-    "one report ends both transfers", "vLLM 0.19.1 _update_from_kv_xfer_finished", "P17", part=PART
+    "the report of one transfer ends both transfers of a request",
+    "vLLM 0.19.1 _update_from_kv_xfer_finished",
+    "P17",
+    part=PART,
 )
 class OneReportEndsBoth(Defect):
-    """The store still reads what another request writes, or the other way round."""
+    """The store still reads or writes blocks of the transfer that was not reported."""
 
     def release(self, request_id: str, is_recving: bool) -> Any:
         return super().release(request_id, is_recving) or super().release(
@@ -300,9 +315,9 @@ class OneReportEndsBoth(Defect):
         )
 
 
-@PAGE.exhibit("a reset takes what is being loaded", "vLLM 0.19.1 reset_prefix_cache", "P17 P25")
+@PAGE.exhibit("a reset succeeds during a load", "vLLM 0.19.1 reset_prefix_cache", "P17 P25")
 class ResetUnderALoad(Defect):
-    """Nobody asks whether a transfer is under way."""
+    """The check for transfers in flight is missing."""
 
     def _can_reset_transfers(self, reset_connector: bool) -> Any:
         return self.transfers is not None or not reset_connector
@@ -312,25 +327,25 @@ class ResetUnderALoad(Defect):
 
 
 @PAGE.exhibit(
-    "blocks are free while a frame in flight writes them, and are loaded into",
+    "blocks are freed while a frame in flight writes them, and a load writes into them",
     "#45357, #47728, #48481, vllm-ascend #14055",
     "P17",
 )
 class FramesHoldNoBlocks(Defect):
-    """Nothing orders a store behind the frame: it writes over what was loaded."""
+    """The load is not ordered after the frame, so the frame overwrites the loaded KV."""
 
     def _find_fence(self, _slot: int) -> None:
         return None
 
 
 @PAGE.exhibit(
-    "blocks wait for the oldest frame that names them",
+    "blocks are freed after the oldest frame that uses them",
     "rule P17",
     "P17",
     wrong_fix_of="frames-hold-no-blocks",
 )
 class OldestFrameHolds(Defect):
-    """The frames behind it still read and write them."""
+    """Later frames still read and write them."""
 
     def _find_fence(self, slot: int) -> Any:
         if super()._find_fence(slot) is None:
@@ -342,39 +357,41 @@ class OldestFrameHolds(Defect):
 
 
 @PAGE.exhibit(
-    "blocks that wait for a frame are never free",
+    "blocks that wait for a frame are never freed",
     "rule P17",
     "P17 P1 P10",
     wrong_fix_of="frames-hold-no-blocks",
     part=PART,
 )
 class FrameHoldsForEver(Defect):
-    """The wait has an owner and no end."""
+    """The wait is recorded, but never ends."""
 
     def take_deferred(self, _frame_id: int) -> Any:
         return []
 
 
 @GROUPS.exhibit(
-    "what a window leaves is free while a frame in flight reads it",
-    "#45357, by the rule of P17",
+    "blocks that leave a sliding window are freed while a frame in flight reads them",
+    "#45357, breaks P17",
     "P17",
     wrong_fix_of="frames-hold-no-blocks",
 )
 class WindowsLeaveTooEarly(Defect):
-    """Ends and preemptions wait for the frame, windows do not."""
+    """Finished and preempted requests wait for the frame; windows do not."""
 
     def _leave_blocks(self, groups: Any, slot: int) -> None:
         in_doubt = self._count_drafts_in_flight(slot)
         groups.leave(self.table.holdings[slot], self.table.num_computed[slot], in_doubt)
 
 
-# Several groups.
+# Several KV groups.
 
 
-@GROUPS.exhibit("a load eats a hit of the next group", "#33775, #44409", "P2 P1 P8 P16")
+@GROUPS.exhibit(
+    "a load takes a hit of the next KV group as its new block", "#33775, #44409", "P2 P1 P8 P16"
+)
 class LoadEatsAHit(Defect):
-    """Only who loads nothing holds all of its hits first."""
+    """Only requests without a load touch all of their hits first."""
 
     def __init__(self, *args: Any) -> None:
         clean: Any = type(self)
@@ -389,7 +406,7 @@ class LoadEatsAHit(Defect):
 
 
 class _LoadsGroupByGroup(GroupByGroup):
-    """Hits are held by turns, but only of who loads something."""
+    """Hits are touched one group after the other, but only for requests that load."""
 
     loads = False
 
@@ -402,26 +419,26 @@ class _LoadsGroupByGroup(GroupByGroup):
 
 @cache
 def _by_turns(groups_type: type[Any]) -> type[Any]:
-    """One class for all engines, so that one of them can be kept and revived."""
+    """Return one class for all engines, so that an engine can be pickled."""
     return type("Groups", (_LoadsGroupByGroup, groups_type), {})
 
 
-@GROUPS.exhibit("a load that fails in one group is there in the others", "#35223", "P19")
+@GROUPS.exhibit("only the first KV group is checked for failed loads", "#35223", "P19")
 class FirstGroupAlone(Defect):
-    """Only the blocks of the first group are looked at."""
+    """Invalid blocks of the other groups are ignored."""
 
     def _find_valid(self, block_tables: Any, firsts: Any, invalid: Any) -> Any:
         return super()._find_valid(block_tables, firsts, invalid & set(block_tables[0]))
 
 
 @GROUPS.exhibit(
-    "of what failed in several groups the last one counts",
+    "of failed loads in several KV groups only the last one counts",
     "#35223, #48216",
     "P19",
     wrong_fix_of="first-group-alone",
 )
 class LastGroupCounts(Defect):
-    """Each group in turn says how much is left, and not the least of it is taken."""
+    """Each group gives the number of valid tokens, but the minimum is not taken."""
 
     def _find_valid(self, block_tables: Any, firsts: Any, invalid: Any) -> Any:
         found = None

@@ -1,8 +1,8 @@
-"""Trial: each exhibit is checked like any engine, and must fall, unless nothing of it can be seen.
+"""Trials of seeded bugs: each is checked like any engine and must be found, unless it is invisible.
 
-It is the host with a defect, so it can be compared with the specification. It can as well be held
-to the properties alone, as an engine of others would be, with its state shown or hidden. What is
-policy or a matter of speed (`Exhibit.invisible`) must not be found then.
+The engine is the host with a defect, so it can be compared with the specification. It can also be
+checked against the properties alone, as a foreign engine would be, with its state shown or hidden.
+A defect of policy or speed (`Exhibit.invisible`) must not be found then.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ DIVERGENCE = "divergence"
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """By what the exhibits are held to the specification, and what they show."""
+    """The equivalence at which seeded bugs are checked, and whether their state is shown."""
 
     equivalence: str = EXACT
     """`exact` or `safety`."""
     is_hidden: bool = False
-    """They show no state; at `safety` only."""
+    """Whether the state is hidden; at `safety` only."""
 
     @property
     def name(self) -> str:
-        """As a column of a table is called."""
+        """The name of its column in a table."""
         return f"{self.equivalence}, state hidden" if self.is_hidden else self.equivalence
 
     def tell_invisible(self, entry: Exhibit) -> str:
-        """Why an exhibit is not to be found; "" if it must be."""
+        """Return why a seeded bug must not be found; "" if it must be found."""
         if self.equivalence == EXACT:
             return ""
         return entry.invisible or (entry.invisible_if_hidden if self.is_hidden else "")
@@ -52,21 +52,21 @@ STANDINGS = (Standing(), Standing(Safety.name), Standing(Safety.name, is_hidden=
 
 @dataclass(frozen=True, slots=True)
 class Fall:
-    """How one exhibit fell with one seed."""
+    """The result of one seeded bug with one seed."""
 
     seed: int
     killed_by: str
-    """Property and sentence, or `divergence`, or `SURVIVED`."""
+    """Property and check, or `divergence`, or `SURVIVED`."""
     events: int
-    """Until the first finding; the whole budget for a survivor."""
+    """Events until the first finding; the whole budget for a survivor."""
     seconds: float
     shrunk: int | None
-    """Actions of the shortest program that shows it; None if there is none, or none was sought."""
+    """Number of actions of the shrunk program; None if nothing was found or shrunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One exhibit and its falls, one for each seed."""
+    """A seeded bug and its results, one per seed."""
 
     exhibit: Exhibit
     falls: tuple[Fall, ...]
@@ -74,22 +74,22 @@ class Tried:
 
     @property
     def survived(self) -> bool:
-        """Whether one seed at least did not find it."""
+        """Whether at least one seed did not find it."""
         return any(fall.killed_by == SURVIVED for fall in self.falls)
 
     @property
     def invisible(self) -> str:
-        """Why it is not to be found; "" if it must be."""
+        """Why it must not be found; "" if it must be found."""
         return self.standing.tell_invisible(self.exhibit)
 
     @property
     def is_passed_over(self) -> bool:
-        """Whether nobody found what is not to be found."""
+        """Whether it is invisible and no seed found it."""
         return bool(self.invisible) and all(fall.killed_by == SURVIVED for fall in self.falls)
 
     @property
     def problem(self) -> str:
-        """What is wrong with that, in words; "" if nothing is."""
+        """The reason why the results are not as expected, in words; "" if they are."""
         found = [fall.killed_by for fall in self.falls if fall.killed_by != SURVIVED]
         if self.invisible:
             return f"found though listed as invisible ({found[0]})" if found else ""
@@ -98,17 +98,17 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What to check exhibits with."""
+    """Settings of a trial."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     max_events: int | None = None
-    """For each exhibit and seed."""
+    """Limit for each seeded bug and seed."""
     max_seconds: float | None = None
     jobs: int = 1
-    """Processes side by side."""
+    """Number of parallel processes."""
     standing: Standing = STANDINGS[0]
     shrinks: bool = True
-    """Whether the shortest program is sought of what is found."""
+    """Whether a finding's program is shrunk."""
 
 
 def run_trial(
@@ -116,7 +116,7 @@ def run_trial(
     trial: Trial,
     on_progress: Callable[[float, str], None] = lambda _done, _text: None,
 ) -> list[Tried]:
-    """Check each exhibit with each seed. With one job nothing leaves this process."""
+    """Check each seeded bug with each seed, in this process if `jobs` is 1."""
     tasks = [
         Task(
             CheckOptions(
@@ -148,7 +148,7 @@ def run_trial(
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One hunt: what crosses to another process."""
+    """One run: a seeded bug with one seed; sent to another process."""
 
     options: CheckOptions
     equivalence: str
@@ -156,7 +156,7 @@ class Task:
 
 
 def _falls(tasks: Sequence[Task], jobs: int) -> Iterator[Fall]:
-    """The falls in order of the tasks."""
+    """Yield the results in the order of the tasks."""
     if jobs <= 1 or len(tasks) <= 1:
         yield from map(_try, tasks)
         return
@@ -165,7 +165,7 @@ def _falls(tasks: Sequence[Task], jobs: int) -> Iterator[Fall]:
 
 
 def _try(task: Task) -> Fall:
-    """How one exhibit falls with one seed."""
+    """Run a task and return its result."""
     place = InProcess(load if task.equivalence == EXACT else load_as_foreign)
     result = check(task.options, place=place, shrinks=task.shrinks)
     killed_by = SURVIVED if result.first is None else name_of(result.first)
@@ -174,21 +174,25 @@ def _try(task: Task) -> Fall:
 
 
 def load_as_foreign(options: CheckOptions) -> EngineFactory:
-    """An exhibit as an engine of others: held to the properties, compared with nothing."""
+    """Return a seeded bug's engine as a foreign one: checked against the properties, compared with
+    nothing.
+    """
     traits = EngineTraits(equivalence=Safety())
     make_engine = build(options.engine.removeprefix(MUSEUM), traits)
     return hide_state(make_engine) if options.hide_state else make_engine
 
 
 def name_of(finding: Finding) -> str:
-    """What found it: a property with its sentence, or the comparison with the specification."""
+    """Return what found it: property and check, or `divergence`."""
     if finding.kind is FindingKind.DIVERGENCE:
         return DIVERGENCE
     return f"{finding.property_id or finding.kind} {finding.sentence}"
 
 
 def row_of(tried: Tried) -> dict[str, object]:
-    """A row for a table that people read: one cell per number, with the seeds side by side."""
+    """Return a row for a table that people read: one cell per number, with the results of all
+    seeds.
+    """
     falls = tried.falls
     killed_by = "; ".join(dict.fromkeys(fall.killed_by for fall in falls))
     return {
@@ -201,7 +205,7 @@ def row_of(tried: Tried) -> dict[str, object]:
 
 
 def json_of(tried: Tried) -> dict[str, object]:
-    """The same for programs: a list with one object per seed."""
+    """Return the results for programs: a list with one object per seed."""
     return {
         **describe(tried.exhibit),
         "equivalence": tried.standing.equivalence,
@@ -222,7 +226,7 @@ def json_of(tried: Tried) -> dict[str, object]:
 
 
 def describe(entry: Exhibit) -> dict[str, object]:
-    """What every list of the museum says of an exhibit."""
+    """Return the columns that every list of seeded bugs has."""
     fix = f"wrong fix of {entry.wrong_fix_of}: " if entry.wrong_fix_of else ""
     return {
         "exhibit": entry.name,
@@ -232,7 +236,7 @@ def describe(entry: Exhibit) -> dict[str, object]:
 
 
 def summary(tried: Sequence[Tried]) -> str:
-    """One line for all: how many fell, and what it took."""
+    """Return one line for all: how many were found, and after how many events."""
     passed_over = sum(entry.is_passed_over for entry in tried)
     falls = [fall for entry in tried if not entry.is_passed_over for fall in entry.falls]
     events = [fall.events for fall in falls if fall.killed_by != SURVIVED]
@@ -240,7 +244,7 @@ def summary(tried: Sequence[Tried]) -> str:
     if events:
         told += f"; events to kill: median {statistics.median_low(events):,}, most {max(events):,}"
     if passed_over:
-        told += f"; {passed_over} exhibits passed over, of which nothing can be seen"
+        told += f"; {passed_over} seeded bugs are invisible and were not found"
     standing = tried[0].standing
     return told if standing == STANDINGS[0] else f"{standing.name}: {told}"
 

@@ -1,1 +1,1 @@
-"""Protocol: the words that every tool talks in, and where an engine is looked up."""
+"""Types and rules that all tools share: programs, findings, features, and the engine registry."""

@@ -1,8 +1,7 @@
-"""Codec: values of the vocabulary as plain JSON values, and back, without anything passed over.
+"""Conversion of vocabulary values to plain JSON values and back, without loss.
 
-A dataclass is an object of its fields; where several kinds may stand, `type` names which. What is
-read is as strict as what is written: a field that nobody knows, a missing one or one of a wrong
-type is refused.
+A dataclass becomes an object of its fields; `type` names the class if several are possible. Reading
+is as strict as writing: an unknown field, a missing one or one of a wrong type is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ T = TypeVar("T")
 
 
 def build(raw: dict[str, Any], cls: type[T], where: str) -> T:
-    """A value of the class with these fields. Raises `msgspec.ValidationError`."""
+    """Return a value of the class with these fields. Raises `msgspec.ValidationError`."""
     form = FORMS.get(cls)
     if form is not None:
         told = msgspec.convert(raw, form)
@@ -31,7 +30,7 @@ def build(raw: dict[str, Any], cls: type[T], where: str) -> T:
 
 
 def build_tagged(raw: dict[str, Any], types: Mapping[str, type], where: str) -> Any:
-    """A value of the class that the tag names. Raises `msgspec.ValidationError`."""
+    """Return a value of the class that the tag names. Raises `msgspec.ValidationError`."""
     fields = dict(raw)
     tag = fields.pop("type", None)
     if not isinstance(tag, str) or tag not in types:
@@ -40,7 +39,9 @@ def build_tagged(raw: dict[str, Any], types: Mapping[str, type], where: str) -> 
 
 
 def _refuse_unknown(raw: Any, known: Any, where: str) -> None:
-    """See that nothing was passed over: msgspec lets unknown fields of dataclasses pass."""
+    """Raise `msgspec.ValidationError` for a field that msgspec ignored, as it does in
+    dataclasses.
+    """
     if isinstance(raw, dict):
         for name, part in raw.items():
             if name not in known:
@@ -52,12 +53,12 @@ def _refuse_unknown(raw: Any, known: Any, where: str) -> None:
 
 
 def get_fields(value: Any) -> dict[str, object]:
-    """The fields of a dataclass by name."""
+    """Return the fields of a dataclass by name."""
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 def get_changed(value: Any) -> dict[str, object]:
-    """The fields of a dataclass that are not as they are by themselves."""
+    """Return the fields of a dataclass that differ from their defaults."""
     return {
         field.name: getattr(value, field.name)
         for field in dataclasses.fields(value)
@@ -66,7 +67,7 @@ def get_changed(value: Any) -> dict[str, object]:
 
 
 def to_plain(value: Any) -> Any:
-    """The value in lists, objects, texts and numbers; fields at their defaults are left out."""
+    """Return the value as lists, objects, strings and numbers, without fields at their defaults."""
     if dataclasses.is_dataclass(value):
         return {name: to_plain(part) for name, part in get_changed(value).items()}
     if isinstance(value, tuple):
@@ -75,5 +76,5 @@ def to_plain(value: Any) -> Any:
 
 
 def to_tagged(value: Any) -> dict[str, Any]:
-    """The same with the name of its class, as `build_tagged` reads it."""
+    """Return the same with the name of the class as `type`, as `build_tagged` reads it."""
     return {"type": type(value).__name__, **to_plain(value)}

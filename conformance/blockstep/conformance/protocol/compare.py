@@ -1,4 +1,4 @@
-"""Compare: where two observations or two snapshots differ, in words that fit on one line."""
+"""Differences between two observations or two snapshots, one line each."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ NOT_COMPARED: Mapping[type, Mapping[str, str]] = {
     OutputRow: {"num_external_tokens": "a hint, held to the loads that plans told (P21)"},
     Plan: {"num_common_prefix_blocks": "a hint, compared of an engine that claims it"},
 }
-"""Fields of states and answers that are not compared, by type, and why. All others are: a field
-is left out by `compare=False` where it is declared, and nowhere else."""
+"""Fields of states and observations that are not compared, by type, with the reason. All others are
+compared; a field is left out by `compare=False` in its declaration, and nowhere else."""
 
 
 def observation_differences(
     spec: Observation, engine: object, with_hints: bool = False
 ) -> tuple[Difference, ...]:
-    """Where the engine's answer to one event differs from the spec's; empty if nowhere.
+    """Return where the engine's observation of one event differs from the spec's; empty if nowhere.
 
-    `with_hints`: the engine claims `Capability.COMMON_PREFIX`, so that what it tells is compared.
+    `with_hints`: the engine claims `Capability.COMMON_PREFIX`, so the hints of its plans are
+    compared.
     """
     with_hints = with_hints and isinstance(spec, Plan)
     if spec == engine:
@@ -52,14 +53,14 @@ def _hint_differences(spec: Observation, engine: object) -> tuple[Difference, ..
 
 
 def snapshot_differences(spec: Snapshot, engine: Snapshot) -> tuple[Difference, ...]:
-    """Where two states differ: queues, requests, blocks, then the rest."""
+    """Return where two states differ: queues, requests, blocks, then the rest."""
     if spec == engine:
         return ()
     found: list[Difference] = []
     for name in _QUEUES:
         found.extend(_field(name, spec, engine))
     for names, find in _TOLD_IN_WORDS.items():
-        # There are no words for everything: the order of requests, the chain behind a key.
+        # Not everything has words, for example the order of requests or the parent of a key.
         found.extend(
             find(spec, engine) or [each for name in names for each in _field(name, spec, engine)]
         )
@@ -74,7 +75,7 @@ def _field(name: str, spec: Snapshot, engine: Snapshot) -> list[Difference]:
 
 
 def name_key(key: BlockKey | None) -> str:
-    """A short name for a key: its block index and tokens, and what sets it apart."""
+    """Return a short name of a key: its block index and tokens, adapter, salt, group and items."""
     if key is None:
         return ABSENT
     extras = [key.adapter and f"adapter {key.adapter}", key.cache_salt and f"salt {key.cache_salt}"]
@@ -114,7 +115,7 @@ def _block_differences(spec: Snapshot, engine: Snapshot) -> list[Difference]:
 
 
 def describe_block(snapshot: Snapshot, block_id: BlockId) -> str:
-    """`free, carries #0[1,2]`, `held by 2, no key` ..."""
+    """Return a block in words: `free, carries #0[1,2]`, `held by 2, no key`."""
     if block_id >= len(snapshot.ref_counts):
         return "no such block"
     ref_count = snapshot.ref_counts[block_id]
@@ -140,7 +141,9 @@ def _blocks(cached: Mapping[BlockKey, tuple[BlockId, ...]], key: BlockKey) -> st
 
 
 def _field_differences(name: str, mine: object, theirs: object) -> list[Difference]:
-    """Field by field where both sides are the same kind of record, else as they are."""
+    """Return the differences field by field if both are records of one type, else of the whole
+    values.
+    """
     if mine == theirs:
         return []
     if is_dataclass(mine) and type(mine) is type(theirs):
@@ -178,7 +181,7 @@ def _value(name: str, mine: object, theirs: object) -> list[Difference]:
 
 
 def _named(name: str, mine: Any, theirs: Any) -> list[Difference]:
-    """Records of requests: by name, and those that only one side has; [] if the order differs."""
+    """Return the differences of records by request id; [] if only the order differs."""
     left, right = ({one.request_id: one for one in records} for records in (mine, theirs))
     found: list[Difference] = []
     for request_id in [*left, *(other for other in right if other not in left)]:
@@ -192,7 +195,7 @@ def _named(name: str, mine: Any, theirs: Any) -> list[Difference]:
 
 
 def _are_named(records: object) -> bool:
-    """Whether these are records, each of another request."""
+    """Whether these are records of requests, each of a different one."""
     if not isinstance(records, tuple) or not all(map(is_dataclass, records)):
         return False
     names = [getattr(record, "request_id", None) for record in records]
@@ -200,7 +203,7 @@ def _are_named(records: object) -> bool:
 
 
 def _short(value: object) -> str:
-    """A value on one line: plain tuples as lists, long ones cut."""
+    """Return a value on one line: tuples as lists, long values cut."""
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         text = "[" + ", ".join(_short(item) for item in value[:12])
         return text + (f", ... {len(value)} in all]" if len(value) > 12 else "]")

@@ -1,8 +1,8 @@
-"""Features: what an engine may have or lack, one row each (architecture D14).
+"""Table of the features that an engine may have or lack.
 
-A row says which capability an engine needs for a feature, what asks for it in a config, in a
-request or by an action, and which situations and properties speak of it. What is drawn, what an
-engine is spared, what a run must reach, and `--with` and `--without` follow from the rows.
+A row says which capability an engine needs for a feature, what uses it in a config, in a request or
+by an action, and which coverage goals and properties are about it. The rows decide what is drawn,
+what an engine is not given, what a run must reach, and what `--with` and `--without` accept.
 """
 
 from __future__ import annotations
@@ -27,37 +27,39 @@ PLAIN_REQUEST = v.Request("", ())
 
 
 class UsageError(ValueError):
-    """Options that cannot be meant; the text says why, and what can be given."""
+    """Options that contradict each other or make no sense; the text says why, and what is
+    possible.
+    """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Feature:
-    """One row of the table."""
+    """A row of the table."""
 
     name: str
-    """What `--with` and `--without` call it."""
+    """The name in `--with` and `--without`."""
     summary: str
     capability: Capability | None = None
-    """What an engine needs for it; None: every engine has it."""
+    """The capability that an engine needs for it; None if every engine has the feature."""
     config: Mapping[str, object] = field(default_factory=dict)
-    """Fields of a config that ask for it, with their values where nothing does."""
+    """Fields of a config that use it, with the values that do not."""
     values: Mapping[str, object] = field(default_factory=dict)
-    """Of fields that ask for several features: the value that asks for this one."""
+    """The value that uses this feature, for fields that several features share."""
     request: tuple[str, ...] = ()
-    """Fields of a request that ask for it by anything but their defaults."""
+    """Fields of a request that use it if they differ from their defaults."""
     actions: tuple[type, ...] = ()
-    """Actions and events that nobody can take without it."""
+    """Actions and events that need it."""
     situations: tuple[str, ...] = ()
-    """Situations that need it, by the beginnings of their names."""
+    """Coverage goals that need it, by prefixes of their names."""
     hides: tuple[str, ...] = ()
-    """Situations, likewise, that do not come up where every run has it."""
+    """Coverage goals, by prefixes, that cannot be reached if every run has the feature."""
     properties: tuple[str, ...] = ()
-    """What speaks of it first."""
+    """The properties that are mainly about it."""
     part_of: str = ""
-    """The feature, by name, that this one is part of: every run with this one has it, too."""
+    """The feature of which this one is a part: every run with this one has that one, too."""
 
     def is_asked_by(self, thing: v.Config | v.Request) -> bool:
-        """Whether a config or a request asks for it."""
+        """Whether a config or a request uses it."""
         if isinstance(thing, v.Request):
             plain = PLAIN_REQUEST
             return any(getattr(thing, name) != getattr(plain, name) for name in self.request)
@@ -68,7 +70,7 @@ class Feature:
         return any(getattr(thing, name) != value for name, value in self.config.items())
 
     def take_from(self, thing: T) -> T:
-        """The config or request without it."""
+        """Return the config or request without it."""
         if not self.is_asked_by(thing):
             return thing
         if isinstance(thing, v.Request):
@@ -78,10 +80,10 @@ class Feature:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KindsOfGroups(Feature):
-    """The row of groups that are neither of full attention nor of a window, or of larger blocks."""
+    """The row of KV groups other than full attention and sliding window, and of larger blocks."""
 
     def is_asked_by(self, thing: v.Config | v.Request) -> bool:
-        """See `Feature`."""
+        """Whether a config has such groups; see `Feature`."""
         return isinstance(thing, v.Config) and any(
             group.kind not in (v.GroupKind.FULL, v.GroupKind.SLIDING_WINDOW)
             or group.block_size != thing.block_size
@@ -89,7 +91,9 @@ class KindsOfGroups(Feature):
         )
 
     def take_from(self, thing: T) -> T:
-        """See `Feature`: chunks become windows, states and what stands across go."""
+        """Return the config without them: chunked groups become windows, recurrent and cross ones
+        go.
+        """
         if isinstance(thing, v.Request) or not self.is_asked_by(thing):
             return thing
         config = without_kind(without_states(thing), v.GroupKind.CROSS_ATTENTION)
@@ -109,16 +113,16 @@ class KindsOfGroups(Feature):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupsOfKind(Feature):
-    """The row of KV groups of one kind, which can be asked for by name."""
+    """The row of KV groups of one kind, which can be selected by name."""
 
     kind: v.GroupKind = v.GroupKind.FULL
 
     def is_asked_by(self, thing: v.Config | v.Request) -> bool:
-        """See `Feature`."""
+        """Whether a config has groups of the kind; see `Feature`."""
         return isinstance(thing, v.Config) and self.kind in [it.kind for it in thing.groups]
 
     def take_from(self, thing: T) -> T:
-        """See `Feature`: recurrent groups go, others become groups of full attention."""
+        """Return the config without the kind: recurrent groups go, others become full attention."""
         if isinstance(thing, v.Request) or not self.is_asked_by(thing):
             return thing
         if self.kind is v.GroupKind.RECURRENT:
@@ -131,14 +135,15 @@ class GroupsOfKind(Feature):
 
 
 def without_states(config: v.Config) -> v.Config:
-    """The config without its recurrent KV groups."""
+    """Return the config without its recurrent KV groups."""
     return without_kind(config, v.GroupKind.RECURRENT)
 
 
 def without_kind(config: v.Config, kind: v.GroupKind) -> v.Config:
-    """The config without its KV groups of one kind.
+    """Return the config without its KV groups of one kind.
 
-    The smallest blocks that are left name what is in a block: what they do not divide is as small.
+    The smallest remaining block size becomes the config's. Blocks of a size that is not a multiple
+    get that size, too.
     """
     groups = [group for group in config.groups if group.kind is not kind]
     if len(groups) == len(config.groups):
@@ -149,16 +154,17 @@ def without_kind(config: v.Config, kind: v.GroupKind) -> v.Config:
 
 
 def resize_blocks(config: v.Config, size: int) -> v.Config:
-    """The config with blocks of one size, token slots, in all of its KV groups."""
+    """Return the config with this block size, in token slots, for all KV groups."""
     groups = tuple([replace(group, block_size=size) for group in config.groups])
     return replace(config, block_size=size, groups=groups)
 
 
 def settle_states(config: v.Config) -> v.Config:
-    """The config, without groups that do not go with the rest of it.
+    """Return the config without settings that contradict the rest of it.
 
-    The mode of recurrent ones follows from prefix caching, and each draft needs a block of theirs.
-    Nobody attends across without an encoder beside, and nobody finds what stays without caching.
+    Such are recurrent groups whose mode contradicts prefix caching or that have too few blocks for
+    drafts, cross attention without an encoder-decoder model, swap-out without a store, and pins
+    without prefix caching.
     """
     if not config.kv_connector and config.swap_min_tokens:
         config = replace(config, swap_min_tokens=0)
@@ -171,7 +177,7 @@ def settle_states(config: v.Config) -> v.Config:
 
 PRIORITY = Feature(
     "priority",
-    "the urgent are admitted first and preempted last",
+    "scheduling by priority: urgent requests are admitted first and preempted last",
     Capability.PRIORITY,
     config={"policy": v.Policy.FCFS},
     values={"policy": v.Policy.PRIORITY},
@@ -196,7 +202,7 @@ DRAFTS = Feature(
 )
 ASYNC = Feature(
     "async",
-    "asynchronous scheduling: a step is planned before the tokens of the one before are known",
+    "asynchronous scheduling: a step is planned before the tokens of the previous step are known",
     Capability.ASYNC,
     config={"async_scheduling": False},
     situations=(
@@ -220,7 +226,7 @@ PIPELINE = Feature(
 )
 PAUSE = Feature(
     "pause",
-    "scheduling is paused and resumed",
+    "scheduling can be paused and resumed",
     Capability.PAUSE,
     actions=(v.SetPause,),
     situations=("paused_",),
@@ -228,7 +234,7 @@ PAUSE = Feature(
 )
 RESET = Feature(
     "reset",
-    "the prefix cache is emptied, by force if need be",
+    "the prefix cache can be reset, also by force",
     Capability.RESET,
     actions=(v.Reset,),
     situations=("reset_", "commit_for_preempted", "ended_while_preempted"),
@@ -245,7 +251,7 @@ GRAMMAR = Feature(
 )
 MASKS = Feature(
     "masks",
-    "grammars: masks by row and draft position, and drafts cut to what a grammar accepts",
+    "grammars: bitmasks by row and draft position, and drafts cut to what a grammar accepts",
     Capability.MASKS,
     config={"reasoning_end_token_id": None, "enable_in_reasoning": False},
     request=("grammar",),
@@ -255,7 +261,7 @@ MASKS = Feature(
 )
 MULTIMODAL = Feature(
     "multimodal",
-    "images and sounds stand in prompts, and in the names of their blocks",
+    "prompts contain images or other items, which are part of the block keys",
     Capability.MULTIMODAL,
     request=("items",),
     situations=("same_tokens_other_items",),
@@ -263,7 +269,7 @@ MULTIMODAL = Feature(
 )
 EMBEDS = Feature(
     "embeds",
-    "prompts of embeddings, which are in the names of their blocks",
+    "prompts of embeddings, which are part of the block keys",
     Capability.EMBEDS,
     request=("prompt_embeds",),
     situations=("same_tokens_other_embeds",),
@@ -271,14 +277,14 @@ EMBEDS = Feature(
 )
 KEYS = Feature(
     "keys",
-    "adapters and salts keep blocks apart",
+    "LoRA adapters and cache salts are part of the block keys",
     request=("adapter", "cache_salt"),
     situations=("same_tokens_other_adapter", "same_tokens_other_salt"),
     properties=("P6",),
 )
 STOPS = Feature(
     "stops",
-    "requests end by a token or by repeating themselves, not only by their length",
+    "requests finish by a token or a repetition, not only by their length",
     request=("min_tokens", "eos_token_id", "stop_token_ids", "repetition_detection"),
     situations=(
         *("stop_eos", "stop_token", "stop_repetition", "stop_inside_accepted_drafts"),
@@ -288,7 +294,7 @@ STOPS = Feature(
 )
 ABORTS = Feature(
     "aborts",
-    "clients give up",
+    "clients abort requests",
     Capability.ABORT,
     actions=(v.Abort,),
     situations=("abort_", "commit_for_aborted"),
@@ -296,7 +302,7 @@ ABORTS = Feature(
 )
 HOSTILE = Feature(
     "hostile",
-    "what nobody should send, and wrong answers of the worker",
+    "events that no client should send, and wrong model outputs",
     Capability.REJECTION,
     actions=(Hostile, Misanswer),
     situations=("rejected_", "drafts_dropped"),
@@ -304,7 +310,7 @@ HOSTILE = Feature(
 )
 GROUPS = Feature(
     "groups",
-    "several KV-cache groups, each with a block table, under full attention or a window",
+    "several KV groups, each with a block table, of full attention or a sliding window",
     Capability.GROUPS,
     config={"groups": ()},
     situations=("groups_",),
@@ -312,7 +318,8 @@ GROUPS = Feature(
 )
 KINDS = KindsOfGroups(
     "kinds",
-    "groups of every kind (chunks, recurrent layers, attention across), and of several block sizes",
+    "KV groups of every kind (chunked local, recurrent, cross attention), and of several "
+    "block sizes",
     Capability.KINDS,
     config={"groups": ()},
     situations=(
@@ -324,7 +331,7 @@ KINDS = KindsOfGroups(
 )
 WINDOW = GroupsOfKind(
     "window",
-    "groups under a sliding window of attention",
+    "KV groups of sliding-window attention",
     config={"groups": ()},
     situations=("groups_window_slid",),
     properties=("P5", "P8"),
@@ -333,7 +340,7 @@ WINDOW = GroupsOfKind(
 )
 CHUNKS = GroupsOfKind(
     "chunks",
-    "groups under chunked local attention",
+    "KV groups of chunked local attention",
     config={"groups": ()},
     situations=("groups_chunk_left",),
     properties=("P5", "P8"),
@@ -342,7 +349,7 @@ CHUNKS = GroupsOfKind(
 )
 STATES = GroupsOfKind(
     "states",
-    "groups of recurrent layers, which keep states instead of tokens",
+    "KV groups of recurrent layers, which keep states instead of tokens",
     config={"groups": ()},
     situations=("groups_state_left", "groups_hit_of_a_state"),
     properties=("P5", "P8"),
@@ -350,7 +357,7 @@ STATES = GroupsOfKind(
     kind=v.GroupKind.RECURRENT,
 )
 OF_FORKS = ("forks_", "rejected_bad_fork", "rejected_fork_in_flight")
-"""Situations of branches, by the beginnings of their names."""
+"""Prefixes of the coverage goals of forks."""
 OF_STALE = (
     *("preempted_in_flight", "all_preempted_in_flight", "stale_tokens_delivered"),
     *("ended_while_stale", "resumed_after_stale_tokens"),
@@ -361,7 +368,7 @@ OF_SAVES = (*("tiers_victim_", "tiers_several_saved", "tiers_too_little_to_save"
 """Likewise those of what a store is given of victims."""
 ENCODER = Feature(
     "encoder",
-    "items are encoded, within a budget per step, into a cache that has room for some",
+    "items are encoded, within a budget per step, into a cache of limited size",
     Capability.ENCODER,
     config={
         "encoder_compute_budget": 0,
@@ -371,12 +378,12 @@ ENCODER = Feature(
     },
     actions=(v.EncoderReset, v.EncoderOffer),
     situations=("encoder_",),
-    hides=OF_FORKS,  # nobody forks beside an encoder
+    hides=OF_FORKS,  # there are no forks with an encoder
     properties=("P9", "P22"),
 )
 ADAPTERS = Feature(
     "adapters",
-    "a cap on the different adapters among the requests that run; who is beyond it is passed over",
+    "a limit on the different LoRA adapters among running requests; others are skipped",
     Capability.ADAPTERS,
     config={"max_loras": 0},
     situations=("adapters_",),
@@ -384,7 +391,7 @@ ADAPTERS = Feature(
 )
 SESSIONS = Feature(
     "sessions",
-    "a request goes on with further input: it rests between two chunks, and keeps its blocks",
+    "a session gets further input: it is idle between two inputs, and keeps its blocks",
     Capability.SESSIONS,
     request=("resumable",),
     actions=(v.StreamingUpdate,),
@@ -410,7 +417,7 @@ TRANSFERS = Feature(
 )
 EVENTS = Feature(
     "events",
-    "it is told which blocks become findable and which are no longer: the log of KV events",
+    "a log of KV events: which blocks become cached, and which are evicted",
     Capability.EVENTS,
     config={"enable_kv_cache_events": False},
     situations=("events_",),
@@ -418,7 +425,7 @@ EVENTS = Feature(
 )
 PINS = Feature(
     "pins",
-    "agents: blocks stay between two turns of a job, for a time that an estimator gives",
+    "pins: blocks are kept between two turns of an agent job, for a time that an estimator gives",
     Capability.PINS,
     config={"policy": v.Policy.FCFS},
     values={"policy": v.Policy.CONTINUUM},
@@ -432,7 +439,7 @@ PINS = Feature(
 )
 FORKS = Feature(
     "forks",
-    "a request goes on as several, which share blocks and copy those in which they go on",
+    "a request is forked into several, which share blocks and copy those that they write to",
     Capability.FORKS,
     config={"enable_forks": False, "watermark_blocks": 0, "pool_order": v.PoolOrder.LRU},
     actions=(v.Fork,),
@@ -445,7 +452,8 @@ FORKS = Feature(
 )
 TIERS = Feature(
     "tiers",
-    "victims are saved for a store, and admission closes between two thresholds of free blocks",
+    "victims are swapped out to a store, and admission closes between two thresholds of "
+    "free blocks",
     Capability.TIERS,
     config={"swap_min_tokens": 0, "admission_low_blocks": 0, "admission_high_blocks": 0},
     situations=("tiers_",),
@@ -453,14 +461,14 @@ TIERS = Feature(
 )
 CACHING = Feature(
     "caching",
-    "prefix caching: blocks are found again by what is in them",
+    "prefix caching: blocks are hit by their content",
     config={"enable_prefix_caching": False},
     situations=(
         *("prefix_hit", "hit_", "full_prompt_hit_", "head_drop", "reading_skipped", "same_tokens_"),
         *("duplicate_key_published", "eviction_of_cached_block", "resumed_with_hit", "reset_done"),
         *("published_by_", "abort_of_shared_block"),
     ),
-    hides=("encoder_beside_", "encoder_across_"),  # such a model has none
+    hides=("encoder_beside_", "encoder_across_"),  # an encoder-decoder model has no prefix caching
     properties=("P3", "P4", "P5", "P6"),
 )
 
@@ -470,8 +478,8 @@ FEATURES: tuple[Feature, ...] = (
     *(EVENTS, TRANSFERS, PINS, FORKS, TIERS),
     CACHING,
 )
-"""The table. Whoever lacks several is fitted in this order: without `async`, several frames in
-flight are a `pipeline`."""
+"""The table. For an engine that lacks several features they are removed in this order: without
+`async`, several frames in flight are a `pipeline`."""
 BY_NAME: Mapping[str, Feature] = {feature.name: feature for feature in FEATURES}
 PARTS_OF_GROUPS = (WINDOW, CHUNKS, STATES)
 """Features that are KV groups of one kind each."""
@@ -479,17 +487,18 @@ LATE = (
     *("groups", "adapters", "masks", "sessions", "encoder", "events", "transfers", "pins"),
     *("forks", "tiers"),
 )
-"""Names of features that are drawn when all else is, and only where they are taken: who lacks them
-is given what it would be given if there were none. Appended to, never put in another order."""
+"""Names of features that are drawn after everything else, and only for engines that have them, so
+that an engine without them gets the episodes that it would get if they did not exist. New names are
+appended; the order never changes."""
 SEVERAL_AT_ONCE = frozenset({ASYNC.name, PIPELINE.name})
-"""Either has several frames in flight; no run has both."""
+"""Both features have several frames in flight; no run has both."""
 SEVERAL_FRAMES = (
     *("several_frames_in_flight", "four_frames_in_flight", "abort_with_two_frames_in_flight"),
     *("reset_forced_with_two_frames_in_flight", "rejected_frame_out_of_order"),
     "dropped_token_runs_again",
     *("transfers_deferred_", "transfers_waits_for_an_answer", "tiers_saved_beside_frames"),
 )
-"""Situations, by the beginnings of their names, that need either."""
+"""Prefixes of the coverage goals that need one of these two features."""
 _ACROSS = ("read", "waits", "preempted", "made_again", "freed")
 NEEDS_ANY: Mapping[str, frozenset[str]] = {
     "empty_plan_with_work": SEVERAL_AT_ONCE | {PAUSE.name, GRAMMAR.name},
@@ -501,19 +510,21 @@ NEEDS_ANY: Mapping[str, frozenset[str]] = {
     "sessions_back_under_a_grammar": frozenset({MASKS.name}),
     **{f"encoder_across_{what}": frozenset({GROUPS.name}) for what in _ACROSS},
 }
-"""Situations that need one of several features beside their own: without all of them whoever runs
-can go on, and by the token that was scheduled at its admission; and what is read across is in a
-group of its own, as what a window leaves is."""
+"""Coverage goals that need one of several features besides their own. Without all of them a running
+request can always continue with the tokens of its admission; cross-attention blocks and blocks that
+leave a window exist only with several KV groups."""
 
 
 def list_wholes(name: str) -> tuple[str, ...]:
-    """Names of the features that a feature is part of, the nearest first."""
+    """Return the names of the features that a feature is part of, the nearest first."""
     whole = BY_NAME[name].part_of
     return (whole, *list_wholes(whole)) if whole else ()
 
 
 def is_reachable(situation: str, absent: Collection[str], always: Collection[str] = ()) -> bool:
-    """Whether a situation can come up without some features, and with others in every run."""
+    """Whether a coverage goal is reachable without `absent` features and with `always` in every
+    run.
+    """
     if SEVERAL_AT_ONCE.issubset(absent) and situation.startswith(SEVERAL_FRAMES):
         return False
     if situation in NEEDS_ANY and NEEDS_ANY[situation].issubset(absent):
@@ -524,7 +535,7 @@ def is_reachable(situation: str, absent: Collection[str], always: Collection[str
 
 
 def find_lacking(capabilities: frozenset[str]) -> tuple[Feature, ...]:
-    """The features that an engine of these capabilities lacks."""
+    """Return the features that an engine with these capabilities lacks."""
     return tuple(
         feature
         for feature in FEATURES
@@ -535,9 +546,9 @@ def find_lacking(capabilities: frozenset[str]) -> tuple[Feature, ...]:
 def get_missing(
     thing: v.Config | Action | v.Event, lacking: Iterable[Feature]
 ) -> Capability | None:
-    """What an engine without these features lacks for a config, an action or an event, if anything.
+    """Return the missing capability that a config, action or event needs, or None.
 
-    A request is looked into, where it is one.
+    The request of a `Submit` is checked, too.
     """
     asked = thing.request if isinstance(thing, v.Submit) else thing
     for feature in lacking:
@@ -549,7 +560,7 @@ def get_missing(
 
 
 def fit(thing: T, lacking: Iterable[Feature]) -> tuple[T, tuple[Capability, ...]]:
-    """The config or request without these features, and the capabilities that it asked for."""
+    """Return the config or request without these features, and the capabilities that it needed."""
     missing: list[Capability] = []
     for feature in lacking:
         if feature.is_asked_by(thing):

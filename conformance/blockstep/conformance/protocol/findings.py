@@ -1,4 +1,4 @@
-"""Finding: one thing that is wrong, said so that a reader can act on it."""
+"""Findings: what is wrong, in words that a reader can act on."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from pathlib import Path
 from traceback import extract_tb
 
 ERROR_CHARS_MAX = 500
-"""Characters of an engine's exception that a report shows, at most."""
+"""Most characters of an engine's exception in a report."""
 FRAMES_MAX = 5
-"""Innermost calls of an engine's exception that a report shows, at most."""
+"""Most calls of an engine's exception in a report, counted from the innermost."""
 _HARNESS = re.compile(r"blockstep[/\\]conformance[/\\](lockstep|recorded|search|explore)[/\\]")
 
 
 class FindingKind(StrEnum):
-    """What sort of check spoke; the exit code follows from it (architecture section 5)."""
+    """The kind of a finding, from which the exit code follows."""
 
     PROPERTY = "property"
-    """A property of `properties.md` does not hold; no reference is needed to say so."""
+    """A property of `properties.md` does not hold; this needs no reference."""
     DIVERGENCE = "divergence"
-    """Spec and engine answered the same event differently."""
+    """Spec and engine returned different observations or states after the same event."""
     FAULT = "fault"
-    """The engine raised."""
+    """The engine raised an exception."""
     LIVENESS = "liveness"
-    """No progress although requests are unfinished and nothing is due from outside."""
+    """Requests are unfinished but make no progress, and no outside event is awaited."""
     SPEC = "spec"
-    """The spec failed an assertion of its own: the spec is wrong."""
+    """The spec failed one of its own assertions: the spec is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One field in which two sides differ, or what was expected and what was seen."""
+    """One field in which two sides differ, or an expected and a seen value."""
 
     field: str
     expected: str
-    """The spec's side, or what the property demands."""
+    """The spec's value, or what the property demands."""
     seen: str
-    """The engine's side."""
+    """The engine's value."""
     note: str = ""
 
 
@@ -48,20 +48,20 @@ class Finding:
 
     kind: FindingKind
     property_id: str
-    """"P1" ... ; "" for a divergence that no property names."""
+    """"P1" and so on; "" for a divergence that no property covers."""
     sentence: str
-    """What should hold, as a name: `freed_tail_is_evicted_first`."""
+    """The name of the check: `freed_tail_is_evicted_first`."""
     message: str
-    """What was seen instead, in one line."""
+    """The observed defect, in one line."""
     differences: tuple[Difference, ...] = ()
     frames: tuple[str, ...] = field(default=(), compare=False)
-    """Where an engine raised, the innermost call last: `function (file.py:12): source`."""
+    """The calls in which an engine raised, the innermost last: `function (file.py:12): source`."""
 
 
 def list_frames(error: BaseException) -> tuple[str, ...]:
-    """The last calls in which `error` was raised, at most five, the innermost last.
+    """Return the calls in which `error` was raised, at most five, the innermost last.
 
-    Those of the harness that called the engine are left out, unless the error is of the harness.
+    Calls of the harness are left out, unless the error is in the harness.
     """
     frames = extract_tb(error.__traceback__)
     first = next((i for i, one in enumerate(frames) if not _HARNESS.search(one.filename)), 0)
@@ -73,13 +73,13 @@ def list_frames(error: BaseException) -> tuple[str, ...]:
 
 
 def shown(value: object, length: int = 120) -> str:
-    """A value in a line."""
+    """Return a value as text, cut to one line."""
     text = str(value)
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def shown_apart(one: str, other: str, length: int = 120) -> tuple[str, str]:
-    """Two different texts in a line each, cut so that the first character that differs is shown."""
+    """Return two different strings, each cut to one line that shows the first difference."""
     if max(len(one), len(other)) <= length:
         return one, other
     at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
@@ -91,25 +91,27 @@ def shown_apart(one: str, other: str, length: int = 120) -> tuple[str, str]:
 
 
 def say(value: object, length: int = 60) -> str:
-    """A value on part of a line, whatever it is."""
+    """Return the repr of any value, cut to a part of a line."""
     try:
         text = repr(value)
-    except Exception:  # a class of somebody else's
+    except Exception:  # a class of foreign code
         text = f"<{type(value).__name__}>"
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def tell_error(error: BaseException) -> str:
-    """Type and text of what was raised, in a line of bounded length; its text may raise, too."""
+    """Return type and text of an exception, in one line of limited length; its `__str__` may
+    raise.
+    """
     try:
         text = " ".join(str(error).split())
     except Exception as another:
-        text = f"its text cannot be had: {type(another).__name__}"
+        text = f"no text, since __str__ raised {type(another).__name__}"
     if len(text) > ERROR_CHARS_MAX:
         text = f"{text[:ERROR_CHARS_MAX]}... ({len(text):,} characters)"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def violated(property_id: str, sentence: str, message: str, *differences: Difference) -> Finding:
-    """A property that does not hold."""
+    """Return a finding for a property that does not hold."""
     return Finding(FindingKind.PROPERTY, property_id, sentence, message, differences)

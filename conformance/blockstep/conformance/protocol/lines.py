@@ -1,7 +1,7 @@
-"""Lines: how every trace file is read, gzipped or plain, and the one error for all that is wrong.
+"""Reading of trace files, gzipped or plain, with one error class for all problems.
 
-Whatever lies at a path, reading it ends in lines or in a `TraceError`: a directory, a truncated
-gzip stream, binary junk and text in another encoding are all said in the same five parts.
+Reading a path gives lines or raises a `TraceError`: for a directory, a truncated gzip stream,
+binary data or another encoding, always with the same five parts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import IO
 
 LINE_BYTES_MAX = 1 << 26
-"""Bytes of one line, at most; junk without line ends stops here instead of filling the memory."""
+"""Most bytes of one line; without this limit, binary data without line ends would fill the memory.
+"""
 
 CHUNK_BYTES = 1 << 16
 
@@ -24,8 +25,8 @@ SHOWN_CHARS_MAX = 80
 class TraceError(Exception):
     """A trace file cannot be used.
 
-    `path` names it, `line` is counted from 1 (0: the file as a whole), `found` says what is
-    there, `rule` what should be, `fix` what to do about it.
+    `path` names it, `line` counts from 1 (0: the file as a whole), `found` says what is there,
+    `rule` what should be there, `fix` what to do about it.
     """
 
     def __init__(self, path: Path, line: int, found: str, rule: str, fix: str) -> None:
@@ -42,15 +43,16 @@ class TraceError(Exception):
 
 
 def shown(value: object) -> str:
-    """`value` for a message: printable, in quotes if it is text, cut to one line."""
+    """Return `value` for a message: printable, quoted if it is a string, cut to one line."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARS_MAX else text[: SHOWN_CHARS_MAX - 3] + "..."
 
 
 def read_lines(path: Path, kind: str = "trace") -> Iterator[tuple[int, str]]:
-    """The lines of a file with their numbers from 1, without line ends; gzip is told by content.
+    """Yield the lines of a file with their numbers from 1, without line ends; detects gzip by
+    content.
 
-    Reads as far as it is asked to. Raises `TraceError` at the first thing wrong, which calls the
+    Reads only as far as it is consumed. Raises `TraceError` at the first problem, which calls the
     file a `kind`.
     """
     line = 0
@@ -79,7 +81,7 @@ def read_lines(path: Path, kind: str = "trace") -> Iterator[tuple[int, str]]:
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Split at line feeds; a line above the limit comes out unfinished."""
+    """Yield the data split at line feeds; a line above the limit is yielded incomplete."""
     rest = bytearray()
     for chunk in chunks:
         first, *others = chunk.split(b"\n")
@@ -95,9 +97,12 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _chunks(file: IO[bytes]) -> Iterator[bytes]:
-    """The content of a file. Raises `EOFError` or `zlib.error` where a gzip stream breaks off.
+    """Yield the content of a file.
 
-    Not `gzip.GzipFile`: what comes before the break is given out first, so its line is known.
+    Raises `EOFError` or `zlib.error` if a gzip stream is truncated.
+
+    `gzip.GzipFile` is not used because the data before the end must be yielded first, so that its
+    line number is known.
     """
     data = file.read(CHUNK_BYTES)
     if not data.startswith(GZIP_MAGIC):

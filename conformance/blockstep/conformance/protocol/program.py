@@ -1,8 +1,9 @@
-"""Program: what was done to an engine, in a form that can be shrunk, stored and read aloud.
+"""Programs: what was done to an engine, in a form that can be shrunk, stored and printed.
 
-Most actions are events. A few are not, because they depend on what happened before: a commit is
-whatever the worker has to say to the oldest plan in flight, and drafts are proposed for whoever
-just sampled. Keeping them abstract lets a program lose any of its lines and still make sense.
+Most actions are events. Some are not, since they depend on what happened before: a commit has the
+tokens that the worker samples for the oldest plan in flight, and drafts are proposed for the
+requests that just sampled. In this abstract form a program still makes sense if any of its actions
+is removed.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from blockstep.conformance.protocol.findings import say, shown
 from blockstep.spec import vocabulary as v
 
 WIDTH = 100
-"""Columns of what people read."""
+"""Columns of printed output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A worker reports transfers, of whatever is under way by then."""
+    """A worker reports transfers that are in flight at that time."""
 
     recving: tuple[v.RequestId, ...] = ()
-    """Whose loads have come to their end; also of those who have none under way."""
+    """Requests whose loads are complete; also some without a load in flight."""
     sending: tuple[v.RequestId, ...] = ()
-    """Whose blocks were read; likewise."""
+    """Requests whose blocks were read; also some without such a transfer."""
     invalid: tuple[tuple[v.RequestId, int], ...] = ()
-    """Blocks that could not be loaded: of whose load, and which of its blocks, counted around; of
-    who has no load, nothing."""
+    """Blocks that could not be loaded: the request, and the index of the block in its load, modulo
+    the length. A request without a load gives no block."""
 
 
 NO_REPORT = Report()
@@ -38,72 +39,78 @@ NO_REPORT = Report()
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The worker answers the oldest plan in flight; without one, nothing happens."""
+    """The worker returns the model output of the oldest plan in flight; without one, nothing
+    happens.
+    """
 
     report: Report = NO_REPORT
-    """What it reports of transfers beside that."""
+    """The transfers that it reports with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """The proposer hands in drafts for the requests of the last answered plan that sampled.
+    """The proposer sends drafts for the requests that sampled in the last committed plan.
 
-    The i-th of them gets `counts[i % len(counts)]`: so many drafts, so many of them right. Under
-    asynchronous scheduling drafts stay with the worker, and this says how many of those that it
-    makes from now on are right.
+    The i-th of these requests gets `counts[i % len(counts)]`: the number of drafts, and how many of
+    them are right. Under asynchronous scheduling drafts stay with the worker, and this sets how
+    many of its later drafts are right.
     """
 
     counts: tuple[tuple[int, int], ...]
 
 
 class Mistake(StrEnum):
-    """How a worker's answer can be wrong."""
+    """A way in which a model output can be wrong."""
 
     EMPTY_ROW = "empty_row"
-    """A row that must sample brings no token."""
+    """A row that must sample has no token."""
     LONG_ROW = "long_row"
-    """A row brings a token more than it can have sampled."""
+    """A row has one token more than it can have sampled."""
     PREFILL_TOKEN = "prefill_token"  # noqa: S105 - a token of a language model
-    """A row that is still in its prefill brings a token."""
+    """A row that is still in its prefill has a token."""
     WRONG_DRAFT = "wrong_draft"
     """A row accepts a draft that it was not given."""
     MISSING_ROW = "missing_row"
     EXTRA_ROW = "extra_row"
-    """A row of nobody in the plan is added."""
+    """A row is added for a request that is not in the plan."""
     FOREIGN_ROW = "foreign_row"
-    """A row is of somebody else."""
+    """A row has the id of another request."""
     FORBIDDEN_TOKEN = "forbidden_token"  # noqa: S105 - likewise
-    """A row brings a token that its grammar forbids."""
+    """A row has a token that its grammar forbids."""
     DOUBLE_ROW = "double_row"
     TOO_EARLY = "too_early"
-    """The newest plan is answered although older ones are in flight."""
+    """The newest plan is committed although older ones are in flight."""
     AGAIN = "again"
-    """The last answer is sent once more."""
+    """The last model output is sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Misanswer:
-    """The worker answers with a mistake, which must be refused; nothing, if none can be made."""
+    """The worker returns a wrong model output, which must be rejected; nothing if none can be
+    made.
+    """
 
     mistake: Mistake
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The runner asks for the mask of a plan in flight; without one, nothing happens."""
+    """The runner requests the bitmask of a plan in flight; without one, nothing happens."""
 
     place: int = 0
-    """Which one, counted from the oldest; the newest, if there are not so many."""
+    """Index of the plan, counted from the oldest; the newest if there are not enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Arrivals stop and all is healed: steps follow until every request has ended (P10, P11)."""
+    """Arrivals and faults stop, and steps follow until every request has finished (P10, P11)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hostile:
-    """An event as it is, however wrong: stale commits, foreign rows, malformed values."""
+    """An event that is sent as it is, however wrong: stale commits, foreign rows, malformed
+    values.
+    """
 
     event: v.Event
 
@@ -137,18 +144,18 @@ Action: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A run, reproducible to the last token: everything random was decided in here."""
+    """A reproducible run: it contains every random decision."""
 
     config: v.Config
     actions: tuple[Action, ...]
     token_seed: int = 0
-    """Seed of the token function: which token follows which text."""
+    """Seed of the token function, which maps a token sequence to its next token."""
     vocabulary_size: int = 50
-    """Sampled tokens are below this."""
+    """Sampled tokens are smaller than this."""
 
 
 def describe(action: Action) -> str:
-    """One line for a reader: `submit  A prompt=12 max_tokens=4`."""
+    """Return an action as one line: `submit  A prompt=12 max_tokens=4`."""
     match action:
         case v.Submit(request=request):
             return f"submit    {describe_request(request)}"
@@ -200,7 +207,7 @@ def describe(action: Action) -> str:
 
 
 def describe_offer(offer: v.KVOffer) -> str:
-    """What the store has of a request, and what it wants of it."""
+    """Return in words what the store offers for a request."""
     has = "knows nothing yet" if offer.num_tokens is None else f"has {offer.num_tokens} tokens"
     parts = [f"of {offer.request_id} {has}"]
     parts += ["comes later"] if offer.is_async else []
@@ -209,7 +216,7 @@ def describe_offer(offer: v.KVOffer) -> str:
 
 
 def describe_report(report: Report) -> str:
-    """Likewise before it is known which blocks those are."""
+    """Return a report in words, with failed blocks by request and index."""
     failed = [f"{place} of {name}" for name, place in report.invalid]
     told = describe_transfers(v.KVTransfers(report.recving, report.sending))
     if not failed:
@@ -218,7 +225,7 @@ def describe_report(report: Report) -> str:
 
 
 def describe_transfers(transfers: v.KVTransfers) -> str:
-    """Who has received, who has been read, and which blocks could not be loaded."""
+    """Return in words which requests received or sent KV, and which blocks could not be loaded."""
     parts = [
         f"{what} {' '.join(map(str, found))}"
         for what, found in (
@@ -232,7 +239,7 @@ def describe_transfers(transfers: v.KVTransfers) -> str:
 
 
 def describe_config(config: v.Config) -> str:
-    """Whatever is not a default, in the order of the fields."""
+    """Return the fields that are not at their defaults, in the order of their declaration."""
     plain = v.Config(config.num_blocks)
     parts = [f"num_blocks={config.num_blocks}"]
     for name in v.Config.__dataclass_fields__:
@@ -245,18 +252,20 @@ def describe_config(config: v.Config) -> str:
 
 
 def describe_group(group: v.KVGroup) -> str:
-    """Its kind, and in brackets its sizes and whatever else is not a default."""
+    """Return the kind of a KV group, with its other fields that are not at their defaults in
+    brackets.
+    """
     fields = {name: part for name, part in get_changed(group).items() if name != "kind"}
     return f"{group.kind}({','.join(f'{name}={part}' for name, part in fields.items())})"
 
 
 def describe_tables(tables: v.BlockTables) -> str:
-    """Block ids; a bar stands between those of two KV groups."""
+    """Return the block ids, with a bar between KV groups."""
     return " | ".join(" ".join(map(str, table)) for table in tables)
 
 
 def describe_request(request: v.Request) -> str:
-    """Its id and whatever is not a default."""
+    """Return the id of a request and its fields that are not at their defaults."""
     prompt = request.prompt_token_ids
     shown = ",".join(map(str, prompt)) if len(prompt) <= 8 else f"{len(prompt)} tokens"
     parts = [f"{request.request_id} prompt={shown} max_tokens={request.max_tokens}"]
@@ -272,7 +281,7 @@ def describe_request(request: v.Request) -> str:
 
 
 def _items(items: tuple[v.MultiModalItem, ...]) -> str:
-    """As `repr` has it, without what is a default."""
+    """Return the items like `repr`, without fields at their defaults."""
     told = [
         f"MultiModalItem({', '.join(f'{name}={part!r}' for name, part in get_changed(it).items())})"
         for it in items
@@ -281,7 +290,7 @@ def _items(items: tuple[v.MultiModalItem, ...]) -> str:
 
 
 def describe_event(event: object) -> str:
-    """One line for an event as it was sent."""
+    """Return an event as one line, as it was sent."""
     match event:
         case v.Submit(request=v.Request() as request):
             return f"submit {describe_request(request)}"
@@ -296,10 +305,10 @@ def describe_event(event: object) -> str:
 
 
 def describe_observation(observation: object) -> str:
-    """One line for an answer, however ill-typed: who runs what where, what came of it."""
+    """Return an observation as one line, even if it is ill-typed."""
     try:
         return _describe_observation(observation)
-    except Exception:  # it trusts a plan to be one
+    except Exception:  # the function relies on a well-formed plan
         return say(observation, 200)
 
 

@@ -1,4 +1,4 @@
-"""Program file: a program as data, so that it can be kept, sent and played on any engine.
+"""Files of programs, which can be stored, sent and replayed on any engine.
 
 ::
 
@@ -38,14 +38,14 @@ from blockstep.spec.vocabulary import EVENT_TYPES, Config, config_problems
 PROGRAM_FORMAT = "blockstep-program"
 PROGRAM_VERSION = 1
 SUFFIX = ".json"
-"""Of the files of a corpus that are programs."""
+"""Suffix of the programs in a corpus."""
 
 _ACTIONS = {cls.__name__: cls for cls in get_args(Action) if cls is not Hostile}
 _EVENTS = {cls.__name__: cls for cls in EVENT_TYPES}
 
 
 class _AnyHeader(msgspec.Struct):
-    """As much of a program as tells whether the rest can be read."""
+    """The fields that tell whether the rest of a program can be read."""
 
     format: str
     version: int
@@ -62,7 +62,7 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def write_program(program: Program, note: str = "") -> str:
-    """The text of a program file; `note` says to people what it is about.
+    """Return the text of a program file; `note` describes it to readers.
 
     Raises:
         ValueError: a value in it is of a wrong type, which the file could not hold exactly.
@@ -99,12 +99,12 @@ def _action_to_json(action: Action) -> dict[str, Any]:
 
 
 def read_program(path: Path) -> Program:
-    """The program in a file. Raises `TraceError`."""
+    """Return the program in a file. Raises `TraceError`."""
     return parse_program("\n".join(text for _, text in read_lines(path, "program")), path)
 
 
 def parse_program(text: str, path: Path) -> Program:
-    """The program that a text says; `path` is what an error calls it. Raises `TraceError`."""
+    """Return the program in a text; errors call it `path`. Raises `TraceError`."""
     rule = f'a program is a JSON object {{"format": "{PROGRAM_FORMAT}", ...}}'
     try:
         found = msgspec.json.decode(text, type=_AnyHeader)
@@ -121,7 +121,7 @@ def parse_program(text: str, path: Path) -> Program:
     try:
         return _build_program(raw)
     except (msgspec.MsgspecError, RecursionError) as error:
-        rule = "a program is said in the words of the vocabulary (docs/reference/json.md)"
+        rule = "a program contains values of the vocabulary (docs/reference/json.md)"
         is_newer = "unknown field" in str(error) or "type`" in str(error)
         fix = "correct it" if not is_newer else "correct it, or upgrade blockstep if it is newer"
         raise TraceError(path, 0, str(error), rule, fix) from None

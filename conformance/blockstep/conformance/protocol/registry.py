@@ -1,8 +1,8 @@
-"""Registry: which engines there are, and how a name becomes one.
+"""Registry of the engines, by name.
 
-The name of an engine is a known name, one that an installed package announces (an entry point of
-the group `blockstep.engines`), or `module:attribute`. `@` and an equivalence may follow, for an
-engine whose traits name none: `mypkg.adapter:make@plan`.
+The name of an engine is a known name, an entry point `blockstep.engines` of an installed package,
+or `module:attribute`. `@` and an equivalence may follow, for an engine whose traits set none:
+`mypkg.adapter:make@plan`.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from blockstep.spec.state import State
 from blockstep.spec.vocabulary import Config, RequestSnapshot, Snapshot
 
 MEMO_SIZE_MAX = 512
-"""Requests as they were, at most, that the specification remembers to have shown."""
+"""Most requests whose snapshots the specification caches."""
 
 
 class SpecEngine(Oracle):
-    """The specification, dressed as an engine. It is shown after every event."""
+    """The specification as an engine. Its state is read after every event."""
 
     def __init__(self, config: Config, profile: Profile = STRICT) -> None:
         super().__init__(config, profile)
-        # By identity: most requests are the same object after an event. Holding the request keeps
-        # its identity from being given to another.
+        # Keyed by identity: most requests are the same object after an event. The entry holds the
+        # request, so that no other object gets its identity.
         self._shown: dict[int, tuple[RequestState, RequestSnapshot]] = {}
         self._last: tuple[State, Snapshot] | None = None
-        """The state that was shown last, and what was shown."""
+        """The last state that was read, with its snapshot."""
 
     def __getstate__(self) -> dict[str, object]:
-        """Without what is remembered by identity: a copy has other objects."""
+        """Return the state without caches by identity: a copy has other objects."""
         return {**self.__dict__, "_shown": {}, "_last": None}
 
     def capabilities(self) -> frozenset[str]:
-        """Everything: it is what everything is measured by."""
+        """Return all capabilities."""
         return ALL_CAPABILITIES
 
     def snapshot(self) -> Snapshot:
-        """The state in the form that engines are compared in: the same object until it changes."""
+        """Return the state as a snapshot: the same object as long as the state does not change."""
         state, last = self.state, self._last
         if last is None or last[0].requests is not state.requests:
             if len(self._shown) > MEMO_SIZE_MAX:
@@ -154,18 +154,19 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
 
 
 MUSEUM = "museum:"
-"""Prefix of the names of planted defects: `museum:forward-frees`."""
+"""Prefix of the names of seeded bugs: `museum:forward-frees`."""
 GROUP = "blockstep.engines"
-"""Entry points by which installed packages announce engines: a name, and `module:attribute`."""
+"""Group of the entry points by which installed packages announce engines: name and
+`module:attribute`."""
 EQUIVALENCE_NAMES = (EXACT, *(kind.name for kind in EQUIVALENCES))
 
 
 class EngineNotFoundError(LookupError):
-    """No engine of that name, or it cannot be loaded."""
+    """No engine has the name, or the engine cannot be loaded."""
 
 
 class HeldEngine:
-    """A factory of the same engines, held to an equivalence that its own traits do not name."""
+    """A factory with an equivalence that its own traits do not set."""
 
     def __init__(self, make_engine: EngineFactory, equivalence: str) -> None:
         kind = next(kind for kind in EQUIVALENCES if kind.name == equivalence)
@@ -173,12 +174,12 @@ class HeldEngine:
         self.traits = replace(get_traits(make_engine), equivalence=kind())
 
     def __call__(self, config: Config) -> Engine:
-        """Build one."""
+        """Build an engine."""
         return self._make_engine(config)
 
 
 def load_engine(name: str, profile: Profile = STRICT) -> EngineFactory:
-    """The factory called `name`; the specification itself follows `profile`.
+    """Return the factory of the engine called `name`; the specification itself follows `profile`.
 
     Raises:
         EngineNotFoundError: naming what was tried, and how to name an engine.
@@ -186,22 +187,24 @@ def load_engine(name: str, profile: Profile = STRICT) -> EngineFactory:
     target = get_target(name)
     plain, equivalence = split_name(name)
     make_engine = _load_exhibit(plain) if plain.startswith(MUSEUM) else _load_target(plain, target)
-    if make_engine is SpecEngine and profile is not STRICT:  # as what it is held to
+    if (
+        make_engine is SpecEngine and profile is not STRICT
+    ):  # with the profile that it is compared with
         make_engine = partial(SpecEngine, profile=profile)
     return hold(make_engine, name, equivalence) if equivalence else make_engine
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """An engine's name without its equivalence, and the equivalence; "" if it has none."""
+    """Return an engine's name without its equivalence, and the equivalence; "" if it has none."""
     plain, _, equivalence = name.partition("@")
     return plain, equivalence
 
 
 def hold(make_engine: EngineFactory, name: str, equivalence: str) -> EngineFactory:
-    """The factory with this equivalence.
+    """Return the factory with this equivalence.
 
     Raises:
-        EngineNotFoundError: its own traits name another one.
+        EngineNotFoundError: its own traits set another one.
     """
     declared = get_traits(make_engine).equivalence
     own = EXACT if declared is None else declared.name
@@ -218,7 +221,7 @@ def _load_target(name: str, target: str) -> EngineFactory:
     module_name, _, attribute = target.partition(":")
     try:
         factory = getattr(importlib.import_module(module_name), attribute)
-    except (Exception, SystemExit) as error:  # an import runs whatever stands there
+    except (Exception, SystemExit) as error:  # an import runs arbitrary code
         raise EngineNotFoundError(
             f"engine {name!r}: cannot load {target}: {tell_error(error)}; "
             "is it installed and importable?"
@@ -229,7 +232,9 @@ def _load_target(name: str, target: str) -> EngineFactory:
 
 
 def list_announced() -> dict[str, list[str]]:
-    """Engines that installed packages announce: their targets by name; several if it is unclear."""
+    """Return the targets of engines that installed packages announce, by name; several if
+    ambiguous.
+    """
     found: dict[str, list[str]] = {}
     for entry in metadata.entry_points(group=GROUP):
         targets = found.setdefault(entry.name, [])
@@ -239,10 +244,10 @@ def list_announced() -> dict[str, list[str]]:
 
 
 def get_target(name: str) -> str:
-    """`module:attribute` of an engine, which need not be there; nothing is imported.
+    """Return `module:attribute` of an engine, which need not exist; nothing is imported.
 
     Raises:
-        EngineNotFoundError: it is no name of an engine.
+        EngineNotFoundError: it is not the name of an engine.
     """
     plain, equivalence = split_name(name)
     if "@" in name and equivalence not in EQUIVALENCE_NAMES:
@@ -270,11 +275,14 @@ def get_target(name: str) -> str:
 
 
 def _load_exhibit(name: str) -> EngineFactory:
-    """A planted defect. Imported late: the museum itself is built from a registered engine."""
+    """Return a seeded bug's factory.
+
+    Imported late, since seeded bugs are built from a registered engine.
+    """
     museum = importlib.import_module("blockstep.conformance.museum")
     try:
         return cast("EngineFactory", museum.build(name.removeprefix(MUSEUM)))
     except KeyError:
         raise EngineNotFoundError(
-            f"engine {name!r}: no such exhibit; `blockstep museum` lists them"
+            f"engine {name!r}: no such seeded bug; `blockstep museum` lists them"
         ) from None

@@ -1,9 +1,8 @@
-"""Renaming: an engine's block ids in terms of the spec's, as far as any bijection allows.
+"""Renaming of an engine's block ids to the spec's, as far as a bijection exists.
 
-Blocks are told apart by what they are for, in this order: their place in a block table, the key
-under which they are found, what is left. So two states that differ in block ids and in the order
-of their free queues alone are equal once one of them is renamed; where no bijection makes them
-equal, what differs is shown in the spec's ids.
+Blocks are matched by their use, in this order: place in a block table, key in the prefix cache, the
+rest. So two states that differ only in block ids and in the order of their free queues are equal
+after renaming; if no bijection makes them equal, the difference is shown in the spec's ids.
 """
 
 from __future__ import annotations
@@ -26,26 +25,28 @@ from blockstep.spec.vocabulary import (
 
 
 class Names:
-    """A bijection from an engine's block ids to the spec's; who is named first keeps the name."""
+    """A bijection from an engine's block ids to the spec's; the first pairing of a block is
+    kept.
+    """
 
     def __init__(self) -> None:
         self.of: dict[BlockId, BlockId] = {NULL_BLOCK: NULL_BLOCK}
         self._taken = {NULL_BLOCK}
 
     def pair(self, mine: Iterable[BlockId], theirs: Iterable[BlockId]) -> None:
-        """Pair the spec's blocks with the engine's in order, each unless it has a partner."""
+        """Pair the spec's blocks with the engine's in order; blocks that have a partner keep it."""
         for left, right in zip(mine, theirs, strict=False):
             if left not in self._taken and right not in self.of:
                 self.of[right] = left
                 self._taken.add(left)
 
     def pair_rest(self, mine: Iterable[BlockId], theirs: Iterable[BlockId]) -> None:
-        """Likewise, but whoever has a partner is passed over."""
+        """Pair the blocks that have no partner yet, in order."""
         left = [block for block in mine if block not in self._taken]
         self.pair(left, [block for block in theirs if block not in self.of])
 
     def rename(self, tables: BlockTables) -> BlockTables:
-        """Tables in the spec's ids; what has no partner gets the least id that is not taken."""
+        """Return tables in the spec's ids; a block without a partner gets the smallest free id."""
         for block in chain.from_iterable(tables):
             if block not in self.of:
                 self.pair([next(free for free in count(1) if free not in self._taken)], [block])
@@ -53,13 +54,16 @@ class Names:
 
 
 def rename_snapshot(spec: Snapshot, engine: Snapshot) -> Snapshot:
-    """The engine's state with the spec's block ids, its free queue in the order of the spec's."""
+    """Return the engine's state with the spec's block ids, and its free queue in the spec's
+    order.
+    """
     return engine if spec == engine else _renamed(spec, engine, pair_states(spec, engine))
 
 
 def rename_plan(plan: Plan, names: Names) -> Plan:
-    """The engine's plan with the spec's block ids, but for what is of the state before it: saves,
-    and what is copied."""
+    """Return the engine's plan with the spec's block ids, except in swap-outs and sources of
+    copies, which are of the state before the plan.
+    """
     return replace(
         plan,
         new=tuple(replace(row, block_ids=names.rename(row.block_ids)) for row in plan.new),
@@ -75,7 +79,7 @@ def rename_plan(plan: Plan, names: Names) -> Plan:
 
 
 def _copies(plan: Plan, **names: Names) -> tuple[BlockCopy, ...]:
-    """What a plan copies, with one side of it named anew."""
+    """Return the copies of a plan with sources or destinations renamed."""
 
     def rename(copy: BlockCopy) -> BlockCopy:
         named = {side: of.rename(((getattr(copy, side),),))[0][0] for side, of in names.items()}
@@ -85,7 +89,7 @@ def _copies(plan: Plan, **names: Names) -> tuple[BlockCopy, ...]:
 
 
 def pair_states(spec: Snapshot, engine: Snapshot) -> Names:
-    """The names of the engine's blocks in these states."""
+    """Return the names of the engine's blocks in these states."""
     names = Names()
     tables_of = {request.request_id: request.block_tables for request in engine.requests}
     for request in spec.requests:
@@ -103,7 +107,9 @@ def pair_states(spec: Snapshot, engine: Snapshot) -> Names:
 
 
 def _list_left(snapshot: Snapshot) -> dict[tuple[str, str], BlockTables]:
-    """What requests left held: for a transfer, a frame in flight, or the next turn of a job."""
+    """Return blocks that requests left held: for a transfer, a frame in flight, or a job's next
+    turn.
+    """
     transfers, pins = snapshot.transfers, snapshot.pins
     held = () if transfers is None else transfers.held
     left = {("request", it.request_id): it.block_tables for it in held}
@@ -115,7 +121,7 @@ def _list_left(snapshot: Snapshot) -> dict[tuple[str, str], BlockTables]:
 
 
 def _by_use(snapshot: Snapshot) -> list[BlockId]:
-    """All blocks: free ones first, then those that nobody can hold or take, in order of ids."""
+    """Return all blocks: free ones first, then those that cannot be allocated, by id."""
     queued = set(snapshot.free_queue)
     counts = snapshot.ref_counts
     return sorted(range(len(counts)), key=lambda block: (block not in queued, counts[block], block))
@@ -157,22 +163,25 @@ def _renamed(spec: Snapshot, engine: Snapshot, names: Names) -> Snapshot:
 
 
 def sort_free_queue(snapshot: Snapshot) -> Snapshot:
-    """The state with its free queue in order of ids, where the true order is not looked at."""
+    """Return the state with its free queue sorted by id, for an engine whose order is not
+    compared.
+    """
     return replace(snapshot, free_queue=tuple(sorted(snapshot.free_queue)))
 
 
 @dataclass(slots=True)
 class TablePairs:
-    """The block tables of both sides, as their plans tell them."""
+    """The block tables of both sides, as their plans list them."""
 
     of: dict[RequestId, tuple[BlockTables, BlockTables]] = field(default_factory=dict)
-    """The spec's and the engine's, of each request that holds blocks."""
+    """The spec's and the engine's tables of each request that holds blocks."""
 
     def take_read(self, engine: Plan) -> Plan:
-        """The engine's plan with the spec's block ids in what it saves, and in what it copies, as
-        tables were before it.
+        """Return the engine's plan with the spec's block ids in its swap-outs and its sources of
+        copies.
 
-        A plan takes blocks for others that it has saved, so no one bijection names them all.
+        These are ids before the plan, which may allocate swapped-out blocks to other requests, so
+        one bijection cannot name both.
         """
         if not (engine.kv_saves or engine.block_copies):
             return engine
@@ -181,11 +190,13 @@ class TablePairs:
         return replace(engine, kv_saves=tuple(saves), block_copies=_copies(engine, source=names))
 
     def take(self, spec: Plan, engine: Plan) -> Plan:
-        """Learn from a plan of each side; the engine's in terms of the spec's block ids."""
+        """Take over the tables of a plan of each side; return the engine's plan in the spec's block
+        ids.
+        """
         for name in {*spec.preempted_req_ids, *engine.preempted_req_ids}:
             self.of.pop(name, None)
         loaded = {load.request_id: load.block_ids for load in engine.kv_loads}
-        for load in spec.kv_loads:  # whoever waits for one has no row
+        for load in spec.kv_loads:  # a request that waits for a load has no row
             self.of[load.request_id] = load.block_ids, loaded.get(load.request_id, ())
         gained = {row.request_id: row for row in engine.rows}
         for row in spec.rows:
@@ -202,34 +213,34 @@ class TablePairs:
         return names
 
     def let_go(self, held: Mapping[RequestId, BlockTables]) -> None:
-        """Places whose block the spec's tables do not hold any more, as behind a window."""
+        """Drop the places whose block left the spec's tables, for example behind a window."""
         for name, (mine, theirs) in self.of.items():
             now = held.get(name, mine)
             if now != mine:
                 self.of[name] = (_kept(mine, mine, now), _kept(theirs, mine, now))
 
     def fork(self, parent: RequestId, child: RequestId, held: BlockTables) -> None:
-        """A branch begins with what its parent has, as far as the spec's holds it."""
+        """Give a branch the tables of its parent, as far as the spec's branch holds them."""
         if parent in self.of:
             mine, theirs = self.of[parent]
             self.of[child] = _cut(mine, held), _cut(theirs, held)
 
     def drop(self, names: Iterable[RequestId]) -> None:
-        """These hold no blocks any more."""
+        """Drop the tables of requests that hold no blocks any more."""
         for name in names:
             self.of.pop(name, None)
 
 
 @dataclass(slots=True)
 class LoadPairs:
-    """Blocks that a store loads, as the plans of both sides tell them."""
+    """Blocks that a store loads, as the plans of both sides list them."""
 
     num_blocks: int
     of: dict[BlockId, BlockId] = field(default_factory=dict)
-    """The engine's by the spec's, of what was loaded last; no block stands twice."""
+    """The engine's blocks by the spec's, of the latest loads; each block occurs once."""
 
     def take(self, spec: Plan, engine: Plan) -> None:
-        """Learn from a plan of each side."""
+        """Take over the loads of a plan of each side."""
         theirs = {load.request_id: load.block_ids for load in engine.kv_loads}
         for load in spec.kv_loads:
             others = chain.from_iterable(theirs.get(load.request_id, ()))
@@ -238,7 +249,9 @@ class LoadPairs:
                 self.of[mine] = other
 
     def tell(self, blocks: Iterable[BlockId]) -> tuple[BlockId, ...]:
-        """The spec's blocks in the engine's ids; what is loaded on neither side pairs in order."""
+        """Return the spec's blocks in the engine's ids; blocks not loaded on either side pair in
+        order.
+        """
         known, called = {NULL_BLOCK, *self.of}, {NULL_BLOCK, *self.of.values()}
         mine = (block for block in range(self.num_blocks) if block not in known)
         theirs = (block for block in range(self.num_blocks) if block not in called)
@@ -247,7 +260,7 @@ class LoadPairs:
 
 
 def _kept(tables: BlockTables, mine: BlockTables, now: BlockTables) -> BlockTables:
-    """Tables without the places at which the spec's are not what they were."""
+    """Return the tables without the places at which the spec's tables changed."""
     return tuple(
         tuple(
             block if old == new else NULL_BLOCK
@@ -258,12 +271,12 @@ def _kept(tables: BlockTables, mine: BlockTables, now: BlockTables) -> BlockTabl
 
 
 def _cut(tables: BlockTables, held: BlockTables) -> BlockTables:
-    """Of each table as many blocks as are held of it."""
+    """Return from each table as many blocks as are held."""
     return tuple(table[: len(own)] for table, own in zip(tables, held, strict=False))
 
 
 def _grown(tables: BlockTables, row: NewRow | CachedRow, plan: Plan) -> BlockTables:
-    """A request's tables once a row of it is dispatched."""
+    """Return a request's tables after a row is dispatched."""
     if isinstance(row, NewRow):
         return row.block_ids
     if row.resumed or not tables or row.request_id in plan.remapped_req_ids:

@@ -1,4 +1,4 @@
-"""Sessions: what becomes of a request that goes on with further input, worked out here.
+"""The request that a session becomes with its next input, computed independently of the spec.
 
 known    |------ prompt ------|---- outputs ----|x|      x: sampled last, it is replaced
 then     |--------- the prompt is all but x ----|-- input --|
@@ -12,7 +12,7 @@ from blockstep.spec.vocabulary import SESSION_FIELDS, Config, RejectCode, Reques
 
 
 def continue_request(request: Request, outputs: TokenIds, update: Request) -> Request:
-    """The request that a session is once it has gone on with a chunk."""
+    """Return the request that a session becomes with its next input."""
     kept = (request.prompt_token_ids + outputs)[:-1]
     items = [replace(item, offset=item.offset + len(kept)) for item in update.items]
     return replace(
@@ -29,7 +29,7 @@ def continue_request(request: Request, outputs: TokenIds, update: Request) -> Re
 
 
 def find_problem_of_chunk(request: Request, update: Request) -> RejectCode | None:
-    """Why a chunk is refused: it brings another value for a field that its session has for good."""
+    """Return why an input is rejected: it changes a field that is fixed for a session."""
     mine = [(getattr(update, name), getattr(request, name)) for name in SESSION_FIELDS]
     unsaid = [getattr(Request("", ()), name) for name in SESSION_FIELDS]
     is_foreign = any(new not in (old, no) for (new, old), no in zip(mine, unsaid, strict=True))
@@ -38,35 +38,35 @@ def find_problem_of_chunk(request: Request, update: Request) -> RejectCode | Non
 
 @dataclass(slots=True)
 class Session:
-    """Where a session stands between its chunks."""
+    """State of a session between its inputs."""
 
     updates: list[Request] = field(default_factory=list)
-    """Chunks to come; one that is not resumable says that no more do."""
+    """Inputs that wait; one that is not resumable is the last."""
     is_resting: bool = False
 
     @property
     def is_closed(self) -> bool:
-        """Whether no more input may come."""
+        """Whether no more input may arrive."""
         return bool(self.updates) and not self.updates[-1].resumable
 
     @property
     def ends_at_its_stop(self) -> bool:
-        """Whether the next stop ends it."""
+        """Whether the next stop finishes the session."""
         return bool(self.updates) and not self.updates[0].resumable
 
     def copy(self) -> Session:
-        """Another that stands where this one does; chunks are values."""
+        """Return a copy; the inputs are shared, since they are immutable."""
         return Session([*self.updates], self.is_resting)
 
     def stop(self, request: Request, outputs: TokenIds) -> Request | None:
-        """It came to a stop with these outputs: what it is now; None if it rests as it is."""
+        """Return the request after a stop with these outputs; None if it becomes idle."""
         if not self.updates:
             self.is_resting = True
             return None
         return continue_request(request, outputs, self.updates.pop(0))
 
     def update(self, request: Request, outputs: TokenIds, update: Request) -> Request | None:
-        """Its client goes on: what it is now; None if nothing changes yet."""
+        """Return the request after an input of its client; None if the input has to wait."""
         if not self.is_resting:
             self.updates.append(update)
             return None
@@ -77,9 +77,9 @@ class Session:
 def get_longest(
     config: Config, request: Request, outputs: TokenIds, session: Session, update: Request
 ) -> Request:
-    """What a session may become by a chunk, and by those that stand before it, at its longest.
+    """Return the longest request that a session may become with this input and those before it.
 
-    Its items stand as they would if each stop came at once: what lies between two may be nothing.
+    Its items are placed as if each earlier input stopped at once, since it may have no outputs.
     """
     shortest = len(request.prompt_token_ids)
     longest = shortest + request.max_tokens

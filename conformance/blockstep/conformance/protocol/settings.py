@@ -1,4 +1,4 @@
-"""Settings: the table `[tool.blockstep]` of a pyproject.toml, which names a project's engine once.
+"""The table `[tool.blockstep]` of a pyproject.toml, which sets a project's engine and options.
 
 ::
 
@@ -33,7 +33,7 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The table, its types checked. What a value means is checked by `search.options`."""
+    """The table with checked types. The meaning of the values is checked by `search.options`."""
 
     file: Path
     """The pyproject.toml that was read."""
@@ -46,12 +46,12 @@ class Settings:
     known: Path | None = None
 
     def is_about(self, engine: str) -> bool:
-        """Whether an engine that was named somewhere else is the one of the table."""
+        """Whether `engine`, named elsewhere, is the engine of the table."""
         return engine in (self.engine, self.engine.partition("@")[0])
 
     @property
     def folder(self) -> Path:
-        """The project's folder, in which its engine is looked for as well."""
+        """The project's folder, in which its engine is searched, too."""
         return self.file.parent
 
 
@@ -60,7 +60,8 @@ PATHS = ("corpus", "known")
 
 
 def find_settings(start: Path) -> Settings | None:
-    """The table of the nearest pyproject.toml that has one, from a folder upwards; None if none.
+    """Return the table of the nearest pyproject.toml that has one, from `start` upwards; None if
+    none.
 
     Raises:
         SettingsError: naming the file, the key and the values it can have.

@@ -1,6 +1,7 @@
-"""Shown: a state of which an engine tells a part (`engine.show_state`), made whole for comparison.
+"""Completion of a state of which an engine shows a part (`engine.show_state`).
 
-What is not shown is taken from the specification's state, so it is neither compared nor judged.
+Parts that are not shown are taken from the specification's state, so they are neither compared nor
+checked.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ from blockstep.spec.vocabulary import (
 ALWAYS_SHOWN = frozenset(
     {"request_id", "status", "output_token_ids", "num_computed_tokens", "block_tables"}
 )
-"""Fields of a request that every engine shows. Another field is shown if it has another value than
-`RequestSnapshot` gives it."""
+"""Fields of a request that every engine shows. Another field is shown if it differs from its
+default in `RequestSnapshot`."""
 DEFAULTS = {
     part.name: part.default for part in fields(RequestSnapshot) if part.name not in ALWAYS_SHOWN
 }
 
 
 def tells_holders(shown: Snapshot, config: Config) -> bool:
-    """Whether a state tells the holders of each block: a part of a state does, but for what
-    transfers and pins hold, which `show_state` does not take."""
+    """Whether a state shows the holders of each block.
+
+    A partial state does, except the blocks that transfers and pins hold, which `show_state` does
+    not take.
+    """
     if not isinstance(shown, PartOfState):
         return True
     needs = config.kv_connector or config.policy is Policy.CONTINUUM
@@ -40,15 +44,15 @@ def tells_holders(shown: Snapshot, config: Config) -> bool:
 
 
 def complete_state(shown: PartOfState, spec: Snapshot, is_renamed: bool) -> Snapshot:
-    """The state that an engine shows, with the rest of it as the specification has it.
+    """Return the state that an engine shows, with all other parts as in the specification.
 
-    `is_renamed`: the ids of its blocks are the engine's own.
+    `is_renamed`: its block ids are the engine's own.
     """
     known = {request.request_id: request for request in spec.requests}
     requests = tuple([_complete(it, known.get(it.request_id)) for it in shown.requests])
     waiting, skipped = shown.waiting, shown.skipped_waiting
     if sorted(shown.waiting) == sorted(spec.waiting + spec.skipped_waiting):
-        # Both queues are shown as one: which of them is tried first is a matter of the plan.
+        # Both queues are shown as one; the plan decides which of them is tried first.
         waiting, skipped = spec.waiting, spec.skipped_waiting
     frames = shown.frames_in_flight
     if len(frames) == len(spec.frames_in_flight):
@@ -73,7 +77,7 @@ def complete_state(shown: PartOfState, spec: Snapshot, is_renamed: bool) -> Snap
 def _order_copies(
     shown: Snapshot, spec: Snapshot, is_renamed: bool
 ) -> Mapping[BlockKey, tuple[BlockId, ...]]:
-    """The blocks of each key, oldest first as the specification has them: no order is shown."""
+    """Return the blocks of each key in the specification's order, since an engine shows none."""
     name_of = pair_states(spec, shown).of if is_renamed else {}
     return {
         key: tuple(sorted(blocks, key=_place_in(spec.cached.get(key, ()), name_of)))
@@ -84,13 +88,15 @@ def _order_copies(
 def _place_in(
     ordered: Sequence[BlockId], name_of: Mapping[BlockId, BlockId]
 ) -> Callable[[BlockId], int]:
-    """The place of a block among others; behind them if it is not there."""
+    """Return a function that gives the place of a block among others, or the end if it is not
+    there.
+    """
     place = {block: index for index, block in enumerate(ordered)}
     return lambda block: place.get(name_of.get(block, block), len(place))
 
 
 def _complete(shown: RequestSnapshot, spec: RequestSnapshot | None) -> RequestSnapshot:
-    """A request, with what is not shown of it as the specification has it."""
+    """Return a request with the fields that are not shown taken from the specification."""
     if spec is None:
         return shown
     missing = {
@@ -98,7 +104,7 @@ def _complete(shown: RequestSnapshot, spec: RequestSnapshot | None) -> RequestSn
         for name, default in DEFAULTS.items()
         if getattr(shown, name) == default
     }
-    # Why a request waits is not shown.
+    # The reason why a request waits is not shown.
     if Status.RUNNING not in (shown.status, spec.status):
         missing["status"] = spec.status
     return replace(shown, **missing)

@@ -1,4 +1,4 @@
-"""Telling: KV events in JSON.
+"""KV events in JSON.
 
 ::
 
@@ -19,7 +19,7 @@ from blockstep.spec import vocabulary as v
 
 
 class Link(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What one block of a chain adds to a key."""
+    """The part of a key that one block of the chain adds."""
 
     token_ids: tuple[int, ...]
     adapter: str | None = None
@@ -51,7 +51,7 @@ class _Cleared(msgspec.Struct, forbid_unknown_fields=True, tag="AllBlocksCleared
 
 
 Form: TypeAlias = _Stored | _Removed | _Cleared
-"""An event as it stands in JSON."""
+"""An event in its JSON form."""
 
 
 class OutputsForm(msgspec.Struct, forbid_unknown_fields=True):
@@ -72,17 +72,17 @@ FORMS: dict[type, type[OutputsForm | ResetDoneForm]] = {
     v.Outputs: OutputsForm,
     v.ResetDone: ResetDoneForm,
 }
-"""How what tells of blocks stands in JSON."""
+"""The JSON forms of observations with KV events."""
 
 
 def to_links(key: v.BlockKey) -> Links:
-    """The chain of a key."""
+    """Return the chain of a key."""
     names = Link.__struct_fields__
     return tuple([Link(*[getattr(link, name) for name in names]) for link in key.chain()])
 
 
 def from_links(links: Links) -> v.BlockKey:
-    """The key of a chain. Raises `msgspec.ValidationError` for a chain of nothing."""
+    """Return the key of a chain. Raises `msgspec.ValidationError` for an empty chain."""
     key: v.BlockKey | None = None
     for link in links:
         names = (link.token_ids, link.adapter, link.cache_salt, link.items, link.group)
@@ -93,12 +93,12 @@ def from_links(links: Links) -> v.BlockKey:
 
 
 def to_forms(kv_events: Iterable[v.KVEvent]) -> tuple[Form, ...]:
-    """Events as they stand in JSON."""
+    """Return events in their JSON form."""
     return tuple([_to_form(event) for event in kv_events])
 
 
 def from_forms(forms: Iterable[Form]) -> tuple[v.KVEvent, ...]:
-    """Events as JSON tells them. Raises `msgspec.ValidationError`."""
+    """Return events from their JSON form. Raises `msgspec.ValidationError`."""
     return tuple([_from_form(form) for form in forms])
 
 

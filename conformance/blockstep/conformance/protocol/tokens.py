@@ -1,7 +1,9 @@
-"""The token function: which token truly follows a text. It stands in for a model.
+"""The token function, which gives the next token of a token sequence.
 
-Deterministic in the text alone, so a request gets the same tokens however it was batched,
-preempted or served from the cache: whatever else is delivered is wrong.
+It replaces a model.
+
+It depends on the sequence alone, so a request gets the same tokens however it was batched,
+preempted or served from the cache; any other token that is delivered is wrong.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ FEW_TOKENS = 3
 
 
 def token_function(seed: int, vocabulary_size: int) -> Callable[[Sequence[int]], int]:
-    """A function from a text (at least one token) to the token after it, below the given size."""
+    """Return a function from a non-empty token sequence to its next token, below
+    `vocabulary_size`.
+    """
 
     def next_token(text: Sequence[int]) -> int:
-        # The end of the text decides, and with few tokens nothing else, so that texts soon go
-        # round in circles: outputs then repeat themselves, and each other.
+        # Only the last tokens count, and with a small vocabulary not even the length, so that
+        # sequences soon repeat themselves and each other.
         last = text[-1]
         before = text[-2] if len(text) > 1 else -1
         length = len(text) if vocabulary_size > FEW_TOKENS else 0

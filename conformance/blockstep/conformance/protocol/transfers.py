@@ -1,9 +1,9 @@
-"""Transfers under way between a pool and a store, from what was said and answered alone.
+"""Transfers in flight between a pool and a store, derived from events and observations alone.
 
     plan names a load --> loading --its end is reported--> received --it gets a row--> over
     request ends whose blocks the store reads --> sending --it has read them--> over
 
-Nobody asks an engine for it, so that what a store reports next depends on answers only.
+The engine's state is not read, so the next reports of a store depend on its observations only.
 """
 
 from __future__ import annotations
@@ -19,33 +19,35 @@ OVER_MAX = 4
 
 @dataclass(slots=True)
 class Transfers:
-    """What a store was asked for, and has not reported yet."""
+    """The transfers that a store was asked for and has not reported yet."""
 
     offers: dict[v.RequestId, v.KVOffer] = field(default_factory=dict)
-    """Of unfinished requests, what was said of them last."""
+    """The latest offer for each unfinished request."""
     loading: dict[v.RequestId, v.KVLoad] = field(default_factory=dict)
-    """Asynchronous loads whose end was not reported; their request may have ended."""
+    """Asynchronous loads whose end was not reported; their request may have finished."""
     received: dict[v.RequestId, v.KVLoad] = field(default_factory=dict)
-    """Those whose end was reported, until their request has a row or ends."""
+    """Loads whose end was reported, until their request has a row or finishes."""
     at_once: dict[v.FrameId, tuple[v.KVLoad, ...]] = field(default_factory=dict)
     """Loads that are part of a frame in flight."""
     sending: dict[v.RequestId, None] = field(default_factory=dict)
-    """Ended requests whose blocks the store wanted to read, if they held any."""
+    """Finished requests whose blocks the store reads, if they held any."""
     saved: dict[v.RequestId, int] = field(default_factory=dict)
-    """Leading tokens that were saved of a victim, of those that have not ended."""
+    """Leading tokens that were swapped out, for each unfinished victim."""
     over: list[v.RequestId] = field(default_factory=list)
-    """Whose transfers came to their end lately: to be reported again."""
+    """Requests whose transfers ended lately, for a repeated report."""
 
     def offer(self, offer: v.KVOffer) -> None:
-        """The store answers this about an unfinished request from now on."""
+        """Record the store's new offer for an unfinished request."""
         self.offers[offer.request_id] = offer
 
     def get_offer(self, name: v.RequestId) -> v.KVOffer:
-        """What the store answers about a request."""
+        """Return the store's offer for a request."""
         return self.offers.get(name) or v.KVOffer(name)
 
     def plan(self, plan: v.Plan) -> None:
-        """A plan names its loads; whoever has a row waits for none."""
+        """Record the loads and swap-outs of a plan; a request with a row no longer waits for a
+        load.
+        """
         if not (self.received or plan.kv_loads or plan.kv_saves):
             return
         for row in plan.rows if self.received else ():
@@ -61,7 +63,7 @@ class Transfers:
             self.at_once[plan.frame_id] = now
 
     def end(self, name: v.RequestId) -> None:
-        """A request ends."""
+        """Record that a request has finished."""
         offer = self.offers.pop(name, None)
         self.received.pop(name, None)
         self.saved.pop(name, None)
@@ -69,7 +71,7 @@ class Transfers:
             self.sending[name] = None
 
     def take(self, report: v.KVTransfers, live: Iterable[v.RequestId]) -> None:
-        """A worker has reported; whom that ends has ended already."""
+        """Record a worker's report, after the requests that it finishes were recorded."""
         for name in report.finished_recving:
             load = self.loading.pop(name, None)
             if load is not None:
@@ -82,12 +84,14 @@ class Transfers:
                 self._note_end(name)
 
     def list_answers(self) -> list[v.KVOffer]:
-        """What a store that is healed says where it did not know yet: it has nothing."""
+        """Return the answers of a store after faults stop: it has nothing where it did not know
+        yet.
+        """
         unknown = [offer for offer in self.offers.values() if offer.num_tokens is None]
         return [replace(offer, num_tokens=0) for offer in unknown]
 
     def forget_offers(self) -> None:
-        """A reset has reached the store."""
+        """Forget the offers after a reset that includes the store."""
         self.offers.clear()
         self.saved.clear()
 
@@ -97,7 +101,9 @@ class Transfers:
     def resolve(
         self, report: Report, block_sizes: Sequence[int], frame_id: v.FrameId | None = None
     ) -> v.KVTransfers:
-        """What a report comes to now, `frame_id` the plan that is answered with it."""
+        """Return the report with today's block ids; `frame_id` is the plan that is committed with
+        it.
+        """
         now = () if frame_id is None else self.at_once.get(frame_id, ())
         loads = self.received | {load.request_id: load for load in now} | self.loading
         invalid: dict[v.BlockId, None] = {}
@@ -109,9 +115,9 @@ class Transfers:
 
 
 def list_loaded(load: v.KVLoad, block_sizes: Sequence[int]) -> list[tuple[int, v.BlockId]]:
-    """The blocks that a load writes: the position of the first slot of each, and its id.
+    """Return the blocks that a load writes: the position of the first slot of each, and its id.
 
-    By position, and at one position by KV group.
+    They are sorted by position, then by KV group.
     """
     found = [
         (index * size, group, block)
@@ -123,7 +129,9 @@ def list_loaded(load: v.KVLoad, block_sizes: Sequence[int]) -> list[tuple[int, v
 
 
 def count_valid(load: v.KVLoad, config: v.Config, invalid: Iterable[v.BlockId]) -> int | None:
-    """Leading tokens of a request that are there, where these blocks are not; None if all are."""
+    """Return the number of valid leading tokens if `invalid` blocks failed; None if all are
+    valid.
+    """
     wrong = set(invalid)
     loaded = list_loaded(load, config.block_sizes) if wrong else []
     num_valid = next((position for position, block in loaded if block in wrong), None)
@@ -131,15 +139,16 @@ def count_valid(load: v.KVLoad, config: v.Config, invalid: Iterable[v.BlockId]) 
 
 
 def loses_all(config: v.Config) -> bool:
-    """Whether a load that has failed leaves nothing: not all groups hold what is before a token, so
-    that a row further back would attend to what is not there."""
+    """Whether a failed load leaves no valid token, since a row at an earlier position would attend
+    to blocks that a window or a recurrent group no longer holds.
+    """
     return any(group.kind is not v.GroupKind.FULL for group in config.groups)
 
 
 def list_failed(
     loads: Iterable[v.KVLoad], block_sizes: Sequence[int], report: v.KVTransfers
 ) -> Iterator[v.RequestId]:
-    """Of whose loads a report says that a block is invalid."""
+    """Yield the ids of requests whose loads contain a block that a report says is invalid."""
     for load in loads if report.invalid_block_ids else ():
         wrong = {*report.invalid_block_ids}
         if any(block in wrong for _, block in list_loaded(load, block_sizes)):

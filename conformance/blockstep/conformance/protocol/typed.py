@@ -1,7 +1,7 @@
-"""Typed: whether a value is what the vocabulary's own annotations say, down to its last field.
+"""Type check of a value against the vocabulary's annotations, down to its last field.
 
-An engine's answer is somebody else's object. Where it is ill-typed, nothing else can be said of it,
-and the field is what its author wants to know.
+An engine's observation is made by foreign code. If it is ill-typed, it cannot be compared, and its
+author needs the name of the field.
 """
 
 from __future__ import annotations
@@ -23,33 +23,34 @@ PLAIN = {int: "an int", str: "a str", bool: "a bool", NoneType: "None"}
 
 @dataclass(frozen=True, slots=True)
 class IllTyped:
-    """The first field that is not what it should be."""
+    """The first field with a wrong type."""
 
     path: str
     value: object
     rule: str
 
     def inside(self, path: str) -> IllTyped:
-        """As seen from what holds it."""
+        """Return the same with the path of the enclosing value in front."""
         return IllTyped(path + self.path, self.value, self.rule)
 
 
 Check: TypeAlias = Callable[[object], IllTyped | None]
-"""What is wrong with a value, or None. Written for values that are right."""
+"""A function that returns what is wrong with a value, or None. It is fast for right values."""
 
 
 def find_ill_typed(value: object, kind: Any) -> IllTyped | None:
-    """The first field of `value` that is not as the annotations of `kind` say; None if all are.
+    """Return the first field of `value` that does not match the annotations of `kind`; None if all
+    do.
 
-    `kind` is a type of the vocabulary, or several (`A | B`). Numbers may be no bools, and no
-    floats, however whole.
+    `kind` is a type of the vocabulary, or a union (`A | B`). An int must not be a bool or a float.
     """
     return _check_of(kind)(value)
 
 
 def fault_of_types(event: v.Event, seen: object, after: object) -> Finding | None:
-    """What is ill-typed in the answer to an event, or in the state after it (FAULT); None if all
-    is as it should be."""
+    """Return a finding for an ill-typed observation of an event or state after it (FAULT), or
+    None.
+    """
     name = type(event).__name__
     for what, value, kind in (
         (f"apply({name}(...))", seen, v.Observation),
@@ -71,7 +72,7 @@ def fault_of_types(event: v.Event, seen: object, after: object) -> Finding | Non
     return None
 
 
-# Checks, made once for each type.
+# Checks, made once per type.
 
 
 @cache
@@ -104,7 +105,7 @@ def _plain(kind: type) -> Check:
 
 
 def _any_of(kind: Any, kinds: tuple[Any, ...]) -> Check:
-    """One of several; what is wrong inside of a record is said of the record that it is."""
+    """Return a check for a union; a wrong field is reported for the record that contains it."""
     checks = {one: _check_of(one) for one in kinds}
     rule = _name(kind)
 
@@ -122,7 +123,7 @@ def _any_of(kind: Any, kinds: tuple[Any, ...]) -> Check:
 
 
 def _items(kind: Any, kinds: tuple[Any, ...]) -> Check:
-    """A tuple of many of one kind, or of so many of these."""
+    """Return a check for a tuple, of any length with one type or of fixed length."""
     rule = _name(kind)
     is_open = kinds[-1] is Ellipsis
     checks = [_check_of(one) for one in kinds if one is not Ellipsis]
@@ -175,7 +176,7 @@ def _record(kind: Any) -> Check:
 
 
 def _name(kind: Any) -> str:
-    """A type in words: `a tuple of NewRow`."""
+    """Return a type in words: `a tuple of NewRow`."""
     if kind in PLAIN:
         return PLAIN[kind]
     origin, args = get_origin(kind), get_args(kind)

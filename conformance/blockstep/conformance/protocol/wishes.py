@@ -1,4 +1,4 @@
-"""Wishes: the features that a user wants in every run, and those in none."""
+"""The features that a user wants in every run, and those in none."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from blockstep.conformance.protocol.features import (
 
 APART = (
     (PINS, PRIORITY, "a run has one policy"),
-    (PINS, TRANSFERS, "pins go without"),
-    (FORKS, PINS, "a branch is nobody's turn"),
-    (FORKS, TRANSFERS, "branches share what they have, and no loads"),
+    (PINS, TRANSFERS, "pins are not specified with a store"),
+    (FORKS, PINS, "a branch is no turn of a job"),
+    (FORKS, TRANSFERS, "branches share blocks, but no loads"),
     (FORKS, ENCODER, "branches share no items"),
     (FORKS, STATES, "a state is written over, so that branches cannot share it"),
     (STATES, TRANSFERS, "a store has the KV of tokens, and no states"),
 )
-"""Features that no run has both of, and why."""
+"""Pairs of features that no run has both of, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """Features by name: those of every run, and those of none."""
+    """Names of the features of every run, and of those of none."""
 
     always: frozenset[str] = frozenset()
     never: frozenset[str] = frozenset()
 
     def decide(self, feature: Feature, is_drawn: bool) -> bool:
-        """Whether a run has a feature: as it was drawn, unless the user said so."""
+        """Whether a run has a feature: as drawn, unless the user decided."""
         return feature.name in self.always or (is_drawn and feature.name not in self.never)
 
 
@@ -50,16 +50,16 @@ NO_WISH = Wish()
 
 
 def widen(wish: Wish) -> Wish:
-    """The wish, with the features that those of every run are part of."""
+    """Return the wish with the features that those of every run are part of."""
     wholes = {whole for name in wish.always for whole in list_wholes(name)}
     return replace(wish, always=wish.always | wholes)
 
 
 def parse_features(names: Iterable[str]) -> tuple[str, ...]:
-    """Names of features, each once, from texts that may name several with commas between.
+    """Return feature names, each once, from strings that may list several with commas.
 
     Raises:
-        UsageError: one is not in the table.
+        UsageError: a name is not in the table.
     """
     found = dict.fromkeys(name.strip() for text in names for name in text.split(","))
     for name in found:
@@ -69,10 +69,10 @@ def parse_features(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def make_wish(with_features: Iterable[str], without_features: Iterable[str]) -> Wish:
-    """What `--with` and `--without` come to.
+    """Return the wish that `--with` and `--without` express.
 
     Raises:
-        UsageError: a name is not in the table, or no run can be like this.
+        UsageError: a name is not in the table, or the features contradict each other.
     """
     wish = widen(
         Wish(frozenset(parse_features(with_features)), frozenset(parse_features(without_features)))

@@ -1,8 +1,8 @@
-"""Prove: laws of the specification's arithmetic, decided for all integers.
+"""Laws: rules of the specification's arithmetic, proved for all integers.
 
-`law` says what a law is, `laws` has them by room, `harness` builds the states that they speak of,
-`runner` asks CrossHair and gives one verdict for each, `smallest` makes a counterexample small,
-`table` shows the verdicts, `command` is the command line.
+`law` defines what a law is, `laws` lists them by theme, `harness` builds the states that they use,
+`runner` asks CrossHair and gives one verdict per law, `smallest` makes a counterexample small, and
+`table` prints the verdicts.
 
 CrossHair and z3 come with the extra `[symbolic]`; only `runner` imports them, when it runs.
 """

@@ -1,8 +1,8 @@
-"""Harness: states with numbers in the place of contents, for the specification's own functions.
+"""States for laws, in which token sequences are replaced by their lengths.
 
-A token's value decides nothing when a step is planned; how many there are does. `Tokens` is a
-tuple that has any length one likes, so the counters of a state can be symbolic while its shape (who
-runs, which blocks they hold) is concrete.
+Planning a step needs the number of tokens, not their values. `Tokens` is a tuple whose length can
+be any integer, so the counters of a state can be symbolic while its shape (which requests run,
+which blocks they hold) is concrete.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from blockstep.spec.step.schedule import process_schedule
 from blockstep.spec.strict import STRICT_RULES
 
 MANY = 1_000_000
-"""Output tokens that nobody asks for: a request that does not end."""
+"""A number of output tokens that no request reaches."""
 
 
 class Tokens(tuple[int, ...]):
-    """Some tokens of which only the number counts, and the last one if anybody looks."""
+    """A token sequence of which only the length matters, and the last token if it is read."""
 
     number: int
 
     def __new__(cls, number: int, last: int = 1) -> Tokens:
-        """`number` tokens; whoever looks at one sees `last`."""
+        """Return `number` tokens, each of which reads as `last`."""
         self = super().__new__(cls, (last,))
         self.number = number
         return self
@@ -38,14 +38,14 @@ class Tokens(tuple[int, ...]):
 
 
 def key_of(block_id: v.BlockId) -> v.BlockKey:
-    """A key of its own for each block."""
+    """Return a different key for each block."""
     return v.BlockKey(None, (block_id,))
 
 
 def build_pool(
     ref_counts: tuple[int, ...], free_queue: tuple[v.BlockId, ...], published: tuple[v.BlockId, ...]
 ) -> Pool:
-    """A pool whose published blocks carry keys of their own."""
+    """Return a pool whose published blocks have a key each."""
     return Pool(
         ref_counts=ref_counts,
         block_keys=tuple(key_of(b) if b in published else None for b in range(len(ref_counts))),
@@ -55,7 +55,7 @@ def build_pool(
 
 
 def is_conserved(pool: Pool) -> bool:
-    """Whether each block but the null block is either queued once, or held."""
+    """Whether each block but the null block is either in the free queue once, or held."""
     return sorted(pool.free_queue) == [
         block_id for block_id in range(1, len(pool.ref_counts)) if pool.ref_counts[block_id] == 0
     ]
@@ -64,7 +64,9 @@ def is_conserved(pool: Pool) -> bool:
 def build_request(
     name: str, num_prompt: int, num_outputs: int = 0, max_tokens: int = MANY, **fields: Any
 ) -> RequestState:
-    """A waiting request of so many tokens, with these fields in what was submitted."""
+    """Return a waiting request with these numbers of tokens; `fields` are fields of its
+    `Request`.
+    """
     asked = v.Request(name, Tokens(num_prompt), max_tokens=max_tokens, **fields)
     return RequestState(asked, v.Status.WAITING, output_token_ids=Tokens(num_outputs))
 
@@ -77,7 +79,9 @@ def build_runner(
     num_settled: int = 0,
     **fields: Any,
 ) -> RequestState:
-    """A running request, all of its known tokens in its prompt; fields as of `build_request`."""
+    """Return a running request whose known tokens are all in its prompt; `fields` as in
+    `build_request`.
+    """
     return replace(
         build_request(name, num_known, **fields),
         status=v.Status.RUNNING,
@@ -88,7 +92,7 @@ def build_runner(
 
 
 def table_of(request: RequestState) -> tuple[v.BlockId, ...]:
-    """The one block table of a request."""
+    """Return the block table of a request with one KV group."""
     (table,) = request.block_tables
     return table
 
@@ -100,7 +104,10 @@ def build_config(
     max_frames_in_flight: int = 1,
     **changes: Any,
 ) -> v.Config:
-    """Five usable blocks, no caching; drafts are of a model, several frames are planned ahead."""
+    """Return a config with five usable blocks and no prefix caching.
+
+    Drafts come from a draft model; with several frames in flight, scheduling is asynchronous.
+    """
     fields = {"num_blocks": 6, "enable_prefix_caching": False} | changes
     return v.Config(
         block_size=block_size,
@@ -116,7 +123,9 @@ def build_config(
 def build_state(
     config: v.Config, running: tuple[RequestState, ...], waiting: tuple[RequestState, ...] = ()
 ) -> State:
-    """A state of these requests; blocks that none of them holds are free, in order of their ids."""
+    """Return a state of these requests; blocks that none of them holds are free, in order of their
+    ids.
+    """
     holders = [0] * config.num_blocks
     for block_id in (b for request in running for table in request.block_tables for b in table):
         holders[block_id] += 1
@@ -132,7 +141,7 @@ def build_state(
 
 
 def schedule(state: State) -> tuple[State, v.Plan]:
-    """One whole step of the specification."""
+    """Plan one step with the specification."""
     result = process_schedule(state)
     assert not isinstance(result, v.Rejected), "the pipeline has room"
     return result

@@ -1,8 +1,7 @@
-"""Hosts: the engine on the host in the states of `harness`.
+"""The host engine in the states of `harness`.
 
-The engine is looked up by name, as always, and built by its own constructor. A law about it runs a
-method of the engine and the specification's function on the same symbolic counters, and demands one
-answer.
+The engine is loaded by name and built by its own constructor. A law about it runs a method of the
+engine and the specification's function on the same symbolic counters, and asserts equal results.
 """
 
 from __future__ import annotations
@@ -19,7 +18,9 @@ LOG: Any = load_engine("blockstep.impl.host.telling:EventLog")
 
 
 def build_host(config: Config, *requests: RequestState) -> Any:
-    """The engine with these requests in its slots 0, 1 and so on; the running ones run."""
+    """Return the engine with these requests at indices 0, 1 and so on, running or waiting as they
+    say.
+    """
     host = HOST(config)
     table = host.table
     for slot, request in enumerate(requests):

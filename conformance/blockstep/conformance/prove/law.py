@@ -1,4 +1,4 @@
-"""Law: a sentence about the specification that holds for all integers, and mistakes that break it.
+"""Laws: statements about the specification that hold for all integers, with mutants that fail.
 
 A law is a function of this shape, which CrossHair runs with symbolic arguments:
 
@@ -7,10 +7,10 @@ A law is a function of this shape, which CrossHair runs with symbolic arguments:
         num_blocks = compute_num_blocks(...)                the specification's own function
         assert num_tokens <= num_blocks * block_size        guarantees
 
-Twins keep a law honest. A twin is the same law with one function exchanged for a mistaken one, and
-must be refuted: a law that no mistake breaks says nothing. A mistake names those parameters of
-what it replaces that it looks at. With `right()` it gets the right answer, with `right(budget=0)`
-the right answer to another question: with this budget, all else as it is.
+Mutants show that a law can fail. A mutant is the same law with one function replaced by a wrong
+one, and must be refuted: a law that no mutant breaks says nothing. A mutant takes those parameters
+of the replaced function that it needs. It calls `right()` for the right result, and
+`right(budget=0)` for the result with another argument and all others as they are.
 """
 
 from __future__ import annotations
@@ -30,36 +30,38 @@ R = TypeVar("R")
 
 Claim = Callable[..., object]
 Right = Callable[..., R]
-"""What a mistake replaces, with the arguments that were given."""
+"""The replaced function, with the arguments of the call."""
 PLACES = ("blockstep.spec", "blockstep.conformance.prove")
-"""Packages whose modules may have imported a function by name, so that a twin replaces it there."""
+"""Packages whose modules may have imported a function by name, so that a mutant replaces it there.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """One function exchanged for a mistaken one."""
+    """A mutant: one function replaced by a wrong one."""
 
     right: object = field(repr=False)
     wrong: object = field(repr=False)
     name: str
-    """The mistake, as a sentence."""
+    """The name of the mutant, in words."""
     attribute: str
-    """What it replaces."""
+    """The name of the replaced function."""
     owner: type | ModuleType | None = None
-    """The one place where it is replaced; None: wherever the function was imported by name."""
+    """The only place where it is replaced; None for every module that imported the function by
+    name."""
     theirs: str = ""
-    """Where the mistake is vLLM 0.19.1's own rule, in our words: its upstream number."""
+    """The upstream number, if the mutant is a rule of vLLM 0.19.1; "" otherwise."""
 
     @contextmanager
     def planted(self) -> Iterator[None]:
-        """With the mistake in every place where the right one was."""
+        """Run the body of a `with` statement with the mutant in place of the right function."""
         rules: dict[str, Any] = {
             part.name: self.wrong
             for part in fields(STRICT)
             if getattr(STRICT, part.name) is self.right
         }
         owners = [self.owner] if self.owner else _importers(self.right, self.attribute)
-        assert owners, f"nobody uses {self.attribute}, which {self.name} replaces"
+        assert owners, f"no module uses {self.attribute}, which {self.name} replaces"
         places = [
             *((owner, self.attribute, self.right, self.wrong) for owner in owners),
             *(
@@ -77,7 +79,7 @@ class Twin:
 
 
 def _importers(value: object, attribute: str) -> list[type | ModuleType]:
-    """The modules in which a value has this name."""
+    """Return the modules in which a value has this name."""
     return [
         module
         for name, module in sys.modules.items()
@@ -86,7 +88,7 @@ def _importers(value: object, attribute: str) -> list[type | ModuleType]:
 
 
 def instead(right: Callable[..., R], theirs: str = "") -> Callable[[Callable[..., R]], Twin]:
-    """Plant a mistake wherever the specification's function `right` is used."""
+    """Return a decorator that makes a mutant, which replaces `right` wherever it is used."""
     return lambda wrong: Twin(
         right, _stand_in(right, wrong), sentence_of(wrong), right.__name__, theirs=theirs
     )
@@ -95,7 +97,7 @@ def instead(right: Callable[..., R], theirs: str = "") -> Callable[[Callable[...
 def instead_in(
     owner: type | ModuleType, attribute: str, theirs: str = ""
 ) -> Callable[[Callable[..., Any]], Twin]:
-    """Plant a mistake in one place only: in one module, or a class or what it extends."""
+    """Return a decorator that makes a mutant, which replaces one function of a module or class."""
     places = (owner,) if isinstance(owner, ModuleType) else owner.__mro__
     home = next(place for place in places if attribute in vars(place))
     right: Any = vars(home)[attribute]
@@ -113,7 +115,7 @@ def instead_in(
 
 
 def _stand_in(right: Callable[..., R], wrong: Callable[..., R]) -> Callable[..., R]:
-    """The mistake as a function that takes whatever `right` takes."""
+    """Return the mutant as a function with the parameters of `right`."""
     parameters = inspect.signature(right).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
     wanted = tuple(inspect.signature(wrong).parameters)
@@ -129,31 +131,31 @@ def _stand_in(right: Callable[..., R], wrong: Callable[..., R]) -> Callable[...,
 
 
 def sentence_of(function: Callable[..., object]) -> str:
-    """The name of a function, as a sentence."""
+    """Return the name of a function, in words."""
     return function.__name__.removeprefix("check_").replace("_", " ")
 
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """A sentence that must hold for all arguments."""
+    """A statement that must hold for all arguments."""
 
     room: str
     check: Claim = field(repr=False)
     property_ids: tuple[str, ...]
     witness: tuple[int, ...]
-    """Arguments that satisfy the assumptions, so that the law is about something."""
+    """Arguments that satisfy the assumptions; they show that some do."""
     twins: tuple[Twin, ...]
     is_slow: bool = False
-    """Whether it is left out of the default subset."""
+    """Whether it is left out of the default selection."""
 
     @property
     def name(self) -> str:
-        """Its room and its sentence: `slots.blocks_hold_the_tokens`."""
+        """The theme and the statement: `slots.blocks_hold_the_tokens`."""
         return f"{self.room}.{self.check.__name__.removeprefix('check_')}"
 
     @property
     def sentence(self) -> str:
-        """What holds."""
+        """The statement, in words."""
         return sentence_of(self.check)
 
 
@@ -167,7 +169,9 @@ class Room:
     def law(
         self, property_ids: str, witness: tuple[int, ...], *twins: Twin, is_slow: bool = False
     ) -> Callable[[Claim], Claim]:
-        """Make a law of a function whose name is `check_` and a sentence."""
+        """Return a decorator that registers a law; the function's name is `check_` and the
+        statement.
+        """
 
         def keep(check: Claim) -> Claim:
             ids = tuple(property_ids.split())

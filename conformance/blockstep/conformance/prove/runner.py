@@ -1,11 +1,11 @@
-"""Runner: one verdict for each law, decided by CrossHair through its API.
+"""Verdicts on laws, decided by CrossHair through its API.
 
-The verdicts guard against every way to a wrong green that we know of. CrossHair's command line
-passes over what it cannot analyse and ends with 0; here that is BROKEN. It takes all leading
-asserts for assumptions, so a law without a later one is BROKEN. It confirms a law whose
-assumptions nothing satisfies; the witness of each law is run, or it is VACUOUS. Its counterexamples
-are run again in plain Python, and one that breaks nothing is SPURIOUS. And pytest's rewriting of
-asserts would make it give up, so a law whose module was rewritten is BROKEN.
+The verdicts guard against every way to a wrong pass that we know: CrossHair's command line skips
+what it cannot analyse and exits with 0; here that is BROKEN. It takes all leading asserts as
+assumptions, so a law without a later one is BROKEN. It confirms a law whose assumptions nothing
+satisfies, so the witness of each law is run; if it fails, the law is VACUOUS. Its counterexamples
+are run again in plain Python, and one that breaks nothing is SPURIOUS. Asserts that pytest rewrites
+would make it fail, so a law in a rewritten module is BROKEN.
 """
 
 from __future__ import annotations
@@ -33,31 +33,32 @@ from blockstep.conformance.prove.smallest import (
 from blockstep.conformance.search.processes import open_processes
 
 SECONDS_MAX = 300.0
-"""CPU seconds for one law, or for one twin; then it is UNKNOWN."""
+"""CPU seconds for one law or mutant; beyond that the verdict is UNKNOWN."""
 NEEDED = ("crosshair", "z3")
 CALL = re.compile(r"when calling (?P<call>.*?)(?: \(which returns .*\))?$", re.DOTALL)
 
 
 class Verdict(StrEnum):
-    """What is known of a law."""
+    """The result for a law."""
 
     CONFIRMED = "CONFIRMED"
-    """It holds for all integers: every path was followed to its end."""
+    """The law holds for all integers: every path was followed to its end."""
     REFUTED = "REFUTED"
-    """It does not: the counterexample breaks it in plain Python, too."""
+    """The law does not hold: the counterexample breaks it in plain Python, too."""
     SPURIOUS = "SPURIOUS"
-    """CrossHair's counterexample breaks nothing. A real one may be behind it: rewrite the law."""
+    """CrossHair's counterexample breaks nothing in Python. Rewrite the law; a real one may exist.
+    """
     UNKNOWN = "UNKNOWN"
     """Time was up, or a path could not be decided."""
     VACUOUS = "VACUOUS"
-    """Its witness does not satisfy its assumptions: it may speak of nothing."""
+    """The witness does not satisfy the assumptions; perhaps no argument does."""
     BROKEN = "BROKEN"
-    """It has not the shape of a law, or CrossHair could not run it."""
+    """The function does not have the shape of a law, or CrossHair could not run it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What CrossHair said."""
+    """The result of one CrossHair run."""
 
     verdict: Verdict
     detail: str = ""
@@ -65,22 +66,22 @@ class Answer:
     """CPU time."""
     num_paths: int = 0
     arguments: Arguments = ()
-    """Of the counterexample, as small as can be."""
+    """The smallest arguments of a counterexample."""
 
 
 @dataclass(frozen=True, slots=True)
 class TwinProof:
-    """One twin and what came of it."""
+    """A mutant and its result."""
 
     name: str
     theirs: str
-    """Upstream number, where the mistake is vLLM 0.19.1's own rule."""
+    """Upstream number, if the mutant is a rule of vLLM 0.19.1."""
     answer: Answer
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """One law and what came of it."""
+    """A law and its result."""
 
     name: str
     sentence: str
@@ -91,20 +92,20 @@ class Proof:
 
     @property
     def seconds(self) -> float:
-        """CPU time for the law and its twins."""
+        """CPU time for the law and its mutants."""
         return self.answer.seconds + sum(twin.answer.seconds for twin in self.twins)
 
     @property
     def problem(self) -> str:
-        """What is not as it should be; "" if nothing."""
+        """Why the result is not as it should be; "" if it is."""
         if self.answer.verdict is not Verdict.CONFIRMED:
             return f"{self.answer.verdict}: {self.answer.detail}"
         if not self.twins:
-            return "no twin: nothing shows that a mistake would be noticed"
+            return "no mutant: nothing shows that the law can fail"
         for twin in self.twins:
             if twin.answer.verdict is not Verdict.REFUTED:
                 answer = twin.answer
-                return f"twin '{twin.name}' is {answer.verdict}: {answer.detail}"
+                return f"mutant '{twin.name}' is {answer.verdict}: {answer.detail}"
         return ""
 
 
@@ -113,11 +114,11 @@ class NotInstalledError(Exception):
 
 
 class UnansweredError(Exception):
-    """Laws were asked for, and not each of them was answered once."""
+    """Some laws got no result, or more than one."""
 
 
 def require_crosshair() -> None:
-    """Raises NotInstalledError, with the line that installs it, where CrossHair is missing."""
+    """Raise NotInstalledError, with the command that installs it, if CrossHair is missing."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise NotInstalledError(
@@ -133,10 +134,10 @@ def prove_laws(
     on_progress: Callable[[float, str], None] = lambda _done, _text: None,
     is_apart: bool = False,
 ) -> list[Proof]:
-    """A proof for each law, in their order. With one job nothing leaves this process.
+    """Return a proof for each law, in the order of `laws`; with one job this process proves them.
 
-    With several, or if it `is_apart`, the laws must be those of `laws.LAWS`: each process looks
-    them up by name.
+    With several jobs, or if `is_apart`, the laws must be in `laws.LAWS`: each process looks them up
+    by name.
 
     Raises:
         NotInstalledError: CrossHair is missing.
@@ -182,7 +183,7 @@ def prove_by_name(name: str) -> Proof:
 
 
 def prove_law(law: Law, seconds_max: float = SECONDS_MAX) -> Proof:
-    """The verdict on a law and on each of its twins."""
+    """Return the verdicts on a law and on its mutants."""
     witness = show_call(law.check, law.witness)
     answer = _ask_after_witness(law, witness, seconds_max)
     twins = tuple(
@@ -194,7 +195,7 @@ def prove_law(law: Law, seconds_max: float = SECONDS_MAX) -> Proof:
 
 
 def show_call(check: Claim, arguments: Arguments) -> str:
-    """Arguments by name: `num_tokens=33, block_size=16`."""
+    """Return the arguments by name: `num_tokens=33, block_size=16`."""
     names = check.__code__.co_varnames
     return ", ".join(f"{name}={value}" for name, value in zip(names, arguments, strict=False))
 
@@ -214,7 +215,7 @@ def _ask_after_witness(law: Law, witness: str, seconds_max: float) -> Answer:
 
 
 def get_shape_problem(check: Claim) -> str:
-    """Why CrossHair would misread this law, or "" if it would not."""
+    """Return why CrossHair would misread this law, or "" if it would not."""
     module: Mapping[str, object] = vars(sys.modules[check.__module__])
     if "@pytest_ar" in module:
         return "pytest has rewritten the asserts of its module: keep laws out of test modules"
@@ -226,7 +227,7 @@ def get_shape_problem(check: Claim) -> str:
 
 
 def _ask(check: Claim, seconds_max: float, twin: Twin | None = None) -> Answer:
-    """What CrossHair says of a law, or of a law with a mistake planted."""
+    """Return CrossHair's result for a law, or for a law with a mutant in place."""
     with nullcontext() if twin is None else twin.planted():
         return _analyze(check, seconds_max)
 
@@ -265,11 +266,11 @@ def _analyze(check: Claim, seconds_max: float) -> Answer:
         verdict = Verdict.UNKNOWN
     else:
         verdict = Verdict.BROKEN
-    return Answer(verdict, text or "CrossHair passed over it", seconds, num_paths)
+    return Answer(verdict, text or "CrossHair skipped it", seconds, num_paths)
 
 
 def _replay(check: Claim, message: str, seconds: float, num_paths: int) -> Answer:
-    """A counterexample, run in plain Python and then made small."""
+    """Run a counterexample in plain Python, make it small, and return the result."""
     arguments = parse_arguments(check, message)
     if arguments is None or try_law(check, arguments) is not Outcome.FAILS:
         return Answer(Verdict.SPURIOUS, f"does not fail in Python: {message}", seconds, num_paths)
@@ -279,7 +280,7 @@ def _replay(check: Claim, message: str, seconds: float, num_paths: int) -> Answe
 
 
 def parse_arguments(check: Claim, message: str) -> Arguments | None:
-    """The arguments in CrossHair's words, or None where they are no plain values."""
+    """Return the arguments that CrossHair's message names, or None if they are not plain values."""
     found = CALL.search(message)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Smallest: what a law says of concrete integers, and the smallest ones that break it."""
+"""The result of a law for concrete integers, and the smallest integers that break it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from types import TracebackType
 from blockstep.conformance.prove.law import Claim
 
 NUM_TRIED_MAX = 100_000
-"""Tuples of arguments tried at most, in order to be sure that none is smaller."""
+"""The most argument tuples that are tried to make sure that none is smaller."""
 NUM_HELD_MAX = 3_000
-"""Of those, how many may satisfy the assumptions: a law about whole plans takes a millisecond."""
+"""The most of them that may satisfy the assumptions: a law about whole plans takes a millisecond.
+"""
 
 Arguments = tuple[int, ...]
 
 
 class Outcome(Enum):
-    """What a law says of concrete arguments."""
+    """The result of a law for concrete arguments."""
 
     HOLDS = "holds"
     NOT_ASSUMED = "not assumed"
-    """They do not satisfy its assumptions: it says nothing of them."""
+    """The arguments do not satisfy the assumptions."""
     FAILS = "fails"
     """A guarantee is broken, or a function raised."""
 
@@ -54,7 +55,7 @@ def _line_within(check: Claim, trace: TracebackType | None) -> int:
 
 @cache
 def find_first_line(check: Claim) -> int:
-    """The line of its first statement that is no assumption.
+    """Return the line of the first statement that is not an assumption.
 
     Raises:
         ValueError: it has not the shape of a law (see `law`); the words say why.
@@ -69,7 +70,7 @@ def find_first_line(check: Claim) -> int:
         raise ValueError("it must start with its assumptions: asserts")
     rest = [node for part in said for node in ast.walk(part)]
     if not any(isinstance(node, ast.Assert) for node in rest):
-        raise ValueError("no guarantee: leading asserts are assumptions, all of them")
+        raise ValueError("no guarantee: all leading asserts are assumptions")
     if any(isinstance(node, ast.Return) for node in rest):
         raise ValueError("it must not return before its end: put the condition into an assumption")
     return start + said[0].lineno - 1
@@ -80,10 +81,10 @@ def _is_docstring(part: ast.stmt) -> bool:
 
 
 def find_smallest(check: Claim, failing: Arguments) -> Arguments:
-    """Arguments that break the law: those of the least sum, where so many can be tried.
+    """Return arguments that break the law: those of the least sum, if as many can be tried.
 
-    First each argument is lowered as far as the law stays broken. Then everything smaller is tried,
-    from nothing upwards.
+    First each argument is lowered as long as the law stays broken. Then all smaller arguments are
+    tried in order of their sum.
     """
     lowered = _lower(check, failing)
     smaller = (
@@ -112,7 +113,9 @@ def _lower(check: Claim, failing: Arguments) -> Arguments:
 
 
 def _smaller(arguments: Arguments) -> Iterator[Arguments]:
-    """With one or two arguments lowered, boldly first, two of them by the same."""
+    """Yield the arguments with one or two of them lowered, by large steps first, two by the same
+    step.
+    """
     numbers = [at for at, value in enumerate(arguments) if not isinstance(value, bool)]
     for places in chain(combinations(numbers, 1), combinations(numbers, 2)):
         step = min(arguments[at] for at in places)
@@ -124,7 +127,9 @@ def _smaller(arguments: Arguments) -> Iterator[Arguments]:
 
 
 def _all_of_size(total: int, like: Arguments) -> Iterator[Arguments]:
-    """All arguments of this sum that are not negative; truth values where `like` has them."""
+    """Yield all non-negative arguments of this sum; booleans at the places where `like` has
+    them.
+    """
     if not like:
         if total == 0:
             yield ()

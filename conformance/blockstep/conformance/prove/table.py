@@ -1,4 +1,4 @@
-"""Table: proofs for people, for programs and for the documentation."""
+"""Proofs as a table, as JSON and as a page of the documentation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SOLVERS = ("crosshair-tool", "z3-solver")
 
 
 def list_rows(proofs: Sequence[Proof]) -> list[dict[str, object]]:
-    """One row for each law."""
+    """Return one row for each law."""
     rows: list[dict[str, object]] = []
     for proof in proofs:
         refuted = sum(twin.answer.verdict is Verdict.REFUTED for twin in proof.twins)
@@ -33,7 +33,7 @@ def list_rows(proofs: Sequence[Proof]) -> list[dict[str, object]]:
 
 
 def list_their_rows(proofs: Sequence[Proof]) -> list[dict[str, object]]:
-    """Rules of vLLM 0.19.1 beside the laws that they break, with the smallest integers."""
+    """Return rows for the rules of vLLM 0.19.1, with the smallest integers that break the law."""
     return [
         {
             "vLLM 0.19.1's rule, in our words": twin.name,
@@ -46,23 +46,23 @@ def list_their_rows(proofs: Sequence[Proof]) -> list[dict[str, object]]:
 
 
 def list_theirs(proofs: Sequence[Proof]) -> list[tuple[Proof, TwinProof]]:
-    """Each twin that is vLLM 0.19.1's own rule, with its law."""
+    """Return each mutant that is a rule of vLLM 0.19.1, with its law."""
     return [(proof, twin) for proof in proofs for twin in proof.twins if twin.theirs]
 
 
 def show_break(twin: TwinProof) -> str:
-    """The arguments that break the law with this twin."""
+    """Return the arguments that break the law with this mutant."""
     return twin.answer.detail.removeprefix("broken by ")
 
 
 def summarize(proofs: Sequence[Proof], wall_seconds: float) -> str:
-    """One line for all."""
+    """Return one line for all proofs."""
     confirmed = sum(proof.answer.verdict is Verdict.CONFIRMED for proof in proofs)
     twins = [twin for proof in proofs for twin in proof.twins]
     refuted = sum(twin.answer.verdict is Verdict.REFUTED for twin in twins)
     cpu_seconds = sum(proof.seconds for proof in proofs)
     return (
-        f"{confirmed} of {len(proofs)} laws confirmed, {refuted} of {len(twins)} twins refuted; "
+        f"{confirmed} of {len(proofs)} laws confirmed, {refuted} of {len(twins)} mutants refuted; "
         f"{cpu_seconds:.0f} s of CPU, {wall_seconds:.0f} s in all"
     )
 

@@ -1,15 +1,16 @@
-"""The pytest plugin: an engine held to the spec as one test per property and per preset.
+"""The pytest plugin: checks an engine, as one test per property and preset.
 
-PYTEST_DONT_REWRITE: it has no assertions, and pytest would warn where it was imported before.
+PYTEST_DONT_REWRITE: it has no assertions, and pytest would warn if it was imported before.
+
 The engine is that of `--blockstep-engine`, or of the project's table `[tool.blockstep]` (see
-`protocol.settings`). `--blockstep`, `--blockstep-engine` or `--blockstep-corpus` asks for tests;
-the table alone serves the fixture. Without an engine nothing of the tools is imported.
+`protocol.settings`). `--blockstep`, `--blockstep-engine` or `--blockstep-corpus` adds the tests;
+the table alone serves the fixture. Without an engine no other module of the tools is imported.
 
-A preset is checked once in a session, in a child process (see `isolation`), when its first test
-is set up. Under xdist any worker may be the first, whatever `--dist` is: it holds a file lock while
-it checks, and leaves the outcome in a folder of the controller, where the others find it. A worker
-that would have to wait checks another preset meanwhile. Grouping the tests of a preset would do
-with less, but `--dist loadgroup` has to be asked for, and pytest 9 with xdist 3.8 does not group.
+A preset is checked once per session, in a child process (see `isolation`), when its first test is
+set up. With xdist any worker may be the first, whatever `--dist` is: it holds a file lock while it
+checks, and writes the outcome to a folder of the controller, where the others find it. A worker
+that would have to wait checks another preset meanwhile. Grouping the tests of a preset would be
+simpler, but `--dist loadgroup` is not the default, and pytest 9 with xdist 3.8 does not group.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ NAME = "blockstep"
 PRESETS_DEFAULT = ("tiny", "small")
 BUDGET = "150000"
 FOLDER = "blockstep_folder"
-"""Key under which a worker of xdist is told where outcomes are kept."""
+"""Key under which an xdist worker gets the folder of the outcomes."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options; the others mean nothing without an engine."""
+    """Add the options; all but `--blockstep` need an engine."""
     group = parser.getgroup(NAME, "blockstep: hold a scheduler to its specification")
     add = group.addoption
     told = "Make tests of the engine that pyproject.toml names ([tool.blockstep])."
@@ -54,28 +55,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         help="Scope of the runs; repeatable (default: tiny and small).",
     )
-    add("--blockstep-seed", metavar="N", type=int, default=0, help="What is random follows it.")
+    add("--blockstep-seed", metavar="N", type=int, default=0, help="Seed of all random choices.")
     add("--blockstep-depth", metavar="N", type=int, help="Plans in flight at once, at most.")
     add("--blockstep-with", metavar="NAME", action="append", help="A feature of every run.")
     add("--blockstep-without", metavar="NAME", action="append", help="A feature of no run.")
     add("--blockstep-corpus", metavar="FOLDER", help="Programs of check --save: a test for each.")
     add("--blockstep-known", metavar="PATH", help="Programs whose failures are suppressed.")
-    add("--blockstep-json", metavar="FILE", help="Write what the checks came to, as JSON.")
+    add("--blockstep-json", metavar="FILE", help="Write the results of the checks, as JSON.")
     add(
         "--blockstep-event-seconds",
         metavar="N",
         type=float,
         default=10.0,
-        help="An engine that does not answer one event within so long hangs (default: 10).",
+        help="An engine that takes longer for one event hangs (default: 10).",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Look at the options and the project's table, and at nothing else yet."""
+    """Read the options and the project's table, and nothing else yet."""
     asked: str | None = config.getoption("blockstep_engine")
     settings = _find_settings(config)
     if settings is not None and asked and not settings.is_about(asked):
-        settings = None  # it says nothing of another engine
+        settings = None  # the table is about another engine
     engine = asked if settings is None else settings.engine
     if not engine:
         if config.getoption("blockstep"):
@@ -86,7 +87,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _find_settings(config: pytest.Config) -> Settings | None:
-    """The table of the project in whose folder pytest was started, or None."""
+    """Return the table of the project in whose folder pytest was started, or None."""
     from blockstep.conformance.protocol import settings  # noqa: PLC0415 - it imports nothing of ours
 
     try:
@@ -96,7 +97,7 @@ def _find_settings(config: pytest.Config) -> Settings | None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the child, and forget the outcomes."""
+    """End the child process, and delete the outcomes."""
     campaign = config.stash.get(CAMPAIGN, None)
     if campaign is not None:
         campaign.close()
@@ -104,7 +105,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a worker of xdist where outcomes are kept."""
+    """Pass the folder of the outcomes to an xdist worker."""
     campaign = node.config.stash.get(CAMPAIGN, None)
     if campaign is not None:
         node.workerinput[FOLDER] = str(campaign.folder)
@@ -114,7 +115,7 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Beside whatever files there are, a session has our tests."""
+    """Add our tests to those of the session's files."""
     report = yield
     campaign = collector.config.stash.get(CAMPAIGN, None)
     asking = ("blockstep", "blockstep_engine", "blockstep_corpus")
@@ -127,7 +128,7 @@ def pytest_make_collect_report(
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Remember which presets are left when tests have been deselected."""
+    """Record which presets are left after tests were deselected."""
     campaign = session.config.stash.get(CAMPAIGN, None)
     if campaign is not None:
         items = (item for item in session.items if isinstance(item, SubjectItem))
@@ -135,7 +136,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """A line or two for every preset that was checked: a green says what it rests on."""
+    """Print a line or two for every checked preset, so that a pass says what was checked."""
     campaign = terminalreporter.config.stash.get(CAMPAIGN, None)
     lines = [] if campaign is None else [*campaign.sum_up()]
     if lines:
@@ -145,7 +146,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write `--blockstep-json`; under xdist, the controller does."""
+    """Write `--blockstep-json`; with xdist only the controller does."""
     campaign = session.config.stash.get(CAMPAIGN, None)
     path = session.config.getoption("blockstep_json")
     if campaign is None or path is None or hasattr(session.config, "workerinput"):
@@ -158,7 +159,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 class Campaign:
-    """The checks of a session: options, outcomes, and the child that they are run in."""
+    """The checks of a session: options, outcomes, and the child process in which they run."""
 
     def __init__(self, config: pytest.Config, engine: str, settings: Settings | None) -> None:
         from blockstep.conformance.search.isolation import Isolation  # noqa: PLC0415 - only if wanted
@@ -170,7 +171,7 @@ class Campaign:
             dict.fromkeys(config.getoption("blockstep_preset") or own_presets or PRESETS_DEFAULT)
         )
         self.wanted: Sequence[str] = ()
-        """Presets of which tests are going to be run."""
+        """Presets whose tests will be run."""
         self._options = _read_options(config, engine, self.presets, settings)
         seconds: float = config.getoption("blockstep_event_seconds")
         if seconds <= 0:
@@ -184,14 +185,15 @@ class Campaign:
         self.known: Mapping[str, Program] = _read_known(config, settings)
         """Programs whose failures are suppressed."""
         self.programs = _find_programs(corpus, self.known)
-        """Those of the corpus, by name."""
+        """The programs of the corpus, by name."""
         folder: str | None = config.getoption("blockstep_path")
         if folder is not None and not Path(folder).is_dir():
             raise pytest.UsageError(f"--blockstep-path {folder!r}: there is no such folder")
         self.engine_path = None if folder is None else str(Path(folder).resolve())
-        """Looked in before all others."""
+        """The folder that is searched before all others."""
         self.folders = [str(config.invocation_params.dir)]
-        """Looked in first for the engine, as the command line looks into its folder."""
+        """Folders that are searched first for the engine, as the command line searches its folder.
+        """
         self.folders += [] if settings is None else [str(settings.folder)]
         self.isolation: Isolation = Isolation(seconds, self.folders)
         workerinput = getattr(config, "workerinput", None)
@@ -202,13 +204,13 @@ class Campaign:
         self.folder.mkdir(parents=True, exist_ok=True)  # a worker may be on another machine
 
     def close(self) -> None:
-        """End the child; the controller takes the outcomes away as well."""
+        """End the child process; the controller also deletes the outcomes."""
         self.isolation.close()
         if self._is_controller:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def get_outcome(self, preset: str) -> dict[str, Any]:
-        """What the check of a preset came to: `check` and `text`, or `error`. Runs it once."""
+        """Return the outcome of a preset's check: `check` and `text`, or `error`. Runs it once."""
         for other in (preset, *self.wanted):
             if (self.folder / f"{preset}.json").exists():
                 break
@@ -217,7 +219,9 @@ class Campaign:
         return self._load(preset)
 
     def _ensure(self, preset: str, wait: bool = True) -> None:
-        """Check a preset unless that was done; without `wait`, also unless somebody is at it."""
+        """Check a preset unless it is done; without `wait`, also unless another worker is checking
+        it.
+        """
         from blockstep.conformance.search.isolation.lock import locked  # noqa: PLC0415 - only if wanted
 
         path = self.folder / f"{preset}.json"
@@ -250,9 +254,9 @@ class Campaign:
         return {"check": check_to_json(result), "text": text}
 
     def play(self, path: Path) -> tuple[str, str]:
-        """What is wrong with a program of the corpus, and what of it was not tried; "" if nothing.
+        """Return what is wrong with a program of the corpus, and what was not tried; "" if nothing.
 
-        What keeps it from being played at all is wrong; but for a config that the engine lacks.
+        A program that cannot be played counts as wrong, except if the engine lacks its config.
         """
         from blockstep.conformance.protocol import lines, program_file, registry  # noqa: PLC0415
         from blockstep.conformance.report.failure import tell_failure  # noqa: PLC0415
@@ -269,7 +273,7 @@ class Campaign:
         return text, "; ".join(result.skipped)
 
     def get_outcomes(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Those that there are, by preset. What could not be checked has none."""
+        """Yield the available outcomes by preset; a preset that could not be checked has none."""
         for preset in self.presets:
             if (self.folder / f"{preset}.json").exists():
                 outcome = self._load(preset)
@@ -277,7 +281,7 @@ class Campaign:
                     yield preset, outcome
 
     def sum_up(self) -> Iterator[str]:
-        """For every preset the verdict, or where to see the failure again."""
+        """Yield for every preset the verdict, or how to reproduce the failure."""
         for preset, outcome in self.get_outcomes():
             lines = outcome["text"].splitlines()
             if outcome["check"]["failure"] is not None:
@@ -292,7 +296,7 @@ CAMPAIGN = pytest.StashKey[Campaign]()
 
 
 def _read_known(config: pytest.Config, settings: Settings | None) -> Mapping[str, Program]:
-    """The known programs, if any are named. Raises UsageError if they cannot be read."""
+    """Return the known programs, if any are named. Raises UsageError if they cannot be read."""
     from blockstep.conformance.protocol.lines import TraceError  # noqa: PLC0415
     from blockstep.conformance.search.known import read_known  # noqa: PLC0415
 
@@ -306,7 +310,7 @@ def _read_known(config: pytest.Config, settings: Settings | None) -> Mapping[str
 
 
 def _find_programs(corpus: str | Path | None, known: Collection[str]) -> dict[str, Path]:
-    """The programs of a corpus that are not known. Raises UsageError if there are none."""
+    """Return the programs of a corpus that are not known. Raises UsageError if there are none."""
     from blockstep.conformance.protocol.lines import TraceError  # noqa: PLC0415
     from blockstep.conformance.search.corpus import find_programs  # noqa: PLC0415
 
@@ -323,7 +327,7 @@ def _find_programs(corpus: str | Path | None, known: Collection[str]) -> dict[st
 def _read_options(
     config: pytest.Config, engine: str, presets: Sequence[str], settings: Settings | None
 ) -> dict[str, CheckOptions]:
-    """The options of each check. Raises UsageError in the words of the command line."""
+    """Return the options of each check. Raises UsageError with the messages of the command line."""
     from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS  # noqa: PLC0415
     from blockstep.conformance.protocol.wishes import parse_features  # noqa: PLC0415
     from blockstep.conformance.search import options as checking  # noqa: PLC0415
@@ -374,10 +378,10 @@ def _read_options(
 
 
 class EngineNode(pytest.Collector):
-    """What is collected for the engine: a node for the corpus, and one for each preset."""
+    """The tests of the engine: a node for the corpus, and one for each preset."""
 
     def collect(self) -> Iterator[CorpusNode | PresetNode]:
-        """The corpus, then the presets in the order in which they were asked for."""
+        """Yield the corpus, then the presets in the order of the options."""
         if self.config.stash[CAMPAIGN].programs:
             yield CorpusNode.from_parent(self, name="corpus")
         for preset in self.config.stash[CAMPAIGN].presets:
@@ -388,7 +392,7 @@ class PresetNode(pytest.Collector):
     """One preset: a test for each property, and those of `ASPECTS`."""
 
     def collect(self) -> Iterator[SubjectItem]:
-        """The tests, in the order of the properties."""
+        """Yield the tests, in the order of the properties."""
         from blockstep.conformance.judge.properties import PROPERTIES  # noqa: PLC0415 - only if wanted
         from blockstep.conformance.report.subjects import ASPECTS  # noqa: PLC0415
 
@@ -403,26 +407,26 @@ class CorpusNode(pytest.Collector):
     """A folder of programs: a test for each."""
 
     def collect(self) -> Iterator[ProgramItem]:
-        """The programs, in the order of their names."""
+        """Yield the programs, in the order of their names."""
         for name, path in self.config.stash[CAMPAIGN].programs.items():
             yield ProgramItem.from_parent(self, name=name, program_path=path)
 
 
 class FailedCheckError(Exception):
-    """Its text is the whole report: there is no traceback worth reading."""
+    """A failed check; its message is the whole report, without a traceback."""
 
 
 class EngineItem(pytest.Item):
     """A test of the engine, which is in no file."""
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The text of a failed check as it is."""
+        """Return the text of a failed check as it is."""
         if isinstance(excinfo.value, FailedCheckError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, None, str]:
-        """It has no place in any file."""
+        """Return the location without a line, since the test is in no file."""
         return self.path, None, self.nodeid
 
 
@@ -435,7 +439,7 @@ class ProgramItem(EngineItem):
         self.add_marker(NAME)
 
     def runtest(self) -> None:
-        """Pass, fail with the face of the failure, or be skipped for what the engine lacks."""
+        """Pass, fail with the report of the failure, or be skipped for what the engine lacks."""
         text, reasons = self.config.stash[CAMPAIGN].play(self._program_path)
         if text:
             raise FailedCheckError(text.rstrip("\n"))
@@ -454,18 +458,18 @@ class SubjectItem(EngineItem):
 
     @property
     def preset(self) -> str:
-        """What the engine is checked in."""
+        """The preset in which the engine is checked."""
         assert self.parent is not None
         return self.parent.name
 
     def setup(self) -> None:
-        """Have the preset checked. What keeps it from being checked is an error of every test."""
+        """Have the preset checked. If it cannot be checked, every test of it fails."""
         self._outcome = self.config.stash[CAMPAIGN].get_outcome(self.preset)
         if "error" in self._outcome:
             pytest.fail(self._outcome["error"], pytrace=False)
 
     def runtest(self) -> None:
-        """Pass, fail with the face of the failure, or be skipped for what was not judged."""
+        """Pass, fail with the report of the failure, or be skipped if nothing was checked."""
         from blockstep.conformance.report.subjects import verdict_on  # noqa: PLC0415 - only if wanted
 
         check, text = self._outcome["check"], self._outcome["text"]
@@ -487,7 +491,7 @@ class SubjectItem(EngineItem):
 
 @pytest.fixture
 def blockstep(request: pytest.FixtureRequest) -> Bench:
-    """Programs of one's own on the engine: `blockstep.run(...)`, `blockstep.lockstep(config)`."""
+    """Return a bench for own programs: `blockstep.run(...)`, `blockstep.lockstep(config)`."""
     campaign = request.config.stash.get(CAMPAIGN, None)
     if campaign is None:
         pytest.skip("no engine: name one with --blockstep-engine, or in [tool.blockstep]")

@@ -1,4 +1,4 @@
-"""Fixture: programs of one's own, run on the engine of the session."""
+"""The fixture: own programs, run on the engine of the session."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
 
 
 class Walk:
-    """A program of one's own, one action at a time. In this process, unlike `Bench.run`."""
+    """An own program, one action at a time. It runs in this process, unlike `Bench.run`."""
 
     def __init__(self, bench: Bench, run: LockStep) -> None:
         self._bench = bench
         self.run = run
-        """Both sides: `run.engine`, `run.plans` in flight, `run.live`, `run.last_plan`."""
+        """The run of spec and engine: `run.engine`, `run.plans` in flight, `run.live`,
+        `run.last_plan`."""
         self.actions: list[Action] = []
 
     def perform(self, *actions: Action) -> None:
-        """Do these actions on both sides. Raises AssertionError with all that is wrong."""
+        """Do these actions on both sides. Raises AssertionError with all findings."""
         __tracebackhide__ = True
         for action in actions:
             self.actions.append(action)
@@ -43,7 +44,7 @@ class Walk:
 
 
 class Bench:
-    """What the fixture `blockstep` is: runs programs of one's own on the engine."""
+    """The value of the fixture `blockstep`: runs own programs on the engine."""
 
     def __init__(self, campaign: Campaign, nodeid: str) -> None:
         self._campaign = campaign
@@ -52,10 +53,10 @@ class Bench:
         self.profile = campaign.profile
 
     def run(self, program: Program | Sequence[Action], config: Config | None = None) -> None:
-        """Run a program, or actions under a config, in a child process.
+        """Run a program, or actions with a config, in a child process.
 
         Raises:
-            AssertionError: with all that is wrong.
+            AssertionError: with all findings.
         """
         __tracebackhide__ = True
         if not isinstance(program, Program):
@@ -78,7 +79,7 @@ class Bench:
             pytest.skip(f"not tried: the engine lacks {name} ({count} actions left out)")
 
     def lockstep(self, config: Config, token_seed: int = 0, vocabulary_size: int = 50) -> Walk:
-        """Both sides, to be given one action at a time; in this process."""
+        """Return a run of spec and engine that takes one action at a time, in this process."""
         for path in (*reversed(self._campaign.folders), self._campaign.engine_path):
             if path is not None:
                 search_first(path)
@@ -89,7 +90,7 @@ class Bench:
         return Walk(self, run)
 
     def render(self, walk: Walk, findings: list[Finding]) -> str:
-        """The face of a failure, ending with how to see it again."""
+        """Return the report of a failure, ending with how to reproduce it."""
         program = Program(walk.run.config, tuple(walk.actions))
         text = render_program(conclude(program, walk.run, findings), self.engine)
         return f"{text}\n{self._reproduce()}"

@@ -1,1 +1,1 @@
-"""Recorded: runs that happened elsewhere."""
+"""Recorded runs: replays of workloads, traces, and their validation."""

@@ -1,4 +1,4 @@
-"""Episodes: those of a check, recorded."""
+"""Recording of one episode of a check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from blockstep.conformance.search.options import CheckOptions, load
 
 
 def write_episode(options: CheckOptions, make_engine: EngineFactory | None, path: Path) -> None:
-    """Write the episode of the options as a trace; in a process of its own, `Isolation.call`s it.
+    """Write the episode of the options as a trace.
+
+    `Isolation.call` runs this in a child process.
 
     Raises:
         TraceError: if the file cannot be written.

@@ -1,4 +1,4 @@
-"""Figures: what a replay counts."""
+"""The figures of a replay."""
 
 from __future__ import annotations
 
@@ -11,67 +11,71 @@ from blockstep.spec.vocabulary import Config, Event
 
 @dataclass(slots=True)
 class ReplayReport:
-    """What a replay did, or has done so far. Rates are between 0 and 1, and 0 of nothing."""
+    """The figures of a replay so far.
+
+    Rates are between 0 and 1; the rate of an empty whole is 0.
+    """
 
     config: Config
     pace: Pace
     equivalence: str = "none"
-    """"exact" (snapshots equal), "observations", the weaker one that the engine declares, or
-    "none": an engine alone."""
+    """"exact" (snapshots are equal), "observations", the weaker equivalence that the engine
+    declares, or "none" for an engine alone."""
     snapshot_every: int = 0
-    """Events between two snapshots, with one more at the end; 0: none taken."""
+    """Events between two snapshots, with one more at the end; 0 if none are taken."""
     finding: Finding | None = None
-    """What stopped the replay; None if it went through."""
+    """The finding that stopped the replay; None if it finished."""
     finding_step: int | None = None
-    """Schedules before the event that `finding` is about."""
+    """Number of Schedules before the event of `finding`."""
     finding_event: Event | None = None
     excused: dict[str, int] = field(default_factory=dict)
-    """Findings that the engine's adapter declares, by the deviation."""
+    """Number of findings that the engine's adapter declares, by the deviation."""
     requests_submitted: int = 0
     requests_finished: int = 0
     requests_refused: dict[str, int] = field(default_factory=dict)
-    """By reject code."""
+    """Rejected requests, by reject code."""
     requests_running_peak: int = 0
     steps: int = 0
-    """Schedules."""
+    """Number of Schedules."""
     events: int = 0
     snapshots_taken: int = 0
     rows: int = 0
     """Rows of all plans."""
     tokens_scheduled: int = 0
     tokens_prompt: int = 0
-    """Of requests at their first admission; likewise the next three."""
+    """Prompt tokens of requests at their first admission; the next three fields are counted there,
+    too."""
     tokens_prefix_hit: int = 0
     blocks_prompt: int = 0
-    """A partial last block counts as one, as it does in the published traces."""
+    """A partly filled last block counts as one, as in the published traces."""
     blocks_prefix_hit: int = 0
     tokens_resumed_hit: int = 0
-    """Prefix hits of requests that came back from preemption."""
+    """Prefix hits of resumed requests."""
     tokens_output: int = 0
     preemptions: int = 0
     pool_blocks_usable: int = 0
     pool_blocks_peak: int = 0
-    """Blocks held after a plan, at most."""
+    """The most blocks held after a plan."""
     pool_blocks_mean: float = 0.0
-    """Blocks held after a plan, on average over plans."""
+    """The mean number of blocks held after a plan."""
     seconds: float = 0.0
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Share of prompt tokens that a prefix hit served."""
+        """Share of the prompt tokens that prefix hits served."""
         return get_ratio(self.tokens_prefix_hit, self.tokens_prompt)
 
     @property
     def block_hit_rate(self) -> float:
-        """Share of prompt blocks that a prefix hit served."""
+        """Share of the prompt blocks that prefix hits served."""
         return get_ratio(self.blocks_prefix_hit, self.blocks_prompt)
 
     @property
     def events_per_second(self) -> float:
-        """Events by wall clock, the replayer's own work included."""
+        """Events per second of wall time, including the replayer's own work."""
         return get_ratio(self.events, self.seconds)
 
 
 def get_ratio(part: float, whole: float) -> float:
-    """The share, 0 of nothing."""
+    """Return `part / whole`, or 0 if the whole is 0."""
     return part / whole if whole else 0.0

@@ -1,4 +1,4 @@
-"""Pace: how fast the requests of a workload come, and the config that suits each workload."""
+"""The arrival rate of a workload's requests, and a config for each workload."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class Arrivals(StrEnum):
     """When requests are submitted."""
 
     OPEN = "open"
-    """At their arrival time, however busy the engine is."""
+    """A request is submitted at its arrival time, however busy the engine is."""
     CLOSED = "closed"
-    """As soon as fewer than `concurrency` are unfinished."""
+    """A request is submitted when fewer than `concurrency` are unfinished."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast requests come."""
+    """The arrival rate of requests."""
 
     arrivals: Arrivals = Arrivals.CLOSED
     concurrency: int = 256
-    """Requests unfinished at once, at most, when arrivals are closed."""
+    """The most unfinished requests, with closed arrivals."""
     ticks_per_step: int = 50
-    """Ticks that one step takes, when arrivals are open; the ticks of a workload are ms."""
+    """Ticks per step, with open arrivals; the ticks of a workload are milliseconds."""
 
     def __post_init__(self) -> None:
         if self.concurrency < 1 or self.ticks_per_step < 1:
@@ -37,7 +37,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class ReplayPreset:
-    """A config and a pace that suit one workload."""
+    """A config and a pace that fit one workload."""
 
     config: Config
     pace: Pace
@@ -45,8 +45,8 @@ class ReplayPreset:
 
 REPLAY_PRESETS: Mapping[WorkloadFormat, ReplayPreset] = MappingProxyType(
     {
-        # All blocks that the whole trace ever allocates fit (191,195): nothing is evicted, so
-        # what hits depends on the trace alone.
+        # All blocks that the whole trace allocates fit (191,195): nothing is evicted, so the hits
+        # depend on the trace alone.
         WorkloadFormat.MOONCAKE: ReplayPreset(
             Config(
                 num_blocks=200_000,
@@ -57,7 +57,7 @@ REPLAY_PRESETS: Mapping[WorkloadFormat, ReplayPreset] = MappingProxyType(
             ),
             Pace(Arrivals.CLOSED, concurrency=256),
         ),
-        # A pool under pressure: prompts are unique, so what matters is the traffic in blocks.
+        # A small pool: the prompts are unique, so allocation and eviction matter.
         WorkloadFormat.AZURE: ReplayPreset(
             Config(
                 num_blocks=16_384,
@@ -80,4 +80,4 @@ REPLAY_PRESETS: Mapping[WorkloadFormat, ReplayPreset] = MappingProxyType(
         ),
     }
 )
-"""What `blockstep replay` uses unless told otherwise."""
+"""The defaults of `blockstep replay`."""

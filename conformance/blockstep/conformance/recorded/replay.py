@@ -1,16 +1,16 @@
-"""Replay: a workload, driven through one engine alone, or through spec and engine in lock-step.
+"""Replay of a workload by one engine alone, or by spec and engine in lock-step.
 
-The replayer plays the clients and the model worker. It knows only what it submitted and what the
-plans say, so it decides for itself which rows sample, what each request has been given, and which
-blocks are held; an engine that loses a token is found out without any reference.
+The replayer takes the part of the clients and of the model worker. It knows only what it submitted
+and what the plans say, so it decides by itself which rows sample, which tokens each request got,
+and which blocks are held; it finds an engine that loses a token without any reference.
 
-Time is virtual. `Arrivals.OPEN` submits a request when its `arrival_time` has come, where each
-step takes `ticks_per_step`; an idle engine sleeps until the next arrival. `Arrivals.CLOSED`
-ignores times and keeps `concurrency` requests unfinished, in order of arrival: prompts that wait
-for nothing are not even spelled out.
+Time is virtual. `Arrivals.OPEN` submits a request when its `arrival_time` has passed, where each
+step takes `ticks_per_step`; an idle engine sleeps until the next arrival. `Arrivals.CLOSED` ignores
+times and keeps `concurrency` requests unfinished, in order of arrival; later prompts are not even
+built.
 
-Every sampled token is a token id that no other position of any request has, so outputs never
-share blocks, and every request runs to its `max_tokens` (or `max_model_len`).
+Every sampled token is a token id that no other position of any request has, so outputs never share
+blocks, and every request runs to its `max_tokens` (or `max_model_len`).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from blockstep.conformance.recorded.sides import FoundError, Side, open_side
 from blockstep.spec import vocabulary as v
 
 OUTPUT_TOKENS = 1 << 30
-"""Distinct output tokens before ids repeat."""
+"""Number of output tokens before ids repeat."""
 
 DIFFERENCES_MAX = 20
-"""Differences kept of one divergence: a real pool has a hundred thousand blocks."""
+"""The most differences kept of one divergence: a real pool has a hundred thousand blocks."""
 
 PROGRESS_STEPS = 256
 """Steps between two calls of `on_progress`."""
 
 
 def cut(text: str, length: int = 200) -> str:
-    """`text`, or as much of it as fits."""
+    """Return `text`, cut to the length."""
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
@@ -58,16 +58,15 @@ def replay(
     on_progress: Callable[[ReplayReport], None] = lambda _report: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> ReplayReport:
-    """Drive `requests` (by time of arrival) to their ends, or to the first finding.
+    """Play `requests` (sorted by arrival) until all have finished, or to the first finding.
 
     With `with_spec` every observation is compared with the spec's, and whole states every
     `snapshot_every` events and at the end (0: never); an engine that declares a weaker equivalence
-    is held to that instead, and is given what it fits config and requests to. `steps_max` Schedules
-    are the end of it in any case (a LIVENESS finding), and so is a long run of steps that deliver
-    nothing. `on_progress` is shown the report as it grows. `clock` gives seconds and is used for
-    the report only.
+    is compared at that, and gets the config and requests that it can take. The replay stops with a
+    LIVENESS finding after `steps_max` Schedules, or after many steps that deliver nothing.
+    `on_progress` gets the growing report. `clock` gives seconds and is used for the report only.
 
-    What the engine raises is a finding, also while it is built, but for a `ConfigError`.
+    An exception of the engine is a finding, also while it is built, except a `ConfigError`.
     """
     if snapshot_every < 0:
         raise ValueError(f"snapshot_every = {snapshot_every}: must be at least 0")
@@ -99,17 +98,17 @@ class _Live:
     """One unfinished request, as the replayer knows it."""
 
     prompt: int
-    """Prompt tokens."""
+    """Number of prompt tokens."""
     known: int
-    """Prompt and output tokens."""
+    """Number of prompt and output tokens."""
     end: int
-    """The known tokens with which it ends."""
+    """Number of known tokens at which it finishes."""
     token: int
-    """Its next output, less `OUTPUT_TOKENS_START`, before it wraps around."""
+    """The next output token minus `OUTPUT_TOKENS_START`, before wrapping around."""
     sampled: v.TokenIds = ()
-    """What the commit under way says it sampled."""
+    """The token that this commit says it sampled."""
     table: list[v.BlockId] = field(default_factory=list)
-    """The blocks it holds, all groups in one list."""
+    """The blocks that it holds, all KV groups in one list."""
 
 
 class _Replay:
@@ -135,17 +134,17 @@ class _Replay:
         self._ticks = 0
         self._live: dict[v.RequestId, _Live] = {}
         self._refs: dict[v.BlockId, int] = {}
-        """Holders of each held block."""
+        """Number of holders of each held block."""
         self._outputs_promised = 0
-        """Tokens set aside as outputs of the requests submitted so far."""
+        """Token ids reserved for outputs of the requests submitted so far."""
         self._idle_steps = 0
-        """Steps since something was delivered."""
+        """Steps since a token was delivered."""
         chunks = -(-config.max_model_len // config.max_num_batched_tokens)
         self._idle_steps_max = 1000 + 4 * config.max_num_seqs * chunks
         self._blocks_sum = 0
 
     def drive(self) -> None:
-        """Until every request is finished or refused. Raises `FoundError`."""
+        """Run until every request is finished or rejected. Raises `FoundError`."""
         while True:
             self._submit_due()
             if not self._live:
@@ -200,7 +199,7 @@ class _Replay:
         if request.structured_output:
             self._apply(v.GrammarReady(request.request_id))
 
-    # The next three run once per row of every plan: they are written for speed.
+    # The next three methods run once per row of every plan: they are written for speed.
 
     def _schedule(self) -> v.Plan:
         report = self._report
@@ -318,12 +317,14 @@ class _Replay:
         self, request_id: v.RequestId, state: _Live, reason: v.FinishReason | None
     ) -> None:
         if reason in (v.FinishReason.STOP, v.FinishReason.REPETITION):
-            return  # the request asked for it: workloads never do, other requests may
+            return  # the request allows it; those of workloads do not, others may
         what = f"{request_id!r} has {state.known} of {state.end} tokens and finish_reason {reason}"
         raise _broken("P13", "a_request_ends_at_its_length_cap", what)
 
     def _wait(self) -> None:
-        """After an empty plan only an arrival can change anything: go there, or give up."""
+        """Skip to the next arrival after an empty plan, since nothing else changes the state; else
+        raise.
+        """
         if self._next is None or self._pace.arrivals is Arrivals.CLOSED:
             raise self._stall("an empty plan, and nothing is due from outside")
         self._ticks = max(self._ticks, self._next.arrival_time)

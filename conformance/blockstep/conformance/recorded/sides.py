@@ -1,4 +1,4 @@
-"""Sides: whom the events of a replay go to: an engine alone, or beside the spec."""
+"""The targets of a replay's events: an engine alone, or an engine compared with the spec."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DECLINED = v.Rejected(v.RejectCode.BAD_REQUEST, "the engine's adapter declines i
 
 
 class FoundError(Exception):
-    """Unwinds the loop with what was found."""
+    """Ends the replay with a finding."""
 
     def __init__(self, finding: Finding) -> None:
         self.finding = finding
@@ -34,7 +34,7 @@ class FoundError(Exception):
 
 
 class Alone:
-    """An engine without the spec beside it."""
+    """An engine without the spec."""
 
     num_compared = 0
     excused: Mapping[str, int] = MappingProxyType({})
@@ -44,7 +44,7 @@ class Alone:
         self._scope = get_traits(make_engine).equivalence
 
     def apply(self, event: v.Event) -> v.Observation:
-        """The engine's answer. Raises `FoundError`, as all of these."""
+        """Return the engine's observation. Raises `FoundError`, as all these methods do."""
         if self._scope is not None and isinstance(event, v.Submit):
             fitting = self._scope.fit_request(event.request, self._config)
             if fitting is None:
@@ -56,32 +56,34 @@ class Alone:
             raise FoundError(fault_of(error)) from error
 
     def finish(self) -> None:
-        """There is nothing to compare."""
+        """Do nothing: there is nothing to compare."""
 
 
 class Beside:
-    """An engine in lock-step with the spec, or judged by the properties alone."""
+    """An engine in lock-step with the spec, or checked by the properties alone."""
 
     def __init__(self, run: LockStep) -> None:
         self._run = run
 
     @property
     def num_compared(self) -> int:
-        """States that were compared."""
+        """Number of states that were compared."""
         return self._run.num_compared
 
     @property
     def excused(self) -> Mapping[str, int]:
-        """Findings that the engine's adapter declares."""
+        """Number of findings that the engine's adapter declares."""
         return self._run.excuses.counts
 
     def apply(self, event: v.Event) -> v.Observation:
-        """The engine's answer, or the spec's refusal of what the engine is not to be given."""
+        """Return the engine's observation, or the spec's rejection of an event that the engine is
+        not given.
+        """
         run = self._run
         if isinstance(event, v.Submit):
             event = cast("v.Submit", run.fit(event))
         _expect_nothing(run.apply(event))
-        if run.last is None or run.last.event is not event:  # it can never fit, or was declined
+        if run.last is None or run.last.event is not event:  # it was rejected or declined
             refusal = transition(run.spec.state, event)
             if isinstance(refusal, v.Rejected):
                 return refusal
@@ -90,7 +92,7 @@ class Beside:
         return run.last.seen
 
     def finish(self) -> None:
-        """Compare the last states, wherever the cadence stood."""
+        """Compare the last states, if the last event was not compared."""
         run = self._run
         if run.compare_every and run.num_events % run.compare_every:
             _expect_nothing(run.compare_states())
@@ -111,11 +113,11 @@ def open_side(
     with_spec: bool,
     snapshot_every: int,
 ) -> Side:
-    """Whom the events go to; the report is told what is compared.
+    """Return the target of the events, and set in the report what is compared.
 
     Raises:
         ConfigError: the engine cannot be built with this config.
-        FoundError: it broke while it was built.
+        FoundError: it raised while it was built.
     """
     scope = get_traits(make_engine).equivalence
     try:

@@ -1,8 +1,8 @@
-"""Steps: a scheduler's own records of its steps, judged by what they say of each other.
+"""Checks of a scheduler's own records of its steps, which must be consistent.
 
-Such a file has no events and no states, so nothing can be replayed. But what was seen before a step
-and what was decided in it must fit: budgets, who runs, who may be admitted, what pins hold. The
-form is that of the fork that seed 001 describes ("Feature B"); `impl.serving.steps` writes it.
+Such a file has no events and no states, so nothing can be replayed. But the state before a step and
+the decision in it must be consistent: budgets, running requests, admissions, pinned blocks. The
+format is that of the fork that seed 001 describes ("Feature B"); `impl.serving.steps` writes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from blockstep.conformance.protocol.lines import TraceError, read_lines, shown
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="step_snapshot"):
-    """What a scheduler saw before a step."""
+    """The state that a scheduler recorded before a step."""
 
     step: int
     running: list[str]
@@ -36,7 +36,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="step_snapshot"):
 
 
 class Hit(msgspec.Struct, frozen=True, tag="prefix_cache_event"):
-    """What cache and store had for a request that was looked at."""
+    """The hits of a waiting request in the prefix cache and in the store."""
 
     step: int
     req_id: str
@@ -49,7 +49,7 @@ class Hit(msgspec.Struct, frozen=True, tag="prefix_cache_event"):
 
 
 class Decision(msgspec.Struct, frozen=True, tag="step_decision"):
-    """What it decided."""
+    """The decision of a step."""
 
     step: int
     scheduled_new_req_ids: list[str]
@@ -61,7 +61,7 @@ class Decision(msgspec.Struct, frozen=True, tag="step_decision"):
 
     @property
     def admitted(self) -> list[str]:
-        """New and resumed."""
+        """Ids of new and resumed requests."""
         return self.scheduled_new_req_ids + self.scheduled_resumed_req_ids
 
 
@@ -71,7 +71,7 @@ _FIX = "give the file as it was written"
 
 
 def is_step_file(path: Path) -> bool:
-    """Whether a file begins with the record of a step, and so is no recorded run."""
+    """Whether a file begins with the record of a step, so that it is not a recorded run."""
     try:
         _, line = next(read_lines(path), (0, ""))
         _DECODER.decode(line)
@@ -81,7 +81,7 @@ def is_step_file(path: Path) -> bool:
 
 
 def read_steps(path: Path) -> Iterator[tuple[int, Record]]:
-    """The records of a file, with the numbers of their lines. Raises `TraceError`."""
+    """Yield the records of a file, with their line numbers. Raises `TraceError`."""
     for number, line in read_lines(path, "step file"):
         try:
             yield number, _DECODER.decode(line)
@@ -92,16 +92,16 @@ def read_steps(path: Path) -> Iterator[tuple[int, Record]]:
 
 @dataclass(slots=True)
 class StepJudge:
-    """Takes the records of one scheduler in their order, and says what is wrong with the next."""
+    """Checks the records of one scheduler in their order."""
 
     seen: Snapshot | None = None
-    """Of the step that is being told."""
+    """The snapshot of the step whose records are being read."""
     hits: list[Hit] = field(default_factory=list)
     left: list[str] | None = None
-    """Who runs once the last decision was carried out."""
+    """Ids of the requests that run after the last decision."""
 
     def take(self, record: Record) -> Finding | None:
-        """What is wrong with a record, behind those before it."""
+        """Return what is wrong with a record, given those before it; None if nothing."""
         match record:
             case Snapshot():
                 finding = self._judge(_OF_SNAPSHOTS, record) or self._take_up(record)
@@ -119,7 +119,7 @@ class StepJudge:
         return next(filter(None, (judge(record) for judge in judges)), None)
 
     def _belongs(self, step: int) -> Finding | None:
-        """A record is of the step whose snapshot came last."""
+        """Check that a record belongs to the step of the last snapshot."""
         if self.seen is None or self.seen.step != step:
             last = "none" if self.seen is None else str(self.seen.step)
             what = f"a record of step {step}, where the last snapshot is of step {last}"
@@ -127,9 +127,11 @@ class StepJudge:
         return None
 
     def _take_up(self, seen: Snapshot) -> Finding | None:
-        """Steps follow each other, and who runs was left running by the step before."""
+        """Check that steps are consecutive, and that running requests follow from the last
+        decision.
+        """
         if self.seen is not None and seen.step != self.seen.step + 1:
-            what = f"step {seen.step} is told behind step {self.seen.step}"
+            what = f"step {seen.step} follows step {self.seen.step}"
             return violated("P26", "step_is_told_in_order", what)
         strangers = [] if self.left is None else [it for it in seen.running if it not in self.left]
         if strangers:
@@ -146,33 +148,33 @@ class StepJudge:
 
 
 def _judge_running(seen: Snapshot) -> Finding | None:
-    """No more run than may, each once, and nobody waits who runs."""
+    """Check that no more requests run than may, and that each is in one queue only."""
     names = Counter(seen.running + seen.waiting)
     twice = [name for name, count in names.items() if count > 1]
     if twice:
         return violated("P16", "every_request_stands_in_one_queue", f"{twice} stand in two places")
     if len(seen.running) > seen.max_num_running_reqs:
-        what = f"{len(seen.running)} run, of {seen.max_num_running_reqs} who may"
+        what = f"{len(seen.running)} run, {seen.max_num_running_reqs} may"
         return violated("P9", "running_stays_within_max_num_seqs", what)
     return None
 
 
 def _judge_pool(seen: Snapshot) -> Finding | None:
-    """What is free and what pins hold is together no more than there is."""
+    """Check that free and pinned blocks are no more than the pool has."""
     if seen.free_blocks is None or seen.total_blocks is None:
         return None
     usable = seen.total_blocks - 1
     if seen.free_blocks + seen.pinned_blocks > usable:
         what = (
-            f"{seen.free_blocks} blocks are free and {seen.pinned_blocks} pinned, of {usable} that "
-            "there are beside the null block"
+            f"{seen.free_blocks} blocks are free and {seen.pinned_blocks} pinned, of {usable} "
+            "without the null block"
         )
         return violated("P1", "every_block_is_free_or_held", what)
     return None
 
 
 def _judge_pins(seen: Snapshot) -> Finding | None:
-    """A job has one pin at most, and pins hold blocks."""
+    """Check that a job has at most one pin, and that pins hold blocks."""
     if len(set(seen.pinned_job_ids)) != len(seen.pinned_job_ids):
         return violated("P17", "pins_hold_what_can_be_found", f"a job twice: {seen.pinned_job_ids}")
     if bool(seen.num_pinned) is not bool(seen.pinned_blocks):
@@ -185,7 +187,7 @@ _OF_SNAPSHOTS = (_judge_running, _judge_pool, _judge_pins)
 
 
 def _judge_hit(hit: Hit) -> Finding | None:
-    """A hit leaves a token to compute; a load that takes longer than a step need not."""
+    """Check that a hit leaves a token to compute, except for an asynchronous load."""
     num_hit = hit.local_hit_tokens + hit.external_hit_tokens
     most = hit.num_tokens - (not hit.load_kv_async)
     if not (0 <= num_hit <= most and hit.total_prompt_tokens <= hit.num_tokens):
@@ -197,7 +199,7 @@ def _judge_hit(hit: Hit) -> Finding | None:
 def _judge_budget(seen: Snapshot, told: Decision) -> Finding | None:
     total = sum(told.num_scheduled_tokens.values())
     if total != told.total_scheduled_tokens:
-        what = f"rows of {total} tokens are told as {told.total_scheduled_tokens}"
+        what = f"rows of {total} tokens are counted as {told.total_scheduled_tokens}"
         return violated("P9", "plan_stays_within_token_budget", what)
     if total > seen.max_num_scheduled_tokens:
         what = f"{total} tokens in a step of at most {seen.max_num_scheduled_tokens}"
@@ -206,7 +208,7 @@ def _judge_budget(seen: Snapshot, told: Decision) -> Finding | None:
 
 
 def _judge_rows(seen: Snapshot, told: Decision) -> Finding | None:
-    """Each row is of one who ran and goes on, or waited and is admitted, and runs a token."""
+    """Check that each row is of a running request or an admitted one, once, and runs a token."""
     rows = Counter(told.admitted + told.scheduled_running_req_ids)
     ran = set(seen.running) - set(told.preempted_req_ids)
     strangers = [name for name in told.scheduled_running_req_ids if name not in ran]
@@ -217,7 +219,7 @@ def _judge_rows(seen: Snapshot, told: Decision) -> Finding | None:
         or set(rows) != set(told.num_scheduled_tokens)
         or max(rows.values(), default=1) > 1
     ):
-        what = f"rows are not of who ran or waited, each once: {strangers or dict(rows)}"
+        what = f"rows are not of running or waiting requests, each once: {strangers or dict(rows)}"
         return violated("P26", "rows_are_of_who_ran_or_waited", what)
     if any(count < 1 for count in told.num_scheduled_tokens.values()):
         return violated("P26", "rows_are_of_who_ran_or_waited", "a row runs no token")
@@ -225,16 +227,16 @@ def _judge_rows(seen: Snapshot, told: Decision) -> Finding | None:
 
 
 def _judge_admission(seen: Snapshot, told: Decision) -> Finding | None:
-    """No more run than may; and where somebody was preempted nobody is admitted.
+    """Check that no more requests run than may, and that no step both preempts and admits.
 
-    The first is what the fork of seed 001 had asserted, and then only warned of ("Change 9").
+    The fork of seed 001 first asserted the former, and later only warned of it ("Change 9").
     """
     if told.admitted and told.preempted_req_ids:
         what = f"{told.admitted} admitted although {told.preempted_req_ids} were preempted"
         return violated("P16", "nobody_is_admitted_after_a_preemption", what)
     num_running = len(seen.running) - len(told.preempted_req_ids) + len(told.admitted)
     if num_running > seen.max_num_running_reqs:
-        what = f"{num_running} run behind the step, of {seen.max_num_running_reqs} who may"
+        what = f"{num_running} run after the step, {seen.max_num_running_reqs} may"
         return violated("P9", "running_stays_within_max_num_seqs", what)
     return None
 

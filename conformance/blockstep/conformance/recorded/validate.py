@@ -1,7 +1,7 @@
-"""Validate: hold a recorded run to the spec, long after it happened.
+"""Validation of a recorded run against the spec, after it happened.
 
-A run of an engine that is held to a weaker equivalence than `exact` is asked what that can answer,
-and no more: its recorded answers are given by a stand-in, in a run of that kind.
+A run of an engine with a weaker equivalence than `exact` is checked only for what that asks: a
+stand-in engine repeats the recorded observations, in a run at that equivalence.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from blockstep.spec import vocabulary as v
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """How far a trace agrees with the spec, or keeps what its equivalence asks."""
+    """The result of a validation: how far a trace agrees with the spec."""
 
     num_steps: int
     """Steps of the trace."""
     num_agreed: int
-    """Steps before the first that is wrong; all of them if there is none."""
+    """Steps before the first that is wrong; all of them if none is."""
     equivalence: str = EXACT
-    """What the trace says of its engine."""
+    """The equivalence that the trace names."""
     event: str = ""
     """The first event after which something is wrong."""
     finding: Finding | None = None
-    """What is wrong then."""
+    """The finding after that event."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Events that nothing could be asked of, by kind."""
+    """Events that could not be checked, by type."""
     excused: Counter[str] = field(default_factory=Counter)
-    """Findings that are what the engine's adapter declares, by the deviation."""
+    """Number of findings that the engine's adapter declares, by the deviation."""
     has_events: bool = True
-    """False: it has records of steps, of which no state follows."""
+    """Whether it has events; a file with records of steps has none."""
 
     @property
     def conforms(self) -> bool:
@@ -66,17 +66,18 @@ class Validation:
 
     @property
     def differences(self) -> tuple[Difference, ...]:
-        """The fields in which the recorded answer is wrong."""
+        """The fields in which the recorded observation is wrong."""
         return () if self.finding is None else self.finding.differences
 
 
 def validate(path: Path) -> Validation:
-    """Give each recorded event to the spec and compare its answer with the recorded one.
+    """Give each recorded event to the spec and compare its observation with the recorded one.
 
-    Of a scheduler's own records of its steps (`steps`) each is held to those before it.
+    In a file with a scheduler's own records (`steps`), each record is compared with those before
+    it.
 
     Raises:
-        TraceError: if the file is no trace.
+        TraceError: the file is not a trace.
     """
     if is_step_file(path):
         return _validate_steps(path)
@@ -97,7 +98,7 @@ def validate(path: Path) -> Validation:
 
 
 def _validate_steps(path: Path) -> Validation:
-    """Hold records of steps to each other, up to the first that does not fit."""
+    """Check the records of steps, up to the first that is inconsistent."""
     judge, wrong, num_steps = StepJudge(), None, 0
     for number, record in read_steps(path):
         num_steps += isinstance(record, Snapshot)
@@ -111,7 +112,7 @@ def _validate_steps(path: Path) -> Validation:
 
 
 def _judge_exactly(trace: Trace) -> Callable[[TraceStep], Finding | None]:
-    """What says where the spec answers otherwise."""
+    """Return a function that compares a step with the spec."""
     spec, with_hints = SpecEngine(trace.config), _tells_hints(trace)
 
     def judge(step: TraceStep) -> Finding | None:
@@ -128,13 +129,16 @@ def _judge_exactly(trace: Trace) -> Callable[[TraceStep], Finding | None]:
 
 
 def _tells_hints(trace: Trace) -> bool:
-    """Whether plans of the trace carry hints, which an engine may leave out."""
+    """Whether plans of the trace have hints, which an engine may leave out."""
     answers = (step.observation for step in trace.steps)
     return any(isinstance(seen, v.Plan) and seen.num_common_prefix_blocks for seen in answers)
 
 
 class _StandIn:
-    """Answers as the trace does. It claims whatever can be claimed, for all of it was tried."""
+    """Repeats the observations of the trace.
+
+    It claims all capabilities, since every event was given.
+    """
 
     def __init__(self, with_hints: bool) -> None:
         self.answer: v.Observation = v.Ack()
@@ -145,14 +149,14 @@ class _StandIn:
         return self.answer
 
     def snapshot(self) -> None:
-        """A trace has no states."""
+        """Return None: a trace has no states."""
 
     def capabilities(self) -> frozenset[str]:
         return self._capabilities
 
 
 class _Retold(Worker):
-    """A worker that samples what the recorded one did, also for plans made before that was told."""
+    """A worker that samples the recorded tokens, also for plans before their commit."""
 
     def __init__(self, trace: Trace, *args: Any) -> None:
         super().__init__(*args)
@@ -172,7 +176,9 @@ class _Retold(Worker):
         return super()._sample(row) if told is None else told
 
     def _fill_in(self, row: v.NewRow | v.CachedRow, view: RequestView) -> v.TokenIds:
-        """A trace does not say what stood for placeholders; what was accepted of it, it does."""
+        """Return the drafts of a row; accepted ones that were placeholders are known from the
+        commit.
+        """
         drafts = super()._fill_in(row, view)
         if v.DRAFT_PLACEHOLDER not in row.draft_token_ids:
             return drafts
@@ -181,13 +187,15 @@ class _Retold(Worker):
 
 
 class _RetoldCounting(_Retold, CountingWorker):
-    """The same, of plans that name no blocks."""
+    """The same, for plans without block ids."""
 
 
 def _judge_run(
     trace: Trace, left_out: Counter[str], excused: Counter[str]
 ) -> Callable[[TraceStep], Finding | None]:
-    """What says where a trace breaks what its equivalence asks, but for what it declares."""
+    """Return a function that checks a step at the trace's equivalence, except declared
+    deviations.
+    """
     stand_in, scope = _StandIn(_tells_hints(trace)), _get_equivalence(trace)
     shows_blocks = not isinstance(scope, SamePlans) or scope.shows_blocks
     worker = partial(_Retold if shows_blocks else _RetoldCounting, trace)
@@ -215,7 +223,7 @@ def _judge_run(
 
 
 def _get_equivalence(trace: Trace) -> Equivalence | None:
-    """The equivalence by its name; plans without a block table show no blocks."""
+    """Return the equivalence of the trace; plans without a block table show no blocks."""
     if trace.equivalence == EXACT:
         return None
     if trace.equivalence == SamePlans.name:

@@ -1,1 +1,1 @@
-"""Adapters: engines of others behind the Engine protocol. Each is loaded by its name only."""
+"""Adapters: foreign engines behind the Engine protocol. Each is loaded by its name only."""

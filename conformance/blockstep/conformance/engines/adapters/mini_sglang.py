@@ -1,10 +1,12 @@
-"""MiniSglang: the scheduler of a checkout of mini-sglang, behind the Engine protocol.
+"""The scheduler of a mini-sglang checkout, behind the Engine protocol.
 
-Its code runs as it is (`mini_sglang_cpu`) and answers are translated without repair. A turn of
-its loop plans, launches and answers in one go; here it is held after the launch. So Schedule is the
-first half of a turn and Commit the second: for the same batch in its normal loop, for the one
-before in its overlapping loop (`async_scheduling`). A message waits for the next turn.
-It decides differently on purpose (prefill first), so it is held to the equivalence `safety`.
+Its code runs as it is (`mini_sglang_cpu`) and its results are translated without repair. One turn
+of its loop plans, launches and processes results; the adapter stops it after the launch. So
+Schedule is the first half of a turn and Commit the second: for the same batch in its normal loop,
+for the previous one in its overlapping loop (`async_scheduling`). A message waits for the next
+turn.
+
+It decides differently on purpose (prefill first), so it is checked at the equivalence `safety`.
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ from blockstep.conformance.protocol.program import Drain, Program
 from blockstep.spec import vocabulary as v
 
 PAGE_SIZE_MAX = 32
-"""Its page table is as wide as the model is long, rounded up to this."""
+"""Its page table is as wide as the model is long, rounded up to a multiple of this."""
 
 
 def fit_config(config: v.Config) -> v.Config:
-    """Its switches, pages as its kernels know them, a model that fits, a token for each row."""
+    """Return the nearest config that it takes: its options, its page sizes, one token per row."""
     page_size = min(1 << config.block_size.bit_length() - 1, PAGE_SIZE_MAX)
     num_slots = config.num_usable_blocks * page_size
     return v.Config(
@@ -58,7 +60,7 @@ def fit_config(config: v.Config) -> v.Config:
 
 
 def fit_request(request: v.Request, _config: v.Config) -> v.Request:
-    """A prompt, a length and one end-of-sequence token."""
+    """Return a request with a prompt, a length and one end-of-sequence token."""
     eos = None if request.eos_token_id is None else EOS
     return v.Request(
         request.request_id, request.prompt_token_ids, request.max_tokens, eos_token_id=eos
@@ -66,7 +68,7 @@ def fit_request(request: v.Request, _config: v.Config) -> v.Request:
 
 
 def _answers_all(event: v.Event, answer: v.Observation | None) -> bool:
-    """Whether a commit delivers to each that sampled, be it that some have ended."""
+    """Whether a commit delivers to all rows that sampled, even to requests that have finished."""
     match event, answer:
         case v.Commit(sampled=sampled), v.Outputs(rows=rows):
             told = {row.request_id for row in rows}
@@ -86,7 +88,7 @@ _OVERLAP = v.Config(
 DEVIATIONS = (
     Deviation(
         "late_reply",
-        "who ends while a step of it is in flight is answered once more, which its server drops",
+        "a request that finishes with a step in flight gets one more token, which its server drops",
         Program(
             _OVERLAP,
             (v.Submit(v.Request("A", (5, 6), 4, eos_token_id=EOS)), Drain()),
@@ -97,7 +99,7 @@ DEVIATIONS = (
     ),
     Deviation(
         "last_step_ends",
-        "an abort does not find a request whose last step is in flight: it ends by that",
+        "an abort does not find a request whose last step is in flight; that step finishes it",
         Program(
             _OVERLAP,
             (v.Submit(v.Request("A", (5,), 1)), v.Schedule(), v.Abort(("A",)), Drain()),
@@ -115,7 +117,7 @@ class Life:
     request: v.Request
     uid: int
     told: tuple[v.BlockId, ...] | None = None
-    """The blocks that plans told of; None before the first."""
+    """The blocks that plans have sent; None before the first plan."""
 
     @property
     def name(self) -> v.RequestId:
@@ -128,7 +130,9 @@ class MiniSglang:
 
     traits = EngineTraits(
         equivalence=Safety(fit_config, fit_request, plans_ahead=True),
-        out_of_reach=frozenset({"preempted"}),  # who is admitted has all that it will need
+        out_of_reach=frozenset(
+            {"preempted"}
+        ),  # an admitted request has all blocks that it will need
         deviations=DEVIATIONS,
     )
 
@@ -150,20 +154,20 @@ class MiniSglang:
                 )
             )
         self.lives: list[Life] = []
-        """By uid."""
+        """All requests, by uid."""
         self.live: dict[v.RequestId, Life] = {}
         self.data: Any = None
-        """What its overlapping loop hands from turn to turn: the batch that it launched last."""
+        """What its overlapping loop passes from turn to turn: the last launched batch."""
         self.last_rows: frozenset[int] = frozenset()
         self.ended: set[v.RequestId] = set()
         self.given_up: list[Life] = []
-        """Their aborts wait for the next turn."""
+        """Requests whose aborts wait for the next turn."""
         self.frames: list[v.FrameId] = []
-        """In flight, oldest first."""
+        """Frames in flight, oldest first."""
         self.num_frames = 0
 
     def capabilities(self) -> frozenset[str]:
-        """It shows its state; it takes aborts and has a loop that plans ahead."""
+        """Return what it implements: it shows its state, takes aborts, and can plan ahead."""
         return frozenset({Capability.SNAPSHOT, Capability.ASYNC, Capability.ABORT})
 
     def apply(self, event: v.Event) -> v.Observation:
@@ -193,7 +197,7 @@ class MiniSglang:
         return v.Ack()
 
     def _abort(self, names: tuple[v.RequestId, ...]) -> v.Aborted:
-        """It finds who waits or will decode again; who is in its last step goes on to its end."""
+        """Abort waiting and decoding requests; a request in its last step runs to its end."""
         last = {req.uid for req in self._list_in_flight(self.data) if not req.can_decode}
         lives = [self.live[name] for name in dict.fromkeys(names) if name in self.live]
         self.loop.inbox += [messages.AbortBackendMsg(life.uid) for life in lives]
@@ -202,7 +206,7 @@ class MiniSglang:
         return v.Aborted(ending_req_ids=tuple(life.name for life in found))
 
     def _end_given_up(self) -> None:
-        """Its turn has begun: it has read the messages."""
+        """Finish the aborted requests, after the turn has read their messages."""
         held = {req.uid for req in self._list_in_flight(self.data, self.loop.due)}
         for life in self.given_up:
             if life.uid in held:
@@ -253,12 +257,12 @@ class MiniSglang:
         table = (row.blocks[len(told) :] if is_longer else row.blocks,)
         return v.CachedRow(life.name, False, table, tokens, row.first, num_outputs, row.length)
 
-    # Outputs: the second half.
+    # Outputs: the second half of a turn.
 
     def _commit(self, said: dict[v.RequestId, v.TokenIds]) -> v.Outputs:
         batch, tokens = self.loop.due[0].batch, self.loop.due[1].next_tokens_cpu
         for index, req in enumerate(batch.reqs):
-            # Its sampler says something for every row, also for one still in its prefill.
+            # Its sampler returns a token for every row, even in the middle of a prefill.
             tokens[index] = (*said[self.lives[req.uid].name], EOS)[0]
         del self.frames[0]
         return v.Outputs(tuple(map(self._output, self.loop.answer())))
@@ -276,10 +280,12 @@ class MiniSglang:
             del self.live[life.name]
             self.ended.add(life.name)
 
-    # Its state.
+    # The state.
 
     def snapshot(self) -> v.Snapshot:
-        """Its state in canonical form; every block one higher, for it has no null block."""
+        """Return its state in canonical form; block ids are one higher, since it has no null
+        block.
+        """
         waiting, running = self._list_waiting(), self._list_running()
         requests = [
             v.RequestSnapshot(self.lives[uid].name, v.Status.WAITING) for uid in waiting
@@ -307,19 +313,21 @@ class MiniSglang:
         )
 
     def _has_work(self) -> bool:
-        """What its loop asks before it waits for a message, and whether there is one."""
+        """Whether its loop has work or an unread message."""
         loop = self.loop
         has_any = loop.prefill_manager.runnable or loop.decode_manager.runnable
         return bool(loop.inbox or loop.due is not None or has_any)
 
     def _list_waiting(self) -> list[int]:
-        """Who holds nothing yet: in its queue, or in a message that it has not read."""
+        """Return the uids of requests without blocks: in its queue, or in an unread message."""
         queue = self.loop.prefill_manager.pending_list
         unread = [message for message in self.loop.inbox if isinstance(message, messages.UserMsg)]
         return [request.uid for request in (*queue, *unread) if not _chunk_of(request)]
 
     def _list_running(self) -> dict[int, Any]:
-        """Who holds a table: between two chunks, decoding, or in its last batch."""
+        """Return the requests with a table: between two chunks, decoding, or in their last
+        batch.
+        """
         found = {}
         for request in self.loop.prefill_manager.pending_list:
             if _chunk_of(request):
@@ -328,7 +336,7 @@ class MiniSglang:
         return found | {req.uid: req for req in self._list_in_flight(self.data, self.loop.due)}
 
     def _list_in_flight(self, *launched: Any) -> list[Any]:
-        """Who of these batches holds a table and waits for a token."""
+        """Return the requests of these batches that hold a table and wait for a token."""
         reqs = [req for data in launched if data is not None for req in data[0].batch.reqs]
         freed = self.loop.freed
         return [req for req in reqs if not isinstance(req, ChunkedReq) and req.uid not in freed]
@@ -347,7 +355,7 @@ class MiniSglang:
         )
 
     def _walk_tree(self) -> Iterator[tuple[Any, v.BlockId, v.BlockKey]]:
-        """Every page of its radix tree, with its node and what it holds."""
+        """Yield every page of its radix tree, with its node and its key."""
         size, cache = self.config.block_size, self.loop.tree
         nodes: list[tuple[Any, v.BlockKey | None]] = []
         if self.config.enable_prefix_caching:
@@ -362,5 +370,5 @@ class MiniSglang:
 
 
 def _chunk_of(request: Any) -> Any:
-    """What a request in its queue has computed so far, if anything."""
+    """Return the chunk that a queued request has computed so far, if any."""
     return getattr(request, "chunked_req", None)

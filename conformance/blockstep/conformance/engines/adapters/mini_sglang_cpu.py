@@ -1,8 +1,9 @@
-"""mini-sglang on a CPU: its scheduler as it is, and what stands in for all around it.
+"""mini-sglang on a CPU: its scheduler as it is, with stand-ins for everything around it.
 
 Scheduler, managers, radix cache and both loops are imported from the checkout and run unchanged.
 Stand-ins: packages whose `__init__` would import a model or a server are empty (`_load`), the
-engine has no model (`Runner`), two texts are compared in Python, and nothing is pinned (`OnCpu`).
+engine has no model (`Runner`), token sequences are compared in Python, and memory is not pinned
+(`OnCpu`).
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from torch.overrides import TorchFunctionMode
 from blockstep.conformance.engine import EngineFault
 from blockstep.spec import vocabulary as v
 
-EOS = 1  # of its tokenizer, and so one for the engine: a request can only ignore it
+EOS = 1  # the tokenizer's, and so one for the whole engine: a request can only ignore it
 
 # Stand-ins.
 
 
 class OnCpu(TorchFunctionMode):  # type: ignore[misc]
-    """Torch where no memory can be pinned: a copy stands where it is."""
+    """Torch without pinned memory."""
 
     def __torch_function__(self, function: Any, _types: Any, args: Any, kwargs: Any = None) -> Any:
-        """Call a function of torch; pinning comes to nothing."""
+        """Call a function of torch; pinning does nothing."""
         if function is torch.Tensor.pin_memory:
             return args[0]
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
@@ -41,14 +42,14 @@ class OnCpu(TorchFunctionMode):  # type: ignore[misc]
 
 
 def count_common(left: Any, right: Any) -> int:
-    """Tokens at the beginning that two texts have in common; its own is a kernel in C++."""
+    """Return the length of the common prefix; the original is a C++ kernel."""
     size = min(len(left), len(right))
     differing = (left[:size] != right[:size]).nonzero()
     return int(differing[0]) if len(differing) else size
 
 
 class Forward(NamedTuple):
-    """What a forward pass returns: tokens on both sides, and the end of their copy."""
+    """The result of a forward pass: tokens on both sides, and the end of their copy."""
 
     next_tokens_gpu: Any
     next_tokens_cpu: Any
@@ -56,7 +57,7 @@ class Forward(NamedTuple):
 
 
 class Runner:
-    """Its engine without a model: it keeps what each launched batch was to run."""
+    """Its engine without a model: it records what each launched batch was to run."""
 
     def __init__(self, config: Any) -> None:
         num_slots = config.num_page_override * config.page_size
@@ -69,24 +70,26 @@ class Runner:
         self.attn_backend = self.graph_runner = self.sampler = self
         self.rows: list[Row] = []
         self.writer: dict[int, tuple[Any, int]] = {}
-        """Whose token a placeholder stands for, and its position."""
+        """The request and the position of each placeholder."""
 
     def pad_batch(self, batch: Any) -> None:
-        """Without CUDA graphs nothing is padded."""
+        """Pad nothing, since there are no CUDA graphs."""
         batch.padded_reqs = batch.reqs
 
     def prepare(self, _batch: Any) -> None:
-        """How to sample is the worker's business."""
+        """Do nothing: the worker decides how to sample."""
 
     def prepare_metadata(self, batch: Any) -> None:
-        """What attention will read: its backends copy the page table here, up to `device_len`."""
+        """Record what attention will read: its backends copy the page table here, up to
+        `device_len`.
+        """
         self.rows = [
             Row(req, req.cached_len, req.extend_len, tuple(self._read_table(req, req.device_len)))
             for req in batch.reqs
         ]
 
     def forward_batch(self, batch: Any, _args: None) -> Forward:
-        """Launch a batch: placeholders stand for its tokens until they are known."""
+        """Launch a batch, with placeholders for its tokens until they are known."""
         self._account_for(batch)
         first = -1 - len(self.writer)
         tokens = torch.arange(first, first - len(batch.reqs), -1, dtype=torch.int32)
@@ -96,7 +99,9 @@ class Runner:
         return Forward(tokens, tokens.clone(), SimpleNamespace(synchronize=lambda: None))
 
     def _read_table(self, req: Any, length: int) -> Iterator[v.BlockId]:
-        """The blocks of the first `length` slots of a request; ours are one higher than pages."""
+        """Yield the blocks of the first `length` slots of a request; ours are one higher than
+        pages.
+        """
         for position, slot in enumerate(self.page_table[req.table_idx, :length].tolist()):
             page, offset = divmod(slot, self.page_size)
             if offset != position % self.page_size:
@@ -106,11 +111,11 @@ class Runner:
                 yield page + 1
 
     def read_table(self, req: Any) -> tuple[v.BlockId, ...]:
-        """The blocks of what a request has computed."""
+        """Return the blocks of the computed tokens of a request."""
         return tuple(self._read_table(req, req.cached_len))
 
     def _account_for(self, batch: Any) -> None:
-        """Positions, tokens and slots of a batch are those of its rows (architecture D16)."""
+        """Check that positions, tokens and slots of a batch are those of its rows."""
         given = zip(
             *(part.tolist() for part in (batch.positions, batch.input_ids, batch.out_loc)),
             strict=True,
@@ -129,7 +134,7 @@ class Runner:
                         f"block {block}; its batch has position {place}, {token}, slot {written}"
                     )
         if list(given):
-            raise EngineFault("the batch has tokens of nobody")
+            raise EngineFault("the batch has tokens of no request")
 
 
 class Row(NamedTuple):
@@ -142,7 +147,7 @@ class Row(NamedTuple):
 
 
 def _find() -> None:
-    """Put `python/` of a checkout on the path, where the path has its root before anything else."""
+    """Put `python/` of a checkout on the path, if its root is there."""
     for entry in map(Path, sys.path):
         if (entry / "minisgl").is_dir():
             return
@@ -152,7 +157,7 @@ def _find() -> None:
 
 
 def _load(name: str, **names: Any) -> Any:
-    """A package of theirs whose `__init__` is not run, with some names in it."""
+    """Return a package of theirs whose `__init__` is not run, with some names in it."""
     package, found = ModuleType(name), find_spec("minisgl")
     if found is None or found.submodule_search_locations is None:
         raise ImportError("no minisgl: --path names a checkout of mini-sglang")
@@ -188,7 +193,7 @@ cuda = SimpleNamespace(
 )
 scheduling.torch = ModuleType("torch")
 scheduling.torch.__dict__.update(torch.__dict__, cuda=cuda)
-# Batches are lists of sets: in an order that comes back. The clock of its cache likewise.
+# Batches are lists made from sets, so their order must be reproducible; the cache's clock, too.
 core.Req.__hash__ = lambda req: req.uid
 _radix = (
     f"minisgl.kvcache.radix_{'cache' if find_spec('minisgl.kvcache.radix_cache') else 'manager'}"
@@ -197,37 +202,37 @@ import_module(_radix).__dict__["time"] = SimpleNamespace(monotonic_ns=itertools.
 
 
 class Loop(scheduling.Scheduler):  # type: ignore[misc]
-    """Its scheduler offline: what it receives and sends is here, and a turn waits in the middle."""
+    """Its scheduler offline: messages come from and go to this object, and a turn stops halfway."""
 
     def __init__(self, config: Any) -> None:
         self.inbox: list[Any] = []
         self.replies: list[Any] = []
         self.due: Any = None
-        """The batch that the second half of the turn will answer."""
+        """The batch that the second half of the turn will process."""
         self.freed: set[int] = set()
-        """Requests, by uid, that gave back what they held."""
+        """Uids of requests that freed what they held."""
         super().__init__(config)
 
     def offline_receive_msg(self, blocking: bool = False) -> list[Any]:
-        """All that came. Before it would wait it looks whether its books are in order."""
+        """Return all messages. Before it would block, it checks its own consistency."""
         if blocking:
             self.run_when_idle()
         received, self.inbox = self.inbox, []
         return received
 
     def offline_send_result(self, reply: list[Any]) -> None:
-        """What clients are told."""
+        """Record the replies to clients."""
         self.replies += reply
 
     @property
     def tree(self) -> Any:
-        """Its cache; before February 2026 under another name, and so the next."""
+        """Its cache; before February 2026 the field had another name, as the next one."""
         manager = vars(self.cache_manager)
         return manager["prefix_cache"] if "prefix_cache" in manager else manager["manager"]
 
     @property
     def free_slots(self) -> list[int]:
-        """The first slot of every free page, in its order."""
+        """The first slot of every free page, in the order of its list."""
         manager = vars(self.cache_manager)
         slots = manager["free_slots"] if "free_slots" in manager else manager["_free_slots"]
         return list(slots.tolist())
@@ -240,7 +245,7 @@ class Loop(scheduling.Scheduler):  # type: ignore[misc]
         self.due = last_data
 
     def answer(self) -> list[Any]:
-        """The second half of the turn; returns the replies."""
+        """Run the second half of the turn, and return the replies."""
         due, self.due, self.replies = self.due, None, []
         super()._process_last_data(due)
         return self.replies

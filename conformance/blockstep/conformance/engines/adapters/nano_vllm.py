@@ -1,9 +1,10 @@
-"""NanoVllm: the scheduler and block manager of a checkout of nano-vllm, behind the Engine protocol.
+"""The scheduler and block manager of a nano-vllm checkout, behind the Engine protocol.
 
-Its modules are imported as they are, and answers are translated without repair. That takes `xxhash`
-and `numpy`; no torch, model or GPU, for two things stand in for what is left out: an empty package,
-whose `__init__` would import the model, and `nanovllm.config`, which would import transformers.
-It decides differently on purpose (prefill first), so it is held to the equivalence `safety`.
+Its modules are imported as they are, and its results are translated without repair. That takes
+`xxhash` and `numpy`, but no torch, model or GPU, since two stand-ins replace an `__init__` that
+would import the model, and `nanovllm.config`, which would import transformers.
+
+It decides differently on purpose (prefill first), so it is checked at the equivalence `safety`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from blockstep.conformance.engine import Capability, EngineFault, EngineTraits, Safety, show_state
 from blockstep.spec import vocabulary as v
 
-EOS = 1  # one for the engine: a request can only ignore it
+EOS = 1  # one for the whole engine: a request can only ignore it
 
 _FOUND = find_spec("nanovllm") if "nanovllm" not in sys.modules else None
 if _FOUND is not None and _FOUND.submodule_search_locations is not None:
@@ -34,7 +35,9 @@ SamplingParams: Any = import_module("nanovllm.sampling_params").SamplingParams
 
 
 def fit_config(config: v.Config) -> v.Config:
-    """No switches, no blocks of one token, and a token in the budget for each row that decodes."""
+    """Return the nearest config: no options, blocks of two tokens or more, a token per decoding
+    row.
+    """
     return v.Config(
         num_blocks=config.num_blocks,
         block_size=max(config.block_size, 2),
@@ -45,7 +48,9 @@ def fit_config(config: v.Config) -> v.Config:
 
 
 def fit_request(request: v.Request, config: v.Config) -> v.Request:
-    """A prompt, a length and one end-of-sequence token; the client minds the model's length."""
+    """Return a request with a prompt, a length within the model's, and one end-of-sequence
+    token.
+    """
     room = max(config.max_model_len - len(request.prompt_token_ids), 1)
     eos, length = None if request.eos_token_id is None else EOS, min(request.max_tokens, room)
     return v.Request(request.request_id, request.prompt_token_ids, length, eos_token_id=eos)
@@ -54,15 +59,15 @@ def fit_request(request: v.Request, config: v.Config) -> v.Request:
 class NanoVllm:
     """nano-vllm's scheduler as a system under test."""
 
-    # Its `max_num_seqs` is of a step: it prefills while others run that get no row.
+    # Its `max_num_seqs` limits a step: it prefills while other running requests get no row.
     traits = EngineTraits(equivalence=Safety(fit_config, fit_request, has_slots=False))
 
     def __init__(self, config: v.Config) -> None:
         sizes = {"kvcache_block_size": config.block_size}
         sizes["num_kvcache_blocks"] = config.num_usable_blocks  # it has no null block
         self.scheduler = Scheduler(SimpleNamespace(**asdict(config), **sizes, eos=EOS))
-        # The block size is of the class, so a run has its own. `told`: the blocks that plans told
-        # of; None before the first plan, [] of a preempted one.
+        # The block size belongs to the class, so each run has its own class. `told` has the blocks
+        # that plans have sent: None before the first plan, [] after a preemption.
         extra = {"block_size": config.block_size, "told": None}
         self.new_sequence = type("Run", (Sequence,), extra)
         self.sequences: dict[v.RequestId, Any] = {}
@@ -71,10 +76,10 @@ class NanoVllm:
         self.frame: tuple[list[Any], bool] | None = None
         self.num_frames = 0
         self.key_of: dict[int, v.BlockKey] = {}
-        """What each digest stands for."""
+        """The block key of each digest."""
 
     def capabilities(self) -> frozenset[str]:
-        """It shows its state, and knows three events."""
+        """Return what it implements: it shows its state, and takes three events only."""
         return frozenset({Capability.SNAPSHOT})
 
     def apply(self, event: v.Event) -> v.Observation:
@@ -96,7 +101,7 @@ class NanoVllm:
 
     def _schedule(self) -> v.Plan:
         sequences, is_prefill = [], False
-        if not self.scheduler.is_finished():  # its own loop asks before each step
+        if not self.scheduler.is_finished():  # its own loop checks this before each step
             self.frame = sequences, is_prefill = self.scheduler.schedule()
         preempted = [
             name
@@ -120,7 +125,7 @@ class NanoVllm:
 
     def _row(self, sequence: Any, is_prefill: bool) -> v.NewRow | v.CachedRow:
         told, count = sequence.told, sequence.num_scheduled_tokens
-        # Where its runner starts: at the last token to decode, and if all was hit, before f64d821.
+        # where its runner starts: at the last token for a decode, or if all was hit before f64d821
         last = len(sequence) - 1
         first = min(sequence.num_cached_tokens, last) if is_prefill else last
         if told is None:
@@ -133,7 +138,7 @@ class NanoVllm:
 
     def _commit(self, said: dict[str, v.TokenIds], rows: list[Any], is_prefill: bool) -> v.Outputs:
         self.frame, counts = None, [sequence.num_completion_tokens for sequence in rows]
-        # Its sampler says something for every row, also for one still in its prefill.
+        # Its sampler returns a token for every row, even in the middle of a prefill.
         tokens = [(*said[sequence.request.request_id], EOS)[0] for sequence in rows]
         self.scheduler.postprocess(rows, tokens, is_prefill)
         outputs = []
@@ -150,7 +155,7 @@ class NanoVllm:
         return v.Outputs(tuple(outputs))
 
     def _learn_keys(self, tokens: v.TokenIds, size: int) -> None:
-        """Remember what the digests of full blocks of these tokens stand for."""
+        """Record the keys of the digests of full blocks of these tokens."""
         digest, key = -1, None
         for end in range(size, len(tokens) + 1, size):
             block = tokens[end - size : end]
@@ -158,25 +163,30 @@ class NanoVllm:
             key = self.key_of.setdefault(digest, v.BlockKey(key, block))
 
     def snapshot(self) -> v.Snapshot:
-        """Its state in canonical form; every block one higher, for it has no null block."""
+        """Return its state in canonical form; block ids are one higher, since it has no null
+        block.
+        """
         manager, requests = self.scheduler.block_manager, []
         for name, sequence in sorted(self.sequences.items()):
             self._learn_keys(tuple(sequence.token_ids), sequence.block_size)
             waits = v.Status.WAITING if sequence.told is None else v.Status.PREEMPTED
-            # Before f64d821 a token counts as cached as soon as it is sampled.
+            # before f64d821 a token counts as cached as soon as it is sampled
             count, length = sequence.num_scheduled_tokens, len(sequence)
             num_computed = min(sequence.num_cached_tokens + count, length if count else length - 1)
             requests.append(
                 v.RequestSnapshot(
                     request_id=name,
-                    # Who was given blocks and left out of the plan waits, with its blocks.
+                    # a request with blocks that was left out of the plan waits, with its blocks
                     status=v.Status.RUNNING if sequence.block_table and sequence.told else waits,
                     output_token_ids=tuple(sequence.completion_token_ids),
                     num_computed_tokens=num_computed,
                     block_tables=(_ours(sequence.block_table),),
                 )
             )
-        found, unknown = manager.hash_to_block_id, v.BlockKey(None, ())  # of no content
+        found, unknown = (
+            manager.hash_to_block_id,
+            v.BlockKey(None, ()),
+        )  # the key of unknown content
         keys = [
             self.key_of.get(block.hash, unknown) if found.get(block.hash) == index else None
             for index, block in enumerate(manager.blocks)

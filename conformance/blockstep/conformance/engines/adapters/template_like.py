@@ -1,4 +1,4 @@
-"""Adapter of a scheduler: five functions to fill in, in its own terms; the rest makes plans.
+"""Adapter of a scheduler: fill in five functions, in its own terms; the rest makes plans.
 
     blockstep check --engine NAME:make
 
@@ -17,7 +17,7 @@ from blockstep.spec import vocabulary as v
 
 
 def fit_config(config: v.Config) -> v.Config:
-    """The nearest config that the scheduler can be built with."""
+    """Return the nearest config that the scheduler takes."""
     fitting = v.Config(
         num_blocks=config.num_blocks,
         block_size=config.block_size,
@@ -33,11 +33,11 @@ def fit_config(config: v.Config) -> v.Config:
     if config.async_scheduling:
         fitting = replace(fitting, async_scheduling=True, max_frames_in_flight=2)
     # --- always
-    return fitting  # with what the scheduler can be switched to
+    return fitting  # add the options of the scheduler
 
 
 def fit_request(request: v.Request, _config: v.Config) -> v.Request:
-    """The nearest request that it understands: here a prompt and a length."""
+    """Return the nearest request that the scheduler takes: here a prompt and a length."""
     return v.Request(request.request_id, request.prompt_token_ids, request.max_tokens)
 
 
@@ -47,11 +47,11 @@ class Row:
 
     request_id: v.RequestId
     start: int
-    """Tokens before it whose KV exists: computed, or found in the cache."""
+    """Number of tokens before it whose KV exists: computed, or a prefix hit."""
     count: int
     blocks: tuple[v.BlockId, ...]
-    """The blocks that it got since its last row. In its first row, in the first after a preemption
-    and if it is remapped, all that it has. Blocks count from 1: 0 is the null block."""
+    """The blocks that it got since its last row; all of its blocks in its first row, in the first
+    after a preemption, and if it is remapped. Block ids count from 1: 0 is the null block."""
 
 
 @dataclass
@@ -60,10 +60,10 @@ class Step:
 
     rows: Sequence[Row] = ()
     preempted: Sequence[v.RequestId] = ()
-    """Requests that lost their blocks while the step was planned."""
+    """Requests that were preempted while the step was planned."""
     # --- only caching
     remapped: Sequence[v.RequestId] = ()
-    """Running requests that got other blocks of the same content: a duplicate was freed, say."""
+    """Running requests whose blocks were exchanged for others with the same content."""
     # --- always
 
 
@@ -77,7 +77,7 @@ class Life:
     is_preempted: bool = False
     # --- only async
     promised: Counter[v.FrameId] = field(default_factory=Counter)
-    """Tokens that plans in flight will sample, by plan: placeholders until then."""
+    """Number of tokens that plans in flight will sample, by plan: placeholders until then."""
     # --- always
 
     @property
@@ -88,7 +88,7 @@ class Life:
     # --- only async
     @property
     def num_promised(self) -> int:
-        """Tokens that plans in flight will sample."""
+        """Number of tokens that plans in flight will sample."""
         return self.promised.total()
 
     # --- always
@@ -99,7 +99,7 @@ class Adapter:
 
     traits = EngineTraits(
         equivalence=Safety(fit_config, fit_request),
-        out_of_reach=frozenset(),  # what cannot come up: {"preempted"} if nobody loses its blocks
+        out_of_reach=frozenset(),  # unreachable goals: {"preempted"} if it never preempts
         # --- only async
         max_depth=2,
         # --- always
@@ -111,38 +111,39 @@ class Adapter:
         self.last: set[v.RequestId] = set()
         """Requests with a row in the last plan."""
         self.ended: list[v.RequestId] = []
-        """Requests that ended since the last plan."""
+        """Requests that finished since the last plan."""
         self.num_plans = 0
         self.ending: list[v.RequestId] = []
-        """Aborted requests that end with the next plan."""
+        """Aborted requests that finish with the next plan."""
         self.build()
 
-    # Fill in: five functions, in the terms of the scheduler.
+    # Fill in five functions, in the terms of the scheduler.
 
     def build(self) -> None:
-        """Make the scheduler from `self.config`. It has `num_blocks - 1` blocks to give."""
+        """Make the scheduler from `self.config`. It has `num_blocks - 1` usable blocks."""
 
     def add(self, request: v.Request) -> None:
-        """A client hands in a request."""
+        """Take a new request."""
         raise EngineFault("add() is not filled in: hand the request to the scheduler")
 
     def step(self) -> Step:
-        """Plan one step; without rows where nothing can run."""
+        """Plan one step; return no rows if nothing can run."""
         raise EngineFault("step() is not filled in: run the scheduler, and return Step(rows, ...)")
 
     def take(
         self, frame_id: v.FrameId, sampled: Mapping[v.RequestId, v.TokenIds]
     ) -> dict[v.RequestId, v.FinishReason | None]:
-        """Hand over what rows of a plan sampled: why each of these ends with it, None if not.
+        """Take the tokens that rows of a plan sampled; return the finish reason of each request, or
+        None.
 
-        In the order of scheduling, and without requests that have ended since.
+        The order is that of scheduling, without requests that have finished since.
         """
         raise EngineFault("take() is not filled in: return {name: None or v.FinishReason.LENGTH}")
 
     def drop(self, request_ids: Sequence[v.RequestId]) -> Sequence[v.RequestId]:
-        """End these unfinished requests, which clients aborted. Returns the names that ended now.
+        """Abort these unfinished requests; return the names of those that finished at once.
 
-        One that is left out ends with the next plan: it lives until then, and has no row in it.
+        A request that is left out finishes with the next plan, and has no row in it.
         """
         raise EngineFault("drop() is not filled in: end them, and return their names")
 
@@ -157,11 +158,13 @@ class Adapter:
         # --- always
 
     def snapshot(self) -> v.Snapshot | None:
-        """Return its state after the last event, or None: then its answers alone are judged."""
+        """Return its state after the last event, or None: then only its observations are
+        checked.
+        """
         return None
 
     def apply(self, event: v.Event) -> v.Observation:
-        """Take one event. What is raised here is a finding."""
+        """Take one event. An exception that is raised here is a finding."""
         match event:
             case v.Submit(request=request):
                 self.lives[request.request_id] = Life(request)
@@ -191,7 +194,9 @@ class Adapter:
             life.has_run, life.is_preempted = True, False
             # --- only async
             if row.start + row.count == len(life.tokens) + life.num_promised:
-                life.promised[self.num_plans] += 1  # it samples, and the next plan counts on that
+                life.promised[self.num_plans] += (
+                    1  # it samples, and the next plan counts on this token
+                )
             # --- always
         plan = v.Plan(
             frame_id=self.num_plans,
@@ -208,7 +213,7 @@ class Adapter:
         return plan
 
     def make_cached_row(self, row: Row, life: Life) -> v.CachedRow:
-        """The row of a request that has had one."""
+        """Return the row of a request that has had one."""
         num_outputs = len(life.outputs)
         # --- only async
         num_outputs += life.num_promised
@@ -224,7 +229,9 @@ class Adapter:
         )
 
     def commit(self, frame_id: v.FrameId, sampled: tuple[v.RowTokens, ...]) -> v.Outputs:
-        """Deliver what the rows of a plan sampled; a row within its prompt sampled nothing."""
+        """Deliver the tokens that the rows of a plan sampled; a row within its prompt sampled
+        none.
+        """
         living = {row.request_id: row.token_ids for row in sampled if row.request_id in self.lives}
         # --- only async
         for name in living:
@@ -240,7 +247,7 @@ class Adapter:
         return v.Outputs(tuple(rows))
 
     def abort(self, request_ids: tuple[v.RequestId, ...]) -> v.Aborted:
-        """End requests, at any time. Ids that are not known, or ended, change nothing."""
+        """Abort requests, at any time. Ids that are unknown or finished change nothing."""
         known = [name for name in dict.fromkeys(request_ids) if name in self.lives]
         dropped = set(self.drop([name for name in known if name not in self.ending]))
         ended = tuple(name for name in known if name in dropped)
@@ -251,7 +258,7 @@ class Adapter:
         return v.Aborted(ended, ending)
 
     def end(self, name: v.RequestId) -> None:
-        """Forget a request; the next plan tells the worker."""
+        """Forget a request; the next plan lists it as finished."""
         if name in self.ending:
             self.ending.remove(name)
         del self.lives[name]

@@ -10,7 +10,7 @@
 
 There is no worker: what a worker would answer comes in as events. With `async_scheduling` it is
 vLLM's `AsyncScheduler`; drafts then stay with the worker, and plans carry placeholders for them.
-No code is patched, and answers are translated without repair. What is no default of the release is
+No code is patched, and results are translated without repair. What is no default of the release is
 named in `vllm_defaults`. Three things are done to what goes
 in:
 
@@ -29,7 +29,7 @@ import os
 from collections.abc import Iterable
 from functools import partial
 
-# First, because it says what to do where vLLM cannot be imported.
+# imported first, because it says what to do if vLLM cannot be imported
 from blockstep.conformance.engines.adapters.vllm_build import (
     RELEASE,
     Hasher,
@@ -95,28 +95,28 @@ class VllmEngine:
     """vLLM's scheduler, synchronous or not, as a system under test."""
 
     separate_names: bool = not RELEASE.has_tagged_names
-    """Whether LoRA names get a prefix. Many a release puts a LoRA name and a salt into one flat
-    list of extra keys, so that equal texts give equal digests: it would hide what comes after."""
+    """Whether LoRA names get a prefix. Many releases put a LoRA name and a salt into one flat list
+    of extra keys, so that equal strings give equal digests, which would hide other defects."""
     spare_unservable: bool = True
-    """Whether requests are kept away that never fit."""
+    """Whether requests that never fit are kept away."""
     spare_reuse: bool = True
-    """Whether the id of an aborted request is kept away while a frame in flight names it."""
+    """Whether the id of an aborted request is kept away while a frame in flight has it."""
     abort_singly: bool = True
-    """Whether several ids are aborted one at a time, in the order given."""
+    """Whether several ids are aborted one at a time, in the given order."""
     spare_counters: bool = not RELEASE.has_sound_counters
-    """Whether its counters, of the prefix cache and of drafts, are left out."""
+    """Whether its counters of the prefix cache and of drafts are left out."""
     spare_late_drafts: bool = True
-    """Whether drafts are kept away that their request cannot take now: it would keep them, and be
-    planned with them later at a position for which nobody proposed them."""
+    """Whether drafts are kept away that their request cannot take now; the release would keep them,
+    and schedule them later at another position."""
 
     spare_signals: bool = True
-    """Whether signals of transfers are kept away that are of no transfer under way."""
+    """Whether reports of transfers that are not in flight are kept away."""
     spare_group_failures: bool = True
-    """Whether invalid blocks are kept away where there are several groups."""
+    """Whether invalid blocks are kept away if there are several groups."""
     spare_full_loads: bool = True
-    """Whether a load at once never is of all known tokens."""
+    """Whether a synchronous load never covers all known tokens."""
     shows_store: bool = RELEASE.follows_store
-    """Whether it is given configs with a store."""
+    """Whether it gets configs with a store."""
 
     traits = EngineTraits(
         fit_config=partial(fit_groups, RELEASE),
@@ -134,12 +134,14 @@ class VllmEngine:
         self.scheduler = self.run.scheduler
         self.audit = Audit(self.scheduler, self.run.lora_ids, self.separate_names)
         self.had_items_in_a_chunk = False
-        """Whether an input of a session has brought items. Its last output may be hashed before
-        they come and published after that, so an event names items that no digest has."""
+        """Whether an input of a session has had items. Its last output may be hashed before they
+        arrive and published afterwards, so an event has items that no digest has."""
 
     @property
     def judges(self) -> frozenset[v.RejectCode]:
-        """What it should see to itself, unless it is spared: no front end can know it."""
+        """The reject codes that it should return, unless such events are kept away: no front end
+        can check them.
+        """
         spared = {
             v.RejectCode.NEVER_FITS: self.spare_unservable,
             v.RejectCode.REQUEST_IN_FLIGHT: self.spare_reuse,
@@ -147,7 +149,7 @@ class VllmEngine:
         return frozenset(code for code, is_spared in spared.items() if not is_spared)
 
     def capabilities(self) -> frozenset[str]:
-        """What every release has, and what this one has as well; see `WORKAROUNDS`, too."""
+        """Return what every release has, and what this one has as well; see also `WORKAROUNDS`."""
         some = {
             Capability.COMMON_PREFIX: RELEASE.has_common_prefix,
             Capability.CACHE_STATISTICS: not self.spare_counters,
@@ -158,7 +160,7 @@ class VllmEngine:
             Capability.ASYNC: RELEASE.has_async,
             Capability.SESSIONS: RELEASE.has_sessions,
             Capability.MASKS: RELEASE.has_frame_masks,
-            # A plain cache (0.11.0) can be shown, and no profile follows it yet.
+            # a plain cache (0.11.0) can be shown, but no profile follows it yet
             Capability.ENCODER: RELEASE.has_offers,
             Capability.EVENTS: RELEASE.has_events,
             Capability.TRANSFERS: self.shows_store,
@@ -186,7 +188,7 @@ class VllmEngine:
             case v.Abort(request_ids=request_ids):
                 return self._abort(request_ids)
             case v.GrammarReady(request_id=request_id):
-                # What the thread that compiles it does when it is done.
+                # the compiling thread does this when it is done
                 finish_compilation(self.scheduler.requests[request_id])
                 return v.Ack()
             case v.GrammarFailed(request_id=request_id):
@@ -198,7 +200,9 @@ class VllmEngine:
                 self.scheduler.reset_encoder_cache()
                 return v.Ack()
             case v.EncoderOffer(identifiers=identifiers):
-                if self.scheduler.ec_connector is not None:  # without an encoder there is none
+                if (
+                    self.scheduler.ec_connector is not None
+                ):  # without an encoder there is no connector
                     self.scheduler.ec_connector.identifiers = frozenset(identifiers)
                 return v.Ack()
             case v.SetPause(pause_state=pause_state):
@@ -212,13 +216,15 @@ class VllmEngine:
                     keywords["reset_connector"] = True
                 done = self.scheduler.reset_prefix_cache(**keywords)
                 if flag and self.run.has_second_runner:
-                    # The older runner's record of the last plan, which the release keeps there.
+                    # the older runner's record of the last plan, which the release keeps there
                     self.run.planned = ()
                 return v.ResetDone(done, self._read_events())
         raise EngineFault(f"no such event: {event!r}")
 
     def declines(self, event: v.Event) -> str | None:
-        """What the release lacks, or the defect that would make it raise some steps later."""
+        """Return what the release lacks, or the defect that would make it raise some steps
+        later.
+        """
         run = self.run
         reason = None if run.store is None else find_store_reason(run, event)
         flag = SPARED_BY.get(reason or "")
@@ -227,7 +233,7 @@ class VllmEngine:
         return find_reason(run, event)
 
     def snapshot(self) -> v.Snapshot:
-        """Its state in canonical form, read from its own fields."""
+        """Return its state in canonical form, read from its own fields."""
         check_state(self.run)
         shown = read_snapshot(self.run)
         self.audit.check_state(shown)
@@ -239,7 +245,7 @@ class VllmEngine:
         return build_request(request, hasher, run.lora_ids, self.separate_names, has_items)
 
     def _submit(self, request: v.Request) -> v.Ack:
-        """Source: `add_request`."""
+        """Submit a request. Source: `add_request`."""
         run = self.run
         known = run.known[request.request_id] = Known(request)
         hasher = run.name_blocks(known)
@@ -249,10 +255,10 @@ class VllmEngine:
         return v.Ack()
 
     def _update(self, request: v.Request) -> v.Ack | v.Aborted:
-        """Source: `add_request`, of an id in use."""
+        """Add an input to a session. Source: `add_request`, of an id in use."""
         run, name = self.run, request.request_id
         known = run.known[name]
-        # The front end hashes a chunk by itself; nobody looks at those digests.
+        # the front end hashes an input by itself, but these digests are not used
         built = self._build(request, run.hasher)
         if request.resumable:
             known.updates.append(request)
@@ -266,7 +272,7 @@ class VllmEngine:
         return v.Ack()
 
     def _schedule(self) -> v.Plan:
-        """Source: `schedule`."""
+        """Plan a step. Source: `schedule`."""
         run, requests = self.run, self.scheduler.requests
         if run.store is not None:
             run.store.spares_full_loads = self.spare_full_loads
@@ -296,7 +302,9 @@ class VllmEngine:
         return plan
 
     def _note_cached(self, names: Iterable[v.RequestId]) -> None:
-        """Note cached tokens that a release tells once: of these, and of whom a load is begun."""
+        """Record cached tokens, which a release reports once, of these requests and of new
+        loads.
+        """
         if not RELEASE.has_prefill_stats:
             return
         requests, loading = self.scheduler.requests, self.run.store and self.run.store.loading
@@ -311,7 +319,7 @@ class VllmEngine:
         sampled: tuple[v.RowTokens, ...],
         transfers: v.KVTransfers,
     ) -> v.Outputs:
-        """Source: `update_from_output`."""
+        """Commit a frame. Source: `update_from_output`."""
         names = [row.request_id for row in sampled]
         result = ModelRunnerOutput(
             req_ids=names,
@@ -324,7 +332,10 @@ class VllmEngine:
         return self._answer(self.run.frames.pop(frame_id), result, transfers)
 
     def _report(self, transfers: v.KVTransfers) -> v.Outputs:
-        """Source: a step without rows, which asks the workers' connectors all the same."""
+        """Report transfers.
+
+        Source: a step without rows, which polls the workers' connectors as well.
+        """
         if self.run.store is None:
             return v.Outputs()
         result = ModelRunnerOutput(req_ids=[], req_id_to_index={}, sampled_token_ids=[])
@@ -333,7 +344,7 @@ class VllmEngine:
     def _answer(
         self, frame: SchedulerOutput, result: ModelRunnerOutput, transfers: v.KVTransfers
     ) -> v.Outputs:
-        """Hand on what a worker says of a frame and, where there is a store, of transfers."""
+        """Pass on a model output of a frame and, with a store, a report of transfers."""
         run, requests = self.run, self.scheduler.requests
         asked = Asked.now(run, frame, result)
         if run.store is not None:
@@ -370,9 +381,11 @@ class VllmEngine:
         return read_events(publisher, run.digests, run.lora_ids, self.separate_names, get_extras)
 
     def _drafts(self, drafts: tuple[v.RowTokens, ...]) -> v.DraftsTaken:
-        """Source: `update_draft_token_ids`, which answers nothing: attached is what it kept.
+        """Hand in drafts, and return the requests that kept theirs.
 
-        Synchronous only: the specification refuses drafts when the worker keeps them.
+        Source: `update_draft_token_ids`.
+
+        Synchronous only: the specification rejects drafts if the worker keeps them.
         """
         run, handed = self.run, {row.request_id: list(row.token_ids) for row in drafts}
         requests = self.scheduler.requests
@@ -380,7 +393,7 @@ class VllmEngine:
         self.scheduler.update_draft_token_ids(DraftTokenIds([*handed], [*handed.values()]))
         taken = []
         for name, token_ids in handed.items():
-            # A list of its own, or what a grammar left of it; but another one than before.
+            # a list of its own, or what a grammar left of it; but not the list from before
             if name in before and (kept := requests[name].spec_token_ids) is not before[name]:
                 has_grammar = requests[name].use_structured_output
                 is_cut = has_grammar and not run.known[name].is_prefill_chunk
@@ -389,9 +402,11 @@ class VllmEngine:
         return v.DraftsTaken(tuple(taken))
 
     def _mask(self, frame_id: v.FrameId, drafts: tuple[v.RowTokens, ...]) -> v.GrammarOutput:
-        """Source: what the loop of `EngineCore` asks before it has a frame sample.
+        """Return a bitmask.
 
-        `update_draft_token_ids_in_output`, where drafts stay with the worker, and
+        Source: what the loop of `EngineCore` calls before a frame samples.
+
+        These are `update_draft_token_ids_in_output`, if drafts stay with the worker, and
         `get_grammar_bitmask`.
         """
         frame = self.run.frames[frame_id]
@@ -402,9 +417,12 @@ class VllmEngine:
         return read_mask(self.run, frame, self.scheduler.get_grammar_bitmask(frame))
 
     def _abort(self, request_ids: tuple[v.RequestId, ...]) -> v.Aborted:
-        """Source: `finish_requests`, one id at a time unless told otherwise (`abort_singly`).
+        """Abort requests.
 
-        What it returns differs from release to release; who ended is who is no longer there.
+        Source: `finish_requests`, one id at a time unless `abort_singly` is off.
+
+        Its return value differs between releases; the finished ones are those that are no longer
+        there.
         """
         ended: list[v.RequestId] = []
         batches = [(name,) for name in request_ids] if self.abort_singly else [request_ids]
@@ -419,9 +437,9 @@ class VllmEngine:
 
 
 class VllmWithStore(VllmEngine):
-    """The same, with a store also where no profile follows it yet: for hunts (`--with transfers`).
+    """The same, with a store even if no profile follows it yet: for hunts (`--with transfers`).
 
-    A release whose connectors the adapter does not speak to says so by its capabilities.
+    A release whose connectors the adapter cannot use says so by its capabilities.
     """
 
     shows_store = RELEASE.has_store

@@ -1,4 +1,4 @@
-"""What the adapter says of vLLM, held to vLLM's own functions, which neither of us wrote.
+"""Comparison of what the adapter shows of vLLM with the results of vLLM's own functions.
 
 Adapter and quirk are by one hand: where both misread a release alike, spec and snapshot are equal
 and wrong. So what the adapter shows is asked of the release once more, by another way:
@@ -31,10 +31,12 @@ from blockstep.spec import vocabulary as v
 
 
 class Audit:
-    """Of one run. What was right once is not asked again while it stays the same.
+    """The audit of one run.
+
+    A result that was right is not computed again while its input stays equal.
 
     Args:
-        scheduler: The release's.
+        scheduler: The scheduler of the release.
         lora_ids: The number of each adapter, as requests were built with.
         separate_names: See `VllmEngine.separate_names`.
     """
@@ -50,12 +52,12 @@ class Audit:
         self._digests: dict[v.BlockKey, bytes] = {}
         self._right: list[tuple[v.BlockKey | None, bytes | None]]
         self._right = [(None, None)] * len(self.pool.blocks)
-        """The key that each block was shown with, and what it carried, when compared last."""
+        """The key and the digest of each block, when compared last."""
         self._tables: dict[v.RequestId, v.BlockTables] = {}
-        """As plans told them."""
+        """Block tables as plans sent them."""
 
     def check_plan(self, plan: v.Plan) -> None:
-        """See that plans told each row the block table that it has.
+        """Check that plans sent each row the block table that it has.
 
         Raises:
             EngineFault: naming the row.
@@ -72,12 +74,12 @@ class Audit:
         for any_row in plan.rows:
             name = any_row.request_id
             tables = self._get_tables(name)
-            # No plan says which blocks are attended no more; there its own table has null blocks.
+            # no plan says which blocks a window has left; there its own table has null blocks
             seen_tables = tuple(map(self._forget, told[name], tables))
             _compare(f"the block table that plans told {name!r}", seen_tables, tables)
 
     def check_state(self, shown: v.Snapshot) -> None:
-        """See that a snapshot says what the release says of itself.
+        """Check that a snapshot agrees with what the release says of itself.
 
         Raises:
             EngineFault: naming what differs.
@@ -119,7 +121,7 @@ class Audit:
         tagged: Any,
         cached: Mapping[v.BlockKey, tuple[int, ...]],
     ) -> None:
-        """See that a block carries the digest of the key it is shown with, and is hit under it."""
+        """Check that a block has the digest of the key that is shown for it, and is hit by it."""
         if key is None or tagged is None:
             if (key is None) is not (tagged is None):
                 raise EngineFault(
@@ -140,10 +142,10 @@ class Audit:
             )
 
     def _name(self, key: v.BlockKey, num_tokens: int | None) -> bytes | None:
-        """What the release names a block by: a digest, or what it makes of several; None if the
-        key is of no whole block of its group, and of no part of one either that it keeps.
+        """Return the release's name of a block: one digest, or one made of several; None if the key
+        is of no whole block of its group, and of no part that it keeps.
 
-        Newer releases say how many tokens a name is of (`num_tokens`, from the first one on), and
+        Newer releases say how many tokens a name covers (`num_tokens`, counted from the first), and
         may name the part of a block that a prompt fills.
         """
         size, block_size = len(key.token_ids), self.sizes[key.group]
@@ -160,7 +162,7 @@ class Audit:
         return name
 
     def _digest(self, key: v.BlockKey) -> bytes:
-        """The digest of what a key names, as the release hashes it."""
+        """Return the digest of a key, as the release hashes it."""
         missing: list[v.BlockKey] = []
         link: v.BlockKey | None = key
         while link is not None and link not in self._digests:
@@ -173,20 +175,21 @@ class Audit:
         return parent
 
     def _hash(self, key: v.BlockKey, parent: bytes | None) -> bytes:
-        """The digest of one block after its parent's."""
+        """Return the digest of one block after its parent's."""
         digest: bytes = hash_block_tokens(HASH, parent, key.token_ids, self.get_extras(key))
         return digest
 
     def get_told_extras(self, key: v.BlockKey, has_items: bool) -> Any:
-        """What a KV event tells of a block beside its tokens: what is hashed, or in newer releases
-        what older ones hashed. Arguments are those of `get_extras`."""
+        """Return the extra keys of a block in a KV event: those that are hashed, or in newer
+        releases those that older ones hashed. Arguments are those of `get_extras`.
+        """
         extras = self.get_extras(key, has_items)
         tell = getattr(kv_cache_utils, "to_event_extra_keys", None)
         return extras if tell is None else tell([extras])[0]
 
     def get_extras(self, key: v.BlockKey, has_items: bool = True) -> Any:
-        """What the release hashes of a block beside its tokens: of a request that has nothing but
-        what the key names, each item as long as it takes to reach into the block.
+        """Return what the release hashes of a block besides its tokens, for a request that has only
+        what the key says, with each item just long enough to reach into the block.
 
         `has_items`: whether the request has its items; without an encoder only its hasher does.
         """
@@ -198,7 +201,7 @@ class Audit:
             )
             for identifier, offset in (key.items if has_items else ())
         ]
-        # Who sends embeddings sends one for each token of the prompt, so the first block has some.
+        # a request with embeddings has one for each prompt token, so the first block has some
         has_embeds = bool(key.chain()[0].embeds)
         lora = None
         if key.adapter is not None:
@@ -223,7 +226,7 @@ class Audit:
     def _forget(
         self, told: tuple[v.BlockId, ...], own: tuple[v.BlockId, ...]
     ) -> tuple[v.BlockId, ...]:
-        """A table that was told, with null blocks where the release has them in its own."""
+        """Return a table that plans sent, with null blocks where the release has them."""
         null = self.pool.null_block.block_id
         pairs = zip(told, own, strict=False)
         return tuple(null if now == null else b for b, now in pairs) + told[len(own) :]

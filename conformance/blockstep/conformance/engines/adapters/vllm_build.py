@@ -41,7 +41,7 @@ RELEASE = require_release()
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("PYTHONHASHSEED", "0")
-# Events then name blocks by whole digests.
+# events then name blocks by whole digests
 os.environ.setdefault("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
 
 try:
@@ -110,23 +110,23 @@ MODEL = {
     "vocab_size": VOCABULARY_SIZE,
     "max_position_embeddings": 1 << 30,
 }
-"""`config.json` of a two-layer Llama. The scheduler takes nothing from it but the model length."""
+"""`config.json` of a two-layer Llama. The scheduler takes only the model length from it."""
 
 HASH: Callable[[Any], bytes] = sha256
-"""What vLLM makes a digest of a block with."""
+"""The function with which vLLM makes the digest of a block."""
 Hasher: TypeAlias = Callable[[VllmRequest], list[bytes]]
-"""vLLM's `block_hasher`: digests of the full blocks of a request that have none yet."""
+"""vLLM's `block_hasher`: returns digests of the full blocks of a request that have none yet."""
 
 
 class Speculation(SpeculativeConfig):  # type: ignore[misc]
     """The release's own `SpeculativeConfig` with its defaults, made without a proposer's weights.
 
-    The real constructor loads the proposer's model config; everything that a scheduler asks of the
-    object follows from its method and its number of drafts.
+    The real constructor loads the proposer's model config; everything that a scheduler reads from
+    the object follows from its method and its number of drafts.
     """
 
     max_num_new_slots_for_drafting = 0
-    """Deviates from the default of a draft model, which is 1 (see `vllm_defaults`)."""
+    """Differs from the default of a draft model, which is 1 (see `vllm_defaults`)."""
 
     def __init__(self, method: str, num_speculative_tokens: int) -> None:
         for name, default in SpeculativeConfig.__pydantic_fields__.items():
@@ -138,9 +138,9 @@ class Speculation(SpeculativeConfig):  # type: ignore[misc]
 
 
 def fit_keywords(function: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
-    """Those of the keywords that this release of `function` has.
+    """Return those of the keywords that this release of `function` has.
 
-    What the release is then not told must be in its profile, or declined (`VllmEngine.declines`).
+    What the release is then not given must be in its profile, or declined (`VllmEngine.declines`).
     """
     known = inspect.signature(function).parameters
     return {name: value for name, value in keywords.items() if name in known}
@@ -148,8 +148,8 @@ def fit_keywords(function: Callable[..., Any], **keywords: Any) -> dict[str, Any
 
 @cache
 def get_model_config() -> ModelConfig:
-    """A two-layer Llama without weights or tokenizer; built once, since it takes a while."""
-    # vLLM keeps the root of its hash chain in a global; without a root it hashes nothing.
+    """Return a two-layer Llama without weights or tokenizer; built once, since it takes a while."""
+    # vLLM keeps the root of its hash chain in a global; without a root it hashes nothing
     init_none_hash(HASH)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
@@ -159,9 +159,9 @@ def get_model_config() -> ModelConfig:
 
 
 def build_scheduler(config: Config) -> Scheduler:
-    """The scheduler of vLLM for `config`.
+    """Return the scheduler of vLLM for `config`.
 
-    It is the asynchronous one where several frames may be in flight, as in vLLM itself
+    It is the asynchronous one if several frames may be in flight, as in vLLM itself
     (`SchedulerConfig.get_scheduler_cls`).
 
     Raises:
@@ -174,7 +174,7 @@ def build_scheduler(config: Config) -> Scheduler:
         interval = getattr(vllm_config.cache_config, "prefix_cache_retention_interval", None)
         retention = fit_keywords(KVCacheConfig, prefix_cache_retention_interval=interval)
     make_scheduler = AsyncScheduler if config.async_scheduling else Scheduler
-    # Where it is told by which size blocks are named, the other one is that of every hit.
+    # a release that takes the hash block size takes the hit size as `block_size`
     is_told_both = "hash_block_size" in inspect.signature(Scheduler).parameters
     keywords = fit_keywords(
         Scheduler,
@@ -196,8 +196,9 @@ def build_scheduler(config: Config) -> Scheduler:
 def triton_as_on_a_gpu() -> Iterator[None]:
     """Let the release choose its model runner as on a machine with a GPU, which has Triton.
 
-    Without Triton a release up to 0.32 takes the older runner whatever else is asked for, so a CPU
-    would never see the plans that its users get. `VLLM_USE_V2_MODEL_RUNNER` overrides the choice.
+    Without Triton a release up to 0.32 takes the older runner whatever the other settings are, so a
+    CPU would never see the plans that its users get. `VLLM_USE_V2_MODEL_RUNNER` overrides the
+    choice.
     """
     settings: Any = sys.modules.get("vllm.config.vllm")
     is_there = getattr(settings, "HAS_TRITON", None)
@@ -216,10 +217,10 @@ def is_sparse(group: KVGroup) -> bool:
 
 
 def build_groups(config: Config) -> list[KVCacheGroupSpec]:
-    """The KV-cache groups of `config`, each of one layer.
+    """Return the KV groups of `config`, each of one layer.
 
-    Blocks are of equal bytes, as in vLLM: the larger ones are of fewer heads. It finds hits of
-    groups with equal specs together, so equal groups of ours stay equal.
+    Blocks have equal bytes, as in vLLM: larger blocks have fewer heads. vLLM finds hits of groups
+    with equal specs together, so equal groups of ours stay equal.
     """
     unit = lcm(*config.block_sizes)
     return [
@@ -229,7 +230,7 @@ def build_groups(config: Config) -> list[KVCacheGroupSpec]:
 
 
 def _build_layer(group: KVGroup, num_heads: int) -> KVCacheSpec:
-    """What a layer of a group keeps: of each token, or behind the last one."""
+    """Return the spec of a layer: KV of each token, or a state after the last one."""
     if group.kind is GroupKind.RECURRENT:
         return MambaSpec(
             block_size=group.block_size,
@@ -254,22 +255,22 @@ def _build_layer(group: KVGroup, num_heads: int) -> KVCacheSpec:
 
 
 def build_vllm_config(config: Config) -> VllmConfig:
-    """`config` in vLLM's words."""
+    """Return `config` as vLLM's config."""
     model = copy.copy(get_model_config())
     model.max_model_len = config.max_model_len
     budget = config.max_num_batched_tokens
     keywords = fit_keywords(
         SchedulerConfig,
         max_num_seqs=config.max_num_seqs,
-        # It refuses a budget below the model length or `max_num_seqs`; what a step may really
-        # hold, it reads from `max_num_scheduled_tokens`, where there is such a thing.
+        # vLLM rejects a budget below the model length or `max_num_seqs`. It reads the real limit of
+        # a step from `max_num_scheduled_tokens`, if it has that field.
         max_num_batched_tokens=max(budget, config.max_model_len, config.max_num_seqs),
         max_num_scheduled_tokens=budget,
         max_model_len=config.max_model_len,
         is_encoder_decoder=config.is_encoder_decoder,
         disable_chunked_mm_input=config.disable_chunked_mm_input,
         enable_chunked_prefill=config.enable_chunked_prefill,
-        # Newer releases refuse one above the model length, where it says the same.
+        # newer releases reject a value above the model length, which means the same
         long_prefill_token_threshold=min(config.long_prefill_token_threshold, config.max_model_len),
         policy=config.policy.value,
         async_scheduling=config.async_scheduling,
@@ -290,15 +291,15 @@ def build_vllm_config(config: Config) -> VllmConfig:
         device_config=DeviceConfig("cpu"),
     )
     if config.max_frames_in_flight > 1 and not config.async_scheduling:
-        # Set afterwards: a real pipeline wants as many devices.
+        # set afterwards: a real pipeline needs as many devices
         built.parallel_config.pipeline_parallel_size = config.max_frames_in_flight
-    # Set again: without chunked prefill 0.11.1 puts it away when all of it is built.
+    # set again: without chunked prefill 0.11.1 drops it when the config is built
     threshold = keywords["long_prefill_token_threshold"]
     built.scheduler_config.long_prefill_token_threshold = threshold
     if not RELEASE.has_step_budget or RELEASE.has_group_gate:
-        built.scheduler_config.max_num_batched_tokens = budget  # when it has been looked at
+        built.scheduler_config.max_num_batched_tokens = budget  # after it was validated
     if config.spec_method is not SpecMethod.NONE:
-        # Set afterwards: looking at it again would want the weights of a proposer.
+        # set afterwards: validating it again would need the weights of a proposer
         method = config.spec_method.value
         built.speculative_config = Speculation(method, config.num_speculative_tokens)
     if config.encoder_cache_size and RELEASE.has_offers:
@@ -308,12 +309,14 @@ def build_vllm_config(config: Config) -> VllmConfig:
     if config.kv_connector:
         ask_for_store(built, config.kv_load_failure_policy)
     if config.max_loras:
-        built.lora_config = LoRAConfig(max_loras=config.max_loras)  # without one there is no cap
+        built.lora_config = LoRAConfig(
+            max_loras=config.max_loras
+        )  # without this config there is no limit
     return built
 
 
 def build_hasher(config: Config) -> Hasher | None:
-    """What names full blocks; None where vLLM has none."""
+    """Return the hasher of full blocks; None without prefix caching."""
     if not config.enable_prefix_caching:
         return None
     hasher: Hasher = get_request_block_hasher(config.block_size, HASH)
@@ -327,14 +330,14 @@ def build_request(
     separate_names: bool,
     has_items: bool = False,
 ) -> VllmRequest:
-    """The request as vLLM's front end would hand it to the scheduler.
+    """Return the request as vLLM's front end would hand it to the scheduler.
 
     Args:
-        request: What was submitted.
-        hasher: What names its full blocks; None without prefix caching.
+        request: The submitted request.
+        hasher: The hasher of its full blocks; None without prefix caching.
         lora_ids: Number of each adapter seen in this run, from 1; a new one is added.
         separate_names: See `VllmEngine.separate_names`.
-        has_items: Whether it brings its items: somebody encodes them, or hashes them.
+        has_items: Whether it has its items, because they are encoded or hashed.
     """
     sampling = _build_sampling(request)
     keywords = fit_keywords(
@@ -367,23 +370,23 @@ def build_lora(
 
 
 def build_embeds(numbers: TokenIds) -> torch.Tensor | None:
-    """A vector of one element for each of the numbers; they keep their tokens beside them."""
-    # As wide as it is so that every number has a vector of its own.
+    """Return a vector of one element for each number; the request has its tokens as well."""
+    # float64, so that every number has a vector of its own
     return torch.tensor(numbers, dtype=torch.float64).unsqueeze(1) if numbers else None
 
 
 def build_samples(token_ids: TokenIds) -> Any:
-    """What a row sampled, as the release's worker hands it over."""
+    """Return what a row sampled, as the release's worker hands it over."""
     return np.array(token_ids, dtype=np.int64) if RELEASE.takes_arrays else list(token_ids)
 
 
 def read_embeds(embeds: torch.Tensor | None) -> TokenIds:
-    """The numbers for which these vectors stand."""
+    """Return the numbers of these vectors."""
     return () if embeds is None else tuple(map(int, embeds[:, 0].tolist()))
 
 
 def _build_constraint(request: Request) -> StructuredOutputsParams | None:
-    """What constrains its output; the front end has chosen a backend by then."""
+    """Return the constraint of a request's output; the front end has chosen a backend by then."""
     if not request.structured_output:
         return None
     constraint = StructuredOutputsParams(grammar=describe_grammar(request.grammar))
@@ -407,6 +410,6 @@ def _build_sampling(request: Request) -> SamplingParams:
         structured_outputs=_build_constraint(request),
     )
     sampling = SamplingParams(**keywords)
-    # The way that the front end takes: where it stands, `Request` has no end-of-sequence token.
+    # the front end does the same: `Request` has no end-of-sequence token in some releases
     sampling.update_from_generation_config({}, request.eos_token_id)
     return sampling

@@ -1,10 +1,10 @@
-"""The encoder of a run, in vLLM's own classes: budgets, what is kept, what comes from outside.
+"""The encoder inputs of a run in vLLM's own classes: budgets, encoder cache, external results.
 
     Request.items --> `vllm_items`     budgets -----> EncoderCacheManager --> EncoderSnapshot
                                        EncoderOffer -> `vllm_offers`
 
 vLLM derives both budgets from its model's largest item and the token budget. There is no model
-here, so they are set when the scheduler is built, and the manager is built again, of its own class.
+here, so they are set after the scheduler is built, and its encoder cache manager is built again.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from blockstep.spec import vocabulary as v
 
 
 def install_encoder(scheduler: Any, config: v.Config) -> None:
-    """Give a scheduler its budgets, and the manager that it has for such a model.
+    """Set a scheduler's encoder budgets, and give it the release's encoder cache manager for this
+    model.
 
-    Where it has none for encoder-decoder models it is given no request (`vllm_spared`).
+    A release without a manager for encoder-decoder models gets no request of such a model
+    (`vllm_spared`).
     """
     kind: Any = managers.EncoderCacheManager
     across = getattr(managers, "EncoderDecoderCacheManager", None)
@@ -33,23 +35,23 @@ def install_encoder(scheduler: Any, config: v.Config) -> None:
 
 
 def read_inputs(told: Mapping[v.RequestId, Sequence[int]]) -> tuple[v.EncoderInputs, ...]:
-    """Encoder inputs of a plan, by request in the order of scheduling."""
+    """Returns the encoder inputs of a plan, by request in the order of scheduling."""
     return tuple(v.EncoderInputs(name, tuple(indices)) for name, indices in told.items())
 
 
 def read_encoder(scheduler: Any, known: dict[str, int]) -> v.EncoderSnapshot:
-    """What the release keeps of items.
+    """Returns the encoder cache as a snapshot.
 
-    It does not say how many embeddings an entry has that somebody needs: they are those of the item
-    there. Nor are items of encoder-decoder models entries of a cache; they are counted, and dropped
-    a step after they were encoded.
+    The release does not say how many embeddings an entry has while requests hold it: the number is
+    taken from the item of a holder. Items of encoder-decoder models are not entries of a cache:
+    they are counted, and dropped one step after they were encoded.
 
     Args:
         scheduler: The release's.
         known: Embeddings of each entry that was seen; what is new is added.
 
     Raises:
-        EngineFault: none of those who need an entry has such an item.
+        EngineFault: no request that holds an entry has such an item.
     """
     manager = scheduler.encoder_cache_manager
     if scheduler.is_encoder_decoder:

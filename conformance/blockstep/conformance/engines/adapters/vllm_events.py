@@ -1,4 +1,4 @@
-"""What vLLM tells of its blocks: its log of KV events, in our words. Nothing is repaired."""
+"""The KV events of vLLM, translated into the vocabulary without repair."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PUBLISHER = "blockstep"
 
 
 class Recorder(EventPublisher):  # type: ignore[misc]
-    """A publisher that keeps what it is given until somebody reads it."""
+    """A publisher that keeps the batches it is given until the adapter reads them."""
 
     def __init__(self, data_parallel_rank: int = 0, **settings: Any) -> None:
         super().__init__(data_parallel_rank)
@@ -35,23 +35,23 @@ class Recorder(EventPublisher):  # type: ignore[misc]
         self._batches: list[KVEventBatch] = []
 
     def publish(self, events: KVEventBatch) -> None:
-        """Keep what one step tells."""
+        """Keep the events of one step."""
         self._batches.append(events)
 
     def take(self) -> list[Any]:
-        """What was told since the last time, oldest first."""
+        """Returns the events published since the last call, oldest first."""
         batches, self._batches = self._batches, []
         return [event for batch in batches for event in batch.events]
 
     def shutdown(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no socket is open."""
 
 
 EventPublisherFactory.register_publisher(PUBLISHER, Recorder)
 
 
 def ask_for_events(vllm_config: Any) -> None:
-    """Have the release build `Recorder` as its publisher."""
+    """Make the release build `Recorder` as its publisher."""
     asked = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     # Set afterwards: a config names one of its own, a scheduler takes whoever is registered.
     asked.publisher = PUBLISHER
@@ -117,7 +117,7 @@ def _read_event(event: Any, digests: Digests, names: Mapping[int, tuple[str, str
 
 
 def _read_keys(digests: Digests, told: list[Any], group: int) -> tuple[v.BlockKey, ...]:
-    """What digests stand for, in a group."""
+    """Returns the block keys that digests stand for, in one group."""
     keys = []
     for digest in told:
         if not isinstance(digest, bytes):
@@ -130,7 +130,9 @@ def _read_keys(digests: Digests, told: list[Any], group: int) -> tuple[v.BlockKe
 
 
 def _read_adapter(event: Any, names: Mapping[int, tuple[str, str]]) -> str | None:
-    """Whose number it is; the name that stands beside it, in most releases, is to be its own."""
+    """Returns the adapter whose number an event has; the LoRA name in the event, where it has one,
+    must be the name of that adapter.
+    """
     adapter, name = names.get(event.lora_id, (None, None))
     if getattr(event, "lora_name", name) != name:
         raise EngineFault(f"a KV event is of adapter {event.lora_name!r} and {event.lora_id!r}")

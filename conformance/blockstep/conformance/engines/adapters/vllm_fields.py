@@ -1,7 +1,7 @@
-"""What becomes of each field of what vLLM says, in any release: nothing is left over (D16).
+"""What the adapter does with each field of vLLM's plans, answers and events, in any release (D16).
 
-A field that is in neither table is one that the adapter does not know; a run says so once. Nothing
-here imports vLLM.
+A field that is in neither table is unknown to the adapter; a run reports it once. This module does
+not import vLLM.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ READ: Mapping[str, frozenset[str]] = MappingProxyType(
         "AllBlocksCleared": frozenset(),
     }
 )
-"""Fields that are translated, or held to other fields."""
+"""Fields that are translated, or checked against other fields."""
 
 UNUSED: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -113,23 +113,23 @@ UNUSED: Mapping[str, frozenset[str]] = MappingProxyType(
         "AllBlocksCleared": frozenset(),
     }
 )
-"""Fields for what no config of ours asks for: anything in them belongs to nobody."""
+"""Fields of features that no config here uses: they must be empty."""
 
 
 def find_unknown(kind: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Those fields of a class that are in neither table."""
+    """Returns the fields of a class that are in neither table."""
     return tuple(f"{kind}.{name}" for name in names if name not in READ[kind] | UNUSED[kind])
 
 
 def get_unknown_note(version: str, unknown: tuple[str, ...]) -> str | None:
-    """What a run has to say of fields that are not looked at."""
+    """Returns the note of a run on fields that the adapter does not know; None without any."""
     if not unknown:
         return None
     return f"vLLM {version} has fields that are not looked at: {', '.join(unknown)}"
 
 
 def is_empty(value: object) -> bool:
-    """Whether a field says nothing: it is not there, it is zero, or nothing is in it."""
+    """Whether a field is empty: absent, zero, or a collection without elements."""
     if isinstance(value, Mapping):
         return all(map(is_empty, value.values()))
     if isinstance(value, Sized):

@@ -1,13 +1,13 @@
 """Grammars behind vLLM's own interface: compiled when an event says so, by a backend of ours.
 
-    Submit -----------> grammar_init -> executor.submit -> a future that nobody has finished
+    Submit -----------> grammar_init -> executor.submit -> a future that is not finished
     GrammarReady -----> the future runs `compile_grammar` of the backend
-    GrammarFailed ----> the future has an exception; nobody looks before the next plan
+    GrammarFailed ----> the future has an exception; the next plan looks at it
     GrammarBitmask ---> update_draft_token_ids_in_output, get_grammar_bitmask -> mask rows
 
 The manager, its futures, its masks and its reasoning are the release's. Ours are what it has plugs
 for: a backend whose grammars are automata over tokens, so that their state can be read, an executor
-without threads, and who knows the token that ends reasoning.
+without threads, and a reasoning parser that knows one token.
 """
 
 from __future__ import annotations
@@ -35,54 +35,54 @@ BITS = 32
 
 @StructuredOutputGrammar.register
 class AnyGrammar:
-    """A compiled grammar that every token satisfies; it has no states."""
+    """A compiled grammar that allows every token; it has no states."""
 
     state = 0
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """Advance."""
+        """Accept every token."""
         del request_id, tokens
         return True
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
-        """The drafts that satisfy it."""
+        """Returns all drafts: each is allowed."""
         return tokens
 
     def rollback(self, num_tokens: int) -> None:
-        """Go back: there is nowhere to go."""
+        """Do nothing: there are no states to go back to."""
 
     def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
-        """Allow everything."""
+        """Allow every token in one row of the mask."""
         bitmask[batch_index].fill_(-1)
 
     def is_terminated(self) -> bool:
-        """Whether it allows nothing more."""
+        """Whether it allows no further token: never."""
         return False
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Do nothing: there are no states."""
 
 
 @StructuredOutputGrammar.register
 class Automaton:
-    """A compiled grammar that is a table: the state it is in, and the tokens on from there.
+    """A compiled grammar that is an automaton over tokens: its states, and the current one.
 
-    It does as the release's own do: it accepts tokens up to one that it forbids, and then says no;
-    what comes behind its end it passes over.
+    It behaves like the grammars of the release: it accepts tokens up to the first forbidden one and
+    returns False there; tokens after a terminated state are ignored.
     """
 
     def __init__(self, edges: Sequence[Sequence[tuple[int, int]]]) -> None:
         self.edges = [dict(edges_of_state) for edges_of_state in edges]
         self.past = [0]
-        """States from the first on; the last one is where it stands."""
+        """The states from the first on; the last one is the current state."""
 
     @property
     def state(self) -> int:
-        """Where it stands."""
+        """Returns the current state."""
         return self.past[-1]
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """Advance as far as the tokens are allowed; whether none was forbidden."""
+        """Advance as far as the tokens are allowed; returns whether none was forbidden."""
         del request_id
         for token in tokens:
             if not self.edges[self.state]:
@@ -94,7 +94,7 @@ class Automaton:
         return True
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
-        """The longest prefix of the tokens that is allowed. Stays where it stands."""
+        """Returns the longest allowed prefix of the tokens; the state does not change."""
         state, allowed = self.state, []
         for token in tokens:
             follows = self.edges[state].get(token)
@@ -105,12 +105,12 @@ class Automaton:
         return allowed
 
     def rollback(self, num_tokens: int) -> None:
-        """Go back by so many tokens."""
+        """Go back by this many tokens."""
         if num_tokens:
             del self.past[-num_tokens:]
 
     def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
-        """A bit for each token: whether it is allowed now."""
+        """Set one bit for each token of the vocabulary: whether it is allowed now."""
         words = [0] * bitmask.shape[1]
         for token in self.edges[self.state]:
             words[token // BITS] |= 1 << token % BITS
@@ -118,17 +118,17 @@ class Automaton:
         bitmask[batch_index] = torch.tensor(signed, dtype=torch.int32)
 
     def is_terminated(self) -> bool:
-        """Whether it allows nothing more."""
+        """Whether it allows no further token."""
         return not self.edges[self.state]
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Go back to the first state."""
         del self.past[1:]
 
 
 @StructuredOutputBackend.register
 class AutomatonBackend:
-    """Makes automata of their texts."""
+    """Compiles automata from the texts of `describe_grammar`."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -136,53 +136,61 @@ class AutomatonBackend:
     def compile_grammar(
         self, request_type: StructuredOutputOptions, grammar_spec: str, **_keywords: Any
     ) -> StructuredOutputGrammar:
-        """The automaton that `describe_grammar` wrote."""
+        """Returns the automaton of a text of `describe_grammar`."""
         del request_type
         edges = json.loads(grammar_spec)
         return AnyGrammar() if edges is None else Automaton(edges)
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
-        """Full masks: so many rows of as many words as the vocabulary takes."""
+        """Returns a mask of this many rows that allows every token."""
         num_words = -(-self.vocab_size // BITS)
         return torch.full((max_num_seqs, num_words), -1, dtype=torch.int32)
 
     def destroy(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: the backend keeps nothing open."""
 
 
 def describe_grammar(grammar: v.Grammar | None) -> str:
-    """A grammar as text; None: every token is allowed."""
+    """Returns a grammar as text; None stands for a grammar that allows every token."""
     return json.dumps(grammar and grammar.edges)
 
 
 class Compilation(Future[Any]):
-    """A grammar that is compiled when an event says so, and not by a thread meanwhile."""
+    """A future whose grammar is compiled when an event says so, not by a thread in the
+    background.
+    """
 
     def __init__(self, work: Callable[[], Any]) -> None:
         super().__init__()
         self.work = work
 
     def finish(self) -> None:
-        """Compile it now."""
+        """Compile the grammar now."""
         self.set_result(self.work())
 
     def result(self, timeout: float | None = None) -> Any:
-        """What was compiled. Waits for nobody: no time passes in a run."""
+        """Returns what was compiled.
+
+        Does not wait: no time passes in a run.
+
+        Raises:
+            TimeoutError: the grammar is not compiled yet.
+        """
         if not self.done():
             raise TimeoutError
         return super().result(timeout)
 
 
 class EventExecutor:
-    """Takes work, and leaves it undone: events do it."""
+    """An executor that takes work and does not start it: events start it."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any) -> Compilation:
-        """A future of `function(*args)`."""
+        """Returns a future of `function(*args)`."""
         return Compilation(lambda: function(*args))
 
 
 class EndOfReasoning:
-    """Knows one token: the one behind which an answer begins (`ReasoningParser`)."""
+    """A reasoning parser that knows one token: the one that ends reasoning (`ReasoningParser`)."""
 
     def __init__(self, token_id: v.TokenId) -> None:
         self.token_id = token_id
@@ -194,7 +202,7 @@ class EndOfReasoning:
     def is_reasoning_end_streaming(
         self, input_ids: Sequence[int], delta_ids: Iterable[int]
     ) -> bool:
-        """Whether the token is in what came last."""
+        """Whether the token is among the latest tokens."""
         del input_ids
         return self.token_id in delta_ids
 
@@ -210,21 +218,23 @@ def begin_compilation(
 
 
 def finish_compilation(request: Any) -> None:
-    """Compile the grammar of a request, as a thread would have done by now."""
+    """Compile the grammar of a request now, as a thread of the release would have done before."""
     pending = request.structured_output_request._grammar
     if isinstance(pending, Compilation) and not pending.done():
         pending.finish()
 
 
 def fail_compilation(request: Any) -> None:
-    """Have the compilation of a grammar fail, as a thread would have found by now."""
+    """Make the compilation of a grammar fail, as a thread of the release would have found
+    before.
+    """
     pending = request.structured_output_request._grammar
     if isinstance(pending, Compilation) and not pending.done():
         pending.set_exception(ValueError(f"the grammar of {request.request_id!r} is none"))
 
 
 def build_manager(vllm_config: Any, config: v.Config) -> StructuredOutputManager:
-    """The release's manager of grammars, with our plugs in it."""
+    """Returns the release's grammar manager with this module's backend, executor and parser."""
     manager = StructuredOutputManager(vllm_config)
     plugs: Any = manager
     # A tokenizer would make a pool of threads and one of the backends; we have none.
@@ -242,7 +252,7 @@ def build_manager(vllm_config: Any, config: v.Config) -> StructuredOutputManager
 
 
 def read_allowed(words: list[int]) -> v.TokenIds | None:
-    """The tokens whose bits are set; None where all are."""
+    """Returns the tokens whose bits are set; None if all are."""
     if all(word == -1 for word in words):
         return None
     return tuple(

@@ -34,10 +34,12 @@ OTHER_MIXES = (
 
 
 def find_problem(release: Release, config: Config) -> str | None:
-    """Why the release cannot be built with the groups of `config`, or raises later; or None.
+    """Returns why the release cannot be built with the groups of `config`, or raises later; None if
+    it can.
 
-    But for recurrent groups all of it is about hits: without prefix caching every release takes
-    every mix. Source: `HybridKVCacheCoordinator`, and what its managers assert.
+    Except for recurrent groups, all reasons are about prefix hits: without prefix caching every
+    release takes every mix of groups. Source: `HybridKVCacheCoordinator`, and the assertions of its
+    managers.
     """
     groups = config.groups
     has_chunks = any(group.kind is GroupKind.CHUNKED_LOCAL for group in groups)
@@ -71,7 +73,7 @@ def find_problem(release: Release, config: Config) -> str | None:
 
 
 def fit_groups(release: Release, config: Config) -> tuple[Config, str | None]:
-    """The nearest config whose groups the release takes, and why it is another one, or None."""
+    """Returns the nearest config whose groups the release takes, and why it differs, or None."""
     first = reason = find_problem(release, config)
     while reason is not None:
         config = _mend(config, reason)
@@ -80,7 +82,7 @@ def fit_groups(release: Release, config: Config) -> tuple[Config, str | None]:
 
 
 def require_groups(release: Release, config: Config) -> None:
-    """See that the release can be built with the groups of `config`. Raises ConfigError."""
+    """Raise `ConfigError` if the release cannot be built with the groups of `config`."""
     reason = find_problem(release, config)
     if reason is not None:
         rule = f"is no mix for vLLM {release.version}: {reason}"
@@ -92,7 +94,7 @@ def require_groups(release: Release, config: Config) -> None:
 
 
 def _mend(config: Config, reason: str) -> Config:
-    """The config without what `reason` names."""
+    """Returns the config without what `reason` names."""
     if reason == CHUNKS_WITH_A_HEAD:
         return replace(config, spec_method=SpecMethod.NGRAM)
     if reason in (SEVERAL_SIZES, CHUNKS_OF_ANOTHER_SIZE, PARTS_OF_BLOCKS):
@@ -120,9 +122,10 @@ def _mend(config: Config, reason: str) -> Config:
 
 
 def _arrange(config: Config) -> Config:
-    """The config with groups of full attention side by side, and with those of one other kind.
+    """Returns the config with full-attention groups next to each other, and next to them the groups
+    of one other kind.
 
-    Where there are none of either, one group is left.
+    If either is missing, one group is left.
     """
     full = [group for group in config.groups if group.kind is GroupKind.FULL]
     others = [group for group in config.groups if group.kind is not GroupKind.FULL]

@@ -13,7 +13,7 @@ from blockstep.conformance.engines.adapters.vllm_names import get_text
 from blockstep.spec import vocabulary as v
 
 MODALITY = "image"
-"""Of every item; the scheduler does not tell kinds apart."""
+"""The modality of every item; the scheduler does not distinguish modalities."""
 
 
 def build_features(items: tuple[v.MultiModalItem, ...]) -> list[MultiModalFeatureSpec]:
@@ -38,7 +38,7 @@ def build_features(items: tuple[v.MultiModalItem, ...]) -> list[MultiModalFeatur
 
 
 def read_features(features: Iterable[Any]) -> tuple[v.MultiModalItem, ...]:
-    """Read items as vLLM has them now.
+    """Returns the items of a request as vLLM has them now.
 
     Raises:
         EngineFault: one is of another modality than it was built with.

@@ -1,7 +1,8 @@
-"""What vLLM said, held to itself: each field is used up, or a finding that names it (D16).
+"""Checks that every field of vLLM's plans, answers and state agrees with the others (D16).
 
-A plan may hold something for somebody without a row, an answer something for somebody who was not
-asked, the state something of somebody who is gone. Translating would pass over all of it.
+A plan may have data of a request without a row, an answer may have data of a request that was not
+in the frame, and the state may have data of a request that is gone. The translation into the
+vocabulary would ignore all of these. Here each is an `EngineFault` that names the field.
 """
 
 from __future__ import annotations
@@ -39,38 +40,39 @@ UNUSED_HERE = {
     kind: tuple(name for name in kind.__annotations__ if name in UNUSED[kind.__name__])
     for kind in SAID
 }
-"""Fields of this release in which nothing may be."""
+"""Fields of this release that must be empty."""
 REPETITION = "repetition_detected"
-"""The reason of a request that repeats itself."""
+"""The stop reason of a request that repeats itself."""
 PARKED = v.Status.WAITING_FOR_REMOTE_KVS.name
 NOTE = get_unknown_note(
     RELEASE.version,
     tuple(name for kind in SAID for name in find_unknown(kind.__name__, kind.__annotations__)),
 )
-"""What a run says of fields that this release has and the adapter does not know."""
+"""The note of a run on fields of this release that the adapter does not know."""
 
 
 @dataclass(slots=True)
 class Asked:
-    """What the release is given with an answer, and what it had counted before."""
+    """What the release had and had counted when it was given an answer."""
 
     frame: SchedulerOutput
     nums_sampled: Mapping[v.RequestId, int]
-    """Tokens that each row sampled: the release cuts their lists where a request stops."""
+    """The number of tokens that each row sampled: the release cuts their lists where a request
+    stops."""
     requests: dict[v.RequestId, VllmRequest]
-    """The release's, those that are unfinished."""
+    """The release's unfinished requests."""
     names: Collection[v.RequestId]
-    """Requests of which the answer may speak."""
+    """Requests that the answer may have outputs of."""
     counts: Mapping[str, Any]
-    """Counters of caches that are told with the answer, by field of the statistics."""
+    """Counters of the caches that come with the answer, by field of the statistics."""
     num_drafts_max: int
-    """Drafts of a row, at most."""
+    """The largest number of drafts in a row."""
     has_failures: bool = False
-    """Whether a load failed: then the release leaves out rows of the frame."""
+    """Whether a load failed: the release then leaves out rows of the frame."""
 
     @classmethod
     def now(cls, run: Run, frame: SchedulerOutput, result: ModelRunnerOutput) -> Asked:
-        """What there is before an answer to `frame`."""
+        """Returns what the release has before it is given the answer to `frame`."""
         scheduler, requests = run.scheduler, dict(run.get_unfinished())
         counts = {"prefix_cache_stats": copy(scheduler.kv_cache_manager.prefix_cache_stats)}
         if run.store is not None:
@@ -85,7 +87,9 @@ class Asked:
         )
 
     def count_drafts(self) -> dict[str, Any]:
-        """Counts of the frame's drafts, of each row that sampled, by field of the statistics."""
+        """Returns the counts of the frame's drafts over the rows that sampled, by field of the
+        statistics.
+        """
         per_place = [0] * self.num_drafts_max
         invalid = getattr(self.frame, "num_invalid_spec_tokens", None) or {}
         lengths: list[int] = []
@@ -107,7 +111,7 @@ class Asked:
 
 
 def check_plan(run: Run, output: SchedulerOutput, separate_names: bool) -> None:
-    """See that everything in a plan belongs to a row of it, and that rows are told as one.
+    """Check that every entry of a plan belongs to a row of the plan, and that its rows agree.
 
     Raises:
         EngineFault: naming the field.
@@ -147,7 +151,8 @@ def check_plan(run: Run, output: SchedulerOutput, separate_names: bool) -> None:
 
 
 def check_answer(run: Run, answer: dict[int, EngineCoreOutputs], asked: Asked) -> None:
-    """See that an answer speaks of requests of its frame, once each, and of the state as it is.
+    """Check that an answer has outputs of requests of its frame only, once each, and agrees with
+    the state.
 
     Raises:
         EngineFault: naming the field.
@@ -175,7 +180,7 @@ def check_answer(run: Run, answer: dict[int, EngineCoreOutputs], asked: Asked) -
 
 
 def check_state(run: Run) -> None:
-    """See that nobody is remembered who is gone.
+    """Check that the state holds nothing of requests that are gone.
 
     Raises:
         EngineFault: naming the field.
@@ -232,7 +237,7 @@ def _check_rows(run: Run, output: SchedulerOutput, new_ids: list[v.RequestId]) -
 
 
 def _check_new_row(run: Run, new: NewRequestData, separate_names: bool) -> None:
-    """What the worker is told of a newcomer is what was submitted."""
+    """Check that the worker gets a new request as it was submitted."""
     request = run.known[new.req_id].request
     items = request.items if run.config.encoder_cache_size else ()
     lora = build_lora(request.adapter, run.lora_ids, separate_names)
@@ -252,7 +257,9 @@ def _check_new_row(run: Run, new: NewRequestData, separate_names: bool) -> None:
 
 
 def _check_encoder_inputs(run: Run, output: SchedulerOutput) -> None:
-    """What is to be encoded is of a row, and is an item of it; without an encoder there is none."""
+    """Check that each item to encode is an item of a request with a row; without an encoder there
+    must be none.
+    """
     inputs = output.scheduled_encoder_inputs
     _check_known(
         "scheduled_encoder_inputs",
@@ -272,9 +279,11 @@ def _check_encoder_inputs(run: Run, output: SchedulerOutput) -> None:
 
 
 def _check_parallel(cached: CachedRequestData, config: v.Config) -> None:
-    """Each list of the running rows has an entry for each of them. Source: `CachedRequestData`.
+    """Check that each list of the cached rows has one entry for each row.
 
-    Sampled tokens are told in a pipeline alone, whose first stage does not know them.
+    Source: `CachedRequestData`.
+
+    Sampled tokens are listed in a pipeline only: its first stage does not know them.
     """
     tells_tokens = config.max_frames_in_flight > 1 and not config.async_scheduling
     for field in CachedRequestData.__annotations__:
@@ -295,7 +304,7 @@ def _check_finished(run: Run, finished: Iterable[v.RequestId]) -> None:
 
 
 def _check_hints(run: Run, output: SchedulerOutput) -> None:
-    """Flags and numbers that follow from the rows."""
+    """Check the flags and numbers of a plan that follow from its rows."""
     constrained = [
         name for name in output.num_scheduled_tokens if run.known[name].request.structured_output
     ]
@@ -320,8 +329,11 @@ def _check_hints(run: Run, output: SchedulerOutput) -> None:
 def _list_sampling(
     run: Run, output: SchedulerOutput, names: Iterable[v.RequestId]
 ) -> tuple[list[v.RequestId], list[v.RequestId]]:
-    """Those of these requests whose row samples, and of them those to which older frames still
-    bring tokens; none of a release without the flag that says so."""
+    """Returns those of these requests whose row samples, and among them those for which older
+    frames still deliver tokens.
+
+    Both are empty for a release without `is_prefill_chunk`.
+    """
     if not RELEASE.has_chunk_flag:
         return [], []
     requests, drafts = run.scheduler.requests, output.scheduled_spec_decode_tokens
@@ -335,7 +347,9 @@ def _list_sampling(
 
 
 def _check_stop_reason(row: EngineCoreOutput) -> None:
-    """A reason is the token that stopped it, or the word for a repetition."""
+    """Check that a stop reason is the token that stopped the request, or the word for a
+    repetition.
+    """
     reason, is_told = row.stop_reason, row.finish_reason is not None
     if reason is not None and not (is_told and isinstance(reason, int | str)):
         raise EngineFault(f"stop_reason of {row.request_id!r} is {reason!r}, and it has not ended")
@@ -344,9 +358,10 @@ def _check_stop_reason(row: EngineCoreOutput) -> None:
 
 
 def _check_sources(row: EngineCoreOutput, request: VllmRequest) -> None:
-    """A row tells of its request what the request says, where the release keeps it there.
+    """Check that an output row and its request have the same counts, in releases that keep them in
+    the request.
 
-    A request that fails is told of without the tokens that a store loaded for it.
+    The output of a request that fails lacks the tokens that a store loaded for it.
     """
     if RELEASE.has_prefill_stats:
         return
@@ -360,7 +375,9 @@ def _check_sources(row: EngineCoreOutput, request: VllmRequest) -> None:
 
 
 def _check_loads(run: Run, output: SchedulerOutput) -> None:
-    """A newer release tells whether a row waits for a load that comes at once."""
+    """Check that a plan says whether one of its rows needs a synchronous load; newer releases have
+    the flag.
+    """
     if not hasattr(output, "has_sync_kv_loads"):
         return
     loads = () if run.store is None else output.kv_connector_metadata.loads
@@ -373,7 +390,9 @@ def _check_loads(run: Run, output: SchedulerOutput) -> None:
 
 
 def _check_fetches(run: Run, stages: Mapping[str, int] | None) -> None:
-    """A newer release counts who waits for a load, by what the load has come to."""
+    """Check the number of requests that wait for a load, by stage of the load; newer releases count
+    them.
+    """
     scheduler = run.scheduler
     if stages is None:
         return
@@ -396,7 +415,7 @@ def _check_stats(run: Run, stats: SchedulerStats) -> None:
     pool = scheduler.kv_cache_manager.block_pool
     cache = scheduler.encoder_cache_manager
     num_kept = cache.cache_size - cache.num_free_slots
-    num_usable = pool.num_gpu_blocks - 1  # the null block is nobody's
+    num_usable = pool.num_gpu_blocks - 1  # the null block belongs to no request
     _check_fetches(run, getattr(stats, "num_kv_fetch_reqs_by_stage", None))
     num_waiting = stats.num_waiting_reqs + getattr(stats, "num_skipped_waiting_reqs", 0)
     for field, seen, expected in (
@@ -416,10 +435,10 @@ def _check_stats(run: Run, stats: SchedulerStats) -> None:
 
 
 def _check_counts(stats: SchedulerStats, asked: Asked) -> None:
-    """The counters that an answer tells are those that were kept, and those of the frame's rows.
+    """Check that the counters in an answer are those of the caches, and those of the frame's rows.
 
-    Where counters are compared with the specification's anyway, those of drafts are not looked at
-    once more: such releases leave out rows whose tokens are dropped.
+    Counters of drafts are skipped where they are compared with the specification's anyway: such
+    releases leave out rows whose tokens are dropped.
     """
     for field, kept in asked.counts.items():
         if getattr(stats, field) != kept:

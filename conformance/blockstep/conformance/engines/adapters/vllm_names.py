@@ -1,4 +1,6 @@
-"""What the adapter of vLLM can say without vLLM: what a digest stands for, and names."""
+"""What the vLLM adapter knows without importing vLLM: the contents that digests stand for, and
+names.
+"""
 
 from __future__ import annotations
 
@@ -15,57 +17,61 @@ from blockstep.spec.vocabulary import BlockKey, FrameId, MultiModalItem, Request
 
 ADAPTER_PREFIX = "adapter:"
 DIGEST_SIZE = sha256().digest_size
-"""Bytes of a digest."""
+"""The number of bytes in a digest."""
 
 
 KEPT = (
     *("priority", "adapter", "cache_salt", "prompt_embeds", "skip_reading_prefix_cache"),
     *("resumable", "structured_output", "grammar"),
 )
-"""What a session has from its submission for good; the rest is that of its latest chunk."""
+"""What a session keeps from its submission; everything else is replaced by each chunk."""
 
 
 def get_lora_name(adapter: str, separate_names: bool) -> str:
-    """The LoRA name that stands for `adapter`: prefixed if names are to be kept from salts."""
+    """Returns the LoRA name of an adapter, with a prefix if names must differ from cache salts."""
     return get_text(ADAPTER_PREFIX + adapter if separate_names else adapter)
 
 
 def get_text(text: str) -> str:
-    """The one object that stands for all equal texts.
+    """Returns the one object that stands for all equal texts.
 
-    vLLM hashes pickles, and in a pickle an object that comes twice is written once: a name and a
-    salt of one text give another digest where they are one object. Its front end reads each anew.
+    vLLM hashes pickles, and a pickle writes an object that occurs twice only once: a LoRA name and
+    a cache salt with the same text give another digest if they are the same object. Its front end
+    creates a new object for each.
     """
     return intern(text)
 
 
 @dataclass(slots=True)
 class Known:
-    """What is remembered of a request, since vLLM does not keep it, or not in every release."""
+    """What the adapter remembers of a request because vLLM does not keep it, or not in every
+    release.
+    """
 
     request: Request
-    """As it was submitted; a session as it has become."""
+    """The request as submitted; of a session, with the chunks that it has taken."""
     updates: deque[Request] = field(default_factory=deque)
-    """What a session was given, and has not taken yet."""
+    """Chunks that a session was given and has not taken yet."""
     keys: list[BlockKey] = field(default_factory=list)
-    """Of its full blocks."""
+    """The keys of its full blocks."""
     features: list[object] = field(default_factory=list)
-    """vLLM's features of its items, where the scheduler does not see them: it encodes none."""
+    """vLLM's features of its items, kept here if the scheduler must not see them: it encodes none.
+    """
     promised: dict[FrameId, int] = field(default_factory=dict)
-    """Tokens, drafts included, that plans promised."""
+    """The tokens, drafts included, that each plan in flight can deliver."""
     is_prefill_chunk: bool = False
-    """Whether the last plan that had it left known tokens to compute."""
+    """Whether its last plan left known tokens to compute."""
     num_cached_tokens: int = -1
-    """Of the hit that the first output tells."""
+    """The cached tokens that the first output reported."""
     num_external_tokens: int = 0
-    """Those of them that a store loads."""
+    """How many of the cached tokens were loaded from a store."""
     num_preemptions: int = 0
 
     def follow(self, prompt_token_ids: Sequence[int], max_tokens: int) -> None:
-        """Take in what a session's prompt has become, and by which count of outputs it stops.
+        """Update a session's prompt and its limit of outputs to what the release has now.
 
-        It grows where a chunk is taken: by what is kept of the output, and by the chunk, whose
-        items count from its own start.
+        The prompt grows when a chunk is taken: by the outputs that are kept, and by the chunk,
+        whose items count positions from its own start.
         """
         before = self.request
         if len(prompt_token_ids) == len(before.prompt_token_ids):
@@ -85,14 +91,14 @@ class Known:
 
 
 class Digests:
-    """What each digest stands for: learnt where vLLM hashes."""
+    """The content that each digest stands for, recorded when vLLM hashes."""
 
     def __init__(self, release: Release, block_size: int) -> None:
         self.release = release
         self.block_size = block_size
         self.key_of: dict[bytes, BlockKey] = {}
         self.collisions: list[tuple[BlockKey, BlockKey]] = []
-        """Different contents of one digest: vLLM takes them for the same."""
+        """Pairs of different contents with the same digest: vLLM cannot tell them apart."""
 
     def learn(
         self,
@@ -102,9 +108,9 @@ class Digests:
         token_ids: Sequence[int],
         items: tuple[MultiModalItem, ...],
     ) -> None:
-        """Take in the digests of a request's next full blocks, when they are made of its tokens.
+        """Record the digests of a request's next full blocks at the time they are computed.
 
-        A session may lose tokens later; a digest stands for what was there.
+        A session may lose tokens later; a digest stands for the tokens at that time.
 
         Args:
             known: The request.
@@ -134,9 +140,9 @@ class Digests:
                 self.collisions.append((first, key))
 
     def read(self, name: bytes, group: int) -> BlockKey:
-        """The key of a block of a group, named by the digest of the last tokens in it.
+        """Returns the key of a block of a group, from the digest of its last tokens.
 
-        A larger block may be named by the digests of all its tokens, one after the other.
+        A larger block may have the digests of all its tokens, one after the other.
 
         Raises:
             EngineFault: the digests are not those of one prompt, one behind the other.
@@ -157,7 +163,7 @@ def compute_block_key(
     start: int,
     is_continued: bool,
 ) -> BlockKey:
-    """What the digest of one full block stands for.
+    """Returns the content that the digest of one full block stands for.
 
         prompt    |------------------------------|
         items         |--- a ---|   |--- b ---|

@@ -1,4 +1,4 @@
-"""Results of an encoder that come from elsewhere, in vLLM's own class: a connector of ours."""
+"""An EC connector of vLLM's own class that has encoder results which events offer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from blockstep.spec import vocabulary as v
 
 
 class Loads(ECConnectorMetadata):  # type: ignore[misc]
-    """What a worker is to load instead of encoding it, in the order in which it was told."""
+    """The items that a worker loads instead of encoding them, in the order of allocation."""
 
     def __init__(self, inputs: Sequence[tuple[v.RequestId, int]]) -> None:
         self.inputs = tuple(inputs)
 
 
 class Offers(ECConnectorBase):  # type: ignore[misc]
-    """A connector that holds what events say that it holds (the side of the scheduler)."""
+    """An EC connector, scheduler side, that has exactly the items that events say it has."""
 
     def __init__(self, vllm_config: Any, role: Any) -> None:
         super().__init__(vllm_config, role)
@@ -29,38 +29,38 @@ class Offers(ECConnectorBase):  # type: ignore[misc]
         self._inputs: list[tuple[v.RequestId, int]] = []
 
     def has_cache_item(self, identifier: str) -> bool:
-        """Whether it holds an item."""
+        """Whether it has an item."""
         return identifier in self.identifiers
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
-        """Room was made for an item: to be loaded, if it is held."""
+        """Record an item to load, if it has it, when the scheduler has made room for it."""
         if self.has_cache_item(request.mm_features[index].identifier):
             self._inputs.append((request.request_id, index))
 
     def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata:
-        """What was to be loaded since the last plan."""
+        """Returns the items to load since the last plan."""
         del scheduler_output
         inputs, self._inputs = self._inputs, []
         return Loads(inputs)
 
     def start_load_caches(self, encoder_cache: Any, **kwargs: Any) -> None:
-        """The side of the worker: there is none."""
+        """Raise: there is no worker side."""
         raise NotImplementedError("nobody loads here: this connector is a scheduler's")
 
     def save_caches(self, encoder_cache: Any, mm_hash: str, **kwargs: Any) -> None:
-        """The side of the worker: there is none."""
+        """Raise: there is no worker side."""
         raise NotImplementedError("nobody saves here: this connector is a scheduler's")
 
 
 def ask_for_offers(vllm_config: Any) -> None:
-    """Have the release build `Offers` as its connector."""
+    """Make the release build `Offers` as its connector."""
     vllm_config.ec_transfer_config = ECTransferConfig(
         ec_connector=Offers.__name__, ec_connector_module_path=__name__, ec_role="ec_consumer"
     )
 
 
 def read_loads(metadata: Any) -> tuple[v.EncoderInputs, ...]:
-    """What the connector was told to load, by request.
+    """Returns the items that the connector was asked to load, by request.
 
     Raises:
         EngineFault: the plan has something else from a connector.

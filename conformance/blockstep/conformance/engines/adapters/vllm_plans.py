@@ -1,4 +1,4 @@
-"""What vLLM plans and what it delivers, in our words. Nothing is repaired."""
+"""The plans and outputs of vLLM, translated into the vocabulary without repair."""
 
 from __future__ import annotations
 
@@ -63,10 +63,11 @@ def read_plan(
 
 
 def _read_mask_flags(run: Run, output: SchedulerOutput) -> tuple[bool, bool]:
-    """Whether a mask is due, and whether it must wait: of those who have a grammar.
+    """Returns whether a mask is needed, and whether it must wait, considering requests with a
+    grammar.
 
-    vLLM has no request that asks for one that allows everything, as ours may; its flags speak of
-    those, too.
+    A request without a grammar of its own may have structured output that allows every token; vLLM
+    has no such request, but its flags count it.
     """
     requests = run.scheduler.requests
     masked = [
@@ -112,7 +113,10 @@ def _read_new_rows(
 
 
 def _read_cached_rows(run: Run, output: SchedulerOutput) -> tuple[v.CachedRow, ...]:
-    """Source: `CachedRequestData`, with parallel lists where we have rows."""
+    """Returns the rows of requests that the worker has already.
+
+    Source: `CachedRequestData`, whose parallel lists become rows.
+    """
     rows = []
     cached = output.scheduled_cached_reqs
     no_blocks = ((),) * len(run.managers)
@@ -149,10 +153,11 @@ def _get_drafts(output: SchedulerOutput, name: v.RequestId) -> v.TokenIds:
 def _get_late_outputs(
     run: Run, output: SchedulerOutput, index: int
 ) -> tuple[bool, list[int] | None, int]:
-    """Whether a row is resumed, its tokens if the worker may lack some, and its outputs.
+    """Returns whether a row is resumed, its tokens if the worker may lack some, and its number of
+    outputs.
 
-    Where a plan does not tell the tokens, or the outputs, the worker keeps what it saw; they follow
-    from the request and from the last plan.
+    If a plan does not contain the tokens or the outputs, the worker uses what it has seen before;
+    both follow from the request and from the last plan.
     """
     cached = output.scheduled_cached_reqs
     name = cached.req_ids[index]
@@ -167,7 +172,7 @@ def _get_late_outputs(
 
 
 def read_outputs(run: Run, core: EngineCoreOutputs) -> list[v.OutputRow]:
-    """What one client gained in a step. Source: `EngineCoreOutput`."""
+    """Returns what one client gets in a step. Source: `EngineCoreOutput`."""
     return [
         v.OutputRow(
             request_id=row.request_id,
@@ -184,19 +189,22 @@ def read_outputs(run: Run, core: EngineCoreOutputs) -> list[v.OutputRow]:
 
 
 def _get_told_cached(run: Run, row: EngineCoreOutput) -> int:
-    """Cached tokens of a row: what it says, or what the first row of its request said."""
+    """Returns the cached tokens of a row: from the row itself, or from the first row of its
+    request.
+    """
     if not RELEASE.has_prefill_stats:
         return int(row.num_cached_tokens)
     known = run.known[row.request_id]
     if row.prefill_stats is not None:
         known.num_cached_tokens = row.prefill_stats.num_cached_tokens
-    # Of who fails before it ever ran nothing is told.
+    # A request that fails before it ever ran has no such count.
     return max(known.num_cached_tokens, 0)
 
 
 def _get_told_external(run: Run, row: EngineCoreOutput) -> int | None:
-    """Tokens of a row that a store loaded, as the row or the first row of its request says; None
-    without a store."""
+    """Returns the tokens of a row that were loaded from a store: from the row itself, or from the
+    first row of its request; None without a store.
+    """
     if run.store is None:
         return None
     if not RELEASE.has_prefill_stats:
@@ -208,11 +216,10 @@ def _get_told_external(run: Run, row: EngineCoreOutput) -> int | None:
 
 
 def read_mask(run: Run, frame: SchedulerOutput, output: Any) -> v.GrammarOutput:
-    """The mask of a frame: a row for each draft of a request, and one more.
+    """Returns the mask of a frame: for each request one row per draft, and one more.
 
-    Who has a grammar that allows everything has rows in vLLM and none in ours; they must be full.
-
-    Source: `GrammarOutput`.
+    A request whose grammar allows every token has rows in vLLM and none here; these rows must be
+    full. Source: `GrammarOutput`.
 
     Raises:
         EngineFault: rows are missing or left over, or not full where all is allowed.
@@ -224,7 +231,7 @@ def read_mask(run: Run, frame: SchedulerOutput, output: Any) -> v.GrammarOutput:
     for name in output.structured_output_request_ids:
         drafts = tuple(frame.scheduled_spec_decode_tokens.get(name, ()))
         used = 1 + len(drafts)
-        # Those that are not used may hold anything.
+        # Unused rows may hold anything.
         held = 1 + run.config.num_speculative_tokens if RELEASE.has_fixed_mask_rows else used
         allowed, masks = tuple(masks[:held][:used]), masks[held:]
         if len(allowed) < used:

@@ -1,9 +1,10 @@
-"""The releases of vLLM that the adapter follows, and what each has: one table, oldest first.
+"""The releases of vLLM that the adapter supports, and the features of each: one table, oldest
+first.
 
-Each entry says what changed since the one before it, so the table reads as a history, and a release
-between two entries is as the older one. It says what the adapter must know to hand an event over
-and to read the answer; what a release *decides* otherwise is in its profile
-(`blockstep.spec.profiles`). Nothing here imports vLLM.
+Each entry lists what changed since the entry before it, so the table reads as a history; a release
+between two entries is like the older one. The table has what the adapter needs to translate events
+and answers; rules that a release *decides* differently are in its profile
+(`blockstep.spec.profiles`). This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ PACKAGES: tuple[str, ...] = (
     "einops", "pybase64", "aiohttp", "openai", "openai-harmony", "diskcache", "gguf", "py-cpuinfo",
     "uvloop", "llguidance", "xgrammar", "setuptools",
 )  # fmt: skip
-"""What importing the scheduler of any release needs. vLLM's own list would bring several GB."""
+"""The packages that importing the scheduler of any release needs. vLLM's own list would install
+several GB."""
 SINCE_0_18 = (*PACKAGES, "transformers<5")
 UP_TO_0_16 = (
     *SINCE_0_18, "setproctitle", "blake3", "mistral_common", "opentelemetry-api", "tiktoken",
@@ -35,131 +37,153 @@ SINCE_0_24 = (
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """What one release has and lacks. The defaults are those of the oldest."""
+    """The features that one release has and lacks. The defaults are those of the oldest release."""
 
     version: str
     packages: tuple[str, ...]
-    """What importing its scheduler needs, beside torch."""
+    """The packages that importing its scheduler needs, in addition to torch."""
     has_async: bool = False
-    """Whether its asynchronous scheduler can be held to the spec."""
+    """Whether its asynchronous scheduling can be compared with the specification."""
     has_pause: bool = False
-    """`set_pause_state`."""
+    """Whether it has `set_pause_state`."""
     has_forced_reset: bool = False
-    """`reset_prefix_cache(reset_running_requests=True)`."""
+    """Whether it has `reset_prefix_cache(reset_running_requests=True)`."""
     has_sound_async_reset: bool = False
-    """Whether a forced reset under asynchronous scheduling leaves nothing behind (#42043)."""
+    """Whether a forced reset under asynchronous scheduling leaves no stale frames behind (#42043).
+    """
     has_sound_preemption: bool = False
-    """Whether what is preempted waits until its tokens in flight have come (#48245)."""
+    """Whether a preempted request waits until its tokens in flight have been delivered (#48245)."""
     has_draft_models: bool = False
-    """Whether a draft model may propose; its KV needs slots ahead."""
+    """Whether it supports a draft model; the KV of its drafts needs lookahead slots."""
     has_drafts: bool = False
-    """Whether its plans with drafts can be told as ours."""
+    """Whether its plans with drafts can be translated into the vocabulary."""
     has_floor: bool = False
-    """Whether a request that would get fewer than no tokens is left out of a plan."""
+    """Whether a request that would get a negative number of tokens is left out of a plan."""
     pads_drafts: bool = False
-    """Whether who is admitted with one token may get placeholders for drafts (#45237)."""
+    """Whether a request that is admitted with one token may get placeholders for drafts (#45237).
+    """
     masks_stops: bool = False
-    """Whether the scheduler holds stop tokens off until `min_tokens`, and not the sampler alone."""
+    """Whether the scheduler, and not only the sampler, holds back stop tokens until `min_tokens`.
+    """
     has_skipped_waiting: bool = False
-    """A queue of its own for what was passed over."""
+    """Whether it has a queue `skipped_waiting` for skipped requests."""
     has_repetition_detection: bool = False
-    """`SamplingParams.repetition_detection`."""
+    """Whether it has `SamplingParams.repetition_detection`."""
     has_plain_grammar: bool = False
     """Whether plans are made without the bitmask of a compiled grammar, which needs a backend."""
     has_cache_opt_out: bool = False
-    """`SamplingParams.skip_reading_prefix_cache`."""
+    """Whether it has `SamplingParams.skip_reading_prefix_cache`."""
     has_hashing_module: bool = False
-    """`vllm.utils.hashing`, which was `vllm.utils`."""
+    """Whether it has `vllm.utils.hashing`, which was `vllm.utils` before."""
     has_step_budget: bool = False
-    """`SchedulerConfig.max_num_scheduled_tokens`: a budget below the model length."""
+    """Whether it has `SchedulerConfig.max_num_scheduled_tokens`: a budget below the model length.
+    """
     has_sound_counters: bool = False
-    """Whether the prefix cache counts who is admitted, and not every attempt (#43736, #48860)."""
+    """Whether the prefix cache counts admitted requests only, and not every attempt (#43736,
+    #48860)."""
     has_preempted_counts: bool = False
-    """Whether the counters of the prefix cache hold those apart who were preempted before."""
+    """Whether the prefix cache counts requests that were preempted before separately."""
     has_prefill_stats: bool = False
-    """Cached tokens are told once, with the first output, and not kept in the request."""
+    """Whether cached tokens are reported once, with the first output, and not kept in the request.
+    """
     has_offsets: bool = False
-    """Whether the place of an item in its block is part of the block's digest (#36708)."""
+    """Whether the position of an item in its block is part of the block's digest (#36708)."""
     has_exact_ends: bool = False
-    """Whether an item that ends where a block begins is no part of its digest, after outputs."""
+    """Whether the digest of a block that outputs complete leaves out an item that ends where the
+    block begins."""
     has_all_items: bool = False
-    """Whether a block that outputs complete is named by all of its items, not the last alone."""
+    """Whether the digest of a block that outputs complete has all items of the block, not only the
+    last one."""
     has_named_embeds: bool = False
-    """Whether embeddings are part of a digest (#27219); else its front end switches caching off."""
+    """Whether embeddings are part of a digest (#27219); without it, its front end disables caching
+    for them."""
     has_tagged_names: bool = False
-    """Whether a digest tells an adapter from a salt of the same name."""
+    """Whether a digest distinguishes an adapter from a cache salt with the same text."""
     has_chunk_flag: bool = False
-    """`Request.is_prefill_chunk`."""
+    """Whether it has `Request.is_prefill_chunk`."""
     has_sound_priority: bool = False
-    """Whether PRIORITY can be run: the first release compares requests of one rank, and plans a
-    victim that was in the step already (#23347, #28558)."""
+    """Whether PRIORITY can run: the first release compares requests of equal priority, and keeps a
+    victim's row in the step (#23347, #28558)."""
     takes_arrays: bool = False
     """Whether answers hold the tokens of a row as an array."""
     has_told_rows: bool = False
-    """Whether rows tell the outputs that the worker may have missed."""
+    """Whether rows contain the outputs that the worker may have missed."""
     has_told_preemptions: bool = False
-    """Whether plans tell who was preempted."""
+    """Whether plans list the preempted requests."""
     has_mixed_groups: bool = False
-    """Whether KV-cache groups may be of any kinds and block sizes, in any order; the first releases
-    find hits of full attention and one other kind, of one block size, side by side."""
+    """Whether KV-cache groups may be of any kinds and block sizes, in any order.
+
+    The first releases find hits only if groups of full attention and of one other kind, with one
+    block size, stand next to each other."""
     keeps_doubtful_blocks: bool = False
-    """Whether a window keeps what it reads if drafts in flight are rejected."""
+    """Whether a sliding window keeps the blocks that it reads if drafts in flight are rejected."""
     has_group_gate: bool = False
-    """Whether a window is reserved for by what it holds at a time, not for a whole prompt
-    (#39734)."""
+    """Whether a sliding window reserves only the blocks that it holds at one time, not those of a
+    whole prompt (#39734)."""
     has_recurrent_groups: bool = False
-    """Whether recurrent groups are followed."""
+    """Whether the adapter supports its recurrent groups."""
     has_partial_hits: bool = False
-    """Whether a larger block is published in parts, too: a hit may end inside of one beside
-    recurrent groups, which keep states at the ends of chunks alone (no mode `all`)."""
+    """Whether parts of a larger block are published, too.
+
+    A hit may then end inside of a block next to recurrent groups, which keep states at the ends of
+    chunks only (there is no mode `all`)."""
     has_common_prefix: bool = True
-    """Whether plans tell the blocks that all who run have in common."""
+    """Whether plans contain the number of blocks that all running requests share."""
     has_frame_masks: bool = False
-    """Whether a mask is asked of a frame, and drafts that stay with the worker are cut by it."""
+    """Whether a mask is requested per frame, and cuts the drafts that stay with the worker."""
     has_fixed_mask_rows: bool = False
-    """Whether each request has as many rows of a mask as drafts may be, used or not."""
+    """Whether each request has as many mask rows as the maximal number of drafts needs, used or
+    not."""
     hands_stops_over: bool = False
-    """Whether a grammar is compiled with the tokens that stop its request."""
+    """Whether a grammar is compiled with the stop tokens of its request."""
     survives_bad_grammars: bool = False
-    """Whether a grammar that fails ends its request, though not at once, and not the engine."""
+    """Whether a grammar that fails ends its request in a later step, instead of ending the engine.
+    """
     has_encoder: bool = False
-    """Whether its encoder cache is followed."""
+    """Whether the adapter supports its encoder cache."""
     has_offers: bool = False
-    """An EC connector, and a cache that counts embeddings and can be reset."""
+    """Whether it has EC connectors, and an encoder cache that counts embeddings and can be reset.
+    """
     has_across: bool = False
-    """Whether encoder-decoder models are followed."""
+    """Whether the adapter supports its encoder-decoder models."""
     has_events: bool = False
-    """Whether its log of KV events is read."""
+    """Whether the adapter reads its KV events."""
     has_told_groups: bool = False
-    """Whether such an event says of which group its blocks are."""
+    """Whether a KV event contains the group of its blocks."""
     has_store: bool = False
-    """Whether a KV connector of ours is taken, and what it is told is read."""
+    """Whether the adapter supports KV connectors: the release takes `Store`, and its loads are
+    read."""
     follows_store: bool = False
-    """Whether its profile follows what it does beside a connector; else hunts alone look at it."""
+    """Whether its profile models a KV connector; if not, only hunts use one."""
     frees_behind_frames: bool = False
-    """Whether blocks beside a connector are freed once all frames in flight have been answered."""
+    """Whether, with a connector, blocks are freed only after all frames in flight have been
+    answered."""
     takes_loads_by_turns: bool = False
     """Whether a group takes blocks for what is loaded before the next one holds its hit."""
     counts_held_as_ended: bool = False
-    """Whether who has ended and holds blocks for a connector keeps the engine awake."""
+    """Whether a finished request whose blocks are held for a connector counts as work of the
+    engine."""
     ignores_offers_of_who_skips: bool = False
-    """Whether who skips reading the cache is asked about, and what is offered is not taken."""
+    """Whether the connector is asked about requests that skip reading the prefix cache, and its
+    offer is ignored."""
     has_sessions: bool = False
-    """`Request.resumable`, and chunks that are added under an id in use."""
+    """Whether it has `Request.resumable`, and chunks that are added under an id in use."""
     has_sound_sessions: bool = False
-    """Whether a session that stops leaves nothing behind: neither tokens in flight, nor a place."""
+    """Whether a session that stops leaves nothing behind: no tokens in flight, and no place in a
+    queue."""
     has_holding_queue: bool = False
-    """A queue of its own for who waits and holds blocks, as sessions do."""
+    """Whether it has a queue for waiting requests that hold blocks, as sessions do."""
     has_sound_seats: bool = False
-    """Whether who runs keeps the seat of its adapter, with a row in the step or without."""
+    """Whether a running request keeps the LoRA slot of its adapter even without a row in the step.
+    """
     tells_work: bool = False
-    """Whether its profile follows `has_requests`, by which the loop of its engine sleeps."""
+    """Whether its profile models `has_requests`, which decides whether the engine's loop sleeps."""
     has_equal_groups: bool = False
     """Whether several groups may all be equal."""
 
     @property
     def profile(self) -> str:
-        """The name of its profile."""
+        """Returns the name of its profile."""
         return f"vllm-{self.version}"
 
 
@@ -291,20 +315,23 @@ def _build_table() -> Mapping[str, Release]:
 
 
 RELEASES: Mapping[str, Release] = _build_table()
-"""By the release with which an entry begins."""
+"""The releases with an entry of their own, by version."""
 TRIED: tuple[str, ...] = (
     *("0.11.0", "0.11.1", "0.11.2", "0.12.0", "0.13.0", "0.14.0", "0.14.1", "0.15.0", "0.15.1"),
     *("0.16.0", "0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.19.0", "0.19.1", "0.20.0", "0.20.1"),
     *("0.20.2", "0.21.0", "0.22.0", "0.22.1", "0.23.0", "0.24.0", "0.25.0", "0.25.1", "0.26.0"),
     *("0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
 )
-"""Releases that were held to the specification under their profile, oldest first."""
+"""Releases that were checked against the specification under their profile, oldest first."""
 REFERENCE = "0.19.1"
-"""The release whose rules the specification follows where nothing else decides."""
+"""The release whose rules the specification takes if no other reason decides."""
 
 
 def get_installed_version() -> str | None:
-    """The version of vLLM in this environment, or None. Does not import it, which takes seconds."""
+    """Returns the version of vLLM in this environment, or None.
+
+    Does not import vLLM, which takes seconds.
+    """
     try:
         return metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -312,7 +339,7 @@ def get_installed_version() -> str | None:
 
 
 def get_release(version: str) -> Release | None:
-    """What is known of a release, from the entry that it belongs to; None if it is too old.
+    """Returns the features of a release, from the entry that it belongs to; None if it is too old.
 
     A local part (`0.19.1+cpu`) says how it was built, and is ignored.
     """
@@ -322,7 +349,7 @@ def get_release(version: str) -> Release | None:
 
 
 def get_release_note(version: str) -> str | None:
-    """What a run has to say of a release that was not tried."""
+    """Returns the note of a run on a release that was not tried; None if it was."""
     public = version.partition("+")[0]
     known = None if public in TRIED else _find_newest(public, TRIED)
     if known is None:
@@ -331,7 +358,7 @@ def get_release_note(version: str) -> str | None:
 
 
 def _find_newest(version: str, versions: tuple[str, ...]) -> str | None:
-    """The newest of `versions`, which are in order, that is no newer than `version`."""
+    """Returns the newest of `versions`, which are in order, that is not newer than `version`."""
     number = read_release_number(version)
     if number is None:
         return None
@@ -340,7 +367,10 @@ def _find_newest(version: str, versions: tuple[str, ...]) -> str | None:
 
 
 def get_release_problem(version: str | None) -> str | None:
-    """Why this version of vLLM cannot be held to the spec; None if it can. None: not installed."""
+    """Returns why this version of vLLM cannot be checked; None if it can.
+
+    The version None means that vLLM is not installed.
+    """
     if version is not None and get_release(version) is not None:
         return None
     found = "vLLM is not installed" if version is None else f"vLLM {version} is not supported"
@@ -351,7 +381,7 @@ def get_release_problem(version: str | None) -> str | None:
 
 
 def require_release(error: ImportError | None = None) -> Release:
-    """The release that is installed, or what a user can act on if there is none, or a broken one.
+    """Returns the installed release.
 
     Args:
         error: What importing it raised, if anything.

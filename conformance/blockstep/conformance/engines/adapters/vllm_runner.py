@@ -1,4 +1,4 @@
-"""What vLLM's plans say otherwise when they are made for Model Runner V2.
+"""Translates the plans of vLLM that are made for Model Runner V2.
 
 A plan for the older runner tells resumed requests as cached rows. A plan for Model Runner V2 tells
 each request that enters from a queue as a new row with all its known tokens: first those that were
@@ -41,7 +41,7 @@ class Entering:
 def note_entering(requests: Mapping[v.RequestId, Any]) -> Entering:
     """Returns what must be known of the requests before the next plan is made.
 
-    A request whose load has come to its end is admitted as what it was before it was parked.
+    A request whose load is confirmed is admitted as what it was before the load: new or resumed.
     """
     resumed = {
         name
@@ -59,7 +59,7 @@ def split_new_rows(
     """Returns the new rows of a plan, and those of its new rows that resume a request.
 
     Raises:
-        EngineFault: a resumed row stands before a new one, or the plan was made for the older
+        EngineFault: a resumed row comes before a new one, or the plan was made for the older
             runner and has a preempted request among its new rows.
     """
     rows = list(output.scheduled_new_reqs)
@@ -126,8 +126,8 @@ def check_runner(run: Run, output: SchedulerOutput, entering: Entering) -> None:
 def _check_skipped_drafts(run: Run, output: SchedulerOutput, entering: Entering) -> None:
     """See that a plan spares its drafter exactly where no row of the step can use the drafts.
 
-    A row that the step planned and took back counts as well, and no plan says which these were: a
-    preemption in the step excuses a drafter that runs for nothing.
+    A row that the step planned and took back counts as well, and no plan lists these rows: if the
+    step preempts a request, a drafter that runs in vain is accepted.
     """
     told = getattr(output, "skip_drafts", False)
     drafts_itself = run.config.spec_method in (v.SpecMethod.EAGLE, v.SpecMethod.DRAFT_MODEL)

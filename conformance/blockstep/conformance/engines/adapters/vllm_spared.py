@@ -1,4 +1,8 @@
-"""What a release of vLLM is spared: defects that would end every run, each with its reason."""
+"""The events that the adapter does not send to a release of vLLM, because of defects that would end
+every run.
+
+Each has a reason, which the report of a run shows.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ STOPS_WHILE_PREEMPTED = "a session that stops while preempted: its tokens or its
 BEHIND_STATES = "a plan behind rejected drafts that had states: fewer blocks than there are"
 LOADED_BESIDE = "items of an encoder-decoder model are loaded: no block across is taken for them"
 MAX_ITEMS = 8
-"""The numbers of more than so many come out of a set of Python in some other order."""
+"""The largest number of items whose indices Python keeps in order in a set."""
 OUT_OF_A_SET = "more than 8 items: a request lets go of them in the order of a set"
 PADDED_PAST_THE_THRESHOLD = "padding above the long-prefill threshold (#54028)"
 FAILED_GRAMMAR = "a grammar that fails: the next plan raises what its compilation did"
@@ -55,11 +59,11 @@ WORKAROUNDS: Mapping[str, str] = MappingProxyType(
         "spare_full_loads": "a load at once of all known tokens is an assertion (B36)",
     }
 )
-"""What the flags of an engine are good for."""
+"""What each flag of an engine works around."""
 
 
 def list_out_of_reach() -> frozenset[str]:
-    """Situations that cannot come up with this release, or that it is spared."""
+    """Returns the coverage goals that this release cannot reach, or that the adapter avoids."""
     waits = {"admitted_past_a_stale_one", "passed_over_for_its_tokens"}
     ends = {"commit_for_preempted", "ended_while_preempted"}
     resets = {name for name in WITNESSES if name.startswith("reset_forced")}
@@ -69,7 +73,7 @@ def list_out_of_reach() -> frozenset[str]:
     across = {name for name in WITNESSES if name.startswith(("encoder_across", "encoder_beside"))}
     waiting = {name for name in WITNESSES if name.startswith("transfers_deferred")}
     waiting.add("transfers_waits_for_an_answer")
-    # Without drafts nobody outgrows the pool alone, or wants more tokens than in the step before.
+    # Without drafts no request outgrows the pool alone, or needs more tokens than a step before.
     drafts = {"head_drop", "block_for_lookahead_only", "all_preempted_in_flight"}
     somebody_waits = RELEASE.has_pause or RELEASE.has_plain_grammar or RELEASE.has_async
     found = {"draft_placeholders_dropped"} | failures  # quirk `placeholders_outlive_a_gap`
@@ -101,7 +105,9 @@ def list_out_of_reach() -> frozenset[str]:
 
 
 def find_reason(run: Run, event: v.Event) -> str | None:
-    """What the release lacks, or the defect that would make it raise some steps later."""
+    """Returns why an event is not sent: a feature that the release lacks, or a defect that would
+    raise some steps later; None if it is sent.
+    """
     match event:
         case v.Submit(request=request):
             return _find_lack(run, request)
@@ -159,10 +165,10 @@ def find_reason(run: Run, event: v.Event) -> str | None:
 
 
 def _are_forbidden(run: Run, frame_id: v.FrameId, drafts: tuple[v.RowTokens, ...]) -> bool:
-    """Whether drafts that a grammar refuses would not be cut, since its reasoning ends only now.
+    """Whether drafts that a grammar forbids would not be cut, since reasoning ends only with them.
 
-    The release looks for the end among the last tokens, of which it takes those that were promised
-    for some that are there: a preempted request is looked at further back than before.
+    The release looks for the end token among the last tokens, but counts tokens in flight as if
+    they were there: for a preempted request it looks at the wrong positions.
     """
     manager, requests = run.scheduler.structured_output_manager, run.scheduler.requests
     if RELEASE.has_fixed_mask_rows or run.config.reasoning_end_token_id is None:
@@ -186,9 +192,10 @@ def _are_forbidden(run: Run, frame_id: v.FrameId, drafts: tuple[v.RowTokens, ...
 
 
 def _is_behind_drafts(run: Run) -> bool:
-    """Whether drafts in flight would be taken off what their request has left to compute.
+    """Whether drafts in flight would be subtracted from the tokens that their request has left to
+    compute.
 
-    Where they are placeholders, those are counted.
+    Drafts that are placeholders are counted right.
     """
     if run.config.async_scheduling or RELEASE.has_floor:
         return False
@@ -202,8 +209,8 @@ def _is_behind_drafts(run: Run) -> bool:
 def _is_behind_states(run: Run) -> bool:
     """Whether a request would be planned with fewer blocks of a recurrent group than it has.
 
-    It took them for drafts that were rejected. How many tokens it gets now depends on who is
-    planned before it; where the budget may be short, one is reckoned with.
+    The release then treats these blocks as those of rejected drafts. How many tokens a request gets
+    depends on the requests planned before it; where the budget may be short, one token is assumed.
     """
     config, running = run.config, run.scheduler.running
     aligned = [one for one in run.managers if getattr(one, "mamba_cache_mode", "") == "align"]
@@ -221,10 +228,11 @@ def _is_behind_states(run: Run) -> bool:
 
 
 def _is_beyond_max_loras(run: Run) -> bool:
-    """Whether more adapters than may be would have a row in the next plan.
+    """Whether the next plan would have rows of more adapters than `max_loras`.
 
-    Who runs and has no row takes no seat, so others may have been admitted into it. Where somebody
-    may be preempted, whose tokens others get then, all who run are reckoned with.
+    A running request without a row uses no LoRA slot, so another adapter may have been admitted in
+    its place. If the plan may preempt a request, whose tokens then go to others, all running
+    requests are counted.
     """
     cap, budget = run.config.max_loras, run.config.max_num_batched_tokens
     if RELEASE.has_sound_seats:
@@ -241,9 +249,10 @@ def _is_beyond_max_loras(run: Run) -> bool:
 
 
 def _may_end_among_the_skipped(run: Run, waiting: list[VllmRequest]) -> bool:
-    """Whether a preempted request with a frame in flight may be passed over for its adapter.
+    """Whether a preempted request with a frame in flight may be skipped for its adapter.
 
-    If that frame ends it, it is taken out of one queue, and stays in that of who was passed over.
+    If that frame finishes it, it is removed from one queue and stays in the queue of skipped
+    requests.
     """
     if not run.config.max_loras or not RELEASE.has_skipped_waiting:
         return False
@@ -257,7 +266,9 @@ def _may_end_among_the_skipped(run: Run, waiting: list[VllmRequest]) -> bool:
 
 
 def _changes_a_key(run: Run, chunk: v.Request) -> bool:
-    """Whether a chunk gives a resting session another place among others, where a heap has them."""
+    """Whether a chunk changes the arrival time of a waiting session, and so its place in a heap of
+    several.
+    """
     session = run.scheduler.requests.get(chunk.request_id)
     return (
         session is not None
@@ -273,19 +284,21 @@ def _changes_a_key(run: Run, chunk: v.Request) -> bool:
 
 
 def _list_stopping(run: Run) -> list[VllmRequest]:
-    """Sessions that run and that a frame in flight may stop."""
+    """Returns the running sessions that a frame in flight may stop."""
     return [request for request in _list_sessions_in_flight(run) if _may_stop(run, request)]
 
 
 def _does_hold(run: Run, request: VllmRequest) -> bool:
-    """Whether who waits keeps something; after a load of its only token that is a block alone."""
+    """Whether a waiting request holds blocks or has computed tokens; after a load of its only token
+    it has just a block.
+    """
     tables = [one.req_to_blocks.get(request.request_id, ()) for one in run.managers]
     has_blocks = any(not block.is_null for table in tables for block in table)
     return has_blocks or bool(request.num_computed_tokens)
 
 
 def _list_sessions_in_flight(run: Run) -> list[VllmRequest]:
-    """Sessions that run and have a row in a frame in flight."""
+    """Returns the running sessions that have a row in a frame in flight."""
     in_flight = {name for frame in run.frames.values() for name in frame.num_scheduled_tokens}
     return [
         request
@@ -295,7 +308,7 @@ def _list_sessions_in_flight(run: Run) -> list[VllmRequest]:
 
 
 def _may_stop(run: Run, request: VllmRequest) -> bool:
-    """Whether what frames in flight sample may stop a request."""
+    """Whether the tokens that frames in flight sample may stop a request."""
     asked = run.known[request.request_id].request
     if request.is_prefill_chunk:
         return False
@@ -312,7 +325,7 @@ def _may_stop(run: Run, request: VllmRequest) -> bool:
 
 
 def _may_trim_a_session(run: Run, drafts: tuple[v.RowTokens, ...]) -> bool:
-    """Whether a session is given drafts of which its stop may leave some over."""
+    """Whether a session is given drafts, some of which its stop may cut off."""
     requests = run.scheduler.requests
     if not RELEASE.has_sessions or RELEASE.has_sound_sessions:
         return False
@@ -326,7 +339,9 @@ def _may_trim_a_session(run: Run, drafts: tuple[v.RowTokens, ...]) -> bool:
 
 
 def _may_preempt(run: Run) -> bool:
-    """Whether the next plan may run out of blocks: there are fewer than all who run could take."""
+    """Whether the next plan may run out of blocks: fewer are free than all running requests could
+    take.
+    """
     config, running = run.config, run.scheduler.running
     num_slots = sum(_count_wanted(config, one) + config.num_lookahead_tokens for one in running)
     num_wanted = sum(num_slots // size + 2 * len(running) for size in config.block_sizes)
@@ -335,14 +350,16 @@ def _may_preempt(run: Run) -> bool:
 
 
 def _is_sure_to_end(request: VllmRequest) -> bool:
-    """Whether a frame in flight takes a request to its `max_tokens`: no plan has a row of it."""
+    """Whether a frame in flight certainly takes a request to its `max_tokens`: plans have no row
+    for it.
+    """
     promised: int = request.num_output_placeholders
     num_tokens: int = request.num_computed_tokens + 2 - promised
     return promised > 0 and num_tokens >= request.num_prompt_tokens + request.max_tokens
 
 
 def _count_wanted(config: v.Config, request: VllmRequest) -> int:
-    """Tokens of a running request in the next plan, if the budget is for all."""
+    """Returns the tokens of a running request in the next plan, if the budget suffices for all."""
     num_known: int = request.num_tokens_with_spec + request.num_output_placeholders
     num_left: int = min(num_known, config.max_model_len - 1) - request.num_computed_tokens
     threshold = config.long_prefill_token_threshold or num_left
@@ -350,10 +367,11 @@ def _count_wanted(config: v.Config, request: VllmRequest) -> int:
 
 
 def _find_padding_problem(run: Run, waiting: list[VllmRequest]) -> str | None:
-    """Why a plan may raise, or not be what the worker needs, for the padding of drafts.
+    """Returns why a plan may raise, or be wrong for the worker, because drafts are padded; None if
+    it cannot.
 
-    Either some of a row's tokens would be cut off, and none of its drafts; or a row that was
-    padded as far as the model length has not been answered, and is planned with -1 tokens.
+    Either some of a row's tokens would be cut off, but none of its drafts; or a row that was padded
+    up to the model length has not been answered, and is planned with -1 tokens.
     """
     config = run.config
     if not RELEASE.pads_drafts or config.num_speculative_tokens == 0:
@@ -377,7 +395,9 @@ def _find_padding_problem(run: Run, waiting: list[VllmRequest]) -> str | None:
 
 
 def _find_lack(run: Run, request: v.Request) -> str | None:
-    """What this request, or the config, asks for and the release has not."""
+    """Returns which feature of this request or config the release lacks; None if it has all of
+    them.
+    """
     config = run.config
     if config.policy is v.Policy.PRIORITY and not RELEASE.has_sound_priority:
         return "PRIORITY: the release compares requests, and keeps a victim's row (#23347, #28558)"
@@ -408,7 +428,9 @@ def _find_lack(run: Run, request: v.Request) -> str | None:
 
 
 def _count_items(run: Run, request: v.Request) -> int:
-    """Items that an encoder makes for it, and for the session that it goes on with, if any."""
+    """Returns the number of encoder items of a request, and of the session that it continues, if
+    any.
+    """
     if not run.config.encoder_cache_size:
         return 0
     session = run.scheduler.requests.get(request.request_id)
@@ -426,9 +448,10 @@ def _is_beyond(grammar: v.Grammar) -> bool:
 
 
 def _is_any_full(run: Run, requests: list[VllmRequest]) -> bool:
-    """Whether one is as long as the model allows and lives; only `min_tokens` does that.
+    """Whether an unfinished request is as long as the model length; only `min_tokens` allows that.
 
-    Computed anew, it is planned with -1 tokens next, and the commit of that plan raises.
+    When it is computed again, it is planned with -1 tokens next, and the commit of that plan
+    raises.
     """
     full = run.config.max_model_len
     return not RELEASE.has_floor and any(request.num_tokens >= full for request in requests)

@@ -1,4 +1,6 @@
-"""What a release of vLLM is spared of transfers: what its scheduler dies of, with reasons."""
+"""The transfer events that the adapter does not send to a release of vLLM, since its scheduler
+raises, with reasons.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ FEWER_THAN_NO_BLOCKS = (
 )
 ENDS_WHILE_PARKED = "a preempted request that waits for the store before its frame ends it"
 SPARED_BY = {UNKNOWN_SIGNAL: "spare_signals", SEVERAL_GROUPS: "spare_group_failures"}
-"""What a worker or a store says in good faith, and the release does not survive: the flag of the
-engine by which it is kept away."""
+"""The engine flag that keeps away each event that a correct worker or store may send, but that the
+release raises on."""
 
 
 def find_store_reason(run: Run, event: v.Event) -> str | None:
@@ -63,10 +65,10 @@ def find_store_reason(run: Run, event: v.Event) -> str | None:
 
 
 def _list_ending(run: Run, event: v.Commit) -> frozenset[v.RequestId]:
-    """Requests that an answer ends by their length, and whose blocks the store reads then.
+    """Returns the requests that an answer finishes by length and whose blocks the store then reads.
 
-    The release looks at the rows of an answer first, and at reports of the store behind them: it
-    takes the end of such a read.
+    The release handles the rows of an answer first, and the reports of the store after them: it
+    accepts the end of such a read in the same answer.
     """
     found = set()
     for row in event.sampled:
@@ -88,9 +90,10 @@ def _find_report_reason(
     scheduled: Mapping[v.RequestId, int],
     over: Collection[v.RequestId] = (),
 ) -> str | None:
-    """Why a report is not to be handed on, with the tokens of each row that it comes with.
+    """Returns why a report must not be sent, given the tokens of each row of its answer; None if it
+    may.
 
-    `over`: requests that the answer ends, of which the store may have read the blocks.
+    `over`: requests that the answer finishes, and whose blocks the store may have read.
     """
     invalid = frozenset(transfers.invalid_block_ids)
     does_fail = run.config.kv_load_failure_policy is v.KVLoadFailurePolicy.FAIL
@@ -121,7 +124,7 @@ def _has_invalid(
     invalid: Collection[v.BlockId],
     scheduled: Mapping[v.RequestId, int],
 ) -> bool:
-    """Whether the release takes a request for one of whom a block is invalid."""
+    """Whether the release considers a block of this request invalid."""
     manager = run.managers[0]
     num_computed = request.num_computed_tokens - scheduled.get(request.request_id, 0)
     num_blocks = max(-(-num_computed // manager.block_size), 0)
@@ -132,7 +135,7 @@ def _has_invalid(
 def _evicts_several(
     run: Run, affected: Collection[v.RequestId], invalid: Collection[v.BlockId]
 ) -> bool:
-    """Whether somebody hears that blocks of who fails are removed, and of more than one."""
+    """Whether KV events would report the removal of more than one block of a request that fails."""
     for request in run.scheduler.running if run.config.enable_kv_cache_events else ():
         if request.request_id in affected:
             table = run.managers[0].req_to_blocks[request.request_id]
@@ -142,7 +145,9 @@ def _evicts_several(
 
 
 def _has_held_rows(run: Run, frame_id: v.FrameId) -> bool:
-    """Whether a frame has a row under a grammar of who has ended and is known all the same."""
+    """Whether a frame has a row with a grammar of a finished request that the scheduler still
+    knows.
+    """
     requests = run.scheduler.requests
     return any(
         name in requests
@@ -158,13 +163,13 @@ def _are_signals_known(
     ending: Collection[v.RequestId],
     over: Collection[v.RequestId],
 ) -> bool:
-    """Whether each signal is about somebody of whom the release takes it, in its order.
+    """Whether the release accepts each signal, in the order in which it handles them.
 
     Args:
         run: The run.
         transfers: What is reported.
-        ending: Who ends for invalid blocks in the same report: of whom a load has come already,
-            is then gone.
+        ending: Requests that the same report finishes for invalid blocks. If their load was
+            confirmed before, the release no longer knows them.
         over: Requests that end by the answer that brings the report.
     """
     requests, gone = run.scheduler.requests, set()
@@ -184,11 +189,12 @@ def _are_signals_known(
 
 
 def _may_take_less_than_nothing(run: Run) -> bool:
-    """Whether a request may be admitted whose load ends before the hit of a second full group.
+    """Whether a request may be admitted whose load ends before the hit of a second full-attention
+    group.
 
-    That group's hit is not cut to the hit of all groups. Behind it the group lacks a negative
-    number of blocks of the load. Blocks that this very step publishes may be hit as well, so a
-    request that begins like another one is taken for such a request.
+    That group's hit is not cut to the hit of all groups, so the group needs a negative number of
+    blocks for the load. Blocks that the same step publishes may be hit as well: a request with the
+    same first block as another one is counted.
     """
     if [type(one.kv_cache_spec).__name__ for one in run.managers].count(FULL) < 2:
         return False
@@ -207,7 +213,9 @@ def _may_take_less_than_nothing(run: Run) -> bool:
 
 
 def _has_hit_behind(run: Run, request: Any, num_offered: int) -> bool:
-    """Whether some group has a hit that is longer than what is hit by all and loaded."""
+    """Whether some group has a hit that is longer than the hit of all groups and the load
+    together.
+    """
     coordinator = run.scheduler.kv_cache_manager.coordinator
     hits, num_hit = coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
     end = max(num_hit, min(num_offered, request.num_tokens))
@@ -216,10 +224,11 @@ def _has_hit_behind(run: Run, request: Any, num_offered: int) -> bool:
 
 
 def _may_end_while_parked(run: Run) -> bool:
-    """Whether a preempted request with a frame in flight is put beside the queue for the store.
+    """Whether a preempted request with a frame in flight is moved to the queue of requests that
+    wait for the store.
 
-    If that frame ends it, it is taken out of the other queue; what its frame rejects is taken off
-    what is loaded.
+    If that frame finishes it, it is removed from the other queue; the drafts that its frame rejects
+    are subtracted from what is loaded.
     """
     offers = {} if run.store is None else run.store.offers
     in_flight = {name for frame in run.frames.values() for name in frame.num_scheduled_tokens}

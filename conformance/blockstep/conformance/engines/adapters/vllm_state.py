@@ -1,4 +1,6 @@
-"""One run of vLLM's scheduler: what must be remembered to read it, and its state as a snapshot."""
+"""One run of vLLM's scheduler: what the adapter remembers to read it, and its state as a
+snapshot.
+"""
 
 from __future__ import annotations
 
@@ -34,46 +36,49 @@ if RELEASE.has_encoder:
     from blockstep.conformance.engines.adapters.vllm_encoder import read_encoder
 
 STATUSES = {"WAITING_FOR_FSM": v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR}
-"""Names that a status had in older releases."""
+"""The names of statuses in older releases."""
 
 
 class Run:
-    """The scheduler of a config, what is in flight, and who was submitted."""
+    """The scheduler of a config, its frames in flight, and the requests submitted to it."""
 
     def __init__(self, config: v.Config) -> None:
         self.config = config
         self.scheduler = build_scheduler(config)
         self.store = self.scheduler.connector if config.kv_connector else None
-        """The connector that answers as events say, where there is one."""
+        """The KV connector that answers as events say; None without one."""
         self.has_second_runner = bool(getattr(self.scheduler, "use_v2_model_runner", False))
         """Whether the release plans for Model Runner V2 (see `vllm_runner`)."""
         self.managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
-        """Of the block tables of each KV-cache group."""
+        """The managers of the block tables, one for each KV-cache group."""
         self.hasher = build_hasher(config)
         self.digests = Digests(RELEASE, config.block_size)
         self.key_of: dict[bytes, v.BlockKey] = {}
-        """What blocks carry, with the key that it stands for."""
+        """The block key of each digest with group that a block has carried."""
         self.known: dict[v.RequestId, Known] = {}
-        """The latest request of an id."""
+        """The latest request of each id."""
         self.frames: dict[v.FrameId, SchedulerOutput] = {}
-        """In flight, oldest first. vLLM numbers nothing: a plan comes back with its answer."""
+        """The plans in flight, oldest first. vLLM does not number plans: a plan is handed back with
+        its answer."""
         self.planned: tuple[v.RequestId, ...] = ()
-        """Who was in the last plan."""
+        """The requests of the last plan."""
         self.ended: set[v.RequestId] = set()
-        """Who has ended since the last plan."""
+        """The requests that have finished since the last plan."""
         self.next_frame_id: v.FrameId = 0
         self.lora_ids: dict[str, int] = {}
         self.embeds: dict[str, int] = {}
-        """Embeddings of each entry of the encoder's cache."""
+        """The number of embeddings of each entry of the encoder cache."""
         self.stats = v.Stats()
-        """What the answers told; each tells what was counted since the last one."""
+        """The statistics summed over all answers; each answer has the counts since the one before.
+        """
 
     def name_blocks(self, known: Known) -> Hasher | None:
-        """Return vLLM's block hasher; the digests that it makes are noted with what was hashed.
+        """Returns vLLM's block hasher, which also records the contents of the digests that it
+        computes; None without prefix caching.
 
         It hashes the release's own features of the items: those that the request came with, and
-        those of later chunks where the scheduler has put them. Where no encoder is modelled the
-        scheduler must not see them, so they are kept aside between two calls.
+        those of later chunks where the scheduler has put them. If no encoder is modelled the
+        scheduler must not see the features, so they are kept aside between two calls.
         """
         hasher, digests = self.hasher, self.digests
         if hasher is None:
@@ -97,13 +102,15 @@ class Run:
         return hash_blocks
 
     def compile_grammar(self, request: VllmRequest) -> None:
-        """What the front end does with a request before the scheduler sees it."""
+        """Do what the front end does with a request's grammar before the scheduler sees the
+        request.
+        """
         if RELEASE.has_plain_grammar:
             manager = self.scheduler.structured_output_manager
             begin_compilation(manager, request, self.config.reasoning_end_token_id)
 
     def get_key(self, carried: bytes) -> v.BlockKey:
-        """The key of a block that carries this: a digest, or several, and its group."""
+        """Returns the key of a block that carries one digest, or several, with its group."""
         key = self.key_of.get(carried)
         if key is None:
             key = self.digests.read(get_block_hash(carried), get_group_id(carried))
@@ -111,14 +118,19 @@ class Run:
         return key
 
     def get_unfinished(self) -> Mapping[v.RequestId, VllmRequest]:
-        """Who has not ended. An ended one stays known while its blocks are held for a store."""
+        """Returns the unfinished requests.
+
+        The scheduler also knows finished ones whose blocks are held for a store.
+        """
         requests: dict[v.RequestId, VllmRequest] = self.scheduler.requests
         if self.store is None:
             return requests
         return {name: one for name, one in requests.items() if not one.is_finished()}
 
     def get_skipped(self) -> tuple[VllmRequest, ...]:
-        """The second queue, where there is one: who was passed over, or waits with its blocks."""
+        """Returns the second queue, if there is one: skipped requests, or waiting ones that hold
+        blocks.
+        """
         if RELEASE.has_holding_queue:
             return tuple(self.scheduler.kv_holding_waiting)
         return tuple(self.scheduler.skipped_waiting) if RELEASE.has_skipped_waiting else ()
@@ -130,7 +142,7 @@ def add_counts(
     drafts: SpecDecodingStats | None = None,
     external: PrefixCacheStats | None = None,
 ) -> v.Stats:
-    """Statistics and what was counted since. Source: `SchedulerStats`."""
+    """Returns the statistics with what was counted since. Source: `SchedulerStats`."""
     queries, hits = _read_counts(cache)
     if external is not None:
         more_queries, more_hits = _read_counts(external)
@@ -156,7 +168,7 @@ def _read_counts(cache: PrefixCacheStats) -> tuple[int, int]:
 
 
 def read_snapshot(run: Run) -> v.Snapshot:
-    """Its whole state."""
+    """Returns the whole state of the scheduler."""
     scheduler = run.scheduler
     pool: BlockPool = scheduler.kv_cache_manager.block_pool
     free_queue = tuple(block.block_id for block in pool.free_block_queue.get_all_free_blocks())
@@ -240,7 +252,9 @@ def _read_request(run: Run, request: VllmRequest) -> v.RequestSnapshot:
 
 
 def _has_reasoned(run: Run, request: v.Request, structured: Any) -> bool:
-    """Whether a grammar waits no more for the end of reasoning; False where none ever does."""
+    """Whether the grammar of a request no longer waits for the end of reasoning; False if none ever
+    does.
+    """
     config = run.config
     if config.reasoning_end_token_id is None or config.enable_in_reasoning:
         return False
@@ -250,10 +264,10 @@ def _has_reasoned(run: Run, request: v.Request, structured: Any) -> bool:
 
 
 def _get_placeholders(run: Run, request: VllmRequest) -> int:
-    """Tokens that frames in flight still deliver.
+    """Returns the number of tokens that frames in flight still deliver to a request.
 
-    Where a preemption clears the count, vLLM marks those frames stale; they deliver all the same,
-    unless a forced reset had them dropped.
+    If a preemption sets the count to zero, vLLM marks those frames stale; they deliver their tokens
+    all the same, unless a forced reset dropped them.
     """
     kept = int(request.num_output_placeholders)
     if not RELEASE.has_sound_preemption or request.drop_stale_output:
@@ -267,7 +281,10 @@ def _get_placeholders(run: Run, request: VllmRequest) -> int:
 def _read_cached(
     pool: BlockPool, get_key: Callable[[bytes], v.BlockKey]
 ) -> Mapping[v.BlockKey, tuple[v.BlockId, ...]]:
-    """Source: `BlockHashToBlockMap`: one block, or a map of blocks by id, for each digest."""
+    """Returns the cached blocks of each key.
+
+    Source: `BlockHashToBlockMap`: one block, or a map of blocks by id, for each digest.
+    """
     found: dict[v.BlockKey, tuple[v.BlockId, ...]] = {}
     for carried, held in pool.cached_block_hash_to_block._cache.items():
         blocks = held.values() if isinstance(held, dict) else (held,)

@@ -1,11 +1,11 @@
-"""A store of KV beside the pool, in vLLM's own class: a connector that does what events say.
+"""A KV connector of vLLM's own class that answers what events tell it to answer.
 
     KVOffer --> Store.offers --> get_num_new_matched_tokens --+
     the scheduler --> update_state_after_alloc --> loads -----+--> build_connector_meta --> kv_loads
     a worker's report --> update_connector_output             request_finished --> blocks are held
 
-It answers what it was told to answer, and keeps what the scheduler tells it: each call is held to
-the calls before it (D16). There is a scheduler's side alone; nobody loads.
+It records the calls of the scheduler, and checks each call against the calls before it (D16). It
+has a scheduler side only; nothing is loaded.
 """
 
 from __future__ import annotations
@@ -29,36 +29,37 @@ RELEASE = require_release()
 
 
 class Loads(KVConnectorMetadata):  # type: ignore[misc]
-    """What a worker is to have loaded, in the order in which the scheduler told it."""
+    """The loads that a worker performs, in the order of allocation."""
 
     def __init__(self, loads: Sequence[v.KVLoad]) -> None:
         self.loads = tuple(loads)
 
 
 class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """The side of a scheduler."""
+    """The scheduler side of the connector."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         groups = kv_cache_config.kv_cache_groups
         self._sizes = [group.kv_cache_spec.block_size for group in groups]
         self.offers: dict[v.RequestId, v.KVOffer] = {}
-        """Of unfinished requests."""
+        """The offers to unfinished requests."""
         self.loading: set[v.RequestId] = set()
-        """Whose asynchronous load has been told, and not come to its end."""
+        """Requests whose asynchronous load was started and is not confirmed."""
         self.sending: set[v.RequestId] = set()
-        """Ended ones whose blocks it reads."""
+        """Finished requests whose blocks it reads."""
         self.spares_full_loads = True
         self._asked: dict[v.RequestId, tuple[int, int, bool]] = {}
-        """In this step: tokens of the local hit, those offered behind it, and whether they come
-        later."""
+        """For each request asked about in this step: the tokens of the local hit, those offered
+        after it, and whether the load is asynchronous."""
         self._loads: list[v.KVLoad] = []
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Whether who is preempted may not end by what its frame sampled; newer releases ask.
+        """Whether a preempted request may not finish by the tokens of its frame; newer releases
+        ask.
 
-        It is a store of what may be computed anew: what it does not get to read is nobody's loss.
+        The answer is no: what this store does not get to read can be computed again.
         """
         return False
 
@@ -89,7 +90,7 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return num_external, is_async
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """A request was given blocks: those into which something is loaded, where it is."""
+        """Record the blocks into which a request's tokens are loaded, if it loads any."""
         name = request.request_id
         num_local, num_external, is_async = self._asked.pop(name, (0, 0, False))
         if num_external_tokens != num_external:
@@ -109,19 +110,19 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.loading.add(name)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """What was to be loaded since the last plan."""
+        """Returns the loads since the last plan."""
         del scheduler_output
         loads, self._loads = self._loads, []
         self._asked.clear()
         return Loads(loads)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What a worker reports, before the scheduler acts on it."""
+        """Take in a worker's report before the scheduler acts on it."""
         self.loading.difference_update(connector_output.finished_recving or ())
         self.sending.difference_update(connector_output.finished_sending or ())
 
     def forget(self, names: Iterable[v.RequestId], requests: Container[v.RequestId]) -> None:
-        """Those of whom something was reported, and whom the scheduler knows no more."""
+        """Forget reported requests that the scheduler no longer knows."""
         gone = {name for name in names if name not in requests}
         self.loading -= gone
         self.sending -= gone
@@ -129,7 +130,9 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether it reads the blocks of who ends: if its offer says so, and there are any."""
+        """Returns whether it reads the blocks of a finished request: if its offer says so, and
+        there are any.
+        """
         offer = self.offers.pop(request.request_id, None)
         is_sending = offer is not None and offer.delays_free and any(block_ids)
         if is_sending:
@@ -137,30 +140,30 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return is_sending, None
 
     def reset_cache(self) -> None:
-        """It forgets what it has."""
+        """Forget all offers."""
         self.offers.clear()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """The side of the worker: there is none."""
+        """Raise: there is no worker side."""
         raise NotImplementedError("nobody loads here: this connector is a scheduler's")
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """The side of the worker: there is none."""
+        """Raise: there is no worker side."""
         raise NotImplementedError("nobody loads here: this connector is a scheduler's")
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """The side of the worker: there is none."""
+        """Raise: there is no worker side."""
         raise NotImplementedError("nobody saves here: this connector is a scheduler's")
 
     def wait_for_save(self) -> None:
-        """The side of the worker: there is none."""
+        """Raise: there is no worker side."""
         raise NotImplementedError("nobody saves here: this connector is a scheduler's")
 
 
 def ask_for_store(vllm_config: Any, policy: v.KVLoadFailurePolicy) -> None:
-    """Have the release build `Store` as its connector."""
+    """Make the release build `Store` as its connector."""
     vllm_config.kv_transfer_config = KVTransferConfig(
         kv_connector=Store.__name__,
         kv_connector_module_path=__name__,
@@ -170,9 +173,9 @@ def ask_for_store(vllm_config: Any, policy: v.KVLoadFailurePolicy) -> None:
 
 
 def build_report(transfers: v.KVTransfers) -> KVConnectorOutput | None:
-    """What a worker reports, as the release's worker hands it over; None if it is nothing.
+    """Returns a worker's report as the release's worker passes it on; None if it is empty.
 
-    The release goes through ids in the order of a set; here that is the order given.
+    The release iterates over ids in the order of a set; here they keep the order given.
     """
     if transfers == v.KVTransfers():
         return None
@@ -187,7 +190,7 @@ def build_report(transfers: v.KVTransfers) -> KVConnectorOutput | None:
 
 
 def read_kv_loads(metadata: Any) -> tuple[v.KVLoad, ...]:
-    """What a plan has a store load.
+    """Returns the loads in a plan.
 
     Raises:
         EngineFault: the plan has something else from a connector.
@@ -198,7 +201,7 @@ def read_kv_loads(metadata: Any) -> tuple[v.KVLoad, ...]:
 
 
 def read_deferred_frees(scheduler: Any, in_flight: Iterable[v.FrameId]) -> Iterator[v.DeferredFree]:
-    """Blocks that the release frees with the answer to a plan in flight.
+    """Returns the blocks that the release frees when a plan in flight is answered.
 
     Args:
         scheduler: It numbers plans with rows from 1, and counts those that were answered.
@@ -221,19 +224,19 @@ def read_transfers(
     managers: Any,
     deferred_frees: Iterable[v.DeferredFree] = (),
 ) -> v.TransfersSnapshot:
-    """What is under way between pool and store.
+    """Returns the transfers in progress between pool and store.
 
-    A release that publishes what is loaded at once knows nobody whose load is not settled.
+    A release that publishes blocks as soon as they are loaded has no unconfirmed loads.
 
     Args:
         store: The scheduler's connector.
         requests: The scheduler's, ended ones that hold blocks included.
-        received: Its parked requests whose load has come to its end.
+        received: Its requests that wait for a load which is confirmed.
         managers: Of the block tables of each group.
         deferred_frees: Blocks that wait for plans in flight.
 
     Raises:
-        EngineFault: the scheduler and its connector disagree on who loads or is read.
+        EngineFault: the scheduler and its connector disagree on which requests load or are read.
     """
     parked = {
         name

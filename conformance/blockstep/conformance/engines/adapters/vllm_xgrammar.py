@@ -44,7 +44,7 @@ UNWAITED = "a grammar that allows everything: the backend has none"
 
 
 class Watched(Automaton):
-    """A grammar of the release, and where the automaton stands that it was made of.
+    """A grammar of the release, with the state of the automaton that it was compiled from.
 
     Raises:
         EngineFault: it accepted a token that the automaton does not allow.
@@ -55,7 +55,7 @@ class Watched(Automaton):
         self.inner = inner
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """Advance both."""
+        """Advance both grammars."""
         before = self.inner.num_processed_tokens
         is_accepted: bool = self.inner.accept_tokens(request_id, tokens)
         taken = tokens[: self.inner.num_processed_tokens - before]
@@ -64,32 +64,32 @@ class Watched(Automaton):
         return is_accepted
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
-        """What the release says."""
+        """Returns the drafts that the release's grammar allows."""
         allowed: list[int] = self.inner.validate_tokens(tokens)
         return allowed
 
     def rollback(self, num_tokens: int) -> None:
-        """Take both back."""
+        """Take both grammars back."""
         self.inner.rollback(num_tokens)
         super().rollback(num_tokens)
 
     def fill_bitmask(self, bitmask: Any, batch_index: int) -> None:
-        """What the release says."""
+        """Fill a mask row from the release's grammar."""
         self.inner.fill_bitmask(bitmask, batch_index)
 
     def is_terminated(self) -> bool:
-        """What the release says."""
+        """Whether the release's grammar has terminated."""
         is_over: bool = self.inner.is_terminated()
         return is_over
 
     def reset(self) -> None:
-        """Begin both anew."""
+        """Take both grammars back to their first states."""
         self.inner.reset()
         super().reset()
 
 
 class XgrammarEngine(VllmEngine):
-    """vLLM's scheduler, and its grammars by xgrammar."""
+    """vLLM's scheduler with its grammars compiled by xgrammar."""
 
     def __init__(self, config: v.Config) -> None:
         super().__init__(config)
@@ -98,7 +98,7 @@ class XgrammarEngine(VllmEngine):
         plugs.tokenizer = build_tokenizer()
 
     def declines(self, event: v.Event) -> str | None:
-        """What it cannot be given, and what any vLLM is spared."""
+        """Returns why the backend cannot be given an event, or why no vLLM is; None if it can."""
         if isinstance(event, v.Submit | v.StreamingUpdate) and event.request.structured_output:
             grammar = event.request.grammar
             if grammar is None:
@@ -113,7 +113,9 @@ class XgrammarEngine(VllmEngine):
         return super().declines(event)
 
     def _is_lost(self, frame_id: v.FrameId) -> bool:
-        """Whether a matcher of a frame has ended, and its wrapper has not seen it."""
+        """Whether the matcher of a request in a frame has terminated, and its wrapper has not
+        noticed.
+        """
         frame = self.run.frames.get(frame_id)
         for name in frame.num_scheduled_tokens if frame is not None else ():
             request = self.scheduler.requests.get(name)
@@ -142,7 +144,7 @@ class XgrammarEngine(VllmEngine):
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One character for each token."""
+    """Returns a tokenizer with one character for each token."""
     words = {write_token(token): token for token in range(VOCABULARY_SIZE)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=write_token(0)))
     tokenizer.decoder = decoders.Fuse()
@@ -150,14 +152,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_token(token: v.TokenId) -> str:
-    """The text of a token."""
+    """Returns the text of a token."""
     return chr(FIRST_CHARACTER + token)
 
 
 def is_fit(grammar: v.Grammar) -> bool:
-    """Whether the end token leads to terminated states, and nothing else does, from one there is.
-
-    A text must be able to begin: state 0 is none of those.
+    """Whether the end token, and no other token, leads to terminated states, and state 0 is not
+    terminated.
     """
     ends = {state for state, edges in enumerate(grammar.edges) if not edges}
     return 0 not in ends and all(
@@ -168,7 +169,9 @@ def is_fit(grammar: v.Grammar) -> bool:
 
 
 def write_grammar(grammar: v.Grammar) -> str:
-    """A rule for each state that goes on; the end token is written as the end of the text."""
+    """Returns a grammar with one rule for each state that goes on; the end token is the end of the
+    text.
+    """
     rules = ["root ::= s0"]
     for state, edges in enumerate(grammar.edges):
         ways = [

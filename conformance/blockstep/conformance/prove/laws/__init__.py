@@ -1,7 +1,8 @@
-"""Laws: all of them, by room.
+"""All laws, by theme.
 
-Amounts come first, then what holds blocks, whole steps and output. Laws about the engine on the
-host stand beside those about the specification that say the same; `host` has the rest of them.
+The amounts of tokens and blocks come first, then block ownership, whole steps and output. A law
+about the host engine is next to the law about the specification that says the same; `host` has the
+others.
 """
 
 from __future__ import annotations
@@ -49,4 +50,4 @@ ROOMS: Final = tuple(module.ROOM for module in (*_AMOUNTS, *_BLOCKS_AND_STEPS))
 LAWS: Final[Mapping[str, Law]] = MappingProxyType(
     {law.name: law for room in ROOMS for law in room.laws}
 )
-"""All laws by name, in the order of the rooms."""
+"""All laws by name, in the order of the themes."""

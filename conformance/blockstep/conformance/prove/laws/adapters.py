@@ -1,4 +1,7 @@
-"""Adapters: how many different ones run, in a step and over steps. PYTEST_DONT_REWRITE."""
+"""Laws about the number of different LoRA adapters, in a step and over steps.
+
+PYTEST_DONT_REWRITE.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,24 @@ from blockstep.spec.step.work import Step
 ROOM = Room("adapters")
 
 
-# Mistakes.
+# Mutants.
 
 
 @instead(is_within_max_loras)
 def seat_is_given_at_the_cap(num_in_use: int, is_in_use: bool, max_loras: int) -> bool:
-    """The comparison lets one too many in."""
+    """The comparison admits one adapter too many."""
     return is_in_use or num_in_use <= max_loras
 
 
 @instead(is_within_max_loras)
 def adapter_in_use_needs_a_seat_of_its_own(num_in_use: int, max_loras: int) -> bool:
-    """Seats are counted by request."""
+    """LoRA slots are counted per request instead of per adapter."""
     return num_in_use < max_loras
 
 
 @instead(process_waiting_phase, theirs="not found upstream")
 def adapters_of_rows_only(right: Right[None], step: Step) -> None:
-    """Who runs without a row in this step leaves its seat to others, as upstream has it."""
+    """A running request without a row frees its LoRA slot for others, as in vLLM."""
     before = step.state
     step.state = replace(before, rules=replace(before.rules, counts_adapters_of_rows_only=True))
     right()
@@ -42,7 +45,7 @@ def adapters_of_rows_only(right: Right[None], step: Step) -> None:
 def newcomers_of_the_step_are_not_counted(
     right: Right[bool], in_use: Collection[str | None]
 ) -> bool:
-    """The adapters in use are those from before the step; here nobody ran."""
+    """Adapters of requests admitted in this step do not count as in use."""
     return right(in_use=[None for _ in in_use])
 
 
@@ -53,7 +56,7 @@ def newcomers_of_the_step_are_not_counted(
 def check_one_more_leaves_them_within_max_loras(
     num_in_use: int, is_in_use: int, max_loras: int
 ) -> None:
-    """Whatever came and went before: from within the cap an admission leads nowhere else."""
+    """An admission never leads from within `max_loras` to beyond it."""
     assert 1 <= max_loras and 0 <= is_in_use <= 1 and is_in_use <= num_in_use <= max_loras
     if is_within_max_loras(num_in_use, is_in_use == 1, max_loras):
         assert num_in_use + 1 - is_in_use <= max_loras
@@ -63,7 +66,7 @@ def check_one_more_leaves_them_within_max_loras(
 def check_nobody_is_passed_over_for_an_adapter_that_is_in_use(
     num_in_use: int, max_loras: int
 ) -> None:
-    """Nor for a seat that is free."""
+    """A request is also admitted if a LoRA slot is free."""
     assert 1 <= num_in_use <= max_loras
     may_share = is_within_max_loras(num_in_use, True, max_loras)
     assert may_share
@@ -74,7 +77,7 @@ def check_nobody_is_passed_over_for_an_adapter_that_is_in_use(
 def check_who_runs_keeps_its_seat_with_a_row_or_without(
     known_a: int, computed_a: int, known_b: int, budget: int
 ) -> None:
-    """Two plans in flight, no placeholders: a has a row as far as it has something to compute."""
+    """Two plans are in flight, without placeholders; `a` has a row if it has tokens to compute."""
     assert 0 <= computed_a <= known_a and 1 <= known_a < 8000 and 1 <= known_b < 8000
     assert 1 <= budget
     config = h.build_config(8192, max_num_batched_tokens=budget, max_loras=1)
@@ -90,7 +93,7 @@ def check_who_runs_keeps_its_seat_with_a_row_or_without(
 def check_of_two_adapters_for_one_seat_the_first_in_line_has_it(
     known_a: int, known_b: int, budget: int
 ) -> None:
-    """Newcomers, or whoever was preempted and comes back: neither runs, so neither has a seat."""
+    """A waiting request holds no LoRA slot before the step, whether it is new or preempted."""
     assert 1 <= known_a < 8000 and 1 <= known_b < 8000 and 1 <= budget
     config = h.build_config(8192, max_num_batched_tokens=budget, max_loras=1)
     waiting = (

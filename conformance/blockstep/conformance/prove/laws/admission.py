@@ -1,4 +1,6 @@
-"""Admission: one whole Schedule that lets one or two newcomers in, or not. PYTEST_DONT_REWRITE.
+"""Laws about one whole Schedule that admits one or two requests, or none.
+
+PYTEST_DONT_REWRITE.
 
 These laws run `process_schedule` itself, with symbolic token counts, budgets and block sizes.
 """
@@ -21,12 +23,12 @@ from blockstep.spec.vocabulary import Config
 ROOM = Room("admission")
 
 
-# Mistakes.
+# Mutants.
 
 
 @instead(process_waiting_phase)
 def seats_are_counted_before_the_step(right: Right[None], step: Step) -> None:
-    """Each newcomer is told that there is a place."""
+    """Each request admitted in the step sees the same free running slot."""
     before = step.state
     more = replace(before.config, max_num_seqs=before.config.max_num_seqs + 1)
     step.state = replace(before, config=more)
@@ -38,7 +40,7 @@ def seats_are_counted_before_the_step(right: Right[None], step: Step) -> None:
 def head_that_does_not_fit_is_overtaken(
     right: Right[Verdict], step: Step, request: RequestState
 ) -> Verdict:
-    """The search goes on behind it: it may wait for ever."""
+    """Requests behind a head that does not fit are admitted, so the head may wait for ever."""
     verdict = right()
     if verdict is not Verdict.ADMITTED:
         for name in [name for name in step.waiting if name != request.request_id]:
@@ -51,7 +53,7 @@ def head_that_does_not_fit_is_overtaken(
 def refused_admission_is_counted_as_a_query(
     right: Right[Verdict], step: Step, request: RequestState
 ) -> Verdict:
-    """Statistics of a request that will ask again next step."""
+    """A failed admission counts as a prefix-cache query, and again in the next step."""
     verdict = right()
     if verdict is not Verdict.ADMITTED:
         queries = step.stats.prefix_cache_queries + request.num_known_tokens
@@ -61,7 +63,7 @@ def refused_admission_is_counted_as_a_query(
 
 @instead_in(admission_room, "can_finish")
 def gate_looks_at_nothing() -> bool:
-    """Admission checks only the first chunk."""
+    """Admission checks blocks for the first chunk only."""
     return True
 
 
@@ -72,7 +74,7 @@ def gate_looks_at_nothing() -> bool:
 def check_nobody_is_admitted_without_a_seat(
     known_a: int, known_b: int, budget: int, max_num_seqs: int
 ) -> None:
-    """Two wait, and there is room for everything but perhaps for both of them."""
+    """Two requests wait; only the number of running slots may not suffice for both."""
     assert 1 <= known_a < 1000 and 1 <= known_b < 1000 and 1 <= budget and 1 <= max_num_seqs
     config = h.build_config(
         1000, num_blocks=4, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
@@ -88,7 +90,7 @@ def check_nobody_is_admitted_without_a_seat(
 def check_nobody_overtakes_a_head_that_does_not_fit(
     known_a: int, known_b: int, budget: int, block_size: int
 ) -> None:
-    """a is admitted exactly when the two blocks hold it, and b never without it."""
+    """Request `a` is admitted exactly if two blocks hold it, and `b` never without `a`."""
     assert 1 <= block_size and 1 <= budget and 1 <= known_a < 8192 and 1 <= known_b < 8192
     config = h.build_config(block_size, num_blocks=3, max_num_batched_tokens=budget)
     waiting = (h.build_request("a", known_a), h.build_request("b", known_b))
@@ -99,7 +101,7 @@ def check_nobody_overtakes_a_head_that_does_not_fit(
 
 @ROOM.law("P7 P21", (40, 20, 16), refused_admission_is_counted_as_a_query)
 def check_refused_admission_leaves_no_trace(known_a: int, budget: int, block_size: int) -> None:
-    """Requests, pool and statistics are those before, the queue as well."""
+    """The requests, the queues, the pool and the statistics stay as they were."""
     assert 1 <= block_size and 1 <= budget
     assert 2 * block_size < known_a <= 4 * block_size and known_a < 8192
     config = Config(num_blocks=3, block_size=block_size, max_num_batched_tokens=budget)
@@ -116,7 +118,7 @@ def check_refused_admission_leaves_no_trace(known_a: int, budget: int, block_siz
 def check_admission_leaves_room_for_the_rest_of_the_prompt(
     known_a: int, budget: int, block_size: int
 ) -> None:
-    """Or its next chunk would preempt it, and it would start again, for ever."""
+    """Otherwise its next chunk would preempt it, and it would start again, for ever."""
     assert 1 <= block_size and 1 <= budget and 1 <= known_a < 8192
     config = h.build_config(block_size, num_blocks=4, max_num_batched_tokens=budget)
     after, _ = h.schedule(h.build_state(config, (), (h.build_request("a", known_a),)))
@@ -128,7 +130,7 @@ def check_admission_leaves_room_for_the_rest_of_the_prompt(
 def check_admission_with_a_hit_computes_only_what_is_left_and_at_least_one_token(
     known_a: int, budget: int, block_size: int
 ) -> None:
-    """Two blocks of its prompt are published: it hits as much of them as leaves a token."""
+    """Two blocks of the prompt are published; the hit is as many of them as leave a token."""
     assert 1 <= block_size and 1 <= budget and 1 <= known_a <= 4 * block_size and known_a < 8192
     config = Config(num_blocks=6, block_size=block_size, max_num_batched_tokens=budget)
     request = replace(h.build_request("a", known_a), block_keys=tuple(map(h.key_of, (1, 2, 3, 4))))

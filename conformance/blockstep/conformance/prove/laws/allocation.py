@@ -1,7 +1,9 @@
-"""Allocation: how long a hit may be, and which blocks are taken. PYTEST_DONT_REWRITE.
+"""Laws about the length of a hit, and the blocks that are allocated.
 
-Block sizes are symbolic. In the pool of these laws 1 and 2 are held, the others are free; 3 may be
-hit, being free.
+PYTEST_DONT_REWRITE.
+
+Block sizes are symbolic. In the pool of these laws blocks 1 and 2 are held and the others free;
+block 3 is free and published, so it may be hit.
 """
 
 from __future__ import annotations
@@ -30,60 +32,60 @@ Taken = tuple[Pool, tuple[BlockId, ...]]
 
 
 def build_small_pool(num_holders: int) -> Pool:
-    """Seven blocks: the first real one has `num_holders`, the second one holder."""
+    """Return a pool of seven blocks: block 1 has `num_holders` holders, block 2 has one."""
     return build_pool((0, num_holders, 1, 0, 0, 0, 0), FREE, published=(1, 3))
 
 
 def build_small_config(block_size: int) -> Config:
-    """Without caching: hits are handed in, and keys decide nothing here."""
+    """Return a config without prefix caching: hits are arguments, and keys do not matter here."""
     return build_config(block_size, num_blocks=7)
 
 
 def admit(
     num_new: int, block_size: int, hit: BlockId, num_holders: int
 ) -> tuple[Pool, RequestState] | None:
-    """Slots of a newcomer with a hit of one block, or None."""
+    """Return pool and request after an admission with a hit of one block, or None if it fails."""
     request = RequestState(Request("a", (1,)), Status.WAITING)
     pool, found = build_small_pool(num_holders), Hit(block_size, ((hit,),))
     return allocate_slots(build_small_config(block_size), pool, request, num_new, hit=found)
 
 
-# Mistakes.
+# Mutants.
 
 
 @instead(compute_max_hit_blocks, theirs="#30320 (hits of a connector)")
 def full_hit_leaves_nothing_to_compute(num_known: int, block_size: int) -> int:
-    """All full blocks may be hit, as a connector reports them."""
+    """All full blocks may be hit, as a KV connector reports them."""
     return num_known // block_size
 
 
 @instead(compute_max_hit_blocks)
 def hit_stops_a_block_early(num_known: int, block_size: int) -> int:
-    """The last full block is always computed again, needed or not."""
+    """The last full block is always computed again, even if a token is left without it."""
     return max(num_known // block_size - 1, 0)
 
 
 @instead(count_free)
 def free_hits_cost_nothing() -> int:
-    """Touching a hit on a free block takes it out of the free ones; that is forgotten."""
+    """It is forgotten that touching a free hit block uses up a free block."""
     return 0
 
 
 @instead(count_free)
 def every_hit_costs_a_block(block_ids: Sequence[BlockId]) -> int:
-    """Also one that somebody else holds."""
+    """A hit block that another request holds costs a free block, too."""
     return len(block_ids)
 
 
 @instead(compute_num_taken)
 def hits_are_credited_twice(right: Right[int], num_hit: int) -> int:
-    """The hit is taken off the need once as held, and once more as a hit."""
+    """The hit is subtracted from the missing blocks twice: as held, and as a hit."""
     return right(num_hit=2 * num_hit)
 
 
 @instead(allocate_blocks)
 def blocks_come_from_the_tail(right: Right[Taken], pool: Pool) -> Taken:
-    """What was freed last is evicted first."""
+    """The block that was freed last is evicted first."""
     pool, taken = right(pool=replace(pool, free_queue=pool.free_queue[::-1]))
     return replace(pool, free_queue=pool.free_queue[::-1]), taken
 
@@ -93,7 +95,7 @@ def blocks_come_from_the_tail(right: Right[Taken], pool: Pool) -> Taken:
 
 @ROOM.law("P5 P12", (33, 16), full_hit_leaves_nothing_to_compute, hit_stops_a_block_early)
 def check_longest_hit_leaves_a_token_and_no_block_more(num_known: int, block_size: int) -> None:
-    """One block more would leave nothing to sample from."""
+    """A hit that is one block longer would leave no token to sample from."""
     assert 1 <= num_known and 1 <= block_size
     num_blocks = compute_max_hit_blocks(num_known, block_size)
     assert 0 <= num_blocks * block_size < num_known
@@ -104,7 +106,7 @@ def check_longest_hit_leaves_a_token_and_no_block_more(num_known: int, block_siz
 def check_running_request_is_granted_exactly_what_it_needs_from_the_head_of_the_queue(
     num_computed: int, num_new: int, block_size: int
 ) -> None:
-    """Refused only if the free blocks do not suffice."""
+    """The allocation fails only if there are too few free blocks."""
     assert 1 <= block_size and 0 <= num_computed <= 2 * block_size and 1 <= num_new
     assert num_computed + num_new < 8192
     request = build_runner("a", 1, num_computed, (1, 2))
@@ -120,7 +122,7 @@ def check_running_request_is_granted_exactly_what_it_needs_from_the_head_of_the_
 
 @ROOM.law("P1 P8", (30, 16), free_hits_cost_nothing, hits_are_credited_twice)
 def check_hit_on_a_free_block_uses_up_a_free_block(num_new: int, block_size: int) -> None:
-    """The estimate counts it, and the allocation leaves it where it is."""
+    """The capacity check counts the hit block, and the allocation takes it out of the queue."""
     assert 1 <= block_size and 1 <= num_new and block_size + num_new < 8192
     granted = admit(num_new, block_size, 3, num_holders=1)
     num_missing = compute_num_new_blocks(num_new, block_size, 0)
@@ -136,7 +138,7 @@ def check_hit_on_a_free_block_uses_up_a_free_block(num_new: int, block_size: int
 def check_hit_on_a_held_block_is_free_of_charge(
     num_new: int, block_size: int, num_holders: int
 ) -> None:
-    """However many hold it; they are one more then."""
+    """The number of holders does not matter; it grows by one."""
     assert 1 <= block_size and 1 <= num_new and block_size + num_new < 8192 and 1 <= num_holders
     granted = admit(num_new, block_size, 1, num_holders)
     num_missing = compute_num_new_blocks(num_new, block_size, 0)

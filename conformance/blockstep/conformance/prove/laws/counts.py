@@ -1,4 +1,4 @@
-"""Counts: how many tokens a request gets in a step. PYTEST_DONT_REWRITE."""
+"""Laws about the number of tokens that a request gets in a step. PYTEST_DONT_REWRITE."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from blockstep.spec.vocabulary import MAX_INT
 ROOM = Room("counts")
 
 
-# Mistakes.
+# Mutants.
 
 
 @instead(compute_share)
 def budget_is_overdrawn_by_a_decode(right: Right[int], num_wanted: int, num_computed: int) -> int:
-    """A shortcut for the plain decode, taken without a look at the budget."""
+    """A shortcut for a plain decode ignores the token budget."""
     return 1 if num_wanted - num_computed == 1 else right()
 
 
 @instead(compute_share)
 def last_position_is_computed_too(right: Right[int], end: int) -> int:
-    """The room is counted up to the model length itself."""
+    """The limit is the model length itself instead of one token less."""
     return right(end=end + 1)
 
 
 @instead(compute_share)
 def threshold_is_for_newcomers_only(right: Right[int]) -> int:
-    """A runner is not held to it."""
+    """A running request is not limited by the threshold."""
     return right(threshold=0)
 
 
@@ -39,45 +39,45 @@ def threshold_is_for_newcomers_only(right: Right[int]) -> int:
 def threshold_is_a_minimum(
     right: Right[int], num_wanted: int, num_computed: int, threshold: int
 ) -> int:
-    """A request is given the threshold even where its gap is smaller."""
+    """A request gets as many tokens as the threshold even if fewer are left to compute."""
     return right(num_wanted=max(num_wanted, num_computed + threshold), threshold=0)
 
 
 @instead(compute_share)
 def threshold_is_taken_off_the_budget(right: Right[int], threshold: int, budget: int) -> int:
-    """What the threshold reserves for others is not given to anybody."""
+    """The threshold is subtracted from the budget, and no request gets these tokens."""
     return right(threshold=0, budget=max(budget - threshold, 1))
 
 
 @instead(compute_share, theirs="#40707 (recurrent state)")
 def chunk_is_rounded_down_to_blocks(right: Right[int], num_wanted: int, num_computed: int) -> int:
-    """Chunks end at a block of 16; upstream does so for recurrent state ('align')."""
+    """Chunks end at a multiple of 16; vLLM does this for recurrent state ('align')."""
     num_new = right()
     return num_new if num_new == num_wanted - num_computed else num_new // 16 * 16
 
 
 @instead(compute_share)
 def threshold_of_zero_caps(right: Right[int], threshold: int, budget: int) -> int:
-    """Zero is taken as a cap instead of as no cap."""
+    """A threshold of zero is taken as a limit instead of as no limit."""
     return right(threshold=0, budget=min(budget, threshold))
 
 
 @instead(compute_share)
 def whoever_does_not_fit_waits(right: Right[int], num_wanted: int, num_computed: int) -> int:
-    """No chunking: all or nothing."""
+    """A prompt that does not fit the budget is not cut into chunks."""
     gap = num_wanted - num_computed
     return gap if right(threshold=0) == gap else 0
 
 
 @instead(is_past_max_tokens)
 def drafts_count_as_sure(right: Right[bool], num_computed: int, num_placeholders: int) -> bool:
-    """Every placeholder is taken for an output, though drafts may be rejected."""
+    """Every placeholder counts as an output, although drafts may be rejected."""
     return right(num_computed=num_computed + num_placeholders - 1)
 
 
 @instead(is_past_max_tokens)
 def own_token_is_not_counted(right: Right[bool], num_computed: int) -> bool:
-    """The token that the frame in flight is sure to sample is left out."""
+    """The token that the frame in flight is sure to sample is not counted."""
     return right(num_computed=num_computed - 1)
 
 
@@ -85,19 +85,19 @@ def own_token_is_not_counted(right: Right[bool], num_computed: int) -> bool:
 def nothing_in_flight_counts_as_a_promise(
     num_computed: int, num_placeholders: int, num_prompt: int, max_tokens: int
 ) -> bool:
-    """The rule is applied to a request that nobody has promised anything."""
+    """The rule is applied to a request without placeholders."""
     return num_computed + 2 - num_placeholders >= num_prompt + max_tokens
 
 
 @instead(compute_share)
 def hit_is_computed_again(right: Right[int]) -> int:
-    """The hit is not taken off."""
+    """The tokens of the hit are scheduled, too."""
     return right(num_computed=0)
 
 
 @instead(compute_share)
 def hit_counts_twice(num_wanted: int, num_computed: int, threshold: int, budget: int) -> int:
-    """The hit is taken off once more where the threshold caps."""
+    """The hit is subtracted once more if the threshold applies."""
     num_new = num_wanted - num_computed
     capped = 0 < threshold < num_new
     return min(threshold - min(num_computed, threshold) if capped else num_new, budget)
@@ -107,13 +107,13 @@ def hit_counts_twice(num_wanted: int, num_computed: int, threshold: int, budget:
 def threshold_is_for_runners_only(
     right: Right[int], num_wanted: int, threshold: int, end: int
 ) -> int:
-    """A newcomer, which is told by having no room behind what it wants, is not held to it."""
+    """A waiting request, recognized by `end == num_wanted`, is not limited by the threshold."""
     return right(threshold=threshold if end > num_wanted else 0, is_whole=False)
 
 
 @instead(compute_share)
 def part_is_taken_for_the_whole(right: Right[int]) -> int:
-    """A newcomer is cut into chunks although chunking is off."""
+    """A waiting request is cut into chunks although chunked prefill is off."""
     return right(is_whole=False)
 
 
@@ -124,7 +124,7 @@ def part_is_taken_for_the_whole(right: Right[int]) -> int:
 def check_running_request_stays_within_the_budget(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
 ) -> None:
-    """Whatever the caps are, zero budget included."""
+    """This holds for all limits, also for a budget of zero."""
     assert 0 <= num_computed <= num_with_spec and 0 <= threshold and 0 <= budget
     assert 2 <= max_model_len
     num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
@@ -135,7 +135,7 @@ def check_running_request_stays_within_the_budget(
 def check_position_before_the_model_length_is_never_computed(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
 ) -> None:
-    """The token sampled before it was the last one."""
+    """The token sampled before that position was the last one."""
     assert 0 <= num_computed <= num_with_spec and 0 <= threshold and 0 <= budget
     assert 2 <= max_model_len
     num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
@@ -146,7 +146,7 @@ def check_position_before_the_model_length_is_never_computed(
 def check_running_request_stays_within_the_threshold(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
 ) -> None:
-    """One request gets no more than that in one step."""
+    """No request gets more tokens than the threshold in one step."""
     assert 0 <= num_computed <= num_with_spec and 0 < threshold and 0 <= budget
     assert 2 <= max_model_len
     num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
@@ -157,7 +157,7 @@ def check_running_request_stays_within_the_threshold(
 def check_running_request_gets_no_more_than_its_gap(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
 ) -> None:
-    """Nothing is scheduled that nobody knows, promised or drafted."""
+    """Only known tokens, placeholders and drafts are scheduled."""
     assert 0 <= num_computed <= num_with_spec and 0 <= threshold and 0 <= budget
     assert 2 <= max_model_len
     num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
@@ -168,7 +168,7 @@ def check_running_request_gets_no_more_than_its_gap(
 def check_running_request_catches_up_unless_a_cap_binds(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
 ) -> None:
-    """It gets its gap, or exactly what one of the three caps leaves."""
+    """It gets the tokens left to compute, or exactly what one of the three limits allows."""
     assert 0 <= num_computed < num_with_spec and 0 <= threshold and 0 <= budget
     num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
     caps = (num_with_spec - num_computed, budget, max_model_len - 1 - num_computed)
@@ -179,7 +179,7 @@ def check_running_request_catches_up_unless_a_cap_binds(
 def check_running_request_with_a_gap_room_and_budget_progresses(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
 ) -> None:
-    """One token at least: the same step would come again otherwise, and bring no more."""
+    """It gets at least one token; otherwise the same step would repeat for ever."""
     assert 0 <= num_computed < num_with_spec and 0 <= threshold
     assert 1 <= budget and num_computed < max_model_len - 1
     num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
@@ -190,7 +190,7 @@ def check_running_request_with_a_gap_room_and_budget_progresses(
 def check_threshold_of_zero_is_no_threshold(
     num_with_spec: int, num_computed: int, budget: int, max_model_len: int
 ) -> None:
-    """It gives what a threshold as large as the gap gives."""
+    """The result is that of a threshold as large as the number of tokens left."""
     assert 0 <= num_computed < num_with_spec and 0 <= budget
     gap = num_with_spec - num_computed
     without = compute_share(num_with_spec, num_computed, 0, budget, max_model_len - 1)
@@ -206,7 +206,7 @@ def check_more_budget_never_means_fewer_tokens(
     more: int,
     max_model_len: int,
 ) -> None:
-    """And no more of them than there is more budget."""
+    """The number of tokens grows by no more than the budget."""
     assert 0 <= num_computed <= num_with_spec and 0 <= threshold and 0 <= budget and 0 <= more
     assert 2 <= max_model_len
     few = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
@@ -218,7 +218,7 @@ def check_more_budget_never_means_fewer_tokens(
 def check_two_steps_compute_what_one_of_both_budgets_would(
     num_with_spec: int, num_computed: int, budget: int, next_budget: int, max_model_len: int
 ) -> None:
-    """Cutting a prompt into chunks loses nothing and repeats nothing."""
+    """Chunked prefill skips no token and computes none twice."""
     assert 0 <= num_computed < num_with_spec and 0 <= budget and 0 <= next_budget
     assert num_computed < max_model_len
     first = compute_share(num_with_spec, num_computed, 0, budget, max_model_len - 1)
@@ -228,14 +228,14 @@ def check_two_steps_compute_what_one_of_both_budgets_would(
     )
 
 
-# A request with a promise in flight: computed == prompt + outputs + placeholders - 1.
+# A request with a frame in flight: computed == prompt + outputs + placeholders - 1.
 
 
 @ROOM.law("P13 P15", (5, 2, 2, 3), drafts_count_as_sure, own_token_is_not_counted)
 def check_request_is_passed_over_exactly_when_the_sure_token_is_its_last(
     num_prompt: int, num_outputs: int, num_placeholders: int, max_tokens: int
 ) -> None:
-    """Of what a frame promises one token is sure; the others are drafts, to be rejected perhaps."""
+    """A frame's sampled token is sure; its drafts may be rejected."""
     assert 1 <= num_prompt and 0 <= num_outputs < max_tokens and 1 <= num_placeholders
     num_computed = num_prompt + num_outputs + num_placeholders - 1
     is_past = is_past_max_tokens(num_computed, num_placeholders, num_prompt, max_tokens)
@@ -246,7 +246,7 @@ def check_request_is_passed_over_exactly_when_the_sure_token_is_its_last(
 def check_request_with_nothing_promised_is_never_passed_over(
     num_computed: int, num_prompt: int, max_tokens: int
 ) -> None:
-    """Nobody would end it."""
+    """A request without a frame in flight would never be finished by a commit."""
     assert 0 <= num_computed and 1 <= num_prompt and 1 <= max_tokens
     is_past = is_past_max_tokens(num_computed, 0, num_prompt, max_tokens)
     assert not is_past
@@ -259,7 +259,7 @@ def check_request_with_nothing_promised_is_never_passed_over(
 def check_newcomer_computes_what_the_hit_leaves_up_to_the_threshold(
     num_known: int, num_hit: int, threshold: int
 ) -> None:
-    """With a hit that leaves a token it gets at least one, and never one that was hit."""
+    """It gets at least one token if the hit leaves one, and none of the hit."""
     assert 0 <= num_hit < num_known and 0 <= threshold
     num_new = compute_share(num_known, num_hit, threshold, num_known, num_known)
     assert 1 <= num_new <= num_known - num_hit
@@ -270,7 +270,7 @@ def check_newcomer_computes_what_the_hit_leaves_up_to_the_threshold(
 def check_admission_and_running_count_alike(
     num_known: int, num_done: int, threshold: int, budget: int
 ) -> None:
-    """A hit is as good as computed tokens: there is no prefill phase with a rule of its own."""
+    """A hit counts like computed tokens: there is no prefill phase with a rule of its own."""
     assert 0 <= num_done < num_known and 0 <= threshold and 0 <= budget
     waiting = compute_share(num_known, num_done, threshold, budget, num_known)
     whole = compute_share(num_known, num_done, threshold, budget, num_known, is_whole=True)
@@ -280,7 +280,7 @@ def check_admission_and_running_count_alike(
     assert whole == (due if due <= budget else 0)
 
 
-# The engine on the host.
+# The host engine.
 
 
 @ROOM.law("P9 P15", (20, 4, 2, 8, 6, 100), wrong.plain_decode_is_not_held_to_the_model_length)
@@ -292,7 +292,9 @@ def check_host_counts_the_tokens_of_a_runner_as_the_specification_does(
     budget: int,
     max_model_len: int,
 ) -> None:
-    """A plain decode takes a shortcut, and a threshold of zero is the model length."""
+    """The host has a shortcut for a plain decode, and the model length replaces a threshold of
+    zero.
+    """
     assert 1 <= num_known < max_model_len <= MAX_INT and 0 <= num_computed and 0 <= num_drafts
     assert 0 <= threshold <= MAX_INT and 1 <= budget
     config = build_config(max_model_len=max_model_len, long_prefill_token_threshold=threshold)
@@ -308,7 +310,9 @@ def check_host_counts_the_tokens_of_a_runner_as_the_specification_does(
 def check_host_admits_as_many_tokens(
     num_known: int, num_hit: int, threshold: int, budget: int, is_chunked: bool
 ) -> None:
-    """What the hit leaves, under threshold and budget; whole or not at all without chunking."""
+    """The host admits the tokens after the hit within threshold and budget, or all without
+    chunking.
+    """
     assert 0 <= num_hit < num_known < 8192 and 0 <= threshold <= MAX_INT and 1 <= budget
     config = build_config(
         long_prefill_token_threshold=threshold,

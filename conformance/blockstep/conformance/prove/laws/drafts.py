@@ -1,6 +1,9 @@
-"""Drafts: what is scheduled past the known tokens, and taken back. PYTEST_DONT_REWRITE.
+"""Laws about draft tokens that are scheduled and rolled back.
 
-A step of a request that samples: known tokens k, drafts d among n scheduled, s sampled.
+PYTEST_DONT_REWRITE.
+
+They are about a step of a request that samples: k known tokens, d drafts among n scheduled tokens,
+s sampled tokens.
 """
 
 from __future__ import annotations
@@ -27,30 +30,30 @@ from blockstep.spec.vocabulary import Stats, Status, TokenIds
 ROOM = Room("drafts")
 
 
-# Mistakes.
+# Mutants.
 
 
 @instead(compute_num_drafts)
 def prefill_chunk_has_minus_one_draft(num_computed: int, num_scheduled: int, num_known: int) -> int:
-    """Not cut at zero: a slice with it drops the last draft instead of taking none."""
+    """The count may be -1; a slice with it drops the last draft instead of taking none."""
     return num_computed + num_scheduled - num_known
 
 
 @instead(compute_num_drafts)
 def every_token_after_the_first_is_a_draft(num_scheduled: int) -> int:
-    """As if a request always had one known token left to compute."""
+    """The count assumes one known token left to compute."""
     return max(num_scheduled - 1, 0)
 
 
 @instead(compute_num_rejected)
 def own_token_counts_as_accepted(num_drafts: int, num_sampled: int) -> int:
-    """The worker's own token is taken for an accepted draft."""
+    """The token that the model itself sampled counts as an accepted draft."""
     return num_drafts - num_sampled
 
 
 @instead(compute_num_rejected)
 def rejected_is_what_was_sampled(num_drafts: int, num_sampled: int) -> int:
-    """Accepted and rejected are mixed up."""
+    """The number of accepted drafts is returned instead of the rejected ones."""
     return min(num_sampled - 1, num_drafts)
 
 
@@ -58,26 +61,26 @@ def rejected_is_what_was_sampled(num_drafts: int, num_sampled: int) -> int:
 def preempted_request_is_rolled_back_below_zero(
     request: RequestState, num_drafts: int, num_sampled: int
 ) -> RequestState:
-    """The answer of a frame is applied to a request that lost its computed tokens meanwhile."""
+    """A stale frame rolls back a request that lost its computed tokens."""
     num_rejected = compute_num_rejected(num_drafts, num_sampled)
     return replace(request, num_computed_tokens=request.num_computed_tokens - num_rejected)
 
 
 @instead(is_accepted_prefix)
 def any_tokens_may_be_accepted(sampled: TokenIds, drafts: TokenIds) -> bool:
-    """Only their number is looked at."""
+    """Only the number of tokens is compared."""
     return 1 <= len(sampled) <= len(drafts) + 1
 
 
 @instead(is_accepted_prefix)
 def own_token_must_be_a_draft_as_well(right: Right[bool], sampled: TokenIds) -> bool:
-    """The last sampled token is compared, too."""
+    """The last sampled token, too, must equal a draft."""
     return right(sampled=(*sampled, 0))
 
 
 @instead(count_drafts)
 def row_without_drafts_counts_as_one(stats: Stats, num_drafts: int, num_sampled: int) -> Stats:
-    """The worker's own token counts as an accepted draft."""
+    """The token that the model itself sampled counts as an accepted draft."""
     return Stats(
         drafts_scheduled=stats.drafts_scheduled + num_drafts,
         drafts_accepted=stats.drafts_accepted + num_sampled,
@@ -96,7 +99,7 @@ def row_without_drafts_counts_as_one(stats: Stats, num_drafts: int, num_sampled:
 def check_dispatched_drafts_are_some_of_the_attached_ones(
     num_known: int, num_attached: int, num_computed: int, budget: int, max_model_len: int
 ) -> None:
-    """None is made up, and a prefill chunk carries none."""
+    """No draft is made up, and a prefill chunk has none."""
     assert 0 <= num_computed < num_known < max_model_len and 0 <= num_attached and 1 <= budget
     num_new = compute_share(num_known + num_attached, num_computed, 0, budget, max_model_len - 1)
     num_drafts = compute_num_drafts(num_computed, num_new, num_known)
@@ -108,20 +111,20 @@ def check_dispatched_drafts_are_some_of_the_attached_ones(
 def check_budget_cuts_drafts_before_known_tokens(
     num_computed: int, num_scheduled: int, num_known: int
 ) -> None:
-    """What is left without the drafts are known tokens, from the first one on."""
+    """The scheduled tokens without the drafts are known tokens, without a gap."""
     assert 0 <= num_computed < num_known and 1 <= num_scheduled
     num_drafts = compute_num_drafts(num_computed, num_scheduled, num_known)
     assert num_computed + num_scheduled - num_drafts == min(num_computed + num_scheduled, num_known)
 
 
-# Taking back what was rejected.
+# Rolling back rejected drafts.
 
 
 @ROOM.law("P14", (20, 4, 2), own_token_counts_as_accepted, rejected_is_what_was_sampled)
 def check_sampling_leaves_exactly_the_last_token_to_compute(
     num_known: int, num_drafts: int, num_sampled: int
 ) -> None:
-    """However many drafts were rejected."""
+    """This holds for any number of rejected drafts."""
     assert 1 <= num_known and 0 <= num_drafts and 1 <= num_sampled <= num_drafts + 1
     before = build_runner("a", num_known, num_known + num_drafts)
     after = get_rolled_back(before, num_drafts, num_sampled)
@@ -132,7 +135,7 @@ def check_sampling_leaves_exactly_the_last_token_to_compute(
 def check_rejected_drafts_might_as_well_never_have_been_scheduled(
     num_known: int, num_drafts: int, num_accepted: int
 ) -> None:
-    """The same counters as after a step with the accepted drafts only."""
+    """The counters are those of a step that scheduled the accepted drafts only."""
     assert 1 <= num_known and 0 <= num_accepted <= num_drafts
     scheduled = build_runner("a", num_known, num_known + num_drafts)
     without = build_runner("a", num_known, num_known + num_accepted)
@@ -145,7 +148,7 @@ def check_rejected_drafts_might_as_well_never_have_been_scheduled(
 def check_preempted_request_has_nothing_to_roll_back(
     num_known: int, num_drafts: int, num_sampled: int
 ) -> None:
-    """Its frame was in flight when it lost its computed tokens."""
+    """The frame was in flight when the request lost its computed tokens."""
     assert 1 <= num_known and 0 <= num_drafts and 1 <= num_sampled <= num_drafts + 1
     before = replace(build_runner("a", num_known, 0), status=Status.PREEMPTED)
     after = get_rolled_back(before, num_drafts, num_sampled)
@@ -156,7 +159,7 @@ def check_preempted_request_has_nothing_to_roll_back(
 def check_what_a_step_publishes_stays_computed_after_any_rejection(
     num_computed: int, num_scheduled: int, num_known: int, num_sampled: int, block_size: int
 ) -> None:
-    """So no key has to be withdrawn when the answer comes."""
+    """A commit therefore never has to withdraw a key."""
     assert 0 <= num_computed < num_known and 1 <= block_size
     assert num_known <= num_computed + num_scheduled
     assert 1 <= num_sampled <= num_computed + num_scheduled - num_known + 1
@@ -175,7 +178,7 @@ def check_blocks_of_rejected_drafts_serve_the_next_step(
     max_model_len: int,
     block_size: int,
 ) -> None:
-    """Nothing is given back or taken twice: new blocks are what the longer table lacks."""
+    """No block is freed or taken twice: the new blocks are those that the longer table lacks."""
     assert 1 <= block_size and 1 <= num_known and 0 <= num_drafts
     assert 1 <= num_sampled <= num_drafts + 1 and 1 <= num_new
     assert num_known + num_drafts < max_model_len
@@ -188,7 +191,7 @@ def check_blocks_of_rejected_drafts_serve_the_next_step(
     assert taken == 0 or (held + taken - 1) * block_size < num_slots <= (held + taken) * block_size
 
 
-# The worker's answer.
+# The model output.
 
 
 @ROOM.law(
@@ -197,7 +200,7 @@ def check_blocks_of_rejected_drafts_serve_the_next_step(
 def check_two_drafts_are_accepted_only_as_they_were_proposed(
     first_draft: int, second_draft: int, third_draft: int, first: int, second: int, own: int
 ) -> None:
-    """Two of three accepted and a token of the worker's own, whatever that one is."""
+    """Two of three drafts are accepted, then the model's own token follows, which may be any."""
     assert 0 <= first_draft and 0 <= second_draft and 0 <= third_draft
     assert 0 <= first and 0 <= second and 0 <= own
     drafts = (first_draft, second_draft, third_draft)
@@ -209,7 +212,7 @@ def check_two_drafts_are_accepted_only_as_they_were_proposed(
 def check_accepted_drafts_never_outnumber_scheduled_ones(
     num_scheduled: int, num_accepted: int, num_drafts: int, num_sampled: int
 ) -> None:
-    """The worker's own token is no accepted draft."""
+    """The token that the model itself sampled is not an accepted draft."""
     assert 0 <= num_accepted <= num_scheduled
     assert 0 <= num_drafts and 1 <= num_sampled <= num_drafts + 1
     before = Stats(drafts_scheduled=num_scheduled, drafts_accepted=num_accepted)
@@ -219,14 +222,14 @@ def check_accepted_drafts_never_outnumber_scheduled_ones(
     assert after.drafts_accepted <= after.drafts_scheduled
 
 
-# The engine on the host.
+# The host engine.
 
 
 @ROOM.law("P12 P24", (20, 19, 3), wrong.cut_drafts_are_dispatched)
 def check_host_dispatches_as_many_drafts(
     num_known: int, num_computed: int, num_scheduled: int
 ) -> None:
-    """Of three that are attached."""
+    """Three drafts are attached to the request."""
     assert 0 <= num_computed < num_known < 8192 and 1 <= num_scheduled
     assert num_computed + num_scheduled <= num_known + 3
     request = replace(build_runner("a", num_known, num_computed), spec_token_ids=(5, 6, 7))
@@ -240,7 +243,7 @@ def check_host_dispatches_as_many_drafts(
 def check_host_takes_back_as_much(
     num_known: int, num_drafts: int, num_accepted: int, is_running: bool
 ) -> None:
-    """From a request that runs; a preempted one has nothing computed."""
+    """A running request is rolled back; a preempted one has no computed tokens."""
     assert 1 <= num_known < 8000 and 0 <= num_accepted <= num_drafts <= 3
     request = build_runner("a", num_known, num_known + num_drafts)
     if not is_running:
@@ -255,7 +258,7 @@ def check_host_takes_back_as_much(
 def check_host_takes_drafts_without_a_look_at_the_frames(
     num_known: int, num_computed: int, is_in_flight: bool, is_prefill_chunk: bool
 ) -> None:
-    """A row in flight leaves a prefill chunk or no known token uncomputed: that is enough."""
+    """The host looks at the chunk flag and the computed tokens, which a row in flight has set."""
     assert 1 <= num_known < 8000 and 0 <= num_computed <= num_known
     assert not is_in_flight or is_prefill_chunk == (num_computed < num_known)
     request = replace(

@@ -1,4 +1,4 @@
-"""Encoder: where chunks end, what is made within the budget, what is taken back and shared.
+"""Laws about the encoder cache: ends of chunks, budget, withdrawn and shared items.
 
 PYTEST_DONT_REWRITE. Positions and amounts are symbolic; names of items are not.
 """
@@ -36,45 +36,45 @@ ROOM = Room("encoder")
 
 
 def item(offset: int, length: int, name: str = "x") -> MultiModalItem:
-    """An item without a mask."""
+    """Return an item without a mask."""
     return MultiModalItem(name, offset, length)
 
 
 def request_of(name: str, *items: MultiModalItem) -> Request:
-    """A request with these items."""
+    """Return a request with these items."""
     return Request(name, (0,), items=items)
 
 
 def cache(size: int, budget: int, **unheld: int) -> Encoder:
-    """A cache of entries that nobody holds, in this order; and what a step may have made."""
+    """Return a cache of entries without holders, in this order, with a compute budget."""
     entries = {name: Entry(num_embeds) for name, num_embeds in unheld.items()}
     return Encoder(size, entries=FrozenMap(entries), freeable=tuple(entries), budget=budget)
 
 
-# Mistakes.
+# Mutants.
 
 
 @instead(compute_end_before)
 def chunk_ends_where_the_item_begins(offset: int, num_computed: int) -> int:
-    """The head reads one token ahead."""
+    """The chunk ends at the item, but the draft head reads one token ahead."""
     return max(offset - num_computed, 0)
 
 
 @instead(compute_end_before)
 def chunk_ends_a_token_early(right: Right[int]) -> int:
-    """To be on the safe side."""
+    """The chunk ends one token earlier than it must."""
     return max(right() - 1, 0)
 
 
 @instead(is_item_needed, theirs="not found upstream")
 def what_the_head_reads_ahead_is_not_needed(right: Right[bool]) -> bool:
-    """As if there were no head."""
+    """The token that the draft head reads ahead is ignored."""
     return right(num_ahead=0)
 
 
 @instead(is_item_needed)
 def item_is_needed_until_the_chunk_behind_it(right: Right[bool], num_computed: int) -> bool:
-    """As of the token before."""
+    """The item counts as needed one token too long."""
     return right(num_computed=num_computed - 1)
 
 
@@ -82,7 +82,7 @@ def item_is_needed_until_the_chunk_behind_it(right: Right[bool], num_computed: i
 def item_that_a_chunk_begins_with_is_split(
     right: Right[int], items: tuple[MultiModalItem, ...], num_computed: int
 ) -> int:
-    """As if only an item behind other tokens of the chunk had to be whole."""
+    """Only an item that begins after the chunk's first token must be whole."""
     return right(items=[item for item in items if item.offset > num_computed])
 
 
@@ -90,7 +90,7 @@ def item_that_a_chunk_begins_with_is_split(
 def rest_of_an_item_is_split(
     right: Right[int], items: tuple[MultiModalItem, ...], num_computed: int
 ) -> int:
-    """As if an item that a hit has cut need not be whole any more."""
+    """An item of which a hit covers a part need not be whole."""
     return right(items=[item for item in items if item.offset >= num_computed])
 
 
@@ -98,7 +98,7 @@ def rest_of_an_item_is_split(
 def chunk_ends_before_the_first_item_that_it_reaches(
     items: tuple[MultiModalItem, ...], num_computed: int, end: int
 ) -> int:
-    """A chunk that reaches all of it ends there, too."""
+    """The chunk ends before an item even if it reaches all of the item's tokens."""
     for item in items:
         if item.offset < end:
             return max(item.offset, num_computed)
@@ -107,19 +107,19 @@ def chunk_ends_before_the_first_item_that_it_reaches(
 
 @instead(fits)
 def item_has_the_whole_cache(num_embeds: int, cost: int, budget: int) -> bool:
-    """What others hold is forgotten."""
+    """Entries that other requests hold are ignored."""
     return cost <= budget
 
 
 @instead(fits)
 def compute_is_without_end(num_embeds: int, num_freeable: int) -> bool:
-    """Only the room counts."""
+    """Only the cache size limits the items, not the compute budget."""
     return num_embeds <= num_freeable
 
 
 @instead(evict_for)
 def all_that_nobody_holds_is_evicted(encoder: Encoder) -> Encoder:
-    """Once anything is."""
+    """All entries without a holder are evicted as soon as one is."""
     held = {name: encoder.entries[name] for name in ("y", "z") if name not in encoder.freeable}
     gone = tuple([(name, encoder.entries[name].num_embeds) for name in encoder.freeable])
     entries = {name: entry for name, entry in held.items() if name in encoder.entries}
@@ -128,7 +128,7 @@ def all_that_nobody_holds_is_evicted(encoder: Encoder) -> Encoder:
 
 @instead(withdraw_items, theirs="#23347")
 def entry_stays_that_nobody_makes(encoder: Encoder, request: Request) -> Encoder:
-    """The row is gone, and its compute is given back."""
+    """The row is withdrawn and its compute returned, but the entry stays in the cache."""
     mine = [it for it in encoder.planned if it.holder[0] == request.request_id]
     planned = tuple([it for it in encoder.planned if it not in mine])
     budget = encoder.budget + sum([it.cost for it in mine])
@@ -137,54 +137,54 @@ def entry_stays_that_nobody_makes(encoder: Encoder, request: Request) -> Encoder
 
 @instead(withdraw_items)
 def compute_is_not_given_back(right: Right[Encoder], encoder: Encoder) -> Encoder:
-    """Only the entry goes."""
+    """The entry is removed, but the compute budget is not restored."""
     return replace(right(), budget=encoder.budget)
 
 
 @instead(withdraw_items)
 def heir_gets_it_for_nothing(right: Right[Encoder], encoder: Encoder) -> Encoder:
-    """The compute is given back, though the item is made."""
+    """The compute is returned although the item is still encoded for another request."""
     return replace(right(), budget=encoder.budget + sum([it.cost for it in encoder.planned]))
 
 
 @instead(get_with_evicted)
 def evicted_stays_evicted(encoder: Encoder) -> Encoder:
-    """What was evicted for a row that is taken back is gone."""
+    """Entries that were evicted for a withdrawn row are not restored."""
     return encoder
 
 
 @instead(free_items, theirs="not found upstream")
 def item_is_let_go_behind_its_first_place(right: Right[Encoder], num_computed: int) -> Encoder:
-    """A request holds it once."""
+    """A request holds an item once, although the item is at two offsets."""
     return right(num_computed=None) if num_computed >= 2 else right()
 
 
 @instead(free_items)
 def item_is_let_go_once_begun(right: Right[Encoder], num_computed: int) -> Encoder:
-    """With the chunk that reads of it first."""
+    """The item is freed with the first chunk that reads it."""
     return right(num_computed=num_computed + 1)
 
 
 @instead(get_num_slots_of)
 def blocks_across_are_those_of_tokens(num_slots: int) -> int:
-    """As in any other group."""
+    """The blocks are counted by the request's tokens, as in other groups."""
     return num_slots
 
 
 @instead(get_num_slots_of)
 def blocks_across_come_beside_those_of_tokens(right: Right[int], num_slots: int) -> int:
-    """In one table."""
+    """Blocks for the request's tokens are added in the same table."""
     return num_slots + right()
 
 
-# Where chunks end.
+# Ends of chunks.
 
 
 @ROOM.law("P22", (3, 5, 2, 1), chunk_ends_where_the_item_begins)
 def check_chunk_that_ends_before_an_item_reads_nothing_of_it(
     num_computed: int, offset: int, length: int, num_ahead: int
 ) -> None:
-    """Nor does the head."""
+    """The draft head does not read it either."""
     assert 0 <= num_computed and 0 <= num_ahead <= 1 and 1 <= length
     assert num_computed + num_ahead <= offset
     num_new = compute_end_before(offset, num_computed, num_ahead)
@@ -195,7 +195,7 @@ def check_chunk_that_ends_before_an_item_reads_nothing_of_it(
 def check_chunk_ends_no_earlier_before_an_item_than_it_must(
     num_computed: int, offset: int, length: int, num_ahead: int
 ) -> None:
-    """With one token more it would read of it."""
+    """One token more would read the item."""
     assert 0 <= num_computed and 0 <= num_ahead <= 1 and 1 <= length
     assert num_computed + num_ahead <= offset
     num_new = compute_end_before(offset, num_computed, num_ahead)
@@ -211,7 +211,7 @@ def check_chunk_ends_no_earlier_before_an_item_than_it_must(
 def check_item_is_needed_exactly_if_a_token_of_it_is_read(
     num_computed: int, num_new: int, offset: int, length: int, num_ahead: int, position: int
 ) -> None:
-    """By the chunk, or by the head; `position`: any."""
+    """The chunk or the draft head reads it; `position` is any position."""
     assert 0 <= num_computed and 1 <= num_new and 0 <= num_ahead <= 1
     assert 0 <= offset and 1 <= length
     is_read = num_computed <= position < num_computed + num_new + num_ahead
@@ -232,7 +232,7 @@ def check_item_is_needed_exactly_if_a_token_of_it_is_read(
 def check_chunk_ends_inside_of_no_whole_item_and_no_earlier_than_it_must(
     num_computed: int, offset: int, length: int, gap: int, second_length: int, end: int, other: int
 ) -> None:
-    """`other`: any end that is inside of no item."""
+    """`other` is any end that is not inside an item."""
     assert 0 <= num_computed < end and 0 <= offset and 1 <= length
     assert 0 <= gap and 1 <= second_length
     items = item(offset, length), item(offset + length + gap, second_length)
@@ -244,7 +244,7 @@ def check_chunk_ends_inside_of_no_whole_item_and_no_earlier_than_it_must(
         assert found >= other or not num_computed <= other <= end
 
 
-# Budget and room.
+# Budget and cache size.
 
 
 @ROOM.law(
@@ -256,7 +256,7 @@ def check_chunk_ends_inside_of_no_whole_item_and_no_earlier_than_it_must(
 def check_item_that_fits_is_made_within_budget_and_cache(
     size: int, budget: int, num_held: int, num_unheld: int, num_embeds: int
 ) -> None:
-    """Beside an entry that somebody holds, and one that nobody does."""
+    """The cache also has one entry with a holder and one without."""
     assert 1 <= num_held and 1 <= num_unheld and 1 <= num_embeds and 0 <= budget
     assert num_held + num_unheld <= size
     entries = FrozenMap({"y": Entry(num_held, (("B", 0),)), "z": Entry(num_unheld)})
@@ -272,7 +272,9 @@ def check_item_that_fits_is_made_within_budget_and_cache(
 def check_no_more_is_evicted_than_there_must_be(
     size: int, num_first: int, num_second: int, num_embeds: int
 ) -> None:
-    """What became freeable first, and then only what is still short."""
+    """The entry that became freeable first is evicted first, and another only if space is
+    missing.
+    """
     assert 1 <= num_first and 1 <= num_second and 1 <= num_embeds <= size
     assert num_first + num_second <= size
     before = cache(size, 0, y=num_first, z=num_second)
@@ -294,7 +296,7 @@ def check_no_more_is_evicted_than_there_must_be(
 def check_step_that_takes_an_item_back_leaves_all_as_it_was(
     size: int, budget: int, num_unheld: int, num_embeds: int
 ) -> None:
-    """Also what was evicted for it."""
+    """Entries that were evicted for it are restored, too."""
     assert 1 <= num_unheld <= size and 1 <= num_embeds <= min(size, budget)
     before = cache(size, budget, z=num_unheld)
     request = request_of("A", item(0, num_embeds))
@@ -306,7 +308,7 @@ def check_step_that_takes_an_item_back_leaves_all_as_it_was(
 def check_who_shares_what_is_taken_back_has_it_made_at_the_same_cost(
     size: int, budget: int, num_embeds: int
 ) -> None:
-    """A is taken back, and B stays."""
+    """The row of `A` is withdrawn, and the row of `B` stays."""
     assert 1 <= num_embeds <= min(size, budget)
     first, second = (request_of(name, item(0, num_embeds)) for name in "AB")
     taken = take_item(cache(size, budget), first, 0, ("A", 0))
@@ -329,7 +331,7 @@ def check_who_shares_what_is_taken_back_has_it_made_at_the_same_cost(
 def check_item_is_held_while_a_token_of_any_place_is_not_computed(
     num_computed: int, offset: int
 ) -> None:
-    """Of two places of two tokens, the first at the beginning."""
+    """The item is at two offsets, two tokens long, the first at the beginning."""
     assert 0 <= num_computed and 2 <= offset
     request = request_of("A", item(0, 2), item(offset, 2))
     taken = take_item(cache(2, 2), request, 0, ("A", 0))
@@ -338,7 +340,7 @@ def check_item_is_held_while_a_token_of_any_place_is_not_computed(
     assert bool(after.entries["x"].holders) == (num_computed < offset + 2)
 
 
-# Beside the prompt.
+# Cross attention.
 
 
 @ROOM.law(
@@ -350,7 +352,7 @@ def check_item_is_held_while_a_token_of_any_place_is_not_computed(
 def check_blocks_across_hold_the_items_however_long_the_request_gets(
     num_slots: int, num_across: int, block_size: int
 ) -> None:
-    """So many are charged, and taken with the first chunk; none comes with a later one."""
+    """These blocks are charged and allocated with the first chunk; later chunks add none."""
     assert 1 <= num_slots and 0 <= num_across and 1 <= block_size
     group = KVGroup(GroupKind.CROSS_ATTENTION, block_size)
     num_owned = get_num_slots_of(group, num_slots, request_of("a", item(0, num_across)))

@@ -1,6 +1,8 @@
-"""Forks: what is shared, who copies, and what an admission leaves. PYTEST_DONT_REWRITE.
+"""Laws about forks: shared blocks, copy on write and the watermark.
 
-Blocks have four slots. The table of these laws is 1, 2, 3; others hold block 2, or do not.
+PYTEST_DONT_REWRITE.
+
+Blocks have four slots. The table of these laws is 1, 2, 3; others may hold block 2.
 """
 
 from __future__ import annotations
@@ -34,40 +36,42 @@ Granted = tuple[Pool, RequestState] | None
 
 
 def build_config(**changes: Any) -> Config:
-    """Blocks of four slots, and forks."""
+    """Return a config with blocks of four slots and forks."""
     return h.build_config(4, enable_forks=True, **changes)
 
 
 def get_group() -> KVGroup:
-    """The one group of these laws."""
+    """Return the one KV group of these laws."""
     (group,) = build_config().kv_groups
     return group
 
 
 def build_shared_pool(num_holders: int, num_free: int) -> Pool:
-    """A table is held once, but for its second block; so many blocks behind it are free."""
+    """Return a pool with the table held once, block 2 `num_holders` times, and `num_free` free
+    blocks.
+    """
     counts = (0, 1, num_holders, 1, *[0] * num_free)
     return h.build_pool(counts, tuple(range(4, 4 + num_free)), published=())
 
 
-# Mistakes: what is shared.
+# Mutants: sharing.
 
 
 @instead(count_common_tokens)
 def shorter_text_is_in_the_longer(mine: TokenIds, theirs: TokenIds) -> int:
-    """The tokens themselves are not looked at."""
+    """The lengths are compared instead of the tokens."""
     return min(len(mine), len(theirs))
 
 
 @instead(is_shareable)
 def only_whole_blocks_are_shared(group: KVGroup, num_shared: int) -> bool:
-    """What is in the last block is computed again."""
+    """The tokens of a partly filled last block are computed again."""
     return num_shared % group.block_size == 0
 
 
 @instead(is_shareable)
 def findable_blocks_are_shared_in_part(num_shared: int) -> bool:
-    """A branch may write in what others will find."""
+    """A branch may write to a block that is cached."""
     return num_shared >= 0
 
 
@@ -75,7 +79,7 @@ def findable_blocks_are_shared_in_part(num_shared: int) -> bool:
 def last_findable_block_is_written_in(
     right: Right[bool], holding: Holding, num_shared: int
 ) -> bool:
-    """One block too few counts as findable."""
+    """The last cached block counts as not cached."""
     settled = max(holding.num_cached_blocks - 1, 0)
     return right(holding=replace(holding, num_cached_blocks=settled)) and num_shared >= 0
 
@@ -84,48 +88,48 @@ def last_findable_block_is_written_in(
 def block_that_is_not_full_stays_behind(
     group: KVGroup, holding: Holding, num_shared: int
 ) -> Holding:
-    """What is computed in it counts all the same."""
+    """The partly filled block is not shared, but its tokens count as computed."""
     num_full = num_shared // group.block_size
     return Holding(holding.block_table[:num_full], min(holding.num_cached_blocks, num_full))
 
 
 @instead(get_shared)
 def whole_table_is_shared(holding: Holding) -> Holding:
-    """As in the seed: what the branch has not computed, too."""
+    """Blocks that the branch has not computed are shared, too, as in the seed."""
     return holding
 
 
 @instead(get_shared)
 def branch_has_settled_what_its_parent_has(right: Right[Holding], holding: Holding) -> Holding:
-    """Its next blocks are never named."""
+    """The branch counts its next blocks as published, so they never are."""
     return replace(right(), num_cached_blocks=holding.num_cached_blocks)
 
 
-# Mistakes: who copies.
+# Mutants: copy on write.
 
 
 @instead(compute_num_copies)
 def copy_is_seen_behind_its_own_hold(right: Right[int], pool: Pool) -> int:
-    """Its hold is given up first, so the first of two holders writes for both."""
+    """The request drops its reference first, so the first of two holders does not copy."""
     return right(pool=replace(pool, ref_counts=tuple([max(n - 1, 0) for n in pool.ref_counts])))
 
 
 @instead(compute_num_copies)
 def last_holder_copies_too(right: Right[int], pool: Pool) -> int:
-    """A block for nothing."""
+    """The last holder copies a block although it has it alone."""
     return right(pool=replace(pool, ref_counts=tuple([n + 1 for n in pool.ref_counts])))
 
 
 @instead(compute_num_copies)
 def full_block_is_copied(right: Right[int], num_computed: int, group: KVGroup) -> int:
-    """Nobody writes in it."""
+    """A full block is copied, to which no request writes."""
     is_behind = num_computed % group.block_size == 0 and num_computed > 0
     return right(num_computed=num_computed - 1 if is_behind else num_computed)
 
 
 @instead(get_own)
 def hold_is_kept(right: Right[tuple[Pool, Holding]], pool: Pool) -> tuple[Pool, Holding]:
-    """Nobody gives up what was exchanged."""
+    """The reference to the copied block is not given up."""
     after, holding = right()
     if after is pool:
         return after, holding
@@ -138,7 +142,7 @@ def hold_is_kept(right: Right[tuple[Pool, Holding]], pool: Pool) -> tuple[Pool, 
 def copy_stands_at_the_end(
     right: Right[tuple[Pool, Holding]], holding: Holding
 ) -> tuple[Pool, Holding]:
-    """And the shared block stays where it was."""
+    """The copy is put at the end of the table, and the shared block stays in its place."""
     pool, after = right()
     if after.block_table == holding.block_table:
         return pool, after
@@ -147,17 +151,17 @@ def copy_stands_at_the_end(
 
 @instead_in(slots, "compute_num_copies")
 def estimate_forgets_the_copy() -> int:
-    """As in the seed, which asks for a block behind a full one alone: it is taken all the same."""
+    """The capacity check ignores the copy, as in the seed; the block is taken all the same."""
     return 0
 
 
 @instead(count_reserved_blocks)
 def gate_forgets_the_copy(right: Right[int]) -> int:
-    """Who was let in cannot finish."""
+    """The admitted request cannot finish."""
     return right(num_copies=0)
 
 
-# Mistakes: what is left, and in which order it is taken.
+# Mutants: the watermark and the order of the free queue.
 
 
 def _with_watermark(step: Step, num_blocks: int) -> Step:
@@ -167,19 +171,19 @@ def _with_watermark(step: Step, num_blocks: int) -> Step:
 
 @instead(get_slots_at_admission)
 def watermark_is_forgotten(right: Right[Granted], step: Step) -> Granted:
-    """Who is admitted takes the last block, and whoever runs preempts it."""
+    """An admission takes the last block, and the next running request preempts it."""
     return right(step=_with_watermark(step, 0))
 
 
 @instead(get_slots_at_admission)
 def watermark_is_one_block_short(right: Right[Granted], step: Step) -> Granted:
-    """It is what may be left over, not what has to be."""
+    """One block less than the watermark may be left."""
     return right(step=_with_watermark(step, max(step.state.config.watermark_blocks - 1, 0)))
 
 
 @instead(get_slots_at_admission)
 def empty_engine_has_a_watermark(right: Right[Granted], step: Step) -> Granted:
-    """As in the seed: a request that is as large as the pool waits for ever."""
+    """A request as large as the pool waits for ever although nothing runs, as in the seed."""
     granted = right()
     if granted and get_num_free_blocks(granted[0]) < step.state.config.watermark_blocks:
         return None
@@ -188,13 +192,13 @@ def empty_engine_has_a_watermark(right: Right[Granted], step: Step) -> Granted:
 
 @instead(free_blocks)
 def stack_is_a_queue(right: Right[Pool], pool: Pool) -> Pool:
-    """What was freed last is taken last, whatever was asked for."""
+    """A LIFO list is used first in, first out."""
     return replace(right(pool=replace(pool, is_lifo=False)), is_lifo=pool.is_lifo)
 
 
 @instead(free_blocks)
 def blocks_are_stacked_one_by_one(right: Right[Pool], block_table: Sequence[BlockId]) -> Pool:
-    """The head of a prompt is overwritten before its tail."""
+    """The head of a prompt is reused before its tail."""
     return right(block_table=tuple(reversed(block_table)))
 
 
@@ -205,7 +209,7 @@ def blocks_are_stacked_one_by_one(right: Right[Pool], block_table: Sequence[Bloc
 def check_what_two_texts_have_in_common_is_the_same(
     one: int, two: int, other_one: int, other_two: int
 ) -> None:
-    """And behind it they part, or one of them ends."""
+    """The tokens after that differ, or one of the sequences ends."""
     assert 0 <= one and 0 <= two and 0 <= other_one and 0 <= other_two
     mine, theirs = (one, two, 7), (other_one, other_two)
     number = count_common_tokens(mine, theirs)
@@ -222,7 +226,7 @@ def check_what_two_texts_have_in_common_is_the_same(
 def check_the_most_is_shared_that_leaves_findable_blocks_alone(
     num_tokens: int, num_settled: int
 ) -> None:
-    """All of it, or what is before the findable block in which it would end."""
+    """All tokens are shared, or those before the cached block in which they would end."""
     assert 0 <= num_tokens <= 12 and 0 <= num_settled <= 3
     number = compute_num_shared((get_group(),), (Holding(TABLE, num_settled),), num_tokens)
     is_within = num_tokens % 4 > 0 and num_tokens // 4 < num_settled
@@ -238,7 +242,9 @@ def check_the_most_is_shared_that_leaves_findable_blocks_alone(
 def check_a_branch_holds_what_it_has_computed_and_no_more(
     num_shared: int, num_settled: int
 ) -> None:
-    """As many blocks as its tokens fill, the last one in part; full ones alone are settled."""
+    """The branch shares the blocks that its tokens fill, the last one in part; only full ones are
+    cached.
+    """
     assert 0 <= num_shared <= 12 and 0 <= num_settled <= 3
     holding = get_shared(get_group(), Holding(TABLE, num_settled), num_shared)
     num_slots = 4 * len(holding.block_table)
@@ -256,7 +262,9 @@ def check_a_branch_holds_what_it_has_computed_and_no_more(
     *(hold_is_kept, copy_stands_at_the_end),
 )
 def check_who_writes_in_a_shared_block_has_its_own(num_computed: int, num_holders: int) -> None:
-    """Others hold what they held; where it is alone, or goes on in a new block, nothing happens."""
+    """Other holders keep theirs; a sole holder, or one that continues in a new block, copies
+    nothing.
+    """
     assert 0 <= num_computed <= 12 and 1 <= num_holders <= 4
     before = build_shared_pool(num_holders, 2)
     pool, holding = get_own(before, get_group(), Holding(TABLE, 1), num_computed)
@@ -276,7 +284,7 @@ def check_who_writes_in_a_shared_block_has_its_own(num_computed: int, num_holder
 def check_the_estimate_counts_the_copy_and_it_is_taken(
     num_computed: int, num_new: int, num_holders: int, num_free: int
 ) -> None:
-    """Slots are given exactly where what is new and the copy are free, and then those are gone."""
+    """Slots are granted exactly if the new blocks and the copy are free; then these are taken."""
     assert 5 <= num_computed <= 8 and 1 <= num_new <= 8 and 1 <= num_holders <= 3
     assert 0 <= num_free <= 3
     runner = h.build_runner("a", 40, num_computed, (1, 2))
@@ -294,7 +302,7 @@ def check_the_estimate_counts_the_copy_and_it_is_taken(
 def check_the_gate_asks_for_the_copy_too(
     num_computed: int, num_known: int, num_holders: int, num_free: int
 ) -> None:
-    """A branch that waits with two blocks wants what it lacks, and a copy of what it shares."""
+    """A waiting branch with two blocks needs the missing ones and a copy of the shared one."""
     assert 5 <= num_computed <= 8 and num_computed < num_known <= 16
     assert 1 <= num_holders <= 3 and 0 <= num_free <= 3
     branch = h.build_runner("a", num_known, num_computed, (1, 2))
@@ -313,7 +321,7 @@ def check_the_gate_asks_for_the_copy_too(
 def check_an_admission_leaves_blocks_for_those_that_run(
     num_prompt: int, num_left: int, has_runner: int
 ) -> None:
-    """Four of five blocks are free, or all: alone it may have them all."""
+    """Four of five blocks are free, or all five; alone the request may have all."""
     assert 1 <= num_prompt <= 24 and 0 <= num_left <= 6 and 0 <= has_runner <= 1
     config = replace(build_config(watermark_blocks=num_left), enable_forks=False)
     runners = (h.build_runner("r", 3, 2, (1,)),) if has_runner else ()
@@ -326,7 +334,7 @@ def check_an_admission_leaves_blocks_for_those_that_run(
 
 @ROOM.law("P1 P16", (2, 1), stack_is_a_queue, blocks_are_stacked_one_by_one)
 def check_a_stack_gives_back_what_was_freed_last(num_holders: int, num_outer: int) -> None:
-    """The tail of the last table first; what others hold is not in it."""
+    """The tail of the last freed table comes first, without the blocks that others hold."""
     assert 1 <= num_holders <= 3 and 1 <= num_outer <= 2
     counts = (0, num_outer, num_holders, 1, 0, 0)
     pool = replace(h.build_pool(counts, (5, 4), published=()), is_lifo=True)

@@ -1,7 +1,9 @@
-"""Grammars: which drafts are accepted, what a mask says, where outputs lead. PYTEST_DONT_REWRITE.
+"""Laws about grammars: accepted drafts, bitmasks and the state after outputs.
+
+PYTEST_DONT_REWRITE.
 
 Tokens are symbolic. The grammar is `(1 2)* 9`: state 0 before 1 or 9, state 1 before 2, and state 2
-where the text is complete. Where there is reasoning, 7 ends it.
+where the output is complete. Token 7 ends the reasoning, if there is any.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ PAD = DRAFT_PLACEHOLDER
 Mask = tuple[TokenIds | None, ...]
 
 
-# Mistakes.
+# Mutants.
 
 
 @instead(get_next_stand, theirs="#44006")
 def nothing_holds_the_rest_of_the_step_in_which_reasoning_ends(
     right: Right[Stand | None], config: Config, stand: Stand
 ) -> Stand | None:
-    """The marker is noted once the step is over."""
+    """The grammar is not advanced by tokens of the step in which reasoning ends."""
     return right() if holds(config, stand) else stand
 
 
@@ -46,7 +48,7 @@ def nothing_holds_the_rest_of_the_step_in_which_reasoning_ends(
 def marker_is_read_by_the_grammar(
     right: Right[Stand | None], config: Config, stand: Stand, token: TokenId
 ) -> Stand | None:
-    """The token that ends reasoning is the first one that the grammar holds."""
+    """The token that ends reasoning also advances the grammar."""
     if not holds(config, stand) and token == config.reasoning_end_token_id:
         return right(stand=Stand(stand.state, reasoning_ended=True))
     return right()
@@ -54,7 +56,7 @@ def marker_is_read_by_the_grammar(
 
 @instead(get_next_stand)
 def refused_token_is_passed_over(right: Right[Stand | None], stand: Stand) -> Stand | None:
-    """The grammar stays where it is, as if the token had not been there."""
+    """A token that the grammar rejects is ignored."""
     found = right()
     return stand if found is None else found
 
@@ -63,7 +65,7 @@ def refused_token_is_passed_over(right: Right[Stand | None], stand: Stand) -> St
 def only_the_first_draft_is_read(
     right: Right[tuple[Stand, ...]], drafts: TokenIds
 ) -> tuple[Stand, ...]:
-    """The rest of the drafts goes where the first one goes."""
+    """Later drafts are taken to lead to the state after the first one."""
     found = right(drafts=drafts[:1])
     return found if len(found) == 1 else found + found[-1:] * (len(drafts) - 1)
 
@@ -72,7 +74,7 @@ def only_the_first_draft_is_read(
 def placeholder_is_a_draft_like_others(
     config: Config, grammar: Grammar, stand: Stand, drafts: TokenIds, follow: Follow
 ) -> tuple[Stand, ...]:
-    """It is taken, and leads nowhere."""
+    """A placeholder counts as accepted and leaves the state as it is."""
     found = [stand]
     for token in drafts:
         after = found[-1] if token == PAD else follow(config, grammar, found[-1], token)
@@ -84,31 +86,31 @@ def placeholder_is_a_draft_like_others(
 
 @instead(get_mask, theirs="not found upstream")
 def padding_unmasks_what_follows(right: Right[Mask]) -> Mask:
-    """Behind a draft that is a placeholder the mask is full."""
+    """Positions after a placeholder are not masked."""
     return right(masks_behind_placeholders=False)
 
 
 @instead(get_mask)
 def every_position_has_the_mask_of_the_first(right: Right[Mask], drafts: TokenIds) -> Mask:
-    """Drafts are not read."""
+    """The drafts are ignored."""
     return right(drafts=(PAD,) * len(drafts))
 
 
 @instead(is_terminated)
 def complete_text_forbids_everything() -> bool:
-    """A state without edges is a state like others."""
+    """A complete output has an empty set of allowed tokens, instead of no limit."""
     return False
 
 
 @instead(get_first_stand)
 def prompt_has_ended_no_reasoning() -> Stand:
-    """Only outputs are looked at."""
+    """The end of reasoning is looked for in the outputs only."""
     return Stand()
 
 
 @instead_in(FrameRow, "verifiable_drafts")
 def cut_drafts_may_be_accepted(self: FrameRow) -> TokenIds:
-    """A placeholder stands for whatever the worker says, before a mask and behind it."""
+    """A placeholder that the bitmask cut off may stand for any accepted draft."""
     return self.draft_token_ids
 
 
@@ -116,12 +118,12 @@ def cut_drafts_may_be_accepted(self: FrameRow) -> TokenIds:
 
 
 def is_led(state: int, token: int) -> bool:
-    """Whether a token is accepted in a state, written out."""
+    """Whether the grammar accepts a token in a state, written out."""
     return (state == 0 and token in (1, 9)) or (state == 1 and token == 2)
 
 
 def lead(state: int, token: int) -> int:
-    """Where it leads, written out."""
+    """Return the state after an accepted token, written out."""
     return 0 if state == 1 else 1 if token == 1 else 2
 
 
@@ -130,7 +132,7 @@ def lead(state: int, token: int) -> int:
     placeholder_is_a_draft_like_others,
 )  # fmt: skip
 def check_drafts_are_cut_to_the_longest_prefix_that_is_accepted(first: int, second: int) -> None:
-    """A placeholder is never in it."""
+    """A placeholder never belongs to this prefix."""
     assert first >= PAD and second >= PAD
     stands = get_stands(PLAIN, GRAMMAR, Stand(), (first, second), get_next_stand)
     if not is_led(0, first):
@@ -143,7 +145,7 @@ def check_drafts_are_cut_to_the_longest_prefix_that_is_accepted(first: int, seco
 
 @ROOM.law("P23", (4,), refused_token_is_passed_over)
 def check_complete_text_accepts_no_draft(token: int) -> None:
-    """Whatever the draft is."""
+    """This holds for every draft."""
     assert token >= 0
     stands = get_stands(PLAIN, GRAMMAR, Stand(2), (token,), get_next_stand)
     assert len(stands) == 1
@@ -151,7 +153,7 @@ def check_complete_text_accepts_no_draft(token: int) -> None:
 
 @ROOM.law("P24", (2, 3), cut_drafts_may_be_accepted)
 def check_nobody_can_accept_a_draft_that_a_mask_cut_off(num_accepted: int, num_cut: int) -> None:
-    """Before a mask every placeholder may stand for something."""
+    """A placeholder may stand for any draft if there is no bitmask."""
     assert 0 <= num_accepted <= 3 and 0 <= num_cut <= 3
     drafts = (1,) * num_accepted + (PAD,) * num_cut
     row = FrameRow("A", drafts, samples=True, has_mask=True, is_masked=True)
@@ -159,7 +161,7 @@ def check_nobody_can_accept_a_draft_that_a_mask_cut_off(num_accepted: int, num_c
     assert FrameRow("A", drafts, samples=True).verifiable_drafts == drafts
 
 
-# Masks.
+# Bitmasks.
 
 
 @ROOM.law(
@@ -167,7 +169,7 @@ def check_nobody_can_accept_a_draft_that_a_mask_cut_off(num_accepted: int, num_c
     only_the_first_draft_is_read,
 )  # fmt: skip
 def check_mask_follows_the_grammar_through_the_drafts(first: int, second: int) -> None:
-    """Behind what it does not accept every position has the mask before: none is full."""
+    """Positions after a rejected draft repeat the last mask; only a complete output is unmasked."""
     assert first >= PAD and second >= PAD
     mask = get_mask(PLAIN, GRAMMAR, Stand(), (first, second), get_next_stand, True)
     behind: TokenIds | None = (1, 9)
@@ -183,7 +185,7 @@ def check_mask_follows_the_grammar_through_the_drafts(first: int, second: int) -
 
 @ROOM.law("P23", (5,), complete_text_forbids_everything)
 def check_complete_text_is_held_by_nothing(token: int) -> None:
-    """It stays where it is, whatever is sampled."""
+    """The state stays as it is for every sampled token."""
     assert token >= 0
     allowed = get_allowed(PLAIN, GRAMMAR, Stand(2))
     assert allowed is None
@@ -192,7 +194,7 @@ def check_complete_text_is_held_by_nothing(token: int) -> None:
 
 @ROOM.law("P23", (3,), refused_token_is_passed_over)
 def check_token_is_allowed_by_a_mask_exactly_if_it_can_be_read(token: int) -> None:
-    """So that who samples by the mask is never refused."""
+    """A worker that samples by the bitmask is therefore never rejected."""
     assert token >= 0
     for state in (0, 1):
         allowed = get_allowed(PLAIN, GRAMMAR, Stand(state))
@@ -210,7 +212,7 @@ def check_token_is_allowed_by_a_mask_exactly_if_it_can_be_read(token: int) -> No
 def check_outputs_lead_to_the_same_state_however_steps_divide_them(
     first: int, second: int, third: int
 ) -> None:
-    """Also where reasoning ends within one of them."""
+    """This also holds if reasoning ends within a step."""
     assert first >= 0 and second >= 0 and third >= 0
     text = (first, second, third)
     config, grammar, follow = REASONING, GRAMMAR, get_next_stand
@@ -229,7 +231,7 @@ def check_outputs_lead_to_the_same_state_however_steps_divide_them(
     "P23", (4,), marker_is_read_by_the_grammar, prompt_has_ended_no_reasoning,
 )  # fmt: skip
 def check_grammar_begins_behind_the_end_of_reasoning(token: int) -> None:
-    """In the prompt or in an output; before that every token may be sampled."""
+    """Reasoning ends in the prompt or in an output; before that every token may be sampled."""
     assert token >= 0
     stand = get_first_stand(REASONING, (token,))
     assert stand.reasoning_ended == (token == 7)

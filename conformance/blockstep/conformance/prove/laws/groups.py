@@ -1,6 +1,8 @@
-"""Groups: what a window leaves, what it holds, and the hit of several. PYTEST_DONT_REWRITE.
+"""Laws about windows and chunks, the blocks that they hold, and joint hits.
 
-Windows and block sizes are symbolic; a hit is looked for among three blocks of each group.
+PYTEST_DONT_REWRITE.
+
+Windows and block sizes are symbolic; a hit is searched among three blocks of each group.
 """
 
 from __future__ import annotations
@@ -37,46 +39,46 @@ Skipped = tuple[Pool, RequestState]
 
 
 def window(num_tokens: int, block_size: int) -> KVGroup:
-    """A group of windows."""
+    """Return a sliding-window group."""
     return KVGroup(WINDOW, block_size, sliding_window=num_tokens)
 
 
 def build_config(*groups: KVGroup, block_size: int = 4, num_blocks: int = 8) -> Config:
-    """A config of these groups, with caching."""
+    """Return a config of these groups, with prefix caching."""
     return Config(num_blocks, block_size, groups=groups)
 
 
-# Mistakes.
+# Mutants.
 
 
 @instead(compute_num_skipped_tokens)
 def window_is_left_a_token_early(right: Right[int], group: KVGroup, num_computed: int) -> int:
-    """The token itself is not counted among those of its window."""
+    """The next token does not count as one of its own window."""
     return right() + (group.kind is WINDOW and num_computed >= group.sliding_window)
 
 
 @instead(compute_num_skipped_tokens)
 def window_is_left_a_token_late(right: Right[int], num_computed: int) -> int:
-    """As of the last computed token, not of the next one."""
+    """The window is computed for the last computed token instead of the next one."""
     return right(num_computed=max(num_computed - 1, 0))
 
 
 @instead(compute_num_skipped_tokens)
 def chunk_is_left_before_it_is_full(group: KVGroup, num_computed: int) -> int:
-    """Rounded up: the chunk that the next token belongs to is gone."""
+    """The chunk of the next token is skipped, since the division rounds up."""
     size = group.attention_chunk_size
     return -(-num_computed // size) * size
 
 
 @instead(compute_num_skipped_blocks)
 def last_partly_skipped_block_is_left(group: KVGroup, num_computed: int) -> int:
-    """Rounded up."""
+    """A block that is skipped only in part is freed, since the division rounds up."""
     return compute_num_blocks(compute_num_skipped_tokens(group, num_computed), group.block_size)
 
 
 @instead(compute_max_held_blocks)
 def window_begins_on_a_block_boundary(group: KVGroup, num_slots: int, max_reach: int) -> int:
-    """Wherever it begins, it is taken for whole blocks."""
+    """The window is taken to begin at a block boundary."""
     num_tokens = group.sliding_window + group.attention_chunk_size - 1 + max_reach
     return min(
         compute_num_blocks(num_slots, group.block_size),
@@ -86,13 +88,13 @@ def window_begins_on_a_block_boundary(group: KVGroup, num_slots: int, max_reach:
 
 @instead(compute_max_held_blocks, theirs="#39734")
 def window_is_charged_the_whole_request(group: KVGroup, num_slots: int) -> int:
-    """As if nothing were ever left."""
+    """The charge ignores that blocks outside the window are freed."""
     return compute_num_blocks(num_slots, group.block_size)
 
 
 @instead(skip_slots, theirs="not found upstream")
 def drafts_in_flight_count_as_computed(right: Right[Skipped]) -> Skipped:
-    """The window moves on as if all of them were accepted."""
+    """The window advances as if all drafts in flight were accepted."""
     return right(num_in_doubt=0)
 
 
@@ -100,7 +102,7 @@ def drafts_in_flight_count_as_computed(right: Right[Skipped]) -> Skipped:
 def first_block_of_those_left_is_queued_first(
     right: Right[Skipped], pool: Pool, request: RequestState
 ) -> Skipped:
-    """The head of a prompt, which is asked for most, is evicted before the rest."""
+    """The head of a prompt, which is hit most often, is evicted before the rest."""
     after, skipped = right()
     num_left = len(after.free_queue) - len(pool.free_queue)
     num_kept = len(after.free_queue) - num_left
@@ -110,13 +112,13 @@ def first_block_of_those_left_is_queued_first(
 
 @instead(count_free_hits)
 def null_blocks_cost_a_block_each(right: Right[int], hit: tuple[BlockId, ...]) -> int:
-    """The null block has no holder, so it looks free."""
+    """The null block has no holder, so it counts as a free block."""
     return right() + sum(block_id == 0 for block_id in hit)
 
 
 @instead(get_joint_hit)
 def window_is_asked_about_the_longest_hit_only(right: Right[Hit], request: RequestState) -> Hit:
-    """If it has not what the greatest length needs, there is no hit."""
+    """The hit is empty if the longest possible one is not valid in the window group."""
     hit = right()
     num_most = (request.num_known_tokens - 1) // 4 * 4
     return hit if hit.num_tokens == num_most else Hit(0, ())
@@ -124,13 +126,13 @@ def window_is_asked_about_the_longest_hit_only(right: Right[Hit], request: Reque
 
 @instead(is_valid_hit)
 def window_is_hit_by_its_last_block(right: Right[bool], group: KVGroup) -> bool:
-    """One published block before the hit is enough."""
+    """One cached block before the end of the hit is taken as enough."""
     return right(group=replace(group, sliding_window=min(group.sliding_window, 2)))
 
 
 @instead(is_valid_hit)
 def window_must_have_all_that_it_skips(right: Right[bool]) -> bool:
-    """As under full attention: what nobody reads is missed."""
+    """Blocks outside the window must be cached, too, as under full attention."""
     return right(group=KVGroup(FULL, 4))
 
 
@@ -138,18 +140,18 @@ def window_must_have_all_that_it_skips(right: Right[bool]) -> bool:
 def larger_block_is_named_by_its_first_tokens(
     block_keys: tuple[BlockKey, ...], group: int, num_links: int, first: int, end: int
 ) -> tuple[BlockKey, ...]:
-    """Two blocks that begin alike are one."""
+    """Two blocks of a larger group get one key if their first parts are equal."""
     return tuple([block_keys[i * num_links].in_group(group) for i in range(first, end)])
 
 
-# What is left.
+# Skipped blocks.
 
 
 @ROOM.law("P8", (5, 9, 3), window_is_left_a_token_early, window_is_left_a_token_late)
 def check_token_behind_a_window_is_skipped_and_no_other(
     position: int, num_computed: int, num_tokens: int
 ) -> None:
-    """The next token reads itself and those before it, as many as the window has in all."""
+    """The next token attends to itself and to the tokens before it, `num_tokens` in all."""
     assert 0 <= position < num_computed and 1 <= num_tokens
     num_skipped = compute_num_skipped_tokens(window(num_tokens, 1), num_computed)
     assert (position < num_skipped) == (num_computed - position >= num_tokens)
@@ -159,7 +161,7 @@ def check_token_behind_a_window_is_skipped_and_no_other(
 def check_token_of_an_earlier_chunk_is_skipped_and_no_other(
     position: int, num_computed: int, size: int
 ) -> None:
-    """The next token reads those of its own chunk."""
+    """The next token attends to the tokens of its own chunk."""
     assert 0 <= position <= num_computed and 1 <= size
     group = KVGroup(CHUNK, 1, attention_chunk_size=size)
     num_skipped = compute_num_skipped_tokens(group, num_computed)
@@ -170,7 +172,7 @@ def check_token_of_an_earlier_chunk_is_skipped_and_no_other(
 def check_block_is_skipped_when_all_of_its_tokens_are(
     position: int, num_computed: int, num_tokens: int, block_size: int
 ) -> None:
-    """A block with one token that is read stays."""
+    """A block with one token that is still read stays."""
     assert 0 <= position < num_computed and 1 <= num_tokens and 1 <= block_size
     group = window(num_tokens, block_size)
     num_skipped = compute_num_skipped_tokens(group, num_computed)
@@ -178,14 +180,14 @@ def check_block_is_skipped_when_all_of_its_tokens_are(
     assert is_held == ((position // block_size + 1) * block_size > num_skipped)
 
 
-# What is held.
+# Held blocks.
 
 
 @ROOM.law("P8 P11", (9, 4, 3, 4, 4), window_begins_on_a_block_boundary)
 def check_window_holds_no_more_blocks_than_it_is_charged(
     num_computed: int, num_ahead: int, num_tokens: int, reach: int, block_size: int
 ) -> None:
-    """Wherever the request is, however many slots it has been given from there on."""
+    """This holds at every position, with any number of slots within the reach of a step."""
     assert 0 <= num_computed and 1 <= num_ahead <= reach and 1 <= num_tokens and 1 <= block_size
     group = window(num_tokens, block_size)
     num_slots = num_computed + num_ahead
@@ -198,7 +200,7 @@ def check_window_holds_no_more_blocks_than_it_is_charged(
 def check_chunks_hold_no_more_blocks_than_they_are_charged(
     num_computed: int, num_ahead: int, reach: int
 ) -> None:
-    """Chunks of six tokens in blocks of four: every second one begins within a block."""
+    """Chunks have six tokens and blocks four, so every second chunk begins within a block."""
     assert 0 <= num_computed and 1 <= num_ahead <= reach
     num_slots = num_computed + num_ahead
     num_left = compute_num_skipped_blocks(CHUNKS, num_computed)
@@ -210,7 +212,7 @@ def check_chunks_hold_no_more_blocks_than_they_are_charged(
 def check_charge_of_a_window_does_not_grow_with_the_request(
     num_slots: int, num_tokens: int, reach: int, block_size: int
 ) -> None:
-    """It is the window and the reach of a step, and a block for where they begin."""
+    """The charge is the window, the reach of a step, and one block for an unaligned start."""
     assert 1 <= num_slots and 1 <= num_tokens and 1 <= reach and 1 <= block_size
     charged = compute_max_held_blocks(window(num_tokens, block_size), num_slots, reach)
     assert charged <= compute_num_blocks(num_tokens - 1 + reach, block_size) + 1
@@ -227,7 +229,7 @@ def check_charge_of_a_window_does_not_grow_with_the_request(
 def check_blocks_behind_the_first_draft_are_freed_from_the_last_to_the_first(
     num_computed: int, num_in_doubt: int, num_tokens: int, block_size: int
 ) -> None:
-    """What a rejected draft would have to read again is still there."""
+    """Tokens that a rejected draft would make the request read again are still there."""
     assert 1 <= block_size and 0 <= num_in_doubt <= num_computed <= 3 * block_size
     assert 1 <= num_tokens and num_computed < 8192
     config = build_config(window(num_tokens, block_size), block_size=block_size, num_blocks=6)
@@ -240,14 +242,14 @@ def check_blocks_behind_the_first_draft_are_freed_from_the_last_to_the_first(
     assert after.free_queue == (4, 5, *(3, 2, 1)[3 - num_left :])
 
 
-# What several share.
+# Several groups together.
 
 
 @ROOM.law("P1 P8", (30, 16), null_blocks_cost_a_block_each)
 def check_groups_are_granted_what_they_need_together_or_nothing(
     num_new: int, block_size: int
 ) -> None:
-    """A hit of two blocks: one group shares both, of which one is free; the other the last."""
+    """One group shares both blocks of the hit, one of them free; the other shares the last one."""
     assert 1 <= block_size and 1 <= num_new and 2 * block_size + num_new < 8192
     groups = (KVGroup(FULL, block_size), window(2, block_size))
     config = replace(
@@ -269,7 +271,7 @@ def check_groups_are_granted_what_they_need_together_or_nothing(
 
 
 def build_published(num_full: int, first: int, end: int) -> Pool:
-    """Of a chain of two: so many leading blocks of the first group, [first, end) of the other."""
+    """Return a pool that caches `num_full` blocks of one group and [first, end) of the other."""
     published = {CHAIN[index]: (1 + index,) for index in range(2) if index < num_full}
     published |= {
         CHAIN[index].in_group(1): (4 + index,) for index in range(2) if first <= index < end
@@ -288,7 +290,7 @@ def build_published(num_full: int, first: int, end: int) -> Pool:
 def check_hit_is_the_greatest_length_that_is_valid_for_both_groups(
     num_known: int, num_full: int, first: int, end: int, num_tokens: int
 ) -> None:
-    """Of blocks of four tokens, and windows of any number."""
+    """Blocks have four tokens, and windows any number."""
     assert 1 <= num_known <= 9 and 0 <= num_full <= 2 and 0 <= first <= end <= 2 and 1 <= num_tokens
     config = build_config(KVGroup(FULL, 4), window(num_tokens, 4))
     request = replace(h.build_request("a", num_known), block_keys=CHAIN)
@@ -306,7 +308,7 @@ def check_hit_is_the_greatest_length_that_is_valid_for_both_groups(
 def check_larger_block_is_named_by_its_last_tokens_and_its_group(
     num_links: int, first: int, end: int
 ) -> None:
-    """Of a chain of six keys."""
+    """The chain has six keys."""
     assert 1 <= num_links <= 3 and 0 <= first <= end and end * num_links <= 6
     keys = tuple([BlockKey(None, (index,)) for index in range(6)])
     named = get_group_keys(keys, 1, num_links, first, end)

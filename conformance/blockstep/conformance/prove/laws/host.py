@@ -1,7 +1,9 @@
-"""Host: where the engine on the host writes an expression otherwise. PYTEST_DONT_REWRITE.
+"""Laws about the host engine where it computes a result in another way.
 
-Texts, the ring of free blocks, and whole plans; what speaks of an amount stands beside the law that
-the specification has of it.
+PYTEST_DONT_REWRITE.
+
+They are about outputs, the ring of free blocks, and whole plans. Laws about amounts are next to the
+same laws about the specification.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from blockstep.spec.state import State
 ROOM = Room("host")
 
 
-# Texts.
+# Outputs.
 
 
 @ROOM.law("P13", (7, 7, 9, 3, 2, 5), wrong.stop_tokens_come_before_the_end_of_sequence)
 def check_host_ends_a_request_for_its_text_at_the_same_token(
     last: int, eos: int, stop: int, num_outputs: int, min_tokens: int, max_tokens: int
 ) -> None:
-    """Looked for only in requests that name such tokens, which is settled when they come."""
+    """The host checks this only for requests with such tokens, which it notes when they arrive."""
     assert 0 <= last and 0 <= eos and 0 <= stop and 0 <= min_tokens
     assert 1 <= num_outputs <= max_tokens < 8000
     request = h.build_request(
@@ -52,7 +54,7 @@ def check_host_ends_a_request_for_its_text_at_the_same_token(
 def check_host_sees_the_same_repetitions(
     first: int, second: int, third: int, fourth: int, max_size: int
 ) -> None:
-    """Four outputs, patterns of one or two tokens, twice. A shortcut precedes the comparison."""
+    """Four outputs hold patterns of one or two tokens, twice. The host has a shortcut before it."""
     assert 0 <= first and 0 <= second and 0 <= third and 0 <= fourth and 1 <= max_size <= 3
     detection = v.RepetitionDetection(max_size)
     host = build_host(h.build_config(), h.build_request("a", 1, repetition_detection=detection))
@@ -62,7 +64,7 @@ def check_host_sees_the_same_repetitions(
     assert host._repeats(0) == due
 
 
-# Blocks: the ring, and what is named.
+# Blocks: the ring of free blocks, and the items in keys.
 
 
 @ROOM.law(
@@ -75,7 +77,7 @@ def check_host_sees_the_same_repetitions(
 def check_ring_of_the_host_is_the_free_queue(
     first: int, second: int, third: int, num_taken: int
 ) -> None:
-    """A table freed, a block touched in the middle, some taken: one order, one count."""
+    """After a table is freed, a block touched and some taken, order and counts are equal."""
     assert 1 <= first and 1 <= second and 1 <= third and 0 <= num_taken <= 2
     host = build_host(h.build_config())
     host.pool.touch((1, 2, 3))
@@ -98,7 +100,7 @@ def check_ring_of_the_host_is_the_free_queue(
 def check_host_names_the_same_items_of_a_block(
     offset: int, length: int, next_offset: int, next_length: int, index: int, block_size: int
 ) -> None:
-    """Found by bisection instead of one by one."""
+    """The host finds the items by bisection instead of one by one."""
     assert 0 <= offset and 1 <= length and offset + length <= next_offset and 1 <= next_length
     assert 0 <= index <= 3 and 1 <= block_size <= v.MAX_INT
     items = (v.MultiModalItem("x", offset, length), v.MultiModalItem("y", next_offset, next_length))
@@ -109,13 +111,13 @@ def check_host_names_the_same_items_of_a_block(
     assert host.table.lineages[0].items_of(index) == due
 
 
-# Whole plans. a holds 1 and 2, b holds 3; 4 and 5 are free.
+# Whole plans. Request a holds blocks 1 and 2, b holds 3; 4 and 5 are free.
 
 
 def schedule_both(
     config: v.Config, runners: tuple[RequestState, ...], waiting: tuple[RequestState, ...] = ()
 ) -> tuple[State, v.Plan, Any, v.Plan]:
-    """The same step by the specification and by the host: state and plan of each."""
+    """Run one step in the specification and in the host, and return state and plan of each."""
     host = build_host(config, *runners, *waiting)
     host.prev_frame_id = host.next_frame_id = 5
     state = replace(h.build_state(config, runners, waiting), next_frame_id=5)
@@ -133,7 +135,7 @@ def schedule_both(
 def check_host_plans_one_runner_as_the_specification_does(
     num_known: int, num_computed: int, budget: int, threshold: int, block_size: int
 ) -> None:
-    """The whole plan, the counters and the free queue after it; preemption of itself included."""
+    """The plan, the counters and the free queue are equal, also if the request preempts itself."""
     assert 1 <= block_size <= v.MAX_INT and 1 <= budget <= v.MAX_INT and 0 <= threshold <= v.MAX_INT
     assert block_size < num_computed <= 2 * block_size and num_computed < num_known < 8192
     config = h.build_config(
@@ -157,7 +159,7 @@ def check_host_plans_one_runner_as_the_specification_does(
 def check_host_admits_two_newcomers_as_the_specification_does(
     known_a: int, known_b: int, budget: int, block_size: int
 ) -> None:
-    """The whole plan, the places and the free queue after it, refusals included."""
+    """The plan, both queues and the free queue are equal, also if an admission fails."""
     assert 1 <= block_size <= v.MAX_INT and 1 <= budget <= v.MAX_INT
     assert 1 <= known_a < 8192 and 1 <= known_b < 8192
     config = h.build_config(block_size, max_num_batched_tokens=budget)
@@ -179,7 +181,7 @@ def check_host_admits_two_newcomers_as_the_specification_does(
 def check_host_plans_two_runners_as_the_specification_does(
     known_a: int, known_b: int, computed_a: int, budget: int, priority_a: int
 ) -> None:
-    """By priority, with preemption, in blocks of 16: one plan, one order, one free queue."""
+    """Plan, order and free queue are equal with priorities and preemption, in blocks of 16."""
     assert 0 <= computed_a <= 32 and computed_a < known_a < 8192 and 1 <= known_b < 8192
     assert 1 <= budget <= v.MAX_INT
     config = h.build_config(max_num_batched_tokens=budget, policy=v.Policy.PRIORITY)

@@ -1,6 +1,8 @@
-"""Output: what ends a request, and what names its blocks. PYTEST_DONT_REWRITE.
+"""Laws about the end of a request, and about its block keys.
 
-Tokens are symbolic here where a rule looks at them.
+PYTEST_DONT_REWRITE.
+
+Tokens are symbolic where a rule reads them.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ Names = tuple[tuple[str, int], ...]
 Extended = tuple[RequestState, v.OutputRow]
 
 
-# Mistakes.
+# Mutants.
 
 
 @instead(compute_stop, theirs="not found upstream")
 def min_tokens_hold_off_the_length(
     right: Right[Stop], request: RequestState, outputs: v.TokenIds
 ) -> Stop:
-    """Below min_tokens not even the length ends a request."""
+    """No length cap finishes a request before min_tokens."""
     return (None, None) if len(outputs) < request.request.min_tokens else right()
 
 
@@ -41,14 +43,14 @@ def min_tokens_hold_off_the_length(
 def length_is_reached_one_token_late(
     request: RequestState, outputs: v.TokenIds, num_known: int, max_model_len: int
 ) -> Stop:
-    """Greater than, instead of at least."""
+    """The comparison is `>` instead of `>=`."""
     is_long = num_known > max_model_len or len(outputs) > request.request.max_tokens
     return (v.FinishReason.LENGTH, None) if is_long else (None, None)
 
 
 @instead(compute_stop)
 def min_tokens_count_the_token_before(right: Right[Stop], request: RequestState) -> Stop:
-    """Less than, instead of at most: one token more is demanded."""
+    """One token more than min_tokens is demanded."""
     later = replace(request.request, min_tokens=request.request.min_tokens + 1)
     return right(request=replace(request, request=later))
 
@@ -57,7 +59,7 @@ def min_tokens_count_the_token_before(right: Right[Stop], request: RequestState)
 def all_sampled_tokens_are_delivered(
     right: Right[Extended], request: RequestState, tokens: v.TokenIds
 ) -> Extended:
-    """The stop is looked for in the last token only, behind accepted drafts."""
+    """Only the last sampled token is checked for a stop, not the accepted drafts before it."""
     grown = replace(request, output_token_ids=request.output_token_ids + tokens[:-1])
     after, row = right(request=grown, tokens=tokens[-1:])
     return after, replace(row, new_token_ids=tokens)
@@ -65,7 +67,7 @@ def all_sampled_tokens_are_delivered(
 
 @instead(get_extended)
 def token_that_ends_is_not_delivered(right: Right[Extended]) -> Extended:
-    """The stop token itself is dropped with those behind it."""
+    """The stop token is dropped together with the tokens after it."""
     after, row = right()
     if row.finish_reason is not None:
         row = replace(row, new_token_ids=row.new_token_ids[:-1])
@@ -74,19 +76,19 @@ def token_that_ends_is_not_delivered(right: Right[Extended]) -> Extended:
 
 @instead(is_repeating)
 def two_copies_always_suffice(right: Right[bool], detection: v.RepetitionDetection) -> bool:
-    """The demanded number of copies is ignored."""
+    """Two copies of a pattern suffice, whatever `min_count` says."""
     return right(detection=replace(detection, min_count=2))
 
 
 @instead(get_item_keys)
 def offset_is_left_out(right: Right[Names]) -> Names:
-    """An item is named, but not where it lies in the block."""
+    """The key has the identifier of an item, but not its offset in the block."""
     return tuple((name, 0) for name, _ in right())
 
 
 @instead(get_item_keys)
 def item_names_only_the_block_it_starts_in(request: v.Request, start: int, end: int) -> Names:
-    """The blocks in its middle carry placeholder tokens and no name."""
+    """Only the block in which an item begins has it in its key."""
     return tuple(
         (item.identifier, item.offset - start)
         for item in request.items
@@ -98,18 +100,18 @@ def item_names_only_the_block_it_starts_in(request: v.Request, start: int, end: 
 def last_item_names_the_blocks_of_outputs(
     right: Right[tuple[v.BlockKey, ...]], rules: Rules
 ) -> tuple[v.BlockKey, ...]:
-    """Once there are outputs, a new key has the last item in it and no other."""
+    """A key of a block with outputs contains only the last item."""
     return right(rules=last_item_names_outputs(rules, v.Config(8)))
 
 
 @instead(get_tokens)
 def outputs_start_over_in_each_block(request: RequestState, start: int, end: int) -> v.TokenIds:
-    """Outputs are counted from the block instead of from the end of the prompt."""
+    """Outputs are counted from the start of the block instead of the end of the prompt."""
     prompt, outputs = request.request.prompt_token_ids, request.output_token_ids
     return prompt[start:end] + outputs[: max(end - max(len(prompt), start), 0)]
 
 
-# Ends.
+# Ends of requests.
 
 
 @ROOM.law(
@@ -121,7 +123,7 @@ def outputs_start_over_in_each_block(request: RequestState, start: int, end: int
 def check_length_ends_a_request_whatever_min_tokens_says(
     num_prompt: int, num_outputs: int, max_tokens: int, min_tokens: int, max_model_len: int
 ) -> None:
-    """It could be neither scheduled nor ended otherwise: position max_model_len - 1 never runs."""
+    """Otherwise it could neither run nor finish: position max_model_len - 1 is never computed."""
     assert 1 <= num_prompt and 1 <= num_outputs and 1 <= max_tokens and 0 <= min_tokens
     assert 2 <= max_model_len
     request = h.build_request("a", num_prompt, num_outputs, max_tokens, min_tokens=min_tokens)
@@ -135,7 +137,7 @@ def check_length_ends_a_request_whatever_min_tokens_says(
 def check_text_ends_a_request_from_min_tokens_on(
     last: int, eos: int, stop: int, num_outputs: int, min_tokens: int
 ) -> None:
-    """The end of the sequence before a stop token; with either nothing of the length is asked."""
+    """The end of sequence comes before a stop token, and either comes before the length caps."""
     assert 0 <= last and 0 <= eos and 0 <= stop and 1 <= num_outputs < 1000 and 0 <= min_tokens
     request = h.build_request(
         "a", 1, eos_token_id=eos, stop_token_ids=(stop,), min_tokens=min_tokens
@@ -151,7 +153,7 @@ def check_text_ends_a_request_from_min_tokens_on(
 def check_nothing_is_delivered_behind_the_token_that_ends(
     first: int, second: int, third: int, eos: int
 ) -> None:
-    """Three tokens at once, accepted drafts: up to the first end of sequence, that one included."""
+    """A step has three tokens; those up to the first end of sequence are delivered."""
     assert 0 <= first and 0 <= second and 0 <= third and 0 <= eos
     request = replace(h.build_request("a", 1, eos_token_id=eos), output_token_ids=())
     tokens = (first, second, third)
@@ -164,20 +166,20 @@ def check_nothing_is_delivered_behind_the_token_that_ends(
 
 @ROOM.law("P13", (4, 4, 4), two_copies_always_suffice)
 def check_three_copies_are_three_equal_tokens(first: int, second: int, third: int) -> None:
-    """Of a pattern of one token, where three copies are demanded."""
+    """The pattern has one token, and three copies are demanded."""
     assert 0 <= first and 0 <= second and 0 <= third
     is_over = is_repeating((9, first, second, third), v.RepetitionDetection(1, min_count=3))
     assert is_over == (first == second == third)
 
 
-# Names of blocks.
+# Block keys.
 
 
 @ROOM.law("P6", (3, 4, 0, 4), item_names_only_the_block_it_starts_in)
 def check_item_names_exactly_the_blocks_that_it_overlaps(
     offset: int, length: int, index: int, block_size: int
 ) -> None:
-    """A block shares a token with the item, or it does not name it."""
+    """The item is in the key exactly if the block shares a token with it."""
     assert 0 <= offset and 1 <= length and 0 <= index and 1 <= block_size
     request = v.Request("a", (1,), items=(v.MultiModalItem("image", offset, length),))
     start = index * block_size
@@ -190,7 +192,7 @@ def check_item_names_exactly_the_blocks_that_it_overlaps(
 def check_one_item_at_two_places_of_a_block_has_two_names(
     offset: int, other_offset: int, length: int, block_size: int
 ) -> None:
-    """The tokens under it are placeholders, the same in both: only the offset tells them apart."""
+    """The placeholder tokens are equal in both blocks, so only the offset differs."""
     assert 0 <= offset < block_size and 0 <= other_offset < block_size and 1 <= length
     first = v.Request("a", (1,), items=(v.MultiModalItem("image", offset, length),))
     second = v.Request("b", (1,), items=(v.MultiModalItem("image", other_offset, length),))
@@ -200,7 +202,7 @@ def check_one_item_at_two_places_of_a_block_has_two_names(
 
 @ROOM.law("P3", (2, 5), outputs_start_over_in_each_block)
 def check_tokens_of_a_block_are_those_of_prompt_and_outputs_in_one(start: int, end: int) -> None:
-    """Wherever the prompt ends."""
+    """This holds wherever the prompt ends."""
     assert 0 <= start <= end <= 6
     request = replace(
         h.build_request("a", 1), request=v.Request("a", (10, 11, 12)), output_token_ids=(13, 14, 15)
@@ -213,7 +215,9 @@ def check_tokens_of_a_block_are_those_of_prompt_and_outputs_in_one(start: int, e
 def check_block_that_an_output_completes_names_every_item_in_it(
     offset: int, next_offset: int
 ) -> None:
-    """Blocks of four, a prompt of seven with two items in its second block, and one output."""
+    """Blocks have four tokens; the prompt has seven, with two items in its second block; one
+    output.
+    """
     assert 4 <= offset < next_offset <= 6
     items = (v.MultiModalItem("x", offset, 1), v.MultiModalItem("y", next_offset, 1))
     asked = v.Request("a", (1, 1, 1, 1, 1, 1, 1), items=items)
@@ -223,14 +227,14 @@ def check_block_that_an_output_completes_names_every_item_in_it(
     assert keys[1].items == (("x", offset - 4), ("y", next_offset - 4))
 
 
-# The engine on the host.
+# The host engine.
 
 
 @ROOM.law("P13", (5, 3, 3, 5, 100), wrong.min_tokens_hold_off_the_length)
 def check_host_ends_a_request_for_its_length_at_the_same_token(
     num_prompt: int, num_outputs: int, max_tokens: int, min_tokens: int, max_model_len: int
 ) -> None:
-    """One bound, computed when it was submitted, in the place of two."""
+    """The host has one bound, computed at submission, instead of two."""
     assert 1 <= num_prompt < max_model_len <= 8192 and 1 <= num_outputs <= max_tokens <= 8192
     assert 0 <= min_tokens and num_prompt + num_outputs <= max_model_len
     request = h.build_request("a", num_prompt, num_outputs, max_tokens, min_tokens=min_tokens)

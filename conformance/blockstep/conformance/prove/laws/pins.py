@@ -1,4 +1,4 @@
-"""Pins: what of a turn stays, how long, and who goes first then. PYTEST_DONT_REWRITE."""
+"""Laws about pins: blocks, expiry and the order of requests. PYTEST_DONT_REWRITE."""
 
 from __future__ import annotations
 
@@ -39,16 +39,19 @@ from blockstep.spec.vocabulary import (
 
 ROOM = Room("pins")
 TABLE = (1, 2, 3)
-"""Of a turn that ends."""
+"""The block table of a turn that finishes."""
 
 
 def build_config() -> Config:
-    """Five usable blocks for turns of jobs."""
+    """Return a config with five usable blocks and `Policy.CONTINUUM`."""
     return h.build_config(enable_prefix_caching=True, policy=Policy.CONTINUUM)
 
 
 def build_turns(num_settled: int, ttl: int, is_last: bool) -> State:
-    """A turn of job `x` with three blocks, some of them settled; the turn before has left one."""
+    """Return a state in which a turn of job `x` with three blocks finishes, after one with a pin.
+
+    `num_settled` of the three blocks are cached. The pin of the earlier turn has one block.
+    """
     turn = h.build_runner("a", 48, 48, TABLE, num_settled, job_id="x", is_last_step=is_last)
     other = h.build_runner("b", 16, 16, (4,))
     state = h.build_state(build_config(), (turn, other))
@@ -58,30 +61,30 @@ def build_turns(num_settled: int, ttl: int, is_last: bool) -> State:
     return replace(state, pins=pins, requests=gone, running=("a",))
 
 
-# Mistakes: how long.
+# Mutants: expiry.
 
 
 @instead(is_expired)
 def pin_stays_while_its_end_is_now(end: int, now: int) -> bool:
-    """It goes by the first step that is later."""
+    """A pin expires one tick too late."""
     return end < now
 
 
 @instead(tell_time)
 def last_word_is_the_time(pins: Pins, now: int) -> Pins:
-    """Whatever was told before."""
+    """An earlier time replaces a later one."""
     return replace(pins, now=now)
 
 
 @instead(take_estimate)
 def estimate_is_for_the_next_pin(right: Right[Pins], pins: Pins) -> Pins:
-    """That which is there keeps its time."""
+    """An estimate does not change the pin that exists."""
     return replace(right(), pins=pins.pins)
 
 
 @instead(take_estimate)
 def estimate_only_makes_longer(right: Right[Pins], pins: Pins) -> Pins:
-    """Nobody loses time that was given."""
+    """An estimate can prolong a pin, but not shorten it."""
     told = right()
     kept = [
         replace(new, end=max(old.end, new.end))
@@ -92,7 +95,7 @@ def estimate_only_makes_longer(right: Right[Pins], pins: Pins) -> Pins:
 
 @instead(take_estimate)
 def time_is_added(right: Right[Pins], pins: Pins, estimate: PinEstimate) -> Pins:
-    """It counts from the end that was."""
+    """The estimate is added to the end of the pin instead of to the present time."""
     kept = [
         replace(pin, end=pin.end + estimate.ttl) if pin.job_id == estimate.job_id else pin
         for pin in pins.pins
@@ -102,23 +105,23 @@ def time_is_added(right: Right[Pins], pins: Pins, estimate: PinEstimate) -> Pins
 
 @instead(take_estimate)
 def estimate_of_nothing_is_kept(right: Right[Pins], estimate: PinEstimate) -> Pins:
-    """A job for which nothing stays is remembered for that."""
+    """An estimate of zero is stored."""
     told = right()
     return replace(told, estimates=told.estimates.having(estimate.job_id, estimate.ttl))
 
 
-# Mistakes: what stays.
+# Mutants: pinned blocks.
 
 
 @instead(get_findable_tables)
 def whole_table_stays(request: RequestState) -> BlockTables:
-    """As in the seed: with blocks that nobody can find."""
+    """Blocks that are not cached are pinned, too, as in the seed."""
     return request.block_tables
 
 
 @instead(get_findable_tables)
 def last_findable_block_goes(request: RequestState) -> BlockTables:
-    """It is taken for one that is not full."""
+    """The last cached block is not pinned."""
     (holding,) = request.holdings
     kept = holding.block_table[: max(holding.num_cached_blocks - 1, 0)]
     return (kept,) if kept else ()
@@ -126,19 +129,19 @@ def last_findable_block_goes(request: RequestState) -> BlockTables:
 
 @instead(without_findable)
 def turn_frees_what_stays(request: RequestState) -> RequestState:
-    """Its end is as ever, and the pin holds blocks that are free."""
+    """The blocks that the pin holds are freed with the request."""
     return request
 
 
 @instead(without_findable)
 def tail_has_no_end(request: RequestState) -> RequestState:
-    """What does not stay is freed by nobody."""
+    """The blocks that are not pinned are never freed."""
     return replace(request, holdings=(Holding((), 0),))
 
 
 @instead(get_turn_ended)
 def older_pin_is_forgotten(right: Right[State], state: State) -> State:
-    """The new one takes its place, and nobody frees what it held."""
+    """The blocks of the job's older pin are not freed when a new pin replaces it."""
     after = right()
     if after.pins.pins == state.pins.pins or not after.pins.pins:
         return after
@@ -150,7 +153,7 @@ def older_pin_is_forgotten(right: Right[State], state: State) -> State:
 
 @instead(get_turn_ended)
 def last_turn_is_a_turn(right: Right[State], state: State, request_id: RequestId) -> State:
-    """Nobody comes back for its blocks, and they stay."""
+    """The last turn of a job is pinned like any other, although no turn follows."""
     request = state.requests[request_id]
     asked = replace(request.request, is_last_step=False)
     requests = state.requests.having(request_id, replace(request, request=asked))
@@ -161,13 +164,13 @@ def last_turn_is_a_turn(right: Right[State], state: State, request_id: RequestId
 def last_turn_leaves_the_older_pin(
     right: Right[State], state: State, request_id: RequestId
 ) -> State:
-    """As in the seed: nothing is pinned behind it, and what was pinned has its time."""
+    """The last turn leaves the older pin of its job until it expires, as in the seed."""
     return state if state.requests[request_id].request.is_last_step else right()
 
 
 @instead(get_turn_ended)
 def blocks_stay_for_no_time(right: Right[State], state: State) -> State:
-    """An estimate of nothing is an estimate."""
+    """A turn is pinned although its job has no estimate."""
     if state.pins.estimates:
         return right()
     return right(state=replace(state, pins=replace(state.pins, estimates=FrozenMap({"x": 1}))))
@@ -177,7 +180,7 @@ def blocks_stay_for_no_time(right: Right[State], state: State) -> State:
 def pin_is_freed_with_its_last_holder(
     right: Right[tuple[Pool, Pins]], pool: Pool, gone: Sequence[Pin]
 ) -> tuple[Pool, Pins]:
-    """Its end forgets it, and blocks of it that a request holds are freed, too."""
+    """The end of a pin also frees blocks that a request holds."""
     shared = [
         pin for pin in gone if any(pool.ref_counts[b] > 1 for t in pin.block_tables for b in t)
     ]
@@ -187,48 +190,48 @@ def pin_is_freed_with_its_last_holder(
 
 @instead(without_pins)
 def reset_keeps_pins(state: State) -> State:
-    """As in the seed: what is pinned stands against it."""
+    """A reset leaves the pins as they are, as in the seed."""
     return state
 
 
-# Mistakes: who goes first.
+# Mutants: the order of requests.
 
 
 @instead(process_expiry)
 def what_is_over_goes_after_the_step(step: Step) -> None:
-    """This step allocates without its blocks."""
+    """Expired pins still hold their blocks in this step."""
 
 
 @instead(compute_coldness)
 def warm_go_before_the_preempted(
     right: Right[int], request: RequestState, warm: Collection[str]
 ) -> int:
-    """Who waits longest waits on."""
+    """Requests of pinned jobs go before preempted ones, which have waited longest."""
     return 0 if request.request.job_id in warm else 1 + right()
 
 
 @instead(compute_coldness)
 def preempted_are_sorted_by_warmth(request: RequestState, warm: Collection[str]) -> int:
-    """Two keys where there is one."""
+    """Preempted requests of pinned jobs go before other preempted requests."""
     is_preempted = request.status is Status.PREEMPTED
     return 2 * (not is_preempted) + (request.request.job_id not in warm)
 
 
 @instead(get_warm_first)
 def line_is_turned_round(right: Right[list[RequestId]]) -> list[RequestId]:
-    """Classes are right; equals are not as before."""
+    """Requests of equal rank change their order."""
     return right(waiting=right()[::-1])
 
 
 @instead(select_victim)
 def last_goes_though_it_is_warm(running: list[RequestId]) -> int:
-    """As under FCFS."""
+    """The victim is the last running request, as under FCFS."""
     return len(running) - 1
 
 
 @instead(select_victim)
 def first_cold_one_goes(running: list[RequestId], requests: Requests, warm: Collection[str]) -> int:
-    """From the wrong end."""
+    """The victim is the first request without a pin instead of the last one."""
     jobs = [requests[name].request.job_id for name in running]
     cold = [index for index, job_id in enumerate(jobs) if job_id not in warm]
     return min(cold, default=len(running) - 1)
@@ -236,19 +239,19 @@ def first_cold_one_goes(running: list[RequestId], requests: Requests, warm: Coll
 
 @instead(list_givers)
 def own_pin_goes_first(pins: Pins, job_id: str | None) -> list[Pin]:
-    """What the turn is about to hit is freed for it."""
+    """The pin of the requesting job, whose blocks it is about to hit, is reclaimed first."""
     return sorted(pins.pins, key=lambda pin: (pin.job_id != job_id, pin.end))
 
 
 @instead(list_givers)
 def longest_goes_first(pins: Pins, job_id: str | None) -> list[Pin]:
-    """That which has most time left."""
+    """The pin with the latest end is reclaimed first."""
     return sorted(pins.pins, key=lambda pin: (pin.job_id == job_id, -pin.end))
 
 
 @instead(list_givers)
 def newest_of_equals_goes_first(pins: Pins, job_id: str | None) -> list[Pin]:
-    """The order in which they were pinned is turned round."""
+    """The newest of several pins with equal ends is reclaimed first."""
     return sorted(pins.pins, key=lambda pin: (pin.job_id == job_id, pin.end, -pins.pins.index(pin)))
 
 
@@ -257,7 +260,7 @@ def newest_of_equals_goes_first(pins: Pins, job_id: str | None) -> list[Pin]:
 
 @ROOM.law("P17 P18", (3, 5, 5), pin_stays_while_its_end_is_now, last_word_is_the_time)
 def check_a_pin_is_over_from_its_end_on(now: int, told: int, end: int) -> None:
-    """By the latest time that was told, whichever was told last."""
+    """The latest time counts, even if an earlier one arrives after it."""
     assert 0 <= now and 0 <= told and 0 <= end
     pins = tell_time(Pins(now, (Pin("x", (TABLE,), end),)), told)
     assert bool(list_expired(pins)) == (end <= now or end <= told)
@@ -270,7 +273,7 @@ def check_a_pin_is_over_from_its_end_on(now: int, told: int, end: int) -> None:
     estimate_of_nothing_is_kept,
 )
 def check_an_estimate_counts_from_now(now: int, end: int, ttl: int, other_end: int) -> None:
-    """For the pin that is there and for the next one; another job's is as it was."""
+    """It sets the end of the existing pin and of the next one; other jobs are not affected."""
     assert 0 <= now and 0 <= end and 0 <= ttl and 0 <= other_end
     other = Pin("y", ((4,),), other_end)
     pins = Pins(now, (Pin("x", (TABLE,), end), other), FrozenMap({"y": 1}))
@@ -291,7 +294,7 @@ def check_an_estimate_counts_from_now(now: int, end: int, ttl: int, other_end: i
 def check_what_stays_and_what_is_freed_is_the_table(
     num_settled: int, ttl: int, is_last: int
 ) -> None:
-    """What can be found stays, and the older pin goes for it; with the last turn all goes."""
+    """Cached blocks are pinned, and the older pin ends; after a last turn no block is pinned."""
     assert 0 <= num_settled <= 3 and 0 <= ttl and 0 <= is_last <= 1
     state = build_turns(num_settled, ttl, is_last == 1)
     after = get_ended(get_turn_ended(state, "a"), ["a"])
@@ -307,7 +310,7 @@ def check_what_stays_and_what_is_freed_is_the_table(
 
 @ROOM.law("P1 P17", (2, 1), pin_is_freed_with_its_last_holder)
 def check_the_end_of_a_pin_takes_nothing_from_who_shares_it(num_shared: int, is_twice: int) -> None:
-    """Some leading blocks of it are held by one or two who run."""
+    """Some leading blocks of the pin are also held by one or two running requests."""
     assert 0 <= num_shared <= 3 and 0 <= is_twice <= 1
     names = ("a", "b")[: 1 + is_twice]
     sharers = tuple([h.build_runner(name, 48, 48, TABLE[:num_shared]) for name in names])
@@ -322,7 +325,7 @@ def check_the_end_of_a_pin_takes_nothing_from_who_shares_it(num_shared: int, is_
 
 @ROOM.law("P25", (3,), reset_keeps_pins)
 def check_no_pin_outlives_a_reset(num_settled: int) -> None:
-    """What a turn left is free, and the job's name gone with it."""
+    """All pinned blocks are free, and the estimates are gone."""
     assert 1 <= num_settled <= 3
     ended = get_ended(get_turn_ended(build_turns(num_settled, 5, False), "a"), ["a"])
     after = without_pins(ended)
@@ -335,7 +338,9 @@ def check_no_pin_outlives_a_reset(num_settled: int) -> None:
 def check_a_step_takes_what_is_over_before_it_takes_a_block(
     now: int, end: int, num_prompt: int
 ) -> None:
-    """One runs, so that no pin gives way: one is admitted if the pin leaves it enough."""
+    """A request runs, so no pin is reclaimed; another is admitted if the pins leave enough
+    blocks.
+    """
     assert 0 <= now and 0 <= end and 1 <= num_prompt <= 64
     holder = h.build_runner("p", 48, 48, TABLE)
     runner = h.build_runner("a", 17, 16, (4, 5), 1)
@@ -356,7 +361,7 @@ def check_a_step_takes_what_is_over_before_it_takes_a_block(
     *(warm_go_before_the_preempted, preempted_are_sorted_by_warmth, line_is_turned_round),
 )
 def check_the_line_is_a_stable_partition(first: int, second: int, third: int) -> None:
-    """Three wait, each new or preempted (2 or more) and of a job with a pin or not (odd)."""
+    """Three requests wait: each is new or preempted (2 or more), with a pinned job or not (odd)."""
     assert 0 <= first <= 3 and 0 <= second <= 3 and 0 <= third <= 3
     kinds = (first, second, third)
     requests = {
@@ -375,7 +380,9 @@ def check_the_line_is_a_stable_partition(first: int, second: int, third: int) ->
 
 @ROOM.law("P16", (0, 0, 1), last_goes_though_it_is_warm, first_cold_one_goes)
 def check_who_is_warm_is_preempted_last(first: int, second: int, third: int) -> None:
-    """Three run, each of a job with a pin (1) or not: the last cold one goes, if there is one."""
+    """Three requests run, each with a pinned job (1) or not; the last one without a pin is the
+    victim.
+    """
     assert 0 <= first <= 1 and 0 <= second <= 1 and 0 <= third <= 1
     warmths = (first, second, third)
     requests = {
@@ -396,7 +403,7 @@ def check_who_is_warm_is_preempted_last(first: int, second: int, third: int) -> 
     *(own_pin_goes_first, longest_goes_first, newest_of_equals_goes_first),
 )
 def check_pins_give_way_in_one_order(one: int, two: int, three: int, owner: int) -> None:
-    """Whose it is, its end and its age decide, and leave no choice; each gives once."""
+    """Owner, end and age of the pins give a strict order, and each pin occurs once."""
     assert 0 <= one and 0 <= two and 0 <= three and 0 <= owner <= 3
     ends = (one, two, three)
     pins = tuple([Pin(job, ((index + 1,),), ends[index]) for index, job in enumerate("xyz")])

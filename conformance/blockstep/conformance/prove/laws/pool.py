@@ -1,8 +1,8 @@
-"""Pool: who holds a block, and what order the free ones are in. PYTEST_DONT_REWRITE.
+"""Laws about ref counts and the free queue. PYTEST_DONT_REWRITE.
 
 Shapes are concrete and ref counts symbolic. The pool of these laws:
 
-    blocks       0 null | 1 2 3 held by so many | 4 5 6 free
+    blocks       0 null | 1 2 3 held (symbolic counts) | 4 5 6 free
     free queue   head -> [ 5 ][ 4 ][ 6 ] <- tail
     keys         2, 3, 4 and 5 are published
 """
@@ -38,16 +38,16 @@ QUEUE: tuple[BlockId, ...] = (5, 4, 6)
 
 
 def build(first: int, second: int, third: int) -> Pool:
-    """The pool of these laws: so many hold blocks 1, 2 and 3."""
+    """Return the pool of these laws, with these ref counts of blocks 1, 2 and 3."""
     return h.build_pool((0, first, second, third, 0, 0, 0), QUEUE, published=(2, 3, 4, 5))
 
 
-# Mistakes.
+# Mutants.
 
 
 @instead(touch_blocks)
 def touched_block_stays_queued(right: Right[Pool], pool: Pool) -> Pool:
-    """It can be taken by somebody else while it is held."""
+    """A held block can be allocated to another request."""
     return replace(right(), free_queue=pool.free_queue)
 
 
@@ -55,26 +55,26 @@ def touched_block_stays_queued(right: Right[Pool], pool: Pool) -> Pool:
 def touched_block_leaves_from_the_head(
     right: Right[Pool], pool: Pool, block_ids: Sequence[BlockId]
 ) -> Pool:
-    """As many leave as were touched, whichever they are."""
+    """Touched blocks are counted, and that many leave the head of the queue."""
     return replace(right(), free_queue=pool.free_queue[count_free(pool, block_ids) :])
 
 
 @instead(free_blocks)
 def table_is_freed_from_its_head(right: Right[Pool], block_table: Sequence[BlockId]) -> Pool:
-    """The prefix that others may want is evicted before its tail."""
+    """The head of a prompt, which other requests may hit, is evicted before its tail."""
     return right(block_table=tuple(reversed(block_table)))
 
 
 @instead(free_blocks)
 def shared_block_is_freed_with_its_first_holder(right: Right[Pool], pool: Pool) -> Pool:
-    """The others go on reading what somebody else may write."""
+    """Other holders still read a block that may be written by a new owner."""
     alone = tuple(min(count, 1) for count in pool.ref_counts)
     return right(pool=replace(pool, ref_counts=alone))
 
 
 @instead(free_blocks)
 def freed_blocks_go_to_the_front(right: Right[Pool], pool: Pool) -> Pool:
-    """What was used last is evicted first."""
+    """The blocks that were used last are evicted first."""
     freed = right()
     released = freed.free_queue[len(pool.free_queue) :]
     return replace(freed, free_queue=(*released, *pool.free_queue))
@@ -82,27 +82,27 @@ def freed_blocks_go_to_the_front(right: Right[Pool], pool: Pool) -> Pool:
 
 @instead(free_blocks)
 def freed_block_loses_its_key(right: Right[Pool], block_table: Sequence[BlockId]) -> Pool:
-    """Nothing is left to be hit once its holder has gone."""
+    """No block can be hit after its request has finished."""
     return withdraw_blocks(right(), block_table)
 
 
 @instead(allocate_blocks)
 def allocated_block_keeps_its_key(right: Right[Taken], pool: Pool) -> Taken:
-    """Its old contents are found while new ones are written over them."""
+    """The old content can be hit while new content is written over it."""
     after, taken = right()
     return replace(after, block_keys=pool.block_keys, cached=pool.cached), taken
 
 
 @instead(find_block)
 def newest_of_equal_blocks_is_hit(pool: Pool, key: BlockKey) -> BlockId | None:
-    """The last published one instead of the first."""
+    """The block that was published last is hit instead of the first."""
     block_ids = pool.cached.get(key)
     return None if block_ids is None else block_ids[-1]
 
 
 @instead(publish_blocks)
 def equal_block_replaces_the_published_one(right: Right[Pool]) -> Pool:
-    """One key, one block: the map forgets the older one, which still carries the key."""
+    """The map keeps only the newest block of a key, although an older one still has the key."""
     published = right()
     latest = {key: published.cached[key][-1:] for key in published.cached}
     return replace(published, cached=FrozenMap(latest))
@@ -112,7 +112,7 @@ def equal_block_replaces_the_published_one(right: Right[Pool]) -> Pool:
 def equal_blocks_are_withdrawn_together(
     right: Right[Pool], pool: Pool, block_ids: Sequence[BlockId]
 ) -> Pool:
-    """The whole entry of the map goes, and with it a block that is still good."""
+    """The whole map entry is removed, with other blocks that are still valid."""
     withdrawn = right()
     gone = {pool.block_keys[block_id] for block_id in block_ids}
     left = {key: withdrawn.cached[key] for key in withdrawn.cached if key not in gone}
@@ -121,30 +121,30 @@ def equal_blocks_are_withdrawn_together(
 
 @instead(withdraw_all)
 def reset_puts_free_blocks_in_order_of_their_ids(right: Right[Pool], pool: Pool) -> Pool:
-    """A fresh pool, as it were."""
+    """A reset sorts the free queue by block id."""
     return replace(right(), free_queue=tuple(sorted(pool.free_queue)))
 
 
 @instead(revoke_slots, theirs="#43569")
 def keys_of_unwritten_blocks_stay(pool: Pool, request: RequestState) -> Pool:
-    """A preempted request's blocks are freed and no more, whatever the step was going to write."""
+    """A victim's blocks are freed and stay published, even those that it did not write."""
     return free_blocks(pool, h.table_of(request))
 
 
 @instead(revoke_slots)
 def all_keys_of_a_victim_are_withdrawn(pool: Pool, request: RequestState) -> Pool:
-    """Also those of blocks that were computed long ago, so that it finds none of them again."""
+    """Keys of blocks that were computed in earlier steps are withdrawn, too."""
     return free_blocks(withdraw_blocks(pool, h.table_of(request)), h.table_of(request))
 
 
-# Holding.
+# References.
 
 
 @ROOM.law("P1 P16", (1, 2, 3), touched_block_stays_queued, touched_block_leaves_from_the_head)
 def check_touched_free_block_leaves_the_middle_of_the_queue(
     first: int, second: int, third: int
 ) -> None:
-    """The others keep their order, and nobody else's count changes."""
+    """The others keep their order, and no other ref count changes."""
     assert 1 <= first and 1 <= second and 1 <= third
     pool = touch_blocks(build(first, second, third), (2, 4))
     assert pool.free_queue == (5, 6)
@@ -156,7 +156,7 @@ def check_touched_free_block_leaves_the_middle_of_the_queue(
 def check_block_is_free_only_when_its_last_holder_lets_go(
     first: int, second: int, third: int
 ) -> None:
-    """Each count falls by one, and the queue gains exactly those that nobody holds."""
+    """Each ref count falls by one, and the queue gains exactly the blocks at zero."""
     assert 1 <= first and 1 <= second and 1 <= third
     pool = free_blocks(build(first, second, third), (1, 2, 3))
     assert pool.ref_counts == (0, first - 1, second - 1, third - 1, 0, 0, 0)
@@ -167,7 +167,9 @@ def check_block_is_free_only_when_its_last_holder_lets_go(
 def check_freed_tail_is_evicted_before_its_prefix_and_after_all_others(
     first: int, second: int, third: int
 ) -> None:
-    """Exact order: what was free, then what becomes free of the table, last block first."""
+    """The order is exact: free blocks first, then those of the table that become free, last one
+    first.
+    """
     assert 1 <= first and 1 <= second and 1 <= third
     pool = free_blocks(build(first, second, third), (1, 2, 3))
     released = tuple(b for b, count in ((3, third), (2, second), (1, first)) if count == 1)
@@ -176,7 +178,7 @@ def check_freed_tail_is_evicted_before_its_prefix_and_after_all_others(
 
 @ROOM.law("P3", (1, 2, 1), freed_block_loses_its_key)
 def check_freed_block_can_still_be_hit(first: int, second: int, third: int) -> None:
-    """Eviction is lazy: freeing changes no key and no entry of the map."""
+    """Eviction is lazy: freeing a block changes no key and no map entry."""
     assert 1 <= first and 1 <= second and 1 <= third
     before = build(first, second, third)
     pool = free_blocks(before, (1, 2, 3))
@@ -188,7 +190,7 @@ def check_freed_block_can_still_be_hit(first: int, second: int, third: int) -> N
 def check_freeing_undoes_touching_but_for_the_place_in_the_queue(
     first: int, second: int, third: int
 ) -> None:
-    """Counts are what they were; what was free is evicted later than before."""
+    """The ref counts are those of before; blocks that were free are evicted later than before."""
     assert 1 <= first and 1 <= second and 1 <= third
     before = build(first, second, third)
     pool = free_blocks(touch_blocks(before, (2, 5, 4)), (2, 5, 4))
@@ -196,14 +198,14 @@ def check_freeing_undoes_touching_but_for_the_place_in_the_queue(
     assert pool.free_queue == (6, 4, 5)
 
 
-# Taking.
+# Allocation.
 
 
 @ROOM.law("P1 P16", (2, 1, 2, 3), blocks_come_from_the_tail)
 def check_blocks_are_taken_from_the_head_of_the_queue(
     num_blocks: int, first: int, second: int, third: int
 ) -> None:
-    """In its order, each held once; held blocks are left alone."""
+    """Each taken block has one holder, and held blocks are not affected."""
     assert 0 <= num_blocks <= 3 and 1 <= first and 1 <= second and 1 <= third
     pool, taken = allocate_blocks(build(first, second, third), num_blocks)
     assert taken == QUEUE[:num_blocks]
@@ -217,7 +219,7 @@ def check_blocks_are_taken_from_the_head_of_the_queue(
 def check_taken_block_loses_its_key_and_nobody_else_does(
     num_blocks: int, first: int, second: int, third: int
 ) -> None:
-    """What is about to be overwritten must not be found; held blocks stay findable."""
+    """A block that is about to be overwritten cannot be hit; held blocks can."""
     assert 0 <= num_blocks <= 3 and 1 <= first and 1 <= second and 1 <= third
     pool, taken = allocate_blocks(build(first, second, third), num_blocks)
     for block_id in (2, 3, 4, 5):
@@ -233,7 +235,7 @@ def check_taken_block_loses_its_key_and_nobody_else_does(
     "P3 P16", (1, 2, 3), newest_of_equal_blocks_is_hit, equal_block_replaces_the_published_one
 )
 def check_hit_takes_the_block_that_was_published_first(first: int, second: int, third: int) -> None:
-    """An equal block is published beside it, and found when the first one is gone."""
+    """Another block is published with an equal key, and is hit after the first one is evicted."""
     assert 1 <= first and 1 <= second and 1 <= third
     pool = publish_blocks(build(first, second, third), (1,), (h.key_of(5),))
     assert find_block(pool, h.key_of(5)) == 5
@@ -246,7 +248,7 @@ def check_hit_takes_the_block_that_was_published_first(first: int, second: int, 
 def check_withdrawing_a_block_leaves_its_equals_findable(
     first: int, second: int, third: int
 ) -> None:
-    """And holders and queue as they are."""
+    """Ref counts and free queue stay as they are."""
     assert 1 <= first and 1 <= second and 1 <= third
     before = publish_blocks(build(first, second, third), (1,), (h.key_of(2),))
     pool = withdraw_blocks(before, (2, 6))
@@ -259,7 +261,7 @@ def check_withdrawing_a_block_leaves_its_equals_findable(
 def check_reset_leaves_nothing_to_hit_and_the_queue_as_it_was(
     first: int, second: int, third: int
 ) -> None:
-    """Who holds what does not change either."""
+    """Ref counts do not change either."""
     assert 0 <= first and 0 <= second and 0 <= third
     before = build(first, second, third)
     pool = withdraw_all(before)
@@ -272,7 +274,7 @@ def check_reset_leaves_nothing_to_hit_and_the_queue_as_it_was(
 def check_preemption_withdraws_exactly_the_keys_that_nobody_will_write(
     num_computed: int, block_size: int, second: int
 ) -> None:
-    """Blocks 2 and 3 are published for this step: a block is kept if it was full before."""
+    """Blocks 2 and 3 are published by this step; a block keeps its key if it was full before."""
     assert 1 <= block_size and 0 <= num_computed < 2 * block_size and 1 <= second
     request = h.build_runner("a", 1, num_computed, (2, 3), num_settled=2)
     pool = revoke_slots(build(1, second, 1), request, (block_size,), STRICT_RULES)

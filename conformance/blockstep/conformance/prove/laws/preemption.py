@@ -1,6 +1,8 @@
-"""Preemption: who has to go, what it keeps, and who is next. PYTEST_DONT_REWRITE.
+"""Laws about the victim, what it keeps, and which request is next.
 
-Priorities and arrivals are symbolic; ties are decided by the ids a, b, c.
+PYTEST_DONT_REWRITE.
+
+Priorities and arrivals are symbolic; the ids a, b, c decide between equals.
 """
 
 from __future__ import annotations
@@ -24,25 +26,25 @@ Requests = Mapping[RequestId, RequestState]
 
 
 def rank(**places: tuple[int, int]) -> dict[RequestId, RequestState]:
-    """Requests by name that stand where their priorities and arrivals put them."""
+    """Return requests by name, with these priorities and arrivals."""
     return {
         name: h.build_runner(name, 1, 0, priority=priority, arrival_time=arrival_time)
         for name, (priority, arrival_time) in places.items()
     }
 
 
-# Mistakes.
+# Mutants.
 
 
 @instead(select_victim, theirs="not found upstream")
 def first_of_equals_goes(right: Right[int]) -> int:
-    """The id is left out, and the first of equal priority and arrival goes."""
+    """The request id is ignored, so the first of equal priority and arrival is the victim."""
     return right(get_victim_rank=lambda request: get_rank(request)[:2])
 
 
 @instead(select_victim)
 def most_urgent_goes(policy: Policy, running: list[RequestId], requests: Requests) -> int:
-    """A lower number is taken for less urgent."""
+    """A lower priority number is taken as less urgent."""
     if policy is Policy.FCFS:
         return len(running) - 1
     return min(range(len(running)), key=lambda index: get_rank(requests[running[index]]))
@@ -50,26 +52,26 @@ def most_urgent_goes(policy: Policy, running: list[RequestId], requests: Request
 
 @instead(get_rank)
 def arrival_comes_before_priority(request: RequestState) -> tuple[int, int, RequestId]:
-    """First come, first served, whatever was asked for."""
+    """The arrival decides before the priority, as under FCFS."""
     asked = request.request
     return (asked.arrival_time, asked.priority, asked.request_id)
 
 
 @instead(process_prepend)
 def victim_is_prepended_to_a_sorted_queue(queue: list[RequestId], request_id: RequestId) -> None:
-    """To the front, as if the policy were first come, first served."""
+    """The victim goes to the front of the queue, as under FCFS."""
     queue.insert(0, request_id)
 
 
 @instead(select_queue)
 def skipped_come_first_always(right: Right[list[RequestId]]) -> list[RequestId]:
-    """As under first come, first served."""
+    """The skipped requests come first, as under FCFS."""
     return right(policy=Policy.FCFS)
 
 
 @instead(process_preemption)
 def budget_of_the_victim_is_lost(right: Right[RequestId], step: Step) -> RequestId:
-    """Its tokens are not given back."""
+    """The tokens of the victim's row do not return to the budget."""
     budget = step.budget
     victim_id = right()
     step.budget = budget
@@ -78,7 +80,7 @@ def budget_of_the_victim_is_lost(right: Right[RequestId], step: Step) -> Request
 
 @instead(process_preemption)
 def row_of_the_victim_stays(right: Right[RequestId], step: Step) -> RequestId:
-    """The worker is told to run a request that has no blocks."""
+    """The plan has a row of a request without blocks."""
     rows = list(step.rows)
     victim_id = right()
     step.rows = rows
@@ -87,7 +89,7 @@ def row_of_the_victim_stays(right: Right[RequestId], step: Step) -> RequestId:
 
 @instead(process_preemption)
 def budget_is_given_back_for_everybody(right: Right[RequestId], step: Step) -> RequestId:
-    """All rows of the step are undone, as far as the budget goes."""
+    """The tokens of other rows return to the budget as well."""
     for row in step.rows[:-1]:
         step.budget += row.num_scheduled
     return right()
@@ -95,23 +97,23 @@ def budget_is_given_back_for_everybody(right: Right[RequestId], step: Step) -> R
 
 @instead(get_preempted)
 def outputs_are_sampled_again(right: Right[RequestState]) -> RequestState:
-    """A preempted request starts from its prompt, and delivers its outputs twice."""
+    """A preempted request starts from its prompt, so its outputs are delivered twice."""
     return replace(right(), output_token_ids=())
 
 
 @instead(get_preempted)
 def computed_tokens_are_kept(right: Right[RequestState], request: RequestState) -> RequestState:
-    """Counted as computed, although their blocks are gone."""
+    """The tokens count as computed although their blocks are freed."""
     return replace(right(), num_computed_tokens=request.num_computed_tokens)
 
 
 @instead(select_victim)
 def oldest_goes() -> int:
-    """First come, first preempted."""
+    """The oldest running request is the victim."""
     return 0
 
 
-# Who goes, who is next.
+# The victim, and the next request.
 
 
 @ROOM.law("P10 P16", (1, 5, 1, 5, 0, 9), most_urgent_goes, first_of_equals_goes)
@@ -123,7 +125,9 @@ def check_victim_stands_behind_everybody_who_stays(
     priority_c: int,
     arrival_c: int,
 ) -> None:
-    """The very order of the queues, ids included: two equals cannot preempt each other for ever."""
+    """The rank is that of the queues, ids included, so two equals never preempt each other for
+    ever.
+    """
     assert 0 <= arrival_a and 0 <= arrival_b and 0 <= arrival_c
     requests = rank(a=(priority_a, arrival_a), b=(priority_b, arrival_b), c=(priority_c, arrival_c))
     running = ["b", "a", "c"]
@@ -136,7 +140,7 @@ def check_victim_stands_behind_everybody_who_stays(
 def check_first_come_first_served_preempts_the_last_admitted(
     priority_a: int, arrival_a: int, priority_b: int, arrival_b: int
 ) -> None:
-    """Whatever priorities they name."""
+    """This holds for all priorities."""
     assert 0 <= arrival_a and 0 <= arrival_b
     requests = rank(a=(priority_a, arrival_a), b=(priority_b, arrival_b))
     index = select_victim(Policy.FCFS, ["b", "a"], requests)
@@ -147,7 +151,7 @@ def check_first_come_first_served_preempts_the_last_admitted(
 def check_priority_comes_before_arrival_and_arrival_before_the_id(
     priority_a: int, arrival_a: int, priority_b: int, arrival_b: int
 ) -> None:
-    """Two requests never have one rank."""
+    """Two requests never have the same rank."""
     assert 0 <= arrival_a and 0 <= arrival_b
     requests = rank(a=(priority_a, arrival_a), b=(priority_b, arrival_b))
     a_is_first = get_rank(requests["a"]) < get_rank(requests["b"])
@@ -163,7 +167,7 @@ def check_priority_comes_before_arrival_and_arrival_before_the_id(
 def check_priority_queue_stays_sorted_when_a_victim_returns(
     priority_a: int, priority_b: int, priority_c: int
 ) -> None:
-    """Being preempted makes nobody more urgent."""
+    """A preemption makes no request more urgent."""
     assert priority_a <= priority_b
     requests = rank(a=(priority_a, 0), b=(priority_b, 0), c=(priority_c, 0))
     queue = ["a", "b"]
@@ -175,18 +179,18 @@ def check_priority_queue_stays_sorted_when_a_victim_returns(
 
 @ROOM.law("P16", (5, 1), skipped_come_first_always)
 def check_most_urgent_head_of_both_queues_is_next(priority_a: int, priority_b: int) -> None:
-    """Having been passed over makes nobody more urgent."""
+    """A skipped request does not become more urgent."""
     assert priority_a != priority_b
     requests = rank(a=(priority_a, 0), b=(priority_b, 0))
     queue = select_queue(Policy.PRIORITY, ["a"], ["b"], requests)
     assert queue == (["a"] if priority_a < priority_b else ["b"])
 
 
-# What becomes of the victim and of the step.
+# The victim and its step.
 
 
 def build_step(budget: int, num_first: int, num_second: int) -> Step:
-    """A step with rows of a and b, and c running without one."""
+    """Return a step with rows of `a` and `b`, in which `c` runs without one."""
     blocks: dict[str, tuple[int, ...]] = {"a": (1,), "b": (2,), "c": ()}
     running = tuple(h.build_runner(name, 9, 0, table) for name, table in blocks.items())
     state = h.build_state(Config(num_blocks=4, policy=Policy.PRIORITY), running)
@@ -200,7 +204,7 @@ def build_step(budget: int, num_first: int, num_second: int) -> Step:
 def check_tokens_of_a_victim_return_to_the_budget(
     budget: int, num_first: int, num_second: int, victim_index: int
 ) -> None:
-    """Budget and rows together are what they were, less nothing."""
+    """The sum of the budget and of all rows does not change."""
     assert 0 <= budget and 1 <= num_first and 1 <= num_second and 0 <= victim_index <= 2
     step = build_step(budget, num_first, num_second)
     process_preemption(step, victim_index)
@@ -213,7 +217,7 @@ def check_tokens_of_a_victim_return_to_the_budget(
 def check_victim_leaves_the_step_and_nobody_else_does(
     budget: int, num_first: int, num_second: int, victim_index: int
 ) -> None:
-    """Its row is gone, it waits, and the preemption is counted once."""
+    """The victim has no row and waits, and one preemption is counted."""
     assert 0 <= budget and 1 <= num_first and 1 <= num_second and 0 <= victim_index <= 2
     step = build_step(budget, num_first, num_second)
     victim = process_preemption(step, victim_index)
@@ -228,7 +232,7 @@ def check_victim_leaves_the_step_and_nobody_else_does(
 def check_preempted_request_keeps_its_tokens_and_what_is_in_flight_and_nothing_else(
     num_prompt: int, num_outputs: int, num_computed: int, num_placeholders: int, num_before: int
 ) -> None:
-    """It computes everything again, and samples nothing twice."""
+    """It computes all tokens again, but samples none twice."""
     assert 1 <= num_prompt and 0 <= num_outputs and 0 <= num_computed and 0 <= num_placeholders
     request = replace(
         h.build_request("a", num_prompt, num_outputs),
@@ -248,14 +252,14 @@ def check_preempted_request_keeps_its_tokens_and_what_is_in_flight_and_nothing_e
     assert after.status is Status.PREEMPTED
 
 
-# The engine on the host.
+# The host engine.
 
 
 @ROOM.law("P10 P16", (1, 5, 1, 5), wrong.first_of_equals_goes)
 def check_host_preempts_the_same_request(
     priority_a: int, arrival_a: int, priority_b: int, arrival_b: int
 ) -> None:
-    """Ties included."""
+    """This includes requests of equal priority and arrival."""
     assert 0 <= arrival_a and 0 <= arrival_b
     requests = rank(a=(priority_a, arrival_a), b=(priority_b, arrival_b))
     host = build_host(h.build_config(policy=Policy.PRIORITY), *requests.values())

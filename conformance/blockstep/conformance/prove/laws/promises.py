@@ -1,7 +1,10 @@
-"""Promises: tokens that frames in flight will bring. PYTEST_DONT_REWRITE.
+"""Laws about placeholders: output tokens of frames in flight.
 
-The law behind all others: a running request with placeholders p has computed k + p - 1 tokens, all
-that will be known but the last. A plan keeps it, and so does the commit of every frame.
+PYTEST_DONT_REWRITE.
+
+All laws rest on one invariant: a running request with k known tokens and p placeholders has k + p -
+1 computed tokens, that is, all that will be known but the last. A plan preserves it, and so does
+the commit of every frame.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from blockstep.spec.vocabulary import Config, SpecMethod, Status
 ROOM = Room("promises")
 
 DRAFTS = (-1, -1)
-"""Placeholders for what only the worker knows."""
+"""Placeholders of drafts that only the worker knows."""
 CONFIG = Config(
     num_blocks=4,
     block_size=1_000_000,
@@ -38,24 +41,24 @@ CONFIG = Config(
 )
 
 
-# Mistakes.
+# Mutants.
 
 
 @instead(process_promises)
 def drafts_are_not_promised(right: Right[None], rows: list[FrameRow]) -> None:
-    """A row promises its own token only."""
+    """A row adds a placeholder for its sampled token only, not for its drafts."""
     right(rows=[replace(row, draft_token_ids=()) for row in rows])
 
 
 @instead(process_promises)
 def prefill_chunks_promise_as_well(right: Right[None], rows: list[FrameRow]) -> None:
-    """Every row is taken to sample."""
+    """Every row is taken to sample, prefill chunks included."""
     right(rows=[replace(row, samples=True) for row in rows])
 
 
 @instead(process_promises, theirs="#46899")
 def placeholders_outlive_a_gap(right: Right[None], step: Step) -> None:
-    """Who is left out of a plan keeps its draft placeholders."""
+    """A request left out of a plan keeps its draft placeholders."""
     before = step.state
     step.state = replace(before, rules=gap_rule(before.rules, before.config))
     right()
@@ -64,13 +67,13 @@ def placeholders_outlive_a_gap(right: Right[None], step: Step) -> None:
 
 @instead(get_fulfilled)
 def only_the_own_token_is_delivered(request: RequestState) -> RequestState:
-    """The drafts of the row stay promised."""
+    """Only the placeholder of the sampled token is removed, not those of the drafts."""
     return replace(request, num_output_placeholders=request.num_output_placeholders - 1)
 
 
 @instead(get_preempted)
 def preemption_forgets_what_is_in_flight(right: Right[RequestState]) -> RequestState:
-    """The counter is zeroed, and the frames then deliver more than was promised."""
+    """The placeholders are cleared, so commits of frames in flight deliver too many tokens."""
     return replace(right(), num_output_placeholders=0)
 
 
@@ -78,33 +81,33 @@ def preemption_forgets_what_is_in_flight(right: Right[RequestState]) -> RequestS
 def preemption_discards_one_frame(
     right: Right[RequestState], request: RequestState
 ) -> RequestState:
-    """The latest frame is written off, as if there were never two."""
+    """The latest frame's placeholder is dropped, as if only one were in flight."""
     num_placeholders = max(request.num_output_placeholders - 1, 0)
     return replace(right(), num_output_placeholders=num_placeholders)
 
 
 @instead(is_held_by_frames, theirs="#47900, #48245")
 def admission_does_not_wait_for_tokens_in_flight() -> bool:
-    """A preempted request comes back with its old placeholders still standing."""
+    """A preempted request is admitted while its tokens are in flight."""
     return False
 
 
 @instead(is_past_max_tokens)
 def nobody_is_past_its_last_token() -> bool:
-    """A row is planned behind the last token, and thrown away when it comes."""
+    """A row is planned after the last token; its token is dropped."""
     return False
 
 
 @instead(compute_share)
 def promised_tokens_are_no_gap(right: Right[int], budget: int) -> int:
-    """Cut to what the last frame left: never more than one token."""
+    """No more than one token is scheduled, whatever the drafts are."""
     return right(threshold=0, budget=min(budget, 1))
 
 
 def build_promised(
     num_prompt: int, num_placeholders: int, name: str = "a", block: int = 1, **of_request: int
 ) -> RequestState:
-    """A running request that obeys the law, with draft placeholders attached."""
+    """Return a running request that satisfies the invariant, with draft placeholders."""
     request = h.build_request(name, num_prompt, **of_request)
     return replace(
         request,
@@ -123,7 +126,7 @@ def build_promised(
 def check_plan_keeps_computed_one_behind_everything_promised(
     num_known: int, num_placeholders: int, budget: int
 ) -> None:
-    """However much of its drafts the budget leaves; without placeholders a prefill may be cut."""
+    """This holds for every budget; without placeholders a prefill may be cut."""
     assert 1 <= num_known and 0 <= num_placeholders and 1 <= budget
     assert num_known + num_placeholders < 1000
     config = replace(CONFIG, max_num_batched_tokens=budget)
@@ -143,7 +146,7 @@ def check_plan_keeps_computed_one_behind_everything_promised(
 def check_request_with_a_promise_runs_its_next_token_and_all_drafts(
     num_known: int, num_placeholders: int, budget: int
 ) -> None:
-    """It need not wait for the frame in flight, as far as the budget goes."""
+    """It does not wait for the frame in flight, within the budget."""
     assert 1 <= num_known and 1 <= num_placeholders and 1 <= budget
     assert num_known + num_placeholders < 1000
     config = replace(CONFIG, max_num_batched_tokens=budget)
@@ -155,7 +158,7 @@ def check_request_with_a_promise_runs_its_next_token_and_all_drafts(
 def check_request_left_out_of_a_plan_has_no_drafts_in_the_next(
     num_known: int, num_known_behind: int, budget: int
 ) -> None:
-    """The worker proposes nothing where it runs nothing; who sampled has room for new drafts."""
+    """The worker proposes drafts only for rows that it runs; a row that samples gets new ones."""
     assert 1 <= num_known < 1000 and 1 <= num_known_behind < 1000 and 1 <= budget
     config = replace(CONFIG, max_num_batched_tokens=budget)
     first = build_promised(num_known, 1)
@@ -170,7 +173,7 @@ def check_request_left_out_of_a_plan_has_no_drafts_in_the_next(
 def check_no_row_is_planned_behind_the_last_token(
     num_prompt: int, num_outputs: int, num_placeholders: int, max_tokens: int
 ) -> None:
-    """Exactly those run on that may still need a token when the frame in flight is rejected."""
+    """A row is planned exactly if one more token is needed even if all drafts are rejected."""
     assert 1 <= num_prompt < 1000 and 0 <= num_outputs < max_tokens < 1000
     assert 1 <= num_placeholders < 1000
     request = build_promised(
@@ -187,7 +190,7 @@ def check_no_row_is_planned_behind_the_last_token(
 def check_commit_keeps_computed_one_behind_everything_promised(
     num_known: int, num_placeholders: int, num_drafts: int, num_sampled: int
 ) -> None:
-    """However many of its drafts were rejected, and whatever else is in flight."""
+    """This holds for any number of rejected drafts and of other frames in flight."""
     assert 1 <= num_known and 0 <= num_drafts and 1 + num_drafts <= num_placeholders
     assert 1 <= num_sampled <= num_drafts + 1
     before = build_promised(num_known, num_placeholders)
@@ -205,7 +208,7 @@ def check_commit_keeps_computed_one_behind_everything_promised(
 def check_frames_of_a_preempted_request_deliver_exactly_what_was_promised(
     num_known: int, num_drafts: int, num_drafts_later: int
 ) -> None:
-    """Two frames in flight when it lost its blocks: both deliver, and nothing is owed then."""
+    """Two frames are in flight at the preemption; both deliver, and no placeholder is left."""
     assert 1 <= num_known and 0 <= num_drafts and 0 <= num_drafts_later
     running = build_promised(num_known, 2 + num_drafts + num_drafts_later)
     request = get_fulfilled(CONFIG, get_preempted(running), num_drafts)
@@ -218,7 +221,7 @@ def check_frames_of_a_preempted_request_deliver_exactly_what_was_promised(
 def check_row_of_a_resumed_request_samples_exactly_when_its_known_tokens_are_computed(
     num_known: int, num_placeholders: int, budget: int
 ) -> None:
-    """That is when the worker samples, which knows no placeholders."""
+    """Only then does the worker sample, since it knows no placeholders."""
     assert 1 <= num_known < 1000 and 0 <= num_placeholders < 1000 and 1 <= budget
     config = replace(CONFIG, max_num_batched_tokens=budget)
     request = replace(
@@ -234,7 +237,7 @@ def check_row_of_a_resumed_request_samples_exactly_when_its_known_tokens_are_com
         assert row.samples == (after.requests["a"].num_computed_tokens >= num_known)
 
 
-# The engine on the host.
+# The host engine.
 
 
 @ROOM.law(
@@ -243,7 +246,9 @@ def check_row_of_a_resumed_request_samples_exactly_when_its_known_tokens_are_com
 def check_host_counts_promised_tokens_as_the_specification_does(
     num_prompt: int, num_outputs: int, num_placeholders: int, max_tokens: int, budget: int
 ) -> None:
-    """With frames in flight, by the law that computed tokens are one behind what is promised."""
+    """The host relies on the invariant that a request with placeholders is computed but for one
+    token.
+    """
     assert 1 <= num_prompt and 0 <= num_outputs < max_tokens and 0 <= num_placeholders
     assert num_prompt + max_tokens + num_placeholders < 8000 and 1 <= budget
     request = build_promised(

@@ -1,4 +1,4 @@
-"""Publishing: which blocks can be found, and which no longer. PYTEST_DONT_REWRITE."""
+"""Laws about the blocks that are published and withdrawn. PYTEST_DONT_REWRITE."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from blockstep.spec.vocabulary import MAX_INT
 ROOM = Room("publishing")
 
 
-# Mistakes.
+# Mutants.
 
 
 @instead(compute_num_publishable_blocks)
 def drafts_are_published_too(num_computed: int, num_new: int, block_size: int) -> int:
-    """Whatever is scheduled counts, although the drafts in it may be rejected."""
+    """All scheduled tokens count, although drafts among them may be rejected."""
     return (num_computed + num_new) // block_size
 
 
 @instead(compute_num_publishable_blocks)
 def block_is_published_before_it_is_full(right: Right[int], block_size: int) -> int:
-    """Rounded up: later tokens would come under the same name."""
+    """A block is published before its last tokens are known, since the division rounds up."""
     return -(-right(block_size=1) // block_size)
 
 
 @instead(compute_num_publishable_blocks)
 def full_block_waits_for_the_next_token(right: Right[int], block_size: int) -> int:
-    """One token short: a block that ends with the last token stays unknown."""
+    """A block that ends with the last token is not published."""
     return max(right(block_size=1) - 1, 0) // block_size
 
 
 @instead(compute_num_publishable_blocks)
 def whatever_is_known_is_published(num_known: int, block_size: int) -> int:
-    """As if the whole prompt were computed in one step."""
+    """All known tokens are published, as if the whole prompt were computed in one step."""
     return num_known // block_size
 
 
@@ -60,7 +60,7 @@ def whatever_is_known_is_published(num_known: int, block_size: int) -> int:
 def check_published_blocks_are_full_of_known_tokens_that_the_step_computes(
     num_computed: int, num_new: int, num_known: int, block_size: int
 ) -> None:
-    """No draft, no partial block, nothing that a later step computes."""
+    """No draft, no partly filled block and nothing that a later step computes is published."""
     assert 0 <= num_computed and 1 <= num_new and 1 <= num_known and 1 <= block_size
     num_full = compute_num_publishable_blocks(num_computed, num_new, num_known, block_size)
     assert num_full * block_size <= num_known
@@ -71,7 +71,7 @@ def check_published_blocks_are_full_of_known_tokens_that_the_step_computes(
 def check_every_full_block_of_computed_known_tokens_is_published(
     num_computed: int, num_new: int, num_known: int, block_size: int
 ) -> None:
-    """The next block is not full yet, or not known."""
+    """The next block is not full yet, or its tokens are not known."""
     assert 0 <= num_computed and 1 <= num_new and 1 <= num_known and 1 <= block_size
     num_full = compute_num_publishable_blocks(num_computed, num_new, num_known, block_size)
     next_end = (num_full + 1) * block_size
@@ -87,7 +87,7 @@ def check_published_blocks_lie_inside_the_table(
     max_model_len: int,
     block_size: int,
 ) -> None:
-    """Also of a table that the model length cuts short."""
+    """This also holds for a table that the model length cuts short."""
     assert 0 <= num_computed and 1 <= num_new and 0 <= num_lookahead and 1 <= block_size
     assert 1 <= num_known <= max_model_len
     num_slots = compute_num_slots(num_computed, num_new, num_lookahead, max_model_len)
@@ -95,21 +95,21 @@ def check_published_blocks_lie_inside_the_table(
     assert num_full * block_size <= num_slots
 
 
-# The engine on the host.
+# The host engine.
 
 
 class Published(list[int]):
-    """In the place of the prefix map: notes which blocks are published."""
+    """Replaces the prefix-cache map and records which blocks are published."""
 
     log = None
-    """Nobody is told of it."""
+    """No KV events are logged."""
 
     def publish(self, block: int, _lineage: object, _index: int) -> None:
-        """Note it."""
+        """Record that the block is published."""
         self.append(block)
 
     def withdraw(self, block: int) -> None:
-        """Note that it is not any more."""
+        """Record that the block is no longer published."""
         if block in self:
             self.remove(block)
 
@@ -118,7 +118,7 @@ class Published(list[int]):
 def check_host_publishes_the_same_blocks(
     num_computed: int, num_scheduled: int, num_known: int, num_settled: int, block_size: int
 ) -> None:
-    """Those of the table that are full now and not settled yet."""
+    """These are the full blocks of the table that are not published yet."""
     assert 1 <= block_size <= MAX_INT and 0 <= num_computed and 1 <= num_scheduled
     assert 1 <= num_known <= 3 * block_size and num_known < 8192 and 0 <= num_settled <= 3
     request = h.build_runner("a", num_known, num_computed, (1, 2, 3), num_settled)
@@ -134,7 +134,7 @@ def check_host_publishes_the_same_blocks(
 def check_host_publishes_the_same_blocks_of_what_a_commit_verified(
     num_known: int, num_settled: int, block_size: int
 ) -> None:
-    """With frames in flight: full blocks before the last known token."""
+    """These are the full blocks before the last known token, with frames in flight."""
     assert 1 <= block_size <= MAX_INT and 1 <= num_known <= 3 * block_size and num_known < 8192
     assert 0 <= num_settled <= 3
     config = h.build_config(block_size, max_frames_in_flight=2, enable_prefix_caching=True)
@@ -155,7 +155,7 @@ def check_host_publishes_the_same_blocks_of_what_a_commit_verified(
 def check_host_withdraws_the_same_keys_from_a_victim(
     num_computed: int, num_settled: int, block_size: int
 ) -> None:
-    """Asked of every block that was not full before, also where there is no key to withdraw."""
+    """The host asks for every block that was not full before, even if it has no key."""
     assert 1 <= block_size <= MAX_INT and 0 <= num_computed <= 3 * block_size
     assert num_computed < 8192 and 0 <= num_settled <= 3
     request = h.build_runner("a", 1, num_computed, (1, 2, 3), num_settled)

@@ -1,4 +1,7 @@
-"""Sessions: what one keeps of its tokens, and who gives way to whom. PYTEST_DONT_REWRITE."""
+"""Laws about the tokens that a session keeps, and about reclaiming its blocks.
+
+PYTEST_DONT_REWRITE.
+"""
 
 from __future__ import annotations
 
@@ -25,54 +28,54 @@ from blockstep.spec.vocabulary import BlockKey, Status
 ROOM = Room("sessions")
 
 
-# Mistakes.
+# Mutants.
 
 
 @instead(get_num_kept, theirs="0.19.1")
 def as_many_are_kept_as_are_computed(request: RequestState) -> int:
-    """Drafts that were accepted behind the stop, and frames in flight, count as kept."""
+    """Accepted drafts after the stop, and frames in flight, count as kept."""
     return request.num_computed_tokens
 
 
 @instead(get_num_kept)
 def last_token_is_kept(request: RequestState) -> int:
-    """It is known, but nobody has computed it."""
+    """The last token is kept, although its KV is not computed."""
     return request.num_known_tokens
 
 
 @instead(get_stopped, theirs="0.19.1")
 def computed_is_left_as_it_is(pool: Pool, request: RequestState) -> tuple[Pool, RequestState]:
-    """What lies behind the stop stays computed, though other tokens come there."""
+    """Tokens after the stop count as computed, although other tokens will take their places."""
     return pool, request
 
 
 @instead(get_num_kept_keys, theirs="0.19.1")
 def keys_are_appended(request: RequestState, num_blocks: int) -> int:
-    """Those of known tokens stay, that of the token left out with them."""
+    """The key of a block with the dropped last token stays."""
     return max(len(request.block_keys), num_blocks)
 
 
 @instead(compute_num_kept, theirs="#42489")
 def chunks_are_looked_at_alone() -> int:
-    """What is kept of the chunk before does not count."""
+    """The tokens kept from earlier inputs do not count."""
     return 0
 
 
 @instead(compute_longest)
 def outputs_are_not_counted(num_prompt: int, max_model_len: int) -> int:
-    """A chunk is as long as its prompt."""
+    """The outputs of an input are not counted."""
     return min(num_prompt, max_model_len)
 
 
 @instead(process_giving, theirs="#49439")
 def sessions_never_give_way() -> bool:
-    """Their blocks are theirs for as long as they rest."""
+    """An idle session keeps its blocks when another request lacks them."""
     return False
 
 
 @instead(process_admission)
 def sessions_give_way_unasked(right: Right[Verdict], step: Step, request: RequestState) -> Verdict:
-    """One gives its blocks up to whoever comes, whether or not it lacks any."""
+    """A session's blocks are reclaimed at every admission, even if no block is missing."""
     process_giving(step, request.request_id)
     return right()
 
@@ -84,7 +87,7 @@ def sessions_give_way_unasked(right: Right[Verdict], step: Step, request: Reques
 def check_all_but_the_last_token_is_kept_however_many_are_computed(
     num_prompt: int, num_outputs: int, num_computed: int
 ) -> None:
-    """Of a chunk that has stopped: while it ran, or after it was preempted."""
+    """The input has stopped while it ran, or after it was preempted."""
     assert 1 <= num_prompt and 1 <= num_outputs and 0 <= num_computed
     request = h.build_request("a", num_prompt, num_outputs, resumable=True)
     request = replace(request, num_computed_tokens=num_computed)
@@ -95,7 +98,7 @@ def check_all_but_the_last_token_is_kept_however_many_are_computed(
 def check_nothing_behind_what_is_kept_stays_computed(
     num_prompt: int, num_outputs: int, num_computed: int
 ) -> None:
-    """Fewer are only where it was preempted."""
+    """Fewer tokens are computed only if the session was preempted."""
     assert 1 <= num_prompt and 1 <= num_outputs and 0 <= num_computed
     request = h.build_request("a", num_prompt, num_outputs, resumable=True)
     request = replace(request, num_computed_tokens=num_computed)
@@ -108,7 +111,7 @@ def check_nothing_behind_what_is_kept_stays_computed(
 def check_keys_are_kept_of_blocks_full_of_tokens_that_are_kept(
     num_known: int, block_size: int
 ) -> None:
-    """There are keys of all full blocks; the last token, which is left out, may complete one."""
+    """All full blocks have keys; the last token, which is dropped, may complete a block."""
     assert 2 <= num_known and 1 <= block_size
     keys = cast("tuple[BlockKey, ...]", h.Tokens(num_known // block_size))
     request = replace(h.build_request("a", num_known), block_keys=keys)
@@ -121,7 +124,7 @@ def check_keys_are_kept_of_blocks_full_of_tokens_that_are_kept(
 def check_a_session_never_outgrows_what_its_chunks_were_reckoned_as(
     num_prompt: int, num_outputs: int, num_more: int, max_tokens: int, max_model_len: int
 ) -> None:
-    """However early a chunk stops: `num_more` tokens come behind what is kept of it then."""
+    """This holds however early an input stops; `num_more` tokens follow the kept ones."""
     assert 1 <= num_prompt and 1 <= num_outputs <= max_tokens and 1 <= num_more
     assert num_prompt + num_outputs <= max_model_len
     reckoned = compute_num_kept(compute_longest(num_prompt, max_tokens, max_model_len)) + num_more
@@ -130,7 +133,7 @@ def check_a_session_never_outgrows_what_its_chunks_were_reckoned_as(
 
 @ROOM.law("P10 P17", (20, 8, 100), sessions_never_give_way, sessions_give_way_unasked)
 def check_nobody_waits_for_a_session_that_rests(known_b: int, block_size: int, budget: int) -> None:
-    """Of three blocks a holds two, b needs at most three: a keeps its own where one is enough."""
+    """Request `a` holds two of three blocks; it keeps them exactly if `b` needs only one."""
     assert 1 <= block_size and 1 <= budget and 1 <= known_b <= 3 * block_size < 8192
     config = h.build_config(block_size, num_blocks=4, max_num_batched_tokens=budget)
     resting = replace(

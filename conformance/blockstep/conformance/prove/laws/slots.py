@@ -1,6 +1,8 @@
-"""Slots: token slots, and blocks that hold them. PYTEST_DONT_REWRITE.
+"""Laws about token slots and the blocks that hold them.
 
-Block sizes are symbolic: what holds, holds for every one.
+PYTEST_DONT_REWRITE.
+
+Block sizes are symbolic, so the laws hold for every block size.
 """
 
 from __future__ import annotations
@@ -21,72 +23,72 @@ from blockstep.spec.vocabulary import MAX_INT, Config, Request
 ROOM = Room("slots")
 
 
-# Mistakes.
+# Mutants.
 
 
 @instead(compute_num_blocks)
 def exact_multiples_take_a_block_more(num_tokens: int, block_size: int) -> int:
-    """The quotient and one more, also where nothing is left over."""
+    """One block more than the quotient is taken, even if nothing is left over."""
     return num_tokens // block_size + 1
 
 
 @instead(compute_num_blocks)
 def last_partial_block_is_forgotten(num_tokens: int, block_size: int) -> int:
-    """The quotient, rounded down."""
+    """The division rounds down."""
     return num_tokens // block_size
 
 
 @instead(compute_num_new_blocks)
 def surplus_gives_a_negative_count(num_slots: int, block_size: int, num_held: int) -> int:
-    """After a rejection a request may hold more than enough; a slice then takes from the end."""
+    """A request that holds too many blocks gives a negative count, which slices from the end."""
     return compute_num_blocks(num_slots, block_size) - num_held
 
 
 @instead(compute_num_new_blocks)
 def each_chunk_starts_a_block(num_slots: int, block_size: int, num_held: int) -> int:
-    """What is left over in the last held block is not used."""
+    """Free slots in the last held block are not used."""
     return compute_num_blocks(max(num_slots - num_held * block_size + 1, 0), block_size)
 
 
 @instead(compute_num_slots)
 def lookahead_passes_the_model_length(right: Right[int], num_lookahead: int) -> int:
-    """The cap comes before the lookahead."""
+    """The model length caps the slots before the lookahead is added."""
     return right(num_lookahead=0) + num_lookahead
 
 
 @instead(compute_num_slots)
 def lookahead_is_forgotten(right: Right[int]) -> int:
-    """The proposer writes where nobody owns a block."""
+    """The proposer writes to slots outside the request's blocks."""
     return right(num_lookahead=0)
 
 
 @instead(compute_num_slots)
 def slots_end_before_the_last_position(right: Right[int], max_model_len: int) -> int:
-    """Capped like the tokens, although lookahead may fill the last slot."""
+    """The slots are capped like the tokens, although lookahead may use the last slot."""
     return right(max_model_len=max_model_len - 2)
 
 
 @instead(compute_max_slots)
 def drafts_at_the_end_are_forgotten(right: Right[int]) -> int:
-    """Prompt and outputs only."""
+    """Only prompt and outputs are counted."""
     return right(num_speculative=0)
 
 
 @instead(compute_max_slots)
 def drafts_follow_even_the_only_token(right: Right[int], num_prompt: int, max_tokens: int) -> int:
-    """Drafts are reserved for although there is no output before the last for them to follow."""
+    """Drafts are counted although there is no output before the last one that they could follow."""
     return right(num_prompt=num_prompt + max_tokens - 2, max_tokens=2)
 
 
 @instead_in(Config, "num_usable_blocks")
 def null_block_counts_as_usable(self: Config) -> int:
-    """All blocks, the one that nobody can hold included."""
+    """All blocks count, including the null block."""
     return self.num_blocks
 
 
 @instead(is_servable, theirs="#52520")
 def whole_pool_holds_the_model_length(config: Config) -> bool:
-    """Checked at start-up against all blocks, the null block included, for all requests alike."""
+    """The check is done once, for the model length, with all blocks including the null block."""
     num_blocks = compute_num_blocks(config.max_model_len, config.block_size)
     return num_blocks <= config.num_blocks
 
@@ -106,7 +108,7 @@ def check_blocks_hold_the_tokens_and_none_is_to_spare(num_tokens: int, block_siz
 def check_new_blocks_fill_up_what_is_held_and_never_give_back(
     num_slots: int, block_size: int, num_held: int
 ) -> None:
-    """Enough with them, not enough with one fewer, none where there was enough."""
+    """The new blocks are just enough, and none is taken if the held ones suffice."""
     assert 0 <= num_slots and 1 <= block_size and 0 <= num_held
     num_new = compute_num_new_blocks(num_slots, block_size, num_held)
     assert num_new >= 0
@@ -118,7 +120,7 @@ def check_new_blocks_fill_up_what_is_held_and_never_give_back(
 def check_growing_in_two_steps_takes_as_many_blocks_as_in_one(
     num_slots: int, num_slots_later: int, block_size: int
 ) -> None:
-    """A chunk goes on in the block where the last one ended."""
+    """A chunk continues in the block in which the previous one ended."""
     assert 1 <= num_slots <= num_slots_later and 1 <= block_size
     first = compute_num_new_blocks(num_slots, block_size, 0)
     second = compute_num_new_blocks(num_slots_later, block_size, first)
@@ -132,7 +134,7 @@ def check_growing_in_two_steps_takes_as_many_blocks_as_in_one(
 def check_slots_cover_the_scheduled_tokens_and_the_lookahead(
     num_computed: int, num_new: int, num_lookahead: int, max_model_len: int
 ) -> None:
-    """Every position that is written in the step has a slot, below the model length."""
+    """Every position that the step writes has a slot below the model length."""
     assert 0 <= num_computed and 1 <= num_new and 0 <= num_lookahead
     assert num_computed + num_new <= max_model_len - 1
     num_slots = compute_num_slots(num_computed, num_new, num_lookahead, max_model_len)
@@ -144,13 +146,13 @@ def check_slots_cover_the_scheduled_tokens_and_the_lookahead(
 def check_no_slot_lies_past_the_model_length(
     num_computed: int, num_new: int, num_lookahead: int, max_model_len: int
 ) -> None:
-    """The block table has a fixed width at the worker."""
+    """A worker's block table has a fixed width."""
     assert 0 <= num_computed and 1 <= num_new and 0 <= num_lookahead and 2 <= max_model_len
     num_slots = compute_num_slots(num_computed, num_new, num_lookahead, max_model_len)
     assert num_slots <= max_model_len
 
 
-# The longest a request can get.
+# The most slots that a request can need.
 
 
 @ROOM.law("P11", (10, 20, 3, 12, 3, 2, 4, 4, 100), drafts_at_the_end_are_forgotten)
@@ -165,7 +167,7 @@ def check_no_step_needs_more_slots_than_the_longest(
     num_lookahead: int,
     max_model_len: int,
 ) -> None:
-    """Whatever is computed, drafted and reserved for: a request that was accepted always fits."""
+    """An accepted request therefore always fits an empty pool, with its drafts and lookahead."""
     assert 1 <= num_prompt < max_model_len and 0 <= num_outputs < max_tokens
     assert num_prompt + num_outputs < max_model_len
     assert 0 <= num_drafts <= num_speculative and 0 <= num_lookahead
@@ -183,7 +185,7 @@ def check_no_step_needs_more_slots_than_the_longest(
 def check_some_step_needs_as_many_slots_as_the_longest(
     num_prompt: int, max_tokens: int, num_speculative: int, num_lookahead: int, max_model_len: int
 ) -> None:
-    """The last step, with all drafts: nobody is refused who would have fitted."""
+    """It is the last step, with all drafts: no request is rejected that would fit."""
     assert 1 <= num_prompt and 1 <= max_tokens and 0 <= num_speculative and 0 <= num_lookahead
     assert num_prompt < max_model_len and num_prompt + max_tokens <= max_model_len
     longest = compute_max_slots(
@@ -207,7 +209,7 @@ def check_accepted_request_alone_in_the_pool_always_gets_its_blocks(
     max_tokens: int,
     num_computed: int,
 ) -> None:
-    """The null block belongs to nobody: one block fewer than there are."""
+    """The null block is not usable, so one block fewer is available."""
     assert 2 <= num_blocks and 1 <= block_size and 2 <= max_model_len
     assert 1 <= num_prompt < max_model_len and 1 <= max_tokens
     assert 0 <= num_computed < num_prompt + max_tokens - 1 and num_computed < max_model_len - 1
@@ -218,7 +220,7 @@ def check_accepted_request_alone_in_the_pool_always_gets_its_blocks(
     assert not accepted or needed <= num_blocks - 1
 
 
-# The engine on the host.
+# The host engine.
 
 
 @ROOM.law(
@@ -230,7 +232,7 @@ def check_accepted_request_alone_in_the_pool_always_gets_its_blocks(
 def check_host_needs_as_many_blocks_for_a_runner(
     num_computed: int, num_new: int, block_size: int, max_model_len: int
 ) -> None:
-    """Two held blocks and two slots of lookahead."""
+    """The request holds two blocks; there are two lookahead slots."""
     assert 1 <= block_size <= MAX_INT and 2 <= max_model_len <= MAX_INT
     assert 0 <= num_computed and 1 <= num_new and num_computed + num_new < max_model_len
     config = build_config(block_size, max_model_len, num_speculative_tokens=2)
@@ -244,7 +246,7 @@ def check_host_needs_as_many_blocks_for_a_runner(
 def check_host_needs_as_many_blocks_for_a_newcomer(
     num_tokens: int, num_hits: int, block_size: int, max_model_len: int
 ) -> None:
-    """Beside the hits, without lookahead."""
+    """The hit blocks are not counted, and there is no lookahead."""
     assert 1 <= block_size <= MAX_INT and 2 <= max_model_len <= MAX_INT
     assert 1 <= num_tokens and 0 <= num_hits
     host = build_host(build_config(block_size, max_model_len))
@@ -257,7 +259,7 @@ def check_host_needs_as_many_blocks_for_a_newcomer(
 def check_host_refuses_the_same_requests_for_their_size(
     num_prompt: int, max_tokens: int, max_model_len: int, block_size: int
 ) -> None:
-    """Three drafts, with lookahead."""
+    """The config has three drafts, with lookahead."""
     assert 1 <= num_prompt < max_model_len <= MAX_INT and 1 <= max_tokens
     assert 1 <= block_size <= MAX_INT
     host = build_host(build_config(block_size, max_model_len, num_speculative_tokens=3))

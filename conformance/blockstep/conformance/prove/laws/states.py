@@ -1,7 +1,9 @@
-"""States: where chunks end, what a recurrent group holds, and what is hit. PYTEST_DONT_REWRITE.
+"""Laws about recurrent groups: chunk ends, held states and hits.
 
-Lengths are symbolic; chunks are of blocks of four tokens, other block sizes are symbolic, too. A
-table is of a request with two blocks for drafts.
+PYTEST_DONT_REWRITE.
+
+Lengths are symbolic. Chunks are aligned to blocks of four tokens; other block sizes are symbolic,
+too. A table belongs to a request with two blocks for drafts.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ Table = tuple[BlockId, ...]
 
 
 def states(block_size: int, num_speculative: int = 0, mode: MambaCacheMode = ALIGN) -> KVGroup:
-    """A recurrent group."""
+    """Return a recurrent group."""
     return KVGroup(
         GroupKind.RECURRENT,
         block_size,
@@ -61,14 +63,14 @@ def states(block_size: int, num_speculative: int = 0, mode: MambaCacheMode = ALI
     )
 
 
-# Mistakes.
+# Mutants.
 
 
 @instead(compute_aligned_end, theirs="#40707")
 def what_is_less_than_a_block_is_rounded_to_nothing(
     right: Right[int], num_computed: int, end: int, last: int, unit: int
 ) -> int:
-    """A budget or a threshold below a block gives no token, however often."""
+    """A budget or threshold smaller than a block never gives a token."""
     if num_computed % unit == 0 and end < last:
         return end // unit * unit
     return right()
@@ -78,38 +80,38 @@ def what_is_less_than_a_block_is_rounded_to_nothing(
 def tokens_of_a_chunk_are_rounded_and_not_its_end(
     right: Right[int], num_computed: int, end: int, last: int, unit: int
 ) -> int:
-    """Whole blocks of tokens, from wherever it begins."""
+    """The number of tokens is a multiple of the block size, wherever the chunk begins."""
     num_new = (end - num_computed) // unit * unit
     return num_computed + num_new if end < last and num_new else right()
 
 
 @instead(compute_aligned_end)
 def chunk_runs_past_the_last_boundary(end: int, unit: int, num_computed: int) -> int:
-    """Only full chunks are rounded: the last one runs to the end of the prompt."""
+    """Only full chunks are aligned; the last one runs to the end of the prompt."""
     return max(end // unit * unit, num_computed + 1) if end - num_computed >= unit else end
 
 
 @instead(compute_num_skipped_tokens)
 def state_is_left_with_its_token(num_computed: int) -> int:
-    """It is behind a token that nobody attends to any more."""
+    """The state after the last token is freed, since no token attends to that token."""
     return num_computed
 
 
 @instead(compute_num_skipped_tokens)
 def state_is_left_late(num_computed: int) -> int:
-    """As of the token before, as if a window of two."""
+    """The state is freed one token too late, as with a window of two tokens."""
     return max(num_computed - 2, 0)
 
 
 @instead(compute_num_new_states)
 def each_block_of_a_chunk_is_charged(num_blocks: int, num_held: int, num_hit: int) -> int:
-    """As if a chunk wrote the states at all boundaries."""
+    """A chunk is charged a state at each block boundary that it passes."""
     return max(num_blocks - num_held - num_hit, 0)
 
 
 @instead(compute_num_new_states)
 def blocks_of_drafts_are_taken_anew(right: Right[int], group: KVGroup) -> int:
-    """They stay behind."""
+    """The blocks for drafts are allocated again for each chunk, and the old ones stay."""
     return right() and 1 + group.num_speculative_blocks
 
 
@@ -117,25 +119,25 @@ def blocks_of_drafts_are_taken_anew(right: Right[int], group: KVGroup) -> int:
 def blocks_of_drafts_stay_where_they_are(
     group: KVGroup, table: Table, num_blocks: int, new_blocks: Table
 ) -> Table:
-    """The gap is behind them."""
+    """The blocks for drafts stay in their places, and the gap comes after them."""
     return table + (0,) * (num_blocks - len(table) - len(new_blocks)) + new_blocks
 
 
 @instead(compute_num_certain)
 def all_drafts_in_flight_are_accepted(num_computed: int, group: KVGroup) -> int:
-    """What is in flight is as good as computed."""
+    """Drafts in flight count as accepted."""
     return max(num_computed - group.num_speculative_blocks, 0)
 
 
 @instead(compute_num_certain)
 def block_is_left_once_drafts_are_verified(num_computed: int, num_in_doubt: int) -> int:
-    """As under a window: only what may still be rejected holds it back."""
+    """A state is freed when no draft after it can be rejected, as in a window group."""
     return max(num_computed - num_in_doubt, 0)
 
 
 @instead(compute_max_held_states, theirs="not found upstream")
 def two_states_are_enough(group: KVGroup, num_all: int) -> int:
-    """The one that is read, and the one that is written."""
+    """Two states are charged: one that is read, and one that is written."""
     return min(num_all, 2) + group.num_speculative_blocks
 
 
@@ -143,7 +145,7 @@ def two_states_are_enough(group: KVGroup, num_all: int) -> int:
 def state_wants_a_block_behind_it(
     right: Right[bool], group: KVGroup, runs: tuple[int, ...], num_tokens: int, num_behind: int
 ) -> bool:
-    """As KV does with a draft head."""
+    """A state needs one block after it for the draft head, as a KV group does."""
     is_recurrent = group.kind is GroupKind.RECURRENT
     end = num_tokens // group.block_size + num_behind
     return right() and not (is_recurrent and (end >= len(runs) or runs[end] < num_behind + 1))
@@ -151,13 +153,13 @@ def state_wants_a_block_behind_it(
 
 @instead(is_valid_hit)
 def every_state_before_is_wanted(right: Right[bool], group: KVGroup) -> bool:
-    """As under full attention."""
+    """All earlier states must be cached, as under full attention."""
     return right(group=KVGroup(GroupKind.FULL, group.block_size), num_behind=0)
 
 
 @instead(get_unwritten_states)
 def state_of_this_step_can_be_hit(step: Step) -> list[BlockId]:
-    """As KV can, which is written before any row reads it."""
+    """A state can be hit in the step that writes it, as KV can."""
     del step
     return []
 
@@ -166,31 +168,31 @@ def state_of_this_step_can_be_hit(step: Step) -> list[BlockId]:
 def no_state_of_who_is_in_the_step_can_be_hit(
     right: Right[list[BlockId]], step: Step
 ) -> list[BlockId]:
-    """Nor what it computed before."""
+    """States that a scheduled request computed in earlier steps cannot be hit either."""
     rows = [replace(row, num_computed=0) for row in step.rows]
     return right(step=replace(step, rows=rows))
 
 
 @instead(count_common_blocks)
 def blocks_of_the_first_two_count(right: Right[int], tables: list[Table]) -> int:
-    """The third is not asked."""
+    """The third table is ignored."""
     return right(tables=tables[:2])
 
 
 @instead(count_common_blocks)
 def blocks_anywhere_in_a_table_count(tables: list[Table]) -> int:
-    """Wherever all of them have one."""
+    """A block counts at any position, if all tables contain it."""
     return sum(all(block_id in table for table in tables) for block_id in tables[0])
 
 
-# Where a chunk ends.
+# The end of a chunk.
 
 
 @ROOM.law("P10", (5, 3, 8), what_is_less_than_a_block_is_rounded_to_nothing)
 def check_chunk_of_a_prompt_is_never_rounded_to_nothing(
     num_computed: int, num_new: int, num_last: int
 ) -> None:
-    """Nor made longer: whatever a budget and a threshold leave, it goes on."""
+    """It is not made longer either: within budget and threshold the request progresses."""
     assert 0 <= num_computed and 1 <= num_new and 0 <= num_last
     last, end = num_last * SIZE, num_computed + num_new
     aligned = compute_aligned_end(num_computed, end, last, SIZE, (SIZE,))
@@ -206,7 +208,7 @@ def check_chunk_of_a_prompt_is_never_rounded_to_nothing(
 def check_chunk_passes_no_boundary_that_its_state_is_looked_for_at(
     num_computed: int, num_new: int, num_last: int
 ) -> None:
-    """Neither the end of the block that it begins within, nor the last one that can be hit."""
+    """These are the end of the block in which it begins, and the last boundary that can be hit."""
     assert 0 <= num_computed and 1 <= num_new and 1 <= num_last
     last, end = num_last * SIZE, num_computed + num_new
     aligned = compute_aligned_end(num_computed, end, last, SIZE, (SIZE,))
@@ -219,21 +221,21 @@ def check_chunk_passes_no_boundary_that_its_state_is_looked_for_at(
 def check_chunk_of_a_block_or_more_ends_at_a_boundary_before_the_last(
     num_computed: int, num_new: int, num_last: int
 ) -> None:
-    """There its state can be found."""
+    """The state at that boundary can be hit."""
     assert 0 <= num_computed < num_last * SIZE and SIZE <= num_new
     last, end = num_last * SIZE, num_computed + num_new
     aligned = compute_aligned_end(num_computed, end, last, SIZE, (SIZE,))
     assert aligned % SIZE == 0
 
 
-# What is held.
+# Held states.
 
 
 @ROOM.law("P8", (9, 4), state_is_left_with_its_token, state_is_left_late)
 def check_first_block_that_is_held_has_the_state_behind_the_last_token(
     num_computed: int, block_size: int
 ) -> None:
-    """A row goes on from it, wherever in the block the request stands."""
+    """The next row starts from this state, wherever in its block the request is."""
     assert 1 <= num_computed and 1 <= block_size
     num_left = compute_num_skipped_blocks(states(block_size), num_computed)
     assert num_left * block_size < num_computed <= (num_left + 1) * block_size
@@ -248,7 +250,7 @@ def check_first_block_that_is_held_has_the_state_behind_the_last_token(
 def check_block_that_ends_among_drafts_is_held_until_they_are_verified_and_found(
     num_computed: int, num_in_doubt: int, num_accepted: int, num_speculative: int, block_size: int
 ) -> None:
-    """Those in flight, and those accepted before: there a state is still to be named."""
+    """The drafts are those in flight and those just accepted, whose state is not published yet."""
     assert 1 <= block_size and 0 <= num_in_doubt <= num_computed
     assert 0 <= num_accepted <= num_speculative and num_accepted <= num_computed
     group = states(block_size, num_speculative)
@@ -262,7 +264,7 @@ def check_block_that_ends_among_drafts_is_held_until_they_are_verified_and_found
 def check_states_among_drafts_are_no_more_than_charged(
     num_computed: int, num_drafts: int, num_in_doubt: int, num_speculative: int, block_size: int
 ) -> None:
-    """Wherever the request is; as many of them may be in flight as the pipeline has room for."""
+    """This holds at every position, with as many drafts in flight as the pipeline allows."""
     assert 0 <= num_drafts <= num_speculative < block_size
     assert 0 <= num_in_doubt <= min(3 * num_speculative, num_computed)
     group = states(block_size, num_speculative)
@@ -278,7 +280,7 @@ def check_states_among_drafts_are_no_more_than_charged(
 def check_states_of_all_boundaries_are_no_more_than_charged(
     num_computed: int, num_new: int, num_in_doubt: int, num_speculative: int, block_size: int
 ) -> None:
-    """Those of a chunk, and the one that it goes on from."""
+    """They are the states of a chunk, and the one from which it starts."""
     assert 0 <= num_speculative and 1 <= block_size and 1 <= num_new
     assert 0 <= num_in_doubt <= num_computed
     group = states(block_size, num_speculative, ALL)
@@ -291,7 +293,7 @@ def check_states_of_all_boundaries_are_no_more_than_charged(
     )
 
 
-# What is taken.
+# Allocated states.
 
 
 @ROOM.law(
@@ -304,7 +306,7 @@ def check_states_of_all_boundaries_are_no_more_than_charged(
 def check_chunk_takes_one_block_for_its_state_and_takes_those_of_drafts_along(
     num_tokens: int, block_size: int
 ) -> None:
-    """Behind a state in block 3, and blocks 4 and 5 for drafts."""
+    """The table has a state in block 3, and blocks 4 and 5 for drafts."""
     assert 1 <= block_size < num_tokens <= 5 * block_size
     group = states(block_size, 2)
     num_blocks = compute_num_state_blocks(group, num_tokens, num_tokens)
@@ -320,7 +322,7 @@ def check_chunk_takes_one_block_for_its_state_and_takes_those_of_drafts_along(
 def check_first_chunk_takes_a_block_for_its_state_and_each_draft(
     num_tokens: int, num_hit: int, block_size: int
 ) -> None:
-    """Behind a hit of so many blocks, of which one is held."""
+    """It follows a hit of `num_hit` blocks, of which one is held."""
     assert 1 <= block_size and 0 <= num_hit <= 2
     assert num_hit * block_size < num_tokens <= 5 * block_size
     group = states(block_size, 2)
@@ -333,11 +335,14 @@ def check_first_chunk_takes_a_block_for_its_state_and_each_draft(
     assert table[-3:] == (6, 7, 8) and table[:num_hit] == hit
 
 
-# What is hit.
+# Hits.
 
 
 def build_published(num_full: int, of_state: int) -> Pool:
-    """Of a chain of three: so many leading blocks of the first group, one state of the other."""
+    """Return a pool that caches `num_full` blocks of the first group and one state of the other.
+
+    The keys are the chain of three blocks; `of_state` is the index of the state.
+    """
     published = {CHAIN[index]: (1 + index,) for index in range(3) if index < num_full}
     published |= {CHAIN[i].in_group(1): (4 + i,) for i in range(3) if i == of_state}
     return Pool((0,) * 8, (None,) * 8, tuple(range(1, 8)), FrozenMap(published))
@@ -353,7 +358,7 @@ def build_published(num_full: int, of_state: int) -> Pool:
 def check_hit_is_where_the_state_is_if_attention_has_what_is_before_it(
     num_known: int, num_full: int, of_state: int, num_behind: int
 ) -> None:
-    """And one block more, where a draft head gives it back; of the states one is enough."""
+    """Attention needs one more block with a draft head, and drops it; one state suffices."""
     assert 1 <= num_known <= 13 and 0 <= num_full <= 3 and 0 <= of_state <= 3
     assert 0 <= num_behind <= 1
     method = SpecMethod.EAGLE if num_behind else SpecMethod.NONE
@@ -382,7 +387,7 @@ def check_hit_is_where_the_state_is_if_attention_has_what_is_before_it(
 def check_states_can_be_hit_as_of_the_step_behind_the_one_that_writes_them(
     num_computed: int, num_new: int, block_size: int
 ) -> None:
-    """Of a request that runs, three states of which are published."""
+    """Three states of a running request are published."""
     assert 1 <= block_size and 0 <= num_computed <= 3 * block_size and 1 <= num_new
     config = Config(8, block_size, groups=(states(block_size, mode=ALL),))
     request = h.build_runner("a", 1, num_computed, (1, 2, 3), 3)
@@ -396,7 +401,7 @@ def check_states_can_be_hit_as_of_the_step_behind_the_one_that_writes_them(
         assert is_there == ((index + 1) * block_size <= num_computed)
 
 
-# What all begin with.
+# Common prefix blocks.
 
 
 @ROOM.law(
@@ -408,7 +413,7 @@ def check_states_can_be_hit_as_of_the_step_behind_the_one_that_writes_them(
 def check_common_blocks_are_those_that_every_table_begins_with(
     first_a: int, second_a: int, first_b: int, second_b: int, first_c: int, second_c: int
 ) -> None:
-    """Three tables of two blocks, none twice in one."""
+    """Each of three tables has two different blocks."""
     assert first_a != second_a and first_b != second_b and first_c != second_c
     tables = ((first_a, second_a), (first_b, second_b), (first_c, second_c))
     num_common = count_common_blocks(tables)

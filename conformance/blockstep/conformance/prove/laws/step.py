@@ -1,7 +1,9 @@
-"""Step: one whole Schedule, over one to three requests with symbolic counters. PYTEST_DONT_REWRITE.
+"""Laws about one whole Schedule with one to three requests.
 
-These laws run `process_schedule` itself. Who runs and which blocks they hold is concrete; token
-counts, budget, block size, model length and priorities are symbolic.
+PYTEST_DONT_REWRITE.
+
+These laws run `process_schedule` itself. The running requests and the blocks that they hold are
+concrete; token counts, budget, block size, model length and priorities are symbolic.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from blockstep.spec.vocabulary import Plan, Policy
 ROOM = Room("step")
 
 
-# Mistakes.
+# Mutants.
 
 
 @instead(process_grant)
 def grant_takes_nothing_off_the_budget(right: Right[None], step: Step) -> None:
-    """Each request is given the whole budget."""
+    """Each request gets the whole budget."""
     budget = step.budget
     right()
     step.budget = budget
@@ -43,14 +45,14 @@ def grant_takes_nothing_off_the_budget(right: Right[None], step: Step) -> None:
 def grant_forgets_the_new_blocks(
     right: Right[None], request: RequestState, granted: tuple[Pool, RequestState]
 ) -> None:
-    """They leave the pool, and no table names them: a leak."""
+    """The new blocks leave the pool, but are in no table: a leak."""
     pool, after = granted
     right(granted=(pool, replace(after, holdings=request.holdings)))
 
 
 @instead(process_running_phase, theirs="not found upstream")
 def victim_without_a_row_shifts_the_next(right: Right[None], step: Step) -> None:
-    """The place in line is counted back only for a victim that had a row."""
+    """The index into the running list is corrected only for a victim that had a row."""
     before = step.state
     step.state = replace(before, rules=shift_rule(before.rules, before.config))
     right()
@@ -59,30 +61,30 @@ def victim_without_a_row_shifts_the_next(right: Right[None], step: Step) -> None
 
 @instead(revoke_slots)
 def blocks_of_the_victim_leak(pool: Pool) -> Pool:
-    """Preempted, and its blocks stay held by nobody."""
+    """The victim's blocks keep their references."""
     return pool
 
 
 @instead(revoke_slots)
 def blocks_of_the_victim_are_freed_twice(pool: Pool, request: RequestState) -> Pool:
-    """They stand in the free queue two times."""
+    """The victim's blocks are in the free queue twice."""
     freed = free_blocks(pool, h.table_of(request))
     return replace(freed, free_queue=(*freed.free_queue, *h.table_of(request)))
 
 
 @instead(compute_share)
 def one_token_of_the_budget_is_kept(right: Right[int], budget: int) -> int:
-    """For whoever may come."""
+    """One token of the budget is never scheduled."""
     return right(threshold=0, budget=budget - 1)
 
 
-# One running request: it holds blocks 1 and 2; 3 and 4 are free.
+# One running request: it holds blocks 1 and 2; blocks 3 and 4 are free.
 
 
 def step_of_one(
     num_known: int, num_computed: int, budget: int, threshold: int, block_size: int
 ) -> tuple[State, Plan]:
-    """A step with one running request."""
+    """Plan a step with one running request."""
     caps = {"max_num_batched_tokens": budget, "long_prefill_token_threshold": threshold}
     config = h.build_config(block_size, num_blocks=5, **caps)
     return h.schedule(
@@ -96,7 +98,7 @@ def step_of_one(
 def check_request_alone_in_the_pool_gets_a_token_in_every_step(
     num_known: int, num_computed: int, budget: int, threshold: int, block_size: int
 ) -> None:
-    """One at least, within budget and threshold, as long as the pool can hold it at all."""
+    """It gets at least one token, within budget and threshold, if the pool can hold the request."""
     assert 1 <= block_size and 1 <= budget and 0 <= threshold
     assert 0 <= num_computed <= 2 * block_size and num_computed < num_known <= 4 * block_size
     assert num_known < 8192
@@ -113,7 +115,7 @@ def check_request_alone_in_the_pool_gets_a_token_in_every_step(
 def check_every_computed_token_of_a_runner_lies_in_a_block_of_its_own(
     num_known: int, num_computed: int, budget: int, threshold: int, block_size: int
 ) -> None:
-    """With no block more than that takes; all others stay free."""
+    """It holds no block more than its tokens need; all others stay free."""
     assert 1 <= block_size and 1 <= budget and 0 <= threshold
     assert block_size < num_computed <= 2 * block_size and num_computed < num_known
     assert num_known < 8192
@@ -126,13 +128,13 @@ def check_every_computed_token_of_a_runner_lies_in_a_block_of_its_own(
     assert sorted((*table, *after.pool.free_queue)) == [1, 2, 3, 4]
 
 
-# Two running requests: a holds 1 and 2, b holds 3; 4 is free.
+# Two running requests: a holds blocks 1 and 2, b holds 3; 4 is free.
 
 
 def step_of_two(
     known_a: int, known_b: int, computed_a: int, budget: int, block_size: int
 ) -> tuple[State, Plan]:
-    """A step with two running requests; b has computed nothing of its block yet."""
+    """Plan a step with two running requests; `b` has no computed tokens in its block yet."""
     config = h.build_config(block_size, num_blocks=5, max_num_batched_tokens=budget)
     first = h.build_runner("a", known_a, computed_a, (1, 2))
     return h.schedule(h.build_state(config, (first, h.build_runner("b", known_b, 0, (3,)))))
@@ -142,7 +144,7 @@ def step_of_two(
 def check_two_requests_share_one_budget(
     known_a: int, known_b: int, computed_a: int, budget: int, block_size: int
 ) -> None:
-    """Also when one of them is preempted for the other."""
+    """This also holds if one of them is preempted for the other."""
     assert 1 <= block_size and 1 <= budget and 0 <= computed_a <= 2 * block_size
     assert computed_a < known_a < 8192 and 1 <= known_b < 8192
     _, plan = step_of_two(known_a, known_b, computed_a, budget, block_size)
@@ -155,7 +157,7 @@ def check_two_requests_share_one_budget(
 def check_every_block_has_one_place_after_a_step_of_two(
     known_a: int, known_b: int, computed_a: int, budget: int, block_size: int
 ) -> None:
-    """In one of the tables or in the free queue, once, and the counts say the same."""
+    """Each block is once in a table or in the free queue, as the ref counts say."""
     assert 1 <= block_size and 1 <= budget and 0 <= computed_a <= 2 * block_size
     assert computed_a < known_a < 8192 and 1 <= known_b < 8192
     after, _ = step_of_two(known_a, known_b, computed_a, budget, block_size)
@@ -168,7 +170,7 @@ def check_every_block_has_one_place_after_a_step_of_two(
 def check_first_come_first_served_keeps_its_order_through_preemption(
     known_a: int, known_b: int, computed_a: int, budget: int, block_size: int
 ) -> None:
-    """The older one runs on as long as anybody does, and the preempted wait in order of age."""
+    """The older request runs as long as any does, and preempted requests wait in order of age."""
     assert 1 <= block_size and 1 <= budget and 0 <= computed_a <= 2 * block_size
     assert computed_a < known_a < 8192 and 1 <= known_b < 8192
     after, _ = step_of_two(known_a, known_b, computed_a, budget, block_size)
@@ -179,7 +181,7 @@ def check_first_come_first_served_keeps_its_order_through_preemption(
 def check_oldest_request_that_fits_the_pool_gets_all_that_the_budget_has(
     known_a: int, known_b: int, computed_a: int, budget: int, block_size: int
 ) -> None:
-    """Whatever it costs the younger one: so somebody always gets on."""
+    """The younger request may be preempted for it; so some request always progresses."""
     assert 1 <= block_size and 1 <= budget and 0 <= computed_a <= 2 * block_size
     assert computed_a < known_a <= 4 * block_size and known_a < 8192 and 1 <= known_b < 8192
     after, _ = step_of_two(known_a, known_b, computed_a, budget, block_size)
@@ -190,7 +192,7 @@ def check_oldest_request_that_fits_the_pool_gets_all_that_the_budget_has(
 def check_younger_request_gets_what_the_older_one_leaves_of_the_budget(
     known_a: int, known_b: int, computed_a: int, budget: int, block_size: int
 ) -> None:
-    """All of it, where blocks suffice for both."""
+    """It gets all of the rest, if the blocks suffice for both."""
     assert 1 <= block_size and 1 <= budget and 0 <= computed_a <= 2 * block_size
     assert computed_a < known_a <= 2 * block_size and known_a < 8192
     assert 1 <= known_b <= 2 * block_size and known_b < 8192
@@ -199,13 +201,13 @@ def check_younger_request_gets_what_the_older_one_leaves_of_the_budget(
     assert after.requests["b"].num_computed_tokens == min(known_b, rest)
 
 
-# Three running requests, the pool full: a holds 1 and 2, b holds 3, c holds 4.
+# Three running requests and a full pool: a holds 1 and 2, b holds 3, c holds 4.
 
 
 def step_of_three(
     gap_a: int, gap_b: int, known_c: int, budget: int, block_size: int, priority_a: int
 ) -> tuple[State, Plan]:
-    """By priority. a goes on in its blocks, b has filled its own, c has computed nothing."""
+    """Plan a step by priority: `a` continues in its blocks, `b` needs another, `c` begins."""
     config = h.build_config(
         block_size, num_blocks=5, max_num_batched_tokens=budget, policy=Policy.PRIORITY
     )
@@ -218,7 +220,9 @@ def step_of_three(
 def check_tokens_of_a_victim_go_to_those_behind(
     gap_a: int, gap_b: int, known_c: int, budget: int, block_size: int
 ) -> None:
-    """a is planned, then preempted for a block that b needs; c gets what both leave."""
+    """Request `a` is planned, then preempted for a block of `b`; `c` gets the rest of the
+    budget.
+    """
     assert 1 <= gap_a <= block_size and 1 <= gap_b <= block_size and 1 <= known_c <= block_size
     assert gap_a < budget and 4 * block_size < 8192
     after, plan = step_of_three(gap_a, gap_b, known_c, budget, block_size, priority_a=1)
@@ -232,7 +236,7 @@ def check_tokens_of_a_victim_go_to_those_behind(
 def check_least_urgent_of_three_goes_and_ties_go_by_the_id(
     gap_a: int, gap_b: int, known_c: int, budget: int, block_size: int, priority_a: int
 ) -> None:
-    """b needs a block: of equals the last one goes, so that two cannot take turns for ever."""
+    """`b` needs a block; of equal requests the last is the victim, so that two never alternate."""
     assert 1 <= gap_a <= block_size and 1 <= gap_b <= block_size and 1 <= known_c <= block_size
     assert gap_a < budget and 4 * block_size < 8192
     after, _ = step_of_three(gap_a, gap_b, known_c, budget, block_size, priority_a)
@@ -244,7 +248,7 @@ def check_least_urgent_of_three_goes_and_ties_go_by_the_id(
 def check_nobody_is_passed_over_because_of_a_victim_without_a_row(
     known_a: int, gap_b: int, known_c: int, budget: int, block_size: int
 ) -> None:
-    """a waits for its last token and is preempted for a block that b needs; c is next."""
+    """`a` waits for its last token and is preempted for a block of `b`; `c` is next."""
     assert 1 <= known_a <= block_size and 1 <= budget and 4 * block_size < 8192
     assert 1 <= gap_b <= block_size and 1 <= known_c <= block_size
     config = h.build_config(
@@ -276,7 +280,7 @@ def check_nobody_is_passed_over_because_of_a_victim_without_a_row(
 def check_three_requests_share_budget_and_blocks_in_order(
     known_a: int, known_b: int, known_c: int, budget: int, block_size: int
 ) -> None:
-    """Everything at once: budget, one place for every block, order, and progress of the oldest."""
+    """It covers the budget, the place of every block, the order and the progress of the oldest."""
     assert 1 <= block_size and 1 <= budget
     assert 1 <= known_a <= 4 * block_size and known_a < 8192
     assert 1 <= known_b < 8192 and 1 <= known_c < 8192

@@ -1,7 +1,9 @@
-"""Telling: what is said of blocks is enough to know what can be found. PYTEST_DONT_REWRITE.
+"""Laws about KV events: they suffice to rebuild the prefix cache.
 
-Which blocks of a table are there is symbolic, and what becomes of each block; tokens are numbered
-by their positions.
+PYTEST_DONT_REWRITE.
+
+It is symbolic which blocks of a table exist and what happens to each block; tokens are numbered by
+their positions.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ Stored = tuple[v.BlockStored, ...]
 
 
 def name_tokens(num_tokens: int) -> tuple[v.BlockKey, ...]:
-    """Keys of the first tokens, one a token."""
+    """Return the keys of the first tokens, one per token."""
     keys: list[v.BlockKey] = []
     for token in range(num_tokens):
         keys.append(v.BlockKey(keys[-1] if keys else None, (token,)))
@@ -38,18 +40,18 @@ REQUEST = RequestState(ASKED, v.Status.RUNNING, block_keys=KEYS)
 
 
 def build_grouped(size: int) -> v.Config:
-    """A config of two groups; the second has blocks of so many tokens."""
+    """Return a config of two groups; blocks of the second have `size` tokens."""
     groups = (v.KVGroup(v.GroupKind.FULL, 1), v.KVGroup(v.GroupKind.FULL, size))
     return v.Config(16, 1, groups=groups, enable_kv_cache_events=True)
 
 
 def list_blocks(*there: int) -> tuple[v.BlockId, ...]:
-    """Block ids, or the null block where there is none."""
+    """Return the block ids, with the null block where there is none."""
     return tuple([index if is_there == 1 else 0 for index, is_there in enumerate(there, 1)])
 
 
 def follow(copies: Counter[v.BlockKey], told: Sequence[v.KVEvent]) -> None:
-    """What a consumer does."""
+    """Update the number of copies of each key as a consumer of the events does."""
     for event in told:
         match event:
             case v.BlockStored():
@@ -60,14 +62,14 @@ def follow(copies: Counter[v.BlockKey], told: Sequence[v.KVEvent]) -> None:
                 copies.clear()
 
 
-# Mistakes.
+# Mutants.
 
 
 @instead(get_stored, theirs="#44451")
 def tokens_of_absent_blocks_are_told(
     right: Right[Stored], request: RequestState, fresh: Sequence[int], first: int, config: v.Config
 ) -> Stored:
-    """One event for all that became full, with the tokens of all."""
+    """One event lists the tokens of all blocks that became full, cached or not."""
     told, size = right(), config.block_sizes[1]
     keys = tuple([key for event in told for key in event.keys])
     tokens = request.request.prompt_token_ids[first * size : (first + len(fresh)) * size]
@@ -76,20 +78,20 @@ def tokens_of_absent_blocks_are_told(
 
 @instead(get_stored)
 def parent_is_the_block_before_what_is_told_at_once(right: Right[Stored]) -> Stored:
-    """Not the one before each run of blocks."""
+    """All runs of blocks have the parent of the first run."""
     told = right()
     return tuple([replace(event, parent=told[0].parent) for event in told])
 
 
 @instead(get_stored)
 def chunks_begin_prompts(right: Right[Stored]) -> Stored:
-    """No parent, ever."""
+    """No event has a parent."""
     return tuple([replace(event, parent=None) for event in right()])
 
 
 @instead(get_stored)
 def parent_is_of_the_first_group(right: Right[Stored]) -> Stored:
-    """Its key names another block, of another group."""
+    """The parent is the key of a block in the first group."""
     return tuple(
         [replace(event, parent=event.parent and event.parent.in_group(0)) for event in right()]
     )
@@ -97,25 +99,25 @@ def parent_is_of_the_first_group(right: Right[Stored]) -> Stored:
 
 @instead(get_stored)
 def absent_blocks_are_told(right: Right[Stored], fresh: Sequence[int]) -> Stored:
-    """Whatever became full is said to be there."""
+    """Every block that became full is reported as stored."""
     return right(fresh=[1 for _ in fresh])
 
 
 @instead(get_stored)
 def only_the_first_run_is_told(right: Right[Stored]) -> Stored:
-    """As if nothing came behind a block that is not there."""
+    """Blocks after one that is not cached are not reported."""
     return right()[:1]
 
 
 @instead(publish_blocks)
 def second_copy_is_not_told(right: Right[Pool], pool: Pool, keys: Sequence[v.BlockKey]) -> Pool:
-    """The key is known already."""
+    """A block is not reported if its key is cached already."""
     return right(stored=()) if all(key in pool.cached for key in keys) else right()
 
 
 @instead(withdraw_blocks)
 def last_copy_alone_is_told(right: Right[Pool], pool: Pool) -> Pool:
-    """Nothing is said while another copy is left."""
+    """A removal is reported only if no other block has the key."""
     after = right()
     gone = [key for key in pool.cached if key not in after.cached]
     told = () if pool.kv_events is None else pool.kv_events
@@ -124,7 +126,7 @@ def last_copy_alone_is_told(right: Right[Pool], pool: Pool) -> Pool:
 
 @instead(withdraw_blocks)
 def removal_is_not_told(right: Right[Pool], pool: Pool) -> Pool:
-    """Stores only."""
+    """Removals are never reported."""
     return replace(right(), kv_events=pool.kv_events)
 
 
@@ -132,7 +134,7 @@ def removal_is_not_told(right: Right[Pool], pool: Pool) -> Pool:
 def every_block_that_is_taken_is_told(
     right: Right[Pool], pool: Pool, block_ids: Sequence[int]
 ) -> Pool:
-    """A removal of something, also for a block that carried no key."""
+    """A removal is reported even for a block without a key."""
     gone = [v.BlockRemoved((pool.block_keys[b] or KEYS[0],)) for b in block_ids]
     told = () if pool.kv_events is None else pool.kv_events
     return replace(right(), kv_events=(*told, *gone))
@@ -140,13 +142,13 @@ def every_block_that_is_taken_is_told(
 
 @instead(withdraw_all)
 def reset_is_not_told(right: Right[Pool], pool: Pool) -> Pool:
-    """Everything is forgotten in silence."""
+    """A reset is not reported."""
     return replace(right(), kv_events=pool.kv_events)
 
 
 @instead_in(pools, "get_telling")
 def latest_is_told_first(right: Right[Pool], pool: Pool, kv_events: Sequence[v.KVEvent]) -> Pool:
-    """A pile instead of a queue."""
+    """Later events come before earlier ones."""
     if pool.kv_events is None:
         return right()
     return replace(pool, kv_events=(*kv_events, *pool.kv_events))
@@ -156,11 +158,11 @@ def latest_is_told_first(right: Right[Pool], pool: Pool, kv_events: Sequence[v.K
 def told_again_with_the_next_answer(
     pool: Pool,
 ) -> tuple[Pool, tuple[v.KVEvent, ...]]:
-    """What is told stays to be told."""
+    """The events stay in the log and are returned again."""
     return pool, pool.kv_events or ()
 
 
-# What becomes findable.
+# Blocks that become cached.
 
 
 @ROOM.law(
@@ -174,7 +176,7 @@ def told_again_with_the_next_answer(
 def check_blocks_told_at_once_stand_behind_their_parent_with_their_tokens(
     first: int, is_1: int, is_2: int, is_3: int, size: int
 ) -> None:
-    """Three blocks became full, from index `first` on; of some the group keeps nothing."""
+    """Three blocks became full, from index `first` on; the group keeps some or all."""
     assert 0 <= first <= 1 and 1 <= size <= 2
     assert 0 <= is_1 <= 1 and 0 <= is_2 <= 1 and 0 <= is_3 <= 1
     fresh = list_blocks(is_1, is_2, is_3)
@@ -198,7 +200,7 @@ def check_blocks_told_at_once_stand_behind_their_parent_with_their_tokens(
 def check_each_block_that_is_there_is_told_once_in_order(
     first: int, is_1: int, is_2: int, is_3: int
 ) -> None:
-    """And nothing of those that are not; no event is of nothing."""
+    """Blocks that are not cached are not reported, and no event is empty."""
     assert 0 <= first <= 1
     assert 0 <= is_1 <= 1 and 0 <= is_2 <= 1 and 0 <= is_3 <= 1
     fresh = list_blocks(is_1, is_2, is_3)
@@ -211,7 +213,7 @@ def check_each_block_that_is_there_is_told_once_in_order(
 
 @ROOM.law("P20", (1, 1, 0, 1, 2), wrong.log_forgets_parents, wrong.log_runs_over_gaps, is_slow=True)
 def check_host_tells_the_same(first: int, is_1: int, is_2: int, is_3: int, size: int) -> None:
-    """From names that it makes by itself."""
+    """The host computes the keys by itself."""
     assert 0 <= first <= 1 and 1 <= size <= 2
     assert 0 <= is_1 <= 1 and 0 <= is_2 <= 1 and 0 <= is_3 <= 1
     fresh = list_blocks(is_1, is_2, is_3)
@@ -221,7 +223,7 @@ def check_host_tells_the_same(first: int, is_1: int, is_2: int, is_3: int, size:
     assert log.take() == get_stored(build_grouped(size), REQUEST, 1, fresh, first)
 
 
-# What is findable no longer.
+# Blocks that are no longer cached.
 
 
 @ROOM.law(
@@ -235,7 +237,7 @@ def check_host_tells_the_same(first: int, is_1: int, is_2: int, is_3: int, size:
 def check_who_counts_what_is_told_has_the_copies_of_each_key(
     name_2: int, name_3: int, goes_1: int, goes_2: int, goes_3: int
 ) -> None:
-    """A block is published, then two more under its key, another one or none; some go."""
+    """A block is published, then two more with its key, another key or none; some are withdrawn."""
     assert 0 <= name_2 <= 2 and 0 <= name_3 <= 2
     assert 0 <= goes_1 <= 1 and 0 <= goes_2 <= 1 and 0 <= goes_3 <= 1
     pool, copies = publish_each(0, name_2, name_3), Counter[v.BlockKey]()
@@ -248,7 +250,7 @@ def check_who_counts_what_is_told_has_the_copies_of_each_key(
 
 @ROOM.law("P20 P25", (0, 0, 1), reset_is_not_told, latest_is_told_first)
 def check_what_is_told_is_in_order_around_a_reset(name_1: int, name_2: int, is_reset: int) -> None:
-    """Blocks are published, all are forgotten, and one of them is published again."""
+    """Blocks are published, the cache is reset, and one of them is published again."""
     assert 0 <= name_1 <= 2 and 0 <= name_2 <= 2 and 0 <= is_reset <= 1
     pool, copies = publish_each(name_1, name_2), Counter[v.BlockKey]()
     if is_reset == 1:
@@ -260,7 +262,7 @@ def check_what_is_told_is_in_order_around_a_reset(name_1: int, name_2: int, is_r
 
 @ROOM.law("P20", (0, 1), told_again_with_the_next_answer)
 def check_nothing_is_told_twice(name_1: int, name_2: int) -> None:
-    """What was taken is taken."""
+    """A second call returns no events."""
     assert 0 <= name_1 <= 2 and 0 <= name_2 <= 2
     pool, told = take_events(publish_each(name_1, name_2))
     assert len(told) == (name_1 < 2) + (name_2 < 2)
@@ -268,7 +270,7 @@ def check_nothing_is_told_twice(name_1: int, name_2: int) -> None:
 
 
 def publish_block(pool: Pool, block_id: v.BlockId, name: int) -> Pool:
-    """A block under one of the first two keys; under none where `name` is 2."""
+    """Publish a block under one of the first two keys, or not at all if `name` is 2."""
     if name == 2:
         return pool
     key = KEYS[0] if name == 0 else KEYS[1]
@@ -276,7 +278,7 @@ def publish_block(pool: Pool, block_id: v.BlockId, name: int) -> Pool:
 
 
 def publish_each(*names: int) -> Pool:
-    """A pool that tells, of which the first blocks are published one by one."""
+    """Return a pool with KV events whose first blocks are published one by one."""
     pool = pools.create_pool(len(names) + 1, tells=True)
     for block_id, name in enumerate(names, 1):
         pool = publish_block(pool, block_id, name)

@@ -1,6 +1,8 @@
-"""Tiers: what a store keeps, what is saved of victims, who waits. PYTEST_DONT_REWRITE.
+"""Laws about the tiers of a store, swap-out and admission thresholds.
 
-The store of these laws has two tiers, in which two blocks of another text may be already.
+PYTEST_DONT_REWRITE.
+
+The store of these laws has two tiers, which may already hold two blocks of another token sequence.
 """
 
 from __future__ import annotations
@@ -32,32 +34,32 @@ ROOM = Room("tiers")
 TEXT: Names = ("a", "b", "c")
 OTHER: Names = ("p", "q")
 SIZES = (2, 4, 6)
-"""Of blocks of three groups: twelve tokens are whole blocks of each."""
+"""Block sizes of three groups: twelve tokens are whole blocks of each."""
 
 
 def build_tiers(upper: int, lower: int, num_kept: int) -> Tiers:
-    """Two tiers, which were given another text, and then the beginning of this one."""
+    """Return two tiers that got blocks of another sequence, and then `num_kept` of this one."""
     return keep(keep(create_tiers((upper, lower)), OTHER), TEXT[:num_kept])
 
 
 def is_sound(tiers: Tiers) -> bool:
-    """No tier holds more than it has room for, and a name is in one of them at most."""
+    """Whether each tier keeps to its capacity, and each name is in at most one tier."""
     names = [name for tier in tiers.tiers for name in tier]
     fits = [len(tier) <= room for tier, room in zip(tiers.tiers, tiers.capacities, strict=True)]
     return all(fits) and len({*names}) == len(names)
 
 
 def list_held(tiers: Tiers) -> list[bool]:
-    """Of each block of the text, whether it is kept."""
+    """Return for each block of the sequence whether it is kept."""
     return [count_held(tiers, (name,)) == 1 for name in TEXT]
 
 
-# Mistakes: the store.
+# Mutants: the store.
 
 
 @instead(put)
 def tier_is_never_full(tiers: Tiers, level: int, name: Name) -> Tiers | None:
-    """Nothing goes down."""
+    """A tier is never full, so no block moves to the tier below."""
     if level == len(tiers.capacities):
         return None
     return with_tier(tiers, level, (*tiers.tiers[level], name))
@@ -65,13 +67,13 @@ def tier_is_never_full(tiers: Tiers, level: int, name: Name) -> Tiers | None:
 
 @instead(without)
 def what_moves_stays_where_it_was(tiers: Tiers) -> Tiers:
-    """It is in two tiers, and goes down twice."""
+    """A block that moves down stays in its tier, too."""
     return tiers
 
 
 @instead(put)
 def text_makes_room_for_itself(right: Right[Tiers | None]) -> Tiers | None:
-    """Its beginning goes for its end."""
+    """The first blocks of a sequence are evicted for its last ones."""
     return right(kept=())
 
 
@@ -79,7 +81,7 @@ def text_makes_room_for_itself(right: Right[Tiers | None]) -> Tiers | None:
 def what_finds_no_room_is_passed_over(
     right: Right[Tiers], names: Sequence[Name], first: int
 ) -> Tiers:
-    """What is behind it is kept, and nobody can use it."""
+    """Blocks after one that did not fit are kept, although they can never be hit."""
     return right(tiers=right(names=names[: first + 1]), names=names[first + 2 :], first=0)
 
 
@@ -87,7 +89,7 @@ def what_finds_no_room_is_passed_over(
 def what_is_behind_a_gap_is_returned(
     right: Right[tuple[Tiers, Names]], names: Sequence[Name], unreadable: Collection[Name]
 ) -> tuple[Tiers, Names]:
-    """The rest of the text, as if it were all."""
+    """Blocks after an unreadable one are returned as if they followed directly."""
     return right(names=[name for name in names if name not in unreadable])
 
 
@@ -95,53 +97,53 @@ def what_is_behind_a_gap_is_returned(
 def what_cannot_be_read_is_kept(
     right: Right[tuple[Tiers, Names]], names: Sequence[Name], unreadable: Collection[Name]
 ) -> tuple[Tiers, Names]:
-    """It is asked for again and again."""
+    """An unreadable block is kept and requested again and again."""
     first = next((at for at, name in enumerate(names) if name in unreadable), len(names))
     return right(names=names[:first], unreadable=())
 
 
 @instead(clear)
 def lower_tiers_are_forgotten(tiers: Tiers) -> Tiers:
-    """A file outlives a reset."""
+    """Blocks in the lower tier survive a reset."""
     return with_tier(tiers, 0, ())
 
 
-# Mistakes: what is saved.
+# Mutants: swap-out.
 
 
 @instead(compute_num_saved)
 def drafts_are_saved(right: Right[int], num_computed: int) -> int:
-    """What frames in flight may still take back."""
+    """Drafts that a commit may still reject are swapped out."""
     return right(num_known=num_computed)
 
 
 @instead(compute_num_saved)
 def all_known_is_saved(right: Right[int], num_known: int) -> int:
-    """What is not computed yet."""
+    """Tokens that are not computed are swapped out."""
     return right(num_computed=num_known)
 
 
 @instead(compute_num_saved)
 def largest_block_speaks_for_all(right: Right[int], block_sizes: Sequence[int]) -> int:
-    """Sizes need not divide each other."""
+    """Only the largest block size is considered, although sizes need not divide each other."""
     return right(block_sizes=(max(block_sizes),))
 
 
 @instead(compute_num_saved)
 def begun_block_is_saved(right: Right[int], num_computed: int, num_known: int) -> int:
-    """Up to where blocks end next."""
+    """The number of tokens is rounded up to whole blocks."""
     return right(num_computed=num_computed + 11, num_known=num_known + 11)
 
 
 @instead(compute_num_saved)
 def few_tokens_are_saved_too(right: Right[int], min_tokens: int) -> int:
-    """Moving them takes longer than computing them."""
+    """Fewer tokens than the threshold are swapped out, although computing them is faster."""
     return right(min_tokens=min(min_tokens, 1))
 
 
 @instead(compute_num_saved)
 def threshold_of_nothing_is_passed_by_all(right: Right[int], min_tokens: int) -> int:
-    """0 means never."""
+    """A threshold of 0, which means never, is taken as no threshold."""
     return right(min_tokens=max(min_tokens, 1))
 
 
@@ -149,13 +151,13 @@ def threshold_of_nothing_is_passed_by_all(right: Right[int], min_tokens: int) ->
 def load_is_saved_before_it_has_come(
     right: Right[KVSave | None], victim: RequestState
 ) -> KVSave | None:
-    """Whoever finds it reads what nobody has written."""
+    """Blocks of an unconfirmed load are swapped out, although they may never be written."""
     return right(victim=replace(victim, is_unsettled=False))
 
 
 @instead(get_save)
 def end_of_the_table_is_saved(right: Right[KVSave | None], victim: RequestState) -> KVSave | None:
-    """Under the names of its beginning."""
+    """The last blocks of the table are stored under the keys of the first ones."""
     save = right()
     if save is None:
         return None
@@ -163,42 +165,42 @@ def end_of_the_table_is_saved(right: Right[KVSave | None], victim: RequestState)
     return replace(save, block_ids=(h.table_of(victim)[-num_blocks:],))
 
 
-# Mistakes: what it costs, and who waits.
+# Mutants: break-even and admission.
 
 
 @instead(compute_break_even)
 def one_way_is_counted(num_setup: int, num_moved: int, num_computed: int) -> int:
-    """As in the seed: what is saved has to be loaded, too."""
+    """Only one direction is counted, as in the seed, although swapped-out KV is loaded again."""
     return -(-num_setup // max(num_computed - num_moved // 2, 1))
 
 
 @instead(compute_break_even)
 def break_even_is_rounded_down(right: Right[int], num_setup: int) -> int:
-    """One token too few."""
+    """The result is one token too small."""
     return max(right() - 1, 1) if num_setup else right()
 
 
 @instead(is_closed)
 def one_threshold_does(right: Right[bool], low: int) -> bool:
-    """Somebody is let in, preempts, and is closed out again."""
+    """One threshold lets admission open and close with every request."""
     return right(high=low)
 
 
 @instead(is_closed)
 def upper_threshold_closes(right: Right[bool], high: int) -> bool:
-    """What was open closes where it would not have opened."""
+    """Admission closes at the high threshold, where it should only not open."""
     return right(low=high)
 
 
 @instead(is_closed)
 def empty_engine_waits(right: Right[bool]) -> bool:
-    """As in the seed: nothing is ever free again."""
+    """Admission stays closed although nothing runs, as in the seed."""
     return right(num_running=1)
 
 
 @instead(is_closed)
 def victims_close_nothing(right: Right[bool]) -> bool:
-    """Their blocks are free, so the next is let in who takes them."""
+    """Admission stays open after a preemption, and the next request takes the victim's blocks."""
     return right(has_victims=False)
 
 
@@ -209,7 +211,7 @@ def victims_close_nothing(right: Right[bool]) -> bool:
 def check_no_tier_holds_more_than_its_room_nor_anything_twice(
     upper: int, lower: int, num_kept: int
 ) -> None:
-    """Whatever is kept, and fetched again."""
+    """This holds after blocks are kept and fetched."""
     assert 0 <= upper <= 2 and 0 <= lower <= 2 and 0 <= num_kept <= 3
     tiers = build_tiers(upper, lower, num_kept)
     assert is_sound(tiers)
@@ -220,7 +222,7 @@ def check_no_tier_holds_more_than_its_room_nor_anything_twice(
 
 @ROOM.law("P5 P16", (2, 1, 1), text_makes_room_for_itself, what_finds_no_room_is_passed_over)
 def check_of_a_text_a_beginning_is_kept(upper: int, lower: int, num_kept: int) -> None:
-    """As much of it as there is room for, and all that was kept before."""
+    """Kept are as many blocks as fit, and all that were kept before."""
     assert 0 <= upper <= 3 and 0 <= lower <= 3 and 0 <= num_kept <= 3
     before = build_tiers(upper, lower, num_kept)
     num_before = count_held(before, TEXT)
@@ -238,7 +240,7 @@ def check_of_a_text_a_beginning_is_kept(upper: int, lower: int, num_kept: int) -
 def check_what_is_fetched_is_held_up_to_what_cannot_be_read(
     upper: int, lower: int, unreadable: int
 ) -> None:
-    """That one is lost, and what is behind it stays."""
+    """The unreadable block is dropped, and the blocks after it stay."""
     assert 0 <= upper <= 3 and 0 <= lower <= 3 and 0 <= unreadable <= 3
     before = build_tiers(upper, lower, 3)
     num_held = count_held(before, TEXT)
@@ -250,7 +252,7 @@ def check_what_is_fetched_is_held_up_to_what_cannot_be_read(
 
 @ROOM.law("P25", (2, 1), lower_tiers_are_forgotten)
 def check_nothing_is_fetched_that_was_kept_before_a_reset(upper: int, lower: int) -> None:
-    """Of neither text, from neither tier."""
+    """After a reset, a fetch finds no block in either tier."""
     assert 0 <= upper <= 3 and 0 <= lower <= 3
     tiers = clear(build_tiers(upper, lower, 3))
     assert fetch(tiers, TEXT)[1] == () == fetch(tiers, OTHER)[1]
@@ -266,7 +268,7 @@ def check_nothing_is_fetched_that_was_kept_before_a_reset(upper: int, lower: int
 def check_what_is_saved_is_known_and_computed_in_whole_blocks_and_enough(
     num_computed: int, num_known: int, min_tokens: int
 ) -> None:
-    """All of it, or nothing."""
+    """All such tokens are swapped out, or none."""
     assert 0 <= num_computed and 0 <= num_known and 0 <= min_tokens
     num_saved = compute_num_saved(num_computed, num_known, SIZES, min_tokens)
     num_settled = min(num_computed, num_known)
@@ -300,7 +302,7 @@ def check_a_victim_is_saved_by_its_first_blocks_unless_they_may_not_have_come(
 def check_from_the_break_even_on_moving_costs_no_more_than_computing(
     num_setup: int, num_moved: int, num_computed: int, num_tokens: int
 ) -> None:
-    """And before it, it costs more; without one it always does, or gains nothing."""
+    """Below it, moving costs more. If it is 0, moving always costs more, or gains nothing."""
     assert 0 <= num_setup and 0 <= num_moved <= 4 and 1 <= num_computed <= 4 and 1 <= num_tokens
     least = compute_break_even(num_setup, num_moved, num_computed)
     is_worth_it = num_setup + num_tokens * num_moved <= num_tokens * num_computed
@@ -315,7 +317,7 @@ def check_from_the_break_even_on_moving_costs_no_more_than_computing(
 def check_between_the_thresholds_nothing_opens_and_nothing_closes(
     num_free: int, low: int, high: int, num_running: int
 ) -> None:
-    """While somebody runs, and nobody is preempted; outside of them it does."""
+    """This holds while requests run and none is preempted; outside the thresholds it changes."""
     assert 0 <= num_free and 0 <= low <= high and 1 <= high and 1 <= num_running
     for was_closed in (False, True):
         now = is_closed(was_closed, num_running, False, num_free, low, high)
@@ -329,7 +331,7 @@ def check_between_the_thresholds_nothing_opens_and_nothing_closes(
 def check_preempting_closes_and_an_empty_engine_is_open(
     num_free: int, low: int, high: int, num_running: int, was_closed: int
 ) -> None:
-    """Whatever is free; and without a high one it is always open."""
+    """The number of free blocks does not matter; without a high threshold it is always open."""
     assert 0 <= num_free and 0 <= low <= high and 0 <= num_running and 0 <= was_closed <= 1
     now = is_closed(was_closed == 1, num_running, True, num_free, low, high)
     assert now == (num_running > 0 and high > 0)

@@ -1,4 +1,4 @@
-"""Transfers: what is loaded, what of it is there, what becomes findable. PYTEST_DONT_REWRITE."""
+"""Laws about loads: their length, failed blocks and publishing. PYTEST_DONT_REWRITE."""
 
 from __future__ import annotations
 
@@ -37,42 +37,42 @@ from blockstep.spec.vocabulary import (
 ROOM = Room("transfers")
 
 
-# Mistakes.
+# Mutants.
 
 
 @instead(compute_num_external, theirs="0.19.1")
 def last_token_is_loaded(num_offered: int, num_known: int, num_local: int) -> int:
-    """Nothing is left to sample behind, or it is computed into a block that is published."""
+    """All known tokens are loaded, so no token is left to sample from."""
     return max(min(num_offered, num_known) - num_local, 0)
 
 
 @instead(compute_num_external)
 def hit_is_loaded_once_more(num_offered: int, num_known: int) -> int:
-    """What the store has is counted from the first token, as the store counts."""
+    """The tokens of the local hit are loaded, too, since the store counts from the first token."""
     return min(num_offered, num_known - 1)
 
 
 @instead(compute_num_external)
 def shorter_offer_takes_tokens_back(num_offered: int, num_known: int, num_local: int) -> int:
-    """The difference, whatever its sign."""
+    """The result is negative if the store has fewer tokens than the local hit."""
     return min(num_offered, num_known - 1) - num_local
 
 
 @instead(compute_num_external)
 def full_load_is_left_out(right: Right[int], num_offered: int, num_known: int) -> int:
-    """Who has everything is as if it had nothing."""
+    """A request whose tokens are all in the store loads none."""
     return 0 if num_offered >= num_known else right()
 
 
 @instead(compute_num_loaded, theirs="0.19.1")
 def longer_hit_takes_a_negative_amount(group: KVGroup, num_tokens: int, num_found: int) -> int:
-    """The difference, whatever its sign: the count of free blocks grows by it."""
+    """The count is negative if the hit is longer than the load; the free blocks then grow by it."""
     return -(-num_tokens // group.block_size) - num_found
 
 
 @instead(compute_num_valid, theirs="0.19.1")
 def hit_may_have_failed(right: Right[int | None], firsts: Sequence[int]) -> int | None:
-    """All blocks of a table are looked at, those that were not loaded, too."""
+    """Blocks of the hit, which were not loaded, are checked, too."""
     return right(firsts=[0 for _ in firsts])
 
 
@@ -80,7 +80,7 @@ def hit_may_have_failed(right: Right[int | None], firsts: Sequence[int]) -> int 
 def invalid_block_is_kept(
     right: Right[int | None], block_sizes: Sequence[int], invalid: Collection[BlockId]
 ) -> int | None:
-    """The tokens are there up to its end."""
+    """The invalid block itself counts as valid."""
     num_valid = right()
     return None if num_valid is None or not invalid else num_valid + block_sizes[0]
 
@@ -89,7 +89,7 @@ def invalid_block_is_kept(
 def first_group_speaks_for_all(
     right: Right[int | None], tables: BlockTables, firsts: Sequence[int], block_sizes: Sequence[int]
 ) -> int | None:
-    """Nobody looks at the tables of the others."""
+    """Only the first group's blocks are checked."""
     return right(tables=tables[:1], firsts=firsts[:1], block_sizes=block_sizes[:1])
 
 
@@ -97,7 +97,7 @@ def first_group_speaks_for_all(
 def all_known_tokens_are_there(
     right: Right[tuple[Pool, RequestState]], request: RequestState
 ) -> tuple[Pool, RequestState]:
-    """What was to be loaded is taken for what was."""
+    """All tokens to be loaded count as loaded."""
     return right(num_there=request.num_known_tokens)
 
 
@@ -105,7 +105,7 @@ def all_known_tokens_are_there(
 def part_of_a_block_is_a_block(
     right: Right[tuple[Pool, RequestState]], num_there: int
 ) -> tuple[Pool, RequestState]:
-    """The last block counts though it is not full."""
+    """A partly loaded block counts as full."""
     return right(num_there=num_there + 1)
 
 
@@ -113,19 +113,19 @@ def part_of_a_block_is_a_block(
 def any_end_ends_all_holds(
     right: Right[tuple[Transfers, BlockTables]],
 ) -> tuple[Transfers, BlockTables]:
-    """Blocks are free while the store still reads or writes them."""
+    """The end of one transfer frees blocks that another still uses."""
     return right(is_only=True)
 
 
 @instead(end_hold)
 def holds_have_no_end(transfers: Transfers) -> tuple[Transfers, BlockTables]:
-    """Whatever is reported, the blocks stay where they are."""
+    """No report ever frees the blocks."""
     return transfers, ()
 
 
 @instead(process_waiting_phase, theirs="0.19.1")
 def loads_are_findable_at_once(right: Right[None], step: Step) -> None:
-    """Blocks are published with the step that is to load them."""
+    """Blocks are published in the step that starts their load."""
     before = step.state
     step.state = replace(before, rules=replace(before.rules, publishes_loads_at_once=True))
     right()
@@ -134,7 +134,7 @@ def loads_are_findable_at_once(right: Right[None], step: Step) -> None:
 
 @instead(process_parking)
 def loads_cost_tokens(right: Right[Verdict], step: Step, hit: Hit) -> Verdict:
-    """What is loaded is paid for as if it were computed."""
+    """Loaded tokens are charged to the token budget."""
     step.budget = max(step.budget - hit.num_external, 0)
     return right()
 
@@ -146,7 +146,7 @@ def loads_cost_tokens(right: Right[Verdict], step: Step, hit: Hit) -> Verdict:
 def check_a_token_is_left_to_compute_behind_every_load(
     num_offered: int, num_known: int, num_local: int, is_async: int
 ) -> None:
-    """A hit leaves one, and so does what is loaded behind it, now or later."""
+    """The local hit leaves a token to compute, and so does a load after it, now or later."""
     assert 0 <= num_offered and 0 <= num_local < num_known and 0 <= is_async <= 1
     num_external = compute_num_external(num_offered, num_known, num_local, is_async == 1)
     assert num_local + num_external < num_known
@@ -156,7 +156,7 @@ def check_a_token_is_left_to_compute_behind_every_load(
 def check_a_hit_is_longer_by_all_that_a_store_has_behind_it(
     num_offered: int, num_known: int, num_local: int
 ) -> None:
-    """And never shorter."""
+    """It is never shorter."""
     assert 0 <= num_offered and 0 <= num_local < num_known
     num_start = num_local + compute_num_external(num_offered, num_known, num_local, False)
     assert num_start == max(num_local, min(num_offered, num_known - 1))
@@ -166,7 +166,7 @@ def check_a_hit_is_longer_by_all_that_a_store_has_behind_it(
 def check_a_group_that_loads_in_its_turn_takes_no_negative_amount(
     block_size: int, num_tokens: int, num_found: int
 ) -> None:
-    """Of a quirk (`groups_load_by_turns`): nothing is taken behind a hit longer than the load."""
+    """This is for the quirk `groups_load_by_turns`: a hit longer than the load takes no block."""
     assert 1 <= block_size and 0 <= num_tokens and 0 <= num_found
     group = KVGroup(GroupKind.FULL, block_size)
     num_loaded = compute_num_loaded(group, num_tokens, num_found)
@@ -180,7 +180,7 @@ def check_a_group_that_loads_in_its_turn_takes_no_negative_amount(
 def check_a_load_is_there_up_to_its_first_invalid_block(
     block_size: int, first: int, index: int
 ) -> None:
-    """Of three blocks those from `first` on are loaded, and that of `index` is invalid."""
+    """Blocks from `first` on are loaded, and the one at `index` is invalid."""
     assert 1 <= block_size and 0 <= first <= 3 and 0 <= index <= 2
     num_valid = compute_num_valid(((1, 2, 3),), (first,), (block_size,), (index + 1,))
     assert num_valid == (index * block_size if index >= first else None)
@@ -190,7 +190,7 @@ def check_a_load_is_there_up_to_its_first_invalid_block(
 def check_no_group_counts_on_tokens_that_another_lacks(
     one_size: int, other_size: int, one_index: int, other_index: int
 ) -> None:
-    """Of two groups a block each is invalid."""
+    """One block in each of two groups is invalid."""
     assert 1 <= one_size and 1 <= other_size and 0 <= one_index <= 1 and 0 <= other_index <= 1
     invalid = (1 + one_index, 3 + other_index)
     num_valid = compute_num_valid(((1, 2), (3, 4)), (0, 0), (one_size, other_size), invalid)
@@ -204,7 +204,7 @@ def check_no_group_counts_on_tokens_that_another_lacks(
 def check_only_full_blocks_of_what_has_come_are_findable(
     num_known: int, num_there: int, block_size: int
 ) -> None:
-    """And all of them: three blocks are held, whatever was to be loaded into them."""
+    """All of the full blocks are cached; three blocks are held."""
     assert 1 <= block_size and 0 <= num_there < num_known <= 3 * block_size
     pool = h.build_pool((0, 1, 1, 1), (), ())
     keys = tuple(map(h.key_of, (1, 2, 3)))
@@ -223,7 +223,7 @@ def check_only_full_blocks_of_what_has_come_are_findable(
 def check_blocks_are_held_until_the_last_of_their_holds_has_ended(
     is_recving: int, is_sending: int, is_of_load: int
 ) -> None:
-    """One direction or both, and the end of one of them is reported."""
+    """One or two directions hold the blocks, and the end of one of them is reported."""
     assert 0 <= is_recving <= 1 and 0 <= is_sending <= 1 and 0 <= is_of_load <= 1
     assert is_recving + is_sending >= 1
     entry = HeldBlocks("a", ((1, 2),), is_recving == 1, is_sending == 1)
@@ -239,7 +239,7 @@ def check_blocks_are_held_until_the_last_of_their_holds_has_ended(
 def check_nothing_of_a_load_is_findable_before_its_answer(
     num_known: int, num_offered: int, block_size: int
 ) -> None:
-    """Nor what is computed behind it, in the same step."""
+    """Tokens that the same step computes after the load are not cached either."""
     assert 1 <= block_size and 2 <= num_known <= 3 * block_size and 1 <= num_offered
     assert num_known < 8000
     config = h.build_config(block_size, num_blocks=4, enable_prefix_caching=True, kv_connector=True)
@@ -259,7 +259,7 @@ def check_nothing_of_a_load_is_findable_before_its_answer(
 def check_who_is_parked_takes_no_tokens_from_others(
     num_offered: int, num_known: int, budget: int
 ) -> None:
-    """One seat and one budget: the second in line has both."""
+    """The second request in the queue gets the only running slot, and the whole budget."""
     assert 1 <= num_offered < 4000 and 1 <= num_known < 4000 and 1 <= budget
     config = h.build_config(4096, max_num_batched_tokens=budget, max_num_seqs=1, kv_connector=True)
     waiting = (h.build_request("a", 4000), h.build_request("b", num_known))

@@ -1,4 +1,4 @@
-"""Traces: files of lines, read without surprises, and recorded runs among them."""
+"""Reading and writing of traces: files of lines, and recorded runs among them."""
 
 from blockstep.conformance.protocol.lines import TraceError, read_lines
 from blockstep.conformance.recorded.traces.recorded import (

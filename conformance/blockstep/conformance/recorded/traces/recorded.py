@@ -7,12 +7,12 @@
     {"event":{"type":"Schedule"},"observation":{"type":"Plan","frame_id":0,...}}
     {"end":{"steps":2}}
 
-The rows are the dataclasses of the vocabulary, tagged with their type names. What a line lacks
-takes the vocabulary's default, so a trace outlives new fields; what the vocabulary does not know
-is refused, so that a newer trace is never half understood. The last line is optional: with it, a
-file that lost lines is told from a short run. An engine that is held to a weaker equivalence than
-`exact` has its name in the first line: "equivalence":"safety"; deviations that its adapter declares
-and that the run needed stand there too, but for the steps in which they are allowed.
+The rows are the dataclasses of the vocabulary, tagged with their type names. A field that a line
+lacks has the vocabulary's default, so old traces survive new fields; an unknown field is an error,
+so a newer trace is never read in part. The last line is optional: with it, a file that lost lines
+differs from a short run. For an engine with a weaker equivalence than `exact` the first line names
+it: "equivalence":"safety". It also has the declared deviations that occurred in the run, without
+the steps in which they are allowed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ LEFT_OUT_WHEN_EMPTY = (
     *("remapped_req_ids", "ending_req_ids"),
     *("num_common_prefix_blocks", "new_block_ids_to_zero", "kv_events"),
 )
-"""Fields that came after traces were written, and that most answers leave empty."""
+"""Fields that are newer than the first traces and mostly empty; they are written only if not empty.
+"""
 
 OBSERVATION_TYPES: tuple[type, ...] = get_args(Observation)
 _EVENTS = {cls.__name__: cls for cls in EVENT_TYPES}
@@ -55,14 +56,14 @@ _OBSERVATIONS = {cls.__name__: cls for cls in OBSERVATION_TYPES}
 
 
 class TraceStep(NamedTuple):
-    """One event and what the engine answered."""
+    """One event and the engine's observation."""
 
     event: Event
     observation: Observation
 
 
 class Excuse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a run says of a deviation that its engine declares (`engine.Deviation`)."""
+    """The description of a deviation that the run's engine declares (`engine.Deviation`)."""
 
     name: str
     summary: str
@@ -77,9 +78,9 @@ class Trace:
     config: Config
     steps: tuple[TraceStep, ...]
     equivalence: str = EXACT
-    """By what its engine is held to the spec; a name of `engine.EQUIVALENCES`, or `exact`."""
+    """The equivalence at which its engine is compared: one of `engine.EQUIVALENCES`, or `exact`."""
     excuses: tuple[Excuse, ...] = ()
-    """Deviations that the run needed."""
+    """The deviations that occurred in the run."""
 
 
 def write_trace(
@@ -91,9 +92,9 @@ def write_trace(
 ) -> int:
     """Write a run to `path`, gzipped if it ends in ".gz"; returns the number of steps.
 
-    `steps` may be any iterable and is consumed one at a time. Every line is read back before it
-    is written: what `read_trace` would not return exactly (a value of a wrong type inside an
-    event, say) raises `TraceError`, and the file then ends before that step.
+    `steps` may be any iterable and is consumed one at a time. Every line is read back before it is
+    written: if `read_trace` would not return it exactly (for example a value of a wrong type in an
+    event), `TraceError` is raised, and the file ends before that step.
     """
     path = Path(path)
     count = 0
@@ -107,7 +108,7 @@ def write_trace(
 
 
 def read_trace(path: Path | str) -> Trace:
-    """The run recorded at `path`, gzipped or plain. Raises `TraceError`."""
+    """Return the run recorded at `path`, gzipped or plain. Raises `TraceError`."""
     path = Path(path)
     lines = read_lines(path)
     _, header = next(lines, (0, ""))
@@ -145,7 +146,7 @@ def _created(path: Path) -> Iterator[IO[bytes]]:
             if path.suffix != ".gz":
                 yield file
                 return
-            # No name and no time inside: equal runs give equal files.
+            # The archive has no name and no time, so equal runs give equal files.
             with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as zipped:
                 yield zipped  # type: ignore[misc]
     except (OSError, ValueError) as error:
@@ -157,7 +158,7 @@ def _created(path: Path) -> Iterator[IO[bytes]]:
 def header_line(
     path: Path, config: Config, equivalence: str = EXACT, excuses: tuple[Excuse, ...] = ()
 ) -> bytes:
-    """The first line of a run. Raises `TraceError` if it would not be read back."""
+    """Return the first line of a run. Raises `TraceError` if it would not be read back."""
     row = {"format": TRACE_FORMAT, "version": TRACE_VERSION, "config": config}
     row |= {} if equivalence == EXACT else {"equivalence": equivalence}
     row |= {"excuses": excuses} if excuses else {}
@@ -166,7 +167,7 @@ def header_line(
 
 
 def step_line(path: Path, line: int, event: Event, observation: Observation) -> bytes:
-    """The line of a step. Raises `TraceError` if it would not be read back."""
+    """Return the line of a step. Raises `TraceError` if it would not be read back."""
     row = {
         "event": _tagged(path, line, "event", event, EVENT_TYPES),
         "observation": _tagged(path, line, "observation", observation, OBSERVATION_TYPES),
@@ -217,7 +218,7 @@ def _unwritable(path: Path, line: int, found: str) -> TraceError:
 
 
 class _AnyHeader(msgspec.Struct):
-    """As much of a header as tells whether the rest can be read."""
+    """The fields of a header that tell whether the rest can be read."""
 
     format: str
     version: int
@@ -236,7 +237,10 @@ _END_LINE = msgspec.json.Decoder(_EndLine)
 
 
 def read_header(path: Path, text: str) -> tuple[Config, str, tuple[Excuse, ...]]:
-    """The config, the equivalence and the excuses of a first line. Raises `TraceError`."""
+    """Return the config, equivalence and declared deviations of a first line.
+
+    Raises `TraceError`.
+    """
     try:
         header = _ANY_HEADER.decode(text)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -258,7 +262,7 @@ def read_header(path: Path, text: str) -> tuple[Config, str, tuple[Excuse, ...]]
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _bad_line(path, 1, text, error) from None
     if config.max_frames_in_flight > 1 and "async_scheduling" not in raw:
-        # Several frames in flight were asynchronous scheduling before there was a word for it.
+        # Older files have no word for asynchronous scheduling: several frames in flight meant it.
         config = dataclasses.replace(config, async_scheduling=True)
     problems = config_problems(config)
     if problems:
@@ -286,7 +290,7 @@ def _read_steps(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[TraceS
 
 
 def read_step(path: Path, line: int, text: str) -> TraceStep:
-    """The step of a line. Raises `TraceError`."""
+    """Return the step of a line. Raises `TraceError`."""
     try:
         row = _LINE.decode(text)
         return TraceStep(
@@ -309,7 +313,7 @@ def _check_end(
             path,
             line,
             f"{count} steps before it",
-            f"the end line promises {end.steps}",
+            f"the end line says {end.steps}",
             "record the run again, or delete the end line to read what is left",
         )
     for extra, _ in lines:
@@ -340,6 +344,6 @@ def _bad_line(path: Path, line: int, text: str, error: Exception) -> TraceError:
         path,
         line,
         f"{reason} in {shown(text)}",
-        "a line of a recorded run is one JSON object in the words of the vocabulary",
+        "a line of a recorded run is one JSON object of vocabulary values",
         "it seems newer than this blockstep: upgrade" if newer else "record the run again",
     )
