@@ -14,7 +14,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START, WorkloadFormat, load
+from blockstep.conformance.draw.workloads import (
+    OUTPUT_TOKENS_START,
+    Follows,
+    WorkloadFormat,
+    load,
+)
 from blockstep.conformance.engine import (
     Capability,
     EngineFactory,
@@ -663,3 +668,39 @@ def test_the_whole_mooncake_trace_hits_as_published() -> None:
     ids_hit, ids, tokens_hit, tokens = hits_by_ids_alone(path)
     assert (report.blocks_prefix_hit, report.blocks_prompt) == (ids_hit, ids)
     assert (report.tokens_prefix_hit, report.tokens_prompt) == (tokens_hit, tokens)
+
+
+def test_a_request_waits_for_the_one_that_it_follows() -> None:
+    requests = [
+        Request("A", (1, 2), 3),
+        Request("B", (3,), 1),
+        Request("C", (4,), 1, arrival_time=1),
+    ]
+    follows = {"B": Follows("A", 120), "C": Follows("B", 0)}
+    seen: list[tuple[int, str]] = []
+
+    class Noted(SpecEngine):
+        num_steps = 0
+
+        def apply(self, event: Event) -> Observation:
+            self.num_steps += isinstance(event, Schedule)
+            if isinstance(event, Submit):
+                seen.append((self.num_steps, event.request.request_id))
+            return super().apply(event)
+
+    config = Config(num_blocks=9, block_size=2)
+    for pace, expected in (
+        (Pace(Arrivals.OPEN, ticks_per_step=50), [(0, "A"), (3, "B"), (4, "C")]),
+        (Pace(Arrivals.CLOSED), [(0, "A"), (3, "B"), (4, "C")]),
+    ):
+        seen.clear()
+        report = replay(requests, config, Noted, pace=pace, follows=follows)
+        assert (report.requests_finished, report.finding) == (3, None)
+        assert seen == expected
+
+
+def test_a_request_that_follows_a_refused_one_is_submitted() -> None:
+    requests = [Request("A", (1,) * 99, 3), Request("B", (3,), 1)]
+    config = Config(num_blocks=4, block_size=2)
+    report = replay(requests, config, SpecEngine, follows={"B": Follows("A", 5)})
+    assert (report.requests_finished, report.requests_refused) == (1, {"never_fits": 1})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -148,7 +149,7 @@ def hunt_command(
         _save(save, result)
     if markdown is not None:
         given = f"{show_options(wanted)} --seed {seed} --budget {budget}"
-        command = f"blockstep hunt --engine {engine}{given}"
+        command = f"blockstep hunt --engine {shlex.quote(engine)}{given}"
         console.write(markdown, render_hunt_page(result, command))
     raise typer.Exit(ExitCode.FAILED if result.defects else ExitCode.CONFORMS)
 

@@ -18,6 +18,7 @@ from blockstep.conformance.command.bench import bench_app
 from blockstep.conformance.command.bisect import bisect_command
 from blockstep.conformance.command.check import check_command
 from blockstep.conformance.command.engines import engines_command
+from blockstep.conformance.command.events import events_command
 from blockstep.conformance.command.explain import explain_command
 from blockstep.conformance.command.explore import explore_command
 from blockstep.conformance.command.generate import generate_command
@@ -28,6 +29,7 @@ from blockstep.conformance.command.properties import properties_command
 from blockstep.conformance.command.prove import prove_command
 from blockstep.conformance.command.quirks import quirks_command
 from blockstep.conformance.command.replay import replay_command
+from blockstep.conformance.command.schema import schema_command
 from blockstep.conformance.command.score import score_command
 from blockstep.conformance.command.validate import validate_command
 from blockstep.conformance.command.vectors import vectors_app
@@ -55,6 +57,7 @@ GROUPS: Mapping[str, Mapping[str, Callable[..., None] | typer.Typer]] = {
         "hunt": hunt_command,
         "new-adapter": new_adapter_command,
         "engines": engines_command,
+        "schema": schema_command,
         "arms": arms_command,
         "score": score_command,
         "replay": replay_command,
@@ -68,6 +71,7 @@ GROUPS: Mapping[str, Mapping[str, Callable[..., None] | typer.Typer]] = {
         "annotate": annotate_command,
         "bisect": bisect_command,
         "validate": validate_command,
+        "events": events_command,
         "vectors": vectors_app,
     },
     "Models and worlds": {

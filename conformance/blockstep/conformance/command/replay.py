@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from blockstep.conformance.command import console, options
-from blockstep.conformance.draw.workloads import load
+from blockstep.conformance.draw.workloads import WorkloadFormat, load
 from blockstep.conformance.engine import EngineFactory, get_capabilities, get_traits
 from blockstep.conformance.protocol.features import (
     BY_NAME,
@@ -49,9 +49,17 @@ ENDINGS = {
 def replay_command(
     context: typer.Context,
     trace: Annotated[
-        Path, typer.Argument(help="A workload: mooncake, azure or agent; gz or plain.")
+        Path, typer.Argument(help="A workload in one of the formats of --format; gz or plain.")
     ],
     engine: options.Engine,
+    as_format: Annotated[
+        WorkloadFormat | None,
+        typer.Option("--format", help="Of the file; without it, told by its first line."),
+    ] = None,
+    id_block_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of one block id, where not the format's own number."),
+    ] = None,
     spec: Annotated[
         bool, typer.Option("--spec/--no-spec", help="In lock-step with the spec, or alone.")
     ] = True,
@@ -90,7 +98,7 @@ def replay_command(
         "enable_prefix_caching": caching,
     }
     with console.input_errors():
-        workload = load(trace, limit=limit)
+        workload = load(trace, as_format=as_format, limit=limit, id_block_size=id_block_size)
         preset = REPLAY_PRESETS[workload.format]
         add_features(wanted, with_features, without_features)
         config = replay_config(preset.config, wanted)
@@ -107,6 +115,7 @@ def replay_command(
                 pace=preset.pace,
                 snapshot_every=cadence,
                 on_progress=lambda now: advance(*tell_progress(now, len(workload))),
+                follows=workload.follows,
             )
     console.write_json(json_path, replay_to_json(report))
     if brief and report.finding is not None:

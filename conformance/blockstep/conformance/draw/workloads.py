@@ -1,16 +1,6 @@
 """Workloads: published request traces, read as requests of the vocabulary.
 
-Three formats, gzipped or plain, told apart by their first line:
-
-=========== ==================================================== ==============================
-format      row                                                  content of the prompt
-=========== ==================================================== ==============================
-mooncake    timestamp (ms), input_length, output_length,         one id per 512 tokens; a last,
-            hash_ids                                             partial block has an id too
-azure       TIMESTAMP,ContextTokens,GeneratedTokens (CSV)        unknown: every prompt is unique
-agent       suite, session, timestamp_us, input_length,          one id per full 16 tokens; the
-            output_length, hash_ids                              rest has none and is unique
-=========== ==================================================== ==============================
+The formats are those of `draw.formats`, gzipped or plain, told apart by their first line.
 
 What the published files say about themselves, and what is made of it:
 
@@ -23,7 +13,9 @@ What the published files say about themselves, and what is made of it:
   205 have several parents. A row has floor(input_length / 16) ids, except that 67 of the 82 rows
   that end on a block boundary leave out the last block's; both counts are accepted. 53 rows have
   no input at all: such a request is yielded as it is, and every engine refuses it (bad_request).
-* azure: a snapshot of one hour; timestamps in UTC with seven decimals.
+* azure: a snapshot of one hour (2023) or of a week (2024); timestamps in UTC.
+* qwen, and mooncake rows with a session: a row is submitted at its time, but not before the row
+  before it in its chat has finished; a `delay` counts from that end (`Workload.follows`).
 * 283 agent rows have no output. An engine cannot deliver nothing, so `max_tokens` is at least 1.
 
 Ticks of `arrival_time` are milliseconds since the earliest arrival of the rows read.
@@ -42,20 +34,39 @@ Prompt tokens stay below `OUTPUT_TOKENS_START`; ids from there up are for output
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import date
-from enum import StrEnum
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import NoReturn
 
-import msgspec
-
+from blockstep.conformance.draw.formats import (
+    FORMATS,
+    LENGTH_MAX,
+    TICKS_PER_SECOND,
+    FormatSpec,
+    Layout,
+    RawRow,
+    RowError,
+    RowReader,
+    WorkloadFormat,
+    detect,
+    read_rows,
+    refuse_other_files,
+)
 from blockstep.conformance.protocol.lines import TraceError, read_lines, shown
 from blockstep.spec.vocabulary import MAX_INT, Request, TokenIds
+
+__all__ = [
+    "LENGTH_MAX",
+    "OUTPUT_TOKENS_START",
+    "TICKS_PER_SECOND",
+    "Follows",
+    "Workload",
+    "WorkloadFormat",
+    "WorkloadRow",
+    "load",
+]
 
 OUTPUT_TOKENS_START = 1 << 30
 """Token ids from here up never occur in a prompt of a workload."""
@@ -66,22 +77,14 @@ STRETCH_SIZE = 16
 FIRST_ANCHOR = 256
 """Ids below are fillers; CPython keeps one object for each, so that they cost no memory."""
 
-TICKS_PER_SECOND = 1000
 
-LENGTH_MAX = 1 << 24
-"""Tokens of one prompt or output, at most; what is longer is a broken row."""
+@dataclass(frozen=True, slots=True)
+class Follows:
+    """A request is submitted only after another one, `request_id`, has finished."""
 
-
-class WorkloadFormat(StrEnum):
-    """Which published trace format a file has."""
-
-    MOONCAKE = "mooncake"
-    AZURE = "azure"
-    AGENT = "agent"
-
-
-BLOCK_SIZE = {WorkloadFormat.MOONCAKE: 512, WorkloadFormat.AZURE: 0, WorkloadFormat.AGENT: 16}
-"""Tokens that one hash id stands for; 0 where there are no ids."""
+    request_id: str
+    delay: int
+    """Ticks (ms) after that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,10 @@ class WorkloadRow:
     """The first anchor of each identified block."""
     tail_anchor: int
     """The first anchor of the tokens after them, which no other request has."""
+    token_ids: TokenIds | None = None
+    """The prompt itself, where the file has it."""
+    priority: int = 0
+    follows: Follows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +120,13 @@ class Workload:
     path: Path
     format: WorkloadFormat
     rows: tuple[WorkloadRow, ...]
+    block_size: int
+    """Tokens that one block id stands for; 0 without ids."""
 
     @property
-    def block_size(self) -> int:
-        """Tokens that one hash id stands for; 0 without ids."""
-        return BLOCK_SIZE[self.format]
+    def follows(self) -> Mapping[str, Follows]:
+        """Requests that follow another one, by request id."""
+        return {f"r{row.row}": row.follows for row in self.rows if row.follows is not None}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -132,9 +141,12 @@ class Workload:
             prompt_token_ids=self._prompt(row),
             max_tokens=max(row.output_length, 1),
             arrival_time=row.arrival_time,
+            priority=row.priority,
         )
 
     def _prompt(self, row: WorkloadRow) -> TokenIds:
+        if row.token_ids is not None:
+            return row.token_ids
         size = self.block_size
         tokens: list[int] = []
         if row.anchors:
@@ -152,12 +164,17 @@ class Workload:
 
 
 def load(
-    path: Path | str, *, as_format: WorkloadFormat | None = None, limit: int | None = None
+    path: Path | str,
+    *,
+    as_format: WorkloadFormat | None = None,
+    limit: int | None = None,
+    id_block_size: int | None = None,
 ) -> Workload:
-    """The workload at `path`; `as_format` None: told by the first line.
+    """Return the workload at `path`, of the format `as_format`, or else of that of its first line.
 
-    `limit` takes the first so many rows of the file (at least 1) and reads no further. Every row
-    read is checked before anything is returned. Raises `TraceError`.
+    `limit` takes the first rows of the file (at least 1) and reads no further. `id_block_size` is
+    how many tokens a block id of this file stands for, where that is not the format's own number.
+    Every row read is checked before anything is returned. Raises `TraceError`.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit = {limit}: must be None or at least 1")
@@ -166,16 +183,20 @@ def load(
     first = next(lines, None)
     if first is None:
         raise TraceError(path, 0, "empty", "a workload has rows", "give a trace file")
-    found = _detect(path, first[1]) if as_format is None else WorkloadFormat(as_format)
-    if found is not WorkloadFormat.AZURE:
-        lines = chain([first], lines)
-    elif first[1] != AZURE_HEADER:
-        what, rule = f"header {shown(first[1])}", f"it must be {AZURE_HEADER}"
-        raise TraceError(path, 1, what, rule, "name another format")
-    reader = _Reader(path, found)
-    for line, text in islice(lines, limit):
-        reader.read(line, text)
-    return Workload(path, found, reader.finish())
+    refuse_other_files(path, first[1])
+    spec = FORMATS[detect(path, first[1]) if as_format is None else WorkloadFormat(as_format)]
+    size = spec.block_size if id_block_size is None else id_block_size
+    if id_block_size is not None and (not spec.block_size or id_block_size < 1):
+        what = f"id_block_size = {id_block_size}"
+        rule = "must be at least 1, and only for a format with block ids"
+        raise TraceError(path, 0, what, rule, f"leave it out for {spec.format}")
+    reader = _Reader(path, spec, size)
+    try:
+        for line, text, row in islice(read_rows(spec, chain([first], lines)), limit):
+            reader.read(line, text, row)
+    except RowError as error:
+        reader.refuse(error.line, error.text, error)
+    return Workload(path, spec.format, reader.finish(), size)
 
 
 def _fillers(length: int) -> list[int]:
@@ -184,102 +205,44 @@ def _fillers(length: int) -> list[int]:
     return [*range(FIRST_ANCHOR)] * whole + [*range(rest)]
 
 
-# --- formats
-
-
-_Length: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=LENGTH_MAX)]
-_Wide: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-
-
-class _Keys(msgspec.Struct):
-    """Which keys the first row has: enough to tell the formats apart."""
-
-    timestamp: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    timestamp_us: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    hash_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-class _MooncakeRow(msgspec.Struct, forbid_unknown_fields=True):
-    timestamp: _Wide
-    input_length: _Length
-    output_length: _Length
-    hash_ids: list[_Wide]
-
-
-class _AgentRow(msgspec.Struct, forbid_unknown_fields=True):
-    suite: str
-    session: str
-    timestamp_us: _Wide
-    input_length: _Length
-    output_length: _Length
-    hash_ids: list[_Wide]
-
-
-_KEYS = msgspec.json.Decoder(_Keys)
-_MOONCAKE = msgspec.json.Decoder(_MooncakeRow)
-_AGENT = msgspec.json.Decoder(_AgentRow)
-
-AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
-_AZURE_ROW = re.compile(
-    r"(\d{4})-(\d\d)-(\d\d) ([01]\d|2[0-3]):([0-5]\d):([0-5]\d)(?:\.(\d{1,9}))?(?:\+00:00)?"
-    r",(\d{1,10}),(\d{1,10})",
-    re.ASCII,
-)
-
-_FORMATS = (
-    f'a workload is mooncake JSON lines ("timestamp", "hash_ids", ...), agent JSON lines'
-    f' ("timestamp_us", "hash_ids", ...) or CSV with the header {AZURE_HEADER}'
-)
-
-
-def _detect(path: Path, text: str) -> WorkloadFormat:
-    if text == AZURE_HEADER:
-        return WorkloadFormat.AZURE
-    with contextlib.suppress(msgspec.MsgspecError, RecursionError):
-        keys = _KEYS.decode(text)
-        if keys.hash_ids is not msgspec.UNSET and keys.timestamp_us is not msgspec.UNSET:
-            return WorkloadFormat.AGENT
-        if keys.hash_ids is not msgspec.UNSET and keys.timestamp is not msgspec.UNSET:
-            return WorkloadFormat.MOONCAKE
-    found = f"a first line of no known format, {shown(text)}"
-    raise TraceError(path, 1, found, _FORMATS, "convert the file")
-
-
 class _Reader:
     """Checks rows one by one and gives every block its anchors, in the order of the file."""
 
-    def __init__(self, path: Path, found: WorkloadFormat) -> None:
+    def __init__(self, path: Path, spec: FormatSpec, size: int) -> None:
         self._path = path
-        self._format = found
-        self._size = BLOCK_SIZE[found]
+        self._spec = spec
+        self._size = size
+        self._rows_of = RowReader(spec)
         self._next_anchor = FIRST_ANCHOR
         self._anchor_of: dict[tuple[str, int], int] = {}
-        """Per namespace (the suite) and hash id."""
+        """First anchor of a block, by namespace (the suite) and block id."""
+        self._number_of: dict[int | str, int] = {}
+        """Place of a row, by the file's own id."""
         self._rows: list[tuple[int, int, WorkloadRow]] = []
-        """With time of arrival in ticks (ms) of the file's own epoch, and line."""
+        """Rows with their time of arrival in ticks (ms) of the file's own epoch, and their line."""
 
-    def read(self, line: int, text: str) -> None:
+    def read(self, line: int, text: str, fields: Mapping[str, object]) -> None:
         """Take one row. Raises `TraceError`."""
         try:
-            match self._format:
-                case WorkloadFormat.MOONCAKE:
-                    self._read_mooncake(line, _MOONCAKE.decode(text))
-                case WorkloadFormat.AGENT:
-                    self._read_agent(line, _AGENT.decode(text))
-                case WorkloadFormat.AZURE:
-                    self._read_azure(line, text)
-        except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors as well
-            rule = f"every line is one row of the {self._format} format"
-            fix = "repair the row, or name the right format"
-            found = f"{error} in {shown(text)}"
-            raise TraceError(self._path, line, found, rule, fix) from None
+            row = self._rows_of.read(fields)
+            self._check_ids(row)
+        except (ValueError, RecursionError) as error:
+            self.refuse(line, text, error)
+        self._append(line, row)
         if self._next_anchor > OUTPUT_TOKENS_START:
             found = f"more than {OUTPUT_TOKENS_START - FIRST_ANCHOR} stretches of distinct tokens"
             rule = "token ids fit in 31 bits"
             raise TraceError(self._path, line, found, rule, "use --limit")
 
+    def refuse(self, line: int, text: str, reason: Exception) -> NoReturn:
+        """Raise `TraceError` for a line that is no row of the format."""
+        rows = "one row" if self._spec.layout is not Layout.ARRAYS else "the arrays"
+        rule = f"every line is {rows} of the {self._spec.format} format"
+        fix = "repair the row, or name the right format"
+        raise TraceError(self._path, line, f"{reason} in {shown(text)}", rule, fix) from None
+
     def finish(self) -> tuple[WorkloadRow, ...]:
-        """All rows by time of arrival, counted from the earliest. Raises `TraceError`."""
+        """Return all rows by time of arrival, counted from the earliest. Raises `TraceError`."""
         if not self._rows:
             raise TraceError(self._path, 0, "no rows", "a workload has rows", "give a trace file")
         self._rows.sort(key=lambda timed: timed[0])
@@ -291,56 +254,50 @@ class _Reader:
             raise TraceError(self._path, line, found, rule, "split the trace, or use --limit")
         return tuple(replace(row, arrival_time=time - origin) for time, _, row in self._rows)
 
-    def _read_mooncake(self, line: int, row: _MooncakeRow) -> None:
-        length = row.input_length
-        self._check_count(line, row.hash_ids, {-(-length // self._size)}, "ceil", length)
-        self._append(line, row.timestamp, length, row.output_length, "", row.hash_ids)
-
-    def _read_agent(self, line: int, row: _AgentRow) -> None:
-        length = row.input_length
-        # A prompt that ends on a block boundary may leave out its last block.
-        counts = {length // self._size, max(length - 1, 0) // self._size}
-        self._check_count(line, row.hash_ids, counts, "floor", length)
-        time = row.timestamp_us // 1000
-        self._append(line, time, length, row.output_length, row.suite, row.hash_ids)
-
-    def _read_azure(self, line: int, text: str) -> None:
-        """Raises ValueError."""
-        match = _AZURE_ROW.fullmatch(text)
-        if match is None:
-            raise ValueError(f"not a row of {AZURE_HEADER}")
-        year, month, day, hour, minute, second = map(int, match.group(1, 2, 3, 4, 5, 6))
-        days = date(year, month, day).toordinal()
-        ms = int((match.group(7) or "").ljust(3, "0")[:3])
-        time = (((days * 24 + hour) * 60 + minute) * 60 + second) * TICKS_PER_SECOND + ms
-        lengths = int(match.group(8)), int(match.group(9))
-        if max(lengths) > LENGTH_MAX:
-            raise ValueError(f"a length above {LENGTH_MAX}")
-        self._append(line, time, *lengths, "", [])
-
-    def _check_count(
-        self, line: int, ids: list[int], counts: set[int], rounding: str, length: int
-    ) -> None:
-        if len(ids) not in counts:
+    def _check_ids(self, row: RawRow) -> None:
+        """Raise ValueError if a prompt has too few or too many block ids."""
+        if not self._size:
+            return
+        counts = self._spec.count_ids(row.input_length, self._size)
+        if len(row.block_ids) not in counts:
             wanted = " or ".join(map(str, sorted(counts)))
-            found = f"{len(ids)} hash_ids for {length} tokens"
-            rule = f"{self._format} has {rounding}(input_length / {self._size}) ids, here {wanted}"
-            raise TraceError(self._path, line, found, rule, "repair the row, or drop it")
+            raise ValueError(
+                f"{len(row.block_ids)} block ids for {row.input_length} tokens, where blocks of "
+                f"{self._size} make {wanted} (--id-block-size says otherwise)"
+            )
 
-    def _append(
-        self, line: int, time: int, length: int, output: int, space: str, ids: list[int]
-    ) -> None:
+    def _append(self, line: int, row: RawRow) -> None:
         anchors = []
-        for hash_id in ids:
-            if (space, hash_id) not in self._anchor_of:
-                self._anchor_of[space, hash_id] = self._take_anchors(self._size)
-            anchors.append(self._anchor_of[space, hash_id])
-        tail_anchor = self._take_anchors(max(length - len(ids) * self._size, 0))
-        row = WorkloadRow(len(self._rows), 0, length, output, tuple(anchors), tail_anchor)
-        self._rows.append((time, line, row))
+        for block_id in row.block_ids:
+            name = row.space, block_id
+            if name not in self._anchor_of:
+                self._anchor_of[name] = self._take_anchors(self._size)
+            anchors.append(self._anchor_of[name])
+        tail_anchor = self._take_anchors(max(row.input_length - len(row.block_ids) * self._size, 0))
+        number = len(self._rows)
+        before = None if row.parent is None else self._number_of.get(row.parent)
+        if row.chat is not None:
+            self._number_of[row.chat] = number
+        made = WorkloadRow(
+            number,
+            0,
+            row.input_length,
+            row.output_length,
+            tuple(anchors),
+            tail_anchor,
+            None if row.token_ids is None else tuple(row.token_ids),
+            row.priority,
+            None if before is None else Follows(f"r{before}", row.delay),
+        )
+        time = row.time if row.time is not None else self._get_start(before)
+        self._rows.append((time, line, made))
+
+    def _get_start(self, before: int | None) -> int:
+        """Return the time of a row without one: that of the row that it follows, or else 0."""
+        return 0 if before is None else self._rows[before][0]
 
     def _take_anchors(self, num_tokens: int) -> int:
-        """The first of the anchors of so many tokens."""
+        """Return the first of the anchors of this many tokens."""
         first = self._next_anchor
         self._next_anchor += -(-num_tokens // STRETCH_SIZE)
         return first

@@ -23,7 +23,7 @@ from hashlib import sha256
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -31,7 +31,7 @@ from blockstep.conformance.explore.cover import choose, trace_program
 from blockstep.conformance.explore.shard import Task
 from blockstep.conformance.explore.walk import walk
 from blockstep.conformance.explore.world import World
-from blockstep.conformance.protocol.telling import Links, from_links, to_links
+from blockstep.conformance.protocol.states import StateForm, from_form, to_form
 from blockstep.conformance.recorded.traces import TraceError, read_lines, recorded
 from blockstep.spec import vocabulary as v
 from blockstep.spec.oracle import Oracle
@@ -43,31 +43,8 @@ VECTORS_VERSION = 1
 T = TypeVar("T")
 
 
-class _State(msgspec.Struct, forbid_unknown_fields=True):
-    """A snapshot in JSON; fields as in the vocabulary except for keys."""
-
-    pause_state: v.PauseState
-    waiting: tuple[str, ...]
-    skipped_waiting: tuple[str, ...]
-    running: tuple[str, ...]
-    requests: tuple[v.RequestSnapshot, ...]
-    ref_counts: tuple[int, ...]
-    free_queue: tuple[int, ...]
-    block_keys: tuple[Links | None, ...]
-    """The chain of each block's key, first block first."""
-    cached: tuple[tuple[int, ...], ...]
-    """Cached blocks: those of one key together, in order of publication."""
-    frames_in_flight: tuple[int, ...]
-    next_frame_id: int
-    finished_req_ids: tuple[str, ...]
-    prev_scheduled_req_ids: tuple[str, ...]
-    stats: v.Stats
-    has_work: bool | None = None
-    """None in a file from before snapshots had the field."""
-
-
 class _StateLine(msgspec.Struct, forbid_unknown_fields=True):
-    snapshot: _State
+    snapshot: StateForm
 
 
 class _ProgramLine(msgspec.Struct, forbid_unknown_fields=True):
@@ -131,7 +108,7 @@ def write_vectors(
             if isinstance(answer, v.Rejected):
                 answer = v.Rejected(answer.code)  # the wording is not compared
             lines.append(recorded.step_line(path, 0, event, answer))
-            lines.append(_encode(_StateLine(_to_json(oracle.snapshot()))))
+            lines.append(_encode(_StateLine(to_form(oracle.snapshot()))))
     body = b"".join(lines)
     spec, digest = version("blockstep"), sha256(body).hexdigest()
     manifest = Manifest(VECTORS_FORMAT, VECTORS_VERSION, spec, preset, len(programs), digest)
@@ -146,13 +123,6 @@ def write_vectors(
 
 def _encode(value: object) -> bytes:
     return msgspec.json.encode(value) + b"\n"
-
-
-def _to_json(snapshot: v.Snapshot) -> _State:
-    fields: dict[str, Any] = {name: getattr(snapshot, name) for name in _State.__struct_fields__}
-    fields["block_keys"] = tuple(key and to_links(key) for key in snapshot.block_keys)
-    fields["cached"] = tuple(sorted(snapshot.cached.values()))
-    return _State(**fields)
 
 
 # --- filling
@@ -260,17 +230,11 @@ def _read_programs(
 
 def _read_state(path: Path, line: int, text: str) -> v.Snapshot:
     rule = "after each step comes the state after it"
-    state = _decode(path, line, text, _StateLine, rule).snapshot
-    keys = [from_links(links) if links else None for links in state.block_keys]
-    cached = {}
-    for blocks in state.cached:
-        key = keys[blocks[0]] if blocks and 0 <= blocks[0] < len(keys) else None
-        if key is None:
-            raise _bad(path, line, f"cached blocks {list(blocks)}", "cached blocks have a key")
-        cached[key] = blocks
-    return v.Snapshot(
-        **msgspec.structs.asdict(state) | {"block_keys": tuple(keys), "cached": cached}
-    )
+    form = _decode(path, line, text, _StateLine, rule).snapshot
+    try:
+        return from_form(form)
+    except msgspec.ValidationError as error:
+        raise _bad(path, line, str(error), "cached blocks have a key") from None
 
 
 def _bad(path: Path, line: int, found: str, rule: str) -> TraceError:

@@ -13,6 +13,7 @@ ERROR_CHARS_MAX = 500
 FRAMES_MAX = 5
 """Most calls of an engine's exception in a report, counted from the innermost."""
 _HARNESS = re.compile(r"blockstep[/\\]conformance[/\\](lockstep|recorded|search|explore)[/\\]")
+_PROCESS = (str(Path("engines", "process.py")), str(Path("protocol", "link.py")))
 
 
 class FindingKind(StrEnum):
@@ -64,6 +65,8 @@ def list_frames(error: BaseException) -> tuple[str, ...]:
     Calls of the harness are left out, unless the error is in the harness.
     """
     frames = extract_tb(error.__traceback__)
+    if frames and frames[-1].filename.endswith(_PROCESS):  # where it raised is in no Python of ours
+        return ()
     first = next((i for i, one in enumerate(frames) if not _HARNESS.search(one.filename)), 0)
     told = []
     for one in frames[first:][-FRAMES_MAX:]:

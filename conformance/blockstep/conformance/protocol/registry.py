@@ -1,7 +1,8 @@
 """Registry of the engines, by name.
 
 The name of an engine is a known name, an entry point `blockstep.engines` of an installed package,
-or `module:attribute`. `@` and an equivalence may follow, for an engine whose traits set none:
+`module:attribute`, or `cmd:` and a command that speaks lines of JSON (`engines.process`). `@` and an
+equivalence may follow, for an engine whose traits set none:
 `mypkg.adapter:make@plan`.
 """
 
@@ -18,6 +19,7 @@ from blockstep.conformance.engine import (
     ALL_CAPABILITIES,
     EQUIVALENCES,
     EXACT,
+    BadEngineError,
     Engine,
     EngineFactory,
     get_traits,
@@ -155,6 +157,8 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
 
 MUSEUM = "museum:"
 """Prefix of the names of seeded bugs: `museum:forward-frees`."""
+COMMAND = "cmd:"
+"""Prefix of the names of engines in any language: `cmd:./my-engine --flag`."""
 GROUP = "blockstep.engines"
 """Group of the entry points by which installed packages announce engines: name and
 `module:attribute`."""
@@ -186,16 +190,21 @@ def load_engine(name: str, profile: Profile = STRICT) -> EngineFactory:
     """
     target = get_target(name)
     plain, equivalence = split_name(name)
-    make_engine = _load_exhibit(plain) if plain.startswith(MUSEUM) else _load_target(plain, target)
-    if (
-        make_engine is SpecEngine and profile is not STRICT
-    ):  # with the profile that it is compared with
+    if plain.startswith(COMMAND):
+        make_engine = _load_command(plain)
+    else:
+        is_planted = plain.startswith(MUSEUM)
+        make_engine = _load_exhibit(plain) if is_planted else _load_target(plain, target)
+    if make_engine is SpecEngine and profile is not STRICT:  # with the profile that it is compared with
         make_engine = partial(SpecEngine, profile=profile)
     return hold(make_engine, name, equivalence) if equivalence else make_engine
 
 
 def split_name(name: str) -> tuple[str, str]:
     """Return an engine's name without its equivalence, and the equivalence; "" if it has none."""
+    if name.startswith(COMMAND):  # a command line may hold any `@`
+        plain, _, equivalence = name.rpartition("@")
+        return (plain, equivalence) if equivalence in EQUIVALENCE_NAMES and plain else (name, "")
     plain, _, equivalence = name.partition("@")
     return plain, equivalence
 
@@ -250,6 +259,8 @@ def get_target(name: str) -> str:
         EngineNotFoundError: it is not the name of an engine.
     """
     plain, equivalence = split_name(name)
+    if plain.startswith(COMMAND):
+        return plain
     if "@" in name and equivalence not in EQUIVALENCE_NAMES:
         known = ", ".join(EQUIVALENCE_NAMES)
         raise EngineNotFoundError(f"engine {name!r}: equivalence {equivalence!r}: one of {known}")
@@ -269,7 +280,8 @@ def get_target(name: str) -> str:
     if not targets:
         known = ", ".join([*KNOWN_ENGINES, *announced])
         raise EngineNotFoundError(
-            f"engine {name!r}: neither one of [{known}] nor of the form module:attribute"
+            f"engine {name!r}: neither one of [{known}] nor of the form module:attribute "
+            "or cmd:COMMAND"
         )
     return targets[0]
 
@@ -286,3 +298,12 @@ def _load_exhibit(name: str) -> EngineFactory:
         raise EngineNotFoundError(
             f"engine {name!r}: no such seeded bug; `blockstep museum` lists them"
         ) from None
+
+
+def _load_command(name: str) -> EngineFactory:
+    """Return a process as an engine; imported late, since few runs need it."""
+    process = importlib.import_module("blockstep.conformance.engines.process")
+    try:
+        return cast("EngineFactory", process.ProcessFactory(name.removeprefix(COMMAND)))
+    except BadEngineError as error:
+        raise EngineNotFoundError(f"engine {name!r}: {error}") from None

@@ -99,5 +99,5 @@ class Bench:
         profile = "" if self.profile == "strict" else f" --blockstep-profile={self.profile}"
         path = self._campaign.engine_path
         profile += "" if path is None else f" --blockstep-path={shlex.quote(path)}"
-        command = f"pytest '{self._nodeid}' --blockstep-engine={self.engine}{profile}"
+        command = f"pytest '{self._nodeid}' --blockstep-engine={shlex.quote(self.engine)}{profile}"
         return f"  reproduce  {command} -m 'not blockstep'"

@@ -43,6 +43,27 @@ class ReplayPreset:
     pace: Pace
 
 
+# A pool under pressure: what matters is the traffic in blocks.
+_SMALL_BLOCKS = ReplayPreset(
+    Config(
+        num_blocks=16_384,
+        block_size=16,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        max_model_len=16_384,
+    ),
+    Pace(Arrivals.CLOSED, concurrency=256),
+)
+_LONG_PROMPTS = ReplayPreset(
+    Config(
+        num_blocks=65_536,
+        block_size=16,
+        max_num_seqs=64,
+        max_num_batched_tokens=8192,
+        max_model_len=65_536,
+    ),
+    Pace(Arrivals.CLOSED, concurrency=64),
+)
 REPLAY_PRESETS: Mapping[WorkloadFormat, ReplayPreset] = MappingProxyType(
     {
         # All blocks that the whole trace allocates fit (191,195): nothing is evicted, so the hits
@@ -57,27 +78,12 @@ REPLAY_PRESETS: Mapping[WorkloadFormat, ReplayPreset] = MappingProxyType(
             ),
             Pace(Arrivals.CLOSED, concurrency=256),
         ),
-        # A small pool: the prompts are unique, so allocation and eviction matter.
-        WorkloadFormat.AZURE: ReplayPreset(
-            Config(
-                num_blocks=16_384,
-                block_size=16,
-                max_num_seqs=256,
-                max_num_batched_tokens=8192,
-                max_model_len=16_384,
-            ),
-            Pace(Arrivals.CLOSED, concurrency=256),
-        ),
-        WorkloadFormat.AGENT: ReplayPreset(
-            Config(
-                num_blocks=65_536,
-                block_size=16,
-                max_num_seqs=64,
-                max_num_batched_tokens=8192,
-                max_model_len=65_536,
-            ),
-            Pace(Arrivals.CLOSED, concurrency=64),
-        ),
+        WorkloadFormat.AZURE: _SMALL_BLOCKS,
+        WorkloadFormat.BURSTGPT: _SMALL_BLOCKS,
+        WorkloadFormat.SERVINGSIM: _SMALL_BLOCKS,
+        WorkloadFormat.VLLM_BENCH: _SMALL_BLOCKS,
+        WorkloadFormat.AGENT: _LONG_PROMPTS,
+        WorkloadFormat.QWEN: _LONG_PROMPTS,
     }
 )
 """The defaults of `blockstep replay`."""

@@ -5,9 +5,10 @@ and what the plans say, so it decides by itself which rows sample, which tokens 
 and which blocks are held; it finds an engine that loses a token without any reference.
 
 Time is virtual. `Arrivals.OPEN` submits a request when its `arrival_time` has passed, where each
-step takes `ticks_per_step`; an idle engine sleeps until the next arrival. `Arrivals.CLOSED` ignores
-times and keeps `concurrency` requests unfinished, in order of arrival; later prompts are not even
-built.
+step takes `ticks_per_step`; an idle engine sleeps until the next arrival. `Arrivals.CLOSED`
+ignores times and keeps `concurrency` requests unfinished, in order of arrival; later prompts are
+not even built. A request that follows another one (`follows`) is submitted when that has finished
+or was rejected, and its delay has passed.
 
 Every sampled token is a token id that no other position of any request has, so outputs never share
 blocks, and every request runs to its `max_tokens` (or `max_model_len`).
@@ -16,10 +17,11 @@ blocks, and every request runs to its `max_tokens` (or `max_model_len`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 
-from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START
+from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START, Follows
 from blockstep.conformance.engine import (
     EXACT,
     EngineFactory,
@@ -57,6 +59,7 @@ def replay(
     steps_max: int | None = None,
     on_progress: Callable[[ReplayReport], None] = lambda _report: None,
     clock: Callable[[], float] = time.perf_counter,
+    follows: Mapping[v.RequestId, Follows] | None = None,
 ) -> ReplayReport:
     """Play `requests` (sorted by arrival) until all have finished, or to the first finding.
 
@@ -77,7 +80,7 @@ def replay(
     side: Side | None = None
     try:
         side = open_side(make_engine, config, report, with_spec, snapshot_every)
-        run = _Replay(iter(requests), report, side, steps_max, on_progress)
+        run = _Replay(iter(requests), report, side, steps_max, on_progress, follows or {})
         run.drive()
     except FoundError as error:
         found = error.finding
@@ -121,9 +124,19 @@ class _Replay:
         side: Side,
         steps_max: int | None,
         on_progress: Callable[[ReplayReport], None],
+        follows: Mapping[v.RequestId, Follows],
     ) -> None:
         self._source = source
         self._next = next(source, None)
+        self._follows = follows
+        self._followed = {one.request_id for one in follows.values()}
+        self._ended_at: dict[v.RequestId, int] = {}
+        """Ticks, of requests that others follow."""
+        self._held: dict[v.RequestId, list[v.Request]] = {}
+        """Requests whose time has come, by the unfinished request that they follow."""
+        self._due: list[tuple[int, int, v.Request]] = []
+        """Heap of requests whose predecessor has finished: due ticks, a number that breaks ties."""
+        self._num_due = 0
         self._report = report
         self._config = config = report.config
         self._pace = report.pace
@@ -148,10 +161,11 @@ class _Replay:
         while True:
             self._submit_due()
             if not self._live:
-                if self._next is None:
+                at = self._get_next_arrival()
+                if at is None:
                     self._side.finish()
                     return
-                self._ticks = max(self._ticks, self._next.arrival_time)
+                self._ticks = max(self._ticks, at)
                 continue
             plan = self._schedule()
             if plan.new or plan.cached:
@@ -164,17 +178,46 @@ class _Replay:
             if self._report.steps % PROGRESS_STEPS == 0:
                 self._on_progress(self._report)
 
+    def _get_next_arrival(self) -> int | None:
+        """Return the ticks at which the next request is due; None: there is none."""
+        ticks = [self._due[0][0]] if self._due else []
+        ticks += [] if self._next is None else [self._next.arrival_time]
+        return min(ticks, default=None)
+
     def _submit_due(self) -> None:
         closed = self._pace.arrivals is Arrivals.CLOSED
-        while self._next is not None:
-            if closed:
-                if len(self._live) >= self._pace.concurrency:
-                    return
-            elif self._next.arrival_time > self._ticks:
+        while not (closed and len(self._live) >= self._pace.concurrency):
+            if self._due and (closed or self._due[0][0] <= self._ticks):
+                self._submit(heappop(self._due)[2])
+            elif self._next is not None and (closed or self._next.arrival_time <= self._ticks):
+                request, self._next = self._next, None
+                if request.request_id in self._follows:
+                    self._hold_back(request)
+                else:
+                    self._submit(request)
+                self._next = next(self._source, None)
+            else:
                 return
-            request, self._next = self._next, None
-            self._submit(request)
-            self._next = next(self._source, None)
+
+    def _hold_back(self, request: v.Request) -> None:
+        """Keep a request until the one that it follows has finished."""
+        before = self._follows[request.request_id].request_id
+        if before in self._ended_at:
+            self._release_at(request, self._ended_at[before])
+        else:
+            self._held.setdefault(before, []).append(request)
+
+    def _release_at(self, request: v.Request, ended_at: int) -> None:
+        due = max(request.arrival_time, ended_at + self._follows[request.request_id].delay)
+        heappush(self._due, (due, self._num_due, request))
+        self._num_due += 1
+
+    def _end(self, request_id: v.RequestId) -> None:
+        """Let the requests go that follow one that has finished or was refused."""
+        if request_id in self._followed:
+            ended_at = self._ended_at[request_id] = self._ticks
+            for request in self._held.pop(request_id, ()):
+                self._release_at(request, ended_at)
 
     def _apply(self, event: v.Event) -> v.Observation:
         self.last_event = event
@@ -188,6 +231,7 @@ class _Replay:
         if isinstance(observation, v.Rejected):
             code = observation.code.value
             report.requests_refused[code] = report.requests_refused.get(code, 0) + 1
+            self._end(request.request_id)
             return
         if not isinstance(observation, v.Ack):
             what = f"it gave {cut(repr(observation))}"
@@ -283,6 +327,7 @@ class _Replay:
                 self._release(state)
                 del live[row.request_id]
                 self._report.requests_finished += 1
+                self._end(row.request_id)
         if sampling:
             self._report.tokens_output += sampling
             self._idle_steps = 0
@@ -322,12 +367,11 @@ class _Replay:
         raise _broken("P13", "a_request_ends_at_its_length_cap", what)
 
     def _wait(self) -> None:
-        """Skip to the next arrival after an empty plan, since nothing else changes the state; else
-        raise.
-        """
-        if self._next is None or self._pace.arrivals is Arrivals.CLOSED:
+        """Go to the next arrival: after an empty plan nothing else changes anything."""
+        at = self._get_next_arrival()
+        if at is None or self._pace.arrivals is Arrivals.CLOSED:
             raise self._stall("an empty plan, and nothing is due from outside")
-        self._ticks = max(self._ticks, self._next.arrival_time)
+        self._ticks = max(self._ticks, at)
 
     def _stall(self, what: str) -> FoundError:
         oldest = next(iter(self._live), "none")

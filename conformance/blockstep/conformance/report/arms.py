@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 
 from blockstep.conformance.protocol.program import WIDTH, describe_config, describe_request
@@ -87,7 +88,7 @@ def tell_difference(contrast: Contrast) -> str:
 def reproduce_arms(options: CheckOptions, episode: int) -> str:
     """The command line that comes to the same."""
     return (
-        f"blockstep arms --engine {options.engine}{show_path(options)}"
+        f"blockstep arms --engine {shlex.quote(options.engine)}{show_path(options)}"
         f" --preset {options.preset} --seed {options.seed} --workloads {episode + 1}"
     )
 

@@ -55,7 +55,7 @@ def render_bisection(found: Bisection) -> str:
 def _reproduce(found: Bisection) -> str:
     """The command line that finds the same."""
     options = found.options
-    given = f"blockstep bisect --engine {options.engine}{show_path(options)}"
+    given = f"blockstep bisect --engine {shlex.quote(options.engine)}{show_path(options)}"
     if options.program is not None:
         given += f" --program {shlex.quote(options.program)}"
     else:

@@ -164,6 +164,7 @@ def render_served(findings: Sequence[Finding], num_events: int) -> str:
 def reproduce(options: CheckOptions, episode: int, loss: Loss | None = None) -> str:
     """The command line that fails in the same way."""
     path = show_path(options)
+    engine = shlex.quote(options.engine)
     policy = f" --policy {options.policy}" if options.policy else ""
     sentence = f" --sentence {options.sentence}" if options.sentence else ""
     patience = ""
@@ -172,9 +173,9 @@ def reproduce(options: CheckOptions, episode: int, loss: Loss | None = None) -> 
     if options.program is not None:
         drawn = replace(options, max_depth=MAX_DEPTH, with_features=(), without_features=())
         file = f"{path} --program {shlex.quote(options.program)}{show_options(drawn)}"
-        return f"blockstep check --engine {options.engine}{file}{patience}"
+        return f"blockstep check --engine {engine}{file}{patience}"
     return (
-        f"blockstep check --engine {options.engine}{path} --preset {options.preset}{policy}"
+        f"blockstep check --engine {engine}{path} --preset {options.preset}{policy}"
         f"{show_options(options)} --seed {options.seed} --episode {episode}{sentence}{patience}"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from blockstep.conformance.lockstep.score import Aspect
@@ -83,7 +84,7 @@ def reproduce(options: CheckOptions, episode: int) -> str:
     """The command line that plays one episode again."""
     policy = f" --policy {options.policy}" if options.policy else ""
     return (
-        f"blockstep score --engine {options.engine}{show_path(options)}"
+        f"blockstep score --engine {shlex.quote(options.engine)}{show_path(options)}"
         f" --preset {options.preset}{policy}{show_options(options)}"
         f" --seed {options.seed} --episode {episode}"
     )

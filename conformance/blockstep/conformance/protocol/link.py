@@ -1,0 +1,116 @@
+"""Link: a process that answers each line that it is given with a line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+
+from blockstep.conformance.engine import EngineFault
+from blockstep.conformance.protocol.lines import LINE_BYTES_MAX, shown
+
+ANSWER_SECONDS = 60.0
+"""The process has this long to answer a line. `check` and `hunt` stop waiting earlier."""
+END_SECONDS = 1.0
+"""The process has this long to end once its standard input has ended; then it is killed."""
+CHUNK_BYTES = 1 << 16
+
+
+class Link:
+    """A running process: sends a line and waits for the line that answers it."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """Start the process. Raises OSError if it cannot be started."""
+        self.num_sent = 0
+        self.is_lost = False
+        self._unread = bytearray()
+        # The group of this process: `check` ends an engine together with all that it has started.
+        self._process = subprocess.Popen(  # noqa: S603 - the command is the user's own
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        os.set_blocking(self._input.fileno(), False)
+
+    def ask(self, line: bytes, seconds: float = ANSWER_SECONDS) -> bytes:
+        """Send a line and return the answer, both without the line feed.
+
+        Raises:
+            EngineFault: the process gives no answer, or gave one that nothing had asked for. It is
+                ended then.
+        """
+        if self.is_lost:
+            raise EngineFault("the process of this engine has ended")
+        try:
+            return self._ask(line, time.monotonic() + seconds, seconds)
+        except EngineFault:
+            self.end()
+            raise
+
+    def _ask(self, line: bytes, end: float, seconds: float) -> bytes:
+        self.num_sent += 1
+        unread, _, _ = select.select([self._output], [], [], 0)
+        if unread and not self._unread:
+            self._read_more()
+        if self._unread:
+            text = shown(bytes(self._unread).decode(errors="replace"))
+            raise EngineFault(f"{text}: nothing was asked; write one line for each line read")
+        rest = memoryview(line + b"\n")
+        checked = 0  # bytes of the answer that hold no line feed
+        while True:
+            waited = max(end - time.monotonic(), 0)
+            can_write = [self._input] if rest else []
+            ready, writable, _ = select.select([self._output], can_write, [], waited)
+            if writable:
+                try:
+                    rest = rest[self._input.write(rest) or 0 :]
+                except OSError:  # it reads no more: what it says at last is still read
+                    rest = rest[:0]
+            if ready:
+                self._read_more()
+                found = self._unread.find(b"\n", checked)
+                if found >= 0:
+                    answer = bytes(self._unread[:found])
+                    del self._unread[: found + 1]
+                    return answer
+                checked = len(self._unread)
+                if checked > LINE_BYTES_MAX:
+                    raise EngineFault(f"an answer of more than {LINE_BYTES_MAX} bytes in one line")
+            elif not writable and time.monotonic() >= end:
+                raise EngineFault(f"line {self.num_sent} was not answered within {seconds:g} s")
+
+    def _read_more(self) -> None:
+        """Read what the process has written. Raises EngineFault at the end of its output."""
+        data = os.read(self._output.fileno(), CHUNK_BYTES)
+        if not data:
+            raise EngineFault(self._tell_end())
+        self._unread += data
+
+    def _tell_end(self) -> str:
+        cut = f" after {shown(self._unread.decode(errors='replace'))}" if self._unread else ""
+        try:
+            code = self._process.wait(timeout=END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"the engine closed its standard output{cut}"
+        if code >= 0:
+            return f"the engine's process ended with exit code {code}{cut}"
+        with contextlib.suppress(ValueError):
+            return f"the engine's process was ended by {signal.Signals(-code).name}{cut}"
+        return f"the engine's process was ended by signal {-code}{cut}"
+
+    def end(self) -> None:
+        """End the process: by the end of its standard input, or else kill it."""
+        self.is_lost = True
+        for pipe in (self._input, self._output):
+            with contextlib.suppress(OSError):
+                pipe.close()
+        try:
+            self._process.wait(timeout=END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
