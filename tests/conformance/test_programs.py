@@ -321,7 +321,7 @@ def test_what_an_engine_cannot_be_given_of_a_corpus_is_told_and_the_check_goes_o
     [
         (["--program", "{tmp}/none.json"], "none.json: cannot be read"),
         (["--program", "{tmp}/bad.json"], "a program is a JSON object"),
-        (["--program", "{tmp}/good.json", "--episode", "1"], "--program and --episode: each chooses"),
+        (["--program", "{tmp}/good.json", "--episode", "1"], "--program and --episode: each"),
         (["--program", "{tmp}/good.json", "--corpus", "{tmp}"], "give only one"),
         (["--corpus", "{tmp}/none"], "there is no such folder"),
         (["--corpus", "{tmp}/empty"], "a corpus is a folder of programs"),

@@ -17,11 +17,14 @@ from blockstep.spec.vocabulary import (
     CachedRow,
     Commit,
     FinishReason,
+    GroupKind,
+    KVGroup,
     KVLoad,
     KVLoadFailurePolicy,
     KVOffer,
     KVSave,
     KVTransfers,
+    MambaCacheMode,
     NewRow,
     OutputRow,
     Outputs,
@@ -202,3 +205,82 @@ def test_saved_is_who_is_preempted() -> None:
     worker = hearing(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),)))
     plan = Plan(1, kv_saves=(KVSave("A", ((1, 2),), 4),))
     assert told(worker, plan) == ["saved_request_is_preempted_by_the_plan"]
+
+
+# Beside recurrent groups.
+
+STATES = replace(
+    STORE,
+    groups=(
+        KVGroup(GroupKind.FULL, 2),
+        KVGroup(GroupKind.RECURRENT, 2, mamba_cache_mode=MambaCacheMode.ALIGN),
+    ),
+)
+WITH_STATE = KVLoad("A", ((1, 2), (0, 3)), 0, 4, is_async=True)
+ROW_BEHIND = NewRow(A, ((1, 2, 4), (0, 3, 5)), 4, 1)
+
+
+def knowing_states(num_offered: int, plan: Plan) -> tuple[Worker, list[str]]:
+    """A worker beside a store that has the states behind so many tokens of A."""
+    worker = Worker(STATES, token_function(1, 50))
+    worker.observe(Submit(A), Ack())
+    worker.observe(KVOffer("A", num_offered, is_async=True), Ack())
+    return worker, told(worker, plan)
+
+
+def test_a_request_goes_on_from_the_state_that_was_loaded() -> None:
+    worker, found = knowing_states(4, Plan(0, kv_loads=(WITH_STATE,)))
+    assert found == []
+    worker.observe(KVOffer("A", 0), Ack())  # it said so before the load began
+    report(worker, KVTransfers(("A",)))
+    assert told(worker, Plan(1, new=(ROW_BEHIND,), new_block_ids_to_zero=(4,))) == []
+
+
+def test_a_load_that_ends_elsewhere_brings_no_state() -> None:
+    worker, found = knowing_states(5, Plan(0, kv_loads=(WITH_STATE,)))
+    assert found == ["load_ends_where_the_store_has_the_states"]
+    report(worker, KVTransfers(("A",)))
+    plan = Plan(1, new=(ROW_BEHIND,), new_block_ids_to_zero=(4,))
+    assert told(worker, plan) == ["attended_slot_was_loaded"]
+
+
+def test_a_state_that_could_not_be_loaded_is_spoiled() -> None:
+    worker, _ = knowing_states(4, Plan(0, kv_loads=(WITH_STATE,)))
+    report(worker, KVTransfers(("A",), invalid_block_ids=(3,)))
+    plan = Plan(1, new=(ROW_BEHIND,), new_block_ids_to_zero=(4,))
+    assert told(worker, plan) == ["attended_slot_was_loaded"]
+
+
+def test_a_state_is_not_read_while_it_is_loaded() -> None:
+    worker, _ = knowing_states(4, Plan(0, kv_loads=(WITH_STATE,)))
+    found = told(worker, Plan(1, new=(ROW_BEHIND,), new_block_ids_to_zero=(4,)))
+    assert "block_under_way_is_not_read" in found
+
+
+def test_no_plan_has_blocks_zeroed_that_the_store_writes() -> None:
+    plan = Plan(0, kv_loads=(WITH_STATE,), new_block_ids_to_zero=(1, 2))
+    assert knowing_states(4, plan)[1] == ["block_in_transfer_is_not_written"]
+
+
+def test_a_store_fills_whole_blocks_that_held_states() -> None:
+    """So that nothing of another request's state is left behind the tokens that it loads."""
+    worker = Worker(STATES, token_function(1, 50))
+    for asked in (A, D):
+        worker.observe(Submit(asked), Ack())
+    row = NewRow(D, ((4,), (2,)), 0, 2)
+    assert told(worker, Plan(0, new=(row,), new_block_ids_to_zero=(4,))) == []
+    worker.observe(Commit(0, worker.answer(0)), Outputs())
+    worker.observe(KVOffer("A", 3, is_async=True), Ack())
+    load = replace(WITH_STATE, num_external_tokens=3, block_ids=((1, 2), (0, 3)))
+    assert told(worker, Plan(1, finished_req_ids=("D",), kv_loads=(load,))) == []
+
+
+def test_of_states_that_of_the_end_is_held_for_the_store() -> None:
+    worker = Worker(STATES, token_function(1, 50))
+    worker.observe(Submit(A), Ack())
+    worker.observe(KVOffer("A", 0, delays_free=True), Ack())
+    row = NewRow(A, ((1, 2, 4), (0, 3, 5)), 0, 5)
+    assert told(worker, Plan(0, new=(row,), new_block_ids_to_zero=(1, 2, 4))) == []
+    worker.observe(Abort(("A",)), Aborted(("A",)))
+    assert worker.is_in_transfer(5)
+    assert not worker.is_in_transfer(3)

@@ -51,6 +51,7 @@ from blockstep.spec.vocabulary import (
     Commit,
     Config,
     Drafts,
+    KVOffer,
     MambaCacheMode,
     MultiModalItem,
     Plan,
@@ -713,6 +714,13 @@ SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
             Submit(Request("A", (0,), max_tokens=6, priority=1)), Schedule(), Answer(),
             Submit(Request("B", (0, 0), max_tokens=6)), *(Schedule(), Answer()) * 4,
         ),
+    ),
+    Quirk.BLOCKS_OF_LOADS_ARE_ZEROED: (
+        Config(
+            20, 2, max_model_len=8, kv_connector=True, enable_prefix_caching=False,
+            groups=(full(2), recurrent(8, MambaCacheMode.NONE)),
+        ),
+        (Submit(Request("A", (1, 2, 3))), KVOffer("A", 2, is_async=True), Schedule()),
     ),
     Quirk.HEAD_GIVES_BACK_THE_LAST_BLOCK: (
         replace(HEADED, groups=(full(1), window(1, 2))), (*once("A", 5), *once("B", 5)),

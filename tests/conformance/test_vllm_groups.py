@@ -157,6 +157,16 @@ def test_of_other_mixes_a_release_is_given_the_nearest(
         require_groups(release, config)
 
 
+def test_states_at_the_ends_of_chunks_are_beside_items_that_are_split() -> None:
+    items = {"encoder_compute_budget": 4, "encoder_cache_size": 4, "disable_chunked_mm_input": True}
+    config = replace(build(FULL, STATES), **items)
+    assert config_problems(config) == ()
+    found, why = fit_groups(get_release("0.33.0"), config)
+    assert why == vllm_groups.NO_STATES_OF_ALL
+    assert config_problems(found) == ()
+    assert not found.disable_chunked_mm_input
+
+
 def test_states_at_the_ends_of_chunks_are_further_apart_than_drafts() -> None:
     states = replace(STATES, num_speculative_blocks=4)
     config = build(FULL, states, spec_method=SpecMethod.NGRAM, num_speculative_tokens=3)

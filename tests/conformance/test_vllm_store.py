@@ -649,3 +649,48 @@ def test_who_lost_its_load_is_in_its_own_way_where_the_pool_holds_no_more(
     assert bool(plan.kv_loads) is (num_blocks == 4)
     assert get_request(engine).status is (PARKED if plan.kv_loads else v.Status.WAITING)
     assert goes_round(list_turns(engine, SCHEDULE))
+
+
+# Beside recurrent groups.
+
+
+def with_states(mode: v.MambaCacheMode) -> v.Config:
+    """The config with a group of states of this mode."""
+    caching = mode is not v.MambaCacheMode.NONE
+    size = 2 if caching else CONFIG.max_model_len
+    states = v.KVGroup(v.GroupKind.RECURRENT, size, mamba_cache_mode=mode)
+    groups = (v.KVGroup(v.GroupKind.FULL, 2), states)
+    return replace(CONFIG, groups=groups, enable_prefix_caching=caching)
+
+
+LOADS_STATES = pytest.mark.skipif(
+    RELEASE is None or not RELEASE.loads_no_aligned_states, reason="of releases before 0.24.0"
+)
+
+
+@LOADS_STATES
+@pytest.mark.parametrize("mode", [v.MambaCacheMode.NONE, v.MambaCacheMode.ALL])
+def test_a_state_is_loaded_behind_the_last_token_of_an_offer(mode: v.MambaCacheMode) -> None:
+    """And no token further: a state is not taken back."""
+    plan = start(with_states(mode), num_tokens=4, is_async=True).apply(v.Schedule())
+    assert isinstance(plan, v.Plan)
+    (load,) = plan.kv_loads
+    assert load.num_external_tokens == 4
+    assert load.block_ids[1][-1] != v.NULL_BLOCK
+    plan = start(with_states(mode), num_tokens=5, is_async=True).apply(v.Schedule())
+    assert isinstance(plan, v.Plan)
+    assert plan.kv_loads == ()
+
+
+@LOADS_STATES
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_offer_to_a_model_of_aligned_states_is_declined(is_async: bool) -> None:
+    """Given it all the same, it raises."""
+    engine = start(with_states(v.MambaCacheMode.ALIGN), num_tokens=0)
+    offer = v.KVOffer("A", 4, is_async=is_async)
+    assert "#43508" in find_decline(engine, offer)
+    assert not find_decline(engine, v.KVOffer("A", 0, delays_free=True))
+    assert not find_decline(start(with_states(v.MambaCacheMode.ALL), num_tokens=0), offer)
+    engine.apply(offer)
+    with pytest.raises(AssertionError, match="not verified"):
+        engine.apply(v.Schedule())

@@ -188,7 +188,7 @@ def test_an_encoder_is_refused_and_not_passed_over() -> None:
 
 
 def test_a_log_of_blocks_is_refused_and_not_left_empty() -> None:
-    with pytest.raises(ConfigError, match=r"enable_kv_cache_events = True: .* engine has no KV events"):
+    with pytest.raises(ConfigError, match=r"enable_kv_cache_events = True: .* has no KV events"):
         CompiledEngine(Config(num_blocks=2, enable_kv_cache_events=True))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from groups_support import full, window
+from groups_support import ALIGN, ALL, full, recurrent, window
 
 from blockstep.spec.vocabulary import (
     Abort,
@@ -20,6 +20,7 @@ from blockstep.spec.vocabulary import (
     KVLoadFailurePolicy,
     KVOffer,
     KVTransfers,
+    MambaCacheMode,
     OutputRow,
     Outputs,
     Plan,
@@ -30,6 +31,7 @@ from blockstep.spec.vocabulary import (
     Reset,
     ResetDone,
     RowTokens,
+    SpecMethod,
     Status,
     StreamingUpdate,
     Submit,
@@ -865,3 +867,55 @@ def test_what_is_sampled_behind_a_stop_of_a_session_is_held_to_no_grammar(
     first, second = s.plan(), s.plan()
     assert [row.new_token_ids for row in s.commit(first, a=(5,)).rows] == [(5,)]
     assert s.commit(second, a=(6,)) == Outputs()
+
+
+# Beside recurrent groups.
+
+
+@pytest.mark.parametrize("mode", [ALIGN, ALL])
+def test_a_state_is_loaded_at_the_end_of_an_offer(
+    session: OpenSession, mode: MambaCacheMode
+) -> None:
+    s = open_with_store(session, groups=(full(2), recurrent(2, mode)))
+    bring(s, "a", 8, 7, is_async=True)
+    (load,) = s.plan().kv_loads
+    assert load.num_external_tokens == 7
+    assert list(map(bool, load.block_ids[1])) == [False, False, False, True]
+
+
+@pytest.mark.parametrize("num_offered", [8, 99])
+def test_a_state_behind_the_last_token_is_of_no_use(session: OpenSession, num_offered: int) -> None:
+    s = open_with_store(session, groups=(full(2), recurrent(2)))
+    bring(s, "a", 8, num_offered)
+    plan = s.plan()
+    assert plan.kv_loads == ()
+    assert plan.new[0].num_computed_tokens == 0
+
+
+def test_a_chunk_behind_a_load_has_a_block_beside_that_of_the_loaded_state(
+    session: OpenSession,
+) -> None:
+    s = open_with_store(session, num_blocks=3, groups=(recurrent(2),))
+    bring(s, "a", 6, 2)
+    (row,) = s.plan().new
+    assert row.block_ids == ((1, 0, 2),)
+    assert s.state().free_queue == ()
+
+
+def test_spare_blocks_of_states_stand_behind_what_is_loaded(session: OpenSession) -> None:
+    s = open_with_store(
+        session, groups=(full(2), recurrent(2, ALIGN, 1)), spec_method=SpecMethod.NGRAM,
+        num_speculative_tokens=1,
+    )  # fmt: skip
+    bring(s, "a", 8, 5, is_async=True)
+    s.plan()
+    assert s.request("a").block_tables == ((1, 2, 3), (0, 0, 4, 5))
+
+
+def test_blocks_that_a_store_writes_later_are_not_zeroed(session: OpenSession) -> None:
+    s = open_with_store(session, groups=(full(2), recurrent(2)))
+    bring(s, "a", 8, 7, is_async=True)
+    assert s.plan().new_block_ids_to_zero == ()
+    bring(s, "b", 4, 2)
+    plan = s.plan()
+    assert plan.new_block_ids_to_zero == plan.new[0].block_ids[0]

@@ -116,6 +116,28 @@ def test_withdrawn_blocks_are_zeroed(quirk: bool) -> None:
     assert len(plan.new_block_ids_to_zero) == 1 + quirk
 
 
+@pytest.mark.parametrize(("quirk", "expected"), [(False, ()), (True, (1, 2))])
+def test_blocks_of_loads_are_zeroed(quirk: bool, expected: tuple[int, ...]) -> None:
+    """Upstream #48481: of a load that comes later, by the plan that begins it."""
+    config = Config(9, 2, max_model_len=8, kv_connector=True, groups=(full(2), recurrent(2)))
+    oracle = oracle_of(config, *([Quirk.BLOCKS_OF_LOADS_ARE_ZEROED] if quirk else []))
+    oracle.submit(Request("A", (1, 2, 3, 4, 5)))
+    oracle.offer_kv("A", 4, is_async=True)
+    assert oracle.schedule().new_block_ids_to_zero == expected
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_load_behind_a_fresh_state_waits_as_well(is_async: bool) -> None:
+    """Though the state of the hit is of no use to it: another one is loaded."""
+    config = Config(20, 2, max_model_len=16, kv_connector=True, groups=(full(2), recurrent(2)))
+    for quirks in ((), (Quirk.FRESH_STATES_ARE_WAITED_FOR,)):
+        oracle = oracle_of(config, *quirks)
+        oracle.submit(Request("A", (1, 2)))
+        oracle.submit(Request("B", (1, 2, 3, 4, 5)))
+        oracle.offer_kv("B", 4, is_async=is_async)
+        assert len(oracle.schedule().kv_loads) == 1 - len(quirks)
+
+
 def run_prompt(oracle: Oracle, name: str, prompt: tuple[int, ...]) -> list[int]:
     """Tokens of each row until the first output."""
     oracle.submit(Request(name, prompt, max_tokens=1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from groups_support import ALL, full, recurrent
 
 from blockstep.spec import Config, Oracle, Plan, Request
 from blockstep.spec.profiles import Profile, Quirk
@@ -433,3 +434,28 @@ def test_who_went_back_to_nothing_has_no_rejected_draft_to_take_back() -> None:
     answer(oracle, first, 1)
     answer(oracle, second)
     assert oracle.state.requests["A"].num_computed_tokens == 0
+
+
+@both
+def test_the_last_token_is_not_loaded_beside_states(quirk: bool) -> None:
+    config = replace(CONFIG, groups=(full(2), recurrent(2)))
+    oracle = create(config, *[Quirk.LAST_TOKEN_IS_LOADED] * quirk)
+    oracle.submit(Request("A", (1, 2, 3, 4)))
+    oracle.offer_kv("A", 4, is_async=True)
+    assert not oracle.schedule().kv_loads
+
+
+def test_a_return_tells_what_is_cached_though_states_have_blocks_for_drafts() -> None:
+    """Those stand behind what was loaded, of which nothing has failed."""
+    config = replace(
+        CONFIG, num_blocks=10, groups=(recurrent(2, ALL, 1), full(2)),
+        scheduler_reserve_full_isl=False,
+    )  # fmt: skip
+    oracle = create(config, Quirk.RETURNED_THOUGH_REFUSED)
+    park(oracle, Request("A", tuple(range(7)), max_tokens=1), 2)
+    oracle.submit(Request("B", (9, 9, 9), max_tokens=3))
+    answer(oracle, oracle.schedule())
+    oracle.report(finished_recving=["A"])
+    oracle.schedule()
+    assert oracle.state.requests["A"].status is not Status.RUNNING
+    assert oracle.state.requests["A"].num_cached_tokens == 2

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from groups_support import full, window
+from groups_support import ALIGN, ALL, NONE, full, recurrent, window
 
-from blockstep.spec import Config, Oracle, Outputs, Policy, RejectedEvent, Request
+from blockstep.spec import Config, Oracle, Outputs, Policy, RejectedEvent, Request, SpecMethod
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.vocabulary import (
     FinishReason,
-    GroupKind,
     HeldBlocks,
-    KVGroup,
     KVLoad,
     KVLoadFailurePolicy,
     KVTransfers,
@@ -416,9 +415,137 @@ def test_no_group_counts_on_what_another_lacks() -> None:
     assert oracle.state.requests["A"].num_computed_tokens == 4
 
 
-def test_a_store_has_tokens_kv_and_none_of_states() -> None:
-    states = KVGroup(GroupKind.RECURRENT, 2, mamba_cache_mode=MambaCacheMode.ALIGN)
-    groups = (full(2), states)
-    (problem,) = config_problems(Config(9, 2, kv_connector=True, groups=groups))
-    assert problem.field == "kv_connector"
-    assert config_problems(Config(9, 2, kv_connector=True, groups=(full(2), window(2, 3)))) == ()
+# Beside recurrent groups.
+
+
+@pytest.mark.parametrize("mode", [ALIGN, ALL])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_offer_is_loaded_up_to_its_end_where_the_states_are(
+    mode: MambaCacheMode, is_async: bool
+) -> None:
+    oracle = build(groups=(full(2), recurrent(2, mode)), max_model_len=32)
+    submit(oracle, "A", 8)
+    oracle.offer_kv("A", 7, is_async=is_async)
+    (load,) = oracle.schedule().kv_loads
+    assert (load.num_external_tokens, load.is_async) == (7, is_async)
+    assert load.block_ids == ((1, 2, 3, 4), (0, 0, 0, 5))
+
+
+@pytest.mark.parametrize("num_offered", [8, 100])
+def test_an_offer_behind_the_last_but_one_token_has_no_state_to_go_on_from(
+    num_offered: int,
+) -> None:
+    oracle = build(groups=(full(2), recurrent(2)), max_model_len=32)
+    submit(oracle, "A", 8)
+    oracle.offer_kv("A", num_offered)
+    plan = oracle.schedule()
+    assert plan.kv_loads == ()
+    assert [row.num_computed_tokens for row in plan.new] == [0]
+    whole = build(groups=(full(2), full(2)))
+    submit(whole, "A", 8)
+    whole.offer_kv("A", num_offered)
+    assert whole.schedule().kv_loads[0].num_external_tokens == 7
+
+
+def test_an_offer_of_what_was_the_last_token_is_loaded_once_another_is_known() -> None:
+    oracle = build(
+        groups=(full(2), recurrent(8, NONE)), max_model_len=8, enable_prefix_caching=False
+    )
+    submit(oracle, "A", 3, max_tokens=4)
+    oracle.offer_kv("A", 3)
+    plan, _ = step(oracle)
+    assert plan.kv_loads == ()
+    assert oracle.reset(reset_running_requests=True)
+    (load,) = oracle.schedule().kv_loads
+    assert load.num_external_tokens == 3
+
+
+def test_one_state_is_loaded_where_none_is_cached() -> None:
+    oracle = build(
+        groups=(full(2), recurrent(16, NONE)), enable_prefix_caching=False, num_blocks=12
+    )
+    park(oracle, "A", 8, 7)
+    assert oracle.state.requests["A"].block_tables == ((1, 2, 3, 4), (5,))
+    oracle.report(["A"])
+    (row,) = oracle.schedule().new
+    assert (row.num_computed_tokens, row.num_scheduled_tokens) == (7, 1)
+
+
+def test_a_state_that_is_loaded_has_a_block_beside_that_of_the_chunk() -> None:
+    """Upstream counts one block where it takes two (#46892)."""
+    fields: dict[str, Any] = {"groups": (recurrent(2),), "scheduler_reserve_full_isl": False}
+    oracle = build(num_blocks=3, max_model_len=16, **fields)
+    submit(oracle, "A", 6)
+    oracle.offer_kv("A", 2)
+    (row,) = oracle.schedule().new
+    assert (row.block_ids, oracle.num_free_blocks) == (((1, 0, 2),), 0)
+    short = build(num_blocks=4, max_model_len=16, **fields)
+    submit(short, "B", 1, max_tokens=2)
+    submit(short, "C", 1, max_tokens=2)
+    submit(short, "A", 6)
+    short.offer_kv("A", 2)
+    assert [row.request_id for row in short.schedule().new] == ["B", "C"]
+
+
+def test_states_of_drafts_stand_behind_the_one_that_is_loaded() -> None:
+    oracle = build(
+        groups=(full(4), recurrent(4, ALIGN, 1)), block_size=4, spec_method=SpecMethod.NGRAM,
+        num_speculative_tokens=1, max_model_len=32,
+    )  # fmt: skip
+    park(oracle, "A", 9, 5)
+    assert oracle.state.requests["A"].block_tables == ((1, 2), (0, 3, 4))
+    oracle.report(["A"])
+    (row,) = oracle.schedule().new
+    assert row.block_ids == ((1, 2), (0, 3, 4))
+    assert (row.num_computed_tokens, row.num_scheduled_tokens) == (5, 3)
+
+
+def test_a_loaded_state_is_found_once_it_has_come_if_it_ends_a_block() -> None:
+    oracle = build(groups=(full(2), recurrent(2)), num_blocks=40, max_model_len=32)
+    park(oracle, "A", 8, 4)
+    submit(oracle, "B", 5)
+    plan, _ = step(oracle)
+    assert [(row.request_id, row.num_computed_tokens) for row in plan.new] == [("B", 0)]
+    oracle.abort("B")
+    assert oracle.reset() is False
+    oracle.report(["A"])
+    submit(oracle, "C", 5)
+    plan, _ = step(oracle)
+    assert [(row.request_id, row.num_computed_tokens) for row in plan.new] == [("A", 4), ("C", 4)]
+
+
+def test_nothing_is_left_of_a_failed_load_beside_states() -> None:
+    oracle = build(groups=(full(2), recurrent(2)), max_model_len=32, **RECOMPUTE)
+    park(oracle, "A", 8, 7)
+    last = oracle.state.requests["A"].block_tables[0][-1]
+    oracle.report(["A"], invalid_block_ids=[last])
+    assert oracle.state.requests["A"].num_computed_tokens == 0
+
+
+def test_blocks_of_a_later_load_are_not_zeroed() -> None:
+    oracle = build(groups=(full(2), recurrent(2)), max_model_len=32)
+    plan = park(oracle, "A", 8, 7)
+    assert plan.new_block_ids_to_zero == ()
+    now = build(groups=(full(2), recurrent(2)), max_model_len=32)
+    submit(now, "A", 8)
+    now.offer_kv("A", 6)
+    assert now.schedule().new_block_ids_to_zero == (1, 2, 3, 4)
+
+
+def test_a_request_that_ends_holds_its_state_until_the_store_has_read_it() -> None:
+    oracle = build(groups=(full(2), recurrent(2)), max_model_len=32)
+    submit(oracle, "A", 4, max_tokens=1)
+    oracle.offer_kv("A", 0, delays_free=True)
+    step(oracle)
+    (held,) = moving(oracle).held
+    assert held.block_tables[1][-1] != 0
+    assert held.is_sending
+    oracle.report(finished_sending=["A"])
+    assert oracle.num_free_blocks == 11
+
+
+def test_victims_with_states_are_not_saved() -> None:
+    config = Config(9, 2, kv_connector=True, groups=(full(2), recurrent(2)))
+    assert config_problems(config) == ()
+    (problem,) = config_problems(replace(config, swap_min_tokens=2))
+    assert problem.field == "swap_min_tokens"

@@ -133,6 +133,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.FRESH_STATES_ARE_WAITED_FOR,
                 Quirk.ONLY_FULL_ATTENTION_IS_ZEROED,
                 Quirk.WITHDRAWN_BLOCKS_ARE_ZEROED,
+                Quirk.BLOCKS_OF_LOADS_ARE_ZEROED,
                 Quirk.PLACES_OF_ITEMS_ARE_ONE,
                 Quirk.ASKING_EVICTS_AND_HOLDS,
                 Quirk.ITEMS_HELD_WITHOUT_A_ROW,
@@ -199,7 +200,13 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
     (
         "0.27.0",
         frozenset({Quirk.FRAMES_HOLD_THE_PREEMPTED, Quirk.RESET_DROPS_TOKENS}),
-        frozenset({Quirk.RESUMED_BEFORE_ITS_TOKEN, Quirk.UNCACHED_BLOCKS_FIRST}),
+        frozenset(
+            {
+                Quirk.RESUMED_BEFORE_ITS_TOKEN,
+                Quirk.UNCACHED_BLOCKS_FIRST,
+                Quirk.BLOCKS_OF_LOADS_ARE_ZEROED,
+            }
+        ),
     ),
     (
         "0.28.0",

@@ -117,7 +117,9 @@ class Rules:
     is_zeroed: Callable[[KVGroup], bool]
     """Whether the group's new blocks are zeroed in a pool with recurrent groups."""
     zeroes_withdrawn: bool = False
-    """Whether blocks of withdrawn rows are zeroed."""
+    """Whether blocks are zeroed of rows that the step took back."""
+    zeroes_loads: bool = False
+    """Whether blocks are zeroed by the plan that has them loaded at any later time."""
 
     # order
     get_victim_rank: Callable[[RequestState], tuple[int | str, ...]]

@@ -171,7 +171,8 @@ def kv_offer(view: View, draw: Draw) -> Action:
         return draw_kept(client.transfers.saved, draw)
     name = draw.choice(names or ["nobody"])
     request = client.live.get(name, v.Request(name, (0,)))
-    return draw_offer(name, len(request.prompt_token_ids), view.swarm.token_seed // 7, draw)
+    seed, has_states = view.swarm.token_seed // 7, view.swarm.config.has_states
+    return draw_offer(name, len(request.prompt_token_ids), seed, draw, has_states)
 
 
 def report(view: View, draw: Draw) -> Action:

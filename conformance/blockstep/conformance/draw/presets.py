@@ -292,8 +292,10 @@ def _goes_with(feature: Feature, config: Config, wish: Wish, *, has_policy: bool
         return False
     if feature is TRANSFERS and PINS.name in wish.always:
         return False
+    keeps_kinds = feature is MASKS and STATES.name in wish.always
     if feature in (TRANSFERS, FORKS, TIERS, MASKS) and KINDS.name in wish.always:
-        return feature.name in wish.always  # they leave groups of some kinds out
+        # They leave groups of some kinds out.
+        return keeps_kinds or feature.name in wish.always
     if feature.name in wish.always:
         return True
     if feature is ADAPTERS:
@@ -311,7 +313,7 @@ def _goes_with(feature: Feature, config: Config, wish: Wish, *, has_policy: bool
 def _may_have_store(config: Config, wish: Wish, takes: Callable[[Feature], bool]) -> bool:
     """Whether there is no store, and one goes with all that was drawn."""
     has_other = config.kv_connector or config.has_pins or config.enable_forks
-    if has_other or STATES.name in wish.always:
+    if has_other:
         return False
     return TRANSFERS.name not in wish.never and takes(TRANSFERS)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from blockstep.conformance.draw.decisions import Draw
-from blockstep.conformance.draw.groups import leave_states_out, make_full
+from blockstep.conformance.draw.groups import make_full
 from blockstep.conformance.protocol.features import settle_states
 from blockstep.conformance.protocol.program import NO_REPORT, Report
 from blockstep.conformance.protocol.transfers import Transfers
@@ -17,27 +17,33 @@ from blockstep.spec import vocabulary as v
 
 
 def draw_store(config: v.Config, draw: Draw, keeps_kinds: bool = False) -> v.Config:
-    """The config with a store beside the pool: it has the KV of tokens, and nothing else.
+    """Return the config with a KV store.
 
     Something is left of a load that fails where every group holds all tokens, and nowhere else: of
     configs with groups many are such, unless the kinds of groups were asked for (`keeps_kinds`).
     """
     if config.is_encoder_decoder:
         config = settle_states(replace(config, is_encoder_decoder=False))
-    config = leave_states_out(config)
     if len(config.groups) > 1 and not keeps_kinds and draw.chance(50):
         config = make_full(config)
     policy = draw.choice(tuple(v.KVLoadFailurePolicy))
     return replace(config, kv_connector=True, kv_load_failure_policy=policy)
 
 
-def draw_offer(name: v.RequestId, num_prompt: int, seed: int, draw: Draw) -> v.KVOffer:
+def draw_offer(
+    name: v.RequestId, num_prompt: int, seed: int, draw: Draw, has_states: bool = False
+) -> v.KVOffer:
     """Nothing, part of a prompt, all of it or more, or that it is not known yet.
 
-    Of some stores, so a seed says, most comes later, of others most comes at once.
+    Of some stores, so a seed says, most comes later, of others most comes at once. With states
+    (`has_states`) most offers of all end before the last token of the prompt, so that they are of
+    use.
     """
     few = (0, None, 1, draw.integer(1, num_prompt), draw.integer(1, num_prompt))
-    num_tokens = draw.choice((*few, num_prompt, num_prompt, 10**6, 10**6))
+    whole = (num_prompt, num_prompt, 10**6, 10**6)
+    if has_states:
+        whole = (num_prompt - 1, num_prompt - 1, num_prompt, 10**6)
+    num_tokens = draw.choice((*few, *whole))
     is_async = draw.chance((90, 60, 25)[seed % 3])
     return v.KVOffer(name, num_tokens, is_async=is_async, delays_free=draw.chance(35))
 

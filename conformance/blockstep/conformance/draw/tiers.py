@@ -12,15 +12,17 @@ from blockstep.spec import vocabulary as v
 def draw_tiers(config: v.Config, draw: Draw) -> v.Config:
     """The config with victims that are saved, if there is a store, and with thresholds or none.
 
+    Victims with states are not saved.
     Pools that are short show more of both: a chunk is admitted for which the rest may lack.
     """
-    least = 0 if config.kv_connector else 1
+    saves = config.kv_connector and not config.has_states
+    least = 0 if saves else 1
     high = draw.integer(least, min(config.num_usable_blocks, 6))
     size = max(config.block_sizes)
     return replace(
         config,
         scheduler_reserve_full_isl=config.scheduler_reserve_full_isl and draw.chance(25),
-        swap_min_tokens=draw.choice((1, 1, size, size + 1)) if config.kv_connector else 0,
+        swap_min_tokens=draw.choice((1, 1, size, size + 1)) if saves else 0,
         admission_low_blocks=draw.integer(0, high),
         admission_high_blocks=high,
     )

@@ -55,7 +55,7 @@ _PAGES = (pool, admission, preemption, drafts, promises, plan, identity, listing
 
 _BROUGHT = (brought.ADAPTERS, grammars.PAGE, brought.SESSIONS, encoder.PAGE)
 _TELLING = (telling.PAGE, telling.SKIPPING)
-_TRANSFERS = (transfers.PAGE, transfers.GROUPS)
+_TRANSFERS = (transfers.PAGE, transfers.GROUPS, transfers.STATES)
 EXHIBITS: Mapping[str, Exhibit] = collect(
     (
         *(page.PAGE for page in _PAGES),

@@ -15,6 +15,7 @@ from blockstep.spec.vocabulary import Status
 
 PAGE = Page(takes="transfers")
 GROUPS = Page(takes_groups=True, takes="transfers")
+STATES = Page(takes_groups=True, takes_states=True, takes="transfers")
 PART = "transfers_type"
 _PARKED = Status.WAITING_FOR_REMOTE_KVS
 
@@ -446,3 +447,34 @@ class LastGroupCounts(Defect):
             valid = super()._find_valid(block_tables, firsts, invalid & set(table))
             found = found if valid is None else valid
         return found
+
+
+# Loads of states.
+
+
+@STATES.exhibit(
+    "a state is loaded that includes the last token, which then runs once more",
+    "#37310, #51094",
+    "P3 P19 P5",
+    part=PART,
+)
+class LoadedStateRunsTwice(Defect):
+    """The store's state includes all tokens; all but the last count as loaded."""
+
+    def find_load(self, request: Any, num_hit: int, num_known: int) -> Any:
+        self.has_states = False
+        return super().find_load(request, num_hit, num_known)
+
+
+@STATES.exhibit("a plan has blocks zeroed that a store writes meanwhile", "#48481", "P17")
+class ZeroedWhileLoaded(Defect):
+    """The worker may zero a block after the store has written it."""
+
+    def _try_park(
+        self, groups: Any, transfers: Any, slot: int, hits: Any, num_external: int, step: Any
+    ) -> bool:
+        is_parked: bool = super()._try_park(groups, transfers, slot, hits, num_external, step)
+        if is_parked:
+            pairs = zip(self.table.holdings[slot], hits.tables, strict=True)
+            step.taken.append(tuple([tuple(held.blocks[len(hit) :]) for held, hit in pairs]))
+        return is_parked

@@ -166,7 +166,7 @@ def settle_states(config: v.Config) -> v.Config:
     drafts, cross attention without an encoder-decoder model, swap-out without a store, and pins
     without prefix caching.
     """
-    if not config.kv_connector and config.swap_min_tokens:
+    if config.swap_min_tokens and (not config.kv_connector or config.has_states):
         config = replace(config, swap_min_tokens=0)
     if not config.enable_prefix_caching and config.policy is v.Policy.CONTINUUM:
         config = replace(config, policy=v.Policy.FCFS)
@@ -347,11 +347,14 @@ CHUNKS = GroupsOfKind(
     part_of="kinds",
     kind=v.GroupKind.CHUNKED_LOCAL,
 )
+OF_SAVES = (*("tiers_victim_", "tiers_several_saved", "tiers_too_little_to_save", "tiers_saved_"),)
+"""Likewise those of what a store is given of victims."""
 STATES = GroupsOfKind(
     "states",
     "KV groups of recurrent layers, which keep states instead of tokens",
     config={"groups": ()},
     situations=("groups_state_left", "groups_hit_of_a_state"),
+    hides=OF_SAVES,  # no victim with states is saved
     properties=("P5", "P8"),
     part_of="kinds",
     kind=v.GroupKind.RECURRENT,
@@ -364,8 +367,6 @@ OF_STALE = (
     *("pipeline_preempted_in_flight", "pipeline_token_after_preemption"),
 )
 """Likewise those of who is preempted for want of blocks while a frame would sample for it."""
-OF_SAVES = (*("tiers_victim_", "tiers_several_saved", "tiers_too_little_to_save", "tiers_saved_"),)
-"""Likewise those of what a store is given of victims."""
 ENCODER = Feature(
     "encoder",
     "items are encoded, within a budget per step, into a cache of limited size",
@@ -408,8 +409,7 @@ TRANSFERS = Feature(
     },
     actions=(v.KVOffer, v.TransfersReported, Report),
     situations=("transfers_", *OF_SAVES),
-    hides=(  # a store has no states, no encoder-decoder model, no pins, no branches
-        *("groups_state_left", "groups_hit_of_a_state"),
+    hides=(  # a store has no encoder-decoder model, no pins, no branches
         *("encoder_beside_", "encoder_across_", "pins_", *OF_FORKS),
         *OF_STALE,  # beside it nobody is preempted whose blocks a frame in flight names
     ),
@@ -506,6 +506,8 @@ NEEDS_ANY: Mapping[str, frozenset[str]] = {
     "tiers_saved_behind_a_window": frozenset({GROUPS.name}),
     "transfers_deferred_by_a_window": frozenset({GROUPS.name}),
     "transfers_deferred_by_a_reset": frozenset({RESET.name}),
+    "transfers_state_loaded": frozenset({STATES.name}),
+    "transfers_state_out_of_reach": frozenset({STATES.name}),
     "transfers_preempted_unsettled": frozenset({RESET.name}),
     "sessions_back_under_a_grammar": frozenset({MASKS.name}),
     **{f"encoder_across_{what}": frozenset({GROUPS.name}) for what in _ACROSS},

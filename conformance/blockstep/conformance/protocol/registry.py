@@ -1,9 +1,8 @@
 """Registry of the engines, by name.
 
 The name of an engine is a known name, an entry point `blockstep.engines` of an installed package,
-`module:attribute`, or `cmd:` and a command that speaks lines of JSON (`engines.process`). `@` and an
-equivalence may follow, for an engine whose traits set none:
-`mypkg.adapter:make@plan`.
+`module:attribute`, or `cmd:` and a command that speaks lines of JSON (`engines.process`). `@` and
+an equivalence may follow, for an engine whose traits set none: `mypkg.adapter:make@plan`.
 """
 
 from __future__ import annotations
@@ -195,7 +194,7 @@ def load_engine(name: str, profile: Profile = STRICT) -> EngineFactory:
     else:
         is_planted = plain.startswith(MUSEUM)
         make_engine = _load_exhibit(plain) if is_planted else _load_target(plain, target)
-    if make_engine is SpecEngine and profile is not STRICT:  # with the profile that it is compared with
+    if make_engine is SpecEngine and profile is not STRICT:  # that it is compared with
         make_engine = partial(SpecEngine, profile=profile)
     return hold(make_engine, name, equivalence) if equivalence else make_engine
 

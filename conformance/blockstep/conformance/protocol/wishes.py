@@ -29,7 +29,6 @@ APART = (
     (FORKS, TRANSFERS, "branches share blocks, but no loads"),
     (FORKS, ENCODER, "branches share no items"),
     (FORKS, STATES, "a state is written over, so that branches cannot share it"),
-    (STATES, TRANSFERS, "a store has the KV of tokens, and no states"),
 )
 """Pairs of features that no run has both of, with the reason."""
 

@@ -195,6 +195,7 @@ RARE_UNLESS_WANTED = {
     *("transfers_parked_behind_a_hit", "transfers_returned_behind_a_head"),
     *("transfers_asked_anew", "transfers_preempted_unsettled", "transfers_held_twice"),
     *("transfers_deferred_by_a_reset", "transfers_deferred_by_a_window"),
+    *("transfers_state_loaded", "transfers_state_out_of_reach"),
     "transfers_waits_for_an_answer",
     *("transfers_failed_at_a_later_block", "transfers_read_by_its_end"),
     "sessions_back_under_a_grammar",

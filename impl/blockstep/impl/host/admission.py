@@ -158,7 +158,8 @@ class WaitingPhase(Promises, Encodings, Loading, Copies):
         num_scheduled = self._align_chunk(groups, slot, start, num_scheduled)
         if num_scheduled <= 0:
             return False
-        extent = Extent(start + num_scheduled, start + num_scheduled)  # there is no lookahead yet
+        end = start + num_scheduled
+        extent = Extent(end, end, start if num_external else 0)  # there is no lookahead yet
         if not self._fits(groups, slot, hits, extent):
             return False
         queue.remove(slot)

@@ -29,6 +29,8 @@ class Extent(NamedTuple):
     """The computed tokens after the step."""
     num_slots: int
     """The same with the lookahead."""
+    num_loaded: int = 0
+    """Tokens up to which a store loads, hits included; 0 if it loads nothing."""
 
 
 class Group:

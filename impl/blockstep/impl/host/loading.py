@@ -57,10 +57,11 @@ class Loading(Core):
     ) -> bool:
         """Hold the hits and take the blocks to load into; the request stays in its queue."""
         table, start = self.table, hits.num_tokens + num_external
-        if not self._fits(groups, slot, hits, Extent(start, start)):
+        extent = Extent(start, start, start)
+        if not self._fits(groups, slot, hits, extent):
             return False
         groups.adopt(table.holdings[slot], hits)
-        groups.take(table.holdings[slot], Extent(start, start))
+        groups.take(table.holdings[slot], extent)
         self._count_hits(slot, hits.num_tokens, num_external)
         table.num_computed[slot] = start
         transfers.park(table.requests[slot].request_id, table.statuses[slot])

@@ -40,13 +40,23 @@ class AlignedGroup(StateGroup):
     blocks follow the state; they are written in turn, or move on.
 
         one spare block    7 3    ->    7 3 4    ->    0 3 0 4 5    the last but one is the state
+
+    The first step behind a load reads the state that was loaded, so that has a block as well.
+
+        two blocks loaded, and a chunk of two more       0 7 0 4 5
     """
 
     def count_missing(self, holding: Holding, extent: Extent) -> int:
         """See `Group`. There is no lookahead: a token that has not run has no state."""
         if not holding.has_spare:
-            return 1 + self.num_spare
+            return 1 + self.num_spare + self._has_loaded_apart(extent)
         return int(self.count_blocks(extent.num_tokens) > len(holding.blocks))
+
+    def _has_loaded_apart(self, extent: Extent) -> bool:
+        """Whether a state is loaded into another block than the one that the chunk writes."""
+        if not extent.num_loaded:
+            return False
+        return self.count_blocks(extent.num_loaded) < self.count_blocks(extent.num_tokens)
 
     def extend(self, holding: Holding, extent: Extent, pool: BlockPool) -> tuple[BlockId, ...]:
         """See `Group`."""
@@ -56,13 +66,16 @@ class AlignedGroup(StateGroup):
         blocks, before = holding.blocks, len(holding.blocks)
         end = self.count_blocks(extent.num_tokens)
         state = end - 1 - self.num_spare
+        taken = pool.take(missing)
         first_spare = before - self.num_spare if holding.has_spare else before
+        if not holding.has_spare and self._has_loaded_apart(extent):
+            blocks.append(taken.pop(0))
         holding.has_spare = True
-        blocks += [NULL_BLOCK] * (state - before)
+        blocks += [NULL_BLOCK] * (state - len(blocks))
         for index in range(first_spare, min(before, state)):
             blocks.append(blocks[index])
             blocks[index] = NULL_BLOCK
-        blocks += pool.take(missing)
+        blocks += taken
         assert len(blocks) == end, "a state and its spare blocks end the table"
         return tuple(blocks[before:])
 

@@ -25,9 +25,13 @@ from blockstep.spec.vocabulary import (
 
 
 class Transfers:
-    """The transfers between the pool and a store (P17 to P19)."""
+    """What is under way between the pool and a store (P17 to P19).
 
-    def __init__(self) -> None:
+    `has_states`: whether some groups have states, of which the store has one for each offer.
+    """
+
+    def __init__(self, has_states: bool = False) -> None:
+        self.has_states = has_states
         self.offers: dict[RequestId, KVOffer] = {}
         """The offers for unfinished requests; without one, the store neither loads nor stores KV.
         """
@@ -68,10 +72,13 @@ class Transfers:
         """Return the tokens loaded after a local hit, and whether the load takes longer than the
         step.
 
-        The last known token is always computed, as the next token is sampled from it.
+        The last known token is computed in any case: what is sampled is sampled behind it. A state
+        is behind the last token of an offer, so with states what is longer is of no use (P3).
         """
         offer = self._find_offer(request)
         if offer is None or offer.num_tokens is None:
+            return 0, False
+        if self.has_states and offer.num_tokens >= num_known:
             return 0, False
         num_tokens = min(offer.num_tokens, num_known - 1) - num_hit
         return (num_tokens, offer.is_async) if num_tokens > 0 else (0, False)

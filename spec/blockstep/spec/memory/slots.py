@@ -142,16 +142,23 @@ def is_servable(config: Config, request: Request) -> bool:
 
 
 def compute_num_taken(
-    group: KVGroup, num_tokens: int, num_slots: int, num_held: int, num_hit: int
+    group: KVGroup,
+    num_tokens: int,
+    num_slots: int,
+    num_held: int,
+    num_hit: int,
+    is_loaded: bool = False,
 ) -> int:
     """Return the blocks that one group takes from the queue for a step that ends at `num_tokens`.
+
+    `is_loaded`: a store loads tokens behind the hit.
 
     Source: vLLM 0.19.1 `allocate_new_blocks` of each kind; P8.
     """
     if group.kind is not GroupKind.RECURRENT:
         return compute_num_new_blocks(num_slots, group.block_size, num_held + num_hit)
     num_blocks = compute_num_state_blocks(group, num_tokens, num_slots)
-    return compute_num_new_states(group, num_blocks, num_held, num_hit)
+    return compute_num_new_states(group, num_blocks, num_held, num_hit, is_loaded)
 
 
 def count_free_hits(pool: Pool, hit: tuple[BlockId, ...]) -> int:
@@ -234,10 +241,12 @@ def allocate_slots(
     num_slots = compute_num_slots(num_computed, num_new, num_lookahead, config.max_model_len)
     hit_tables = hit.block_tables or ((),) * len(request.holdings)
     groups = [*zip(config.kv_groups, request.holdings, hit_tables, strict=True)]
-    num_needed, nums_new = 0, []
+    num_needed, nums_new, is_loaded = 0, [], hit.num_external > 0
     for group, holding, found in groups:
         num_held, num_owned = len(holding.block_table), get_num_slots_of(group, num_slots, asked)
-        nums_new.append(compute_num_taken(group, num_tokens, num_owned, num_held, len(found)))
+        nums_new.append(
+            compute_num_taken(group, num_tokens, num_owned, num_held, len(found), is_loaded)
+        )
         num_needed += nums_new[-1] + count_free_hits(pool, found)
         if config.enable_forks:
             num_needed += compute_num_copies(pool, group, holding, num_computed)
@@ -258,7 +267,7 @@ def allocate_slots(
         new_blocks = taken + new_blocks
         num_blocks = compute_num_state_blocks(group, num_tokens, num_slots)
         table, is_begun = holding.block_table + found, bool(holding.block_table)
-        table = get_extended_states(group, table, is_begun, num_blocks, new_blocks)
+        table = get_extended_states(group, table, is_begun, num_blocks, new_blocks, is_loaded)
         num_settled = len(found)
         if hit.num_external:
             num_settled = hit.num_local // group.block_size

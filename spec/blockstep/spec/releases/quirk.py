@@ -63,6 +63,7 @@ class Quirk(StrEnum):
     FRESH_STATES_ARE_WAITED_FOR = "fresh_states_are_waited_for"
     ONLY_FULL_ATTENTION_IS_ZEROED = "only_full_attention_is_zeroed"
     WITHDRAWN_BLOCKS_ARE_ZEROED = "withdrawn_blocks_are_zeroed"
+    BLOCKS_OF_LOADS_ARE_ZEROED = "blocks_of_loads_are_zeroed"
     ADAPTERS_OF_ROWS_ONLY = "adapters_of_rows_only"
     PLACES_OF_ITEMS_ARE_ONE = "places_of_items_are_one"
     ASKING_EVICTS_AND_HOLDS = "asking_evicts_and_holds"

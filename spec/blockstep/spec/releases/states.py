@@ -111,6 +111,14 @@ def withdrawn_blocks_are_zeroed(rules: Rules, _config: Config) -> Rules:
     return replace(rules, zeroes_withdrawn=True)
 
 
+def blocks_of_loads_are_zeroed(rules: Rules, _config: Config) -> Rules:
+    """The plan that has the store load blocks at a later time also has them zeroed.
+
+    Source: vLLM 0.19.1 `allocate_new_computed_blocks`, which records them for zeroing.
+    """
+    return replace(rules, zeroes_loads=True)
+
+
 def states_come_before_items(rules: Rules, _config: Config) -> Rules:
     """A chunk is cut first for states, then at any token before an item that does not fit."""
     return replace(rules, aligns_before_items=True)
@@ -154,6 +162,16 @@ STORIES = (
         "0.19.1",
         "PRIORITY, full attention and a recurrent group; a request takes a block and is then "
         "preempted in the same step: the block is named twice",
+    ),
+    QuirkStory(
+        Quirk.BLOCKS_OF_LOADS_ARE_ZEROED,
+        blocks_of_loads_are_zeroed,
+        "the plan that has the store load blocks at a later time also has them zeroed",
+        ("P17",),
+        "#48481 (merged; fixed by 0.27.0)",
+        "0.19.1",
+        "full attention and a recurrent group; a store loads a prompt later: its blocks are zeroed "
+        "behind the steps in flight, maybe once they are loaded",
     ),
     QuirkStory(
         Quirk.CHUNKS_END_AT_CHECKPOINTS,

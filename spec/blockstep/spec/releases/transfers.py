@@ -36,8 +36,14 @@ def skipped_reading_counts_as_asked(rules: Rules, _config: Config) -> Rules:
     return replace(rules, counts_who_skips_reading=True)
 
 
-def last_token_is_loaded(rules: Rules, _config: Config) -> Rules:
-    """An asynchronous load has all known tokens; the last of them is then computed again."""
+def last_token_is_loaded(rules: Rules, config: Config) -> Rules:
+    """A load that comes later has all known tokens; the last of them is then computed again.
+
+    Not with states, of which no token can be undone: their connectors leave the last token out.
+    Source: vLLM 0.19.1 `NixlConnectorScheduler.get_num_new_matched_tokens`; upstream #37310.
+    """
+    if config.has_states:
+        return rules
 
     def compute_num_external(
         num_offered: int, num_known: int, num_local: int, is_async: bool
@@ -65,6 +71,7 @@ def returned_though_refused(rules: Rules, config: Config) -> Rules:
     def get_returned(request: RequestState) -> RequestState:
         after = rules.get_returned(request)
         num_loaded = compute_num_blocks(request.num_computed_tokens, config.block_sizes[0])
+        num_loaded += config.kv_groups[0].num_speculative_blocks
         if request.num_cached_tokens >= 0 or num_loaded < len(request.block_tables[0]):
             return after
         return copies.replace(after, num_cached_tokens=after.num_computed_tokens)

@@ -201,6 +201,7 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     hit = NO_HIT if num_computed else get_prefix_hit(config, pool, request, rules)
     if hit.junction != request.junction:
         request = replace(request, junction=hit.junction)
+    local = hit
     if config.kv_connector:
         offered = get_offered_hit(config, step.transfers, request, hit, rules)
         if offered is None:
@@ -209,6 +210,9 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
         is_unsettled = hit.num_external > 0 and (is_async or not rules.publishes_loads_at_once)
         request = replace(request, is_unsettled=is_unsettled)
         if is_async:
+            before, now = step.state.pool, step.pool
+            if config.groups and rules.waits_for_states(before, now, unwritten, local):
+                return Verdict.NO_BLOCKS
             return process_parking(step, request, hit)
     num_known, num_start = request.num_known_tokens, num_computed + hit.num_tokens
     running = (step.requests[row.request_id] for row in step.rows if row.status is Status.RUNNING)
@@ -236,7 +240,7 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
         process_items_refused(step, request, is_for_items=True)
         is_passed_over = is_without_items and rules.passes_over_without_items
         return Verdict.PASSED_OVER if is_passed_over else Verdict.NO_ROOM
-    if config.groups and rules.waits_for_states(step.state.pool, step.pool, unwritten, hit):
+    if config.groups and rules.waits_for_states(step.state.pool, step.pool, unwritten, local):
         process_items_refused(step, request)
         return Verdict.NO_ROOM
     granted = get_slots_at_admission(step, request, num_new, hit)
@@ -254,8 +258,8 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
 def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
     """Start an asynchronous load for `request` if its blocks are available; else change nothing.
 
-    It takes no tokens and no running slot, and blocks only for the loaded tokens; but the admission
-    gate asks for all of the request, as for others. Source: vLLM 0.19.1 `schedule`
+    It takes neither tokens nor a running slot, and of blocks what is loaded, and the state blocks
+    of drafts; but the gate counts blocks for the whole request. Source: vLLM 0.19.1 `schedule`
     (`load_kv_async`); P7, P8, P19.
     """
     granted = get_slots_at_admission(step, request, 0, hit)
@@ -264,6 +268,8 @@ def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
     step.pool, after = granted
     after = replace(after, status=Status.WAITING_FOR_REMOTE_KVS, num_computed_tokens=hit.num_tokens)
     step.requests[request.request_id] = step.state.rules.get_parked(after)
+    taken = Scheduled(request.request_id, hit.num_tokens, 0, after.block_tables, hit.block_tables)
+    step.granted.append(taken)
     step.transfers = start_load(step.transfers, request.request_id, request.status)
     process_load(step, after, hit, is_async=True)
     process_counted(step, request, hit)

@@ -44,7 +44,11 @@ def get_offered_hit(
 ) -> tuple[Hit, bool] | None:
     """Return the hit extended by what the store has, and whether the load is asynchronous.
 
-    None if the store has no answer yet. Source: vLLM 0.19.1 `get_num_new_matched_tokens`; P5.
+    None if the store does not know yet. Of a recurrent group the store has one state, which
+    includes the last token of the offer. So an offer is loaded up to its end or not at all: a state
+    of fewer tokens is not there, and one of more tokens would run some of them twice. Upstream
+    leaves that to the store, which answers with one token less than the prompt (NIXL).
+    Source: vLLM 0.19.1 `get_num_new_matched_tokens`; P3, P5.
     """
     if not asks_store(request, rules):
         return hit, False
@@ -55,9 +59,10 @@ def get_offered_hit(
     num_external = rules.compute_num_external(
         offer.num_tokens, num_known, num_local, offer.is_async
     )
-    if num_external == 0:
-        return hit, False
     num_start = num_local + num_external
+    is_cut = config.has_states and num_start < offer.num_tokens
+    if num_external == 0 or is_cut:
+        return hit, False
     tables = hit.block_tables
     if config.groups:
         tables = get_clipped_tables(config, hit, num_start, request.block_tables)

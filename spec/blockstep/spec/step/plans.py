@@ -9,7 +9,7 @@ from blockstep.spec.copies import replace
 from blockstep.spec.requests import Frame, FrameRow
 from blockstep.spec.state import State
 from blockstep.spec.step.encoding import list_encoder_inputs
-from blockstep.spec.step.work import Step
+from blockstep.spec.step.work import Scheduled, Step
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     BlockId,
@@ -128,20 +128,31 @@ def get_copying(step: Step, plan: Plan) -> Plan:
 def get_blocks_to_zero(step: Step) -> tuple[BlockId, ...]:
     """Return blocks that the step newly takes for attention from a pool with recurrent groups.
 
-    By group, in the order of the rows, without hit blocks. Upstream zeroes only those under full
-    attention. Source: vLLM 0.19.1 `take_new_block_ids`; P3.
+    By group, in the order of the rows. Hits are not among them, nor are blocks of an asynchronous
+    load: nothing orders the worker behind the store. Upstream has those under full attention zeroed
+    only. Source: vLLM 0.19.1 `take_new_block_ids`; upstream #48481; P3, P17.
     """
     groups, rules = step.state.config.groups, step.state.rules
     if not groups or all(map(is_attended, groups)):
         return ()
     taken: list[BlockId] = []
+    rows = [row for row in step.granted if has_zeroed_blocks(step, row)]
     for index, group in enumerate(groups):
         if not rules.is_zeroed(group):
             continue
-        for row in step.granted if rules.zeroes_withdrawn else step.rows:
+        for row in rows:
             num_hit = len(row.hit[index]) if row.hit else 0
             taken += row.new_blocks[index][num_hit:]
     return tuple(taken)
+
+
+def has_zeroed_blocks(step: Step, row: Scheduled) -> bool:
+    """Whether the blocks that a request was given are zeroed: if it runs in the step. Source: P17,
+    P26.
+    """
+    if row.num_scheduled == 0:
+        return step.state.rules.zeroes_loads
+    return step.state.rules.zeroes_withdrawn or row in step.rows
 
 
 def is_attended(group: KVGroup) -> bool:

@@ -214,6 +214,11 @@ class Config:
         return any(group.kind not in whole for group in self.groups)
 
     @property
+    def has_states(self) -> bool:
+        """Whether a group keeps states of recurrent layers instead of tokens' KV."""
+        return any(group.kind is GroupKind.RECURRENT for group in self.groups)
+
+    @property
     def has_pins(self) -> bool:
         """Whether blocks may be pinned between two turns of a job."""
         return self.policy is Policy.CONTINUUM

@@ -118,14 +118,11 @@ def _find_broken_rules(config: Config) -> Iterator[BrokenRule]:
 def _find_broken_transfers(config: Config) -> Iterator[BrokenRule]:
     """Yield every rule that a config with a connector breaks.
 
-    Source: vLLM 0.19.1 `Scheduler.__init__` (encoder-decoder models). The state of a recurrent
-    group belongs to one boundary, and a store has no way to say which boundaries it has.
+    Source: vLLM 0.19.1 `Scheduler.__init__` (encoder-decoder models).
     """
-    fix = "leave kv_connector out"
     if config.is_encoder_decoder:
-        yield "kv_connector", "cannot be used with is_encoder_decoder", fix
-    if any(group.kind is GroupKind.RECURRENT for group in config.groups):
-        yield "kv_connector", "cannot be used with recurrent groups: a store has KV of tokens", fix
+        fix = "leave kv_connector out"
+        yield "kv_connector", "does not go with is_encoder_decoder", fix
 
 
 def _find_broken_pins(config: Config) -> Iterator[BrokenRule]:
@@ -162,7 +159,10 @@ def _find_broken_tiers(config: Config) -> Iterator[BrokenRule]:
     """
     if config.swap_min_tokens and not config.kv_connector:
         fix = "set kv_connector, or leave it out"
-        yield "swap_min_tokens", "needs a store that keeps saved KV", fix
+        yield "swap_min_tokens", "needs a store that keeps what is saved", fix
+    if config.swap_min_tokens and config.has_states:
+        rule = "does not go with recurrent groups: few victims hold a state at the end of a block"
+        yield "swap_min_tokens", rule, "leave it out"
     if config.admission_low_blocks > config.admission_high_blocks:
         rule = "must be no more than admission_high_blocks: it closes below one, opens at the other"
         yield "admission_low_blocks", rule, "lower it, or raise admission_high_blocks"

@@ -172,9 +172,11 @@ class Plan:
 
     A hint: an engine may leave it out, and two plans are equal without it."""
     new_block_ids_to_zero: tuple[BlockId, ...] = ()
-    """Blocks to be zeroed before the step, by group: blocks newly taken for attention from a pool
-    that also serves recurrent groups. A state left in one may read as NaN, and a kernel reads whole
-    blocks. Empty if no group is recurrent."""
+    """Blocks to be zeroed before the step: what it takes newly for attention from a pool that
+    serves recurrent groups too, by group. A state left in one may read as NaN, and a kernel reads
+    whole blocks. Empty where no group is recurrent. Blocks of an asynchronous load are none of
+    them: the store fills them, with zeros behind the tokens, at a time of its own (upstream
+    #48481)."""
     scheduled_encoder_inputs: tuple[EncoderInputs, ...] = ()
     """Items that the worker encodes before the step, in the order of the rows."""
     external_encoder_inputs: tuple[EncoderInputs, ...] = ()

@@ -19,7 +19,8 @@ class KVLoad:
     num_computed_tokens: int
     """Tokens of the local hit; the load begins after them."""
     num_external_tokens: int
-    """Tokens that are loaded; at least 1."""
+    """Tokens that are loaded; at least 1. Of a recurrent group one state is, behind the last of
+    them."""
     is_async: bool = False
     """False: the KV is there before the first row of this step reads it, or its blocks are reported
     as invalid with the model output of this plan. True: it arrives at any later time, and is

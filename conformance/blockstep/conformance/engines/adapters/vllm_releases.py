@@ -160,6 +160,8 @@ class Release:
     answered."""
     takes_loads_by_turns: bool = False
     """Whether a group takes blocks for what is loaded before the next one holds its hit."""
+    loads_no_aligned_states: bool = False
+    """Whether it asserts that nothing is loaded where states are kept at the ends of chunks."""
     counts_held_as_ended: bool = False
     """Whether a finished request whose blocks are held for a connector counts as work of the
     engine."""
@@ -239,6 +241,7 @@ def _list_until_0_19() -> tuple[Release, ...]:
         follows_store=True,
         tells_work=True,
         takes_loads_by_turns=True,
+        loads_no_aligned_states=True,
     )
     return (r0110, r0111, r0120, r0150, r0160, r0170, r0180, r0190)
 
@@ -267,6 +270,7 @@ def _build_table() -> Mapping[str, Release]:
         packages=SINCE_0_24,
         has_partial_hits=True,
         takes_loads_by_turns=False,
+        loads_no_aligned_states=False,
     )
     r0250 = replace(r0240, version="0.25.0", pads_drafts=True)
     r0260 = replace(r0250, version="0.26.0", keeps_doubtful_blocks=True, has_group_gate=True)

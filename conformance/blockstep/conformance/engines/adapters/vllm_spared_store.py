@@ -32,6 +32,9 @@ FEWER_THAN_NO_BLOCKS = (
     "a load that may end before the hit of a second full group: the pool is asked for fewer than "
     "no blocks, and counts more free ones than it has"
 )
+LOADS_OF_ALIGNED_STATES = (
+    "an offer to a model with states of mode align: it asserts that nothing is loaded (#43508)"
+)
 ENDS_WHILE_PARKED = "a preempted request that waits for the store before its frame ends it"
 SPARED_BY = {UNKNOWN_SIGNAL: "spare_signals", SEVERAL_GROUPS: "spare_group_failures"}
 """The engine flag that keeps away each event that a correct worker or store may send, but that the
@@ -46,6 +49,9 @@ def find_store_reason(run: Run, event: v.Event) -> str | None:
             return _find_report_reason(run, transfers, scheduled, _list_ending(run, event))
         case v.TransfersReported(transfers=transfers):
             return _find_report_reason(run, transfers, {})
+        case v.KVOffer(num_tokens=num_tokens) if num_tokens and RELEASE.loads_no_aligned_states:
+            modes = {group.mamba_cache_mode for group in run.config.groups}
+            return LOADS_OF_ALIGNED_STATES if v.MambaCacheMode.ALIGN in modes else None
         case v.GrammarBitmask(frame_id=frame_id) if frame_id in run.frames:
             return MASK_OF_THE_HELD if _has_held_rows(run, frame_id) else None
         case v.Reset(reset_running_requests=True):

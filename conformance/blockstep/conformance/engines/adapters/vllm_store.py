@@ -42,6 +42,9 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         groups = kv_cache_config.kv_cache_groups
         self._sizes = [group.kv_cache_spec.block_size for group in groups]
+        self._has_states = any(
+            type(group.kv_cache_spec).__name__ == "MambaSpec" for group in groups
+        )
         self.offers: dict[v.RequestId, v.KVOffer] = {}
         """The offers to unfinished requests."""
         self.loading: set[v.RequestId] = set()
@@ -68,7 +71,9 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[int | None, bool]:
         """Tokens that it has behind the local hit; none of the last one, which is computed.
 
-        A load that comes later may be of all: the release takes the last one back itself.
+        A load that comes later may be of all: the release takes the last one back itself. But no
+        release takes it back from a state, so connectors that have states leave it out themselves
+        (upstream #37310). This one has the states behind the last token of an offer alone.
         """
         name = request.request_id
         if name in self._asked:
@@ -79,8 +84,10 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if offer.num_tokens is None:
             return None, False
         limit = request.num_tokens
-        if self.spares_full_loads and not offer.is_async:
+        if self._has_states or (self.spares_full_loads and not offer.is_async):
             limit -= 1
+        if self._has_states and offer.num_tokens > limit:
+            limit = 0
         num_external = max(min(offer.num_tokens, limit) - num_computed_tokens, 0)
         is_async = offer.is_async and num_external > 0
         if RELEASE.ignores_offers_of_who_skips and request.skip_reading_prefix_cache:

@@ -388,7 +388,8 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
     if not config.enable_chunked_prefill and share > left:
         return ()
     nums_free = [count_free(after, table) for table in hits]
-    need = blocks_to_begin(config, start + min(share, left), hits, num_across) + sum(nums_free)
+    end, is_loaded = start + min(share, left), num_offered > 0
+    need = blocks_to_begin(config, end, hits, num_across, is_loaded) + sum(nums_free)
     if config.scheduler_reserve_full_isl:
         need = max(need, _charge(config, life.num_known, num_across, hits, nums_free))
     if need + config.watermark_blocks * bool(after.running) > len(after.free_queue):

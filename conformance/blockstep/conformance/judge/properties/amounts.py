@@ -50,17 +50,22 @@ def blocks_behind(
 
 
 def blocks_to_begin(
-    config: Config, end: int, hits: Sequence[Sequence[BlockId]], num_across: int
+    config: Config,
+    end: int,
+    hits: Sequence[Sequence[BlockId]],
+    num_across: int,
+    is_loaded: bool,
 ) -> int:
     """Blocks that an admission takes beside its hits, in all groups, to compute up to `end`.
 
-    Where chunks end at states it writes one state, however many blocks it passes.
+    Where chunks end at states it writes one state, however many blocks it passes, and reads one
+    more if a store loads that (`is_loaded`).
     """
     lacking = _lacking(config, end, hits, num_across)
     if not config.groups:
         return sum(lacking)
     return sum(
-        min(num, 1 + group.num_speculative_blocks)
+        min(num, 1 + is_loaded + group.num_speculative_blocks)
         if group.mamba_cache_mode is MambaCacheMode.ALIGN
         else num
         for group, num in zip(config.groups, lacking, strict=True)

@@ -36,12 +36,16 @@ def may_ask_the_store(config: Config, request: Request) -> bool:
 def find_offered(ledger: Ledger, name: RequestId, num_hit: int) -> tuple[int, bool]:
     """How many tokens behind a hit a store has of a request, and whether they take longer.
 
-    The last known token is always computed: its logits are needed.
+    The last known token is always computed: its logits are needed. A state is that of the last
+    token of an offer, so that with states an offer of that token is useless.
     """
     life, offer = ledger.lives[name], ledger.store.transfers.get_offer(name)
     if not may_ask_the_store(ledger.config, life.request):
         return 0, False
-    count = min(offer.num_tokens or 0, life.num_known - 1) - num_hit
+    num_offered, num_wanted = offer.num_tokens or 0, life.num_known - 1
+    if num_offered > num_wanted and any(map(is_recurrent, ledger.config.groups)):
+        return 0, False
+    count = min(num_offered, num_wanted) - num_hit
     return (count, offer.is_async) if count > 0 else (0, False)
 
 

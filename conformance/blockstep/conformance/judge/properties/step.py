@@ -286,7 +286,10 @@ class Step:
         for load in self.plan.kv_loads:
             if load.is_async and load.request_id in self.old:
                 start = load.num_computed_tokens + load.num_external_tokens
-                hits, gained = self._cut(load.block_ids, load.num_computed_tokens)
+                # Behind what is loaded a state has blocks for drafts, of which no plan tells.
+                new = self.new.get(load.request_id)
+                tables = load.block_ids if new is None else new.block_tables
+                hits, gained = self._cut(tables, load.num_computed_tokens)
                 count = load.num_external_tokens
                 found.append(
                     PlannedRow(

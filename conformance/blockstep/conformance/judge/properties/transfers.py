@@ -112,11 +112,23 @@ def parked_request_is_what_its_load_says(step: Step, ledger: Ledger) -> Complain
             old,
             status=v.Status.WAITING_FOR_REMOTE_KVS,
             num_computed_tokens=row.first,
-            block_tables=step.loads[name].block_ids,
+            block_tables=_list_loaded_tables(step, name),
             num_cached_blocks=tuple([len(table) for table in row.hit_tables]),
         )
         if new != expected:
             yield unequal(f"{name!r} is parked", f"request {name}", expected, new)
+
+
+def _list_loaded_tables(step: Step, name: v.RequestId) -> v.BlockTables:
+    """Tables of a request that waits for a load: blocks of the load, and state blocks of drafts."""
+    groups, told, seen = step.config.groups, step.loads[name].block_ids, step.new[name].block_tables
+    if not groups:
+        return told
+    tables = []
+    for group, loaded, table in zip(groups, told, seen, strict=True):
+        end = len(loaded) + group.num_speculative_blocks
+        tables.append(loaded + table[len(loaded) : end])
+    return tuple(tables)
 
 
 @sentence(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from blockstep.conformance.judge.attended import is_recurrent
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import find_waiting, in_policy_order
 from blockstep.conformance.judge.properties.step import RowKind, Step, is_parked
@@ -15,6 +16,8 @@ TRANSFERS = {
     "transfers_parked_while_nobody_runs": "a request was parked, and nobody ran",
     "transfers_load_of_all_it_knows": "all but the last known token was loaded",
     "transfers_load_at_once": "a request was loaded and ran in one step",
+    "transfers_state_loaded": "a state of a recurrent layer was to be loaded",
+    "transfers_state_out_of_reach": "an offer of too many tokens brought no usable state",
     "transfers_returned": "a request was admitted behind a load that had come",
     "transfers_returned_behind_a_head": "one was, behind another that did not fit",
     "transfers_asked_anew": "a load failed as a whole, and the store was asked once more",
@@ -65,6 +68,8 @@ def of_loads(step: Step, ledger: Ledger) -> Iterator[str]:
         end = load.num_computed_tokens + load.num_external_tokens
         if end == ledger.lives[load.request_id].num_known - 1:
             yield "transfers_load_of_all_it_knows"
+        if any(map(is_recurrent, step.config.groups)):
+            yield "transfers_state_loaded"
         if not load.is_async:
             yield "transfers_load_at_once"
             continue
@@ -75,11 +80,22 @@ def of_loads(step: Step, ledger: Ledger) -> Iterator[str]:
             yield "transfers_parked_while_nobody_runs"
         if is_parked(step.old[load.request_id]):
             yield "transfers_asked_anew"
+    if any(map(is_recurrent, step.config.groups)):
+        yield from _of_offers_too_long(step, ledger)
     if find_waiting(step, ledger) is not None:
         yield "transfers_waits_for_an_answer"
     if any(is_parked(step.old[name]) for name in step.giving):
         yield "transfers_gave_back"
     yield from _of_returns(step, ledger)
+
+
+def _of_offers_too_long(step: Step, ledger: Ledger) -> Iterator[str]:
+    """Requests given blocks without a load, for the state of the offer is of too many tokens."""
+    for row in step.askers:
+        offer = ledger.store.transfers.get_offer(row.request_id)
+        is_too_long = (offer.num_tokens or 0) >= ledger.lives[row.request_id].num_known
+        if is_too_long and row.request_id not in step.loads:
+            yield "transfers_state_out_of_reach"
 
 
 def _of_returns(step: Step, ledger: Ledger) -> Iterator[str]:

@@ -42,6 +42,14 @@ def get_read_index(group: KVGroup, view: RequestView, at: int, first: int) -> in
     return view.state_indices.get(at, (first - 1) // group.block_size)
 
 
+def list_touched(group: KVGroup, row: FrameRow, at: int) -> set[int]:
+    """Indices of the blocks that a row reads a state from or writes one to."""
+    touched = {index for _, index in list_written(group, row)}
+    if row.first:
+        touched.add(get_read_index(group, row.view, at, row.first))
+    return touched
+
+
 def list_copied(group: KVGroup, row: FrameRow) -> Iterator[tuple[int, int]]:
     """From which block of its table to which a state is copied once its row has sampled."""
     if group.mamba_cache_mode is MambaCacheMode.NONE or row.end <= row.first:

@@ -4,8 +4,9 @@
     load later      plan: under way -- nobody reads or writes -- report: there, or spoiled
     read by it      end of a request: kept as they are -- nobody writes -- report: over
 
-A store has the right KV of every request. What could not be loaded is spoiled, and so is all that
-was computed on it: it must be written again before anybody reads it (P19).
+A store has the right KV of every request, and states that include the last token that it offers.
+What could not be loaded is spoiled, and so is all that was computed on it: it must be written again
+before a row reads it (P19).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from blockstep.conformance.judge.attended import count_unattended
 from blockstep.conformance.judge.worker.items import Items
 from blockstep.conformance.judge.worker.names import SPOILED, Name, NamedText
 from blockstep.conformance.judge.worker.sampling import NextToken
+from blockstep.conformance.judge.worker.states import get_read_index, list_touched
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
 from blockstep.conformance.protocol.findings import Difference
 from blockstep.conformance.protocol.transfers import count_valid, list_loaded, loses_all
@@ -32,6 +34,10 @@ class Stored(Items):
         """Requests as they were submitted."""
         self._delays: dict[v.RequestId, bool] = {}
         """Whether the store reads the blocks of a request when it ends."""
+        self._offered: dict[v.RequestId, int] = {}
+        """Tokens that the store has of a request; its states include all of these tokens."""
+        self._stateless: set[v.RequestId] = set()
+        """Requests whose load ends where the store has no states."""
         self._loads: dict[v.RequestId, v.KVLoad] = {}
         """Asynchronous ones that are under way."""
         self._invalid: dict[v.RequestId, set[v.BlockId]] = {}
@@ -64,9 +70,11 @@ class Stored(Items):
             case v.Submit(request=request), _:
                 self._asked[request.request_id] = request
                 self._delays.pop(request.request_id, None)
+                self._offered.pop(request.request_id, None)
                 self._late.pop(request.request_id, None)  # a session of this id has ended
-            case v.KVOffer(request_id=name, delays_free=delays), _ if name in self._asked:
+            case v.KVOffer(request_id=name, delays_free=delays) as offer, _ if name in self._asked:
                 self._delays[name] = delays
+                self._offered[name] = offer.num_tokens or 0
             case v.Reset(reset_running_requests=forced, reset_connector=both), v.ResetDone(
                 success=True
             ):
@@ -74,6 +82,7 @@ class Stored(Items):
                     self._doubtful.clear()
                 if both:
                     self._delays.clear()
+                    self._offered.clear()
             case v.Commit(frame_id=frame_id, transfers=report), v.Outputs(rows=rows):
                 loads = self._at_once.pop(frame_id, ())
                 for load in loads:
@@ -117,10 +126,21 @@ class Stored(Items):
         view = self.views.get(name)
         if view is None or view.is_over or view.is_preempted or view.may_resume:
             return ()
-        # What it attends to no more it may have given back, of which no plan tells.
-        nums_left = [count_unattended(group, view.num_computed) for group in self.groups]
-        pairs = zip(nums_left, view.tables, strict=True)
-        return tuple([(v.NULL_BLOCK,) * count + tuple(table[count:]) for count, table in pairs])
+        return tuple([self._get_kept(view, at) for at in range(len(self.groups))])
+
+    def _get_kept(self, view: RequestView, at: int) -> tuple[v.BlockId, ...]:
+        """The blocks of one group that a request is sure to hold, as far as plans have told.
+
+        It may have given back skipped blocks, of which no plan tells. Of state blocks it holds the
+        one that its next row would read; blocks behind it change their places.
+        """
+        group, table = self.groups[at], view.tables[at]
+        if at in self.recurrent:
+            index = get_read_index(group, view, at, view.num_computed)
+            is_there = view.num_computed > 0 and index < len(table)
+            return (table[index],) if is_there else ()
+        count = count_unattended(group, view.num_computed)
+        return (v.NULL_BLOCK,) * count + tuple(table[count:])
 
     def _take(self, report: v.KVTransfers) -> None:
         """A worker has reported: blocks that are invalid first."""
@@ -156,8 +176,17 @@ class Stored(Items):
                 self._complain_of_load(f"{name!r} has no row in the plan that has it loaded")
             else:
                 self._load_at_once(load, row)
+        self._check_zeroed(plan)
         self.check_transfers(rows)
         self._note_in_use(rows)
+
+    def _check_zeroed(self, plan: v.Plan) -> None:
+        """A plan has no block zeroed that the store writes: nothing orders the one behind the other
+        (upstream #48481)."""
+        for block in plan.new_block_ids_to_zero:
+            if block in self._under_way:
+                self.complain_of_transfer(block, "zeroed by a plan")
+                return
 
     def _note_in_use(self, rows: Sequence[FrameRow]) -> None:
         """Note what the rows of a plan read and write until the plan is answered.
@@ -171,7 +200,7 @@ class Stored(Items):
         self._in_use[self.frame_id] = {
             block: row.view.request.request_id
             for row in rows
-            for group in self.attended
+            for group in (*self.attended, *self.recurrent)
             for _, block in self._list_attended(row, group)
             if block != v.NULL_BLOCK
         }
@@ -217,6 +246,13 @@ class Stored(Items):
             what = f"{load.request_id!r} is to be loaded up to {end} into {load.block_ids}"
             self._complain_of_load(what)
             return False
+        num_offered = self._offered.get(load.request_id, 0)
+        self._stateless.discard(load.request_id)
+        if self.recurrent and end != num_offered:
+            self._stateless.add(load.request_id)
+            what = f"{load.request_id!r} is loaded up to {end}, and the store has the states "
+            what += f"behind {num_offered} tokens"
+            self._complain("P19", "load_ends_where_the_store_has_the_states", what)
         return True
 
     def _complain_of_load(self, what: str) -> None:
@@ -229,6 +265,8 @@ class Stored(Items):
         for _, block in list_loaded(load, self.block_sizes):
             self._under_way[block] = name
             self._doubtful.pop(block, None)  # its owner attends to it no more
+        # It fills whole blocks: behind the tokens there are zeros, and no state of another request.
+        self.zero(block for _, block in list_loaded(load, self.block_sizes))
         self._fill_slots(load, (), set())
 
     def _complain_of_writing(self, load: v.KVLoad) -> None:
@@ -291,6 +329,25 @@ class Stored(Items):
                 if slot == 0:
                     self._writes[block] = []
                 self._writes[block].append((slot, slot + 1, name, self.frame_id))
+        for group in self.recurrent:
+            self._fill_state(load, group, names, invalid)
+
+    def _fill_state(
+        self, load: v.KVLoad, at: int, names: Sequence[Name], invalid: Collection[v.BlockId]
+    ) -> None:
+        """Write the state that includes the last token of a load, if the store has that one.
+
+        Other states of the same group are not loaded: no row reads them.
+        """
+        end = load.num_computed_tokens + load.num_external_tokens
+        block = load.block_ids[at][(end - 1) // self.block_sizes[at]]
+        if self._owners[block] != at and not self._take_over(block, at):
+            return
+        is_there = block not in invalid and end <= len(names)
+        is_there = is_there and load.request_id not in self._stateless
+        self.kv[block] = [names[end - 1] if is_there else SPOILED]
+        self._checked[block] = None
+        self._writes[block] = [(0, 1, load.request_id, self.frame_id)]
 
     def _settle_load(
         self, frame_id: v.FrameId, load: v.KVLoad, invalid: Collection[v.BlockId]
@@ -334,6 +391,11 @@ class Stored(Items):
     ) -> None:
         """What could not be loaded, and what this request has computed on it in these plans."""
         end = load.num_computed_tokens + load.num_external_tokens
+        for group in self.recurrent:  # a state that was loaded is of no use without the others
+            for block in tables[group]:
+                if self._wrote(load, frames, block, 0):
+                    self.kv[block] = [SPOILED]
+                    self._checked[block] = None
         for group in self.attended:
             size = self.block_sizes[group]
             for index, block in enumerate(tables[group]):
@@ -424,7 +486,7 @@ class Stored(Items):
         if not (self._under_way or self._kept or self._doubtful):
             return
         for row in rows:
-            for group in self.attended:
+            for group in (*self.attended, *self.recurrent):
                 size = self.block_sizes[group]
                 for index, block in self._list_attended(row, group):
                     if (
@@ -435,6 +497,12 @@ class Stored(Items):
                     self._check_transfer(row, block, index >= row.first // size)
 
     def _list_attended(self, row: FrameRow, group: int) -> Iterator[tuple[int, v.BlockId]]:
+        """Places and blocks of one group that a row reads or writes."""
+        if group in self.recurrent:
+            table = row.view.tables[group]
+            places = sorted(list_touched(self.groups[group], row, group))
+            yield from [(index, table[index]) for index in places if index < len(table)]
+            return
         first = count_unattended(self.groups[group], row.first)
         end = -(-row.end // self.block_sizes[group])
         yield from enumerate(row.view.tables[group][first:end], first)
