@@ -110,6 +110,7 @@ from blockstep.conformance.protocol.wishes import Wish
 from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
     EVENT_TYPES,
+    NO_TRANSFERS,
     Abort,
     Ack,
     BlockKey,
@@ -122,6 +123,7 @@ from blockstep.spec.vocabulary import (
     GrammarBitmask,
     GrammarFailed,
     GrammarReady,
+    KVTransfers,
     NewRow,
     OutputRow,
     Outputs,
@@ -142,6 +144,7 @@ from blockstep.spec.vocabulary import (
     Status,
     StreamingUpdate,
     Submit,
+    TransfersReported,
 )
 
 CHECKS = {sentence.sentence: sentence for entry in PROPERTIES for sentence in entry.checks}
@@ -1243,16 +1246,55 @@ def test_preemption_again_needs_somebody_who_got_further() -> None:
     assert judge(after(first.step, running=("C",)), first.ledger) == []
 
 
+IDLE_REPORTS = (
+    TransfersReported(NO_TRANSFERS),
+    TransfersReported(KVTransfers(("nobody",), ("nobody",))),
+)
+"""Reports after which everything is as it was."""
+
+
+@pytest.mark.parametrize("beside", [None, *IDLE_REPORTS])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_two_that_preempt_each_other_by_turns_make_no_progress(depth: int) -> None:
-    """vLLM 0.19.1 of two equals preempts the older; the sentence sees it without a reference."""
+def test_two_that_preempt_each_other_by_turns_make_no_progress(
+    depth: int, beside: TransfersReported | None
+) -> None:
+    """vLLM 0.19.1 of two equals preempts the older; the sentence sees it without a reference.
+
+    Reports of a store between the plans change nothing about that, if they change nothing.
+    """
     accused = 0
-    for step, ledger, _ in taking_turns(depth, num_steps=60):
+    for step, ledger, _ in taking_turns(depth, 120 if beside else 60, beside):
         if isinstance(step.event, Schedule):
             accused += len(CHECKS["nobody_is_preempted_again_without_progress"](step, ledger))
             assert CHECKS["preemption_leaves_somebody_running"](step, ledger) == []
     assert accused > 5
     assert all(each.num_preemptions > 5 for each in step.after.requests)
+
+
+def test_the_end_of_a_load_is_progress_once_for_each_length_of_its_request() -> None:
+    """A store whose loads all fail brings nobody on, nor does one whose request loses them."""
+    play = transferring.offered().do(Schedule())
+    first = play.ledger.num_progress
+    for _ in range(3):
+        block = play.step.plan.kv_loads[0].block_ids[0][0]
+        told = KVTransfers(("A",), invalid_block_ids=(block,))
+        play.do(TransfersReported(told), Schedule())
+        assert play.ledger.num_progress == first + 1
+    play.do(TransfersReported(KVTransfers(("A",))), Schedule())
+    assert play.ledger.num_progress == first + 1
+    play.commit().do(Schedule())
+    assert play.ledger.num_progress == first + 2, "a token was delivered"
+
+
+def test_a_read_of_a_store_is_progress_with_its_end() -> None:
+    play = transferring.held().do(Schedule())
+    before = play.ledger.num_progress
+    play.do(
+        TransfersReported(KVTransfers(finished_sending=("B",))), TransfersReported(NO_TRANSFERS)
+    )
+    assert play.ledger.num_progress == before + 1
+    play.do(TransfersReported(KVTransfers(finished_sending=("B",))), Schedule())
+    assert play.ledger.num_progress == before + 1
 
 
 def test_accepted_drafts_are_not_compared_where_only_the_worker_knows_them() -> None:

@@ -463,9 +463,14 @@ def refused_out_of_order() -> Play:
 # Bends.
 
 
-def taking_turns(depth: int, num_steps: int) -> Iterator[tuple[Step, Ledger, Worker]]:
+def taking_turns(
+    depth: int, num_steps: int, beside: Event | None = None
+) -> Iterator[tuple[Step, Ledger, Worker]]:
     """Each step of a release that of two equals preempts the older, what was known before it, and a
-    worker that has not heard of it; two requests take each other's blocks by turns."""
+    worker that has not heard of it; two requests take each other's blocks by turns.
+
+    `beside`: an event of a store that comes before every other step.
+    """
     config = Config(
         num_blocks=6,
         block_size=2,
@@ -477,6 +482,7 @@ def taking_turns(depth: int, num_steps: int) -> Iterator[tuple[Step, Ledger, Wor
         scheduler_reserve_full_isl=False,
         max_frames_in_flight=depth,
         async_scheduling=depth > 1,
+        kv_connector=beside is not None,
     )
     release = get_profile("vllm-0.19.1")
     assert release is not None
@@ -489,6 +495,8 @@ def taking_turns(depth: int, num_steps: int) -> Iterator[tuple[Step, Ledger, Wor
         event: Event = Schedule()
         if events:
             event = events.pop()
+        elif beside is not None and index % 2:
+            event = beside
         elif len(flying) == depth:
             event = Commit(flying[0], worker.answer(flying[0]))
         step = Step(config, index, event, engine.apply(event), before, engine.snapshot())

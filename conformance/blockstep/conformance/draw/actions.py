@@ -28,7 +28,13 @@ from blockstep.conformance.draw.requests import (
     request_name,
     shuffled,
 )
-from blockstep.conformance.draw.store import draw_answered, draw_offer, draw_report, weigh_reports
+from blockstep.conformance.draw.store import (
+    draw_answered,
+    draw_offer,
+    draw_report,
+    list_ending,
+    weigh_reports,
+)
 from blockstep.conformance.draw.tiers import draw_kept
 from blockstep.conformance.protocol.features import (
     ABORTS,
@@ -133,6 +139,8 @@ def submit(view: View, draw: Draw) -> Action:
         name = draw.choice(client.ended)
     elif client.ended and client.plans and draw.chance(8):
         name = client.ended[-1]  # a frame may still name it
+    if swarm.is_crowded and draw.chance(85):  # a twin of a victim is long, and fills the pool
+        return v.Submit(draw_request(swarm, draw, name, index))
     if client.rejected_texts and draw.chance(40):
         return v.Submit(draw_twin(swarm, draw, name, index, client.rejected_texts))
     if client.preempted_texts and draw.chance(80 if _has_preempted(view) else 25):
@@ -260,6 +268,10 @@ def grammar_failed(view: View, draw: Draw) -> Action:
     """A grammar cannot be had: of one that uses one, or, by mistake, of another."""
     live = view.client.live
     structured = [name for name, request in live.items() if request.structured_output]
+    plans, said = view.client.plans, view.client.said
+    ending = [name for plan in plans for name in list_ending(plan, live, said)]
+    if ending and draw.chance(30):
+        return v.GrammarFailed(draw.choice(ending))
     if structured and draw.chance(85):
         return v.GrammarFailed(draw.choice(structured))
     return v.GrammarFailed(draw.choice([*live, *view.client.ended[-2:], "nobody"]))
@@ -360,8 +372,9 @@ def is_enabled(name: str, view: View) -> bool:
 def _has_a_point(name: str, view: View) -> bool:
     swarm = view.swarm
     if name == "submit":
+        most = swarm.preset.num_requests_max * (2 if swarm.is_crowded else 1)
         room_for_twins = 3 if view.client.preempted_texts and _has_preempted(view) else 0
-        return len(view.client.live) < swarm.preset.num_requests_max + room_for_twins
+        return len(view.client.live) < most + room_for_twins
     if name == "answer":
         return bool(view.client.plans)
     if name == "schedule":
@@ -451,6 +464,8 @@ def _weight(name: str, view: View) -> int:
         return 4
     if name == "propose" and view.swarm.config.async_scheduling:
         return 4  # it is no event there, it sets how many drafts will be right
+    if name == "submit" and view.swarm.is_crowded:
+        return weight * 3
     if name == "submit" and view.client.preempted_texts and _has_preempted(view):
         return weight * 2
     return weight

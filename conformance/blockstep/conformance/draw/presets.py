@@ -42,6 +42,7 @@ from blockstep.conformance.protocol.features import (
     PIPELINE,
     PRIORITY,
     RESET,
+    SESSIONS,
     SEVERAL_AT_ONCE,
     STATES,
     TIERS,
@@ -89,6 +90,9 @@ MAX_DEPTH = max(DEPTHS)
 PROPOSERS = tuple(method for method in SpecMethod if method is not SpecMethod.NONE)
 LATE_ONE_IN = 4
 """Of so many runs one has a feature of `LATE`, if its engine takes it."""
+WAITING = frozenset({SESSIONS.name, TRANSFERS.name, PINS.name, FORKS.name, TIERS.name})
+"""Features of `LATE` with which requests wait for an event, or run in another order. A crowd has
+them where they are asked for only: otherwise few of its requests run."""
 SWITCHED = tuple(
     feature
     for feature in FEATURES
@@ -115,6 +119,9 @@ class Swarm:
     """Whether everybody is in everybody's way (`draw_storm`)."""
     has_long_prompts: bool = False
     """Every other request of a storm has one: whoever decodes preempts them amid their chunks."""
+    is_crowded: bool = False
+    """A storm of many short requests, most of them more urgent than those that run already
+    (`draw_crowd`): a request that needs a block preempts one with a row in the same plan."""
     has_equals: bool = False
     """All are of one priority, came at once, and have long prompts: each is in the way of all."""
     left_out: tuple[Feature, ...] = ()
@@ -153,14 +160,17 @@ def draw_swarm(
     if PINS.name in wish.always:
         wish = replace(wish, always=wish.always | {CACHING.name})
     config = draw_config(preset, draw, max_depth, wish)
-    is_storm = draw.chance(40 if is_judged_alone else 20)
+    is_storm = draw.chance(40 if is_judged_alone else 34)
     if is_storm and is_judged_alone and wish.decide(DRAFTS, draw.chance(50)):
         # Slots for them come last in a table, so that who needs a block takes none with a key.
         config = replace(
             config, spec_method=SpecMethod.DRAFT_MODEL, num_speculative_tokens=draw.integer(1, 4)
         )
+    is_crowded = is_storm and not is_judged_alone and draw.chance(45)
     if is_storm:
         config = draw_storm(preset, config, draw, 9 if is_judged_alone else 3)
+    if is_crowded:
+        config = draw_crowd(config, draw, wish.decide(DRAFTS, draw.chance(60)))
     is_priority = wish.decide(PRIORITY, config.policy is Policy.PRIORITY)
     drawn = Policy.PRIORITY if is_priority else Policy.FCFS
     config = replace(config, policy=policy or drawn)
@@ -168,6 +178,8 @@ def draw_swarm(
     if is_storm:
         features -= {PAUSE.name, RESET.name} - wish.always
         features |= {DRAFTS.name, *([ABORTS.name] if is_judged_alone else [])} - wish.never
+    if is_crowded:
+        features -= {GRAMMAR.name} - wish.always
     habits = frozenset(habit for habit in Habit if draw.chance(60))
     vocabulary_size = draw.choice((2, 3, 5, 50))
     length = config.max_model_len
@@ -183,6 +195,7 @@ def draw_swarm(
         ),
         vocabulary_size=vocabulary_size,
         is_storm=is_storm,
+        is_crowded=is_crowded,
         has_long_prompts=is_storm and is_judged_alone,
         has_equals=is_storm and is_judged_alone and draw.chance(25),
     )
@@ -203,6 +216,9 @@ def _draw_late(
     for name in LATE:
         feature = BY_NAME.get(name)
         is_drawn = seed % LATE_ONE_IN == LATE_ONE_IN - 1
+        is_drawn &= not (swarm.is_crowded and name in WAITING)
+        if feature is GROUPS and TRANSFERS.name in wish.always:
+            is_drawn = seed % 2 > 0  # windows give blocks away that a store may load into
         if feature is MASKS and GRAMMAR.name in wish.always:
             is_drawn = seed % 2 > 0
         if feature is MASKS and GRAMMAR.name in wish.never:
@@ -223,12 +239,9 @@ def _draw_late(
         elif feature is ADAPTERS:
             config = replace(config, max_loras=draw.choice((1, 1, 2)))
         elif feature is ENCODER:
-            config = draw_encoder(config, draw, swarm.is_storm)
-            goes_beside = not (STATES.name in wish.always and config.enable_prefix_caching)
-            if goes_beside and CACHING.name not in wish.always and draw.chance(20):
-                has_groups = takes(GROUPS) and not wish.never & {GROUPS.name, KINDS.name}
-                config = draw_beside(config, draw, has_groups)
-                drawn |= {GROUPS.name} if has_groups else set()
+            has_groups = takes(GROUPS) and not wish.never & {GROUPS.name, KINDS.name}
+            config = _draw_encoder(config, draw, swarm, wish, has_groups)
+            drawn |= {GROUPS.name} if config.is_encoder_decoder and has_groups else set()
         elif feature is EVENTS:
             config = replace(config, enable_kv_cache_events=True)
         elif feature is TRANSFERS:
@@ -259,6 +272,26 @@ def _draw_late(
     features = swarm.features | drawn
     swarm = replace(swarm, features=features, has_long_prompts=is_long, left_out=tuple(left_out))
     return swarm.fit(config)
+
+
+def _draw_encoder(config: Config, draw: Draw, swarm: Swarm, wish: Wish, has_groups: bool) -> Config:
+    """The config with an encoder, now and then that of an encoder-decoder model.
+
+    `has_groups`: it may have a group of cross attention. In a crowd all requests
+    run small chunks of their prompts, so that victims are amid items.
+    """
+    if swarm.is_crowded:
+        crowd = config.max_num_seqs
+        config = replace(
+            config,
+            max_num_batched_tokens=draw.integer(crowd, 2 * crowd),
+            long_prefill_token_threshold=draw.integer(1, 3),
+        )
+    config = draw_encoder(config, draw, swarm.is_storm)
+    goes_beside = not (STATES.name in wish.always and config.enable_prefix_caching)
+    if goes_beside and CACHING.name not in wish.always and draw.chance(20):
+        config = draw_beside(config, draw, has_groups)
+    return config
 
 
 def list_kinds(names: Collection[str]) -> list[GroupKind]:
@@ -357,9 +390,37 @@ def draw_storm(preset: Preset, config: Config, draw: Draw, longest_row: int = 3)
     )
 
 
+def draw_crowd(config: Config, draw: Draw, has_drafts: bool) -> Config:
+    """The config of a storm, with a pool for many short requests and a budget for few rows.
+
+    With drafts a row or two use up the budget, else the chunk of the request that came last does.
+    Then tokens that a victim gives back go to a later request of the same plan (P15).
+    """
+    crowd = config.max_num_seqs
+    config = replace(
+        config,
+        num_blocks=1 + draw.integer(crowd, 2 * crowd),
+        max_num_batched_tokens=draw.integer(2, crowd - 1),
+        long_prefill_token_threshold=draw.choice((0, 0, 2, 3)),
+    )
+    if not has_drafts:
+        return config
+    method = config.spec_method if config.num_speculative_tokens else draw.choice(PROPOSERS)
+    return replace(
+        config,
+        max_num_batched_tokens=draw.integer(crowd - 1, crowd + 3),
+        long_prefill_token_threshold=0,
+        spec_method=method,
+        num_speculative_tokens=draw.integer(2, 4),
+    )
+
+
 def draw_depth(draw: Draw, max_depth: int, wish: Wish) -> tuple[int, bool]:
     """Frames in flight, at most, and whether they are scheduled asynchronously, as most are."""
-    depth = min(draw.choice(DEPTHS), max_depth)
+    depth = draw.choice(DEPTHS)
+    if TRANSFERS.name in wish.always:  # blocks are to be loaded while frames are in flight
+        depth = max(depth, draw.choice(DEPTHS))
+    depth = min(depth, max_depth)
     is_async = wish.decide(ASYNC, draw.chance(75))
     if wish.never >= SEVERAL_AT_ONCE:
         return 1, False

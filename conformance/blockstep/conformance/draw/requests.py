@@ -104,13 +104,17 @@ def draw_request(
     is_short = swarm.is_storm and not (
         swarm.has_equals or (swarm.has_long_prompts and (swarm.has(ENCODER) or not index % 3))
     )
-    most = 2 * swarm.config.block_size if is_short else room  # many fit, and then they grow
+    # Many fit, and then they grow.
+    num_blocks = (1 if index % 3 else 3) if swarm.is_crowded else 2
+    most = num_blocks * swarm.config.block_size if is_short else room
     if going_on_from:
         prompt = (*going_on_from[: max(room - 2, 1)], *draw.tokens(1, swarm.vocabulary_size))
     else:
         prompt = draw_prompt(swarm, draw, max(min(room - 1, most), 1), texts)
     stops, keyed = swarm.has(STOPS), swarm.has(KEYS)
     least, most = swarm.preset.max_output
+    if swarm.is_crowded:
+        least, most = swarm.config.block_size, 2 * swarm.config.block_size + 1
     max_tokens = draw.integer(least, max(min(most, room - len(prompt)), least))
     if draw.chance(6):
         max_tokens = swarm.config.max_model_len  # the model length will end it
@@ -238,7 +242,7 @@ def draw_priority(swarm: Swarm, draw: Draw, index: int) -> int:
     """Often the later the more urgent: then victims stand ahead of those who need their blocks."""
     if swarm.has_equals:
         return 0
-    if swarm.is_storm and draw.chance(70):
+    if swarm.is_storm and draw.chance(90 if swarm.is_crowded else 70):
         return -index
     return 3 - index % 4 if draw.chance(60) else draw.integer(0, 2)
 

@@ -27,6 +27,8 @@ def draw_store(config: v.Config, draw: Draw, keeps_kinds: bool = False) -> v.Con
     if len(config.groups) > 1 and not keeps_kinds and draw.chance(50):
         config = make_full(config)
     policy = draw.choice(tuple(v.KVLoadFailurePolicy))
+    if len(config.groups) > 1 and draw.chance(60):
+        policy = v.KVLoadFailurePolicy.RECOMPUTE  # no other one shows how much of a load is left
     return replace(config, kv_connector=True, kv_load_failure_policy=policy)
 
 
@@ -57,9 +59,19 @@ def draw_report(transfers: Transfers, draw: Draw) -> Report:
         sending += draw.choice((sending, transfers.over, ["nobody"]))
     if draw.chance(5):
         recving, sending = sending, recving
-    loads = [load for load in transfers.loading.values() if draw.chance(35)]
+    loads = [load for load in transfers.loading.values() if _fails(load, draw)]
     loads += [load for load in transfers.received.values() if draw.chance(5)]
     return Report(tuple(recving), tuple(sending), _draw_invalid(loads, draw))
+
+
+def list_ending(
+    plan: v.Plan,
+    live: Mapping[v.RequestId, v.Request],
+    said: Mapping[v.RequestId, v.TokenIds],
+) -> list[v.RequestId]:
+    """Requests of a plan in flight whose next token is their last one."""
+    names = [row.request_id for row in plan.rows if row.request_id in live]
+    return [name for name in names if len(said.get(name, ())) + 1 >= live[name].max_tokens]
 
 
 def list_read_at_end(
@@ -69,13 +81,8 @@ def list_read_at_end(
     transfers: Transfers,
 ) -> list[v.RequestId]:
     """Requests of a plan that the next token ends, and whose blocks the store reads then."""
-    names = [row.request_id for row in plan.rows if row.request_id in live]
-    return [
-        name
-        for name in names
-        if transfers.get_offer(name).delays_free
-        and len(said.get(name, ())) + 1 >= live[name].max_tokens
-    ]
+    ending = list_ending(plan, live, said)
+    return [name for name in ending if transfers.get_offer(name).delays_free]
 
 
 def draw_answered(
@@ -94,7 +101,7 @@ def draw_answered(
     ending = list_read_at_end(plan, live, said, transfers)
     read = tuple([name for name in ending if draw.chance(35)])
     report = replace(report, sending=(*report.sending, *read))
-    failed = [load for load in transfers.at_once.get(plan.frame_id, ()) if draw.chance(35)]
+    failed = [load for load in transfers.at_once.get(plan.frame_id, ()) if _fails(load, draw)]
     return replace(report, invalid=(*report.invalid, *_draw_invalid(failed, draw)))
 
 
@@ -105,12 +112,17 @@ def weigh_reports(weight: int, transfers: Transfers, seed: int) -> int:
     return weight * 3 if transfers.loading or transfers.sending else weight
 
 
+def _fails(load: v.KVLoad, draw: Draw) -> bool:
+    """Whether blocks of a load are reported as invalid; of several groups more often."""
+    return draw.chance(60 if len(load.block_ids) > 1 else 35)
+
+
 def _draw_invalid(loads: Sequence[v.KVLoad], draw: Draw) -> tuple[tuple[v.RequestId, int], ...]:
     """Of each load a block or two, and more where groups may differ: the first, the last, any."""
     return tuple(
         (load.request_id, draw.choice((0, -1, -1, draw.integer(0, 5))))
         for load in loads
-        for _ in range(1 + (draw.integer(0, 3) if len(load.block_ids) > 1 else draw.chance(15)))
+        for _ in range(draw.integer(2, 4) if len(load.block_ids) > 1 else 1 + draw.chance(15))
     )
 
 

@@ -96,8 +96,8 @@ class Ledger:
     store: StoreLedger = field(init=False)
     """What is known of transfers."""
     num_progress: int = 0
-    """Events that brought somebody on or changed who competes: tokens delivered, a request
-    submitted or ended, a grammar compiled, transfers reported, a reset."""
+    """Number of events that delivered tokens or changed which requests compete for blocks: one was
+    submitted or ended, a grammar was compiled, a transfer ended (`_count_transfers`), a reset."""
     uncounted: frozenset[str] = frozenset()
     """Counters (fields of `Stats`) that the engine does not have; its state shows others there."""
     lacked: frozenset[str] = field(init=False)
@@ -251,6 +251,8 @@ class Ledger:
         """Learn from a step that has been judged."""
         if isinstance(step.observation, v.Rejected):
             return
+        if self.config.kv_connector:
+            self._count_transfers(step)
         self._record(step)
         if self.config.kv_connector:
             self.store.record(step, self.lives)
@@ -273,7 +275,6 @@ class Ledger:
                 self._record_outputs(frame_id, rows)
                 self.follower.follow(kv_events)
             case v.TransfersReported(), v.Outputs(rows=rows, kv_events=kv_events):
-                self.num_progress += 1
                 for row in rows:
                     self._end(row.request_id)
                 self.follower.follow(kv_events)
@@ -307,6 +308,21 @@ class Ledger:
             case v.StreamingUpdate(request=request), _:
                 self._update(request)
                 self.num_progress += 1
+
+    def _count_transfers(self, step: Step) -> None:
+        """Count transfers that a report ends as progress.
+
+        The end of a load counts once for each length of its request: loads that fail, or that a
+        preemption undoes, may go on for ever. The end of a store's read counts: each request has
+        one at most.
+        """
+        for name in self.store.list_arrived(step):
+            life = self.lives.get(name)
+            if life is None or life.num_known != life.num_known_at_load:
+                self.num_progress += 1
+            if life is not None:
+                life.num_known_at_load = life.num_known
+        self.num_progress += len(self.store.list_read(step))
 
     def _fork(self, fork: v.Fork) -> None:
         """A branch begins, as its parent is but for its id and its outputs."""

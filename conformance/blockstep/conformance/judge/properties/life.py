@@ -20,7 +20,8 @@ class Life(NamedText):
 
     __slots__ = (
         "admitted_in", "automaton", "drafts", "grammar_ready", "is_branch", "last_planned_in",
-        "num_cached_tokens", "num_external_tokens", "num_known_then", "preempted_at", "session",
+        "num_cached_tokens", "num_external_tokens", "num_known_at_load", "num_known_then",
+        "preempted_at", "session",
     )  # fmt: skip
 
     def __init__(self, request: v.Request, names: PrefixNames) -> None:
@@ -44,6 +45,8 @@ class Life(NamedText):
         """The last plan with a row of it."""
         self.preempted_at: int | None = None
         """What `Ledger.num_progress` was when it was last preempted for want of blocks."""
+        self.num_known_at_load = -1
+        """Its known tokens when the end of a load of it was reported last; -1 before that."""
         self.num_known_then = 0
         """What it knew then, tokens."""
 

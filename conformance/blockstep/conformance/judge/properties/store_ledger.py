@@ -98,6 +98,10 @@ class StoreLedger:
         """Requests whose load is under way until this event reports its end."""
         return [it for it in self.get_report(step).finished_recving if it in self.transfers.loading]
 
+    def list_read(self, step: Step) -> list[v.RequestId]:
+        """Ended requests whose blocks the store reads until this event reports its end."""
+        return [it for it in self.get_report(step).finished_sending if it in self.transfers.sending]
+
     def is_under_way(self, request: v.RequestSnapshot) -> bool:
         """Whether a request is parked, and the end of its load was not reported."""
         return is_parked(request) and request.request_id in self.transfers.loading
