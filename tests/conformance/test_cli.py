@@ -173,7 +173,7 @@ def test_an_engine_that_fails_fails_no_campaign(
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
     assert lines[0].startswith(f"blockstep check: {headline} at event ")
-    assert f"(engine cli_engines:{name}, preset tiny, seed 0)" in lines[0]
+    assert lines[0].endswith(f"engine cli_engines:{name}, preset tiny, seed 0)")
     assert says in " ".join(result.output.split())
     again = f"blockstep check --engine cli_engines:{name} --path {tmp_path} --preset tiny --seed 0"
     assert f"  reproduce  {again} --episode " in result.output

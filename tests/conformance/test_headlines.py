@@ -13,25 +13,35 @@ from typing import Any
 
 import pytest
 from planted_support import Planted, in_spec
+from syrupy.assertion import SnapshotAssertion
 
-from blockstep.conformance.engine import Capability, EngineFactory, EngineTraits
+from blockstep.conformance.engine import Capability, EngineFactory, EngineTraits, Safety
 from blockstep.conformance.engines.adapters.vllm_releases import (
     REFERENCE,
     get_installed_version,
 )
+from blockstep.conformance.judge.properties import PROPERTIES
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.driver import put_causes_first, tell_divergence
 from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.compare import find_subjects
 from blockstep.conformance.protocol.findings import (
     Difference,
     Finding,
     FindingKind,
+    Subjects,
+    blocks_apart,
+    requests_apart,
     violated,
 )
-from blockstep.conformance.protocol.program import Answer, Program
+from blockstep.conformance.protocol.program import Answer, Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.report.explain import explain_name
 from blockstep.conformance.report.failure import tell_failure
-from blockstep.conformance.search.check import InProcess, check, play_program
+from blockstep.conformance.report.headlines import CHARS_MAX, CHECK_HEADLINES, make_headline
+from blockstep.conformance.report.jsonform import finding_to_json
+from blockstep.conformance.report.sentences import SENTENCES
+from blockstep.conformance.search.check import check, play_program
 from blockstep.conformance.search.episodes import run_episode
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.conformance.search.shrink import shrink
@@ -65,36 +75,28 @@ def tell(finding: Finding) -> str:
 
 @pytest.mark.parametrize("entry", in_spec.PLANTED, ids=lambda entry: entry.name)
 def test_first_finding_names_the_wrong_decision(entry: Planted) -> None:
-    told = tell(find_first(entry, in_spec.build_factory(entry)))
-    assert re.search(entry.says, told), told
+    found = find_first(entry, in_spec.build_factory(entry))
+    told = tell(found)
+    assert entry.is_named_by(told), told
+    named = re.match(r"'(\w+)'", found.message)  # a request that is named is a subject
+    assert named is None or named[1] in found.subjects.requests
 
 
 def test_at_least_twenty_wrong_decisions_are_planted() -> None:
     assert len({entry.name for entry in in_spec.PLANTED}) >= 20
 
 
-def give(make_engine: EngineFactory) -> InProcess:
-    """The place of a check of this engine, whatever the options name."""
-    return InProcess(load=lambda _options: make_engine)
-
-
 @pytest.mark.soak
-@pytest.mark.skipif(get_installed_version() != REFERENCE, reason=f"needs vLLM {REFERENCE}")
+@pytest.mark.skipif(
+    get_installed_version() != REFERENCE,
+    reason=f"needs vLLM {REFERENCE} (make vllm VLLM={REFERENCE} installs it)",
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_headlines_name_nineteen_of_twenty_wrong_decisions_in_a_release() -> None:
     from planted_support import in_vllm
 
-    lost = {}
-    for entry in in_vllm.PLANTED:
-        options = CheckOptions(
-            engine="vllm", profile=in_spec.PROFILE, max_events=40_000, with_features=entry.features
-        )
-        factory = in_vllm.build_factory(entry)
-        result = check(options, place=give(factory))
-        assert result.failure is not None, entry.name
-        headline = tell_failure(result).splitlines()[0]
-        if not re.search(entry.says, headline):
-            lost[entry.name] = headline
+    told = {entry: in_vllm.tell_first_line(entry) for entry in in_vllm.PLANTED}
+    lost = {entry.name: line for entry, line in told.items() if not entry.is_named_by(line)}
     assert len(lost) <= len(in_vllm.PLANTED) // 20, lost
 
 
@@ -193,6 +195,10 @@ def test_free_queue_comes_behind_what_a_store_lost() -> None:
     differs = Finding(FindingKind.DIVERGENCE, "", "engine_equals_spec", "")
     assert put_causes_first([order, held, differs]) == [held, order, differs]
     assert put_causes_first([order, budget]) == [order, budget]
+    output = violated("P13", "finish_reason_is_the_one_that_holds", "")
+    load = violated("P19", "report_ends_exactly_those_whose_load_failed", "")
+    assert put_causes_first([output, load, differs]) == [load, output, differs]
+    assert put_causes_first([output, budget]) == [output, budget]
 
 
 def test_divergence_is_told_by_its_first_field() -> None:
@@ -301,3 +307,97 @@ def test_what_is_wrong_with_the_engine_is_told_beside(monkeypatch: pytest.Monkey
     first, *others = play(program, Ahead, STRICT)
     assert first.kind is FindingKind.SPEC
     assert "counters_stay_within_what_is_known" in {it.sentence for it in others}
+
+
+# Headlines, with the requests and blocks that they are about.
+
+
+def list_checks() -> dict[str, str]:
+    """The property of each check, by the check's name."""
+    checks = {check.sentence: entry.id for entry in PROPERTIES for check in entry.checks}
+    return checks | {name: number for name, (number, _) in SENTENCES.items() if number}
+
+
+def test_each_check_of_a_property_has_a_headline() -> None:
+    assert list_checks().keys() == CHECK_HEADLINES.keys()
+
+
+def test_headlines_have_a_class_and_are_short() -> None:
+    for text in CHECK_HEADLINES.values():
+        assert re.match(r"[A-Z]+: [a-z{]", text), text
+        assert len(text) <= CHARS_MAX - 30, text
+
+
+def test_headlines_as_they_are_told(snapshot: SnapshotAssertion) -> None:
+    """With a request and a block, and without."""
+    told = []
+    for name, number in sorted(list_checks().items(), key=lambda it: (int(it[1][1:]), it[0])):
+        finding = violated(number, name, "", subjects=Subjects(("A",), (3,)))
+        told.append(f"{number} {name}: {make_headline(finding)}")
+        told.append(f"  {make_headline(violated(number, name, ''))}")
+    assert "\n".join(told) == snapshot
+
+
+def test_subjects_without_a_place_follow() -> None:
+    kept = Subjects(("A", "B"), (1, 2))
+    order = violated("P16", "freed_tail_is_evicted_first", "", subjects=Subjects((), (2, 1)))
+    assert make_headline(order).endswith("in the free queue (blocks 2, 1)")
+    shared = violated("P2", "written_block_is_in_one_place", "", subjects=kept)
+    told = "CORRUPTION: block 1 is written at two places in one step (requests A, B; and block 2)"
+    assert make_headline(shared) == told
+
+
+def test_message_is_the_headline_of_what_no_property_names() -> None:
+    seen = Finding(FindingKind.FAULT, "", "engine_raises_nothing", "the engine raised\nKeyError: 1")
+    assert make_headline(seen) == "the engine raised KeyError: 1"
+
+
+class Idle(SpecEngine):
+    """It plans nothing once a request has an output."""
+
+    traits = EngineTraits(equivalence=Safety())
+
+    def apply(self, event: v.Event) -> v.Observation:
+        is_idle = any(one.output_token_ids for one in self.state.requests.values())
+        if isinstance(event, v.Schedule) and is_idle:
+            return v.Plan(frame_id=self.state.next_frame_id)
+        return super().apply(event)
+
+    def capabilities(self) -> frozenset[str]:
+        return super().capabilities() - {Capability.SNAPSHOT}
+
+    def snapshot(self) -> None:  # type: ignore[override]
+        return None
+
+
+def test_liveness_names_the_requests_that_never_finish() -> None:
+    submits = [v.Submit(v.Request(name, (0, 0), max_tokens=2)) for name in "AB"]
+    found = play(Program(v.Config(8, 1), (*submits, Drain())), Idle, STRICT)
+    liveness = next(it for it in found if it.kind is FindingKind.LIVENESS)
+    assert liveness.subjects == Subjects(("A", "B"))
+    told = make_headline(liveness)
+    assert told.startswith("LIVENESS: request A never finishes (and request B): a plan is empty")
+
+
+def test_divergence_names_the_request_or_block_of_its_first_field() -> None:
+    field = Difference("rows A num_scheduled_tokens", "2", "1")
+    assert find_subjects(field, ["A", "B"]) == Subjects(("A",))
+    assert find_subjects(Difference("block 3", "free", "held by 1"), ["A"]) == Subjects((), (3,))
+    assert find_subjects(Difference("running", "[A]", "[]"), ["A"]) == Subjects()
+
+
+def test_subjects_of_lists_are_what_differs() -> None:
+    assert requests_apart(("A", "B"), ("B", "C")) == Subjects(("A", "C"))
+    assert requests_apart(("A", "B"), ("B", "A")) == Subjects(("A", "B"))
+    assert blocks_apart((1, 2, 3), (1, 3, 2)) == Subjects((), (2, 3))
+    rows = v.OutputRow("A", (1,)), v.OutputRow("A", (2,))
+    assert requests_apart(rows[:1], rows[1:]) == Subjects(("A",))
+
+
+def test_subjects_are_told_to_machines_and_by_explain() -> None:
+    finding = violated("P1", "every_block_is_free_or_held", "", subjects=Subjects(("A",), (3,)))
+    told = finding_to_json(finding)
+    assert told["subjects"] == {"requests": ["A"], "blocks": [3]}
+    assert told["headline"] == make_headline(finding)
+    shown = explain_name("written_block_is_in_one_place")
+    assert "headline: CORRUPTION: block BLOCK is written at two places in one step" in shown

@@ -29,7 +29,7 @@ from blockstep.conformance.engine import (
 )
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.museum import EXHIBITS, build
-from blockstep.conformance.protocol.findings import Finding, FindingKind
+from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
 from blockstep.conformance.protocol.program import Answer, Program
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
@@ -41,6 +41,7 @@ from blockstep.conformance.search.forgiving import (
     Forgiving,
     Means,
     find_causes,
+    find_refuted,
     follow,
     read_cause,
 )
@@ -192,6 +193,11 @@ def test_what_nothing_known_accounts_for_is_found_once_and_counted() -> None:
         ("leak-on-abort", "every_block_is_free_or_held"),
         ("reset-keeps-keys", "published_block_was_written_since_the_reset"),
         ("take-before-touch", "written_block_is_in_one_place"),
+        ("item-offset-ignored", "published_block_is_of_the_same_adapter_salt_and_items"),
+        pytest.param(
+            *("sessions-with-input-never-give-way", "every_request_ends_once_all_is_healed"),
+            marks=pytest.mark.soak,
+        ),
         pytest.param(
             *("told-one-token-more", "attended_slot_holds_the_right_prefix"), marks=pytest.mark.soak
         ),
@@ -214,6 +220,84 @@ def test_most_planted_defects_are_told_once() -> None:
         for name in EXHIBITS
     ]
     assert sum(number == 1 for number in told) >= 4 * sum(number > 1 for number in told) > 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("exhibit", "events"),
+    [
+        ("item-offset-ignored", 1_500),
+        ("looking-is-told-as-a-reset", 1_500),
+        ("sessions-with-input-never-give-way", 1_500),
+        ("share-counted-before-hits", 3_000),
+    ],
+)
+def test_one_defect_is_told_once_where_all_is_compared(exhibit: str, events: int) -> None:
+    result = hunt(CheckOptions(max_events=events), call_here(build(exhibit)))
+    assert len(result.defects) == 1
+
+
+PAIRS = (
+    ("leak-on-abort", "reset-keeps-keys"),
+    ("leak-on-abort", "length-off-by-one"),
+    ("reset-keeps-keys", "length-off-by-one"),
+    ("sticky-full-flag", "leak-on-abort"),
+    ("item-offset-ignored", "leak-on-abort"),
+)
+"""Seeded bugs that are planted together: each alone is one entry."""
+
+
+def plant_both(first: str, second: str) -> EngineFactory:
+    """Engines with two seeded bugs."""
+    base, entry = build(first), EXHIBITS[second]
+    if not entry.part:
+        return type("Both", (entry.defect, base), {})
+    part = type("PlantedPart", (entry.defect, getattr(base, entry.part)), {})
+    return type("Both", (base,), {entry.part: part})
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [PAIRS[0], *(pytest.param(*pair, marks=pytest.mark.soak) for pair in PAIRS[1:])],
+)
+def test_two_defects_are_told_as_two(first: str, second: str) -> None:
+    options = CheckOptions(max_events=800)
+    result = hunt(options, call_here(plant_both(first, second)), scopes=("tiny",))
+    assert len(result.defects) == 2
+
+
+NOT_MET = (
+    *("forks", "tiers", "pins", "transfers", "groups", "encoder", "events", "multimodal"),
+    *("adapters", "keys", "embeds", "sessions", "masks", "grammar", "reset", "pause"),
+    *("hostile", "drafts"),
+)
+
+
+class Half(SpecEngine):
+    """It lets no bound end a request below min_tokens, as a release does, but in blocks of one."""
+
+    def __init__(self, config: Config) -> None:
+        quirk = "strict+min_tokens_mask_length" if config.block_size > 1 else "strict"
+        super().__init__(config, find(quirk))
+
+
+def test_a_quirk_that_an_engine_does_not_have_is_taken_back() -> None:
+    """It accounts for the first failure, and brings about another one where it does not apply."""
+    # Plain requests in plain pools: they meet the quirk soon, and then the other block size.
+    options = CheckOptions(max_events=1_700, profile=RELEASE, without_features=NOT_MET)
+    result = hunt(options, call_here(Half), scopes=("tiny",))
+    (defect,) = result.defects
+    assert defect.causes == ()
+    assert defect.forgiven == frozenset()
+
+
+def test_what_passes_without_a_quirk_refutes_it() -> None:
+    config = Config(num_blocks=8, block_size=1, max_model_len=4)
+    alive = Request("A", (0, 0), max_tokens=4, min_tokens=4)
+    program = Program(config, (Submit(alive), *(Schedule(), Answer()) * 2))
+    cause = Cause(Means.QUIRK, Quirk.MIN_TOKENS_MASK_LENGTH)
+    assert find_refuted(program, Half, frozenset({cause})) == (cause,)
+    assert find_refuted(program, follower(FEW), frozenset({cause})) == ()
 
 
 class Two(SpecEngine):
@@ -457,6 +541,29 @@ def test_failures_are_gathered_however_they_come() -> None:
     for order in itertools.permutations([*found, apart]):
         groups = gather(make_defect(symptoms) for symptoms in order)
         assert sorted(len(group.defects) for group in groups) == [1, 3]
+
+
+def test_divergence_is_one_with_a_property_where_the_same_fields_differ() -> None:
+    fields = Mark("divergence  engine_equals_spec ['kv_events']")
+    logged = Mark("property P20 a_b")
+    alone, beside = Symptoms(fields, length=3), Symptoms(logged, frozenset({fields}), length=4)
+    for order in itertools.permutations([make_defect(alone), make_defect(beside)]):
+        assert len(gather(order)) == 1
+    other = Symptoms(Mark("divergence  engine_equals_spec ['stats']"), length=3)
+    assert len(gather([make_defect(other), make_defect(beside)])) == 2
+
+
+def test_divergence_of_who_is_scheduled_says_no_more() -> None:
+    """The pool, queues and counters differ because of it, in each program in other fields."""
+
+    def make(*fields: str) -> Finding:
+        told = tuple(Difference(field, "there", "-") for field in fields)
+        return Finding(FindingKind.DIVERGENCE, "", "engine_equals_spec", "", told)
+
+    told = "divergence  engine_equals_spec ['rows']"
+    assert distinct.saying(make("new A", "block 1", "running")) == told
+    assert distinct.saying(make("cached B", "waiting")) == told
+    assert distinct.saying(make("running", "waiting")) != told
 
 
 def test_what_is_seen_with_the_state_hidden_is_put_to_the_state_that_it_comes_of() -> None:

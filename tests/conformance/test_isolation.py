@@ -363,8 +363,8 @@ PROGRAM = Program(
 def test_programs_follow_one_another_in_one_child(isolation: Isolation) -> None:
     assert isolation.run(CheckOptions("spec"), PROGRAM).first is None
     told = tell_program(isolation.run(CheckOptions(CANARY), PROGRAM), CANARY)
-    assert told.startswith("blockstep: VIOLATION at event 2: P1 every_block_is_free_or_held: ")
-    assert told.splitlines()[0].endswith(f"(engine {CANARY})")
+    assert told.startswith("blockstep: VIOLATION at event 2: MEMORY: ")
+    assert told.splitlines()[0].endswith(f"(P1 every_block_is_free_or_held, engine {CANARY})")
     assert "preset" not in told
     assert isolation.run(CheckOptions("spec"), PROGRAM).first is None
 

@@ -217,7 +217,7 @@ def test_a_wrong_engine_fails_where_it_is_wrong_and_is_green_nowhere(
     result.stdout.fnmatch_lines(
         [
             "*blockstep::tiny::P1 pool conservation*",
-            "blockstep check: VIOLATION at event * (engine plugged_engines:Bad, preset tiny, *",
+            "blockstep check: VIOLATION at event * (P* engine plugged_engines:Bad, preset tiny, *",
             "  property    P1 every_block_is_free_or_held",
             "  program   (shrunk from *",
             "  reproduce  blockstep check --engine plugged_engines:Bad --preset tiny *",
@@ -342,7 +342,7 @@ def test_own_programs_fail_with_the_face_of_the_product(inner: pytest.Pytester) 
     for name in ("test_run", "test_walk"):
         result.stdout.fnmatch_lines(
             [
-                "E*AssertionError: blockstep: VIOLATION at event 2: P1 * (engine plugged_*:Bad)",
+                "E*AssertionError: blockstep: VIOLATION at event 2: * (P1 *, engine plugged_*:Bad)",
                 "E*property    P1 every_block_is_free_or_held",
                 "E*1  submit    A prompt=1,2,3 max_tokens=2",
                 f"E*reproduce  pytest 'test_own.py::{name}' --blockstep-engine=plugged_*:Bad*",
@@ -385,7 +385,7 @@ def test_a_corpus_is_a_test_for_each_program(inner: pytest.Pytester) -> None:
             "blockstep::corpus::junk FAILED*",
             "blockstep::corpus::kept/leak FAILED*",
             "blockstep: corpus/junk.json: 'junk' *: a program is a JSON object *",
-            "blockstep check: VIOLATION at event 2: * (engine lacking:Sync, *kept/leak.json)",
+            "blockstep check: VIOLATION at event 2: * (P* engine lacking:Sync, *kept/leak.json)",
             "  reproduce  blockstep check --engine lacking:Sync --program corpus/kept/leak.json",
             "SKIPPED * not tried: async",
         ]

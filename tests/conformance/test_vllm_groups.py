@@ -176,6 +176,16 @@ def test_states_at_the_ends_of_chunks_are_further_apart_than_drafts() -> None:
     assert config_problems(found) == ()
 
 
+def test_states_at_the_ends_of_chunks_go_with_items_that_may_be_split() -> None:
+    """Items that are never split are refused beside them, and a hunt ended with exit 2."""
+    items = {"encoder_compute_budget": 4, "encoder_cache_size": 4}
+    config = build(FULL, STATES, disable_chunked_mm_input=True, **items)
+    assert config_problems(config) == ()
+    found, _ = fit_groups(NEWEST, config)
+    assert not found.disable_chunked_mm_input
+    assert config_problems(found) == ()
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [

@@ -482,8 +482,8 @@ def test_a_preempted_request_is_compared_by_its_outputs_only() -> None:
         (BlockKey(None, (1, 2), group=1), ("P3", "published_block_holds_the_right_prefix")),
         (BlockKey(None, (1, 2, 3)), ("P3", "published_block_holds_the_right_prefix")),
         (
-            BlockKey(None, (1, 2), items=(("cat", 2),)),
-            ("P3", "published_block_holds_the_right_prefix"),
+            BlockKey(None, (1, 2), items=(("cat", 2),)),  # of no request, and of these tokens
+            ("P6", "published_block_is_of_the_same_adapter_salt_and_items"),
         ),
         (
             BlockKey(BlockKey(None, (9, 9)), (1, 2), cache_salt="x"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,14 @@ class Planted:
     plant: Callable[..., Any]
     """Plants it."""
     says: str
-    """A pattern that a headline matches which names the cause."""
+    """A pattern that a headline matches which names the cause: written from the wrong decision, not
+    from what is printed."""
     features: tuple[str, ...] = ()
     """What the check is asked to draw."""
+
+    def is_named_by(self, told: str) -> bool:
+        """Whether a headline names the cause."""
+        return re.search(self.says, told) is not None
 
 
 def make_list() -> tuple[list[Planted], Callable[..., Callable[[Callable[..., Any]], Any]]]:

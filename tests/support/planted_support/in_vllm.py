@@ -9,8 +9,12 @@ from typing import Any
 
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.engines.adapters.vllm import VllmEngine
+from blockstep.conformance.report.failure import tell_failure
+from blockstep.conformance.search.check import InProcess, check
+from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec import vocabulary as v
 from planted_support import Planted, make_list
+from planted_support.in_spec import PROFILE
 
 PLANTED, planted = make_list()
 
@@ -43,16 +47,25 @@ def build_factory(entry: Planted) -> EngineFactory:
     return Wrong
 
 
+def tell_first_line(entry: Planted) -> str:
+    """Return the first line of the report of a check that meets the wrong decision."""
+    options = CheckOptions(
+        engine="vllm", profile=PROFILE, max_events=40_000, with_features=entry.features
+    )
+    result = check(options, place=InProcess(load=lambda _options: build_factory(entry)))
+    return "it is not found" if result.first is None else tell_failure(result).splitlines()[0]
+
+
 # Memory.
 
 
-@planted("freed_tail_is_evicted_first|preempted_tail_is_evicted_first")
+@planted("P16 (freed|preempted)_tail_is_evicted_first")
 def tables_are_freed_from_their_head(scheduler: Any) -> None:
     pool = scheduler.kv_cache_manager.block_pool
     subclass(pool, free_blocks=lambda right, _self, blocks: right(list(blocks)[::-1]))
 
 
-@planted("new_blocks_come_from_the_head")
+@planted("P16 new_blocks_come_from_the_head_of_the_free_queue")
 def blocks_are_taken_from_the_tail(scheduler: Any) -> None:
     def take(right: Any, self: Any, count: int) -> Any:
         queue = self.free_block_queue
@@ -68,7 +81,7 @@ def blocks_are_taken_from_the_tail(scheduler: Any) -> None:
     subclass(scheduler.kv_cache_manager.block_pool, get_new_blocks=take)
 
 
-@planted("hit_is_the_longest|num_computed_tokens")
+@planted("P5 hit_is_the_longest_there_is")
 def hits_are_a_block_short(scheduler: Any) -> None:
     def find(right: Any, self: Any, hashes: Any, length: int) -> Any:
         return right(hashes, max(length - scheduler.block_size, 0))
@@ -76,7 +89,7 @@ def hits_are_a_block_short(scheduler: Any) -> None:
     subclass(scheduler.kv_cache_manager.coordinator, find_longest_cache_hit=find)
 
 
-@planted("P25|reset|AllBlocksCleared")
+@planted("P25 |kv_events is .*the spec has .*AllBlocksCleared")
 def reset_clears_nothing(scheduler: Any) -> None:
     def reset(_right: Any, self: Any) -> bool:
         return bool(self.get_num_free_blocks() == self.num_gpu_blocks - 1)
@@ -84,7 +97,7 @@ def reset_clears_nothing(scheduler: Any) -> None:
     subclass(scheduler.kv_cache_manager.block_pool, reset_prefix_cache=reset)
 
 
-@planted("P5 |skip|hit|num_computed_tokens")
+@planted("P5 hit_is")
 def cache_is_read_though_it_must_not_be(scheduler: Any) -> None:
     def find(right: Any, _self: Any, request: Any) -> Any:
         was, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, False
@@ -100,7 +113,7 @@ def gate_is_left_open(scheduler: Any) -> None:
     subclass(scheduler.kv_cache_manager, can_fit_full_sequence=lambda *_a, **_n: True)
 
 
-@planted("P1 |holder|P17|ref_count|req_to_blocks")
+@planted("P1 every_block_is_free_or_held|P17 every_hold|req_to_blocks")
 def aborted_keep_their_blocks(scheduler: Any) -> None:
     def free(right: Any, _self: Any, request: Any) -> Any:
         return None if request.status.name == "FINISHED_ABORTED" else right(request)
@@ -121,12 +134,12 @@ def preempted_wait_at_the_end(scheduler: Any) -> None:
     subclass(scheduler, _preempt_request=preempt)
 
 
-@planted("P9 running_stays_within_max_num_seqs")
+@planted("P9 (running_stays_within|worker_keeps_at_most)_max_num_seqs")
 def one_more_request_runs(scheduler: Any) -> None:
     scheduler.max_num_running_reqs += 1
 
 
-@planted("budget|num_scheduled_tokens")
+@planted("P15 (running|admitted)_request_gets_all|P15 head_of_the_queue|num_scheduled_tokens")
 def budget_is_one_token_short(scheduler: Any) -> None:
     scheduler.max_num_scheduled_tokens -= scheduler.max_num_scheduled_tokens > 1
 
@@ -144,7 +157,7 @@ def adapters_are_not_counted(scheduler: Any) -> None:
 # What is told.
 
 
-@planted("finished_req_ids|plan_tells_who_ended|ended_are_kept")
+@planted("P26 (plan_tells_who_ended|ended_are_kept)|finished_req_ids")
 def aborted_are_not_told(scheduler: Any) -> None:
     def finish(right: Any, self: Any, ids: Any, status: Any) -> Any:
         done = right(ids, status)
@@ -154,7 +167,7 @@ def aborted_are_not_told(scheduler: Any) -> None:
     subclass(scheduler, finish_requests=finish)
 
 
-@planted("num_cached_tokens|cached|first_hit_is_remembered")
+@planted("P21 (first_hit_is|told_cached_tokens)|num_cached_tokens")
 def cached_tokens_are_always_none(scheduler: Any) -> None:
     def schedule(right: Any, self: Any) -> Any:
         output = right()
@@ -205,7 +218,7 @@ def minimum_of_tokens_is_forgotten(scheduler: Any) -> None:
     subclass(scheduler, _update_request_with_output=update)
 
 
-@planted("P14 |num_computed_tokens", "drafts")
+@planted("P14 sampling_leaves_one_token|P12 counters_stay", "drafts")
 def rejected_draft_counts_as_computed(scheduler: Any) -> None:
     def update(right: Any, self: Any, output: Any, answer: Any) -> Any:
         done = right(output, answer)
@@ -219,7 +232,7 @@ def rejected_draft_counts_as_computed(scheduler: Any) -> None:
     subclass(scheduler, update_from_output=update)
 
 
-@planted("P24 |P12 only_running_requests_hold_anything|spec_token_ids", "drafts")
+@planted("P24 attached_drafts|P12 only_running_requests_hold|spec_token_ids", "drafts")
 def drafts_survive_preemption(scheduler: Any) -> None:
     def preempt(right: Any, _self: Any, request: Any, timestamp: float) -> None:
         drafts = request.spec_token_ids
@@ -232,7 +245,7 @@ def drafts_survive_preemption(scheduler: Any) -> None:
 # A store.
 
 
-@planted("P17 every_hold|STALL|parked", "transfers")
+@planted("P18 received_are_those|P17 every_hold|STALL", "transfers")
 def end_of_a_read_is_lost(scheduler: Any) -> None:
     def take(right: Any, _self: Any, report: Any) -> None:
         report.finished_recving = None
@@ -241,7 +254,7 @@ def end_of_a_read_is_lost(scheduler: Any) -> None:
     subclass(scheduler, _update_from_kv_xfer_finished=take)
 
 
-@planted("P17 every_hold", "transfers")
+@planted("P17 every_hold_has_an_owner_and_an_end", "transfers")
 def end_of_a_save_is_lost(scheduler: Any) -> None:
     def take(right: Any, _self: Any, report: Any) -> None:
         report.finished_sending = None
@@ -250,7 +263,7 @@ def end_of_a_save_is_lost(scheduler: Any) -> None:
     subclass(scheduler, _update_from_kv_xfer_finished=take)
 
 
-@planted("P17 |the connector loads", "transfers")
+@planted("P17 ", "transfers")
 def blocks_are_freed_while_a_store_reads(scheduler: Any) -> None:
     def finish(right: Any, _self: Any, request: Any) -> Any:
         _, parameters = right(request)
@@ -259,7 +272,7 @@ def blocks_are_freed_while_a_store_reads(scheduler: Any) -> None:
     subclass(scheduler, _connector_finished=finish)
 
 
-@planted("P19 |invalid|load", "transfers")
+@planted("P19 ", "transfers")
 def invalid_blocks_are_passed_over(scheduler: Any) -> None:
     subclass(scheduler, _handle_invalid_blocks=lambda *_a, **_n: set())
 
@@ -267,7 +280,7 @@ def invalid_blocks_are_passed_over(scheduler: Any) -> None:
 # Items, grammars, sessions.
 
 
-@planted("P22 encoder_cache_adds_up", "encoder")
+@planted("P22 (encoder_cache_adds_up|only_running_requests_hold)", "encoder")
 def items_are_never_let_go(scheduler: Any) -> None:
     subclass(scheduler, _free_encoder_inputs=lambda *_a, **_n: None)
 
@@ -283,7 +296,7 @@ def mask_lacks_its_last_row(scheduler: Any) -> None:
     subclass(scheduler, get_grammar_bitmask=ask)
 
 
-@planted("session|kept|prompt_token_ids", "sessions")
+@planted("P13 session_goes_on|prompt_token_ids", "sessions")
 def sessions_forget_their_outputs(scheduler: Any) -> None:
     def update(right: Any, _self: Any, session: Any, chunk: Any) -> None:
         computed = session.num_computed_tokens

@@ -109,6 +109,11 @@ def failed() -> Play:
     return play.do(TransfersReported(KVTransfers(invalid_block_ids=(block,))))
 
 
+def failed_at_once() -> Play:
+    """A runs in the step that loads it, and ends with the answer that says that it failed."""
+    return without_block(offered(is_async=False, config=FAILING).do(Schedule()), 1)
+
+
 def ending() -> Play:
     """The store reads the blocks of B when it ends."""
     play = Play(STORE).do(Submit(B), KVOffer("B", delays_free=True), Schedule()).commit()
@@ -420,6 +425,11 @@ OF_DEFERRED = (
 """A play for each kind of event that gives blocks up, or answers."""
 
 EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
+    (
+        "report_ends_exactly_those_whose_load_failed",
+        failed_at_once,
+        lambda s: first_output(s, finish_reason=None),
+    ),
     *[("offers_are_those_made_last", play, with_offer) for play in OF_EACH],
     *[("received_are_those_reported", play, with_received) for play in OF_EACH],
     *[("unsettled_are_those_of_frames_in_flight", play, with_unsettled) for play in OF_EACH],

@@ -20,7 +20,7 @@ from blockstep.conformance.judge.properties import (
 from blockstep.conformance.judge.properties.output import cut_at_stop
 from blockstep.conformance.judge.properties.refusals import rejected_event_changes_nothing
 from blockstep.conformance.judge.properties.sentence import judge
-from blockstep.conformance.protocol.findings import Difference, Finding, violated
+from blockstep.conformance.protocol.findings import Difference, Finding, of_request, violated
 from blockstep.spec import vocabulary as v
 
 Expected = tuple[v.TokenIds, tuple[v.FinishReason, v.TokenId | None] | None]
@@ -143,16 +143,26 @@ def _judge_plan(
         what = f"adapters {sorted(map(str, adapters))} in one plan, {config.max_loras} allowed"
         yield violated("P9", "plan_stays_within_max_loras", what)
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield violated("P26", "request_has_one_row", f"{name!r} has {names.count(name)} rows")
+        yield violated(
+            "P26",
+            "request_has_one_row",
+            f"{name!r} has {names.count(name)} rows",
+            subjects=of_request(name),
+        )
     for row in rows:
         name, end = row.request_id, row.num_computed_tokens + row.num_scheduled_tokens
         if name not in live:
-            yield violated("P26", "row_is_of_an_unfinished_request", f"{name!r} has ended")
+            yield violated(
+                "P26",
+                "row_is_of_an_unfinished_request",
+                f"{name!r} has ended",
+                subjects=of_request(name),
+            )
         elif isinstance(row, v.NewRow):
             yield from _judge_new_row(config, row, live[name], said.get(name))
         if end > config.max_model_len:
             what = f"{name!r} runs {end} tokens, the model takes {config.max_model_len}"
-            yield violated("P9", "row_stays_within_max_model_len", what)
+            yield violated("P9", "row_stays_within_max_model_len", what, subjects=of_request(name))
 
 
 def _judge_new_row(
@@ -164,16 +174,29 @@ def _judge_new_row(
     """
     if row.request != request:
         what = f"{row.request_id!r} is not the request that was submitted"
-        yield violated("P26", "new_row_carries_the_request_as_submitted", what)
+        yield violated(
+            "P26",
+            "new_row_carries_the_request_as_submitted",
+            what,
+            subjects=of_request(row.request_id),
+        )
     if row.output_token_ids != (outputs or ()):
         difference = Difference("output_token_ids", str(outputs or ()), str(row.output_token_ids))
         what = f"{row.request_id!r} has other outputs than it began with"
-        yield violated("P26", "new_row_carries_the_request_as_submitted", what, difference)
+        yield violated(
+            "P26",
+            "new_row_carries_the_request_as_submitted",
+            what,
+            difference,
+            subjects=of_request(row.request_id),
+        )
     has_any = config.enable_prefix_caching or config.kv_connector  # a store's count as a hit, too
     may_hit = (has_any and not request.skip_reading_prefix_cache) or outputs is not None
     if row.num_computed_tokens and not may_hit and not request.resumable:
         what = f"{row.request_id!r} has a hit of {row.num_computed_tokens} tokens"
-        yield violated("P5", "hit_is_taken_only_where_one_may_be", what)
+        yield violated(
+            "P5", "hit_is_taken_only_where_one_may_be", what, subjects=of_request(row.request_id)
+        )
 
 
 def _expected_errors(
@@ -206,13 +229,23 @@ def _judge_outputs(
             difference = Difference("new_token_ids", str(tokens), str(row.new_token_ids))
             what = f"{name!r} was delivered the wrong tokens"
             yield violated(
-                "P13", "delivered_tokens_are_the_sampled_ones_until_the_stop", what, difference
+                "P13",
+                "delivered_tokens_are_the_sampled_ones_until_the_stop",
+                what,
+                difference,
+                subjects=of_request(name),
             )
         seen = None if row.finish_reason is None else (row.finish_reason, row.stop_token_id)
         if seen != stop:
             difference = Difference("finish_reason", _told(stop), _told(seen))
             what = f"{name!r} after {tokens}"
-            yield violated("P13", "finish_reason_is_the_one_that_holds", what, difference)
+            yield violated(
+                "P13",
+                "finish_reason_is_the_one_that_holds",
+                what,
+                difference,
+                subjects=of_request(name),
+            )
 
 
 def _expected_outputs(
@@ -248,7 +281,13 @@ def _judge_computed(step: Step) -> Iterator[Finding]:
             seen = str(request.num_computed_tokens)
             difference = Difference("num_computed_tokens", f"0 to {slots}", seen)
             what = f"{request.request_id!r} has {seen} tokens computed, and {slots} slots"
-            yield violated("P12", "computed_tokens_are_in_blocks_that_are_held", what, difference)
+            yield violated(
+                "P12",
+                "computed_tokens_are_in_blocks_that_are_held",
+                what,
+                difference,
+                subjects=of_request(request.request_id),
+            )
 
 
 def _told(stop: tuple[v.FinishReason, v.TokenId | None] | None) -> str:

@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from blockstep.conformance.protocol.findings import Difference, Finding, violated
+from blockstep.conformance.protocol.findings import (
+    SUBJECTS_MAX,
+    Difference,
+    Finding,
+    Subjects,
+    of_request,
+    violated,
+)
 from blockstep.conformance.protocol.sessions import Session
 from blockstep.spec import vocabulary as v
 
@@ -72,7 +79,13 @@ class Told:
             if row.request_id in live and seen != due:
                 what = f"{row.request_id!r} was told a wrong number of cached tokens"
                 told = Difference("num_cached_tokens", str(due), str(seen))
-                yield violated("P21", "told_cached_tokens_are_those_of_the_first_hit", what, told)
+                yield violated(
+                    "P21",
+                    "told_cached_tokens_are_those_of_the_first_hit",
+                    what,
+                    told,
+                    subjects=of_request(row.request_id),
+                )
 
     def _judge_ends(self, plan: v.Plan, live: Collection[v.RequestId]) -> Iterator[Finding]:
         """A worker is told of each request that it knows and that has ended, and of no other."""
@@ -85,7 +98,9 @@ class Told:
                 difference = Difference(
                     "finished_req_ids", str(sorted(self.ended)), str(plan.finished_req_ids)
                 )
-                yield violated("P26", "plan_tells_who_ended", f"{names} {what}", difference)
+                subjects = Subjects(tuple(names[:SUBJECTS_MAX]))
+                told = f"{names} {what}"
+                yield violated("P26", "plan_tells_who_ended", told, difference, subjects=subjects)
 
     def _judge_slots(self, plan: v.Plan) -> Iterator[Finding]:
         """A worker keeps no more requests than it has slots: an id more has nowhere to go."""
@@ -108,7 +123,13 @@ class Told:
             if drafts != due[: len(drafts)]:
                 what = f"{row.request_id!r} verifies drafts that were not proposed for its position"
                 told = Difference("draft_token_ids", str(due), str(drafts))
-                yield violated("P24", "dispatched_drafts_are_the_last_proposed_ones", what, told)
+                yield violated(
+                    "P24",
+                    "dispatched_drafts_are_the_last_proposed_ones",
+                    what,
+                    told,
+                    subjects=of_request(row.request_id),
+                )
 
     def follow(
         self, event: v.Event, seen: v.Observation, live: Mapping[v.RequestId, v.Request]
@@ -162,7 +183,9 @@ def _judge_failed_grammar(name: v.RequestId, rows: Sequence[v.OutputRow]) -> Ite
     if seen != due:
         what = f"the grammar of {name!r} cannot be had: it ends by that, and nothing else"
         difference = Difference("rows", str(due), str(seen))
-        yield violated("P23", "failed_grammar_ends_its_request", what, difference)
+        yield violated(
+            "P23", "failed_grammar_ends_its_request", what, difference, subjects=of_request(name)
+        )
 
 
 def _judge_update(
@@ -174,4 +197,10 @@ def _judge_update(
     if list(ended) != due:
         what = f"{update.request_id!r} rests: {is_over}; further input: {update.resumable}"
         difference = Difference("aborted", str(due), str(list(ended)))
-        yield violated("P13", "end_of_its_input_ends_who_rests", what, difference)
+        yield violated(
+            "P13",
+            "end_of_its_input_ends_who_rests",
+            what,
+            difference,
+            subjects=of_request(update.request_id),
+        )

@@ -48,7 +48,11 @@ from blockstep.conformance.lockstep.excuses import Excuses
 from blockstep.conformance.lockstep.liveness import Watch, drain_bound
 from blockstep.conformance.lockstep.quirks import WatchedSpec
 from blockstep.conformance.lockstep.runner import Runner, ask_mask
-from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
+from blockstep.conformance.protocol.compare import (
+    find_subjects,
+    observation_differences,
+    snapshot_differences,
+)
 from blockstep.conformance.protocol.features import Feature, find_lacking, fit, get_missing
 from blockstep.conformance.protocol.findings import (
     Difference,
@@ -89,17 +93,21 @@ def list_uncounted(capabilities: Collection[str]) -> frozenset[str]:
 
 def put_causes_first(findings: list[Finding]) -> list[Finding]:
     """The findings, with those of the free queue's order behind all other properties if some are
-    of transfers.
+    of transfers, and those of outputs behind those of a load that failed.
 
     A signal of a store that is lost or taken too early leaves blocks held or frees them, so the
-    order of the free queue differs because of it.
+    order of the free queue differs, too. A failed load that is not noticed leaves a request
+    running, so its outputs are wrong, too.
     """
     if not any(found.property_id in OF_TRANSFERS for found in findings):
         return findings
 
-    def rank(found: Finding) -> tuple[bool, bool]:
+    has_failed_load = any(found.property_id == "P19" for found in findings)
+
+    def rank(found: Finding) -> tuple[bool, bool, bool]:
         is_divergence = found.kind is FindingKind.DIVERGENCE
-        return is_divergence, found.sentence in QUOTING_THE_FREE_QUEUE
+        is_output = has_failed_load and found.property_id == "P13"
+        return is_divergence, found.sentence in QUOTING_THE_FREE_QUEUE, is_output
 
     return sorted(findings, key=rank)
 
@@ -492,8 +500,16 @@ class LockStep(Runner):
             differences += snapshot_differences(self.spec.snapshot(), after)
         if differences:
             message = tell_divergence(event, differences)
+            names = [*self.live]
+            if isinstance(event, v.Submit):
+                names.append(event.request.request_id)
             yield Finding(
-                FindingKind.DIVERGENCE, "", "engine_equals_spec", message, tuple(differences)
+                FindingKind.DIVERGENCE,
+                "",
+                "engine_equals_spec",
+                message,
+                tuple(differences),
+                find_subjects(differences[0], names),
             )
 
     def _keep(self, exchange: Exchange) -> None:

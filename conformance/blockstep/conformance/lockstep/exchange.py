@@ -64,7 +64,7 @@ def fault_of(error: Exception, when: str = "") -> Finding:
         "engine_raises_nothing",
         f"the engine raised {tell_error(error)} {when}".rstrip(),
         (Difference("exception", "none", type(error).__name__),),
-        list_frames(error),
+        frames=list_frames(error),
     )
 
 

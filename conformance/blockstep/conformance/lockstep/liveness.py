@@ -13,7 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.conformance.protocol.findings import (
+    SUBJECTS_MAX,
+    Difference,
+    Finding,
+    FindingKind,
+    Subjects,
+)
 from blockstep.conformance.protocol.program import describe_observation
 from blockstep.conformance.protocol.sessions import Session
 from blockstep.spec.vocabulary import MAX_INT, Plan, Request, RequestId, Snapshot, Stats
@@ -91,6 +97,7 @@ class Watch:
             "every_request_ends_once_all_is_healed",
             f"{why}; unfinished: {names}",
             tuple(Difference("cycle", "a token in it", line) for line in shown),
+            Subjects(tuple(live)[:SUBJECTS_MAX]),
         )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from blockstep.conformance.protocol.findings import Difference, shown_apart
+from blockstep.conformance.protocol.findings import Difference, Subjects, shown_apart
 from blockstep.spec.vocabulary import (
     BlockId,
     BlockKey,
@@ -14,6 +14,7 @@ from blockstep.spec.vocabulary import (
     OutputRow,
     Plan,
     Rejected,
+    RequestId,
     RequestSnapshot,
     Snapshot,
 )
@@ -50,6 +51,19 @@ def _hint_differences(spec: Observation, engine: object) -> tuple[Difference, ..
         return ()
     mine, theirs = spec.num_common_prefix_blocks, engine.num_common_prefix_blocks
     return () if mine == theirs else tuple(_value("num_common_prefix_blocks", mine, theirs))
+
+
+def find_subjects(difference: Difference, names: Collection[RequestId]) -> Subjects:
+    """Return the request or the block that a difference is about, by the words of its field.
+
+    Args:
+        difference: A difference as this module tells it: `rows A num_computed_tokens`, `block 3`.
+        names: The requests that there are.
+    """
+    words = difference.field.split(" ")
+    requests = tuple(word for word in words[1:] if word in names)
+    is_block = words[0] == "block" and words[1:2] and words[1].isdecimal()
+    return Subjects(requests[:1], (int(words[1]),) if is_block else ())
 
 
 def snapshot_differences(spec: Snapshot, engine: Snapshot) -> tuple[Difference, ...]:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from traceback import extract_tb
+from typing import TypeVar
 
 ERROR_CHARS_MAX = 500
 """Most characters of an engine's exception in a report."""
+SUBJECTS_MAX = 3
+"""Requests or blocks that a finding names as its subjects where lists of them differ, at most."""
 FRAMES_MAX = 5
 """Most calls of an engine's exception in a report, counted from the innermost."""
 _HARNESS = re.compile(r"blockstep[/\\]conformance[/\\](lockstep|recorded|search|explore)[/\\]")
 _PROCESS = (str(Path("engines", "process.py")), str(Path("protocol", "link.py")))
+
+T = TypeVar("T")
 
 
 class FindingKind(StrEnum):
@@ -44,6 +50,51 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
+class Subjects:
+    """The requests and the blocks that a finding is about, as far as its judge knows them."""
+
+    requests: tuple[str, ...] = ()
+    blocks: tuple[int, ...] = ()
+
+
+NO_SUBJECTS = Subjects()
+"""The subjects of a finding about the pool, a queue or the engine as a whole."""
+
+
+def of_request(request_id: str) -> Subjects:
+    """Return the subjects of a finding about one request."""
+    return Subjects((request_id,))
+
+
+def of_block(block: int) -> Subjects:
+    """Return the subjects of a finding about one block."""
+    return Subjects((), (block,))
+
+
+def requests_apart(expected: Iterable[object], seen: Iterable[object]) -> Subjects:
+    """Return as subjects the requests in which two lists differ, at most three.
+
+    The lists are of ids, or of records that have one (`request_id`).
+    """
+    apart = _list_apart(tuple(expected), tuple(seen))
+    names = dict.fromkeys(str(getattr(it, "request_id", it)) for it in apart)
+    return Subjects(tuple(names)[:SUBJECTS_MAX])
+
+
+def blocks_apart(expected: Iterable[int], seen: Iterable[int]) -> Subjects:
+    """Return as subjects the blocks in which two lists of them differ, at most three."""
+    return Subjects((), tuple(_list_apart(tuple(expected), tuple(seen)))[:SUBJECTS_MAX])
+
+
+def _list_apart(one: tuple[T, ...], other: tuple[T, ...]) -> list[T]:
+    """Return what only one of the lists has; of lists with the same items what differs first."""
+    alone = [it for it in one if it not in other] + [it for it in other if it not in one]
+    if not alone:
+        alone = [it for pair in zip(one, other, strict=False) if pair[0] != pair[1] for it in pair]
+    return list(dict.fromkeys(alone))
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One violated property, divergence or fault, at one step."""
 
@@ -55,6 +106,7 @@ class Finding:
     message: str
     """The observed defect, in one line."""
     differences: tuple[Difference, ...] = ()
+    subjects: Subjects = NO_SUBJECTS
     frames: tuple[str, ...] = field(default=(), compare=False)
     """The calls in which an engine raised, the innermost last: `function (file.py:12): source`."""
 
@@ -115,6 +167,12 @@ def tell_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def violated(property_id: str, sentence: str, message: str, *differences: Difference) -> Finding:
+def violated(
+    property_id: str,
+    sentence: str,
+    message: str,
+    *differences: Difference,
+    subjects: Subjects = NO_SUBJECTS,
+) -> Finding:
     """Return a finding for a property that does not hold."""
-    return Finding(FindingKind.PROPERTY, property_id, sentence, message, differences)
+    return Finding(FindingKind.PROPERTY, property_id, sentence, message, differences, subjects)

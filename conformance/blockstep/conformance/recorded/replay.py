@@ -27,7 +27,14 @@ from blockstep.conformance.engine import (
     EngineFactory,
     get_traits,
 )
-from blockstep.conformance.protocol.findings import Finding, FindingKind
+from blockstep.conformance.protocol.findings import (
+    NO_SUBJECTS,
+    Finding,
+    FindingKind,
+    Subjects,
+    of_request,
+    violated,
+)
 from blockstep.conformance.recorded.figures import ReplayReport
 from blockstep.conformance.recorded.pace import Arrivals, Pace
 from blockstep.conformance.recorded.sides import FoundError, Side, open_side
@@ -364,7 +371,7 @@ class _Replay:
         if reason in (v.FinishReason.STOP, v.FinishReason.REPETITION):
             return  # the request allows it; those of workloads do not, others may
         what = f"{request_id!r} has {state.known} of {state.end} tokens and finish_reason {reason}"
-        raise _broken("P13", "a_request_ends_at_its_length_cap", what)
+        raise _broken("P13", "a_request_ends_at_its_length_cap", what, of_request(request_id))
 
     def _wait(self) -> None:
         """Go to the next arrival: after an empty plan nothing else changes anything."""
@@ -377,8 +384,11 @@ class _Replay:
         oldest = next(iter(self._live), "none")
         message = f"{what}; {len(self._live)} requests are unfinished, the oldest {oldest!r}"
         sentence = "unfinished_requests_make_progress"
-        return FoundError(Finding(FindingKind.LIVENESS, "P10", sentence, message))
+        subjects = Subjects(tuple(self._live)[:1])
+        return FoundError(Finding(FindingKind.LIVENESS, "P10", sentence, message, (), subjects))
 
 
-def _broken(property_id: str, sentence: str, message: str) -> FoundError:
-    return FoundError(Finding(FindingKind.PROPERTY, property_id, sentence, message))
+def _broken(
+    property_id: str, sentence: str, message: str, subjects: Subjects = NO_SUBJECTS
+) -> FoundError:
+    return FoundError(violated(property_id, sentence, message, subjects=subjects))

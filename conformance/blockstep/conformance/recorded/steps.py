@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from blockstep.conformance.protocol.findings import Finding, violated
+from blockstep.conformance.protocol.findings import Finding, of_request, violated
 from blockstep.conformance.protocol.lines import TraceError, read_lines, shown
 
 
@@ -192,7 +192,9 @@ def _judge_hit(hit: Hit) -> Finding | None:
     most = hit.num_tokens - (not hit.load_kv_async)
     if not (0 <= num_hit <= most and hit.total_prompt_tokens <= hit.num_tokens):
         what = f"{hit.req_id!r} of {hit.num_tokens} tokens has hits of {num_hit}"
-        return violated("P5", "hit_is_whole_blocks_and_leaves_a_token", what)
+        return violated(
+            "P5", "hit_is_whole_blocks_and_leaves_a_token", what, subjects=of_request(hit.req_id)
+        )
     return None
 
 

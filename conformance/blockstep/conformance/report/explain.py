@@ -24,6 +24,7 @@ from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import WIDTH
 from blockstep.conformance.protocol.registry import MUSEUM
 from blockstep.conformance.report.glossary import get_terms, read_page
+from blockstep.conformance.report.headlines import CHECK_HEADLINES
 from blockstep.conformance.report.sentences import SENTENCES
 from blockstep.conformance.report.vocabulary import (
     Part,
@@ -204,6 +205,7 @@ def _tell_check(check: Sentence) -> str:
         inspect.cleandoc(check.explanation),
         _list("asked after", kinds),
         _tell_where(check),
+        _tell_headline(check.sentence),
         _shown_by(entry.id),
     )
 
@@ -219,7 +221,13 @@ def _tell_where(check: Sentence) -> str:
 def _tell_sentence(name: str) -> str:
     number, text = SENTENCES[name]
     title = next((f" ({it.id} {it.name})" for it in PROPERTIES if it.id == number), "")
-    return _show(f"sentence {name}{title}", text, _shown_by(number))
+    return _show(f"sentence {name}{title}", text, _tell_headline(name), _shown_by(number))
+
+
+def _tell_headline(name: str) -> str:
+    """The headline of a finding of this check, where its message is not the headline."""
+    text = CHECK_HEADLINES.get(name, "")
+    return f"headline: {text.format(request='request REQUEST', block='block BLOCK')}" * bool(text)
 
 
 def _tell_situation(name: str) -> str:

@@ -13,11 +13,12 @@ from dataclasses import replace
 from blockstep.conformance.draw.presets import MAX_DEPTH
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import WIDTH, describe, describe_config
+from blockstep.conformance.report.headlines import make_headline
 from blockstep.conformance.report.wording import (
     HEADLINES,
     render_divergence,
     render_finding,
-    tell_cause,
+    tell_first_line,
     tell_known_programs,
     tell_settings,
 )
@@ -72,8 +73,7 @@ def headline(
     """What ended a check, after how many events, by what cause, and where."""
     how = f"equivalence {equivalence}, " if equivalence else ""
     where = f"engine {options.engine}, {how}{_drawn_from(options)}"
-    kind = HEADLINES[finding.kind]
-    return f"blockstep check: {kind} at event {num_events}: {tell_cause(finding)} ({where})"
+    return tell_first_line("blockstep check", finding, num_events, where)
 
 
 def _drawn_from(options: CheckOptions) -> str:
@@ -85,8 +85,7 @@ def _drawn_from(options: CheckOptions) -> str:
 def render_program(shrunk: Shrunk, engine: str) -> str:
     """The face of a failure of a program that somebody wrote: no preset, no seed, not shrunk."""
     first = shrunk.findings[0]
-    when = f"{HEADLINES[first.kind]} at event {shrunk.num_events}"
-    head = f"blockstep: {when}: {tell_cause(first)} (engine {engine})"
+    head = tell_first_line("blockstep", first, shrunk.num_events, f"engine {engine}")
     return _join([head, "", *_body(shrunk, "")])
 
 
@@ -132,9 +131,8 @@ def _tell_loss(result: CheckResult, loss: Loss) -> str:
 
 def render_loss(command: str, where: str, loss: Loss) -> str:
     """The face of the failure of an engine that did not live."""
-    when = f"{HEADLINES[loss.finding.kind]} at event {len(loss.events)}"
     lines = [
-        f"{command}: {when}: {tell_cause(loss.finding)} ({where})",
+        tell_first_line(command, loss.finding, len(loss.events), where),
         "",
         *render_finding(loss.finding),
     ]
@@ -155,9 +153,10 @@ def render_loss(command: str, where: str, loss: Loss) -> str:
 
 def render_served(findings: Sequence[Finding], num_events: int) -> str:
     """What was wrong while an engine served (`CheckFailedError`), and after how many events."""
-    headline = HEADLINES[findings[0].kind]
+    first = findings[0]
+    head = f"blockstep generate: {HEADLINES[first.kind]} at event {num_events}"
     told = [line for finding in findings for line in render_finding(finding)]
-    lines = [f"blockstep generate: {headline} at event {num_events}", "", *told]
+    lines = [f"{head}: {make_headline(first)}", "", *told]
     return "\n".join([*lines, *render_divergence(findings)])
 
 

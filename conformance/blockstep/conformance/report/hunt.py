@@ -10,6 +10,7 @@ from dataclasses import replace
 from blockstep.conformance.engine import Safety
 from blockstep.conformance.protocol.program import WIDTH, describe, describe_config
 from blockstep.conformance.report.failure import LINES_MAX, reproduce
+from blockstep.conformance.report.headlines import make_headline
 from blockstep.conformance.report.jsonform import finding_to_json
 from blockstep.conformance.report.wording import (
     tell_known_programs,
@@ -111,7 +112,10 @@ def title_of(defect: Defect, result: HuntResult) -> str:
     """What accounts for it, in words, with upstream's number; or what it breaks, if nothing can."""
     told = (_cause_in_words(cause, result) for cause in defect.causes)
     can_be_known = result.ground.is_spared or result.ground.facts.equivalence != Safety().name
-    return "; ".join(told) or (UNEXPLAINED if can_be_known else name_of(defect.first))
+    if defect.causes:
+        return "; ".join(told)
+    head = make_headline(defect.first)
+    return f"{head} ({UNEXPLAINED})" if can_be_known else head
 
 
 def _cause_in_words(cause: Cause, result: HuntResult) -> str:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from blockstep.conformance.protocol.findings import Difference, Finding
+from blockstep.conformance.protocol.findings import Difference, Finding, Subjects
 from blockstep.conformance.protocol.program import describe, describe_config
 from blockstep.conformance.report.failure import reproduce
+from blockstep.conformance.report.headlines import make_headline
 from blockstep.conformance.search.check import CheckResult
 
 
@@ -101,9 +102,16 @@ def finding_to_json(finding: Finding) -> dict[str, object]:
         "property": finding.property_id,
         "sentence": finding.sentence,
         "message": finding.message,
+        "headline": make_headline(finding),
+        "subjects": subjects_to_json(finding.subjects),
         "differences": [difference_to_json(difference) for difference in finding.differences],
         "frames": list(finding.frames),
     }
+
+
+def subjects_to_json(subjects: Subjects) -> dict[str, object]:
+    """The requests and blocks that a finding is about."""
+    return {"requests": list(subjects.requests), "blocks": list(subjects.blocks)}
 
 
 def difference_to_json(difference: Difference) -> dict[str, object]:

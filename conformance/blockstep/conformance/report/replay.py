@@ -13,7 +13,8 @@ from blockstep.conformance.protocol.program import describe_event
 from blockstep.conformance.recorded.figures import ReplayReport, get_ratio
 from blockstep.conformance.recorded.pace import Pace
 from blockstep.conformance.recorded.replay import cut
-from blockstep.conformance.report.jsonform import difference_to_json
+from blockstep.conformance.report.headlines import make_headline
+from blockstep.conformance.report.jsonform import difference_to_json, subjects_to_json
 from blockstep.spec.vocabulary import Config
 
 MAX_DIFFERENCES = 5
@@ -105,5 +106,7 @@ def _plain_finding(finding: Finding) -> dict[str, object]:
         "property_id": finding.property_id,
         "sentence": finding.sentence,
         "message": finding.message,
+        "headline": make_headline(finding),
+        "subjects": subjects_to_json(finding.subjects),
         "differences": [difference_to_json(difference) for difference in finding.differences],
     }

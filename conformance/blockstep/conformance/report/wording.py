@@ -6,8 +6,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from blockstep.conformance.engine import Setting
-from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind, shown
+from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
 from blockstep.conformance.protocol.program import WIDTH
+from blockstep.conformance.report.headlines import make_headline
 
 HEADLINES = {
     FindingKind.PROPERTY: "VIOLATION",
@@ -17,14 +18,20 @@ HEADLINES = {
     FindingKind.SPEC: "THE SPEC IS WRONG",
 }
 MAX_DIFFERENCES = 12
-CAUSE_CHARS_MAX = 120
-"""Characters of what was seen in a headline, at most."""
 
 
-def tell_cause(finding: Finding) -> str:
-    """The property, its sentence and what was seen, for a headline."""
-    name = f"{finding.property_id} {finding.sentence}: " if finding.property_id else ""
-    return f"{name}{shown(' '.join(finding.message.split()), CAUSE_CHARS_MAX)}"
+def tell_first_line(command: str, finding: Finding, num_events: int, where: str) -> str:
+    """Return the first line of a report: verdict, headline, the check that found it, and where.
+
+    Args:
+        command: What ran, as in `blockstep check`.
+        finding: What is told first.
+        num_events: Events that were played until then.
+        where: Engine, preset and seed.
+    """
+    name = f"{finding.property_id} {finding.sentence}, " if finding.property_id else ""
+    when = f"{HEADLINES[finding.kind]} at event {num_events}"
+    return f"{command}: {when}: {make_headline(finding)} ({name}{where})"
 
 
 def render_finding(finding: Finding) -> list[str]:

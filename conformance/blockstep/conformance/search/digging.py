@@ -17,7 +17,7 @@ from blockstep.conformance.engine import (
 )
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.features import find_lacking, get_missing
-from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.search.distinct import (
     Mark,
@@ -34,6 +34,7 @@ from blockstep.conformance.search.forgiving import (
     ForgivenEngine,
     Forgiving,
     find_causes,
+    find_refuted,
     follow,
 )
 from blockstep.conformance.search.isolation.jobs import plain
@@ -74,6 +75,8 @@ class Dug:
     """None where something known accounts for it."""
     raised_at: str
     """Where the engine raised, "" if it did not: function, file and line."""
+    refuted: tuple[Cause, ...] = ()
+    """Quirks followed until now that the engine does not have."""
 
 
 def ask(options: CheckOptions, make_engine: EngineFactory) -> Ground:
@@ -129,12 +132,17 @@ def dig(
     said = episode.first
     alike = (it for it in shrunk.findings if it.sentence == said.sentence)
     first = next(alike, (*shrunk.findings, said)[0])
+    if said.kind is FindingKind.DIVERGENCE:  # a property says more
+        first = (*shrunk.findings, said)[0]
     run, _ = run_program(shrunk.program, factory, profile)
     where = run.engine.raised_at if isinstance(run.engine, ForgivenEngine) else ""
     if forgiven is not None:
         causes = find_causes(shrunk.program, make_engine, forgiven, quirks)
         if causes:
             return Dug(shrunk, first, causes, None, where)
+        refuted = find_refuted(shrunk.program, make_engine, forgiven)
+        if refuted:
+            return Dug(shrunk, first, (), None, where, refuted)
     symptoms = find_symptoms(shrunk.program, factory, profile, first)
     return Dug(shrunk, first, (), symptoms, where)
 

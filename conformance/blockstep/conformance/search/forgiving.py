@@ -125,6 +125,18 @@ def find_causes(
     return found or (_find_causes(program, make_engine, forgiven, others) if others else ())
 
 
+def find_refuted(
+    program: Program, make_engine: EngineFactory, forgiven: frozenset[Cause]
+) -> tuple[Cause, ...]:
+    """Return the quirks without which a failing program passes: the engine does not have them.
+
+    Such a quirk accounted for another failure by chance: the engine decides otherwise there in the
+    same way, and is strict here.
+    """
+    quirks = sorted(cause for cause in forgiven if cause.means is Means.QUIRK)
+    return tuple(it for it in quirks if _passes(program, make_engine, forgiven - {it}))
+
+
 def _find_causes(
     program: Program, make_engine: EngineFactory, forgiven: frozenset[Cause], quirks: list[Quirk]
 ) -> tuple[Cause, ...]:

@@ -13,7 +13,7 @@ stood behind shows in its plans and answers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from itertools import chain
@@ -283,12 +283,45 @@ class Hunter:
         except LostError as lost:
             self._lose(replace(defect, loss=lost.loss))
             return False
+        if dug.refuted:
+            self._take_back(dug.refuted)
+            return True
+        should_play_again = self._name(defect, dug)
+        if not dug.causes:
+            self._dig_masked(options, episode)
+        return should_play_again
+
+    def _take_back(self, refuted: Collection[Cause]) -> None:
+        """Drop some quirks from the profile, and name the failures anew that they accounted for."""
+        self.forgiven = self.forgiven.difference(refuted)
+        names = {cause.name for cause in refuted}
+        self._quirks = tuple(quirk for quirk in self._quirks if quirk not in names)
+        for causes in [it for it in self._named if set(it) & set(refuted)]:
+            for defect in self._named.pop(causes):
+                assert defect.shrunk is not None, "what is accounted for was shrunk"
+                try:
+                    dug = self._call(
+                        digging.dig_program,
+                        defect.options,
+                        self.forgiven,
+                        self._quirks,
+                        defect.shrunk.program,
+                    )
+                except LostError as lost:
+                    self._lose(replace(defect, loss=lost.loss))
+                    continue
+                if isinstance(dug, digging.Dug) and not dug.refuted:
+                    options = replace(defect.options, profile=follow(self.forgiven).name)
+                    self._name(replace(defect, options=options, forgiven=self.forgiven), dug)
+
+    def _name(self, defect: Defect, dug: digging.Dug) -> bool:
+        """Put a failure to what accounts for it; whether its episode should be played again."""
+        said = saying(defect.first)
         defect = replace(defect, shrunk=dug.shrunk, causes=dug.causes)
         defect = replace(defect, first=dug.first, raised_at=dug.raised_at)
         if not dug.causes:
             assert dug.symptoms is not None
             self._group(said, replace(defect, symptoms=dug.symptoms))
-            self._dig_masked(options, episode)
             return False
         tried = self._named.setdefault(dug.causes, [])
         tried.append(defect)

@@ -413,7 +413,7 @@ STORIES = (
         without_items_passed_over,
         "a waiting request that gets no token because an item does not fit is skipped",
         ("P16",),
-        "not found upstream",
+        "not found upstream (searched 2026-11-26: encoder budget, waiting, continue)",
         "0.33.0",
         "space for one item, whose entry is held; a request with another item waits, and one "
         "without items after it: the latter is admitted",

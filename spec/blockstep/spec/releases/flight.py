@@ -121,7 +121,7 @@ STORIES = (
         reset_names_its_victims,
         "the plan after a forced reset names the requests that the reset preempted",
         ("P21", "P26"),
-        "not found upstream",
+        "#46974 (merged)",
         "0.27.0 0.33.0",
         "one request runs, a forced reset: the next plan resumes it, and names it as preempted",
     ),

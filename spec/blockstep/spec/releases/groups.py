@@ -384,7 +384,7 @@ STORIES = (
         hits_are_searched,
         "the block dropped for the draft head may end with the prompt",
         ("P5",),
-        "not found upstream",
+        "not found upstream (searched 2026-11-26: EAGLE block drop; near #32802)",
         "0.33.0",
         "a draft head, two groups in blocks of 1; 5 tokens are cached, and submitted again: 4 of "
         "them are hit, not 3",

@@ -133,7 +133,7 @@ STORIES = (
         drafts_publish_at_commit,
         "with drafts a synchronous commit publishes the blocks that it fills",
         ("P14", "P18"),
-        "not found upstream",
+        "not found upstream (searched 2026-11-26: cache_blocks, accepted drafts)",
         "0.33.0",
         "one draft, blocks of 2; the commit of a prompt of 4 tokens and of two accepted ones "
         "publishes the third block, which else the next plan publishes",

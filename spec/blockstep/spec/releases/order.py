@@ -129,7 +129,7 @@ STORIES = (
         "waiting requests with computed tokens have a queue before all others, open in a pause of "
         "new ones",
         ("P15", "P16"),
-        "not found upstream",
+        "not found upstream (searched 2026-11-26: kv_holding_waiting)",
         "0.33.0",
         "PRIORITY; a session continues while a request of a better priority waits: it is admitted "
         "first",
@@ -139,7 +139,7 @@ STORIES = (
         resting_sessions_keep_their_seats,
         "an idle session occupies a running slot",
         ("P10", "P15"),
-        "not found upstream",
+        "#46974 (merged), #53130 (open)",
         "0.33.0",
         "one running slot; a session becomes idle and never continues: no other request is ever "
         "admitted",

@@ -178,7 +178,7 @@ STORIES = (
         chunks_end_at_checkpoints,
         "a chunk of a prompt ends before the last token, and where a longer hit of one group ends",
         ("P15",),
-        "not found upstream",
+        "#47782 (merged), #50235",
         "0.33.0",
         "states in blocks of 1, `align`: a prompt of 2 tokens is computed in two steps",
     ),

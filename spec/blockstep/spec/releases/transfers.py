@@ -236,7 +236,7 @@ STORIES = (
         skipped_reading_counts_as_asked,
         "a request with skip_reading_prefix_cache counts as a miss of the store",
         ("P21",),
-        "not found upstream",
+        "#57596, #57597 (open)",
         "0.33.0",
         "a request that skips reading is admitted: its tokens are queries of the store's hit rate",
     ),
@@ -361,7 +361,7 @@ STORIES = (
         "a request that finishes with a store first frees the blocks outside its windows, but for "
         "steps in flight",
         ("P16",),
-        "not found upstream",
+        "not found upstream (searched 2026-11-26: connector, window, finished)",
         "0.33.0",
         "blocks of 1, full attention and a window of 1, a prompt of one token: it finishes, and "
         "the block of its window is queued first",
@@ -371,7 +371,7 @@ STORIES = (
         cached_tokens_of_the_offer,
         "the reported cached tokens are those that a store offered when the load began",
         ("P19", "P21"),
-        "not found upstream",
+        "not found upstream (searched 2026-11-26: num_cached_tokens, failed load)",
         "0.33.0",
         "an asynchronous load of half a prompt fails: all of it is computed, and half is reported "
         "as cached",

@@ -110,11 +110,12 @@ def _mend(config: Config, reason: str) -> Config:
             replace(g, mamba_cache_mode=modes.get(g.mamba_cache_mode, g.mamba_cache_mode))
             for g in config.groups
         ]
+        # Chunks that end at blocks may end inside of an item.
         config = replace(
             config,
             groups=tuple(aligned),
             enable_chunked_prefill=True,
-            disable_chunked_mm_input=False,
+            disable_chunked_mm_input=config.disable_chunked_mm_input and config.is_encoder_decoder,
         )
         # A block is to be of more tokens than there are drafts in a step.
         num_drafts = max(group.num_speculative_blocks for group in config.groups)

@@ -27,7 +27,7 @@ from blockstep.conformance.judge.dataplane import memory
 from blockstep.conformance.judge.worker import NextToken, Worker
 from blockstep.conformance.judge.worker.names import Name
 from blockstep.conformance.judge.worker.view import FrameRow
-from blockstep.conformance.protocol.findings import Difference
+from blockstep.conformance.protocol.findings import Difference, of_request
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockCopy,
@@ -402,7 +402,13 @@ class DataPlaneWorker(Worker):
         token, head, _ = (int(at) for at in np.unravel_index(error.argmax(), error.shape))
         what = f"{row.view.request.request_id!r}: position {row.first + token}, head {head}"
         difference = Difference("attention", f"within {TOLERANCE:g}", f"off by {error.max():.2g}")
-        self._complain("P3", "attention_reads_the_slots_of_the_block_table", what, difference)
+        self._complain(
+            "P3",
+            "attention_reads_the_slots_of_the_block_table",
+            what,
+            difference,
+            subjects=of_request(row.view.request.request_id),
+        )
 
     def _whole(self, numbers: Sequence[int]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)

@@ -40,6 +40,7 @@ from blockstep.conformance.judge.properties.queue_replay import (
 )
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
 from blockstep.conformance.judge.properties.step import RowKind, Step, is_parked
+from blockstep.conformance.protocol.findings import of_request
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockId,
@@ -70,7 +71,9 @@ def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Complain
         if name in rows or new is old or new == old:
             continue
         if new is None:
-            yield Complaint(f"{name!r} is gone, though a plan ends nobody")
+            yield Complaint(
+                f"{name!r} is gone, though a plan ends nobody", subjects=of_request(name)
+            )
         elif not (
             _only_promoted(step, ledger, name)
             or _only_lost_drafts(step, name)
@@ -79,7 +82,13 @@ def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Complain
             or name in step.preempted
             or name in step.loads  # judged by what it is loaded with
         ):
-            yield unequal(f"{name!r} has no row but changed", f"request {name}", old, new)
+            yield unequal(
+                f"{name!r} has no row but changed",
+                f"request {name}",
+                old,
+                new,
+                subjects=of_request(name),
+            )
     if not step.new.keys() <= step.old.keys():
         yield Complaint(f"a plan made requests: {step.new.keys() - step.old.keys()}")
 
@@ -164,7 +173,8 @@ def row_gains_exactly_the_blocks_it_needs(step: Step, ledger: Ledger) -> Complai
         gained = [*map(len, row.gained_tables)]
         if gained != need:
             what = f"{row.request_id!r} runs positions {row.first} to {row.end - 1}"
-            yield unequal(what, "blocks gained", *_counts(need, gained))
+            due, seen = _counts(need, gained)
+            yield unequal(what, "blocks gained", due, seen, of_request(row.request_id))
 
 
 def _counts(*counts: list[int]) -> list[int | list[int]]:
@@ -192,7 +202,9 @@ def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Co
         need += step.config.watermark_blocks * is_beside
         if need > num_free:
             what = f"{row.request_id!r} was admitted though its {known} tokens do not fit"
-            yield unequal(what, "free blocks", f">= {need}", num_free)
+            yield unequal(
+                what, "free blocks", f">= {need}", num_free, subjects=of_request(row.request_id)
+            )
 
 
 def _reserve(config: Config, first: int, end: int, num_across: int, hit_tables: BlockTables) -> int:
@@ -235,7 +247,7 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
         seen = rows[name].num_scheduled if name in rows else 0
         if seen < expected:
             what = f"{name!r} was not given what it could be"
-            yield unequal(what, "num_scheduled_tokens", expected, seen)
+            yield unequal(what, "num_scheduled_tokens", expected, seen, subjects=of_request(name))
         left -= seen
 
 
@@ -303,7 +315,8 @@ def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Complaints:
         if ends_in_flight(ledger, step.old[row.request_id]):
             promised = ledger.placeholders(row.request_id)
             yield Complaint(
-                f"{row.request_id!r} runs position {row.first} with {promised} tokens promised"
+                f"{row.request_id!r} runs position {row.first} with {promised} tokens promised",
+                subjects=of_request(row.request_id),
             )
 
 
@@ -339,7 +352,7 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Comp
         expected = least_share(step, ledger, name, expected)
         if (room < 0 or place[name] > last_gain) and seen < expected:
             what = f"{name!r} was not given what {victims} gave back"
-            yield unequal(what, "num_scheduled_tokens", expected, seen)
+            yield unequal(what, "num_scheduled_tokens", expected, seen, subjects=of_request(name))
         left -= seen
         room -= len(rows[name].gained) if name in rows else 0
 
@@ -354,7 +367,13 @@ def admitted_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
         expected = least_share(step, ledger, row.request_id, min(share, left))
         if row.num_scheduled < expected:
             what = f"{row.request_id!r} was not given what it could be"
-            yield unequal(what, "num_scheduled_tokens", expected, row.num_scheduled)
+            yield unequal(
+                what,
+                "num_scheduled_tokens",
+                expected,
+                row.num_scheduled,
+                subjects=of_request(row.request_id),
+            )
         left -= row.num_scheduled
 
 
@@ -395,7 +414,9 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
     if need + config.watermark_blocks * bool(after.running) > len(after.free_queue):
         return ()
     what = f"{name!r} was left waiting with {left} tokens of budget"
-    return [unequal(what, "free blocks", f"< {need}", len(after.free_queue))]
+    return [
+        unequal(what, "free blocks", f"< {need}", len(after.free_queue), subjects=of_request(name))
+    ]
 
 
 def _hides_a_return(step: Step) -> bool:
@@ -446,7 +467,12 @@ def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> Comp
     slots = running_slots(step.config, own_end)
     if free is None or free < blocks_behind(step.config, slots, last.block_tables):
         return ()
-    return [Complaint(f"{last.request_id!r} was preempted, with {free} blocks free")]
+    return [
+        Complaint(
+            f"{last.request_id!r} was preempted, with {free} blocks free",
+            subjects=of_request(last.request_id),
+        )
+    ]
 
 
 @sentence("P26", Schedule, of="admitted_rows", said_by="new_row_is_new")
@@ -464,4 +490,7 @@ def admitted_row_kind_follows_its_status(step: Step, ledger: Ledger) -> Complain
             else status
         )
         if (status is Status.PREEMPTED) is not (row.request_id in resumed):
-            yield Complaint(f"{row.request_id!r} was {status} and got a {row.kind} row")
+            yield Complaint(
+                f"{row.request_id!r} was {status} and got a {row.kind} row",
+                subjects=of_request(row.request_id),
+            )

@@ -25,6 +25,7 @@ from blockstep.conformance.judge.properties.step import (
     keeps_blocks,
 )
 from blockstep.conformance.judge.properties.store_ledger import has_lost_all
+from blockstep.conformance.protocol.findings import of_request
 from blockstep.spec import vocabulary as v
 
 
@@ -63,7 +64,10 @@ def row_stays_within_its_caps(step: Step, _ledger: Ledger) -> Complaints:
     threshold = config.long_prefill_token_threshold or config.max_num_batched_tokens
     for row in step.rows:
         if not 1 <= row.num_scheduled <= threshold:
-            yield Complaint(f"{row.request_id!r} runs {row.num_scheduled} tokens, of {threshold}")
+            yield Complaint(
+                f"{row.request_id!r} runs {row.num_scheduled} tokens, of {threshold}",
+                subjects=of_request(row.request_id),
+            )
 
 
 @sentence("P9", v.Schedule, of="rows")
@@ -76,7 +80,8 @@ def row_stays_within_max_model_len(step: Step, _ledger: Ledger) -> Complaints:
         if row.end > step.config.max_model_len - 1:
             yield Complaint(
                 f"{row.request_id!r} runs up to position {row.end - 1} "
-                f"of a model length of {step.config.max_model_len}"
+                f"of a model length of {step.config.max_model_len}",
+                subjects=of_request(row.request_id),
             )
 
 
@@ -86,7 +91,13 @@ def paused_scheduler_admits_nobody(step: Step, ledger: Ledger) -> Complaints:
     if ledger.pause_state is v.PauseState.UNPAUSED:
         return ()
     rows = step.rows if ledger.pause_state is v.PauseState.PAUSED_ALL else step.admitted_rows
-    return [Complaint(f"{row.request_id!r} scheduled while {ledger.pause_state}") for row in rows]
+    return [
+        Complaint(
+            f"{row.request_id!r} scheduled while {ledger.pause_state}",
+            subjects=of_request(row.request_id),
+        )
+        for row in rows
+    ]
 
 
 @sentence("P9", v.Schedule, of="admitted_rows")
@@ -104,7 +115,10 @@ def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Complaints
         most = row.end + step.config.num_encoder_lookahead_tokens
         is_at_item = any(row.end <= item.offset <= most for item in items)
         if rest > 0 and row.num_scheduled != threshold and not is_at_item:
-            yield Complaint(f"{row.request_id!r} was admitted with {rest} tokens left out")
+            yield Complaint(
+                f"{row.request_id!r} was admitted with {rest} tokens left out",
+                subjects=of_request(row.request_id),
+            )
 
 
 @sentence("P12", *ENDINGS, v.Schedule, v.Reset, said_by="plans_alone_rebuild_the_request")
@@ -125,7 +139,9 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
         name = request.request_id
         life, owed = ledger.lives.get(name), promised.get(name, 0)
         if life is None:
-            yield Complaint(f"{name!r} was never submitted, or has ended")
+            yield Complaint(
+                f"{name!r} was never submitted, or has ended", subjects=of_request(name)
+            )
             continue
         if old.get(name) is request and owed == promised_before.get(name, 0):
             continue  # as before
@@ -206,7 +222,13 @@ def only_running_requests_hold_anything(step: Step, ledger: Ledger) -> Complaint
                 spec_token_ids=(),
             )
             what = f"{request.request_id!r} is {request.status} and was not released"
-            yield unequal(what, f"request {request.request_id}", released, request)
+            yield unequal(
+                what,
+                f"request {request.request_id}",
+                released,
+                request,
+                subjects=of_request(request.request_id),
+            )
 
 
 def nothing_held(step: Step) -> tuple[v.BlockTables, tuple[int, ...]]:
@@ -249,7 +271,7 @@ def row_advances_by_what_it_runs(step: Step, ledger: Ledger) -> Complaints:
 
 def _moved(row: PlannedRow, name: str, due: object, seen: object) -> Complaint:
     what = f"{row.request_id!r} ran positions {row.first} to {row.end - 1}"
-    return unequal(what, name, due, seen)
+    return unequal(what, name, due, seen, subjects=of_request(row.request_id))
 
 
 @sentence(
@@ -273,7 +295,13 @@ def preempted_request_starts_again(step: Step, _ledger: Ledger) -> Complaints:
             num_preemptions=old.num_preemptions + 1,
         )
         if new != expected:
-            yield unequal(f"{name!r} was preempted", f"request {name}", expected, new)
+            yield unequal(
+                f"{name!r} was preempted",
+                f"request {name}",
+                expected,
+                new,
+                subjects=of_request(name),
+            )
 
 
 @sentence("P12", v.Submit, fixes="what is reserved for a request when it is submitted")
@@ -295,7 +323,13 @@ def submitted_request_starts_from_nothing(step: Step, _ledger: Ledger) -> Compla
     seen = step.new.get(request.request_id)
     if seen != expected:
         what = f"{request.request_id!r} was accepted"
-        yield unequal(what, f"request {request.request_id}", expected, seen)
+        yield unequal(
+            what,
+            f"request {request.request_id}",
+            expected,
+            seen,
+            subjects=of_request(request.request_id),
+        )
 
 
 def has_stopped_reasoning(config: v.Config, request: v.Request) -> bool:
@@ -369,4 +403,10 @@ def first_hit_is_remembered(step: Step, ledger: Ledger) -> Complaints:
         num_preemptions = old.num_preemptions + (row.request_id in step.victims)
         if (new.num_cached_tokens, new.num_preemptions) != (expected, num_preemptions):
             what = f"{row.request_id!r} was scheduled at position {row.first}"
-            yield unequal(what, "num_cached_tokens", expected, new.num_cached_tokens)
+            yield unequal(
+                what,
+                "num_cached_tokens",
+                expected,
+                new.num_cached_tokens,
+                subjects=of_request(row.request_id),
+            )

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.sentence import ENDINGS, Complaints, differing, sentence
+from blockstep.conformance.judge.properties.sentence import (
+    ENDINGS,
+    Complaints,
+    differing,
+    differing_requests,
+    sentence,
+)
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
@@ -65,4 +71,4 @@ def only_running_requests_hold_items(step: Step, _ledger: Ledger) -> Complaints:
     running = set(step.after.running)
     held = {name for entry in encoder.entries for name in entry.holders}
     kept = {one.request_id for one in step.after.requests if one.prompt_token_ids}  # sessions
-    yield from differing("holders that do not run", [], sorted(held - running - kept))
+    yield from differing_requests("holders that do not run", [], sorted(held - running - kept))

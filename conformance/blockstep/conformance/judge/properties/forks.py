@@ -20,10 +20,12 @@ from blockstep.conformance.judge.properties.sentence import (
     Complaint,
     Complaints,
     differing,
+    differing_requests,
     sentence,
     unequal,
 )
 from blockstep.conformance.judge.properties.step import PlannedRow, Step
+from blockstep.conformance.protocol.findings import Subjects, of_request
 from blockstep.spec import vocabulary as v
 
 
@@ -123,7 +125,13 @@ def branch_begins_with_all_that_it_can_share(step: Step, ledger: Ledger) -> Comp
     seen = step.new.get(fork.child_id)
     if seen != expected:
         what = f"{fork.child_id!r} is a branch of {fork.request_id!r}"
-        yield unequal(what, f"request {fork.child_id}", expected, seen)
+        yield unequal(
+            what,
+            f"request {fork.child_id}",
+            expected,
+            seen,
+            subjects=Subjects((fork.child_id, fork.request_id)),
+        )
 
 
 @sentence("P7", v.Fork)
@@ -139,7 +147,13 @@ def fork_changes_nobody_else(step: Step, _ledger: Ledger) -> Complaints:
     for name in sorted(expected.keys() | seen.keys()):
         if expected.get(name) != seen.get(name):
             what = f"{name!r} is not as it should be beside a branch"
-            yield unequal(what, f"request {name}", expected.get(name), seen.get(name))
+            yield unequal(
+                what,
+                f"request {name}",
+                expected.get(name),
+                seen.get(name),
+                subjects=of_request(name),
+            )
 
 
 @sentence("P3", v.Fork, fixes="when a full block becomes findable")
@@ -159,7 +173,10 @@ def full_blocks_of_a_parent_are_named(step: Step, ledger: Ledger) -> Complaints:
                 continue
             expected = life.block_name(index, size)
             if key is None or key.group != group or ledger.names.of_key(key)[-1] != expected:
-                yield Complaint(f"block {block} of {fork.request_id!r} is shared, and not named")
+                yield Complaint(
+                    f"block {block} of {fork.request_id!r} is shared, and not named",
+                    subjects=Subjects((fork.request_id,), (block,)),
+                )
             before[block] = key
     yield from differing("block_keys", tuple(before), keys.block_keys)
     counts = count_settled(step, ledger, parent)
@@ -179,7 +196,7 @@ def branch_goes_to_the_front_of_the_queue(step: Step, ledger: Ledger) -> Complai
         mine = replace(requests[fork.request_id], request_id=fork.child_id)
         requests[fork.child_id] = mine
         waiting.sort(key=lambda name: order_of(requests[name]))
-    return differing("waiting", tuple(waiting), step.after.waiting)
+    return differing_requests("waiting", tuple(waiting), step.after.waiting)
 
 
 def get_written(step: Step, row: PlannedRow) -> list[tuple[int, v.BlockId]]:
@@ -217,9 +234,13 @@ def nobody_writes_in_what_another_holds(step: Step, _ledger: Ledger) -> Complain
             ]
             if others:
                 what = f"{name!r} writes at position {row.first} in block {block}"
-                yield Complaint(f"{what}, which {others} hold, too")
+                told = f"{what}, which {others} hold, too"
+                yield Complaint(told, subjects=Subjects((name, *others), (block,)))
             if step.before.block_keys[block] is not None:
-                yield Complaint(f"{name!r} writes in block {block}, which was findable")
+                yield Complaint(
+                    f"{name!r} writes in block {block}, which was findable",
+                    subjects=Subjects((name,), (block,)),
+                )
 
 
 @sentence("P8", v.Schedule, needs="enable_forks", fixes="when a shared block is copied")
@@ -239,14 +260,19 @@ def shared_blocks_are_copied_where_they_are_written(step: Step, _ledger: Ledger)
         for (_, block), of_group in zip(get_written(step, row), copies, strict=False):
             others = holders.get(block, set()) - {name}
             if [it.source for it in of_group] not in ([], [block]) or (of_group and not others):
-                yield Complaint(f"{name!r} goes on in block {block}, and has copied {of_group}")
+                yield Complaint(
+                    f"{name!r} goes on in block {block}, and has copied {of_group}",
+                    subjects=Subjects((name,), (block,)),
+                )
             for it in of_group:
                 told.append(it)
                 holders.get(it.source, set()).discard(name)
         if any(copies) and row.kind == "running":
             remapped.append(name)
     yield from differing("block_copies", tuple(told), step.plan.block_copies)
-    yield from differing("remapped_req_ids", tuple(sorted(remapped)), step.plan.remapped_req_ids)
+    yield from differing_requests(
+        "remapped_req_ids", tuple(sorted(remapped)), step.plan.remapped_req_ids
+    )
 
 
 @sentence(
@@ -263,4 +289,4 @@ def admission_leaves_the_watermark(step: Step, _ledger: Ledger) -> Complaints:
         return ()
     name = step.admitted_rows[-1].request_id
     what = f"{name!r} was admitted beside others"
-    return [unequal(what, "free blocks", f">= {watermark}", num_free)]
+    return [unequal(what, "free blocks", f">= {watermark}", num_free, subjects=of_request(name))]

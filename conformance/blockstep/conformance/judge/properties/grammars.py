@@ -12,10 +12,12 @@ from blockstep.conformance.judge.properties.ledger import WHOLE, Ledger
 from blockstep.conformance.judge.properties.sentence import (
     Complaints,
     differing,
+    differing_requests,
     sentence,
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.protocol.findings import of_request
 from blockstep.spec import vocabulary as v
 
 
@@ -43,7 +45,9 @@ def grammar_stands_where_the_outputs_led_it(step: Step, ledger: Ledger) -> Compl
         seen = (request.grammar_state, request.reasoning_ended)
         if seen != due:
             what = f"the grammar of {name!r} is not where its outputs led it"
-            yield unequal(what, "grammar_state, reasoning_ended", due, seen)
+            yield unequal(
+                what, "grammar_state, reasoning_ended", due, seen, subjects=of_request(name)
+            )
 
 
 @sentence("P23", v.Schedule)
@@ -81,5 +85,5 @@ def failed_grammar_ends_its_request(step: Step, _ledger: Ledger) -> Complaints:
     name = step.event.request_id
     # Another sentence speaks of the cached tokens.
     seen = tuple(replace(row, num_cached_tokens=0) for row in step.output_rows)
-    yield from differing("rows", (v.OutputRow(name, (), v.FinishReason.ERROR),), seen)
-    yield from differing("unfinished", sorted(step.old.keys() - {name}), sorted(step.new))
+    yield from differing_requests("rows", (v.OutputRow(name, (), v.FinishReason.ERROR),), seen)
+    yield from differing_requests("unfinished", sorted(step.old.keys() - {name}), sorted(step.new))

@@ -12,6 +12,7 @@ from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.worker.names import Name
+from blockstep.conformance.protocol.findings import of_request
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockId,
@@ -65,7 +66,8 @@ def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Compla
         if row.num_hit % unit or not 0 <= row.num_hit <= max(most, 0):
             yield Complaint(
                 f"{row.request_id!r} has a hit of {row.num_hit} tokens; "
-                f"it knows {life.num_known}, and a block is {unit}"
+                f"it knows {life.num_known}, and a block is {unit}",
+                subjects=of_request(row.request_id),
             )
 
 
@@ -98,7 +100,9 @@ def hit_is_the_longest_there_is(step: Step, ledger: Ledger) -> Complaints:
         length, _ = longest_hit(step.config, life, lambda *at: _lasting(step, ledger, *at))
         if row.num_hit < length:
             what = f"{row.request_id!r} took a shorter hit than was there"
-            yield unequal(what, "hit tokens", length, row.num_hit)
+            yield unequal(
+                what, "hit tokens", length, row.num_hit, subjects=of_request(row.request_id)
+            )
 
 
 Find: TypeAlias = Callable[[Name, int], Sequence[BlockId]]
@@ -174,7 +178,13 @@ def hit_takes_the_oldest_copy(step: Step, ledger: Ledger) -> Complaints:
                 oldest = named.get(name, (block,))[0]
                 if block and oldest != block and oldest in _lasting(step, ledger, name, group):
                     what = f"{row.request_id!r} hit another copy than the oldest"
-                    yield unequal(what, f"block table[{index}]", oldest, block)
+                    yield unequal(
+                        what,
+                        f"block table[{index}]",
+                        oldest,
+                        block,
+                        subjects=of_request(row.request_id),
+                    )
 
 
 def _lasting(step: Step, ledger: Ledger, name: Name, group: int) -> list[BlockId]:

@@ -10,11 +10,13 @@ from blockstep.conformance.judge.properties.sentence import (
     Complaint,
     Complaints,
     differing,
+    differing_requests,
     each_differing,
     sentence,
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.protocol.findings import of_request
 from blockstep.spec.vocabulary import Commit, Schedule, Status, StreamingUpdate
 
 
@@ -22,17 +24,15 @@ from blockstep.spec.vocabulary import Commit, Schedule, Status, StreamingUpdate
 def plan_tells_who_ended(step: Step, ledger: Ledger) -> Complaints:
     """A plan names all that ended since the plan before, sorted; then they are forgotten."""
     ended = tuple(sorted(ledger.ended))
-    return each_differing(
-        ("finished_req_ids", ended, step.plan.finished_req_ids),
-        ("finished_req_ids kept", (), step.after.finished_req_ids),
-    )
+    yield from differing_requests("finished_req_ids", ended, step.plan.finished_req_ids)
+    yield from differing_requests("finished_req_ids kept", (), step.after.finished_req_ids)
 
 
 @sentence("P26", *ENDINGS, StreamingUpdate, said_by="plan_tells_who_ended")
 def ended_are_kept_for_the_next_plan(step: Step, ledger: Ledger) -> Complaints:
     """Who ends is remembered until the next plan."""
     ended = tuple(sorted(ledger.ended.union(ledger.list_ended(step))))
-    return differing("finished_req_ids", ended, step.after.finished_req_ids)
+    return differing_requests("finished_req_ids", ended, step.after.finished_req_ids)
 
 
 @sentence("P26", Schedule)
@@ -42,7 +42,7 @@ def plan_tells_who_was_preempted(step: Step, _ledger: Ledger) -> Complaints:
     if isinstance(step.after, PartOfState) and not is_shown:
         return ()  # why a request waits need not be shown
     victims = tuple(sorted(step.victims))
-    return differing("preempted_req_ids", victims, step.plan.preempted_req_ids)
+    return differing_requests("preempted_req_ids", victims, step.plan.preempted_req_ids)
 
 
 @sentence("P26", Schedule, fixes="how plans are numbered")
@@ -91,7 +91,10 @@ def new_row_carries_the_request_as_submitted(step: Step, ledger: Ledger) -> Comp
     for row in step.plan.new:
         life = ledger.lives.get(row.request_id)
         if life is None or (row.request is not life.request and row.request != life.request):
-            yield Complaint(f"the new row of {row.request_id!r} is not the request submitted")
+            yield Complaint(
+                f"the new row of {row.request_id!r} is not the request submitted",
+                subjects=of_request(row.request_id),
+            )
 
 
 @sentence("P26", Schedule, of="rows", said_by="plans_alone_rebuild_the_request")
@@ -106,4 +109,4 @@ def table_in_the_plan_is_the_table_in_the_state(step: Step, _ledger: Ledger) -> 
             told = tuple([without_given_back(*pair) for pair in zip(told, seen, strict=True)])
         if seen != told:
             what = f"the plan gives {row.request_id!r} another table than the state"
-            yield unequal(what, "block_tables", told, seen)
+            yield unequal(what, "block_tables", told, seen, subjects=of_request(row.request_id))

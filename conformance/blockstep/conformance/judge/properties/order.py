@@ -30,11 +30,13 @@ from blockstep.conformance.judge.properties.sentence import (
     ENDINGS,
     Complaint,
     Complaints,
-    differing,
+    differing_blocks,
+    differing_requests,
     sentence,
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step, is_parked, keeps_blocks
+from blockstep.conformance.protocol.findings import Subjects, of_request, requests_apart
 from blockstep.spec import vocabulary as v
 
 
@@ -49,7 +51,8 @@ def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> Complaints
     if len(names) == len(after.requests) and set(names) == step.new.keys():
         return ()
     what = "queues and unfinished requests differ"
-    return [unequal(what, "queues", sorted(step.new), sorted(names))]
+    wanted, seen = sorted(step.new), sorted(names)
+    return [unequal(what, "queues", wanted, seen, requests_apart(wanted, seen))]
 
 
 @sentence("P16", v.Submit, fixes="the order of a queue")
@@ -66,7 +69,7 @@ def newcomer_goes_to_the_end_of_its_queue(step: Step, ledger: Ledger) -> Complai
         orders[request.request_id] = order_of(request)
         queues[name] = tuple(sorted(queues[name], key=orders.__getitem__))
     for queue, expected in queues.items():
-        yield from differing(queue, expected, getattr(after, queue))
+        yield from differing_requests(queue, expected, getattr(after, queue))
 
 
 @sentence("P16", v.Schedule, of="admitted_rows", fixes="which request is admitted, and when")
@@ -94,7 +97,7 @@ def admissions_follow_the_policy(step: Step, ledger: Ledger) -> Complaints:
             continue
         ready.append(name)
         seats.take(name)
-    return differing("order of admission", ready, admitted)
+    return differing_requests("order of admission", ready, admitted)
 
 
 @sentence(
@@ -111,13 +114,15 @@ def running_keeps_its_order(step: Step, _ledger: Ledger) -> Complaints:
     running, runs = set(step.after.running), v.Status.RUNNING
     for name, request in step.new.items():
         if (name in running) is not (request.status is runs):
-            yield Complaint(f"{name!r} is {request.status} and in the wrong queue")
+            yield Complaint(
+                f"{name!r} is {request.status} and in the wrong queue", subjects=of_request(name)
+            )
     if not isinstance(step.observation, v.Plan):
         return
     victims = set(step.preempted)
     expected = [name for name in step.before.running if name not in victims]
     expected += [row.request_id for row in step.admitted_rows]
-    yield from differing("running", expected, list(step.after.running))
+    yield from differing_requests("running", expected, list(step.after.running))
 
 
 @sentence("P16", v.Schedule, v.Reset, fixes="the order of a queue")
@@ -146,8 +151,8 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Complaints:
         waiting = [name for name in waiting if name not in moved]
         if step.config.policy is v.Policy.PRIORITY:
             skipped.sort(key=lambda name: ledger.lives[name].order)
-    yield from differing("waiting", waiting, list(step.after.waiting))
-    yield from differing("skipped_waiting", skipped, list(step.after.skipped_waiting))
+    yield from differing_requests("waiting", waiting, list(step.after.waiting))
+    yield from differing_requests("skipped_waiting", skipped, list(step.after.skipped_waiting))
 
 
 @sentence("P16", *ENDINGS, fixes="the order of a queue")
@@ -166,7 +171,7 @@ def queues_lose_exactly_the_ended(step: Step, ledger: Ledger) -> Complaints:
         old, new = getattr(step.before, queue), getattr(step.after, queue)
         if old != new:
             expected = tuple(name for name in old if name in left)
-            yield from differing(queue, expected, new)
+            yield from differing_requests(queue, expected, new)
 
 
 def _queues_with(
@@ -187,7 +192,7 @@ def _queues_with(
         if queue != "running" and step.config.policy is v.Policy.PRIORITY:
             requests = {name: ledger.get_request_after(step, name) for name in expected}
             expected.sort(key=lambda name: order_of(requests[name]))
-        yield from differing(queue, tuple(expected), getattr(step.after, queue))
+        yield from differing_requests(queue, tuple(expected), getattr(step.after, queue))
 
 
 @sentence("P16", v.Schedule, of="preempted", fixes="which request is preempted")
@@ -197,7 +202,7 @@ def preempted_fcfs_are_the_youngest(step: Step, _ledger: Ledger) -> Complaints:
         return ()
     count = len(step.preempted)
     tail = sorted(step.before.running[-count:])
-    return differing("preempted", tail, sorted(step.preempted))
+    return differing_requests("preempted", tail, sorted(step.preempted))
 
 
 @sentence("P16", v.Schedule, of="preempted", fixes="which request is preempted")
@@ -207,7 +212,7 @@ def preempted_priority_never_outrank_survivors(step: Step, ledger: Ledger) -> Co
         return ()
     ranked = sorted(step.before.running, key=lambda name: ledger.lives[name].order, reverse=True)
     count = len(step.preempted)
-    return differing("preempted", sorted(ranked[:count]), sorted(step.preempted))
+    return differing_requests("preempted", sorted(ranked[:count]), sorted(step.preempted))
 
 
 @sentence("P16", v.Schedule, of="admitted_rows", fixes="which request is admitted, and when")
@@ -223,7 +228,9 @@ def nobody_is_admitted_after_a_preemption(step: Step, ledger: Ledger) -> Complai
         yield Complaint(f"{names} admitted although {step.preempted} were preempted")
     waiting = find_waiting(step, ledger)
     if waiting is not None:
-        yield Complaint(f"{names} admitted although {waiting!r} waits for blocks")
+        yield Complaint(
+            f"{names} admitted although {waiting!r} waits for blocks", subjects=of_request(waiting)
+        )
 
 
 @sentence("P16", v.Schedule, of="acts", fixes="which free block is taken first")
@@ -237,10 +244,16 @@ def new_blocks_come_from_the_head_of_the_free_queue(step: Step, ledger: Ledger) 
         return ()
     if replay.wrong:
         return [
-            unequal(f"{name!r} took block {block} out of turn", "block", head, block)
+            unequal(
+                f"{name!r} took block {block} out of turn",
+                "block",
+                head,
+                block,
+                subjects=Subjects((name,), (block,)),
+            )
             for name, block, head in replay.wrong
         ]
-    return differing("free_queue", replay.final, list(step.after.free_queue))
+    return differing_blocks("free_queue", replay.final, list(step.after.free_queue))
 
 
 @sentence("P16", v.Schedule, of="preempted", fixes="which free block is taken first")
@@ -260,8 +273,8 @@ def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
         queue = [block for block in queue if block in freed]
     length = min(len(freed), len(queue))
     if is_stack:
-        return differing("head of free_queue", freed[len(freed) - length :], queue[:length])
-    return differing(
+        return differing_blocks("head of free_queue", freed[len(freed) - length :], queue[:length])
+    return differing_blocks(
         "end of free_queue", freed[len(freed) - length :], queue[-length:] if length else []
     )
 
@@ -307,11 +320,11 @@ def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
         follow = follow_holds(step, ledger)
         if not waits_as_due(step, follow.deferred):
             return ()
-        return differing("free_queue", _queued(step, follow.freed), after.free_queue)
+        return differing_blocks("free_queue", _queued(step, follow.freed), after.free_queue)
     is_forced = isinstance(step.event, v.Reset) and step.event.reset_running_requests
     if step.config.has_pins and not (is_forced and ledger.has_sessions):
         freed = follow_pins(step, ledger).freed
-        return differing("free_queue", _queued(step, freed), after.free_queue)
+        return differing_blocks("free_queue", _queued(step, freed), after.free_queue)
     if not isinstance(step.event, v.Reset):
         names = [name for name in step.ended if _is_freed(step, ledger, name)]
     else:
@@ -326,7 +339,7 @@ def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
     freed = [found for name in names if name in step.old for found in holders.free(name)]
     if not waits_as_due(step, holders.deferred):
         return ()
-    return differing("free_queue", _queued(step, freed), after.free_queue)
+    return differing_blocks("free_queue", _queued(step, freed), after.free_queue)
 
 
 def waits_as_due(step: Step, deferred: Sequence[v.DeferredFree]) -> bool:
@@ -422,7 +435,7 @@ def preemption_leaves_somebody_running(step: Step, ledger: Ledger) -> Complaints
     last = victims_of(step, ledger)[-1]
     if ledger.placeholders(last):
         return ()
-    return [Complaint(f"all who ran were preempted, {last!r} last")]
+    return [Complaint(f"all who ran were preempted, {last!r} last", subjects=of_request(last))]
 
 
 @sentence("P10", v.Schedule, of="preempted", said_by="every_request_ends_once_all_is_healed")
@@ -451,5 +464,6 @@ def nobody_is_preempted_again_without_progress(step: Step, ledger: Ledger) -> Co
             for other in survivors
         ):
             yield Complaint(
-                f"{name!r} was preempted again, and nobody has got further since the last time"
+                f"{name!r} was preempted again, and nobody has got further since the last time",
+                subjects=of_request(name),
             )

@@ -10,12 +10,13 @@ from blockstep.conformance.judge.properties.sentence import (
     Complaint,
     Complaints,
     difference,
-    differing,
+    differing_requests,
     once_a_step,
     sentence,
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.protocol.findings import of_request
 from blockstep.spec import vocabulary as v
 
 _KEPT_BY_COMMIT = attrgetter(
@@ -106,7 +107,7 @@ def delivered_rows_are_those_that_sampled(step: Step, ledger: Ledger) -> Complai
     But for those whose load has failed: theirs come last, if they end by that.
     """
     seen = [row.request_id for row in step.output_rows]
-    return differing("rows", list(expected_outputs(step, ledger)), seen)
+    return differing_requests("rows", list(expected_outputs(step, ledger)), seen)
 
 
 @sentence("P13", v.Commit)
@@ -120,7 +121,9 @@ def delivered_tokens_are_the_sampled_ones_until_the_stop(step: Step, ledger: Led
             has_failed = name in ledger.find_void(step) or name in ledger.list_failing(step)
             why = "tokens though its load has failed" if has_failed else "the wrong tokens"
             what = f"{name!r} was delivered {why}"
-            yield unequal(what, "new_token_ids", tokens, row.new_token_ids)
+            yield unequal(
+                what, "new_token_ids", tokens, row.new_token_ids, subjects=of_request(name)
+            )
 
 
 @sentence("P13", v.Commit)
@@ -132,7 +135,11 @@ def finish_reason_is_the_one_that_holds(step: Step, ledger: Ledger) -> Complaint
         if (row.finish_reason, row.stop_token_id) != (due.finish_reason, due.stop_token_id):
             reasons = difference("finish_reason", due.finish_reason, row.finish_reason)
             tokens = difference("stop_token_id", due.stop_token_id, row.stop_token_id)
-            yield Complaint(f"{row.request_id!r} after {row.new_token_ids}", (reasons, tokens))
+            yield Complaint(
+                f"{row.request_id!r} after {row.new_token_ids}",
+                (reasons, tokens),
+                subjects=of_request(row.request_id),
+            )
 
 
 @sentence("P13", v.Commit)
@@ -162,7 +169,9 @@ def outputs_in_the_state_are_those_delivered(step: Step, ledger: Ledger) -> Comp
             )
             if new.output_token_ids != expected:
                 what = f"the state has other outputs of {name!r}"
-                yield unequal(what, "outputs", expected, new.output_token_ids)
+                yield unequal(
+                    what, "outputs", expected, new.output_token_ids, subjects=of_request(name)
+                )
 
 
 @sentence("P21", v.Commit, v.GrammarFailed, v.TransfersReported)
@@ -173,7 +182,13 @@ def told_cached_tokens_are_those_of_the_first_hit(step: Step, ledger: Ledger) ->
         due = 0 if life is None else max(life.num_cached_tokens, 0)
         if life is not None and row.num_cached_tokens != due:
             what = f"{row.request_id!r} was told a wrong number of cached tokens"
-            yield unequal(what, "num_cached_tokens", due, row.num_cached_tokens)
+            yield unequal(
+                what,
+                "num_cached_tokens",
+                due,
+                row.num_cached_tokens,
+                subjects=of_request(row.request_id),
+            )
 
 
 @sentence("P21", v.Commit, v.GrammarFailed, v.TransfersReported)
@@ -187,7 +202,13 @@ def told_external_tokens_are_those_that_were_loaded(step: Step, ledger: Ledger) 
         due = life.num_external_tokens
         if row.num_external_tokens != due:
             what = f"{row.request_id!r} was told a wrong number of loaded tokens"
-            yield unequal(what, "num_external_tokens", due, row.num_external_tokens)
+            yield unequal(
+                what,
+                "num_external_tokens",
+                due,
+                row.num_external_tokens,
+                subjects=of_request(row.request_id),
+            )
 
 
 @sentence("P14", v.Commit, said_by="plans_alone_rebuild_the_request")
@@ -215,7 +236,13 @@ def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Complain
             expected = flight.end
         if new.num_computed_tokens != expected:
             what = f"{flight.request_id!r} knows {known} tokens after the commit"
-            yield unequal(what, "num_computed_tokens", expected, new.num_computed_tokens)
+            yield unequal(
+                what,
+                "num_computed_tokens",
+                expected,
+                new.num_computed_tokens,
+                subjects=of_request(flight.request_id),
+            )
 
 
 @sentence("P14", v.Commit, fixes="when blocks are taken and given back")
@@ -249,7 +276,9 @@ def commit_changes_only_outputs_and_computed_tokens(step: Step, ledger: Ledger) 
                 and old.num_cached_blocks != new.num_cached_blocks
             )
         ):
-            yield unequal(f"a commit changed {name!r}", "request", old, new)
+            yield unequal(
+                f"a commit changed {name!r}", "request", old, new, subjects=of_request(name)
+            )
 
 
 @sentence("P24", v.Schedule, of="rows")
@@ -265,7 +294,13 @@ def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> 
         count = max(row.end - due, 0)
         if row.drafts != life.drafts[:count] or len(row.drafts) != count:
             what = f"{row.request_id!r} runs {count} tokens after those known and promised"
-            yield unequal(what, "draft_token_ids", life.drafts[:count], row.drafts)
+            yield unequal(
+                what,
+                "draft_token_ids",
+                life.drafts[:count],
+                row.drafts,
+                subjects=of_request(row.request_id),
+            )
 
 
 @sentence("P24", v.Schedule, v.Commit, v.Drafts, fixes="which drafts are kept, and for how long")
@@ -283,7 +318,9 @@ def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Co
             expected = proposed.get(name, life.drafts)
             if new.spec_token_ids != expected:
                 what = f"the drafts of {name!r} are not those proposed last"
-                yield unequal(what, "spec_token_ids", expected, new.spec_token_ids)
+                yield unequal(
+                    what, "spec_token_ids", expected, new.spec_token_ids, subjects=of_request(name)
+                )
 
 
 def _list_proposed(step: Step, ledger: Ledger) -> dict[v.RequestId, v.TokenIds]:
@@ -326,4 +363,4 @@ def drafts_are_taken_only_for_the_next_position(step: Step, ledger: Ledger) -> C
             and old.num_computed_tokens == life.num_known - 1
         ):
             expected.append(row.request_id)
-    return differing("taken", tuple(expected), step.observation.request_ids)
+    return differing_requests("taken", tuple(expected), step.observation.request_ids)

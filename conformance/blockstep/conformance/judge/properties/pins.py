@@ -25,10 +25,12 @@ from blockstep.conformance.judge.properties.sentence import (
     Complaint,
     Complaints,
     differing,
+    differing_requests,
     once_a_step,
     sentence,
 )
 from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.protocol.findings import of_block, of_request
 from blockstep.spec import vocabulary as v
 
 NO_PINS = v.PinsSnapshot()
@@ -163,7 +165,10 @@ def pins_hold_what_can_be_found(step: Step, _ledger: Ledger) -> Complaints:
     for pin in pins:
         for block in chain(*pin.block_tables):
             if block != v.NULL_BLOCK and step.after.block_keys[block] is None:
-                yield Complaint(f"the pin of job {pin.job_id!r} holds block {block}, without a key")
+                yield Complaint(
+                    f"the pin of job {pin.job_id!r} holds block {block}, without a key",
+                    subjects=of_block(block),
+                )
     if len({pin.job_id for pin in pins}) != len(pins):
         yield Complaint("a job has two pins")
 
@@ -204,7 +209,12 @@ def nobody_waits_for_a_pin(step: Step, ledger: Ledger) -> Complaints:
     share = admitted_share(config, life.num_known, start)
     if not config.enable_chunked_prefill and share > config.max_num_batched_tokens:
         return ()
-    return [Complaint(f"{name!r} waits while nobody runs, and {len(pins)} pins hold blocks")]
+    return [
+        Complaint(
+            f"{name!r} waits while nobody runs, and {len(pins)} pins hold blocks",
+            subjects=of_request(name),
+        )
+    ]
 
 
 @sentence("P16", v.Schedule, needs="has_pins", fixes="which request is preempted")
@@ -214,7 +224,7 @@ def preempted_of_a_job_with_a_pin_are_the_last(step: Step, ledger: Ledger) -> Co
         return ()
     order = _rank_of_victims(step, ledger)
     expected = order[: len(step.preempted)]
-    return differing("preempted", expected, victims_of(step, ledger))
+    return differing_requests("preempted", expected, victims_of(step, ledger))
 
 
 def _rank_of_victims(step: Step, ledger: Ledger) -> list[v.RequestId]:

@@ -5,6 +5,7 @@ Each speaks of the state after a step; what a step may change is in `order` and 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from blockstep.conformance.judge.properties.sentence import (
 )
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.conformance.judge.properties.store_ledger import has_lost_all
+from blockstep.conformance.protocol.findings import SUBJECTS_MAX, Subjects, of_block, of_request
 from blockstep.spec import vocabulary as v
 
 
@@ -55,7 +57,7 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
             for block in table:
                 if not least <= block < num_blocks:
                     what = f"{name!r} holds block {block}, of {num_blocks}"
-                    return [Complaint(what)]
+                    return [Complaint(what, subjects=Subjects((name,), (block,)))]
                 holders[block] += 1
     holders[v.NULL_BLOCK] = 0
     if tuple(holders) != after.ref_counts:
@@ -65,6 +67,7 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
                 f"ref_counts[{block}]",
                 holders[block],
                 count,
+                subjects=of_block(block),
             )
             for block, count in enumerate(after.ref_counts)
             if block >= num_blocks or holders[block] != count
@@ -72,7 +75,10 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
     free = {block for block in range(1, num_blocks) if not holders[block]}
     if len(after.free_queue) != len(free) or set(after.free_queue) != free:
         what = "the free queue is not the blocks that nobody holds, each once"
-        return [unequal(what, "free_queue", sorted(free), after.free_queue)]
+        counts = Counter(after.free_queue)
+        wrong = tuple(it for it in sorted(free | counts.keys()) if counts[it] != (it in free))
+        subjects = Subjects((), wrong[:SUBJECTS_MAX])
+        return [unequal(what, "free_queue", sorted(free), after.free_queue, subjects)]
     return ()
 
 
@@ -89,7 +95,13 @@ def block_still_to_be_written_has_one_holder(step: Step, ledger: Ledger) -> Comp
             continue
         if not _is_filled_alike(step, ledger, block):
             what = f"{request.request_id!r} will write block {block}, which it does not own alone"
-            yield unequal(what, f"ref_counts[{block}]", 1, ref_counts[block])
+            yield unequal(
+                what,
+                f"ref_counts[{block}]",
+                1,
+                ref_counts[block],
+                subjects=Subjects((request.request_id,), (block,)),
+            )
 
 
 def _is_filled_alike(step: Step, ledger: Ledger, block: v.BlockId) -> bool:
@@ -130,7 +142,10 @@ def block_still_to_be_written_is_not_published(step: Step, ledger: Ledger) -> Co
     block_keys = step.after.block_keys
     for request, block in _unfinished_blocks(step, ledger):
         if block_keys[block] is not None:
-            yield Complaint(f"{request.request_id!r} will write block {block}, which has a key")
+            yield Complaint(
+                f"{request.request_id!r} will write block {block}, which has a key",
+                subjects=Subjects((request.request_id,), (block,)),
+            )
 
 
 @once_a_step
@@ -172,7 +187,12 @@ def cache_map_and_blocks_agree(step: Step, _ledger: Ledger) -> Complaints:
         if key is not None:
             num_keyed += 1
             if block not in cached.get(key, ()):
-                return [Complaint(f"block {block} cannot be found under its key {key!r}")]
+                return [
+                    Complaint(
+                        f"block {block} cannot be found under its key {key!r}",
+                        subjects=of_block(block),
+                    )
+                ]
     if sum(map(len, cached.values())) != num_keyed or not all(cached.values()):
         what = "the cache map has a block twice, a foreign block, or a key without blocks"
         return [unequal(what, "blocks", num_keyed, list(cached.values()))]
@@ -237,13 +257,18 @@ def _unpublished(step: Step, name: str, blocks: Iterable[v.BlockId]) -> Complain
     """What carries no key. What is attended to no more, and so was given back, need not."""
     for block in blocks:
         if step.after.block_keys[block] is None and block != v.NULL_BLOCK:
-            yield Complaint(f"{name!r} filled block {block}, which has no key")
+            yield Complaint(
+                f"{name!r} filled block {block}, which has no key",
+                subjects=Subjects((name,), (block,)),
+            )
 
 
 def _unsettled(new: v.RequestSnapshot, ends: tuple[int, ...]) -> Complaint:
     """A request has settled other blocks than those up to `ends`, one for each group."""
     what = f"{new.request_id!r} has settled the wrong number of blocks"
-    return unequal(what, "num_cached_blocks", ends, new.num_cached_blocks)
+    return unequal(
+        what, "num_cached_blocks", ends, new.num_cached_blocks, subjects=of_request(new.request_id)
+    )
 
 
 def _settled_before(step: Step, row: PlannedRow) -> Sequence[int]:
@@ -299,7 +324,9 @@ def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
         for table, size in zip(old_request.block_tables, step.block_sizes, strict=True):
             allowed.update(table[: filled // size])
     return [
-        Complaint(f"block {block} got a key, but no row fills it in this step")
+        Complaint(
+            f"block {block} got a key, but no row fills it in this step", subjects=of_block(block)
+        )
         for block in changed
         if block not in allowed
     ]
@@ -392,7 +419,7 @@ def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
     for block, (old, new) in enumerate(zip(before, after, strict=True)):
         if new is not old and new != old and block not in published:
             what = f"the commit did not verify block {block}, but changed its key"
-            yield unequal(what, f"block_keys[{block}]", old, new)
+            yield unequal(what, f"block_keys[{block}]", old, new, subjects=of_block(block))
     if cached != step.after.cached:
         yield Complaint("the cache map holds something else than was published, in order")
 
@@ -406,7 +433,13 @@ def held_block_carries_the_name_of_its_tokens(step: Step, ledger: Ledger) -> Com
     for request_id, block, expected, seen in _misnamed(step, ledger):
         if not names.same_tokens(expected, seen):
             what = f"{request_id!r} holds block {block}, whose key is of other tokens"
-            yield unequal(what, f"block {block}", names.show(expected), names.show(seen))
+            yield unequal(
+                what,
+                f"block {block}",
+                names.show(expected),
+                names.show(seen),
+                subjects=Subjects((request_id,), (block,)),
+            )
 
 
 @sentence(
@@ -422,7 +455,7 @@ def held_block_carries_the_extra_keys_of_its_request(step: Step, ledger: Ledger)
         if ledger.names.same_tokens(expected, seen):
             key = step.after.block_keys[block]
             what = f"{request_id!r} holds block {block}, whose key has other extra keys: {key!r}"
-            yield Complaint(what)
+            yield Complaint(what, subjects=Subjects((request_id,), (block,)))
 
 
 @once_a_step

@@ -19,11 +19,13 @@ from blockstep.conformance.judge.properties.sentence import (
     Complaints,
     difference,
     differing,
+    differing_requests,
     once_a_step,
     sentence,
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step, keeps_blocks
+from blockstep.conformance.protocol.findings import of_request
 from blockstep.conformance.protocol.sessions import find_problem_of_chunk, get_longest
 from blockstep.spec import vocabulary as v
 
@@ -347,7 +349,7 @@ def _list_changes_by_a_signal(step: Step) -> Complaints:
             continue
         if replace(old, **{field: getattr(new, field)}) != new:
             what = f"{name!r} changed in more than it should"
-            yield unequal(what, f"request {name}", old, new)
+            yield unequal(what, f"request {name}", old, new, subjects=of_request(name))
 
 
 @sentence("P18", v.Submit, v.Drafts, v.GrammarReady, v.GrammarFailed, v.StreamingUpdate, v.Abort)
@@ -373,7 +375,9 @@ def event_leaves_other_requests_alone(step: Step, _ledger: Ledger) -> Complaints
         if new is old or new == old:
             continue
         if name not in concerned:
-            yield unequal(f"{name!r} changed", f"request {name}", old, new)
+            yield unequal(
+                f"{name!r} changed", f"request {name}", old, new, subjects=of_request(name)
+            )
     if is_signal and [it.request_id for it in step.after.requests] != [*step.old]:
         yield Complaint("a request came or went, or is there twice")
 
@@ -387,7 +391,12 @@ def signal_is_remembered(step: Step, _ledger: Ledger) -> Complaints:
     request = step.new.get(step.event.request_id)
     if request is not None and request.grammar_ready:
         return ()
-    return [Complaint(f"the grammar of {step.event.request_id!r} is not marked as ready")]
+    return [
+        Complaint(
+            f"the grammar of {step.event.request_id!r} is not marked as ready",
+            subjects=of_request(step.event.request_id),
+        )
+    ]
 
 
 @sentence("P18", v.Abort)
@@ -396,9 +405,9 @@ def abort_ends_exactly_the_unfinished_it_names(step: Step, ledger: Ledger) -> Co
     assert isinstance(step.event, v.Abort)
     assert isinstance(step.observation, v.Aborted)
     expected = tuple(dict.fromkeys(name for name in step.event.request_ids if name in ledger.lives))
-    yield from differing("aborted", expected, step.observation.request_ids)
+    yield from differing_requests("aborted", expected, step.observation.request_ids)
     left = step.old.keys() - set(expected)
-    yield from differing("unfinished", sorted(left), sorted(step.new))
+    yield from differing_requests("unfinished", sorted(left), sorted(step.new))
 
 
 @sentence("P25", v.Reset, said_by="published_block_was_written_since_the_reset")
@@ -448,7 +457,9 @@ def forced_reset_preempts_all_who_run(step: Step, _ledger: Ledger) -> Complaints
     for name, old in step.old.items():
         may_give = keeps_blocks(old) and any(old.block_tables)
         if name not in step.before.running and step.new.get(name) != old and not may_give:
-            yield Complaint(f"a reset changed {name!r}, which did not run")
+            yield Complaint(
+                f"a reset changed {name!r}, which did not run", subjects=of_request(name)
+            )
 
 
 @sentence("P25", v.Reset)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.conformance.protocol.findings import Difference, Finding, shown, tell_error, violated
+from blockstep.conformance.protocol.findings import (
+    NO_SUBJECTS,
+    Difference,
+    Finding,
+    Subjects,
+    blocks_apart,
+    requests_apart,
+    shown,
+    tell_error,
+    violated,
+)
 from blockstep.spec import vocabulary as v
 
 ENDINGS = (v.Commit, v.Abort, v.GrammarFailed, v.TransfersReported)
@@ -23,6 +33,7 @@ class Complaint(NamedTuple):
 
     message: str
     differences: tuple[Difference, ...] = ()
+    subjects: Subjects = NO_SUBJECTS
 
 
 Complaints: TypeAlias = Iterable[Complaint]
@@ -70,9 +81,14 @@ class Sentence:
         """What is wrong; `ledger` knows everything up to this step, without it."""
         return [self.finding(*complaint) for complaint in self.judge(step, ledger)]
 
-    def finding(self, message: str, differences: tuple[Difference, ...] = ()) -> Finding:
+    def finding(
+        self,
+        message: str,
+        differences: tuple[Difference, ...] = (),
+        subjects: Subjects = NO_SUBJECTS,
+    ) -> Finding:
         """What is found, in the name of this sentence."""
-        return violated(self.property_id, self.sentence, message, *differences)
+        return violated(self.property_id, self.sentence, message, *differences, subjects=subjects)
 
 
 def once_a_step(work_out: WorkOut[T]) -> WorkOut[T]:
@@ -120,11 +136,25 @@ def sentence(
     return wrap
 
 
-def differing(what: str, expected: object, seen: object) -> Complaints:
+def differing(
+    what: str, expected: object, seen: object, subjects: Subjects = NO_SUBJECTS
+) -> Complaints:
     """A complaint if two values differ."""
     if expected == seen:
         return ()
-    return (unequal(f"{what} is not as it should be", what, expected, seen),)
+    return (unequal(f"{what} is not as it should be", what, expected, seen, subjects),)
+
+
+def differing_requests(what: str, expected: Sequence[object], seen: Sequence[object]) -> Complaints:
+    """Return what is wrong with a list of request ids, or of records that have one, if anything."""
+    return differing(what, expected, seen, requests_apart(expected, seen))
+
+
+def differing_blocks(
+    what: str, expected: Sequence[v.BlockId], seen: Sequence[v.BlockId]
+) -> Complaints:
+    """Return what is wrong with a list of blocks, if it is not the expected one."""
+    return differing(what, expected, seen, blocks_apart(expected, seen))
 
 
 def each_differing(*triples: tuple[str, object, object]) -> Complaints:
@@ -132,9 +162,11 @@ def each_differing(*triples: tuple[str, object, object]) -> Complaints:
     return [complaint for triple in triples for complaint in differing(*triple)]
 
 
-def unequal(message: str, what: str, expected: object, seen: object) -> Complaint:
+def unequal(
+    message: str, what: str, expected: object, seen: object, subjects: Subjects = NO_SUBJECTS
+) -> Complaint:
     """A complaint about one value, with what is demanded and what is seen."""
-    return Complaint(message, list_differences(what, expected, seen))
+    return Complaint(message, list_differences(what, expected, seen), subjects)
 
 
 def list_differences(what: str, expected: object, seen: object) -> tuple[Difference, ...]:

@@ -6,11 +6,12 @@ from blockstep.conformance.judge.properties.ledger import WHOLE, Ledger
 from blockstep.conformance.judge.properties.sentence import (
     Complaint,
     Complaints,
-    differing,
+    differing_requests,
     sentence,
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.protocol.findings import of_request
 from blockstep.spec import vocabulary as v
 
 RESTING = v.Status.WAITING_FOR_STREAMING_REQ
@@ -29,7 +30,13 @@ def session_goes_on_behind_all_but_its_last_token(step: Step, ledger: Ledger) ->
         seen = (new.prompt_token_ids, new.num_streaming_updates, new.status is RESTING)
         if seen != due:
             what = f"{name!r} is not what its chunks make it"
-            yield unequal(what, "prompt, chunks to come, whether it rests", due, seen)
+            yield unequal(
+                what,
+                "prompt, chunks to come, whether it rests",
+                due,
+                seen,
+                subjects=of_request(name),
+            )
 
 
 @sentence("P13", v.StreamingUpdate)
@@ -39,6 +46,9 @@ def end_of_its_input_ends_who_rests(step: Step, ledger: Ledger) -> Complaints:
     update = step.event.request
     session = ledger.lives[update.request_id].session
     is_over = session is not None and session.is_resting and not update.resumable
-    yield from differing("aborted", [update.request_id] if is_over else [], step.ended)
+    yield from differing_requests("aborted", [update.request_id] if is_over else [], step.ended)
     if (update.request_id in step.new) is is_over:
-        yield Complaint(f"{update.request_id!r} should{' not' * is_over} be there any more")
+        yield Complaint(
+            f"{update.request_id!r} should{' not' * is_over} be there any more",
+            subjects=of_request(update.request_id),
+        )

@@ -14,6 +14,7 @@ from blockstep.conformance.judge.properties.queue_replay import unattended_ends
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence
 from blockstep.conformance.judge.properties.step import RowKind, Step
 from blockstep.conformance.judge.properties.store_ledger import has_lost_all
+from blockstep.conformance.protocol.findings import of_request
 from blockstep.spec import vocabulary as v
 
 
@@ -41,7 +42,8 @@ def attended_blocks_are_held(step: Step, ledger: Ledger) -> Complaints:
             index = table.index(v.NULL_BLOCK, end)
             yield Complaint(
                 f"{request.request_id!r} goes on at position {certain} at the earliest, and has "
-                f"no block at index {index} of group {at}, which it attends to"
+                f"no block at index {index} of group {at}, which it attends to",
+                subjects=of_request(request.request_id),
             )
 
 
@@ -65,5 +67,6 @@ def row_has_given_back_what_it_attends_to_no_more(step: Step, ledger: Ledger) ->
                 kept = [block for block in table[:end] if block != v.NULL_BLOCK]
                 yield Complaint(
                     f"{name!r} runs from position {row.first} on and keeps blocks {kept} "
-                    f"of group {at}, which it attends to no more"
+                    f"of group {at}, which it attends to no more",
+                    subjects=of_request(name),
                 )

@@ -21,6 +21,7 @@ from blockstep.conformance.judge.properties.sentence import (
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.protocol.findings import Subjects, of_request
 from blockstep.spec import vocabulary as v
 
 
@@ -66,7 +67,13 @@ def save_names_the_blocks_that_its_request_had(step: Step, _ledger: Ledger) -> C
         expected = tuple([without_given_back(*pair) for pair in pairs])
         if len(save.block_ids) != len(tables) or expected != save.block_ids:
             what = f"{save.request_id!r} is saved up to {save.num_tokens}"
-            yield unequal(what, "block_ids", tuple(tables), save.block_ids)
+            yield unequal(
+                what,
+                "block_ids",
+                tuple(tables),
+                save.block_ids,
+                subjects=of_request(save.request_id),
+            )
 
 
 @sentence(
@@ -76,7 +83,8 @@ def nobody_is_admitted_while_admission_is_closed(step: Step, _ledger: Ledger) ->
     """Neither to run, nor to be loaded."""
     names = [row.request_id for row in (*step.admitted_rows, *step.parked)]
     if step.after.admission_closed and names:
-        yield Complaint(f"admission is closed, and {names} were admitted")
+        what = f"admission is closed, and {names} were admitted"
+        yield Complaint(what, subjects=Subjects(tuple(names)))
 
 
 @sentence(

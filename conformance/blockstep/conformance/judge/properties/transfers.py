@@ -35,11 +35,12 @@ from blockstep.conformance.judge.properties.sentence import (
     NO_FORKS,
     Complaint,
     Complaints,
-    differing,
+    differing_requests,
     sentence,
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step, is_parked
+from blockstep.conformance.protocol.findings import Subjects, of_request
 from blockstep.spec import vocabulary as v
 
 _NOTHING = v.TransfersSnapshot()
@@ -56,10 +57,11 @@ def load_is_what_the_store_offers(step: Step, ledger: Ledger) -> Complaints:
         seen = (0, False) if load is None else (load.num_external_tokens, load.is_async)
         if seen != due:
             what = f"{name!r} has a hit of {row.num_hit} tokens, and is loaded otherwise"
-            yield unequal(what, "tokens, whether later", due, seen)
+            yield unequal(what, "tokens, whether later", due, seen, subjects=of_request(name))
     strange = step.loads.keys() - {row.request_id for row in step.askers}
     if strange:
-        yield Complaint(f"{sorted(strange)} are loaded, and were not given blocks behind a hit")
+        what = f"{sorted(strange)} are loaded, and were not given blocks behind a hit"
+        yield Complaint(what, subjects=Subjects(tuple(sorted(strange))))
 
 
 @sentence(
@@ -75,7 +77,9 @@ def load_names_the_blocks_of_its_tokens(step: Step, _ledger: Ledger) -> Complain
         due = tuple([table[: blocks_for(end, size)] for table, size in pairs])
         if load.block_ids != due:
             what = f"{load.request_id!r} is loaded up to {end} tokens"
-            yield unequal(what, "block_ids", due, load.block_ids)
+            yield unequal(
+                what, "block_ids", due, load.block_ids, subjects=of_request(load.request_id)
+            )
 
 
 @sentence("P16", v.Schedule, needs="kv_connector", fixes="the order of loads in a plan")
@@ -84,7 +88,7 @@ def loads_are_told_in_the_order_of_the_queue(step: Step, ledger: Ledger) -> Comp
     if len(step.plan.kv_loads) < 2:
         return ()
     due = [row.request_id for row in list_takers(step, ledger) if row.request_id in step.loads]
-    return differing("kv_loads", due, [load.request_id for load in step.plan.kv_loads])
+    return differing_requests("kv_loads", due, [load.request_id for load in step.plan.kv_loads])
 
 
 @sentence(
@@ -103,7 +107,13 @@ def parked_request_is_what_its_load_says(step: Step, ledger: Ledger) -> Complain
         for name in ledger.store.list_arrived(step):
             waiting, new = step.old.get(name), step.new.get(name)
             if waiting is not None and new != waiting and name not in failed:
-                yield unequal(f"a report changed {name!r}", f"request {name}", waiting, new)
+                yield unequal(
+                    f"a report changed {name!r}",
+                    f"request {name}",
+                    waiting,
+                    new,
+                    subjects=of_request(name),
+                )
         return
     for row in step.parked:
         name = row.request_id
@@ -116,7 +126,9 @@ def parked_request_is_what_its_load_says(step: Step, ledger: Ledger) -> Complain
             num_cached_blocks=tuple([len(table) for table in row.hit_tables]),
         )
         if new != expected:
-            yield unequal(f"{name!r} is parked", f"request {name}", expected, new)
+            yield unequal(
+                f"{name!r} is parked", f"request {name}", expected, new, subjects=of_request(name)
+            )
 
 
 def _list_loaded_tables(step: Step, name: v.RequestId) -> v.BlockTables:
@@ -151,7 +163,13 @@ def what_may_not_have_come_is_nobody_elses(step: Step, ledger: Ledger) -> Compla
                 seen = (step.after.ref_counts[block], step.after.block_keys[block])
                 if block != v.NULL_BLOCK and seen != (1, None):
                     what = f"block {block} of {request.request_id!r} may not have come"
-                    yield unequal(what, "ref count, key", (1, None), seen)
+                    yield unequal(
+                        what,
+                        "ref count, key",
+                        (1, None),
+                        seen,
+                        subjects=Subjects((request.request_id,), (block,)),
+                    )
 
 
 def _list_uncertain(step: Step, ledger: Ledger) -> Iterator[tuple[v.RequestSnapshot, v.KVLoad]]:
@@ -194,7 +212,7 @@ def unsettled_are_those_of_frames_in_flight(step: Step, ledger: Ledger) -> Compl
     if step.config.kv_connector:
         shown = step.after.transfers or _NOTHING
         due = sorted(_list_unsettled(step, ledger))
-        yield from differing("unsettled", due, list(shown.unsettled))
+        yield from differing_requests("unsettled", due, list(shown.unsettled))
 
 
 @sentence("P18", *NO_FORKS, needs="kv_connector", fixes="how long an offer is remembered")
@@ -216,7 +234,7 @@ def offers_are_those_made_last(step: Step, ledger: Ledger) -> Complaints:
         if name in step.new and (offer.num_tokens != 0 or offer != v.KVOffer(name))
     ]
     if due != [*shown.offers]:
-        yield from differing("offers", due, [*shown.offers])
+        yield from differing_requests("offers", due, [*shown.offers])
 
 
 @sentence("P18", *NO_FORKS, needs="kv_connector")
@@ -231,7 +249,7 @@ def received_are_those_reported(step: Step, ledger: Ledger) -> Complaints:
     due = {name for name in before.received if name not in begun}
     due |= ledger.store.transfers.loading.keys() & {*report.finished_recving}
     due = {name for name in due if name in step.new and is_parked(step.new[name])}
-    yield from differing("received", sorted(due), list(after.received))
+    yield from differing_requests("received", sorted(due), list(after.received))
 
 
 @sentence("P17", *[it for it in NO_FORKS if it is not v.Schedule], needs="kv_connector")
@@ -245,7 +263,9 @@ def every_hold_has_an_owner_and_an_end(step: Step, ledger: Ledger) -> Complaints
     if isinstance(step.event, (*ENDINGS, v.StreamingUpdate)):
         held = follow_holds(step, ledger).held
     if held or after.held:
-        yield from differing("held", [held[name] for name in sorted(held)], list(after.held))
+        yield from differing_requests(
+            "held", [held[name] for name in sorted(held)], list(after.held)
+        )
 
 
 @sentence("P17", v.Schedule, needs="kv_connector")
@@ -261,7 +281,7 @@ def held_block_is_given_to_nobody(step: Step, ledger: Ledger) -> Complaints:
     for name in ledger.ending & step.old.keys():
         hold = ledger.store.find_hold(step.old[name])
         due |= {} if hold is None else {name: hold}
-    yield from differing("held", [due[name] for name in sorted(due)], list(after.held))
+    yield from differing_requests("held", [due[name] for name in sorted(due)], list(after.held))
     kept = [table for held in before.held for table in held.block_tables]
     for old in step.before.requests:
         kept += old.block_tables if ledger.store.is_under_way(old) else ()
@@ -269,7 +289,10 @@ def held_block_is_given_to_nobody(step: Step, ledger: Ledger) -> Complaints:
     for row in (*step.rows, *step.parked) if blocks else ():
         taken = blocks.intersection(row.gained)
         if taken:
-            yield Complaint(f"{row.request_id!r} is given blocks {sorted(taken)}, in transfer")
+            yield Complaint(
+                f"{row.request_id!r} is given blocks {sorted(taken)}, in transfer",
+                subjects=Subjects((row.request_id,), tuple(sorted(taken))),
+            )
 
 
 @sentence("P17", v.Schedule, v.Reset, *ENDINGS, needs="kv_connector")
@@ -346,7 +369,9 @@ def preempted_request_has_no_row_in_flight(step: Step, ledger: Ledger) -> Compla
     for name in step.preempted:
         fence = ledger.get_fence(name)
         if fence is not None:
-            yield Complaint(f"{name!r} was preempted while frame {fence} names it")
+            yield Complaint(
+                f"{name!r} was preempted while frame {fence} names it", subjects=of_request(name)
+            )
 
 
 @sentence("P18", v.TransfersReported)
@@ -356,7 +381,9 @@ def report_changes_only_what_it_is_about(step: Step, ledger: Ledger) -> Complain
     for name, old in step.old.items():
         new = step.new.get(name)
         if name not in concerned and new is not old and new != old:
-            yield unequal(f"a report changed {name!r}", f"request {name}", old, new)
+            yield unequal(
+                f"a report changed {name!r}", f"request {name}", old, new, subjects=of_request(name)
+            )
 
 
 @sentence(
@@ -371,7 +398,13 @@ def failed_load_counts_no_further_than_it_came(step: Step, ledger: Ledger) -> Co
         old, new = step.old[name], step.new.get(name)
         due = replace(old, num_computed_tokens=min(old.num_computed_tokens, valid))
         if new != due:
-            yield unequal(f"{name!r} has {valid} tokens", f"request {name}", due, new)
+            yield unequal(
+                f"{name!r} has {valid} tokens",
+                f"request {name}",
+                due,
+                new,
+                subjects=of_request(name),
+            )
     void = ledger.find_void(step)
     lost = ledger.list_lost(step)
     no_tables, nothing_settled = nothing_held(step)
@@ -398,19 +431,33 @@ def failed_load_counts_no_further_than_it_came(step: Step, ledger: Ledger) -> Co
                 num_cached_blocks=due.num_cached_blocks if new is None else new.num_cached_blocks,
             )
         if new != due:
-            yield unequal(f"{name!r} has {valid} tokens", f"request {name}", due, new)
+            yield unequal(
+                f"{name!r} has {valid} tokens",
+                f"request {name}",
+                due,
+                new,
+                subjects=of_request(name),
+            )
 
 
-@sentence("P19", v.TransfersReported, said_by="delivered_rows_are_those_that_sampled")
+@sentence("P19", v.TransfersReported, v.Commit, said_by="delivered_rows_are_those_that_sampled")
 def report_ends_exactly_those_whose_load_failed(step: Step, ledger: Ledger) -> Complaints:
-    """They end with an error where nothing is computed again, and nobody else does."""
+    """Requests whose load failed end with an error where nothing is computed again, and no others.
+
+    A commit may report that a load of its frame has failed, too.
+    """
     failing = ledger.list_failing(step)
+    if isinstance(step.event, v.Commit):
+        ends = [(row.request_id, row.finish_reason) for row in step.output_rows]
+        seen_names = [name for name, reason in ends if reason is v.FinishReason.ERROR]
+        yield from differing_requests("ended by an error", sorted(failing), sorted(seen_names))
+        return
     # Another sentence speaks of the cached tokens.
     due = [replace(make_error_row(ledger, name), num_cached_tokens=0) for name in failing]
     seen = [replace(row, num_cached_tokens=0) for row in step.output_rows]
-    yield from differing("rows", due, seen)
+    yield from differing_requests("rows", due, seen)
     left = step.old.keys() - {*failing}
-    yield from differing("unfinished", sorted(left), sorted(step.new))
+    yield from differing_requests("unfinished", sorted(left), sorted(step.new))
 
 
 @sentence("P15", v.Schedule, needs="kv_connector", fixes="which request is admitted, and when")
@@ -448,4 +495,4 @@ def received_one_is_not_left_behind_a_head_that_does_not_fit(
         need += config.watermark_blocks * bool(after.running)
         if need <= num_free:
             what = f"{name!r} was left waiting, and what was loaded for it has come"
-            yield unequal(what, "free blocks", f"< {need}", num_free)
+            yield unequal(what, "free blocks", f"< {need}", num_free, subjects=of_request(name))

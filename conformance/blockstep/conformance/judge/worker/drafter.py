@@ -21,6 +21,7 @@ from blockstep.conformance.judge.worker.items import Items
 from blockstep.conformance.judge.worker.names import Name
 from blockstep.conformance.judge.worker.sampling import NextToken
 from blockstep.conformance.judge.worker.view import FrameRow
+from blockstep.conformance.protocol.findings import Subjects, of_request
 from blockstep.spec import vocabulary as v
 
 
@@ -115,7 +116,12 @@ class Drafter(Items):
                     f"{name!r} reads slot {wrong[0]} of block {block} at position "
                     f"{index * size + wrong[0]}: there is a draft of {other!r}, of plan {frame_id}"
                 )
-                self._complain("P3", "drafter_reads_no_draft_of_another", what)
+                self._complain(
+                    "P3",
+                    "drafter_reads_no_draft_of_another",
+                    what,
+                    subjects=Subjects((name,), (block,)),
+                )
                 return
 
     @property
@@ -133,7 +139,12 @@ class Drafter(Items):
                 f"{view.request.request_id!r} has a hit of {row.first} tokens, and the token "
                 "behind it was never computed there: the last slot is made for another one"
             )
-            self._complain("P5", "draft_head_has_run_the_token_behind_a_hit", what)
+            self._complain(
+                "P5",
+                "draft_head_has_run_the_token_behind_a_hit",
+                what,
+                subjects=of_request(view.request.request_id),
+            )
 
     def propose_in_slots(self, row: FrameRow) -> None:
         """A row has sampled: its drafts are run one behind the other, where there are slots."""
@@ -163,4 +174,9 @@ class Drafter(Items):
         due = min(row.end + self.config.num_lookahead_tokens, self.config.max_model_len)
         if due > num_slots:
             what = f"{row.view.request.request_id!r}: drafts up to {due}, {num_slots} slots"
-            self._complain("P26", "table_holds_the_slots_of_its_drafts", what)
+            self._complain(
+                "P26",
+                "table_holds_the_slots_of_its_drafts",
+                what,
+                subjects=of_request(row.view.request.request_id),
+            )

@@ -26,7 +26,15 @@ from blockstep.conformance.judge.worker.states import (
     move_on,
 )
 from blockstep.conformance.judge.worker.view import FrameRow
-from blockstep.conformance.protocol.findings import Difference, Finding, violated
+from blockstep.conformance.protocol.findings import (
+    NO_SUBJECTS,
+    Difference,
+    Finding,
+    Subjects,
+    of_block,
+    of_request,
+    violated,
+)
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockCopy,
@@ -173,7 +181,9 @@ class TaggedKV:
             return False
         if self._owners[block] in self.recurrent and group in self.attended:
             what = f"block {block} holds a state of group {self._owners[block]}, and is not zeroed"
-            self._complain("P26", "block_of_a_state_is_zeroed_for_attention", what)
+            self._complain(
+                "P26", "block_of_a_state_is_zeroed_for_attention", what, subjects=of_block(block)
+            )
         self._owners[block] = group
         size = 1 if group in self.recurrent else self.block_sizes[group]
         self.kv[block] = [NEVER_WRITTEN] * size
@@ -186,7 +196,9 @@ class TaggedKV:
             source, target = copy.source, copy.destination
             if not (min(source, target) > 0 and max(source, target) < len(self._owners)):
                 what = f"block {source} is to be copied to block {target}"
-                self._complain("P1", "copy_names_real_blocks", what)
+                self._complain(
+                    "P1", "copy_names_real_blocks", what, subjects=Subjects((), (source, target))
+                )
                 continue
             self.kv[target] = [*self.kv[source]]
             self._owners[target] = self._owners[source]
@@ -210,9 +222,12 @@ class TaggedKV:
             reader = view.request.request_id
             note = f"state read by {reader!r} at position {first} in plan {self.frame_id}"
             if block == NULL_BLOCK:
-                self._complain("P5", "attended_position_has_a_block", f"group {at}: no {note}")
+                what = f"group {at}: no {note}"
+                self._complain(
+                    "P5", "attended_position_has_a_block", what, subjects=of_request(reader)
+                )
             elif seen != expected:
-                self._complain_slot("attended_slot", (block, 0), expected, seen, note)
+                self._complain_slot("attended_slot", (block, 0), expected, seen, note, reader)
             else:
                 continue
             row.is_astray = True
@@ -251,13 +266,15 @@ class TaggedKV:
         reader = view.request.request_id
         if len(table) * size < len(view.across):
             what = f"{reader!r}: {len(view.across)} embeddings, {len(table) * size} slots"
-            self._complain("P26", "table_across_holds_the_embeddings", what)
+            self._complain(
+                "P26", "table_across_holds_the_embeddings", what, subjects=of_request(reader)
+            )
         for number, expected in enumerate(view.across[: len(table) * size]):
             place = table[number // size], number % size
             seen = self._seen(*place, at)
             if seen != expected:
                 note = f"read by {reader!r} across, embedding {number} in plan {self.frame_id}"
-                self._complain_slot("attended_slot", place, expected, seen, note)
+                self._complain_slot("attended_slot", place, expected, seen, note, reader)
                 row.is_astray = True
                 return
 
@@ -323,9 +340,11 @@ class TaggedKV:
             note = f"read by {reader!r} at position {position} in plan {self.frame_id}"
             if block == NULL_BLOCK:
                 what = f"group {at} has no block {note}"
-                self._complain("P5", "attended_position_has_a_block", what)
+                self._complain(
+                    "P5", "attended_position_has_a_block", what, subjects=of_request(reader)
+                )
             else:
-                self._complain_slot("attended_slot", (block, slot), expected, seen, note)
+                self._complain_slot("attended_slot", (block, slot), expected, seen, note, reader)
             row.is_astray = True
             return
 
@@ -337,7 +356,13 @@ class TaggedKV:
         return self.kv[block][slot]
 
     def _complain_slot(
-        self, what: str, place: tuple[BlockId, int], expected: Name, seen: Name, note: str
+        self,
+        what: str,
+        place: tuple[BlockId, int],
+        expected: Name,
+        seen: Name,
+        note: str,
+        reader: RequestId = "",
     ) -> None:
         """A slot holds something else than it should."""
         show = self.names.show
@@ -355,7 +380,8 @@ class TaggedKV:
             blame = "P6", "is_of_the_same_adapter_salt_and_items", message
         note = "; ".join([note, *self._tell_history(*place)])
         difference = Difference(f"kv[{place[0]}][{place[1]}]", show(expected), show(seen), note)
-        self._complain(blame[0], f"{what}_{blame[1]}", blame[2], difference)
+        subjects = Subjects((reader,) if reader else (), place[:1])
+        self._complain(blame[0], f"{what}_{blame[1]}", blame[2], difference, subjects=subjects)
 
     def _complain_shared(self, writer: Place, other: Place, block: BlockId) -> None:
         places = " and ".join(
@@ -365,7 +391,9 @@ class TaggedKV:
         )
         what = f"block {block} is of {places}"
         told = "; ".join([what, *self._tell_return(block)])
-        self._complain("P2", "written_block_is_in_one_place", told)
+        names = dict.fromkeys(row.view.request.request_id for row, *_ in (writer, other))
+        subjects = Subjects(tuple(names), (block,))
+        self._complain("P2", "written_block_is_in_one_place", told, subjects=subjects)
 
     def _tell_history(self, block: BlockId, slot: int) -> Iterator[str]:
         """Who wrote a slot last, and who gave its block back since, each with the plan."""
@@ -383,6 +411,12 @@ class TaggedKV:
             yield f"given back by {name!r}, which {why}, says plan {frame_id}"
 
     def _complain(
-        self, property_id: str, sentence: str, message: str, *differences: Difference
+        self,
+        property_id: str,
+        sentence: str,
+        message: str,
+        *differences: Difference,
+        subjects: Subjects = NO_SUBJECTS,
     ) -> None:
-        self._findings.append(violated(property_id, sentence, message, *differences))
+        found = violated(property_id, sentence, message, *differences, subjects=subjects)
+        self._findings.append(found)

@@ -165,7 +165,9 @@ class PrefixNames:
         for identifier, offset in key.items:
             slot = max(offset, 0)
             if slot >= size or slot in extras:
-                return self._odd(key)
+                # No request has items like that; the tokens are still told apart from others.
+                extras = {0: ("items", repr(key.items), 0)}
+                break
             extras[slot] = (identifier, slot - offset)
         _add_embeds(extras, key.embeds)
         parent = key.parent

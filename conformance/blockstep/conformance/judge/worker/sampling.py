@@ -12,7 +12,7 @@ from typing import TypeAlias
 from blockstep.conformance.judge.automaton import Automaton, Place
 from blockstep.conformance.judge.worker.kv import TaggedKV
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
-from blockstep.conformance.protocol.findings import Difference, Finding
+from blockstep.conformance.protocol.findings import Difference, Finding, of_request
 from blockstep.spec import vocabulary as v
 
 NextToken: TypeAlias = Callable[[Sequence[int]], int]
@@ -191,7 +191,13 @@ class Sampling(TaggedKV):
             name = row.view.request.request_id
             what = f"{name!r} runs drafts {row.drafts}, of which its grammar accepts {valid}"
             difference = Difference("draft_token_ids", str(valid), str(row.drafts))
-            self._complain("P23", "scheduled_drafts_are_accepted_by_the_grammar", what, difference)
+            self._complain(
+                "P23",
+                "scheduled_drafts_are_accepted_by_the_grammar",
+                what,
+                difference,
+                subjects=of_request(name),
+            )
 
     def check_mask(self, asked: v.GrammarBitmask, mask: v.GrammarOutput) -> list[Finding]:
         """Compare a mask with what the automata of its rows allow."""
@@ -228,7 +234,13 @@ class Sampling(TaggedKV):
         if seen.draft_token_ids != padded:
             difference = Difference("draft_token_ids", str(padded), str(seen.draft_token_ids))
             what = f"{name!r}: its grammar accepts {valid} of {known}"
-            self._complain("P23", "mask_keeps_the_drafts_that_are_accepted", what, difference)
+            self._complain(
+                "P23",
+                "mask_keeps_the_drafts_that_are_accepted",
+                what,
+                difference,
+                subjects=of_request(name),
+            )
             return
         allowed: list[v.TokenIds | None] = [view.automaton.list_allowed(place)]
         for draft in valid:
@@ -240,7 +252,15 @@ class Sampling(TaggedKV):
         if len(held) != 1 + len(padded) or held[: len(allowed)] != allowed:
             difference = Difference("allowed", str(allowed), str(held[: len(allowed)]))
             what = f"{name!r} behind {valid}"
-            self._complain("P23", "mask_allows_what_the_grammar_does", what, difference)
+            self._complain(
+                "P23",
+                "mask_allows_what_the_grammar_does",
+                what,
+                difference,
+                subjects=of_request(name),
+            )
         elif allowed[-1] is not None and None in held[len(allowed) :]:
             what = f"{name!r}: behind {padded} all tokens are allowed"
-            self._complain("P24", "nothing_behind_a_placeholder_is_unmasked", what)
+            self._complain(
+                "P24", "nothing_behind_a_placeholder_is_unmasked", what, subjects=of_request(name)
+            )

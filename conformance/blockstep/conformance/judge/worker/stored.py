@@ -20,7 +20,7 @@ from blockstep.conformance.judge.worker.names import SPOILED, Name, NamedText
 from blockstep.conformance.judge.worker.sampling import NextToken
 from blockstep.conformance.judge.worker.states import get_read_index, list_touched
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
-from blockstep.conformance.protocol.findings import Difference
+from blockstep.conformance.protocol.findings import Difference, Subjects, of_block, of_request
 from blockstep.conformance.protocol.transfers import count_valid, list_loaded, loses_all
 from blockstep.spec import vocabulary as v
 
@@ -213,7 +213,12 @@ class Stored(Items):
                 if name is not None:
                     what = f"block {block} is loaded for {load.request_id!r}, and plan {frame_id}, "
                     what += f"which is not answered, reads or writes it for {name!r}"
-                    self._complain("P17", "loaded_block_is_of_no_plan_in_flight", what)
+                    self._complain(
+                        "P17",
+                        "loaded_block_is_of_no_plan_in_flight",
+                        what,
+                        subjects=Subjects((load.request_id, name), (block,)),
+                    )
                     return
 
     def give_back(
@@ -434,7 +439,9 @@ class Stored(Items):
             name, view = save.request_id, self.views.get(save.request_id)
             if view is None or view.is_preempted or name not in plan.preempted_req_ids:
                 what = f"{name!r} holds nothing here that this plan takes"
-                self._complain("P26", "saved_request_is_preempted_by_the_plan", what)
+                self._complain(
+                    "P26", "saved_request_is_preempted_by_the_plan", what, subjects=of_request(name)
+                )
                 continue
             view.name_positions(save.num_tokens, ())
             for at in self.attended:
@@ -451,7 +458,12 @@ class Stored(Items):
                 continue
             if self._doubtful.get(block) == save.request_id:
                 what = f"block {block} is saved for {save.request_id!r}, and may not have come"
-                self._complain("P19", "block_is_shared_once_its_load_has_come", what)
+                self._complain(
+                    "P19",
+                    "block_is_shared_once_its_load_has_come",
+                    what,
+                    subjects=Subjects((save.request_id,), (block,)),
+                )
                 return
             expected = view.chain[position] if position < len(view.chain) else SPOILED
             seen = self._seen(block, slot, at)
@@ -460,7 +472,13 @@ class Stored(Items):
                 what = f"{view.request.request_id!r} is saved up to {save.num_tokens}"
                 place = f"kv[{block}][{slot}]"
                 difference = Difference(place, show(expected), show(seen), f"position {position}")
-                self._complain("P3", "saved_slot_holds_the_text_of_its_request", what, difference)
+                self._complain(
+                    "P3",
+                    "saved_slot_holds_the_text_of_its_request",
+                    what,
+                    difference,
+                    subjects=of_request(view.request.request_id),
+                )
                 return
 
     # What is done to blocks meanwhile.
@@ -472,7 +490,7 @@ class Stored(Items):
     def complain_of_transfer(self, block: v.BlockId, what: str) -> None:
         """A block in transfer is written."""
         told = f"block {block} is {what}, and the store {self._tell_transfer(block)}"
-        self._complain("P17", "block_in_transfer_is_not_written", told)
+        self._complain("P17", "block_in_transfer_is_not_written", told, subjects=of_block(block))
 
     def _tell_transfer(self, block: v.BlockId) -> str:
         if block in self._under_way:
@@ -513,11 +531,18 @@ class Stored(Items):
             self.complain_of_transfer(block, f"written by {name!r}")
         elif block in self._under_way:
             what = f"{name!r} reads block {block}, which the store {self._tell_transfer(block)}"
-            self._complain("P17", "block_under_way_is_not_read", what)
+            self._complain(
+                "P17", "block_under_way_is_not_read", what, subjects=Subjects((name,), (block,))
+            )
         elif self._doubtful.get(block, name) != name:
             what = f"{name!r} reads block {block}, which may not have come for "
             what += repr(self._doubtful[block])
-            self._complain("P19", "block_is_shared_once_its_load_has_come", what)
+            self._complain(
+                "P19",
+                "block_is_shared_once_its_load_has_come",
+                what,
+                subjects=Subjects((name,), (block,)),
+            )
 
 
 def _is_behind(view: RequestView, load: v.KVLoad) -> bool:

@@ -21,7 +21,7 @@ from blockstep.conformance.judge.worker.drafter import Drafter
 from blockstep.conformance.judge.worker.sampling import NextToken
 from blockstep.conformance.judge.worker.stored import Stored
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView, is_outdated
-from blockstep.conformance.protocol.findings import Difference, Finding, shown
+from blockstep.conformance.protocol.findings import Difference, Finding, of_request, shown
 from blockstep.spec import vocabulary as v
 
 Tables: TypeAlias = list[list[v.BlockId]]
@@ -172,7 +172,9 @@ class Worker(Drafter, Stored):
         view = self.views.get(request_id)
         if view is None:
             what = f"{request_id!r} is not known here"
-            self._complain("P26", "preempted_request_was_known", what)
+            self._complain(
+                "P26", "preempted_request_was_known", what, subjects=of_request(request_id)
+            )
             return
         self.give_back(request_id, view.tables, "was preempted")
         view.is_preempted = True
@@ -206,7 +208,9 @@ class Worker(Drafter, Stored):
         for request_id in plan.remapped_req_ids:
             if request_id not in told:
                 what = f"{request_id!r} has no row that tells its new block table"
-                self._complain("P26", "remapped_request_has_a_row", what)
+                self._complain(
+                    "P26", "remapped_request_has_a_row", what, subjects=of_request(request_id)
+                )
 
     def _start_new(self, row: v.NewRow) -> FrameRow:
         known = self.views.get(row.request_id)
@@ -216,7 +220,12 @@ class Worker(Drafter, Stored):
             gone = [[block for block in table if block not in kept] for table in known.tables]
             self.give_back(row.request_id, gone, "gave way, or went on")
         elif known is not None:
-            self._complain("P26", "new_row_is_new", f"{row.request_id!r} is known already")
+            self._complain(
+                "P26",
+                "new_row_is_new",
+                f"{row.request_id!r} is known already",
+                subjects=of_request(row.request_id),
+            )
         self.views[row.request_id] = view = self.make_view(row.request)
         view.tokens += row.output_token_ids
         view.tables = self._blocks(row.request_id, row.block_ids)
@@ -226,7 +235,12 @@ class Worker(Drafter, Stored):
     def _start_cached(self, row: v.CachedRow) -> FrameRow | None:
         view = self.views.get(row.request_id)
         if view is None:
-            self._complain("P26", "cached_row_is_known", f"{row.request_id!r} is not known here")
+            self._complain(
+                "P26",
+                "cached_row_is_known",
+                f"{row.request_id!r} is not known here",
+                subjects=of_request(row.request_id),
+            )
             return None
         blocks = self._blocks(row.request_id, row.new_block_ids)
         if row.resumed:
@@ -264,7 +278,12 @@ class Worker(Drafter, Stored):
             what = (
                 f"{row.request_id!r}: {len(drafts)} placeholders, {len(proposal)} drafts proposed"
             )
-            self._complain("P24", "placeholder_stands_for_a_draft_after_the_last_plan", what)
+            self._complain(
+                "P24",
+                "placeholder_stands_for_a_draft_after_the_last_plan",
+                what,
+                subjects=of_request(row.request_id),
+            )
             # A token that nobody samples, as a worker might find in an old buffer.
             return (*proposal, *drafts)[: len(drafts)]
         return proposal[: len(drafts)]
@@ -273,10 +292,17 @@ class Worker(Drafter, Stored):
         may_resume = view.is_preempted or view.may_resume or not self._hears_more_than_plans
         if not may_resume:
             what = f"{row.request_id!r} was running"
-            self._complain("P26", "resumed_request_was_preempted", what)
+            self._complain(
+                "P26", "resumed_request_was_preempted", what, subjects=of_request(row.request_id)
+            )
         if view.num_unreported:
             what = f"{row.request_id!r}: {view.num_unreported} of its tokens are not reported yet"
-            self._complain("P13", "resumed_request_has_no_token_in_flight", what)
+            self._complain(
+                "P13",
+                "resumed_request_has_no_token_in_flight",
+                what,
+                subjects=of_request(row.request_id),
+            )
         self.give_back(row.request_id, view.tables, "was preempted")  # by a reset: no plan told
         view.is_preempted = view.may_resume = False
         view.tables = blocks
@@ -288,10 +314,20 @@ class Worker(Drafter, Stored):
     def _continue(self, row: v.CachedRow, view: RequestView, blocks: Tables) -> None:
         if view.is_preempted:
             what = f"{row.request_id!r} holds no block here"
-            self._complain("P26", "preempted_request_returns_resumed", what)
+            self._complain(
+                "P26",
+                "preempted_request_returns_resumed",
+                what,
+                subjects=of_request(row.request_id),
+            )
         elif view.num_unreported and not self.config.async_scheduling:
             what = f"{row.request_id!r} runs again before its token in flight is known"
-            self._complain("P13", "row_waits_for_the_token_of_its_request", what)
+            self._complain(
+                "P13",
+                "row_waits_for_the_token_of_its_request",
+                what,
+                subjects=of_request(row.request_id),
+            )
         if row.request_id in self._remapped:
             gone = set(chain(*view.tables)) - set(chain(*blocks))
             self.give_back(row.request_id, [gone], "was remapped")
@@ -305,7 +341,13 @@ class Worker(Drafter, Stored):
             difference = Difference(
                 "num_computed_tokens", str(expected), str(row.num_computed_tokens)
             )
-            self._complain("P26", "plan_counts_the_computed_tokens_of_the_worker", what, difference)
+            self._complain(
+                "P26",
+                "plan_counts_the_computed_tokens_of_the_worker",
+                what,
+                difference,
+                subjects=of_request(row.request_id),
+            )
             view.num_computed = row.num_computed_tokens - view.num_rejected
 
     def _take_tokens(self, row: v.CachedRow, view: RequestView) -> None:
@@ -313,21 +355,35 @@ class Worker(Drafter, Stored):
         if sent is None:
             if row.resumed or row.request_id not in self._last_scheduled:
                 what = f"{row.request_id!r} was not in the plan before, and its tokens are not sent"
-                self._complain("P26", "tokens_are_sent_after_a_gap", what)
+                self._complain(
+                    "P26", "tokens_are_sent_after_a_gap", what, subjects=of_request(row.request_id)
+                )
         elif view.num_dropped and len(sent) > len(view.tokens) and self._begins_alike(sent, view):
             what = (
                 f"{row.request_id!r} is resumed behind position {len(view.tokens)}, whose token "
                 "was dropped when it was preempted: it must run again"
             )
             difference = Difference("all_token_ids", shown(view.tokens, 80), shown(sent, 80))
-            self._complain("P13", "dropped_position_runs_again", what, difference)
+            self._complain(
+                "P13",
+                "dropped_position_runs_again",
+                what,
+                difference,
+                subjects=of_request(row.request_id),
+            )
             view.replace_tokens(sent)
         elif list(sent) != view.reported_token_ids:
             what = f"{row.request_id!r}: the tokens in the plan are not those it sampled"
             difference = Difference(
                 "all_token_ids", shown(view.reported_token_ids, 80), shown(sent, 80)
             )
-            self._complain("P26", "sent_tokens_are_those_of_the_worker", what, difference)
+            self._complain(
+                "P26",
+                "sent_tokens_are_those_of_the_worker",
+                what,
+                difference,
+                subjects=of_request(row.request_id),
+            )
             if not view.num_unreported:
                 view.replace_tokens(sent)
 
@@ -342,13 +398,21 @@ class Worker(Drafter, Stored):
             difference = Difference(
                 "num_output_tokens", str(num_output), str(row.num_output_tokens)
             )
-            self._complain("P26", "plan_counts_the_outputs_of_the_worker", what, difference)
+            self._complain(
+                "P26",
+                "plan_counts_the_outputs_of_the_worker",
+                what,
+                difference,
+                subjects=of_request(row.request_id),
+            )
 
     def _blocks(self, request_id: v.RequestId, tables: v.BlockTables) -> Tables:
         """Per group: the blocks that a plan names."""
         if len(tables) != len(self.groups):
             what = f"{request_id!r}: {len(tables)} tables"
-            self._complain("P26", "plan_has_one_table_per_group", what)
+            self._complain(
+                "P26", "plan_has_one_table_per_group", what, subjects=of_request(request_id)
+            )
             missing = len(self.groups) - len(tables)
             tables = (*tables, *[()] * missing)[: len(self.groups)]
         return [
@@ -362,7 +426,12 @@ class Worker(Drafter, Stored):
         """Those of them that there are."""
         blocks, num_blocks = list(table), self.config.num_blocks
         if not (least <= min(blocks) and max(blocks) < num_blocks):
-            self._complain("P1", "plan_names_real_blocks", f"{request_id!r} gets blocks {blocks}")
+            self._complain(
+                "P1",
+                "plan_names_real_blocks",
+                f"{request_id!r} gets blocks {blocks}",
+                subjects=of_request(request_id),
+            )
             blocks = [block for block in blocks if least <= block < num_blocks]
         return blocks
 
@@ -373,17 +442,26 @@ class Worker(Drafter, Stored):
         first = max(view.num_computed, 0)
         end = first + num_scheduled
         if num_scheduled < 1:
-            self._complain("P12", "row_runs_a_token", f"{request_id!r}: {num_scheduled} tokens")
+            self._complain(
+                "P12",
+                "row_runs_a_token",
+                f"{request_id!r}: {num_scheduled} tokens",
+                subjects=of_request(request_id),
+            )
         if max(end - known, 0) != len(drafts):
             what = (
                 f"{request_id!r}: positions {first} to {end - 1} with {known} known tokens "
                 f"and {len(drafts)} drafts"
             )
-            self._complain("P24", "drafts_are_the_last_scheduled_tokens", what)
+            self._complain(
+                "P24", "drafts_are_the_last_scheduled_tokens", what, subjects=of_request(request_id)
+            )
         room = self._count_slots(view)
         if end > room:
             what = f"{request_id!r}: {end} tokens, {room} slots"
-            self._complain("P26", "table_holds_the_scheduled_tokens", what)
+            self._complain(
+                "P26", "table_holds_the_scheduled_tokens", what, subjects=of_request(request_id)
+            )
         # Go on with as much of a wrong row as makes sense, to find what else is wrong.
         end = max(min(end, known + len(drafts), room), 0)
         first = min(first, end)
@@ -475,7 +553,9 @@ class Worker(Drafter, Stored):
                 continue
             if view is None:
                 what = f"{request.request_id!r} is unknown"
-                self._complain("P26", "running_request_is_known", what)
+                self._complain(
+                    "P26", "running_request_is_known", what, subjects=of_request(request.request_id)
+                )
                 continue
             shown_by_state = _get_viewed(request)
             _, promised, tables, computed = shown_by_state
@@ -496,7 +576,13 @@ class Worker(Drafter, Stored):
                     difference = Difference(
                         name, shown(state, 80), shown(seen, 80), "state; worker"
                     )
-                    self._complain("P26", "plans_alone_rebuild_the_request", what, difference)
+                    self._complain(
+                        "P26",
+                        "plans_alone_rebuild_the_request",
+                        what,
+                        difference,
+                        subjects=of_request(request.request_id),
+                    )
         return self._findings
 
     def _tables_seen(self, view: RequestView, request: v.RequestSnapshot) -> v.BlockTables:
