@@ -1,10 +1,10 @@
-"""Events per second of processor time of the lock-step, all checks on, one process.
+"""Events per second of processor time of the lock-step as `check` runs it, one process.
 
     python -m benchmarks.lockstep [--events N] [--engine NAME] [--with FEATURE]... [--json FILE]
     python -m benchmarks.lockstep --each FEATURE --each FEATURE ...
 
 Prints one line per preset and what each part of an event costs: the spec alone, the engine alone,
-and everything (spec, engine, both snapshots compared, worker, properties, witnesses). What came
+and everything (spec, engine, both snapshots compared, worker, witnesses). What came
 after the core is in no run, unless `--with` has it in every one. `--each` measures what `--with`
 says first, and then the same with one feature more, one after the other.
 """

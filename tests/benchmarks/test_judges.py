@@ -209,11 +209,11 @@ def test_a_sentence_is_taken_from_one_list_and_from_one_kind_of_event() -> None:
     one = get_sentences()[title]
 
     def work() -> dict[str, Any]:
-        plant(*get_mutant(f"sentence {title} off in answers.JUDGED"))
+        plant(*get_mutant(f"sentence {title} off in properties.JUDGED"))
         plant(*get_mutant("kind Abort of pool.every_block_is_free_or_held"))
         held = get_lists()
         return {
-            "safety": one in held["answers.JUDGED"],
+            "safety": one in held["properties.JUDGED"],
             "abort": one in CHECKS_OF[Abort],
             "schedule": one in CHECKS_OF[Schedule],
             "kinds": Abort in one.kinds,
@@ -221,7 +221,7 @@ def test_a_sentence_is_taken_from_one_list_and_from_one_kind_of_event() -> None:
 
     told = {"safety": False, "abort": False, "schedule": True, "kinds": False}
     assert in_a_fork(work) == told
-    assert one in get_lists()["answers.JUDGED"]
+    assert one in get_lists()["properties.JUDGED"]
     assert one in CHECKS_OF[Abort]
 
 

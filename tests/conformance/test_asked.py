@@ -8,8 +8,16 @@ from itertools import product
 
 import pytest
 
-from blockstep.conformance.judge.properties import CHECKS_OF, Ledger, Sentence, Step, find_absent
+from blockstep.conformance.judge.properties import (
+    CHECKS_OF,
+    Asked,
+    Ledger,
+    Sentence,
+    Step,
+    find_absent,
+)
 from blockstep.conformance.judge.properties.sentence import judge as judge_all
+from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.registry import MUSEUM, SpecEngine, load_engine
@@ -32,6 +40,7 @@ def test_who_is_not_asked_has_nothing_to_say(monkeypatch: pytest.MonkeyPatch) ->
         return judge_all(asked, step, ledger)
 
     monkeypatch.setattr("blockstep.conformance.judge.properties.judge", judge)
+    monkeypatch.setattr(LockStep, "_choose_asked", lambda *_: Asked.ALL)
     wrong = 0
     for name in sorted(EXHIBITS)[::12]:
         options = CheckOptions(engine=MUSEUM + name, preset="small")

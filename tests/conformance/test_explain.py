@@ -14,8 +14,7 @@ import blockstep.conformance
 from blockstep.conformance.command.main import app
 from blockstep.conformance.draw.presets import PRESETS
 from blockstep.conformance.engine import EQUIVALENCES, Capability
-from blockstep.conformance.judge.answers import ASKED_OF_ANSWERS
-from blockstep.conformance.judge.properties import PROPERTIES
+from blockstep.conformance.judge.properties import ASKED_OF_ANSWERS, PROPERTIES
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.lockstep.score import Aspect
 from blockstep.conformance.museum import EXHIBITS

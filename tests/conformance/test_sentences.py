@@ -70,9 +70,11 @@ from play_support.scenes import (
 
 from blockstep.conformance.engine import EngineFactory, EngineTraits, Safety
 from blockstep.conformance.judge import answers, told
-from blockstep.conformance.judge.answers import ASKED_OF_ANSWERS, JUDGED, judge_answer
+from blockstep.conformance.judge.answers import judge_answer
 from blockstep.conformance.judge.properties import (
+    ASKED_OF_ANSWERS,
     CHECKS_OF,
+    JUDGED,
     PROPERTIES,
     RENAMED_CHECKS,
     Step,
@@ -1105,7 +1107,7 @@ def test_what_is_judged_at_safety_is_listed_by_name() -> None:
     assert [each.sentence for each in JUDGED] == [*ASKED_OF_STATES]
     source = Path(answers.__file__).read_text() + Path(told.__file__).read_text()
     said = set(re.findall(r'"([a-z]+(?:_[a-z]+){3,})"', source))
-    assert said | {"rejected_event_changes_nothing"} == {
+    assert said | ASKED_OF_ANSWERS | {"rejected_event_changes_nothing"} == {
         case[0] for case in OF_ANSWERS + OF_ANSWERS_ALONE
     }
 

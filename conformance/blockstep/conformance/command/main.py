@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import sys
 from collections.abc import Callable, Mapping
@@ -114,5 +115,6 @@ def _take_options(version: Version = False) -> None:
 
 def main() -> NoReturn:
     """Entry point of the console script."""
+    gc.freeze()  # what was imported stays: a run need not be searched for garbage through it
     sys.path.insert(0, str(Path.cwd()))  # so that `--engine mymodule:make` finds a local file
     ending.run(app)

@@ -370,27 +370,34 @@ def is_enabled(name: str, view: View) -> bool:
 
 
 def _has_a_point(name: str, view: View) -> bool:
+    """Return whether an action of this name makes sense now."""
+    has_point = _POINTS.get(name)
+    return has_point is None or has_point(view)
+
+
+def _may_submit(view: View) -> bool:
     swarm = view.swarm
-    if name == "submit":
-        most = swarm.preset.num_requests_max * (2 if swarm.is_crowded else 1)
-        room_for_twins = 3 if view.client.preempted_texts and _has_preempted(view) else 0
-        return len(view.client.live) < most + room_for_twins
-    if name == "answer":
-        return bool(view.client.plans)
-    if name == "schedule":
-        return not _is_pipeline_full(view) or swarm.has(HOSTILE)
-    if name == "grammar_ready":
-        return bool(view.client.live)
-    if name == "streaming_update":
-        return bool(view.client.sessions) or swarm.has(HOSTILE)
-    if name == "mask":
-        return bool(view.client.plans)
-    if name == "kv_offer":
-        return bool(view.client.live)
-    if name == "fork":
-        room = len(view.client.live) < swarm.preset.num_requests_max + 2
-        return bool(view.client.live) and room
-    return True
+    most = swarm.preset.num_requests_max * (2 if swarm.is_crowded else 1)
+    room_for_twins = 3 if view.client.preempted_texts and _has_preempted(view) else 0
+    return len(view.client.live) < most + room_for_twins
+
+
+def _may_fork(view: View) -> bool:
+    room = len(view.client.live) < view.swarm.preset.num_requests_max + 2
+    return bool(view.client.live) and room
+
+
+_POINTS: Mapping[str, Callable[[View], bool]] = {
+    "submit": _may_submit,
+    "answer": lambda view: bool(view.client.plans),
+    "schedule": lambda view: not _is_pipeline_full(view) or view.swarm.has(HOSTILE),
+    "grammar_ready": lambda view: bool(view.client.live),
+    "streaming_update": lambda view: bool(view.client.sessions) or view.swarm.has(HOSTILE),
+    "mask": lambda view: bool(view.client.plans),
+    "kv_offer": lambda view: bool(view.client.live),
+    "fork": _may_fork,
+}
+"""When an action makes sense, by its name. Actions without an entry always do."""
 
 
 def next_action(view: View, draw: Draw) -> Action:

@@ -202,6 +202,19 @@ def draw_swarm(
     return _draw_late(swarm, draw, wish, takes, has_policy=policy is not None)
 
 
+def _is_late_drawn(feature: Feature | None, swarm: Swarm, seed: int, wish: Wish) -> bool:
+    """Whether the seed of the tokens gives a swarm a feature of `LATE`, unless a wish decides."""
+    if feature is MASKS and GRAMMAR.name in wish.never:
+        return False
+    if feature is MASKS and GRAMMAR.name in wish.always:
+        return seed % 2 > 0
+    if feature is GROUPS and TRANSFERS.name in wish.always:
+        return seed % 2 > 0  # windows give blocks away that a store may load into
+    if feature is not None and swarm.is_crowded and feature.name in WAITING:
+        return False
+    return seed % LATE_ONE_IN == LATE_ONE_IN - 1
+
+
 def _draw_late(
     swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], bool], *, has_policy: bool
 ) -> Swarm:
@@ -215,14 +228,7 @@ def _draw_late(
     wanted_kinds = list_kinds(wish.always)
     for name in LATE:
         feature = BY_NAME.get(name)
-        is_drawn = seed % LATE_ONE_IN == LATE_ONE_IN - 1
-        is_drawn &= not (swarm.is_crowded and name in WAITING)
-        if feature is GROUPS and TRANSFERS.name in wish.always:
-            is_drawn = seed % 2 > 0  # windows give blocks away that a store may load into
-        if feature is MASKS and GRAMMAR.name in wish.always:
-            is_drawn = seed % 2 > 0
-        if feature is MASKS and GRAMMAR.name in wish.never:
-            is_drawn = False
+        is_drawn = _is_late_drawn(feature, swarm, seed, wish)
         seed //= LATE_ONE_IN
         if feature is None or not wish.decide(feature, is_drawn):
             continue

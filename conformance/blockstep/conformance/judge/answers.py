@@ -10,59 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 
 from blockstep.conformance.judge.attended import is_across
-from blockstep.conformance.judge.properties import (
-    PROPERTIES,
-    Ledger,
-    Sentence,
-    Step,
-    find_absent,
-)
+from blockstep.conformance.judge.properties import Ledger, Step, find_absent, list_sentences
 from blockstep.conformance.judge.properties.output import cut_at_stop
-from blockstep.conformance.judge.properties.refusals import rejected_event_changes_nothing
 from blockstep.conformance.judge.properties.sentence import judge
 from blockstep.conformance.protocol.findings import Difference, Finding, of_request, violated
 from blockstep.spec import vocabulary as v
 
 Expected = tuple[v.TokenIds, tuple[v.FinishReason, v.TokenId | None] | None]
 """Tokens that are to be delivered, and how they end a request if they do."""
-
-ASKED_OF_ANSWERS = frozenset(
-    {
-        "abort_ends_exactly_the_unfinished_it_names",
-        "delivered_rows_are_those_that_sampled",
-        "delivered_tokens_are_the_sampled_ones_until_the_stop",
-        "dispatched_drafts_are_the_last_proposed_ones",
-        "end_of_its_input_ends_who_rests",
-        "failed_grammar_ends_its_request",
-        "finish_reason_is_the_one_that_holds",
-        "new_row_carries_the_request_as_submitted",
-        "plan_stays_within_token_budget",
-        "plan_tells_who_ended",
-        "row_stays_within_max_model_len",
-        "stale_or_wrong_event_is_refused",
-        "told_cached_tokens_are_those_of_the_first_hit",
-    }
-)
-"""Sentences about a step that a safety run asks of answers alone, with or without a state.
-
-The sentences of `JUDGED` it asks where the engine shows a state, and there
-`rejected_event_changes_nothing` of an event that must come to nothing.
-"""
-_ASKED_OF_BOTH = frozenset({"end_of_its_input_ends_who_rests", "failed_grammar_ends_its_request"})
-"""Those among them that it asks of a state as well: no answer says that a request is gone."""
-_ASKED_ELSEWHERE = ASKED_OF_ANSWERS - _ASKED_OF_BOTH | {rejected_event_changes_nothing.sentence}
-
-JUDGED: tuple[Sentence, ...] = tuple(
-    found
-    for entry in PROPERTIES
-    for found in entry.checks
-    if found.is_asked_at_safety and found.sentence not in _ASKED_ELSEWHERE
-)
-"""Sentences about a state and a step that any engine must satisfy.
-
-Each of the others says why it is not asked: it would fix a policy where others are right, too
-(`Sentence.fixes`), or a sentence that is asked sees the same from outside (`Sentence.said_by`).
-"""
 
 
 def judge_answer(
@@ -262,11 +217,10 @@ def _expected_outputs(
 
 
 def judge_state(step: Step, ledger: Ledger) -> list[Finding]:
-    """What is wrong with a state: the sentences of `JUDGED`, and what counts as computed in it."""
-    kind, lacked, absent = type(step.event), ledger.lacked, find_absent(step)
-    of_kind = [it for it in JUDGED if kind in it.kinds]
-    asked = [it for it in of_kind if it.needs not in lacked and it.of not in absent]
-    return [*judge(asked, step, ledger), *_judge_computed(step)]
+    """Return the findings of the property checks `JUDGED` and of `_judge_computed` on a state."""
+    kind: type = type(step.event)
+    sentences = list_sentences(kind, False, ledger.lacked, find_absent(step), needs_none=True)
+    return [*judge(sentences, step, ledger), *_judge_computed(step)]
 
 
 def _judge_computed(step: Step) -> Iterator[Finding]:

@@ -12,8 +12,9 @@ every run can count its cells, whatever its engine shows:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from itertools import combinations
 from typing import Protocol
 
@@ -136,6 +137,17 @@ def is_of_request(feature: Feature) -> bool:
     return bool(feature.request) and not feature.values
 
 
+OF_REQUESTS = tuple([feature for feature in FEATURES if is_of_request(feature)])
+NO_SIGNALS = (v.Submit, v.Schedule)
+"""Events that are no signal."""
+
+
+@cache
+def _list_acts(kind: type) -> tuple[Feature, ...]:
+    """The features of actions that an event of this type is."""
+    return tuple([feature for feature in OF_ACTIONS if issubclass(kind, feature.actions)])
+
+
 def list_of_config(config: v.Config) -> frozenset[str]:
     """Names of the features and settings that a config asks for."""
     asked = [one for one in FEATURES if not is_of_request(one) and one.is_asked_by(config)]
@@ -194,6 +206,8 @@ class PairCounter:
                 self._note_chunk(known.live[update.request_id], update)
         self._note_action(event, seen, known)
         self._carried = []
+        if isinstance(event, NO_SIGNALS):
+            return
         for signal, names in list_signals(event, known, self.config, [*known.live, *self._ended]):
             for name in names:
                 self._note_signal(signal, name, event, known)
@@ -202,9 +216,16 @@ class PairCounter:
         """Note which requests an event has ended. `before` are those that were live before it."""
         if isinstance(event, v.Submit):
             self._ended.pop(event.request.request_id, None)
-        self._submitted.update(known.live)
-        frame_id = event.frame_id if isinstance(event, v.Commit) else None
+        if isinstance(event, v.Submit | v.Fork):
+            self._submitted.update(known.live)
+        if isinstance(event, v.Commit):
+            self._answered |= {row.request_id for row in event.sampled} & self._rowed
         over = [name for name in before if name not in known.live]
+        if over:
+            self._settle_ended(event, over)
+
+    def _settle_ended(self, event: v.Event, over: Sequence[v.RequestId]) -> None:
+        frame_id = event.frame_id if isinstance(event, v.Commit) else None
         for name in over:
             for signal, frames in self._in_flight.pop(name, ()):
                 if frame_id in frames:
@@ -213,8 +234,6 @@ class PairCounter:
         self.reached |= {
             f"{signal}@in_its_last_answer" for signal, name in self._carried if name in over
         }
-        if isinstance(event, v.Commit):
-            self._answered |= {row.request_id for row in event.sampled} & self._rowed
         self._rowed.difference_update(over)
         self._answered.difference_update(over)
         while len(self._ended) > ENDED_MAX:
@@ -231,7 +250,7 @@ class PairCounter:
 
     def _list_asked(self, request: v.Request) -> frozenset[str]:
         """Features of a request and of its config."""
-        asked = [one.name for one in FEATURES if is_of_request(one) and one.is_asked_by(request)]
+        asked = [feature.name for feature in OF_REQUESTS if feature.is_asked_by(request)]
         return self._of_config.union(asked)
 
     def _add_features(self, names: frozenset[str]) -> None:
@@ -242,9 +261,9 @@ class PairCounter:
 
     def _note_action(self, event: v.Event, seen: v.Observation, known: Known) -> None:
         """Count a feature of actions with those of each live request that has had a row."""
-        found = [HOSTILE] if isinstance(seen, v.Rejected) else []
-        found += [one for one in OF_ACTIONS if isinstance(event, one.actions)]
-        for feature in found:
+        kind: type = type(event)
+        acts = _list_acts(kind)
+        for feature in (HOSTILE, *acts) if isinstance(seen, v.Rejected) else acts:
             self._acted.add(feature.name)
             names = self._of_config | self._acted if self._rowed else self._acted
             for name in [name for name in known.live if name in self._rowed]:

@@ -8,6 +8,12 @@
 
 Three voices: the spec says what is right, the engine what it did, and the worker, which sees
 nothing but the plans, whether one can live on them.
+
+Properties are asked on demand. Where both sides have the same answer and the same state, a
+property could only judge the spec, which tests and `explore` hold to all of them. Where something
+differs, or the worker finds something, all are asked, to name it. Those that need no reference are
+asked where the state of the engine is its own, though equal by its equivalence. Where the spec
+follows quirks all are asked at each step: what they find is known, and is no news later.
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ from blockstep.conformance.engine import (
 from blockstep.conformance.judge.pairs import PairCounter
 from blockstep.conformance.judge.properties import (
     QUOTING_THE_FREE_QUEUE,
+    Asked,
     Ledger,
     Step,
     check_step,
@@ -144,6 +151,8 @@ class LockStep(Runner):
     compare_every: int | None = None
     """Events between two comparisons of whole states, 0: none; answers are compared at each event
     and nothing is judged. None: every state is compared and judged."""
+    asks_all: bool = False
+    """Ask every property at every step, not only where something is wrong."""
     num_compared: int = 0
     """States compared."""
     skipped: dict[str, int] = field(default_factory=dict)
@@ -378,7 +387,7 @@ class LockStep(Runner):
             if diverged and self.ledger.uncounted:  # do not judge what the specification counted
                 after = replace(after, stats=self._fill(after.stats, self.before.stats))
             step = Step(self.config, self.num_events, told, seen, self.before, after)
-            findings = [*self._check_step(step), *diverged]
+            findings = [*self._check_step(step, self._choose_asked(diverged)), *diverged]
         if findings:
             left = self._unexplained(put_causes_first(findings), of_spec)
             findings = self.excuses.take(left, told, expected, seen)
@@ -394,9 +403,15 @@ class LockStep(Runner):
         """What can be said of an answer alone."""
         return self.worker.observe(event, seen)
 
-    def _check_step(self, step: Step) -> list[Finding]:
-        """What can be said of an answer and the states around it."""
-        return check_step(step, self.ledger, self.worker)
+    def _choose_asked(self, diverged: Sequence[Finding]) -> Asked:
+        """Return which properties are asked of a step after which both sides differ so."""
+        if diverged or self.asks_all or self.spec.state.rules.quirks:
+            return Asked.ALL  # what a quirk leaves behind must be known when something else differs
+        return Asked.WITHOUT_REFERENCE if self.equivalence else Asked.NONE
+
+    def _check_step(self, step: Step, asked: Asked = Asked.ALL) -> list[Finding]:
+        """Return the findings of worker and properties about an answer and the states around it."""
+        return check_step(step, self.ledger, self.worker, asked=asked)
 
     def _step_of_spec(self, event: v.Event, expected: v.Observation) -> Step | None:
         before = self.spec_before

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from blockstep.conformance.judge.properties import Step, check_step
+from blockstep.conformance.judge.properties import Asked, Step, check_step
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.scoped import ScopedRun
 from blockstep.conformance.protocol.findings import Finding
@@ -49,11 +49,11 @@ class RenamedRun(ScopedRun):
             after = rename_snapshot(self.spec.snapshot(), after)
         return LockStep._diverge(self, event, expected, seen, after)
 
-    def _check_step(self, step: Step) -> list[Finding]:
-        """What the sentences say that quote no order of the free queue, and the worker."""
+    def _check_step(self, step: Step, asked: Asked = Asked.ALL) -> list[Finding]:
+        """As `LockStep` does, without the checks that quote the order of the free queue."""
         before, after = sort_free_queue(step.before), sort_free_queue(step.after)
         unordered = replace(step, before=before, after=after)
-        return check_step(unordered, self.ledger, self.worker, is_renamed=True)
+        return check_step(unordered, self.ledger, self.worker, is_renamed=True, asked=asked)
 
     def follow(self, event: v.Event, observation: v.Observation) -> None:
         """Take in one event and the answer to it: whoever holds no block any more has no table.

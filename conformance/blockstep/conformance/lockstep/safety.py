@@ -5,7 +5,7 @@ is not wrong for it, so no answer is compared with the specification's. It is ju
 for every engine: the worker lives on its plans and finds in each slot what was written for that
 very prefix (P2, P3, P4, P6, P24, P26), budgets are kept (P9), what is delivered is what was sampled
 (P13), all ends once arrivals stop (P10), what is told agrees with what was told before
-(`judge.told`), and, where it shows its state, the sentences of `judge.answers.JUDGED`.
+(`judge.told`), and, where it shows its state, the sentences of `judge.properties.JUDGED`.
 
 Who is live and what is in flight follows from the engine's own answers. The specification is asked
 one question, and always in its empty state: whether a request can ever fit (P11).

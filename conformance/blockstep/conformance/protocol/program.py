@@ -170,6 +170,15 @@ def describe(action: Action) -> str:
         case Propose(counts=counts):
             parts = " ".join(f"{count}({right} right)" for count, right in counts)
             return f"drafts    {parts}"
+        case Hostile(event=event):
+            return f"hostile   {describe_event(event)}"
+        case _:
+            return _describe_given(action)
+
+
+def _describe_given(action: Action) -> str:
+    """One line for an action that is given to both sides as it is."""
+    match action:
         case v.Abort(request_ids=request_ids):
             return f"abort     {' '.join(request_ids)}"
         case v.GrammarReady(request_id=request_id):
@@ -200,8 +209,6 @@ def describe(action: Action) -> str:
             return f"estimate  blocks of job {job_id} stay for {ttl}"
         case v.Fork(request_id=name, child_id=child_id, output_token_ids=outputs):
             return f"fork      {name} as {child_id} outputs={','.join(map(str, outputs)) or 'none'}"
-        case Hostile(event=event):
-            return f"hostile   {describe_event(event)}"
         case _:
             return type(action).__name__.lower()
 

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import blockstep.spec
 from blockstep.conformance.draw.presets import PRESETS
 from blockstep.conformance.engine import EQUIVALENCES, Capability
-from blockstep.conformance.judge.answers import ASKED_OF_ANSWERS
-from blockstep.conformance.judge.properties import PROPERTIES, Sentence
+from blockstep.conformance.judge.properties import ASKED_OF_ANSWERS, PROPERTIES, Sentence
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.museum import EXHIBITS, Exhibit
 from blockstep.conformance.protocol.features import FEATURES, Feature
@@ -107,6 +106,21 @@ def get_names() -> dict[str, list[Meaning]]:
 
 
 def _list_names() -> Iterator[tuple[str, str, Tell]]:
+    """The kind, the name and the text of everything that can be explained."""
+    yield from _list_judged()
+    yield from _list_configured()
+    yield from _list_words()
+    yield "list", "glossary", read_page
+    yield "list", "vocabulary", make_page
+    yield "list", "capabilities", partial(tell_word, get_words()["Capability"])
+    yield "list", "features", _tell_features
+    yield "list", "codes", partial(tell_word, get_words()["RejectCode"])
+    yield "list", "situations", _tell_situations
+    yield "list", "sentences", _tell_sentences
+
+
+def _list_judged() -> Iterator[tuple[str, str, Tell]]:
+    """Properties and their checks, coverage goals, seeded bugs and watchpoints."""
     for entry in PROPERTIES:
         for name in (entry.id, entry.name):
             yield "property", name, partial(_tell_property, entry.id)
@@ -120,6 +134,10 @@ def _list_names() -> Iterator[tuple[str, str, Tell]]:
         yield "exhibit", exhibit.name, partial(_tell_exhibit, exhibit)
     for lookout in LOOKOUTS:
         yield "watchpoint", lookout.name, partial(_tell_watchpoint, lookout)
+
+
+def _list_configured() -> Iterator[tuple[str, str, Tell]]:
+    """Quirks, profiles, capabilities, features, presets, and how a run can end."""
     for story in QUIRKS:
         yield "quirk", story.quirk, partial(_tell_quirk, story)
     for profile in PROFILES:
@@ -138,6 +156,10 @@ def _list_names() -> Iterator[tuple[str, str, Tell]]:
         yield "equivalence", weaker.name, partial(tell_word, get_words()[weaker.__name__])
     for preset in PRESETS:
         yield "preset", preset, partial(_tell_preset, preset)
+
+
+def _list_words() -> Iterator[tuple[str, str, Tell]]:
+    """Records of the vocabulary with their fields, and terms of the glossary."""
     for word in get_words().values():
         yield "word", word.name, partial(tell_word, word)
         for part in word.parts:
@@ -151,13 +173,6 @@ def _list_names() -> Iterator[tuple[str, str, Tell]]:
     for term in get_terms():
         for name in term.names:
             yield "term", name, term.tell
-    yield "list", "glossary", read_page
-    yield "list", "vocabulary", make_page
-    yield "list", "capabilities", partial(tell_word, get_words()["Capability"])
-    yield "list", "features", _tell_features
-    yield "list", "codes", partial(tell_word, get_words()["RejectCode"])
-    yield "list", "situations", _tell_situations
-    yield "list", "sentences", _tell_sentences
 
 
 # What is said of each.

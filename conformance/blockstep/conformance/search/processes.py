@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -41,6 +42,7 @@ def _drop(pool: ProcessPoolExecutor) -> None:
 
 def follow_parent() -> None:
     """Have this process end with its parent, and leave Ctrl-C to it."""
+    gc.freeze()  # what was imported stays
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None, "called in a child"

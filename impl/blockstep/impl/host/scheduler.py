@@ -95,30 +95,34 @@ class HostEngine(Planning, Forks, Proposals):
             case Reset():
                 is_done = self._reset_both(event)
                 return ResetDone(is_done, self._tell() if is_done else ())
+            case TransfersReported(transfers=transfers):
+                return self._take_report(transfers)
+            case Fork():
+                return self._fork(event)
+            case _:
+                self._take_message(event)
+                return Ack()
+
+    def _take_message(
+        self, event: EncoderReset | EncoderOffer | KVOffer | Clock | PinEstimate
+    ) -> None:
+        """Take a message about the encoder cache, the store or the pins."""
+        match event:
             case EncoderReset():
                 if self.encoder is not None:
                     self.encoder.reset()
-                return Ack()
             case EncoderOffer(identifiers=identifiers):
                 if self.encoder is not None:
                     self.encoder.offered = frozenset(identifiers)
-                return Ack()
             case KVOffer(request_id=request_id):
                 if self.transfers is not None and request_id in self.table.slot_of:
                     self.transfers.take_offer(event)
-                return Ack()
-            case TransfersReported(transfers=transfers):
-                return self._take_report(transfers)
             case Clock(now=now):
                 if self.pins is not None:
                     self.pins.tell_time(now)
-                return Ack()
             case PinEstimate():
                 if self.pins is not None:
                     self.pins.take_estimate(event)
-                return Ack()
-            case Fork():
-                return self._fork(event)
             case _:
                 assert_never(event)
 

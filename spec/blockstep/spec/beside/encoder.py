@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from blockstep.spec.copies import replace
+from blockstep.spec.copies import replace, wide_dataclass
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.vocabulary import Config, MultiModalItem, Request, RequestId
 
@@ -63,7 +63,7 @@ class PlannedItem:
         return 0 if self.is_external else self.num_embeds
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class Encoder:
     """An encoder and its cache; `budget`, `planned` and `evicted` are used while a step is
     planned."""

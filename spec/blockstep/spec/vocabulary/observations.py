@@ -210,7 +210,7 @@ class Plan:
         return sum(row.num_scheduled_tokens for row in self.rows)
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class OutputRow:
     """Tokens delivered to one request in one step, and its finish reason."""
 

@@ -75,7 +75,7 @@ class RequestSnapshot:
     """Inputs of a session that wait for its next stop, including the end of its input."""
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class EncoderEntry:
     """The encoder output of one item, computed already or by a frame in flight."""
 
@@ -86,7 +86,7 @@ class EncoderEntry:
     item."""
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class EncoderSnapshot:
     """The encoder cache; sizes are in embeddings."""
 
@@ -102,7 +102,7 @@ class EncoderSnapshot:
     """Identifiers that the worker drops with the next plan."""
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class TransfersSnapshot:
     """Transfers between pool and store."""
 

@@ -66,6 +66,23 @@ def event_problem(event: object) -> Rejected | None:
             return _rows_problem("GrammarBitmask.drafts", drafts)
         case StreamingUpdate(request=request):
             return _request_problem(request, "StreamingUpdate")
+        case SetPause(pause_state=pause_state):
+            if not isinstance(pause_state, PauseState):
+                return _malformed("SetPause.pause_state", pause_state, "a PauseState")
+            return None
+        case Reset():
+            return _reset_problem(event)
+        case TransfersReported(transfers=transfers):
+            return _transfers_problem("TransfersReported.transfers", transfers)
+        case Fork():
+            return _fork_problem(event)
+        case _:
+            return _message_problem(event)
+
+
+def _message_problem(event: object) -> Rejected | None:
+    """Return why a message about the encoder cache, a store or pins is malformed, or None."""
+    match event:
         case EncoderReset():
             return None
         case EncoderOffer(identifiers=identifiers):
@@ -73,27 +90,14 @@ def event_problem(event: object) -> Rejected | None:
                 rule = "a tuple of non-empty strings"
                 return _malformed("EncoderOffer.identifiers", identifiers, rule)
             return None
-        case SetPause(pause_state=pause_state):
-            if not isinstance(pause_state, PauseState):
-                return _malformed("SetPause.pause_state", pause_state, "a PauseState")
-            return None
-        case Reset():
-            for name in ("reset_running_requests", "reset_connector"):
-                if type(getattr(event, name)) is not bool:
-                    return _malformed(f"Reset.{name}", getattr(event, name), "a bool")
-            return None
         case KVOffer():
             return _offer_problem(event)
-        case TransfersReported(transfers=transfers):
-            return _transfers_problem("TransfersReported.transfers", transfers)
         case Clock(now=now):
             return None if is_count(now) else _malformed("Clock.now", now, "an int >= 0")
         case PinEstimate(job_id=job_id, ttl=ttl):
             if not _is_name(job_id):
                 return _malformed("PinEstimate.job_id", job_id, "a non-empty string")
             return None if is_count(ttl) else _malformed("PinEstimate.ttl", ttl, "an int >= 0")
-        case Fork():
-            return _fork_problem(event)
         case _:
             return _malformed("event", event, "one of blockstep.spec's events")
 
@@ -118,6 +122,13 @@ def _are_tokens(value: object) -> bool:
         if type(token) is not int or not 0 <= token <= MAX_INT:
             return False
     return True
+
+
+def _reset_problem(reset: Reset) -> Rejected | None:
+    for name in ("reset_running_requests", "reset_connector"):
+        if type(getattr(reset, name)) is not bool:
+            return _malformed(f"Reset.{name}", getattr(reset, name), "a bool")
+    return None
 
 
 def _fork_problem(fork: Fork) -> Rejected | None:

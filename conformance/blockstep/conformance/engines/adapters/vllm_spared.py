@@ -128,40 +128,50 @@ def find_reason(run: Run, event: v.Event) -> str | None:
         case v.EncoderReset():
             return None if RELEASE.has_offers else "the release's encoder cache has no reset"
         case v.Reset(reset_running_requests=True):
-            if not RELEASE.has_forced_reset:
-                return "the release has no forced reset"
-            # One frame of each is thrown away, in flight or not.
-            if run.config.async_scheduling and not RELEASE.has_sound_async_reset:
-                return FORCED_RESET
-            if not RELEASE.has_sound_sessions and _list_sessions_in_flight(run):
-                return STOPS_WHILE_PREEMPTED
-            if any(_does_hold(run, one) for one in (*run.scheduler.waiting, *run.get_skipped())):
-                return RESET_AT_REST
-            return PAST_THE_END if _is_any_full(run, run.scheduler.running) else None
+            return _find_problem_of_reset(run)
         case v.Schedule():
-            waiting = [*run.scheduler.waiting, *run.get_skipped()]
-            # vLLM's own loop answers the oldest plan first, so that this one is not made.
-            if not RELEASE.has_sound_preemption and any(
-                request.num_output_placeholders for request in waiting
-            ):
-                return RESUMED_TOO_EARLY
-            if _is_any_full(run, waiting):
-                return PAST_THE_END
-            if _is_behind_drafts(run):
-                return BEHIND_DRAFTS
-            if _is_behind_states(run):
-                return BEHIND_STATES
-            if _is_beyond_max_loras(run):
-                return BEYOND_MAX_LORAS
-            stopping = [] if RELEASE.has_sound_sessions else _list_stopping(run)
-            if any(one.num_output_placeholders and not _is_sure_to_end(one) for one in stopping):
-                return STOPS_TWICE
-            if stopping and _may_preempt(run):
-                return STOPS_WHILE_PREEMPTED
-            if _may_end_among_the_skipped(run, waiting):
-                return ENDS_AMONG_THE_SKIPPED
-            return _find_padding_problem(run, waiting)
+            return _find_problem_of_plan(run)
     return None
+
+
+def _find_problem_of_reset(run: Run) -> str | None:
+    """What the release lacks for a forced reset, or the defect that it would meet."""
+    if not RELEASE.has_forced_reset:
+        return "the release has no forced reset"
+    # One frame of each is thrown away, in flight or not.
+    if run.config.async_scheduling and not RELEASE.has_sound_async_reset:
+        return FORCED_RESET
+    if not RELEASE.has_sound_sessions and _list_sessions_in_flight(run):
+        return STOPS_WHILE_PREEMPTED
+    if any(_does_hold(run, one) for one in (*run.scheduler.waiting, *run.get_skipped())):
+        return RESET_AT_REST
+    return PAST_THE_END if _is_any_full(run, run.scheduler.running) else None
+
+
+def _find_problem_of_plan(run: Run) -> str | None:
+    """The defect that a plan would meet, now or some steps later."""
+    waiting = [*run.scheduler.waiting, *run.get_skipped()]
+    # vLLM's own loop answers the oldest plan first, so that this one is not made.
+    if not RELEASE.has_sound_preemption and any(
+        request.num_output_placeholders for request in waiting
+    ):
+        return RESUMED_TOO_EARLY
+    if _is_any_full(run, waiting):
+        return PAST_THE_END
+    if _is_behind_drafts(run):
+        return BEHIND_DRAFTS
+    if _is_behind_states(run):
+        return BEHIND_STATES
+    if _is_beyond_max_loras(run):
+        return BEYOND_MAX_LORAS
+    stopping = [] if RELEASE.has_sound_sessions else _list_stopping(run)
+    if any(one.num_output_placeholders and not _is_sure_to_end(one) for one in stopping):
+        return STOPS_TWICE
+    if stopping and _may_preempt(run):
+        return STOPS_WHILE_PREEMPTED
+    if _may_end_among_the_skipped(run, waiting):
+        return ENDS_AMONG_THE_SKIPPED
+    return _find_padding_problem(run, waiting)
 
 
 def _are_forbidden(run: Run, frame_id: v.FrameId, drafts: tuple[v.RowTokens, ...]) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 
 from blockstep.conformance.judge.properties import (
@@ -44,15 +45,19 @@ from blockstep.spec import vocabulary as v
 
 __all__ = [
     "ANSWER_TYPES",
+    "ASKED_OF_ANSWERS",
     "CHECKS_OF",
+    "JUDGED",
     "PROPERTIES",
     "QUOTING_THE_FREE_QUEUE",
     "RENAMED_CHECKS",
+    "Asked",
     "Ledger",
     "Sentence",
     "Step",
     "check_step",
     "find_absent",
+    "list_sentences",
 ]
 
 
@@ -168,6 +173,46 @@ RENAMED_CHECKS: dict[type, tuple[Sentence, ...]] = {
 }
 """Likewise without those that speak of the order of the free queue."""
 
+ASKED_OF_ANSWERS = frozenset(
+    {
+        "abort_ends_exactly_the_unfinished_it_names",
+        "delivered_rows_are_those_that_sampled",
+        "delivered_tokens_are_the_sampled_ones_until_the_stop",
+        "dispatched_drafts_are_the_last_proposed_ones",
+        "end_of_its_input_ends_who_rests",
+        "failed_grammar_ends_its_request",
+        "finish_reason_is_the_one_that_holds",
+        "new_row_carries_the_request_as_submitted",
+        "plan_stays_within_token_budget",
+        "plan_tells_who_ended",
+        "row_stays_within_max_model_len",
+        "stale_or_wrong_event_is_refused",
+        "told_cached_tokens_are_those_of_the_first_hit",
+    }
+)
+"""Property checks that a safety run makes on answers alone, with or without a state
+(`judge.answers`). Where the engine shows a state, it also makes `rejected_event_changes_nothing` on
+an event that the engine must refuse."""
+_ASKED_OF_BOTH = frozenset({"end_of_its_input_ends_who_rests", "failed_grammar_ends_its_request"})
+"""The checks of `ASKED_OF_ANSWERS` that a safety run makes on states as well, since no answer says
+that a request is gone."""
+_ASKED_ELSEWHERE = ASKED_OF_ANSWERS - _ASKED_OF_BOTH | {
+    refusals.rejected_event_changes_nothing.sentence
+}
+
+JUDGED: tuple[Sentence, ...] = tuple(
+    found
+    for entry in PROPERTIES
+    for found in entry.checks
+    if found.is_asked_at_safety and found.sentence not in _ASKED_ELSEWHERE
+)
+"""Property checks on states and steps that need no reference: they hold for every engine.
+
+A safety run makes them where the engine shows its state. Each of the others says why it is left
+out: it would fix a policy where other policies are right too (`Sentence.fixes`), or another check
+sees the same from outside (`Sentence.said_by`).
+"""
+
 ANSWER_TYPES: dict[type, tuple[type, ...]] = {
     v.Submit: (v.Ack,),
     v.Schedule: (v.Plan,),
@@ -191,14 +236,38 @@ ANSWER_TYPES: dict[type, tuple[type, ...]] = {
 """What an accepted event is answered with."""
 
 
+class Asked(Enum):
+    """Which property checks are made on a step."""
+
+    ALL = "all"
+    WITHOUT_REFERENCE = "those that need no reference"
+    """`JUDGED`."""
+    NONE = "none"
+
+
 @cache
 def list_sentences(
-    kind: type, is_renamed: bool, lacked: frozenset[str], absent: tuple[str, ...] = ()
+    kind: type,
+    is_renamed: bool,
+    lacked: frozenset[str],
+    absent: tuple[str, ...] = (),
+    needs_none: bool = False,
 ) -> tuple[Sentence, ...]:
-    """What judges a kind of event where the config lacks these fields, and the plan those."""
+    """The property checks for a step of an event type, in the order of the properties.
+
+    Args:
+        kind: The type of the event, or `Rejected` for a refused one.
+        is_renamed: Leave out those that quote the order of the free queue.
+        lacked: Leave out those that need one of these (`Sentence.needs`).
+        absent: Leave out those that speak of one of these (`Sentence.of`).
+        needs_none: Leave out those that are not in `JUDGED`: they need a reference.
+    """
     checks: Mapping[type, tuple[Sentence, ...]] = RENAMED_CHECKS if is_renamed else CHECKS_OF
-    asked = [found for found in checks[kind] if found.needs not in lacked]
-    return tuple([found for found in asked if found.of not in absent])
+    found = [it for it in checks[kind] if it.needs not in lacked and it.of not in absent]
+    if needs_none:
+        names = {it.sentence for it in JUDGED}
+        found = [it for it in found if it.sentence in names]
+    return tuple(found)
 
 
 _SPOKEN_OF = ("changes", "rows", "admitted_rows", "askers", "preempted", "acts")
@@ -219,11 +288,17 @@ def check_step(
     ledger: Ledger,
     worker: Worker | None = None,
     is_renamed: bool = False,
+    asked: Asked = Asked.ALL,
 ) -> list[Finding]:
-    """Everything that is wrong with a step.
+    """Return the findings of the worker and of the property checks on a step.
 
-    `ledger` knows all steps before this one; `Ledger.record(step)` comes after. A worker is told
-    of the step here: of plans (unless `Worker.execute` was called already), commits and resets.
+    Args:
+        step: The event, its answer and the states around it.
+        ledger: Knows all steps before this one; `Ledger.record(step)` comes after.
+        worker: Observes the event and its answer here, if given.
+        is_renamed: Leave out the property checks that quote the order of the free queue.
+        asked: The property checks to make. Where one of them or the worker finds something, all
+            are made, to name what went wrong.
     """
     if isinstance(step.observation, v.Rejected):
         kind: type = v.Rejected
@@ -233,8 +308,14 @@ def check_step(
             what = f"{kind.__name__} was answered with {type(step.observation).__name__}"
             return [violated("P18", "answer_is_of_the_kind_of_the_event", what)]
     findings = [] if worker is None else _tell(step, worker)
-    sentences = list_sentences(kind, is_renamed, ledger.lacked, find_absent(step))
-    return findings + judge(sentences, step, ledger)
+    if asked is Asked.NONE and not findings:
+        return findings
+    matters = kind, is_renamed, ledger.lacked, find_absent(step)
+    if asked is Asked.WITHOUT_REFERENCE and not findings:
+        sentences = list_sentences(*matters, needs_none=True)
+        if not judge(sentences, step, ledger):
+            return findings
+    return findings + judge(list_sentences(*matters), step, ledger)
 
 
 def _tell(step: Step, worker: Worker) -> list[Finding]:

@@ -17,6 +17,7 @@ from blockstep.conformance.judge.properties.store_ledger import StoreLedger
 from blockstep.conformance.judge.worker.names import Name, PrefixNames
 from blockstep.conformance.protocol.sessions import Session
 from blockstep.spec import vocabulary as v
+from blockstep.spec.copies import wide_dataclass
 
 
 def cut_at_placeholder(drafts: v.TokenIds) -> v.TokenIds:
@@ -37,7 +38,7 @@ each request that runs, and a state of which it shows all and not the part that 
 It has all three but at `safety`, where it may say that it has not."""
 
 
-@dataclass(frozen=True, slots=True)
+@wide_dataclass(frozen=True, slots=True)
 class FlightRow:
     """What a dispatched plan does for one request."""
 
@@ -258,6 +259,7 @@ class Ledger:
             self.store.record(step, self.lives)
 
     def _record(self, step: Step) -> None:
+        """Learn from an accepted event: requests that begin, plans, answers and drafts."""
         match step.event, step.observation:
             case v.Submit(request=request), _:
                 self.lives[request.request_id] = Life(request, self.names)
@@ -274,19 +276,11 @@ class Ledger:
                 self._void(self.find_void(step))
                 self._record_outputs(frame_id, rows)
                 self.follower.follow(kv_events)
-            case v.TransfersReported(), v.Outputs(rows=rows, kv_events=kv_events):
-                for row in rows:
-                    self._end(row.request_id)
-                self.follower.follow(kv_events)
             case v.Drafts(drafts=drafts), v.DraftsTaken(request_ids=taken):
                 for proposal in drafts:
                     if proposal.request_id in taken and proposal.request_id in self.lives:
                         drafted = self.lives[proposal.request_id]
                         drafted.drafts = drafted.accept(proposal.token_ids)
-            case v.Abort(), v.Aborted(request_ids=request_ids, ending_req_ids=ending):
-                for request_id in request_ids:
-                    self._end(request_id)
-                self.ending.update(ending)
             case v.GrammarReady(request_id=request_id), _:
                 life = self.lives.get(request_id)
                 if life is not None and not life.grammar_ready:
@@ -297,17 +291,28 @@ class Ledger:
             case v.Reset(reset_running_requests=forced), v.ResetDone(success=True) as done:
                 self._record_reset(forced, step.after.next_frame_id)
                 self.follower.follow(done.kv_events)
+            case v.GrammarBitmask(frame_id=frame_id), v.GrammarOutput(rows=masks):
+                self._record_mask(frame_id, masks)
+            case v.StreamingUpdate(request=request), v.Ack():
+                self._update(request)
+                self.num_progress += 1
+            case _:
+                self._record_ends(step)
+
+    def _record_ends(self, step: Step) -> None:
+        """Learn which requests an event ends that is no commit."""
+        match step.event, step.observation:
+            case v.TransfersReported(), v.Outputs(rows=rows, kv_events=kv_events):
+                for row in rows:
+                    self._end(row.request_id)
+                self.follower.follow(kv_events)
             case v.GrammarFailed(), v.Outputs(rows=rows):
                 for row in rows:
                     self._end(row.request_id)
-            case v.GrammarBitmask(frame_id=frame_id), v.GrammarOutput(rows=masks):
-                self._record_mask(frame_id, masks)
-            case v.StreamingUpdate(), v.Aborted(request_ids=request_ids):
+            case _, v.Aborted(request_ids=request_ids, ending_req_ids=ending):
                 for request_id in request_ids:
                     self._end(request_id)
-            case v.StreamingUpdate(request=request), _:
-                self._update(request)
-                self.num_progress += 1
+                self.ending.update(ending)
 
     def _count_transfers(self, step: Step) -> None:
         """Count transfers that a report ends as progress.

@@ -113,10 +113,12 @@ def _first_items(life: Life, size: int) -> list[object]:
 def of_waiting(step: Step, ledger: Ledger) -> Iterator[str]:
     """Who was left waiting, if the plan got as far as to admit."""
     after, config = step.after, step.config
+    if not (after.waiting or after.skipped_waiting):
+        return
     if ledger.pause_state is not PauseState.UNPAUSED or admits_nobody(step, ledger):
         return
     rest = config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
-    if rest > 0 and (after.waiting or after.skipped_waiting):
+    if rest > 0:
         if len(after.running) >= config.max_num_seqs:
             yield "admission_blocked_by_max_num_seqs"
         elif next_in_line(step, ledger) is not None and (

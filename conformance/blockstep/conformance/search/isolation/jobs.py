@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import pickle
 import queue
@@ -118,6 +119,7 @@ def serve(folder: str) -> None:
         faulthandler.register(signal.SIGUSR1, all_threads=False)
     threading.Thread(target=_take_jobs, args=(source, jobs), daemon=True).start()
     journal = Journal(Path(folder) / "journal")
+    gc.freeze()  # what was imported stays
     try:
         while True:
             for answer in _do(jobs.get(), journal):
