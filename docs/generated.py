@@ -7,9 +7,11 @@ and the `.toml` files in the folders of the benchmarks); the pages are not.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -152,10 +154,19 @@ def make_quirks() -> str:
     return "\n".join(lines) + "\n"
 
 
+def make_fields() -> str:
+    """Return the table of the fields that are read from an engine, by feature."""
+    sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+    changed = importlib.import_module("play_support.changed")
+    text: str = changed.make_page(changed.change_in_features())
+    return text
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "commands and engines": lambda: commands.render(commands.read_cells()),
     "commands": make_options,
     "coverage": make_coverage,
+    "fields": make_fields,
     "findings": findings.make_page,
     "judges": make_judges,
     "laws": make_laws,

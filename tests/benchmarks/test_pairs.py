@@ -83,7 +83,7 @@ def test_reasons_for_what_is_not_drawn_are_of_legal_cells() -> None:
 def test_what_nobody_has_is_not_expected() -> None:
     legal = list_legal(absent={"sessions"}, always={"forks"})
     assert not [cell for cell in legal if "sessions" in cell or ">" in cell or "chunk@" in cell]
-    assert not [cell for cell in legal if cell.startswith("offer@") or "encoder" in cell]
+    assert not [cell for cell in legal if cell.startswith("offer@") or "transfers" in cell]
     assert "drafts+forks" in legal
 
 

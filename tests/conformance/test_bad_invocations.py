@@ -46,8 +46,8 @@ INVOCATIONS = {
         --in-process --engine ..a:b | cannot load
         --in-process --engine 'a b:c' | cannot load
         --in-process --engine json.:x | cannot load
-        --engine museum: | no such exhibit
-        --engine museum:nothing | no such exhibit
+        --engine museum: | no such seeded bug
+        --engine museum:nothing | no such seeded bug
         --preset '' | tiny, small, real
         --preset huge | tiny, small, real
         --policy random | policy
@@ -101,7 +101,7 @@ INVOCATIONS = {
         --program OTHER | OTHER
         --corpus /no/such | there is no such folder
         --corpus empty | empty
-        --program EMPTY --episode 1 | give one of them
+        --program EMPTY --episode 1 | give only one
         --sentence no_such | blockstep explain sentences
         --sentence table_holds_the_scheduled_tokens --program EMPTY | leave --sentence
         --save /no/such/x.json | there is no folder
@@ -109,7 +109,7 @@ INVOCATIONS = {
     "hunt": """
         --engine nowhere | neither one of
         --in-process --engine no.such:x | cannot load
-        --engine museum:x | no such exhibit
+        --engine museum:x | no such seeded bug
         --preset huge | tiny, small, real
         --profile x | must be one of
         --depth 0 | depth
@@ -129,22 +129,22 @@ INVOCATIONS = {
         --preset x | must be one of
         --preset '' | must be one of
         --preset loop --engine nowhere | neither one of
-        --preset loop --engine museum:x | no such exhibit
+        --preset loop --engine museum:x | no such seeded bug
         --profile x | must be one of
         --preset loop --witness x | must be one of
-        --preset loop --witness ended_while_stale | depends on what was before
-        --preset loop --museum --name x | no such exhibit
+        --preset loop --witness ended_while_stale | depends on earlier ones
+        --preset loop --museum --name x | no such seeded bug
         --preset loop --quirks --name x | no such quirk
-        --preset loop --name x | needs the table
+        --preset loop --name x | needs --quirks or --museum
         --quirks --museum | ask for one
         --max-states 0 | max-states
         --jobs 5000 | at most
         --jobs -1 | jobs
         --dot x.dot | name one world
-        --preset pair --svg x.svg | no picture
+        --preset pair --svg x.svg | too many to draw
         --preset loop --dot /no/such/x | there is no folder
         --with magic | feature 'magic'
-        --with embeds --without embeds | none of these worlds
+        --with embeds --without embeds | no world has these features
         --list --markdown . | it is a folder
     """,
     "vectors": """
@@ -226,7 +226,7 @@ INVOCATIONS = {
         MOONCAKE --max-model-len 0 | max-model-len
         MOONCAKE --limit 0 | limit
         MOONCAKE --policy x | policy
-        MOONCAKE --with drafts | no replay has it
+        MOONCAKE --with drafts | not in a replay
         MOONCAKE --with magic | feature 'magic'
         MOONCAKE --with priority --policy fcfs | policy
         MOONCAKE --caching --without caching | enable_prefix_caching
@@ -262,15 +262,15 @@ INVOCATIONS = {
     "museum": """
         nothing | No such command
         --json x run | belongs behind the command
-        run nothing | no such exhibit
+        run nothing | no such seeded bug
         run forward-frees --seed -1 | seed
         run --budget 0 | 60s
         run --jobs 5000 | at most
         run --markdown /no/such/x | there is no folder
     """,
     "prove": """
-        --law nothing | no law begins so
-        --law '' | no law begins so
+        --law nothing | no law begins with this
+        --law '' | no law begins with this
         --jobs 5000 | at most
         --jobs -1 | jobs
         --markdown /no/such/x | there is no folder
@@ -528,7 +528,7 @@ BUILDING = {  # how it ends, and what is said of it, wherever it runs in this pr
 ANSWERING = {
     "RaisesApply": f"RuntimeError: {'x' * 20}",
     "RaisesLines": "RuntimeError: line line",
-    "HasNoText": "Odd: its text cannot be had",
+    "HasNoText": "Odd: no text, since",
     "Recurses": "RecursionError",
     "ExitsApply": "SystemExit: 0",
     "AnswersNone": "None",

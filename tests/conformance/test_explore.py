@@ -143,12 +143,13 @@ UNREACHED = {
     Quirk.STATES_COME_BEFORE_ITEMS,
     Quirk.RESTS_OF_ITEMS_ARE_SPLIT,
     Quirk.NULL_BLOCKS_ARE_TOLD,
+    Quirk.EVENTS_NAME_NO_GROUP,
     Quirk.LOADED_WAIT_BEHIND_THE_HEAD,
     Quirk.EMPTY_TRANSFERS_ARE_RESET,
     Quirk.REASONING_IS_SOUGHT_IN_THE_NEXT_CHUNK,  # no world has reasoning in a session
 }
 """Quirks that no world is small enough for, or that change a hint alone, of which no walk asks, or
-a log or a reset, which no world has whose groups leave blocks out."""
+a log or a reset, which no world has whose groups leave blocks out, or that has several groups."""
 DEFECT_ROWS = {
     row["defect"]: (str(row["events"]), row["world"], row["first difference"])
     for row in read_rows("explore-seeded-bugs")

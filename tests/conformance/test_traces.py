@@ -157,7 +157,7 @@ def test_several_frames_were_asynchronous_before_there_was_a_word_for_it(
             id="new field",
         ),
         pytest.param(f"{HEADER}\n{STEP.replace(':0', ':0.5')}", 2, "Expected `int`", id="type"),
-        pytest.param(f'{HEADER}\n{{"end":{{"steps":1}}}}\n', 2, "promises 1", id="lost lines"),
+        pytest.param(f'{HEADER}\n{{"end":{{"steps":1}}}}\n', 2, "says 1", id="lost lines"),
         pytest.param(f'{HEADER}\n{{"end":{{"steps":0}}}}\n{STEP}', 3, "after the", id="two runs"),
         pytest.param(f'{HEADER}\n{{"end":{{}}}}\n', 2, "steps", id="bad end"),
         pytest.param(HEADER + "\n" + "[" * 100_000, 2, "json", id="deep"),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import random
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import pytest
 
+from blockstep.conformance.draw.actions import SeededDraw
+from blockstep.conformance.draw.presets import SMALL, draw_swarm
 from blockstep.conformance.engine import Capability, EngineFault, EngineTraits
 from blockstep.conformance.engines.adapters import vllm_groups
 from blockstep.conformance.engines.adapters.vllm_groups import (
@@ -29,11 +32,13 @@ from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.compare import observation_differences
 from blockstep.conformance.protocol.program import Answer, Program
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
+from blockstep.conformance.protocol.wishes import Wish
 from blockstep.conformance.search.episodes import fit_config
 from blockstep.conformance.search.options import find_profile
 from blockstep.spec.vocabulary import (
     Abort,
     BlockKey,
+    BlockStored,
     Commit,
     Config,
     ConfigError,
@@ -42,6 +47,7 @@ from blockstep.spec.vocabulary import (
     KVGroup,
     MambaCacheMode,
     Observation,
+    Outputs,
     Plan,
     Rejected,
     Request,
@@ -121,7 +127,6 @@ def test_every_release_takes_these(release: Release, config: Config) -> None:
         (REFERENCE, build(CHUNKS, **EAGLE), "CHUNKS_WITH_A_HEAD", (CHUNKS,)),
         (REFERENCE, build(LARGE, CHUNKS), "CHUNKS_OF_ANOTHER_SIZE", (LARGE, LARGE_CHUNKS)),
         (REFERENCE, build(WINDOW, WINDOW), "ALL_EQUAL", (WINDOW,)),
-        (REFERENCE, build(LARGE, WINDOW, enable_kv_cache_events=True), "TOLD_OF_ONE", (LARGE,)),
         ("0.33.0", build(FULL, WINDOW, CHUNKS, **EAGLE), "CHUNKS_WITH_A_HEAD", None),
         ("0.33.0", build(FULL, STATES), "NO_STATES_OF_ALL", (FULL, ALIGNED)),
         ("0.33.0", build(LARGE, ALIGNED), "PARTS_OF_BLOCKS", (LARGE, LARGE_ALIGNED)),
@@ -158,13 +163,27 @@ def test_of_other_mixes_a_release_is_given_the_nearest(
 
 
 def test_states_at_the_ends_of_chunks_are_beside_items_that_are_split() -> None:
-    items = {"encoder_compute_budget": 4, "encoder_cache_size": 4, "disable_chunked_mm_input": True}
-    config = replace(build(FULL, STATES), **items)
+    config = replace(
+        build(FULL, STATES),
+        encoder_compute_budget=4,
+        encoder_cache_size=4,
+        disable_chunked_mm_input=True,
+    )
     assert config_problems(config) == ()
-    found, why = fit_groups(get_release("0.33.0"), config)
+    release = get_release("0.33.0")
+    assert release is not None
+    found, why = fit_groups(release, config)
     assert why == vllm_groups.NO_STATES_OF_ALL
     assert config_problems(found) == ()
     assert not found.disable_chunked_mm_input
+@pytest.mark.parametrize("release", [OLDEST, OURS, NEWEST], ids=lambda one: one.version)
+def test_what_a_release_is_given_is_a_config(release: Release) -> None:
+    """States at the ends of chunks go with no whole items, which those of other modes go with."""
+    wish = Wish(frozenset({"groups", "states", "encoder"}), frozenset())
+    for seed in range(400):
+        drawn = draw_swarm(SMALL, SeededDraw(str(seed)), wish=wish).config
+        fitting, _ = fit_groups(release, drawn)
+        assert config_problems(fitting) == ()
 
 
 def test_states_at_the_ends_of_chunks_are_further_apart_than_drafts() -> None:
@@ -243,6 +262,8 @@ class Pair:
         hints = Capability.COMMON_PREFIX in self.engine.capabilities()
         assert observation_differences(expected, seen, hints) == ()
         shown, mine = self.engine.snapshot(), self.spec.snapshot()
+        if not known(VERSION).tells_work:
+            mine = replace(mine, has_work=None)
         assert replace(shown, stats=mine.stats) == mine
         return cast("Observation", seen)
 
@@ -544,3 +565,71 @@ def test_states_of_somebody_who_is_gone_are_found(field: str) -> None:
     setattr(engine.run.managers[1], field, {"gone": 0})
     with pytest.raises(EngineFault, match=f"{field} names 'gone', who is gone"):
         engine.snapshot()
+
+
+TELLS_GROUPS = known(VERSION).has_told_groups
+needs_events = pytest.mark.skipif(
+    PROBLEM is not None or not known(VERSION).has_events, reason="no KV events are read of it"
+)
+needs_told_groups = pytest.mark.skipif(
+    PROBLEM is not None or not TELLS_GROUPS, reason="its KV events do not name a group"
+)
+
+
+@needs_events
+def test_kv_events_of_several_groups_are_told_group_by_group() -> None:
+    """0.19.1 does not say which group it is; a later release does."""
+    pair = Pair(build(FULL, WINDOW, enable_kv_cache_events=True))
+    pair.apply(Submit(Request("A", (1, 2, 3, 4, 5), max_tokens=1)))
+    plan = pair.apply(Schedule())
+    assert isinstance(plan, Plan)
+    told = pair.apply(Commit(plan.frame_id, (RowTokens("A", (7,)),)))
+    assert isinstance(told, Outputs)
+    first = BlockKey(None, (1, 2))
+    keys = first, BlockKey(first, (3, 4))
+    assert told.kv_events == tuple(
+        BlockStored(tuple(key.in_group(group) for key in keys), None, (1, 2, 3, 4), 2)
+        for group in (0, 1 if TELLS_GROUPS else 0)
+    )
+
+
+@needs_told_groups
+@pytest.mark.parametrize(
+    ("field", "value", "complaint"),
+    [
+        ("group_idx", None, "group_idx of a KV event is None, of 2 groups"),
+        ("group_idx", 2, "group_idx of a KV event is 2, of 2 groups"),
+        ("group_idx", 0, "group 0 is ('sliding_window', 3), not ('full_attention', None)"),
+        ("kv_cache_spec_kind", "mamba", "group 1 is ('mamba', 3), not ('sliding_window', 3)"),
+        ("kv_cache_spec_sliding_window", 4, "group 1 is ('sliding_window', 4), not"),
+    ],
+)
+def test_an_event_that_names_another_group_is_a_fault(
+    field: str, value: Any, complaint: str
+) -> None:
+    events = importlib.import_module(f"{ADAPTER}_events")
+    told = events.BlockStored(
+        *([], None, [], 2, None, "GPU", None),
+        group_idx=1,
+        kv_cache_spec_kind="sliding_window",
+        kv_cache_spec_sliding_window=3,
+    )
+    digests = Digests(known(VERSION), 2)
+    assert isinstance(events._read_event(told, digests, (FULL, WINDOW), {}), BlockStored)
+    setattr(told, field, value)
+    with pytest.raises(EngineFault, match=re.escape(complaint)):
+        events._read_event(told, digests, (FULL, WINDOW), {})
+
+
+@needs_events
+def test_items_that_do_not_name_a_block_are_told_behind_its_adapter() -> None:
+    """A block that outputs complete is named by its last item alone in 0.19.1."""
+    events = importlib.import_module(f"{ADAPTER}_events")
+    cat, dog = ("cat", -2), ("dog", 2)
+    told = events.BlockStored([b""], None, [1, 2, 3, 4], 4, 1, "GPU", "z", [("z", cat, dog)])
+    key = BlockKey(None, (1, 2, 3, 4), adapter="z", items=(dog,))
+    hashed = ("z", cat, dog) if known(VERSION).has_all_items else ("z", dog)
+    events._check_extras(told, (key,), lambda _: hashed)
+    for other in (("y", dog), ("z", ("cow", 2)), (dog,)):
+        with pytest.raises(EngineFault, match="extra_keys of"):
+            events._check_extras(told, (key,), lambda _, other=other: other)

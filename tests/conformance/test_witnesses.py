@@ -284,7 +284,7 @@ def test_what_needs_several_frames_is_required_only_with_several() -> None:
     assert sync < deep
 
 
-@pytest.mark.parametrize("feature", ["encoder", "transfers", "pins"])
+@pytest.mark.parametrize("feature", ["transfers", "pins"])
 def test_where_nobody_may_fork_no_fork_is_required(feature: str) -> None:
     required = required_witnesses(CheckOptions(with_features=(feature,)))
     assert not [name for name in required if "fork" in name]
@@ -293,11 +293,10 @@ def test_where_nobody_may_fork_no_fork_is_required(feature: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        CheckOptions(with_features=("tiers", "pins")),
         CheckOptions(with_features=("tiers", "forks")),
         CheckOptions(with_features=("tiers",), without_features=("transfers",)),
     ],
-    ids=["pins", "forks", "no store"],
+    ids=["forks", "no store"],
 )
 def test_where_there_is_no_store_nobody_must_be_saved(options: CheckOptions) -> None:
     required = required_witnesses(options)

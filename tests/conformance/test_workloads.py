@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def agent(
     }
 
 
-def jsonl(*rows: dict[str, object]) -> str:
+def jsonl(*rows: Mapping[str, object]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 

@@ -15,9 +15,12 @@ from blockstep.spec.vocabulary import (
     BlockCopy,
     BlockStored,
     CachedRow,
+    EncoderEntry,
+    EncoderInputs,
     Event,
     Fork,
     Grammar,
+    MultiModalItem,
     Observation,
     Plan,
     PoolOrder,
@@ -666,7 +669,8 @@ ENCODER = {"encoder_compute_budget": 4, "encoder_cache_size": 4}
     ("fields", "is_good"),
     [
         ({"kv_connector": True}, False),
-        (ENCODER, False),
+        (ENCODER, True),
+        ({**ENCODER, "is_encoder_decoder": True, "enable_chunked_prefill": False}, False),
         ({"policy": Policy.CONTINUUM}, False),
         ({"groups": (full(4), recurrent(4))}, False),
         ({"groups": (full(4), window(4, 5), chunks(4, 8))}, True),
@@ -677,3 +681,38 @@ ENCODER = {"encoder_compute_budget": 4, "encoder_cache_size": 4}
 def test_forks_go_with_what_is_of_tokens_alone(fields: dict[str, Any], is_good: bool) -> None:
     config = Config(9, block_size=4, enable_forks=True, **fields)
     assert ("enable_forks" in [problem.field for problem in config_problems(config)]) != is_good
+
+
+def entries(oracle: Oracle) -> tuple[EncoderEntry, ...]:
+    encoder = oracle.snapshot().encoder
+    assert encoder is not None
+    return encoder.entries
+
+
+def test_a_branch_holds_the_items_that_it_reads_itself() -> None:
+    """An item is read up to its middle: the branch shares the block, and reads the rest itself."""
+    room = {"encoder_compute_budget": 8, "encoder_cache_size": 8}
+    oracle = build(max_num_batched_tokens=5, **room)
+    bring(oracle, "a", 9, items=(MultiModalItem("cat", 2, 6),))
+    first = step(oracle)
+    assert first.scheduled_encoder_inputs == (EncoderInputs("a", (0,)),)
+    assert fork(oracle, "b") == Ack()
+    assert shown(oracle, "b").num_computed_tokens == 5
+    assert entries(oracle) == (EncoderEntry("cat", 6, ("a",)),)
+    plan = step(oracle)
+    assert plan.scheduled_encoder_inputs == ()
+    assert {row.request_id: row.num_scheduled_tokens for row in plan.rows} == {"a": 4, "b": 1}
+    assert entries(oracle) == (EncoderEntry("cat", 6, ("b",)),)
+    step(oracle)
+    assert entries(oracle) == (EncoderEntry("cat", 6),)
+
+
+def test_a_branch_behind_an_item_does_not_hold_it() -> None:
+    """All of the item is read, and its KV is in the blocks that the branch shares."""
+    oracle = build(**ENCODER)
+    begin(oracle, 9, items=(MultiModalItem("cat", 2, 4),))
+    assert fork(oracle, "b", 7) == Ack()
+    plan = step(oracle)
+    assert {row.request_id for row in plan.rows} == {"a", "b"}
+    assert plan.scheduled_encoder_inputs == ()
+    assert entries(oracle) == (EncoderEntry("cat", 4),)

@@ -15,6 +15,8 @@ from blockstep.spec.vocabulary import (
     Clock,
     Event,
     FinishReason,
+    KVOffer,
+    KVTransfers,
     Observation,
     PauseState,
     Pin,
@@ -28,6 +30,7 @@ from blockstep.spec.vocabulary import (
     SetPause,
     StreamingUpdate,
     Submit,
+    TransfersReported,
     config_problems,
 )
 
@@ -293,7 +296,52 @@ def test_under_another_policy_jobs_say_nothing() -> None:
     assert oracle.num_free_blocks == 8
 
 
-@pytest.mark.parametrize("changes", [{"enable_prefix_caching": False}, {"kv_connector": True}])
-def test_pins_need_prefix_caching_and_no_store(changes: dict[str, Any]) -> None:
-    (problem,) = config_problems(Config(num_blocks=9, policy=Policy.CONTINUUM, **changes))
+def test_pins_need_prefix_caching() -> None:
+    config = Config(num_blocks=9, policy=Policy.CONTINUUM, enable_prefix_caching=False)
+    (problem,) = config_problems(config)
     assert problem.field == "policy"
+
+
+@pytest.mark.parametrize("is_pin_first", [False, True])
+def test_a_pin_and_a_store_hold_blocks_of_a_turn_side_by_side(is_pin_first: bool) -> None:
+    """Whichever of them ends first, the blocks are free once both have ended."""
+
+    def end_pin() -> None:
+        tell(oracle, Clock(4))
+        tell(oracle, Schedule())
+
+    def end_hold() -> None:
+        tell(oracle, TransfersReported(KVTransfers(finished_sending=("a",))))
+
+    oracle = build(kv_connector=True)
+    bring(oracle, "a", 5, "j")
+    tell(oracle, KVOffer("a", delays_free=True))
+    tell(oracle, PinEstimate("j", 4))
+    step(oracle)
+    assert kept(oracle).pins == (Pin("j", ((1, 2),), 4),)
+    shown = oracle.snapshot()
+    assert shown.transfers is not None
+    assert shown.transfers.held[0].block_tables == ((1, 2, 3),)
+    assert shown.ref_counts[1:4] == (2, 2, 1)
+    for end in (end_pin, end_hold) if is_pin_first else (end_hold, end_pin):
+        assert oracle.num_free_blocks < 8
+        end()
+    assert oracle.num_free_blocks == 8
+
+
+def test_blocks_of_a_pin_that_ends_wait_for_the_frame_that_reads_them() -> None:
+    """Beside a store a load could get them while the frame still runs."""
+    oracle = build(kv_connector=True, max_frames_in_flight=2, async_scheduling=True)
+    bring(oracle, "a", 5, "j", max_tokens=2, stop_token_ids=(9,))
+    tell(oracle, PinEstimate("j", 4))
+    plans = [plan(oracle), plan(oracle)]
+    answer(oracle, plans[0])
+    assert kept(oracle).pins == (Pin("j", ((1, 2),), 4),)
+    assert oracle.snapshot().ref_counts[1:4] == (2, 2, 1)
+    tell(oracle, Clock(4))
+    empty = plan(oracle)
+    assert kept(oracle).pins == ()
+    assert oracle.snapshot().ref_counts[1:4] == (1, 1, 1)
+    answer(oracle, plans[1])
+    assert oracle.num_free_blocks == 8
+    assert empty.rows == ()

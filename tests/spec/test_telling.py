@@ -247,3 +247,30 @@ def test_where_all_that_is_verified_has_slid_out_of_a_window_a_release_tells_of_
     told = oracle.commit(plans[1], {"A": (7,)}).kv_events
     nothing = BlockStored((), BlockKey(None, (0,)), (6,), 1)
     assert told == ((nothing,) if quirk else ())
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_a_release_does_not_tell_the_group_of_a_block(quirk: bool) -> None:
+    """A reader of such a log loses the block of full attention with that of the window."""
+    full, window = KVGroup(GroupKind.FULL, 2), replace(WINDOW, block_size=2, sliding_window=2)
+    config = replace(CONFIG, num_blocks=10, groups=(full, window))
+    quirks = frozenset({Quirk.EVENTS_NAME_NO_GROUP} if quirk else ())
+    oracle = Oracle(config, Profile("one", quirks))
+    oracle.submit(A)
+    told = 0 if quirk else 1
+    assert step(oracle, A=7) == (
+        BlockStored((FIRST, SECOND), None, (1, 2, 3, 4), 2),
+        BlockStored((FIRST.in_group(told), SECOND.in_group(told)), None, (1, 2, 3, 4), 2),
+    )
+    stored = oracle.commit(oracle.schedule(), {"A": (8,)}).kv_events[1]
+    assert isinstance(stored, BlockStored)
+    assert (stored.keys, stored.parent) == ((THIRD.in_group(told),), SECOND.in_group(told))
+    oracle.submit(Request("B", (9, 9, 9), max_tokens=1))
+    removed = [event for event in step(oracle, B=7) if isinstance(event, BlockRemoved)]
+    assert removed == [BlockRemoved((SECOND.in_group(told),))]
+    assert SECOND in oracle.state.pool.cached
+
+
+def test_what_is_cleared_has_no_group() -> None:
+    quirks = frozenset({Quirk.EVENTS_NAME_NO_GROUP})
+    assert told_by_reset(Oracle(CONFIG, Profile("one", quirks))) == (AllBlocksCleared(),)

@@ -86,6 +86,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
         frozenset(
             {
                 Quirk.NULL_BLOCKS_ARE_TOLD,
+                Quirk.EVENTS_NAME_NO_GROUP,
                 Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT,
                 Quirk.PADDING_UNMASKS_WHAT_FOLLOWS,
                 Quirk.MASK_OF_WHO_SAMPLES_BY_NOW,
@@ -156,7 +157,11 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
             }
         ),
     ),
-    ("0.20.0", frozenset({Quirk.CACHED_TOKENS_OF_THE_LAST_HIT}), frozenset()),
+    (
+        "0.20.0",
+        frozenset({Quirk.CACHED_TOKENS_OF_THE_LAST_HIT}),
+        frozenset({Quirk.EVENTS_NAME_NO_GROUP}),
+    ),
     (
         "0.22.1",
         frozenset({Quirk.HEAD_LOOKS_BEHIND_ONCE}),

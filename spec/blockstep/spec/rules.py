@@ -23,6 +23,7 @@ from blockstep.spec.vocabulary import (
     Config,
     FinishReason,
     FrameId,
+    KVEvent,
     KVGroup,
     MultiModalItem,
     OutputRow,
@@ -117,9 +118,9 @@ class Rules:
     is_zeroed: Callable[[KVGroup], bool]
     """Whether the group's new blocks are zeroed in a pool with recurrent groups."""
     zeroes_withdrawn: bool = False
-    """Whether blocks are zeroed of rows that the step took back."""
+    """Whether blocks of withdrawn rows are zeroed."""
     zeroes_loads: bool = False
-    """Whether blocks are zeroed by the plan that has them loaded at any later time."""
+    """Whether the plan of an asynchronous load zeroes its blocks."""
 
     # order
     get_victim_rank: Callable[[RequestState], tuple[int | str, ...]]
@@ -291,6 +292,8 @@ class Rules:
         [Config, RequestState, int, Sequence[BlockId], int], tuple[BlockStored, ...]
     ]
     """The KV events when blocks of a group are published: (.., group, blocks, first index)."""
+    take_events: Callable[[Pool], tuple[Pool, tuple[KVEvent, ...]]]
+    """The pool without its pending KV events, and the events as an observation has them (P20)."""
     tells_resets_at_once: bool = True
     """Whether a reset returns its KV events, and does not leave them to the next commit."""
 

@@ -22,7 +22,7 @@ from blockstep.spec.memory.prefix import get_joint_hit
 from blockstep.spec.memory.slots import count_reserved_blocks, revoke_slots, take_hit
 from blockstep.spec.memory.states import compute_num_certain
 from blockstep.spec.memory.telling import get_stored
-from blockstep.spec.pool import free_blocks, withdraw_blocks
+from blockstep.spec.pool import free_blocks, take_events, withdraw_blocks
 from blockstep.spec.requests import count_in_doubt
 from blockstep.spec.rules import Rules
 from blockstep.spec.step.admission import is_held_by_frames
@@ -65,6 +65,7 @@ STRICT_RULES: Final = Rules(
     compute_num_external=compute_num_external,
     get_failures=get_failures,
     get_stored=get_stored,
+    take_events=take_events,
     get_next_stand=get_next_stand,
     compute_stop=compute_stop,
     has_work=has_work,

@@ -327,9 +327,7 @@ def _draw_wished_groups(config: Config, draw: Draw, is_storm: bool, wish: Wish) 
 
 def _goes_with(feature: Feature, config: Config, wish: Wish, *, has_policy: bool) -> bool:
     """Whether a feature of `LATE` may be drawn beside what is wished for, and what was drawn."""
-    if feature in (ENCODER, TRANSFERS, PINS) and FORKS.name in wish.always:
-        return False
-    if feature is TRANSFERS and PINS.name in wish.always:
+    if feature in (TRANSFERS, PINS) and FORKS.name in wish.always:
         return False
     keeps_kinds = feature is MASKS and STATES.name in wish.always
     if feature in (TRANSFERS, FORKS, TIERS, MASKS) and KINDS.name in wish.always:
@@ -342,16 +340,16 @@ def _goes_with(feature: Feature, config: Config, wish: Wish, *, has_policy: bool
     if feature is ENCODER:
         return MULTIMODAL.name not in wish.never  # items are what it encodes
     if feature is FORKS:
-        return not (config.encoder_cache_size or config.kv_connector or config.has_pins)
+        return not (config.kv_connector or config.has_pins)
     if feature is PINS:
         is_free = not has_policy and PRIORITY.name not in wish.always
-        return is_free and not config.kv_connector and config.enable_prefix_caching
+        return is_free and config.enable_prefix_caching
     return True
 
 
 def _may_have_store(config: Config, wish: Wish, takes: Callable[[Feature], bool]) -> bool:
     """Whether there is no store, and one goes with all that was drawn."""
-    has_other = config.kv_connector or config.has_pins or config.enable_forks
+    has_other = config.kv_connector or config.enable_forks
     if has_other:
         return False
     return TRANSFERS.name not in wish.never and takes(TRANSFERS)

@@ -2,7 +2,7 @@
 
 Between two fences the state cannot be seen. At a fence the loop reports its plans and commits in
 order, with as many frames in flight as the config has. The specification takes the same steps and
-must come to the same results: the rows of each plan, the outputs of each commit, and the state down
+must give the same results: the rows of each plan, the outputs of each commit, and the state down
 to the block id.
 """
 

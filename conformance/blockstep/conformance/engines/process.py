@@ -78,7 +78,7 @@ class Hello(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="Hello"
     request_fields: tuple[str, ...] | None = None
     """The same of a request. Only below `exact`."""
     judges: tuple[v.RejectCode, ...] = ()
-    """Refusals that it is held to without the capability `rejection`."""
+    """Reject codes that it is held to without the capability `rejection`."""
     out_of_reach: tuple[str, ...] = ()
     profile: str = ""
     notes: tuple[str, ...] = ()
@@ -317,7 +317,7 @@ def _refuse_unknown(hello: Hello) -> None:
     if hello.request_fields is not None and hello.equivalence == EXACT:
         raise BadEngineError(
             "request_fields of its Hello are for the equivalences "
-            f"{', '.join(KINDS)}; an exact engine takes every request that its capabilities promise"
+            f"{', '.join(KINDS)}; an exact engine takes every request that its capabilities include"
         )
 
 

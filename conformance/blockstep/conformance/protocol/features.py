@@ -379,7 +379,6 @@ ENCODER = Feature(
     },
     actions=(v.EncoderReset, v.EncoderOffer),
     situations=("encoder_",),
-    hides=OF_FORKS,  # there are no forks with an encoder
     properties=("P9", "P22"),
 )
 ADAPTERS = Feature(
@@ -409,8 +408,8 @@ TRANSFERS = Feature(
     },
     actions=(v.KVOffer, v.TransfersReported, Report),
     situations=("transfers_", *OF_SAVES),
-    hides=(  # a store has no encoder-decoder model, no pins, no branches
-        *("encoder_beside_", "encoder_across_", "pins_", *OF_FORKS),
+    hides=(  # a store has no encoder-decoder model, no branches
+        *("encoder_beside_", "encoder_across_", *OF_FORKS),
         *OF_STALE,  # beside it nobody is preempted whose blocks a frame in flight names
     ),
     properties=("P17", "P18", "P19"),
@@ -432,8 +431,8 @@ PINS = Feature(
     request=("job_id", "is_last_step"),
     actions=(v.Clock, v.PinEstimate),
     situations=("pins_",),
-    hides=(  # there is one policy, no store, and no branch
-        *("admission_overtakes", "priority_", "transfers_", *OF_FORKS, *OF_SAVES),
+    hides=(  # there is one policy, and no branch
+        *("admission_overtakes", "priority_", *OF_FORKS),
     ),
     properties=("P10", "P17"),
 )
@@ -444,8 +443,9 @@ FORKS = Feature(
     config={"enable_forks": False, "watermark_blocks": 0, "pool_order": v.PoolOrder.LRU},
     actions=(v.Fork,),
     situations=OF_FORKS,
-    hides=(  # there is neither a store nor an encoder, no pin and no state
-        *("transfers_", "encoder_", "pins_", "groups_of_three_kinds", "groups_state_left"),
+    hides=(  # there is no store, no encoder-decoder model, no pin and no state
+        *("transfers_", "encoder_beside_", "encoder_across_", "pins_"),
+        *("groups_of_three_kinds", "groups_state_left"),
         *OF_SAVES,
     ),
     properties=("P2", "P8"),

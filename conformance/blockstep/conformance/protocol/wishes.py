@@ -9,7 +9,6 @@ from blockstep.conformance.protocol.features import (
     ASYNC,
     BY_NAME,
     CACHING,
-    ENCODER,
     FORKS,
     PINS,
     PIPELINE,
@@ -24,11 +23,9 @@ from blockstep.conformance.protocol.features import (
 
 APART = (
     (PINS, PRIORITY, "a run has one policy"),
-    (PINS, TRANSFERS, "pins are not specified with a store"),
     (FORKS, PINS, "a branch is no turn of a job"),
-    (FORKS, TRANSFERS, "branches share blocks, but no loads"),
-    (FORKS, ENCODER, "branches share no items"),
-    (FORKS, STATES, "a state is written over, so that branches cannot share it"),
+    (FORKS, TRANSFERS, "a load may get a block that is still copied from"),
+    (FORKS, STATES, "a state is written in place at each step, so branches cannot share it"),
 )
 """Pairs of features that no run has both of, with the reason."""
 

@@ -76,7 +76,7 @@ class Core:
         is_lifo = config.pool_order is PoolOrder.LIFO
         self.pool = self.pool_type(config.num_blocks, self.prefix, is_lifo)
         self.transfers = self.transfers_type(config.has_states) if config.kv_connector else None
-        """What is under way to and from a store; None without one."""
+        """The transfers with a store; None without one."""
         has_groups = bool(config.groups) or config.kv_connector or config.enable_forks
         self.groups = self.groups_type(config, self.pool, self.prefix) if has_groups else None
         """The block tables of all groups; None if the config has neither groups nor a store nor

@@ -25,7 +25,7 @@ from blockstep.spec.vocabulary import (
 
 
 class Transfers:
-    """What is under way between the pool and a store (P17 to P19).
+    """The transfers between the pool and a store (P17 to P19).
 
     `has_states`: whether some groups have states, of which the store has one for each offer.
     """
@@ -72,8 +72,8 @@ class Transfers:
         """Return the tokens loaded after a local hit, and whether the load takes longer than the
         step.
 
-        The last known token is computed in any case: what is sampled is sampled behind it. A state
-        is behind the last token of an offer, so with states what is longer is of no use (P3).
+        The last known token is always computed, as the next token is sampled from it. A state is
+        that after the last token of an offer, so with states a longer offer cannot be used (P3).
         """
         offer = self._find_offer(request)
         if offer is None or offer.num_tokens is None:

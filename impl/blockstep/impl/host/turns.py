@@ -17,7 +17,8 @@ class Turns(Core):
         """Pin the published blocks of a request that finishes with its job's turn (seed 001,
         "Change 4").
 
-        Blocks that cannot be hit are of no use: they are freed with the request.
+        The pin is one more holder: the request frees all of its blocks as it finishes, or leaves
+        them to a transfer. Blocks that cannot be hit are not pinned.
         """
         request, holdings = self.table.requests[slot], self.table.holdings[slot]
         job_id = request.job_id
@@ -32,9 +33,8 @@ class Turns(Core):
             return
         self._end_pins([job_id])
         pins.pin(job_id, settled)
-        for holding in holdings:
-            del holding.blocks[: holding.num_cached]
-            holding.num_left = 0  # leading null blocks need no count: freeing skips null blocks
+        for table in settled:
+            self.pool.touch([block for block in table if block != NULL_BLOCK])
 
     def _begin_with_pins(self, pins: Pins) -> None:
         """End expired pins, and move requests of jobs with a pin ahead in the queue.

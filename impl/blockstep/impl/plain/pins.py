@@ -27,9 +27,9 @@ class Pins:
             self.of[job] = replace(self.of[job], end=self.now + ttl)
 
     def keep(self, text: Text) -> None:
-        """Move the cached blocks of a turn that has finished by its outputs to a pin of its job.
+        """Pin the cached blocks of a turn that has finished by its outputs: one more holder.
 
-        It replaces the job's earlier pin; after the last turn there is no pin.
+        The pin replaces the job's earlier one; after the last turn there is no pin.
         """
         job, is_last = text.request.job_id, text.request.is_last_step
         if job is None:
@@ -38,7 +38,8 @@ class Pins:
         if job in self.of and (is_kept or is_last):
             self.end(job)
         if is_kept:
-            kept, text.table = tuple(text.table[: text.settled]), text.table[text.settled :]
+            kept = tuple(text.table[: text.settled])
+            self.pool.hold(kept)
             self.of[job] = Pin(job, (kept,), self.now + self.ttls[job])
 
     def end(self, job: str) -> None:

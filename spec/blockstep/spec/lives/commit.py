@@ -15,7 +15,7 @@ from blockstep.spec.lives.turns import get_turn_ended
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.deferred import free_deferred_blocks
 from blockstep.spec.memory.slots import publish_slots
-from blockstep.spec.pool import Pool, take_events
+from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
@@ -98,7 +98,7 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
         state, rows = get_reported(state, commit.transfers, failed)
         outputs += rows
     # observe
-    pool, kv_events = take_events(state.pool)
+    pool, kv_events = state.rules.take_events(state.pool)
     state = state if pool is state.pool else replace(state, pool=pool)
     return state, Outputs(tuple(outputs), kv_events)
 

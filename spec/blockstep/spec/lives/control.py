@@ -6,12 +6,12 @@ from blockstep.spec.beside.encoder import create_encoder
 from blockstep.spec.beside.transfers import NO_OFFERS, is_moving
 from blockstep.spec.copies import replace
 from blockstep.spec.lives.turns import without_pins
-from blockstep.spec.pool import Pool, get_num_free_blocks, take_events, withdraw_all
+from blockstep.spec.pool import Pool, get_num_free_blocks, withdraw_all
 from blockstep.spec.state import State
 from blockstep.spec.step.giving import find_giver, process_gift
 from blockstep.spec.step.preemption import process_preemption
 from blockstep.spec.step.schedule import create_step
-from blockstep.spec.vocabulary import Ack, PauseState, Reset, ResetDone
+from blockstep.spec.vocabulary import Ack, KVEvent, PauseState, Reset, ResetDone
 
 
 def process_pause(state: State, pause_state: PauseState) -> tuple[State, Ack]:
@@ -55,7 +55,9 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
     # pool
     pool = withdraw_all(state.pool)
     # observe
-    pool, kv_events = take_events(pool) if state.rules.tells_resets_at_once else (pool, ())
+    kv_events: tuple[KVEvent, ...] = ()
+    if state.rules.tells_resets_at_once:
+        pool, kv_events = state.rules.take_events(pool)
     return replace(state, pool=pool), ResetDone(True, kv_events)
 
 

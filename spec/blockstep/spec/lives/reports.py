@@ -23,7 +23,6 @@ from blockstep.spec.lives.endings import get_ended, get_error_row
 from blockstep.spec.lives.sessions import drop_row
 from blockstep.spec.memory.deferred import give_up_blocks
 from blockstep.spec.memory.slots import settle_slots
-from blockstep.spec.pool import take_events
 from blockstep.spec.requests import Frame, RequestState, list_rows_in_flight
 from blockstep.spec.state import State
 from blockstep.spec.step.preemption import process_preemption
@@ -61,7 +60,7 @@ def process_transfers_reported(state: State, transfers: KVTransfers) -> tuple[St
     state, failed = state.rules.get_failures(state, transfers.invalid_block_ids, None)
     state, rows = get_reported(state, transfers, failed)
     # observe
-    pool, kv_events = take_events(state.pool)
+    pool, kv_events = state.rules.take_events(state.pool)
     return replace(state, pool=pool), Outputs(rows, kv_events)
 
 

@@ -7,11 +7,11 @@ from blockstep.spec.memory.pins import (
     forget_jobs,
     free_pins,
     get_findable_tables,
+    hold_pin,
     list_of_job,
     list_unfinished_jobs,
     take_estimate,
     tell_time,
-    without_findable,
 )
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import Ack, Pin, PinEstimate, RequestId
@@ -40,9 +40,11 @@ def process_estimate(state: State, estimate: PinEstimate) -> tuple[State, Ack]:
 def get_turn_ended(state: State, request_id: RequestId) -> State:
     """Pin the blocks of a turn that has finished by its outputs, for its job's next turn.
 
-    The request then finishes like any other, with its remaining blocks. Blocks are pinned if the
-    job has an estimate above 0, and if any are cached; the pin replaces that of an earlier turn.
-    After the last turn there is no pin. Source: seed 001 "Change 4", "Change 12"; P17.
+    The pin is one more holder of each block, so the request then finishes like any other: with a
+    store its blocks may be held for a transfer, or wait for a frame in flight, while they are
+    pinned. Blocks are pinned if the job has an estimate above 0, and if any are cached; the pin
+    replaces that of an earlier turn. After the last turn there is no pin. Source: seed 001
+    "Change 4", "Change 12"; P17.
     """
     request = state.requests[request_id]
     job_id, is_last = request.request.job_id, request.request.is_last_step
@@ -53,12 +55,10 @@ def get_turn_ended(state: State, request_id: RequestId) -> State:
     if not is_kept and not is_last:
         return state
     pool, pins = free_pins(state.pool, state.pins, list_of_job(state.pins, job_id))
-    state = replace(state, pool=pool, pins=pins)
-    if not is_kept:
-        return state
-    pins = replace(pins, pins=(*pins.pins, Pin(job_id, tables, pins.now + estimates[job_id])))
-    requests = state.requests.having(request_id, without_findable(request))
-    return replace(state, pins=pins, requests=requests)
+    if is_kept:
+        pin = Pin(job_id, tables, pins.now + estimates[job_id])
+        pool, pins = hold_pin(pool, pins, pin)
+    return replace(state, pool=pool, pins=pins)
 
 
 def without_pins(state: State) -> State:

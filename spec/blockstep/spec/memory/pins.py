@@ -15,7 +15,7 @@ from typing import Final
 
 from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.pool import Pool, free_blocks
+from blockstep.spec.pool import Pool, free_blocks, touch_blocks
 from blockstep.spec.requests import RequestState, without_nulls
 from blockstep.spec.vocabulary import BlockTables, Pin, PinEstimate, RequestId
 
@@ -121,13 +121,14 @@ def get_findable_tables(request: RequestState) -> BlockTables:
     return tables if any(map(any, tables)) else ()
 
 
-def without_findable(request: RequestState) -> RequestState:
-    """Return the request without the blocks that can be hit. Source: P17."""
-    holdings = [
-        replace(holding, block_table=holding.block_table[holding.num_cached_blocks :])
-        for holding in request.holdings
-    ]
-    return replace(request, holdings=tuple(holdings))
+def hold_pin(pool: Pool, pins: Pins, pin: Pin) -> tuple[Pool, Pins]:
+    """Return pool and pins with one more pin, which holds a reference to each of its blocks.
+
+    Source: seed 001 "Change 4"; P17.
+    """
+    for table in pin.block_tables:
+        pool = touch_blocks(pool, without_nulls(table))
+    return pool, replace(pins, pins=(*pins.pins, pin))
 
 
 def free_pins(pool: Pool, pins: Pins, gone: Sequence[Pin]) -> tuple[Pool, Pins]:

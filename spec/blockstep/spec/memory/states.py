@@ -31,11 +31,12 @@ def compute_num_state_blocks(group: KVGroup, num_tokens: int, num_slots: int) ->
 def compute_num_new_states(
     group: KVGroup, num_blocks: int, num_held: int, num_hit: int, is_loaded: bool = False
 ) -> int:
-    """Blocks to take for a table of `num_blocks`, of which `num_held` or `num_hit` are there.
+    """Return the blocks to take for a table of `num_blocks`, of which `num_held` or `num_hit` are
+    there.
 
-    With `align` a chunk writes one state, however long it is, and those behind drafts, which are
-    taken along; a state that a store loads (`is_loaded`) has a block of its own, unless the chunk
-    ends in that block. Upstream reckons with one block where it takes two (#46892), and stops where
+    With `align` a chunk writes one state, however long it is, and those after drafts, whose blocks
+    are taken at the start; a state that a store loads (`is_loaded`) has a block of its own, unless
+    the chunk ends in that block. Upstream counts one block for two (#46892), and fails if
     rejected drafts have left more than enough. Source: vLLM 0.19.1
     `MambaManager.get_num_blocks_to_allocate`; P8.
     """
@@ -56,10 +57,10 @@ def get_extended_states(
 ) -> tuple[BlockId, ...]:
     """Return a table extended to `num_blocks`; `is_running`: it ends in blocks for drafts.
 
-    With `align` those that now stand before the block to be written are moved behind it, and null
-    blocks fill the gap. If a store loads the state that the table ends in (`is_loaded`), the first
-    new block is for it, before the gap. Source: vLLM 0.19.1 `MambaManager.allocate_new_blocks`; P2,
-    P8.
+    With `align`, blocks for drafts that are now before the block to be written are moved after it,
+    and null blocks fill the gap. If a store loads the state that the table ends in (`is_loaded`),
+    the first new block is for that state, before the gap. Source: vLLM 0.19.1
+    `MambaManager.allocate_new_blocks`; P2, P8.
     """
     if group.mamba_cache_mode is not MambaCacheMode.ALIGN or not new_blocks:
         return table + new_blocks

@@ -125,6 +125,7 @@ class Quirk(StrEnum):
     TRANSFERS_ARE_NO_WORK = "transfers_are_no_work"
     NULL_BLOCKS_ARE_TOLD = "null_blocks_are_told"
     RESETS_ARE_TOLD_LATE = "resets_are_told_late"
+    EVENTS_NAME_NO_GROUP = "events_name_no_group"
 
 
 @dataclass(frozen=True, slots=True)

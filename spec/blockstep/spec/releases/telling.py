@@ -6,10 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.spec.hashing import get_group_keys, get_tokens
+from blockstep.spec.pool import Pool
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockStored, Config
+from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
+    BlockId,
+    BlockKey,
+    BlockRemoved,
+    BlockStored,
+    Config,
+    KVEvent,
+)
 
 
 def resets_are_told_late(rules: Rules, _config: Config) -> Rules:
@@ -42,13 +51,39 @@ def null_blocks_are_told(rules: Rules, _config: Config) -> Rules:
     return replace(rules, get_stored=get_stored)
 
 
+def events_name_no_group(rules: Rules, _config: Config) -> Rules:
+    """KV events name blocks by their tokens alone, so the keys of all groups look alike."""
+
+    def take_events(pool: Pool) -> tuple[Pool, tuple[KVEvent, ...]]:
+        pool, events = rules.take_events(pool)
+        return pool, tuple(map(without_group, events))
+
+    return replace(rules, take_events=take_events)
+
+
+def without_group(event: KVEvent) -> KVEvent:
+    """Returns the event with each key as it would be in the first group. Source: #37688."""
+    match event:
+        case BlockStored(keys=keys, parent=parent):
+            first = None if parent is None else _in_first_group(parent)
+            return replace(event, keys=tuple(map(_in_first_group, keys)), parent=first)
+        case BlockRemoved(keys=keys):
+            return replace(event, keys=tuple(map(_in_first_group, keys)))
+        case _:
+            return event
+
+
+def _in_first_group(key: BlockKey) -> BlockKey:
+    return key.in_group(0)
+
+
 STORIES = (
     QuirkStory(
         Quirk.NULL_BLOCKS_ARE_TOLD,
         null_blocks_are_told,
         "stored blocks are reported in one event, with the tokens of null blocks among them",
         ("P20",),
-        "not found upstream",
+        "#44451",
         "0.19.1",
         "events on; a recurrent group that keeps one state of a prompt of two blocks: its one key "
         "is reported with the tokens of both blocks, and without a parent",
@@ -62,5 +97,15 @@ STORIES = (
         "0.19.1, 0.33.0",
         "events on; one request of a block finishes, and the cache is reset: no event is returned "
         "until another request is served, so a router still sends prompts there",
+    ),
+    QuirkStory(
+        Quirk.EVENTS_NAME_NO_GROUP,
+        events_name_no_group,
+        "KV events do not say of which KV group a block is",
+        ("P20",),
+        "#37688; a release up to 0.19.1 therefore makes one group of all with KV events",
+        "0.19.1",
+        "events on, full attention and a window: a block that the window leaves is evicted, and "
+        "a router believes that the block of full attention is gone",
     ),
 )

@@ -37,9 +37,9 @@ def skipped_reading_counts_as_asked(rules: Rules, _config: Config) -> Rules:
 
 
 def last_token_is_loaded(rules: Rules, config: Config) -> Rules:
-    """A load that comes later has all known tokens; the last of them is then computed again.
+    """An asynchronous load has all known tokens; the last of them is then computed again.
 
-    Not with states, of which no token can be undone: their connectors leave the last token out.
+    Not with states, which cannot be rolled back: connectors with states leave the last token out.
     Source: vLLM 0.19.1 `NixlConnectorScheduler.get_num_new_matched_tokens`; upstream #37310.
     """
     if config.has_states:
@@ -236,7 +236,7 @@ STORIES = (
         skipped_reading_counts_as_asked,
         "a request with skip_reading_prefix_cache counts as a miss of the store",
         ("P21",),
-        "#57596, #57597 (open)",
+        "not found upstream",
         "0.33.0",
         "a request that skips reading is admitted: its tokens are queries of the store's hit rate",
     ),
@@ -361,7 +361,7 @@ STORIES = (
         "a request that finishes with a store first frees the blocks outside its windows, but for "
         "steps in flight",
         ("P16",),
-        "not found upstream (searched 2026-11-26: connector, window, finished)",
+        "not found upstream",
         "0.33.0",
         "blocks of 1, full attention and a window of 1, a prompt of one token: it finishes, and "
         "the block of its window is queued first",
@@ -371,7 +371,7 @@ STORIES = (
         cached_tokens_of_the_offer,
         "the reported cached tokens are those that a store offered when the load began",
         ("P19", "P21"),
-        "not found upstream (searched 2026-11-26: num_cached_tokens, failed load)",
+        "not found upstream",
         "0.33.0",
         "an asynchronous load of half a prompt fails: all of it is computed, and half is reported "
         "as cached",

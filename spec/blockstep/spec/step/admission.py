@@ -258,8 +258,9 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
 def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
     """Start an asynchronous load for `request` if its blocks are available; else change nothing.
 
-    It takes neither tokens nor a running slot, and of blocks what is loaded, and the state blocks
-    of drafts; but the gate counts blocks for the whole request. Source: vLLM 0.19.1 `schedule`
+    It takes no tokens and no running slot, and blocks only for the loaded tokens, and for drafts
+    after a state; but the admission gate asks for all of the request, as for others.
+    Source: vLLM 0.19.1 `schedule`
     (`load_kv_async`); P7, P8, P19.
     """
     granted = get_slots_at_admission(step, request, 0, hit)

@@ -44,10 +44,10 @@ def get_offered_hit(
 ) -> tuple[Hit, bool] | None:
     """Return the hit extended by what the store has, and whether the load is asynchronous.
 
-    None if the store does not know yet. Of a recurrent group the store has one state, which
-    includes the last token of the offer. So an offer is loaded up to its end or not at all: a state
-    of fewer tokens is not there, and one of more tokens would run some of them twice. Upstream
-    leaves that to the store, which answers with one token less than the prompt (NIXL).
+    None if the store has no answer yet. Of a recurrent group the store has only the state after the
+    last token of the offer, so the offer is loaded up to there or not at all: a state of fewer
+    tokens is not available, and one of more tokens would compute some of them twice. Upstream
+    leaves that to the store, which offers one token less than the prompt (NIXL).
     Source: vLLM 0.19.1 `get_num_new_matched_tokens`; P3, P5.
     """
     if not asks_store(request, rules):

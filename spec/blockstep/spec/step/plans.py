@@ -128,9 +128,9 @@ def get_copying(step: Step, plan: Plan) -> Plan:
 def get_blocks_to_zero(step: Step) -> tuple[BlockId, ...]:
     """Return blocks that the step newly takes for attention from a pool with recurrent groups.
 
-    By group, in the order of the rows. Hits are not among them, nor are blocks of an asynchronous
-    load: nothing orders the worker behind the store. Upstream has those under full attention zeroed
-    only. Source: vLLM 0.19.1 `take_new_block_ids`; upstream #48481; P3, P17.
+    By group, in the order of the rows, without hit blocks and blocks of an asynchronous load: the
+    worker and the store are not ordered. Upstream zeroes only those under full attention.
+    Source: vLLM 0.19.1 `take_new_block_ids`; upstream #48481; P3, P17.
     """
     groups, rules = step.state.config.groups, step.state.rules
     if not groups or all(map(is_attended, groups)):

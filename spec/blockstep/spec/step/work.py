@@ -80,8 +80,8 @@ class Step:
     pins: Pins = NO_PINS
     rows: list[Scheduled] = field(default_factory=list)
     granted: list[Scheduled] = field(default_factory=list)
-    """Rows, rows that were withdrawn, and requests that are given blocks for a load, which
-    compute no token."""
+    """All rows, including withdrawn ones, and requests that are given blocks for a load and compute
+    no token."""
     loads: list[KVLoad] = field(default_factory=list)
     """The loads of the step, in the order in which requests were tried."""
     saves: list[KVSave] = field(default_factory=list)

@@ -122,34 +122,37 @@ def _find_broken_transfers(config: Config) -> Iterator[BrokenRule]:
     """
     if config.is_encoder_decoder:
         fix = "leave kv_connector out"
-        yield "kv_connector", "does not go with is_encoder_decoder", fix
+        yield "kv_connector", "cannot be used with is_encoder_decoder", fix
 
 
 def _find_broken_pins(config: Config) -> Iterator[BrokenRule]:
     """Yield every rule that a config with pins breaks. Source: seed 001 "Feature A"."""
-    fix = "use Policy.FCFS"
     if not config.enable_prefix_caching:
         rule = "continuum needs prefix caching: pinned blocks are found by their keys"
         yield "policy", rule, "enable it, or use Policy.FCFS"
-    if config.kv_connector:
-        yield "policy", "continuum cannot be used with kv_connector", fix
 
 
 def _find_broken_forks(config: Config) -> Iterator[BrokenRule]:
     """Yield every rule that a config with forks breaks. Source: seed 002 "Fork".
 
-    Things other than the KV of tokens are not shared: loads, encoded items, the pin of a turn. Nor
-    is a recurrent state, which belongs to one boundary and is overwritten.
+    A branch shares full blocks, and copies the one in which its first tokens are written. Two things
+    do not fit that. A state is written in place at each step, so a branch needs a copy of it from
+    the start, which no row has. And with a store a copied block may be given to a load before the
+    copy is made. vLLM has no branches: its beams are requests that hit the prefix cache, and these
+    can be used with both. Encoder-decoder input is attended from a table that is never published.
     """
     fix = "leave enable_forks out"
     if config.kv_connector:
-        yield "enable_forks", "cannot be used with kv_connector", fix
-    if config.encoder_cache_size:
-        yield "enable_forks", "cannot be used with an encoder", fix
+        rule = "cannot be used with kv_connector: a load may get a block that is still copied from"
+        yield "enable_forks", rule, "submit each branch as a request, or leave enable_forks out"
+    if config.is_encoder_decoder:
+        rule = "cannot be used with is_encoder_decoder: its input has no key to share it by"
+        yield "enable_forks", rule, fix
     if config.policy is Policy.CONTINUUM:
         yield "enable_forks", "cannot be used with continuum: a branch is not a turn of a job", fix
     if any(group.kind is GroupKind.RECURRENT for group in config.groups):
-        yield "enable_forks", "cannot be used with recurrent groups: a state is overwritten", fix
+        rule = "cannot be used with recurrent groups: a state is written in place at each step"
+        yield "enable_forks", rule, "submit each branch as a request, or leave enable_forks out"
 
 
 def _find_broken_tiers(config: Config) -> Iterator[BrokenRule]:
@@ -159,9 +162,9 @@ def _find_broken_tiers(config: Config) -> Iterator[BrokenRule]:
     """
     if config.swap_min_tokens and not config.kv_connector:
         fix = "set kv_connector, or leave it out"
-        yield "swap_min_tokens", "needs a store that keeps what is saved", fix
+        yield "swap_min_tokens", "needs a store that keeps saved KV", fix
     if config.swap_min_tokens and config.has_states:
-        rule = "does not go with recurrent groups: few victims hold a state at the end of a block"
+        rule = "cannot be used with recurrent groups: few victims have a state at a block's end"
         yield "swap_min_tokens", rule, "leave it out"
     if config.admission_low_blocks > config.admission_high_blocks:
         rule = "must be no more than admission_high_blocks: it closes below one, opens at the other"

@@ -174,12 +174,12 @@ class KVOffer:
 
     request_id: RequestId
     num_tokens: int | None = 0
-    """Leading tokens of the request of which the store has the KV: those behind the local hit are
-    loaded, but not the last known token: something must be sampled. None: it does not know yet,
-    ask again.
+    """Leading tokens of the request whose KV the store has. Those after the local hit are loaded,
+    except for the last known token: a token must be sampled. None: the store has no answer yet; ask
+    again.
 
-    Of recurrent groups it has the states behind the last of these tokens, and no others. What is
-    not known or is the last known token is of no use then, and with it nothing is."""
+    Of recurrent groups the store has only the states after the last of these tokens. If that token
+    is not known, or is the last known one, its state cannot be used, and nothing is loaded."""
     is_async: bool = False
     """Whether a load takes longer than a step: the request waits until it has ended.
 

@@ -378,7 +378,8 @@ class VllmEngine:
         has_items = run.config.encoder_cache_size > 0
         hashed = partial(self.audit.get_told_extras, has_items=has_items)
         get_extras = None if self.had_items_in_a_chunk else hashed
-        return read_events(publisher, run.digests, run.lora_ids, self.separate_names, get_extras)
+        names = run.lora_ids, self.separate_names
+        return read_events(publisher, run.digests, run.config.kv_groups, *names, get_extras)
 
     def _drafts(self, drafts: tuple[v.RowTokens, ...]) -> v.DraftsTaken:
         """Hand in drafts, and return the requests that kept theirs.

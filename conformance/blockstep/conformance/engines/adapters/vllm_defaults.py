@@ -62,8 +62,8 @@ LEFT: Mapping[str, frozenset[str]] = MappingProxyType(
         "SchedulerConfig": frozenset(
             {
                 *("runner_type", "is_multimodal_model", "scheduler_cls", "stream_interval"),
-                *("disable_hybrid_kv_cache_manager", "watermark", "prefill_schedule_interval"),
-                *("max_num_queued_reqs", "max_num_queued_tokens", "max_num_active_seqs"),
+                *("watermark", "prefill_schedule_interval", "max_num_queued_reqs"),
+                *("max_num_queued_tokens", "max_num_active_seqs"),
                 *("long_prefill_token_threshold_adaptive", "max_num_partial_prefills"),
                 *("max_long_partial_prefills", "num_lookahead_slots", "cuda_graph_sizes"),
                 "send_delta_data",
@@ -199,15 +199,15 @@ class NotDefault:
     name: str
     """A few words for the verdict: how the release is checked."""
     knob: str
-    defaults: tuple[tuple[str, str], ...]
-    """The default, and the release since which it is this one."""
+    defaults: tuple[tuple[str, str | None], ...]
+    """The default by the release since which it is this one; None where a check has it, too."""
     checked: str
     where: str
     """The configs in which it makes a difference."""
     reason: str
 
     def get_default(self, version: str) -> str | None:
-        """Returns the default in a release; None if that has no such knob."""
+        """Returns the default in a release; None if that has no such knob, or is checked at it."""
         number = read_release_number(version) or ()
         known = [
             default
@@ -249,6 +249,14 @@ DEVIATIONS: tuple[NotDefault, ...] = (
         "0",
         "KV events",
         "what a digest stands for is looked up, and 64 bits of it could stand for two contents",
+    ),
+    NotDefault(
+        "several groups with KV events",
+        "SchedulerConfig.disable_hybrid_kv_cache_manager",
+        (("0.11.0", "True with KV events"), ("0.20.0", None)),
+        "False",
+        "KV events with several KV groups",
+        "the release would make one group of full attention of all (#37688), which is another run",
     ),
     NotDefault(
         "seeded hashes",

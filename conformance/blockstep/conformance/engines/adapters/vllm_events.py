@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.config.kv_events import KVEventsConfig
@@ -24,6 +24,15 @@ from blockstep.spec import vocabulary as v
 RELEASE = require_release()
 
 PUBLISHER = "blockstep"
+
+SPEC_KINDS: Mapping[v.GroupKind, str] = {
+    v.GroupKind.FULL: "full_attention",
+    v.GroupKind.SLIDING_WINDOW: "sliding_window",
+    v.GroupKind.CHUNKED_LOCAL: "chunked_local_attention",
+    v.GroupKind.RECURRENT: "mamba",
+    v.GroupKind.CROSS_ATTENTION: "cross_attention",
+}
+"""The word by which an event says of which kind a KV group is."""
 
 
 class Recorder(EventPublisher):  # type: ignore[misc]
@@ -61,6 +70,7 @@ def ask_for_events(vllm_config: Any) -> None:
 def read_events(
     publisher: Any,
     digests: Digests,
+    groups: Sequence[v.KVGroup],
     lora_ids: Mapping[str, int],
     separate_names: bool,
     get_extras: Callable[[v.BlockKey], object] | None,
@@ -70,6 +80,7 @@ def read_events(
     Args:
         publisher: The scheduler's.
         digests: What each digest stands for.
+        groups: The KV groups of the run.
         lora_ids: The number of each adapter.
         separate_names: See `VllmEngine.separate_names`.
         get_extras: What the release hashes of a block beside its tokens; None to compare none.
@@ -85,23 +96,27 @@ def read_events(
     }
     found = []
     for event in publisher.take():
-        read = _read_event(event, digests, names)
+        read = _read_event(event, digests, groups, names)
         if isinstance(read, v.BlockStored) and get_extras is not None:
             _check_extras(event, read.keys, get_extras)
         found.append(read)
     return tuple(found)
 
 
-def _read_event(event: Any, digests: Digests, names: Mapping[int, tuple[str, str]]) -> v.KVEvent:
+def _read_event(
+    event: Any,
+    digests: Digests,
+    groups: Sequence[v.KVGroup],
+    names: Mapping[int, tuple[str, str]],
+) -> v.KVEvent:
     for field in UNUSED.get(type(event).__name__, ()):
         value = getattr(event, field, None)
         if not is_empty(value):
             raise EngineFault(f"{field} of a KV event is {value!r}, for nobody who asked for it")
-    # Where no event says it, there is one group.
-    group = getattr(event, "group_idx", None) or 0
+    if isinstance(event, AllBlocksCleared):
+        return v.AllBlocksCleared()
+    group = _read_group(event, groups)
     match event:
-        case AllBlocksCleared():
-            return v.AllBlocksCleared()
         case BlockRemoved(block_hashes=told, medium=medium):
             return v.BlockRemoved(_read_keys(digests, told, group), medium)
         case BlockStored(block_hashes=told, parent_block_hash=parent, medium=medium):
@@ -114,6 +129,25 @@ def _read_event(event: Any, digests: Digests, names: Mapping[int, tuple[str, str
                 medium=medium,
             )
     raise EngineFault(f"no such KV event: {event!r}")
+
+
+def _read_group(event: Any, groups: Sequence[v.KVGroup]) -> int:
+    """Returns the KV group of an event's blocks: the first one where the release names none.
+
+    Raises:
+        EngineFault: there is no such group, or it is of another kind than the event says.
+    """
+    if not RELEASE.has_told_groups:
+        return 0
+    group = event.group_idx
+    if not isinstance(group, int) or not 0 <= group < len(groups):
+        raise EngineFault(f"group_idx of a KV event is {group!r}, of {len(groups)} groups")
+    if isinstance(event, BlockStored):
+        told = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
+        right = SPEC_KINDS[groups[group].kind], groups[group].sliding_window or None
+        if told != right:
+            raise EngineFault(f"a KV event says that group {group} is {told!r}, not {right!r}")
+    return group
 
 
 def _read_keys(digests: Digests, told: list[Any], group: int) -> tuple[v.BlockKey, ...]:
@@ -153,8 +187,9 @@ def _check_extras(
         raise EngineFault(f"extra_keys of {len(keys)} blocks: {extras!r}")
     for told, key in zip(extras, keys, strict=True):
         hashed: Any = get_extras(key)
-        # Where the last item alone names a block that outputs complete, all of them are told.
+        # Where the last item alone names a block that outputs complete, all of them are told,
+        # behind the name of an adapter.
         if not RELEASE.has_all_items and told and hashed:
-            told = told[-len(hashed) :]
+            told = tuple([one for one in told if one in hashed or not isinstance(one, tuple)])
         if len(key.token_ids) == event.block_size and told != hashed:
             raise EngineFault(f"extra_keys of {key!r} are {told!r}, not {hashed!r}")

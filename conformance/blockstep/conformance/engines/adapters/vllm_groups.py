@@ -25,7 +25,6 @@ CHUNKS_OF_ANOTHER_SIZE = "chunked-local groups beside other block sizes: the rel
 SEVERAL_SIZES = "groups of several block sizes: the release wants one size"
 NO_RECURRENT = "recurrent groups: not followed in this release"
 NO_STATES_OF_ALL = "recurrent groups of mode all: the release has the others alone"
-TOLD_OF_ONE = "KV events of several groups: the release treats all as full attention beside them"
 PARTS_OF_BLOCKS = "groups of several block sizes: the release publishes parts of blocks"
 NARROW_WINDOWS = "windows of one token: the release publishes no block of them"
 OTHER_MIXES = (
@@ -49,8 +48,6 @@ def find_problem(release: Release, config: Config) -> str | None:
         return NO_RECURRENT
     if not config.enable_prefix_caching or not groups:
         return None
-    if config.enable_kv_cache_events and len(groups) > 1 and not release.has_told_groups:
-        return TOLD_OF_ONE
     if release.has_partial_hits:
         if any(group.mamba_cache_mode is MambaCacheMode.ALL for group in groups):
             return NO_STATES_OF_ALL
@@ -122,8 +119,6 @@ def _mend(config: Config, reason: str) -> Config:
         return resize_blocks(config, max(*config.block_sizes, num_drafts + 1))
     if reason == NO_RECURRENT:
         return resize_blocks(without_states(config), config.block_size)
-    if reason == TOLD_OF_ONE:
-        return resize_blocks(replace(config, groups=config.groups[:1]), config.groups[0].block_size)
     return _arrange(config) if reason == OTHER_MIXES else replace(config, groups=config.groups[:1])
 
 

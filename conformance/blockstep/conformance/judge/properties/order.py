@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.life import order_of
-from blockstep.conformance.judge.properties.pins import follow_pins
+from blockstep.conformance.judge.properties.pins import NO_PINS, end_turn, follow_pins
 from blockstep.conformance.judge.properties.queue_replay import (
     Freed,
     Holders,
@@ -322,7 +322,8 @@ def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
             return ()
         return differing_blocks("free_queue", _queued(step, follow.freed), after.free_queue)
     is_forced = isinstance(step.event, v.Reset) and step.event.reset_running_requests
-    if step.config.has_pins and not (is_forced and ledger.has_sessions):
+    may_others_give = ledger.has_sessions or any(map(keeps_blocks, before.requests))
+    if step.config.has_pins and not (is_forced and may_others_give):
         freed = follow_pins(step, ledger).freed
         return differing_blocks("free_queue", _queued(step, freed), after.free_queue)
     if not isinstance(step.event, v.Reset):
@@ -331,7 +332,7 @@ def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
         is_done = isinstance(step.observation, v.ResetDone) and step.observation.success
         if not (step.event.reset_running_requests and is_done):
             names = []
-        elif any(map(keeps_blocks, before.requests)) or ledger.has_sessions:
+        elif may_others_give:
             return ()  # in which order those give way that do not run is a policy
         else:
             names = list(reversed(before.running))
@@ -368,10 +369,11 @@ class Holds(NamedTuple):
 def follow_holds(step: Step, ledger: Ledger) -> Holds:
     """What becomes free, in order, and whose blocks are held behind an event that may end requests.
 
-    The answer to a frame first frees what waited for it. Whoever ends leaves its blocks to a load
-    that is under way, and to a store that wants to read them. Then a report ends holds: loads
-    first.
+    The answer to a frame first frees what waited for it. Whoever ends leaves its blocks to the pin
+    of its job, to a load that is under way, and to a store that wants to read them. Then a report
+    ends holds: loads first.
     """
+    pins = {pin.job_id: pin for pin in (step.before.pins or NO_PINS).pins}
     store, report = ledger.store, ledger.store.get_report(step)
     freed: Freed = []
     holders, held = Holders(step, ledger), dict(store.held)
@@ -382,7 +384,10 @@ def follow_holds(step: Step, ledger: Ledger) -> Holds:
     for name in step.ended:
         if name not in step.old or not _is_freed(step, ledger, name):
             continue
-        hold = None if ledger.goes_on(name, step) else store.find_hold(step.old[name])
+        goes_on = ledger.goes_on(name, step)
+        if step.config.has_pins and not goes_on:
+            freed += end_turn(step, ledger, name, pins, holders)
+        hold = None if goes_on else store.find_hold(step.old[name])
         if hold is None:
             freed += holders.free(name)
         else:

@@ -70,16 +70,21 @@ def follow_pins(step: Step, ledger: Ledger) -> Followed:
         case _ if isinstance(step.event, _ENDS):
             for name in step.ended:
                 if name in step.old and not ledger.goes_on(name, step):
-                    freed += _end(step, ledger, name, pins, holders)
+                    freed += end_turn(step, ledger, name, pins, holders)
+                    freed += holders.free(name)
                 elif name in step.new and not any(step.new[name].block_tables):
                     freed += holders.free(name)  # a session that cannot go back
     return Followed(tuple(pins.values()), freed)
 
 
-def _end(
+def end_turn(
     step: Step, ledger: Ledger, name: v.RequestId, pins: dict[str, v.Pin], holders: Holders
 ) -> Freed:
-    """One request ends; `pins` and `holders` are as that leaves them."""
+    """The blocks that are freed of the pin of a request's job when the request ends.
+
+    `pins` and `holders` are changed: what is kept of the request has a pin as one more holder, and
+    the request still holds all of its blocks.
+    """
     before = step.before.pins or NO_PINS
     asked, tables = ledger.get_request_after(step, name), step.old[name].block_tables
     ends_properly = isinstance(step.event, v.Commit) and any(
@@ -87,21 +92,17 @@ def _end(
     )
     job_id = asked.job_id
     if job_id is None or not ends_properly:
-        return holders.free(name)
-    old_pin = pins.get(job_id)
+        return []
     ttl = next((it.ttl for it in before.estimates if it.job_id == job_id), 0)
     counts = _count_findable(step, ledger, name)
     kept = tuple([table[:count] for table, count in zip(tables, counts, strict=True)])
     is_kept = not asked.is_last_step and ttl > 0 and any(chain(*kept))
     freed: Freed = []
-    if old_pin is not None and (is_kept or asked.is_last_step):
+    if job_id in pins and (is_kept or asked.is_last_step):
         freed += holders.free(pins.pop(job_id))
-    if not is_kept:
-        return freed + holders.free(name)
-    pins[job_id] = pin = v.Pin(job_id, kept, before.now + ttl)
-    rest = [table[count:] for table, count in zip(tables, counts, strict=True)]
-    freed += holders.give_back(name, rest)
-    holders.hand_over(name, pin)
+    if is_kept:
+        pins[job_id] = pin = v.Pin(job_id, kept, before.now + ttl)
+        holders.hold(pin)
     return freed
 
 
@@ -192,7 +193,7 @@ def pins_give_way_only_where_nobody_else_runs(step: Step, _ledger: Ledger) -> Co
 
 @sentence("P10", v.Schedule, needs="has_pins", said_by="every_request_ends_once_all_is_healed")
 def nobody_waits_for_a_pin(step: Step, ledger: Ledger) -> Complaints:
-    """While nobody runs no pin keeps the next in line from being admitted."""
+    """While nobody runs no pin keeps the next in line from being admitted, or loaded."""
     config, pins = step.config, (step.after.pins or NO_PINS).pins
     if (
         not pins
@@ -203,6 +204,8 @@ def nobody_waits_for_a_pin(step: Step, ledger: Ledger) -> Complaints:
         return ()
     name = next_in_line(step, ledger)
     if name is None or not may_have_its_items(step, ledger, name):
+        return ()
+    if step.new[name].status is v.Status.WAITING_FOR_REMOTE_KVS:
         return ()
     life = ledger.lives[name]
     start = step.new[name].num_computed_tokens or hit_now(step, ledger, life)[0]

@@ -188,7 +188,9 @@ def find_waiting(step: Step, ledger: Ledger) -> v.RequestId | None:
         return None
     givers = [max(after.running, key=lambda name: ledger.lives[name].order)]
     if config.policy is not v.Policy.PRIORITY:
-        givers = [after.running[-1]]
+        youngest, warm = after.running[::-1], list_pinned(step.before)
+        cold = [name for name in youngest if ledger.lives[name].request.job_id not in warm]
+        givers = [*cold[:1], *youngest][:1]
     if len(after.running) == 1:
         givers += [old.request_id for old in step.old.values() if keeps_blocks(old)]
     if all(ledger.get_fence(name) is None for name in givers):
@@ -310,9 +312,11 @@ class Holders:
         if before.pins is not None:
             self._tables.update({pin: pin.block_tables for pin in before.pins.pins})
 
-    def hand_over(self, name: v.RequestId, pin: v.Pin) -> None:
-        """What a request holds, a pin holds from now on."""
-        self._tables[pin] = self._tables.pop(name)
+    def hold(self, pin: v.Pin) -> None:
+        """A new pin holds its blocks, which others hold as well."""
+        self._tables[pin] = pin.block_tables
+        for block in chain(*pin.block_tables):
+            self._counts[block] += 1
 
     def free(self, name: v.RequestId | v.Pin) -> Freed:
         """All that a request holds: what becomes free of it, the last block of each table first."""

@@ -430,9 +430,11 @@ def reset_succeeds_unless_blocks_are_held(step: Step, ledger: Ledger) -> Complai
     """
     assert isinstance(step.event, v.Reset)
     assert isinstance(step.observation, v.ResetDone)
-    all_free = _all_free(step, step.before)
+    before = step.before
+    all_free = _all_free(step, before)
     if step.config.has_pins:
-        all_free = not any(any(chain(*request.block_tables)) for request in step.before.requests)
+        all_free = not any(any(chain(*request.block_tables)) for request in before.requests)
+        all_free &= before.transfers is None or not before.transfers.deferred_frees
     expected = step.event.reset_running_requests or all_free
     if step.event.reset_connector and not step.config.kv_connector:
         expected = False

@@ -14,15 +14,15 @@ from blockstep.spec.memory.pins import (
     Pins,
     free_pins,
     get_findable_tables,
+    hold_pin,
     is_expired,
     list_expired,
     list_givers,
     take_estimate,
     tell_time,
-    without_findable,
 )
-from blockstep.spec.pool import Pool, get_num_free_blocks
-from blockstep.spec.requests import Holding, RequestState
+from blockstep.spec.pool import Pool, get_num_free_blocks, touch_blocks
+from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
 from blockstep.spec.step.queues import Requests, select_victim
 from blockstep.spec.step.warmth import compute_coldness, get_warm_first, process_expiry
@@ -127,16 +127,16 @@ def last_findable_block_goes(request: RequestState) -> BlockTables:
     return (kept,) if kept else ()
 
 
-@instead(without_findable)
-def turn_frees_what_stays(request: RequestState) -> RequestState:
-    """The blocks that the pin holds are freed with the request."""
-    return request
+@instead(hold_pin)
+def pin_has_no_reference(pool: Pool, pins: Pins, pin: Pin) -> tuple[Pool, Pins]:
+    """The request's end frees the blocks that the pin names."""
+    return pool, replace(pins, pins=(*pins.pins, pin))
 
 
-@instead(without_findable)
-def tail_has_no_end(request: RequestState) -> RequestState:
-    """The blocks that are not pinned are never freed."""
-    return replace(request, holdings=(Holding((), 0),))
+@instead(hold_pin)
+def pin_holds_too_much(right: Right[tuple[Pool, Pins]], pool: Pool, pin: Pin) -> tuple[Pool, Pins]:
+    """The pin has a reference to the other blocks of the table, too, which it does not name."""
+    return right(pool=touch_blocks(pool, TABLE[len(pin.block_tables[0]) :]))
 
 
 @instead(get_turn_ended)
@@ -287,7 +287,7 @@ def check_an_estimate_counts_from_now(now: int, end: int, ttl: int, other_end: i
 @ROOM.law(
     "P1 P17",
     (2, 5, 0),
-    *(whole_table_stays, last_findable_block_goes, turn_frees_what_stays, tail_has_no_end),
+    *(whole_table_stays, last_findable_block_goes, pin_has_no_reference, pin_holds_too_much),
     *(older_pin_is_forgotten, last_turn_is_a_turn, last_turn_leaves_the_older_pin),
     blocks_stay_for_no_time,
 )
