@@ -246,7 +246,7 @@ def test_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     file, page = tmp_path / "laws.json", tmp_path / "laws.md"
     result = prove("--law", "allocation.longest_hit", "--json", file, "--markdown", page)
     assert result.exit_code == 0
-    assert "1 of 1 laws confirmed, 2 of 2 twins refuted" in result.stdout
+    assert "1 of 1 laws confirmed, 2 of 2 mutants refuted" in result.stdout
     assert "#30320" in result.stdout
     written = json.loads(file.read_text())
     head = (written["format"], written["version"], written["exit_code"])

@@ -176,6 +176,8 @@ def test_states_at_the_ends_of_chunks_are_beside_items_that_are_split() -> None:
     assert why == vllm_groups.NO_STATES_OF_ALL
     assert config_problems(found) == ()
     assert not found.disable_chunked_mm_input
+
+
 @pytest.mark.parametrize("release", [OLDEST, OURS, NEWEST], ids=lambda one: one.version)
 def test_what_a_release_is_given_is_a_config(release: Release) -> None:
     """States at the ends of chunks go with no whole items, which those of other modes go with."""

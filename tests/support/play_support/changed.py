@@ -150,9 +150,10 @@ def change_in_features() -> Changes:
 
 # The page.
 
-INTRO = """`make docs` plays an episode of each feature, the specification against itself. In a copy of each answer
-and each state it changes one field at a time, and the run has to notice: **{total} changes, of
-{met} fields in {features} features**. A change that is not noticed fails the build, and a test.
+INTRO = """`make docs` plays an episode of each feature, the specification against itself. In a
+copy of each answer and each state it changes one field at a time, and the run has to notice:
+**{total} changes, of {met} fields in {features} features**. A change that is not noticed fails the
+build, and a test.
 
 Each field is compared by `blockstep.conformance.protocol.compare` where an engine is held to every
 answer and state: at `exact`, and at `renamed` once blocks have been given the same names. The

@@ -135,11 +135,11 @@ def _find_broken_pins(config: Config) -> Iterator[BrokenRule]:
 def _find_broken_forks(config: Config) -> Iterator[BrokenRule]:
     """Yield every rule that a config with forks breaks. Source: seed 002 "Fork".
 
-    A branch shares full blocks, and copies the one in which its first tokens are written. Two things
-    do not fit that. A state is written in place at each step, so a branch needs a copy of it from
-    the start, which no row has. And with a store a copied block may be given to a load before the
-    copy is made. vLLM has no branches: its beams are requests that hit the prefix cache, and these
-    can be used with both. Encoder-decoder input is attended from a table that is never published.
+    A branch shares full blocks, and copies the one in which its first tokens are written. Two
+    things do not fit that. A state is written in place at each step, so a branch needs a copy of it
+    from the start, which no row has. And with a store a copied block may be given to a load before
+    the copy is made. vLLM has no branches: its beams are requests that hit the prefix cache, and
+    these can be used with both. Encoder-decoder input is attended from a table without keys.
     """
     fix = "leave enable_forks out"
     if config.kv_connector:
