@@ -32,8 +32,8 @@ check: $(BASE) ## Hold our engine to the specification: `blockstep check`
 test: $(DEV) ## Run the tests
 	@$(BIN)/python -m pytest -n 2 $(ARGS)
 
-soak: $(DEV) ## Run what takes longer than a test may: the same over more seeds (not in CI)
-	@$(BIN)/python -m pytest -n 2 -m soak $(ARGS)
+soak: $(DEV) ## Run what takes longer than a test may: more seeds, and every sampled case (not in CI)
+	@$(BIN)/python -m pytest -n 2 -m "soak or sampled" --whole $(ARGS)
 
 lint: $(DEV) ## Check style, types, imports and English
 	@$(BIN)/ruff check

@@ -8,7 +8,11 @@ process.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,3 +41,54 @@ def pytest_runtest_teardown() -> None:
             torch.cuda.synchronize()
         except RuntimeError:
             os._exit(1)
+
+
+# Long tables of cases: each commit runs a sample, `--whole` all of them.
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--whole`."""
+    text = "run every case of the tests marked `sampled`, not the sample of this commit"
+    parser.addoption("--whole", action="store_true", help=text)
+
+
+@cache
+def get_commit() -> str:
+    """Return the id of the commit that is tested; "none" outside of a repository."""
+    command = ("git", "rev-parse", "--short=12", "HEAD")
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "none"
+    return done.stdout.strip()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Return the line that says which cases a run leaves out."""
+    if config.getoption("--whole"):
+        return "sampled: every case (--whole)"
+    return f"sampled: the cases of commit {get_commit()}; all of them: --whole"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out cases of tests marked `sampled(one_in=N)` that are not in the commit's sample.
+
+    A case that is named on the command line is always run.
+    """
+    named = [one.partition("::")[2] for one in config.args if "::" in one]
+    if config.getoption("--whole"):
+        return
+    left_out = []
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is None or any(item.nodeid.endswith(name) for name in named):
+            continue
+        number = int(sha256(f"{get_commit()} {item.nodeid}".encode()).hexdigest()[:8], 16)
+        if number % mark.kwargs["one_in"]:
+            left_out.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        dropped = {id(item) for item in left_out}
+        items[:] = [item for item in items if id(item) not in dropped]

@@ -17,6 +17,7 @@ FACTS = {
     "commands": ("### blockstep check\n", "### blockstep vectors fill\n", "- `--engine <str>`: "),
     "commands and engines": ("| `blockstep validate TRACE` | works |",),
     "coverage": ("| **all** |", "Run: `python -m benchmarks.coverage` on 20"),
+    "fields": ("changes, of", "Plan.new", "## Not compared"),
     "findings": ("| *events played* |", "#43569", "config    num_blocks="),
     "judges": ("## Scores", "## Survivors"),
     "laws": ("Run of 20", "## Rules of vLLM 0.19.1", "crosshair-tool"),

@@ -25,6 +25,7 @@ PAGES = {
 }
 OUTSIDE = {
     "pip": "installs",
+    "g++": "compiles",
     "git": "fetches",
     "coverage": "measures another program",
     "for": "shell",

@@ -130,7 +130,7 @@ def test_failures_of_a_corpus_and_known_programs_are_told(project: Path) -> None
 
 def test_the_command_reads_what_the_others_write(tmp_path: Path) -> None:
     """A check, a hunt, and the outcome of pytest, which holds checks."""
-    engine = ("--engine", "museum:leak-on-abort", "--preset", "tiny", "--episode", 83)
+    engine = ("--engine", "museum:leak-on-abort", "--preset", "tiny", "--episode", 208)
     summary, results = tmp_path / "summary.md", []
     for command in ("check", "hunt"):
         results.append(tmp_path / f"{command}.json")

@@ -23,7 +23,7 @@ def run(*words: str, width: int = 80) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("width", [60, 80, 140])
 def test_a_finding_at_each_width(width: int, snapshot: SnapshotAssertion) -> None:
-    words = ("--engine", LEAKS, "--preset", "tiny", "--episode", "83", "--brief")
+    words = ("--engine", LEAKS, "--preset", "tiny", "--episode", "208", "--brief")
     code, lines = run("check", *words, width=width)
     assert code == 1
     assert len(lines) == LINES_MAX
@@ -33,7 +33,7 @@ def test_a_finding_at_each_width(width: int, snapshot: SnapshotAssertion) -> Non
 @pytest.mark.parametrize(
     "words",
     [
-        ("check", "--engine", LEAKS, "--preset", "tiny", "--episode", "83"),
+        ("check", "--engine", LEAKS, "--preset", "tiny", "--episode", "208"),
         ("explore", "--engine", LEAKS, "--preset", "pair", "--profile", "vllm-0.19.1"),
         ("explore", "--engine", LEAKS, "--preset", "pair", "--no-properties"),
     ],
@@ -62,7 +62,7 @@ def test_a_recorded_run_is_told_briefly(tmp_path: Path) -> None:
 
 
 def test_a_hunt_takes_five_lines_for_each_defect() -> None:
-    words = ("--engine", LEAKS, "--preset", "tiny", "--episode", "83", "--brief")
+    words = ("--engine", LEAKS, "--preset", "tiny", "--episode", "208", "--brief")
     code, lines = run("hunt", *words)
     assert code == 1
     assert len(lines) == 1 + LINES_MAX

@@ -220,7 +220,7 @@ def test_an_episode_of_an_isolated_engine_is_recorded(tmp_path: Path) -> None:
     args = ("--episode", 2, "--record", path)
     assert check_engine(tmp_path, "SpecEngine", *args).exit_code == 0
     assert blockstep("validate", path).exit_code == 0
-    again = ("--seed", 5, "--episode", 4, "--record", tmp_path / "lost.jsonl")
+    again = ("--seed", 5, "--episode", 6, "--record", tmp_path / "lost.jsonl")
     lost = check_engine(tmp_path, "Aborting", *again)
     assert lost.exit_code == 1
     assert "lost.jsonl: nothing to write: the engine's process was ended" in lost.output

@@ -155,7 +155,7 @@ def test_every_rule_is_explained_and_its_source_named_in_words() -> None:
         ("CachedRow.resumed", "`new_block_ids` replaces its block tables"),
         ("all_token_ids", "field CachedRow.all_token_ids: TokenIds | None"),
         ("P4", "planted defects that break it"),
-        ("STALL", "No progress although requests are unfinished"),
+        ("STALL", "Requests are unfinished but make no progress"),
         ("vllm-0.19.1", "unwritten_keys_stay"),
         ("tiny", "block_size: 1 to 2"),
         ("situations", "prefix_hit: an admitted request found"),

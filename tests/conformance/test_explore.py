@@ -144,6 +144,7 @@ UNREACHED = {
     Quirk.RESTS_OF_ITEMS_ARE_SPLIT,
     Quirk.NULL_BLOCKS_ARE_TOLD,
     Quirk.EVENTS_NAME_NO_GROUP,
+    Quirk.BLOCKS_OF_LOADS_ARE_ZEROED,  # no world has a store and recurrent groups
     Quirk.LOADED_WAIT_BEHIND_THE_HEAD,
     Quirk.EMPTY_TRANSFERS_ARE_RESET,
     Quirk.REASONING_IS_SOUGHT_IN_THE_NEXT_CHUNK,  # no world has reasoning in a session
@@ -157,6 +158,7 @@ DEFECT_ROWS = {
 
 
 NO_WORLD = {
+    *("loaded-state-runs-twice", "zeroed-while-loaded"),
     *("loaded-give-way-alone", "late-report-kills", "load-eats-a-hit", "last-group-counts"),
     *("all-pins-give-way", "preempted-turns-stay-warm", "row-of-cold-victim-stays"),
     *(
@@ -165,8 +167,8 @@ NO_WORLD = {
         "branch-behind-the-window",
     ),
 }
-"""Planted defects that differ in no world of stores, pins, forks or tiers of such a size; a
-run of the museum kills them."""
+"""Seeded bugs that differ in no world of stores, pins, forks or tiers of such a size; a run of
+the museum finds them."""
 
 
 def play(world: World, *events: Event) -> State:
@@ -188,6 +190,7 @@ def explore(*args: object) -> Result:
     return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     "name",
     [
@@ -213,6 +216,7 @@ def test_our_engines_agree_on_every_event_in_every_state(name: str, engine: str)
     assert walked.counts == WORLDS[name].expected
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     "name",
     [

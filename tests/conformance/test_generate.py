@@ -136,7 +136,7 @@ def test_a_finding_ends_with_its_report_and_code_1(
     [
         ((), "nothing to continue"),
         (("--token-ids", "1;2"), "--token-ids '1;2': must be ids"),
-        (("abc", "--temperature", -1), "temperature = -1.0: must be 0 or above"),
+        (("abc", "--temperature", -1), "temperature = -1.0: must be from 0"),
         (("abc", "--num-blocks", 1), "num_blocks = 1: must be an int from 2"),
         (("abc", "--cache-gib", "0.0000001"), "kv_cache_bytes = 107: a block takes"),
         (("abc", "--cache-gib", "nan"), "--cache-gib nan: must be a number above 0"),

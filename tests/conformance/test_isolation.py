@@ -328,7 +328,7 @@ def test_a_record_of_an_engine_that_does_not_live_is_none(
     path = tmp_path / "run.jsonl"
     isolation.call(write_episode, replace(options("Chatty"), episode=0), path)
     assert validate(path).conforms
-    wanted = replace(options("AbortingAtAbort"), episode=4)
+    wanted = replace(options("AbortingAtAbort"), episode=6)
     with pytest.raises(LostError, match="SIGABRT"):
         isolation.call(write_episode, wanted, tmp_path / "no.jsonl")
     assert not (tmp_path / "no.jsonl").exists()

@@ -112,7 +112,7 @@ def test_a_specification_that_breaks_its_policy_is_accused(
     ("name", "seed", "episode"),
     [
         *(("forward-frees", 2, 0), ("reset-keeps-keys", 0, 0), ("full-hit", 0, 6)),
-        *(("leak-on-abort", 0, 0), ("share-counted-before-hits", 0, 4)),
+        *(("leak-on-abort", 0, 0), ("share-counted-before-hits", 0, 13)),
     ],
 )
 def test_a_defect_is_named_as_if_every_property_were_always_asked(

@@ -89,7 +89,7 @@ def test_a_score_goes_on_past_a_difference_and_shows_the_first_of_each_kind(
     assert hits is not None
     assert len(hits.program.actions) <= 7
     (difference,) = hits.findings[0].differences
-    assert difference.field.startswith("hit at admission of ")
+    assert difference.field.startswith("hit at admission ")
     assert difference.expected != difference.seen
     told = render_score(result)
     for aspect in result.firsts:
@@ -227,7 +227,7 @@ def test_an_answer_of_wrong_types_is_told_by_its_field() -> None:
 
 def test_what_is_not_seen_again_is_told_so() -> None:
     MoodyHits.was_short = False
-    result = scored("equivalent_engines:Moody", 200, preset="tiny", without_features=("groups",))
+    result = scored("equivalent_engines:Moody", 800, preset="tiny", without_features=("groups",))
     assert any(first.shrunk is None for first in result.firsts.values())
     assert "the engine is not deterministic" in render_score(result)
 

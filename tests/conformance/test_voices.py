@@ -844,12 +844,12 @@ def a_key_is_of_another_group() -> list[Finding]:
     return odd(1, FIRST, BlockKey(None, (1, 2), group=1))
 
 
-@says("published_block_holds_the_right_prefix")
+@says("published_block_is_of_the_same_adapter_salt_and_items")
 def a_key_has_an_item_behind_its_last_token() -> list[Finding]:
     return odd(1, FIRST, BlockKey(None, (1, 2), items=(("cat", 2),)))
 
 
-@says("published_block_holds_the_right_prefix")
+@says("published_block_is_of_the_same_adapter_salt_and_items")
 def a_key_has_two_items_in_one_slot() -> list[Finding]:
     request = replace(A, items=(CAT,))
     right = BlockKey(None, (1, 2), items=(("cat", 1),))
@@ -988,12 +988,12 @@ def test_everybody_who_complains_is_the_only_one_somewhere(
     heard: set[tuple[str, int]] = set()
     complain = TaggedKV._complain
 
-    def listen(self: TaggedKV, *args: Any) -> None:
+    def listen(self: TaggedKV, *args: Any, **more: Any) -> None:
         frame = sys._getframe(1)
         while frame.f_code.co_name.startswith("_complain") and frame.f_back is not None:
             frame = frame.f_back
         heard.add((frame.f_globals["__name__"], frame.f_lineno))
-        complain(self, *args)
+        complain(self, *args, **more)
 
     monkeypatch.setattr(TaggedKV, "_complain", listen)
     for _, _, case in CASES:

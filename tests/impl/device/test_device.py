@@ -243,6 +243,7 @@ def test_a_plan_says_where_its_tokens_stand(fields: dict[str, Any]) -> None:
     assert longest > engine.inbox.dims.lanes
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("fields", [{}, {"max_frames_in_flight": 3}, ASYNCHRONOUS])
 def test_a_loop_without_a_host_does_the_same(fields: dict[str, Any]) -> None:
     """One launch per step, in which the host writes nothing but requests and the sampled tokens."""

@@ -49,7 +49,7 @@ play = partial(CheckOptions, f"{__name__}:make_planted", preset="small")
 DECISIONS = {
     "blocks are freed first block first": (
         "pool", "(last - 1 - step)", "step",
-        "new_blocks_come_from_the_head_of_the_free_queue",
+        "freed_tail_is_evicted_first",
     ),
     "a hit stays in the free queue": (
         "pool", "tl.store(s.ring + place, NONE, mask=is_read & (refs == 0))", "touched += 0",
@@ -57,7 +57,7 @@ DECISIONS = {
     ),
     "a prompt that is all cached has nothing to run": (
         "contents", "limit = (known - 1) // d.size", "limit = known // d.size",
-        "hit_is_whole_blocks_and_leaves_a_token",
+        "running_request_is_known",
     ),
     "an evicted block is still found": (
         "contents", "        tl.store(s.first_block + node, NONE, mask=is_alone)\n", "",
@@ -73,7 +73,7 @@ DECISIONS = {
     ),
     "who is preempted waits behind all others": (
         "lives", "place = tl.load(s.front) - 1", "place = tl.load(s.front) + 1_000",
-        "newcomer_goes_to_the_end_of_its_queue",
+        "queues_keep_their_order",
     ),
     "no lookahead after the tokens of a step": (
         "running", " + tokens + d.num_lookahead", " + tokens",
@@ -278,7 +278,7 @@ OUTSIDE = {
 @pytest.mark.parametrize(("module", "old", "new"), OUTSIDE.values(), ids=OUTSIDE.keys())
 def test_an_access_out_of_bounds_is_found(module: str, old: str, new: str) -> None:
     plant(Memory(), module, old, new)
-    first = check(play(seed=1, max_events=300), shrinks=False).first
+    first = check(play(seed=2, max_events=300), shrinks=False).first
     assert first is not None
     assert first.sentence == "engine_raises_nothing"
     assert "OUT-OF-BOUNDS" in first.message

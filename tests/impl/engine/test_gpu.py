@@ -122,6 +122,7 @@ def test_steps_on_the_device_have_the_tables_of_every_group(
     assert "replay" in gpu.events
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("frames", [1, 2])
 def test_steps_stay_on_the_device_and_are_replayed_as_a_whole(
     gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int], frames: int
@@ -155,6 +156,7 @@ def test_steps_stay_on_the_device_and_are_replayed_as_a_whole(
     assert not {"capture", "wait for a stream"} & {*gpu.events}
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("frames", [1, 2])
 def test_a_burst_of_decodes_waits_once_and_copies_what_is_new(
     gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int], frames: int
@@ -200,6 +202,7 @@ def test_a_burst_of_decodes_waits_once_and_copies_what_is_new(
     assert mirror.num_bytes_read - read == whole
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("frames", [1, 2])
 def test_bursts_say_what_the_host_says_on_a_cpu(
     qwen3: Checkpoint, prompts: list[list[int]], short: list[int], tmp_path: Path, frames: int

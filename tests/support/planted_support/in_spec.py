@@ -83,7 +83,9 @@ def items_do_not_name_blocks(engine: Release) -> None:
 
 @planted("P16 preempted_are_the_last|P16 .*preempt|P16 |P15 ")
 def most_urgent_is_preempted(engine: Release) -> None:
-    engine.replace(get_victim_rank=lambda request: (-request.request.priority,))
+    engine.replace(
+        get_victim_rank=lambda request: (-request.request.priority, -request.request.arrival_time)
+    )
 
 
 @planted("P9 row_stays_within_its_caps")

@@ -158,9 +158,7 @@ def check_command(
     screen = console.make_screen(json_path)
     options.require_preset(preset)
     options.require_profile(profile)
-    if (
-        program is not None or episode is not None
-    ):  # the settings of pyproject.toml are not meant for these
+    if program is not None or episode is not None:  # not meant by the settings of pyproject.toml
         corpus = corpus if options.is_given(context, "corpus") else None
         known = known if options.is_given(context, "known") else None
     _require_sense(event_seconds, record, episode, program, corpus)

@@ -54,6 +54,9 @@ OnlyWithoutOption = Annotated[
 MarkdownOption = Annotated[
     Path | None, options.output("With a table or --list: also write it for the documentation.")
 ]
+NameOption = Annotated[
+    list[str] | None, typer.Option(help="With a table: these quirks or defects only.")
+]
 
 
 def explore_command(
@@ -84,9 +87,7 @@ def explore_command(
     museum: Annotated[
         bool, typer.Option("--museum", help="The shortest program of each seeded bug.")
     ] = False,
-    name: Annotated[
-        list[str] | None, typer.Option(help="With a table: these quirks or defects only.")
-    ] = None,
+    name: NameOption = None,
     max_states: Annotated[
         int, typer.Option(min=1, help="Stop before there are more; 250 bytes each.")
     ] = MAX_STATES,

@@ -45,6 +45,11 @@ Check = Annotated[
     bool, typer.Option("--check", help="Hold every step to the specification while serving.")
 ]
 
+Depth = Annotated[
+    int | None,
+    typer.Option(min=1, help="Plans in flight; 2: asynchronous. Default: 2 on a GPU, else 1."),
+]
+
 
 def generate_command(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts to continue.")] = None,
@@ -83,10 +88,7 @@ def generate_command(
     ] = SpecMethod.NONE,
     num_drafts: Annotated[int, typer.Option(help="Drafts of a step, with --speculate.")] = 4,
     draft_model: Annotated[Path | None, typer.Option(help="Folder of the draft model.")] = None,
-    depth: Annotated[
-        int | None,
-        typer.Option(min=1, help="Plans in flight; 2: asynchronous. Default: 2 on a GPU, else 1."),
-    ] = None,
+    depth: Depth = None,
     scheduler: Scheduler = "fastest",
     check: Check = False,
     json_path: options.Json = None,

@@ -45,6 +45,19 @@ ENDINGS = {
     "none": "done: engine {engine}, alone (--spec compares it with the spec)",
 }
 
+AsFormat = Annotated[
+    WorkloadFormat | None,
+    typer.Option("--format", help="Of the file; without it, recognized by its first line."),
+]
+IdBlockSize = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens of one block id, where not the format's own number."),
+]
+Cadence = Annotated[
+    int | None,
+    typer.Option(min=0, help="Events between two comparisons of whole states; 0: never."),
+]
+
 
 def replay_command(
     context: typer.Context,
@@ -52,14 +65,8 @@ def replay_command(
         Path, typer.Argument(help="A workload in one of the formats of --format; gz or plain.")
     ],
     engine: options.Engine,
-    as_format: Annotated[
-        WorkloadFormat | None,
-        typer.Option("--format", help="Of the file; without it, told by its first line."),
-    ] = None,
-    id_block_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens of one block id, where not the format's own number."),
-    ] = None,
+    as_format: AsFormat = None,
+    id_block_size: IdBlockSize = None,
     spec: Annotated[
         bool, typer.Option("--spec/--no-spec", help="In lock-step with the spec, or alone.")
     ] = True,
@@ -75,10 +82,7 @@ def replay_command(
     ] = None,
     with_features: options.With = None,
     without_features: options.Without = None,
-    snapshot_every: Annotated[
-        int | None,
-        typer.Option(min=0, help="Events between two comparisons of whole states; 0: never."),
-    ] = None,
+    snapshot_every: Cadence = None,
     path: options.Folder = None,
     brief: options.Brief = False,
     json_path: options.Json = None,

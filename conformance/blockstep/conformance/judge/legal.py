@@ -170,8 +170,6 @@ IMPOSSIBLE: tuple[tuple[Collection[str], Collection[str], str], ...] = (
 UNDRAWN: Mapping[str, str] = {
     "load_fails@before_its_last_answer": "Rows in flight behind a load that has failed are void. "
     "Only a request that was scheduled again from the start can end by one, not by that load.",
-    "grammar_failed@before_its_last_answer": "The draws reach it too seldom to be counted on: one "
-    "episode did before branches were drawn with an encoder, and none does since.",
 }
 """Cells that are legal and that no draw reaches, and why."""
 

@@ -361,6 +361,9 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "answer_is_of_the_kind_of_the_event": "PROTOCOL: an event was answered with a wrong type",
     # P19 load failure
     "load_is_what_the_store_offers": "LOAD: {request} is not loaded exactly what the store offers",
+    "load_ends_where_the_store_has_the_states": (
+        "LOAD: {request} is loaded to a position at which the store has no state"
+    ),
     "parked_request_is_what_its_load_says": (
         "LOAD: {request} waits for its load with wrong blocks, counters or cached blocks"
     ),

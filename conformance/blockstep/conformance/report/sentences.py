@@ -269,6 +269,13 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
             "answered nobody reads it but the request for which it is loaded."
         ),
     ),
+    "load_ends_where_the_store_has_the_states": (
+        "P19",
+        (
+            "With recurrent groups a load ends where the offer of the store ends, in every group: "
+            "the store has one state for an offer, after its last token."
+        ),
+    ),
     "saved_request_is_preempted_by_the_plan": (
         "P26",
         "What a plan has saved is of requests that it preempts, and that hold blocks until then.",

@@ -256,7 +256,7 @@ class Stored(Items):
         if self.recurrent and end != num_offered:
             self._stateless.add(load.request_id)
             what = f"{load.request_id!r} is loaded up to {end}, and the store has the states "
-            what += f"behind {num_offered} tokens"
+            what += f"after {num_offered} tokens"
             self._complain("P19", "load_ends_where_the_store_has_the_states", what)
         return True
 
