@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help check test soak lint docs bench gpu mutation judges coverage pairs vllm clean
+.PHONY: help check quick test soak lint docs bench gpu mutation judges coverage pairs vllm clean
 
 # A Python to build .venv with: `make PYTHON=python3.12 check` to choose one yourself.
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
@@ -31,6 +31,9 @@ check: $(BASE) ## Hold our engine to the specification: `blockstep check`
 
 test: $(DEV) ## Run the tests
 	@$(BIN)/python -m pytest -n 2 $(ARGS)
+
+quick: $(DEV) ## Run the tests that are quick, in three minutes on two cores
+	@$(BIN)/python -m pytest -n 2 --quick $(ARGS)
 
 soak: $(DEV) ## Run what takes longer than a test may: more seeds, and every sampled case (not in CI)
 	@$(BIN)/python -m pytest -n 2 -m "soak or sampled" --whole $(ARGS)

@@ -45,11 +45,15 @@ def pytest_runtest_teardown() -> None:
 
 # Long tables of cases: each commit runs a sample, `--whole` all of them.
 
+SLOW = Path(__file__).with_name("slow.txt")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--whole`."""
+    """Add `--whole` and `--quick`."""
     text = "run every case of the tests marked `sampled`, not the sample of this commit"
     parser.addoption("--whole", action="store_true", help=text)
+    text = "leave out the tests of tests/slow.txt (made by .ci/slow.py)"
+    parser.addoption("--quick", action="store_true", help=text)
 
 
 @cache
@@ -67,6 +71,8 @@ def get_commit() -> str:
 
 def pytest_report_header(config: pytest.Config) -> str:
     """Return the line that says which cases a run leaves out."""
+    if config.getoption("--quick"):
+        return "quick: without the tests of tests/slow.txt and those marked `sampled`"
     if config.getoption("--whole"):
         return "sampled: every case (--whole)"
     return f"sampled: the cases of commit {get_commit()}; all of them: --whole"
@@ -75,19 +81,25 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out cases of tests marked `sampled(one_in=N)` that are not in the commit's sample.
 
-    A case that is named on the command line is always run.
+    A case that is named on the command line is always run. `--quick` leaves out all of them, and
+    the tests that are known to be slow.
     """
     named = [one.partition("::")[2] for one in config.args if "::" in one]
+    is_quick = config.getoption("--quick")
     if config.getoption("--whole"):
         return
+    slow = set(SLOW.read_text().split()) if is_quick else set()
     left_out = []
     for item in items:
         mark = item.get_closest_marker("sampled")
-        if mark is None or any(item.nodeid.endswith(name) for name in named):
+        if any(item.nodeid.endswith(name) for name in named):
             continue
-        number = int(sha256(f"{get_commit()} {item.nodeid}".encode()).hexdigest()[:8], 16)
-        if number % mark.kwargs["one_in"]:
+        if item.nodeid.partition("[")[0] in slow or (is_quick and mark is not None):
             left_out.append(item)
+        elif mark is not None:
+            number = int(sha256(f"{get_commit()} {item.nodeid}".encode()).hexdigest()[:8], 16)
+            if number % mark.kwargs["one_in"]:
+                left_out.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         dropped = {id(item) for item in left_out}
