@@ -334,7 +334,7 @@ def test_the_command_tells_what_is_known(tmp_path: Path) -> None:
     assert told["lookups"] > 0
     wrong = run(dump, "--index", f"{__name__}:SetIndex")
     assert wrong.exit_code == 1
-    assert "expected  2 leading blocks, seen 1" in wrong.output
+    assert "  expected  2 leading blocks, seen 1" in wrong.output.splitlines()
 
 
 def test_gaps_and_contradictions_have_lines(tmp_path: Path) -> None:

@@ -77,8 +77,8 @@ def events_command(
     elif lie is not None or follower.num_contradictions:
         code = ExitCode.FAILED
     console.write_json(json_path, _to_json(source, follower, lie, num_lookups, code))
-    for line in _tell(source, follower, index, lie, num_lookups):
-        console.say(line, json_path)
+    lines = _tell(source, follower, index, lie, num_lookups)
+    console.say("".join(f"{line}\n" for line in lines), json_path)
     raise typer.Exit(code)
 
 
