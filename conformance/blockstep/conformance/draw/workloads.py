@@ -42,8 +42,6 @@ from typing import NoReturn
 
 from blockstep.conformance.draw.formats import (
     FORMATS,
-    LENGTH_MAX,
-    TICKS_PER_SECOND,
     FormatSpec,
     Layout,
     RawRow,
@@ -58,9 +56,7 @@ from blockstep.conformance.protocol.lines import TraceError, read_lines, shown
 from blockstep.spec.vocabulary import MAX_INT, Request, TokenIds
 
 __all__ = [
-    "LENGTH_MAX",
     "OUTPUT_TOKENS_START",
-    "TICKS_PER_SECOND",
     "Follows",
     "Workload",
     "WorkloadFormat",

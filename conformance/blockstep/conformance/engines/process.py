@@ -212,7 +212,7 @@ class ProcessEngine:
         self._link = link
         self._capabilities = frozenset(hello.capabilities)
         self._shows_state = Capability.SNAPSHOT in self._capabilities
-        started = self._ask({"type": "Start", "config": config}, _Started | _Fault)
+        started = self._link.ask_row({"type": "Start", "config": config}, _Started | _Fault)
         if isinstance(started, _Fault):
             raise EngineFault(started.detail or "the engine answered Start with a Fault")
 
@@ -227,7 +227,7 @@ class ProcessEngine:
     def apply(self, event: v.Event) -> v.Observation:
         """Hand over an event. Raises EngineFault for a Fault, and for what is no observation."""
         row = {"type": type(event).__name__, **get_fields(event)}
-        raw = self._ask(row, dict[str, Any])
+        raw = self._link.ask_row(row, dict[str, Any])
         if raw.get("type") == "Fault":
             raise EngineFault(_convert(raw, _Fault).detail or "the engine answered with a Fault")
         try:
@@ -240,21 +240,13 @@ class ProcessEngine:
         """Return the state, if the process shows one. Raises EngineFault as `apply` does."""
         if not self._shows_state:
             return None
-        answer = self._ask({"type": "Snapshot"}, _State | _Fault)
+        answer = self._link.ask_row({"type": "Snapshot"}, _State | _Fault)
         if isinstance(answer, _Fault):
             raise EngineFault(answer.detail or "the engine answered Snapshot with a Fault")
         try:
             return None if answer.state is None else from_form(answer.state)
         except msgspec.ValidationError as error:
             raise EngineFault(f"its state: {error}") from None
-
-    def _ask(self, row: object, kind: Any) -> Any:
-        answer = self._link.ask(msgspec.json.encode(row))
-        try:
-            return msgspec.json.decode(answer, type=kind)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            text = shown(answer.decode(errors="replace"))
-            raise EngineFault(f"answer {self._link.num_sent}: {error}: {text}") from None
 
 
 def _convert(raw: dict[str, Any], kind: type[_Fault]) -> _Fault:
@@ -343,10 +335,7 @@ def _fit_config_with_reason(
     fit: partial[v.Config], config: v.Config
 ) -> tuple[v.Config, str | None]:
     fitted = fit(config)
-    return (
-        fitted,
-        None if fitted == config else "the engine's Hello fixes fields",
-    )
+    return fitted, None if fitted == config else "the engine's Hello fixes fields"
 
 
 def _fit_request(names: tuple[str, ...] | None, request: v.Request, _config: v.Config) -> v.Request:

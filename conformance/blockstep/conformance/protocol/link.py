@@ -9,6 +9,9 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 
 from blockstep.conformance.engine import EngineFault
 from blockstep.conformance.protocol.lines import LINE_BYTES_MAX, shown
@@ -51,6 +54,19 @@ class Link:
         except EngineFault:
             self.end()
             raise
+
+    def ask_row(self, row: object, kind: Any) -> Any:
+        """Send a row as JSON and return the answer as a value of `kind`.
+
+        Raises:
+            EngineFault: as `ask`; or the answer is no JSON of that kind.
+        """
+        answer = self.ask(msgspec.json.encode(row))
+        try:
+            return msgspec.json.decode(answer, type=kind)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            text = shown(answer.decode(errors="replace"))
+            raise EngineFault(f"answer {self.num_sent}: {error}: {text}") from None
 
     def _ask(self, line: bytes, end: float, seconds: float) -> bytes:
         self.num_sent += 1

@@ -21,8 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import msgspec
-
 from blockstep.conformance.engine import EngineFault
 from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.protocol.lines import shown
@@ -57,30 +55,22 @@ class ProcessIndex:
 
     def apply(self, events: Sequence[dict[str, Any]]) -> None:
         """Hand over events. Raises EngineFault for any answer but Ok."""
-        answer = self._link.ask(msgspec.json.encode({"type": "Events", "events": events}))
-        if _decode(answer).get("type") != "Ok":
-            raise EngineFault(f"the index answered events with {shown(answer.decode())}")
+        answer = self._link.ask_row({"type": "Events", "events": events}, dict[str, Any])
+        if answer.get("type") != "Ok":
+            raise EngineFault(f"the index answered events with {shown(answer)}")
 
     def lookup(self, block_hashes: Sequence[BlockHash]) -> int:
         """Ask for a chain. Raises EngineFault for any answer but Found."""
         row = {"type": "Lookup", "block_hashes": block_hashes}
-        answer = self._link.ask(msgspec.json.encode(row))
-        found = _decode(answer).get("num_blocks")
+        answer = self._link.ask_row(row, dict[str, Any])
+        found = answer.get("num_blocks")
         if not isinstance(found, int) or isinstance(found, bool):
-            raise EngineFault(f"the index answered a lookup with {shown(answer.decode())}")
+            raise EngineFault(f"the index answered a lookup with {shown(answer)}")
         return found
 
     def close(self) -> None:
         """End the process."""
         self._link.end()
-
-
-def _decode(answer: bytes) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(answer, type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError) as error:
-        text = shown(answer.decode(errors="replace"))
-        raise EngineFault(f"the index answered {text}: {error}") from None
 
 
 def load_index(name: str) -> Index:
