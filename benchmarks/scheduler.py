@@ -4,7 +4,7 @@
     python benchmarks/scheduler.py --write --trace FILE         measures all parts
     python benchmarks/scheduler.py --write [--trace FILE] PART  measures one part again
 
-Each part is one `blockstep bench`, whose JSON is written into benchmarks/results. `make docs` makes
+Each part is one `blockstep bench`; it writes its JSON into benchmarks/results. `make docs` makes
 the tables from the newest JSON of each part. Measuring all parts takes about 13 minutes, and needs
 vLLM and numba: `make vllm`, then pip install numba in its environment.
 """

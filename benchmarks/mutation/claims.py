@@ -77,7 +77,7 @@ def find_broken_claims(
 ) -> Iterator[str]:
     """Yield a line for each claim that does not hold, and for tests that fail without a mutant.
 
-    A survivor whose place no longer exists, since its module has changed, is reported, too.
+    A survivor is also reported if its module has changed and its place no longer exists.
     """
     for name in ("torch", "pytest"):
         importlib.import_module(name)  # as each test process would do

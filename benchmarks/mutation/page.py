@@ -51,7 +51,7 @@ FEW = 7
 def render_page(
     verdicts: Verdicts, changed: Collection[str] = (), unplayed: Collection[str] = ()
 ) -> str:
-    """Return the page's tables; `changed` are modules whose text has changed since they ran."""
+    """Return the page's tables; the text of the modules in `changed` has changed since they ran."""
     parts = [_render_scores(verdicts, changed)]
     if unplayed:
         parts.append(f"Not played yet: {', '.join(f'`{name}`' for name in unplayed)}.\n")

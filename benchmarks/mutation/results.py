@@ -99,7 +99,7 @@ def put_into(whole: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any
 
 
 def find_changed(modules: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Return the modules whose source has changed since they were played, or is gone."""
+    """Return the modules that have changed, or are gone, since they were played."""
     now = {source.module: make_key(source.text) for source in find_sources()}
     return {one["module"] for one in modules if one["text"] != now.get(one["module"])}
 

@@ -69,7 +69,7 @@ def list_ending(
     live: Mapping[v.RequestId, v.Request],
     said: Mapping[v.RequestId, v.TokenIds],
 ) -> list[v.RequestId]:
-    """Requests of a plan in flight whose next token is their last one."""
+    """Requests of a plan in flight that finish with their next token."""
     names = [row.request_id for row in plan.rows if row.request_id in live]
     return [name for name in names if len(said.get(name, ())) + 1 >= live[name].max_tokens]
 

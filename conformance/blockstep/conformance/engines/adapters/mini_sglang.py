@@ -99,7 +99,7 @@ DEVIATIONS = (
     ),
     Deviation(
         "last_step_ends",
-        "an abort does not find a request whose last step is in flight; that step finishes it",
+        "an abort during the last step of a request has no effect; the step finishes the request",
         Program(
             _OVERLAP,
             (v.Submit(v.Request("A", (5,), 1)), v.Schedule(), v.Abort(("A",)), Drain()),

@@ -157,7 +157,10 @@ def _find() -> None:
 
 
 def _load(name: str, **names: Any) -> Any:
-    """Return a package of theirs whose `__init__` is not run, with some names in it."""
+    """Return an empty package in place of one of theirs, with some names in it.
+
+    The `__init__` of the real package is not run.
+    """
     package, found = ModuleType(name), find_spec("minisgl")
     if found is None or found.submodule_search_locations is None:
         raise ImportError("no minisgl: --path names a checkout of mini-sglang")

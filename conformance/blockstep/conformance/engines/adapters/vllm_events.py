@@ -164,7 +164,7 @@ def _read_keys(digests: Digests, told: list[Any], group: int) -> tuple[v.BlockKe
 
 
 def _read_adapter(event: Any, names: Mapping[int, tuple[str, str]]) -> str | None:
-    """Returns the adapter whose number an event has; the LoRA name in the event, where it has one,
+    """Returns the adapter that an event numbers; the LoRA name in the event, where it has one,
     must be the name of that adapter.
     """
     adapter, name = names.get(event.lora_id, (None, None))
