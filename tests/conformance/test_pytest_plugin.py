@@ -6,7 +6,6 @@ import json
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from blockstep.conformance.judge.properties import PROPERTIES
 from blockstep.conformance.pytest_plugin.fixture import Bench
 from blockstep.conformance.report.subjects import ASPECTS, verdict_on
 from blockstep.conformance.search.isolation import RefusedError
+from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec.vocabulary import Config
 
 pytest_plugins = ["pytester"]
@@ -397,11 +397,10 @@ def test_a_program_is_skipped_whose_config_the_engine_cannot_have() -> None:
         def run(self, *_: object) -> None:
             raise RefusedError("config: block_size = 2: is not a config of this engine")
 
-    campaign: Any = SimpleNamespace(
-        engine="x:y", engine_path=None, profile="strict", isolation=Narrow()
-    )
+    narrow: Any = Narrow()
+    bench = Bench(CheckOptions("x:y"), narrow, [], "test_it")
     with pytest.raises(pytest.skip.Exception, match="not tried: config: block_size = 2"):
-        Bench(campaign, "test_it").run([], config=Config(num_blocks=4, block_size=2))
+        bench.run([], config=Config(num_blocks=4, block_size=2))
 
 
 def test_own_programs_outlive_an_engine_that_does_not(inner: pytest.Pytester) -> None:

@@ -196,7 +196,7 @@ def test_a_clean_worker_shows_nothing(checkpoints: list[Checkpoint]) -> None:
 
 def keep_the_last_token(batch: Batch, step: StepRow, old: BatchRow, tokens: Any) -> None:
     place = step.row.num_computed - step.end + step.first
-    batch.token_ids[step.row.index, place] = tokens[old.num_known - 1]
+    batch.arrays.token_ids[step.row.index, place] = tokens[old.num_known - 1]
 
 
 def compute_all_anew(batch: Batch, step: StepRow, old: BatchRow, tokens: Any) -> None:
@@ -204,7 +204,7 @@ def compute_all_anew(batch: Batch, step: StepRow, old: BatchRow, tokens: Any) ->
 
 
 def keep_the_old_table(batch: Batch, step: StepRow, old: BatchRow, tokens: Any) -> None:
-    batch.block_tables[0, step.row.index, 0] += 1
+    batch.arrays.block_tables[0, step.row.index, 0] += 1
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_worker_that_goes_on_wrongly_is_told(
 
     def plant(self: Batch, new: NewRow, wanted: Any) -> StepRow:
         old = self.rows.get(new.request_id)
-        tokens = None if old is None else self.token_ids[old.index].copy()
+        tokens = None if old is None else self.arrays.token_ids[old.index].copy()
         step: StepRow = start(self, new, wanted)
         if old is not None:
             defect(self, step, old, tokens)

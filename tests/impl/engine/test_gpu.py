@@ -315,7 +315,7 @@ def test_more_rows_than_the_device_began_with_and_preempted_ones(
     llm, made = serve(qwen3, prompts, params, device="cuda", **settings)
     assert llm.config.max_frames_in_flight == 2
     assert llm.get_stats().preemptions
-    assert len(llm._runner.batch.token_ids) == 8
+    assert len(llm._runner.batch.arrays.token_ids) == 8
     assert made == serve(qwen3, prompts, params, device="cpu", **settings)[1]
 
 

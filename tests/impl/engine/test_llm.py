@@ -257,7 +257,7 @@ def test_more_requests_than_the_batch_began_with(
 ) -> None:
     llm = LLM(qwen3.folder)
     llm.generate(prompts, SamplingParams(max_tokens=2))
-    assert len(llm._runner.batch.token_ids) >= 64
+    assert len(llm._runner.batch.arrays.token_ids) >= 64
 
 
 # Ends.

@@ -316,7 +316,7 @@ def test_a_session_takes_one_row_of_the_batch(llm: LLM) -> None:
         for _ in range(NUM_ROWS_FIRST):
             session.send([3])
             session.receive()
-    assert len(llm._runner.batch.token_ids) == NUM_ROWS_FIRST
+    assert len(llm._runner.batch.arrays.token_ids) == NUM_ROWS_FIRST
 
 
 def test_a_session_that_rests_gives_way_and_goes_on(llm: LLM) -> None:

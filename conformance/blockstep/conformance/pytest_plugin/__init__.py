@@ -496,5 +496,8 @@ def blockstep(request: pytest.FixtureRequest) -> Bench:
     if campaign is None:
         pytest.skip("no engine: name one with --blockstep-engine, or in [tool.blockstep]")
     from blockstep.conformance.pytest_plugin.fixture import Bench  # noqa: PLC0415 - only if wanted
+    from blockstep.conformance.search.options import CheckOptions  # noqa: PLC0415 - only if wanted
 
-    return Bench(campaign, request.node.nodeid)
+    path = campaign.engine_path
+    options = CheckOptions(campaign.engine, profile=campaign.profile, path=path)
+    return Bench(options, campaign.isolation, campaign.folders, request.node.nodeid)

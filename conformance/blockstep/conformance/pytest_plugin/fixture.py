@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,13 +13,10 @@ from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action, Program
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.report.failure import render_program, tell_program
-from blockstep.conformance.search.isolation import RefusedError
+from blockstep.conformance.search.isolation import Isolation, RefusedError
 from blockstep.conformance.search.options import CheckOptions, find_profile, search_first
 from blockstep.conformance.search.shrink import conclude
 from blockstep.spec.vocabulary import Config
-
-if TYPE_CHECKING:
-    from blockstep.conformance.pytest_plugin import Campaign
 
 
 class Walk:
@@ -46,11 +42,17 @@ class Walk:
 class Bench:
     """The value of the fixture `blockstep`: runs own programs on the engine."""
 
-    def __init__(self, campaign: Campaign, nodeid: str) -> None:
-        self._campaign = campaign
+    def __init__(
+        self, options: CheckOptions, isolation: Isolation, folders: Sequence[str], nodeid: str
+    ) -> None:
+        self._options = options
+        """The engine, its profile and the folder that is searched before all others."""
+        self._isolation = isolation
+        self._folders = folders
+        """Further folders that are searched for the engine."""
         self._nodeid = nodeid
-        self.engine = campaign.engine
-        self.profile = campaign.profile
+        self.engine = options.engine
+        self.profile = options.profile
 
     def run(self, program: Program | Sequence[Action], config: Config | None = None) -> None:
         """Run a program, or actions with a config, in a child process.
@@ -67,10 +69,8 @@ class Bench:
             program = Program(config, tuple(program))
         elif config is not None:
             raise ValueError("a Program has a config of its own: leave config out")
-        path = self._campaign.engine_path
-        options = CheckOptions(self.engine, profile=self.profile, path=path)
         try:
-            outcome = self._campaign.isolation.run(options, program)
+            outcome = self._isolation.run(self._options, program)
         except RefusedError as error:
             pytest.skip(f"not tried: {error}")
         if outcome.first is not None:
@@ -80,7 +80,7 @@ class Bench:
 
     def lockstep(self, config: Config, token_seed: int = 0, vocabulary_size: int = 50) -> Walk:
         """Return a run of spec and engine that takes one action at a time, in this process."""
-        for path in (*reversed(self._campaign.folders), self._campaign.engine_path):
+        for path in (*reversed(self._folders), self._options.path):
             if path is not None:
                 search_first(path)
         make_engine = load_engine(self.engine)
@@ -97,7 +97,7 @@ class Bench:
 
     def _reproduce(self) -> str:
         profile = "" if self.profile == "strict" else f" --blockstep-profile={self.profile}"
-        path = self._campaign.engine_path
+        path = self._options.path
         profile += "" if path is None else f" --blockstep-path={shlex.quote(path)}"
         command = f"pytest '{self._nodeid}' --blockstep-engine={shlex.quote(self.engine)}{profile}"
         return f"  reproduce  {command} -m 'not blockstep'"

@@ -95,11 +95,11 @@ class CompiledEngine(Doors[Frame]):
         self.requests = Requests(config)
         self.previous_names = _NO_NAMES
         """Requests of the last plan's rows."""
-        self._view = View(self)
+        self._view = View(self, self.requests)
 
     def snapshot(self) -> Snapshot:
         """Return the whole state in canonical form. O(blocks and tokens); not part of a step."""
-        return self._view.take()
+        return self._view.take(self.previous_names.tolist())
 
     def stats(self) -> Stats:
         """Return the counters since the start (P21)."""

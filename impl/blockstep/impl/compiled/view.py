@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
+from blockstep.impl.compiled.frames import Frame
 from blockstep.impl.compiled.lives import get_tokens
+from blockstep.impl.compiled.requests import Requests
 from blockstep.impl.compiled.state import (
     DRAFTS_ACCEPTED,
     DRAFTS_SCHEDULED,
@@ -38,6 +40,7 @@ from blockstep.impl.compiled.state import (
     TIMES_PREEMPTED,
     WAITING,
 )
+from blockstep.impl.doors import Doors
 from blockstep.impl.names import STATUSES
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
@@ -51,32 +54,33 @@ from blockstep.spec.vocabulary import (
     TokenIds,
 )
 
-if TYPE_CHECKING:
-    from blockstep.impl.compiled.engine import CompiledEngine
-
 
 class View:
     """Reads the state of one engine; keys are built once and kept, as they are compared often."""
 
-    def __init__(self, engine: CompiledEngine) -> None:
-        self.engine = engine
+    def __init__(self, doors: Doors[Frame], requests: Requests) -> None:
+        self.doors = doors
+        self.requests = requests
         self._keys: dict[int, tuple[int, BlockKey]] = {}
         """By node: its serial number, and its key."""
 
-    def take(self) -> Snapshot:
-        """Return the canonical state: nodes become structural keys, slots become request ids."""
-        engine = self.engine
-        s = engine.requests.state
+    def take(self, previous_names: Iterable[RequestId]) -> Snapshot:
+        """Return the canonical state: nodes become structural keys, slots become request ids.
+
+        `previous_names`: the requests of the last plan's rows.
+        """
+        doors = self.doors
+        s = self.requests.state
         blocks = s.blocks.tolist()
         return Snapshot(
-            pause_state=engine.pause_state,
+            pause_state=doors.pause_state,
             waiting=self._queue(WAITING),
             skipped_waiting=self._queue(SKIPPED),
             running=tuple(
-                engine.requests.names[s.lines[: s.scalars[NUM_RUNNING], RUNNING]].tolist(),
+                self.requests.names[s.lines[: s.scalars[NUM_RUNNING], RUNNING]].tolist(),
             ),
             requests=tuple(
-                self._request(slot) for _, slot in sorted(engine.requests.slot_of.items())
+                self._request(slot) for _, slot in sorted(self.requests.slot_of.items())
             ),
             ref_counts=tuple(block[REF_COUNT] for block in blocks),
             free_queue=tuple(_follow(blocks, blocks[NULL_BLOCK][NEXT_FREE], NEXT_FREE, NULL_BLOCK)),
@@ -89,27 +93,27 @@ class View:
                 )
                 for node in {block[NODE] for block in blocks} - {NONE}
             },
-            frames_in_flight=tuple(engine.frames),
-            next_frame_id=engine.next_frame_id,
-            finished_req_ids=tuple(sorted(engine.finished_req_ids)),
-            prev_scheduled_req_ids=tuple(sorted(engine.previous_names.tolist())),
+            frames_in_flight=tuple(doors.frames),
+            next_frame_id=doors.next_frame_id,
+            finished_req_ids=tuple(sorted(doors.finished_req_ids)),
+            prev_scheduled_req_ids=tuple(sorted(previous_names)),
             stats=self.stats(),
             has_work=self.has_work(),
         )
 
     def has_work(self) -> bool:
         """Whether planning again may do anything before the next event."""
-        engine = self.engine
+        doors = self.doors
         num_ready = {
-            PauseState.UNPAUSED: len(engine.requests.slot_of),
-            PauseState.PAUSED_NEW: int(engine.requests.state.scalars[NUM_RUNNING]),
+            PauseState.UNPAUSED: len(self.requests.slot_of),
+            PauseState.PAUSED_NEW: int(self.requests.state.scalars[NUM_RUNNING]),
             PauseState.PAUSED_ALL: 0,
-        }[engine.pause_state]
-        return bool(engine.finished_req_ids) or num_ready > 0
+        }[doors.pause_state]
+        return bool(doors.finished_req_ids) or num_ready > 0
 
     def stats(self) -> Stats:
         """Return the counters since the start (P21)."""
-        scalars = self.engine.requests.state.scalars.tolist()
+        scalars = self.requests.state.scalars.tolist()
         return Stats(
             prefix_cache_queries=scalars[QUERIES],
             prefix_cache_hits=scalars[HITS],
@@ -119,7 +123,7 @@ class View:
         )
 
     def _queue(self, queue: int) -> tuple[RequestId, ...]:
-        requests = self.engine.requests
+        requests = self.requests
         found: list[RequestId] = []
         slot = int(requests.state.scalars[QUEUES + 2 * queue])
         while slot != NONE:
@@ -128,12 +132,12 @@ class View:
         return tuple(found)
 
     def _request(self, slot: int) -> RequestSnapshot:
-        requests = self.engine.requests
+        requests = self.requests
         s, request = requests.state, requests.requests[slot]
         row = s.requests[slot].tolist()
         tokens = get_tokens(s, slot)
         drafts: TokenIds = (DRAFT_PLACEHOLDER,) * row[NUM_DRAFTS]
-        if drafts and not self.engine.config.async_scheduling:
+        if drafts and not self.doors.config.async_scheduling:
             drafts = tuple(s.drafts[row[SEAT], : row[NUM_DRAFTS]].tolist())
         return RequestSnapshot(
             request_id=request.request_id,
@@ -152,7 +156,7 @@ class View:
 
     def _key(self, node: int) -> BlockKey:
         """Return the structural key of a node; the same object each time."""
-        s, missing = self.engine.requests.state, []
+        s, missing = self.requests.state, []
         parent: BlockKey | None = None
         while node != NONE:
             serial, parent = self._keys.get(node, (NONE, None))
@@ -162,7 +166,7 @@ class View:
             missing.append(node)
             node = int(s.nodes[node, PARENT])
         for node in reversed(missing):
-            extras = self.engine.requests.extras.values[s.nodes[node, NODE_EXTRAS]]
+            extras = self.requests.extras.values[s.nodes[node, NODE_EXTRAS]]
             adapter, salt, items, embeds = extras
             tokens = tuple(s.node_tokens[node].tolist())
             parent = BlockKey(parent, tokens, adapter, salt, items, embeds=embeds)

@@ -58,7 +58,7 @@ class DeviceEngine(Doors[Frame]):
     def snapshot(self) -> Snapshot:
         """Return the whole state in canonical form. O(blocks and tokens); not part of a step."""
         self.inbox.launch("commands_kernel")
-        return take_snapshot(self)
+        return take_snapshot(self, self.inbox, self.previous_names)
 
     def stats(self) -> Stats:
         """Return the counters since the start (P21)."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from blockstep.impl.device import layout
-from blockstep.impl.device.frames import get_tokens
+from blockstep.impl.device.frames import Frame, get_tokens
+from blockstep.impl.device.inbox import Inbox
 from blockstep.impl.device.layout import State
+from blockstep.impl.doors import Doors
 from blockstep.impl.names import STATUSES
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
@@ -20,18 +21,19 @@ from blockstep.spec.vocabulary import (
     TokenIds,
 )
 
-if TYPE_CHECKING:
-    from blockstep.impl.device.engine import DeviceEngine
-    from blockstep.impl.device.inbox import Inbox
 
+def take_snapshot(
+    doors: Doors[Frame], inbox: Inbox, previous_names: Iterable[RequestId]
+) -> Snapshot:
+    """Return the canonical state: nodes become structural keys, slots become request ids.
 
-def take_snapshot(engine: DeviceEngine) -> Snapshot:
-    """Return the canonical state: nodes become structural keys, slots become request ids."""
-    inbox, s = engine.inbox, engine.inbox.state
+    `previous_names`: the requests of the last plan's rows.
+    """
+    s = inbox.state
     nodes = s.node.tolist()
     keys = _list_keys(inbox, nodes)
     return Snapshot(
-        pause_state=engine.pause_state,
+        pause_state=doors.pause_state,
         waiting=_list_queue(inbox, layout.WAITING),
         skipped_waiting=_list_queue(inbox, layout.SKIPPED),
         running=tuple(
@@ -42,22 +44,22 @@ def take_snapshot(engine: DeviceEngine) -> Snapshot:
         free_queue=_list_free(inbox),
         block_keys=tuple(keys.get(node) for node in nodes),
         cached={keys[node]: _list_same(s, node) for node in set(nodes) - {layout.NONE}},
-        frames_in_flight=tuple(engine.frames),
-        next_frame_id=engine.next_frame_id,
-        finished_req_ids=tuple(sorted(engine.finished_req_ids)),
-        prev_scheduled_req_ids=tuple(sorted(engine.previous_names)),
+        frames_in_flight=tuple(doors.frames),
+        next_frame_id=doors.next_frame_id,
+        finished_req_ids=tuple(sorted(doors.finished_req_ids)),
+        prev_scheduled_req_ids=tuple(sorted(previous_names)),
         stats=take_stats(s),
-        has_work=_has_work(engine),
+        has_work=_has_work(doors, inbox),
     )
 
 
-def _has_work(engine: DeviceEngine) -> bool:
+def _has_work(doors: Doors[Frame], inbox: Inbox) -> bool:
     """Whether planning again may do anything before the next event."""
-    if engine.finished_req_ids:
+    if doors.finished_req_ids:
         return True
-    if engine.pause_state is PauseState.PAUSED_NEW:
-        return int(engine.inbox.state.num_running[0]) > 0
-    return engine.pause_state is PauseState.UNPAUSED and bool(engine.inbox.slot_of)
+    if doors.pause_state is PauseState.PAUSED_NEW:
+        return int(inbox.state.num_running[0]) > 0
+    return doors.pause_state is PauseState.UNPAUSED and bool(inbox.slot_of)
 
 
 def take_stats(s: State) -> Stats:

@@ -25,11 +25,10 @@ import numpy as np
 
 from blockstep.impl.arrays import ArrayPlan
 from blockstep.impl.engine.adapters import NO_ADAPTER
-from blockstep.impl.engine.grammars import Matcher
 from blockstep.impl.engine.model import Inputs
-from blockstep.impl.engine.params import SamplingParams
+from blockstep.impl.engine.rows import Columns, RowArrays, Wanted
 from blockstep.impl.engine.sampler import Draw
-from blockstep.impl.engine.staging import ArrayStep, Columns, Staging
+from blockstep.impl.engine.staging import ArrayStep, Staging
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     BlockId,
@@ -46,16 +45,6 @@ from blockstep.spec.vocabulary import (
 )
 
 NUM_ROWS_FIRST = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Sampling parameters, seed and grammar of a request, or of one input of a session."""
-
-    params: SamplingParams
-    seed: int
-    matcher: Matcher | None = None
-    """The grammar state of its outputs, if it has a grammar."""
 
 
 class BatchRow:
@@ -183,17 +172,10 @@ class Batch:
         self.device = device
         self.adapters = tuple(adapters)
         self.rows: dict[RequestId, BatchRow] = {}
-        self.width = config.max_model_len + config.num_speculative_tokens + 1
-        """Positions of a row; drafts may lie past the last token that is ever kept."""
-        self.max_blocks = -(-self.width // config.block_size)
-        self.token_ids: np.ndarray = np.zeros((NUM_ROWS_FIRST, self.width), dtype=np.int32)
-        self.block_tables: np.ndarray = np.zeros(
-            (len(config.kv_groups), NUM_ROWS_FIRST, self.max_blocks), dtype=np.int32
-        )
-        self.columns = Columns(NUM_ROWS_FIRST)
+        self.arrays = RowArrays(config, NUM_ROWS_FIRST)
         self.row_at: list[BatchRow | None] = [None] * NUM_ROWS_FIRST
         """[rows]"""
-        self.staging = Staging(self, device)
+        self.staging = Staging(self.arrays, device)
         self._free = list(range(NUM_ROWS_FIRST - 1, 0, -1))
         self._index_of_slot: np.ndarray = np.zeros(NUM_ROWS_FIRST, np.int64)
         """[request indices]: the row of the request with this index in the scheduler; 0 if unknown.
@@ -233,7 +215,7 @@ class Batch:
         """
         self._leave(plan.finished_req_ids, plan.preempted_req_ids)
         index = self._get_index(plan, chosen)
-        columns = self.columns
+        columns = self.arrays.columns
         if plan.resumed_rows:
             columns.num_blocks[index[plan.resumed_rows]] = 0
         if len(plan.block_ids):
@@ -264,7 +246,7 @@ class Batch:
 
     def _learn_slot(self, slot: int, index: int) -> None:
         self._index_of_slot[slot] = index
-        self.columns.slot[index] = slot
+        self.arrays.columns.slot[index] = slot
 
     def note_delivered(self, slots: np.ndarray, num_cached_tokens: np.ndarray) -> np.ndarray:
         """Count a delivered token for the requests at these indices; their outputs read it later.
@@ -272,8 +254,8 @@ class Batch:
         Returns the requests' rows.
         """
         index: np.ndarray = self._index_of_slot[slots]
-        self.columns.num_late[index] += 1
-        self.columns.num_cached[index] = num_cached_tokens
+        self.arrays.columns.num_late[index] += 1
+        self.arrays.columns.num_cached[index] = num_cached_tokens
         return index
 
     def take_late(self, request_id: RequestId, num_taken: int) -> tuple[TokenIds, int]:
@@ -283,13 +265,13 @@ class Batch:
         The output has the first `num_taken` tokens already. Returns ((), 0) if nothing is late.
         """
         row = self.rows.get(request_id)
-        num_late = 0 if row is None else int(self.columns.num_late[row.index])
+        num_late = 0 if row is None else int(self.arrays.columns.num_late[row.index])
         if row is None or not num_late:
             return (), 0
-        self.columns.num_late[row.index] = 0
+        self.arrays.columns.num_late[row.index] = 0
         first = row.num_prompt + num_taken
-        tokens = self.token_ids[row.index, first : first + num_late].tolist()
-        return tuple(tokens), int(self.columns.num_cached[row.index])
+        tokens = self.arrays.token_ids[row.index, first : first + num_late].tolist()
+        return tuple(tokens), int(self.arrays.columns.num_cached[row.index])
 
     def restore(self, begun: Iterable[tuple[Request, RequestSnapshot, Wanted]]) -> None:
         """Rebuild the batch after steps that ran elsewhere; `begun`: all started requests, as they
@@ -319,17 +301,17 @@ class Batch:
         size = self.config.block_size
         num_full = min(min(row.num_computed, row.num_known) // size, row.num_blocks)
         tokens = self.get_tokens(row)[: num_full * size].tolist()
-        return tuple(tokens), tuple(self.block_tables[0, row.index, :num_full].tolist())
+        return tuple(tokens), tuple(self.arrays.block_tables[0, row.index, :num_full].tolist())
 
     def append(self, row: BatchRow, tokens: Sequence[int]) -> None:
         """Append tokens to the known ones."""
         end = row.num_known + len(tokens)
-        self.token_ids[row.index, row.num_known : end] = tokens
+        self.arrays.token_ids[row.index, row.num_known : end] = tokens
         row.num_known = end
 
     def get_tokens(self, row: BatchRow) -> np.ndarray:
         """Return its known tokens, a view [num_known] int32."""
-        tokens: np.ndarray = self.token_ids[row.index, : row.num_known]
+        tokens: np.ndarray = self.arrays.token_ids[row.index, : row.num_known]
         return tokens
 
     def get_room(self, row: BatchRow) -> int:
@@ -356,8 +338,8 @@ class Batch:
         self._forget(name)  # a session that continues gets a new row, with all that it keeps
         adapter = NO_ADAPTER if request.adapter is None else self.adapters.index(request.adapter)
         index = self._take_index()
-        self.columns.start(index, len(prompt), adapter, wanted)
-        row = BatchRow(name, index, self.columns, wanted, adapter, len(prompt))
+        self.arrays.columns.start(index, len(prompt), adapter, wanted)
+        row = BatchRow(name, index, self.arrays.columns, wanted, adapter, len(prompt))
         self.rows[name] = self.row_at[index] = row
         self.append(row, (*prompt, *outputs))
         return row
@@ -380,7 +362,7 @@ class Batch:
     def _forget(self, request_id: RequestId) -> None:
         row = self.rows.pop(request_id, None)
         if row is not None:
-            slot = self.columns.slot[row.index]
+            slot = self.arrays.columns.slot[row.index]
             if slot >= 0:
                 self._index_of_slot[slot] = 0
             row.detach()
@@ -400,7 +382,7 @@ class Batch:
     def _start(self, row: BatchRow, num_scheduled: int, drafts: TokenIds) -> StepRow:
         first, end = row.num_computed, row.num_computed + num_scheduled
         if drafts:
-            self.token_ids[row.index, row.num_known : row.num_known + len(drafts)] = drafts
+            self.arrays.token_ids[row.index, row.num_known : row.num_known + len(drafts)] = drafts
         row.num_computed = end
         if row.request_id in self._failed:
             valid = self._failed[row.request_id]
@@ -413,7 +395,7 @@ class Batch:
         first = row.num_blocks
         end = first + len(tables[0])
         for group, blocks in enumerate(tables):
-            self.block_tables[group, row.index, first:end] = blocks
+            self.arrays.block_tables[group, row.index, first:end] = blocks
         row.num_blocks = end
         self.staging.note_blocks(np.full(end - first, row.index), np.arange(first, end))
 
@@ -423,20 +405,16 @@ class Batch:
         """Append blocks of one group; `block_rows` are ascending places in `index`."""
         num_before = np.arange(len(block_rows)) - block_rows.searchsorted(block_rows)
         rows = index[block_rows]
-        places = self.columns.num_blocks[rows] + num_before
-        self.block_tables[0, rows, places] = block_ids
-        self.columns.num_blocks[rows] = places + 1  # of several blocks the last write wins
+        places = self.arrays.columns.num_blocks[rows] + num_before
+        self.arrays.block_tables[0, rows, places] = block_ids
+        self.arrays.columns.num_blocks[rows] = places + 1  # of several blocks the last write wins
         self.staging.note_blocks(rows, places)
 
     def _take_index(self) -> int:
         """Return a free row; the arrays double when there is none."""
         if not self._free:
-            num_rows = len(self.token_ids)
-            self.token_ids = np.concatenate((self.token_ids, np.zeros_like(self.token_ids)))
-            self.block_tables = np.concatenate(
-                (self.block_tables, np.zeros_like(self.block_tables)), axis=1
-            )
-            self.columns.grow()
+            num_rows = len(self.arrays.token_ids)
+            self.arrays.grow()
             self.row_at += [None] * num_rows
             self._free.extend(range(2 * num_rows - 1, num_rows - 1, -1))
         return self._free.pop()

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from blockstep.impl.engine.batch import Wanted
 from blockstep.impl.engine.beams import BeamSearch
 from blockstep.impl.engine.errors import RequestError
 from blockstep.impl.engine.outputs import Live, Output
+from blockstep.impl.engine.rows import Wanted
 from blockstep.impl.engine.steps import Steps
 from blockstep.spec.vocabulary import (
     Abort,

@@ -14,7 +14,6 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from blockstep.impl.engine.batch import Wanted
 from blockstep.impl.engine.beams import BeamSearch, BeamSequence
 from blockstep.impl.engine.branches import Branches, Sampling, Searching
 from blockstep.impl.engine.errors import RequestError, SettingsError
@@ -31,6 +30,7 @@ from blockstep.impl.engine.prompts import (
     make_request,
     split_prompts,
 )
+from blockstep.impl.engine.rows import Wanted
 from blockstep.impl.engine.sessions import Session
 from blockstep.impl.engine.settings import Settings
 from blockstep.impl.engine.store import KVStore

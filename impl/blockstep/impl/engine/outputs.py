@@ -14,7 +14,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from blockstep.impl.arrays import ArrayOutputs
-from blockstep.impl.engine.batch import Wanted
+from blockstep.impl.engine.rows import Wanted
 from blockstep.impl.engine.runner import Logprobs
 from blockstep.impl.engine.text import Detokenizer
 from blockstep.spec.vocabulary import (

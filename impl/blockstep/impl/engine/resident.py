@@ -35,7 +35,6 @@ from blockstep.impl.device import layout
 from blockstep.impl.device.dims import count_running
 from blockstep.impl.device.engine import DeviceEngine
 from blockstep.impl.device.launch import launch_kernel, warm_up
-from blockstep.impl.engine.batch import Wanted
 from blockstep.impl.engine.graphs import NUM_WARM_UPS, get_graph_sizes
 from blockstep.impl.engine.journal import (
     COLUMNS,
@@ -56,6 +55,7 @@ from blockstep.impl.engine.padded import (
     Padded,
     count_words,
 )
+from blockstep.impl.engine.rows import Wanted
 from blockstep.impl.engine.slots import SlotParams
 from blockstep.impl.engine.transfer import Incoming
 from blockstep.kernels import sample_tokens

@@ -20,12 +20,13 @@ import numpy as np
 import torch
 
 from blockstep.impl.arrays import ArrayPlan
-from blockstep.impl.engine.batch import Batch, BatchRow, StepRow, Wanted
+from blockstep.impl.engine.batch import Batch, BatchRow, StepRow
 from blockstep.impl.engine.connector import Connector
 from blockstep.impl.engine.errors import EngineError
 from blockstep.impl.engine.grammars import mask_logits
 from blockstep.impl.engine.model import Inputs, Model
 from blockstep.impl.engine.observer import Pass, Ran
+from blockstep.impl.engine.rows import Wanted
 from blockstep.impl.engine.sampler import NO_TOKEN, get_logprobs, sample
 from blockstep.impl.engine.speculation import DraftModelProposer, Proposer
 from blockstep.impl.engine.staging import ArrayStep, Staged
@@ -215,7 +216,7 @@ class Runner:
 
     def _launch(self, frame_id: FrameId, step: ArrayStep, request_ids: Sequence[RequestId]) -> None:
         """Start a step; when this returns, its tokens are being copied to the host."""
-        batch, columns = self.batch, self.batch.columns
+        batch, columns = self.batch, self.batch.arrays.columns
         if self._unsettled and batch.staging.lacks_tokens(step):
             self._settle()
         staged = batch.staging.build(step, self.model)
@@ -243,7 +244,7 @@ class Runner:
         if self.config.max_frames_in_flight > 1:
             self.batch.staging.keep_tokens(staged.rows, tokens)
         frame.incoming = Incoming(tokens)
-        if self.batch.columns.has_logprobs[frame.index].any():
+        if self.batch.arrays.columns.has_logprobs[frame.index].any():
             frame.logits = logits
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
@@ -321,7 +322,7 @@ class Runner:
 
     def _settle_arrays(self, frame: ArrayFrame) -> None:
         """Read the tokens of a frame, and keep those of requests that have not left their rows."""
-        batch, columns, index = self.batch, self.batch.columns, frame.index
+        batch, columns, index = self.batch, self.batch.arrays.columns, frame.index
         if frame.incoming is not None:
             tokens = frame.tokens = frame.incoming.wait()
             self._expect_tokens(tokens)
@@ -329,7 +330,7 @@ class Runner:
             places = frame.places
             if not is_here.all():
                 index, places, tokens = index[is_here], places[is_here], tokens[is_here]
-            batch.token_ids[index, places] = tokens
+            batch.arrays.token_ids[index, places] = tokens
             columns.num_pending[index] -= 1
         if frame.logits is not None:
             frame.logprobs = self._list_logprobs(frame, frame.logits)
@@ -338,7 +339,7 @@ class Runner:
     def _list_logprobs(self, frame: ArrayFrame, logits: torch.Tensor) -> dict[RequestId, Logprobs]:
         """Return log probabilities of the tokens of requests that want them."""
         found: dict[RequestId, Logprobs] = {}
-        births = self.batch.columns.births[frame.index]
+        births = self.batch.arrays.columns.births[frame.index]
         for at, row in enumerate(frame.index.tolist()):
             request = self.batch.row_at[row]
             if request is not None and births[at] == frame.births[at]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from blockstep.impl.engine.adapters import NO_ADAPTER
-from blockstep.impl.engine.batch import Wanted
+from blockstep.impl.engine.rows import Wanted
 from blockstep.impl.engine.transfer import to_device
 from blockstep.spec.vocabulary import Request, RequestId
 

@@ -128,7 +128,7 @@ class DraftModelProposer:
         tokens = sample(logits, draws).clamp_(min=0)  # without a valid token any draft will do
         for row, token in zip(rows, tokens.tolist(), strict=True):
             place = row.num_known + num_before
-            batch.token_ids[row.index, place] = token
+            batch.arrays.token_ids[row.index, place] = token
             row.proposal = (*row.proposal, token)
             if place < batch.get_room(row):
                 following.append(Span(row, place, place + 1, wants_draft=True))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,76 +21,8 @@ import torch
 from blockstep.impl.engine.adapters import NO_ADAPTER
 from blockstep.impl.engine.graphs import PADDING, DecodeGraph, GraphedModel
 from blockstep.impl.engine.model import Inputs, Model
+from blockstep.impl.engine.rows import RowArrays
 from blockstep.impl.engine.transfer import Layout, send
-
-if TYPE_CHECKING:
-    from blockstep.impl.engine.batch import Batch, Wanted
-
-
-class Columns:
-    """Numbers of each row of the batch, [num_rows] each; int64 unless noted."""
-
-    __slots__ = (
-        "adapter", "births", "has_logprobs", "min_p", "num_blocks", "num_cached", "num_computed",
-        "num_known", "num_late", "num_pending", "num_prompt", "seeds", "slot", "temperature",
-        "top_k", "top_p",
-    )  # fmt: skip
-
-    def __init__(self, num_rows: int) -> None:
-        def zeros(dtype: type = np.int64) -> np.ndarray:
-            return np.zeros(num_rows, dtype)
-
-        self.num_prompt = zeros()
-        self.num_known = zeros()
-        """Prompt and output tokens, including those of frames in flight."""
-        self.num_pending = zeros()
-        """Number of last known tokens that the host has not read from the device."""
-        self.num_computed = zeros()
-        self.num_blocks = zeros()
-        """Length of each of its block tables."""
-        self.num_late = zeros()
-        """Delivered output tokens that `Output.token_ids` does not have yet."""
-        self.num_cached = zeros()
-        """Prompt tokens from the prefix cache, of rows with late tokens."""
-        self.adapter = zeros()
-        self.slot = zeros()
-        """Request index in the scheduler; -1 if unknown."""
-        self.births = zeros()
-        """Number of requests that have had this row."""
-        self.has_logprobs = zeros(np.bool_)
-        """Whether the request wants log probabilities."""
-        self.temperature = zeros(np.float32)
-        """0 for greedy. For this and the next four see `sample_tokens`."""
-        self.top_p = zeros(np.float32)
-        self.min_p = zeros(np.float32)
-        self.top_k = zeros(np.int32)
-        self.seeds = zeros()
-
-    def start(self, index: int, num_prompt: int, adapter: int, wanted: Wanted) -> None:
-        """Give a row to a new request."""
-        birth, params = self.births[index] + 1, wanted.params
-        for name in self.__slots__:
-            getattr(self, name)[index] = 0
-        self.num_prompt[index], self.adapter[index] = num_prompt, adapter
-        self.slot[index], self.births[index] = -1, birth
-        self.has_logprobs[index] = params.logprobs is not None
-        if not params.is_greedy:
-            self.temperature[index], self.seeds[index] = params.temperature, wanted.seed
-            self.top_k[index], self.top_p[index] = params.top_k, params.top_p
-            self.min_p[index] = params.min_p
-
-    def grow(self) -> None:
-        """Double the number of rows."""
-        for name in self.__slots__:
-            column = getattr(self, name)
-            setattr(self, name, np.concatenate((column, np.zeros_like(column))))
-
-    def take(self, index: int) -> Columns:
-        """Return a copy of one row."""
-        taken = Columns(1)
-        for name in self.__slots__:
-            getattr(taken, name)[0] = getattr(self, name)[index]
-        return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +80,13 @@ class Staged:
 class Staging:
     """The device's copy of the batch, and the inputs of each pass."""
 
-    def __init__(self, batch: Batch, device: str) -> None:
-        self._batch = batch
+    def __init__(self, arrays: RowArrays, device: str) -> None:
+        self._arrays = arrays
         self._device = torch.device(device)
         self._is_on_host = self._device.type == "cpu"
         self._changed: list[tuple[np.ndarray, np.ndarray]] = []
         """Rows and places of blocks that `_tables` does not have yet."""
-        shape = len(batch.block_tables), 0, batch.max_blocks
+        shape = len(arrays.block_tables), 0, arrays.max_blocks
         self._tables = torch.zeros(shape, dtype=torch.int32, device=self._device)
         """[num_groups, num_rows, max_blocks]; empty on a CPU, which uses the batch's own tables."""
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=self._device)
@@ -233,11 +165,11 @@ class Staging:
 
     def _flatten(self, step: ArrayStep) -> _Flat:
         """Return tokens, positions and slots of a step, in the order of the rows."""
-        batch = self._batch
+        arrays = self._arrays
         index, starts, counts = step.index, step.starts, step.counts
         ends = starts + counts
         max_query_len = int(counts.max())
-        adapters = batch.columns.adapter[index]
+        adapters = arrays.columns.adapter[index]
         has_adapters = bool((adapters != NO_ADAPTER).any())
         query_start_loc = np.zeros(len(index) + 1, np.int32)
         counts.cumsum(out=query_start_loc[1:], dtype=np.int32)
@@ -246,10 +178,10 @@ class Staging:
             of_token, adapters = index.repeat(counts), adapters.repeat(counts)
             offsets = (starts - query_start_loc[:-1]).repeat(counts)
             positions = np.arange(len(offsets)) + offsets
-        tokens = batch.token_ids.reshape(-1).take(of_token * batch.width + positions)
-        size = batch.config.block_size
-        places = of_token * batch.max_blocks + positions // size
-        blocks = batch.block_tables.reshape(len(batch.block_tables), -1).take(places, 1)
+        tokens = arrays.token_ids.reshape(-1).take(of_token * arrays.width + positions)
+        size = arrays.block_size
+        places = of_token * arrays.max_blocks + positions // size
+        blocks = arrays.block_tables.reshape(len(arrays.block_tables), -1).take(places, 1)
         return _Flat(
             tokens.astype(np.int64),
             positions,
@@ -268,7 +200,7 @@ class Staging:
 
         `fed_at`: their indices among the step's tokens; `fed_rows`: their rows of the batch.
         """
-        columns, index = self._batch.columns, step.index
+        columns, index = self._arrays.columns, step.index
         lasts = columns.num_known[index] - 1
         is_fed = (columns.num_pending[index] > 0) & (lasts < step.starts + step.counts)
         if is_fed.any():
@@ -278,7 +210,7 @@ class Staging:
 
     def _add_draws(self, more: dict[str, np.ndarray], step: ArrayStep) -> None:
         """Add the parameters of `sample_tokens`, if any row is not greedy."""
-        columns, index = self._batch.columns, step.sampling_index
+        columns, index = self._arrays.columns, step.sampling_index
         temperature = columns.temperature[index]
         if temperature.any():
             more["temperature"] = temperature
@@ -302,7 +234,7 @@ class Staging:
         The device passes on only the last token of a row. This step computes further pending
         tokens.
         """
-        columns, index = self._batch.columns, step.index
+        columns, index = self._arrays.columns, step.index
         is_behind = step.starts < columns.num_known[index] - 1
         return bool((is_behind & (columns.num_pending[index] > 1)).any())
 
@@ -325,7 +257,7 @@ class Staging:
         if not self._changed:
             return
         self._grow()
-        tables = self._batch.block_tables
+        tables = self._arrays.block_tables
         rows = np.concatenate([rows for rows, _ in self._changed])
         columns = np.concatenate([columns for _, columns in self._changed])
         self._changed.clear()
@@ -343,10 +275,10 @@ class Staging:
     ) -> torch.Tensor:
         """Return the block tables of a step's rows, [num_groups, num_rows, blocks of the longest
         row]."""
-        batch = self._batch
-        num_blocks = -(-max_seq_len // batch.config.block_size)
+        arrays = self._arrays
+        num_blocks = -(-max_seq_len // arrays.block_size)
         if self._is_on_host:
-            tables = batch.block_tables[:, :, :num_blocks].take(named["rows"].numpy(), 1)
+            tables = arrays.block_tables[:, :, :num_blocks].take(named["rows"].numpy(), 1)
             return torch.from_numpy(tables)
         if "places" in named:
             self._tables.view(-1).index_copy_(0, named["places"], named["blocks"])
@@ -359,7 +291,7 @@ class Staging:
 
     def _grow(self) -> None:
         """Grow to as many rows as the batch has."""
-        shape = self._batch.block_tables.shape
+        shape = self._arrays.block_tables.shape
         if len(self._last_tokens) < shape[1]:
             kept = self._last_tokens
             self._last_tokens = torch.zeros(shape[1], dtype=torch.int64, device=self._device)

@@ -19,7 +19,6 @@ import numpy as np
 from blockstep.impl.arrays import ArrayOutputs, ArrayPlan
 from blockstep.impl.device.dims import count_gpu_lanes
 from blockstep.impl.device.engine import DeviceEngine
-from blockstep.impl.engine.batch import Wanted
 from blockstep.impl.engine.connector import Connector
 from blockstep.impl.engine.errors import EngineError, RequestError
 from blockstep.impl.engine.journal import CommitRan, PlanRan, StepRan
@@ -36,6 +35,7 @@ from blockstep.impl.engine.outputs import (
 )
 from blockstep.impl.engine.params import SamplingParams
 from blockstep.impl.engine.resident import Resident
+from blockstep.impl.engine.rows import Wanted
 from blockstep.impl.engine.runner import Answer, Logprobs
 from blockstep.impl.engine.settings import Settings
 from blockstep.impl.fastest import Scheduler, get_named
@@ -319,7 +319,7 @@ class Steps:
         batch = self._runner.batch
         index = batch.note_delivered(outputs.names.slots, outputs.num_cached_tokens)
         told = sorted(rows)
-        batch.columns.num_late[index[told]] -= 1  # their outputs take the token below
+        batch.arrays.columns.num_late[index[told]] -= 1  # their outputs take the token below
         made = {row: self._deliver(outputs.build_row(row), logprobs) for row in told}
         return StepChunks(outputs, made)
 
