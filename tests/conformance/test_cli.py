@@ -148,7 +148,7 @@ def test_an_engine_that_conforms_does_so_in_processes_of_its_own(tmp_path: Path,
     result = check_engine(tmp_path, "SpecEngine", *args)
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[-1].startswith("conforms: engine cli_engines:SpecEngine, ")
-    assert result.stdout.startswith("reached     ")
+    assert result.stdout.startswith("conforms: 24,")
     assert "situations reached" not in result.output, "the table is shown if it is asked for"
 
 
@@ -365,10 +365,20 @@ def test_record_validate_explain(tmp_path: Path) -> None:
     assert f"DIVERGENCE at step {number + 1} of {number + 1}" in result.output
 
 
-def test_museum_is_listed() -> None:
-    result = blockstep("museum")
-    assert result.exit_code == 0
-    assert "zombie-key" in result.output
+@pytest.mark.parametrize(
+    ("command", "first", "entry"),
+    [
+        ("museum", "pool", "zombie-key"),
+        ("quirks", "memory", "victim_without_a_row_shifts_the_next"),
+        ("properties", "P1", "pool_keeps_its_size"),
+    ],
+)
+def test_a_listing_is_an_overview_of_a_screen(command: str, first: str, entry: str) -> None:
+    overview = blockstep(command).output
+    assert len(overview.splitlines()) <= 32
+    assert f"\n{first} " in overview
+    assert entry not in overview
+    assert entry in blockstep(command, "--all").output
 
 
 class Judged(SpecEngine):

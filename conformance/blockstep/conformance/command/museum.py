@@ -22,8 +22,13 @@ museum_app = typer.Typer(
 
 
 @museum_app.callback(invoke_without_command=True)
-def museum_command(context: typer.Context, json_path: options.Json = None) -> None:
-    """List the seeded bugs; `blockstep museum run` checks them."""
+def museum_command(
+    context: typer.Context, show_all: options.All = False, json_path: options.Json = None
+) -> None:
+    """List the seeded bugs; `blockstep museum run` checks them.
+
+    Without --all it prints the number of seeded bugs in each area.
+    """
     if context.invoked_subcommand is not None:
         if json_path is not None:
             example = "`blockstep museum run --json FILE`"
@@ -32,7 +37,14 @@ def museum_command(context: typer.Context, json_path: options.Json = None) -> No
     rows: list[dict[str, object]] = [
         {**hunting.describe(entry), "speaks": entry.properties} for entry in EXHIBITS.values()
     ]
-    tables.show_rows(console.make_screen(json_path), rows)
+    screen = console.make_screen(json_path)
+    if show_all:
+        tables.show_rows(screen, rows)
+    else:
+        areas = [entry.defect.__module__.rpartition(".")[2] for entry in EXHIBITS.values()]
+        tables.show_rows(screen, tables.count_areas(areas, list(EXHIBITS), "seeded bugs"))
+        screen.print(f"\n{len(EXHIBITS)} seeded bugs; `blockstep explain NAME` explains one,")
+        screen.print("`blockstep museum --all` prints all, `blockstep museum run` checks them")
     console.write_json(json_path, rows)
 
 

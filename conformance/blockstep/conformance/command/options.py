@@ -100,6 +100,12 @@ Json = Annotated[
     Path | None,
     output("Also write the result to this file ('-': stdout).", "--json", panel=sections.OUTPUT),
 ]
+All = Annotated[
+    bool,
+    typer.Option(
+        "--all", help="Print every entry, not an overview.", rich_help_panel=sections.OUTPUT
+    ),
+]
 Folder = Annotated[
     Path | None,
     typer.Option(

@@ -6,12 +6,13 @@ from blockstep.conformance.command import console, options, tables
 from blockstep.conformance.judge.properties import PROPERTIES
 
 
-def properties_command(json_path: options.Json = None) -> None:
-    """List the properties that are checked on every step, with the checks of each.
+def properties_command(show_all: options.All = False, json_path: options.Json = None) -> None:
+    """List the properties that are checked on every step; with --all the checks of each.
 
     A check that is not made at safety says why: which policy it would fix, or which check covers
     it.
     """
+    screen = console.make_screen(json_path)
     told, rows = [], []
     for entry in PROPERTIES:
         checks = [check.sentence for check in entry.checks]
@@ -23,5 +24,20 @@ def properties_command(json_path: options.Json = None) -> None:
         rows.append(
             {**row, "statement": entry.statement, "checks": checks, "not_at_safety": not_asked}
         )
-    tables.show_rows(console.make_screen(json_path), told)
+    if show_all:
+        tables.show_rows(screen, told)
+    else:
+        counts = [
+            {
+                "id": entry.id,
+                "name": entry.name,
+                "checks": len(entry.checks),
+                "at safety": sum(not check.why_not_at_safety for check in entry.checks),
+            }
+            for entry in PROPERTIES
+        ]
+        tables.show_rows(screen, counts)
+        screen.print(
+            "\n`blockstep explain P1` explains one, `blockstep properties --all` prints all"
+        )
     console.write_json(json_path, rows)

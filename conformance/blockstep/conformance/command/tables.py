@@ -39,6 +39,20 @@ def show_rows(screen: Console, rows: Sequence[Mapping[str, object]]) -> None:
     screen.print(table)
 
 
+def count_areas(areas: Sequence[str], names: Sequence[str], title: str) -> list[dict[str, object]]:
+    """Return the rows of an overview: each area with its number of entries and its first ones.
+
+    `areas` has the area of each entry, and `names` its name.
+    """
+    found: dict[str, list[str]] = {}
+    for area, name in zip(areas, names, strict=True):
+        found.setdefault(area, []).append(name)
+    return [
+        {"area": area, title: len(found[area]), "for example": found[area][0]}
+        for area in sorted(found)
+    ]
+
+
 def _tell(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 

@@ -41,8 +41,10 @@ def render_verdict(result: CheckResult, console: Console, shows_coverage: bool =
 
 
 def verdict_text(result: CheckResult) -> str:
-    """The same without the table, as text."""
+    """Return the verdict in short, its grounds and the whole verdict, as text."""
     lines = [*_list_grounds(result), *_list_known(result), *_list_missing(result)]
+    if result.exit_code is ExitCode.CONFORMS and not result.options.is_single:
+        lines.insert(0, f"{verdict_word(result)}: {result.num_events:,} events, on these grounds:")
     return "\n".join([*lines, _conclude(result)]) + "\n"
 
 
@@ -51,7 +53,8 @@ def _list_grounds(result: CheckResult) -> Iterator[str]:
     options = result.options
     if not options.is_single:
         reached = sum(result.witnesses[name] > 0 for name in WITNESSES)
-        yield f"reached     {reached} coverage goals (--coverage counts each)"
+        all_required = "" if result.missing else ", all that are required"
+        yield f"reached     {reached} coverage goals{all_required} (--coverage counts each)"
         canary = result.canary_killed_after
         yield (
             f"canary      caught after {canary} events"
