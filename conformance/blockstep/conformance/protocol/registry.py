@@ -146,6 +146,16 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
             "the scheduler of a checkout of mini-sglang (--path CHECKOUT), by properties only",
         ),
         KnownEngine(
+            "transformers",
+            "blockstep.conformance.engines.adapters.transformers_cb:Synchronous",
+            "the continuous batching of an installed transformers, by properties only",
+        ),
+        KnownEngine(
+            "transformers_async",
+            "blockstep.conformance.engines.adapters.transformers_cb:Asynchronous",
+            "the same as it runs on a GPU: a batch is prepared while one is in flight",
+        ),
+        KnownEngine(
             "spec",
             "blockstep.conformance.protocol.registry:SpecEngine",
             "the specification held to itself, under the same profile; for trying out the tools",

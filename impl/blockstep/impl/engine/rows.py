@@ -88,7 +88,7 @@ class Columns:
 
 
 class RowArrays:
-    """The arrays of the batch. They double when all rows are taken, so hold no view of them."""
+    """The arrays of the batch, which are replaced by longer ones when all rows are taken."""
 
     def __init__(self, config: Config, num_rows: int) -> None:
         self.block_size = config.block_size
