@@ -144,7 +144,7 @@ def test_every_rule_is_explained_and_its_source_named_in_words() -> None:
         ),
         ("queues_keep_their_order", "not asked at safety: it fixes a policy: the order of a queue"),
         ("new_row_is_new", "sentence new_row_is_new"),
-        ("admitted_row_kind_follows_its_status", "there new_row_is_new sees the same"),
+        ("ended_are_kept_for_the_next_plan", "there plan_tells_who_ended sees the same"),
         ("plan_stays_within_token_budget", "asked at safety, also of an engine that shows"),
         ("pool_keeps_its_size", "asked at safety of an engine that shows a state"),
         ("prefix_hit", "not reached without the feature: caching"),
@@ -258,3 +258,8 @@ def test_a_row_of_the_glossary_with_another_number_of_cells_is_refused() -> None
     )
     with pytest.raises(ValueError, match="has four cells, this one 2"):
         list(parse_terms("| **a** | It is so. |\n"))
+
+
+def test_a_property_shows_whole_sentences_of_its_checks() -> None:
+    told = " ".join(explain("P1").output.split())
+    assert "a block without holders is in the free queue, once." in told

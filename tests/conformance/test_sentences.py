@@ -105,7 +105,6 @@ from blockstep.spec.vocabulary import (
     RejectCode,
     Rejected,
     Request,
-    Reset,
     RowTokens,
     Schedule,
     SetPause,
@@ -247,18 +246,6 @@ def naming(other: Request) -> Plant:
     return plant
 
 
-def as_a_new_row(step: Step) -> Step:
-    """Who was preempted comes with the row of a newcomer."""
-    *others, row = step.plan.cached
-    told = NewRow(
-        A,
-        block_ids=row.new_block_ids,
-        num_computed_tokens=row.num_computed_tokens,
-        num_scheduled_tokens=row.num_scheduled_tokens,
-    )
-    return observed(step, new=(told,), cached=tuple(others))
-
-
 def newest_first(engine: Any) -> None:
     engine.waiting._slots.reverse()
 
@@ -277,10 +264,6 @@ def rolling_back_too_far(engine: Any) -> None:
         engine.table.num_computed[slot] -= 1
 
     engine._roll_back = roll
-
-
-def swapping_the_others(engine: Any) -> None:
-    engine.running[1:] = engine.running[:0:-1]
 
 
 def freeing_from_the_head(engine: Any) -> None:
@@ -304,12 +287,6 @@ def first_plan_without_caching() -> Play:
 
 def first_plan() -> Play:
     return Play().do(Submit(C), Schedule())
-
-
-def back_before_its_first_token() -> Play:
-    play = chunked().commit().do(Reset(True), Schedule())
-    assert play.step.plan.cached[-1].resumed
-    return play
 
 
 def idle_with_a_cache() -> Play:
@@ -371,18 +348,8 @@ def one_waits() -> Play:
     return Play(config).do(Submit(A)).run(1).do(Submit(C), Schedule()).commit()
 
 
-def three_run() -> Play:
-    """A ends, the others go on."""
-    play = Play().do(Submit(replace(A, max_tokens=1)))
-    return play.do(Submit(C), Submit(request("D", 9)), Schedule()).commit()
-
-
 def alone_by_priority() -> Play:
     return Play(replace(CONFIG, policy=Policy.PRIORITY)).do(Submit(A)).run(1).do(Schedule())
-
-
-def two_with_room() -> Play:
-    return Play().do(Submit(A), Submit(C)).run(1).do(Schedule())
 
 
 def drafts_for_nobody() -> Play:
@@ -586,9 +553,7 @@ ALONE: list[Case] = [
         same,
     ),
     ("tokens_of_a_preempted_row_are_given_back", taking_a_row_back, leaving_out("S"), same),
-    ("admitted_request_gets_all_it_can", chunked, going_by(max_num_batched_tokens=2), same),
     ("head_of_the_queue_is_admitted_when_it_fits", admitted, going_by(max_num_seqs=1), same),
-    ("nobody_is_preempted_while_blocks_suffice", two_with_room, preempting_the_last, same),
     (
         "every_request_stands_in_one_queue",
         committed,
@@ -603,18 +568,11 @@ ALONE: list[Case] = [
     ),
     ("admissions_follow_the_policy", one_at_a_time, newest_first, same),
     (
-        "running_keeps_its_order",
-        admitted,
-        nothing,
-        lambda s: after(s, running=s.after.running[::-1]),
-    ),
-    (
         "queues_keep_their_order",
         reset_forced,
         nothing,
         lambda s: after(s, waiting=s.after.waiting[::-1]),
     ),
-    ("queues_lose_exactly_the_ended", three_run, swapping_the_others, same),
     ("preempted_fcfs_are_the_youngest", preempting, answering("_select_victim", 0), same),
     (
         "preempted_priority_never_outrank_survivors",
@@ -712,24 +670,6 @@ ALONE: list[Case] = [
         lambda s: observed(s, preempted_req_ids=()),
     ),
     (
-        "plan_has_its_place_in_the_sequence",
-        admitted,
-        nothing,
-        lambda s: after(s, prev_scheduled_req_ids=("A",)),
-    ),
-    (
-        "committed_frame_leaves_flight",
-        committed,
-        nothing,
-        lambda s: after(s, frames_in_flight=s.before.frames_in_flight),
-    ),
-    (
-        "rows_stand_in_the_order_of_the_running_list",
-        two_with_room,
-        nothing,
-        lambda s: observed(s, cached=s.plan.cached[::-1]),
-    ),
-    (
         "new_row_carries_the_request_as_submitted",
         admitted,
         nothing,
@@ -738,7 +678,6 @@ ALONE: list[Case] = [
 ]
 
 BESIDE_THE_WORKER: list[Case] = [
-    *tiering.BESIDE_THE_WORKER,
     ("held_block_carries_the_name_of_its_tokens", first_plan, naming(request("C", 7, 9)), same),
     (
         "held_block_carries_the_extra_keys_of_its_request",
@@ -746,7 +685,6 @@ BESIDE_THE_WORKER: list[Case] = [
         naming(replace(C, cache_salt="x")),
         same,
     ),
-    ("admitted_row_kind_follows_its_status", back_before_its_first_token, nothing, as_a_new_row),
     (
         "outputs_in_the_state_are_those_delivered",
         committed,
@@ -754,12 +692,6 @@ BESIDE_THE_WORKER: list[Case] = [
         lambda s: changed(s, "C", output_token_ids=(1, 2, 3)),
     ),
     ("sampling_leaves_one_token_to_compute", rolled_back, rolling_back_too_far, same),
-    (
-        "table_in_the_plan_is_the_table_in_the_state",
-        uncached,
-        nothing,
-        lambda s: changed(s, "A", block_tables=(table_of(s, "A")[::-1],)),
-    ),
 ]
 
 
@@ -814,7 +746,7 @@ def test_every_sentence_speaks_alone_somewhere() -> None:
     """A sentence that never does says nothing of its own: merge it, or plant what only it sees."""
     names = [case[0] for case in ALONE + BESIDE_THE_WORKER] + [IN_A_RELEASE]
     assert sorted(names) == sorted(SENTENCES)
-    assert len(SENTENCES) == 139
+    assert len(SENTENCES) == 126
 
 
 def test_up_to_block_ids_all_are_asked_but_three() -> None:

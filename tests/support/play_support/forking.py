@@ -11,7 +11,6 @@ from blockstep.spec.vocabulary import (
     BlockCopy,
     Fork,
     Schedule,
-    Status,
     Submit,
 )
 from play_support.play import (
@@ -140,6 +139,5 @@ EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
     ("cache_map_and_blocks_agree", forked, lambda s: after(s, cached={})),
     ("only_running_requests_hold_anything", forked, lambda s: changed(s, "Q", spec_token_ids=(1,))),
     ("every_request_stands_in_one_queue", forked, lambda s: after(s, waiting=())),
-    ("running_keeps_its_order", forked, lambda s: changed(s, "Q", status=Status.RUNNING)),
 ]
 """More that is wrong, of a fork."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, Schedule, Submit
-from play_support.play import CONFIG, A, Play, request
+from play_support.play import CONFIG, A, Play
 
 FULL = KVGroup(GroupKind.FULL, 2)
 WINDOW = KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=4)
@@ -25,14 +25,6 @@ def going_on(config: Config = GROUPED) -> Play:
 def told_of_its_token(config: Config = GROUPED) -> Play:
     """The token that A sampled at position 5 is committed."""
     return going_on(config).commit()
-
-
-def finding_both() -> Play:
-    """B finds in both groups what A has left."""
-    play = Play(GROUPED, SpecEngine).do(Submit(A)).run(3)
-    play.do(Submit(request("B", 1, 2, 3, 4, 9)), Schedule())
-    assert play.step.plan.new[0].num_computed_tokens == 4
-    return play
 
 
 def attending_as(*groups: KVGroup) -> Any:

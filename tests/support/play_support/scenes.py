@@ -202,11 +202,6 @@ def aborted_before_it_ran() -> Play:
     return Play().do(Submit(A), Submit(C), Abort(("C",)))
 
 
-def one_of_three_aborted() -> Play:
-    play = Play().do(Submit(A), Submit(C), Submit(request("D", 9)), Schedule())
-    return play.do(Abort(("A",)))
-
-
 def refused() -> Play:
     return Play().do(Submit(A), Submit(A))
 
@@ -324,11 +319,6 @@ def gap() -> Play:
     """A runs but has no row, so the drafts that the worker has for it are of no use."""
     play = drafted_ahead()
     return play.do(SetPause(PauseState.PAUSED_ALL), Schedule())
-
-
-def reset_ahead() -> Play:
-    """A is reset by force with two plans in flight; the first of them is committed."""
-    return Play(AHEAD).do(Submit(LONG), Schedule(), Schedule(), Reset(True)).commit()
 
 
 def passing_over() -> Play:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from blockstep.conformance.judge.properties import Step
-from blockstep.spec.vocabulary import KVSave, Schedule, Submit
-from play_support import forking, pinning
-from play_support.play import CONFIG, Bend, C, Case, Play, after, nothing, observed, request
+from blockstep.spec.vocabulary import Schedule, Submit
+from play_support.play import CONFIG, C, Case, Play, after, nothing, observed, request
 
 TIERED = replace(
     CONFIG,
@@ -48,14 +46,6 @@ def saved_in_part(step: Step) -> Step:
     return other_save(step, block_ids=(save.block_ids[0][:1],), num_tokens=2)
 
 
-def saved_by_another_table(step: Step) -> Step:
-    return other_save(step, block_ids=(step.old["P"].block_tables[0][:2],))
-
-
-def saved_of_somebody_else(step: Step) -> Step:
-    return observed(step, kv_saves=(KVSave("P", step.old["P"].block_tables, 2),))
-
-
 def closed(step: Step) -> Step:
     """Admission is closed behind the step."""
     return after(step, admission_closed=True)
@@ -75,32 +65,4 @@ ALONE: list[Case] = [
         nothing,
         lambda s: after(s, admission_closed=False),
     ),
-    (
-        "plans_alone_close_and_open_admission",
-        committed,
-        nothing,
-        closed,
-    ),
-]
-BESIDE_THE_WORKER: list[Case] = [
-    ("save_names_the_blocks_that_its_request_had", saved, nothing, saved_by_another_table),
-]
-"""A worker sees what is in those blocks."""
-
-
-def with_thresholds(play: Callable[[], Play]) -> Callable[[], Play]:
-    """The play with an admission that could close."""
-
-    def scene() -> Play:
-        done = play()
-        config = replace(done.config, admission_high_blocks=1)
-        return Play(config, done.make_engine).do(*done.events)
-
-    return scene
-
-
-EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
-    ("plans_alone_close_and_open_admission", with_thresholds(play), closed)
-    for play in (*pinning.OF_EACH, forking.forked)
-    if play is not pinning.planned
 ]

@@ -145,11 +145,6 @@ def stranded() -> Play:
     return play.do(TransfersReported(KVTransfers(("A",))), Schedule())
 
 
-def two_parked() -> Play:
-    play = offered().do(Submit(C), KVOffer("C", 1, True))
-    return play.do(Schedule())
-
-
 def reported_again() -> Play:
     """Whose load was reported is reported once more."""
     return received().do(TransfersReported(KVTransfers(("A", "nobody"))))
@@ -237,11 +232,6 @@ def asking_for_less(engine: Any) -> None:
     engine.transfers.find_load = lambda *_: (1, False)
 
 
-def naming_too_much(step: Step) -> Step:
-    (load,) = step.plan.kv_loads
-    return observed(step, kv_loads=(replace(load, block_ids=step.new["A"].block_tables),))
-
-
 def loaded_at_once(step: Step) -> Step:
     (load,) = step.plan.kv_loads
     return observed(step, kv_loads=(replace(load, is_async=False),))
@@ -281,8 +271,6 @@ WAITING_FOR_NO_FRAME: Case = (
 )
 ALONE: list[Case] = [
     ("load_is_what_the_store_offers", loaded, asking_for_less, same),
-    ("load_names_the_blocks_of_its_tokens", loaded, nothing, naming_too_much),
-    ("loads_are_told_in_the_order_of_the_queue", two_parked, nothing, out_of_order),
     ("parked_request_is_what_its_load_says", parked, nothing, preempted_before),
     ("what_may_not_have_come_is_nobody_elses", loaded, nothing, published_at_once),
     (
@@ -361,10 +349,6 @@ def malformed(step: Step) -> Step:
     if isinstance(step.event, KVOffer):
         return replace(step, event=KVOffer(""))
     return replace(step, event=TransfersReported(KVTransfers(("",))))
-
-
-def to_the_wrong_queue(step: Step) -> Step:
-    return after(step, waiting=("A",), skipped_waiting=())
 
 
 def stored_for_nothing(step: Step) -> Step:
@@ -455,9 +439,7 @@ EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
             "counters_stay_within_what_is_known": lambda s: changed(s, "A", num_computed_tokens=9),
             "only_running_requests_hold_anything": lambda s: changed(s, "A", status=Status.WAITING),
             "every_request_stands_in_one_queue": lambda s: after(s, skipped_waiting=()),
-            "running_keeps_its_order": lambda s: changed(s, "A", status=Status.RUNNING),
             "parked_request_is_what_its_load_says": preempted_before,
-            "queues_lose_exactly_the_ended": to_the_wrong_queue,
             "freed_tail_is_evicted_first": in_another_order,
             "log_tells_what_can_be_found": stored_for_nothing,
             "log_removes_what_was_there": removed_for_nothing,

@@ -1,1 +1,1 @@
-"""Judge: what may be said of an engine."""
+"""Judge: property checks, the witness worker and coverage goals."""

@@ -1,7 +1,7 @@
-"""Answers: what may be said of an engine's answers alone, where no reference decides with it.
+"""Answers: checks of an engine's answers alone, where no reference decides.
 
-An engine that admits, evicts or preempts by other rules than the specification is not wrong for
-it. What is said here holds for every engine; who is live and what was delivered follows from its
+An engine that admits, evicts or preempts by other rules than the specification is not wrong. These
+checks hold for every engine; which requests are unfinished and what was delivered follows from its
 own answers.
 """
 
@@ -17,7 +17,7 @@ from blockstep.conformance.protocol.findings import Difference, Finding, of_requ
 from blockstep.spec import vocabulary as v
 
 Expected = tuple[v.TokenIds, tuple[v.FinishReason, v.TokenId | None] | None]
-"""Tokens that are to be delivered, and how they end a request if they do."""
+"""Tokens to deliver, and the reason and stop token with which they end a request, if they do."""
 
 
 def judge_answer(
@@ -31,10 +31,10 @@ def judge_answer(
     doubtful: Container[v.RequestId] = (),
     ending: Collection[v.RequestId] = (),
 ) -> Iterator[Finding]:
-    """What is wrong with an answer of the right kind.
+    """Yield the findings about an answer of the right kind.
 
-    `live`: requests that have not ended, and `said`: the tokens delivered to them, both before the
-    event. `dropped`: rows of frames in flight that sample for a chunk of a session that is over.
+    `live`: unfinished requests, and `said`: the tokens delivered to them, both before the event.
+    `dropped`: rows of frames in flight that sample for an input of a session that is over.
     `failing`: requests whose load fails by this event; `doubtful`: requests whose load may fail by
     it. `ending`: requests whose abort was answered already; the next plan ends them.
     """
@@ -61,7 +61,8 @@ def _list_wrong_ends(
     later: Sequence[v.RequestId],
     ending: Collection[v.RequestId],
 ) -> Iterator[str]:
-    """What is wrong with an answer to an abort that names `due` of the unfinished requests."""
+    """Yield what is wrong with an answer to an abort that names `due` of the unfinished
+    requests."""
     told = [*dict.fromkeys(now), *dict.fromkeys(later)]
     for name in sorted(set(due) - set(told)):
         if name in ending:
@@ -83,7 +84,7 @@ def _judge_plan(
     said: Mapping[v.RequestId, v.TokenIds],
     plan: v.Plan,
 ) -> Iterator[Finding]:
-    """P9, and that a plan is about requests that there are."""
+    """P9, and that the rows of a plan are of unfinished requests."""
     rows = plan.rows
     total, limit = plan.total_num_scheduled_tokens, config.max_num_batched_tokens
     if total > limit:
@@ -123,9 +124,9 @@ def _judge_plan(
 def _judge_new_row(
     config: v.Config, row: v.NewRow, request: v.Request, outputs: v.TokenIds | None
 ) -> Iterator[Finding]:
-    """P26 that it is the request, P5 that it takes no hit that it may not take.
+    """P26 the row has the request as submitted, P5 it has no hit that it must not have.
 
-    `outputs` are those that a branch began with, which shares what is computed; None: it is none.
+    `outputs` are those of a branch, which shares computed tokens; None for other requests.
     """
     if row.request != request:
         what = f"{row.request_id!r} is not the request that was submitted"
@@ -145,7 +146,7 @@ def _judge_new_row(
             difference,
             subjects=of_request(row.request_id),
         )
-    has_any = config.enable_prefix_caching or config.kv_connector  # a store's count as a hit, too
+    has_any = config.enable_prefix_caching or config.kv_connector  # a load counts as a hit, too
     may_hit = (has_any and not request.skip_reading_prefix_cache) or outputs is not None
     if row.num_computed_tokens and not may_hit and not request.resumable:
         what = f"{row.request_id!r} has a hit of {row.num_computed_tokens} tokens"
@@ -157,7 +158,7 @@ def _judge_new_row(
 def _expected_errors(
     config: v.Config, failing: Collection[v.RequestId]
 ) -> dict[v.RequestId, Expected]:
-    """Those whose load has failed end by it, if that is the policy."""
+    """The expected rows of requests whose load failed, if the policy is to end them."""
     ends = config.kv_load_failure_policy is v.KVLoadFailurePolicy.FAIL
     return dict.fromkeys(failing if ends else (), ((), (v.FinishReason.ERROR, None)))
 
@@ -169,11 +170,11 @@ def _is_error_of(row: v.OutputRow, doubtful: Container[v.RequestId]) -> bool:
 def _judge_outputs(
     expected: Mapping[v.RequestId, Expected], rows: Sequence[v.OutputRow]
 ) -> Iterator[Finding]:
-    """P13: each unfinished request of the frame gets what it sampled, up to its stop."""
+    """P13: each unfinished request of the frame gets the tokens that it sampled, up to its stop."""
     names = [row.request_id for row in rows]
     if sorted(names) != sorted(expected):
         difference = Difference("rows", str(sorted(expected)), str(sorted(names)))
-        what = "others are told of tokens than those who sampled"
+        what = "outputs are not of exactly the requests that sampled"
         yield violated("P13", "delivered_rows_are_those_that_sampled", what, difference)
     for row in rows:
         name = row.request_id
@@ -224,7 +225,7 @@ def judge_state(step: Step, ledger: Ledger) -> list[Finding]:
 
 
 def _judge_computed(step: Step) -> Iterator[Finding]:
-    """P12: who has lost its blocks has nothing computed, whatever comes back of it."""
+    """P12: a request without blocks has no computed tokens, whatever tokens are still delivered."""
     for request in step.after.requests:
         held = zip(request.block_tables, step.groups, strict=False)
         slots = min(

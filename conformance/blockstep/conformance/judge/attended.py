@@ -1,10 +1,9 @@
-"""Attended: which tokens a token attends to, by the kind of attention of its KV-cache group.
+"""Attended: the tokens that a token attends to, by the kind of attention of its KV group.
 
-    | not attended any more |       attended       |        from a token at `position` on
+    |    skipped tokens     |       attended       |        from a token at `position` on
     0                     first                 position
 
-All that the judges know of a kind stands here. They ask nobody else: what a scheduler thinks of it
-is what they judge.
+All that the judges know of a kind is here. They do not ask the scheduler, which is under test.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from blockstep.spec.vocabulary import (
 
 
 def first_attended(group: KVGroup, position: int) -> int:
-    """The first position that a token at `position`, or any behind it, attends to.
+    """The first position that a token at `position`, or any later one, attends to.
 
-    Behind the one before it stands the state from which a recurrent layer goes on.
+    A recurrent layer continues from the state after the token before.
     """
     match group.kind:
         case GroupKind.FULL:
@@ -38,13 +37,13 @@ def first_attended(group: KVGroup, position: int) -> int:
         case GroupKind.RECURRENT:
             return max(position - 1, 0)
         case GroupKind.CROSS_ATTENTION:
-            return 0  # its tokens are the encoder's, and all are attended
+            return 0  # all embeddings of the encoder are attended
         case _:
             assert_never(group.kind)
 
 
 def most_attended_before(group: KVGroup) -> int | None:
-    """For how many tokens before a token blocks are held at most; None for all of them."""
+    """The most tokens before a token whose blocks are held; None if all are."""
     match group.kind:
         case GroupKind.FULL:
             return None
@@ -66,7 +65,7 @@ def count_unattended(group: KVGroup, position: int) -> int:
 
 
 def without_given_back(told: Sequence[BlockId], shown: Sequence[BlockId]) -> tuple[BlockId, ...]:
-    """A table as plans told it, with the null blocks of a state: no plan tells of them."""
+    """A table from plans, with the null blocks of a state, since no plan shows skipped blocks."""
     if NULL_BLOCK not in shown:
         return tuple(told)
     nulls = {index for index, block in enumerate(shown) if block == NULL_BLOCK}
@@ -79,19 +78,19 @@ def is_recurrent(group: KVGroup) -> bool:
 
 
 def is_across(group: KVGroup) -> bool:
-    """Whether a table holds what the encoder made of the request's items, and no token's KV."""
+    """Whether a table holds the encoder's embeddings of the request's items."""
     return group.kind is GroupKind.CROSS_ATTENTION
 
 
 def count_across(config: Config, request: Request) -> int:
-    """Slots of a request in each table across: an embedding has one."""
+    """Slots of a request in each cross-attention table: one per embedding."""
     if not config.is_encoder_decoder:
         return 0
     return sum([item.num_embeds for item in request.items])
 
 
 def slots_of(group: KVGroup, num_tokens: int, num_across: int) -> int:
-    """Slots that a table must have for so many tokens, beside so many of the encoder's."""
+    """Slots that a table of a group must have for `num_tokens`, or for `num_across` embeddings."""
     return num_across if is_across(group) else num_tokens
 
 
@@ -101,6 +100,6 @@ def is_aligned(config: Config) -> bool:
 
 
 def blocks_of_drafts(group: KVGroup, table: Sequence[BlockId]) -> Sequence[BlockId]:
-    """The last blocks of a table, where states behind drafts stand: they are moved on with it."""
+    """The last blocks of a table, which hold the states after drafts and move with its end."""
     num_kept = len(table) - group.num_speculative_blocks
     return table[max(num_kept, 0) :]

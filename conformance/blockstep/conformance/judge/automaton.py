@@ -1,9 +1,9 @@
-"""Automaton: what a grammar allows behind a text, worked out here and nowhere else in this wing.
+"""Automaton: the tokens that a grammar allows after some outputs, computed here only.
 
-    outputs  7   8   3   7   8            3 ends reasoning: the grammar reads what stands behind it
+    outputs  7   8   3   7   8            3 ends reasoning: the grammar reads what follows
     state    0   0   0   0   1   2        2 has no edges: terminated
 
-A grammar that is terminated constrains nothing, and accepts no draft: the text is complete.
+A terminated grammar constrains nothing and accepts no draft: the output is complete.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from blockstep.spec.vocabulary import Config, Request, TokenId, TokenIds
 
 
 class Place(NamedTuple):
-    """Where a grammar stands behind a text."""
+    """The state of a grammar after some outputs."""
 
     state: int = 0
     holds: bool = True
-    """Whether the grammar reads what comes next: it does not amid reasoning."""
+    """Whether the grammar reads the next token: it does not during reasoning."""
 
 
 class Automaton:
-    """The grammar of one request, as the config has it read."""
+    """The grammar of one request, read as the config says."""
 
     __slots__ = ("_edges", "_marker", "start")
 
@@ -35,16 +35,16 @@ class Automaton:
         self.start = Place(0, has_ended)
 
     def is_reasoning_over(self, place: Place) -> bool:
-        """Whether there was reasoning that could end, and it has."""
+        """Whether there was reasoning to end, and it ended."""
         return self._marker is not None and place.holds
 
     def list_allowed(self, place: Place) -> TokenIds | None:
-        """The tokens that may come next, sorted; None: any."""
+        """The tokens that may come next, sorted; None if any may."""
         edges = self._edges[place.state]
         return tuple(sorted(edges)) if place.holds and edges else None
 
     def take(self, place: Place, token: TokenId) -> Place | None:
-        """Where a sampled token leads; None: it is forbidden."""
+        """The state after a sampled token; None if the token is forbidden."""
         if not place.holds:
             return Place(place.state, token == self._marker)
         edges = self._edges[place.state]
@@ -54,7 +54,7 @@ class Automaton:
         return None if state is None else Place(state)
 
     def read(self, outputs: Iterable[TokenId]) -> Place | None:
-        """Where outputs lead from the start; None: one of them is forbidden."""
+        """The state after all outputs; None if one of them is forbidden."""
         place: Place | None = self.start
         for token in outputs:
             if place is None:
@@ -63,7 +63,7 @@ class Automaton:
         return place
 
     def cut(self, place: Place, drafts: Sequence[TokenId]) -> TokenIds:
-        """The first of these drafts, as far as all of them are accepted."""
+        """The leading drafts that are accepted."""
         kept: list[TokenId] = []
         for draft in drafts:
             following = self.take(place, draft)

@@ -1,7 +1,7 @@
-"""Follower: what somebody believes of an engine's prefix cache who reads its log and nothing else.
+"""Follower: the prefix cache as the log of KV events describes it, which is all that a router
+knows.
 
-A router is such a one. It counts copies: a key that is stored twice is in two blocks, and gone once
-both are removed.
+It counts copies: a key that is stored twice is in two blocks, and gone once both are removed.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from blockstep.spec.vocabulary import (
 
 @dataclass(slots=True)
 class Follower:
-    """The copies of each key, as the log so far tells them."""
+    """The number of copies of each key, by the log so far."""
 
     copies: Counter[BlockKey] = field(default_factory=Counter)
 
     def copy(self) -> Follower:
-        """The same, to go another way from here."""
+        """Return an independent copy."""
         return Follower(self.copies.copy())
 
     def follow(self, kv_events: Iterable[KVEvent]) -> list[BlockKey]:
-        """Take in what is told next; returns the keys that are removed where there are none.
+        """Follow further events; return the keys that they remove and that had no copy.
 
-        What is told of another medium than a prefix hit reads is passed over.
+        Events of another medium than prefix hits read are ignored.
         """
         unknown: list[BlockKey] = []
         for event in kv_events:

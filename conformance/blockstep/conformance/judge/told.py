@@ -1,8 +1,8 @@
-"""Told: what is wrong with an answer, given what plans and answers have told before it.
+"""Told: checks of an answer against what earlier plans and answers said.
 
-`judge.answers` looks at one answer. These sentences hold for every engine, too, whether or not it
-shows a state, and need a memory: drafts that were taken, hits of first admissions, requests that
-have ended and of which no plan has told the worker.
+`judge.answers` looks at one answer. These checks hold for every engine as well, with or without a
+shown state, but need a memory: accepted drafts, hits of first admissions, and requests that ended
+and that no plan has named as finished.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ from blockstep.spec import vocabulary as v
 
 @dataclass(slots=True)
 class Told:
-    """What plans and answers of one run have told. Not reusable."""
+    """The memory of one run: what its plans and answers have said. Not reusable."""
 
     config: v.Config
     tells_hits: bool
-    """Whether its outputs tell cached tokens: it has a capability of statistics."""
+    """Whether its outputs have cached tokens: it has a capability of statistics."""
     tells_ends: bool
-    """Whether its worker keeps requests until a plan tells that they ended."""
+    """Whether its worker keeps requests until a plan names them as finished."""
     has_slots: bool = True
-    """Whether its worker has a slot for each request that runs, `max_num_seqs` in all."""
+    """Whether its worker has a slot for each running request, `max_num_seqs` in all."""
     proposed: dict[v.RequestId, v.TokenIds] = field(default_factory=dict)
-    """Drafts that were taken for a request and are still for its next position."""
+    """Accepted drafts of a request that are still for its next position."""
     first_hits: dict[v.RequestId, int] = field(default_factory=dict)
-    """Tokens that each request had not to compute at its first admission."""
+    """Tokens that each request did not have to compute at its first admission."""
     known: set[v.RequestId] = field(default_factory=set)
     """Unfinished requests that had a row."""
     ended: set[v.RequestId] = field(default_factory=set)
     """Requests that had a row and ended since the last plan."""
     slots: set[v.RequestId] = field(default_factory=set)
-    """Requests that a worker keeps: it was told of them, and not that they ended or were preempted.
+    """Requests that a worker keeps: they had a row, and no plan named them as finished or
+    preempted.
 
-    Without those of which no plan tells: preempted by a reset or a failed load, and sessions that
-    rest, for which a worker must have slots of their own.
+    Left out are those of which no plan says so: preempted by a reset or a failed load, and idle
+    sessions, for which a worker must have separate slots.
     """
 
     def judge(
@@ -55,7 +56,8 @@ class Told:
         live: Mapping[v.RequestId, v.Request],
         sessions: Mapping[v.RequestId, Session],
     ) -> Iterator[Finding]:
-        """What is wrong with an answer of the right kind. `live` and `sessions`: before it."""
+        """Yield the findings about an answer of the right kind. `live` and `sessions` are as before
+        it."""
         if isinstance(seen, v.Outputs) and self.tells_hits:
             yield from self._judge_hits(seen.rows, live)
         match event, seen:
@@ -77,7 +79,7 @@ class Told:
         for row in rows:
             due, seen = self.first_hits.get(row.request_id, 0), row.num_cached_tokens
             if row.request_id in live and seen != due:
-                what = f"{row.request_id!r} was told a wrong number of cached tokens"
+                what = f"{row.request_id!r} got a wrong number of cached tokens"
                 told = Difference("num_cached_tokens", str(due), str(seen))
                 yield violated(
                     "P21",
@@ -88,7 +90,7 @@ class Told:
                 )
 
     def _judge_ends(self, plan: v.Plan, live: Collection[v.RequestId]) -> Iterator[Finding]:
-        """A worker is told of each request that it knows and that has ended, and of no other."""
+        """A plan names each request that the worker knows and that has ended, and no other."""
         self._note_ends(live)
         named = set(plan.finished_req_ids)
         kept = sorted(self.ended - named) if self.tells_ends else []
@@ -103,21 +105,21 @@ class Told:
                 yield violated("P26", "plan_tells_who_ended", told, difference, subjects=subjects)
 
     def _judge_slots(self, plan: v.Plan) -> Iterator[Finding]:
-        """A worker keeps no more requests than it has slots: an id more has nowhere to go."""
+        """A worker keeps no more requests than it has slots."""
         kept, limit = self._list_kept(plan), self.config.max_num_seqs
-        if len(kept) > limit >= len(plan.rows):  # with more rows than slots that is said already
+        if len(kept) > limit >= len(plan.rows):  # more rows than slots are another finding
             what = f"{sorted(kept)} are at the worker, which has {limit} slots"
             yield violated("P9", "worker_keeps_at_most_max_num_seqs_requests", what)
 
     def _list_kept(self, plan: v.Plan) -> set[v.RequestId]:
-        """What a worker keeps once it was told a plan."""
+        """Requests that a worker keeps after a plan."""
         left = self.slots.difference(plan.finished_req_ids, plan.preempted_req_ids)
         if not self.tells_ends:
             left &= self.known
         return left.union(row.request_id for row in plan.rows)
 
     def _judge_drafts(self, plan: v.Plan) -> Iterator[Finding]:
-        """A row verifies a prefix of what was proposed last for its request's next position."""
+        """A row verifies a prefix of the drafts proposed last for its request's next position."""
         for row in plan.cached:
             drafts, due = row.draft_token_ids, self.proposed.get(row.request_id, ())
             if drafts != due[: len(drafts)]:
@@ -134,7 +136,7 @@ class Told:
     def follow(
         self, event: v.Event, seen: v.Observation, live: Mapping[v.RequestId, v.Request]
     ) -> None:
-        """Learn from an answer that was judged. `live`: unfinished requests behind it."""
+        """Learn from an answer that was judged. `live`: requests that are unfinished after it."""
         match event, seen:
             case v.Drafts(drafts=drafts), v.DraftsTaken(request_ids=taken):
                 for row in drafts:
@@ -145,7 +147,7 @@ class Told:
             case v.Commit(sampled=sampled), v.Outputs(rows=rows):
                 self._outdate(row.request_id for row in sampled if row.token_ids)
                 stopped = {row.request_id for row in rows if row.finish_reason is not None}
-                self.slots -= stopped & live.keys()  # sessions that rest, or go on
+                self.slots -= stopped & live.keys()  # sessions that are idle or continue
             case v.Reset(reset_running_requests=True), v.ResetDone(success=True):
                 self.proposed.clear()
                 self.slots.clear()
@@ -164,7 +166,7 @@ class Told:
         self._outdate(row.request_id for row in plan.rows)
 
     def _outdate(self, names: Iterable[v.RequestId]) -> None:
-        """The next position of these requests is another one now."""
+        """Forget the drafts of requests whose next position has changed."""
         for name in names:
             self.proposed.pop(name, None)
 

@@ -199,7 +199,7 @@ def _shown_by(*property_ids: str) -> str:
 
 def _tell_property(number: str) -> str:
     entry = next(entry for entry in PROPERTIES if entry.id == number)
-    said = [f"{check.sentence}: {_first_line(check)}" for check in entry.checks]
+    said = [f"{check.sentence}: {_first_paragraph(check)}" for check in entry.checks]
     said += [f"{name}: {text}" for name, (of, text) in SENTENCES.items() if of == number]
     quirks = [story.quirk for story in QUIRKS if number in story.property_ids]
     return _show(
@@ -394,7 +394,7 @@ def _tell_situations() -> str:
 
 def _tell_sentences() -> str:
     facts = [
-        f"{it.id} {check.sentence}: {_first_line(check)}"
+        f"{it.id} {check.sentence}: {_first_paragraph(check)}"
         for it in PROPERTIES
         for check in it.checks
     ]
@@ -422,5 +422,5 @@ def _explain_rule(name: str, rule: object) -> str:
     return _show(f"{name}{inspect.signature(rule)}", inspect.getdoc(rule) or "")
 
 
-def _first_line(check: Sentence) -> str:
-    return check.explanation.strip().split("\n")[0]
+def _first_paragraph(check: Sentence) -> str:
+    return " ".join(check.explanation.strip().partition("\n\n")[0].split())

@@ -119,9 +119,6 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "request_without_a_row_stays_the_same": "STATE: {request} has no row, and the plan changed it",
     "plan_for_nobody_leaves_no_trace": "STATE: an empty plan changed pool, queues or statistics",
     "fork_changes_nobody_else": "STATE: a fork changed another request: {request}",
-    "plans_alone_close_and_open_admission": (
-        "STATE: something else than a plan closed or opened admission"
-    ),
     # P8 estimate = consumption
     "row_gains_exactly_the_blocks_it_needs": (
         "MEMORY: {request} gets another number of blocks than the step needs"
@@ -263,14 +260,8 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "tokens_of_a_preempted_row_are_given_back": (
         "SCHEDULING: {request} did not get the budget of a row that was preempted"
     ),
-    "admitted_request_gets_all_it_can": (
-        "SCHEDULING: {request} was admitted with another number of tokens than it could get"
-    ),
     "head_of_the_queue_is_admitted_when_it_fits": (
         "SCHEDULING: {request} was left waiting although budget and blocks suffice"
-    ),
-    "nobody_is_preempted_while_blocks_suffice": (
-        "SCHEDULING: {request} was preempted although blocks suffice"
     ),
     "received_one_is_not_left_behind_a_head_that_does_not_fit": (
         "SCHEDULING: {request} was left waiting although its load is done and it fits"
@@ -282,9 +273,7 @@ CHECK_HEADLINES: Mapping[str, str] = {
     "every_request_stands_in_one_queue": "ORDER: {request} is in a wrong queue, in none or in two",
     "newcomer_goes_to_the_end_of_its_queue": "ORDER: a new request is queued at a wrong place",
     "admissions_follow_the_policy": "ORDER: requests are admitted out of policy order",
-    "running_keeps_its_order": "ORDER: the running list has other requests, or another order",
     "queues_keep_their_order": "ORDER: a waiting queue is out of order after the plan",
-    "queues_lose_exactly_the_ended": "ORDER: a waiting queue lost or moved an unfinished request",
     "preempted_fcfs_are_the_youngest": "ORDER: not the youngest requests were preempted",
     "preempted_priority_never_outrank_survivors": (
         "ORDER: not the requests of lowest priority were preempted"
@@ -302,7 +291,6 @@ CHECK_HEADLINES: Mapping[str, str] = {
         "ORDER: blocks of finished requests are in a wrong order in the free queue"
     ),
     "hit_takes_the_oldest_copy": "ORDER: {request} hit another copy of a block than the oldest",
-    "loads_are_told_in_the_order_of_the_queue": "ORDER: loads in the plan are out of queue order",
     "preempted_request_has_no_row_in_flight": (
         "ORDER: {request} was preempted while a frame in flight uses its blocks"
     ),
@@ -481,23 +469,8 @@ CHECK_HEADLINES: Mapping[str, str] = {
         "WORKER: a finished request is not kept to be named in the next plan"
     ),
     "plan_tells_who_was_preempted": "WORKER: the plan does not name exactly the preempted requests",
-    "plan_has_its_place_in_the_sequence": "WORKER: frame ids or frames in flight are out of step",
-    "committed_frame_leaves_flight": "WORKER: frames in flight are wrong after a commit",
-    "rows_stand_in_the_order_of_the_running_list": (
-        "WORKER: rows of the plan are not in the order of the running list"
-    ),
     "new_row_carries_the_request_as_submitted": (
         "WORKER: the new row of {request} is not the request that was submitted"
-    ),
-    "table_in_the_plan_is_the_table_in_the_state": (
-        "WORKER: the block table of {request} in the plan is not the one in the state"
-    ),
-    "admitted_row_kind_follows_its_status": "WORKER: {request} was admitted as a wrong kind of row",
-    "load_names_the_blocks_of_its_tokens": (
-        "WORKER: the load of {request} names other blocks than its table"
-    ),
-    "save_names_the_blocks_that_its_request_had": (
-        "WORKER: the save of {request} names other blocks than it had"
     ),
     "table_across_holds_the_embeddings": (
         "WORKER: the cross-attention blocks of {request} are too few for its items"

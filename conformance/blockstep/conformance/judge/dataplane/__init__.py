@@ -1,9 +1,9 @@
-"""The data plane: an engine's plans carried out by real kernels on real, tagged memory.
+"""Data plane: an engine's plans run by real kernels on real, tagged memory.
 
-`blockstep check --engine host-kernels` is `check` with a worker whose KV is a tensor: slots are
-written, copied, swapped and attended to by the kernels, and after every step every slot is compared
-with what the plans say it holds. Needs torch (the extra `engine`). The kernels are loaded by name,
-as engines are.
+`blockstep check --engine host-kernels` is `check` with a worker whose KV is a tensor: kernels
+write, copy, swap and attend to slots, and after every step every slot is compared with what the
+plans say it holds. Needs torch (the extra `engine`). The kernels are loaded by name, as engines
+are.
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ __all__ = ["HOST", "DataPlaneWorker", "Kernels", "OnKernels"]
 
 @dataclass(frozen=True, slots=True)
 class OnKernels:
-    """An engine factory that brings a worker of its own: plans run on real memory."""
+    """An engine factory with a worker of its own: plans run on real memory."""
 
     engine: str = "host"
-    """Who plans."""
+    """The engine that plans."""
     kernels: str = "blockstep.kernels"
     """Module of the kernels under test."""
     device: str | None = None
-    """Where the memory is; None: on a GPU if there is one."""
+    """The device of the memory; None for a GPU if there is one."""
     fault: str | None = None
     """Name of a planted fault, see `faults`."""
 
     def __call__(self, config: Config) -> Engine:
-        """The engine for a config."""
+        """Return the engine for a config."""
         return load_engine(self.engine)(config)
 
     @property
     def traits(self) -> EngineTraits:
-        """That its plans are run by such a worker, and what that has no kernels for."""
+        """The traits that name this worker and the features for which it has no kernels."""
         return EngineTraits(make_worker=self.make_worker, fit_config=fit_config)
 
     def make_worker(self, config: Config, next_token: NextToken) -> DataPlaneWorker:
-        """The worker that runs its plans."""
+        """Return the worker that runs its plans."""
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         return DataPlaneWorker(config, next_token, self.load_kernels(), device)
 
     def load_kernels(self) -> Kernels:
-        """The kernels under test."""
+        """Return the kernels under test."""
         kernels = cast("Kernels", importlib.import_module(self.kernels))
         return kernels if self.fault is None else FAULTS[self.fault](kernels)
 
 
 def fit_config(config: Config) -> tuple[Config, str | None]:
-    """The config without recurrent groups and groups across: no kernel here computes a state, or
-    what an encoder makes."""
+    """The config without recurrent and cross-attention groups, for which there are no kernels
+    here."""
     stateless = without_states(config)
     fitting = without_kind(stateless, GroupKind.CROSS_ATTENTION)
     if fitting is config:
         return config, None
     reason = "recurrent groups: the kernels keep no states"
     if stateless is config:
-        reason = "groups across: the kernels keep no embeddings"
+        reason = "cross-attention groups: the kernels keep no embeddings"
     return resize_blocks(fitting, config.block_size), reason
 
 

@@ -1,6 +1,6 @@
-"""Faults: what goes wrong in a data plane, planted around the kernels under test.
+"""Faults: mistakes of a data plane, planted around the kernels under test.
 
-Each stands in for one kernel and gets one thing wrong. A check on such kernels must fail.
+Each replaces one kernel and makes one mistake. A check on such kernels must fail.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from blockstep.conformance.judge.dataplane.worker import Kernels
 
 FAULTS: Final[dict[str, Callable[[Kernels], Any]]] = {}
-"""All of them, by name."""
+"""All faults, by name."""
 
 
 class Faulty:
@@ -29,7 +29,7 @@ class Faulty:
 
 
 def _planted(kernel: str, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Plant a function in place of a kernel; it is given the right kernels first."""
+    """Plant a function in place of a kernel; it gets the right kernels first."""
 
     def plant(fault: Callable[..., Any]) -> Callable[..., Any]:
         FAULTS[name] = partial(Faulty, kernel, fault)
@@ -59,7 +59,7 @@ def _look_up_the_position_before(
 
 
 def _keep_stale_rows(kernels: Kernels) -> Faulty:
-    """Each step has the block tables of the step before, as where their update comes too late."""
+    """Each step has the block tables of the step before, as if their update came too late."""
     before: list[torch.Tensor] = []
 
     def prepare_step(
@@ -81,7 +81,8 @@ FAULTS["stale-rows"] = _keep_stale_rows
 def _put_drafts_first(
     kernels: Kernels, ids: torch.Tensor, start: Any, last: Any, drafts: Any, ends: torch.Tensor
 ) -> Any:
-    """Right for rows without drafts, and where all of a row's tokens are alike."""
+    """Put drafts before the last token; right for rows without drafts, or with equal tokens
+    only."""
     rows = kernels.merge_drafts(ids, start, last, drafts, ends)
     for first, stop, end in zip(ends[:-1], ends[1:], start[1:], strict=True):
         part = slice(int(end) - int(stop - first) - 1, int(end))
@@ -91,7 +92,7 @@ def _put_drafts_first(
 
 @_planted("reshape_and_cache", "swapped-keys-and-values")
 def _swap_keys_and_values(kernels: Kernels, key: Any, value: Any, *args: Any) -> None:
-    """The two arguments have one shape and one type: nothing else can tell."""
+    """Swap keys and values, which have one shape and one type, so that nothing else can notice."""
     kernels.reshape_and_cache(value, key, *args)
 
 
@@ -99,7 +100,7 @@ def _swap_keys_and_values(kernels: Kernels, key: Any, value: Any, *args: Any) ->
 def _leave_the_last_token_out(
     kernels: Kernels, key: Any, value: Any, keys: Any, values: Any, slots: torch.Tensor
 ) -> None:
-    """Who decodes writes nothing when it is the last one of the batch."""
+    """The last token of the batch is not written."""
     kernels.reshape_and_cache(key[:-1], value[:-1], keys, values, slots[:-1])
 
 
@@ -107,7 +108,7 @@ def _leave_the_last_token_out(
 def _copy_in_any_order(
     _kernels: Kernels, caches: Any, pairs: torch.Tensor, **_promise: bool
 ) -> None:
-    """Sources are read as they were before all pairs: right unless one copies on another's."""
+    """Read sources as they were before all pairs; right unless one pair copies another's target."""
     before = [cache.clone() for cache in caches]
     for cache, old in zip(caches, before, strict=True):
         for source, destination in pairs.tolist():
@@ -116,19 +117,19 @@ def _copy_in_any_order(
 
 @_planted("copy_blocks", "copied-backwards")
 def _copy_backwards(kernels: Kernels, caches: Any, pairs: torch.Tensor, **_promise: bool) -> None:
-    """The last pair first."""
+    """Copy the last pair first."""
     kernels.copy_blocks(caches, pairs.flip(0))
 
 
 @_planted("copy_blocks", "keys-copied-only")
 def _copy_keys_only(kernels: Kernels, caches: Any, pairs: torch.Tensor, **_promise: bool) -> None:
-    """Keys find the right slots, and read something else there."""
+    """Copy keys only, so that they find the right slots and read other values there."""
     kernels.copy_blocks(caches[:1], pairs)
 
 
 @_planted("scatter_blocks", "swapped-in-elsewhere")
 def _swap_in_sorted(kernels: Kernels, staging: Any, block_ids: torch.Tensor, cache: Any) -> None:
-    """Right whenever the targets happen to ascend."""
+    """Swap in by ascending targets; right if they ascend anyway."""
     kernels.scatter_blocks(staging, block_ids.sort().values, cache)
 
 
@@ -152,7 +153,7 @@ def _attend_one_short(
 def _interleave_heads(
     kernels: Kernels, query: torch.Tensor, keys: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Query heads are given to KV heads in turn: right for one KV head, or one for each."""
+    """Give query heads to KV heads in turn; right for one KV head, or one for each."""
     num_heads, num_kv_heads = query.shape[1], keys.shape[2]
     order = torch.arange(num_heads).view(-1, num_kv_heads).T.flatten()
     out = kernels.paged_attention(query[:, order].contiguous(), keys, *args, **kwargs)
@@ -163,7 +164,7 @@ def _interleave_heads(
 
 
 def _take_the_first_block_size(kernels: Kernels) -> Faulty:
-    """All groups are laid out as the first one."""
+    """Lay out all groups as the first one."""
     sizes: list[int] = []
 
     def prepare_step(
@@ -182,7 +183,7 @@ FAULTS["one-block-size-for-all"] = _take_the_first_block_size
 def _write_padding(
     kernels: Kernels, key: Any, value: Any, keys: Any, values: Any, slots: torch.Tensor
 ) -> None:
-    """Who has nothing to write writes to slot 0: the first block is nobody's."""
+    """Rows without tokens write to slot 0, which is in the null block."""
     kernels.reshape_and_cache(key, value, keys, values, slots)
     kernels.reshape_and_cache(key[:1], value[:1], keys, values, torch.zeros_like(slots[:1]))
 
@@ -197,7 +198,7 @@ def _see_one_less(kernels: Kernels, *args: Any, **kwargs: Any) -> Any:
 
 @_planted("paged_attention", "window-one-long")
 def _see_one_more(kernels: Kernels, *args: Any, **kwargs: Any) -> Any:
-    """Where the window begins at the first slot of a block, the one before it is read, too."""
+    """Attend to one slot before the window, where it begins at the first slot of a block."""
     if "sliding_window" in kwargs:
         kwargs["sliding_window"] += 1
     return kernels.paged_attention(*args, **kwargs)
@@ -208,7 +209,7 @@ def _see_as_the_last(
     kernels: Kernels, query: Any, keys: Any, values: Any, tables: Any, start: Any, lens: Any,
     **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """What the last token of a row has left behind is left by all of its tokens."""
+    """Skip for all tokens of a row the blocks that its last token skips."""
     window, tables = kwargs.get("sliding_window"), tables.clone()
     if window is not None:
         for row, end in enumerate(lens.tolist()):
@@ -218,7 +219,7 @@ def _see_as_the_last(
 
 @_planted("paged_attention", "chunks-as-windows")
 def _see_chunks_as_windows(kernels: Kernels, *args: Any, **kwargs: Any) -> Any:
-    """Right for the last token of a chunk only."""
+    """Attend to chunks as to windows; right for the last token of a chunk only."""
     kwargs |= {"sliding_window": kwargs.pop("attention_chunk_size", kwargs.get("sliding_window"))}
     return kernels.paged_attention(*args, **kwargs)
 
@@ -228,7 +229,7 @@ def _multiply_by_zero(
     kernels: Kernels, query: Any, keys: Any, values: Any, tables: Any, start: Any, lens: Any,
     **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """Whatever stands in the block tables is read, and counts for nothing, if it is a number."""
+    """Read all blocks in the table and multiply those masked by zero, which is wrong for NaN."""
     out = kernels.paged_attention(query, keys, values, tables, start, lens, **kwargs)
     for row, end in enumerate(lens.tolist()):
         named = tables[row, : -(-end // keys.shape[1])].long()

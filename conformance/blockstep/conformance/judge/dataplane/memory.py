@@ -1,9 +1,9 @@
-"""Memory: a paged KV cache of real tensors in which every slot says whose it is.
+"""Memory: a paged KV cache of real tensors in which every slot shows the name of its content.
 
-What is written into a slot is its name (see `worker.names`), spelled in digits small enough for any
-cache type down to fp8, once as a key and otherwise as a value, in each head differently. So a slot
-can be read back: a shifted slot holds another name, and swapped keys and values, mixed heads or
-half a copy hold none.
+A slot holds a name (see `worker.names`), spelled in digits small enough for any cache type down to
+fp8, once as a key and differently as a value, and differently in each head. So a slot can be read
+back: a shifted slot has another name, and swapped keys and values, mixed heads or half a copy have
+none.
 
 Blocks of all KV groups are equally large. A group with fewer slots in a block has wider ones:
 
@@ -30,13 +30,13 @@ DIGITS = 6
 BASE = 16
 """Every whole number below it is exact in every type, float8_e4m3fn included."""
 OFFSET = 8
-"""Added to a name before it is spelled: the special ones are negative."""
+"""Added to a name before it is spelled, since the special ones are negative."""
 
 _PLACES = np.arange(HEAD_SIZE - 1)[None, :]
 
 
 def count_heads(block_sizes: Sequence[int]) -> list[int]:
-    """KV heads of each group, so that a block of any has the same size."""
+    """Number of KV heads of each group, so that a block of each has the same size."""
     return [NUM_KV_HEADS * lcm(*block_sizes) // size for size in block_sizes]
 
 
@@ -53,7 +53,7 @@ def spell(names: Sequence[Name], num_heads: int = NUM_KV_HEADS) -> tuple[Array, 
 
 
 def _spell(numbers: npt.NDArray[np.int64], kind: int, num_heads: int) -> Array:
-    """A mark that tells kind and head, the digits, and the digits again in another order."""
+    """Return a mark of kind and head, the digits, and the digits again in another order."""
     digits = numbers[:, None] // BASE ** np.arange(DIGITS) % BASE
     heads = kind + np.arange(num_heads)
     vectors: Array = np.zeros((len(numbers), num_heads, HEAD_SIZE), dtype=np.float32)
@@ -65,7 +65,7 @@ def _spell(numbers: npt.NDArray[np.int64], kind: int, num_heads: int) -> Array:
 
 
 def read(keys: Array, values: Array) -> list[Name]:
-    """The names in some slots, `[slots, num_heads, HEAD_SIZE]` each; `GARBLED` where none is.
+    """The names in some slots, `[slots, num_heads, HEAD_SIZE]` each; `GARBLED` where there is none.
 
     A slot of zeros was never written.
     """

@@ -1,14 +1,14 @@
-"""DataPlaneWorker: the model worker, its KV kept in real memory by the kernels under test.
+"""DataPlaneWorker: the model worker, whose KV the kernels under test keep in real memory.
 
     plan -> rows of a persistent batch -> prepare_step -> merge_drafts      -> tokens compared
                                                       `-> reshape_and_cache -> all slots compared
                                                       `-> paged_attention   -> all rows redone
 
-The worker above it says what each slot must hold, from nothing but the plans. KV groups share the
-memory, each with tables and slots of its own. The null block holds NaN, and it stands in the tables
-wherever nothing is attended to any more: whoever reads it shows, and whoever writes it too.
-Besides, blocks are copied, swapped out and swapped in, from step to step, in a corner of the memory
-that no plan names: schedulers that share blocks on write, or offload them, will do so.
+Its base class knows what each slot must hold, from the plans alone. KV groups share the memory,
+each with tables and slots of its own. The null block holds NaN, and is in the tables in place of
+skipped blocks, so that each read of it and each write to it shows. Blocks are also copied, swapped
+out and swapped in, from step to step, in a corner of the memory that no plan names, as schedulers
+do that share blocks on write or offload them.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from blockstep.spec.vocabulary import (
 GQA = 2
 """Query heads of each KV head."""
 SCALE = 0.01
-"""Of the scores of attention: keys are digits, and no slot should outweigh all the others."""
+"""Scale of the attention scores: keys are digits, and no slot should outweigh all others."""
 TOLERANCE = 1e-3
-"""Of the outputs of attention, which are means of digits: less than one slot's share in one."""
+"""Tolerance for outputs of attention, which are means of digits: less than one slot's share."""
 BLANK = -7
-"""Stands where `merge_drafts` has to put a token."""
+"""Placeholder where `merge_drafts` has to put a token."""
 NUM_SPARE_BLOCKS = 6
 """Blocks after those of the config, for copies and swaps."""
 NUM_MOVED = 4
@@ -68,13 +68,13 @@ class Kernels(Protocol):
 
 
 class DataPlaneWorker(Worker):
-    """A worker on real memory. One object is one run.
+    """A worker on real memory, for one run.
 
     Args:
         config: the constants of the run.
-        next_token: which token truly follows a text.
-        kernels: what writes, moves and reads the memory.
-        device: where the memory is, as torch names it.
+        next_token: the true next token of a sequence.
+        kernels: the kernels that write, move and read the memory.
+        device: the device of the memory, as torch names it.
     """
 
     def __init__(
@@ -88,24 +88,24 @@ class DataPlaneWorker(Worker):
         num_blocks = config.num_blocks + NUM_SPARE_BLOCKS
         width = self.block_sizes[0] * self.num_heads[0] * memory.HEAD_SIZE
         self.expected = np.zeros((2, num_blocks, width), dtype=np.float32)
-        """Keys and values of each block, as they must be."""
+        """Keys and values that each block must hold."""
         self.expected[:, NULL_BLOCK] = np.nan
         self.memory = self._tensor(self.expected.copy())
-        """And as they are."""
+        """Keys and values that each block holds."""
         widths = [max(config.num_blocks, -(-config.max_model_len // n)) for n in self.block_sizes]
         self.block_tables = [
             torch.zeros((1, width), dtype=torch.int32, device=device) for width in widths
         ]
-        """Persistent, per group: the row of a request is its place, and plans append to it."""
+        """Persistent tables per group: a request keeps its row, and plans append to it."""
         self._places: dict[RequestId, int] = {}
         self._tables: list[list[list[BlockId]]] = [[[]] for _ in self.groups]
-        """What stands in each row of `block_tables`."""
+        """The content of each row of `block_tables`."""
         self._spare_owners = [0] * NUM_SPARE_BLOCKS
-        """Whose layout the blocks after those of the config have."""
+        """The groups by which the blocks after those of the config are laid out."""
         self._random = random.Random(0)  # noqa: S311
 
     def reset(self, forced: bool) -> None:
-        """The cache was emptied: nothing written so far may be read again (P25)."""
+        """Note a reset: KV written so far must not be read again (P25)."""
         super().reset(forced)
         for block in range(1, self.config.num_blocks):
             group = max(self._owners[block], 0)
@@ -117,7 +117,7 @@ class DataPlaneWorker(Worker):
     def _write(self, rows: list[FrameRow]) -> None:
         super()._write(rows)
         if not rows or self._findings:
-            return  # what is wrong with the plan is said already
+            return  # the plan itself is wrong
         places = [self._place(row) for row in rows]
         steps = [self._prepare(rows, places, group) for group in range(len(self.groups))]
         self._compare_tokens(rows, steps[0][1].query_start_loc)
@@ -130,13 +130,14 @@ class DataPlaneWorker(Worker):
             self._attend(rows, group, tables, step)
 
     def _caches(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key and value cache as a group lays them out."""
+        """Key and value cache in the layout of a group."""
         shape = (self.block_sizes[group], self.num_heads[group], memory.HEAD_SIZE)
         keys, values = self.memory.unflatten(2, shape)
         return keys, values
 
     def _write_group(self, rows: Sequence[FrameRow], group: int, slots: torch.Tensor) -> None:
-        """Every token is written into its slot of one group, by the kernel and as it must be."""
+        """Write every token into its slot of one group, by the kernel and into the expected
+        memory."""
         size, num_heads = self.block_sizes[group], self.num_heads[group]
         names = [name for row in rows for name in row.view.chain[row.first : row.end]]
         spelled = memory.spell(names, num_heads)
@@ -154,7 +155,7 @@ class DataPlaneWorker(Worker):
     def _fill_slots(
         self, load: KVLoad, names: Sequence[Name], invalid: Collection[BlockId]
     ) -> None:
-        """What a store brings goes through a buffer, by the kernels and as it must be."""
+        """Write a load through a buffer, by the kernels and into the expected memory."""
         super()._fill_slots(load, names, invalid)
         begin, end = load.num_computed_tokens, load.num_computed_tokens + load.num_external_tokens
         for group in self.attended:
@@ -185,7 +186,8 @@ class DataPlaneWorker(Worker):
     def _prepare(
         self, rows: Sequence[FrameRow], places: Sequence[int], group: int
     ) -> tuple[torch.Tensor, Any]:
-        """The tables of the rows in one group, and the step, prepared from the persistent batch."""
+        """Return the tables of the rows in one group, and the step prepared from the persistent
+        batch."""
         held = self.block_tables[group]
         tables = torch.zeros((len(rows), held.shape[1]), dtype=torch.int32, device=self.device)
         computed = torch.zeros(len(held), dtype=torch.int32)
@@ -202,7 +204,7 @@ class DataPlaneWorker(Worker):
         return tables, step
 
     def _place(self, row: FrameRow) -> int:
-        """The row of a request in the persistent batch, with its block tables in it."""
+        """Return a request's row in the persistent batch, after writing its block tables there."""
         view, name = row.view, row.view.request.request_id
         for gone in self._places.keys() - self.views.keys():
             del self._places[gone]
@@ -229,16 +231,16 @@ class DataPlaneWorker(Worker):
     # Copies.
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
-        """What a plan copies is copied by the kernels, pair after pair, and as it must be.
+        """Copy a plan's blocks by the kernels, pair by pair, and in the expected memory.
 
-        Only what was looked through is promised to be independent: a block may be free again, and
-        the copy of another one.
+        Pairs are passed as independent only if no block occurs twice: a block may be free again,
+        and be the copy of another one.
         """
         copies = tuple(copies)
         super().copy(copies)
         pairs = [(one.source, one.destination) for one in copies]
         if self._findings or not pairs:
-            return  # what is wrong with the plan is said already
+            return  # the plan itself is wrong
         sources, targets = {source for source, _ in pairs}, {target for _, target in pairs}
         self.kernels.copy_blocks(
             list(self._caches(0)),
@@ -249,7 +251,7 @@ class DataPlaneWorker(Worker):
             self.expected[:, target] = self.expected[:, source]
 
     def _copy_blocks(self) -> None:
-        """Copy some blocks to spare ones, which the next pairs may copy on."""
+        """Copy some blocks to spare ones, which the next pairs may copy in turn."""
         draw, first = self._random, self.config.num_blocks
         num_blocks = first + NUM_SPARE_BLOCKS
         pairs = [
@@ -288,7 +290,8 @@ class DataPlaneWorker(Worker):
     # Comparison.
 
     def _compare_tokens(self, rows: Sequence[FrameRow], query_start_loc: torch.Tensor) -> None:
-        """The last known token and the drafts of each row must get to where they run."""
+        """Check that the last known token and the drafts of each row get to the positions that they
+        run."""
         expected: list[int] = []
         given: list[int] = []
         counts = [1 + len(row.drafts) if row.samples else 0 for row in rows]
@@ -314,7 +317,7 @@ class DataPlaneWorker(Worker):
             self._complain("P24", "step_runs_the_tokens_of_the_plan", what, difference)
 
     def _compare(self) -> None:
-        """Every slot must hold what was to be written or moved there, and nothing else changed."""
+        """Check that every slot holds what was written or moved there, and nothing else changed."""
         seen = self.memory.cpu().numpy()
         if np.array_equal(seen, self.expected, equal_nan=True):
             return
@@ -336,7 +339,7 @@ class DataPlaneWorker(Worker):
                 f"kv[{block}][{offset}]",
                 self._name(self.expected, block, offset),
                 self._name(seen, block, offset),
-                note or "the null block, which nobody writes" * (block == NULL_BLOCK),
+                note or "the null block, which is never written" * (block == NULL_BLOCK),
             ),
         )
 
@@ -418,7 +421,7 @@ class DataPlaneWorker(Worker):
 
 
 def _get_reach(group: KVGroup) -> dict[str, int]:
-    """How far back a token attends, in the words of `paged_attention`."""
+    """The arguments by which `paged_attention` limits how far back a token attends."""
     match group.kind:
         case GroupKind.SLIDING_WINDOW:
             return {"sliding_window": group.sliding_window}

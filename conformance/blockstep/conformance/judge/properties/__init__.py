@@ -1,11 +1,10 @@
-"""Properties: what holds for every correct engine, judged without a reference (D5).
+"""Properties: checks that hold for every correct engine, made without a reference (D5).
 
 Data flows through the modules in this order: `step` is one event with the states around it,
-`ledger` what was known before it, `sentence` what must hold of both, `amounts` and `queue_replay`
-what several sentences need; then one module for each family of sentences.
+`ledger` what was known before it, `sentence` the form of a check, `amounts` and `queue_replay` what
+several checks need; then one module for each family of checks.
 
-A property that speaks of contents (P2, P3, P4, P6, P25) or of what the plans tell (P26) is judged
-by the `Worker` as well.
+The `Worker` judges as well what is about contents (P2, P3, P4, P6, P25) or about plans (P26).
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Property:
-    """One line of `properties.md`, and the sentences by which a step is held to it."""
+    """One line of `properties.md`, and its checks."""
 
     id: str
     name: str
@@ -92,14 +91,14 @@ _FAMILIES = (
     work,
     lacked,
 )
-"""In the order in which sentences of one property speak."""
+"""The modules of checks; the checks of one property are made in this order."""
 _SENTENCES = [
     found for family in _FAMILIES for found in vars(family).values() if isinstance(found, Sentence)
 ]
 _STATEMENTS = {
     "P1 pool conservation": "each non-null block is either in the free queue exactly once with ref "
     "0, or absent from it with ref = number of holders; the null block is never queued or freed",
-    "P2 exclusive writing": "a block that somebody may still write occupies one position of one "
+    "P2 exclusive writing": "a block that may still be written occupies one position of one "
     "block table",
     "P3 sound cache map": "map[h] = b iff b carries h, and b's content is what h names",
     "P4 publish after write": "a hit reads only KV already written, or certainly written earlier "
@@ -108,7 +107,7 @@ _STATEMENTS = {
     "largest such",
     "P6 key partition": "requests that differ in adapter, salt, multimodal item, its offset or an "
     "embedding never share a block",
-    "P7 failed admission is a no-op": "after a refused admission the state equals the state before "
+    "P7 failed admission is a no-op": "after a failed admission the state equals the state before "
     "it, statistics included",
     "P8 estimate = consumption": "the capacity check and the allocation that follows agree exactly",
     "P9 budgets": "tokens per step and running requests: never exceeded, also not after a rollback",
@@ -116,8 +115,8 @@ _STATEMENTS = {
     "external event is due; preemptions per newly computed block are bounded",
     "P11 servability": "what cannot fit into an empty pool is refused with a reason; everything "
     "else is served",
-    "P12 token accounting": "0 <= placeholders = output tokens still owed by frames in flight; 0 "
-    "<= computed < known + owed; scheduled spec tokens <= drafts",
+    "P12 token accounting": "0 <= placeholders = output tokens of frames in flight; 0 "
+    "<= computed < known + placeholders; scheduled spec tokens <= drafts",
     "P13 exact output": "per request: no token lost, repeated or delivered after its stop; every "
     "request terminates with one reason",
     "P14 exact rollback": "rejecting k drafts restores exactly the counters of having never "
@@ -129,9 +128,9 @@ _STATEMENTS = {
     "owner and an end",
     "P18 idempotent signals": "late, duplicate or unknown completions change nothing and kill "
     "nothing",
-    "P19 load failure": "after a failed external load nobody computes on, or publishes, what was "
-    "not loaded",
-    "P20 faithful events": "replaying the KV event stream rebuilds exactly the set of findable "
+    "P19 load failure": "after a failed external load no request computes on, or publishes, what "
+    "was not loaded",
+    "P20 faithful events": "replaying the KV event stream rebuilds exactly the set of cached "
     "blocks",
     "P21 statistics": "counters equal what happened, once each",
     "P22 encoder cache": "references count occurrences; budget restored on rollback; no release of "
@@ -158,7 +157,7 @@ CHECKS_OF: dict[type, tuple[Sentence, ...]] = {
     kind: tuple(found for entry in PROPERTIES for found in entry.checks if kind in found.kinds)
     for kind in (*v.EVENT_TYPES, v.Rejected)
 }
-"""The checks that judge an accepted event, by its type; under `Rejected` those of a refusal."""
+"""The checks of an accepted event, by its type; under `Rejected` those of a rejected event."""
 
 _QUOTE_THE_FREE_QUEUE = (
     order.new_blocks_come_from_the_head_of_the_free_queue,
@@ -166,12 +165,12 @@ _QUOTE_THE_FREE_QUEUE = (
     order.freed_tail_is_evicted_first,
 )
 QUOTING_THE_FREE_QUEUE = frozenset(found.sentence for found in _QUOTE_THE_FREE_QUEUE)
-"""Names of the sentences that speak of the order of the free queue."""
+"""Names of the checks that are about the order of the free queue."""
 RENAMED_CHECKS: dict[type, tuple[Sentence, ...]] = {
     kind: tuple(found for found in checks if found not in _QUOTE_THE_FREE_QUEUE)
     for kind, checks in CHECKS_OF.items()
 }
-"""Likewise without those that speak of the order of the free queue."""
+"""The same without the checks that are about the order of the free queue."""
 
 ASKED_OF_ANSWERS = frozenset(
     {
@@ -233,7 +232,7 @@ ANSWER_TYPES: dict[type, tuple[type, ...]] = {
     v.PinEstimate: (v.Ack,),
     v.Fork: (v.Ack,),
 }
-"""What an accepted event is answered with."""
+"""The types of answers to each type of accepted event."""
 
 
 class Asked(Enum):
@@ -256,10 +255,10 @@ def list_sentences(
     """The property checks for a step of an event type, in the order of the properties.
 
     Args:
-        kind: The type of the event, or `Rejected` for a refused one.
+        kind: The type of the event, or `Rejected` for a rejected one.
         is_renamed: Leave out those that quote the order of the free queue.
         lacked: Leave out those that need one of these (`Sentence.needs`).
-        absent: Leave out those that speak of one of these (`Sentence.of`).
+        absent: Leave out those that are about one of these (`Sentence.of`).
         needs_none: Leave out those that are not in `JUDGED`: they need a reference.
     """
     checks: Mapping[type, tuple[Sentence, ...]] = RENAMED_CHECKS if is_renamed else CHECKS_OF
@@ -274,13 +273,14 @@ _SPOKEN_OF = ("changes", "rows", "admitted_rows", "askers", "preempted", "acts")
 
 
 def find_absent(step: Step) -> tuple[str, ...]:
-    """Of what some sentences speak alone, what a step has none of: see `Sentence.of`."""
+    """Names of the fields of a step that are empty, among those that checks are about: see
+    `Sentence.of`."""
     if not isinstance(step.observation, v.Plan):
         return () if step.changes else ("changes",)
     try:
         return tuple([name for name in _SPOKEN_OF if not getattr(step, name)])
     except Exception:
-        return ()  # it makes no sense, as each of them will say
+        return ()  # the step makes no sense, which each check will find
 
 
 def check_step(

@@ -1,4 +1,4 @@
-"""Admission: P7 no trace of a refusal, P8 estimates, P15 work conservation."""
+"""Admission: P7 a failed admission leaves no trace, P8 estimates, P15 work conservation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ from blockstep.spec.vocabulary import (
     BlockTables,
     Config,
     PauseState,
-    Policy,
     RequestId,
     Schedule,
     Snapshot,
@@ -57,11 +56,12 @@ from blockstep.spec.vocabulary import (
 
 @sentence("P7", Schedule, fixes="what a step does for requests without a row")
 def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Complaints:
-    """Who is neither scheduled nor preempted is as before, also if its admission was tried.
+    """A request that is neither scheduled nor preempted does not change, even if its admission
+    failed.
 
-    One thing may happen to it: at a queue's head a compiled grammar turns it into a waiting one,
-    or, if it runs and drafts stay with the worker, its placeholders for them are gone. A running
-    request that waits for blocks has given back what its windows left.
+    Exceptions: a compiled grammar makes a request at the head of a queue WAITING; a running request
+    without a row loses the placeholders of its drafts; and a running request that waits for blocks
+    has given back its skipped blocks.
     """
     if step.after.requests is step.before.requests:
         return
@@ -72,7 +72,7 @@ def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Complain
             continue
         if new is None:
             yield Complaint(
-                f"{name!r} is gone, though a plan ends nobody", subjects=of_request(name)
+                f"{name!r} is gone, though a plan ends no request", subjects=of_request(name)
             )
         elif not (
             _only_promoted(step, ledger, name)
@@ -80,7 +80,7 @@ def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Complain
             or _only_left_windows(step, ledger, name)
             or name in step.giving
             or name in step.preempted
-            or name in step.loads  # judged by what it is loaded with
+            or name in step.loads  # another check judges its load
         ):
             yield unequal(
                 f"{name!r} has no row but changed",
@@ -124,18 +124,17 @@ def _only_left_windows(step: Step, ledger: Ledger, name: RequestId) -> bool:
 
 @sentence("P7", Schedule, fixes="what a step without rows clears away")
 def plan_for_nobody_leaves_no_trace(step: Step, ledger: Ledger) -> Complaints:
-    """When nobody is scheduled or preempted, pool, queues and statistics are as before.
+    """A plan without rows, loads and preemptions leaves pool, queues and statistics as they are.
 
-    Who is passed over, though nothing outside is to come for it, may change from one queue to the
-    other: for its tokens in flight, or its adapter. Pins end whose time is over, and others order
-    the queue: what then is free and who then waits is judged by how it comes about.
+    A skipped request may move between the queues for its tokens in flight or its adapter. Pins that
+    end free blocks and order the queue; other checks are about that.
     """
     if step.is_for_somebody:
         return
     if step.config.kv_connector and step.giving:
-        return  # to one who did not fit all the same
+        return  # blocks were reclaimed, and did not suffice
     if step.config.groups and find_waiting(step, ledger) is not None:
-        return  # what its windows left is free now, or soon
+        return  # its skipped blocks are free now, or soon
     before, after = step.before, step.after
     queues = () if may_pass_over(step.config) else ("waiting", "skipped_waiting")
     fields = ["ref_counts", "free_queue", "block_keys", "cached", *queues, "running", "stats"]
@@ -144,15 +143,15 @@ def plan_for_nobody_leaves_no_trace(step: Step, ledger: Ledger) -> Complaints:
     for name in fields:
         old, new = getattr(before, name), getattr(after, name)
         if old is not new and old != new:
-            yield unequal(f"nobody was scheduled, but {name} changed", name, old, new)
+            yield unequal(f"nothing was scheduled, but {name} changed", name, old, new)
 
 
 @sentence("P8", Schedule, of="rows", fixes="when blocks are taken and given back")
 def row_gains_exactly_the_blocks_it_needs(step: Step, ledger: Ledger) -> Complaints:
-    """Blocks gained are those for the tokens of the step and the proposer's lookahead.
+    """A row gains the blocks for the tokens of the step and the lookahead slots of the proposer.
 
-    At admission there is no lookahead: the proposer has nothing to look ahead from. Whether to
-    reserve it earlier is a policy. Across it is those for the embeddings of its items, once.
+    An admission has no lookahead, since the proposer has nothing to continue; to reserve it earlier
+    is a policy. Cross-attention blocks are gained once, for all embeddings of the request's items.
     """
     config = step.config
     for row in step.rows:
@@ -184,10 +183,11 @@ def _counts(*counts: list[int]) -> list[int | list[int]]:
 
 @sentence("P8", Schedule, of="askers", fixes="how much room an admission leaves")
 def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Complaints:
-    """Under `scheduler_reserve_full_isl` all known tokens fit the blocks free at admission.
+    """All known tokens of an admitted request fit the free blocks, under
+    `scheduler_reserve_full_isl`.
 
-    A hit block that is free counts too: touching it takes it out of the free queue. What will be
-    given back on the way, because nobody attends to it any more, does not.
+    A hit block that is free counts as well, since the hit takes it out of the free queue. Blocks
+    that the request will skip on the way do not count.
     """
     reserves = step.config.scheduler_reserve_full_isl
     if not reserves or not step.askers or step.hides_what_was_given:
@@ -208,9 +208,10 @@ def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Co
 
 
 def _reserve(config: Config, first: int, end: int, num_across: int, hit_tables: BlockTables) -> int:
-    """Blocks that are taken and held at once beside a hit, at least, to compute [first, end).
+    """The least number of blocks that are taken and held at once, beyond a hit, to compute [first,
+    end).
 
-    Where not all is attended to, it is no less than what is held beside the hit at any time.
+    With windows or chunks this is the most that the request holds at once beyond its hit.
     """
     if not config.groups:
         return blocks_behind(config, end, hit_tables)
@@ -223,10 +224,11 @@ def _reserve(config: Config, first: int, end: int, num_across: int, hit_tables: 
 
 @sentence("P15", Schedule, fixes="how the tokens of a step are shared out")
 def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
-    """In running order, each gets what it asks for or what is left of the budget, no less.
+    """Each running request in order gets the tokens that it asks for or the rest of the budget, no
+    less.
 
-    That nobody gets more is said by what bounds a row: budget, caps, known tokens and drafts. Left
-    out are steps in which tokens were given back: how many is not seen.
+    Budget, caps, known tokens and drafts bound a row from above. Steps that withdraw rows are left
+    out, since the number of their tokens is not visible.
     """
     config = step.config
     victims = victims_of(step, ledger)
@@ -237,8 +239,8 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
     rows = {row.request_id: row for row in step.running_rows}
     for name in step.before.running:
         if name in victims:
-            # The last of them, which may have preempted itself: that stops the phase. If not, who
-            # comes after it was not visited because the budget was gone; that much is let pass.
+            # The last victim may have preempted itself, which ends the phase. Otherwise later
+            # requests were not visited for lack of budget; that case is not checked.
             return
         if name == find_waiting(step, ledger):
             return  # as if it had preempted itself
@@ -252,21 +254,21 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
 
 
 def has_items_ahead(step: Step, ledger: Ledger, name: RequestId) -> bool:
-    """Whether a request has items that its encoder may have to make first."""
+    """Whether a request has items that the encoder may have to compute first."""
     if not step.config.encoder_cache_size:
         return False
     items = ledger.lives[name].request.items
-    # A session that gave its blocks to another in this step begins anew.
+    # A session whose blocks were reclaimed in this step restarts.
     computed = min(it[name].num_computed_tokens for it in (step.old, step.new))
     if step.config.is_encoder_decoder:
-        return bool(items) and not computed  # all are made with the first row
+        return bool(items) and not computed  # all are computed with the first row
     return any(item.offset + item.length > computed for item in items)
 
 
 def may_have_its_items(step: Step, ledger: Ledger, name: RequestId) -> bool:
     """Whether no item can keep a waiting request from a row.
 
-    Beside the prompt what is left of the compute and of the room is known: nothing is kept there.
+    For encoder-decoder inputs the rest of budget and cache is known, since nothing is kept there.
     """
     if not has_items_ahead(step, ledger, name):
         return True
@@ -285,10 +287,10 @@ def may_have_its_items(step: Step, ledger: Ledger, name: RequestId) -> bool:
 
 
 def least_share(step: Step, ledger: Ledger, name: RequestId, expected: int) -> int:
-    """The fewest tokens that a row may run of those that it could.
+    """The fewest tokens that a row may run of those that it could run.
 
-    Where chunks of a prompt end at states it may be fewer, but never none: rounded to nothing a
-    request would wait for ever (upstream #40707).
+    Chunks that end at recurrent states may be shorter, but never empty: a request whose chunk is
+    rounded to nothing would wait for ever (upstream #40707).
     """
     if has_items_ahead(step, ledger, name):
         return 0  # a chunk stops before an item that does not fit
@@ -307,26 +309,27 @@ def least_share(step: Step, ledger: Ledger, name: RequestId, expected: int) -> i
     fixes="how far a plan runs ahead of its tokens",
 )
 def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Complaints:
-    """No row for a request whose last output may be in flight: it would run for nothing.
+    """No request gets a row if a frame in flight may bring its last output.
 
-    Where exactly to stop is a policy: upstream's, which counts on every draft being rejected.
+    Where exactly to stop is a policy: here upstream's, which assumes that every draft is rejected.
     """
     for row in step.running_rows:
         if ends_in_flight(ledger, step.old[row.request_id]):
             promised = ledger.placeholders(row.request_id)
             yield Complaint(
-                f"{row.request_id!r} runs position {row.first} with {promised} tokens promised",
+                f"{row.request_id!r} runs position {row.first} with {promised} tokens in flight",
                 subjects=of_request(row.request_id),
             )
 
 
 @sentence("P15", Schedule, of="preempted", fixes="how the tokens of a step are shared out")
 def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Complaints:
-    """Who is visited after a row was taken back has the budget as if that row had never been.
+    """After a row was withdrawn, the requests scheduled later have the budget as if it had never
+    been.
 
-    Preemptions are over once more blocks were gained than there are without the last of them, or
-    behind the last row that gained any. Left out are steps in which the last victim may have
-    preempted itself, and plans that hide no row.
+    Preemptions are over once rows gained more blocks than there were without the last victim, or
+    after the last row that gained any. Left out are steps in which the last victim may have
+    preempted itself, and plans in which no row was withdrawn.
     """
     victims, config = victims_of(step, ledger), step.config
     if not hides_a_rollback(step, victims):
@@ -336,11 +339,11 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Comp
     if max(place[name] for name in victims) > max((place[name] for name in rows), default=-1):
         return
     last_gain = max((place[name] for name, row in rows.items() if row.gained), default=-1)
-    # Blocks to be had before the last preemption, at most: what a victim took in this very step
-    # it gave back as well.
+    # The most blocks available before the last preemption: a victim also gave back the blocks
+    # that it took in this step.
     queue, _ = begin_plan(step, ledger)
     room = len(queue) + sum(map(len, freed_blocks(step, ledger, victims[:-1])))
-    if config.groups:  # and what rows gave back because they attend to it no more
+    if config.groups:  # and the skipped blocks that rows gave back
         for name in step.before.running:
             room += sum(map(len, left_behind(step, ledger, name)))
     left = config.max_num_batched_tokens
@@ -357,31 +360,11 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Comp
         room -= len(rows[name].gained) if name in rows else 0
 
 
-@sentence("P15", Schedule, of="admitted_rows", fixes="how the tokens of a step are shared out")
-def admitted_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
-    """In order of admission, each gets what it asks for or what is left of the budget, no less."""
-    config = step.config
-    left = config.max_num_batched_tokens - sum(row.num_scheduled for row in step.running_rows)
-    for row in step.admitted_rows:
-        share = admitted_share(config, ledger.lives[row.request_id].num_known, row.first)
-        expected = least_share(step, ledger, row.request_id, min(share, left))
-        if row.num_scheduled < expected:
-            what = f"{row.request_id!r} was not given what it could be"
-            yield unequal(
-                what,
-                "num_scheduled_tokens",
-                expected,
-                row.num_scheduled,
-                subjects=of_request(row.request_id),
-            )
-        left -= row.num_scheduled
-
-
 @sentence("P15", Schedule, fixes="which request is admitted, and when")
 def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Complaints:
-    """When a plan stops admitting, the next in line really does not fit.
+    """When a plan stops admitting, the next waiting request does not fit.
 
-    Judged on the state after the step, which is the state in which its admission was refused.
+    It is judged on the state after the step, which is the state in which the admission failed.
     """
     config, after = step.config, step.after
     left = config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
@@ -399,7 +382,7 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
     num_across = count_across(config, life.request)
     may_hold = life.request.resumable or life.is_branch or is_parked(step.new[name])
     if (may_hold and any(step.new[name].block_tables)) or _hides_a_return(step):
-        return ()  # goes on behind what it kept, which is no hit
+        return ()  # it continues with kept blocks, which are no hit
     num_hit, hits = hit_now(step, ledger, life)
     num_offered, is_async = find_offered(ledger, name, num_hit)
     start = num_hit + num_offered
@@ -420,14 +403,13 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
 
 
 def _hides_a_return(step: Step) -> bool:
-    """Whether what was loaded was published in this step, maybe behind who is next in line, or one
-    of whose load nothing came was loaded anew there: into blocks that the next in line would hit.
-    """
+    """Whether the step published or restarted an asynchronous load, perhaps after it tried the next
+    waiting request, which could hit those blocks now."""
     return any(is_parked(step.old[row.request_id]) for row in step.admitted_rows + step.parked)
 
 
 def count_free(snapshot: Snapshot, table: Iterable[BlockId]) -> int:
-    """Blocks of a table that nobody holds."""
+    """Blocks of a table that have no holder."""
     return sum(1 for block in table if block != NULL_BLOCK and not snapshot.ref_counts[block])
 
 
@@ -438,7 +420,7 @@ def _charge(
     hits: Sequence[Sequence[BlockId]],
     nums_free: Sequence[int],
 ) -> int:
-    """Blocks that all known tokens of a request may be charged behind its hit, at most."""
+    """The most blocks that an admission may be charged for all known tokens after its hit."""
     if not config.groups:
         return blocks_behind(config, num_known, hits) + sum(nums_free)
     charged = 0
@@ -447,50 +429,3 @@ def _charge(
         num_new = blocks_for(num_slots, group.block_size) - len(table)
         charged += charge_at_most(config, group, num_new + num_free)
     return charged
-
-
-@sentence("P15", Schedule, of="preempted", fixes="when a request is preempted")
-def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> Complaints:
-    """Without the last preemption of a step, somebody would have lacked blocks.
-
-    Judged under FCFS, where all that a victim held is seen. Who lacked blocks was either given
-    them, and then there were fewer without the last victim's; or was the last victim itself.
-    """
-    victims = victims_of(step, ledger)
-    if not victims or step.hides_what_was_given or step.config.policy is not Policy.FCFS:
-        return ()
-    free = replay_schedule(step, ledger, victims).room_of_the_last
-    last = step.old[victims[-1]]
-    if any(step.before.ref_counts[it] > 1 for it in chain(*last.block_tables) if it):
-        return ()  # what it shared, another need not copy any more
-    own_end = last.num_computed_tokens + share_of(ledger, last)
-    slots = running_slots(step.config, own_end)
-    if free is None or free < blocks_behind(step.config, slots, last.block_tables):
-        return ()
-    return [
-        Complaint(
-            f"{last.request_id!r} was preempted, with {free} blocks free",
-            subjects=of_request(last.request_id),
-        )
-    ]
-
-
-@sentence("P26", Schedule, of="admitted_rows", said_by="new_row_is_new")
-def admitted_row_kind_follows_its_status(step: Step, ledger: Ledger) -> Complaints:
-    """A preempted request returns as a resumed row, anybody else as a new one.
-
-    Behind a load it is what it was before that.
-    """
-    resumed = {row.request_id for row in step.plan.cached if row.resumed}
-    for row in step.admitted_rows:
-        status = step.old[row.request_id].status
-        status = (
-            ledger.store.parked_as.get(row.request_id, status)
-            if is_parked(step.old[row.request_id])
-            else status
-        )
-        if (status is Status.PREEMPTED) is not (row.request_id in resumed):
-            yield Complaint(
-                f"{row.request_id!r} was {status} and got a {row.kind} row",
-                subjects=of_request(row.request_id),
-            )

@@ -1,10 +1,10 @@
-"""Amounts: how much a request may ask for, worked out here and nowhere else in this wing.
+"""Amounts: the tokens and blocks that a request may ask for, computed here only.
 
-0          first              known      due                 end
-| computed | known, to be run | promised | drafts, to be run | lookahead | ... max_model_len
+0          first              known           due            end
+| computed | known, to be run | placeholders | drafts to run | lookahead | ... max_model_len
 
-Promised are tokens that frames in flight may still bring; without asynchronous scheduling a request
-gets no row while it is promised any.
+Placeholders are tokens that frames in flight may still bring. Without asynchronous scheduling a
+request with tokens in flight gets no row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from blockstep.spec.vocabulary import (
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold so many tokens."""
+    """Number of blocks that hold `num_tokens`."""
     return -(-num_tokens // block_size)
 
 
@@ -42,9 +42,9 @@ def blocks_behind(
     tables: Sequence[Sequence[BlockId | None]],
     num_across: int = 0,
 ) -> int:
-    """Blocks that hold so many tokens in each group, behind tables of its blocks: all together.
+    """Number of blocks that tables lack to hold `num_tokens` in each group, summed over the groups.
 
-    `num_across`: slots in tables across.
+    `num_across`: slots in cross-attention tables.
     """
     return sum(_lacking(config, num_tokens, tables, num_across))
 
@@ -56,7 +56,8 @@ def blocks_to_begin(
     num_across: int,
     is_loaded: bool,
 ) -> int:
-    """Blocks that an admission takes beside its hits, in all groups, to compute up to `end`.
+    """Number of blocks that an admission takes besides its hits, in all groups, to compute up to
+    `end`.
 
     Where chunks end at states it writes one state, however many blocks it passes, and reads one
     more if a store loads that (`is_loaded`).
@@ -75,7 +76,7 @@ def blocks_to_begin(
 def _lacking(
     config: Config, num_tokens: int, tables: Sequence[Sequence[BlockId | None]], num_across: int
 ) -> list[int]:
-    """Places that tables lack to hold so many tokens, of each group."""
+    """Per group: the blocks that its table lacks to hold `num_tokens`."""
     if not config.groups:
         return [max(blocks_for(num_tokens, config.block_size) - len(tables[0]), 0)]
     needs = [slots_of(group, num_tokens, num_across) for group in config.groups]
@@ -86,34 +87,34 @@ def _lacking(
 
 
 def table_length(group: KVGroup, end: int, num_slots: int) -> int:
-    """Blocks in a table behind a row that ends at `end`, with the lookahead at `num_slots`.
+    """Blocks in a table after a row that ends at `end`, with lookahead slots up to `num_slots`.
 
-    With states: one more for each draft. A proposer keeps none, but only where chunks end at
-    states that is counted so.
+    A recurrent group has one more for each draft. A proposer keeps no states, but this is counted
+    so only where chunks end at states.
     """
     num_tokens = end if group.mamba_cache_mode is MambaCacheMode.ALIGN else num_slots
     return blocks_for(num_tokens, group.block_size) + group.num_speculative_blocks
 
 
 def longest_row(config: Config) -> int:
-    """Tokens of one request in one step, at most."""
+    """The most tokens of one request in one step."""
     budget, threshold = config.max_num_batched_tokens, config.long_prefill_token_threshold
     return min(budget, threshold) if threshold else budget
 
 
 def blocks_across(config: Config, num_across: int) -> int:
-    """Blocks of all groups across that hold so many slots in each."""
+    """Number of blocks that hold `num_across` slots in each cross-attention group."""
     across = [group for group in config.groups if is_across(group)]
     return sum([blocks_for(num_across, group.block_size) for group in across])
 
 
 @lru_cache(maxsize=4096)
 def most_held(config: Config, first: int, end: int, num_across: int = 0) -> int:
-    """Blocks that a request holds at once in all groups, at most, to compute [first, end) in rows.
+    """The most blocks that a request holds at once, in all groups, to compute [first, end) in rows.
 
-    A row may begin anywhere, for what others left it of the budget. It holds what its first token
-    attends to, and room for all of its own; a state that it writes, and those behind drafts; and
-    all that it attends to across.
+    A row may begin at any token, depending on the budget that others leave. The request holds the
+    blocks that the first token of the row attends to, room for the whole row, the state that it
+    writes and those of drafts, and all its cross-attention blocks.
     """
     row = longest_row(config)
     attended = list_of_tokens(config.kv_groups)
@@ -133,16 +134,16 @@ def list_of_tokens(groups: Sequence[KVGroup]) -> list[KVGroup]:
 
 
 def count_least_states(config: Config) -> int:
-    """Blocks of states that a row needs in all groups: the one that it writes, those of drafts."""
+    """State blocks that a row needs in all groups: the one that it writes, and those of drafts."""
     return sum([1 + group.num_speculative_blocks for group in config.groups if is_recurrent(group)])
 
 
 def charge_at_most(config: Config, group: KVGroup, num_blocks: int) -> int:
-    """What may be charged for `num_blocks` of a group: those that a step touches, not all.
+    """The most blocks that may be charged for `num_blocks` of a group: those that a step touches.
 
-    That is what is attended to before a row, which may begin anywhere in a block, the row, drafts
-    in flight before it and the proposer's lookahead behind it; and a block for each state behind a
-    draft.
+    These are the blocks attended to before a row, which may begin anywhere in a block, those of the
+    row, of drafts in flight before it and of lookahead slots after it, and one for the state after
+    each draft.
     """
     num_before = most_attended_before(group)
     if num_before is None:
@@ -155,10 +156,10 @@ def charge_at_most(config: Config, group: KVGroup, num_blocks: int) -> int:
 
 
 def least_need(config: Config, request: Request) -> int:
-    """Blocks without which a request cannot be served, in all groups.
+    """Number of blocks without which a request cannot be served, in all groups.
 
-    Under full attention those of its longest extent. Under others also what one needs that
-    computes all of it again, and where it is longest what its last token attends to.
+    Under full attention these hold its longest extent. In other groups they are what a request
+    needs to compute everything again, or what its last token attends to, whichever is more.
     """
     extent = longest_extent(config, request)
     if not config.groups:
@@ -176,7 +177,7 @@ def least_need(config: Config, request: Request) -> int:
 
 
 def most_need(config: Config, request: Request) -> int:
-    """Blocks with which nobody may say that a request is too large, in all groups."""
+    """Number of blocks with which a request must not be rejected as too large, in all groups."""
     extent, num_across = longest_extent(config, request), count_across(config, request)
     return sum(
         charge_at_most(
@@ -187,9 +188,9 @@ def most_need(config: Config, request: Request) -> int:
 
 
 def longest_extent(config: Config, request: Request) -> int:
-    """Slots that a request needs when it is at its longest, tokens.
+    """The slots that a request needs at its greatest length, in tokens.
 
-    Its last output needs no slot, its drafts and the proposer's lookahead do.
+    The last output needs no slot; drafts and lookahead slots do.
     """
     tokens = len(request.prompt_token_ids) + request.max_tokens - 1
     drafts = config.num_speculative_tokens if request.max_tokens > 1 else 0
@@ -198,10 +199,10 @@ def longest_extent(config: Config, request: Request) -> int:
 
 
 def ends_in_flight(ledger: Ledger, request: RequestSnapshot) -> bool:
-    """Whether a frame in flight may already bring the last output that a request can have.
+    """Whether a frame in flight may bring the last output that a request can have.
 
-    A further row would run past it for nothing. The rule is upstream's: it takes the computed
-    tokens for what they will be once every draft in flight is rejected.
+    A further row would then run for nothing. The rule is upstream's: it counts computed tokens as
+    if every draft in flight were rejected.
     """
     promised = ledger.placeholders(request.request_id)
     if not promised:
@@ -212,7 +213,7 @@ def ends_in_flight(ledger: Ledger, request: RequestSnapshot) -> bool:
 
 
 def share_of(ledger: Ledger, request: RequestSnapshot) -> int:
-    """Tokens that a running request would run if the budget had no end; below 1 is no row."""
+    """Tokens that a running request would run with an unlimited budget; below 1 it gets no row."""
     if ends_in_flight(ledger, request):
         return 0
     name, config, computed = request.request_id, ledger.config, request.num_computed_tokens
@@ -227,6 +228,6 @@ def running_slots(config: Config, end: int) -> int:
 
 
 def admitted_share(config: Config, num_known: int, num_hit_tokens: int) -> int:
-    """Tokens that an admitted request would run if the budget had no end."""
+    """Tokens that an admitted request would run with an unlimited budget."""
     share, threshold = num_known - num_hit_tokens, config.long_prefill_token_threshold
     return min(share, threshold) if threshold else share

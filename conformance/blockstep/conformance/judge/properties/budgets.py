@@ -39,7 +39,7 @@ def plan_stays_within_token_budget(step: Step, _ledger: Ledger) -> Complaints:
 
 @sentence("P9", v.Schedule, of="changes", needs=SLOTS)
 def running_stays_within_max_num_seqs(step: Step, _ledger: Ledger) -> Complaints:
-    """At most `max_num_seqs` requests run."""
+    """No more than `max_num_seqs` requests run."""
     running, limit = len(step.after.running), step.config.max_num_seqs
     return [Complaint(f"{running} requests run, {limit} may")] if running > limit else ()
 
@@ -48,7 +48,7 @@ def running_stays_within_max_num_seqs(step: Step, _ledger: Ledger) -> Complaints
     "P9", v.Schedule, of="changes", fixes="when adapters of requests without a row are exchanged"
 )
 def running_stays_within_max_loras(step: Step, ledger: Ledger) -> Complaints:
-    """At most `max_loras` different adapters are of those who run, with a row or without."""
+    """Running requests, with a row or without, use at most `max_loras` different adapters."""
     limit = step.config.max_loras
     if not limit:
         return ()
@@ -59,7 +59,7 @@ def running_stays_within_max_loras(step: Step, ledger: Ledger) -> Complaints:
 
 @sentence("P9", v.Schedule, of="rows", fixes="how the tokens of a step are shared out")
 def row_stays_within_its_caps(step: Step, _ledger: Ledger) -> Complaints:
-    """A row runs a token at least, and at most the long-prefill threshold."""
+    """A row runs at least one token, and at most the long-prefill threshold."""
     config = step.config
     threshold = config.long_prefill_token_threshold or config.max_num_batched_tokens
     for row in step.rows:
@@ -72,9 +72,9 @@ def row_stays_within_its_caps(step: Step, _ledger: Ledger) -> Complaints:
 
 @sentence("P9", v.Schedule, of="rows")
 def row_stays_within_max_model_len(step: Step, _ledger: Ledger) -> Complaints:
-    """The last position of the model is never run: there is no token left to sample from it.
+    """The last position of the model is never run: no token can be sampled from it.
 
-    Stopping one short of the limit is a policy choice.
+    To stop one position before the limit is a policy.
     """
     for row in step.rows:
         if row.end > step.config.max_model_len - 1:
@@ -87,7 +87,7 @@ def row_stays_within_max_model_len(step: Step, _ledger: Ledger) -> Complaints:
 
 @sentence("P9", v.Schedule, of="rows")
 def paused_scheduler_admits_nobody(step: Step, ledger: Ledger) -> Complaints:
-    """PAUSED_NEW admits nobody, PAUSED_ALL schedules nobody."""
+    """PAUSED_NEW admits no request, PAUSED_ALL schedules none."""
     if ledger.pause_state is v.PauseState.UNPAUSED:
         return ()
     rows = step.rows if ledger.pause_state is v.PauseState.PAUSED_ALL else step.admitted_rows
@@ -102,9 +102,10 @@ def paused_scheduler_admits_nobody(step: Step, ledger: Ledger) -> Complaints:
 
 @sentence("P9", v.Schedule, of="admitted_rows")
 def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Complaints:
-    """Without chunked prefill an admission runs all uncached tokens, or the threshold's share.
+    """An admission without chunked prefill runs all uncached tokens, or as many as the threshold
+    allows.
 
-    Or it ends before an item that the encoder may not be able to make yet.
+    It may end earlier, before an item that the encoder may not have computed.
     """
     if step.config.enable_chunked_prefill:
         return
@@ -123,10 +124,11 @@ def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Complaints
 
 @sentence("P12", *ENDINGS, v.Schedule, v.Reset, said_by="plans_alone_rebuild_the_request")
 def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints:
-    """Computed is no more than known and promised, and exactly that by whoever is promised any.
+    """The computed tokens are less than known tokens and placeholders, and exactly one less if the
+    request has placeholders and runs.
 
-    Placeholders are what frames in flight promise, also to one preempted meanwhile. No block is
-    settled that is not computed and known.
+    The placeholders are those of its frames in flight, also after a preemption. No block counts as
+    cached that is not full of computed, known tokens.
     """
     promised, promised_before, old = ledger.promised_after(step), ledger.promised, step.old
     is_same = step.after.requests is step.before.requests and promised is promised_before
@@ -148,13 +150,13 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
         num_prompt = len(request.prompt_token_ids) or life.num_prompt
         known = num_prompt + len(request.output_token_ids)
         computed = request.num_computed_tokens
-        # The last token is not computed yet: known, freshly sampled, or promised.
+        # The last token is not computed yet, be it known or in flight.
         most = known + owed - 1
-        # All others are, once a row that samples is dispatched.
+        # All others are, once a sampling row is dispatched.
         least = most if owed and request.status is v.Status.RUNNING else 0
         filled = min(computed, known)
         if may_lose_all and has_lost_all(config, request):
-            # Its hit is settled until it is given back.
+            # Its hit counts as cached until it is given back.
             load = ledger.store.parked.get(name)
             filled = 0 if load is None else load.num_computed_tokens
         tables, nums_settled, is_held = request.block_tables, request.num_cached_blocks, True
@@ -171,14 +173,14 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
         if not is_possible or request.num_output_placeholders != placeholders or not is_held:
             what = (
                 f"the counters of {name!r} cannot be: {known} tokens known, "
-                f"{owed} promised, {least} to {most} computed"
+                f"{owed} in flight, {least} to {most} computed"
             )
             owing = difference(
                 "num_output_placeholders", placeholders, request.num_output_placeholders
             )
             holding = difference(
                 "num_computed_tokens, block_tables, num_cached_blocks",
-                f"blocks for all computed tokens, none settled behind token {filled}",
+                f"blocks for all computed tokens, none cached after token {filled}",
                 (computed, tables, nums_settled),
             )
             told = (
@@ -199,7 +201,7 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
     fixes="what a request keeps that does not run",
 )
 def only_running_requests_hold_anything(step: Step, ledger: Ledger) -> Complaints:
-    """Who waits has no block, no computed token and no draft; a session no draft."""
+    """A waiting request has no block, no computed token and no draft; an idle session no draft."""
     no_tables, nothing_settled = nothing_held(step)
     for request in step.after.requests:
         if request.status is v.Status.RUNNING:
@@ -207,7 +209,7 @@ def only_running_requests_hold_anything(step: Step, ledger: Ledger) -> Complaint
         if keeps_blocks(request) and not request.spec_token_ids:
             life = ledger.lives.get(request.request_id)
             if life is None or life.is_branch or request.prompt_token_ids or is_parked(request):
-                continue  # it may hold what it keeps, what it shares, or what is loaded
+                continue  # it may hold kept, shared or loaded blocks
         if (
             request.block_tables != no_tables
             or request.num_computed_tokens
@@ -232,7 +234,7 @@ def only_running_requests_hold_anything(step: Step, ledger: Ledger) -> Complaint
 
 
 def nothing_held(step: Step) -> tuple[v.BlockTables, tuple[int, ...]]:
-    """Tables and counts of settled blocks of who holds nothing, one for each KV group."""
+    """Block tables and counts of cached blocks of a request without blocks, one per KV group."""
     num_groups = len(step.block_sizes)
     return ((),) * num_groups, (0,) * num_groups
 
@@ -247,9 +249,9 @@ _after_a_row = attrgetter(*_MOVED_BY_A_ROW)
 
 @sentence("P12", v.Schedule, of="rows", said_by="plans_alone_rebuild_the_request")
 def row_advances_by_what_it_runs(step: Step, ledger: Ledger) -> Complaints:
-    """A row starts where its request stands, and moves it by the tokens that it runs.
+    """A row begins at the computed tokens of its request and adds the tokens that it runs.
 
-    It brings no output, and with prefix caching off it settles no block.
+    It adds no output, and with prefix caching off no cached block.
     """
     for row in step.rows:
         old, new = step.old[row.request_id], step.new[row.request_id]
@@ -278,10 +280,10 @@ def _moved(row: PlannedRow, name: str, due: object, seen: object) -> Complaint:
     "P12", v.Schedule, v.Reset, of="preempted", fixes="what a request keeps that does not run"
 )
 def preempted_request_starts_again(step: Step, _ledger: Ledger) -> Complaints:
-    """A preempted request keeps its outputs and history, and was preempted once more.
+    """A preempted request keeps its outputs and history and counts one preemption more.
 
-    What frames in flight promise stays promised: their tokens are delivered all the same. What it
-    loses is said by `only_running_requests_hold_anything`.
+    Its placeholders stay, since frames in flight still deliver their tokens.
+    `only_running_requests_hold_anything` checks what it loses.
     """
     for name in step.preempted:
         old, new = step.old[name], step.new[name]
@@ -306,7 +308,7 @@ def preempted_request_starts_again(step: Step, _ledger: Ledger) -> Complaints:
 
 @sentence("P12", v.Submit, fixes="what is reserved for a request when it is submitted")
 def submitted_request_starts_from_nothing(step: Step, _ledger: Ledger) -> Complaints:
-    """A new request waits, for its grammar if it needs one, and holds nothing."""
+    """A new request waits, for its grammar if it has one, and holds nothing."""
     assert isinstance(step.event, v.Submit)
     request = step.event.request
     grammar, waiting = v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, v.Status.WAITING
@@ -333,7 +335,7 @@ def submitted_request_starts_from_nothing(step: Step, _ledger: Ledger) -> Compla
 
 
 def has_stopped_reasoning(config: v.Config, request: v.Request) -> bool:
-    """Whether the prompt of a request ended its reasoning, where its grammar waits for that."""
+    """Whether a request's reasoning ended in its prompt, if its grammar starts only after that."""
     if request.grammar is None:
         return False
     automaton = Automaton(config, request)
@@ -342,7 +344,8 @@ def has_stopped_reasoning(config: v.Config, request: v.Request) -> bool:
 
 @sentence("P21", *v.EVENT_TYPES, needs=STATISTICS)
 def counters_grow_by_what_happened(step: Step, ledger: Ledger) -> Complaints:
-    """Queries and hits of the admitted, preemptions, drafts scheduled and accepted; once each."""
+    """The counters grow by queries and hits of admitted requests, by preemptions, and by drafts
+    that were scheduled and accepted; once each."""
     expected, seen = _after(step.before.stats, step, ledger), step.after.stats
     if ledger.uncounted:
         expected = replace(expected, **{name: getattr(seen, name) for name in ledger.uncounted})
@@ -395,7 +398,8 @@ def _after(stats: v.Stats, step: Step, ledger: Ledger) -> v.Stats:
 
 @sentence("P21", v.Schedule, of="rows", needs=STATISTICS)
 def first_hit_is_remembered(step: Step, ledger: Ledger) -> Complaints:
-    """The length of the hit at the first admission is kept, whatever a later admission hits."""
+    """The state keeps the length of the prefix hit at the first admission, whatever later
+    admissions hit."""
     for row in step.rows:
         old, new = step.old[row.request_id], step.new[row.request_id]
         first = ledger.lives[row.request_id].num_cached_tokens

@@ -1,4 +1,5 @@
-"""Encoder: P22 what its cache holds adds up. What is made and read is said by the worker."""
+"""Encoder: P22 the counters of its cache add up. The worker checks which items are computed and
+read."""
 
 from __future__ import annotations
 
@@ -14,14 +15,16 @@ from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
 _CHANGING = (*ENDINGS, v.Schedule, v.Reset, v.EncoderReset)
-"""Events that may change what the cache holds."""
+"""Events that may change the encoder cache."""
 
 
 @sentence("P22", *_CHANGING, needs="encoder_cache_size")
 def encoder_cache_adds_up(step: Step, ledger: Ledger) -> Complaints:
-    """What is free is what no entry takes; freeable are exactly those that nobody holds.
+    """The free embeddings are those that no entry takes; the freeable items are those without a
+    holder.
 
-    What is to be dropped was there. Beside the prompt all that a plan has made is to be dropped.
+    An item to be dropped was in the cache. With encoder-decoder inputs all that a plan computed is
+    to be dropped.
     """
     encoder, size = step.after.encoder, step.config.encoder_cache_size
     if encoder is None:
@@ -48,7 +51,7 @@ def encoder_cache_adds_up(step: Step, ledger: Ledger) -> Complaints:
 
 @sentence("P9", v.Schedule, needs="encoder_cache_size")
 def encoder_cache_stays_within_its_size(step: Step, _ledger: Ledger) -> Complaints:
-    """No more embeddings are kept than there is room for."""
+    """The cache holds at most `encoder_cache_size` embeddings."""
     encoder, size = step.after.encoder, step.config.encoder_cache_size
     if encoder is not None:
         held = sum(entry.num_embeds for entry in encoder.entries)
@@ -64,7 +67,7 @@ def encoder_cache_stays_within_its_size(step: Step, _ledger: Ledger) -> Complain
     fixes="what a request keeps that does not run",
 )
 def only_running_requests_hold_items(step: Step, _ledger: Ledger) -> Complaints:
-    """Who has ended, or was preempted, holds no item."""
+    """A request that ended or was preempted holds no item."""
     encoder = step.after.encoder
     if encoder is None:
         return

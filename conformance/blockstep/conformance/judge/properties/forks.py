@@ -1,7 +1,7 @@
-"""Forks: what a branch begins with, who may write in what it shares, and what admissions leave.
+"""Forks: the tokens and blocks of a new branch, writes to shared blocks, room left by admissions.
 
-parent   [ 4 ][ 7 ][ 9 . ]        9 is not full: whoever writes in it first gets a copy, and
-branch   [ 4 ][ 7 ][ 9 . ]        the last who holds it writes in it
+parent   [ 4 ][ 7 ][ 9 . ]        9 is not full: the first writer gets a copy, branch   [ 4 ][ 7 ][
+9 . ]        the last holder writes in place
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from blockstep.spec import vocabulary as v
 
 
 def problem_of_fork(config: v.Config, fork: v.Fork, ledger: Ledger) -> v.RejectCode | None:
-    """Why a branch cannot begin now."""
+    """The code with which a fork must be rejected; None if it must be accepted."""
     parent, child_id = ledger.lives.get(fork.request_id), fork.child_id
     if not config.enable_forks:
         return v.RejectCode.BAD_FORK
@@ -49,7 +49,7 @@ def problem_of_fork(config: v.Config, fork: v.Fork, ledger: Ledger) -> v.RejectC
 
 
 def may_not_say(config: v.Config, request: v.Request, outputs: v.TokenIds) -> bool:
-    """Whether one of these outputs would end a request, or its grammar forbids one."""
+    """Whether one of these outputs would end the request, or is forbidden by its grammar."""
     for count in range(1, len(outputs) + 1):
         if stop_of(config, request, outputs[:count]) is not None:
             return True
@@ -57,7 +57,7 @@ def may_not_say(config: v.Config, request: v.Request, outputs: v.TokenIds) -> bo
 
 
 def count_settled(step: Step, ledger: Ledger, request: v.RequestSnapshot) -> tuple[int, ...]:
-    """Per KV group: leading blocks of a parent that are named once a branch has begun."""
+    """Per KV group: leading cached blocks of a parent after a fork."""
     if not step.config.enable_prefix_caching:
         return request.num_cached_blocks
     filled = min(request.num_computed_tokens, ledger.lives[request.request_id].num_known)
@@ -68,8 +68,7 @@ def count_settled(step: Step, ledger: Ledger, request: v.RequestSnapshot) -> tup
 
 
 def count_in_common(step: Step, ledger: Ledger, fork: v.Fork) -> int:
-    """Tokens that a branch and its parent have in common, and the parent has computed, but for one
-    that is left to compute."""
+    """Computed tokens that a branch and its parent have in common; one token is left to compute."""
     parent, life = step.old[fork.request_id], ledger.lives[fork.request_id]
     tokens = (*life.request.prompt_token_ids, *fork.output_token_ids)
     pairs = enumerate(zip(life.tokens, tokens, strict=False))
@@ -79,9 +78,9 @@ def count_in_common(step: Step, ledger: Ledger, fork: v.Fork) -> int:
 
 
 def count_shared(step: Step, ledger: Ledger, fork: v.Fork) -> int:
-    """The most of those whose KV a branch can share.
+    """The most of these tokens whose KV a branch can share.
 
-    It does not go on within a block that others can find, and all that it attends to is there.
+    The branch does not continue within a cached block, and all blocks that it attends to are held.
     """
     parent, most = step.old[fork.request_id], count_in_common(step, ledger, fork)
     settled = count_settled(step, ledger, parent)
@@ -99,8 +98,8 @@ def _goes_on(count: int, group: v.KVGroup, table: Sequence[v.BlockId], num_settl
 
 @sentence("P5", v.Fork, fixes="how much a branch shares")
 def branch_begins_with_all_that_it_can_share(step: Step, ledger: Ledger) -> Complaints:
-    """A branch waits, with its own outputs, and holds what it has in common with its parent: as
-    much as can be, and nothing else."""
+    """A branch waits with its own outputs, and shares with its parent as many tokens as it can and
+    nothing else."""
     fork = step.event
     assert isinstance(fork, v.Fork)
     life, parent = ledger.lives[fork.request_id], step.old[fork.request_id]
@@ -136,7 +135,8 @@ def branch_begins_with_all_that_it_can_share(step: Step, ledger: Ledger) -> Comp
 
 @sentence("P7", v.Fork)
 def fork_changes_nobody_else(step: Step, _ledger: Ledger) -> Complaints:
-    """A branch comes, and all others are as before, but that blocks of its parent may be named."""
+    """A fork adds its branch and changes no other request, except that more blocks of its parent
+    may be cached."""
     fork = step.event
     assert isinstance(fork, v.Fork)
     parent = step.old[fork.request_id]
@@ -146,7 +146,7 @@ def fork_changes_nobody_else(step: Step, _ledger: Ledger) -> Complaints:
     seen = {name: new for name, new in step.new.items() if name != fork.child_id}
     for name in sorted(expected.keys() | seen.keys()):
         if expected.get(name) != seen.get(name):
-            what = f"{name!r} is not as it should be beside a branch"
+            what = f"{name!r} changed although only a branch was added"
             yield unequal(
                 what,
                 f"request {name}",
@@ -156,9 +156,9 @@ def fork_changes_nobody_else(step: Step, _ledger: Ledger) -> Complaints:
             )
 
 
-@sentence("P3", v.Fork, fixes="when a full block becomes findable")
+@sentence("P3", v.Fork, fixes="when a full block is published")
 def full_blocks_of_a_parent_are_named(step: Step, ledger: Ledger) -> Complaints:
-    """What a parent has computed and filled is findable once it is shared, and no other block."""
+    """A fork publishes the full, computed blocks of the parent, and no others."""
     fork = step.event
     assert isinstance(fork, v.Fork)
     parent, life, keys = step.old[fork.request_id], ledger.lives[fork.request_id], step.after
@@ -174,20 +174,21 @@ def full_blocks_of_a_parent_are_named(step: Step, ledger: Ledger) -> Complaints:
             expected = life.block_name(index, size)
             if key is None or key.group != group or ledger.names.of_key(key)[-1] != expected:
                 yield Complaint(
-                    f"block {block} of {fork.request_id!r} is shared, and not named",
+                    f"block {block} of {fork.request_id!r} is shared, and has no key",
                     subjects=Subjects((fork.request_id,), (block,)),
                 )
             before[block] = key
     yield from differing("block_keys", tuple(before), keys.block_keys)
     counts = count_settled(step, ledger, parent)
-    if fork.request_id in step.new:  # another sentence speaks of one that is gone
+    if fork.request_id in step.new:  # another check finds a missing parent
         seen = step.new[fork.request_id].num_cached_blocks
         yield from differing(f"num_cached_blocks of {fork.request_id}", counts, seen)
 
 
 @sentence("P16", v.Fork, fixes="the order of a queue")
 def branch_goes_to_the_front_of_the_queue(step: Step, ledger: Ledger) -> Complaints:
-    """FCFS: before everybody. PRIORITY: where its parent's place is, ties by its own id."""
+    """FCFS puts a branch at the front. PRIORITY puts it at its parent's place, ties by its own
+    id."""
     fork = step.event
     assert isinstance(fork, v.Fork)
     waiting = [fork.child_id, *step.before.waiting]
@@ -200,8 +201,8 @@ def branch_goes_to_the_front_of_the_queue(step: Step, ledger: Ledger) -> Complai
 
 
 def get_written(step: Step, row: PlannedRow) -> list[tuple[int, v.BlockId]]:
-    """Per KV group: where a row goes on within a block, the index of that and what is there before
-    the step; nothing where it begins one."""
+    """Per KV group: index and block in which a row continues a partly filled block; the null block
+    where it begins a new one."""
     if row.kind not in _GOING_ON:
         return []
     tables, found = step.old[row.request_id].block_tables, []
@@ -217,7 +218,8 @@ _GOING_ON = ("running", "continued")
 
 @sentence("P2", v.Schedule, needs="enable_forks", of="rows")
 def nobody_writes_in_what_another_holds(step: Step, _ledger: Ledger) -> Complaints:
-    """A row goes on in a block that nobody else has held since before it, and nobody can find."""
+    """A row writes into a partly filled block only if no other request has held it since before the
+    step and it is not cached."""
     for row in step.rows:
         name, tables = row.request_id, step.new[row.request_id].block_tables
         for table, (index, before) in zip(tables, get_written(step, row), strict=False):
@@ -238,16 +240,16 @@ def nobody_writes_in_what_another_holds(step: Step, _ledger: Ledger) -> Complain
                 yield Complaint(told, subjects=Subjects((name, *others), (block,)))
             if step.before.block_keys[block] is not None:
                 yield Complaint(
-                    f"{name!r} writes in block {block}, which was findable",
+                    f"{name!r} writes in block {block}, which was cached",
                     subjects=Subjects((name,), (block,)),
                 )
 
 
 @sentence("P8", v.Schedule, needs="enable_forks", fixes="when a shared block is copied")
 def shared_blocks_are_copied_where_they_are_written(step: Step, _ledger: Ledger) -> Complaints:
-    """A row gets a copy of the block in which it goes on, if another holds it at that time: one for
-    each KV group, and of no other block. The plan tells all of them, in the order of scheduling,
-    and whose table is another one by that."""
+    """A row gets a copy of the partly filled block that it writes, in each KV group, if another
+    request holds the block at that time. The plan lists these copies and no others in order of
+    scheduling, and the requests whose table changes by one."""
     holders: dict[v.BlockId, set[v.RequestId]] = {}
     for request in step.before.requests:
         for block in filter(None, chain(*request.block_tables)):
@@ -261,7 +263,7 @@ def shared_blocks_are_copied_where_they_are_written(step: Step, _ledger: Ledger)
             others = holders.get(block, set()) - {name}
             if [it.source for it in of_group] not in ([], [block]) or (of_group and not others):
                 yield Complaint(
-                    f"{name!r} goes on in block {block}, and has copied {of_group}",
+                    f"{name!r} writes in block {block}, and has copied {of_group}",
                     subjects=Subjects((name,), (block,)),
                 )
             for it in of_group:
@@ -283,10 +285,10 @@ def shared_blocks_are_copied_where_they_are_written(step: Step, _ledger: Ledger)
     fixes="how much room an admission leaves",
 )
 def admission_leaves_the_watermark(step: Step, _ledger: Ledger) -> Complaints:
-    """Whoever is admitted beside others leaves so many blocks free, that they can go on."""
+    """An admission leaves `watermark_blocks` free blocks for the requests that run already."""
     num_free, watermark = len(step.after.free_queue), step.config.watermark_blocks
     if not step.admitted_rows or len(step.after.running) < 2 or num_free >= watermark:
         return ()
     name = step.admitted_rows[-1].request_id
-    what = f"{name!r} was admitted beside others"
+    what = f"{name!r} was admitted while others run"
     return [unequal(what, "free blocks", f">= {watermark}", num_free, subjects=of_request(name))]

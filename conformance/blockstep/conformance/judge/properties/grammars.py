@@ -1,6 +1,7 @@
-"""Grammars: P23 they stand where the outputs led them, and a plan tells that it is held to some.
+"""Grammars: P23 the grammar state follows from the outputs, and a plan says whether it needs a
+bitmask.
 
-Masks are judged by the worker, which has automata of its own.
+The worker judges bitmasks, with automata of its own.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from blockstep.spec import vocabulary as v
 
 @sentence("P23", v.Schedule, v.Commit, v.Drafts, v.GrammarBitmask, v.Reset, needs=WHOLE)
 def grammar_stands_where_the_outputs_led_it(step: Step, ledger: Ledger) -> Complaints:
-    """The state of a grammar follows from what was delivered, whatever else happened: drafts,
+    """The state of a grammar follows from the delivered tokens, whatever else happened: drafts,
     rejections, preemptions, resets.
 
-    So does whether reasoning has ended, where the grammar waits for that.
+    So does the flag that reasoning has ended, where the grammar waits for that.
     """
     if not ledger.has_grammars:
         return
@@ -37,7 +38,7 @@ def grammar_stands_where_the_outputs_led_it(step: Step, ledger: Ledger) -> Compl
             continue
         place, due, automaton = life.find_place(delivered.get(name, ())), (0, False), life.automaton
         after = ledger.get_request_after(step, name)
-        if automaton is not None and after is not life.request:  # a chunk begins it anew
+        if automaton is not None and after is not life.request:  # an input restarts it
             automaton = Automaton(ledger.config, after)
             place = automaton.read(())
         if place is not None and automaton is not None:
@@ -52,8 +53,8 @@ def grammar_stands_where_the_outputs_led_it(step: Step, ledger: Ledger) -> Compl
 
 @sentence("P23", v.Schedule)
 def plan_tells_that_it_has_a_mask(step: Step, ledger: Ledger) -> Complaints:
-    """A plan says whether a row samples under a grammar, and whether older frames owe tokens to
-    one that does: its mask must wait for them."""
+    """A plan says whether a row samples under a grammar, and whether older frames have tokens of
+    such a row in flight, for which its bitmask must wait."""
     plan = step.plan
     if not (
         ledger.has_grammars
@@ -79,11 +80,11 @@ def plan_tells_that_it_has_a_mask(step: Step, ledger: Ledger) -> Complaints:
 
 @sentence("P23", v.GrammarFailed)
 def failed_grammar_ends_its_request(step: Step, _ledger: Ledger) -> Complaints:
-    """A request whose grammar cannot be had ends with a reason and without a token, and nobody
-    else does."""
+    """A request whose grammar failed ends with an error and without a token, and no other request
+    does."""
     assert isinstance(step.event, v.GrammarFailed)
     name = step.event.request_id
-    # Another sentence speaks of the cached tokens.
+    # Another check compares the cached tokens.
     seen = tuple(replace(row, num_cached_tokens=0) for row in step.output_rows)
     yield from differing_requests("rows", (v.OutputRow(name, (), v.FinishReason.ERROR),), seen)
     yield from differing_requests("unfinished", sorted(step.old.keys() - {name}), sorted(step.new))

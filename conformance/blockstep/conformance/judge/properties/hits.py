@@ -1,4 +1,4 @@
-"""Hits (P5, P16): how much of its prefix a request finds, and in which blocks."""
+"""Hits (P5, P16): the length of a request's prefix hit, and the blocks that it takes."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from blockstep.spec.vocabulary import (
 
 
 def may_ask_the_cache(step: Step, life: Life) -> bool:
-    """Whether a request may take a prefix hit at all."""
+    """Whether a request may have a prefix hit at all."""
     return step.config.enable_prefix_caching and not life.request.skip_reading_prefix_cache
 
 
 def may_ask_the_store(config: Config, request: Request) -> bool:
-    """Whether a store is asked about a request that holds nothing, if there is one."""
+    """Whether a store is asked for an offer for a request without blocks, if there is a store."""
     return config.kv_connector and not request.skip_reading_prefix_cache
 
 
 def find_offered(ledger: Ledger, name: RequestId, num_hit: int) -> tuple[int, bool]:
-    """How many tokens behind a hit a store has of a request, and whether they take longer.
+    """Number of tokens that a store offers after a hit, and whether they are loaded asynchronously.
 
-    The last known token is always computed: its logits are needed. A state is that of the last
-    token of an offer, so that with states an offer of that token is useless.
+    The last known token is always computed, since its logits are needed. A state belongs to the
+    last token of an offer, so with states an offer that includes this token is useless.
     """
     life, offer = ledger.lives[name], ledger.store.transfers.get_offer(name)
     if not may_ask_the_store(ledger.config, life.request):
@@ -52,9 +52,9 @@ def find_offered(ledger: Ledger, name: RequestId, num_hit: int) -> tuple[int, bo
 
 @sentence("P5", Schedule, of="askers", fixes="where a hit may end")
 def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Complaints:
-    """A hit is whole blocks, and leaves a known token to compute: its logits are needed.
+    """A hit is whole blocks and leaves a known token to compute, since its logits are needed.
 
-    With a draft head the block after the hit is recomputed too, so it must be there.
+    With a draft head the block after the hit is computed again, so it must be cached as well.
     """
     config = step.config
     unit = lcm(*step.block_sizes)
@@ -72,24 +72,26 @@ def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Compla
 
 
 def count_behind(config: Config, group: KVGroup) -> int:
-    """Blocks that a group must have behind a hit.
+    """Number of cached blocks that a group must have after a hit.
 
-    A state follows from what is before it, KV that a proposer reads from what is behind it too.
+    A state depends on the tokens before it only; KV that a proposer reads depends on the next
+    token, too.
     """
     return int(config.drops_last_hit_block and not is_recurrent(group))
 
 
 def longest_of(config: Config, life: Life, group: KVGroup) -> int:
-    """Tokens of a hit that whole blocks of one group allow; negative if there is none."""
+    """Tokens of the longest hit that whole blocks of one group allow; negative if there is none."""
     num_blocks = (life.num_known - 1) // group.block_size
     return (num_blocks - count_behind(config, group)) * group.block_size
 
 
 @sentence("P5", Schedule, of="askers", fixes="how long a hit is")
 def hit_is_the_longest_there_is(step: Step, ledger: Ledger) -> Complaints:
-    """Every block that was cached before the step and still is could be hit, so it was.
+    """A hit takes every leading block that was cached before the step and still is.
 
-    Blocks that a row of this step took are left out: when they were evicted is not seen.
+    Blocks that a row of this step took are left out, since it is not visible when they were
+    evicted.
     """
     if not step.askers or not (step.before.cached or step.config.groups):
         return
@@ -106,14 +108,15 @@ def hit_is_the_longest_there_is(step: Step, ledger: Ledger) -> Complaints:
 
 
 Find: TypeAlias = Callable[[Name, int], Sequence[BlockId]]
-"""The blocks of a name in a KV group, the oldest first."""
+"""The blocks cached under a name in a KV group, oldest first."""
 
 
 def longest_hit(config: Config, life: Life, find: Find) -> tuple[int, list[list[BlockId]]]:
-    """The greatest length that is a hit in every group, tokens, and what each group shares for it.
+    """The greatest length in tokens that is a hit in every group, and the blocks that each group
+    shares.
 
-    It is whole blocks of each. In each, every block must be there that a token behind it attends
-    to, and with a draft head the next one too: it is computed again.
+    The length is whole blocks in each group. Each block must be cached that a later token attends
+    to, and with a draft head the next block as well, which is computed again.
     """
     if not config.groups:
         return _longest_prefix(config, life, find)
@@ -131,7 +134,7 @@ def longest_hit(config: Config, life: Life, find: Find) -> tuple[int, list[list[
 
 
 def _longest_prefix(config: Config, life: Life, find: Find) -> tuple[int, list[list[BlockId]]]:
-    """Where all before a token is attended to, the first block that is missing ends the search."""
+    """Under full attention the first missing block ends the search."""
     hits: list[BlockId] = []
     for index in range((life.num_known - 1) // config.block_size):
         blocks = find(life.block_name(index), 0)
@@ -146,7 +149,7 @@ def _longest_prefix(config: Config, life: Life, find: Find) -> tuple[int, list[l
 def _table_behind(
     config: Config, life: Life, find: Find, at: int, length: int
 ) -> list[BlockId] | None:
-    """What a group shares for a hit of so many tokens; None if something is missing."""
+    """The blocks that a group shares for a hit of `length` tokens; None if one is missing."""
     group = config.groups[at]
     if length > longest_of(config, life, group):
         return None
@@ -163,9 +166,9 @@ def _table_behind(
 
 @sentence("P16", Schedule, of="askers", fixes="which of several copies is hit")
 def hit_takes_the_oldest_copy(step: Step, ledger: Ledger) -> Complaints:
-    """Of several blocks of one key a hit takes the one published first.
+    """A hit takes the block published first of several blocks with one key.
 
-    A policy choice: any copy would do. It is pinned because eviction order depends on it.
+    This is a policy: any copy would do. It is fixed because the order of eviction depends on it.
     """
     if not step.before.cached:
         return
@@ -188,7 +191,7 @@ def hit_takes_the_oldest_copy(step: Step, ledger: Ledger) -> Complaints:
 
 
 def _lasting(step: Step, ledger: Ledger, name: Name, group: int) -> list[BlockId]:
-    """Blocks that carried a name throughout the step."""
+    """Blocks that had this name throughout the step."""
     before, after = step.before.block_keys, step.after.block_keys
     gained = step.all_gained
     return [
@@ -206,7 +209,7 @@ def hit_now(step: Step, ledger: Ledger, life: Life) -> tuple[int, list[list[Bloc
 
     def find(name: Name, group: int) -> Sequence[BlockId]:
         if config.groups and is_recurrent(config.groups[group]):
-            # What the step writes was not there yet: states are read before any is written.
+            # States are read before any row writes, so those of this step do not count.
             return _lasting(step, ledger, name, group)
         return ledger.named_blocks(after, group).get(name, ())
 

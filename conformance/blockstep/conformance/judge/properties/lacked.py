@@ -1,4 +1,4 @@
-"""Lacked: what a config does not have, no state and no answer shows (P18)."""
+"""Lacked: states and answers show no feature that the config switches off (P18)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from blockstep.spec import vocabulary as v
 
 @sentence("P18", *v.EVENT_TYPES, needs=WHOLE)
 def nothing_is_known_of_what_the_config_lacks(step: Step, ledger: Ledger) -> Complaints:
-    """Without an encoder, a store, pins or thresholds of admission a state has none of it, no plan
-    loads, and where nobody asked for a log nothing is told of blocks."""
+    """A state shows no encoder, store, pins or closed admission, a plan no load, and an answer no
+    KV event, unless the config asks for them."""
     after, seen, lacked = step.after, step.observation, ledger.lacked
     for name, part in (
         ("encoder_cache_size", after.encoder),

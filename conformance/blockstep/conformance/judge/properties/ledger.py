@@ -1,7 +1,7 @@
-"""Ledger: what an engine was told and what it answered, up to now.
+"""Ledger: everything that an engine was given and answered up to now.
 
-It follows events and answers only; it never decides. Checks compare a state with it, and what a
-step may do with what it says was still open: drafts attached, frames in flight, tokens delivered.
+It follows events and answers only; it never decides. Checks compare a state with it, and look up
+what is open: attached drafts, frames in flight, tokens not yet delivered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from blockstep.spec.copies import wide_dataclass
 
 
 def cut_at_placeholder(drafts: v.TokenIds) -> v.TokenIds:
-    """The drafts before the first placeholder."""
+    """Return the drafts before the first placeholder."""
     at = drafts.index(v.DRAFT_PLACEHOLDER) if v.DRAFT_PLACEHOLDER in drafts else len(drafts)
     return drafts[:at]
 
@@ -31,27 +31,29 @@ NEEDED = (
     *("async_scheduling", "enable_kv_cache_events", "encoder_cache_size"),
     *("groups", "has_pins", "kv_connector"),
 )
-"""What a config may have of which some sentences speak alone: see `Sentence.needs`."""
+"""Settings without which some checks are not made: see `Sentence.needs`."""
 STATISTICS, SLOTS, WHOLE = "statistics", "slots", "whole state"
-"""Likewise what an engine may have: counters that mean what `Stats` says, workers with a slot for
-each request that runs, and a state of which it shows all and not the part that `show_state` makes.
-It has all three but at `safety`, where it may say that it has not."""
+"""Abilities of an engine without which some checks are not made: counters with the meaning of
+`Stats`, workers with a slot for each running request, and a whole state, not the part that
+`show_state` makes. An engine has all three, except that at `safety` it may say that it lacks some.
+"""
 
 
 @wide_dataclass(frozen=True, slots=True)
 class FlightRow:
-    """What a dispatched plan does for one request."""
+    """The row of one request in a frame in flight."""
 
     request_id: v.RequestId
     end: int
     """One past the last position that runs."""
     drafts: v.TokenIds
     samples: bool
-    """All known and promised tokens are computed once it has run."""
+    """Whether the row computes the last known token or placeholder, so that it samples."""
     verifiable: v.TokenIds | None = None
-    """The drafts that a mask has left of those that only the worker knew; None before a mask."""
+    """The placeholder drafts that a bitmask kept; None before a bitmask."""
     is_dropped: bool = False
-    """It samples for a chunk of a session that is over, and delivers nothing."""
+    """Whether its tokens are dropped, say because the session's input that it sampled for is over.
+    """
 
     @property
     def num_promised(self) -> int:
@@ -66,7 +68,7 @@ class FlightRow:
 
 @dataclass(slots=True)
 class Ledger:
-    """Everything learnt from events and answers. One object is one run."""
+    """Everything learnt from events and answers of one run."""
 
     config: v.Config
     drops_tokens_in_flight: bool = False
@@ -74,40 +76,41 @@ class Ledger:
     lives: dict[v.RequestId, Life] = field(default_factory=dict)
     """Unfinished requests."""
     frames: dict[v.FrameId, tuple[FlightRow, ...]] = field(default_factory=dict)
-    """In flight, oldest first, rows in order of scheduling."""
+    """Frames in flight, oldest first, with their rows in order of scheduling."""
     promised: dict[v.RequestId, int] = field(default_factory=dict)
-    """Tokens that frames in flight may still bring, of each request that is promised any."""
+    """Placeholders by request: tokens that its frames in flight may still bring. Only numbers above
+    0."""
     ended: set[v.RequestId] = field(default_factory=set)
-    """Since the last plan."""
+    """Requests that ended since the last plan."""
     ending: set[v.RequestId] = field(default_factory=set)
-    """Whom an abort ends with the next plan."""
+    """Requests whose abort takes effect with the next plan."""
     scheduled: set[v.RequestId] = field(default_factory=set)
-    """In the last plan, and not reset by force since."""
+    """Requests with a row in the last plan; empty after a forced reset."""
     stopped_in_flight: set[v.RequestId] = field(default_factory=set)
-    """Ended by a stop, while a frame in flight still names them."""
+    """Requests that stopped while they had a row in flight."""
     pause_state: v.PauseState = v.PauseState.UNPAUSED
     first_frame_since_reset: v.FrameId = 0
     """Frames below this were dispatched before the last reset."""
     follower: Follower = field(default_factory=Follower)
-    """What the log of KV events has told of the prefix cache."""
+    """The prefix cache as the KV event log describes it."""
     has_grammars: bool = False
-    """A request was submitted that has a grammar."""
+    """Whether a request with a grammar was submitted."""
     has_sessions: bool = False
-    """A request was submitted that is resumable."""
+    """Whether a resumable request was submitted."""
     store: StoreLedger = field(init=False)
-    """What is known of transfers."""
+    """The state of transfers."""
     num_progress: int = 0
-    """Number of events that delivered tokens or changed which requests compete for blocks: one was
-    submitted or ended, a grammar was compiled, a transfer ended (`_count_transfers`), a reset."""
+    """Number of events that delivered tokens or changed which requests compete for blocks: a
+    submission, an end, a compiled grammar, the end of a transfer (`_count_transfers`), a reset."""
     uncounted: frozenset[str] = frozenset()
     """Counters (fields of `Stats`) that the engine does not have; its state shows others there."""
     lacked: frozenset[str] = field(init=False)
-    """Fields of the config that some sentence needs, and that say no: see `Sentence.needs`."""
+    """Names of `NEEDED` that the config switches off, and abilities that the engine lacks."""
     names: PrefixNames = field(init=False)
     _flying: dict[v.RequestId, tuple[PlannedRow, FlightRow]] = field(
         default_factory=dict, repr=False
     )
-    """What was asked of the rows of a plan that is not recorded yet."""
+    """Rows in flight that were computed for the plan which is not recorded yet."""
     _named: tuple[object, list[dict[Name, tuple[v.BlockId, ...]]]] = field(
         default=(None, []), repr=False
     )
@@ -118,14 +121,15 @@ class Ledger:
         self.lacked = frozenset([name for name in NEEDED if not getattr(self.config, name)])
 
     def in_flight(self, request_id: v.RequestId) -> bool:
-        """Whether a frame in flight has a row of this id."""
+        """Whether a frame in flight has a row of this request."""
         return any(row.request_id == request_id for rows in self.frames.values() for row in rows)
 
     def get_fence(self, name: v.RequestId, step: Step | None = None) -> v.FrameId | None:
-        """The newest frame in flight with a row of a request, but for the one that `step` answers.
+        """The newest frame in flight with a row of a request, other than the frame that `step`
+        commits.
 
-        Blocks that the request gives up are free with the answer to that frame. None if they are
-        free at once: also without a store, and where only one frame can be in flight.
+        Blocks that the request frees become free with the commit of that frame. None if they become
+        free at once, which is so without a store or with one frame in flight at most.
         """
         if not (self.config.kv_connector and self.config.max_frames_in_flight > 1):
             return None
@@ -138,15 +142,16 @@ class Ledger:
         return max(found, default=None)
 
     def frame_of(self, step: Step) -> tuple[FlightRow, ...]:
-        """The rows of the frame that a commit answers; () for an unknown one."""
+        """The rows of the frame that is committed; () for an unknown frame."""
         return self.frames.get(step.commit.frame_id, ())
 
     def named_blocks(
         self, snapshot: v.Snapshot, group: int = 0
     ) -> dict[Name, tuple[v.BlockId, ...]]:
-        """The cache map of a snapshot for one KV group, by the names of its blocks' last slots.
+        """The prefix-cache map of a snapshot for one KV group, keyed by the names of the blocks'
+        last slots.
 
-        That of the last map asked for is kept.
+        The result for the last snapshot is kept.
         """
         cached = snapshot.cached
         if self._named[0] is not cached:
@@ -161,7 +166,8 @@ class Ledger:
         return self._named[1][group]
 
     def list_masked(self, frame_id: v.FrameId) -> list[FlightRow]:
-        """Rows of a frame in flight that sample under a grammar, have not ended, and deliver."""
+        """Rows of a frame in flight whose requests sample under a grammar, are unfinished and get
+        the token."""
         frame = self.frames.get(frame_id, ())
         rows = [row for row in frame if row.samples and not row.is_dropped]
         lives = self.lives
@@ -172,9 +178,9 @@ class Ledger:
         ]
 
     def count_drafts_in_flight(self, step: Step | None = None) -> dict[v.RequestId, int]:
-        """Of the computed tokens of each request, how many may yet be rejected.
+        """The number of unverified computed tokens of each request that has any.
 
-        Before `step`, or after one that is not recorded yet. Without those of whom none may be.
+        Before `step`, or after one that is not recorded yet.
         """
         count: dict[v.RequestId, int] = {}
         if not self.config.num_speculative_tokens:
@@ -194,25 +200,26 @@ class Ledger:
         return count
 
     def find_void(self, step: Step) -> dict[v.RequestId, int]:
-        """Whose row in the frame that a commit answers is void, as is every one behind it, for its
-        load has failed; and how many leading tokens of each are there."""
+        """Requests whose row in the committed frame is void because their load failed, with the
+        number of leading tokens that are present. Their later rows are void, too."""
         if not self.store.transfers.at_once or not isinstance(step.event, v.Commit):
             return {}
         return self.store.find_void(step, self.promised)
 
     def list_lost(self, step: Step) -> list[v.RequestId]:
-        """Whom a commit preempts, for its load has failed and leaves nothing."""
+        """Requests that a commit preempts because nothing of their load is present."""
         void = self.find_void(step)
         return self.store.list_lost(step, void) if void else []
 
     def list_failing(self, step: Step) -> list[v.RequestId]:
-        """Whom an event ends because its load has failed, in order."""
+        """Requests that an event ends because their load failed, in order."""
         if self.config.kv_load_failure_policy is not v.KVLoadFailurePolicy.FAIL:
             return []
         return [*self.store.find_failed(step), *self.find_void(step)]
 
     def flight_row(self, row: PlannedRow) -> FlightRow:
-        """What is in flight once `row` is dispatched, before which nothing else is recorded."""
+        """The row in flight that `row` becomes once it is dispatched; nothing may be recorded in
+        between."""
         known = self._flying.get(row.request_id)
         if known is not None and known[0] is row:
             return known[1]
@@ -222,14 +229,12 @@ class Ledger:
         return flight
 
     def placeholders(self, request_id: v.RequestId) -> int:
-        """What counts as known to the scheduler beyond the known tokens: what is promised.
-
-        Nothing is without asynchronous scheduling, where a request waits for its token.
-        """
+        """The placeholders of a request; 0 without asynchronous scheduling, where it waits for its
+        token."""
         return self.promised.get(request_id, 0) if self.config.async_scheduling else 0
 
     def promised_after(self, step: Step) -> Mapping[v.RequestId, int]:
-        """What is promised after a step that is not recorded yet."""
+        """`promised` after a step that is not recorded yet."""
         if isinstance(step.event, v.Schedule) and step.rows:
             change = {row.request_id: self.flight_row(row).num_promised for row in step.rows}
         elif isinstance(step.event, v.Commit):
@@ -249,7 +254,7 @@ class Ledger:
         return promised
 
     def record(self, step: Step) -> None:
-        """Learn from a step that has been judged."""
+        """Learn from a step after it was judged."""
         if isinstance(step.observation, v.Rejected):
             return
         if self.config.kv_connector:
@@ -259,7 +264,7 @@ class Ledger:
             self.store.record(step, self.lives)
 
     def _record(self, step: Step) -> None:
-        """Learn from an accepted event: requests that begin, plans, answers and drafts."""
+        """Learn from an accepted event: new requests, plans, model outputs and drafts."""
         match step.event, step.observation:
             case v.Submit(request=request), _:
                 self.lives[request.request_id] = Life(request, self.names)
@@ -300,7 +305,7 @@ class Ledger:
                 self._record_ends(step)
 
     def _record_ends(self, step: Step) -> None:
-        """Learn which requests an event ends that is no commit."""
+        """Learn which requests an event other than a commit ends."""
         match step.event, step.observation:
             case v.TransfersReported(), v.Outputs(rows=rows, kv_events=kv_events):
                 for row in rows:
@@ -315,11 +320,11 @@ class Ledger:
                 self.ending.update(ending)
 
     def _count_transfers(self, step: Step) -> None:
-        """Count transfers that a report ends as progress.
+        """Count as progress the transfers whose end is reported.
 
-        The end of a load counts once for each length of its request: loads that fail, or that a
-        preemption undoes, may go on for ever. The end of a store's read counts: each request has
-        one at most.
+        The end of a load counts once for each length of its request, since loads that fail or that
+        a preemption undoes may be repeated for ever. The end of a store's read counts: a request
+        has one at most.
         """
         for name in self.store.list_arrived(step):
             life = self.lives.get(name)
@@ -330,7 +335,7 @@ class Ledger:
         self.num_progress += len(self.store.list_read(step))
 
     def _fork(self, fork: v.Fork) -> None:
-        """A branch begins, as its parent is but for its id and its outputs."""
+        """Begin a branch: a copy of its parent with another id and its own outputs."""
         self.lives[fork.child_id] = self.lives[fork.request_id].begin_branch(fork)
         self.num_progress += 1
 
@@ -339,7 +344,7 @@ class Ledger:
             self._end(request_id)
         plan, known = step.plan, self.lives
         rows = [row for row in step.rows if row.request_id in known]
-        # Drafts of the plan before are gone after a gap, if the worker keeps them to itself.
+        # Drafts that only the worker knows are lost if the request has no row in the next plan.
         gone = self.scheduled if self.config.async_scheduling else ()
         for request_id in (*gone, *plan.preempted_req_ids):
             if request_id in known:
@@ -374,7 +379,8 @@ class Ledger:
             self.promised[request_id] = total
 
     def drafts_after(self, row: FlightRow) -> v.TokenIds:
-        """Drafts attached to a request once it is dispatched: those that the worker will have."""
+        """Drafts attached to a request after its dispatch: placeholders for those that the worker
+        proposes."""
         if not (self.config.async_scheduling and row.samples):
             return ()
         return (v.DRAFT_PLACEHOLDER,) * self.config.num_speculative_tokens
@@ -397,22 +403,22 @@ class Ledger:
             self.num_progress += 1
 
     def _update(self, update: v.Request) -> None:
-        """A client goes on with a session."""
+        """A client sends the next input of a session."""
         life = self.lives[update.request_id]
         if life.session is not None:
             self._go_on(life, life.session.update(life.request, life.output_token_ids, update))
 
     def _stop(self, request_id: v.RequestId) -> None:
-        """A request came to a stop: it ends, or a session rests, or goes on."""
+        """A request stopped: it ends, or it is a session that becomes idle or continues."""
         life = self.lives.get(request_id)
         if life is None or life.session is None or life.session.ends_at_its_stop:
             self._end(request_id)
             return
         self._go_on(life, life.session.stop(life.request, life.output_token_ids))
-        self._void((request_id,))  # what frames in flight sample belongs to a chunk that is over
+        self._void((request_id,))  # frames in flight sample for an input that is over
 
     def _void(self, names: Collection[v.RequestId]) -> None:
-        """What frames in flight bring of these requests is dropped."""
+        """Drop the tokens that frames in flight bring for these requests."""
         for name in names:
             if name in self.lives:
                 self.lives[name].drafts = ()
@@ -423,28 +429,28 @@ class Ledger:
             )
 
     def _go_on(self, life: Life, request: v.Request | None) -> None:
-        """A session is what this request says now, and begins its grammar anew; None: as it was."""
+        """Continue a session as `request`, with a new grammar state; None leaves it as it is."""
         life.go_on(request)
         if request is not None and life.automaton is not None:
             life.automaton = Automaton(self.config, request)
 
     def list_ended(self, step: Step) -> list[v.RequestId]:
-        """Whom a commit or an abort ended; not sessions that rest, or go on."""
+        """Requests that a commit or an abort ended; not sessions that continue or become idle."""
         return [name for name in step.ended if not self.goes_on(name, step)]
 
     def list_stopped(self, step: Step) -> list[v.RequestId]:
-        """Sessions that a commit brought to a stop, and did not end."""
+        """Sessions that stopped in a commit and did not end."""
         if not self.has_sessions or not isinstance(step.event, v.Commit):
             return []
         return [name for name in step.ended if self.goes_on(name, step)]
 
     def list_going_on(self, step: Step) -> list[v.RequestId]:
-        """Those of them that go on with their next chunk at once."""
+        """Stopped sessions that continue with their next input at once."""
         sessions = [(name, self.lives[name].session) for name in self.list_stopped(step)]
         return [name for name, session in sessions if session is not None and session.updates]
 
     def goes_on(self, name: v.RequestId, step: Step) -> bool:
-        """Whether one of whom a commit told a stop is a session that it does not end."""
+        """Whether a request that stopped in a commit is a session that does not end."""
         life = self.lives.get(name)
         if life is None or life.session is None or not isinstance(step.event, v.Commit):
             return False
@@ -453,14 +459,15 @@ class Ledger:
         return not life.session.ends_at_its_stop
 
     def get_request_after(self, step: Step, name: v.RequestId) -> v.Request:
-        """What a request is after a step that is not recorded yet."""
+        """The request as it is after a step that is not recorded yet."""
         life = self.lives[name]
         return life.request if life.session is None else self.foresee(step, name)[0]
 
     def foresee(self, step: Step, name: v.RequestId) -> tuple[v.Request, Session]:
-        """What a session is after a step that is not recorded yet, and where it stands."""
+        """A session after a step that is not recorded yet: its request, and the state between its
+        inputs."""
         life = self.lives[name]
-        assert life.session is not None, "only a session goes on"
+        assert life.session is not None, "only a session continues"
         said = step.delivered.get(name, ()) if isinstance(step.event, v.Commit) else ()
         outputs = life.output_token_ids + said
         session, after = life.session.copy(), None
@@ -471,7 +478,7 @@ class Ledger:
         return after or life.request, session
 
     def _record_mask(self, frame_id: v.FrameId, masks: tuple[v.GrammarRow, ...]) -> None:
-        """Drafts that only the worker knew are verified as far as a mask has left them."""
+        """Note which placeholder drafts a bitmask kept: only these can be accepted."""
         left = {row.request_id: row.draft_token_ids for row in masks}
         if not self.config.async_scheduling or frame_id not in self.frames:
             return

@@ -1,4 +1,4 @@
-"""Life: what is known of one unfinished request, from its submission on."""
+"""Life: the facts about one unfinished request since its submission."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from blockstep.spec import vocabulary as v
 
 
 def order_of(request: v.Request) -> tuple[int, int, v.RequestId]:
-    """The place of a request under the priority policy: lower goes first."""
+    """The sort key of a request under the priority policy: the lowest is served first."""
     return (request.priority, request.arrival_time, request.request_id)
 
 
 class Life(NamedText):
-    """One unfinished request, from its submission on."""
+    """One unfinished request since its submission."""
 
     __slots__ = (
         "admitted_in", "automaton", "drafts", "grammar_ready", "is_branch", "last_planned_in",
@@ -27,31 +27,32 @@ class Life(NamedText):
     def __init__(self, request: v.Request, names: PrefixNames) -> None:
         super().__init__(request, names)
         self.session: Session | None = Session() if request.resumable else None
-        """Where it stands between its chunks, if it is one."""
+        """The session's state between its inputs, if the request is a session."""
         self.automaton: Automaton | None = None
-        """Of its grammar, if it has one."""
+        """The automaton of its grammar, if it has one."""
         self.drafts: v.TokenIds = ()
-        """Attached and not scheduled yet; under asynchronous scheduling their placeholders."""
+        """Drafts that are attached and not scheduled; under asynchronous scheduling their
+        placeholders."""
         self.num_cached_tokens = -1
-        """Tokens of the hit at its first admission; -1 before that."""
+        """Tokens of the prefix hit at its first admission; -1 before that."""
         self.num_external_tokens = 0
-        """Those of the hit at its first admission that a store loaded."""
+        """Tokens of that hit that a store loaded."""
         self.grammar_ready = False
         self.is_branch = False
-        """It goes on from another one's text."""
+        """Whether it is a branch of another request."""
         self.admitted_in: v.FrameId = -1
         """The plan of its last admission; -1 before that."""
         self.last_planned_in: v.FrameId = -1
-        """The last plan with a row of it."""
+        """The last plan with a row of this request."""
         self.preempted_at: int | None = None
-        """What `Ledger.num_progress` was when it was last preempted for want of blocks."""
+        """The value of `Ledger.num_progress` at its last preemption for lack of blocks."""
         self.num_known_at_load = -1
-        """Its known tokens when the end of a load of it was reported last; -1 before that."""
+        """The number of known tokens when the end of its last load was reported; -1 before that."""
         self.num_known_then = 0
-        """What it knew then, tokens."""
+        """The number of known tokens at that preemption."""
 
     def begin_branch(self, fork: v.Fork) -> Life:
-        """One that goes on as this one does, with outputs of its own."""
+        """Return a branch of this request, with outputs of its own."""
         branch = Life(replace(self.request, request_id=fork.child_id), self.names)
         branch.tokens += fork.output_token_ids
         branch.is_branch, branch.automaton = True, self.automaton
@@ -59,7 +60,7 @@ class Life(NamedText):
         return branch
 
     def go_on(self, request: v.Request | None) -> None:
-        """It is a session, and now what this request says; None: it is as it was."""
+        """Continue the session with the prompt of `request`; None changes nothing."""
         if request is None:
             return
         self.request, self.extras = request, extras_of(request, self.names.block_size)
@@ -68,16 +69,17 @@ class Life(NamedText):
 
     @property
     def num_known(self) -> int:
-        """Prompt and outputs, tokens."""
+        """Number of known tokens: prompt and outputs."""
         return len(self.tokens)
 
     @property
     def output_token_ids(self) -> v.TokenIds:
-        """What was delivered."""
+        """The tokens delivered so far."""
         return tuple(self.tokens[self.num_prompt :])
 
     def find_place(self, delivered: v.TokenIds = ()) -> Place | None:
-        """Where its grammar stands behind its outputs and these; None: it forbids one of them."""
+        """The grammar state after its outputs and `delivered`; None if the grammar forbids one of
+        them."""
         return (
             None
             if self.automaton is None
@@ -85,7 +87,7 @@ class Life(NamedText):
         )
 
     def accept(self, drafts: v.TokenIds) -> v.TokenIds:
-        """The first of these drafts, as far as its grammar accepts them; all without one."""
+        """The leading drafts that its grammar accepts; all of them without a grammar."""
         if self.automaton is None:
             return drafts
         place = self.find_place()
@@ -93,13 +95,14 @@ class Life(NamedText):
 
     @property
     def order(self) -> tuple[int, int, v.RequestId]:
-        """Its place under the priority policy: lower goes first."""
+        """The sort key under the priority policy: the lowest is served first."""
         return order_of(self.request)
 
     def block_name(self, index: int, size: int = 0) -> Name:
-        """The name of the full block at `index` of its table, all of whose tokens are known.
+        """The name of the full block at `index` of its table; all tokens of the block must be
+        known.
 
-        `size`: its slots, where there are others than those of `Config.block_size`.
+        `size` is the number of slots of a block, if it differs from `Config.block_size`.
         """
         end = (index + 1) * (size or self.names.block_size)
         start = len(self.chain)
@@ -109,7 +112,7 @@ class Life(NamedText):
         return self.chain[end - 1]
 
     def block_name_with(self, delivered: v.TokenIds, index: int, size: int) -> Name:
-        """Likewise with outputs that a step delivers, which are not recorded yet."""
+        """The same name, where `delivered` are outputs of a step that is not recorded yet."""
         count = len(self.tokens)
         if (index + 1) * size <= count:
             return self.block_name(index, size)

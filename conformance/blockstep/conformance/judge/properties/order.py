@@ -1,4 +1,5 @@
-"""Order: P16 who is admitted, preempted, evicted, ties included; P10 preempting ends."""
+"""Order: P16 which requests are admitted and preempted, and which blocks are evicted, ties
+included; P10 preemption makes progress."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ from blockstep.spec import vocabulary as v
 def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> Complaints:
     """Each unfinished request is in exactly one of the queues and the running list.
 
-    In which one is a policy, say between two chunks of a prompt: other sentences say it.
+    Which one is a policy, for instance between two inputs of a session; other checks are about
+    that.
     """
     after = step.after
     names = after.waiting + after.skipped_waiting + after.running
@@ -57,7 +59,8 @@ def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> Complaints
 
 @sentence("P16", v.Submit, fixes="the order of a queue")
 def newcomer_goes_to_the_end_of_its_queue(step: Step, ledger: Ledger) -> Complaints:
-    """FCFS: behind everybody. PRIORITY: behind whoever is not after it in order."""
+    """FCFS puts a new request at the end of its queue. PRIORITY puts it after all that are served
+    before it."""
     assert isinstance(step.event, v.Submit)
     request = step.event.request
     before, after = step.before, step.after
@@ -74,14 +77,13 @@ def newcomer_goes_to_the_end_of_its_queue(step: Step, ledger: Ledger) -> Complai
 
 @sentence("P16", v.Schedule, of="admitted_rows", fixes="which request is admitted, and when")
 def admissions_follow_the_policy(step: Step, ledger: Ledger) -> Complaints:
-    """Admitted are the first in policy order that wait for nothing outside, none left out.
+    """The admitted requests are the first in policy order that could be admitted; none is left out.
 
-    They wait for a grammar, preempted in flight for their own tokens, or for a seat: as many
-    adapters as there may be are of others who run. Or for a load, and whose load has come need not
-    wait for one before them that does not fit.
+    Skipped are requests that wait for a grammar, for tokens in flight, for a load, or for a LoRA
+    slot. A request with a finished load need not wait for one before it that does not fit.
     """
     if not step.admitted_rows or (step.config.kv_connector and step.giving):
-        return ()  # who has given its blocks may be made to wait by the store
+        return ()  # the store may make a reclaimed request wait
     admitted = [row.request_id for row in step.admitted_rows]
     ready: list[v.RequestId] = []
     seats, is_stopped = get_seats(step, ledger), False
@@ -100,37 +102,13 @@ def admissions_follow_the_policy(step: Step, ledger: Ledger) -> Complaints:
     return differing_requests("order of admission", ready, admitted)
 
 
-@sentence(
-    "P16",
-    *(*ENDINGS, v.Submit, v.Schedule, v.Reset, v.Fork),
-    of="changes",
-    fixes="the order of a queue",
-)
-def running_keeps_its_order(step: Step, _ledger: Ledger) -> Complaints:
-    """The running list has exactly those that run, by their status.
-
-    In a step those that stay keep their order, and the admitted follow.
-    """
-    running, runs = set(step.after.running), v.Status.RUNNING
-    for name, request in step.new.items():
-        if (name in running) is not (request.status is runs):
-            yield Complaint(
-                f"{name!r} is {request.status} and in the wrong queue", subjects=of_request(name)
-            )
-    if not isinstance(step.observation, v.Plan):
-        return
-    victims = set(step.preempted)
-    expected = [name for name in step.before.running if name not in victims]
-    expected += [row.request_id for row in step.admitted_rows]
-    yield from differing_requests("running", expected, list(step.after.running))
-
-
 @sentence("P16", v.Schedule, v.Reset, fixes="the order of a queue")
 def queues_keep_their_order(step: Step, ledger: Ledger) -> Complaints:
-    """The admitted leave; the preempted come to the head, the first preempted furthest back.
+    """Admitted requests leave the queues; preempted requests go to the head, the first preempted
+    last.
 
-    Who is passed over for its tokens in flight or for its adapter comes to the head of the skipped
-    ones.
+    A request skipped for its tokens in flight or its adapter moves to the head of
+    `skipped_waiting`.
     """
     victims = victims_of(step, ledger)
     if isinstance(step.event, v.Reset):
@@ -155,46 +133,6 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Complaints:
     yield from differing_requests("skipped_waiting", skipped, list(step.after.skipped_waiting))
 
 
-@sentence("P16", *ENDINGS, fixes="the order of a queue")
-def queues_lose_exactly_the_ended(step: Step, ledger: Ledger) -> Complaints:
-    """A commit or an abort takes the ended out of their queue; the others keep their order.
-
-    A session that has come to a stop joins the end of one: of the skipped ones if it rests. Whom a
-    load that failed leaves nothing waits again, before all others.
-    """
-    left = step.new.keys()
-    stopped, lost = ledger.list_stopped(step), ledger.list_lost(step)
-    if stopped or lost:
-        yield from _queues_with(step, ledger, stopped, lost)
-        return
-    for queue in ("waiting", "skipped_waiting", "running"):
-        old, new = getattr(step.before, queue), getattr(step.after, queue)
-        if old != new:
-            expected = tuple(name for name in old if name in left)
-            yield from differing_requests(queue, expected, new)
-
-
-def _queues_with(
-    step: Step, ledger: Ledger, stopped: Sequence[v.RequestId], lost: Sequence[v.RequestId]
-) -> Complaints:
-    """The queues once requests were preempted by a commit, and sessions have come to a stop."""
-    going_on, gone = set(ledger.list_going_on(step)), {*stopped, *lost}
-    joining = {
-        "waiting": [name for name in stopped if name in going_on],
-        "skipped_waiting": [name for name in stopped if name not in going_on],
-        "running": [],
-    }
-    for queue, joined in joining.items():
-        old = [name for name in getattr(step.before, queue) if name in step.new]
-        expected = [*(name for name in old if name not in gone), *joined]
-        if queue == "waiting":
-            expected = [*reversed(lost), *expected]
-        if queue != "running" and step.config.policy is v.Policy.PRIORITY:
-            requests = {name: ledger.get_request_after(step, name) for name in expected}
-            expected.sort(key=lambda name: order_of(requests[name]))
-        yield from differing_requests(queue, tuple(expected), getattr(step.after, queue))
-
-
 @sentence("P16", v.Schedule, of="preempted", fixes="which request is preempted")
 def preempted_fcfs_are_the_youngest(step: Step, _ledger: Ledger) -> Complaints:
     """FCFS preempts from the end of the running list."""
@@ -207,7 +145,8 @@ def preempted_fcfs_are_the_youngest(step: Step, _ledger: Ledger) -> Complaints:
 
 @sentence("P16", v.Schedule, of="preempted", fixes="which request is preempted")
 def preempted_priority_never_outrank_survivors(step: Step, ledger: Ledger) -> Complaints:
-    """PRIORITY preempts whoever would wait longest, in the order of its queues: ties included."""
+    """PRIORITY preempts the requests that are served last in the order of its queues, ties
+    included."""
     if step.config.policy is not v.Policy.PRIORITY or not step.preempted:
         return ()
     ranked = sorted(step.before.running, key=lambda name: ledger.lives[name].order, reverse=True)
@@ -217,9 +156,10 @@ def preempted_priority_never_outrank_survivors(step: Step, ledger: Ledger) -> Co
 
 @sentence("P16", v.Schedule, of="admitted_rows", fixes="which request is admitted, and when")
 def nobody_is_admitted_after_a_preemption(step: Step, ledger: Ledger) -> Complaints:
-    """A step that preempts admits nobody: what was just freed is for those who run. A policy.
+    """A step that preempts admits no request: the freed blocks are for running ones. This is a
+    policy.
 
-    Nor does one in which a running request waits for blocks that an answer will free.
+    A step in which a running request waits for blocks that a commit will free admits none either.
     """
     if not step.admitted_rows:
         return
@@ -235,7 +175,8 @@ def nobody_is_admitted_after_a_preemption(step: Step, ledger: Ledger) -> Complai
 
 @sentence("P16", v.Schedule, of="acts", fixes="which free block is taken first")
 def new_blocks_come_from_the_head_of_the_free_queue(step: Step, ledger: Ledger) -> Complaints:
-    """The least recently freed block is evicted first; hits leave from wherever they are."""
+    """The least recently freed block is evicted first; hits are taken from any place in the
+    queue."""
     victims = victims_of(step, ledger)
     if hides_a_rollback(step, victims) or step.hides_what_was_given:
         return ()
@@ -258,10 +199,10 @@ def new_blocks_come_from_the_head_of_the_free_queue(step: Step, ledger: Ledger) 
 
 @sentence("P16", v.Schedule, of="preempted", fixes="which free block is taken first")
 def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
-    """A victim's blocks join the end of the free queue last block first, so that the blocks at
-    the end of a prefix are evicted before those at its start.
+    """The blocks of a preempted request join the free queue last block first, so that the end of a
+    prefix is evicted before its start.
 
-    Checked for the last victim also where the rest of the queue cannot be replayed.
+    It is checked for the last victim also where the rest of the queue cannot be replayed.
     """
     victims = victims_of(step, ledger)
     if not victims or step.hides_what_was_given or _may_have_copied(step, victims):
@@ -269,7 +210,7 @@ def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
     freed = _freed_by_last(step, ledger, victims)
     queue = list(step.after.free_queue)
     is_stack = step.config.pool_order is v.PoolOrder.LIFO
-    if step.config.groups or is_stack:  # beside them stands what others gave back, or never took
+    if step.config.groups or is_stack:  # others' blocks are among them
         queue = [block for block in queue if block in freed]
     length = min(len(freed), len(queue))
     if is_stack:
@@ -280,8 +221,8 @@ def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
 
 
 def _may_have_copied(step: Step, victims: Sequence[v.RequestId]) -> bool:
-    """Whether the last victim may have been planned, with a copy: it gave that back, which no plan
-    tells."""
+    """Whether the last victim may have had a row with a copied block, which it gave back and which
+    no plan shows."""
     if not step.config.enable_forks or not hides_a_rollback(step, victims):
         return False
     last, counts = step.old[victims[-1]], step.before.ref_counts
@@ -293,9 +234,9 @@ def _may_have_copied(step: Step, victims: Sequence[v.RequestId]) -> bool:
 
 
 def _freed_by_last(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) -> list[v.BlockId]:
-    """What the last victim alone gave back, of the blocks that it held before the step.
+    """Blocks that the last victim alone gave back, of those that it held before the step.
 
-    Without those that it attends to no more: when it gave them back is not seen.
+    Skipped blocks are left out, since it is not visible when they were given back.
     """
     _, holders = begin_plan(step, ledger)
     for name in victims[:-1]:
@@ -309,11 +250,11 @@ def _freed_by_last(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) -
 
 @sentence("P16", *ENDINGS, v.Reset, fixes="which free block is taken first")
 def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
-    """Blocks of the ended join the end of the free queue, last block of each table first.
+    """Blocks of ended requests join the end of the free queue, last block of each table first.
 
-    A block that others still hold stays out. Ended in order: of scheduling in a commit, as named
-    in an abort; a forced reset takes the running list from its end. P17 speaks of blocks that do
-    not wait for a frame in flight as they should.
+    A block with another holder stays out. Requests end in order: of scheduling in a commit, as
+    listed in an abort; a forced reset takes the running list from its end. P17 is about blocks that
+    should wait for a frame in flight and do not.
     """
     before, after = step.before, step.after
     if isinstance(step.event, ENDINGS) and step.config.kv_connector:
@@ -333,7 +274,7 @@ def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
         if not (step.event.reset_running_requests and is_done):
             names = []
         elif may_others_give:
-            return ()  # in which order those give way that do not run is a policy
+            return ()  # the order of reclaiming idle requests is a policy
         else:
             names = list(reversed(before.running))
     holders = Holders(step, ledger)
@@ -344,7 +285,7 @@ def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
 
 
 def waits_as_due(step: Step, deferred: Sequence[v.DeferredFree]) -> bool:
-    """Whether the blocks that wait for frames in flight are those that should."""
+    """Whether the expected blocks wait for frames in flight."""
     after = step.after.transfers
     return after is None or sorted(map(astuple, deferred)) == sorted(
         map(astuple, after.deferred_frees)
@@ -356,22 +297,22 @@ def _queued(step: Step, freed: Freed) -> tuple[v.BlockId, ...]:
 
 
 class Holds(NamedTuple):
-    """What is held beside a store behind an event that may end requests."""
+    """Blocks freed and held after an event that may end requests, with a store."""
 
     freed: Freed
-    """What becomes free, in order."""
+    """Freed blocks, in order."""
     held: dict[v.RequestId, v.HeldBlocks]
-    """Whose blocks a transfer holds."""
+    """Blocks of ended requests that transfers hold."""
     deferred: list[v.DeferredFree]
-    """What waits for frames in flight."""
+    """Blocks that wait for frames in flight."""
 
 
 def follow_holds(step: Step, ledger: Ledger) -> Holds:
-    """What becomes free, in order, and whose blocks are held behind an event that may end requests.
+    """The blocks that an event which may end requests frees, in order, and those that stay held.
 
-    The answer to a frame first frees what waited for it. Whoever ends leaves its blocks to the pin
-    of its job, to a load that is under way, and to a store that wants to read them. Then a report
-    ends holds: loads first.
+    A commit first frees the blocks that waited for its frame. A request that ends leaves blocks to
+    the pin of its job, to its load, and to a store that reads them. Then a report ends holds, loads
+    first.
     """
     pins = {pin.job_id: pin for pin in (step.before.pins or NO_PINS).pins}
     store, report = ledger.store, ledger.store.get_report(step)
@@ -409,27 +350,26 @@ def follow_holds(step: Step, ledger: Ledger) -> Holds:
 
 
 def _is_freed(step: Step, ledger: Ledger, name: v.RequestId) -> bool:
-    """Whether one that was told a stop gave its blocks back; a session may keep them."""
+    """Whether a request that stopped gave its blocks back; a session may keep them."""
     if not ledger.goes_on(name, step):
         return True
     return name in step.new and not any(step.new[name].block_tables)
 
 
-# P10. A victim computes again what it had, so preempting is the one thing that a scheduler can do
-# without end and without effect. Two sentences exclude it. Somebody must survive each preemption;
-# and before a request is preempted again, a survivor must have run beside it all the time. A
-# survivor that is never preempted gains a token of its text for each such round, and its text is
-# finite: so between two events that count as progress, each request is preempted at most as often
-# as a text is long.
+# P10. A victim computes everything again, so a scheduler can preempt for ever without effect. Two
+# checks exclude this. A request must survive each preemption; and before a request is preempted
+# again, a survivor must have run since the victim's admission. A survivor that is never preempted
+# computes a token in each such round, and its sequence is finite. So between two events that count
+# as progress, each request is preempted at most as often as a sequence is long.
 
 
 @sentence("P10", v.Schedule, of="preempted", said_by="every_request_ends_once_all_is_healed")
 def preemption_leaves_somebody_running(step: Step, ledger: Ledger) -> Complaints:
-    """A request alone in the pool fits it, so the last victim had somebody to give way to.
+    """A plan that preempts leaves at least one request running, since a request alone in the pool
+    fits.
 
-    Unless tokens are promised to it: planned ahead it may need more than it ever will. Then
-    delivering them is the progress. Or a transfer has blocks, or a frame in flight does: then its
-    end is.
+    Exceptions: the last victim has tokens in flight, whose delivery is progress; or a transfer or a
+    frame in flight holds blocks, whose end frees them.
     """
     if not step.preempted or step.after.running:
         return ()
@@ -440,15 +380,18 @@ def preemption_leaves_somebody_running(step: Step, ledger: Ledger) -> Complaints
     last = victims_of(step, ledger)[-1]
     if ledger.placeholders(last):
         return ()
-    return [Complaint(f"all who ran were preempted, {last!r} last", subjects=of_request(last))]
+    return [
+        Complaint(f"all running requests were preempted, {last!r} last", subjects=of_request(last))
+    ]
 
 
 @sentence("P10", v.Schedule, of="preempted", said_by="every_request_ends_once_all_is_healed")
 def nobody_is_preempted_again_without_progress(step: Step, ledger: Ledger) -> Complaints:
-    """Between two preemptions of a request somebody gets further, for want of whose blocks it was.
+    """Between two preemptions of a request there is progress.
 
-    Tokens were delivered, or who competes has changed; or one who runs on has run ever since this
-    request was last admitted, and has computed since then, or is promised tokens.
+    Progress is: tokens were delivered; other requests compete for blocks; or a request that
+    survives has run since the victim was last admitted, and has computed a token since or has
+    tokens in flight.
     """
     if not step.preempted or not step.after.running:
         return
@@ -469,6 +412,6 @@ def nobody_is_preempted_again_without_progress(step: Step, ledger: Ledger) -> Co
             for other in survivors
         ):
             yield Complaint(
-                f"{name!r} was preempted again, and nobody has got further since the last time",
+                f"{name!r} was preempted again, without progress since the last time",
                 subjects=of_request(name),
             )

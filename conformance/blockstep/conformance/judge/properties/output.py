@@ -28,10 +28,11 @@ _KEPT_BY_COMMIT = attrgetter(
 def stop_of(
     config: v.Config, request: v.Request, outputs: Sequence[v.TokenId]
 ) -> tuple[v.FinishReason, v.TokenId | None] | None:
-    """Why a request ends after these outputs: the reason and the stop token; None if it goes on.
+    """The reason why a request ends after these outputs, with its stop token; None if it continues.
 
-    In this order: eos, stop token, length, repetition. `min_tokens` holds back all but length: a
-    request must end where nothing more can be computed. (Ours: 0.19.1 lets it mask length too.)
+    Conditions in order: eos, stop token, length, repetition. `min_tokens` holds all back but
+    length, since a request must end where nothing more can be computed. (Ours: 0.19.1 lets it mask
+    length too.)
     """
     token, count = outputs[-1], len(outputs)
     may_stop = count >= request.min_tokens
@@ -48,7 +49,7 @@ def stop_of(
 
 
 def repeats(request: v.Request, outputs: Sequence[v.TokenId]) -> bool:
-    """Whether the tail of the outputs is a pattern repeated as often as is not tolerated."""
+    """Whether the outputs end with a pattern that is repeated `min_count` times."""
     rule = request.repetition_detection
     if rule is None:
         return False
@@ -65,7 +66,7 @@ def repeats(request: v.Request, outputs: Sequence[v.TokenId]) -> bool:
 def cut_at_stop(
     config: v.Config, request: v.Request, outputs: list[v.TokenId], sampled: v.TokenIds
 ) -> tuple[v.TokenIds, tuple[v.FinishReason, v.TokenId | None] | None]:
-    """How many of the sampled tokens are delivered, and why the request ends if it does."""
+    """The sampled tokens that are delivered, and the reason why the request ends, if it does."""
     for count, token in enumerate(sampled, 1):
         outputs.append(token)
         stop = stop_of(config, request, outputs)
@@ -76,7 +77,7 @@ def cut_at_stop(
 
 @once_a_step
 def expected_outputs(step: Step, ledger: Ledger) -> dict[v.RequestId, v.OutputRow]:
-    """What a commit must deliver, worked out from what was sampled."""
+    """The rows that a commit must deliver, computed from the sampled tokens."""
     rows = {}
     for flight in ledger.frame_of(step):
         name = flight.request_id
@@ -95,16 +96,17 @@ def expected_outputs(step: Step, ledger: Ledger) -> dict[v.RequestId, v.OutputRo
 
 
 def make_error_row(ledger: Ledger, name: v.RequestId) -> v.OutputRow:
-    """What a client is told of a request that cannot be served any more."""
+    """The output row of a request that ends because its load failed."""
     num_cached = max(ledger.lives[name].num_cached_tokens, 0)
     return v.OutputRow(name, (), v.FinishReason.ERROR, None, num_cached)
 
 
 @sentence("P13", v.Commit)
 def delivered_rows_are_those_that_sampled(step: Step, ledger: Ledger) -> Complaints:
-    """Each unfinished request that sampled gets one row, in order of scheduling; nobody else.
+    """Each unfinished request that sampled gets one row, in order of scheduling; no other request
+    does.
 
-    But for those whose load has failed: theirs come last, if they end by that.
+    Requests that end because their load failed get a row as well, after all others.
     """
     seen = [row.request_id for row in step.output_rows]
     return differing_requests("rows", list(expected_outputs(step, ledger)), seen)
@@ -128,7 +130,8 @@ def delivered_tokens_are_the_sampled_ones_until_the_stop(step: Step, ledger: Led
 
 @sentence("P13", v.Commit)
 def finish_reason_is_the_one_that_holds(step: Step, ledger: Ledger) -> Complaints:
-    """A request ends when and only when a stop condition holds, for the first that holds."""
+    """A request ends when and only when a stop condition holds, with the first condition that
+    holds."""
     expected = expected_outputs(step, ledger)
     for row in step.output_rows:
         due = expected.get(row.request_id, row)
@@ -144,9 +147,9 @@ def finish_reason_is_the_one_that_holds(step: Step, ledger: Ledger) -> Complaint
 
 @sentence("P13", v.Commit)
 def finished_request_is_forgotten_and_others_stay(step: Step, ledger: Ledger) -> Complaints:
-    """Exactly those that were told a finish reason are gone after a commit.
+    """A commit removes exactly the requests with a finish reason.
 
-    But for sessions whose input has not ended.
+    Sessions whose input has not ended stay.
     """
     expected = step.old.keys() - set(ledger.list_ended(step))
     if step.new.keys() != expected:
@@ -156,9 +159,9 @@ def finished_request_is_forgotten_and_others_stay(step: Step, ledger: Ledger) ->
 
 @sentence("P13", v.Commit)
 def outputs_in_the_state_are_those_delivered(step: Step, ledger: Ledger) -> Complaints:
-    """A state holds as outputs what was delivered, in order.
+    """A state has the delivered tokens as outputs, in order.
 
-    Of a session that goes on with its next chunk: nothing so far.
+    A session that continued with its next input has none so far.
     """
     going_on = set(ledger.list_going_on(step))
     for name, new in step.new.items():
@@ -176,12 +179,12 @@ def outputs_in_the_state_are_those_delivered(step: Step, ledger: Ledger) -> Comp
 
 @sentence("P21", v.Commit, v.GrammarFailed, v.TransfersReported)
 def told_cached_tokens_are_those_of_the_first_hit(step: Step, ledger: Ledger) -> Complaints:
-    """A client is told the length of the prefix hit at the first admission."""
+    """A client gets the length of the prefix hit at the first admission."""
     for row in step.output_rows:
         life = ledger.lives.get(row.request_id)
         due = 0 if life is None else max(life.num_cached_tokens, 0)
         if life is not None and row.num_cached_tokens != due:
-            what = f"{row.request_id!r} was told a wrong number of cached tokens"
+            what = f"{row.request_id!r} got a wrong number of cached tokens"
             yield unequal(
                 what,
                 "num_cached_tokens",
@@ -193,15 +196,15 @@ def told_cached_tokens_are_those_of_the_first_hit(step: Step, ledger: Ledger) ->
 
 @sentence("P21", v.Commit, v.GrammarFailed, v.TransfersReported)
 def told_external_tokens_are_those_that_were_loaded(step: Step, ledger: Ledger) -> Complaints:
-    """A client is told how many tokens of the hit at the first admission a store loaded, if the
-    engine tells them at all."""
+    """A client gets the number of tokens that a store loaded for the hit at the first admission, if
+    the engine returns this number at all."""
     for row in step.output_rows:
         life = ledger.lives.get(row.request_id)
         if life is None or row.num_external_tokens is None:
             continue
         due = life.num_external_tokens
         if row.num_external_tokens != due:
-            what = f"{row.request_id!r} was told a wrong number of loaded tokens"
+            what = f"{row.request_id!r} got a wrong number of loaded tokens"
             yield unequal(
                 what,
                 "num_external_tokens",
@@ -213,11 +216,11 @@ def told_external_tokens_are_those_that_were_loaded(step: Step, ledger: Ledger) 
 
 @sentence("P14", v.Commit, said_by="plans_alone_rebuild_the_request")
 def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Complaints:
-    """After a commit, all but the last token of a request that sampled is computed.
+    """A commit leaves one token to compute, the last one, to each request that sampled.
 
-    Whatever drafts were rejected: as if exactly the accepted ones had been scheduled. Tokens that
-    frames behind it promise count as known. A row that is still in its prefill stands where its
-    plan took it, or where later plans did.
+    Rejected drafts leave the counters as if only the accepted drafts had been scheduled.
+    Placeholders of later frames count as known. A row that is still in prefill keeps the computed
+    tokens of its plan, or of later plans.
     """
     promised, void = ledger.promised_after(step), ledger.find_void(step)
     for flight in ledger.frame_of(step):
@@ -247,17 +250,18 @@ def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Complain
 
 @sentence("P14", v.Commit, fixes="when blocks are taken and given back")
 def commit_changes_only_outputs_and_computed_tokens(step: Step, ledger: Ledger) -> Complaints:
-    """Who goes on keeps its blocks, its status and its history; who did not sample, all.
+    """A request that continues keeps its blocks, status and history; one that did not sample keeps
+    everything.
 
-    Under asynchronous scheduling one who runs may settle blocks too, and so may one for whom it is
-    certain now that what was loaded has come.
+    Under asynchronous scheduling a running request may count more cached blocks, and so may a
+    request whose load is confirmed.
     """
     in_frame = {
         row.request_id for row in ledger.frame_of(step) if row.samples and not row.is_dropped
     }
     stopped, store = ledger.list_stopped(step), ledger.store
     settled = store.list_settled(step)
-    # Of those whose load has failed another sentence speaks.
+    # Another check is about requests whose load failed.
     others = {*stopped, *ledger.find_void(step), *store.find_failed(step)}
     for name, new in step.new.items():
         old = step.old.get(name)
@@ -283,17 +287,18 @@ def commit_changes_only_outputs_and_computed_tokens(step: Step, ledger: Ledger) 
 
 @sentence("P24", v.Schedule, of="rows")
 def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Complaints:
-    """A row carries a prefix of the drafts last attached to its request, after its known tokens.
+    """A row has, after the known tokens of its request, a prefix of the drafts last attached to it.
 
-    Under asynchronous scheduling, after those promised too; and what is attached are placeholders
-    for what the worker proposed after the plan just before, if the request sampled in it.
+    Under asynchronous scheduling the drafts follow the placeholders of frames in flight, and are
+    placeholders themselves: of what the worker proposes after the last plan, if the request sampled
+    in it.
     """
     for row in step.rows:
         life = ledger.lives[row.request_id]
         due = life.num_known + ledger.placeholders(row.request_id)
         count = max(row.end - due, 0)
         if row.drafts != life.drafts[:count] or len(row.drafts) != count:
-            what = f"{row.request_id!r} runs {count} tokens after those known and promised"
+            what = f"{row.request_id!r} runs {count} tokens after the known ones and placeholders"
             yield unequal(
                 what,
                 "draft_token_ids",
@@ -305,11 +310,12 @@ def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> 
 
 @sentence("P24", v.Schedule, v.Commit, v.Drafts, fixes="which drafts are kept, and for how long")
 def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Complaints:
-    """Who runs has as drafts what was proposed last and taken, until it is scheduled.
+    """A running request has the drafts that were accepted last, until it is scheduled.
 
-    Of one with a grammar as far as that accepts them. Who does not run has none, says
-    `only_running_requests_hold_anything`. Under asynchronous scheduling these are placeholders for
-    as many drafts as there may be, from a plan in which the request sampled to the next plan.
+    With a grammar these are the leading drafts that it accepts.
+    `only_running_requests_hold_anything` checks that other requests have none. Under asynchronous
+    scheduling they are placeholders, as many as there may be drafts, from a plan in which the
+    request sampled to the next plan.
     """
     proposed = _list_proposed(step, ledger) if step.config.num_speculative_tokens else {}
     for name, new in step.new.items():
@@ -324,7 +330,7 @@ def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Co
 
 
 def _list_proposed(step: Step, ledger: Ledger) -> dict[v.RequestId, v.TokenIds]:
-    """The drafts of those of whom a step says what they are, or that there are none."""
+    """The drafts that requests have after a step, for those whose drafts the step changes."""
     proposed: dict[v.RequestId, v.TokenIds] = {}
     if isinstance(step.event, v.Drafts) and isinstance(step.observation, v.DraftsTaken):
         taken = step.observation.request_ids
@@ -344,9 +350,10 @@ def _list_proposed(step: Step, ledger: Ledger) -> dict[v.RequestId, v.TokenIds]:
 
 @sentence("P24", v.Drafts, fixes="which drafts are kept, and for how long")
 def drafts_are_taken_only_for_the_next_position(step: Step, ledger: Ledger) -> Complaints:
-    """Drafts are taken exactly for those who run, are not in flight and wait for one token.
+    """Drafts are accepted exactly for running requests that are not in flight and have one token to
+    compute.
 
-    Only then is the position that a draft is for certain; all others are dropped.
+    Only then is the position of a draft certain; all others are dropped.
     """
     assert isinstance(step.event, v.Drafts)
     assert isinstance(step.observation, v.DraftsTaken)

@@ -1,4 +1,5 @@
-"""Pins: P17 what stays has an owner and an end; P10 it starves nobody; P16 what it is good for."""
+"""Pins: P17 a pin has an owner and an end, P10 it starves no request, P16 victims without pins
+first."""
 
 from __future__ import annotations
 
@@ -35,24 +36,24 @@ from blockstep.spec import vocabulary as v
 
 NO_PINS = v.PinsSnapshot()
 PROPER_ENDS = (v.FinishReason.STOP, v.FinishReason.LENGTH, v.FinishReason.REPETITION)
-"""A turn that ends so has said what it had to say, and its job may come back."""
+"""Finish reasons after which the job of a turn may continue."""
 _ENDS = (*ENDINGS, v.StreamingUpdate)
 
 
 class Followed(NamedTuple):
-    """What an event that is no plan makes of pins."""
+    """Pins and freed blocks after an event that is no plan."""
 
     pins: tuple[v.Pin, ...]
     freed: Freed
-    """Blocks that requests and pins leave behind, in the order in which they become free."""
+    """Blocks that requests and pins free, in order."""
 
 
 @once_a_step
 def follow_pins(step: Step, ledger: Ledger) -> Followed:
-    """What becomes of pins when requests end, or all is reset, or an estimate comes.
+    """The pins after requests ended, after a reset, or after an estimate.
 
-    Of a turn that ends properly the leading blocks that can be found stay, if it is not the last
-    one and its job is worth it; they take the place of what stayed of a turn before.
+    The leading cached blocks of a turn that ends properly stay pinned if it is not the last one and
+    its job has an estimate; they replace the blocks of an earlier turn.
     """
     before = step.before.pins or NO_PINS
     pins = {pin.job_id: pin for pin in before.pins}
@@ -80,10 +81,10 @@ def follow_pins(step: Step, ledger: Ledger) -> Followed:
 def end_turn(
     step: Step, ledger: Ledger, name: v.RequestId, pins: dict[str, v.Pin], holders: Holders
 ) -> Freed:
-    """The blocks that are freed of the pin of a request's job when the request ends.
+    """Return the freed blocks of the pin of a request's job when the request ends.
 
-    `pins` and `holders` are changed: what is kept of the request has a pin as one more holder, and
-    the request still holds all of its blocks.
+    `pins` and `holders` are changed: a new pin becomes one more holder of the blocks that it keeps,
+    and the request still holds all of its blocks.
     """
     before = step.before.pins or NO_PINS
     asked, tables = ledger.get_request_after(step, name), step.old[name].block_tables
@@ -107,7 +108,8 @@ def end_turn(
 
 
 def _count_findable(step: Step, ledger: Ledger, name: v.RequestId) -> list[int]:
-    """Per group: leading blocks of one that ends that are settled; a commit may settle some."""
+    """Per group: leading cached blocks of a request that ends; its commit may publish some of
+    them."""
     counts = [*step.old[name].num_cached_blocks]
     for stretch in verified_blocks(step, ledger):
         if stretch.request_id == name:
@@ -116,7 +118,7 @@ def _count_findable(step: Step, ledger: Ledger, name: v.RequestId) -> list[int]:
 
 
 def list_jobs(step: Step, ledger: Ledger) -> set[str]:
-    """Jobs of which there is a pin or an unfinished turn after the step."""
+    """Jobs with a pin or an unfinished turn after the step."""
     requests = [ledger.lives[name].request for name in step.new if name in ledger.lives]
     if isinstance(step.event, v.Submit):
         requests.append(step.event.request)
@@ -135,16 +137,16 @@ def list_jobs(step: Step, ledger: Ledger) -> set[str]:
     fixes="which blocks are kept for a next turn, and for how long",
 )
 def pins_are_of_turns_that_ended(step: Step, ledger: Ledger) -> Complaints:
-    """A pin comes from a turn that ended properly and was not the last one, and holds its leading
-    blocks that can be found, for so long as was estimated. It goes with the job's next pin, with
-    the end of its last turn, or with a reset; and by nothing else that is no plan."""
+    """A pin comes from a turn that ended properly and was not the last one. It holds the turn's
+    leading cached blocks for the estimated time. It goes with the job's next pin, with the end of
+    its last turn, or with a reset; no other event but a plan removes it."""
     followed, after = follow_pins(step, ledger), step.after.pins or NO_PINS
     return differing("pins", followed.pins, after.pins)
 
 
 @sentence("P17", v.Schedule, needs="has_pins")
 def pins_end_in_time(step: Step, _ledger: Ledger) -> Complaints:
-    """Behind a plan there is no pin whose time was over, and none that was not there before."""
+    """A plan removes each pin that is past its end, and adds none."""
     before, after = (step.before.pins or NO_PINS), (step.after.pins or NO_PINS)
     for pin in after.pins:
         if pin.end <= before.now:
@@ -161,7 +163,7 @@ def pins_end_in_time(step: Step, _ledger: Ledger) -> Complaints:
     fixes="which blocks are kept for a next turn, and for how long",
 )
 def pins_hold_what_can_be_found(step: Step, _ledger: Ledger) -> Complaints:
-    """What stays for a next turn, that can find: blocks with a key; and of each job once."""
+    """A pin holds only blocks with a key, and a job has at most one pin."""
     pins = (step.after.pins or NO_PINS).pins
     for pin in pins:
         for block in chain(*pin.block_tables):
@@ -181,7 +183,8 @@ def pins_hold_what_can_be_found(step: Step, _ledger: Ledger) -> Complaints:
     fixes="which blocks are kept for a next turn, and for how long",
 )
 def pins_give_way_only_where_nobody_else_runs(step: Step, _ledger: Ledger) -> Complaints:
-    """A pin goes before its time for one who runs alone, or who waits while nobody runs."""
+    """A pin is reclaimed before its end only for a request that runs alone, or that waits while
+    none runs."""
     if not step.given_pins:
         return ()
     left = [name for name in step.before.running if name not in step.preempted]
@@ -193,7 +196,8 @@ def pins_give_way_only_where_nobody_else_runs(step: Step, _ledger: Ledger) -> Co
 
 @sentence("P10", v.Schedule, needs="has_pins", said_by="every_request_ends_once_all_is_healed")
 def nobody_waits_for_a_pin(step: Step, ledger: Ledger) -> Complaints:
-    """While nobody runs no pin keeps the next in line from being admitted, or loaded."""
+    """While no request runs, no pin keeps the next waiting request from being admitted or
+    loaded."""
     config, pins = step.config, (step.after.pins or NO_PINS).pins
     if (
         not pins
@@ -214,7 +218,7 @@ def nobody_waits_for_a_pin(step: Step, ledger: Ledger) -> Complaints:
         return ()
     return [
         Complaint(
-            f"{name!r} waits while nobody runs, and {len(pins)} pins hold blocks",
+            f"{name!r} waits while no request runs, and {len(pins)} pins hold blocks",
             subjects=of_request(name),
         )
     ]
@@ -222,7 +226,8 @@ def nobody_waits_for_a_pin(step: Step, ledger: Ledger) -> Complaints:
 
 @sentence("P16", v.Schedule, needs="has_pins", fixes="which request is preempted")
 def preempted_of_a_job_with_a_pin_are_the_last(step: Step, ledger: Ledger) -> Complaints:
-    """Preempted are the youngest of those whose job has no pin; then the youngest of the others."""
+    """The youngest requests of jobs without a pin are preempted first, then the youngest of the
+    others."""
     if not step.preempted:
         return ()
     order = _rank_of_victims(step, ledger)
@@ -231,7 +236,7 @@ def preempted_of_a_job_with_a_pin_are_the_last(step: Step, ledger: Ledger) -> Co
 
 
 def _rank_of_victims(step: Step, ledger: Ledger) -> list[v.RequestId]:
-    """Who runs, in the order in which they have to go."""
+    """Running requests in the order of preemption: youngest first, those of pinned jobs last."""
     warm = list_pinned(step.before)
     youngest: Sequence[v.RequestId] = step.before.running[::-1]
     return sorted(youngest, key=lambda name: ledger.lives[name].request.job_id in warm)
@@ -239,8 +244,8 @@ def _rank_of_victims(step: Step, ledger: Ledger) -> list[v.RequestId]:
 
 @sentence("P18", *NO_FORKS, needs="has_pins")
 def time_and_estimates_are_as_told(step: Step, ledger: Ledger) -> Complaints:
-    """The time is the latest that was told; a job has the estimate that came last, for as long as
-    it has an unfinished turn or a pin."""
+    """The time is the latest that a `Clock` gave; a job has its last estimate as long as it has an
+    unfinished turn or a pin."""
     after = step.after.pins
     if after is None:
         return

@@ -1,6 +1,6 @@
-"""The pool: P1 conservation, P2 exclusive writing, P3 sound cache map, P4 and P6 of held blocks.
+"""Pool: P1 conservation, P2 exclusive writing, P3 sound cache map, P4 and P6 of held blocks.
 
-Each speaks of the state after a step; what a step may change is in `order` and `refusals`.
+Each check is about the state after a step; `order` and `refusals` check what a step may change.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from blockstep.spec import vocabulary as v
 
 @sentence("P1", *ENDINGS, v.Schedule, v.Reset, v.Fork, of="changes")
 def pool_keeps_its_size(step: Step, _ledger: Ledger) -> Complaints:
-    """A state tells what each block of the pool carries, of no more and no fewer of them."""
+    """A state has one entry for the key of each block of the pool."""
     num_keys, num_blocks = len(step.after.block_keys), step.config.num_blocks
     return [Complaint(f"{num_keys} keys for {num_blocks} blocks")] if num_keys != num_blocks else ()
 
 
 @sentence("P1", *ENDINGS, v.Schedule, v.Reset, v.Fork, of="changes")
 def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
-    """Its ref count is the number of its holders; free ones are in the free queue, once.
+    """The ref count of a block is the number of its holders; a block without holders is in the free
+    queue, once.
 
-    Whoever has ended holds those that a transfer reads or writes; or a pin does that stays of it;
-    or a frame in flight does whose answer frees them.
-    The null block is neither: nobody holds it, and it is not in the queue. In a table it stands for
-    a block that is attended to no more; with one KV group there is none.
+    Holders are requests, transfers of ended requests, pins, and frames in flight whose commit frees
+    blocks. The null block has no holder and is not in the queue. In a table it takes the place of a
+    skipped block; with one KV group there is none.
     """
     after, num_blocks = step.after, step.config.num_blocks
     least = v.NULL_BLOCK if step.config.groups else 1
@@ -74,7 +74,7 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
         ]
     free = {block for block in range(1, num_blocks) if not holders[block]}
     if len(after.free_queue) != len(free) or set(after.free_queue) != free:
-        what = "the free queue is not the blocks that nobody holds, each once"
+        what = "the free queue is not the blocks without holders, each once"
         counts = Counter(after.free_queue)
         wrong = tuple(it for it in sorted(free | counts.keys()) if counts[it] != (it in free))
         subjects = Subjects((), wrong[:SUBJECTS_MAX])
@@ -84,10 +84,10 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
 
 @sentence("P2", v.Schedule, v.Commit, of="changes")
 def block_still_to_be_written_has_one_holder(step: Step, ledger: Ledger) -> Complaints:
-    """From the first block that is not full of known, computed tokens on, blocks are exclusive.
+    """A block that is not yet full of known, computed tokens has one holder.
 
-    But for one that is begun and shared with a branch: its writer gets a copy. And for one
-    that all of its holders fill with the same known tokens: they write equal content.
+    Exceptions: a partly filled block that is shared with a branch, since the writer gets a copy;
+    and a block that all holders fill with the same known tokens, since they write equal content.
     """
     ref_counts = step.after.ref_counts
     for request, block in _unfinished_blocks(step, ledger):
@@ -105,7 +105,7 @@ def block_still_to_be_written_has_one_holder(step: Step, ledger: Ledger) -> Comp
 
 
 def _is_filled_alike(step: Step, ledger: Ledger, block: v.BlockId) -> bool:
-    """Whether all holders of a block have it in one place of their tables, and the same known
+    """Whether all holders of a block have it at the same place of their tables and know the same
     tokens up to its end."""
     places: set[tuple[int, int]] = set()
     lives: list[Life] = []
@@ -126,7 +126,7 @@ def _is_filled_alike(step: Step, ledger: Ledger, block: v.BlockId) -> bool:
 
 
 def _is_begun(step: Step, ledger: Ledger, request: v.RequestSnapshot, block: v.BlockId) -> bool:
-    """Whether a block is one in which a request goes on that may be shared with a branch."""
+    """Whether a block is the partly filled one of a request, which a branch may share."""
     if not step.config.enable_forks:
         return False
     filled = min(request.num_computed_tokens, ledger.lives[request.request_id].num_known)
@@ -138,7 +138,7 @@ def _is_begun(step: Step, ledger: Ledger, request: v.RequestSnapshot, block: v.B
 
 @sentence("P4", v.Schedule, v.Commit, of="changes")
 def block_still_to_be_written_is_not_published(step: Step, ledger: Ledger) -> Complaints:
-    """A block is not findable while a later step will write to it."""
+    """A block that a later step will write is not in the prefix cache."""
     block_keys = step.after.block_keys
     for request, block in _unfinished_blocks(step, ledger):
         if block_keys[block] is not None:
@@ -150,7 +150,10 @@ def block_still_to_be_written_is_not_published(step: Step, ledger: Ledger) -> Co
 
 @once_a_step
 def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapshot, v.BlockId]]:
-    """Blocks across are among them, all: none is ever found by another."""
+    """Pairs of a request and a block that it has still to write.
+
+    All cross-attention blocks are among them, since no other request may hit these.
+    """
     found: list[tuple[v.RequestSnapshot, v.BlockId]] = []
     sizes: Sequence[int] = step.block_sizes
     if step.config.is_encoder_decoder:
@@ -163,14 +166,14 @@ def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapsh
         if may_lose_all and has_lost_all(step.config, request):
             continue
         if life.session is not None and not request.prompt_token_ids:
-            continue  # the engine does not show what its prompt has become
+            continue  # the engine does not show its present prompt
         known = (len(request.prompt_token_ids) or life.num_prompt) + len(request.output_token_ids)
         filled = min(request.num_computed_tokens, known)
         for table, size in zip(tables, sizes):  # noqa: B905 - tables are counted elsewhere
             first = filled // size if size else 0
             if first < len(table):
                 found += [(request, block) for block in table[first:]]
-    if step.config.groups:  # a frame in flight may have filled what nobody attends to any more
+    if step.config.groups:  # a frame in flight may have filled skipped blocks
         return [(request, block) for request, block in found if block != v.NULL_BLOCK]
     return found
 
@@ -201,18 +204,18 @@ def cache_map_and_blocks_agree(step: Step, _ledger: Ledger) -> Complaints:
 
 @sentence("P3", v.Schedule, of="changes")
 def nothing_is_cached_without_caching(step: Step, _ledger: Ledger) -> Complaints:
-    """With prefix caching off, no block carries a key."""
+    """No block carries a key with prefix caching off."""
     if step.config.enable_prefix_caching or not step.after.cached:
         return ()
     return [Complaint("a block is cached although prefix caching is off")]
 
 
-@sentence("P3", v.Schedule, of="rows", fixes="when a full block becomes findable")
+@sentence("P3", v.Schedule, of="rows", fixes="when a full block is published")
 def computed_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints:
-    """Once a row is dispatched, its blocks that are full of known tokens can be found.
+    """The blocks of a dispatched row that are full of known tokens are in the prefix cache.
 
-    Unless it is not certain that what was loaded for it has come (P19).
-    When to publish is a policy: an engine could wait. It is pinned because hits depend on it.
+    A block of an unconfirmed load is not (P19). When to publish is a policy: an engine could wait.
+    It is fixed because hits depend on it.
     """
     if not step.config.enable_prefix_caching:
         return
@@ -231,30 +234,30 @@ def computed_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
 
 
 class Stretch(NamedTuple):
-    """Blocks that stand side by side in one table of a request."""
+    """Adjacent blocks in one table of a request."""
 
     request_id: v.RequestId
     group: int
     first: int
-    """Index of the first of them."""
+    """Index of the first block."""
     blocks: tuple[v.BlockId, ...]
 
     @property
     def end(self) -> int:
-        """One past the index of the last."""
+        """One past the index of the last block."""
         return self.first + len(self.blocks)
 
 
 def _fill_of(step: Step, ledger: Ledger, row: PlannedRow) -> int:
-    """Leading tokens of a request that can be found once a row of it is dispatched; 0: no more
-    than before, for what was loaded for it may not have come."""
+    """Leading tokens of a request whose blocks are published once its row is dispatched; 0 for no
+    more than before, because its load is unconfirmed."""
     if ledger.store.is_unsettled_after(step, row.request_id):
         return 0
     return min(row.end, ledger.lives[row.request_id].num_known)
 
 
 def _unpublished(step: Step, name: str, blocks: Iterable[v.BlockId]) -> Complaints:
-    """What carries no key. What is attended to no more, and so was given back, need not."""
+    """Complain about blocks without a key; skipped blocks, which were given back, need none."""
     for block in blocks:
         if step.after.block_keys[block] is None and block != v.NULL_BLOCK:
             yield Complaint(
@@ -264,22 +267,22 @@ def _unpublished(step: Step, name: str, blocks: Iterable[v.BlockId]) -> Complain
 
 
 def _unsettled(new: v.RequestSnapshot, ends: tuple[int, ...]) -> Complaint:
-    """A request has settled other blocks than those up to `ends`, one for each group."""
-    what = f"{new.request_id!r} has settled the wrong number of blocks"
+    """Complain that a request counts other cached blocks than those up to `ends`, one per group."""
+    what = f"{new.request_id!r} counts a wrong number of cached blocks"
     return unequal(
         what, "num_cached_blocks", ends, new.num_cached_blocks, subjects=of_request(new.request_id)
     )
 
 
 def _settled_before(step: Step, row: PlannedRow) -> Sequence[int]:
-    """Per group: blocks of a row's table that were settled when the step began, or by its hit."""
+    """Per group: blocks of a row's table that were cached before the step, or that its hit took."""
     if row.kind in (RowKind.RUNNING, RowKind.CONTINUED):
         return step.old[row.request_id].num_cached_blocks
     return [len(table) for table in row.hit_tables]
 
 
 def _published(step: Step, ledger: Ledger, row: PlannedRow) -> list[Stretch]:
-    """The part of each of a row's tables that this step publishes, as the state shows it."""
+    """The blocks of each table of a row that this step publishes, as the state shows it."""
     name = row.request_id
     filled = min(row.end, ledger.lives[name].num_known)
     return _filled(step, name, _settled_before(step, row), step.new[name].block_tables, filled)
@@ -288,7 +291,7 @@ def _published(step: Step, ledger: Ledger, row: PlannedRow) -> list[Stretch]:
 def _filled(
     step: Step, name: v.RequestId, firsts: Iterable[int], tables: v.BlockTables, filled: int
 ) -> list[Stretch]:
-    """Of each table of a request, the blocks from `firsts` on that so many tokens fill."""
+    """Per table of a request: the blocks from `firsts` on that `filled` tokens fill."""
     held = zip(firsts, step.block_sizes, tables, strict=True)
     return [
         Stretch(name, group, first, table[first : max(filled // size, first)])
@@ -298,10 +301,10 @@ def _filled(
 
 @sentence("P4", v.Schedule, of="acts", said_by="published_block_was_written")
 def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> Complaints:
-    """A key appears on a block only if the block was full before, or a row of the plan fills it.
+    """A block gets a key only if it was full before, or if a row of the plan fills it.
 
-    The former is seen when a request is preempted after this very step had published what an
-    earlier step had filled: that stays. What this step was to fill is withdrawn.
+    A block that was full before gets one where a request is preempted after this step had published
+    the block. What this step would have filled is withdrawn.
     """
     before, after = step.before.block_keys, step.after.block_keys
     if after is before:
@@ -334,11 +337,11 @@ def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
 
 @once_a_step
 def verified_blocks(step: Step, ledger: Ledger) -> list[Stretch]:
-    """What a commit publishes, for each group of each request.
+    """The blocks that a commit publishes, per group of each request.
 
-    First what was loaded by the frame, and computed on it, up to what could not be loaded. Under
-    asynchronous scheduling then the blocks of a request that runs and sampled, also if it ends by
-    that, up to the one with its last token: that one is not computed yet.
+    First the blocks that the frame loaded or computed on its load, up to the first that failed.
+    Under asynchronous scheduling also the blocks of running requests that sampled, even if they end
+    now, without the last token, which is not computed yet.
     """
     config = step.config
     if not config.enable_prefix_caching:
@@ -360,7 +363,7 @@ def verified_blocks(step: Step, ledger: Ledger) -> list[Stretch]:
 
 
 def _settled_blocks(step: Step, ledger: Ledger) -> list[Stretch]:
-    """Of who runs and was loaded by the frame that a commit answers."""
+    """Blocks of running requests whose load the commit confirms."""
     store, void, lost = ledger.store, ledger.find_void(step), ledger.list_lost(step)
     found = []
     for load in store.transfers.at_once.get(step.commit.frame_id, ()):
@@ -368,7 +371,7 @@ def _settled_blocks(step: Step, ledger: Ledger) -> list[Stretch]:
         if store.unsettled.get(name) != step.commit.frame_id:
             continue
         if name in lost or (name in void and name not in step.new):
-            continue  # it begins anew, or ends, and nothing of it is found
+            continue  # it restarts or ends, and nothing of it is published
         old = step.old[name]
         filled = min(old.num_computed_tokens, ledger.lives[name].num_known)
         filled = void.get(name, filled)
@@ -376,12 +379,12 @@ def _settled_blocks(step: Step, ledger: Ledger) -> list[Stretch]:
     return found
 
 
-@sentence("P3", v.Commit, fixes="when a full block becomes findable")
+@sentence("P3", v.Commit, fixes="when a full block is published")
 def verified_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints:
-    """Under asynchronous scheduling a commit makes findable what its tokens filled and verified.
+    """Under asynchronous scheduling a commit publishes the blocks that its verified tokens fill.
 
-    When to publish is a policy, as for `computed_full_blocks_are_published`: here a plan runs
-    ahead of the tokens, so those are known only now.
+    When to publish is a policy, as for `computed_full_blocks_are_published`: here a plan is made
+    before its tokens are known.
     """
     ends: dict[v.RequestId, dict[int, int]] = {}
     for stretch in verified_blocks(step, ledger):
@@ -393,16 +396,16 @@ def verified_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
         settled = tuple(by_group.values())
         new = step.new.get(name)
         if name in stopped and new is not None and not any(new.block_tables):
-            continue  # a session that cannot go back computes all of it again
+            continue  # a session that cannot roll back computes everything again
         if new is not None and new.num_cached_blocks != settled:
             yield _unsettled(new, settled)
 
 
-@sentence("P4", v.Commit, fixes="when a full block becomes findable, and when it stops to be")
+@sentence("P4", v.Commit, fixes="when a full block is published, and when it is evicted")
 def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Complaints:
-    """A commit changes keys of those blocks only that it verified, and takes none away.
+    """A commit changes keys only of the blocks that it verified, and removes none.
 
-    Nothing is published for a request that was preempted or ended meanwhile: its blocks are gone.
+    It publishes nothing for a request that was preempted or ended since, which has lost its blocks.
     """
     before, after = step.before.block_keys, step.after.block_keys
     if not (step.config.async_scheduling or step.config.kv_connector) or (
@@ -428,7 +431,7 @@ def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
     "P3", v.Schedule, v.Commit, of="changes", said_by="published_block_holds_the_right_prefix"
 )
 def held_block_carries_the_name_of_its_tokens(step: Step, ledger: Ledger) -> Complaints:
-    """The key of a held block names the tokens of whoever holds it."""
+    """The key of a held block names the tokens of its holder."""
     names = ledger.names
     for request_id, block, expected, seen in _misnamed(step, ledger):
         if not names.same_tokens(expected, seen):
@@ -450,7 +453,7 @@ def held_block_carries_the_name_of_its_tokens(step: Step, ledger: Ledger) -> Com
     said_by="published_block_is_of_the_same_adapter_salt_and_items",
 )
 def held_block_carries_the_extra_keys_of_its_request(step: Step, ledger: Ledger) -> Complaints:
-    """The key of a held block names the adapter, salt and items of whoever holds it."""
+    """The key of a held block names the adapter, salt and items of its holder."""
     for request_id, block, expected, seen in _misnamed(step, ledger):
         if ledger.names.same_tokens(expected, seen):
             key = step.after.block_keys[block]
@@ -462,7 +465,8 @@ def held_block_carries_the_extra_keys_of_its_request(step: Step, ledger: Ledger)
 def _misnamed(step: Step, ledger: Ledger) -> list[tuple[str, v.BlockId, int, int]]:
     """Held blocks whose key is not their holder's, among the blocks that this step touched.
 
-    The others were right before, and `only_computed_blocks_are_published` says that they still are.
+    The others were right before; `only_computed_blocks_are_published` checks that they did not
+    change.
     """
     found = []
     for name, group, first, blocks in _touched(step, ledger):

@@ -1,10 +1,10 @@
-"""Replay of the free queue: which blocks a step took and gave back, in which order.
+"""Replay of the free queue: the blocks that a step took and freed, in order.
 
     before.free_queue ++ freed by preemption  ->  hits leave the middle, new blocks the head
 
-A replay needs no rule of scheduling: the plan says who got which blocks, the states say who was
-preempted. Only where a preempted request had been scheduled earlier in the same step, and so had
-taken blocks that no answer shows, is the order not known; such a step is not replayed.
+A replay needs no rule of scheduling: the plan says which request got which blocks, and the states
+say which were preempted. Where a victim had a row in the same step, it took blocks that no answer
+shows, so the order is not known; such a step is not replayed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from blockstep.conformance.judge.properties.step import PlannedRow, Step, keeps_
 from blockstep.spec import vocabulary as v
 
 Freed: TypeAlias = list[list[v.BlockId]]
-"""Blocks that become free: of one table after the other, each from its end."""
+"""Freed blocks, table by table, each from its end."""
 
 
 def queue_up(config: v.Config, queue: Iterable[v.BlockId], freed: Freed) -> list[v.BlockId]:
-    """The free queue once these have joined it: its end, or table by table its head."""
+    """The free queue after these blocks joined it: at its end, or with LIFO table by table at its
+    head."""
     if config.pool_order is v.PoolOrder.LIFO:
         return [*chain(*reversed(freed)), *queue]
     return [*queue, *chain(*freed)]
@@ -39,27 +40,25 @@ def queue_up(config: v.Config, queue: Iterable[v.BlockId], freed: Freed) -> list
 
 @dataclass(slots=True)
 class QueueReplay:
-    """What the free queue went through during one step."""
+    """The free queue during one step."""
 
     final: list[v.BlockId]
     """The free queue as it must be after the step."""
     wrong: list[tuple[v.RequestId, v.BlockId, v.BlockId | None]] = field(default_factory=list)
-    """Taken out of turn: by whom, which block, and which one was at the head."""
+    """Blocks taken out of turn: the request, the block, and the block at the head."""
     room: dict[v.RequestId, tuple[int, int]] = field(default_factory=dict)
-    """Of each admitted row: free blocks before it was admitted, and free ones among its hits."""
+    """Per admitted row: free blocks before its admission, and free blocks among its hits."""
     deferred: list[v.DeferredFree] | None = None
-    """What waits for frames in flight after the step, if anything was given back."""
-    room_of_the_last: int | None = None
-    """Free blocks when the last victim had to give way to itself; None if to another one."""
+    """Blocks that wait for frames in flight after the step, if any block was given back."""
 
 
 def victims_of(step: Step, ledger: Ledger) -> list[v.RequestId]:
-    """Who was preempted in this step, in the order in which the policy preempts.
+    """The requests preempted in this step, in the order of preemption by the policy.
 
-    FCFS preempts from the end of the running list; CONTINUUM as well, those of jobs with a pin
-    behind all others. PRIORITY preempts whoever would be admitted
-    last: the greatest (priority, arrival_time, request_id). Upstream leaves the id out; then of
-    two equal requests the older one gives way to the younger, and by turns neither gets anywhere.
+    FCFS preempts from the end of the running list. CONTINUUM does so as well, with requests of
+    pinned jobs after all others. PRIORITY preempts the greatest (priority, arrival_time,
+    request_id). Upstream leaves the id out; then of two equal requests the older yields to the
+    younger, in turns, and neither makes progress.
     """
     if step.config.policy is v.Policy.FCFS or not step.preempted:
         return step.preempted[::-1]
@@ -71,15 +70,15 @@ def victims_of(step: Step, ledger: Ledger) -> list[v.RequestId]:
 
 
 def list_pinned(snapshot: v.Snapshot) -> set[str | None]:
-    """Jobs with a pin whose time is not over: at the beginning of a plan."""
+    """Jobs with a pin that has not expired at the beginning of a plan."""
     pins = snapshot.pins
     return set() if pins is None else {pin.job_id for pin in pins.pins if pin.end > pins.now}
 
 
 def in_waiting_order(ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
-    """The waiting queue as a plan takes it up.
+    """The waiting queue in the order in which a plan tries it.
 
-    CONTINUUM has the preempted first, then those of jobs with a pin.
+    CONTINUUM tries preempted requests first, then those of jobs with a pin.
     """
     names = [*snapshot.waiting]
     if ledger.config.policy is not v.Policy.CONTINUUM:
@@ -99,9 +98,10 @@ def in_waiting_order(ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
 def in_policy_order(
     ledger: Ledger, snapshot: v.Snapshot, is_behind_a_plan: bool = False
 ) -> list[v.RequestId]:
-    """All who wait, in the order in which a plan meets them; or has met them, behind one.
+    """All waiting requests in the order in which a plan tries them, or has tried them
+    (`is_behind_a_plan`).
 
-    FCFS meets skipped requests before waiting ones, for they came earlier. PRIORITY meets the
+    FCFS tries skipped requests before waiting ones, since they came earlier. PRIORITY takes the
     lowest (priority, arrival_time, request_id) of both.
     """
     waiting = snapshot.waiting if is_behind_a_plan else in_waiting_order(ledger, snapshot)
@@ -112,8 +112,8 @@ def in_policy_order(
 
 
 def is_passed_over(ledger: Ledger, request: v.RequestSnapshot) -> bool:
-    """Whether a request waits for something outside: its grammar, its tokens in flight, further
-    input, a load, or for a store that does not know yet what it has."""
+    """Whether a request is skipped because it waits for its grammar, its tokens in flight, further
+    input, a load, or an offer of the store."""
     if ledger.config.kv_connector and _waits_for_the_store(ledger, request):
         return True
     if ledger.promised.get(request.request_id):
@@ -137,7 +137,7 @@ def _waits_for_the_store(ledger: Ledger, request: v.RequestSnapshot) -> bool:
 
 
 class Seats:
-    """Adapters of those who run, while others join them: at most `max_loras` different ones."""
+    """The LoRA slots that requests occupy: at most `max_loras` different adapters."""
 
     def __init__(self, ledger: Ledger, names: Iterable[v.RequestId]) -> None:
         self._lives = ledger.lives
@@ -147,41 +147,41 @@ class Seats:
             self.take(name)
 
     def has_one_for(self, name: v.RequestId) -> bool:
-        """Whether a request has no adapter, one of theirs, or one that may join them."""
+        """Whether a request has no adapter, one that has a slot, or a slot is left."""
         if not self._most:
             return True
         adapter = self._lives[name].request.adapter
         return adapter is None or adapter in self._taken or len(self._taken) < self._most
 
     def take(self, name: v.RequestId) -> None:
-        """A request joins them."""
+        """Give a request's adapter a slot."""
         adapter = self._lives[name].request.adapter if self._most else None
         if adapter is not None:
             self._taken.add(adapter)
 
 
 def must_wait(ledger: Ledger, seats: Seats, request: v.RequestSnapshot) -> bool:
-    """Whether others are tried before a waiting request: for what is outside, or for a seat."""
+    """Whether a waiting request is skipped, for an outside event or a LoRA slot."""
     return is_passed_over(ledger, request) or not seats.has_one_for(request.request_id)
 
 
 def may_pass_over(config: v.Config) -> bool:
-    """Whether one may be passed over that stands among the waiting ones."""
+    """Whether a request in the waiting queue may be skipped."""
     return config.max_frames_in_flight > 1 or config.max_loras > 0 or config.kv_connector
 
 
 def get_seats(step: Step, ledger: Ledger) -> Seats:
-    """The seats as they are when a plan begins to admit."""
+    """The LoRA slots when a plan begins to admit."""
     running = step.before.running if ledger.config.max_loras else ()
     return Seats(ledger, [name for name in running if name not in step.preempted])
 
 
 @once_a_step
 def find_waiting(step: Step, ledger: Ledger) -> v.RequestId | None:
-    """The running request that gets no row in a plan, and waits for the answer to a frame.
+    """The running request that has no row because it waits for blocks which a commit will free.
 
-    It lacks blocks, and a frame in flight names the request that would be preempted for it next, or
-    that would give it blocks if it runs alone: those blocks would be free behind that answer.
+    It lacks blocks, and a frame in flight has a row of the request that would be preempted next, or
+    that would give it blocks if it runs alone. Those blocks become free with the commit.
     """
     config, after = step.config, step.after
     if not config.kv_connector or config.max_frames_in_flight == 1 or not after.running:
@@ -213,17 +213,17 @@ def find_waiting(step: Step, ledger: Ledger) -> v.RequestId | None:
 
 @once_a_step
 def admits_nobody(step: Step, ledger: Ledger) -> bool:
-    """Whether a plan did not get as far as to admit: it preempted, one that runs waits for the
-    answer to a frame, or admission is closed."""
+    """Whether a plan ended before its waiting phase: it preempted, a running request waits for a
+    commit, or admission is closed."""
     return step.admits_nobody or find_waiting(step, ledger) is not None
 
 
 @once_a_step
 def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
-    """Whom a plan met at a queue's head and passed over, in the order in which it met them.
+    """The requests that a plan tried and skipped, in order.
 
-    It met everybody up to the first whom it could have admitted and did not, as long as it had
-    budget and a place left.
+    It tried all up to the first that it could have admitted and did not, while it had budget and
+    running slots left.
     """
     before, config = step.before, step.config
     if ledger.pause_state is not v.PauseState.UNPAUSED or admits_nobody(step, ledger):
@@ -242,7 +242,7 @@ def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
             places -= 1
             seats.take(name)
         elif name in parked or must_wait(
-            # Who has given its blocks away asks the store anew.
+            # A reclaimed request asks the store again.
             *(ledger, seats, step.new[name] if name in giving else step.old[name])
         ):
             met.append(name)
@@ -253,8 +253,7 @@ def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
 
 @once_a_step
 def next_in_line(step: Step, ledger: Ledger) -> v.RequestId | None:
-    """Who would be admitted next: the first in policy order that waits for nothing outside, and
-    whose adapter may join those of the running."""
+    """The request that would be admitted next: the first in policy order that is not skipped."""
     seats = Seats(ledger, step.after.running)
     for name in in_policy_order(ledger, step.after, is_behind_a_plan=True):
         if not must_wait(ledger, seats, step.new[name]):
@@ -263,7 +262,8 @@ def next_in_line(step: Step, ledger: Ledger) -> v.RequestId | None:
 
 
 def list_takers(step: Step, ledger: Ledger) -> list[PlannedRow]:
-    """Who was admitted or parked, in the order in which a plan met them."""
+    """Requests that were admitted or got blocks for a load, in the order in which the plan tried
+    them."""
     if not step.plan.kv_loads:
         return step.admitted_rows
     order = in_policy_order(ledger, step.before)
@@ -273,11 +273,11 @@ def list_takers(step: Step, ledger: Ledger) -> list[PlannedRow]:
 
 
 def hides_a_rollback(step: Step, victims: Sequence[v.RequestId]) -> bool:
-    """Whether a victim may have been scheduled in this very step before it was preempted.
+    """Whether a victim may have had a row in this step before it was preempted.
 
-    Requests are visited in running order, and who lacks blocks ends up with a row or is preempted
-    itself. So a victim was not visited before if it stands behind all rows, and each later victim
-    stands before it.
+    Requests are scheduled in running order, and a request that lacks blocks gets a row or is
+    preempted itself. So a victim had no row if it comes after all rows, and each later victim
+    before it.
     """
     if not victims or step.config.policy is v.Policy.FCFS:
         return False
@@ -287,15 +287,16 @@ def hides_a_rollback(step: Step, victims: Sequence[v.RequestId]) -> bool:
 
 
 def freed_blocks(step: Step, ledger: Ledger, names: Sequence[v.RequestId]) -> Freed:
-    """Blocks that become free when these requests free theirs, in order of joining the queue."""
+    """Blocks that become free when these requests free theirs, in the order of joining the
+    queue."""
     holders = Holders(step, ledger)
     return [freed for name in names for freed in holders.free(name)]
 
 
 class Holders:
-    """Who holds which blocks, while requests and pins give some back.
+    """The holders of blocks, while requests and pins give some back.
 
-    Blocks of a request that a frame in flight names are not free yet: its answer frees them.
+    Blocks of a request with a row in flight are not free yet: the commit of that frame frees them.
     """
 
     def __init__(self, step: Step, ledger: Ledger) -> None:
@@ -313,13 +314,14 @@ class Holders:
             self._tables.update({pin: pin.block_tables for pin in before.pins.pins})
 
     def hold(self, pin: v.Pin) -> None:
-        """A new pin holds its blocks, which others hold as well."""
+        """Make a new pin one more holder of its blocks."""
         self._tables[pin] = pin.block_tables
         for block in chain(*pin.block_tables):
             self._counts[block] += 1
 
     def free(self, name: v.RequestId | v.Pin) -> Freed:
-        """All that a request holds: what becomes free of it, the last block of each table first."""
+        """Take all blocks from a request or pin; return those that become free, last block of each
+        table first."""
         tables, self._tables[name] = self._tables[name], ()
         fence = self._ledger.get_fence(name, self._step) if isinstance(name, str) else None
         if fence is None:
@@ -328,7 +330,8 @@ class Holders:
         return []
 
     def give_back(self, name: v.RequestId, given: Sequence[Sequence[v.BlockId]]) -> Freed:
-        """Likewise some blocks of each of its tables."""
+        """Take some blocks of each table from a request; return those that become free, in the same
+        order."""
         fence = self._ledger.get_fence(name, self._step)
         freed = [self._drop(blocks) for blocks in given] if fence is None else []
         if fence is not None:
@@ -341,7 +344,8 @@ class Holders:
         return freed
 
     def answer(self, frame_id: v.FrameId) -> Freed:
-        """A frame is answered: what becomes free that waited for it, the last block first."""
+        """Note the commit of a frame; return the blocks that waited for it and become free, last
+        block first."""
         due = [entry for entry in self.deferred if entry.frame_id == frame_id]
         self.deferred = [entry for entry in self.deferred if entry.frame_id != frame_id]
         return [self._drop(entry.block_ids) for entry in due]
@@ -362,7 +366,7 @@ class Holders:
 
 
 def begin_plan(step: Step, ledger: Ledger) -> tuple[list[v.BlockId], Holders]:
-    """The free queue, and who holds what, once the pins have ended whose time is over."""
+    """The free queue and the holders after a plan has ended the pins that expired."""
     before = step.before
     queue, holders, pins = list(before.free_queue), Holders(step, ledger), before.pins
     if pins is not None:
@@ -375,11 +379,11 @@ def begin_plan(step: Step, ledger: Ledger) -> tuple[list[v.BlockId], Holders]:
 def unattended_ends(
     step: Step, num_computed: int, in_doubt: int, is_running: bool = False
 ) -> list[int]:
-    """Per group: up to which index of its table a request attends to nothing more.
+    """Per group: the number of leading blocks of a table that a request skips.
 
-    Drafts in flight may be rejected: then it goes on where the first of them is. One that runs also
-    keeps the blocks where boundaries end that drafts accepted just now may have passed: states are
-    copied there before they are left.
+    Drafts in flight may be rejected, so blocks count from the first draft. A running request also
+    keeps the blocks in which drafts just accepted may have passed a boundary, since states are
+    copied there.
     """
     return [
         count_unattended(
@@ -391,7 +395,7 @@ def unattended_ends(
 
 
 def left_behind(step: Step, ledger: Ledger, name: v.RequestId) -> list[tuple[v.BlockId, ...]]:
-    """Per group: the blocks of a request that runs which it attends to no more."""
+    """Per group: the skipped blocks of a running request."""
     old, in_doubt = step.old[name], ledger.count_drafts_in_flight().get(name, 0)
     if not step.config.groups:
         return [()]
@@ -400,13 +404,13 @@ def left_behind(step: Step, ledger: Ledger, name: v.RequestId) -> list[tuple[v.B
 
 
 def replay_schedule(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) -> QueueReplay:
-    """Take and give back blocks as plan and states say; the step hides no rollback.
+    """Replay the blocks that plan and states show; the step must withdraw no row.
 
-    A running request first gives back what it attends to no more. Who then lacks blocks has others
+    A running request first gives back its skipped blocks. If it lacks blocks then, others are
     preempted until there are enough, or until it is preempted itself.
     """
     is_plain = not (victims or _may_give_back(step, ledger))
-    if is_plain and step.before.pins is None:  # nobody gives anything back
+    if is_plain and step.before.pins is None:  # no blocks are given back
         replay = QueueReplay(list(step.before.free_queue))
     else:
         queue, holders = begin_plan(step, ledger)
@@ -423,7 +427,8 @@ def replay_schedule(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) 
 
 
 def _may_give_back(step: Step, ledger: Ledger) -> bool:
-    """Whether one who runs on has more null blocks than before: each stands for one given back."""
+    """Whether a running request has more null blocks than before, one for each block that it gave
+    back."""
     if not step.config.groups:
         return False
     waiting = find_waiting(step, ledger)
@@ -437,7 +442,8 @@ def _may_give_back(step: Step, ledger: Ledger) -> bool:
 
 
 def _given_back(step: Step, name: v.RequestId) -> list[list[v.BlockId]]:
-    """Per group: the blocks in whose places null blocks stand after the step, none moved on."""
+    """Per group: the blocks that null blocks replaced in the step, without state blocks that
+    moved."""
     tables = zip(step.old[name].block_tables, step.new[name].block_tables, strict=True)
     given = []
     for group, (old, new) in zip(step.config.groups, tables, strict=True):
@@ -481,10 +487,8 @@ def _replay_running(
         last = left[-1]
         if step.config.groups:
             free(holders.give_back(last, left_behind(step, ledger, last)))
-        for name in left[:-1]:
+        for name in left:
             free(holders.free(name))
-        replay.room_of_the_last = len(replay.final)
-        free(holders.free(last))
 
 
 def _replay_row(replay: QueueReplay, row: PlannedRow) -> None:

@@ -1,6 +1,7 @@
-"""Refusals: P7 they change nothing, P11 what never fits is refused, P18 what is stale as well.
+"""Rejections: P7 a rejected event changes nothing, P11 requests that never fit are rejected, P18
+stale events are rejected.
 
-And stillness: what an event is not about stays as it is (P18), and a reset is complete (P25).
+Also stillness: an event changes only what it is about (P18), and a reset is complete (P25).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from blockstep.spec import vocabulary as v
 
 @sentence("P7", v.Rejected)
 def rejected_event_changes_nothing(step: Step, _ledger: Ledger) -> Complaints:
-    """The state after a refusal is the state before it, statistics included."""
+    """A rejected event leaves the state as it is, statistics included."""
     before, after = step.before, step.after
     if after is before or after == before:
         return ()
@@ -43,7 +44,7 @@ def rejected_event_changes_nothing(step: Step, _ledger: Ledger) -> Complaints:
     ]
     return [
         Complaint(
-            f"a refused event changed {', '.join(names)}",
+            f"a rejected event changed {', '.join(names)}",
             tuple(difference(name, getattr(before, name), getattr(after, name)) for name in names),
         )
     ]
@@ -54,41 +55,44 @@ _FOR_SIZE = (v.RejectCode.PROMPT_TOO_LONG, v.RejectCode.NEVER_FITS)
 
 @sentence("P11", v.Submit, v.StreamingUpdate, fixes="how large a request can be served")
 def accepted_request_fits_an_empty_pool(step: Step, ledger: Ledger) -> Complaints:
-    """What was accepted can be served: at its longest it fits the pool when nobody else runs."""
+    """An accepted request can be served: at its longest it fits the pool when no other request
+    runs."""
     code = _due(step, ledger)
     return [Complaint(f"accepted, but can never be served: {code}")] if code in _FOR_SIZE else ()
 
 
 @sentence("P11", v.Rejected, fixes="how large a request can be served")
 def request_is_refused_for_its_size_only_if_it_never_fits(step: Step, ledger: Ledger) -> Complaints:
-    """PROMPT_TOO_LONG and NEVER_FITS are what is wrong when they are said."""
+    """PROMPT_TOO_LONG and NEVER_FITS are answered only where they are true."""
     assert isinstance(step.observation, v.Rejected)
     code, due = step.observation.code, _due(step, ledger)
     if code not in _FOR_SIZE or code is due:
         return ()
     if code is v.RejectCode.NEVER_FITS and _may_be_too_large(step.config, step.event, ledger):
         return ()
-    return [Complaint(f"refused as {code}, which is not so")]
+    return [Complaint(f"rejected as {code}, which is not true")]
 
 
-@sentence("P18", v.Rejected, fixes="which of several problems a refusal names")
+@sentence("P18", v.Rejected, fixes="which of several problems a rejection names")
 def refusal_names_what_is_wrong(step: Step, ledger: Ledger) -> Complaints:
-    """The code of a refusal is the one that the event earned. P11 speaks of those for size."""
+    """The code of a rejection is the one that the event deserves. P11 is about the codes for
+    size."""
     assert isinstance(step.observation, v.Rejected)
     expected = _due(step, ledger)
     if expected is step.observation.code or step.observation.code in _FOR_SIZE:
         return ()
     differences = (difference("code", expected or "none", step.observation.code),)
-    return [Complaint("the event was refused, but not for that", differences)]
+    return [Complaint("the event was rejected with another code", differences)]
 
 
 @sentence("P18", *[kind for kind in v.EVENT_TYPES if kind is not v.EncoderReset])
 def stale_or_wrong_event_is_refused(step: Step, ledger: Ledger) -> Complaints:
-    """What is malformed, unknown, late or a duplicate is not taken. P11 speaks of what is large."""
+    """A malformed, unknown, late or repeated event is rejected. P11 is about requests that are too
+    large."""
     expected = _due(step, ledger)
     if expected is None or expected in _FOR_SIZE:
         return ()
-    return [unequal("the event was taken", "answer", expected, "taken")]
+    return [unequal("the event was accepted", "answer", expected, "accepted")]
 
 
 @once_a_step
@@ -99,7 +103,8 @@ def _due(step: Step, ledger: Ledger) -> v.RejectCode | None:
 def due_refusal(
     config: v.Config, event: object, ledger: Ledger, kept: v.EncoderSnapshot | None = None
 ) -> v.RejectCode | None:
-    """Why an event must be refused now; None if it must be taken. `kept` by the encoder before."""
+    """The code with which an event must be rejected now; None if it must be accepted. `kept`: the
+    encoder cache before the event."""
     problem = v.event_problem(event)
     if problem is not None:
         return problem.code
@@ -153,7 +158,8 @@ def _never_served(config: v.Config, request: v.Request) -> v.RejectCode | None:
 def _has_other_size(
     request: v.Request, ledger: Ledger, kept: v.EncoderSnapshot | None
 ) -> v.RejectCode | None:
-    """Whether an item has other than as many embeddings as its identifier is known to stand for."""
+    """BAD_REQUEST if an item has another number of embeddings than its identifier is known to
+    have."""
     if kept is None or not request.items:
         return None
     sizes = {(entry.identifier, entry.num_embeds) for entry in kept.entries}
@@ -170,7 +176,8 @@ def _has_other_size(
 
 
 def _may_be_too_large(config: v.Config, event: v.Event, ledger: Ledger) -> bool:
-    """Whether windows make it a matter of counting if a request fits: with luck it would."""
+    """Whether a request fits depends on how windows are counted, so that rejecting it is
+    allowed."""
     if not config.groups or not isinstance(event, v.Submit | v.StreamingUpdate):
         return False
     request = event.request
@@ -180,9 +187,9 @@ def _may_be_too_large(config: v.Config, event: v.Event, ledger: Ledger) -> bool:
 
 
 def _answers(config: v.Config, sampled: Sequence[v.RowTokens], frame: Sequence[FlightRow]) -> bool:
-    """Whether rows answer a frame: each request once, and only what it can have sampled.
+    """Whether rows answer a frame: each request once, with tokens that it can have sampled.
 
-    Which drafts were accepted cannot be compared where only the worker knows them.
+    The accepted drafts cannot be compared where only the worker knows them.
     """
     tokens_of = {row.request_id: row.token_ids for row in sampled}
     if len(sampled) != len(frame) or tokens_of.keys() != {row.request_id for row in frame}:
@@ -200,7 +207,7 @@ def _answers(config: v.Config, sampled: Sequence[v.RowTokens], frame: Sequence[F
 
 
 def _is_allowed(sampled: Sequence[v.RowTokens], frame: Sequence[FlightRow], ledger: Ledger) -> bool:
-    """Whether the grammars allow what was sampled, of those who have not ended."""
+    """Whether the grammars of unfinished requests allow the sampled tokens."""
     if not ledger.has_grammars:
         return True
     tokens_of = {row.request_id: row.token_ids for row in sampled}
@@ -215,7 +222,8 @@ def _is_allowed(sampled: Sequence[v.RowTokens], frame: Sequence[FlightRow], ledg
 def _problem_of_going_on(
     config: v.Config, update: v.Request, ledger: Ledger
 ) -> v.RejectCode | None:
-    """Why a request cannot go on with this input; the limits hold for the whole of it."""
+    """The code with which the next input of a session must be rejected; the limits hold for the
+    whole of its prompt."""
     life = ledger.lives.get(update.request_id)
     if life is None:
         return v.RejectCode.UNKNOWN_REQUEST
@@ -228,15 +236,16 @@ def _problem_of_going_on(
 
 
 def _at_its_longest(config: v.Config, life: Life, update: v.Request) -> v.Request:
-    """What a session may become by a chunk, and by those that stand before it."""
-    assert life.session is not None, "only a session goes on"
+    """The longest request that a session may become with this input and those that wait before
+    it."""
+    assert life.session is not None, "only a session continues"
     return get_longest(config, life.request, life.output_token_ids, life.session, update)
 
 
 def _problem_of_asking(
     config: v.Config, event: v.GrammarBitmask, ledger: Ledger
 ) -> v.RejectCode | None:
-    """Why no mask can be made of a frame now."""
+    """The code with which a bitmask for a frame must be rejected now."""
     if event.frame_id not in ledger.frames:
         return v.RejectCode.UNKNOWN_FRAME
     names = [row.request_id for row in event.drafts]
@@ -293,18 +302,18 @@ _STILL: dict[type, tuple[str, ...]] = {
     ),
     v.Reset: ("pause_state", "frames_in_flight", "next_frame_id", "finished_req_ids"),
 }
-"""Fields of a state that an accepted event leaves alone, by type of event."""
+"""Fields of a state that an accepted event does not change, by type of event."""
 
 _STILL_ASYNC = {
     **_STILL,
-    # What it may publish is said by `only_verified_blocks_are_published`, also of loads.
+    # `only_verified_blocks_are_published` checks what it publishes, also for loads.
     v.Commit: tuple(name for name in _STILL[v.Commit] if name not in ("block_keys", "cached")),
 }
-"""Likewise under asynchronous scheduling, where a commit publishes blocks."""
+"""The same under asynchronous scheduling, where a commit publishes blocks."""
 
 
 def _make_look(names: tuple[str, ...]) -> Callable[[v.Snapshot], tuple[object, ...]]:
-    """What shows these fields of a state."""
+    """Return a function that reads these fields of a state."""
     look = attrgetter(*names)
     return look if len(names) > 1 else lambda snapshot: (look(snapshot),)
 
@@ -314,9 +323,10 @@ _LOOK_AT = {names: _make_look(names) for names in (*_STILL.values(), *_STILL_ASY
 
 @sentence("P18", *_STILL, fixes="what is moved, reserved or published between two plans")
 def event_leaves_alone_what_it_is_not_about(step: Step, ledger: Ledger) -> Complaints:
-    """An event changes only what it is about: an abort no frame, a pause no queue, and so on.
+    """An event changes only what it is about: an abort changes no frame, a pause no queue, and so
+    on.
 
-    Of the request that it names a signal changes nothing but what it brings.
+    A signal changes nothing but its own field of the request that it names.
     """
     yield from _list_changes_by_a_signal(step)
     kind = type(step.event)
@@ -336,7 +346,8 @@ def event_leaves_alone_what_it_is_not_about(step: Step, ledger: Ledger) -> Compl
 
 
 def _list_changes_by_a_signal(step: Step) -> Complaints:
-    """What a compiled grammar, or drafts, have changed of the requests that they name."""
+    """Complain about changes that a compiled grammar or drafts made to the requests that they
+    name."""
     names: tuple[v.RequestId, ...] = ()
     field = "spec_token_ids"
     if isinstance(step.event, v.GrammarReady):
@@ -354,9 +365,9 @@ def _list_changes_by_a_signal(step: Step) -> Complaints:
 
 @sentence("P18", v.Submit, v.Drafts, v.GrammarReady, v.GrammarFailed, v.StreamingUpdate, v.Abort)
 def event_leaves_other_requests_alone(step: Step, _ledger: Ledger) -> Complaints:
-    """Requests that an event does not name, or whose part in it was dropped, are as before.
+    """Requests that an event does not name, or whose part of it was dropped, do not change.
 
-    No request comes by a signal, and none goes; what comes by a submission is judged there.
+    A signal adds and removes no request; other checks judge what a submission adds.
     """
     concerned: tuple[v.RequestId, ...] = ()
     is_signal = isinstance(step.event, v.GrammarReady | v.Drafts)
@@ -384,7 +395,8 @@ def event_leaves_other_requests_alone(step: Step, _ledger: Ledger) -> Complaints
 
 @sentence("P18", v.GrammarReady, v.SetPause, needs=WHOLE)
 def signal_is_remembered(step: Step, _ledger: Ledger) -> Complaints:
-    """A compiled grammar is marked as ready, also twice; a pause state is as set."""
+    """A compiled grammar is marked as ready, also if it is signalled twice; a pause state is as
+    set."""
     if isinstance(step.event, v.SetPause):
         return differing("pause_state", step.event.pause_state, step.after.pause_state)
     assert isinstance(step.event, v.GrammarReady)
@@ -401,7 +413,8 @@ def signal_is_remembered(step: Step, _ledger: Ledger) -> Complaints:
 
 @sentence("P18", v.Abort)
 def abort_ends_exactly_the_unfinished_it_names(step: Step, ledger: Ledger) -> Complaints:
-    """Those named and unfinished end, once each, in the order named; unknown ids do nothing."""
+    """An abort ends the unfinished requests that it names, once each, in the order named; unknown
+    ids have no effect."""
     assert isinstance(step.event, v.Abort)
     assert isinstance(step.observation, v.Aborted)
     expected = tuple(dict.fromkeys(name for name in step.event.request_ids if name in ledger.lives))
@@ -412,7 +425,7 @@ def abort_ends_exactly_the_unfinished_it_names(step: Step, ledger: Ledger) -> Co
 
 @sentence("P25", v.Reset, said_by="published_block_was_written_since_the_reset")
 def reset_empties_the_cache(step: Step, _ledger: Ledger) -> Complaints:
-    """After a reset that succeeded no block can be found, whoever published it."""
+    """A reset that succeeds leaves no block that can be hit."""
     assert isinstance(step.observation, v.ResetDone)
     if not step.observation.success:
         return ()
@@ -424,9 +437,10 @@ def reset_empties_the_cache(step: Step, _ledger: Ledger) -> Complaints:
 
 @sentence("P25", v.Reset, fixes="when a cache is emptied without force")
 def reset_succeeds_unless_blocks_are_held(step: Step, ledger: Ledger) -> Complaints:
-    """By force always; otherwise only if nobody holds a block, but for pins.
+    """A forced reset succeeds; another one only if no block is held, pins left out.
 
-    Not while a load is under way or a hold has no end; not the store's, where there is none.
+    It fails while a load has not ended or blocks are held for a transfer, and if it is for a store
+    that does not exist.
     """
     assert isinstance(step.event, v.Reset)
     assert isinstance(step.observation, v.ResetDone)
@@ -445,7 +459,8 @@ def reset_succeeds_unless_blocks_are_held(step: Step, ledger: Ledger) -> Complai
 
 @sentence("P25", v.Reset, said_by="attended_slot_was_written_since_the_reset")
 def forced_reset_preempts_all_who_run(step: Step, _ledger: Ledger) -> Complaints:
-    """By force nobody runs on with KV from before; otherwise no request changes."""
+    """A forced reset lets no request continue with older KV; a reset without force changes no
+    request."""
     assert isinstance(step.event, v.Reset)
     after = step.after
     assert isinstance(step.observation, v.ResetDone)
@@ -455,7 +470,7 @@ def forced_reset_preempts_all_who_run(step: Step, _ledger: Ledger) -> Complaints
             yield from differing(name, expected, getattr(after, name))
         return
     if after.running or after.prev_scheduled_req_ids or not _all_free(step, after, True):
-        yield Complaint("after a forced reset somebody still runs or holds a block")
+        yield Complaint("after a forced reset a request still runs or holds a block")
     for name, old in step.old.items():
         may_give = keeps_blocks(old) and any(old.block_tables)
         if name not in step.before.running and step.new.get(name) != old and not may_give:
@@ -466,7 +481,7 @@ def forced_reset_preempts_all_who_run(step: Step, _ledger: Ledger) -> Complaints
 
 @sentence("P25", v.Reset)
 def refused_reset_changes_nothing(step: Step, _ledger: Ledger) -> Complaints:
-    """A reset that says no leaves the cache as it is."""
+    """A reset that fails changes nothing."""
     assert isinstance(step.observation, v.ResetDone)
     if step.observation.success or step.before == step.after:
         return ()
@@ -474,7 +489,8 @@ def refused_reset_changes_nothing(step: Step, _ledger: Ledger) -> Complaints:
 
 
 def _all_free(step: Step, snapshot: v.Snapshot, but_for_frames: bool = False) -> bool:
-    """Whether no block is held; or none but those that wait for frames in flight."""
+    """Whether no block is held; with `but_for_frames` blocks that wait for frames in flight do not
+    count."""
     num_free, transfers = len(snapshot.free_queue), snapshot.transfers
     if but_for_frames and transfers is not None:
         num_free += len({block for it in transfers.deferred_frees for block in it.block_ids})

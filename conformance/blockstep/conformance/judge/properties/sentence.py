@@ -1,4 +1,4 @@
-"""Sentence: what must hold of one step, and the property of `properties.md` that it belongs to."""
+"""A property check of one step, with the property of `properties.md` that it belongs to."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from blockstep.conformance.protocol.findings import (
 from blockstep.spec import vocabulary as v
 
 ENDINGS = (v.Commit, v.Abort, v.GrammarFailed, v.TransfersReported)
-"""Events that may end requests, and whoever is left goes on as before."""
+"""Events that may end requests."""
 NO_FORKS = tuple([kind for kind in v.EVENT_TYPES if kind is not v.Fork])
-"""Events where there is a store or pins: nobody forks beside them."""
+"""Events that exist with a store or pins, which exclude forks."""
 
 
 class Complaint(NamedTuple):
-    """What is wrong with a step; the sentence that says so adds its name and property."""
+    """A defect of a step; the check that finds it adds its name and property."""
 
     message: str
     differences: tuple[Difference, ...] = ()
@@ -38,47 +38,47 @@ class Complaint(NamedTuple):
 
 Complaints: TypeAlias = Iterable[Complaint]
 Judge: TypeAlias = Callable[[Step, Ledger], Complaints]
-"""Says what is wrong with a step; nothing if it is right."""
+"""Returns what is wrong with a step; nothing if it is right."""
 T = TypeVar("T")
 WorkOut: TypeAlias = Callable[[Step, Ledger], T]
-"""Finds something of a step, from nothing but the step and what was known before it."""
+"""Computes a value from a step and what was known before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """A sentence that every step of some kinds must satisfy."""
+    """A check of every step of some kinds."""
 
     property_id: str
     sentence: str
-    """Its name: what should hold."""
+    """The name, which says what should hold."""
     explanation: str
     kinds: tuple[type, ...]
-    """Event types whose accepted steps it judges; `Rejected` for every refused one."""
+    """Event types whose accepted steps it checks; `Rejected` for rejected ones."""
     judge: Judge = field(repr=False)
     needs: str = ""
-    """A field of the config without which it says nothing, and is not asked."""
+    """A setting without which it has nothing to check and is not made."""
     of: str = ""
-    """What of a step it speaks of, a field of `Step`: where there is none, it is not asked."""
+    """A field of `Step` that it is about: it is not made where the field is empty."""
     fixes: str = ""
-    """The policy that it would fix for an engine that decides otherwise, so that `safety` does not
-    ask it."""
+    """The policy that it would impose on an engine that decides otherwise, so that `safety` leaves
+    it out."""
     said_by: str = ""
-    """Likewise: the sentence that `safety` asks in its place, for it sees the same from outside."""
+    """The check that `safety` makes in its place, since it sees the same from outside."""
 
     @property
     def is_asked_at_safety(self) -> bool:
-        """Whether it holds for every engine, and nothing else says the same."""
+        """Whether it holds for every engine, and no other check sees the same."""
         return not (self.fixes or self.said_by)
 
     @property
     def why_not_at_safety(self) -> str:
-        """Why `safety` does not ask it, in words; "" if it does."""
+        """The reason why `safety` leaves it out, in words; "" if it does not."""
         if self.said_by:
             return f"there {self.said_by} sees the same from outside"
         return f"it fixes a policy: {self.fixes}" if self.fixes else ""
 
     def __call__(self, step: Step, ledger: Ledger) -> list[Finding]:
-        """What is wrong; `ledger` knows everything up to this step, without it."""
+        """Return the findings about a step; `ledger` knows everything before it."""
         return [self.finding(*complaint) for complaint in self.judge(step, ledger)]
 
     def finding(
@@ -87,12 +87,12 @@ class Sentence:
         differences: tuple[Difference, ...] = (),
         subjects: Subjects = NO_SUBJECTS,
     ) -> Finding:
-        """What is found, in the name of this sentence."""
+        """Return a finding with the name of this check."""
         return violated(self.property_id, self.sentence, message, *differences, subjects=subjects)
 
 
 def once_a_step(work_out: WorkOut[T]) -> WorkOut[T]:
-    """Have what several sentences ask of a step worked out once. None of them may change it."""
+    """Compute a value once per step for all checks that ask for it. They must not change it."""
 
     @wraps(work_out)
     def get(step: Step, ledger: Ledger) -> T:
@@ -106,14 +106,14 @@ def once_a_step(work_out: WorkOut[T]) -> WorkOut[T]:
 
 
 def judge(sentences: Iterable[Sentence], step: Step, ledger: Ledger) -> list[Finding]:
-    """What some sentences say of a step."""
+    """Return the findings of some checks about a step."""
     findings: list[Finding] = []
     for sentence in sentences:
         try:
             for complaint in sentence.judge(step, ledger):
                 findings += (sentence.finding(*complaint),)
         except Exception as error:
-            # Plan and states contradict each other so much that the sentence has no meaning.
+            # Plan and states contradict each other so much that the check has no meaning.
             what = f"the step makes no sense: {tell_error(error)}"
             findings.append(sentence.finding(what))
     return findings
@@ -127,7 +127,7 @@ def sentence(
     fixes: str = "",
     said_by: str = "",
 ) -> Callable[[Judge], Sentence]:
-    """Make a sentence of a function whose name says it."""
+    """Make a check of a function, named after it."""
 
     def wrap(judge: Judge) -> Sentence:
         name, text = getattr(judge, "__name__", ""), judge.__doc__ or ""
@@ -139,7 +139,7 @@ def sentence(
 def differing(
     what: str, expected: object, seen: object, subjects: Subjects = NO_SUBJECTS
 ) -> Complaints:
-    """A complaint if two values differ."""
+    """Return what is wrong with a value, if it is not the expected one."""
     if expected == seen:
         return ()
     return (unequal(f"{what} is not as it should be", what, expected, seen, subjects),)
@@ -157,20 +157,15 @@ def differing_blocks(
     return differing(what, expected, seen, blocks_apart(expected, seen))
 
 
-def each_differing(*triples: tuple[str, object, object]) -> Complaints:
-    """A complaint for each of several things whose two values differ."""
-    return [complaint for triple in triples for complaint in differing(*triple)]
-
-
 def unequal(
     message: str, what: str, expected: object, seen: object, subjects: Subjects = NO_SUBJECTS
 ) -> Complaint:
-    """A complaint about one value, with what is demanded and what is seen."""
+    """Return what is wrong with one value, with the expected and the seen one."""
     return Complaint(message, list_differences(what, expected, seen), subjects)
 
 
 def list_differences(what: str, expected: object, seen: object) -> tuple[Difference, ...]:
-    """The fields in which two records of one type differ; of other values one difference."""
+    """The fields in which two records of one type differ; one difference for other values."""
     if is_dataclass(expected) and type(expected) is type(seen):
         names = [part.name for part in fields(expected) if part.compare]
         triples = [(name, getattr(expected, name), getattr(seen, name)) for name in names]
@@ -181,5 +176,5 @@ def list_differences(what: str, expected: object, seen: object) -> tuple[Differe
 
 
 def difference(what: str, expected: object, seen: object) -> Difference:
-    """A difference between what is demanded and what is seen."""
+    """Return a difference between the expected and the seen value."""
     return Difference(what, shown(expected), shown(seen))

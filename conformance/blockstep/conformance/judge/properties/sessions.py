@@ -1,4 +1,4 @@
-"""Sessions: P13 what is delivered and what a client brings make one text, and nothing is lost."""
+"""Sessions: P13 outputs and inputs form one token sequence, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ RESTING = v.Status.WAITING_FOR_STREAMING_REQ
 
 @sentence("P13", v.Commit, v.StreamingUpdate, needs=WHOLE)
 def session_goes_on_behind_all_but_its_last_token(step: Step, ledger: Ledger) -> Complaints:
-    """A stop lets a session rest, or go on with its next chunk; then its prompt is all that it knew
-    but the last token, and the chunk. What comes before the stop waits for it."""
+    """A session that stops is idle or continues with its next input: its prompt is then all its
+    known tokens but the last one, and the input. An input that comes before the stop waits for it.
+    """
     for name, new in step.new.items() if ledger.has_sessions else ():
         life = ledger.lives.get(name)
         if life is None or life.session is None or name in ledger.list_ended(step):
@@ -29,10 +30,10 @@ def session_goes_on_behind_all_but_its_last_token(step: Step, ledger: Ledger) ->
         due = (request.prompt_token_ids, len(session.updates), session.is_resting)
         seen = (new.prompt_token_ids, new.num_streaming_updates, new.status is RESTING)
         if seen != due:
-            what = f"{name!r} is not what its chunks make it"
+            what = f"{name!r} is not what its inputs make it"
             yield unequal(
                 what,
-                "prompt, chunks to come, whether it rests",
+                "prompt, inputs that wait, whether it is idle",
                 due,
                 seen,
                 subjects=of_request(name),
@@ -41,7 +42,7 @@ def session_goes_on_behind_all_but_its_last_token(step: Step, ledger: Ledger) ->
 
 @sentence("P13", v.StreamingUpdate)
 def end_of_its_input_ends_who_rests(step: Step, ledger: Ledger) -> Complaints:
-    """A session that rests ends when no more comes; any other ends at its stop."""
+    """The end of its input ends an idle session; any other session ends at its stop."""
     assert isinstance(step.event, v.StreamingUpdate)
     update = step.event.request
     session = ledger.lives[update.request_id].session

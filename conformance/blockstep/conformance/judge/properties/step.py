@@ -1,7 +1,7 @@
-"""Step: one event, its answer and the states around it, with what follows from them.
+"""Step: one event with its answer, the states before and after it, and what follows from these.
 
-A step is judged on its own facts. What an engine was told and has answered before is in the
-`Ledger`; nothing here knows how a scheduler decides.
+A step is judged by its own facts. The `Ledger` has what the engine was given and answered before.
+Nothing here knows how a scheduler decides.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class once(Generic[T]):  # noqa: N801 - stands where a decorator does
-    """What follows from a step, worked out when it is first asked for.
+    """A property of a step that is computed on first access and kept.
 
     `functools.cached_property` does the same under a lock, and a step is asked ten times.
     """
@@ -40,17 +40,17 @@ _get_standing = attrgetter(
     *("requests", "waiting", "skipped_waiting", "running", "ref_counts", "free_queue"),
     *("block_keys", "cached", "transfers", "pins"),
 )
-"""What stands between two steps; parts that are the same objects are compared at once."""
+"""The parts of a state that most events leave unchanged; identical objects compare at once."""
 
 
 def is_parked(request: v.RequestSnapshot) -> bool:
-    """Whether a request waits for KV that is loaded, or has come."""
+    """Whether a request waits for an asynchronous load, or for its admission after one."""
     return request.status is v.Status.WAITING_FOR_REMOTE_KVS
 
 
 def keeps_blocks(request: v.RequestSnapshot) -> bool:
-    """Whether a request that does not run may hold blocks: a session, one that is parked, or a
-    branch that has not run yet."""
+    """Whether a request that is not running may hold blocks: a session, one with an asynchronous
+    load, or a branch before its first row."""
     status = request.status
     if request.prompt_token_ids or status is v.Status.WAITING_FOR_REMOTE_KVS:
         return True
@@ -58,20 +58,21 @@ def keeps_blocks(request: v.RequestSnapshot) -> bool:
 
 
 class RowKind(StrEnum):
-    """How a request came into a plan."""
+    """The way in which a request got into a plan."""
 
     RUNNING = "running"
     NEW = "new"
     RESUMED = "resumed"
     CONTINUED = "continued"
-    """A session, a branch, or one whose load has come, announced behind the blocks it kept."""
+    """A session, a branch or a request whose load is done: admitted with the blocks that it kept.
+    """
     PARKED = "parked"
-    """No row: it is given the blocks of an asynchronous load."""
+    """No row: the request gets blocks for an asynchronous load."""
 
 
 @wide_dataclass(frozen=True, slots=True)
 class PlannedRow:
-    """One row of a plan, new and cached ones alike."""
+    """One row of a plan, new or cached."""
 
     request_id: v.RequestId
     kind: RowKind
@@ -81,24 +82,24 @@ class PlannedRow:
     gained_tables: v.BlockTables
     """Per KV group. Running: blocks appended. Admitted: blocks after the hits."""
     hit_tables: v.BlockTables
-    """Per KV group: the part of its table that the prefix hit fills, null blocks for what is not
-    attended to any more; empty for a running row that is not remapped."""
+    """Per KV group: the part of the table that the prefix hit fills, with null blocks for skipped
+    blocks; empty for a running row that is not remapped."""
     drafts: v.TokenIds = ()
     is_remapped: bool = False
-    """Running, with another block table: `hits` and `gained` are the whole of it."""
+    """Running, with another block table: `hits` and `gained` are the whole table."""
     moved: frozenset[v.BlockId] = frozenset()
-    """Blocks for states behind drafts: appended again they are no new ones."""
+    """State blocks of drafts; where one is appended again it is not a new block."""
     num_external: int = 0
-    """Tokens behind the hit that a store loads, before the first that runs."""
+    """Tokens after the hit that a store loads, before the first token that runs."""
     kept_tables: v.BlockTables = ()
-    """Per KV group: of one that goes on with copies of blocks, those in the places of its old ones;
-    empty for others."""
+    """Per KV group, for a request that continues with copied blocks: the blocks in the places of
+    its old ones; empty for others."""
     copies: tuple[tuple[v.BlockCopy, ...], ...] = ()
-    """Per KV group: blocks that others hold as well, each exchanged for a new one; likewise."""
+    """Per KV group, for the same requests: shared blocks, each replaced by a new one."""
 
     @property
     def gained(self) -> tuple[v.BlockId, ...]:
-        """Blocks gained, in the order of groups; in each, copies first."""
+        """Blocks gained, in the order of groups; in each group the copies first."""
         tables = self.gained_tables
         if self.copies:
             pairs = zip(self.copies, tables, strict=True)
@@ -118,7 +119,7 @@ class PlannedRow:
 
     @property
     def num_hit(self) -> int:
-        """Tokens of the hit of one who was admitted, or parked."""
+        """Tokens of the prefix hit of a request that was admitted, or that waits for its load."""
         return self.first - self.num_external
 
     @property
@@ -128,13 +129,13 @@ class PlannedRow:
 
 
 def is_exchanged(before: v.BlockId, after: v.BlockId) -> bool:
-    """Whether another block stands in a place of a table, and none was given back there."""
+    """Whether a place of a block table has another block, and none was given back there."""
     return v.NULL_BLOCK not in (before, after) and before != after
 
 
 @dataclass
 class Step:
-    """One event that an engine took, and the snapshots before and after it."""
+    """One event that an engine accepted, and the snapshots before and after it."""
 
     config: v.Config
     index: int
@@ -143,11 +144,11 @@ class Step:
     before: v.Snapshot
     after: v.Snapshot
     worked_out: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
-    """What sentences have found of it, by how: see `sentence.once_a_step`."""
+    """Results that several checks share, by function: see `sentence.once_a_step`."""
 
     @once
     def groups(self) -> tuple[v.KVGroup, ...]:
-        """The KV groups, also where there is one."""
+        """The KV groups, also where there is only one."""
         return self.config.kv_groups
 
     @once
@@ -167,27 +168,28 @@ class Step:
 
     @once
     def changes(self) -> bool:
-        """Whether a request, a queue or the pool is another than before.
+        """Whether requests, queues or pool differ from before the step.
 
-        What has been said of a state need not be said again of the same one.
+        A check of a state need not be made again on an equal state.
         """
         return _get_standing(self.before) != _get_standing(self.after)
 
     @once
     def is_for_somebody(self) -> bool:
-        """Whether a plan has rows or loads, or preempted anybody."""
+        """Whether a plan has rows or loads, or preempted a request."""
         plan = self.plan
         return bool(plan.new or plan.cached or plan.kv_loads or self.preempted)
 
     @once
     def acts(self) -> bool:
-        """Whether a plan may have taken or given back a block: it is for somebody, or pins end."""
+        """Whether a plan may have taken or freed a block: it has rows, loads or victims, or there
+        are pins."""
         pins = self.before.pins
         return self.is_for_somebody or (pins is not None and bool(pins.pins))
 
     @once
     def preempted(self) -> list[v.RequestId]:
-        """Who ran before the step and is preempted after it, in running order."""
+        """Requests that ran before the step and are preempted after it, in running order."""
         new = self.new
         return [
             name
@@ -197,7 +199,7 @@ class Step:
 
     @once
     def victims(self) -> set[v.RequestId]:
-        """Who ran before the step and was preempted in it, admitted again in it or not."""
+        """Requests that were preempted in the step, also those that it admitted again."""
         plan = self.observation
         rows = plan.cached if isinstance(plan, v.Plan) else ()
         again = [row.request_id for row in rows if row.resumed and row.request_id in self.place]
@@ -205,40 +207,40 @@ class Step:
 
     @once
     def admits_nobody(self) -> bool:
-        """Whether a plan did not get as far as to admit: it preempted, or admission is closed."""
+        """Whether a plan ended before the waiting phase: it preempted, or admission is closed."""
         return bool(self.preempted) or self.after.admission_closed
 
     @once
     def place(self) -> dict[v.RequestId, int]:
-        """Where each request that ran stood in the running list."""
+        """Index of each request in the running list before the step."""
         return {name: index for index, name in enumerate(self.before.running)}
 
     @once
     def plan(self) -> v.Plan:
-        """The answer of a Schedule."""
+        """The plan that answers a `Schedule`."""
         assert isinstance(self.observation, v.Plan), "only an accepted Schedule has a plan"
         return self.observation
 
     @once
     def commit(self) -> v.Commit:
-        """The event, which is a commit."""
+        """The event as a `Commit`."""
         assert isinstance(self.event, v.Commit), "another event is no commit"
         return self.event
 
     @once
     def sampled(self) -> dict[v.RequestId, v.TokenIds]:
-        """What each request sampled, as a commit says."""
+        """Tokens that each request sampled, from the `Commit`."""
         return {row.request_id: row.token_ids for row in self.commit.sampled}
 
     @once
     def output_rows(self) -> tuple[v.OutputRow, ...]:
-        """The answer of a Commit."""
+        """The output rows that answer a `Commit`."""
         assert isinstance(self.observation, v.Outputs), "only an accepted Commit has outputs"
         return self.observation.rows
 
     @once
     def ended(self) -> list[v.RequestId]:
-        """Whom a commit, a report or an abort ended, in the order of its answer."""
+        """Requests that a commit, a report or an abort ended, in the order of its answer."""
         if isinstance(self.observation, v.Aborted):
             return list(self.observation.request_ids)
         if not isinstance(self.observation, v.Outputs):
@@ -247,13 +249,13 @@ class Step:
 
     @once
     def failed(self) -> list[v.RequestId]:
-        """Whom a commit or a report ended with an error, in the order of its answer."""
+        """Requests that a commit or a report ended with an error, in the order of its answer."""
         error = v.FinishReason.ERROR
         return [row.request_id for row in self.output_rows if row.finish_reason is error]
 
     @once
     def delivered(self) -> dict[v.RequestId, v.TokenIds]:
-        """What a commit brings each request."""
+        """Tokens that a commit delivers to each request."""
         return {row.request_id: row.new_token_ids for row in self.output_rows}
 
     @once
@@ -276,17 +278,17 @@ class Step:
 
     @once
     def loads(self) -> dict[v.RequestId, v.KVLoad]:
-        """What a plan has loaded for each request."""
+        """The load that a plan starts for each request."""
         return {load.request_id: load for load in self.plan.kv_loads}
 
     @once
     def parked(self) -> list[PlannedRow]:
-        """Who is given blocks for an asynchronous load, in the order of the plan."""
+        """Requests that get blocks for an asynchronous load, in the order of the plan."""
         found = []
         for load in self.plan.kv_loads:
             if load.is_async and load.request_id in self.old:
                 start = load.num_computed_tokens + load.num_external_tokens
-                # Behind what is loaded a state has blocks for drafts, of which no plan tells.
+                # After the loaded blocks come state blocks of drafts, which no plan shows.
                 new = self.new.get(load.request_id)
                 tables = load.block_ids if new is None else new.block_tables
                 hits, gained = self._cut(tables, load.num_computed_tokens)
@@ -301,12 +303,13 @@ class Step:
 
     @once
     def askers(self) -> list[PlannedRow]:
-        """Newcomers and parked ones: all who were given blocks behind a hit."""
+        """Requests that got blocks after a prefix hit: admitted ones, and those that wait for a
+        load."""
         return self.newcomers + self.parked if self.plan.kv_loads else self.newcomers
 
     def _kind_of(self, row: v.NewRow | v.CachedRow) -> RowKind:
-        """A new or resumed row, or one of who goes on with the blocks that it had: a session, or
-        one whose load has come, and was not lost as a whole."""
+        """The kind of a new or resumed row: CONTINUED for a session, a branch or a finished load
+        that keeps its blocks."""
         old = self.old.get(row.request_id)
         kind = RowKind.NEW if isinstance(row, v.NewRow) else RowKind.RESUMED
         if old is None or not any(old.block_tables) or row.request_id in self.loads:
@@ -317,7 +320,7 @@ class Step:
         pairs = zip(old.block_tables, tables, strict=True)
         is_kept = row.num_computed_tokens == old.num_computed_tokens and all(
             len(told) >= len(held)
-            # What is attended to no more was given back on the way, what is shared was copied.
+            # Skipped blocks were given back since, shared ones were copied.
             and all(
                 one in (block, v.NULL_BLOCK) or v.BlockCopy(block, one) in self.plan.block_copies
                 for one, block in zip(told, held, strict=False)
@@ -328,13 +331,13 @@ class Step:
 
     @once
     def newcomers(self) -> list[PlannedRow]:
-        """Of the admitted rows those of who held nothing: they may ask the cache."""
+        """Admitted rows of requests that held no blocks, which may have a prefix hit."""
         return [row for row in self.admitted_rows if row.kind is not RowKind.CONTINUED]
 
     @once
     def giving(self) -> list[v.RequestId]:
-        """Who held blocks without running, and gave them to another: sessions, branches, and those
-        whose load has come, or was lost as a whole."""
+        """Requests that held blocks without running and whose blocks the step reclaimed: sessions,
+        branches, and finished or failed loads."""
         runs = v.Status.RUNNING
         resting = [
             old
@@ -365,10 +368,11 @@ class Step:
 
     @once
     def hides_what_was_given(self) -> bool:
-        """Whether pins, or who held blocks without running, gave them back at a time not seen.
+        """Whether blocks of pins or of idle requests were reclaimed at an unknown point of the
+        step.
 
-        Where nobody ran, one may have given them to who was admitted or parked before it, and hit
-        them again.
+        Where nothing ran, the blocks may have been reclaimed for a request that was admitted
+        earlier in the step, and hit again.
         """
         if self.giving or self.given_pins:
             return True
@@ -407,7 +411,8 @@ class Step:
     def _copying(
         self, row: v.NewRow | v.CachedRow, kind: RowKind, tables: v.BlockTables
     ) -> PlannedRow:
-        """A row whose whole tables are told, of one that goes on with what it held, or copies."""
+        """A row with whole block tables, of a request that continues with the blocks it held or
+        their copies."""
         held = [*zip(self.old[row.request_id].block_tables, tables, strict=True)]
         kept = tuple([told[: len(old)] for old, told in held])
         gained = tuple([told[len(old) :] for old, told in held])
@@ -427,13 +432,13 @@ class Step:
         )
 
     def _cut(self, tables: v.BlockTables, num_hit: int) -> tuple[v.BlockTables, v.BlockTables]:
-        """Tables behind and before the end of a hit: what it fills, and the rest."""
+        """Split block tables at the end of a prefix hit: what the hit fills, and the rest."""
         held = [*zip(tables, self.block_sizes, strict=True)]
         hits = tuple([table[: num_hit // size] for table, size in held])
         return hits, tuple([table[num_hit // size :] for table, size in held])
 
     def tables_of(self, row: PlannedRow) -> v.BlockTables:
-        """The block tables that a plan gives the request of a row, nothing given back."""
+        """The block tables that a plan gives the request of a row, skipped blocks included."""
         tables = row.hit_tables
         is_kept = row.kind in (RowKind.RUNNING, RowKind.CONTINUED)
         if is_kept and not row.is_remapped:

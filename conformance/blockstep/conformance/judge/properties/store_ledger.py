@@ -1,6 +1,6 @@
-"""What is known of a store: loads and holds under way, from events and answers up to now.
+"""The state of a store that follows from events and answers: loads, reads and holds.
 
-Part of the `Ledger`. What a report means is worked out here, for those who judge what came of it.
+Part of the `Ledger`. It also works out what a report of transfers means, for the checks.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from blockstep.spec import vocabulary as v
 
 
 def has_lost_all(config: v.Config, request: v.RequestSnapshot) -> bool:
-    """Whether a request keeps its blocks only to give them back, once its load has come to its end:
-    of that nothing is left."""
+    """Whether nothing of a request's load is present, so that it keeps its blocks only to give them
+    back."""
     return is_parked(request) and not request.num_computed_tokens and loses_all(config)
 
 
 @dataclass(slots=True)
 class StoreLedger:
-    """Everything learnt of transfers. Without a connector nothing is."""
+    """Everything learnt about transfers; empty without a connector."""
 
     config: v.Config
     transfers: Transfers = field(default_factory=Transfers)
     unsettled: dict[v.RequestId, v.FrameId] = field(default_factory=dict)
-    """Who runs, and by which frame in flight it is loaded."""
+    """Running requests with an unconfirmed load, and the frame in flight that loads it."""
     held: dict[v.RequestId, v.HeldBlocks] = field(default_factory=dict)
-    """What ended requests have left with the store, as the last state shows."""
+    """Blocks of ended requests that transfers hold, as the last state shows."""
     parked: dict[v.RequestId, v.KVLoad] = field(default_factory=dict)
-    """The last asynchronous load of each request; also behind its end."""
+    """The last asynchronous load of each request, kept after its end."""
     parked_as: dict[v.RequestId, v.Status] = field(default_factory=dict)
-    """What they were when they were parked."""
+    """The status of each request before its asynchronous load."""
 
     def record(self, step: Step, live: Iterable[v.RequestId]) -> None:
-        """Learn from an event of which the rest of the ledger has learnt already."""
+        """Learn from an event; the rest of the ledger has recorded it already."""
         transfers = self.transfers
         match step.event, step.observation:
             case v.KVOffer(request_id=name) as offer, _ if name in live:
@@ -70,15 +70,15 @@ class StoreLedger:
         self.held = {} if after is None else {held.request_id: held for held in after.held}
 
     def end(self, name: v.RequestId) -> None:
-        """A request ends."""
+        """Note that a request ended."""
         self.transfers.end(name)
         self.unsettled.pop(name, None)
 
-    # What an event that is not recorded yet means.
+    # The meaning of an event that is not recorded yet.
 
     def count_loaded(self, step: Step, row: PlannedRow) -> int:
-        """Tokens before an admitted row that a store loaded: in the row's own plan, or while its
-        request was parked."""
+        """Tokens before an admitted row that a store loaded, by the plan of the row or
+        asynchronously."""
         name = row.request_id
         load = step.loads.get(name)
         if load is not None:
@@ -89,26 +89,26 @@ class StoreLedger:
         return max(row.first - self.parked[name].num_computed_tokens, 0)
 
     def get_report(self, step: Step) -> v.KVTransfers:
-        """What a worker reports with an event."""
+        """The report of transfers in an event."""
         if isinstance(step.event, (v.Commit, v.TransfersReported)):
             return step.event.transfers
         return v.NO_TRANSFERS
 
     def list_arrived(self, step: Step) -> list[v.RequestId]:
-        """Requests whose load is under way until this event reports its end."""
+        """Requests whose load this event reports as done."""
         return [it for it in self.get_report(step).finished_recving if it in self.transfers.loading]
 
     def list_read(self, step: Step) -> list[v.RequestId]:
-        """Ended requests whose blocks the store reads until this event reports its end."""
+        """Ended requests whose blocks the store has read, as this event reports."""
         return [it for it in self.get_report(step).finished_sending if it in self.transfers.sending]
 
     def is_under_way(self, request: v.RequestSnapshot) -> bool:
-        """Whether a request is parked, and the end of its load was not reported."""
+        """Whether a request waits for a load whose end was not reported."""
         return is_parked(request) and request.request_id in self.transfers.loading
 
     def find_hold(self, request: v.RequestSnapshot) -> v.HeldBlocks | None:
-        """What a request leaves with the store if it ends as it is: a load that is under way, or
-        blocks that the store wants to read. None: it gives its blocks back."""
+        """The hold that a request leaves if it ends now: for its load, or for the store's read of
+        its blocks. None if its blocks become free."""
         name, is_recving = request.request_id, self.is_under_way(request)
         is_sending = self.transfers.get_offer(name).delays_free
         if not any(request.block_tables) or not (is_recving or is_sending):
@@ -116,13 +116,13 @@ class StoreLedger:
         return v.HeldBlocks(name, request.block_tables, is_recving, is_sending)
 
     def is_unsettled_after(self, step: Step, name: v.RequestId) -> bool:
-        """Whether one who has a row in a plan may not have what was loaded for it."""
+        """Whether the load of a request with a row is unconfirmed after a plan."""
         load = step.loads.get(name) if step.plan.kv_loads else None
         return name in self.unsettled or (load is not None and not load.is_async)
 
     def find_failed(self, step: Step) -> dict[v.RequestId, int]:
-        """Parked ones of whose load a block is reported as invalid, in the order of the queues, and
-        how many leading tokens of each are there."""
+        """Requests with an asynchronous load of which a block is reported as invalid, in queue
+        order, with the number of leading tokens that are present."""
         invalid = self.get_report(step).invalid_block_ids
         found: dict[v.RequestId, int] = {}
         if invalid:
@@ -135,11 +135,11 @@ class StoreLedger:
         return found
 
     def find_void(self, step: Step, sampling: Iterable[v.RequestId]) -> dict[v.RequestId, int]:
-        """Whose row of the frame that is answered is void, for its load has failed, in the order of
-        the plan, and how many leading tokens of each are there.
+        """Requests whose row in the committed frame is void because their load failed, in the order
+        of the plan, with the number of leading tokens that are present.
 
-        Who runs and holds the blocks of that load still; and who does not run, and waits for tokens
-        of frames in flight, `sampling`: those are void as well.
+        A running request must still hold the blocks of that load. A request that does not run is
+        included if it waits for tokens of frames in flight (`sampling`), which are void, too.
         """
         report, found = self.get_report(step), dict[v.RequestId, int]()
         if not (isinstance(step.event, v.Commit) and report.invalid_block_ids):
@@ -155,7 +155,7 @@ class StoreLedger:
         return found
 
     def list_lost(self, step: Step, sampling: Iterable[v.RequestId]) -> list[v.RequestId]:
-        """Who runs, and is preempted by a commit, for its load has failed and leaves nothing."""
+        """Running requests that a commit preempts because nothing of their load is present."""
         policy = self.config.kv_load_failure_policy
         if policy is not v.KVLoadFailurePolicy.RECOMPUTE or not loses_all(self.config):
             return []
@@ -163,7 +163,7 @@ class StoreLedger:
         return [name for name in void if self.unsettled.get(name) == step.commit.frame_id]
 
     def list_settled(self, step: Step) -> list[v.RequestId]:
-        """Who is settled by a commit: it runs, and all that was loaded for it is there."""
+        """Running requests whose load a commit confirms."""
         if not (isinstance(step.event, v.Commit) and self.unsettled):
             return []
         frame_id = step.event.frame_id

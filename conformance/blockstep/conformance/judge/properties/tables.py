@@ -1,9 +1,9 @@
-"""Tables (P5, P8): where not all is attended to, what a request holds is what it attends to.
+"""Tables (P5, P8): with windows, chunks or states a request holds the blocks that it attends to.
 
-    | attended to no more |       attended to       |          before a token at `certain`
+    |   skipped blocks    |       attended to       |          before a token at `certain`
     |     null blocks     |          held           |
 
-`certain` is where a request goes on if every draft in flight is rejected.
+`certain` is the position at which a request continues if every draft in flight is rejected.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from blockstep.spec import vocabulary as v
 
 @sentence("P5", v.Schedule, v.Commit, needs="groups")
 def attended_blocks_are_held(step: Step, ledger: Ledger) -> Complaints:
-    """A null block stands only for what no token attends to that may still be computed.
+    """A null block takes the place only of a block that no token attends to that may still be
+    computed.
 
-    Also if every draft in flight is rejected. What of a row's own step is attended to is said by
-    the worker, which reads it.
+    This holds even if every draft in flight is rejected. The worker checks what a row reads in its
+    own step.
     """
     nulls = [
         (request, at, table)
@@ -36,12 +37,12 @@ def attended_blocks_are_held(step: Step, ledger: Ledger) -> Complaints:
         group = step.config.groups[at]
         certain = request.num_computed_tokens - in_doubt.get(request.request_id, 0)
         end = count_unattended(group, certain)
-        if is_recurrent(group):  # in one of these it stands
+        if is_recurrent(group):  # its state is in one of these
             end = max(len(table) - 1 - group.num_speculative_blocks, 0)
         if v.NULL_BLOCK in table[end:]:
             index = table.index(v.NULL_BLOCK, end)
             yield Complaint(
-                f"{request.request_id!r} goes on at position {certain} at the earliest, and has "
+                f"{request.request_id!r} continues at position {certain} at the earliest, and has "
                 f"no block at index {index} of group {at}, which it attends to",
                 subjects=of_request(request.request_id),
             )
@@ -49,9 +50,9 @@ def attended_blocks_are_held(step: Step, ledger: Ledger) -> Complaints:
 
 @sentence("P8", v.Schedule, needs="groups", fixes="when blocks are taken and given back")
 def row_has_given_back_what_it_attends_to_no_more(step: Step, ledger: Ledger) -> Complaints:
-    """Who gets a row holds no block that none of its tokens attends to.
+    """A request with a row holds no skipped block.
 
-    When to give back is a policy: an engine could wait. It is pinned because admissions count on
+    When to give them back is a policy: an engine could wait. It is fixed because admissions rely on
     it, and the order of eviction depends on it.
     """
     in_doubt = ledger.count_drafts_in_flight()
@@ -67,6 +68,6 @@ def row_has_given_back_what_it_attends_to_no_more(step: Step, ledger: Ledger) ->
                 kept = [block for block in table[:end] if block != v.NULL_BLOCK]
                 yield Complaint(
                     f"{name!r} runs from position {row.first} on and keeps blocks {kept} "
-                    f"of group {at}, which it attends to no more",
+                    f"of group {at}, which it skips",
                     subjects=of_request(name),
                 )

@@ -1,4 +1,4 @@
-"""Telling: P20 who reads the log of KV events alone knows what can be found, at every answer."""
+"""Telling: P20 the log of KV events alone describes the prefix cache, at every answer."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ _TELLING = (v.Outputs, v.ResetDone)
 
 
 def told_by(step: Step) -> tuple[v.KVEvent, ...]:
-    """What an answer tells of blocks; nothing where it is of another kind."""
+    """The KV events of an answer; () if its type has none."""
     seen = step.observation
     return seen.kv_events if isinstance(seen, _TELLING) else ()
 
 
 @once_a_step
 def followed(step: Step, ledger: Ledger) -> tuple[Counter[v.BlockKey], list[v.BlockKey]]:
-    """Copies of each key as the log tells them after a step, and those removed from nowhere."""
+    """The copies of each key by the log after a step, and the keys removed that had no copy."""
     follower: Follower = ledger.follower.copy()
     unknown = follower.follow(told_by(step))
     return follower.copies, unknown
 
 
 def count_findable(snapshot: v.Snapshot) -> Counter[v.BlockKey]:
-    """Copies of each key in a state."""
+    """The number of copies of each key in a state."""
     return Counter({key: len(blocks) for key, blocks in snapshot.cached.items()})
 
 
 @sentence("P20", v.Commit, v.TransfersReported, v.Reset, needs="enable_kv_cache_events")
 def log_tells_what_can_be_found(step: Step, ledger: Ledger) -> Complaints:
-    """Behind each answer that tells of blocks, who has read them all knows what is findable.
+    """After each answer with KV events, the log describes exactly the cached blocks.
 
-    Copies of one key are counted. A reset that came to nothing tells nothing, nor does an engine
-    that was not asked to. A plan for nobody, which nobody answers, has nothing to tell (P7).
+    Copies of one key are counted. A reset that failed has no events, nor has an engine that was not
+    asked for them. A plan without rows, which has no commit, has nothing to log (P7).
     """
     if isinstance(step.observation, v.ResetDone) and not step.observation.success:
         yield from differing("kv_events of a reset that was refused", (), told_by(step))
@@ -57,7 +57,7 @@ def log_tells_what_can_be_found(step: Step, ledger: Ledger) -> Complaints:
     findable = count_findable(step.after)
     if copies != findable:
         yield Complaint(
-            "who follows the log does not know what is cached",
+            "the log and the prefix cache differ",
             tuple(
                 difference(f"copies of {name_key(key)}", findable[key], copies[key])
                 for key in _list_differing(findable, copies)
@@ -67,7 +67,7 @@ def log_tells_what_can_be_found(step: Step, ledger: Ledger) -> Complaints:
 
 @sentence("P20", v.Commit, v.TransfersReported, v.Reset, needs="enable_kv_cache_events")
 def log_removes_what_was_there(step: Step, ledger: Ledger) -> Complaints:
-    """What is removed was stored before it, in the order in which it is told."""
+    """A removed block was stored before, in the order of the log."""
     _, unknown = followed(step, ledger) if told_by(step) else ({}, [])
     for key in unknown:
         yield Complaint(f"{name_key(key)} is removed, and no copy of it is left")
@@ -75,7 +75,7 @@ def log_removes_what_was_there(step: Step, ledger: Ledger) -> Complaints:
 
 @sentence("P20", v.Commit, v.TransfersReported, v.Reset, needs="enable_kv_cache_events")
 def stored_blocks_are_told_as_they_are(step: Step, _ledger: Ledger) -> Complaints:
-    """Blocks that are told together follow one upon the other, with their parent and tokens."""
+    """Blocks stored by one event follow each other, and the event has their parent and tokens."""
     for event in told_by(step):
         if isinstance(event, v.BlockStored):
             yield from _judge_stored(step, event)
@@ -94,7 +94,7 @@ def _judge_stored(step: Step, event: v.BlockStored) -> Iterator[Complaint]:
     links = size // step.config.block_size
     for before, key in pairwise(event.keys):
         if _behind(key, links) != before:
-            yield Complaint(f"{name_key(key)} is told behind {name_key(before)}")
+            yield Complaint(f"{name_key(key)} is stored after {name_key(before)}")
     due = {
         "parent": _behind(first, links),
         "token_ids": tuple([token for key in event.keys for token in _tokens_of(key, links)]),
@@ -105,11 +105,11 @@ def _judge_stored(step: Step, event: v.BlockStored) -> Iterator[Complaint]:
     for name, right in due.items():
         seen = getattr(event, name)
         if seen != right:
-            yield unequal(f"{name_key(first)} is told with another {name}", name, right, seen)
+            yield unequal(f"{name_key(first)} is stored with another {name}", name, right, seen)
 
 
 def _behind(key: v.BlockKey, links: int) -> v.BlockKey | None:
-    """The key of the block before this one in its group, of so many links each."""
+    """The key of the block before this one in its group, whose blocks have `links` keys each."""
     before: v.BlockKey | None = key
     for _ in range(links):
         before = before and before.parent
@@ -124,5 +124,5 @@ def _tokens_of(key: v.BlockKey, links: int) -> list[v.TokenId]:
 def _list_differing(
     left: Mapping[v.BlockKey, int], right: Mapping[v.BlockKey, int]
 ) -> list[v.BlockKey]:
-    """Keys of which the two have not as many copies."""
+    """Keys with different numbers of copies."""
     return [key for key in {**left, **right} if left.get(key, 0) != right.get(key, 0)]

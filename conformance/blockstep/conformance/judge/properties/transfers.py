@@ -1,8 +1,8 @@
-"""Transfers: P17 every hold has an owner and an end, P18 signals change what they are about, P19
-nobody computes on, shares or finds what was not loaded, P15 what has come is not left behind.
+"""Transfers: P17 holds have an owner and an end, P18 reports change what they are about, P19
+nothing computes on, shares or hits KV that was not loaded, P15 finished loads are admitted.
 
-    | local hit |   loaded from a store   | computed |
-    |  settled  |  unsettled, or parked: nobody else's until it is known to be there
+    | local hit |     loaded from a store      | computed |
+    | published | unconfirmed: of this request |
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from blockstep.conformance.judge.properties.admission import may_have_its_items
 from blockstep.conformance.judge.properties.amounts import (
     admitted_share,
     blocks_behind,
-    blocks_for,
 )
 from blockstep.conformance.judge.properties.budgets import nothing_held
 from blockstep.conformance.judge.properties.hits import find_offered
@@ -27,7 +26,6 @@ from blockstep.conformance.judge.properties.output import make_error_row
 from blockstep.conformance.judge.properties.queue_replay import (
     admits_nobody,
     get_seats,
-    list_takers,
     must_wait,
 )
 from blockstep.conformance.judge.properties.sentence import (
@@ -48,8 +46,8 @@ _NOTHING = v.TransfersSnapshot()
 
 @sentence("P19", v.Schedule, needs="kv_connector", fixes="how much of an offer is loaded")
 def load_is_what_the_store_offers(step: Step, ledger: Ledger) -> Complaints:
-    """Who is given blocks behind a hit has all loaded that the store has behind it, but for the
-    last known token; nobody has anything else loaded."""
+    """A request that gets blocks after a prefix hit loads all tokens that the store offers after
+    the hit, except the last known token; no other request loads anything."""
     for row in step.askers:
         name = row.request_id
         load = step.loads.get(name)
@@ -65,33 +63,6 @@ def load_is_what_the_store_offers(step: Step, ledger: Ledger) -> Complaints:
 
 
 @sentence(
-    "P26", v.Schedule, needs="kv_connector", said_by="load_goes_into_the_table_of_its_request"
-)
-def load_names_the_blocks_of_its_tokens(step: Step, _ledger: Ledger) -> Complaints:
-    """A load names the table of its request up to the last token that is loaded."""
-    for load in step.plan.kv_loads:
-        end = load.num_computed_tokens + load.num_external_tokens
-        new = step.new.get(load.request_id)
-        tables = () if new is None else new.block_tables
-        pairs = zip(tables, step.block_sizes, strict=False)
-        due = tuple([table[: blocks_for(end, size)] for table, size in pairs])
-        if load.block_ids != due:
-            what = f"{load.request_id!r} is loaded up to {end} tokens"
-            yield unequal(
-                what, "block_ids", due, load.block_ids, subjects=of_request(load.request_id)
-            )
-
-
-@sentence("P16", v.Schedule, needs="kv_connector", fixes="the order of loads in a plan")
-def loads_are_told_in_the_order_of_the_queue(step: Step, ledger: Ledger) -> Complaints:
-    """A plan names loads in the order in which it met their requests."""
-    if len(step.plan.kv_loads) < 2:
-        return ()
-    due = [row.request_id for row in list_takers(step, ledger) if row.request_id in step.loads]
-    return differing_requests("kv_loads", due, [load.request_id for load in step.plan.kv_loads])
-
-
-@sentence(
     "P19",
     v.Schedule,
     v.TransfersReported,
@@ -99,9 +70,9 @@ def loads_are_told_in_the_order_of_the_queue(step: Step, ledger: Ledger) -> Comp
     fixes="what counts as computed while a load is under way",
 )
 def parked_request_is_what_its_load_says(step: Step, ledger: Ledger) -> Complaints:
-    """It holds the blocks of its load, counts its tokens as computed, and has published nothing
-    behind its hit. It has no row, and no seat. The end of a load that did not fail changes nothing
-    of that."""
+    """A request with an asynchronous load holds the blocks of the load, counts its tokens as
+    computed, and has published no block after its hit. It has no row and no running slot. The end
+    of a load that did not fail changes nothing of this."""
     if isinstance(step.event, v.TransfersReported):
         failed = ledger.store.find_failed(step)
         for name in ledger.store.list_arrived(step):
@@ -132,7 +103,8 @@ def parked_request_is_what_its_load_says(step: Step, ledger: Ledger) -> Complain
 
 
 def _list_loaded_tables(step: Step, name: v.RequestId) -> v.BlockTables:
-    """Tables of a request that waits for a load: blocks of the load, and state blocks of drafts."""
+    """Block tables of a request that waits for a load: blocks of the load, and state blocks of
+    drafts."""
     groups, told, seen = step.config.groups, step.loads[name].block_ids, step.new[name].block_tables
     if not groups:
         return told
@@ -153,8 +125,8 @@ def _list_loaded_tables(step: Step, name: v.RequestId) -> v.BlockTables:
     said_by="block_is_shared_once_its_load_has_come",
 )
 def what_may_not_have_come_is_nobody_elses(step: Step, ledger: Ledger) -> Complaints:
-    """Behind its local hit nothing of a request is found or shared, until it is certain that what
-    was loaded has come: by its admission, or the answer to its plan."""
+    """No block after the local hit of a request is published or shared before its load is
+    confirmed, by its admission or by the commit of the plan that loads it."""
     if not step.config.kv_connector:
         return
     for request, load in _list_uncertain(step, ledger):
@@ -162,7 +134,7 @@ def what_may_not_have_come_is_nobody_elses(step: Step, ledger: Ledger) -> Compla
             for block in table[load.num_computed_tokens // size :]:
                 seen = (step.after.ref_counts[block], step.after.block_keys[block])
                 if block != v.NULL_BLOCK and seen != (1, None):
-                    what = f"block {block} of {request.request_id!r} may not have come"
+                    what = f"block {block} of {request.request_id!r} is of an unconfirmed load"
                     yield unequal(
                         what,
                         "ref count, key",
@@ -173,7 +145,7 @@ def what_may_not_have_come_is_nobody_elses(step: Step, ledger: Ledger) -> Compla
 
 
 def _list_uncertain(step: Step, ledger: Ledger) -> Iterator[tuple[v.RequestSnapshot, v.KVLoad]]:
-    """Whose load may not have come after a step, and that load."""
+    """Yield the requests whose load is unconfirmed after a step, with that load."""
     store = ledger.store
     begun = step.loads if isinstance(step.observation, v.Plan) else {}
     at_once = {
@@ -192,7 +164,7 @@ def _list_uncertain(step: Step, ledger: Ledger) -> Iterator[tuple[v.RequestSnaps
 
 
 def _list_unsettled(step: Step, ledger: Ledger) -> set[v.RequestId]:
-    """Who runs after a step, and is loaded by a frame in flight."""
+    """Running requests whose load is unconfirmed after a step."""
     unsettled = ledger.store.unsettled
     left = {name for name in unsettled if name in step.new}
     if isinstance(step.observation, v.Plan):
@@ -208,7 +180,7 @@ def _list_unsettled(step: Step, ledger: Ledger) -> set[v.RequestId]:
 
 @sentence("P19", *NO_FORKS, needs="kv_connector", said_by="block_is_shared_once_its_load_has_come")
 def unsettled_are_those_of_frames_in_flight(step: Step, ledger: Ledger) -> Complaints:
-    """A state knows of whom it is not certain yet that what was loaded has come."""
+    """The state lists exactly the running requests whose load is unconfirmed."""
     if step.config.kv_connector:
         shown = step.after.transfers or _NOTHING
         due = sorted(_list_unsettled(step, ledger))
@@ -217,7 +189,7 @@ def unsettled_are_those_of_frames_in_flight(step: Step, ledger: Ledger) -> Compl
 
 @sentence("P18", *NO_FORKS, needs="kv_connector", fixes="how long an offer is remembered")
 def offers_are_those_made_last(step: Step, ledger: Ledger) -> Complaints:
-    """A state knows what the store said last of each unfinished request, and of nobody else."""
+    """The state has the last offer for each unfinished request, and no other."""
     shown = step.after.transfers
     if shown is None:
         return
@@ -230,7 +202,7 @@ def offers_are_those_made_last(step: Step, ledger: Ledger) -> Complaints:
     due = [
         offer
         for name, offer in sorted(offers.items())
-        # Nothing at all is what is known of whom the store said nothing of.
+        # An empty offer is the same as no offer.
         if name in step.new and (offer.num_tokens != 0 or offer != v.KVOffer(name))
     ]
     if due != [*shown.offers]:
@@ -239,8 +211,8 @@ def offers_are_those_made_last(step: Step, ledger: Ledger) -> Complaints:
 
 @sentence("P18", *NO_FORKS, needs="kv_connector")
 def received_are_those_reported(step: Step, ledger: Ledger) -> Complaints:
-    """A parked request is received once the end of its load was reported, and until it is none any
-    more; what is late, comes twice or is of nobody changes nothing."""
+    """An asynchronous load counts as done from the report of its end until its request is admitted
+    or ends. A late, repeated or unknown report changes nothing."""
     before, after = step.before.transfers, step.after.transfers
     if before is None or after is None:
         return
@@ -254,8 +226,8 @@ def received_are_those_reported(step: Step, ledger: Ledger) -> Complaints:
 
 @sentence("P17", *[it for it in NO_FORKS if it is not v.Schedule], needs="kv_connector")
 def every_hold_has_an_owner_and_an_end(step: Step, ledger: Ledger) -> Complaints:
-    """Blocks of one who ends are held for a load that is under way, and for a store that wants to
-    read them, until each of both has come to its end."""
+    """Blocks of a request that ends are held for its load and for the read by the store, until the
+    end of each is reported."""
     after = step.after.transfers
     if after is None:
         return
@@ -270,9 +242,9 @@ def every_hold_has_an_owner_and_an_end(step: Step, ledger: Ledger) -> Complaints
 
 @sentence("P17", v.Schedule, needs="kv_connector")
 def held_block_is_given_to_nobody(step: Step, ledger: Ledger) -> Complaints:
-    """A plan ends no hold, and gives nobody a block that is held or loaded into.
+    """A plan ends no hold, and gives no request a block that is held or being loaded.
 
-    It begins one for a request whose abort takes effect with it.
+    It begins a hold for a request whose abort takes effect with it.
     """
     before, after = step.before.transfers, step.after.transfers
     if before is None or after is None:
@@ -297,7 +269,7 @@ def held_block_is_given_to_nobody(step: Step, ledger: Ledger) -> Complaints:
 
 @sentence("P17", v.Schedule, v.Reset, *ENDINGS, needs="kv_connector")
 def deferred_free_ends_with_the_answer_to_its_frame(step: Step, _ledger: Ledger) -> Complaints:
-    """Blocks that wait for a frame wait for one that is in flight: its answer is still to come."""
+    """Blocks that wait for a frame wait for one that is in flight and will be committed."""
     after = step.after.transfers
     for entry in () if after is None else after.deferred_frees:
         if entry.frame_id not in step.after.frames_in_flight:
@@ -313,8 +285,8 @@ def deferred_free_ends_with_the_answer_to_its_frame(step: Step, _ledger: Ledger)
     fixes="which blocks wait for the answers to frames in flight",
 )
 def block_of_a_frame_in_flight_is_free_behind_its_answer(step: Step, ledger: Ledger) -> Complaints:
-    """What a request gives up while a frame in flight names it waits for the newest such frame, and
-    nothing else does: a store could write it before, and the frame still reads or writes it."""
+    """Blocks that a request with a row in flight frees wait for the newest such frame, and no
+    others wait. Earlier a store could write them while the frame reads or writes them."""
     before, after = step.before.transfers, step.after.transfers
     if before is None or after is None:
         return
@@ -342,7 +314,7 @@ def _list_deferred(transfers: v.TransfersSnapshot) -> Iterator[tuple[v.FrameId, 
 def _list_given_up(
     step: Step, before: v.TransfersSnapshot, after: v.TransfersSnapshot
 ) -> Iterator[tuple[v.RequestId, Iterable[v.BlockId]]]:
-    """Requests, and blocks that each of them held before a step, ended or not, and gave up."""
+    """Yield each request with the blocks that it held before a step and holds no more."""
     begun_anew = step.giving if isinstance(step.observation, v.Plan) else ()
     held = {it.request_id: it.block_tables for it in before.held}
     kept = {it.request_id: it.block_tables for it in after.held}
@@ -364,8 +336,8 @@ def _list_given_up(
     fixes="which request is preempted",
 )
 def preempted_request_has_no_row_in_flight(step: Step, ledger: Ledger) -> Complaints:
-    """Nobody is preempted whose blocks would be free only behind the answer to a frame: the one who
-    lacks blocks waits for that answer instead. A policy."""
+    """No request is preempted whose blocks would be free only after the commit of a frame in
+    flight: the request that lacks blocks waits for that commit instead. This is a policy."""
     for name in step.preempted:
         fence = ledger.get_fence(name)
         if fence is not None:
@@ -376,7 +348,8 @@ def preempted_request_has_no_row_in_flight(step: Step, ledger: Ledger) -> Compla
 
 @sentence("P18", v.TransfersReported)
 def report_changes_only_what_it_is_about(step: Step, ledger: Ledger) -> Complaints:
-    """A request that was neither being loaded nor ends by it is as before."""
+    """A report of transfers changes no request but those that it ends and those whose load it is
+    about."""
     concerned = {*ledger.store.find_failed(step), *ledger.store.list_arrived(step)}
     for name, old in step.old.items():
         new = step.new.get(name)
@@ -390,8 +363,8 @@ def report_changes_only_what_it_is_about(step: Step, ledger: Ledger) -> Complain
     "P19", v.Commit, v.TransfersReported, needs="kv_connector", said_by="attended_slot_was_loaded"
 )
 def failed_load_counts_no_further_than_it_came(step: Step, ledger: Ledger) -> Complaints:
-    """Where what could not be loaded is computed again, a request goes on behind what is there, and
-    what was computed on the rest is void."""
+    """Under the policy RECOMPUTE a request counts as computed only the leading tokens of its load
+    that are present; tokens computed after them are void."""
     if ledger.config.kv_load_failure_policy is not v.KVLoadFailurePolicy.RECOMPUTE:
         return
     for name, valid in ledger.store.find_failed(step).items():
@@ -427,7 +400,7 @@ def failed_load_counts_no_further_than_it_came(step: Step, ledger: Ledger) -> Co
                 num_computed_tokens=valid,
                 spec_token_ids=(),
                 is_prefill_chunk=True,
-                # Another sentence speaks of them.
+                # Another check compares them.
                 num_cached_blocks=due.num_cached_blocks if new is None else new.num_cached_blocks,
             )
         if new != due:
@@ -442,9 +415,9 @@ def failed_load_counts_no_further_than_it_came(step: Step, ledger: Ledger) -> Co
 
 @sentence("P19", v.TransfersReported, v.Commit, said_by="delivered_rows_are_those_that_sampled")
 def report_ends_exactly_those_whose_load_failed(step: Step, ledger: Ledger) -> Complaints:
-    """Requests whose load failed end with an error where nothing is computed again, and no others.
+    """Under the policy FAIL exactly the requests whose load failed end with an error.
 
-    A commit may report that a load of its frame has failed, too.
+    A commit may report that a load of its own frame failed.
     """
     failing = ledger.list_failing(step)
     if isinstance(step.event, v.Commit):
@@ -452,7 +425,7 @@ def report_ends_exactly_those_whose_load_failed(step: Step, ledger: Ledger) -> C
         seen_names = [name for name, reason in ends if reason is v.FinishReason.ERROR]
         yield from differing_requests("ended by an error", sorted(failing), sorted(seen_names))
         return
-    # Another sentence speaks of the cached tokens.
+    # Another check compares the cached tokens.
     due = [replace(make_error_row(ledger, name), num_cached_tokens=0) for name in failing]
     seen = [replace(row, num_cached_tokens=0) for row in step.output_rows]
     yield from differing_requests("rows", due, seen)
@@ -464,8 +437,8 @@ def report_ends_exactly_those_whose_load_failed(step: Step, ledger: Ledger) -> C
 def received_one_is_not_left_behind_a_head_that_does_not_fit(
     step: Step, ledger: Ledger
 ) -> Complaints:
-    """Who holds the blocks of a load that has come is admitted once what it needs beside them fits,
-    whoever stands before it: those blocks are nobody else's, and wait with it."""
+    """A request with a finished load is admitted once the blocks that it still needs fit, even if
+    one before it does not: it holds the blocks of its load while it waits."""
     config, after = step.config, step.after
     received = () if after.transfers is None else after.transfers.received
     left = config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
@@ -494,5 +467,5 @@ def received_one_is_not_left_behind_a_head_that_does_not_fit(
         need = blocks_behind(config, end, request.block_tables, num_across)
         need += config.watermark_blocks * bool(after.running)
         if need <= num_free:
-            what = f"{name!r} was left waiting, and what was loaded for it has come"
+            what = f"{name!r} was left waiting, and its load is done"
             yield unequal(what, "free blocks", f"< {need}", num_free, subjects=of_request(name))

@@ -1,4 +1,4 @@
-"""Work: P10 a loop that sleeps while there is work stalls, and one that never sleeps burns."""
+"""Work: P10 an engine loop must not sleep while there is work, nor plan for ever without any."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from blockstep.spec import vocabulary as v
 
 @sentence("P10", *v.EVENT_TYPES)
 def loop_goes_on_while_there_is_work(step: Step, ledger: Ledger) -> Complaints:
-    """A state says that there is work while a request could be scheduled, a worker is to be told
-    that one has ended, or the end of a transfer is awaited. Else the loop sleeps, and nothing wakes
-    it up.
+    """A state says that there is work while a request could be scheduled, a worker must be sent a
+    finished request, or a transfer has not ended. Otherwise the loop sleeps and nothing wakes it.
 
-    Nothing is demanded while an answer to a plan is due, which wakes the loop up.
+    Nothing is required while a frame is in flight, since its commit wakes the loop.
     """
     if step.after.has_work is False and not step.after.frames_in_flight:
         for why in _list_due(step, ledger):
@@ -26,9 +25,9 @@ def loop_goes_on_while_there_is_work(step: Step, ledger: Ledger) -> Complaints:
 
 @sentence("P10", *v.EVENT_TYPES)
 def loop_sleeps_where_nothing_is_to_be_done(step: Step, ledger: Ledger) -> Complaints:
-    """A state says that there is no work if no request is unfinished, but for sessions that rest
-    and those that a pause holds, nothing is to be told and no transfer is awaited. Else the loop
-    plans for ever, and nothing comes of it."""
+    """A state says that there is no work if all unfinished requests are idle sessions or paused,
+    nothing is to be sent and no transfer is awaited. Otherwise the loop plans for ever without
+    effect."""
     after = step.after
     if not after.has_work or after.frames_in_flight or _has_transfers(step):
         return
@@ -36,15 +35,15 @@ def loop_sleeps_where_nothing_is_to_be_done(step: Step, ledger: Ledger) -> Compl
     may_run = any(_is_awake(request) for request in after.requests) if is_open else False
     may_run |= bool(after.running) and after.pause_state is not v.PauseState.PAUSED_ALL
     if not (may_run or _has_untold(step, ledger)):
-        what = "the loop goes on planning, and there is nothing to do"
+        what = "the loop keeps planning, and there is nothing to do"
         yield unequal(what, "has_work", False, True)
 
 
 def _list_due(step: Step, ledger: Ledger) -> Iterator[str]:
-    """What is left to do after a step, in words."""
+    """Yield the work that is left after a step, in words."""
     after = step.after
     if after.finished_req_ids:
-        yield f"no worker was told that {after.finished_req_ids[0]!r} has ended"
+        yield f"no plan has named {after.finished_req_ids[0]!r} as finished"
     if _has_transfers(step):
         yield "the end of a transfer is awaited"
     if after.pause_state is v.PauseState.PAUSED_ALL:
@@ -70,7 +69,7 @@ def _awaits_grammar(request: v.RequestSnapshot) -> bool:
 
 
 def _has_transfers(step: Step) -> bool:
-    """Whether a load is under way after a step, or blocks are held for a store."""
+    """Whether a load has not ended after a step, or blocks are held for a store."""
     shown = step.after.transfers
     if shown is None:
         return False
@@ -79,7 +78,7 @@ def _has_transfers(step: Step) -> bool:
 
 
 def _has_untold(step: Step, ledger: Ledger) -> bool:
-    """Whether a request has ended, or is about to, of which no plan has told yet."""
+    """Whether a request has ended, or is about to, and no plan has named it."""
     if isinstance(step.observation, v.Plan):
         return bool(step.after.finished_req_ids)
     has_ended = bool(step.old.keys() - step.new.keys())

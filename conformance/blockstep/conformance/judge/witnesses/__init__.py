@@ -1,7 +1,7 @@
-"""Witnesses: which situations a run reached, so that no green means less than it says (D9).
+"""Witnesses: the coverage goals that a run reached, without which its pass counts for less (D9).
 
-Each has a name and one line, beside the code that counts it. They are counted from steps and the
-ledger only, like the properties, and the counts of several runs, or processes, add up.
+Each goal has a name and one line, next to the code that counts it. Goals are counted from steps and
+the ledger only, like the property checks; counts of several runs or processes add up.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ WITNESSES: Mapping[str, str] = (
     | TIERS
     | REFUSALS
 )
-"""All situations, by name, with what they mean."""
+"""All goals by name, with what they mean."""
 
 
 def situations(step: Step, ledger: Ledger) -> Iterator[str]:
-    """The situations that a step is, each as often as it occurs in it.
+    """Yield the goals that a step reaches, each as often as it does.
 
     `ledger` knows all steps before it.
     """

@@ -1,4 +1,4 @@
-"""Situations that there are only where adapters are few: who has a seat, and who is passed over."""
+"""Goals that need a limit on adapters: LoRA slots, and requests skipped for lack of one."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec.vocabulary import Status
 
 ADAPTERS = {
-    "adapters_all_in_use": "as many adapters as there may be were of those who run",
-    "adapters_passed_over": "a request was passed over because its adapter would be one too many",
-    "adapters_base_model_goes_past": "one without an adapter was admitted past one passed over so",
-    "adapters_shared_seat_goes_past": "likewise one of an adapter that was in use",
-    "adapters_seat_taken": "one who had been passed over for its adapter was admitted",
-    "adapters_idle_seat_kept": "an adapter was kept by one who runs, but had no row",
+    "adapters_all_in_use": "running requests used max_loras adapters",
+    "adapters_passed_over": "a request was skipped because its adapter had no LoRA slot",
+    "adapters_base_model_goes_past": (
+        "a request without an adapter was admitted before one so skipped"
+    ),
+    "adapters_shared_seat_goes_past": (
+        "a request whose adapter had a LoRA slot was admitted before one so skipped"
+    ),
+    "adapters_seat_taken": "a request that had been skipped for its adapter was admitted",
+    "adapters_idle_seat_kept": "an adapter kept its LoRA slot for a running request without a row",
 }
 
 
 def of_adapters(step: Step, ledger: Ledger) -> Iterator[str]:
-    """What a plan shows where there may be so many adapters at once."""
+    """Yield the goals of a plan with a limit on adapters."""
     lives = ledger.lives
     rows = {row.request_id for row in step.rows}
     used = {lives[name].request.adapter for name in step.after.running} - {None}

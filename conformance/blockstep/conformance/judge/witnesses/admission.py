@@ -1,4 +1,4 @@
-"""Situations of those who are admitted, and of those who are left waiting."""
+"""Goals of admitted requests, and of those left waiting."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from blockstep.spec.vocabulary import PauseState, Policy, RequestId, Status
 ADMISSION = {
     "admitted": "a request was admitted",
     "prefix_hit": "an admitted request found its first blocks in the cache",
-    "hit_on_freed_block": "a hit block was in the free queue, held by nobody",
+    "hit_on_freed_block": "a hit block was in the free queue, without a holder",
     "hit_on_shared_block": "a hit block was held by another request",
     "hit_within_the_step": "a hit block was published by another row of the same plan",
     "full_prompt_hit_recomputes_last_block": "all full blocks were cached, the last not taken",
-    "head_drop": "a draft head made a hit give back its last block",
+    "head_drop": "a draft head made a hit drop its last block",
     "reading_skipped": "a request that must not read the cache could have had a hit",
     "same_tokens_other_adapter": "a first block was not shared because adapters differ",
     "same_tokens_other_salt": "a first block was not shared because salts differ",
@@ -26,17 +26,19 @@ ADMISSION = {
     "same_tokens_other_embeds": "a first block was not shared because embeddings differ",
     "duplicate_key_published": "a second block was published under the same key",
     "eviction_of_cached_block": "a block was taken that could still have been hit",
-    "admission_blocked_by_pool": "somebody was left waiting for blocks, not for budget",
-    "admission_blocked_by_max_num_seqs": "somebody was left waiting because enough run",
-    "admission_after_skip": "somebody was admitted past one that waits for its grammar",
-    "grammar_skipped": "one whose grammar is not compiled was passed over",
-    "grammar_promoted": "one whose grammar had been compiled was admitted",
-    "admission_overtakes": "PRIORITY admitted somebody before one submitted earlier",
+    "admission_blocked_by_pool": "a request was left waiting for blocks, not for budget",
+    "admission_blocked_by_max_num_seqs": (
+        "a request was left waiting because max_num_seqs requests run"
+    ),
+    "admission_after_skip": "a request was admitted before one that waits for its grammar",
+    "grammar_skipped": "a request whose grammar is not compiled was skipped",
+    "grammar_promoted": "a request whose grammar had been compiled was admitted",
+    "admission_overtakes": "PRIORITY admitted a request before one submitted earlier",
 }
 
 
 def of_admission(step: Step, ledger: Ledger, row: PlannedRow) -> Iterator[str]:
-    """What an admitted row shows."""
+    """Yield the goals of an admitted row."""
     life = ledger.lives[row.request_id]
     yield "admitted"
     if step.old[row.request_id].status is Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
@@ -82,11 +84,11 @@ def _of_hit(step: Step, ledger: Ledger, row: PlannedRow) -> Iterator[str]:
         if following == life.num_known:
             yield "full_prompt_hit_recomputes_last_block"
         elif step.config.drops_last_hit_block and (row.first or not step.config.groups):
-            yield "head_drop"  # of several groups another may have had nothing to give back
+            yield "head_drop"  # with several groups another may have had no block to drop
 
 
 def _kept_apart(step: Step, ledger: Ledger, life: Life) -> Iterator[str]:
-    """Others whose first block has the same tokens, but is another block."""
+    """Yield the goals of requests whose first block has the same tokens and is another block."""
     size, request = step.config.block_size, life.request
     for other in ledger.lives.values():
         told = other.request
@@ -111,7 +113,7 @@ def _first_items(life: Life, size: int) -> list[object]:
 
 
 def of_waiting(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Who was left waiting, if the plan got as far as to admit."""
+    """Yield the goals of requests left waiting, if the plan reached its waiting phase."""
     after, config = step.after, step.config
     if not (after.waiting or after.skipped_waiting):
         return
@@ -122,7 +124,7 @@ def of_waiting(step: Step, ledger: Ledger) -> Iterator[str]:
         if len(after.running) >= config.max_num_seqs:
             yield "admission_blocked_by_max_num_seqs"
         elif next_in_line(step, ledger) is not None and (
-            # The budget left cannot have been what kept it out.
+            # The rest of the budget cannot have been the reason.
             config.enable_chunked_prefill or rest >= config.max_model_len
         ):
             yield "admission_blocked_by_pool"
@@ -139,7 +141,7 @@ def of_waiting(step: Step, ledger: Ledger) -> Iterator[str]:
 def _of_passing_over(
     step: Step, ledger: Ledger, skipped: list[RequestId], rest: int
 ) -> Iterator[str]:
-    """Somebody waits for its grammar; was it met at a queue's head, and did others go past it?"""
+    """Yield the goals of requests that wait for a grammar, and of those admitted before them."""
     first = min(ledger.lives[name].order for name in skipped)
     admitted = [ledger.lives[row.request_id].order for row in step.admitted_rows]
     is_fcfs = step.config.policy is Policy.FCFS

@@ -1,7 +1,7 @@
-"""Situations that answers alone show: for engines whose states are not followed.
+"""Goals that answers alone show, for engines without a shown state.
 
-What stands for a state is what the plans told: who has a row runs, who was named as preempted does
-not. Names and meanings are those of the other situations; `ANSWERED` has the names.
+Plans take the place of a state: a request with a row runs, one that a plan preempts does not. Names
+and meanings are those of the other goals; `ANSWERED` has the names.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ ANSWERED = frozenset(
         "dropped_token_runs_again",
     )
 )
-"""Situations that can be told from answers."""
+"""Goals that answers show."""
 
 
 class AnswerWitnesses:
-    """Names situations of one run from what was asked and answered."""
+    """Finds the goals of one run from events and answers."""
 
     def __init__(self, config: v.Config) -> None:
         self._is_async = config.async_scheduling
@@ -41,9 +41,9 @@ class AnswerWitnesses:
         self._running: set[v.RequestId] = set()
         self._preempted: set[v.RequestId] = set()
         self._aborted: set[v.RequestId] = set()
-        """Frames in flight may still name them."""
+        """Aborted requests, of which frames in flight may have rows."""
         self._ended: set[v.RequestId] = set()
-        """Since the last plan."""
+        """Requests that ended since the last plan."""
         self._grammars: set[v.RequestId] = set()
         self._pause_state = v.PauseState.UNPAUSED
 
@@ -55,10 +55,10 @@ class AnswerWitnesses:
         said: Mapping[v.RequestId, v.TokenIds],
         plans: Sequence[v.Plan],
     ) -> Iterator[str]:
-        """The situations that an answer shows, each as often as it does.
+        """Yield the goals that an answer shows, each as often as it does.
 
-        The last three are as they were before it: who has not ended, what was delivered to them,
-        the plans in flight.
+        The last three arguments are as before the answer: unfinished requests, tokens delivered to
+        them, and plans in flight.
         """
         match event, seen:
             case v.Submit(request=request), v.Ack():
@@ -70,7 +70,7 @@ class AnswerWitnesses:
                 yield from self._of_plan(plan, live, plans)
                 for row in plan.rows:
                     known = live.get(row.request_id)
-                    if known is not None:  # or an adapter declares that it goes on with it
+                    if known is not None:  # or an adapter declares that it continues it
                         yield from _of_row(row, known, said.get(row.request_id, ()))
                         yield from self._of_flight(row, known, said, plans)
                 self._learn(plan)
@@ -119,7 +119,7 @@ class AnswerWitnesses:
         said: Mapping[v.RequestId, v.TokenIds],
         plans: Sequence[v.Plan],
     ) -> Iterator[str]:
-        """What a row is while other frames are in flight, and with drafts."""
+        """Yield the goals of a row with drafts, or with other frames in flight."""
         name = row.request_id
         if row.draft_token_ids:
             yield "drafts_scheduled"
@@ -140,7 +140,7 @@ class AnswerWitnesses:
         self._ended = set()
 
     def _forget(self, names: Sequence[v.RequestId]) -> None:
-        """These have ended."""
+        """Note that requests ended."""
         self._ended.update(names)
         for gone in (self._running, self._preempted, self._grammars):
             gone.difference_update(names)
@@ -197,7 +197,7 @@ class AnswerWitnesses:
 
 
 def _count_frames(name: v.RequestId, plans: Sequence[v.Plan]) -> int:
-    """Frames in flight that name a request."""
+    """Number of frames in flight with a row of a request."""
     return sum(any(row.request_id == name for row in plan.rows) for plan in plans)
 
 
@@ -220,7 +220,7 @@ def _of_row(row: v.NewRow | v.CachedRow, request: v.Request, said: v.TokenIds) -
 
 
 def _of_acceptance(row: v.NewRow | v.CachedRow, sampled: v.TokenIds) -> Iterator[str]:
-    """How many of a row's drafts were right."""
+    """Yield the goal for the number of accepted drafts of a row."""
     drafts, accepted = len(row.draft_token_ids), len(sampled) - 1
     if not drafts or not sampled:
         return

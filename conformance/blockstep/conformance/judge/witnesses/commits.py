@@ -1,4 +1,4 @@
-"""Situations of a commit: what it delivers, whom it ends, and what became of drafts."""
+"""Goals of a commit: delivered tokens, ended requests, accepted and rejected drafts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from blockstep.spec import vocabulary as v
 
 COMMITS = {
     "drafts_taken": "drafts were attached to a request",
-    "drafts_dropped": "drafts for one that cannot use them were dropped",
+    "drafts_dropped": "drafts for a request that cannot use them were dropped",
     "drafts_replaced": "drafts were attached over others not yet scheduled",
     "drafts_scheduled": "a row carried drafts",
     "drafts_trimmed": "a row carried fewer drafts than were attached",
     "drafts_lost_by_preemption": "a request was preempted with drafts attached",
     "block_for_lookahead_only": "a row gained a block that only the lookahead needs",
-    "drafts_all_accepted": "every draft of a row was right",
-    "drafts_some_accepted": "some drafts of a row were right, and some not",
-    "drafts_none_accepted": "the first draft of a row was wrong",
+    "drafts_all_accepted": "every draft of a row was accepted",
+    "drafts_some_accepted": "some drafts of a row were accepted, others not",
+    "drafts_none_accepted": "the first draft of a row was rejected",
     "rollback_over_a_block_boundary": "rejected drafts had reached into another block",
     "stop_eos": "a request ended with its end-of-sequence token",
     "stop_token": "a request ended with one of its stop tokens",
@@ -31,16 +31,16 @@ COMMITS = {
     "stop_repetition": "a request ended because it repeated itself",
     "stop_inside_accepted_drafts": "a stop cut off accepted tokens that came after it",
     "min_tokens_held_back_a_stop": "a stop token came too early to count",
-    "several_ended_in_one_commit": "one commit ended more than one",
+    "several_ended_in_one_commit": "one commit ended more than one request",
     "prefill_row_sampled_nothing": "a commit had a row without tokens",
-    "commit_for_aborted": "a commit had a row of one that was aborted meanwhile",
+    "commit_for_aborted": "a commit had a row of a request that was aborted since",
     "commit_for_preempted": "a forced reset preempted a request in flight; its tokens count",
     "ended_while_preempted": "a request in flight was reset by force and then ended",
 }
 
 
 def of_commit(step: Step, ledger: Ledger, rows: tuple[v.OutputRow, ...]) -> Iterator[str]:
-    """What a commit brings to each row of its frame."""
+    """Yield the goals of each row of the committed frame."""
     answers = {row.request_id: row for row in rows}
     if len(step.ended) > 1:
         yield "several_ended_in_one_commit"
@@ -97,7 +97,7 @@ def _of_output(
 
 
 def _of_acceptance(step: Step, flight: FlightRow, tokens: v.TokenIds) -> Iterator[str]:
-    """How many of a row's drafts were right."""
+    """Yield the goals for the number of accepted drafts of a row."""
     if not flight.drafts:
         return
     accepted, count, config = len(tokens) - 1, len(flight.drafts), step.config
@@ -111,7 +111,7 @@ def _of_acceptance(step: Step, flight: FlightRow, tokens: v.TokenIds) -> Iterato
 
 
 def of_drafts(step: Step, ledger: Ledger) -> Iterator[str]:
-    """What becomes of drafts that are handed in."""
+    """Yield the goals of proposed drafts."""
     assert isinstance(step.event, v.Drafts)
     assert isinstance(step.observation, v.DraftsTaken)
     for row in step.event.drafts:

@@ -1,4 +1,4 @@
-"""Situations that there are only with an encoder: what is made, shared, evicted and waited for."""
+"""Goals that need an encoder: items computed, shared, evicted and waited for."""
 
 from __future__ import annotations
 
@@ -18,24 +18,33 @@ ENCODER = {
     "encoder_item_of_two": "two requests held one item",
     "encoder_item_twice_in_one": "a row read one item at two places of its prompt",
     "encoder_item_evicted": "an item was evicted to make room for another",
-    "encoder_item_dropped_and_made": "a step evicted an item, and had it made anew",
+    "encoder_item_dropped_and_made": "a step evicted an item and computed it again",
     "encoder_chunk_stops_before_an_item": "a chunk ended before an item that did not fit",
-    "encoder_row_waits_for_an_item": "one who runs got no row for want of an item",
+    "encoder_row_waits_for_an_item": "a running request got no row because it lacks an item",
     "encoder_preempted_holding_an_item": "a request was preempted that held an item",
-    "encoder_reset_in_use": "all was forgotten while somebody held an item",
-    "encoder_beside_made_for_two": "one item was made for two requests, for it is read but once",
-    "encoder_beside_waits": "one was not admitted for want of compute, or of room, for its item",
-    "encoder_across_read": "a row read across what the encoder had made for a row before",
-    "encoder_across_waits": "one was not admitted whose tokens fit, for want of blocks across",
-    "encoder_across_preempted": "a request was preempted with blocks across",
-    "encoder_across_made_again": "a preempted request came back, and its item was made again",
-    "encoder_across_freed": "a request ended, and gave back blocks across",
+    "encoder_reset_in_use": "the encoder cache was reset while a request held an item",
+    "encoder_beside_made_for_two": (
+        "one encoder-decoder input was computed for two requests, since it is not kept"
+    ),
+    "encoder_beside_waits": (
+        "a request was not admitted because compute or cache did not suffice for its item"
+    ),
+    "encoder_across_read": (
+        "a row attended to embeddings computed for an earlier row of its request"
+    ),
+    "encoder_across_waits": (
+        "a request whose tokens fit was not admitted for lack of cross-attention blocks"
+    ),
+    "encoder_across_preempted": "a request with cross-attention blocks was preempted",
+    "encoder_across_made_again": "a preempted request was resumed, and its item was computed again",
+    "encoder_across_freed": "a request ended and freed cross-attention blocks",
 }
-"""Nothing is beside prompts, or read across, but in an encoder-decoder model."""
+"""Goals by name. Encoder-decoder inputs and cross attention exist in encoder-decoder models only.
+"""
 
 
 def of_items(step: Step, ledger: Ledger) -> Iterator[str]:
-    """What a plan shows of an encoder."""
+    """Yield the goals of a plan with an encoder."""
     before, after, plan = step.before.encoder, step.after.encoder, step.plan
     if before is None or after is None:
         return
@@ -72,7 +81,7 @@ def of_items(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def _of_what_is_beside(step: Step, ledger: Ledger) -> Iterator[str]:
-    """What a plan of an encoder-decoder model shows of items, and of blocks across."""
+    """Yield the goals of a plan of an encoder-decoder model."""
     config, plan = step.config, step.plan
     made = {entry.request_id for entry in plan.scheduled_encoder_inputs}
     names = [item.identifier for name in made for item in ledger.lives[name].request.items]
@@ -91,13 +100,14 @@ def _of_what_is_beside(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def _of_waiting_beside(step: Step, ledger: Ledger) -> Iterator[str]:
-    """For want of what the next in line was not admitted, if its tokens are within the budget."""
+    """Yield the goal of the next waiting request, if it lacks an item or cross-attention blocks
+    only."""
     config, name = step.config, next_in_line(step, ledger)
     left = config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
     if (
         name is None
         or admits_nobody(step, ledger)
-        or any(step.new[name].block_tables)  # a session that goes on
+        or any(step.new[name].block_tables)  # a session that continues
         or ledger.pause_state is not PauseState.UNPAUSED
         or len(step.after.running) >= config.max_num_seqs
         or ledger.lives[name].num_known > left
@@ -113,20 +123,20 @@ def _of_waiting_beside(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def has_blocks_across(config: Config, request: RequestSnapshot) -> bool:
-    """Whether a request holds blocks of what its items became."""
+    """Whether a request holds cross-attention blocks."""
     pairs = zip(config.kv_groups, request.block_tables, strict=True)
     return any(table and is_across(group) for group, table in pairs)
 
 
 def of_ends_across(step: Step) -> Iterator[str]:
-    """Whom a commit ends that held blocks across."""
+    """Yield the goals of requests that end with cross-attention blocks."""
     for name in step.ended:
         if name in step.old and has_blocks_across(step.config, step.old[name]):
             yield "encoder_across_freed"
 
 
 def _of_missing_items(step: Step, ledger: Ledger, encoder: EncoderSnapshot) -> Iterator[str]:
-    """Whom the lack of an item has stopped."""
+    """Yield the goals of running requests that lack an item."""
     there = {entry.identifier for entry in encoder.entries}
     ahead = step.config.num_encoder_lookahead_tokens
     rows = {row.request_id: row for row in step.rows}
@@ -144,7 +154,7 @@ def _of_missing_items(step: Step, ledger: Ledger, encoder: EncoderSnapshot) -> I
 
 
 def of_encoder_reset(step: Step) -> Iterator[str]:
-    """Whether somebody held what is forgotten."""
+    """Yield a goal if a request held an item at the reset."""
     encoder = step.before.encoder
     if encoder is not None and any(entry.holders for entry in encoder.entries):
         yield "encoder_reset_in_use"

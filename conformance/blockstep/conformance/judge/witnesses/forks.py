@@ -1,4 +1,4 @@
-"""Situations that there are only with branches: what is shared, copied, and left to others."""
+"""Goals that need branches: blocks shared, copied, and left by the watermark."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from blockstep.spec import vocabulary as v
 FORKS = {
     "forks_within_a_block": "a branch shares a block that is not full",
     "forks_at_a_block_end": "a branch shares full blocks, and begins a new one",
-    "forks_of_the_preempted": "a branch began of a request that had been preempted, with nothing",
-    "forks_cut_short": "a branch shares less than both have in common and was computed",
-    "forks_before_an_output": "a branch began of a request that had said nothing yet",
-    "forks_named_what_is_full": "a full block was named because a branch shares it",
-    "forks_three_holders": "three or more hold a block that is not full",
+    "forks_of_the_preempted": "a branch of a preempted request began, with nothing",
+    "forks_cut_short": "a branch shares fewer tokens than it has in common with its parent",
+    "forks_before_an_output": "a branch began of a request without outputs",
+    "forks_named_what_is_full": "a full block was published because a branch shares it",
+    "forks_three_holders": "a block that is not full has three or more holders",
     "forks_with_other_outputs": "a branch began with outputs that its parent does not have",
-    "forks_copied_by_who_runs": "one who runs got a copy of a block that a branch holds",
+    "forks_copied_by_who_runs": "a running request got a copy of a block that a branch holds",
     "forks_copied_by_a_branch": "a branch got a copy of a block with its first row",
     "forks_several_copies": "a plan copied several blocks",
-    "forks_last_holder_writes": "the last who held a shared block went on in it",
-    "forks_copied_with_drafts": "who got a copy had drafts in that row",
-    "forks_parent_ended_first": "a parent ended while a branch of it had not run yet",
-    "forks_gave_way": "a branch that had not run gave its blocks up",
+    "forks_last_holder_writes": "the last holder of a shared block wrote to it",
+    "forks_copied_with_drafts": "a row with a copied block had drafts",
+    "forks_parent_ended_first": "a parent ended while a branch of it had not run",
+    "forks_gave_way": "a branch that had not run had its blocks reclaimed",
     "forks_began_anew": "a branch ran first with nothing of its parent, and computed it again",
     "forks_branch_preempted": "a branch was preempted",
-    "forks_preempted_beside_sharers": "one was preempted whose blocks others held, too",
-    "forks_watermark_holds_up": "one waited though it would fit, for what is left to who runs",
-    "forks_watermark_for_nobody": "one was admitted beside nobody, and left less than is left else",
+    "forks_preempted_beside_sharers": "a request was preempted whose blocks have other holders",
+    "forks_watermark_holds_up": "a request waited although it fits, because of the watermark",
+    "forks_watermark_for_nobody": (
+        "a request was admitted while none ran, and left fewer blocks than the watermark"
+    ),
     "forks_stack_reused": "a block was taken before others that were free for longer",
 }
 
 
 def of_forks(step: Step, ledger: Ledger) -> Iterator[str]:
-    """What an event shows of branches, and of what they share."""
+    """Yield the goals of an event with branches."""
     match step.event, step.observation:
         case v.Schedule(), v.Plan():
             yield from of_branches(step, ledger)
@@ -49,7 +51,7 @@ def of_forks(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def of_fork(step: Step, ledger: Ledger, fork: v.Fork) -> Iterator[str]:
-    """What a branch begins with."""
+    """Yield the goals of a new branch."""
     parent, child = step.old[fork.request_id], step.new[fork.child_id]
     count, tables = child.num_computed_tokens, child.block_tables
     outputs, said = fork.output_token_ids, parent.output_token_ids
@@ -73,7 +75,7 @@ def of_fork(step: Step, ledger: Ledger, fork: v.Fork) -> Iterator[str]:
 
 
 def of_branches(step: Step, ledger: Ledger) -> Iterator[str]:
-    """What a plan makes of branches, and of what they share."""
+    """Yield the goals of a plan with branches and shared blocks."""
     copied = [row for row in step.rows if any(row.copies)]
     for row in copied:
         is_first = row.kind is RowKind.CONTINUED
@@ -99,7 +101,7 @@ def of_branches(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def _goes_on_in_what_was_shared(step: Step) -> bool:
-    """Whether a row writes in a block that two held before the step, and has not copied it."""
+    """Whether a row writes, without a copy, to a block that had two holders before the step."""
     for row in step.rows:
         if row.kind not in (RowKind.RUNNING, RowKind.CONTINUED) or any(row.copies):
             continue
@@ -112,7 +114,7 @@ def _goes_on_in_what_was_shared(step: Step) -> bool:
 
 
 def of_pool(step: Step, ledger: Ledger) -> Iterator[str]:
-    """What a plan shows of the watermark, and of the order of the pool."""
+    """Yield the goals of the watermark and of the order of the pool."""
     num_free, watermark = len(step.after.free_queue), step.config.watermark_blocks
     rows, running = step.admitted_rows, step.after.running
     if rows and len(running) == 1 and num_free < watermark:
@@ -129,7 +131,7 @@ def of_pool(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def of_parents(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Whoever ends leaves branches that have not run yet, and share blocks with it."""
+    """Yield a goal for each request that ends while branches that have not run share its blocks."""
     branches = [
         new
         for new in step.new.values()

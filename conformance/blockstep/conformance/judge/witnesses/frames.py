@@ -1,4 +1,4 @@
-"""Situations that only several frames in flight bring."""
+"""Goals that need several frames in flight."""
 
 from __future__ import annotations
 
@@ -15,35 +15,51 @@ FRAMES = {
     "four_frames_in_flight": "a fourth plan was made before the first was committed",
     "planned_before_its_token": "a row was to run a token that a frame in flight would sample",
     "chunks_in_two_frames": "two chunks of one prompt were in flight",
-    "skip_ahead": "one that runs had no row, because its last output might be in flight",
-    "preempted_in_flight": "one was preempted for want of blocks while a frame would sample for it",
-    "all_preempted_in_flight": "alone and planned ahead, one preempted itself; nobody was left",
-    "stale_tokens_delivered": "one preempted in flight for want of blocks got its tokens",
-    "ended_while_stale": "one preempted in flight for want of blocks ended with those tokens",
-    "passed_over_for_its_tokens": "one waited for its own tokens in flight and was passed over",
-    "admitted_past_a_stale_one": "somebody was admitted past one that waits for its own tokens",
-    "resumed_after_stale_tokens": "one came back that had got tokens while preempted",
-    "abort_stale": "one that waits for its own tokens in flight was aborted",
-    "published_by_commit": "a commit published a block of a request that goes on",
+    "skip_ahead": "a running request had no row, because its last output might be in flight",
+    "preempted_in_flight": (
+        "a request was preempted for lack of blocks while a frame in flight samples for it"
+    ),
+    "all_preempted_in_flight": "the only running request, with tokens in flight, preempted itself",
+    "stale_tokens_delivered": "a request preempted in flight for lack of blocks got its tokens",
+    "ended_while_stale": "a request preempted in flight for lack of blocks ended with those tokens",
+    "passed_over_for_its_tokens": "a request that waits for its own tokens in flight was skipped",
+    "admitted_past_a_stale_one": "a request was admitted before one that waits for its own tokens",
+    "resumed_after_stale_tokens": "a request that had got tokens while preempted was resumed",
+    "abort_stale": "a preempted request with tokens in flight was aborted",
+    "published_by_commit": "a commit published a block of a request that continues",
     "published_by_the_last_commit": "a commit published a block of a request that it ended",
     "draft_placeholders_scheduled": "a row carried placeholders for drafts",
-    "draft_placeholders_dropped": "one that runs had no row, and its placeholders were gone",
-    "rollback_with_frames_behind": "drafts were rejected while a later frame ran the request too",
-    "row_of_an_ended_request_ignored": "a commit had a row of one that had stopped in another",
-    "abort_with_two_frames_in_flight": "one was aborted that two frames in flight name",
-    "reset_forced_with_two_frames_in_flight": "one was reset by force that two frames name",
-    "rejected_pipeline_full_async": "a plan was refused with several in flight",
-    "pipeline_chunks_in_two_frames": "two chunks of one prompt were in flight, in a pipeline",
-    "pipeline_waits_for_its_token": "one that runs had no row, for a frame would sample its token",
-    "pipeline_preempted_in_flight": "one was preempted while a frame would sample its token",
-    "pipeline_token_after_preemption": "one preempted so got the token of that frame",
-    "dropped_token_runs_again": "a preempted request lost a token in flight, and is resumed before "
-    "its position (of engines whose traits say that they drop such tokens)",
+    "draft_placeholders_dropped": "a running request had no row, and lost its placeholders",
+    "rollback_with_frames_behind": (
+        "drafts were rejected while a later frame had a row of the request"
+    ),
+    "row_of_an_ended_request_ignored": (
+        "a commit had a row of a request that an earlier commit had ended"
+    ),
+    "abort_with_two_frames_in_flight": "a request with rows in two frames in flight was aborted",
+    "reset_forced_with_two_frames_in_flight": (
+        "a forced reset preempted a request with rows in two frames in flight"
+    ),
+    "rejected_pipeline_full_async": "a plan was rejected with several frames in flight",
+    "pipeline_chunks_in_two_frames": (
+        "two chunks of one prompt were in flight, without placeholders"
+    ),
+    "pipeline_waits_for_its_token": (
+        "a running request had no row, because a frame in flight samples its token"
+    ),
+    "pipeline_preempted_in_flight": (
+        "a request was preempted while a frame in flight samples its token"
+    ),
+    "pipeline_token_after_preemption": "a request preempted in flight got the token of that frame",
+    "dropped_token_runs_again": (
+        "a preempted request lost a token in flight, and is resumed before its position (of "
+        "engines whose traits say that they drop such tokens)"
+    ),
 }
 
 
 def of_frames(step: Step, ledger: Ledger) -> Iterator[str]:
-    """What only planning ahead brings."""
+    """Yield the goals of a plan made while others are in flight."""
     if step.rows and len(step.after.frames_in_flight) > 1:
         yield "several_frames_in_flight"
         if len(step.after.frames_in_flight) > 3:
@@ -52,7 +68,7 @@ def of_frames(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def _of_promises(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Under asynchronous scheduling."""
+    """Yield these goals under asynchronous scheduling."""
     for row in step.rows:
         if row.drafts:
             yield "draft_placeholders_scheduled"
@@ -78,7 +94,7 @@ def _of_promises(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def _of_pipeline(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Where each request waits for its own token."""
+    """Yield these goals where each request waits for its own token."""
     for row in step.rows:
         if row.kind is RowKind.RUNNING and ledger.in_flight(row.request_id):
             yield "pipeline_chunks_in_two_frames"
@@ -89,20 +105,20 @@ def _of_pipeline(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def _without_row(step: Step) -> list[RequestId]:
-    """Who goes on running and has no row."""
+    """Running requests without a row."""
     others = {*step.plan.preempted_req_ids, *(row.request_id for row in step.rows)}
     return [name for name in step.before.running if name not in others]
 
 
 def _met_all_who_run(step: Step, ledger: Ledger) -> bool:
-    """Whether a plan got to everybody who runs: neither budget, blocks nor a pause stopped it."""
+    """Whether a plan tried all running requests: budget, blocks and pause allowed it."""
     rest = step.config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
     is_paused = ledger.pause_state is PauseState.PAUSED_ALL
     return rest > 0 and not step.plan.preempted_req_ids and not is_paused
 
 
 def _of_stale(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Who waits for its own tokens, met at a queue's head."""
+    """Yield the goals of requests that were skipped for their own tokens."""
     met = [name for name in passed_over(step, ledger) if ledger.placeholders(name)]
     if not met:
         return
@@ -114,5 +130,5 @@ def _of_stale(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def num_frames(ledger: Ledger, name: RequestId) -> int:
-    """Frames in flight that name a request."""
+    """Number of frames in flight with a row of a request."""
     return sum(any(row.request_id == name for row in rows) for rows in ledger.frames.values())

@@ -1,4 +1,4 @@
-"""Situations that there are only with several KV groups, or with one of windows or chunks."""
+"""Goals that need several KV groups, or one of another kind than full attention."""
 
 from __future__ import annotations
 
@@ -28,34 +28,38 @@ from blockstep.spec.vocabulary import (
 GROUPED = {
     "groups_of_three_kinds": "a plan had a row, with groups of three kinds or more",
     "groups_larger_block_filled": "a block of more tokens than the smallest was published",
-    "groups_window_slid": "a window moved on, and gave back a block behind it",
-    "groups_chunk_left": "a request began a chunk, and gave back a block of one before",
-    "groups_state_left": "a recurrent layer went on, and gave back a block with a state behind it",
-    "groups_block_in_doubt": "a block was kept because drafts in flight may yet be rejected",
-    "groups_hit_behind_nulls": "a hit had null blocks in front",
+    "groups_window_slid": "a sliding window moved, and a block was skipped",
+    "groups_chunk_left": (
+        "a request began a new attention chunk, and skipped a block of an earlier one"
+    ),
+    "groups_state_left": "a recurrent layer freed the block of an earlier state",
+    "groups_block_in_doubt": "a block was kept because drafts in flight may be rejected",
+    "groups_hit_behind_nulls": "a hit began with null blocks",
     "groups_hit_in_several": "a hit shared blocks of several groups",
-    "groups_hit_of_a_state": "a hit goes on from a state that a recurrent layer has kept",
+    "groups_hit_of_a_state": "a request continued from a cached state of a recurrent layer",
     "groups_hit_cut_by_a_window": "full attention alone could have hit more than was hit",
     "groups_hit_cut_by_full_attention": "a window or chunks alone could have hit more",
-    "groups_free_hit_beside_new_blocks": "a group hit a free block, and another took new ones",
+    "groups_free_hit_beside_new_blocks": "one group hit a free block while another took new ones",
     "groups_evicted_by_another": "a group took a block that could still have been hit in another",
     "groups_last_block_to_another": "a group but the first took blocks, and then none was free",
-    "groups_admitted_past_its_room": "the gate let in one whose tokens do not fit at the same time",
-    "groups_preempted_with_nulls": "a request was preempted that had given back blocks",
-    "groups_preempted_about_to_slide": "a request was preempted with blocks that it had done with",
-    "groups_resumed_behind_nulls": "a preempted request came back with null blocks in front",
-    "groups_ended_with_nulls": "a request ended that had given back blocks",
+    "groups_admitted_past_its_room": (
+        "a request was admitted whose tokens do not fit at the same time"
+    ),
+    "groups_preempted_with_nulls": "a request with skipped blocks was preempted",
+    "groups_preempted_about_to_slide": "a request was preempted that held blocks to be skipped",
+    "groups_resumed_behind_nulls": "a preempted request was resumed with null blocks in front",
+    "groups_ended_with_nulls": "a request with skipped blocks ended",
 }
 LEFT = {
     GroupKind.SLIDING_WINDOW: "groups_window_slid",
     GroupKind.CHUNKED_LOCAL: "groups_chunk_left",
     GroupKind.RECURRENT: "groups_state_left",
 }
-"""What it is by kind to give back a block."""
+"""The goal of a freed block, by kind of group."""
 
 
 def of_groups(step: Step, ledger: Ledger) -> Iterator[str]:
-    """What a plan shows of several groups."""
+    """Yield the goals of a plan with several groups."""
     config = step.config
     if step.rows and len({group.kind for group in config.groups}) > 2:
         yield "groups_of_three_kinds"
@@ -77,19 +81,19 @@ def of_groups(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def of_ends(step: Step) -> Iterator[str]:
-    """Whom a commit or an abort ends, with null blocks in a table."""
+    """Yield the goals of requests that end with null blocks in a table."""
     for name in step.ended:
         if name in step.old and count_nulls(step.old[name].block_tables):
             yield "groups_ended_with_nulls"
 
 
 def count_nulls(tables: BlockTables) -> int:
-    """Null blocks of a request, in all groups."""
+    """Number of null blocks of a request, in all groups."""
     return sum([table.count(NULL_BLOCK) for table in tables])
 
 
 def _list_done_with(config: Config, request: RequestSnapshot, num_in_doubt: int) -> Iterator[int]:
-    """Of each group: blocks that no token of a running request attends to, and that it holds."""
+    """Yield, per group, the number of held blocks that a running request no longer attends to."""
     certain = request.num_computed_tokens - num_in_doubt
     for group, table in zip(config.groups, request.block_tables, strict=True):
         yield min(count_unattended(group, certain), len(table)) - table.count(NULL_BLOCK)
@@ -107,7 +111,7 @@ def _of_sliding(step: Step, ledger: Ledger) -> Iterator[str]:
             if num_null > old.count(NULL_BLOCK):
                 yield LEFT[group.kind]
             if group.kind is GroupKind.RECURRENT:
-                continue  # the blocks of its drafts are its own affair
+                continue  # its state blocks of drafts move
             if name in in_doubt and num_null < min(count_unattended(group, first), len(old)):
                 yield "groups_block_in_doubt"
 
@@ -158,10 +162,10 @@ def _of_admission(step: Step, ledger: Ledger, row: PlannedRow) -> Iterator[str]:
 
 
 def _of_cuts(step: Step, ledger: Ledger, life: Life, num_hit: int) -> Iterator[str]:
-    """Which groups could have hit more than all of them together."""
+    """Yield a goal for each kind of group that could have hit more than all together."""
     unit, cut = lcm(*step.config.block_sizes), set()
     if num_hit + unit >= life.num_known:
-        return  # nor is there a longer one
+        return  # no longer hit exists
     for index, group in enumerate(step.config.groups):
         named = ledger.named_blocks(step.before, index)
 

@@ -1,4 +1,4 @@
-"""Situations that there are only with grammars: masks, and what they do to drafts."""
+"""Goals that need grammars: bitmasks, and their effect on drafts."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from blockstep.spec.vocabulary import (
 )
 
 MASKS = {
-    "masks_made": "the mask of a frame had a row",
-    "masks_of_drafts": "a row of a mask had a place for a draft",
-    "masks_draft_cut": "a mask left a draft out that only the worker had known",
-    "masks_behind_a_cut_draft": "a place of a mask stood behind a draft that it had left out",
-    "masks_of_the_preempted": "a mask had a row of one who had been preempted meanwhile",
-    "masks_in_reasoning": "a mask left a row free because reasoning had not ended",
-    "masks_terminated": "a mask left a row free because its grammar was terminated",
+    "masks_made": "the bitmask of a frame had a row",
+    "masks_of_drafts": "a row of a bitmask had a position for a draft",
+    "masks_draft_cut": "a bitmask left out a draft that only the worker knew",
+    "masks_behind_a_cut_draft": "a bitmask had a position after a draft that it left out",
+    "masks_of_the_preempted": "a bitmask had a row of a request that was preempted since",
+    "masks_in_reasoning": "a bitmask allowed all tokens because reasoning had not ended",
+    "masks_terminated": "a bitmask allowed all tokens because the grammar was terminated",
     "masks_draft_cut_when_proposed": "a draft was left out when it was proposed",
-    "masks_flag_of_frames_behind": "a plan told that its mask must wait for older frames",
-    "masks_resumed_amid_its_grammar": "one came back from preemption with its grammar on its way",
-    "masks_reasoning_ended": "what a commit delivered ended the reasoning of a request",
-    "masks_failed_while_it_waits": "a grammar failed of one who waited for it",
-    "masks_failed_while_it_runs": "a grammar failed of one who runs",
-    "masks_failed_in_flight": "a grammar failed of one of whom a frame in flight had a row",
+    "masks_flag_of_frames_behind": "a plan's bitmask had to wait for tokens of older frames",
+    "masks_resumed_amid_its_grammar": (
+        "a preempted request was resumed after outputs under its grammar"
+    ),
+    "masks_reasoning_ended": "delivered tokens ended the reasoning of a request",
+    "masks_failed_while_it_waits": "the grammar of a request that waited for it failed",
+    "masks_failed_while_it_runs": "the grammar of a running request failed",
+    "masks_failed_in_flight": "the grammar of a request with a row in flight failed",
 }
 
 
 def of_mask(step: Step, ledger: Ledger, rows: Sequence[GrammarRow]) -> Iterator[str]:
-    """What a mask shows."""
+    """Yield the goals of a bitmask."""
     if rows:
         yield "masks_made"
     for row in rows:
@@ -55,7 +57,7 @@ def of_mask(step: Step, ledger: Ledger, rows: Sequence[GrammarRow]) -> Iterator[
 def of_proposals(
     ledger: Ledger, drafts: Sequence[RowTokens], taken: Sequence[RequestId]
 ) -> Iterator[str]:
-    """Whether drafts were cut when they came."""
+    """Yield a goal for each proposal whose drafts a grammar cut."""
     for row in drafts:
         life = ledger.lives.get(row.request_id)
         if (
@@ -67,7 +69,7 @@ def of_proposals(
 
 
 def of_masked_plan(step: Step) -> Iterator[str]:
-    """What a plan shows of those who have grammars."""
+    """Yield the goals of a plan with grammars."""
     if step.plan.pending_structured_output_tokens:
         yield "masks_flag_of_frames_behind"
     for row in step.admitted_rows:
@@ -76,14 +78,14 @@ def of_masked_plan(step: Step) -> Iterator[str]:
 
 
 def of_masked_commit(step: Step) -> Iterator[str]:
-    """What a commit did to grammars."""
+    """Yield a goal for each request whose reasoning ended."""
     for name, new in step.new.items():
         if new.reasoning_ended and not step.old[name].reasoning_ended:
             yield "masks_reasoning_ended"
 
 
 def of_failure(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Where a request stood whose grammar failed."""
+    """Yield the goals of a failed grammar."""
     assert isinstance(step.event, GrammarFailed)
     name = step.event.request_id
     status = step.old[name].status

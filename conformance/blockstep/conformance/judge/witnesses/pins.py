@@ -1,4 +1,4 @@
-"""Situations that there are only with pins: what stays between turns of jobs, and how it goes."""
+"""Goals that need pins: blocks kept between turns of jobs, and their end."""
 
 from __future__ import annotations
 
@@ -10,34 +10,38 @@ from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
 PINS = {
-    "pins_set": "a turn ended, and what can be found of it stays",
-    "pins_replaced": "a turn ended, and its pin took the place of that of a turn before",
-    "pins_last_step": "the last turn of a job ended, and the pin of the job with it",
-    "pins_not_worth_it": "a turn ended, and the estimate gave nothing for its job",
-    "pins_nothing_to_find": "a turn ended before a block of it could be found",
-    "pins_beside_another_turn": "a turn ended while another one of its job had not",
-    "pins_of_whom_gave_up": "a turn was aborted, and nothing of it stayed",
-    "pins_expired": "a pin went because its time was over",
-    "pins_gave_way_to_one_who_runs": "a pin went for one who ran alone and lacked blocks",
-    "pins_gave_way_to_one_who_waits": "a pin went for one who waited while nobody ran",
-    "pins_preempted_beside": "somebody was preempted while pins held blocks",
-    "pins_hit": "the next turn of a job found blocks that its pin had kept",
-    "pins_outlived_its_next_turn": "a job had a pin, and a turn of it was admitted and found none",
-    "pins_victim_stands_ahead": "who was preempted stood ahead of one of a job with a pin",
-    "pins_victim_of_a_job": "one of a job with a pin was preempted",
-    "pins_warm_goes_ahead": "one of a job with a pin overtook another who waited",
-    "pins_preempted_stays_ahead": "who was preempted stayed ahead of one of a job with a pin",
-    "pins_estimated_anew": "a pin was given another time",
-    "pins_estimate_of_nobody": "an estimate came for a job with no turn and no pin",
-    "pins_clock_backward": "an earlier time was told",
+    "pins_set": "a turn ended, and its cached blocks were pinned",
+    "pins_replaced": "a turn ended, and its pin replaced that of an earlier turn",
+    "pins_last_step": "the last turn of a job ended, and so did the job's pin",
+    "pins_not_worth_it": "a turn ended whose job has no estimate",
+    "pins_nothing_to_find": "a turn ended before a block of it was cached",
+    "pins_beside_another_turn": "a turn ended while another one of its job was unfinished",
+    "pins_of_whom_gave_up": "a turn was aborted, and nothing of it was pinned",
+    "pins_expired": "a pin ended at its time",
+    "pins_gave_way_to_one_who_runs": (
+        "a pin was reclaimed for a request that ran alone and lacked blocks"
+    ),
+    "pins_gave_way_to_one_who_waits": "a pin was reclaimed for a waiting request while none ran",
+    "pins_preempted_beside": "a request was preempted while pins held blocks",
+    "pins_hit": "the next turn of a job hit blocks that its pin had kept",
+    "pins_outlived_its_next_turn": (
+        "a turn of a job with a pin was admitted and hit none of its blocks"
+    ),
+    "pins_victim_stands_ahead": "a victim was before a request of a pinned job in the running list",
+    "pins_victim_of_a_job": "a request of a pinned job was preempted",
+    "pins_warm_goes_ahead": "a request of a pinned job overtook another waiting one",
+    "pins_preempted_stays_ahead": "a preempted request stayed before one of a pinned job",
+    "pins_estimated_anew": "the time of a pin was changed by an estimate",
+    "pins_estimate_of_nobody": "an estimate came for a job without turn and pin",
+    "pins_clock_backward": "a Clock gave an earlier time",
     "pins_reset": "a reset ended pins, which alone held blocks",
-    "pins_reset_forced": "a reset by force ended pins beside requests that ran",
-    "pins_reset_refused": "a reset was refused, and pins stayed",
+    "pins_reset_forced": "a forced reset ended pins and preempted running requests",
+    "pins_reset_refused": "a reset failed, and pins stayed",
 }
 
 
 def of_pins(step: Step, ledger: Ledger) -> Iterator[str]:
-    """What an event shows of pins."""
+    """Yield the goals of an event with pins."""
     before, after = step.before.pins, step.after.pins
     if before is None or after is None:
         return
@@ -80,7 +84,7 @@ def _of_plan(
 
 
 def _of_order(step: Step, ledger: Ledger, warm: set[str]) -> Iterator[str]:
-    """Who goes ahead of whom, and who has to go, for the sake of jobs that have a pin."""
+    """Yield the goals of requests that overtake others, or are preempted, because of pins."""
 
     def is_warm(name: v.RequestId) -> bool:
         return ledger.lives[name].request.job_id in warm
@@ -106,7 +110,7 @@ def _of_order(step: Step, ledger: Ledger, warm: set[str]) -> Iterator[str]:
 def _of_ends(
     step: Step, ledger: Ledger, before: v.PinsSnapshot, after: v.PinsSnapshot
 ) -> Iterator[str]:
-    """What the ends of turns leave behind."""
+    """Yield the goals of turns that end."""
     estimates = {estimate.job_id for estimate in before.estimates}
     had, has = ({pin.job_id: pin for pin in it.pins} for it in (before, after))
     for name in step.ended:

@@ -1,4 +1,4 @@
-"""Situations of a plan as a whole, of its rows, and of those whom it preempts."""
+"""Goals of a plan as a whole, of its rows, and of preemptions."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ PLANS = {
     "chunk_ends_on_block_boundary": "a chunk of a prefill ended exactly where a block does",
     "threshold_caps_a_chunk": "the long-prefill threshold cut a row short",
     "prefill_and_decode_in_one_step": "a plan had a chunk of a prompt and a sampling row",
-    "running_left_out_by_budget": "the budget was gone before all running ones had a row",
+    "running_left_out_by_budget": "the budget was used up before all running requests had a row",
     "pool_exactly_full": "no block was free after a plan",
     "empty_plan": "a plan had no row",
     "empty_plan_with_work": "a plan had no row although requests were unfinished",
-    "paused_new": "a plan was made while nobody may be admitted, and somebody waited",
-    "paused_all": "a plan was made while nobody may be scheduled, and somebody ran",
+    "paused_new": "a plan was made under PAUSED_NEW while a request waited",
+    "paused_all": "a plan was made under PAUSED_ALL with requests in the running list",
 }
 PREEMPTION = {
-    "preempted": "a request was preempted for want of blocks",
+    "preempted": "a request was preempted for lack of blocks",
     "preempted_twice": "a request was preempted for at least the second time",
-    "several_preempted_in_one_step": "one step preempted more than one",
+    "several_preempted_in_one_step": "one step preempted more than one request",
     "self_preempted": "a request that lacked blocks preempted itself",
-    "priority_victim_already_scheduled": "a victim had its row of the same step taken back",
-    "priority_victim_not_last": "PRIORITY preempted one that FCFS would not have",
-    "preempted_then_resumed": "a preempted request was admitted again",
-    "resumed_with_hit": "a preempted request found its own or other blocks again",
-    "resumed_with_outputs": "a preempted request returned with outputs to compute again",
+    "priority_victim_already_scheduled": "a victim had a row in the same step, which was withdrawn",
+    "priority_victim_not_last": "PRIORITY preempted a request that FCFS would not have",
+    "preempted_then_resumed": "a preempted request was resumed",
+    "resumed_with_hit": "a preempted request was resumed with a prefix hit",
+    "resumed_with_outputs": "a preempted request was resumed with outputs to compute again",
 }
 
 
 def of_plan(step: Step, ledger: Ledger) -> Iterator[str]:
-    """What a plan shows that is of no row alone."""
+    """Yield the goals of a plan as a whole."""
     after, rows = step.after, step.rows
     if not rows:
         yield "empty_plan"
@@ -68,7 +68,7 @@ def of_plan(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def of_row(step: Step, life: Life, row: PlannedRow) -> Iterator[str]:
-    """What a row shows, admitted or not."""
+    """Yield the goals of a row, admitted or not."""
     config = step.config
     if row.end < life.num_known:
         yield "chunked_prefill"
@@ -89,14 +89,14 @@ def of_row(step: Step, life: Life, row: PlannedRow) -> Iterator[str]:
 
 
 def of_preemption(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Who was preempted, and what for."""
+    """Yield the goals of a plan that preempts."""
     victims = victims_of(step, ledger)
     place = step.place
     last_row = max((place[row.request_id] for row in step.running_rows), default=-1)
     if len(victims) > 1:
         yield "several_preempted_in_one_step"
     if not any(row.gained for row in step.running_rows):
-        # Nobody got a block, so whoever lacked some is among the victims.
+        # No row got a block, so the request that lacked some is a victim.
         yield "self_preempted"
     if set(victims) != set(step.before.running[-len(victims) :]):
         yield "priority_victim_not_last"
@@ -108,5 +108,5 @@ def of_preemption(step: Step, ledger: Ledger) -> Iterator[str]:
         if old.spec_token_ids:
             yield "drafts_lost_by_preemption"
         if place[name] < last_row and share_of(ledger, old) > 0:
-            # One behind it was scheduled, so the budget was not gone when it was visited.
+            # A later one was scheduled, so there was budget left when it was visited.
             yield "priority_victim_already_scheduled"

@@ -1,4 +1,4 @@
-"""Situations that there are only with sessions: requests that go on with further input."""
+"""Goals that need sessions: requests that continue with further input."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from blockstep.spec.vocabulary import PauseState, Request, Status
 
 RESTING = Status.WAITING_FOR_STREAMING_REQ
 SESSIONS = {
-    "sessions_chunk_at_rest": "a session that rested was given its next chunk",
-    "sessions_end_at_rest": "a session that rested was told that no more comes, and ended",
-    "sessions_chunk_ahead": "a session was given a chunk before the stop of the one before",
-    "sessions_several_chunks_ahead": "a session had two chunks or more before it",
-    "sessions_end_ahead": "a session was told that no more comes before its last stop",
+    "sessions_chunk_at_rest": "an idle session got its next input",
+    "sessions_end_at_rest": "an idle session got the end of its input, and ended",
+    "sessions_chunk_ahead": "a session got an input before its stop",
+    "sessions_several_chunks_ahead": "a session had two or more inputs waiting",
+    "sessions_end_ahead": "a session got the end of its input before its last stop",
     "sessions_update_of_the_preempted": "a session was updated while it was preempted",
-    "sessions_update_in_flight": "a session was updated while a frame in flight had a row of it",
-    "sessions_stop_rests": "a session came to a stop, and rests until further input comes",
-    "sessions_stop_goes_on": "a session came to a stop, and went on with the next chunk",
-    "sessions_stop_ends": "a session came to a stop behind which there was no more, and ended",
-    "sessions_announced_again": "a session came back with a row as if it were new",
-    "sessions_back_under_a_grammar": "a session with a grammar came back, and begins it anew",
-    "sessions_rest_while_others_wait": "some waited for blocks, and a resting session holds some",
+    "sessions_update_in_flight": "a session got an input while it had a row in flight",
+    "sessions_stop_rests": "a session stopped and became idle",
+    "sessions_stop_goes_on": "a session stopped and continued with its next input",
+    "sessions_stop_ends": "a session stopped after the end of its input, and ended",
+    "sessions_announced_again": "a session that had run got a row as a new request",
+    "sessions_back_under_a_grammar": (
+        "a session with a grammar continued, and its grammar began again"
+    ),
+    "sessions_rest_while_others_wait": "requests waited for blocks while an idle session held some",
 }
 
 
 def of_update(step: Step, ledger: Ledger, request: Request) -> Iterator[str]:
-    """Where a session stood when its client went on with it."""
+    """Yield the goals of an input to a session."""
     name, is_end = request.request_id, not request.resumable
     old = step.old[name]
     if old.status is RESTING:
@@ -43,7 +45,7 @@ def of_update(step: Step, ledger: Ledger, request: Request) -> Iterator[str]:
 
 
 def of_stops(step: Step, ledger: Ledger) -> Iterator[str]:
-    """What became of sessions that a commit brought to a stop."""
+    """Yield the goals of sessions that stopped in a commit."""
     for row in step.output_rows:
         life = ledger.lives.get(row.request_id)
         if row.finish_reason is None or life is None or not life.request.resumable:
@@ -56,7 +58,7 @@ def of_stops(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def of_returns(step: Step, ledger: Ledger) -> Iterator[str]:
-    """What a plan shows of sessions."""
+    """Yield the goals of a plan with sessions."""
     for row in step.plan.new:
         life = ledger.lives[row.request_id]
         if life.request.resumable and life.admitted_in >= 0:

@@ -1,4 +1,4 @@
-"""Situations of what comes from outside: aborts, resets, grammars, ids."""
+"""Goals of outside events: aborts, resets, grammars, ids."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from blockstep.conformance.judge.witnesses.frames import num_frames
 from blockstep.spec.vocabulary import Abort, RequestId, Reset, Status
 
 SIGNALS = {
-    "abort_waiting": "one that had never run was aborted",
-    "abort_running": "one that runs was aborted, not in flight",
-    "abort_preempted": "a preempted one was aborted",
-    "abort_in_flight": "one in flight was aborted",
+    "abort_waiting": "a request that had never run was aborted",
+    "abort_running": "a running request without a frame in flight was aborted",
+    "abort_preempted": "a preempted request was aborted",
+    "abort_in_flight": "a request with a row in flight was aborted",
     "abort_unknown": "an abort named an id that is not unfinished",
-    "abort_of_shared_block": "one was aborted whose blocks others go on holding",
+    "abort_of_shared_block": "a request was aborted whose blocks have other holders",
     "grammar_ready_twice": "a grammar was reported as compiled again",
     "reset_refused": "a reset failed because blocks were held",
     "reset_done": "a reset without force emptied a cache that was not empty",
-    "reset_forced": "a reset by force preempted somebody",
-    "reset_forced_in_flight": "a reset by force preempted somebody in flight",
-    "id_used_again": "an id was submitted again, before a plan told of its end",
+    "reset_forced": "a forced reset preempted a request",
+    "reset_forced_in_flight": "a forced reset preempted a request with a row in flight",
+    "id_used_again": "an id was submitted again before a plan named its last request as finished",
 }
 
 
 def of_abort(step: Step, ledger: Ledger) -> Iterator[str]:
-    """What an abort met."""
+    """Yield the goals of an abort."""
     assert isinstance(step.event, Abort)
     ref_counts = step.before.ref_counts
     for name in dict.fromkeys(step.event.request_ids):
@@ -52,7 +52,7 @@ def _kind_of_abort(ledger: Ledger, name: RequestId, status: Status) -> str:
 
 
 def of_reset(step: Step, ledger: Ledger, success: bool) -> Iterator[str]:
-    """What a reset met."""
+    """Yield the goals of a reset."""
     assert isinstance(step.event, Reset)
     if not success:
         yield "reset_refused"

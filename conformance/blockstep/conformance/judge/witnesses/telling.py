@@ -1,4 +1,4 @@
-"""Situations that there are only where it is told what becomes of blocks."""
+"""Goals that need a log of KV events."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from blockstep.conformance.judge.properties.telling import told_by
 from blockstep.spec.vocabulary import AllBlocksCleared, BlockRemoved, BlockStored, Commit
 
 TELLING = {
-    "events_stored": "it was told that a request's blocks had become findable",
-    "events_stored_together": "several blocks were told by one event",
-    "events_stored_behind_others": "blocks were told with a parent",
-    "events_copy_stored": "a block was told of whose key another was findable already",
-    "events_removed": "it was told that a block was evicted, or withdrawn",
-    "events_copy_removed": "a block was told to be gone, and another of its key stayed",
-    "events_of_a_plan_in_flight": "a commit told blocks that a plan stored which was in flight",
-    "events_cleared": "it was told that nothing is findable any more",
+    "events_stored": "blocks of a request were logged as stored",
+    "events_stored_together": "one event listed several stored blocks",
+    "events_stored_behind_others": "stored blocks were logged with a parent",
+    "events_copy_stored": "a second block of a cached key was logged as stored",
+    "events_removed": "a block was logged as removed",
+    "events_copy_removed": "a block was logged as removed while another of its key stayed",
+    "events_of_a_plan_in_flight": "a commit logged blocks that a plan in flight stored",
+    "events_cleared": "the cache was logged as cleared",
 }
 
 
 def of_telling(step: Step, ledger: Ledger) -> Iterator[str]:
-    """What an answer tells of blocks."""
+    """Yield the goals of an answer with KV events."""
     copies = ledger.follower.copies.copy()
     for event in told_by(step):
         if isinstance(event, BlockStored):
@@ -47,7 +47,7 @@ def of_telling(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def _is_ahead(step: Step, ledger: Ledger) -> bool:
-    """Whether a block is told that only a frame fills which is in flight still."""
+    """Whether a block is logged as stored that only a frame in flight fills."""
     told = {key for event in told_by(step) if isinstance(event, BlockStored) for key in event.keys}
     if not told or not step.after.frames_in_flight:
         return False

@@ -1,4 +1,4 @@
-"""Situations that there are only with a store for victims, or with thresholds of admission."""
+"""Goals that need a store for victims, or thresholds of admission."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from blockstep.conformance.judge.properties.tiers import count_settled_tokens
 from blockstep.spec import vocabulary as v
 
 TIERS = {
-    "tiers_victim_saved": "a store was given what a victim had",
-    "tiers_several_saved": "what several victims of one step had was saved",
-    "tiers_too_little_to_save": "a victim had something, but too little to be saved",
+    "tiers_victim_saved": "the KV of a victim was saved",
+    "tiers_several_saved": "the KV of several victims of one step was saved",
+    "tiers_too_little_to_save": "a victim had KV, but too little to save",
     "tiers_saved_beside_frames": "a victim was saved while frames were in flight",
-    "tiers_saved_behind_a_window": "what a victim attends to no more was left out of what is saved",
-    "tiers_victim_comes_back": "a victim that was saved is loaded again",
-    "tiers_victim_comes_back_later": "likewise, and waits until its load has come",
+    "tiers_saved_behind_a_window": "skipped blocks of a victim were not saved",
+    "tiers_victim_comes_back": "a saved victim is loaded again",
+    "tiers_victim_comes_back_later": "a saved victim is loaded again, asynchronously",
     "tiers_closed_by_low": "admission closed because few blocks were free",
-    "tiers_closed_by_preemption": "admission closed because somebody was preempted",
-    "tiers_stays_closed": "it stayed closed with more free blocks than it closes at",
-    "tiers_opened_by_high": "admission opened beside others that run",
-    "tiers_opened_for_nobody": "admission opened because nobody ran",
-    "tiers_waits_while_closed": "one waited though it would have had room",
+    "tiers_closed_by_preemption": "admission closed because a request was preempted",
+    "tiers_stays_closed": "admission stayed closed with more free blocks than it closes at",
+    "tiers_opened_by_high": "admission opened while requests run",
+    "tiers_opened_for_nobody": "admission opened because no request ran",
+    "tiers_waits_while_closed": "a request waited for which blocks were free",
 }
 
 
 def of_tiers(step: Step, ledger: Ledger) -> Iterator[str]:
-    """What a plan shows of victims that are saved, and of admission that closes."""
+    """Yield the goals of a plan with saves or thresholds."""
     if not isinstance(step.observation, v.Plan):
         return
     if step.config.swap_min_tokens:
@@ -37,7 +37,7 @@ def of_tiers(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def of_saves(step: Step, ledger: Ledger) -> Iterator[str]:
-    """What is saved, what is not, and what comes back."""
+    """Yield the goals of saved victims, of others, and of saved ones that are loaded."""
     saves = {save.request_id: save for save in step.plan.kv_saves}
     if len(saves) > 1:
         yield "tiers_several_saved"
@@ -60,7 +60,7 @@ def of_saves(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def of_thresholds(step: Step) -> Iterator[str]:
-    """How admission closes, and opens."""
+    """Yield the goals of admission that closes or opens."""
     before, after = step.before, step.after
     num_free, config = len(after.free_queue), step.config
     if not after.admission_closed:

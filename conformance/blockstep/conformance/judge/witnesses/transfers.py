@@ -1,4 +1,4 @@
-"""Situations that there are only with a store: loads, holds, and what is reported of them."""
+"""Goals that need a store: loads, holds, and reports of transfers."""
 
 from __future__ import annotations
 
@@ -11,44 +11,48 @@ from blockstep.conformance.judge.properties.step import RowKind, Step, is_parked
 from blockstep.spec import vocabulary as v
 
 TRANSFERS = {
-    "transfers_parked": "a request was parked for a load",
-    "transfers_parked_behind_a_hit": "a request was parked behind a local hit",
-    "transfers_parked_while_nobody_runs": "a request was parked, and nobody ran",
+    "transfers_parked": "a request got blocks for an asynchronous load",
+    "transfers_parked_behind_a_hit": "an asynchronous load began after a local hit",
+    "transfers_parked_while_nobody_runs": "an asynchronous load began while no request ran",
     "transfers_load_of_all_it_knows": "all but the last known token was loaded",
     "transfers_load_at_once": "a request was loaded and ran in one step",
     "transfers_state_loaded": "a state of a recurrent layer was to be loaded",
     "transfers_state_out_of_reach": "an offer of too many tokens brought no usable state",
-    "transfers_returned": "a request was admitted behind a load that had come",
-    "transfers_returned_behind_a_head": "one was, behind another that did not fit",
-    "transfers_asked_anew": "a load failed as a whole, and the store was asked once more",
-    "transfers_not_known_yet": "a request was passed over, for the store does not know yet",
-    "transfers_gave_back": "one whose load had come gave its blocks to another",
-    "transfers_preempted_unsettled": "a forced reset preempted one before its load was certain",
-    "transfers_settled": "a load turned out to have come, by the answer to its plan",
+    "transfers_returned": "a request was admitted after its load was done",
+    "transfers_returned_behind_a_head": (
+        "such a request was admitted although one before it did not fit"
+    ),
+    "transfers_asked_anew": "a load failed completely, and the store was asked again",
+    "transfers_not_known_yet": "a request was skipped because the store has no offer yet",
+    "transfers_gave_back": "a request with a finished load had its blocks reclaimed",
+    "transfers_preempted_unsettled": "a forced reset preempted a request with an unconfirmed load",
+    "transfers_settled": "a commit confirmed the load of its plan",
     "transfers_failed_at_once": "a load of a plan in flight failed",
-    "transfers_failed_at_its_first_block": "a load failed as a whole",
-    "transfers_failed_at_a_later_block": "a load failed behind its first block",
+    "transfers_failed_at_its_first_block": "a load failed completely",
+    "transfers_failed_at_a_later_block": "a load failed after its first block",
     "transfers_failure_ends": "a request ended because its load had failed",
-    "transfers_failure_recomputed": "a request goes on behind what was there of its load",
-    "transfers_received": "a load came to its end",
-    "transfers_ended_under_way": "a request ended while its load was under way",
+    "transfers_failure_recomputed": "a request continued after the present part of its load",
+    "transfers_received": "an asynchronous load was done",
+    "transfers_ended_under_way": "a request ended before its load was done",
     "transfers_ended_and_read": "a request ended whose blocks the store reads",
     "transfers_held_twice": "blocks were held for a load and for the store at once",
-    "transfers_read_by_its_end": "a request ended by the answer that says its blocks were read",
-    "transfers_released": "the last hold of blocks came to its end",
-    "transfers_reported_again": "what was over, or never was, was reported",
-    "transfers_reset_refused": "a reset was refused for a load under way, or a hold",
+    "transfers_read_by_its_end": (
+        "a request ended with the commit that reports that its blocks were read"
+    ),
+    "transfers_released": "the last hold of blocks ended",
+    "transfers_reported_again": "a transfer was reported that had ended or never was",
+    "transfers_reset_refused": "a reset failed because of a load or a hold",
     "transfers_reset_of_the_store": "a reset reached the store",
     "transfers_deferred_by_an_end": "a request ended, and its blocks wait for a frame in flight",
     "transfers_deferred_by_a_reset": "a forced reset left blocks that wait for a frame in flight",
-    "transfers_deferred_by_a_window": "what a window left waits for a frame in flight",
-    "transfers_deferred_until_now": "an answer freed blocks that had waited for it",
-    "transfers_waits_for_an_answer": "one that runs waited for blocks that an answer frees",
+    "transfers_deferred_by_a_window": "skipped blocks wait for a frame in flight",
+    "transfers_deferred_until_now": "a commit freed blocks that had waited for it",
+    "transfers_waits_for_an_answer": "a running request waited for blocks that a commit frees",
 }
 
 
 def of_store(step: Step, ledger: Ledger) -> Iterator[str]:
-    """What an event shows of a store."""
+    """Yield the goals of an event with a store."""
     if step.config.max_frames_in_flight > 1:
         yield from of_deferred(step)
     match step.event, step.observation:
@@ -63,7 +67,7 @@ def of_store(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def of_loads(step: Step, ledger: Ledger) -> Iterator[str]:
-    """What a plan shows of loads."""
+    """Yield the goals of a plan with loads."""
     for load in step.plan.kv_loads:
         end = load.num_computed_tokens + load.num_external_tokens
         if end == ledger.lives[load.request_id].num_known - 1:
@@ -90,7 +94,8 @@ def of_loads(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def _of_offers_too_long(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Requests given blocks without a load, for the state of the offer is of too many tokens."""
+    """Yield a goal for each request without a load because the state of its offer is of too many
+    tokens."""
     for row in step.askers:
         offer = ledger.store.transfers.get_offer(row.request_id)
         is_too_long = (offer.num_tokens or 0) >= ledger.lives[row.request_id].num_known
@@ -99,7 +104,7 @@ def _of_offers_too_long(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def _of_returns(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Who came back, and who was passed over for the store."""
+    """Yield the goals of requests that were admitted after a load, or skipped for the store."""
     rows = {row.request_id: row for row in step.admitted_rows}
     is_behind = False
     for name in in_policy_order(ledger, step.before):
@@ -117,7 +122,7 @@ def _of_returns(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def of_reports(step: Step, ledger: Ledger) -> Iterator[str]:
-    """What a report met."""
+    """Yield the goals of a report."""
     store, report = ledger.store, ledger.store.get_report(step)
     under_way = store.transfers
     failed, void = store.find_failed(step), ledger.find_void(step)
@@ -147,7 +152,7 @@ def of_reports(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def of_held(step: Step, ledger: Ledger) -> Iterator[str]:
-    """Whose end has left blocks with the store."""
+    """Yield the goals of requests whose end leaves blocks to transfers."""
     after = step.after.transfers
     for held in after.held if after else ():
         if held.request_id not in ledger.store.held:
@@ -160,7 +165,7 @@ def of_held(step: Step, ledger: Ledger) -> Iterator[str]:
 
 
 def of_reset_beside(step: Step, ledger: Ledger, success: bool) -> Iterator[str]:
-    """What a reset met of the store."""
+    """Yield the goals of a reset with a store."""
     assert isinstance(step.event, v.Reset)
     under_way = any(map(ledger.store.is_under_way, step.before.requests))
     if not success and (under_way or ledger.store.held):
@@ -172,7 +177,7 @@ def of_reset_beside(step: Step, ledger: Ledger, success: bool) -> Iterator[str]:
 
 
 def of_deferred(step: Step) -> Iterator[str]:
-    """What waits for frames in flight from now on, and what has waited."""
+    """Yield the goals of blocks that begin or cease to wait for frames in flight."""
     before, after = step.before.transfers, step.after.transfers
     if before is None or after is None:
         return

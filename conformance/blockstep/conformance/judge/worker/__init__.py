@@ -1,8 +1,8 @@
-"""Worker: a model worker that believes nothing but the plans, and remembers what each slot holds.
+"""Worker: a model of a GPU worker that knows only the plans and remembers what each slot holds.
 
 `names` gives every prefix a name, `view` is what the worker knows of one request, `kv` what each
-slot holds, `sampling` what follows a text, `worker` runs plans. It is a witness (architecture D6):
-what it says against a plan needs no reference.
+slot holds, `sampling` the next token of a sequence, `worker` runs plans. It is a witness
+(architecture D6): what it finds wrong with a plan needs no reference.
 """
 
 from blockstep.conformance.judge.worker.names import PrefixNames, extras_of

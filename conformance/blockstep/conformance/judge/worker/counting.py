@@ -1,8 +1,8 @@
-"""Counting: a worker for plans that name no blocks. It knows every token, and no slot.
+"""Counting: a worker for plans that name no blocks. It knows every token and no slot.
 
-What it asks of a plan: that rows are of requests that it knows and return as they should, that each
-runs its next tokens, and that drafts are those that were proposed. It samples by its own decision,
-like any other (D6).
+It checks that rows are of requests that it knows and resume as they should, that each runs its next
+tokens, and that drafts are those that were proposed. It samples by its own decision, like any
+worker (D6).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from blockstep.spec import vocabulary as v
 
 
 class CountingWorker(Worker):
-    """A model worker without memory. One object is one run."""
+    """A model worker without memory, for one run."""
 
     keeps_requests = False
 
@@ -27,12 +27,14 @@ class CountingWorker(Worker):
         self._of_drafter = None
 
     def _start_new(self, row: v.NewRow) -> FrameRow:
-        """An id may come again: who has ended need not be told."""
+        """Begin a request; its id may be used again without a plan that names the end of the last
+        one."""
         self.views.pop(row.request_id, None)
         return super()._start_new(row)
 
     def _blocks(self, request_id: v.RequestId, tables: v.BlockTables) -> Tables:
-        """None; a plan that names some was said to name none."""
+        """Return empty tables; complain if a plan names blocks although the engine's factory says
+        that none does."""
         if tables:
             what = (
                 f"{request_id!r} gets blocks {tables}, and the factory says that plans show none: "
@@ -42,28 +44,28 @@ class CountingWorker(Worker):
         return [[] for _ in self.groups]
 
     def _count_slots(self, view: RequestView) -> int:
-        """More than a row can run: the pool is not shown."""
+        """Return more slots than a row can run, since the pool is not shown."""
         return len(view.tokens) + self.config.max_model_len
 
     def _take_tokens(self, row: v.CachedRow, view: RequestView) -> None:
-        """Tokens are compared where they are sent; it knows them all."""
+        """Compare the tokens of a row where a plan sends them; the worker knows them all."""
         if row.all_token_ids is not None:
             super()._take_tokens(row, view)
 
     def _count_outputs(self, row: v.CachedRow, view: RequestView) -> None:
-        """Not asked: it follows from the rows before."""
+        """Check nothing: the number follows from the rows before."""
 
     def _check_common(self, nums_common: tuple[int, ...], rows: Sequence[FrameRow]) -> None:
-        """Of blocks it knows nothing."""
+        """Check nothing: there are no blocks."""
 
     def load(self, plan: v.Plan, rows: Sequence[FrameRow]) -> None:
-        """What is loaded has no place."""
+        """Load nothing: there are no slots."""
 
     def _write(self, rows: list[FrameRow]) -> None:
-        """Nothing is written ..."""
+        """Write nothing."""
 
     def keep_states(self, row: FrameRow) -> None:
-        """No state is kept ..."""
+        """Keep no state."""
 
     def _read(self, row: FrameRow) -> None:
-        """... and nothing read."""
+        """Read nothing."""

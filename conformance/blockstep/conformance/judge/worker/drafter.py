@@ -1,16 +1,16 @@
 """Drafter: the KV that a proposer keeps in the blocks of the requests, in layers of its own.
 
-    | positions that the step runs | drafts, one behind the other |      a draft model, K drafts
+    | positions that the step runs | drafts, one after the other  |      a draft model, K drafts
     first                         end       in lookahead slots
 
 In a step a draft model runs the tokens that the target runs, so its slots hold KV of the same
-texts, and then its own drafts, in the slots behind them. A slot that held such a draft last is of
-no text: whoever reads it there reads what another request once guessed.
+sequences, and then its own drafts in the slots after them. A slot whose last content is such a
+draft belongs to no sequence: a request that reads it reads an old draft of another one.
 
-A draft head computes the KV at a position from the token at the next one. So behind a hit it reads
-at the last position of the hit what was computed with the token behind it, which the key of that
-block does not name. That is right if that token was computed behind this very text: a hit ends one
-block early, before a block that is there.
+A draft head computes the KV at a position from the token at the next one. So after a hit it reads,
+at the last position of the hit, KV computed with the following token, which the key of that block
+does not name. That is right if this token was computed after this very sequence: a hit ends one
+block before the last cached block.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ class Drafter(Items):
         super().__init__(config, next_token)
         whole = [at for at, group in enumerate(self.groups) if group.kind is v.GroupKind.FULL]
         self._of_drafter = whole[0] if whole and config.num_lookahead_tokens else None
-        """The KV group in whose blocks the proposer keeps its KV; None: it keeps none."""
+        """The KV group in whose blocks the proposer keeps its KV; None if it keeps none."""
         is_head = config.drops_last_hit_block and config.enable_prefix_caching
-        # What a store loads, or a branch shares, is trusted: no plan tells how it was computed.
+        # KV that a store loads or a branch shares is trusted: no plan shows how it was computed.
         is_told = not (config.kv_connector or config.enable_forks)
         self._has_head = is_head and is_told and self._of_drafter is not None
         self._drafts: dict[v.BlockId, dict[int, tuple[v.RequestId, v.FrameId]]] = {}
-        """By block and slot: whose draft its last KV of the proposer is, and of which plan."""
+        """The drafts whose KV the proposer has in slots, by block and slot: the request and the
+        plan."""
         self._followed: set[Name] = set()
-        """Texts, each with the token behind which a draft head has computed its last position."""
+        """Sequences whose last position a draft head has computed with the token after them."""
 
     def forget_drafts(self) -> None:
-        """The cache was emptied: no text is found any more."""
+        """Note a reset: no sequence can be hit any more."""
         self._followed.clear()
 
     def copy_drafts(self, copies: Iterable[v.BlockCopy]) -> None:
-        """Blocks are copied one by one, in all layers."""
+        """Copy blocks one by one, in all layers."""
         for copy in copies:
             self._drafts.pop(copy.destination, None)
             if copy.source in self._drafts:
                 self._drafts[copy.destination] = dict(self._drafts[copy.source])
 
     def load_drafts(self, loads: Iterable[v.KVLoad]) -> None:
-        """A store writes all layers of the blocks that it loads."""
+        """Note loads: a store writes all layers of the blocks that it loads."""
         at = self._of_drafter
         if at is None or not self._drafts:
             return
@@ -63,7 +64,8 @@ class Drafter(Items):
             self._settle_slots(load.block_ids[at], start, start + load.num_external_tokens)
 
     def run_drafter(self, rows: Sequence[FrameRow], plan: v.Plan) -> None:
-        """Behind the target's layers: read what is before each row, and run its positions."""
+        """Run the proposer's layers after the target's: read the positions before each row, and run
+        its own."""
         at = self._of_drafter
         if at is None:
             return
@@ -76,12 +78,13 @@ class Drafter(Items):
         for row in rows:
             self._read_drafts(row, row.view.tables[at])
             if row.view.request.request_id not in admitted:
-                self._check_lookahead(row)  # those may have had nothing to look ahead from
+                self._check_lookahead(row)  # an admitted one may have no lookahead yet
             elif self._has_head:
                 self._check_hit_of_head(row)
 
     def _follow(self, row: FrameRow) -> None:
-        """A draft head runs the positions of a row, each with the token behind it, if known.
+        """Note that a draft head runs the positions of a row, each with the token after it, if
+        known.
 
         The position before a session's next input keeps the KV made for the token that the input
         replaces. Drafts from it are worse and not wrong, so a hit may end there.
@@ -93,7 +96,7 @@ class Drafter(Items):
         self._followed.update(view.chain[first : row.end + 1])
 
     def _settle_slots(self, table: Sequence[v.BlockId], first: int, end: int) -> None:
-        """Positions of a table are written with KV of the text."""
+        """Note that positions of a table hold KV of known tokens."""
         if not self._drafts:
             return
         size = self._drafter_size
@@ -130,10 +133,10 @@ class Drafter(Items):
         return self.block_sizes[self._of_drafter]
 
     def _check_hit_of_head(self, row: FrameRow) -> None:
-        """Behind a hit: somebody has computed the next token behind the same text."""
+        """Check that the token after a hit was computed after the same sequence."""
         view = row.view
         if not row.first or view.request.resumable:
-            return  # a session goes on behind a token that was replaced
+            return  # a session continues after a replaced token
         if row.first < len(view.chain) and view.chain[row.first] not in self._followed:
             what = (
                 f"{view.request.request_id!r} has a hit of {row.first} tokens, and the token "
@@ -147,7 +150,7 @@ class Drafter(Items):
             )
 
     def propose_in_slots(self, row: FrameRow) -> None:
-        """A row has sampled: its drafts are run one behind the other, where there are slots."""
+        """Run the drafts of a row that has sampled one after the other, where there are slots."""
         at = self._of_drafter
         if at is None or not row.samples:
             return
@@ -156,7 +159,7 @@ class Drafter(Items):
             view.name_positions(len(view.tokens), ())
             self._followed.add(view.chain[-1])
         first, table = view.num_computed, view.tables[at]
-        # A head begins with the last position that was verified, a model with the token behind it.
+        # A head begins with the last verified position, a model with the token after it.
         count = self.config.num_speculative_tokens - int(self.config.drops_last_hit_block)
         end = min(first + count, len(table) * size, self.config.max_model_len)
         for position in range(first, end):
@@ -166,7 +169,7 @@ class Drafter(Items):
                 self._drafts.setdefault(block, {})[position % size] = mine
 
     def _check_lookahead(self, row: FrameRow) -> None:
-        """A running request that samples has a slot for each draft that is run behind it."""
+        """Check that a running request that samples has a slot for each draft."""
         at = self._of_drafter
         if at is None or not row.samples:
             return

@@ -1,11 +1,11 @@
-"""Items: what the worker's encoder has made, and whether each row finds there what it reads.
+"""Items: the worker's encoder cache, and whether each row finds there the items that it reads.
 
-    plan -> drop what it names -> make, or load, what it names -> each row gathers its embeddings
+    plan -> drop what it names -> compute, or load, what it names -> each row reads its embeddings
 
-The drops come first: an item that a plan has dropped and made is there (upstream #52482).
+The drops come first: an item that a plan drops and computes is present (upstream #52482).
 
-Beside the prompt nothing is kept: what a plan makes the first rows of their requests read, and
-write to their blocks across; the next plan drops it.
+Encoder-decoder inputs are not kept: the first rows of their requests read what the plan computes
+and write it to their cross-attention blocks; the next plan drops it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from blockstep.spec import vocabulary as v
 
 
 class Items(Sampling):
-    """A worker's store of encoded items."""
+    """A worker's cache of encoded items."""
 
     def __init__(self, config: v.Config, next_token: NextToken) -> None:
         super().__init__(config, next_token)
         self.encoded: dict[str, int] = {}
-        """Embeddings of each item that is there, by its identifier."""
+        """The number of embeddings of each cached item, by identifier."""
 
     def forget_items(self) -> None:
-        """The encoder was reset: nothing is there any more."""
+        """Note a reset of the encoder: the cache is empty."""
         self.encoded.clear()
 
     def encode(self, plan: v.Plan, rows: Sequence[FrameRow]) -> None:
-        """Drop, make and load what a plan names; then every row reads."""
+        """Drop, compute and load what a plan names; then let every row read."""
         for identifier in plan.free_encoder_mm_hashes:
             self.encoded.pop(identifier, None)
         filled: set[str] = set()
@@ -55,10 +55,10 @@ class Items(Sampling):
             self._gather(row)
 
     def _fill(self, inputs: Sequence[v.EncoderInputs], filled: set[str]) -> int:
-        """Items that come into the store, beside those `filled` by this plan; returns their
+        """Add items to the cache and to `filled`, those that this plan added; return their
         embeddings.
 
-        One that is there may be made again: it was evicted and wanted in one step.
+        A cached item may be computed again: it was evicted and needed in one step.
         """
         total = 0
         for entry in inputs:
@@ -89,10 +89,12 @@ class Items(Sampling):
         return total
 
     def _gather(self, row: FrameRow) -> None:
-        """Check that every embedding at a position of a row is there, for a draft head one more.
+        """Check that the embeddings at the positions of a row are cached, for a draft head one
+        more.
 
-        Beside the prompt a first row reads all of them, made for itself. Where items must be whole,
-        as for bidirectional attention, a row may not end inside of one (upstream #52306).
+        An encoder-decoder request reads all its embeddings with its first row, computed for this
+        request. Where items must be whole, as for bidirectional attention, a row may not end inside
+        one (upstream #52306).
         """
         if self.config.is_encoder_decoder:
             name = row.view.request.request_id
@@ -119,7 +121,7 @@ class Items(Sampling):
                 )
 
     def _list_read(self, row: FrameRow, end: int) -> Iterator[str]:
-        """Items of which a row reads an embedding."""
+        """Yield the items of which a row reads an embedding."""
         for item in row.view.request.items:
             first, last = max(row.first - item.offset, 0), min(end - item.offset, item.length)
             if first < last and (not item.is_embed or any(item.is_embed[first:last])):

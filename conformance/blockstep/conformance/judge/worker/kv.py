@@ -1,7 +1,7 @@
-"""KV: what each slot holds, and whether whoever reads it may.
+"""KV: what each slot holds, and whether a row may read it.
 
-Each slot remembers the exact prefix that it was written for, and each attended slot is checked when
-it is read. So "wrong tokens" is seen in the step in which it happens.
+Each slot has the exact prefix that it was written for, and each attended slot is checked when it is
+read. So a wrong token is found in the step in which it arises.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from blockstep.spec.vocabulary import (
 )
 
 Place: TypeAlias = tuple[FrameRow, int, int]
-"""Who writes a block, in which group, and at which index of that table."""
+"""A row that writes a block, the group, and the index in its table."""
 Write: TypeAlias = tuple[int, int, RequestId, FrameId]
-"""First slot and one past the last, who wrote them, and in which plan."""
+"""First slot and one past the last, the request that wrote them, and the plan."""
 
 
 class TaggedKV:
-    """The slots of a pool, each with the name of what it holds."""
+    """The slots of a pool, each with the name of its content."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -64,40 +64,41 @@ class TaggedKV:
         self.attended = tuple(at for at in range(len(self.groups)) if at not in others)
         """Groups whose blocks hold the KV of tokens."""
         self.made_for: set[RequestId] = set()
-        """For whom the plan that runs has items made."""
+        """Requests whose items the current plan computes."""
         self.names = PrefixNames(config.block_size, len(self.groups))
         self.kv: list[list[Name]] = [
             [NEVER_WRITTEN] * config.block_size for _ in range(config.num_blocks)
         ]
-        """The name of what each slot holds, by block id and slot."""
+        """The name of the content of each slot, by block id and slot."""
         self._owners = [-1 if config.groups else 0] * config.num_blocks
-        """By block: the group that wrote it last, and laid out its slots."""
+        """By block: the group that wrote it last, and whose slots it has."""
         self._checked: list[object] = [None] * config.num_blocks
-        """The key for which a block was found right, until the block is written again."""
+        """By block: the key for which it was found right, until it is written again."""
         self._findings: list[Finding] = []
         self.frame_id: FrameId = -1
         """The plan that runs."""
         self._writes: list[list[Write]] = [[] for _ in range(config.num_blocks)]
-        """By block, since its first slot was written."""
+        """By block: the writes since its first slot was written."""
         self._returns: dict[BlockId, tuple[RequestId, str, FrameId]] = {}
-        """Who gave a block back last, why, and which plan told of it."""
+        """By block: the request that gave it back last, why, and the plan that said so."""
 
     def give_back(
         self, request_id: RequestId, tables: Iterable[Iterable[BlockId]], why: str
     ) -> None:
-        """A plan told that a request holds the blocks of these tables no more."""
+        """Note that a request no longer holds the blocks of these tables, as a plan says."""
         for table in tables:
             for block in table:
                 self._returns[block] = (request_id, why, self.frame_id)
 
     def forget(self) -> None:
-        """Nothing written so far may be read again."""
+        """Mark all slots as written before a reset: none may be read again."""
         for block, slots in enumerate(self.kv):
             self._checked[block] = None
             slots[:] = [name if name == NEVER_WRITTEN else BEFORE_RESET for name in slots]
 
     def check_published(self, snapshot: Snapshot) -> list[Finding]:
-        """Every block that can be hit must hold, completely, what its key names (P3, P4, P6)."""
+        """Check that every cached block holds, completely, the content that its key names (P3, P4,
+        P6)."""
         self._findings = []
         checked = self._checked
         for block, key in enumerate(snapshot.block_keys):
@@ -117,7 +118,7 @@ class TaggedKV:
         return self._findings
 
     def _write(self, rows: list[FrameRow]) -> None:
-        """Every row writes its slots in every group, in plan order."""
+        """Write the slots of every row in every group, in plan order."""
         writers: dict[BlockId, Place] = {}
         for row in rows:
             row.view.name_positions(row.end, row.drafts)
@@ -159,8 +160,9 @@ class TaggedKV:
     def _write_alike(self, one: Place, other: Place) -> bool:
         """Whether two rows fill a block with the same content, now or in later steps.
 
-        They do if it is in one place of both tables, and both requests have the same text up to its
-        end. A block that is not full of known tokens must be owned alone: the next ones may differ.
+        They do if it is at the same place of both tables, and both requests have the same tokens up
+        to its end. A block that is not full of known tokens must have one holder, since the next
+        tokens may differ.
         """
         (row, group, index), (other_row, *other_place) = one, other
         first = index * self.block_sizes[group]
@@ -173,9 +175,10 @@ class TaggedKV:
         return views[0].chain[first:end] == views[1].chain[first:end]
 
     def _take_over(self, block: BlockId, group: int) -> bool:
-        """Let a block be of another group from now on: nothing in it is of any use to it.
+        """Give a block to another group, which cannot use its content; return False for the null
+        block.
 
-        False for the null block, which stays empty: who wants to write there also reads there.
+        The null block stays empty: a row that would write there also reads there.
         """
         if block == NULL_BLOCK:
             return False
@@ -191,7 +194,7 @@ class TaggedKV:
         return True
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
-        """Copy blocks one by one: each holds from then on what the other holds, and for whom."""
+        """Copy blocks one by one, with their content and its history."""
         for copy in copies:
             source, target = copy.source, copy.destination
             if not (min(source, target) > 0 and max(source, target) < len(self._owners)):
@@ -206,14 +209,14 @@ class TaggedKV:
             self._checked[target] = None
 
     def zero(self, blocks: Iterable[BlockId]) -> None:
-        """Blank blocks: nothing in them may be read before it is written again."""
+        """Blank blocks: their content must be written again before it is read."""
         for block in blocks:
             if 0 < block < len(self._owners):
                 self._owners[block] = -1
                 self._checked[block] = None
 
     def _read_states(self, row: FrameRow) -> None:
-        """A row goes on from the state behind the token before it."""
+        """Check the states from which a row starts."""
         view, first = row.view, row.first
         for at in self.recurrent if first else ():
             table, index = view.tables[at], get_read_index(self.groups[at], view, at, first)
@@ -246,7 +249,7 @@ class TaggedKV:
             writers[block] = (row, at, index)
 
     def _write_across(self, row: FrameRow, at: int, writers: dict[BlockId, Place]) -> None:
-        """Whose items are made has their embeddings written, an embedding to a slot."""
+        """Write the embeddings of a request's items, one to a slot, if the plan computes them."""
         view, size = row.view, self.block_sizes[at]
         name = view.request.request_id
         for index, block in enumerate(view.tables[at] if name in self.made_for else ()):
@@ -261,7 +264,7 @@ class TaggedKV:
             writers[block] = (row, at, index)
 
     def _read_across(self, row: FrameRow, at: int) -> None:
-        """Every row attends to all that was made of its items."""
+        """Check all embeddings of a request's items, which every row attends to."""
         view, size, table = row.view, self.block_sizes[at], row.view.tables[at]
         reader = view.request.request_id
         if len(table) * size < len(view.across):
@@ -273,13 +276,13 @@ class TaggedKV:
             place = table[number // size], number % size
             seen = self._seen(*place, at)
             if seen != expected:
-                note = f"read by {reader!r} across, embedding {number} in plan {self.frame_id}"
+                note = f"read by {reader!r}, embedding {number} in plan {self.frame_id}"
                 self._complain_slot("attended_slot", place, expected, seen, note, reader)
                 row.is_astray = True
                 return
 
     def keep_states(self, row: FrameRow) -> None:
-        """A row has sampled: copy the states at block ends that it passed to their blocks."""
+        """Copy the states at block ends that a row passed to their blocks, once it has sampled."""
         for at in self.recurrent:
             table = row.view.tables[at]
             for source, target in list_copied(self.groups[at], row):
@@ -291,13 +294,13 @@ class TaggedKV:
         move_on([(at, self.groups[at]) for at in self.recurrent], row)
 
     def _check_exclusive(self, row: FrameRow, writers: dict[BlockId, Place]) -> None:
-        """A written block is in no other table, except as a hit at the same position.
+        """Check that a written block is in no other table, except as a hit at the same position.
 
-        What is no longer attended to may be anybody's.
+        Skipped blocks may be in any table.
         """
         for at, (group, table) in enumerate(zip(self.groups, row.view.tables, strict=True)):
             size, first = group.block_size, count_unattended(group, row.first)
-            if at in self.recurrent:  # those of drafts are moved on: no plan tells from where
+            if at in self.recurrent:  # state blocks of drafts move, which no plan shows
                 first = (row.end - 1) // size
             elif at in self.attended:
                 others = table[first : row.first // size] + table[-(-row.end // size) :]
@@ -308,7 +311,7 @@ class TaggedKV:
                     self._complain_shared(writers[block], (row, at, index), block)
 
     def _read(self, row: FrameRow) -> None:
-        """Every position that the row attends to must hold what its request expects."""
+        """Check that every position which the row attends to holds what its request expects."""
         for at in self.across:
             self._read_across(row, at)
         view, kv, owners = row.view, self.kv, self._owners
@@ -327,7 +330,7 @@ class TaggedKV:
                 self._check_slots(row, at)
 
     def _check_slots(self, row: FrameRow, at: int) -> None:
-        """Name the first attended slot that holds something else, if there is one."""
+        """Complain about the first attended slot that holds something else, if there is one."""
         view, group = row.view, self.groups[at]
         size, table = group.block_size, view.tables[at]
         first = first_attended(group, row.first)
@@ -349,7 +352,7 @@ class TaggedKV:
             return
 
     def _seen(self, block: BlockId, slot: int, group: int) -> Name:
-        """What a slot holds for those who read a block as one of this group."""
+        """The content of a slot for a row that reads the block as one of this group."""
         owner = self._owners[block]
         if owner != group:
             return NEVER_WRITTEN if owner < 0 else OF_ANOTHER_GROUP
@@ -364,7 +367,7 @@ class TaggedKV:
         note: str,
         reader: RequestId = "",
     ) -> None:
-        """A slot holds something else than it should."""
+        """Complain about a slot that holds something else than it should."""
         show = self.names.show
         blame = "P3", "holds_the_right_prefix", "the KV is of another prefix"
         if seen == NEVER_WRITTEN:
@@ -396,7 +399,8 @@ class TaggedKV:
         self._complain("P2", "written_block_is_in_one_place", told, subjects=subjects)
 
     def _tell_history(self, block: BlockId, slot: int) -> Iterator[str]:
-        """Who wrote a slot last, and who gave its block back since, each with the plan."""
+        """Yield the request that wrote a slot last and the one that gave its block back since, with
+        the plans."""
         since = -1
         for first, stop, name, frame_id in reversed(self._writes[block]):
             if first <= slot < stop:

@@ -1,13 +1,13 @@
-"""Names: one small int for every prefix, so that "the same content" is one comparison.
+"""Names: one small int for every prefix, so that equal content is one comparison.
 
-A name stands for a whole chain, from a root that holds adapter and salt:
+A name stands for a whole chain, from a root that has adapter and salt:
 
     root(adapter, salt) <- (token 0, extra 0) <- (token 1, extra 1) <- ... <- (token p, extra p)
 
-Two positions have the same name exactly if everything that shaped their KV is the same. `extra p`
-says which multimodal item starts at position p or goes on into p's block there, and how far into
-the item p is; and which embedding stands at p instead of the token's own. An item is named once per
-block, not once per position: its identifier names its whole content, so a shorter item of the same
+Two positions have the same name exactly if everything that determines their KV is the same. `extra
+p` says which multimodal item starts at position p or continues into p's block there, and how far
+into the item p is; and which embedding replaces the token at p. An item is named once per block,
+not once per position: its identifier names its whole content, so a shorter item of the same
 identifier would be a client's mistake, not an engine's.
 """
 
@@ -23,21 +23,21 @@ Extra: TypeAlias = tuple[str | int, ...]
 """Identifier of an item and how far into it the position is; then the number of an embedding."""
 
 NEVER_WRITTEN: Name = -1
-"""Held by a slot that no plan ever wrote."""
+"""Content of a slot that no plan ever wrote."""
 BEFORE_RESET: Name = -2
-"""Held by a slot last written before the last reset of the cache."""
+"""Content of a slot last written before the last reset of the cache."""
 
 GARBLED: Name = -3
-"""Held by a slot of real memory in which no name can be read."""
+"""Content of a slot of real memory in which no name can be read."""
 OF_ANOTHER_GROUP: Name = -4
-"""Held by a slot for those who read a block that another KV group has written."""
+"""Content of a slot in a block that another KV group wrote, for a reader of this group."""
 SPOILED: Name = -5
-"""Held by a slot that was not loaded, or not yet, or was computed on what was not."""
+"""Content of a slot whose load failed or is not done, or that was computed on such a slot."""
 MEMO_SIZE_MAX = 200_000
 
 
 class PrefixNames:
-    """Gives names out. Names compare with each other only within one object."""
+    """Assigns names. Names compare with each other only within one object."""
 
     def __init__(self, block_size: int, num_groups: int = 1) -> None:
         self.block_size = block_size
@@ -47,8 +47,8 @@ class PrefixNames:
         self._parents: list[Name] = []
         """Parent of each name; `NEVER_WRITTEN` for a root."""
         self._tokens: list[int] = []
-        # By identity of the key, because engines show the same key objects again and again;
-        # holding the key keeps its identity from being given to another.
+        # By identity of the key, since engines show the same key objects again and again.
+        # Holding the key keeps its identity from being reused.
         self._memo: dict[int, tuple[BlockKey, list[Name]]] = {}
 
     def root(self, adapter: str | None, cache_salt: str | None) -> Name:
@@ -56,7 +56,7 @@ class PrefixNames:
         return self._root(("request", adapter, cache_salt))
 
     def of_item(self, identifier: str, num_embeds: int) -> list[Name]:
-        """The names of what an encoder makes of an item: of each embedding, in order."""
+        """The names of an item's embeddings, in order."""
         chain: list[Name] = []
         self.extend(chain, self._root(("item", identifier)), range(num_embeds), {}, 0)
         return chain
@@ -69,7 +69,7 @@ class PrefixNames:
         extras: Mapping[int, Extra],
         first: int,
     ) -> None:
-        """Append the names of `tokens`, which stand at positions `first`, `first` + 1, ...
+        """Append the names of `tokens` at positions `first`, `first` + 1, ...
 
         `chain` holds the names of all positions below `first`.
         """
@@ -106,7 +106,8 @@ class PrefixNames:
         return slots
 
     def of_block(self, key: BlockKey, num_links: int) -> list[Name]:
-        """The names of the slots of a block that a chain of so many keys names, `key` the last."""
+        """The names of the slots of a block that the last `num_links` keys of a chain name, `key`
+        the last."""
         if num_links == 1:
             return self.of_key(key)
         links = key.chain()
@@ -119,7 +120,7 @@ class PrefixNames:
         return self._tokens[name]
 
     def same_tokens(self, left: Name, right: Name) -> bool:
-        """Whether two different names stand for the same tokens: they differ in extra keys."""
+        """Whether two different names have the same tokens, so that they differ in extra keys."""
         while self._parents[left] >= 0 and self._parents[right] >= 0:
             if self._tokens[left] != self._tokens[right]:
                 return False
@@ -129,7 +130,7 @@ class PrefixNames:
         return self._parents[left] < 0 and self._parents[right] < 0
 
     def show(self, name: Name, count: int = 6) -> str:
-        """The last tokens of a prefix, for a reader."""
+        """The last tokens of a prefix as text."""
         if name == NEVER_WRITTEN:
             return "never written"
         if name == BEFORE_RESET:
@@ -165,7 +166,7 @@ class PrefixNames:
         for identifier, offset in key.items:
             slot = max(offset, 0)
             if slot >= size or slot in extras:
-                # No request has items like that; the tokens are still told apart from others.
+                # No request has items like these; the names still differ from all others.
                 extras = {0: ("items", repr(key.items), 0)}
                 break
             extras[slot] = (identifier, slot - offset)
@@ -187,14 +188,14 @@ class PrefixNames:
         return slots
 
     def _odd(self, key: BlockKey, num_links: int = 1) -> list[Name]:
-        """Names for a key that no content can have, so that it equals nothing else."""
+        """Names for a key that no content can have; they equal nothing else."""
         return [self._root(("odd", key, slot)) for slot in range(self.block_size * num_links)]
 
 
 def extras_of(request: Request, block_size: int) -> dict[int, Extra]:
-    """By position in the prompt: what else than the token shapes the KV there.
+    """Items and embeddings that determine the KV besides the token, by position in the prompt.
 
-    That is an item which starts there, or goes on into another block, and an embedding.
+    An item is at the position where it starts, and at each block boundary inside it.
     """
     extras: dict[int, Extra] = {}
     for item in request.items:
@@ -213,7 +214,7 @@ def _add_embeds(extras: dict[int, Extra], embeds: Sequence[int]) -> None:
 
 
 class NamedText:
-    """A request, its text as far as it is known, and the names of its positions."""
+    """A request, its known tokens, and the names of its positions."""
 
     __slots__ = ("chain", "extras", "names", "num_prompt", "request", "root", "tokens")
 
@@ -226,4 +227,4 @@ class NamedText:
         """Prompt and outputs."""
         self.num_prompt = len(self.tokens)
         self.chain: list[Name] = []
-        """The name of each position, as far as it was needed."""
+        """The name of each position, as far as one was needed."""

@@ -1,7 +1,7 @@
-"""Sampling: which tokens truly follow, under the grammars that hold them, and which are guessed.
+"""Sampling: the true next tokens under the grammars, and the proposed drafts.
 
-A grammar holds by an automaton of the worker's own, read along with the text that it knows. What an
-engine says may be sampled is compared with that, and nothing is sampled by it (D6).
+The worker reads each grammar with an automaton of its own, along with the tokens that it knows. It
+compares the engine's bitmasks with that and does not sample by them (D6).
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from blockstep.conformance.protocol.findings import Difference, Finding, of_requ
 from blockstep.spec import vocabulary as v
 
 NextToken: TypeAlias = Callable[[Sequence[int]], int]
-"""Which token truly follows a text. Deterministic: what a request must get is unique."""
+"""Returns the true next token of a sequence. Deterministic: the outputs of a request are unique."""
 
 
 class Sampling(TaggedKV):
-    """What a worker samples, proposes, and says of masks."""
+    """The tokens that a worker samples and proposes, and its checks of bitmasks."""
 
     def __init__(self, config: v.Config, next_token: NextToken) -> None:
         super().__init__(config)
         self.next_token = next_token
         self.views: dict[v.RequestId, RequestView] = {}
         self._frames: dict[v.FrameId, list[FrameRow]] = {}
-        """Dispatched, and their commit not heard of."""
+        """Dispatched frames that were not committed."""
         self._ended: set[v.RequestId] = set()
-        """Of whose end it has heard, and no plan told so far."""
+        """Requests that have ended, while no plan has named them."""
 
     def make_view(self, request: v.Request) -> RequestView:
-        """What it knows of a request that it is told of."""
+        """Return a new view of a request."""
         view = RequestView(request, self.names, self.block_sizes)
         if request.grammar is not None:
             view.automaton = Automaton(self.config, request)
@@ -43,11 +43,11 @@ class Sampling(TaggedKV):
         return view
 
     def hear_of_ends(self, names: Iterable[v.RequestId]) -> None:
-        """Requests ended: of their rows in flight no mask need speak."""
+        """Note that requests ended: no bitmask needs their rows in flight."""
         self._ended.update(names)
 
     def _choose(self, view: RequestView, text: Sequence[int]) -> v.TokenId:
-        """The token that truly follows a text: of those that its grammar allows, if any holds."""
+        """The true next token of a sequence, among those that its grammar allows."""
         token = self.next_token(text)
         if view.automaton is None:
             return token
@@ -56,10 +56,10 @@ class Sampling(TaggedKV):
         return token if allowed is None or token in allowed else allowed[token % len(allowed)]
 
     def _sample(self, row: FrameRow) -> v.TokenIds:
-        """The right drafts, and the token that follows them.
+        """The accepted drafts of a row and the token after them.
 
-        A draft is right if it is the token that truly follows, and its grammar accepts it. Who has
-        read wrong KV goes astray.
+        A draft is accepted if it is the true next token and its grammar accepts it. A row that has
+        read wrong KV samples a wrong token.
         """
         view = row.view
         text: list[int] = list(view.tokens) if row.drafts else view.tokens
@@ -75,7 +75,7 @@ class Sampling(TaggedKV):
         return tuple(sampled)
 
     def _astray(self, view: RequestView, text: Sequence[int], token: v.TokenId) -> v.TokenId:
-        """Another token than the one that truly follows, where the grammar leaves any."""
+        """Another token than the true next one, where the grammar leaves any."""
         allowed = None
         if view.automaton is not None:
             place = view.automaton.read(text[view.num_prompt :])
@@ -85,7 +85,7 @@ class Sampling(TaggedKV):
         return allowed[(allowed.index(token) + 1) % len(allowed)]
 
     def _list_verifiable(self, row: FrameRow) -> v.TokenIds:
-        """The drafts of a row that its grammar accepts; all where it has none."""
+        """The drafts of a row that its grammar accepts; all of them without a grammar."""
         automaton = row.view.automaton
         if automaton is None:
             return row.drafts
@@ -93,14 +93,15 @@ class Sampling(TaggedKV):
         return row.drafts if place is None else automaton.cut(place, row.drafts)
 
     def _place_of(self, row: FrameRow) -> Place | None:
-        """Where the grammar of a row stands before it; None: nowhere, or there is none."""
+        """The grammar state before a row; None without a grammar or after a forbidden token."""
         view = row.view
         if view.automaton is None:
             return None
         return view.automaton.read(view.tokens[view.num_prompt : row.num_known])
 
     def propose(self, request_id: v.RequestId, count: int, num_right: int) -> v.TokenIds:
-        """`count` drafts for a request: the first `num_right` will be accepted, the next not."""
+        """Return `count` drafts for a request: the first `num_right` will be accepted, the next one
+        not."""
         return self._guess(self.views.get(request_id), count, num_right)
 
     def _guess(self, view: RequestView | None, count: int, num_right: int) -> v.TokenIds:
@@ -114,7 +115,8 @@ class Sampling(TaggedKV):
     # Masks.
 
     def tell_drafts(self, frame_id: v.FrameId) -> tuple[v.RowTokens, ...]:
-        """What the placeholders of a dispatched plan stand for, of those whom its mask is for."""
+        """The drafts behind the placeholders of a dispatched plan, for requests that need a
+        bitmask."""
         return tuple(
             v.RowTokens(row.view.request.request_id, row.drafts)
             for row in self.list_masked(frame_id)
@@ -122,7 +124,8 @@ class Sampling(TaggedKV):
         )
 
     def answer_wrongly(self, frame_id: v.FrameId) -> tuple[v.RowTokens, ...] | None:
-        """What a dispatched plan sampled, and one token in it forbidden; None if none can be."""
+        """The sampled tokens of a dispatched plan, one replaced by a forbidden one; None if that is
+        impossible."""
         masked = self.list_masked(frame_id)
         for row in masked:
             token = self._find_forbidden(row)
@@ -138,7 +141,7 @@ class Sampling(TaggedKV):
         return None
 
     def _find_forbidden(self, row: FrameRow) -> v.TokenId | None:
-        """A token that may not be the last that a row samples, if there is any."""
+        """A token that a row must not sample last, if there is one."""
         view = row.view
         if view.automaton is None:
             return None
@@ -150,7 +153,7 @@ class Sampling(TaggedKV):
         return next(token for token in range(len(allowed) + 1) if token not in allowed)
 
     def forbids(self, event: v.Commit) -> bool:
-        """Whether an answer has a token that a grammar forbids."""
+        """Whether a model output has a token that a grammar forbids."""
         tokens_of = {row.request_id: row.token_ids for row in event.sampled}
         for row in self.list_masked(event.frame_id):
             view = row.view
@@ -161,10 +164,10 @@ class Sampling(TaggedKV):
         return False
 
     def list_masked(self, frame_id: v.FrameId) -> list[FrameRow]:
-        """The rows of a frame that sample under a grammar, of requests that have not ended.
+        """The rows of a frame that sample under a grammar, of unfinished requests.
 
-        Nor of a session that has gone on with a further chunk since: what those rows sample stands
-        behind its stop, and is dropped.
+        Left out are rows of a session that has continued since: their tokens come after its stop
+        and are dropped.
         """
         return [
             row
@@ -177,15 +180,17 @@ class Sampling(TaggedKV):
         ]
 
     def get_masked(self, row: FrameRow) -> v.TokenIds:
-        """What a row sampled under its last mask. While its request goes on that is made again with
-        all of its drafts, if it was not; for one that has ended none is made any more.
+        """The tokens that a row sampled under its last bitmask.
+
+        For an unfinished request a bitmask is made again with all of its drafts, if it was not; for
+        a request that ended none is made any more.
         """
         if row.num_masked is None or row.view.request.request_id not in self._ended:
             return row.sampled
         return row.sampled[: row.num_masked + 1]
 
     def check_drafts(self, row: FrameRow) -> None:
-        """Drafts that a plan has a row verify are accepted by its grammar."""
+        """Check that the grammar accepts the drafts that a row verifies."""
         valid = self._list_verifiable(row)
         if valid != row.drafts:
             name = row.view.request.request_id
@@ -200,7 +205,7 @@ class Sampling(TaggedKV):
             )
 
     def check_mask(self, asked: v.GrammarBitmask, mask: v.GrammarOutput) -> list[Finding]:
-        """Compare a mask with what the automata of its rows allow."""
+        """Compare a bitmask with what the automata of its rows allow."""
         self._findings = []
         rows = {row.view.request.request_id: row for row in self.list_masked(asked.frame_id)}
         due = sorted(rows)
@@ -220,14 +225,15 @@ class Sampling(TaggedKV):
         return self._findings
 
     def _check_mask_row(self, row: FrameRow, known: v.TokenIds, seen: v.GrammarRow) -> None:
-        """Hold a row of a mask to the drafts that are known: valid ones, allowed tokens, the rest.
+        """Check one row of a bitmask: its valid drafts, the allowed tokens, and the positions after
+        these.
 
-        drafts       a      b      -1
-        allowed    as the automaton says   |  masked, if what is before it is
+        drafts       a      b      -1 allowed    as the automaton says   |  masked, if the position
+        before is
         """
         view, place, name = row.view, self._place_of(row), seen.request_id
         if view.automaton is None or place is None:
-            return  # it was made to say what it could not
+            return  # a wrong answer made its outputs impossible
         valid = view.automaton.cut(place, known)
         row.num_masked = len(valid)
         padded = (*valid, *(v.DRAFT_PLACEHOLDER,) * (len(row.drafts) - len(valid)))

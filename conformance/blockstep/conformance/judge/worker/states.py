@@ -1,13 +1,13 @@
-"""States: what a recurrent group's blocks hold, and where the worker reads and writes them.
+"""States: the blocks of a recurrent group, and where the worker reads and writes them.
 
-    | given back | read  |    written    | behind drafts |       a chunk; with `align` only the last
-    |            | first |          base |    one each   |
+    |  skipped   | read  |    written    | after drafts  |       a chunk; with `align` only the last
+    |            | first |          base |   one each    |
 
-A state is named by the prefix that it stands behind. A row goes on from the state behind the token
-before it, and leaves the one behind its last known token in the block of its last token, its base;
-that behind its n-th draft n blocks on. States are read before any row of the plan writes: a kernel
-computes all rows of a layer at once. Once drafts are accepted, the boundaries that were passed are
-copied to the blocks that end there.
+The name of a state is that of the prefix it includes. A row starts from the state after the token
+before it. It writes the state after its last known token to the block of its last token, its base;
+the state after its n-th draft goes n blocks further. States are read before any row of the plan
+writes, since a kernel computes all rows of a layer at once. Once drafts are accepted, states at the
+boundaries passed are copied to the blocks that end there.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from blockstep.spec.vocabulary import KVGroup, MambaCacheMode
 
 
 def list_recurrent(groups: Sequence[KVGroup]) -> tuple[int, ...]:
-    """Which groups hold states."""
+    """Indices of the groups that hold states."""
     return tuple(at for at, group in enumerate(groups) if is_recurrent(group))
 
 
 def list_written(group: KVGroup, row: FrameRow) -> Iterator[tuple[int, int]]:
-    """The states that a row writes: behind how many tokens, and at which index."""
+    """Yield the states that a row writes: the number of tokens they include, and their table
+    index."""
     size, known = group.block_size, _end_of_known(row)
     if row.end <= row.first or known < 1:
         return
@@ -38,12 +39,12 @@ def list_written(group: KVGroup, row: FrameRow) -> Iterator[tuple[int, int]]:
 
 
 def get_read_index(group: KVGroup, view: RequestView, at: int, first: int) -> int:
-    """The index of the block whose state a row goes on from that starts behind `first` tokens."""
+    """Index of the block with the state after `first` tokens, from which a row starts."""
     return view.state_indices.get(at, (first - 1) // group.block_size)
 
 
 def list_touched(group: KVGroup, row: FrameRow, at: int) -> set[int]:
-    """Indices of the blocks that a row reads a state from or writes one to."""
+    """Indices of the blocks from which a row reads a state, or to which it writes one."""
     touched = {index for _, index in list_written(group, row)}
     if row.first:
         touched.add(get_read_index(group, row.view, at, row.first))
@@ -51,7 +52,7 @@ def list_touched(group: KVGroup, row: FrameRow, at: int) -> set[int]:
 
 
 def list_copied(group: KVGroup, row: FrameRow) -> Iterator[tuple[int, int]]:
-    """From which block of its table to which a state is copied once its row has sampled."""
+    """Yield source and target index of each state that is copied once its row has sampled."""
     if group.mamba_cache_mode is MambaCacheMode.NONE or row.end <= row.first:
         return
     size, known, base = group.block_size, _end_of_known(row), (row.end - 1) // group.block_size
@@ -62,7 +63,7 @@ def list_copied(group: KVGroup, row: FrameRow) -> Iterator[tuple[int, int]]:
 
 
 def move_on(groups: Iterable[tuple[int, KVGroup]], row: FrameRow) -> None:
-    """Remember in which block of each of these groups the request now stands."""
+    """Note in which block of each of these groups the request's state now is."""
     if row.end > row.first:
         for at, group in groups:
             base = (row.end - 1) // group.block_size
@@ -70,10 +71,10 @@ def move_on(groups: Iterable[tuple[int, KVGroup]], row: FrameRow) -> None:
 
 
 def count_accepted(row: FrameRow) -> int:
-    """Drafts of a row that were right, as far as the worker knows."""
+    """Number of accepted drafts of a row, as far as the worker knows."""
     return max(len(row.sampled) - 1, 0)
 
 
 def _end_of_known(row: FrameRow) -> int:
-    """One past the last position of a row that is no draft."""
+    """One past the last position of a row that is not a draft."""
     return row.end - len(row.drafts)

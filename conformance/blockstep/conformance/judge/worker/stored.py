@@ -1,11 +1,11 @@
 """Stored: KV that a store writes into blocks and reads from them, as the worker sees it.
 
-    load at once    plan: there before its rows read ... answer: or it was not, and is spoiled
-    load later      plan: under way -- nobody reads or writes -- report: there, or spoiled
-    read by it      end of a request: kept as they are -- nobody writes -- report: over
+    load at once    plan: present before its rows read ... commit: or it failed, and is spoiled
+    load later      plan: not done -- no row reads or writes -- report: present, or spoiled
+    read by it      end of a request: blocks are kept -- no row writes -- report: done
 
-A store has the right KV of every request, and states that include the last token that it offers.
-What could not be loaded is spoiled, and so is all that was computed on it: it must be written again
+A store has the right KV of every request, and states that include the last token that it offers. KV
+that failed to load is spoiled, and so is all that was computed on it: it must be written again
 before a row reads it (P19).
 """
 
@@ -26,7 +26,7 @@ from blockstep.spec import vocabulary as v
 
 
 class Stored(Items):
-    """A worker's side of a store."""
+    """A worker's view of a store."""
 
     def __init__(self, config: v.Config, next_token: NextToken) -> None:
         super().__init__(config, next_token)
@@ -39,31 +39,33 @@ class Stored(Items):
         self._stateless: set[v.RequestId] = set()
         """Requests whose load ends where the store has no states."""
         self._loads: dict[v.RequestId, v.KVLoad] = {}
-        """Asynchronous ones that are under way."""
+        """Asynchronous loads that have not ended."""
         self._invalid: dict[v.RequestId, set[v.BlockId]] = {}
-        """Blocks of those that could not be loaded."""
+        """Blocks of these loads that failed."""
         self._late: dict[v.RequestId, tuple[v.KVLoad, set[v.BlockId]]] = {}
-        """Loads that are there, of sessions: what their text is the next row tells."""
+        """Loads of sessions that are done; the next row shows their token sequence."""
         self._at_once: dict[v.FrameId, tuple[v.KVLoad, ...]] = {}
         """Loads of plans in flight."""
         self._unsettled: dict[v.RequestId, v.FrameId] = {}
-        """Who was admitted with one of those, and holds its blocks since."""
+        """Requests admitted with such a load that have held its blocks since."""
         self._until: dict[tuple[v.RequestId, v.FrameId], v.FrameId] = {}
-        """Before which plan the others gave them back: they may have come again since."""
+        """The plan before which each of the others gave its blocks back; they may hold these again.
+        """
         self._doubtful: dict[v.BlockId, v.RequestId] = {}
-        """Blocks of theirs behind the local hit: nobody else may read them yet."""
+        """Blocks of these requests after the local hit, which no other request may read yet."""
         self._under_way: dict[v.BlockId, v.RequestId] = {}
-        """Blocks that the store writes."""
+        """Blocks that the store is writing."""
         self._read_by_store: dict[v.RequestId, v.BlockTables] = {}
         self._kept: Counter[v.BlockId] = Counter()
-        """By how many ended requests a block is kept, which the store reads."""
+        """By block: the number of ended requests for which the store reads it."""
         self._in_use: dict[v.FrameId, dict[v.BlockId, v.RequestId]] = {}
-        """By plan in flight: blocks that a row of it reads or writes, and whose row."""
+        """Blocks that the rows of each plan in flight read or write, with the request of the row.
+        """
 
-    # What is heard.
+    # Events.
 
     def hear_of_store(self, event: v.Event, seen: v.Observation) -> None:
-        """Take what an exchange says of the store, before all else that it says."""
+        """Take what an event and its answer say of the store, before everything else in them."""
         match event, seen:
             case _, v.Rejected():
                 return
@@ -100,7 +102,7 @@ class Stored(Items):
                 self._note_over(names)  # sessions, too
 
     def _end(self, names: Iterable[v.RequestId]) -> None:
-        """Requests end; of a session it is not known here whether it goes on."""
+        """Note that requests ended. Whether a session continues is not known here."""
         for name in names:
             request = self._asked.get(name)
             if request is None or request.resumable:
@@ -114,13 +116,15 @@ class Stored(Items):
             self._note_over((name,))
 
     def _note_over(self, names: Iterable[v.RequestId]) -> None:
-        """What these hold here is not held by who has their id next, until a plan tells of it."""
+        """Note that these requests are over, so that the next request with such an id holds none of
+        their blocks."""
         for name in names:
             if name in self.views:
                 self.views[name].is_over = True
 
     def _get_held(self, name: v.RequestId) -> v.BlockTables:
-        """What one that ends holds, as far as plans have told: who waits may have given it back."""
+        """The blocks of a request that ends, from plans; a waiting request may have given them
+        back."""
         if name in self._loads:
             return self._loads[name].block_ids
         view = self.views.get(name)
@@ -129,10 +133,10 @@ class Stored(Items):
         return tuple([self._get_kept(view, at) for at in range(len(self.groups))])
 
     def _get_kept(self, view: RequestView, at: int) -> tuple[v.BlockId, ...]:
-        """The blocks of one group that a request is sure to hold, as far as plans have told.
+        """The blocks of one group that a request is sure to hold, from plans.
 
-        It may have given back skipped blocks, of which no plan tells. Of state blocks it holds the
-        one that its next row would read; blocks behind it change their places.
+        It may have given back skipped blocks, which no plan shows. Of state blocks it holds the one
+        that its next row would read; later ones move.
         """
         group, table = self.groups[at], view.tables[at]
         if at in self.recurrent:
@@ -143,7 +147,7 @@ class Stored(Items):
         return (v.NULL_BLOCK,) * count + tuple(table[count:])
 
     def _take(self, report: v.KVTransfers) -> None:
-        """A worker has reported: blocks that are invalid first."""
+        """Take a worker's report, invalid blocks first."""
         for name, load in self._loads.items():
             loaded = {block for _, block in list_loaded(load, self.block_sizes)}
             self._invalid[name] |= loaded.intersection(report.invalid_block_ids)
@@ -154,16 +158,16 @@ class Stored(Items):
         for name in report.finished_sending:
             for table in self._read_by_store.pop(name, ()):
                 self._kept.subtract(filter(None, table))
-        self._kept += Counter()  # without those that nobody keeps
+        self._kept += Counter()  # drop counts of zero
 
     # Loads.
 
     def load(self, plan: v.Plan, rows: Sequence[FrameRow]) -> None:
-        """A plan's loads are begun; those that are at once are there before any row reads."""
+        """Begin the loads of a plan; those at once are present before any row reads."""
         views = {row.view.request.request_id: row for row in rows}
         for name in self._late.keys() & views.keys():
             view, (load, invalid) = views[name].view, self._late.pop(name)
-            if _is_behind(view, load):  # else it has given its blocks away
+            if _is_behind(view, load):  # otherwise it has lost these blocks
                 self._fill_slots(load, self._name_text(view, load), invalid)
         for load in plan.kv_loads:
             name, row = load.request_id, views.get(load.request_id)
@@ -181,7 +185,7 @@ class Stored(Items):
         self._note_in_use(rows)
 
     def _check_zeroed(self, plan: v.Plan) -> None:
-        """A plan has no block zeroed that the store writes: nothing orders the one behind the other
+        """Check that a plan zeroes no block that the store writes, since nothing orders the two
         (upstream #48481)."""
         for block in plan.new_block_ids_to_zero:
             if block in self._under_way:
@@ -189,13 +193,13 @@ class Stored(Items):
                 return
 
     def _note_in_use(self, rows: Sequence[FrameRow]) -> None:
-        """Note what the rows of a plan read and write until the plan is answered.
+        """Note what the rows of a plan read and write until its commit.
 
-        A worker runs plans in their order, but late: a row may do so at any time between the plan
-        and its answer. Nothing orders a store behind it.
+        A worker runs plans in order, but late: a row may read and write at any time between plan
+        and commit. Nothing makes a store wait for it.
         """
         if self.config.max_frames_in_flight == 1:
-            return  # it is answered before the next plan, and so before the next load
+            return  # it is committed before the next plan, and so before the next load
         self._in_use = {at: used for at, used in self._in_use.items() if at in self._frames}
         self._in_use[self.frame_id] = {
             block: row.view.request.request_id
@@ -206,7 +210,7 @@ class Stored(Items):
         }
 
     def _complain_of_frames(self, load: v.KVLoad) -> None:
-        """What the store writes no row of a plan in flight reads or writes."""
+        """Complain if a row of a plan in flight reads or writes what the store writes."""
         for frame_id in self._frames.keys() & self._in_use.keys():
             for _, block in list_loaded(load, self.block_sizes):
                 name = self._in_use[frame_id].get(block)
@@ -224,20 +228,20 @@ class Stored(Items):
     def give_back(
         self, request_id: v.RequestId, tables: Iterable[Iterable[v.BlockId]], why: str
     ) -> None:
-        """A plan told that a request holds the blocks of these tables no more."""
+        """Note that a request no longer holds the blocks of these tables, as a plan says."""
         super().give_back(request_id, tables, why)
         if why != "was remapped":
             self._note_return(request_id, self.frame_id)
             self._forget_doubts(request_id)
 
     def _note_return(self, name: v.RequestId, before: v.FrameId) -> None:
-        """Who was loaded at once holds those blocks in no plan from this one on."""
+        """Note that a request with a load at once holds its blocks in no plan from `before` on."""
         frame_id = self._unsettled.pop(name, None)
         if frame_id is not None:
             self._until[name, frame_id] = before
 
     def _is_sound(self, load: v.KVLoad) -> bool:
-        """Whether a load names blocks that there are, and that have room for it."""
+        """Whether a load names blocks that exist and have room for it."""
         end = load.num_computed_tokens + load.num_external_tokens
         pairs = [*zip(load.block_ids, self.groups, strict=False)]
         is_right = len(load.block_ids) == len(self.groups) and all(
@@ -269,13 +273,13 @@ class Stored(Items):
         self._loads[name], self._invalid[name] = load, set()
         for _, block in list_loaded(load, self.block_sizes):
             self._under_way[block] = name
-            self._doubtful.pop(block, None)  # its owner attends to it no more
-        # It fills whole blocks: behind the tokens there are zeros, and no state of another request.
+            self._doubtful.pop(block, None)  # its owner skips it
+        # It fills whole blocks: after the tokens there are zeros, and no state of another request.
         self.zero(block for _, block in list_loaded(load, self.block_sizes))
         self._fill_slots(load, (), set())
 
     def _complain_of_writing(self, load: v.KVLoad) -> None:
-        """What the store writes nobody else writes, and it does not read for another."""
+        """Complain if the store writes a block that it also reads or writes for another request."""
         for _, block in list_loaded(load, self.block_sizes):
             if self.is_in_transfer(block):
                 self.complain_of_transfer(block, f"loaded for {load.request_id!r}")
@@ -295,13 +299,13 @@ class Stored(Items):
         self._fill_slots(load, self._name_text(view, load), set())
 
     def _receive(self, load: v.KVLoad, invalid: set[v.BlockId]) -> None:
-        """An asynchronous load has come to its end."""
+        """Note that an asynchronous load is done."""
         name = load.request_id
         for _, block in list_loaded(load, self.block_sizes):
             self._under_way.pop(block, None)
         request, view = self._asked.get(name), self.views.get(name)
         if request is None:
-            return  # it has ended: nobody reads it
+            return  # it has ended, so nothing reads the load
         if request.resumable:
             self._late[name] = load, invalid
         else:
@@ -309,7 +313,7 @@ class Stored(Items):
             self._fill_slots(load, self._name_text(text, load), invalid)
 
     def _name_text(self, text: NamedText, load: v.KVLoad) -> Sequence[Name]:
-        """The names of what is loaded, and of what is before it."""
+        """The names of the loaded positions and of those before them."""
         end, start = load.num_computed_tokens + load.num_external_tokens, len(text.chain)
         if isinstance(text, RequestView):
             text.name_positions(end, ())
@@ -320,7 +324,8 @@ class Stored(Items):
     def _fill_slots(
         self, load: v.KVLoad, names: Sequence[Name], invalid: Collection[v.BlockId]
     ) -> None:
-        """Write what is loaded, in every group; what has no name, or is invalid, is spoiled."""
+        """Write a load in every group; a position without a name or in an invalid block is
+        spoiled."""
         first, name = load.num_computed_tokens, load.request_id
         for group in self.attended:
             size = self.block_sizes[group]
@@ -357,7 +362,8 @@ class Stored(Items):
     def _settle_load(
         self, frame_id: v.FrameId, load: v.KVLoad, invalid: Collection[v.BlockId]
     ) -> None:
-        """A plan is answered: its load is there, or some of it is not, and its row is void."""
+        """Follow the commit of a plan with a load: the load is present, or part of it failed and
+        its row is void."""
         name = load.request_id
         is_held = self._unsettled.get(name) == frame_id
         if is_held:
@@ -379,10 +385,10 @@ class Stored(Items):
         if is_held or waits:
             self.forsake(view, row, num_valid if is_held else view.num_computed)
         if is_held and loses_all(self.config):
-            self.views[name].may_resume = True  # it was preempted, of which no plan tells
+            self.views[name].may_resume = True  # it was preempted, which no plan shows
 
     def _forget_doubts(self, name: v.RequestId) -> None:
-        """A request holds its blocks no more, or it is certain what they hold."""
+        """Note that a request gave its blocks back, or that its load is confirmed."""
         if self._doubtful:
             kept = {block: owner for block, owner in self._doubtful.items() if owner != name}
             self._doubtful = kept
@@ -394,9 +400,9 @@ class Stored(Items):
         frames: range,
         invalid: Collection[v.BlockId],
     ) -> None:
-        """What could not be loaded, and what this request has computed on it in these plans."""
+        """Mark what failed to load, and what this request computed on it in these plans."""
         end = load.num_computed_tokens + load.num_external_tokens
-        for group in self.recurrent:  # a state that was loaded is of no use without the others
+        for group in self.recurrent:  # a loaded state is useless without the others
             for block in tables[group]:
                 if self._wrote(load, frames, block, 0):
                     self.kv[block] = [SPOILED]
@@ -412,14 +418,14 @@ class Stored(Items):
                         self._checked[block] = None
 
     def _wrote(self, load: v.KVLoad, frames: range, block: v.BlockId, slot: int) -> bool:
-        """Whether a slot was written last for a request, in one of these plans."""
+        """Whether the last write of a slot was for the load's request, in one of these plans."""
         for first, stop, name, frame_id in reversed(self._writes[block]):
             if first <= slot < stop:
                 return name == load.request_id and frame_id in frames
         return False
 
     def forsake(self, view: RequestView, row: FrameRow, num_computed: int) -> RequestView:
-        """Make a row and those behind it void; returns the request as it was before, but for its
+        """Make a row and later ones void; return the request as it was before the row, except its
         KV."""
         for rows in self._frames.values():
             for each in rows:
@@ -434,7 +440,7 @@ class Stored(Items):
     # Saves.
 
     def save(self, plan: v.Plan) -> None:
-        """What victims have is read, before anything in the plan is done to a block."""
+        """Read the KV of victims, before anything in the plan changes a block."""
         for save in plan.kv_saves:
             name, view = save.request_id, self.views.get(save.request_id)
             if view is None or view.is_preempted or name not in plan.preempted_req_ids:
@@ -448,7 +454,7 @@ class Stored(Items):
                 self._check_saved(view, save, at)
 
     def _check_saved(self, view: RequestView, save: v.KVSave, at: int) -> None:
-        """Name the first slot that is saved and does not hold what stands there in the text."""
+        """Complain about the first saved slot that does not hold KV of the request's tokens."""
         size, num_left = self.block_sizes[at], count_unattended(self.groups[at], view.num_computed)
         table = save.block_ids[at] if at < len(save.block_ids) else ()
         for position in range(save.num_tokens):
@@ -457,7 +463,9 @@ class Stored(Items):
             if block == v.NULL_BLOCK and index < num_left:
                 continue
             if self._doubtful.get(block) == save.request_id:
-                what = f"block {block} is saved for {save.request_id!r}, and may not have come"
+                what = (
+                    f"block {block} is saved for {save.request_id!r}, and its load is unconfirmed"
+                )
                 self._complain(
                     "P19",
                     "block_is_shared_once_its_load_has_come",
@@ -481,14 +489,14 @@ class Stored(Items):
                 )
                 return
 
-    # What is done to blocks meanwhile.
+    # Blocks during a transfer.
 
     def is_in_transfer(self, block: v.BlockId) -> bool:
-        """Whether the store writes a block, or reads it for one that has ended."""
+        """Whether the store writes a block, or reads it for a request that ended."""
         return block in self._under_way or block in self._kept
 
     def complain_of_transfer(self, block: v.BlockId, what: str) -> None:
-        """A block in transfer is written."""
+        """Complain about a write to a block in transfer."""
         told = f"block {block} is {what}, and the store {self._tell_transfer(block)}"
         self._complain("P17", "block_in_transfer_is_not_written", told, subjects=of_block(block))
 
@@ -500,7 +508,8 @@ class Stored(Items):
         return f"reads it for {', '.join(map(repr, names))}"
 
     def check_transfers(self, rows: Sequence[FrameRow]) -> None:
-        """No row writes what is in transfer, or reads what is not there, or may not have come."""
+        """Check that no row writes a block in transfer, reads one that is being loaded, or reads an
+        unconfirmed one."""
         if not (self._under_way or self._kept or self._doubtful):
             return
         for row in rows:
@@ -511,11 +520,11 @@ class Stored(Items):
                         index * size >= row.first
                         and self._doubtful.get(block) != row.view.request.request_id
                     ):
-                        self._doubtful.pop(block, None)  # its owner attends to it no more
+                        self._doubtful.pop(block, None)  # its owner skips it
                     self._check_transfer(row, block, index >= row.first // size)
 
     def _list_attended(self, row: FrameRow, group: int) -> Iterator[tuple[int, v.BlockId]]:
-        """Places and blocks of one group that a row reads or writes."""
+        """Yield table index and block of each block in one group that a row reads or writes."""
         if group in self.recurrent:
             table = row.view.tables[group]
             places = sorted(list_touched(self.groups[group], row, group))
@@ -535,7 +544,7 @@ class Stored(Items):
                 "P17", "block_under_way_is_not_read", what, subjects=Subjects((name,), (block,))
             )
         elif self._doubtful.get(block, name) != name:
-            what = f"{name!r} reads block {block}, which may not have come for "
+            what = f"{name!r} reads block {block}, whose load is unconfirmed, of "
             what += repr(self._doubtful[block])
             self._complain(
                 "P19",
@@ -546,6 +555,6 @@ class Stored(Items):
 
 
 def _is_behind(view: RequestView, load: v.KVLoad) -> bool:
-    """Whether a request holds the blocks that a load names, at the head of its tables."""
+    """Whether a request's tables begin with the blocks that a load names."""
     pairs = zip(view.tables, load.block_ids, strict=True)
     return all(tuple(held[: len(table)]) == table for held, table in pairs)

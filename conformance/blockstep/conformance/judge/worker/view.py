@@ -1,4 +1,4 @@
-"""View: what the worker knows of one request, learnt from plans and from its own sampling."""
+"""View: the worker's knowledge of one request, from plans and from its own sampling."""
 
 from __future__ import annotations
 
@@ -25,34 +25,36 @@ class RequestView(NamedText):
         super().__init__(request, names)
         sizes = block_sizes or (names.block_size,)
         self.automaton: Automaton | None = None
-        """Of its grammar, if it has one."""
+        """The automaton of its grammar, if it has one."""
         self.across: list[Name] = []
-        """What it attends to across: the names of its items' embeddings."""
+        """Names of its items' embeddings, to which it attends by cross attention."""
         self.num_computed = 0
         """Tokens whose KV exists once every plan so far has run."""
         self.num_dropped = 0
-        """Tokens that were dropped when it was preempted last, until it is resumed."""
+        """Tokens that were dropped at its last preemption, until it is resumed."""
         self.num_unreported = 0
-        """Tokens sampled in frames whose commit it has not heard of."""
+        """Tokens sampled in frames that were not committed."""
         self.num_promised = 0
-        """Tokens that those frames could have brought, all of their drafts accepted."""
+        """Tokens that these frames could have brought with all of their drafts accepted."""
         self.num_rejected = 0
-        """Drafts rejected in those frames: so many positions is the scheduler ahead."""
+        """Rejected drafts of these frames, by which the scheduler counts too many computed tokens.
+        """
         self.proposal: TokenIds = ()
-        """Its drafts after the last plan, if it sampled in it and the scheduler is asynchronous."""
+        """The drafts after the last plan, if it sampled in it and scheduling is asynchronous."""
         self.tables: list[list[BlockId]] = [[] for _ in sizes]
-        """Per KV group. What it no longer attends to may be another's by now: no plan tells."""
+        """Per KV group. Another request may have its skipped blocks by now, since no plan shows
+        that."""
         self.state_indices: dict[int, int] = {}
-        """By recurrent group: where in its table the state stands from which it goes on; not there
-        until it has run."""
+        """Index of the block with its state, by recurrent group; missing before its first row."""
         self.pages: dict[int, list[list[Name]]] = {size: [] for size in sizes}
         """`chain` cut into full blocks, by their size."""
         self.is_preempted = False
-        """A plan said so: it holds no block until it is resumed."""
+        """Whether a plan preempted it: it holds no block until it is resumed."""
         self.may_resume = False
-        """A forced reset may have preempted it, of which no plan tells."""
+        """Whether a forced reset may have preempted it, which no plan shows."""
         self.is_over = False
-        """It has ended, of which the next plan tells: its id may be another's by then."""
+        """Whether it ended and the next plan will say so; another request may have its id by then.
+        """
 
     @property
     def table(self) -> list[BlockId]:
@@ -61,21 +63,21 @@ class RequestView(NamedText):
 
     @property
     def reported_token_ids(self) -> list[int]:
-        """Prompt and samples that the scheduler knows of."""
+        """Prompt and sampled tokens that the scheduler knows."""
         return self.tokens[: len(self.tokens) - self.num_unreported]
 
     @property
     def output_token_ids(self) -> TokenIds:
-        """What it sampled and the scheduler knows of."""
+        """Sampled tokens that the scheduler knows."""
         return tuple(self.tokens[self.num_prompt : len(self.tokens) - self.num_unreported])
 
     def replace_tokens(self, tokens: Sequence[int]) -> None:
-        """Take over the tokens that a plan sends."""
+        """Take the tokens that a plan sends."""
         self.tokens = list(tokens)
         self.cut_names(0)
 
     def name_positions(self, end: int, drafts: TokenIds) -> None:
-        """Know the names of positions [0, `end`), `drafts` following the known tokens."""
+        """Compute the names of positions [0, `end`), where `drafts` follow the known tokens."""
         chain = self.chain
         start = len(chain)
         if start < end:
@@ -91,14 +93,14 @@ class RequestView(NamedText):
                 pages.append(chain[page * size : (page + 1) * size])
 
     def cut_names(self, end: int) -> None:
-        """Forget the names of positions from `end` on: those tokens are not known any more."""
+        """Forget the names of positions from `end` on, whose tokens are no longer known."""
         del self.chain[end:]
         for size, pages in self.pages.items():
             del pages[end // size :]
 
 
 def is_outdated(view: RequestView, request: RequestSnapshot) -> bool:
-    """Whether a session has gone on since a plan told of it last: the next row will tell."""
+    """Whether a session has continued since its last row; its next row will show this."""
     if not view.request.resumable or request.status is Status.RUNNING:
         return False
     return request.prompt_token_ids != view.request.prompt_token_ids
@@ -106,27 +108,28 @@ def is_outdated(view: RequestView, request: RequestSnapshot) -> bool:
 
 @dataclass(slots=True)
 class FrameRow:
-    """What one request does in one dispatched plan."""
+    """One request's row in a dispatched plan."""
 
     view: RequestView
     first: int
     """Position of the first token that runs."""
     end: int
-    """One past the last."""
+    """One past the last position that runs."""
     drafts: TokenIds
     samples: bool
-    """The worker's own decision: all tokens it knows are computed once this has run."""
+    """Whether the row samples, which the worker decides itself: it computes the last known token.
+    """
     num_known: int
-    """Tokens it knew before."""
+    """Known tokens before the row."""
     sampled: TokenIds = ()
     told: TokenIds = ()
-    """Its drafts, as the scheduler was told last, where it does not know them by itself."""
+    """The drafts as the scheduler got them last, where it does not know them itself."""
     num_masked: int | None = None
-    """Its drafts that the last mask made for it has let stand; None without one."""
+    """The number of its drafts that its last bitmask kept; None without one."""
     is_void: bool = False
-    """It was computed on what could not be loaded, and delivers nothing."""
+    """Whether it was computed on a load that failed, so that it delivers nothing."""
     is_astray: bool = False
-    """It read KV of something else."""
+    """Whether it read wrong KV."""
 
     @property
     def num_promised(self) -> int:

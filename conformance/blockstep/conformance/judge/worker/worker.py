@@ -1,10 +1,11 @@
-"""Worker: runs plans on tagged KV and says what is wrong with them (architecture D6).
+"""Worker: runs plans on tagged KV and finds what is wrong with them (architecture D6).
 
-    plan -> drop the ended -> update views -> write every row -> read every row -> sample
+    plan -> drop ended requests -> update views -> write every row -> read every row -> sample
 
 It decides by itself what each request holds, which rows sample and which drafts are right. A plan
-runs when it is dispatched; its answer may be committed much later, and by then the worker is ahead
-of the scheduler by what the frames in flight have sampled, and by the drafts they rejected.
+runs when it is dispatched. Its model output may be committed much later; by then the worker is
+ahead of the scheduler by the tokens that frames in flight have sampled, and by the drafts they
+rejected.
 """
 
 from __future__ import annotations
@@ -31,35 +32,36 @@ _get_viewed = attrgetter(*_VIEWED)
 
 
 class Worker(Drafter, Stored):
-    """A model worker. One object is one run."""
+    """A model worker, for one run."""
 
     drops_tokens_in_flight = False
     """Whether its engine drops what frames in flight sample for a request that it preempts
     (`EngineTraits`)."""
     keeps_requests = True
-    """Whether it knows a request until a plan tells that it has ended."""
+    """Whether it keeps a request until a plan names it as finished."""
 
     def __init__(self, config: v.Config, next_token: NextToken) -> None:
         super().__init__(config, next_token)
         self.last_plan: v.Plan | None = None
         self.acceptance: tuple[int, ...] = (0,)
-        """How many drafts are right, by turns, where the worker keeps its drafts to itself."""
+        """Numbers of right drafts, used in turns, where the worker keeps its drafts to itself."""
         self._least = [
             1 if group.kind is v.GroupKind.FULL or is_across(group) else v.NULL_BLOCK
             for group in self.groups
         ]
-        """The least block of each group: a null block may stand only where not all is attended."""
+        """Per group: 1, or the null block where a table may have it, which is where some blocks are
+        skipped."""
         self._num_proposals = 0
         self._remapped: tuple[v.RequestId, ...] = ()
-        """In the plan that runs."""
+        """Remapped requests of the plan that runs."""
         self._last_scheduled: set[v.RequestId] = set()
         self.num_run_again = 0
-        """Requests that were resumed before a position whose token had been dropped."""
+        """Number of requests resumed before a position whose token had been dropped."""
         self._hears_more_than_plans = False
-        """Somebody tells it of commits, so of resets too; else it cannot know of forced ones."""
+        """Whether it gets commits, and so resets; otherwise it cannot know of forced resets."""
 
     def fork(self) -> Self:
-        """A worker with the same memory, which can be told another answer than this one.
+        """Return a worker with the same memory, which can be given another answer than this one.
 
         Both share what is never changed in place, and the names, which only grow.
         """
@@ -69,7 +71,7 @@ class Worker(Drafter, Stored):
         return copy.deepcopy(self, memo)
 
     def observe(self, event: v.Event, observation: v.Observation) -> list[Finding]:
-        """Take one exchange of the engine under test: a plan, a commit, a reset, or nothing."""
+        """Take one event of the engine under test with its answer; return the findings."""
         if self.config.kv_connector:
             self.hear_of_store(event, observation)
         match event, observation:
@@ -93,13 +95,13 @@ class Worker(Drafter, Stored):
     # Plans.
 
     def execute(self, plan: v.Plan) -> list[Finding]:
-        """Run a plan; returns what is wrong with it. To be called when it is dispatched."""
+        """Run a plan and return what is wrong with it. Call it when the plan is dispatched."""
         if plan is self.last_plan:
             return []
         self._findings = []
         self.last_plan, self.frame_id, self._remapped = plan, plan.frame_id, plan.remapped_req_ids
         for frame_id in list(self._frames)[: 1 - self.config.max_frames_in_flight or None]:
-            # So many plans later it must have been committed, whether or not anybody says so.
+            # The limit of frames in flight implies its commit, even if none was shown.
             self._settle(frame_id, self.answer(frame_id))
         self.save(plan)
         self.hear_of_ends(plan.finished_req_ids)  # an abort may have taken effect with this plan
@@ -129,7 +131,7 @@ class Worker(Drafter, Stored):
             self._read(row)
         self.run_drafter(rows, plan)
         if rows and any(plan.num_common_prefix_blocks):
-            # Behind what is wrong with a row itself, of which a hint may speak too.
+            # After the defects of rows themselves, which may make a hint wrong, too.
             self._check_common(plan.num_common_prefix_blocks, rows)
         if self.config.async_scheduling:
             for view in self.views.values():
@@ -141,7 +143,7 @@ class Worker(Drafter, Stored):
         return self._findings
 
     def _finish(self, row: FrameRow) -> None:
-        """Sample, and propose what may come next."""
+        """Sample the next tokens of a row and propose drafts."""
         view = row.view
         self._promise(row)
         self._deliver(row, self._sample(row) if row.samples else ())
@@ -155,12 +157,12 @@ class Worker(Drafter, Stored):
             view.proposal = self._guess(view, count, num_right)
 
     def _promise(self, row: FrameRow) -> None:
-        """What is certain once a row runs: its tokens are computed, and it brings so many."""
+        """Count the tokens that a row computes, and those that it may bring."""
         row.view.num_computed = row.end
         row.view.num_promised += row.num_promised
 
     def _deliver(self, row: FrameRow, sampled: v.TokenIds) -> None:
-        """What it sampled follows the known tokens; rejected drafts were never computed."""
+        """Append the sampled tokens; rejected drafts count as never computed."""
         view, row.sampled = row.view, sampled
         view.cut_names(row.num_known)
         view.tokens.extend(sampled)
@@ -183,7 +185,8 @@ class Worker(Drafter, Stored):
         self._drop_tokens(view)
 
     def _drop_tokens(self, view: RequestView) -> None:
-        """Forget what frames in flight sample for a preempted request, if its engine drops that."""
+        """Forget what frames in flight sample for a preempted request, if its engine drops these
+        tokens."""
         if not self.drops_tokens_in_flight or not view.num_promised:
             return
         if view.request.request_id in self._ended:
@@ -193,7 +196,7 @@ class Worker(Drafter, Stored):
         self.forsake(view, first, view.num_computed).num_dropped = view.num_unreported
 
     def _check_common(self, nums_common: tuple[int, ...], rows: Sequence[FrameRow]) -> None:
-        """What is attended to once for all rows is what each of them would attend to."""
+        """Check that the common prefix blocks are the first blocks of every row."""
         tables = [row.view.tables for row in rows]
         for at, (group, count) in enumerate(zip(self.groups, nums_common, strict=False)):
             shared = tables[0][at][:count]
@@ -203,7 +206,7 @@ class Worker(Drafter, Stored):
                 self._complain("P26", "common_prefix_is_of_every_row", what)
 
     def _check_remapped(self, plan: v.Plan) -> None:
-        """Who is remapped has a row, or its new table would not be told."""
+        """Check that a remapped request has a row, which is where its new table is."""
         told = {row.request_id for row in plan.cached if not row.resumed}
         for request_id in plan.remapped_req_ids:
             if request_id not in told:
@@ -215,10 +218,10 @@ class Worker(Drafter, Stored):
     def _start_new(self, row: v.NewRow) -> FrameRow:
         known = self.views.get(row.request_id)
         if known is not None and known.request.resumable and row.request.resumable:
-            # A session that has gone on: what it held and holds no more it has given back.
+            # A session that has continued: it gave back the blocks that it no longer holds.
             kept = set(chain(*row.block_ids))
             gone = [[block for block in table if block not in kept] for table in known.tables]
-            self.give_back(row.request_id, gone, "gave way, or went on")
+            self.give_back(row.request_id, gone, "was reclaimed, or continued")
         elif known is not None:
             self._complain(
                 "P26",
@@ -258,10 +261,11 @@ class Worker(Drafter, Stored):
         return self._start(row.request_id, view, row.num_scheduled_tokens, drafts)
 
     def _disown(self, tokens: v.TokenIds, view: RequestView) -> RequestView:
-        """The request without what its frames in flight sampled: the plan goes on without it.
+        """Return a view of the request without the tokens that its frames in flight sampled.
 
-        That is complained of already. Their answers will not be delivered, so they are left with
-        the old view; otherwise no later row of the request would be what the plan means by it.
+        The plan continues without them, which was complained about already. Their model output will
+        not be delivered, so they stay with the old view; otherwise every later row of the request
+        would be wrong.
         """
         fresh = self.make_view(view.request)
         fresh.replace_tokens(tokens)
@@ -270,7 +274,7 @@ class Worker(Drafter, Stored):
         return fresh
 
     def _fill_in(self, row: v.NewRow | v.CachedRow, view: RequestView) -> v.TokenIds:
-        """The drafts of a row, its placeholders replaced by what was proposed (P24)."""
+        """The drafts of a row, its placeholders replaced by the proposed drafts (P24)."""
         drafts, proposal = row.draft_token_ids, view.proposal
         if v.DRAFT_PLACEHOLDER not in drafts:
             return drafts
@@ -284,7 +288,7 @@ class Worker(Drafter, Stored):
                 what,
                 subjects=of_request(row.request_id),
             )
-            # A token that nobody samples, as a worker might find in an old buffer.
+            # A token that is never sampled, as a worker might find in an old buffer.
             return (*proposal, *drafts)[: len(drafts)]
         return proposal[: len(drafts)]
 
@@ -303,13 +307,15 @@ class Worker(Drafter, Stored):
                 what,
                 subjects=of_request(row.request_id),
             )
-        self.give_back(row.request_id, view.tables, "was preempted")  # by a reset: no plan told
+        self.give_back(
+            row.request_id, view.tables, "was preempted"
+        )  # by a reset, which no plan shows
         view.is_preempted = view.may_resume = False
         view.tables = blocks
         view.state_indices.clear()
         view.num_computed = row.num_computed_tokens
         view.num_rejected = 0
-        view.proposal = ()  # for the position at which it was preempted
+        view.proposal = ()  # it is for the position before the preemption
 
     def _continue(self, row: v.CachedRow, view: RequestView, blocks: Tables) -> None:
         if view.is_preempted:
@@ -331,7 +337,7 @@ class Worker(Drafter, Stored):
         if row.request_id in self._remapped:
             gone = set(chain(*view.tables)) - set(chain(*blocks))
             self.give_back(row.request_id, [gone], "was remapped")
-            view.tables = blocks  # the content is the same: whoever reads it will see
+            view.tables = blocks  # the content must be the same, which its reads check
         else:
             for table, gained in zip(view.tables, blocks, strict=True):
                 table.extend(gained)
@@ -423,7 +429,7 @@ class Worker(Drafter, Stored):
     def _real_blocks(
         self, request_id: v.RequestId, least: v.BlockId, table: tuple[v.BlockId, ...]
     ) -> list[v.BlockId]:
-        """Those of them that there are."""
+        """The named blocks that exist."""
         blocks, num_blocks = list(table), self.config.num_blocks
         if not (least <= min(blocks) and max(blocks) < num_blocks):
             self._complain(
@@ -462,7 +468,7 @@ class Worker(Drafter, Stored):
             self._complain(
                 "P26", "table_holds_the_scheduled_tokens", what, subjects=of_request(request_id)
             )
-        # Go on with as much of a wrong row as makes sense, to find what else is wrong.
+        # Run as much of a wrong row as makes sense, to find further defects.
         end = max(min(end, known + len(drafts), room), 0)
         first = min(first, end)
         row = FrameRow(view, first, end, drafts, samples=end >= known, num_known=known)
@@ -471,7 +477,7 @@ class Worker(Drafter, Stored):
         return row
 
     def _count_slots(self, view: RequestView) -> int:
-        """Tokens that each of its block tables has room for."""
+        """Tokens for which each of the request's block tables has slots."""
         if not self.config.groups:
             return len(view.table) * self.config.block_size
         held = zip(self.groups, view.tables, strict=True)
@@ -487,24 +493,26 @@ class Worker(Drafter, Stored):
     # Answers.
 
     def answer(self, frame_id: v.FrameId) -> tuple[v.RowTokens, ...]:
-        """What each row of a dispatched plan sampled, in plan order; () for an unknown frame."""
+        """The sampled tokens of each row of a dispatched plan, in plan order; () for an unknown
+        frame."""
         return tuple(
             v.RowTokens(row.view.request.request_id, self.get_masked(row))
             for row in self._frames.get(frame_id, ())
         )
 
     def list_awaited(self, frame_id: v.FrameId) -> list[v.RequestId]:
-        """Requests for which a dispatched plan sampled tokens that are to be delivered."""
+        """Requests for which a dispatched plan sampled tokens to deliver."""
         rows = self._frames.get(frame_id, ())
         return [row.view.request.request_id for row in rows if row.sampled and not row.is_void]
 
     def commit(self, event: v.Commit) -> None:
-        """Learn that an answer was committed. Without this call, its own answer counts."""
+        """Note that a model output was committed. Without this call the worker's own output
+        counts."""
         self._hears_more_than_plans = True
         self._settle(event.frame_id, event.sampled)
 
     def _settle(self, frame_id: v.FrameId, sampled: Sequence[v.RowTokens]) -> None:
-        """Catch up with a commit; what was committed instead of its answer counts more."""
+        """Follow a commit; tokens committed instead of the worker's own replace them."""
         rows = self._frames.pop(frame_id, [])
         tokens_of = {row.request_id: row.token_ids for row in sampled}
         for row in rows:
@@ -522,7 +530,7 @@ class Worker(Drafter, Stored):
     # Comparison with the state.
 
     def reset(self, forced: bool) -> None:
-        """The cache was emptied: nothing written so far may be read again (P25)."""
+        """Note a reset: KV written so far must not be read again (P25)."""
         self.forget()
         self.forget_drafts()
         if forced:
@@ -533,15 +541,15 @@ class Worker(Drafter, Stored):
     def check_view(
         self, snapshot: v.Snapshot, told: Container[v.RequestId] | None = None
     ) -> list[Finding]:
-        """What the plans told must be what the state says (P26).
+        """Check that the plans told the worker what the state says (P26).
 
-        For a running request that is its outputs, its block table and its computed tokens, at
-        every time: each of them reaches the worker by a plan before it can change again. For a
-        preempted one it is the outputs only: its blocks are gone, whether or not a plan told.
-        Others the worker need not know yet.
+        For a running request these are its outputs, block tables and computed tokens, at any time,
+        since a plan brings each of them to the worker before it can change again. For a preempted
+        one these are the outputs only: its blocks are gone. The worker need not know other requests
+        yet.
 
-        Where a block may be exchanged between two plans, `told` are those whose tables a plan has
-        just told; of the others only the length is compared. None: all were told.
+        Where a block may be exchanged between two plans, `told` are the requests whose tables the
+        last plan has; of others only the length is compared. None: all tables are compared.
         """
         self._findings = []
         is_part = isinstance(snapshot, PartOfState)
@@ -586,7 +594,7 @@ class Worker(Drafter, Stored):
         return self._findings
 
     def _tables_seen(self, view: RequestView, request: v.RequestSnapshot) -> v.BlockTables:
-        """Its tables, with null blocks where the state has some: of those no plan tells."""
+        """The request's tables, with null blocks where the state has some, which no plan shows."""
         if not self.config.groups:
             return (tuple(view.table),)
         tables = tuple([tuple(table) for table in view.tables])
@@ -597,7 +605,7 @@ class Worker(Drafter, Stored):
 
 
 def make_worker(traits: EngineTraits, config: v.Config, next_token: NextToken) -> Worker:
-    """The worker that runs the plans of engines with these traits."""
+    """Return the worker for the plans of engines with these traits."""
     worker: Worker = (traits.make_worker or Worker)(config, next_token)
     worker.drops_tokens_in_flight = traits.drops_tokens_in_flight
     return worker
