@@ -28,10 +28,7 @@ FACTS = {
     "scheduler profile-steady": ("a step under the profiler",),
     "scheduler steady": ("**decode**",),
     "scheduler trace": ("all 4,677 steps",),
-    "seeded bugs": (
-        "| leak-on-abort | an aborted request",
-        "| exact | safety | safety, state",
-    ),
+    "seeded bugs": ("| leak-on-abort | an aborted request", "| exact | safety | safety, state"),
     "mutation": ("## Scores", "| `impl/host/pool.py`"),
     "pairs": ("Run of 20", "## Features and settings"),
     "picture of a block": ("<svg ", "free, cached"),

@@ -147,7 +147,7 @@ RUN = {
     },
     "docs/how-to/hold-your-engine.md": {
         "blockstep check --engine mypkg.adapter:make --preset small --seed 0 --episode 17 "
-        "--in-process": 0,
+        "--in-process": 0
     },
     "docs/reference/vectors.md": {
         "blockstep vectors fill pair.jsonl --preset pair": 0,

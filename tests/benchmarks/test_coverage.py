@@ -80,10 +80,7 @@ MODULE = Module(
     9,
     4,
     2,
-    (
-        Unreached(3, "f", "if a | b:", "return 1"),
-        Unreached(5, "f", "if c:", AWAY),
-    ),
+    (Unreached(3, "f", "if a | b:", "return 1"), Unreached(5, "f", "if c:", AWAY)),
 )
 
 

@@ -11,13 +11,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import kernels
-from benchmarks.kernels import (
-    Case,
-    Size,
-    choose_file,
-    list_cases,
-    report,
-)
+from benchmarks.kernels import Case, Size, choose_file, list_cases, report
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "kernels.py"
 SMALL = Size(

@@ -56,21 +56,17 @@ def test_every_row_has_examples_that_the_specification_takes() -> None:
     [
         ("pins+priority", "a config has one value of policy"),
         ("forks+transfers", "enable_forks: cannot be used with kv_connector"),
-        (
-            "embeds+sessions",
-            "request 'A': prompt_embeds must be left out of a session: it grows by",
-        ),
+        ("embeds+sessions",
+         "request 'A': prompt_embeds must be left out of a session: it grows by"),
         ("abort@in_its_last_answer", "it is an event of its own, and no part of an answer"),
-        (
-            "items>prompt_embeds",
-            "request 'A': prompt_embeds must be left out of a session: it grows",
-        ),
+        ("items>prompt_embeds",
+         "request 'A': prompt_embeds must be left out of a session: it grows"),
         ("grammar+sessions", ""),
         ("watermark+transfers", ""),
         ("read_ends@in_its_last_answer", ""),
         ("items>grammar", ""),
     ],
-)
+)  # fmt: skip
 def test_the_specification_says_what_is_legal(cell: str, reason: str) -> None:
     assert find_reason(cell).startswith(reason)
     assert bool(find_reason(cell)) is bool(reason)

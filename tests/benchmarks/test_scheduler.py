@@ -121,10 +121,7 @@ def test_a_part_is_one_command_and_says_nothing_of_where_the_trace_lies(
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
-    [
-        (["--write", "nap"], "'nap': must be one of steady,"),
-        (["--write"], "needs --trace FILE"),
-    ],
+    [(["--write", "nap"], "'nap': must be one of steady,"), (["--write"], "needs --trace FILE")],
 )
 def test_bad_input_is_told(
     arguments: list[str],

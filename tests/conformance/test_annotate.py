@@ -7,15 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from episodes_support import find_failing
 from typer.testing import CliRunner, Result
 
 from blockstep.conformance.command.main import app
-from blockstep.conformance.report.annotate import (
-    Place,
-    find_place,
-    list_annotations,
-    make_summary,
-)
+from blockstep.conformance.report.annotate import Place, find_place, list_annotations, make_summary
 
 HOSTILE = "x`y</pre><script>alert(1)</script>\n::error::%0A, [a](b) ~~~~~~ | *z*"
 
@@ -130,7 +126,7 @@ def test_failures_of_a_corpus_and_known_programs_are_told(project: Path) -> None
 
 def test_the_command_reads_what_the_others_write(tmp_path: Path) -> None:
     """A check, a hunt, and the outcome of pytest, which holds checks."""
-    engine = ("--engine", "museum:leak-on-abort", "--preset", "tiny", "--episode", 208)
+    engine = ("--engine", "museum:leak-on-abort", "--preset", "tiny", "--episode", find_failing())
     summary, results = tmp_path / "summary.md", []
     for command in ("check", "hunt"):
         results.append(tmp_path / f"{command}.json")

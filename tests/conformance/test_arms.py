@@ -15,17 +15,7 @@ from blockstep.conformance.command.main import app
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.search.arms import ARMS, compare_arms, usable_arms
 from blockstep.conformance.search.options import CheckOptions, ExitCode
-from blockstep.spec.vocabulary import (
-    Commit,
-    Event,
-    Observation,
-    OutputRow,
-    Outputs,
-    Plan,
-    Rejected,
-    Request,
-    config_problems,
-)
+from blockstep.spec import vocabulary as v
 
 
 @pytest.mark.parametrize("engine", ["host", "spec"])
@@ -41,9 +31,9 @@ class Listening(load_engine("host")):  # type: ignore[misc]
 
     taken: Counter[str] = Counter()  # noqa: RUF012
 
-    def apply(self, event: Event) -> Observation:
-        answer: Observation = super().apply(event)
-        self.taken[type(event).__name__] += not isinstance(answer, Rejected)
+    def apply(self, event: v.Event) -> v.Observation:
+        answer: v.Observation = super().apply(event)
+        self.taken[type(event).__name__] += not isinstance(answer, v.Rejected)
         return answer
 
 
@@ -67,7 +57,7 @@ def test_what_requests_bring_is_brought_in_every_arm(feature: str, event: str) -
 class ForgetsChunks(load_engine("host")):  # type: ignore[misc]
     """With prefix caching a session goes on as if it had said nothing yet."""
 
-    def _go_on(self, slot: int, update: Request) -> None:
+    def _go_on(self, slot: int, update: v.Request) -> None:
         if self.config.enable_prefix_caching:
             update = replace(update, prompt_token_ids=update.prompt_token_ids[:1])
         super()._go_on(slot, update)
@@ -127,8 +117,8 @@ def test_an_engine_that_is_not_exact_answers_alike(engine: str) -> None:
 class Raising(PlainToy):
     """Breaks where a large pool is given to it."""
 
-    def apply(self, event: Event) -> Observation:
-        if self.config.num_blocks > 100 and isinstance(event, Commit):
+    def apply(self, event: v.Event) -> v.Observation:
+        if self.config.num_blocks > 100 and isinstance(event, v.Commit):
             raise KeyError("blocks")
         return super().apply(event)
 
@@ -136,22 +126,22 @@ class Raising(PlainToy):
 class Deaf(PlainToy):
     """Never runs anybody."""
 
-    def plan(self) -> Plan:
-        return Plan(0)
+    def plan(self) -> v.Plan:
+        return v.Plan(0)
 
 
 class Foreign(PlainToy):
     """Delivers to somebody who never came."""
 
-    def apply(self, event: Event) -> Observation:
+    def apply(self, event: v.Event) -> v.Observation:
         seen = super().apply(event)
-        return Outputs((OutputRow("who", (1,)),)) if isinstance(event, Commit) else seen
+        return v.Outputs((v.OutputRow("who", (1,)),)) if isinstance(event, v.Commit) else seen
 
 
 class Wrong(PlainToy):
     """Answers a Schedule with nothing."""
 
-    def plan(self) -> Plan:
+    def plan(self) -> v.Plan:
         return None  # type: ignore[return-value]
 
 
@@ -196,5 +186,5 @@ def test_every_arm_makes_a_valid_config() -> None:
             assert changed != swarm.config
             # An encoder-decoder model has neither caching nor chunks, and is left out of theirs.
             is_left_out = swarm.config.is_encoder_decoder and arm.name in {"caching", "chunks"}
-            rules = {problem.rule for problem in config_problems(changed)}
+            rules = {problem.rule for problem in v.config_problems(changed)}
             assert rules == ({"cannot be used with is_encoder_decoder"} if is_left_out else set())

@@ -62,6 +62,7 @@ INVOCATIONS = {
         --without magic | feature 'magic'
         --with pause --without pause | cannot be both
         --with async --depth 1 | needs 2 plans in flight
+        --with pipeline --with async | no run has
         --policy fcfs --with priority | cannot be with policy
         --policy priority --without priority | the policy cannot be
         --seed -1 | seed
@@ -96,11 +97,11 @@ INVOCATIONS = {
         --path EMPTY | is a file
         --program /no/such | /no/such
         --program EMPTY | EMPTY
-        --program GARBAGE | GARBAGE
+        --program GARBAGE | a program is a JSON object
         --program BINARY | BINARY
         --program OTHER | OTHER
         --corpus /no/such | there is no such folder
-        --corpus empty | empty
+        --corpus empty | a corpus is a folder of programs
         --program EMPTY --episode 1 | give only one
         --sentence no_such | blockstep explain sentences
         --sentence table_holds_the_scheduled_tokens --program EMPTY | leave --sentence
@@ -124,6 +125,9 @@ INVOCATIONS = {
         --event-seconds 0 | must be above 0
         --save /no/such | does not exist
         --forgive nonsense | nonsense
+        --forgive quirk:nowhere | quirk:nowhere
+        --forgive magic:x | magic:x
+        --forgive declined | declined
     """,
     "explore": """
         --preset x | must be one of
@@ -174,6 +178,8 @@ INVOCATIONS = {
         --depth 0 | depth
         --least 101 | least
         --least x | least
+        --save EMPTY | save
+        --save no/such/folder | save
         --event-seconds 0 | must be above 0
         --with magic | feature 'magic'
         --path /no/such | does not exist
@@ -194,6 +200,7 @@ INVOCATIONS = {
         '' | must be the name of a Python module
         3d | must be the name of a Python module
         class | must be the name of a Python module
+        a/b | must be the name of a Python module
         broken_engines | the file exists
         json | can be imported already
         no.such.folder | there is no folder
@@ -228,8 +235,8 @@ INVOCATIONS = {
         MOONCAKE --policy x | policy
         MOONCAKE --with drafts | not in a replay
         MOONCAKE --with magic | feature 'magic'
-        MOONCAKE --with priority --policy fcfs | policy
-        MOONCAKE --caching --without caching | enable_prefix_caching
+        MOONCAKE --with priority --policy fcfs | policy is to be fcfs
+        MOONCAKE --caching --without caching | enable_prefix_caching is to be True
         MOONCAKE --snapshot-every -1 | snapshot-every
         MOONCAKE --engine nowhere | neither one of
         MOONCAKE --json /no/such/x | there is no folder
@@ -267,6 +274,10 @@ INVOCATIONS = {
         run --budget 0 | 60s
         run --jobs 5000 | at most
         run --markdown /no/such/x | there is no folder
+        run --hidden | the state is compared at exact
+        run --equivalence plan | must be one of exact, safety
+        run --beside EMPTY | name a file of `blockstep museum run --json`
+        run --beside LISTED | not a file of `blockstep museum run --json`
     """,
     "prove": """
         --law nothing | no law begins with this
@@ -335,6 +346,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "BINARY").write_bytes(bytes(range(256)))
     (root / "CUT.gz").write_bytes(gzip.compress(b"x" * 1000)[:20])
     (root / "OTHER").write_text('{"format": "something-else", "version": 1}\n')
+    (root / "LISTED").write_text('[{"exhibit": "zombie-key"}]')
     (root / "MOONCAKE").write_text(MOONCAKE)
     (root / "NEGATIVE").write_text(MOONCAKE + '{"timestamp": 0, "input_length": -3}\n')
     trace, vectors = root / "TRACE", root / "VECTORS"
@@ -594,24 +606,17 @@ def test_an_engine_that_cannot_be_imported_is_bad_input(
     [
         ("kills_itself:make", 2, "was ended by SIGKILL while being imported"),
         ("broken_engines:Prints", 1, "the engine raised RuntimeError: enough said"),
-        *(
-            pytest.param(*case, marks=pytest.mark.soak)
-            for case in (
-                ("leaves:make", 2, "ended with exit code 0 while being imported"),
-                ("is_interrupted:make", 2, "while being imported"),
-                ("exits:make", 2, "cannot load exits:make: SystemExit: 0"),
-                ("has_no_text:make", 2, "cannot load has_no_text:make"),
-                ("broken_engines:RaisesBuilt", 1, "RuntimeError: no device while being built"),
-                ("broken_engines:makes_nothing", 2, "returned None"),
-                ("broken_engines:Leaves", 1, "ended with exit code 0 at: "),
-                ("broken_engines:Kills", 1, "was ended by SIGKILL at: "),
-                ("broken_engines:Hangs", 1, "gave no answer within 0.5 s at: "),
-                ("broken_engines:Eats", 1, "MemoryError"),
-                ("broken_engines:OddSnapshot", 1, "snapshot() after"),
-            )
-        ),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in (("leaves:make", 2,
+            "ended with exit code 0 while being imported"), ("is_interrupted:make", 2,
+            "while being imported"), ("exits:make", 2, "cannot load exits:make: SystemExit: 0"),
+            ("has_no_text:make", 2, "cannot load has_no_text:make"), ("broken_engines:RaisesBuilt",
+            1, "RuntimeError: no device while being built"), ("broken_engines:makes_nothing", 2,
+            "returned None"), ("broken_engines:Leaves", 1, "ended with exit code 0 at: "),
+            ("broken_engines:Kills", 1, "was ended by SIGKILL at: "), ("broken_engines:Hangs", 1,
+            "gave no answer within 0.5 s at: "), ("broken_engines:Eats", 1, "MemoryError"),
+            ("broken_engines:OddSnapshot", 1, "snapshot() after"))),
     ],
-)
+)  # fmt: skip
 def test_a_broken_engine_in_a_process_of_its_own(
     folder: Path, engine: str, code: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,18 +115,13 @@ def _in_order(names: Collection[str]) -> str:
         (("reset",), {"reset_done", "reset_forced"}),
         (("async",), {"planned_before_its_token", "draft_placeholders_scheduled"}),
         (("pipeline",), set()),
-        (
-            ("async", "pipeline"),
-            {
-                *("planned_before_its_token", "draft_placeholders_scheduled"),
-                "several_frames_in_flight",
-            },
-        ),
+        (("async", "pipeline"), {*("planned_before_its_token", "draft_placeholders_scheduled"),
+         "several_frames_in_flight"}),
         (("drafts",), {name for name in OWED_AT_SAFETY if name.startswith("draft")}),
         (("rejection", "snapshot", "statistics", "late drafts"), set()),
     ],
     ids=_in_order,
-)
+)  # fmt: skip
 def test_what_it_lacks_it_does_not_owe(lacks: tuple[str, ...], spared: set[str]) -> None:
     assert EVERYTHING - owed(*lacks) == spared
 
@@ -136,16 +131,12 @@ def test_what_it_lacks_it_does_not_owe(lacks: tuple[str, ...], spared: set[str])
     [
         ({"enable_prefix_caching": False}, {"prefix_hit", "resumed_with_hit", "reset_done"}),
         ({"enable_chunked_prefill": True}, set()),
-        (
-            {"max_frames_in_flight": 1, "async_scheduling": False},
-            {
-                *("planned_before_its_token", "draft_placeholders_scheduled"),
-                "several_frames_in_flight",
-            },
-        ),
+        ({"max_frames_in_flight": 1, "async_scheduling": False},
+         {*("planned_before_its_token", "draft_placeholders_scheduled"),
+         "several_frames_in_flight"}),
     ],
     ids=_in_order,
-)
+)  # fmt: skip
 def test_nor_what_its_adapter_takes_out_of_a_config(
     fields: dict[str, Any], spared: set[str]
 ) -> None:

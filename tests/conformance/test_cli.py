@@ -142,9 +142,8 @@ def check_engine(folder: Path, name: str, *args: object) -> Result:
     return blockstep(*engine, "--event-seconds", 1, *args)
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_an_engine_that_conforms_does_so_in_processes_of_its_own(tmp_path: Path, jobs: int) -> None:
-    args = ("--budget", 24_000, "--seed", 0, "--jobs", jobs)
+def test_an_engine_that_conforms_does_so_in_processes_of_its_own(tmp_path: Path) -> None:
+    args = ("--budget", 24_000, "--seed", 0, "--jobs", 2)
     result = check_engine(tmp_path, "SpecEngine", *args)
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[-1].startswith("conforms: engine cli_engines:SpecEngine, ")
@@ -152,20 +151,19 @@ def test_an_engine_that_conforms_does_so_in_processes_of_its_own(tmp_path: Path,
     assert "situations reached" not in result.output, "the table is shown if it is asked for"
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
 @pytest.mark.parametrize(
-    ("name", "headline", "says"),
+    ("name", "jobs", "headline", "says"),
     [
-        ("CanaryEngine", "VIOLATION", "P1 every_block_is_free_or_held"),
-        ("Raising", "FAULT", "the engine raised KeyError: 'no such request'"),
-        ("Aborting", "FAULT", "the engine's process was ended by SIGABRT at: abort "),
-        ("Exiting", "FAULT", "the engine's process ended with exit code 0 at: abort "),
-        ("Hanging", "FAULT", "the engine gave no answer within 1 s at: abort "),
-        ("Stubborn", "FAULT", "the engine gave no answer within 1 s at: abort "),
+        ("CanaryEngine", 2, "VIOLATION", "P1 every_block_is_free_or_held"),
+        ("Raising", 1, "FAULT", "the engine raised KeyError: 'no such request'"),
+        ("Aborting", 2, "FAULT", "the engine's process was ended by SIGABRT at: abort "),
+        ("Exiting", 1, "FAULT", "the engine's process ended with exit code 0 at: abort "),
+        ("Hanging", 1, "FAULT", "the engine gave no answer within 1 s at: abort "),
+        ("Stubborn", 2, "FAULT", "the engine gave no answer within 1 s at: abort "),
     ],
 )
 def test_an_engine_that_fails_fails_no_campaign(
-    tmp_path: Path, name: str, headline: str, says: str, jobs: int
+    tmp_path: Path, name: str, jobs: int, headline: str, says: str
 ) -> None:
     started = time.monotonic()
     result = check_engine(tmp_path, name, "--budget", 3000, "--jobs", jobs)
@@ -232,40 +230,6 @@ def test_a_check_that_fails_by_itself_proves_nothing(tmp_path: Path) -> None:
     assert "blockstep: the check itself failed: Traceback" in result.output
 
 
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (("check", "--engine", "nowhere"), "neither one of"),
-        (("check", "--event-seconds", "0"), "must be above 0"),
-        (("check", "--engine", "no.such.module:make"), "cannot load"),
-        (("check", "--engine", "json:nothing"), "cannot load"),
-        (("check", "--engine", "json:__name__"), "not callable"),
-        (("check", "--engine", "museum:nothing"), "no such seeded bug"),
-        (("check", "--preset", "huge"), "tiny, small, real"),
-        (("check", "--budget", "soon"), "60s"),
-        (("check", "--budget", "0s"), "60s"),
-        (("check", "--record", "x.jsonl"), "needs --episode"),
-        (("check", "--with", "magic"), "feature 'magic': must be one of priority, drafts"),
-        (("check", "--with", "pause", "--without", "pause"), "cannot be both with and without"),
-        (("hunt", "--engine", "nowhere", "--without", "magic"), "feature 'magic'"),
-        (("explore", "--with", "embeds", "--without", "caching"), "no world has these features"),
-        (("check", "--policy", "random"), "policy"),
-        (("check", "--json", "/no/such/dir/x"), "cannot write: there is no folder /no/such/dir"),
-        (("museum", "run", "--json", "/"), "cannot write: it is a folder"),
-        (("explore", "--markdown", "/no/such/dir/x"), "cannot write"),
-        (("explain", "nothing-of-that-name"), "no term of the glossary, property"),
-        (("replay", "/no/such/file"), "/no/such/file"),
-        (("validate", "/no/such/file"), "/no/such/file"),
-        (("museum", "run", "nothing"), "no such seeded bug"),
-    ],
-)
-def test_usage_errors_name_the_input_and_the_rule(args: tuple[str, ...], says: str) -> None:
-    result = blockstep(*args)
-    assert result.exit_code == 2
-    assert says in " ".join(result.output.split())
-    assert "Traceback" not in result.output
-
-
 def test_budgets() -> None:
     assert read_budget("90s") == (None, 90.0)
     assert read_budget("2m") == (None, 120.0)
@@ -319,32 +283,6 @@ def test_properties_are_listed_with_their_checks(tmp_path: Path) -> None:
     assert set(wanted) <= set(listed)
     # The worker speaks for the rest: it sees what is written and read.
     assert all(listed[name]["checks"] for name in wanted)
-
-
-def test_engines_are_listed_with_what_they_implement() -> None:
-    result = blockstep("engines")
-    assert result.exit_code == 0
-    assert "host" in result.output
-    assert "snapshot" in result.output
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("P4", "publish"),
-        ("slots.revoke_slots", "#43569"),
-        ("allocate_slots", "P7"),
-        ("preempted", "situation preempted"),
-    ],
-)
-def test_explain_a_name(name: str, says: str) -> None:
-    result = blockstep("explain", name)
-    assert result.exit_code == 0
-    assert says in result.output
-
-
-def test_explain_suggests_what_is_close() -> None:
-    assert "slots.allocate_slots" in blockstep("explain", "allocate_slot").output
 
 
 def test_record_validate_explain(tmp_path: Path) -> None:
@@ -407,22 +345,18 @@ def test_replay_in_lock_step_and_alone(tmp_path: Path) -> None:
         (("--without", "caching"), (False, "fcfs"), "conforms"),
         (("--with", "caching", "--with", "priority"), (True, "priority"), "conforms"),
         (("--engine", SAFETY), (True, "fcfs"), "judged by properties alone"),
-        (("--with", "drafts"), None, "not in a replay"),
-        (("--caching", "--without", "caching"), None, "enable_prefix_caching is to be True"),
-        (("--policy", "fcfs", "--with", "priority"), None, "policy is to be fcfs"),
     ],
 )
 def test_a_replay_has_the_features_that_it_can_have(
-    tmp_path: Path, args: tuple[str, ...], seen: tuple[bool, str] | None, told: str
+    tmp_path: Path, args: tuple[str, ...], seen: tuple[bool, str], told: str
 ) -> None:
     path, out = tmp_path / "mooncake.jsonl", tmp_path / "out.json"
     path.write_text(MOONCAKE * 2)
     result = blockstep("replay", path, "--num-blocks", 16, "--json", out, *args)
-    assert result.exit_code == (2 if seen is None else 0), result.output
+    assert result.exit_code == 0, result.output
     assert told in " ".join(result.output.split())
-    if seen is not None:
-        config = json.loads(out.read_text())["config"]
-        assert (config["enable_prefix_caching"], config["policy"]) == seen
+    config = json.loads(out.read_text())["config"]
+    assert (config["enable_prefix_caching"], config["policy"]) == seen
 
 
 @pytest.mark.parametrize(
@@ -471,19 +405,3 @@ def test_a_replay_in_which_nothing_finished_is_no_verdict(tmp_path: Path) -> Non
     path.write_text(MOONCAKE * 2)
     result = blockstep("replay", path, "--max-model-len", 500)
     assert (result.exit_code, "NO VERDICT (no request finished)" in result.output) == (5, True)
-
-
-def test_replay_of_a_broken_file_names_the_line(tmp_path: Path) -> None:
-    path = tmp_path / "mooncake.jsonl"
-    path.write_text(MOONCAKE + '{"timestamp": 0, "input_length": -3}\n')
-    result = blockstep("replay", path)
-    assert result.exit_code == 2
-    assert "2" in result.output
-    assert "Traceback" not in result.output
-
-
-def test_replay_with_a_config_that_cannot_be(tmp_path: Path) -> None:
-    path = tmp_path / "mooncake.jsonl"
-    path.write_text(MOONCAKE)
-    result = blockstep("replay", path, "--max-num-seqs", 0)
-    assert result.exit_code == 2

@@ -126,24 +126,18 @@ STATE = v.Snapshot(
     encoder=v.EncoderSnapshot((v.EncoderEntry("i", 1, ("A",)),), ("j",), 1, 2, ("k",)),
 )
 ANSWERS: list[v.Observation] = [
-    v.Plan(
-        0,
-        new=(v.NewRow(REQUEST, ((1,),), 0, 2),),
+    v.Plan(0, new=(v.NewRow(REQUEST, ((1,),), 0, 2),),
         cached=(v.CachedRow("B", False, ((2,),), (1, 2), 1, 1, 1),),
         scheduled_encoder_inputs=(v.EncoderInputs("A", (0,)),),
-        kv_loads=(v.KVLoad("A", ((1,),), 0, 2),),
-        kv_saves=(v.KVSave("C", ((3,),), 2),),
-    ),
-    v.Outputs(
-        (v.OutputRow("A", (3,), v.FinishReason.STOP, 3),),
-        (v.BlockStored((KEY,), KEY, (1, 2), 2, "x"), v.BlockRemoved((KEY,)), v.AllBlocksCleared()),
-    ),
+        kv_loads=(v.KVLoad("A", ((1,),), 0, 2),), kv_saves=(v.KVSave("C", ((3,),), 2),)),
+    v.Outputs((v.OutputRow("A", (3,), v.FinishReason.STOP, 3),),
+        (v.BlockStored((KEY,), KEY, (1, 2), 2, "x"), v.BlockRemoved((KEY,)), v.AllBlocksCleared())),
     v.DraftsTaken(("A",)),
     v.Aborted(("A",), ("B",)),
     v.ResetDone(True),
     v.GrammarOutput((v.GrammarRow("A", ((1, 2), None), (1,)),)),
     v.Rejected(RejectCode.NEVER_FITS, "too long"),
-]
+]  # fmt: skip
 """One of each kind that says something, with a value in each field."""
 
 

@@ -8,13 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from blockstep.conformance.engine import (
-    BadEngineError,
-    Deviation,
-    EngineTraits,
-    Safety,
-    get_traits,
-)
+from blockstep.conformance.engine import BadEngineError, Deviation, EngineTraits, Safety, get_traits
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine
@@ -27,22 +21,10 @@ from blockstep.conformance.search.floor import look
 from blockstep.conformance.search.hunt import call_here, hunt
 from blockstep.conformance.search.isolation import Isolation
 from blockstep.conformance.search.options import CheckOptions, ExitCode
-from blockstep.spec.vocabulary import (
-    Commit,
-    Config,
-    Event,
-    GrammarFailed,
-    Observation,
-    Outputs,
-    Request,
-    Schedule,
-    Snapshot,
-    Submit,
-    TransfersReported,
-)
+from blockstep.spec import vocabulary as v
 
-CONFIG = Config(num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=16)
-START: tuple[Action, ...] = (Submit(Request("A", (1, 2, 3), 3)), Schedule(), Answer())
+CONFIG = v.Config(num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=16)
+START: tuple[Action, ...] = (v.Submit(v.Request("A", (1, 2, 3), 3)), v.Schedule(), Answer())
 SHOWN = Program(CONFIG, START)
 MISCOUNTS = Deviation(
     "miscounts_hits",
@@ -58,9 +40,9 @@ class Miscounts(SpecEngine):
 
     traits: ClassVar[EngineTraits] = EngineTraits(deviations=(MISCOUNTS,))
 
-    def apply(self, event: Event) -> Observation:
+    def apply(self, event: v.Event) -> v.Observation:
         answer = super().apply(event)
-        if not isinstance(answer, Outputs):
+        if not isinstance(answer, v.Outputs):
             return answer
         rows = [replace(row, num_cached_tokens=row.num_cached_tokens + 1) for row in answer.rows]
         return replace(answer, rows=tuple(rows))
@@ -69,7 +51,7 @@ class Miscounts(SpecEngine):
 class MiscountsAndLeaks(Miscounts):
     """And loses a block."""
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> v.Snapshot:
         return replace(super().snapshot(), free_queue=super().snapshot().free_queue[1:])
 
 
@@ -103,7 +85,7 @@ class Overspends(SpecEngine):
         ),
     )
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: v.Config) -> None:
         super().__init__(replace(config, max_num_batched_tokens=64))
 
 
@@ -119,15 +101,16 @@ class Dies(SpecEngine):
                 Program(CONFIG, (*START, Drain())),
                 sentences=("engine_raises_nothing",),
                 when=lambda event, answer: (
-                    isinstance(event, Commit | GrammarFailed | TransfersReported) and answer is None
+                    isinstance(event, v.Commit | v.GrammarFailed | v.TransfersReported)
+                    and answer is None
                 ),
             ),
         ),
     )
 
-    def apply(self, event: Event) -> Observation:
+    def apply(self, event: v.Event) -> v.Observation:
         answer = super().apply(event)
-        if isinstance(answer, Outputs) and any(row.finish_reason for row in answer.rows):
+        if isinstance(answer, v.Outputs) and any(row.finish_reason for row in answer.rows):
             raise IndexError("list index out of range")
         return answer
 
@@ -193,7 +176,7 @@ def test_only_the_steps_are_excused_that_it_speaks_of() -> None:
         traits = replace(
             Overspends.traits,
             deviations=(
-                replace(OVERSPENDS, when=lambda event, _answer: isinstance(event, Commit)),
+                replace(OVERSPENDS, when=lambda event, _answer: isinstance(event, v.Commit)),
             ),
         )
 
@@ -203,7 +186,7 @@ def test_only_the_steps_are_excused_that_it_speaks_of() -> None:
 
 
 def test_where_nobody_can_go_on_the_episode_ends() -> None:
-    program = Program(CONFIG, (*START, *(Schedule(), Answer()) * 4, Drain()))
+    program = Program(CONFIG, (*START, *(v.Schedule(), Answer()) * 4, Drain()))
     run, findings = run_program(program, Dies)
     assert findings == []
     assert run.excuses.counts == {"dies": 1}

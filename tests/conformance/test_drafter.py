@@ -10,119 +10,109 @@ from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.program import Answer, Program
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.spec.vocabulary import (
-    BlockCopy,
-    Commit,
-    Config,
-    NewRow,
-    Plan,
-    Policy,
-    Request,
-    Reset,
-    ResetDone,
-    Schedule,
-    SpecMethod,
-    StreamingUpdate,
-    Submit,
-)
+from blockstep.spec import vocabulary as v
 
-MODEL: dict[str, Any] = {"spec_method": SpecMethod.DRAFT_MODEL, "num_speculative_tokens": 2}
-HEAD: dict[str, Any] = {"spec_method": SpecMethod.EAGLE, "num_speculative_tokens": 2}
-OTHER = Request("B", (1, 2, 3, 4, 9))
+MODEL: dict[str, Any] = {"spec_method": v.SpecMethod.DRAFT_MODEL, "num_speculative_tokens": 2}
+HEAD: dict[str, Any] = {"spec_method": v.SpecMethod.EAGLE, "num_speculative_tokens": 2}
+OTHER = v.Request("B", (1, 2, 3, 4, 9))
 
 
 def drafting() -> Worker:
     """A has run its prompt in blocks 1 to 3, and a token more; block 4 is for its drafts."""
     worker = started(**MODEL)
-    plan = Plan(1, cached=(cached("A", 5, 1, new_block_ids=((4,),)),))
+    plan = v.Plan(1, cached=(cached("A", 5, 1, new_block_ids=((4,),)),))
     assert worker.execute(plan) == []
-    worker.commit(Commit(1, worker.answer(1)))
+    worker.commit(v.Commit(1, worker.answer(1)))
     return worker
 
 
 def test_what_a_draft_was_run_in_is_read_by_no_other() -> None:
     """B is given the block in which drafts of A are run, as if it held what B reads."""
     worker = drafting()
-    row = NewRow(OTHER, ((1, 2, 4),), 4, 1)
-    assert said(worker.execute(Plan(2, new=(row,)))) == []  # it writes the slot before it reads
-    wrong = Plan(2, new=(NewRow(OTHER, ((1, 4, 5),), 4, 1),))
+    row = v.NewRow(OTHER, ((1, 2, 4),), 4, 1)
+    assert said(worker.execute(v.Plan(2, new=(row,)))) == []  # it writes the slot before it reads
+    wrong = v.Plan(2, new=(v.NewRow(OTHER, ((1, 4, 5),), 4, 1),))
     assert ("P3", "drafter_reads_no_draft_of_another") in said(drafting().execute(wrong))
 
 
 def test_a_copy_has_the_drafts_of_its_source() -> None:
     worker = drafting()
-    wrong = NewRow(OTHER, ((1, 6, 5),), 4, 1)
-    plan = Plan(2, new=(wrong,), block_copies=(BlockCopy(4, 6),))
+    wrong = v.NewRow(OTHER, ((1, 6, 5),), 4, 1)
+    plan = v.Plan(2, new=(wrong,), block_copies=(v.BlockCopy(4, 6),))
     assert ("P3", "drafter_reads_no_draft_of_another") in said(worker.execute(plan))
-    right = Plan(2, new=(NewRow(OTHER, ((1, 6, 5),), 4, 1),), block_copies=(BlockCopy(2, 6),))
+    right = v.Plan(2, new=(v.NewRow(OTHER, ((1, 6, 5),), 4, 1),), block_copies=(v.BlockCopy(2, 6),))
     assert said(drafting().execute(right)) == []
 
 
 def test_a_running_request_has_slots_for_its_drafts() -> None:
     worker = started(**MODEL)
-    short = Plan(1, cached=(cached("A", 5, 1),))
+    short = v.Plan(1, cached=(cached("A", 5, 1),))
     assert said(worker.execute(short)) == [("P26", "table_holds_the_slots_of_its_drafts")]
 
 
 def test_no_slot_is_needed_beyond_the_length_of_the_model() -> None:
     worker = started(**MODEL, max_model_len=6)
-    assert worker.execute(Plan(1, cached=(cached("A", 5, 1),))) == []
+    assert worker.execute(v.Plan(1, cached=(cached("A", 5, 1),))) == []
 
 
-def run_alone(request: Request, *blocks: int) -> Worker:
+def run_alone(request: v.Request, *blocks: int) -> Worker:
     """A worker with a draft head has run a prompt."""
     worker = make_worker(**HEAD)
-    row = NewRow(request, (blocks,), 0, len(request.prompt_token_ids))
-    assert worker.execute(Plan(0, new=(row,))) == []
-    worker.commit(Commit(0, worker.answer(0)))
+    row = v.NewRow(request, (blocks,), 0, len(request.prompt_token_ids))
+    assert worker.execute(v.Plan(0, new=(row,))) == []
+    worker.commit(v.Commit(0, worker.answer(0)))
     return worker
 
 
 def test_a_head_has_run_the_token_behind_a_hit() -> None:
     """A has computed 1 2 3 4 5: behind 1 2 stands 3, and behind 1 2 3 4 not 9."""
-    right = Plan(1, new=(NewRow(OTHER, ((1, 4, 5),), 2, 3),))
+    right = v.Plan(1, new=(v.NewRow(OTHER, ((1, 4, 5),), 2, 3),))
     assert said(run_alone(A, 1, 2, 3).execute(right)) == []
-    whole = Plan(1, new=(NewRow(OTHER, ((1, 2, 4),), 4, 1),))
+    whole = v.Plan(1, new=(v.NewRow(OTHER, ((1, 2, 4),), 4, 1),))
     found = said(run_alone(A, 1, 2, 3).execute(whole))
     assert found == [("P5", "draft_head_has_run_the_token_behind_a_hit")]
-    same = Plan(1, new=(NewRow(Request("C", A.prompt_token_ids), ((1, 2, 4),), 4, 1),))
+    same = v.Plan(1, new=(v.NewRow(v.Request("C", A.prompt_token_ids), ((1, 2, 4),), 4, 1),))
     assert said(run_alone(A, 1, 2, 3).execute(same)) == []
 
 
 def test_a_head_has_run_the_token_that_was_sampled_behind_a_text() -> None:
-    worker = run_alone(Request("A", (1, 2, 3, 4)), 1, 2)
+    worker = run_alone(v.Request("A", (1, 2, 3, 4)), 1, 2)
     sampled = worker.views["A"].tokens[-1]
-    again = Request("C", (1, 2, 3, 4, sampled))
-    assert said(worker.execute(Plan(1, new=(NewRow(again, ((1, 2, 4),), 4, 1),)))) == []
+    again = v.Request("C", (1, 2, 3, 4, sampled))
+    assert said(worker.execute(v.Plan(1, new=(v.NewRow(again, ((1, 2, 4),), 4, 1),)))) == []
 
 
 def test_after_a_reset_a_head_has_run_nothing() -> None:
     worker = run_alone(A, 1, 2, 3)
-    worker.observe(Reset(True), ResetDone(True))
-    plan = Plan(1, new=(NewRow(Request("C", A.prompt_token_ids), ((1, 2, 4),), 4, 1),))
+    worker.observe(v.Reset(True), v.ResetDone(True))
+    plan = v.Plan(1, new=(v.NewRow(v.Request("C", A.prompt_token_ids), ((1, 2, 4),), 4, 1),))
     assert ("P5", "draft_head_has_run_the_token_behind_a_hit") in said(worker.execute(plan))
 
 
 def test_a_hit_may_end_before_the_input_of_a_session() -> None:
     """A computes 0, samples, and goes on with another 0: B hits the first, right behind which the
     head has run what A sampled, and finds the second, which A computes in the same step."""
-    session = Request("A", (0,), max_tokens=1, resumable=True)
-    late = Request("B", (0, 0, 0), max_tokens=1, arrival_time=22)
-    config = Config(
+    session = v.Request("A", (0,), max_tokens=1, resumable=True)
+    late = v.Request("B", (0, 0, 0), max_tokens=1, arrival_time=22)
+    config = v.Config(
         num_blocks=5,
         block_size=1,
         max_num_seqs=8,
         max_num_batched_tokens=64,
         max_model_len=64,
-        policy=Policy.PRIORITY,
-        spec_method=SpecMethod.EAGLE,
+        policy=v.Policy.PRIORITY,
+        spec_method=v.SpecMethod.EAGLE,
         num_speculative_tokens=1,
     )
-    first = (Submit(Request("C", (0,), max_tokens=1)), Submit(session), StreamingUpdate(session))
-    steps = (Submit(late), Schedule(), Answer(), Schedule())
+    first = (
+        v.Submit(v.Request("C", (0,), max_tokens=1)),
+        v.Submit(session),
+        v.StreamingUpdate(session),
+    )
+    steps = (v.Submit(late), v.Schedule(), Answer(), v.Schedule())
     program = Program(config, first + steps, vocabulary_size=2)
     run, findings = run_program(program, load_engine("host"))
     assert findings == []
     plan = run.exchanges[-1].seen
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, v.Plan)
     assert [row.num_computed_tokens for row in plan.new] == [1, 1]

@@ -21,17 +21,8 @@ from blockstep.conformance.protocol.program import (
 )
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec import Abort, Commit, Config, Request, Reset, Schedule, SpecMethod, Submit
+from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import SPARING, Profile, Quirk
-from blockstep.spec.vocabulary import (
-    Drafts,
-    Event,
-    Observation,
-    PauseState,
-    Plan,
-    SetPause,
-    Snapshot,
-    Stats,
-)
 
 CONFIG = Config(num_blocks=8, block_size=2, max_model_len=16)
 PROGRAM = Program(
@@ -52,13 +43,13 @@ PROGRAM = Program(
 class Twisted(SpecEngine):
     """The spec, with its answers or its state bent."""
 
-    def bend_answer(self, event: Event, answer: Observation) -> Any:
+    def bend_answer(self, event: v.Event, answer: v.Observation) -> Any:
         return answer
 
-    def bend_state(self, snapshot: Snapshot) -> Snapshot | None:
+    def bend_state(self, snapshot: v.Snapshot) -> v.Snapshot | None:
         return snapshot
 
-    def apply(self, event: Event) -> Any:
+    def apply(self, event: v.Event) -> Any:
         return self.bend_answer(event, super().apply(event))
 
     def snapshot(self) -> Any:
@@ -81,8 +72,8 @@ def test_an_answer_without_a_plan_does_nothing() -> None:
 
 def test_a_different_answer_is_a_divergence() -> None:
     class Engine(Twisted):
-        def bend_answer(self, event: Event, answer: Observation) -> Any:
-            return replace(answer, frame_id=7) if isinstance(answer, Plan) else answer
+        def bend_answer(self, event: v.Event, answer: v.Observation) -> Any:
+            return replace(answer, frame_id=7) if isinstance(answer, v.Plan) else answer
 
     run, findings = run_program(PROGRAM, Engine)
     assert run.num_events == 2
@@ -92,7 +83,7 @@ def test_a_different_answer_is_a_divergence() -> None:
 
 def test_a_different_state_is_a_divergence_at_once() -> None:
     class Engine(Twisted):
-        def bend_state(self, snapshot: Snapshot) -> Snapshot:
+        def bend_state(self, snapshot: v.Snapshot) -> v.Snapshot:
             return replace(snapshot, free_queue=snapshot.free_queue[::-1])
 
     run, findings = run_program(PROGRAM, Engine)
@@ -102,7 +93,7 @@ def test_a_different_state_is_a_divergence_at_once() -> None:
 
 def test_whatever_the_engine_raises_is_a_finding() -> None:
     class Engine(Twisted):
-        def bend_answer(self, event: Event, answer: Observation) -> Any:
+        def bend_answer(self, event: v.Event, answer: v.Observation) -> Any:
             if isinstance(event, Commit):
                 raise ZeroDivisionError("inside the engine")
             return answer
@@ -115,7 +106,7 @@ def test_whatever_the_engine_raises_is_a_finding() -> None:
 
 def test_an_answer_that_is_no_observation_is_a_fault() -> None:
     class Engine(Twisted):
-        def bend_answer(self, event: Event, answer: Observation) -> Any:
+        def bend_answer(self, event: v.Event, answer: v.Observation) -> Any:
             return {"ok": True}
 
     _, findings = run_program(PROGRAM, Engine)
@@ -126,7 +117,7 @@ def test_an_assertion_of_the_spec_is_told_apart() -> None:
     run = LockStep.start(CONFIG, SpecEngine)
     run.spec.state = replace(run.spec.state, running=("ghost",), requests=run.spec.state.requests)
 
-    def broken(event: Event) -> Observation:
+    def broken(event: v.Event) -> v.Observation:
         raise AssertionError("impossible")
 
     run.spec.apply = broken  # type: ignore[method-assign]
@@ -137,7 +128,7 @@ def test_a_scheduler_that_stops_is_a_stall() -> None:
     """Both sides answer alike and no state is shown, but nothing happens either."""
 
     class Engine(Twisted):
-        def bend_state(self, snapshot: Snapshot) -> None:
+        def bend_state(self, snapshot: v.Snapshot) -> None:
             return None
 
     run = LockStep.start(CONFIG, Engine)
@@ -156,7 +147,7 @@ def test_a_scheduler_that_stops_is_a_stall() -> None:
 def test_a_drain_unpauses_and_compiles_every_grammar() -> None:
     waits = Submit(Request("A", (1, 2, 3), max_tokens=3, structured_output=True))
     run, findings = run_program(
-        Program(CONFIG, (waits, SetPause(PauseState.PAUSED_ALL), Drain())), SpecEngine
+        Program(CONFIG, (waits, v.SetPause(v.PauseState.PAUSED_ALL), Drain())), SpecEngine
     )
     assert findings == []
     assert run.live == {}
@@ -191,7 +182,7 @@ class Shy(SpecEngine):
     shuns: tuple[type, ...] = ()
     num_plans = 1000
 
-    def declines(self, event: Event) -> str | None:
+    def declines(self, event: v.Event) -> str | None:
         is_late = isinstance(event, Schedule) and self.state.next_frame_id >= self.num_plans
         return "a known defect" if isinstance(event, self.shuns) or is_late else None
 
@@ -259,7 +250,7 @@ def test_where_a_plan_is_declined_the_oldest_frame_is_answered() -> None:
 
 def test_an_engine_without_snapshots_is_held_to_its_answers() -> None:
     class Engine(Twisted):
-        def bend_state(self, snapshot: Snapshot) -> None:
+        def bend_state(self, snapshot: v.Snapshot) -> None:
             return None
 
     run, findings = run_program(PROGRAM, Engine)
@@ -279,7 +270,7 @@ def test_drafts_are_proposed_for_those_who_sampled() -> None:
     ):
         assert run.perform(action) == []
     plan = run.exchanges[-1].seen
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, v.Plan)
     assert len(plan.cached[0].draft_token_ids) == 2
     assert run.perform(Answer()) == []
     assert len(run.spec.state.requests["A"].output_token_ids) == 3, "one draft was right"
@@ -297,25 +288,25 @@ def test_late_drafts_go_to_engines_that_drop_or_refuse_them(has: str) -> None:
     for action in (Submit(Request("A", (1, 2, 3), max_tokens=6)), Schedule(), Answer(), late):
         assert run.perform(action) == []
     assert run.perform(Propose(((2, 2),))) == []
-    given = [exchange.event for exchange in run.exchanges if isinstance(exchange.event, Drafts)]
+    given = [exchange.event for exchange in run.exchanges if isinstance(exchange.event, v.Drafts)]
     assert len(given) == (has != "neither")
 
 
 @pytest.mark.parametrize(
     ("lacks", "wrong", "is_found"),
     [
-        ({"statistics", "cache statistics"}, Stats(prefix_cache_queries=9, preemptions=9), False),
-        ({"statistics"}, Stats(prefix_cache_queries=9), True),
-        ({"statistics"}, Stats(drafts_accepted=9), True),
-        ({"statistics"}, Stats(preemptions=9), False),
-        ({"cache statistics"}, Stats(preemptions=9), True),
+        ({"statistics", "cache statistics"}, v.Stats(prefix_cache_queries=9, preemptions=9), False),
+        ({"statistics"}, v.Stats(prefix_cache_queries=9), True),
+        ({"statistics"}, v.Stats(drafts_accepted=9), True),
+        ({"statistics"}, v.Stats(preemptions=9), False),
+        ({"cache statistics"}, v.Stats(preemptions=9), True),
     ],
 )
 def test_counters_are_compared_as_far_as_an_engine_has_them(
-    lacks: set[str], wrong: Stats, is_found: bool
+    lacks: set[str], wrong: v.Stats, is_found: bool
 ) -> None:
     class Engine(Twisted):
-        def bend_state(self, snapshot: Snapshot) -> Snapshot:
+        def bend_state(self, snapshot: v.Snapshot) -> v.Snapshot:
             return replace(snapshot, stats=wrong)
 
         def capabilities(self) -> frozenset[str]:
@@ -330,8 +321,8 @@ def test_counters_are_compared_as_far_as_an_engine_has_them(
 @pytest.mark.parametrize("has", [True, False])
 def test_hints_are_compared_of_an_engine_that_claims_them(has: bool) -> None:
     class Engine(Twisted):
-        def bend_answer(self, event: Event, answer: Observation) -> Any:
-            if not isinstance(answer, Plan):
+        def bend_answer(self, event: v.Event, answer: v.Observation) -> Any:
+            if not isinstance(answer, v.Plan):
                 return answer
             return replace(answer, num_common_prefix_blocks=(7,))
 
@@ -375,7 +366,7 @@ def test_what_an_event_has_not_touched_is_judged_as_the_same_object() -> None:
     assert run.apply(Submit(Request("A", (1, 2, 3), max_tokens=3))) == []
     submitted = run.before
     assert submitted is run.spec.snapshot()
-    assert run.apply(SetPause(PauseState.PAUSED_ALL)) == []
+    assert run.apply(v.SetPause(v.PauseState.PAUSED_ALL)) == []
     paused = run.before
     assert submitted is not None
     assert paused is not None

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from episodes_support import play_episodes
 from foreign_support.hosts import (
     AtSafety,
     DropsAndDoesNotSaySo,
@@ -28,13 +29,13 @@ from blockstep.conformance.engine import (
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.program import Answer, Drain, Mask, Program
 from blockstep.conformance.search.arms import compare_arms
-from blockstep.conformance.search.episodes import fit_depth, run_episode
 from blockstep.conformance.search.floor import look, missing_witnesses
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec import vocabulary as v
 
 PRESETS = (TINY.name, SMALL.name)
 GOAL = "dropped_token_runs_again"
+SEEDS = (1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (2, 3)))
 WRONG = (DropsForGood, DropsAndDoesNotSaySo, SaysSoAndDoesNotDrop)
 
 
@@ -52,24 +53,11 @@ def hide(engine: type[Any]) -> type[Any]:
     return Hidden
 
 
-def play(engine: type[Any], preset: str, seed: int, num_events: int) -> tuple[str, int]:
-    """The first sentence that an engine breaks, "" for none, and how often a token ran again."""
-    options = fit_depth(CheckOptions("mine", preset=preset, seed=seed), engine)
-    played = num_again = index = 0
-    while played < num_events:
-        episode = run_episode(options, index, engine)
-        if episode.first is not None:
-            return episode.first.sentence, num_again
-        played, index = played + episode.num_events, index + 1
-        num_again += episode.witnesses.get(GOAL, 0)
-    return "", num_again
-
-
 @pytest.mark.parametrize("engine", [DropsInFlight, hide(DropsInFlight)], ids=["shown", "hidden"])
 def test_an_engine_that_drops_tokens_and_says_so_is_not_accused(engine: type[Any]) -> None:
-    sentence, num_again = play(engine, SMALL.name, 1, 1000)
-    assert sentence == ""
-    assert num_again > 0
+    played = play_episodes(engine, 1000, seed=1)
+    assert played.first is None
+    assert played.witnesses[GOAL] > 0
 
 
 @pytest.mark.soak
@@ -77,16 +65,16 @@ def test_an_engine_that_drops_tokens_and_says_so_is_not_accused(engine: type[Any
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("engine", [DropsInFlight, hide(DropsInFlight)], ids=["shown", "hidden"])
 def test_it_is_not_accused_in_many_events(engine: type[Any], preset: str, seed: int) -> None:
-    assert play(engine, preset, seed, 50_000)[0] == ""
+    assert play_episodes(engine, 50_000, preset=preset, seed=seed).first is None
 
 
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("shows", [True, False], ids=["shown", "hidden"])
 @pytest.mark.parametrize("engine", WRONG)
 def test_an_engine_that_drops_otherwise_than_it_says_is_accused(
-    engine: type[Any], shows: bool
+    engine: type[Any], shows: bool, seed: int
 ) -> None:
-    for seed in (1, 2, 3):
-        assert play(engine if shows else hide(engine), SMALL.name, seed, 20_000)[0]
+    assert play_episodes(engine if shows else hide(engine), 20_000, seed=seed).first
 
 
 CONFIG = v.Config(num_blocks=20, block_size=4, max_frames_in_flight=2)

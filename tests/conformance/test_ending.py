@@ -159,18 +159,11 @@ def list_children(pid: int) -> list[int]:
     ("args", "number"),
     [
         (("museum", "run", "--jobs", 2), signal.SIGINT),
-        *(
-            pytest.param(args, number, marks=pytest.mark.soak)
-            for args in (
-                ("museum", "run", "--jobs", 2),
-                ("prove", "--jobs", 2),
-                ("explore", "--jobs", 2),
-                ("check", "--jobs", 2),
-            )
-            for number in (signal.SIGTERM, signal.SIGKILL)
-        ),
+        *(pytest.param(args, number, marks=pytest.mark.soak) for args in (("museum", "run",
+            "--jobs", 2), ("prove", "--jobs", 2), ("explore", "--jobs", 2), ("check", "--jobs",
+            2)) for number in (signal.SIGTERM, signal.SIGKILL)),
     ],
-)
+)  # fmt: skip
 def test_processes_of_our_own_end_with_their_command(
     tmp_path: Path, args: tuple[object, ...], number: signal.Signals
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from episodes_support import play_episodes
 from foreign_support.toys import (
     AbortingToy,
     Life,
@@ -14,8 +15,6 @@ from foreign_support.toys import (
 )
 
 from blockstep.conformance.engine import Capability
-from blockstep.conformance.search.episodes import fit_depth, run_episode
-from blockstep.conformance.search.options import CheckOptions
 
 
 class Hidden:
@@ -32,18 +31,6 @@ def hide(engine: type[Any]) -> type[Any]:
     return type(engine.__name__, (Hidden, engine), {})
 
 
-def play(engine: type[Any], preset: str, seed: int, num_events: int) -> str:
-    """The first sentence that an engine breaks; "" for none."""
-    options = fit_depth(CheckOptions("mine", preset=preset, seed=seed), engine)
-    played = index = 0
-    while played < num_events:
-        episode = run_episode(options, index, engine)
-        if episode.first is not None:
-            return episode.first.sentence
-        played, index = played + episode.num_events, index + 1
-    return ""
-
-
 SHOWN = pytest.mark.parametrize("dress", [lambda engine: engine, hide], ids=["shown", "hidden"])
 
 
@@ -58,7 +45,7 @@ def test_an_engine_that_writes_equal_content_twice_is_not_accused(dress: Any, pr
             num_shared += self.count_shared(life, other) > 0
             super().share(life, other)
 
-    assert play(dress(Counting), preset, 1, 1500) == ""
+    assert play_episodes(dress(Counting), 1500, preset=preset, seed=1).first is None
     assert num_shared > 0
 
 
@@ -67,15 +54,14 @@ def test_an_engine_that_writes_equal_content_twice_is_not_accused(dress: Any, pr
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("preset", ["tiny", "small"])
 def test_it_is_not_accused_in_many_events(dress: Any, preset: str, seed: int) -> None:
-    assert play(dress(SharingToy), preset, seed, 50_000) == ""
+    assert play_episodes(dress(SharingToy), 50_000, preset=preset, seed=seed).first is None
 
 
 @SHOWN
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.soak) for n in (2, 3))])
 @pytest.mark.parametrize("engine", [SharesMoreThanIsEqual, SharesThePartialBlock])
 def test_unequal_writes_are_still_accused(dress: Any, engine: type[Any], seed: int) -> None:
-    told = play(dress(engine), "tiny", seed, 20_000)
-    assert told in (
+    assert play_episodes(dress(engine), 20_000, preset="tiny", seed=seed).sentence in (
         "written_block_is_in_one_place",
         "block_still_to_be_written_has_one_holder",
         "attended_slot_holds_the_right_prefix",
@@ -83,4 +69,4 @@ def test_unequal_writes_are_still_accused(dress: Any, engine: type[Any], seed: i
 
 
 def test_its_base_shares_nothing() -> None:
-    assert play(AbortingToy, "tiny", 1, 300) == ""
+    assert play_episodes(AbortingToy, 300, preset="tiny", seed=1).first is None

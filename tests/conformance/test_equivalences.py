@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from episodes_support import play_episodes
 from equivalent_engines import (
     NO_BLOCKS,
     PLANS,
@@ -49,7 +50,7 @@ from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.renaming import TablePairs, rename_snapshot
 from blockstep.conformance.report.wording import render_finding
 from blockstep.conformance.search.check import check
-from blockstep.conformance.search.episodes import fit_depth, run_episode
+from blockstep.conformance.search.episodes import fit_depth
 from blockstep.conformance.search.floor import CANARIES, release_canary
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.conformance.search.shrink import shrink
@@ -58,17 +59,6 @@ from blockstep.impl.host.pool import BlockPool
 from blockstep.spec import Config, Request, Schedule, Submit
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import SPARING, STRICT, Profile
-from blockstep.spec.vocabulary import (
-    BlockTables,
-    CachedRow,
-    GroupKind,
-    KVGroup,
-    KVLoadFailurePolicy,
-    KVOffer,
-    KVSave,
-    NewRow,
-    Plan,
-)
 
 EXACT = EngineTraits()
 CLEAN = {
@@ -84,27 +74,14 @@ CLEAN = {
 BASES = {"renamed": (OtherOrder, RENAMED), "plan": (OtherIds, PLANS), "sim": (Simulator, NO_BLOCKS)}
 
 
-def play(
-    make_engine: Any, num_events: int, preset: str = "small", **options: Any
-) -> tuple[Any, dict[str, int]]:
-    """Episodes until one fails or so many events are played; the failing one, what was reached."""
-    reached: dict[str, int] = {}
-    for index in range(20_000):
-        episode = run_episode(CheckOptions(preset=preset, **options), index, make_engine)
-        num_events -= episode.num_events
-        for name, number in episode.witnesses.items():
-            reached[name] = reached.get(name, 0) + number
-        if episode.first is not None or num_events <= 0:
-            return episode, reached
-    raise AssertionError
-
-
 @pytest.mark.parametrize("engine", CLEAN.values(), ids=CLEAN)
 def test_what_an_equivalence_lets_differ_is_no_finding(engine: Any) -> None:
-    episode, reached = play(engine, 800)
-    assert episode.first is None
+    played = play_episodes(engine, 800)
+    assert played.first is None
     wanted = ("preempted", "prefix_hit", "eviction_of_cached_block", "drafts_some_accepted")
-    assert all(reached[name] for name in wanted), "counted on the spec's side where none is shown"
+    assert all(played.witnesses[name] for name in wanted), (
+        "counted on the spec's side where none is shown"
+    )
 
 
 BESIDE = {
@@ -114,13 +91,14 @@ BESIDE = {
 """What is met in runs that all have a feature."""
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("feature", BESIDE)
 @pytest.mark.parametrize("engine", CLEAN.values(), ids=CLEAN)
 def test_nor_is_it_beside_branches_and_a_store(engine: Any, feature: str) -> None:
-    episode, reached = play(engine, 800, seed=8, with_features=(feature,))
-    assert episode.first is None
+    played = play_episodes(engine, 800, seed=8, with_features=(feature,))
+    assert played.first is None
     is_told = feature == "forks" or engine is not Simulator
-    assert all(reached.get(name) for name in BESIDE[feature]) is is_told
+    assert all(played.witnesses[name] for name in BESIDE[feature]) is is_told
 
 
 @pytest.mark.soak
@@ -129,13 +107,13 @@ def test_nor_is_it_beside_branches_and_a_store(engine: Any, feature: str) -> Non
 def test_what_an_equivalence_lets_differ_is_no_finding_in_many_events(
     engine: Any, preset: str
 ) -> None:
-    assert play(engine, 30_000, preset, seed=7)[0].first is None
+    assert play_episodes(engine, 30_000, preset=preset, seed=7).first is None
 
 
 @pytest.mark.parametrize("engine", [OtherOrder, held_to(Silent, RENAMED)])
 def test_a_block_that_a_window_has_let_go_of_is_renamed_anew(engine: Any) -> None:
     """The second request takes, in the spec, what the first held before its window."""
-    groups = (KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=2),) * 2
+    groups = (v.KVGroup(v.GroupKind.SLIDING_WINDOW, 2, sliding_window=2),) * 2
     config = Config(
         num_blocks=7, block_size=2, enable_prefix_caching=False, groups=groups,
         long_prefill_token_threshold=3,
@@ -148,9 +126,9 @@ def test_a_block_that_a_window_has_let_go_of_is_renamed_anew(engine: Any) -> Non
 
 @pytest.mark.parametrize("engine", [OtherOrder, OtherIdsTold, held_to(Silent, RENAMED)])
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("policy", list(KVLoadFailurePolicy))
+@pytest.mark.parametrize("policy", list(v.KVLoadFailurePolicy))
 def test_an_engine_is_told_in_its_own_ids_which_blocks_could_not_be_loaded(
-    engine: Any, is_async: bool, policy: KVLoadFailurePolicy
+    engine: Any, is_async: bool, policy: v.KVLoadFailurePolicy
 ) -> None:
     config = Config(num_blocks=9, block_size=2, kv_connector=True, kv_load_failure_policy=policy)
     failed = Report(invalid=(("A", 1),))
@@ -159,14 +137,14 @@ def test_an_engine_is_told_in_its_own_ids_which_blocks_could_not_be_loaded(
         Schedule(),
         Answer(),
         Submit(Request("A", (0, 1, 2, 3, 4), 2)),
-        KVOffer("A", 4, is_async=is_async),
+        v.KVOffer("A", 4, is_async=is_async),
         Schedule(),
         failed if is_async else Answer(failed),
         Drain(),
     )
     run, findings = run_program(Program(config, actions), engine)
     assert findings == []
-    is_recomputed = policy is KVLoadFailurePolicy.RECOMPUTE
+    is_recomputed = policy is v.KVLoadFailurePolicy.RECOMPUTE
     what = "recomputed" if is_recomputed else "ends"
     assert run.witnesses[f"transfers_failure_{what}"] == 1
 
@@ -174,7 +152,7 @@ def test_an_engine_is_told_in_its_own_ids_which_blocks_could_not_be_loaded(
 class GivesRestingAway(OtherIds):
     """What a session holds at rest is given to the next who needs blocks."""
 
-    def _called(self, tables: BlockTables) -> BlockTables:
+    def _called(self, tables: v.BlockTables) -> v.BlockTables:
         called = super()._called(tables)
         rests = [r for r in HostEngine.snapshot(self).requests if r.request_id == "S"]
         if len(self.table.slot_of) < 2 or not rests:
@@ -210,26 +188,26 @@ def test_what_is_sampled_for_a_chunk_that_is_over_is_delivered_to_nobody(engine:
 
 
 @pytest.mark.parametrize(
-    ("engine", "stronger"),
-    [(OtherOrder, EXACT), (OtherIds, EXACT), (Simulator, RENAMED)],
+    ("engine", "stronger"), [(OtherOrder, EXACT), (OtherIds, EXACT), (Simulator, RENAMED)]
 )
 def test_a_stronger_equivalence_sees_the_difference(engine: Any, stronger: EngineTraits) -> None:
     """The control of the test above: these do differ."""
-    assert play(held_to(engine, stronger), 400)[0].first is not None
+    assert play_episodes(held_to(engine, stronger), 400).first is not None
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 @pytest.mark.parametrize("defect", [HitOneShort, NoneShared, OtherVictim, Twice])
 def test_a_planted_defect_is_found_at_each_equivalence(base: Any, defect: type) -> None:
-    episode, _ = play(held_to(*base, defect), 6000)
-    assert episode.first is not None
-    assert episode.first.kind in (FindingKind.DIVERGENCE, FindingKind.PROPERTY)
+    first = play_episodes(held_to(*base, defect), 6000).first
+    assert first is not None
+    assert first.kind in (FindingKind.DIVERGENCE, FindingKind.PROPERTY)
 
 
 @pytest.mark.parametrize("base", [(OtherOrder, RENAMED), (Simulator, NO_BLOCKS)])
 def test_the_shrinker_works_at_each_equivalence(base: Any) -> None:
     engine = held_to(*base, HitOneShort)
-    episode, _ = play(engine, 6000, "tiny")
+    episode: Any = play_episodes(engine, 6000, preset="tiny").last
     shrunk = shrink(episode.program, engine, episode.first)
     assert len(shrunk.program.actions) <= 8
     assert shrunk.equivalence == engine.traits.equivalence.name
@@ -238,8 +216,9 @@ def test_the_shrinker_works_at_each_equivalence(base: Any) -> None:
 
 def test_a_block_id_means_the_same_from_one_step_to_the_next() -> None:
     """No state says so, for each is compared on its own: the worker does."""
-    episode, _ = play(Restless, 800)
-    assert episode.first.property_id in {"P3", "P4", "P26"}
+    first = play_episodes(Restless, 800).first
+    assert first is not None
+    assert first.property_id in {"P3", "P4", "P26"}
 
 
 def test_a_wrong_eviction_shows_when_it_evicts() -> None:
@@ -253,7 +232,8 @@ def test_a_wrong_eviction_shows_when_it_evicts() -> None:
         traits = RENAMED
         pool_type = Pool
 
-    first = play(FromTheHead, 6000, without_features=("events",))[0].first
+    first = play_episodes(FromTheHead, 6000, without_features=("events",)).first
+    assert first is not None
     assert first.kind is FindingKind.DIVERGENCE
     assert any("cached" in difference.field for difference in first.differences)
 
@@ -318,8 +298,8 @@ def is_found(name: str, kind: str, num_events: int, *presets: str) -> bool:
     taken = EXHIBITS[name].takes
     given = (taken,) if taken else ()
     engine = held_to(build(name), traits, *views)
-    episodes = (play(engine, num_events, it, with_features=given)[0] for it in presets)
-    return any(episode.first is not None for episode in episodes)
+    played = (play_episodes(engine, num_events, preset=it, with_features=given) for it in presets)
+    return any(one.first is not None for one in played)
 
 
 @pytest.mark.soak
@@ -369,7 +349,7 @@ class Copies(SpecEngine):
 
     def apply(self, event: Any) -> Any:
         answer = super().apply(event)
-        if isinstance(answer, Plan) and answer.new and answer.new[0].num_computed_tokens:
+        if isinstance(answer, v.Plan) and answer.new and answer.new[0].num_computed_tokens:
             row = replace(answer.new[0], block_ids=((8, *answer.new[0].block_ids[0][1:]),))
             return replace(answer, new=(row,))
         return answer
@@ -405,16 +385,16 @@ def test_one_bijection_makes_two_states_equal_or_shows_where_none_does() -> None
 
 
 def test_tables_are_followed_over_a_preemption() -> None:
-    def plan(*rows: Any, **fields: Any) -> Plan:
-        new = tuple(row for row in rows if isinstance(row, NewRow))
-        cached = tuple(row for row in rows if isinstance(row, CachedRow))
-        return Plan(0, new, cached, **fields)
+    def plan(*rows: Any, **fields: Any) -> v.Plan:
+        new = tuple(row for row in rows if isinstance(row, v.NewRow))
+        cached = tuple(row for row in rows if isinstance(row, v.CachedRow))
+        return v.Plan(0, new, cached, **fields)
 
-    def runs(name: str, *blocks: int, resumed: bool = False) -> CachedRow:
-        return CachedRow(name, resumed, (blocks,), None, 2, 1, 1)
+    def runs(name: str, *blocks: int, resumed: bool = False) -> v.CachedRow:
+        return v.CachedRow(name, resumed, (blocks,), None, 2, 1, 1)
 
     pairs = TablePairs()
-    first = (plan(NewRow(A, ((1, 2),), 0, 3)), plan(NewRow(A, ((7, 5),), 0, 3)))
+    first = (plan(v.NewRow(A, ((1, 2),), 0, 3)), plan(v.NewRow(A, ((7, 5),), 0, 3)))
     assert pairs.take(*first) == first[0]
     grown = (plan(runs("A", 3)), plan(runs("A", 6)))
     assert pairs.take(*grown) == grown[0]
@@ -422,19 +402,19 @@ def test_tables_are_followed_over_a_preemption() -> None:
     assert pairs.take(gone, gone) == gone
     back = (plan(runs("A", 4, resumed=True)), plan(runs("A", 7, resumed=True)))
     assert pairs.take(*back) == back[0], "7 is free again, and may be another block now"
-    held = plan(NewRow(B, ((4,),), 2, 1)), plan(NewRow(B, ((5,),), 2, 1))
+    held = plan(v.NewRow(B, ((4,),), 2, 1)), plan(v.NewRow(B, ((5,),), 2, 1))
     assert pairs.take(*held) != held[0], "the spec shares block 4, the engine does not"
 
 
 def test_what_is_saved_has_the_names_of_the_step_before() -> None:
     """Its blocks may be somebody else's in the same plan, and others than with the spec."""
     pairs = TablePairs()
-    first = Plan(0, (NewRow(A, ((1, 2),), 0, 3),)), Plan(0, (NewRow(A, ((7, 5),), 0, 3),))
+    first = v.Plan(0, (v.NewRow(A, ((1, 2),), 0, 3),)), v.Plan(0, (v.NewRow(A, ((7, 5),), 0, 3),))
     assert pairs.take(*first) == first[0]
-    saved, theirs = KVSave("A", ((1, 2),), 2), KVSave("A", ((7, 5),), 2)
-    new, other = NewRow(B, ((2, 1),), 0, 3), NewRow(B, ((7, 5),), 0, 3)
-    mine = Plan(1, (new,), preempted_req_ids=("A",), kv_saves=(saved,))
-    seen = Plan(1, (other,), preempted_req_ids=("A",), kv_saves=(theirs,))
+    saved, theirs = v.KVSave("A", ((1, 2),), 2), v.KVSave("A", ((7, 5),), 2)
+    new, other = v.NewRow(B, ((2, 1),), 0, 3), v.NewRow(B, ((7, 5),), 0, 3)
+    mine = v.Plan(1, (new,), preempted_req_ids=("A",), kv_saves=(saved,))
+    seen = v.Plan(1, (other,), preempted_req_ids=("A",), kv_saves=(theirs,))
     assert pairs.take_read(replace(seen, kv_saves=(replace(theirs, block_ids=((5, 7),)),))) != mine
     seen = pairs.take_read(seen)
     assert seen.kv_saves == mine.kv_saves
@@ -495,12 +475,7 @@ def test_a_state_that_no_capability_announces_is_not_passed_over_in_silence() ->
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ("check", "--in-process"),
-        ("hunt", "--in-process"),
-        ("arms",),
-        ("score",),
-    ],
+    [("check", "--in-process"), ("hunt", "--in-process"), ("arms",), ("score",)],
     ids=" ".join,
 )
 def test_every_command_says_so_before_it_begins(command: tuple[str, ...]) -> None:

@@ -74,17 +74,10 @@ def run(*given: str) -> Result:
         ["BlockStored", [A], None, [1, 2], 2, None, "GPU"],
         ["BlockStored", [A], None, [1, 2], 2, None, "GPU", None, [None]],
         {"type": "BlockStored", "block_hashes": [A], "token_ids": [1, 2], "block_size": 2},
-        {
-            "type": "BlockStored",
-            "block_hashes": [A],
-            "token_ids": [1, 2],
-            "block_size": 2,
-            "parent_block_hash": None,
-            "group_idx": None,
-            "field_of_tomorrow": 3,
-        },
+        {"type": "BlockStored", "block_hashes": [A], "token_ids": [1, 2], "block_size": 2,
+            "parent_block_hash": None, "group_idx": None, "field_of_tomorrow": 3},
     ],
-)
+)  # fmt: skip
 def test_every_form_of_an_event_says_the_same(event: Any) -> None:
     (record,) = parse_batch([1, [event]], 0).events
     assert record in (
@@ -169,10 +162,7 @@ def test_media_and_groups_are_told_apart() -> None:
         ([STORE_AB, ["BlockRemoved", [A], "CPU"]], "removed_block_was_stored"),
         ([STORE_C], "parent_was_stored_before"),
         ([["BlockStored", [A], None, [1, 2, 3], 2, None]], "stored_tokens_fill_the_blocks"),
-        (
-            [STORE_AB, ["BlockStored", [A], None, [7, 8], 2, None, "GPU"]],
-            "hash_names_one_content",
-        ),
+        ([STORE_AB, ["BlockStored", [A], None, [7, 8], 2, None, "GPU"]], "hash_names_one_content"),
         ([STORE_AB, ["AllBlocksCleared"], STORE_C], "parent_was_stored_before"),
     ],
 )
@@ -396,15 +386,7 @@ def test_a_live_stream_is_followed_and_its_beginning_asked_for(tmp_path: Path) -
         thread.start()
         try:
             result = run(
-                stream,
-                "--replay",
-                replay,
-                "--seconds",
-                "1.5",
-                "--save",
-                str(save),
-                "--json",
-                "-",
+                stream, "--replay", replay, "--seconds", "1.5", "--save", str(save), "--json", "-"
             )
         finally:
             is_done.set()

@@ -76,7 +76,7 @@ def test_what_breaks_at_an_abort_in_flight_is_found_with_the_shortest_program() 
     assert result.exit_code == 1
     assert "found after 3 events" in result.output
     assert [line.split()[1] for line in result.output.splitlines()[-3:]] == [
-        *("submit", "schedule", "abort"),
+        *("submit", "schedule", "abort")
     ]
 
 

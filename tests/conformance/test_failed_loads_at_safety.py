@@ -9,30 +9,23 @@ from blockstep.conformance.museum.trial import load_as_foreign
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Report
 from blockstep.conformance.search.options import CheckOptions
+from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import STRICT
-from blockstep.spec.vocabulary import (
-    Config,
-    KVLoadFailurePolicy,
-    KVOffer,
-    Request,
-    Schedule,
-    Submit,
-)
 
 FAILED = Report(invalid=(("A", 0),))
-AT_ONCE: tuple[Action, ...] = (KVOffer("A", 2), Schedule(), Answer(FAILED), Drain())
-LATER: tuple[Action, ...] = (KVOffer("A", 2, True), Schedule(), FAILED, Drain())
+AT_ONCE: tuple[Action, ...] = (v.KVOffer("A", 2), v.Schedule(), Answer(FAILED), Drain())
+LATER: tuple[Action, ...] = (v.KVOffer("A", 2, True), v.Schedule(), FAILED, Drain())
 COME: tuple[Action, ...] = (
-    *(KVOffer("A", 2, True), Schedule(), Report(recving=("A",))),
-    *(Schedule(), Answer(), FAILED, Drain()),
+    *(v.KVOffer("A", 2, True), v.Schedule(), Report(recving=("A",))),
+    *(v.Schedule(), Answer(), FAILED, Drain()),
 )
-NOTHING_CACHED: tuple[Action, ...] = (KVOffer("A", 2), Schedule(), Answer(), Drain())
+NOTHING_CACHED: tuple[Action, ...] = (v.KVOffer("A", 2), v.Schedule(), Answer(), Drain())
 
 
-def play(name: str, policy: KVLoadFailurePolicy, actions: tuple[Action, ...]) -> list[Finding]:
+def play(name: str, policy: v.KVLoadFailurePolicy, actions: tuple[Action, ...]) -> list[Finding]:
     """The first findings about an engine that is held to the properties alone."""
     make_engine = load_as_foreign(CheckOptions(f"museum:{name}"))
-    config = Config(
+    config = v.Config(
         num_blocks=9,
         block_size=2,
         enable_prefix_caching=False,
@@ -40,25 +33,25 @@ def play(name: str, policy: KVLoadFailurePolicy, actions: tuple[Action, ...]) ->
         kv_load_failure_policy=policy,
     )
     run = get_start(make_engine)(config, make_engine, 0, 50, False, STRICT)
-    for action in (Submit(Request("A", (1, 2, 3), max_tokens=2)), *actions):
+    for action in (v.Submit(v.Request("A", (1, 2, 3), max_tokens=2)), *actions):
         findings = run.perform(action)
         if findings:
             return findings
     return []
 
 
-@pytest.mark.parametrize("policy", list(KVLoadFailurePolicy))
+@pytest.mark.parametrize("policy", list(v.KVLoadFailurePolicy))
 @pytest.mark.parametrize(
     "actions", [AT_ONCE, LATER, COME, NOTHING_CACHED], ids=["now", "later", "come", "hit"]
 )
 def test_who_is_right_is_not_accused(
-    policy: KVLoadFailurePolicy, actions: tuple[Action, ...]
+    policy: v.KVLoadFailurePolicy, actions: tuple[Action, ...]
 ) -> None:
     assert play("late-report-kills", policy, actions) == []
 
 
-@pytest.mark.parametrize("policy", list(KVLoadFailurePolicy))
-def test_who_delivers_what_counts_for_nothing_is(policy: KVLoadFailurePolicy) -> None:
+@pytest.mark.parametrize("policy", list(v.KVLoadFailurePolicy))
+def test_who_delivers_what_counts_for_nothing_is(policy: v.KVLoadFailurePolicy) -> None:
     """It acts on no report."""
     (first, *_) = play("invalid-is-passed-over", policy, AT_ONCE)
     assert first.property_id in ("P13", "P19")

@@ -71,6 +71,7 @@ def run_all(llm: LLM) -> None:
         llm.step()
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("frames", [1, 2])
 @pytest.mark.parametrize("steps", [1, 5])
 @pytest.mark.parametrize("pool", POOLS)
@@ -219,6 +220,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Mirror, "is_shared", False)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("frames", [1, 2])
 @pytest.mark.parametrize("is_checked", [False, True])

@@ -68,12 +68,7 @@ def draw_groups(kind: GroupKind) -> Iterator[KVGroup]:
                 yield KVGroup(kind, size)
 
 
-KINDS = (
-    GroupKind.FULL,
-    GroupKind.SLIDING_WINDOW,
-    GroupKind.CHUNKED_LOCAL,
-    GroupKind.RECURRENT,
-)
+KINDS = (GroupKind.FULL, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL, GroupKind.RECURRENT)
 
 
 def make_pool() -> BlockPool:

@@ -31,30 +31,12 @@ from blockstep.conformance.search.check import check
 from blockstep.conformance.search.isolation import Isolation, RefusedError
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.conformance.search.shrink import conclude
-from blockstep.spec.vocabulary import (
-    Ack,
-    BlockKey,
-    CachedRow,
-    Config,
-    Event,
-    FinishReason,
-    NewRow,
-    Observation,
-    OutputRow,
-    Outputs,
-    Plan,
-    RejectCode,
-    Rejected,
-    Request,
-    RequestSnapshot,
-    Schedule,
-    Snapshot,
-    Status,
-    Submit,
-)
+from blockstep.spec import vocabulary as v
 
-CONFIG = Config(num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=16)
-PROGRAM = Program(CONFIG, (Submit(Request("A", (1, 2, 3), 4)), Schedule(), Answer(), Schedule()))
+CONFIG = v.Config(num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=16)
+PROGRAM = Program(
+    CONFIG, (v.Submit(v.Request("A", (1, 2, 3), 4)), v.Schedule(), Answer(), v.Schedule())
+)
 EQUIVALENCES: dict[str, Any] = {
     "exact": None,
     "renamed": Renamed(),
@@ -69,7 +51,7 @@ def bend_new(**fields: Any) -> Bend:
 
 
 def bend_outputs(**fields: Any) -> Bend:
-    return lambda answer: Outputs(tuple(replace(row, **fields) for row in answer.rows))
+    return lambda answer: v.Outputs(tuple(replace(row, **fields) for row in answer.rows))
 
 
 def bend_request(**fields: Any) -> Bend:
@@ -79,89 +61,47 @@ def bend_request(**fields: Any) -> Bend:
 
 
 ANSWERS: dict[str, tuple[type, Bend, str]] = {
-    "none": (Schedule, lambda _: None, "the answer = None: must be an observation"),
-    "a word": (Schedule, lambda _: "a plan", "the answer = 'a plan': must be"),
-    "no rows": (
-        Plan,
-        lambda plan: replace(plan, new=None),
-        "Plan.new = None: must be a tuple of NewRow",
-    ),
-    "nan": (
-        Plan,
-        lambda plan: replace(plan, frame_id=float("nan")),
-        "Plan.frame_id = nan: must be an int",
-    ),
-    "a list": (Plan, lambda plan: replace(plan, new=list(plan.new)), "Plan.new = [NewRow("),
-    "a foreign row": (
-        Plan,
-        lambda plan: replace(plan, cached=({},)),
-        "Plan.cached[0] = {}: must be a CachedRow",
-    ),
-    "no request": (Plan, bend_new(request=None), "Plan.new[0].request = None: must be a Request"),
-    "one block": (
-        Plan,
-        bend_new(block_ids=(1, 2)),
-        "Plan.new[0].block_ids[0] = 1: must be a tuple of int",
-    ),
-    "text for blocks": (
-        Plan,
-        bend_new(block_ids=(("1", "2"),)),
-        "Plan.new[0].block_ids[0][0] = '1': must be an int",
-    ),
-    "no count": (
-        Plan,
-        bend_new(num_scheduled_tokens="all"),
-        "num_scheduled_tokens = 'all': must be an int",
-    ),
-    "no tokens": (
-        Outputs,
-        bend_outputs(new_token_ids=None),
-        "Outputs.rows[0].new_token_ids = None",
-    ),
-    "a bare reason": (
-        Outputs,
-        bend_outputs(finish_reason="soon"),
-        "finish_reason = 'soon': must be a FinishReason",
-    ),
-}
+    "none": (v.Schedule, lambda _: None, "the answer = None: must be an observation"),
+    "a word": (v.Schedule, lambda _: "a plan", "the answer = 'a plan': must be"),
+    "no rows": (v.Plan, lambda plan: replace(plan, new=None),
+        "Plan.new = None: must be a tuple of NewRow"),
+    "nan": (v.Plan, lambda plan: replace(plan, frame_id=float("nan")),
+        "Plan.frame_id = nan: must be an int"),
+    "a list": (v.Plan, lambda plan: replace(plan, new=list(plan.new)), "Plan.new = [NewRow("),
+    "a foreign row": (v.Plan, lambda plan: replace(plan, cached=({},)),
+        "Plan.cached[0] = {}: must be a CachedRow"),
+    "no request": (v.Plan, bend_new(request=None), "Plan.new[0].request = None: must be a Request"),
+    "one block": (v.Plan, bend_new(block_ids=(1, 2)),
+        "Plan.new[0].block_ids[0] = 1: must be a tuple of int"),
+    "text for blocks": (v.Plan, bend_new(block_ids=(("1", "2"),)),
+        "Plan.new[0].block_ids[0][0] = '1': must be an int"),
+    "no count": (v.Plan, bend_new(num_scheduled_tokens="all"),
+        "num_scheduled_tokens = 'all': must be an int"),
+    "no tokens": (v.Outputs, bend_outputs(new_token_ids=None),
+        "Outputs.rows[0].new_token_ids = None"),
+    "a bare reason": (v.Outputs, bend_outputs(finish_reason="soon"),
+        "finish_reason = 'soon': must be a FinishReason"),
+}  # fmt: skip
 STATES: dict[str, tuple[Bend, str]] = {
-    "a dict": (
-        lambda _: {"running": ()},
-        "the answer = {'running': ()}: must be None or a Snapshot",
-    ),
-    "no queue": (
-        lambda state: replace(state, waiting=None),
-        "Snapshot.waiting = None: must be a tuple of str",
-    ),
-    "nan": (
-        lambda state: replace(state, ref_counts=(float("nan"),)),
-        "Snapshot.ref_counts[0] = nan: must be an int",
-    ),
-    "no counters": (
-        lambda state: replace(state, stats=None),
-        "Snapshot.stats = None: must be a Stats",
-    ),
-    "a list of keys": (
-        lambda state: replace(state, block_keys=[None]),
-        "Snapshot.block_keys = [None]: must be",
-    ),
-    "text for a key": (
-        lambda state: replace(state, block_keys=("x",)),
-        "block_keys[0] = 'x': must be a BlockKey or None",
-    ),
-    "a bare status": (
-        bend_request(status="runs"),
-        "Snapshot.requests[0].status = 'runs': must be a Status",
-    ),
-    "a flat table": (
-        bend_request(block_tables=(1, 2)),
-        "requests[0].block_tables[0] = 1: must be a tuple of int",
-    ),
-    "no map": (
-        lambda state: replace(state, cached=()),
-        "Snapshot.cached = (): must be a mapping from BlockKey",
-    ),
-}
+    "a dict": (lambda _: {"running": ()},
+        "the answer = {'running': ()}: must be None or a Snapshot"),
+    "no queue": (lambda state: replace(state, waiting=None),
+        "Snapshot.waiting = None: must be a tuple of str"),
+    "nan": (lambda state: replace(state, ref_counts=(float("nan"),)),
+        "Snapshot.ref_counts[0] = nan: must be an int"),
+    "no counters": (lambda state: replace(state, stats=None),
+        "Snapshot.stats = None: must be a Stats"),
+    "a list of keys": (lambda state: replace(state, block_keys=[None]),
+        "Snapshot.block_keys = [None]: must be"),
+    "text for a key": (lambda state: replace(state, block_keys=("x",)),
+        "block_keys[0] = 'x': must be a BlockKey or None"),
+    "a bare status": (bend_request(status="runs"),
+        "Snapshot.requests[0].status = 'runs': must be a Status"),
+    "a flat table": (bend_request(block_tables=(1, 2)),
+        "requests[0].block_tables[0] = 1: must be a tuple of int"),
+    "no map": (lambda state: replace(state, cached=()),
+        "Snapshot.cached = (): must be a mapping from BlockKey"),
+}  # fmt: skip
 
 
 def make(
@@ -170,10 +110,10 @@ def make(
     class Bent(SpecEngine):
         traits: ClassVar[EngineTraits] = EngineTraits(equivalence=EQUIVALENCES[equivalence])
 
-        def apply(self, event: Event) -> Any:
+        def apply(self, event: v.Event) -> Any:
             answer = super().apply(event)
             if bend_answer is None or not isinstance(
-                event if bend_answer[0] is Schedule else answer, bend_answer[0]
+                event if bend_answer[0] is v.Schedule else answer, bend_answer[0]
             ):
                 return answer
             return bend_answer[1](answer)
@@ -223,27 +163,27 @@ def test_a_state_that_is_none_from_the_start_is_told_with_a_program(lacks: str) 
 
 
 def test_what_is_well_typed_is_not_accused() -> None:
-    row = CachedRow("A", False, ((1,),), (1, 2), 1, 0, 1)
-    request = RequestSnapshot("A", Status.RUNNING)
+    row = v.CachedRow("A", False, ((1,),), (1, 2), 1, 0, 1)
+    request = v.RequestSnapshot("A", v.Status.RUNNING)
     for value in (
-        Ack(),
-        Plan(0, (NewRow(Request("A", (1,)), ((),), 0, 1),), (row,)),
-        Outputs((OutputRow("A", (1,), FinishReason.STOP, 1),)),
-        Rejected(RejectCode.BAD_REQUEST),
+        v.Ack(),
+        v.Plan(0, (v.NewRow(v.Request("A", (1,)), ((),), 0, 1),), (row,)),
+        v.Outputs((v.OutputRow("A", (1,), v.FinishReason.STOP, 1),)),
+        v.Rejected(v.RejectCode.BAD_REQUEST),
     ):
-        assert find_ill_typed(value, Observation) is None
+        assert find_ill_typed(value, v.Observation) is None
     state = replace(
         SpecEngine(CONFIG).snapshot(),
         requests=(request,),
-        block_keys=(None, BlockKey(None, (1, 2))),
-        cached={BlockKey(None, (1, 2)): (1,)},
+        block_keys=(None, v.BlockKey(None, (1, 2))),
+        cached={v.BlockKey(None, (1, 2)): (1,)},
     )
-    assert find_ill_typed(state, Snapshot) is None
+    assert find_ill_typed(state, v.Snapshot) is None
 
 
 @pytest.mark.parametrize("number", [1.0, True, np.int64(1), "1", None])
 def test_a_number_is_an_int_however_equal(number: Any) -> None:
-    found = find_ill_typed(Plan(number), Observation)
+    found = find_ill_typed(v.Plan(number), v.Observation)
     assert found is not None
     assert (found.path, found.rule) == (".frame_id", "an int")
 
@@ -253,7 +193,7 @@ def test_what_cannot_even_be_shown_is_named_by_its_type() -> None:
         def __repr__(self) -> str:
             raise RuntimeError
 
-    message = find(make("exact", (Schedule, lambda _: Shy()), None))
+    message = find(make("exact", (v.Schedule, lambda _: Shy()), None))
     assert "the answer = <Shy>" in message
 
 
@@ -267,12 +207,12 @@ class Capable(SpecEngine):
         return self.named
 
 
-def make_none(_config: Config) -> Any:
+def make_none(_config: v.Config) -> Any:
     return None
 
 
-def make_half(_config: Config) -> Any:
-    return type("Half", (), {"apply": lambda *_: Ack(), "capabilities": frozenset})()
+def make_half(_config: v.Config) -> Any:
+    return type("Half", (), {"apply": lambda *_: v.Ack(), "capabilities": frozenset})()
 
 
 class NamesText(Capable):

@@ -23,15 +23,7 @@ from blockstep.conformance.search.floor import CANARY
 from blockstep.conformance.search.isolation import Isolation, LostError
 from blockstep.conformance.search.isolation.watched import JOURNAL_BYTES, Journal, say
 from blockstep.conformance.search.options import CheckOptions, ExitCode
-from blockstep.spec.vocabulary import (
-    Config,
-    Event,
-    Observation,
-    Request,
-    Reset,
-    Schedule,
-    Submit,
-)
+from blockstep.spec.vocabulary import Config, Event, Observation, Request, Reset, Schedule, Submit
 
 ENGINES = '''
 import ctypes, os, signal, subprocess, sys, time
@@ -295,9 +287,7 @@ class Declining(SpecEngine):
         return "a known defect" if isinstance(event, Reset) else None
 
 
-def test_the_first_lost_episode_is_told_however_many_run_side_by_side(
-    isolation: Isolation,
-) -> None:
+def test_the_first_lost_episode_is_told_however_many_run_side_by_side(isolation: Isolation) -> None:
     """Here an engine fails by what it is given, and not by how often it was asked."""
     found = [
         check_to_json(isolation.check(replace(options("AbortingAtAbort"), jobs=jobs)))

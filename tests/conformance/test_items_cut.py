@@ -13,17 +13,7 @@ from random import Random
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.protocol.program import Answer
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.spec.vocabulary import (
-    Abort,
-    Config,
-    EncoderOffer,
-    EncoderReset,
-    MultiModalItem,
-    Request,
-    Schedule,
-    SpecMethod,
-    Submit,
-)
+from blockstep.spec import vocabulary as v
 
 NUM_RUNS = 60
 LENGTHS = dict(zip("abcdefg", (1, 1, 2, 2, 3, 3, 4), strict=True))
@@ -36,10 +26,10 @@ MASKS = {
 }
 
 
-def draw_config(random: Random) -> Config:
+def draw_config(random: Random) -> v.Config:
     """Chunks of a token to nine; compute and room for the longest item, or for two."""
     is_beside, with_head = random.random() < 0.2, random.random() < 0.4
-    return Config(
+    return v.Config(
         num_blocks=60,
         block_size=2,
         max_num_seqs=4,
@@ -50,21 +40,21 @@ def draw_config(random: Random) -> Config:
         is_encoder_decoder=is_beside,
         disable_chunked_mm_input=is_beside or random.random() < 0.5,
         enable_prefix_caching=not is_beside and random.random() < 0.5,
-        spec_method=SpecMethod.EAGLE if with_head and not is_beside else SpecMethod.NONE,
+        spec_method=v.SpecMethod.EAGLE if with_head and not is_beside else v.SpecMethod.NONE,
         num_speculative_tokens=1 if with_head and not is_beside else 0,
         encoder_compute_budget=random.choice((4, 4, 4, 5, 6)),
         encoder_cache_size=random.randint(4, 8),
     )
 
 
-def draw_request(random: Random, number: int, config: Config) -> Request:
+def draw_request(random: Random, number: int, config: v.Config) -> v.Request:
     """A prompt with items close to each other, some of them twice; or with one beside it."""
-    request = Request(f"r{number}", (random.randint(1, 2),) * random.randint(1, 16), 2)
-    items: list[MultiModalItem] = []
+    request = v.Request(f"r{number}", (random.randint(1, 2),) * random.randint(1, 16), 2)
+    items: list[v.MultiModalItem] = []
     at = random.randint(0, 3)
     while True:
         name = random.choice(tuple(LENGTHS))
-        item = MultiModalItem(name, at, LENGTHS[name], MASKS.get(name, ()))
+        item = v.MultiModalItem(name, at, LENGTHS[name], MASKS.get(name, ()))
         if config.is_encoder_decoder:
             return replace(request, items=(replace(item, offset=0, is_embed=()),))
         at += item.length + random.choice((0, 0, 1, 2))
@@ -80,13 +70,13 @@ def play(seed: int) -> Counter[str]:
     run = LockStep.start(config, load_engine("host"))
     for number in range(25):
         if random.random() < 0.5:
-            assert run.perform(Submit(draw_request(random, number, config))) == [], seed
+            assert run.perform(v.Submit(draw_request(random, number, config))) == [], seed
         if random.random() < 0.15:
             offered = tuple(sorted(random.sample(tuple(LENGTHS), 3)))
-            assert run.perform(EncoderOffer(offered)) == [], seed
+            assert run.perform(v.EncoderOffer(offered)) == [], seed
         if random.random() < 0.05:
-            assert run.perform(Abort((f"r{random.randint(0, number)}",))) == [], seed
-        assert run.perform(Schedule()) == [], seed
+            assert run.perform(v.Abort((f"r{random.randint(0, number)}",))) == [], seed
+        assert run.perform(v.Schedule()) == [], seed
         if random.random() < 0.9:
             assert run.perform(Answer()) == [], seed
     return run.witnesses
@@ -103,7 +93,7 @@ def test_chunks_that_come_upon_items() -> None:
 
 def test_a_chunk_that_begins_inside_of_a_whole_item_waits_for_the_rest_of_it() -> None:
     """A hit ends there, and two tokens of the budget are left for three of the item."""
-    config = Config(
+    config = v.Config(
         num_blocks=20,
         block_size=2,
         max_model_len=24,
@@ -112,18 +102,18 @@ def test_a_chunk_that_begins_inside_of_a_whole_item_waits_for_the_rest_of_it() -
         encoder_compute_budget=4,
         encoder_cache_size=8,
     )
-    items = (MultiModalItem("h", 1, 4),)
+    items = (v.MultiModalItem("h", 1, 4),)
     run = LockStep.start(config, load_engine("host"))
-    assert run.perform(Submit(Request("a", (1, 1, 1, 1, 1, 1), 1, items=items))) == []
+    assert run.perform(v.Submit(v.Request("a", (1, 1, 1, 1, 1, 1), 1, items=items))) == []
     while run.spec.state.requests:
-        assert run.perform(Schedule()) == run.perform(Answer()) == []
-    assert run.perform(EncoderReset()) == []
+        assert run.perform(v.Schedule()) == run.perform(Answer()) == []
+    assert run.perform(v.EncoderReset()) == []
     for name in ("c", "d"):
-        assert run.perform(Submit(Request(name, (3,), 9))) == []
-    assert run.perform(Schedule()) == run.perform(Answer()) == []
-    assert run.perform(Submit(Request("b", (1, 1, 2, 2, 2, 2), 1, items=items))) == []
-    assert run.perform(Schedule()) == []
+        assert run.perform(v.Submit(v.Request(name, (3,), 9))) == []
+    assert run.perform(v.Schedule()) == run.perform(Answer()) == []
+    assert run.perform(v.Submit(v.Request("b", (1, 1, 2, 2, 2, 2), 1, items=items))) == []
+    assert run.perform(v.Schedule()) == []
     assert [row.request_id for row in run.plans[-1].rows] == ["c", "d"]
-    assert run.perform(Answer()) == run.perform(Abort(("c",))) == run.perform(Schedule()) == []
+    assert run.perform(Answer()) == run.perform(v.Abort(("c",))) == run.perform(v.Schedule()) == []
     (row,) = run.plans[-1].new
     assert (row.num_computed_tokens, row.num_scheduled_tokens) == (2, 3)

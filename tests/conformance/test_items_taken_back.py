@@ -16,39 +16,27 @@ import pytest
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.protocol.program import Answer
 from blockstep.conformance.protocol.registry import load_engine
+from blockstep.spec import vocabulary as v
 from blockstep.spec.beside import encoder as rules
-from blockstep.spec.vocabulary import (
-    Config,
-    EncoderOffer,
-    MultiModalItem,
-    NewRow,
-    Plan,
-    Policy,
-    Request,
-    Schedule,
-    SpecMethod,
-    StreamingUpdate,
-    Submit,
-)
 
 NUM_RUNS = 70
 LENGTHS = dict(zip("abcdefghi", (1, 1, 1, 1, 1, 1, 2, 2, 3), strict=True))
 
 
-def draw_config(random: Random) -> Config:
+def draw_config(random: Random) -> v.Config:
     """Few blocks, rows of a token or two, and room for two or three items."""
     depth, with_head = random.choice((1, 1, 2, 3)), random.random() < 0.3
-    return Config(
+    return v.Config(
         num_blocks=random.randint(9, 14),
         block_size=random.randint(1, 2),
         max_num_seqs=6,
         max_num_batched_tokens=random.randint(4, 8),
         long_prefill_token_threshold=random.randint(1, 2),
         max_model_len=20,
-        policy=Policy.PRIORITY,
+        policy=v.Policy.PRIORITY,
         enable_prefix_caching=random.random() < 0.3,
         scheduler_reserve_full_isl=False,
-        spec_method=SpecMethod.EAGLE if with_head else SpecMethod.NONE,
+        spec_method=v.SpecMethod.EAGLE if with_head else v.SpecMethod.NONE,
         num_speculative_tokens=1 if with_head else 0,
         max_frames_in_flight=depth,
         async_scheduling=depth > 1,
@@ -57,26 +45,26 @@ def draw_config(random: Random) -> Config:
     )
 
 
-def draw_request(random: Random, number: int, before: Request | None, ahead: int) -> Request:
+def draw_request(random: Random, number: int, before: v.Request | None, ahead: int) -> v.Request:
     """One that outranks those before it, most often; items with seldom a token between two.
 
     Half of them have the items of the one before, and `ahead` tokens less in front: then both come
     to an item at once.
     """
-    items: list[MultiModalItem] = []
+    items: list[v.MultiModalItem] = []
     if before is not None and random.random() < 0.5:
         items = [replace(item, offset=item.offset - ahead) for item in before.items]
     if not items or items[0].offset < 0:
         items, end = [], random.randint(0, 4)
         while end < 8:
             name = random.choice(tuple(LENGTHS))
-            items.append(MultiModalItem(name, end, LENGTHS[name]))
+            items.append(v.MultiModalItem(name, end, LENGTHS[name]))
             end += LENGTHS[name] + (random.random() < 0.2)
     num_prompt = random.randint(1, 12)
     kept = tuple([item for item in items if item.offset + item.length <= num_prompt])
     priority = -number if random.random() < 0.8 else random.randint(-number, 0)
     name = f"{random.choice('pqr')}{number}"
-    return Request(name, (number,) * num_prompt, 2, priority=priority, items=kept)
+    return v.Request(name, (number,) * num_prompt, 2, priority=priority, items=kept)
 
 
 def play(seed: int) -> None:
@@ -87,11 +75,11 @@ def play(seed: int) -> None:
     for number in range(30):
         if random.random() < 0.8:
             before = draw_request(random, number, before, config.long_prefill_token_threshold)
-            assert run.perform(Submit(before)) == [], seed
+            assert run.perform(v.Submit(before)) == [], seed
         if random.random() < 0.1:
             offered = tuple(sorted(random.sample(tuple(LENGTHS), 2)))
-            assert run.perform(EncoderOffer(offered)) == [], seed
-        assert run.perform(Schedule()) == [], seed
+            assert run.perform(v.EncoderOffer(offered)) == [], seed
+        assert run.perform(v.Schedule()) == [], seed
         if random.random() < 0.8:
             assert run.perform(Answer()) == [], seed
 
@@ -113,10 +101,10 @@ def test_items_of_rows_that_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 CAT, DOG, OWL = "cat", "dog", "owl"
-NARROW = Config(
+NARROW = v.Config(
     num_blocks=5,
     block_size=2,
-    policy=Policy.PRIORITY,
+    policy=v.Policy.PRIORITY,
     enable_prefix_caching=False,
     encoder_compute_budget=1,
     encoder_cache_size=1,
@@ -124,23 +112,25 @@ NARROW = Config(
 """The encoder makes an item of one embedding a step, and keeps one."""
 
 
-def begin(config: Config) -> LockStep:
+def begin(config: v.Config) -> LockStep:
     return LockStep.start(config, load_engine("host"))
 
 
-def come(run: LockStep, name: str, num_prompt: int, *items: MultiModalItem, **fields: Any) -> None:
-    request = Request(name, (1,) * num_prompt, **{"max_tokens": 1, **fields}, items=items)
-    assert run.perform(Submit(request)) == []
+def come(
+    run: LockStep, name: str, num_prompt: int, *items: v.MultiModalItem, **fields: Any
+) -> None:
+    request = v.Request(name, (1,) * num_prompt, **{"max_tokens": 1, **fields}, items=items)
+    assert run.perform(v.Submit(request)) == []
 
 
-def plan_step(run: LockStep) -> Plan:
-    assert run.perform(Schedule()) == []
+def plan_step(run: LockStep) -> v.Plan:
+    assert run.perform(v.Schedule()) == []
     assert run.last is not None
-    assert isinstance(run.last.seen, Plan)
+    assert isinstance(run.last.seen, v.Plan)
     return run.last.seen
 
 
-def step(run: LockStep) -> Plan:
+def step(run: LockStep) -> v.Plan:
     plan = plan_step(run)
     assert run.perform(Answer()) == []
     return plan
@@ -148,7 +138,7 @@ def step(run: LockStep) -> Plan:
 
 def test_who_gave_its_blocks_up_may_stop_before_an_item_that_it_had() -> None:
     run = begin(
-        Config(
+        v.Config(
             num_blocks=4,
             block_size=4,
             max_num_seqs=2,
@@ -161,16 +151,16 @@ def test_who_gave_its_blocks_up_may_stop_before_an_item_that_it_had() -> None:
             encoder_cache_size=5,
         )
     )
-    come(run, "D", 8, MultiModalItem(CAT, 1, 2), MultiModalItem(DOG, 4, 1), resumable=True)
+    come(run, "D", 8, v.MultiModalItem(CAT, 1, 2), v.MultiModalItem(DOG, 4, 1), resumable=True)
     step(run)
     step(run)
-    others = (MultiModalItem(DOG, 1, 1), MultiModalItem(OWL, 2, 3), MultiModalItem(DOG, 5, 1))
+    others = (v.MultiModalItem(DOG, 1, 1), v.MultiModalItem(OWL, 2, 3), v.MultiModalItem(DOG, 5, 1))
     come(run, "G", 11, *others)
     step(run)
-    update = StreamingUpdate(Request("D", (1,), max_tokens=1, resumable=True))
+    update = v.StreamingUpdate(v.Request("D", (1,), max_tokens=1, resumable=True))
     assert run.perform(update) == []
     (row,) = plan_step(run).new
-    assert isinstance(row, NewRow)
+    assert isinstance(row, v.NewRow)
     assert (row.request_id, row.num_computed_tokens, row.num_scheduled_tokens) == ("D", 0, 1)
 
 
@@ -179,13 +169,13 @@ def test_what_made_room_for_a_row_that_was_taken_back_returns() -> None:
         replace(
             NARROW,
             max_model_len=64,
-            spec_method=SpecMethod.DRAFT_MODEL,
+            spec_method=v.SpecMethod.DRAFT_MODEL,
             num_speculative_tokens=1,
             max_frames_in_flight=3,
             async_scheduling=True,
         )
     )
-    items = (MultiModalItem(CAT, 0, 1), MultiModalItem(DOG, 1, 1), MultiModalItem(OWL, 2, 1))
+    items = (v.MultiModalItem(CAT, 0, 1), v.MultiModalItem(DOG, 1, 1), v.MultiModalItem(OWL, 2, 1))
     come(run, "A", 4, *items)
     plan_step(run)
     come(run, "B", 1, max_tokens=2, priority=-1)
@@ -210,7 +200,7 @@ def test_what_made_room_for_a_row_without_a_head_returns() -> None:
             async_scheduling=True,
         )
     )
-    come(run, "B", 4, MultiModalItem(CAT, 0, 1), MultiModalItem(DOG, 3, 1))
+    come(run, "B", 4, v.MultiModalItem(CAT, 0, 1), v.MultiModalItem(DOG, 3, 1))
     plan_step(run)
     come(run, "A", 1, max_tokens=2)
     plan_step(run)
@@ -232,12 +222,12 @@ def test_who_has_found_an_item_that_is_taken_back_brings_it_in() -> None:
             encoder_cache_size=3,
         )
     )
-    come(run, "Z", 1, MultiModalItem(DOG, 0, 1))
+    come(run, "Z", 1, v.MultiModalItem(DOG, 0, 1))
     step(run)
-    come(run, "A", 4, MultiModalItem(CAT, 3, 1), priority=2)
+    come(run, "A", 4, v.MultiModalItem(CAT, 3, 1), priority=2)
     step(run)
-    come(run, "G", 3, MultiModalItem(DOG, 2, 1))
-    come(run, "H", 3, MultiModalItem(CAT, 2, 1))
+    come(run, "G", 3, v.MultiModalItem(DOG, 2, 1))
+    come(run, "H", 3, v.MultiModalItem(CAT, 2, 1))
     step(run)
     come(run, "B", 2, priority=1)
     step(run)
@@ -248,10 +238,10 @@ def test_who_has_found_an_item_that_is_taken_back_brings_it_in() -> None:
 
 
 def test_what_was_made_anew_is_passed_over_as_others_return() -> None:
-    config = Config(
+    config = v.Config(
         num_blocks=9,
         block_size=2,
-        policy=Policy.PRIORITY,
+        policy=v.Policy.PRIORITY,
         max_num_batched_tokens=8,
         max_model_len=32,
         enable_prefix_caching=False,
@@ -261,12 +251,12 @@ def test_what_was_made_anew_is_passed_over_as_others_return() -> None:
         encoder_cache_size=4,
     )
     run = begin(config)
-    come(run, "Z", 4, *[MultiModalItem(n, at, 1) for at, n in enumerate((CAT, DOG, OWL, "elk"))])
+    come(run, "Z", 4, *[v.MultiModalItem(n, at, 1) for at, n in enumerate((CAT, DOG, OWL, "elk"))])
     step(run)
     step(run)
-    come(run, "V", 9, MultiModalItem("large", 6, 3), priority=2)
+    come(run, "V", 9, v.MultiModalItem("large", 6, 3), priority=2)
     step(run)
-    come(run, "H", 5, MultiModalItem(OWL, 4, 1), priority=1)
+    come(run, "H", 5, v.MultiModalItem(OWL, 4, 1), priority=1)
     step(run)
     come(run, "G", 4)
     step(run)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 import pytest
+from episodes_support import play_episodes
 from lacking_support import make_lacking
 
 from blockstep.conformance.engine import (
@@ -26,17 +27,8 @@ from blockstep.conformance.lockstep.safety import SafetyRun
 from blockstep.conformance.protocol.program import Action, Answer, Hostile, Program, Propose
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.search.arms import compare_arms
-from blockstep.conformance.search.episodes import fit_depth, run_episode
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.spec.vocabulary import (
-    Config,
-    Drafts,
-    GrammarReady,
-    Request,
-    Schedule,
-    SpecMethod,
-    Submit,
-)
+from blockstep.spec import vocabulary as v
 
 SAFETY = EngineTraits(equivalence=Safety())
 EQUIVALENCES = {
@@ -50,15 +42,8 @@ PAIRS = list(combinations(sorted(ALL_CAPABILITIES), 2))
 
 
 def play(make_engine: EngineFactory, num_events: int, preset: str, seed: int) -> None:
-    """Episodes of an engine that is right, until so many events are played."""
-    options = CheckOptions("mine", preset=preset, seed=seed)
-    options = fit_depth(options, make_engine)
-    played, index = 0, 0
-    while played < num_events:
-        episode = run_episode(options, index, make_engine)
-        assert episode.first is None, (episode.first, preset, seed, index)
-        assert episode.num_events, "nothing is played"
-        played, index = played + episode.num_events, index + 1
+    """Play episodes of an engine that is right, in each of which something happens."""
+    assert play_episodes(make_engine, num_events, preset=preset, seed=seed).first is None
 
 
 def lacking(name: str, equivalence: str, lacks: Sequence[str]) -> EngineFactory:
@@ -67,6 +52,7 @@ def lacking(name: str, equivalence: str, lacks: Sequence[str]) -> EngineFactory:
     return make_lacking(engine, (*lacks, *absent), EQUIVALENCES[equivalence])
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("equivalence", EQUIVALENCES)
 @pytest.mark.parametrize("lacks", ALONE, ids=" ".join)
 def test_what_an_engine_lacks_is_no_finding(lacks: tuple[str, ...], equivalence: str) -> None:
@@ -107,17 +93,17 @@ def test_arms_keep_to_it_too(lacks: tuple[str, ...]) -> None:
     assert result.num_compared["pool"]
 
 
-CONFIG = Config(num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=16)
-DRAFTING = Config(
+CONFIG = v.Config(num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=16)
+DRAFTING = v.Config(
     num_blocks=9,
     block_size=2,
     max_model_len=16,
-    spec_method=SpecMethod.NGRAM,
+    spec_method=v.SpecMethod.NGRAM,
     num_speculative_tokens=1,
 )
 
 
-def list_given(make_engine: EngineFactory, config: Config, *actions: Action) -> list[object]:
+def list_given(make_engine: EngineFactory, config: v.Config, *actions: Action) -> list[object]:
     """The events that an engine is given at safety."""
     run, findings = run_program(Program(config, actions), make_engine)
     assert isinstance(run, SafetyRun)
@@ -127,14 +113,14 @@ def list_given(make_engine: EngineFactory, config: Config, *actions: Action) -> 
 
 def test_no_more_drafts_are_proposed_than_there_may_be() -> None:
     """An engine that refuses a draft too many is right."""
-    start = (Submit(Request("A", (1, 2, 3), 6)), Schedule(), Answer())
+    start = (v.Submit(v.Request("A", (1, 2, 3), 6)), v.Schedule(), Answer())
     given = list_given(
-        make_lacking(SpecEngine, (), SAFETY), DRAFTING, *start, Propose(((2, 1),)), Schedule()
+        make_lacking(SpecEngine, (), SAFETY), DRAFTING, *start, Propose(((2, 1),)), v.Schedule()
     )
-    (drafts,) = [event for event in given if isinstance(event, Drafts)]
+    (drafts,) = [event for event in given if isinstance(event, v.Drafts)]
     assert len(drafts.drafts[0].token_ids) == 1
     assert not any(
-        isinstance(event, Drafts)
+        isinstance(event, v.Drafts)
         for event in list_given(
             make_lacking(SpecEngine, (), SAFETY), CONFIG, *start, Propose(((2, 1),))
         )
@@ -142,24 +128,24 @@ def test_no_more_drafts_are_proposed_than_there_may_be() -> None:
 
 
 def test_drafts_come_late_only_to_those_who_take_them_so() -> None:
-    start = (Submit(Request("A", (1, 2, 3), 6)), Schedule(), Answer(), Schedule())
+    start = (v.Submit(v.Request("A", (1, 2, 3), 6)), v.Schedule(), Answer(), v.Schedule())
     for lacks, num_given in (((), 1), (("late drafts", "rejection"), 0)):
         make_engine = make_lacking(SpecEngine, lacks, SAFETY)
         given = list_given(make_engine, DRAFTING, *start, Propose(((1, 1),)))
-        assert sum(isinstance(event, Drafts) for event in given) == num_given
+        assert sum(isinstance(event, v.Drafts) for event in given) == num_given
 
 
 def test_nobody_gets_the_drafts_of_one_who_ended_under_its_name() -> None:
-    once = (Submit(Request("A", (1, 2, 3), 1)), Schedule(), Answer())
+    once = (v.Submit(v.Request("A", (1, 2, 3), 1)), v.Schedule(), Answer())
     for lacks, num_given in (((), 1), (("late drafts", "rejection"), 0)):
         make_engine = make_lacking(SpecEngine, lacks, SAFETY)
         given = list_given(make_engine, DRAFTING, *once, *once[:1], Propose(((1, 1),)))
-        assert sum(isinstance(event, Drafts) for event in given) == num_given
+        assert sum(isinstance(event, v.Drafts) for event in given) == num_given
 
 
 def test_a_grammar_of_nobody_is_not_for_an_engine_without_grammars() -> None:
     make_engine = make_lacking(SpecEngine, ("grammar",))
-    program = Program(CONFIG, (Hostile(GrammarReady("nobody")), GrammarReady("nobody")))
+    program = Program(CONFIG, (Hostile(v.GrammarReady("nobody")), v.GrammarReady("nobody")))
     run, findings = run_program(program, make_engine)
     assert findings == []
     assert run.exchanges == []

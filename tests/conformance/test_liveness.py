@@ -24,25 +24,8 @@ from blockstep.conformance.protocol.program import Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.impl.host import HostEngine
 from blockstep.spec import Config, Oracle, Plan, Policy, Request, Submit
+from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import get_profile
-from blockstep.spec.vocabulary import (
-    Abort,
-    Aborted,
-    BlockKey,
-    EncoderSnapshot,
-    Event,
-    KVLoad,
-    KVOffer,
-    NewRow,
-    Observation,
-    PauseState,
-    PinsSnapshot,
-    RequestSnapshot,
-    Snapshot,
-    Stats,
-    Status,
-    TransfersSnapshot,
-)
 
 CONFIG = Config(
     num_blocks=6,
@@ -115,7 +98,7 @@ def test_an_empty_plan_is_no_stall_while_a_frame_is_in_flight() -> None:
     assert Watch().see(Plan(3, preempted_req_ids=("A",)), False, False, None) == ""
 
 
-LOAD = KVLoad("A", ((1,),), 0, 1, is_async=True)
+LOAD = v.KVLoad("A", ((1,),), 0, 1, is_async=True)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +148,7 @@ def test_a_load_that_is_given_up_for_ever_is_found(is_hidden: bool) -> None:
 
     config = Config(num_blocks=6, block_size=1, max_model_len=8, kv_connector=True)
     request = Request("A", (1, 2, 3), max_tokens=1)
-    actions = (Submit(request), KVOffer("A", 2, is_async=True), Drain())
+    actions = (Submit(request), v.KVOffer("A", 2, is_async=True), Drain())
     run, findings = run_program(Program(config, actions), Foreign)
     assert [found.property_id for found in findings] == ["P10"]
     assert run.num_events < 40
@@ -174,7 +157,7 @@ def test_a_load_that_is_given_up_for_ever_is_found(is_hidden: bool) -> None:
 # A state that returns.
 
 
-def in_the_middle() -> Snapshot:
+def in_the_middle() -> v.Snapshot:
     """One request runs with a frame in flight, and one waits."""
     oracle = Oracle(replace(CONFIG, max_num_seqs=1))
     for action in EQUALS:
@@ -187,30 +170,30 @@ ONLY_GROWS = {
     "frames_in_flight": (7,),
     "next_frame_id": 8,
     "finished_req_ids": ("Z",),
-    "stats": Stats(preemptions=9),
+    "stats": v.Stats(preemptions=9),
     "has_work": False,
 }
 """Fields that do not tell two states apart, and what else they may be."""
 OTHER = {
-    "encoder": EncoderSnapshot(num_free=1),
-    "pause_state": PauseState.PAUSED_NEW,
+    "encoder": v.EncoderSnapshot(num_free=1),
+    "pause_state": v.PauseState.PAUSED_NEW,
     "waiting": ("A",),
     "skipped_waiting": ("B",),
     "running": ("B",),
     "requests": (),
     "ref_counts": (2,) * 6,
     "free_queue": (),
-    "block_keys": (BlockKey(None, (1,)),) * 6,
-    "cached": {BlockKey(None, (1,)): (1,)},
+    "block_keys": (v.BlockKey(None, (1,)),) * 6,
+    "cached": {v.BlockKey(None, (1,)): (1,)},
     "prev_scheduled_req_ids": (),
-    "transfers": TransfersSnapshot(received=("A",)),
-    "pins": PinsSnapshot(now=1),
+    "transfers": v.TransfersSnapshot(received=("A",)),
+    "pins": v.PinsSnapshot(now=1),
     "admission_closed": True,
 }
 """What the others may be; each alone tells them apart."""
 OTHER_REQUEST = {
     "request_id": "C",
-    "status": Status.PREEMPTED,
+    "status": v.Status.PREEMPTED,
     "output_token_ids": (1,),
     "num_computed_tokens": 3,
     "num_output_placeholders": 1,
@@ -228,8 +211,8 @@ OTHER_REQUEST = {
 
 
 def test_what_makes_a_state_another_is_asked_of_each_field() -> None:
-    assert {f.name for f in fields(Snapshot)} == ONLY_GROWS.keys() | OTHER.keys()
-    of_request = {f.name for f in fields(RequestSnapshot)}
+    assert {f.name for f in fields(v.Snapshot)} == ONLY_GROWS.keys() | OTHER.keys()
+    of_request = {f.name for f in fields(v.RequestSnapshot)}
     assert of_request == OTHER_REQUEST.keys() | {"num_preemptions"}
 
 
@@ -267,7 +250,7 @@ def test_so_does_everything_else_of_a_request(name: str) -> None:
 
 def test_a_token_for_anybody_begins_anew() -> None:
     """Also where the one who got it has ended, and those who are left got nothing."""
-    state, plan = in_the_middle(), Plan(0, new=(NewRow(EQUALS[0].request, ((1,),), 0, 1),))
+    state, plan = in_the_middle(), Plan(0, new=(v.NewRow(EQUALS[0].request, ((1,),), 0, 1),))
     told = replace(state.requests[0], output_token_ids=(1,))
     for progress in (replace(state, requests=(told, state.requests[1])),
                      replace(state, requests=state.requests[:1])):  # fmt: skip
@@ -280,7 +263,7 @@ def test_a_token_for_anybody_begins_anew() -> None:
 
 def test_a_state_returns_though_others_of_its_queues_came_between() -> None:
     """They are told apart by what is cheap to compare first."""
-    state, plan = in_the_middle(), Plan(0, new=(NewRow(EQUALS[0].request, ((1,),), 0, 1),))
+    state, plan = in_the_middle(), Plan(0, new=(v.NewRow(EQUALS[0].request, ((1,),), 0, 1),))
     between = [replace(state, ref_counts=(count,) * 6) for count in (3, 4)]
     watch = Watch()
     for after in (state, *between):
@@ -302,14 +285,14 @@ def test_of_a_long_cycle_the_beginning_is_shown() -> None:
 class EndsLater(AbortingToy):
     """Whoever is aborted ends with the next plan."""
 
-    def apply(self, event: Event) -> Observation:
+    def apply(self, event: v.Event) -> v.Observation:
         seen = super().apply(event)
-        return Aborted((), seen.request_ids) if isinstance(seen, Aborted) else seen
+        return v.Aborted((), seen.request_ids) if isinstance(seen, v.Aborted) else seen
 
 
 def test_a_plan_may_be_empty_that_ends_the_last_ones() -> None:
     config = fit_config(Config(num_blocks=6, block_size=2, max_model_len=16))
-    actions = (Submit(Request("A", (1,), max_tokens=2)), Abort(("A",)), Drain())
+    actions = (Submit(Request("A", (1,), max_tokens=2)), v.Abort(("A",)), Drain())
     run, findings = run_program(Program(config, actions), EndsLater)
     assert findings == []
     assert run.live == {}

@@ -21,18 +21,7 @@ from blockstep.conformance.protocol.tokens import token_function
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.episodes import play_episode
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.spec.vocabulary import (
-    Abort,
-    Commit,
-    Config,
-    Event,
-    Observation,
-    Plan,
-    Rejected,
-    Request,
-    Schedule,
-    Submit,
-)
+from blockstep.spec import vocabulary as v
 
 CHECKOUT = os.environ.get("BLOCKSTEP_MINI_SGLANG")
 needs_mini_sglang = pytest.mark.skipif(
@@ -43,7 +32,7 @@ needs_mini_sglang = pytest.mark.skipif(
 # A loop that plans ahead.
 
 
-def fit_config(config: Config) -> Config:
+def fit_config(config: v.Config) -> v.Config:
     return replace(config, async_scheduling=True, max_frames_in_flight=2)
 
 
@@ -52,18 +41,18 @@ class Turns(SpecEngine):
 
     traits = EngineTraits(equivalence=Safety(fit_config, plans_ahead=True))
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: v.Config) -> None:
         super().__init__(config)
         self.launched: int | None = None
         self.due: int | None = None
 
-    def apply(self, event: Event) -> Observation:
+    def apply(self, event: v.Event) -> v.Observation:
         seen = super().apply(event)
-        if isinstance(event, Schedule) and isinstance(seen, Plan):
+        if isinstance(event, v.Schedule) and isinstance(seen, v.Plan):
             if self.due is not None:
                 raise EngineFault("a turn is not over")
             self.due, self.launched = self.launched, seen.frame_id if seen.rows else None
-        elif isinstance(event, Commit) and not isinstance(seen, Rejected):
+        elif isinstance(event, v.Commit) and not isinstance(seen, v.Rejected):
             if self.due != event.frame_id:
                 raise EngineFault("no turn is there to answer it")
             self.due = None
@@ -96,15 +85,15 @@ def load_adapter(monkeypatch: pytest.MonkeyPatch) -> Any:
     return sys.modules["blockstep.conformance.engines.adapters.mini_sglang"]
 
 
-NORMAL = Config(
+NORMAL = v.Config(
     num_blocks=9, block_size=1, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=8
 )
 OVERLAP = replace(NORMAL, async_scheduling=True, max_frames_in_flight=2)
 EOS = 1
 
 
-def submit(name: str, prompt: tuple[int, ...], max_tokens: int, eos: int | None = None) -> Submit:
-    return Submit(Request(name, prompt, max_tokens, eos_token_id=eos))
+def submit(name: str, prompt: tuple[int, ...], max_tokens: int, eos: int | None = None) -> v.Submit:
+    return v.Submit(v.Request(name, prompt, max_tokens, eos_token_id=eos))
 
 
 def find_seed(*texts: tuple[tuple[int, ...], bool]) -> int:
@@ -117,7 +106,7 @@ def find_seed(*texts: tuple[tuple[int, ...], bool]) -> int:
     )
 
 
-def play(make_engine: Any, config: Config, *actions: Action, seed: int = 0) -> list[str]:
+def play(make_engine: Any, config: v.Config, *actions: Action, seed: int = 0) -> list[str]:
     """The sentences that fail, or the exception."""
     _, findings = run_program(Program(config, actions, seed, 2), make_engine)
     return [
@@ -126,7 +115,7 @@ def play(make_engine: Any, config: Config, *actions: Action, seed: int = 0) -> l
     ]
 
 
-TURN = (Schedule(), Answer())
+TURN = (v.Schedule(), Answer())
 TWICE = (submit("A", (5, 6), 1), submit("D", (7, 8, 9), 1), *TURN, submit("B", (5, 6), 3), *TURN)
 
 
@@ -140,7 +129,7 @@ def test_a_freed_duplicate_is_still_in_a_table(adapter: Any) -> None:
             return None
 
     assert play(adapter.MiniSglang, NORMAL, *TWICE) == ["every_block_is_free_or_held"]
-    actions = (*TWICE, submit("C", (1, 2, 3), 1), *TURN, Schedule())
+    actions = (*TWICE, submit("C", (1, 2, 3), 1), *TURN, v.Schedule())
     assert play(Quiet, NORMAL, *actions) == ["attended_slot_holds_the_right_prefix"]
 
 
@@ -167,14 +156,21 @@ def test_what_it_does_otherwise_is_declared_and_shown(adapter: Any) -> None:
 
 @needs_mini_sglang
 def test_an_abort_in_flight_frees_twice(adapter: Any) -> None:
-    prefill = (submit("A", (5, 6, 7), 2), Schedule(), Abort(("A",)))
-    other = (submit("B", (8, 9, 10, 11), 1), Schedule(), Answer())
+    prefill = (submit("A", (5, 6, 7), 2), v.Schedule(), v.Abort(("A",)))
+    other = (submit("B", (8, 9, 10, 11), 1), v.Schedule(), Answer())
     config = replace(OVERLAP, num_blocks=6, max_model_len=5)
     sentences = play(adapter.MiniSglang, config, *prefill, *other)
     assert set(sentences) == {"published_block_holds_the_right_prefix"}
     idle = ["RuntimeError"]  # its own look at its books
-    assert play(adapter.MiniSglang, OVERLAP, *prefill, *TURN, Schedule()) == idle
-    ends = (submit("A", (5, 6), 4, EOS), Schedule(), Schedule(), Answer(), Abort(("A",)), *TURN)
+    assert play(adapter.MiniSglang, OVERLAP, *prefill, *TURN, v.Schedule()) == idle
+    ends = (
+        submit("A", (5, 6), 4, EOS),
+        v.Schedule(),
+        v.Schedule(),
+        Answer(),
+        v.Abort(("A",)),
+        *TURN,
+    )
     seed = find_seed(((5, 6), False), ((5, 6, 0), True))
     assert play(adapter.MiniSglang, OVERLAP, *ends, seed=seed) == ["AssertionError"]
 
@@ -183,13 +179,13 @@ def test_an_abort_in_flight_frees_twice(adapter: Any) -> None:
 def test_pages_are_reserved_as_if_requests_could_share_one(adapter: Any) -> None:
     config = replace(NORMAL, num_blocks=4, block_size=4, max_num_batched_tokens=16)
     prompts = (submit("A", (3,) * 5, 1), submit("B", (4,) * 5, 1))
-    assert play(adapter.MiniSglang, config, *prompts, Schedule()) == ["AssertionError"]
+    assert play(adapter.MiniSglang, config, *prompts, v.Schedule()) == ["AssertionError"]
 
 
 @needs_mini_sglang
 def test_a_length_beyond_the_pool_is_a_choice_of_the_adapter(adapter: Any) -> None:
-    def fit(config: Config) -> Config:
-        fitting: Config = adapter.fit_config(config)
+    def fit(config: v.Config) -> v.Config:
+        fitting: v.Config = adapter.fit_config(config)
         return replace(fitting, max_model_len=config.max_model_len)
 
     class Longer(adapter.MiniSglang):  # type: ignore[misc]

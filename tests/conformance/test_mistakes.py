@@ -21,23 +21,9 @@ from blockstep.conformance.protocol.program import (
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.protocol.wishes import Wish
 from blockstep.spec import Config, Request, Schedule, SpecMethod, Submit
+from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import initial_state
 from blockstep.spec.transition import Accepted, transition
-from blockstep.spec.vocabulary import (
-    Commit,
-    Event,
-    Grammar,
-    GrammarBitmask,
-    GrammarReady,
-    KVOffer,
-    MultiModalItem,
-    Outputs,
-    PinEstimate,
-    RejectCode,
-    Rejected,
-    StreamingUpdate,
-    TransfersReported,
-)
 
 CONFIG = Config(
     num_blocks=12,
@@ -48,8 +34,8 @@ CONFIG = Config(
     num_speculative_tokens=2,
 )
 CODES = {
-    Mistake.TOO_EARLY: RejectCode.FRAME_OUT_OF_ORDER,
-    Mistake.AGAIN: RejectCode.UNKNOWN_FRAME,
+    Mistake.TOO_EARLY: v.RejectCode.FRAME_OUT_OF_ORDER,
+    Mistake.AGAIN: v.RejectCode.UNKNOWN_FRAME,
 }
 
 
@@ -86,20 +72,20 @@ def test_every_mistake_is_refused(mistake: Mistake, depth: int) -> None:
     assert run.engine.snapshot() == before
     if not impossible:
         answer = run.exchanges[-1].expected
-        assert getattr(answer, "code", None) is CODES.get(mistake, RejectCode.BAD_RESULT)
+        assert getattr(answer, "code", None) is CODES.get(mistake, v.RejectCode.BAD_RESULT)
 
 
 def test_a_token_that_a_grammar_forbids_is_refused() -> None:
     run = LockStep.start(CONFIG, SpecEngine, keep_exchanges=True)
-    grammar = Grammar((((0, 0), (1, 0)),))
+    grammar = v.Grammar((((0, 0), (1, 0)),))
     request = Request("A", (1, 2), max_tokens=9, structured_output=True, grammar=grammar)
-    for action in (Submit(request), GrammarReady("A"), Schedule()):
+    for action in (Submit(request), v.GrammarReady("A"), Schedule()):
         assert run.perform(action) == []
     assert run.perform(Misanswer(Mistake.FORBIDDEN_TOKEN)) == []
     commit, answer = run.exchanges[-1].event, run.exchanges[-1].expected
-    assert isinstance(commit, Commit)
+    assert isinstance(commit, v.Commit)
     assert commit.sampled[0].token_ids == (2,)
-    assert getattr(answer, "code", None) is RejectCode.BAD_RESULT
+    assert getattr(answer, "code", None) is v.RejectCode.BAD_RESULT
 
 
 def test_without_a_plan_there_is_nothing_to_be_wrong_about() -> None:
@@ -114,22 +100,24 @@ BROUGHT = frozenset({"encoder", "masks", "grammar", "sessions"})
 
 
 def test_what_a_sloppy_client_sends_both_engines_refuse_for_one_reason() -> None:
-    seen: set[RejectCode] = set()
+    seen: set[v.RejectCode] = set()
     for seed in range(12):
         draw = SeededDraw(f"bad/{seed}")
         swarm = draw_swarm(SMALL, draw, wish=Wish(always=BROUGHT))
-        config, item = swarm.config, MultiModalItem("cat", 0, 1)
+        config, item = swarm.config, v.MultiModalItem("cat", 0, 1)
         state, host = initial_state(config), load_engine("host")(config)
         asked = [
             Request("A", (0, 1), max_tokens=1, resumable=True),
             Request("B", (0, 1), max_tokens=1, items=(item,)),
-            Request("C", (1,), max_tokens=1, structured_output=True, grammar=Grammar((((1, 0),),))),
+            Request(
+                "C", (1,), max_tokens=1, structured_output=True, grammar=v.Grammar((((1, 0),),))
+            ),
         ]
-        closing = StreamingUpdate(Request("A", (0,)))
-        taken: list[Event] = [*map(Submit, asked), GrammarReady("C"), Schedule(), closing]
+        closing = v.StreamingUpdate(Request("A", (0,)))
+        taken: list[v.Event] = [*map(Submit, asked), v.GrammarReady("C"), Schedule(), closing]
         for event in taken:
             answer = transition(state, event)
-            if isinstance(answer, Rejected):  # it never fits so small a pool
+            if isinstance(answer, v.Rejected):  # it never fits so small a pool
                 continue
             assert host.apply(event) == answer.observation
             state = answer.state
@@ -138,21 +126,21 @@ def test_what_a_sloppy_client_sends_both_engines_refuse_for_one_reason() -> None
         for event in list_bad_events(swarm, live, [*live, "nobody"], frames):
             refused, by_host = transition(state, event), host.apply(event)
             if isinstance(refused, Accepted):  # a signal about nobody (P18), a mask that is owed
-                if not isinstance(event, GrammarBitmask):
-                    assert isinstance(event, KVOffer | TransfersReported | PinEstimate), event
+                if not isinstance(event, v.GrammarBitmask):
+                    assert isinstance(event, v.KVOffer | v.TransfersReported | v.PinEstimate), event
                     after = refused.state
-                    if isinstance(refused.observation, Outputs) and refused.observation.kv_events:
+                    if isinstance(refused.observation, v.Outputs) and refused.observation.kv_events:
                         after = replace(after, pool=state.pool)  # it has the pending KV events
                     assert after == state, event
                 assert refused.observation == by_host, event
                 state = refused.state
                 continue
-            assert isinstance(refused, Rejected), event
-            assert isinstance(by_host, Rejected), event
+            assert isinstance(refused, v.Rejected), event
+            assert isinstance(by_host, v.Rejected), event
             assert refused.code is by_host.code, event
             seen.add(refused.code)
     assert seen >= {
-        *(RejectCode.MALFORMED_EVENT, RejectCode.BAD_REQUEST, RejectCode.BAD_DRAFTS),
-        *(RejectCode.UNKNOWN_REQUEST, RejectCode.UNKNOWN_FRAME, RejectCode.NOT_RESUMABLE),
-        RejectCode.NEVER_FITS,
+        *(v.RejectCode.MALFORMED_EVENT, v.RejectCode.BAD_REQUEST, v.RejectCode.BAD_DRAFTS),
+        *(v.RejectCode.UNKNOWN_REQUEST, v.RejectCode.UNKNOWN_FRAME, v.RejectCode.NOT_RESUMABLE),
+        v.RejectCode.NEVER_FITS,
     }

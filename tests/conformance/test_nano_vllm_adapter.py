@@ -1,6 +1,6 @@
 """Safety: an engine that decides differently is judged without a reference; nano-vllm is one.
 
-The engines here are toys: first come, first served, no sharing, whole prompts only. Set
+The engines here are toys (`foreign_support.toys`), right ones and wrong ones. Set
 BLOCKSTEP_NANO_VLLM to a checkout of nano-vllm to try the adapter itself.
 """
 
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from foreign_support.toys import AbortingToy, Life, PlainToy, fit_config, fit_request
 
-from blockstep.conformance.engine import Capability, EngineFault, EngineTraits, Safety, show_state
+from blockstep.conformance.engine import Capability, EngineTraits, Safety
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.lockstep.safety import SafetyRun
@@ -28,29 +29,7 @@ from blockstep.conformance.search.episodes import play_episode
 from blockstep.conformance.search.floor import SAFETY_CANARY, release_canary
 from blockstep.conformance.search.hunt import call_here, hunt
 from blockstep.conformance.search.options import CheckOptions, ExitCode
-from blockstep.spec.vocabulary import (
-    Ack,
-    CachedRow,
-    Commit,
-    Config,
-    ConfigError,
-    Event,
-    FinishReason,
-    NewRow,
-    Observation,
-    OutputRow,
-    Outputs,
-    Plan,
-    RejectCode,
-    Rejected,
-    Request,
-    RequestId,
-    RequestSnapshot,
-    Schedule,
-    Snapshot,
-    Status,
-    Submit,
-)
+from blockstep.spec import vocabulary as v
 
 ROOT = Path(__file__).parents[2]
 ADAPTER = ROOT / "conformance/blockstep/conformance/engines/adapters/nano_vllm.py"
@@ -60,180 +39,65 @@ needs_nano_vllm = pytest.mark.skipif(
 )
 
 
-def fit_config(config: Config) -> Config:
-    return Config(
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_model_len),
-        max_model_len=config.max_model_len,
-        enable_prefix_caching=False,
-    )
-
-
-def fit_request(request: Request, _config: Config) -> Request:
-    return Request(request.request_id, request.prompt_token_ids, request.max_tokens)
-
-
-class Toy:
-    """One request at a time, and it holds all blocks that it will ever need."""
-
-    traits = EngineTraits(
-        equivalence=Safety(fit_config=fit_config, fit_request=fit_request),
-        out_of_reach=frozenset({"preempted", "chunked_prefill"}),
-    )
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.queue: list[Request] = []
-        self.said: list[int] = []
-        self.blocks: tuple[int, ...] = ()
-        self.free = list(range(config.num_blocks - 1, 0, -1))
-        self.ended: tuple[RequestId, ...] = ()
-        self.num_plans = 0
-        self.is_in_flight = False
+class Toy(AbortingToy):
+    """Right: it shows its state, and takes no aborts."""
 
     def capabilities(self) -> frozenset[str]:
         return frozenset({Capability.SNAPSHOT})
 
-    def apply(self, event: Event) -> Observation:
-        match event:
-            case Submit(request=request):
-                self.queue.append(request)
-                return Ack()
-            case Schedule():
-                return self.plan()
-            case Commit(sampled=sampled):
-                self.is_in_flight = False
-                return self.deliver(sampled[0].token_ids)
-        raise EngineFault(f"not implemented: {event}")
 
-    def plan(self) -> Plan:
-        ended, self.ended = self.ended, ()
-        self.num_plans += 1
-        plan = Plan(self.num_plans - 1, finished_req_ids=ended)
-        if not self.queue:
-            return plan
-        self.is_in_flight = True
-        return self.first(plan) if not self.said else self.next(plan)
-
-    def first(self, plan: Plan) -> Plan:
-        request = self.queue[0]
-        longest = len(request.prompt_token_ids) + request.max_tokens - 1
-        longest = min(longest, self.config.max_model_len - 1)
-        need = -(-longest // self.config.block_size)
-        self.blocks = tuple(self.free.pop() for _ in range(need))
-        row = NewRow(request, (self.blocks,), 0, len(request.prompt_token_ids))
-        return replace(plan, new=(row,))
-
-    def next(self, plan: Plan) -> Plan:
-        request, count = self.queue[0], len(self.said)
-        first = len(request.prompt_token_ids) + count - 1
-        row = CachedRow(request.request_id, False, ((),), None, first, count, 1)
-        return replace(plan, cached=(row,))
-
-    def deliver(self, token_ids: tuple[int, ...]) -> Outputs:
-        request = self.queue[0]
-        self.said += token_ids
-        known = len(request.prompt_token_ids) + len(self.said)
-        reason = None
-        if len(self.said) == request.max_tokens or known == self.config.max_model_len:
-            reason = FinishReason.LENGTH
-            self.end()
-        return Outputs((OutputRow(request.request_id, token_ids, reason),))
-
-    def end(self) -> None:
-        self.ended = (self.queue.pop(0).request_id,)
-        self.free += self.blocks
-        self.blocks, self.said = (), []
-
-    def snapshot(self) -> Snapshot | None:
-        requests = []
-        for index, request in enumerate(self.queue):
-            held = self.blocks if index == 0 else ()
-            computed = len(request.prompt_token_ids) + len(self.said) - 1 + self.is_in_flight
-            requests.append(
-                RequestSnapshot(
-                    request.request_id,
-                    Status.RUNNING if held else Status.WAITING,
-                    output_token_ids=tuple(self.said) if held else (),
-                    num_computed_tokens=computed if held else 0,
-                    block_tables=(held,),
-                )
-            )
-        if self.said == [] and self.is_in_flight:
-            requests[0] = replace(
-                requests[0], num_computed_tokens=len(self.queue[0].prompt_token_ids)
-            )
-        names = [request.request_id for request in self.queue]
-        return show_state(
-            sorted(requests, key=lambda request: request.request_id),
-            waiting=names[1:] if self.blocks else names,
-            running=names[:1] if self.blocks else [],
-            ref_counts=tuple(int(b in self.blocks) for b in range(self.config.num_blocks)),
-            free_queue=tuple(reversed(self.free)),
-            block_keys=(None,) * self.config.num_blocks,
-            num_frames_in_flight=int(self.is_in_flight),
-        )
-
-
-class Silent(Toy):
+class Silent(PlainToy):
     """Right, and shows no state."""
-
-    def capabilities(self) -> frozenset[str]:
-        return frozenset()
-
-    def snapshot(self) -> None:
-        return None
 
 
 class Leaks(Toy):
-    def end(self) -> None:
-        blocks = self.blocks
-        super().end()
-        del self.free[-len(blocks) :]
+    def end(self, life: Life) -> None:
+        super().end(life)
+        del self.free[-len(life.blocks) :]
 
 
-class LeaksSilently(Leaks):
-    def capabilities(self) -> frozenset[str]:
-        return frozenset()
+class LeaksSilently(Silent):
+    """Then nobody fits any more."""
 
-    def snapshot(self) -> None:
-        return None
+    def end(self, life: Life) -> None:
+        super().end(life)
+        del self.free[-len(life.blocks) :]
 
 
 class Repeats(Silent):
-    def deliver(self, token_ids: tuple[int, ...]) -> Outputs:
-        (row,) = super().deliver(token_ids).rows
-        return Outputs((replace(row, new_token_ids=(*row.new_token_ids, 0)),))
+    def take(self, life: Life, sampled: v.TokenIds) -> v.OutputRow | None:
+        row = super().take(life, sampled)
+        return row and replace(row, new_token_ids=(*row.new_token_ids, 0))
 
 
 class GoesOn(Silent):
     """Says nothing of the end."""
 
-    def deliver(self, token_ids: tuple[int, ...]) -> Outputs:
-        (row,) = super().deliver(token_ids).rows
-        return Outputs((replace(row, finish_reason=None),))
+    def take(self, life: Life, sampled: v.TokenIds) -> v.OutputRow | None:
+        row = super().take(life, sampled)
+        return row and replace(row, finish_reason=None)
 
 
 class Keeps(Silent):
     """Delivers nothing."""
 
-    def deliver(self, token_ids: tuple[int, ...]) -> Outputs:
-        super().deliver(token_ids)
-        return Outputs()
+    def take(self, life: Life, sampled: v.TokenIds) -> v.OutputRow | None:
+        super().take(life, sampled)
+        return None
 
 
 class Skips(Silent):
     """Claims the first token of a prompt as computed."""
 
-    def first(self, plan: Plan) -> Plan:
-        (row,) = super().first(plan).new
-        if row.num_scheduled_tokens > 1:
-            row = replace(
-                row, num_computed_tokens=1, num_scheduled_tokens=row.num_scheduled_tokens - 1
-            )
-        return replace(plan, new=(row,))
+    def plan(self) -> v.Plan:
+        plan = super().plan()
+        rows = [
+            replace(row, num_computed_tokens=1, num_scheduled_tokens=row.num_scheduled_tokens - 1)
+            if row.num_scheduled_tokens > 1
+            else row
+            for row in plan.new
+        ]
+        return replace(plan, new=tuple(rows))
 
 
 class Overspends(Silent):
@@ -241,10 +105,13 @@ class Overspends(Silent):
 
     traits = EngineTraits(
         equivalence=Safety(
-            fit_config=lambda config: replace(fit_config(config), max_num_batched_tokens=2),
-            fit_request=fit_request,
+            lambda config: replace(fit_config(config), max_num_batched_tokens=2), fit_request
         )
     )
+
+    def plan(self) -> v.Plan:
+        self.config = replace(self.config, max_num_batched_tokens=64)
+        return super().plan()
 
 
 class Stalls(Silent):
@@ -252,35 +119,34 @@ class Stalls(Silent):
 
     has_served = False
 
-    def plan(self) -> Plan:
+    def plan(self) -> v.Plan:
         if not self.has_served:
             return super().plan()
-        ended, self.ended = self.ended, ()
-        self.num_plans += 1
-        return Plan(self.num_plans - 1, finished_req_ids=ended)
+        ended, self.ended, self.num_plans = self.ended, [], self.num_plans + 1
+        return v.Plan(self.num_plans - 1, finished_req_ids=tuple(ended))
 
-    def end(self) -> None:
-        super().end()
+    def end(self, life: Life) -> None:
+        super().end(life)
         self.has_served = True
 
 
 class Raises(Silent):
-    def deliver(self, token_ids: tuple[int, ...]) -> Outputs:
+    def take(self, life: Life, sampled: v.TokenIds) -> v.OutputRow | None:
         raise IndexError("list index out of range")
 
 
 class Mumbles(Silent):
-    def deliver(self, token_ids: tuple[int, ...]) -> Any:
-        super().deliver(token_ids)
-        return Ack()
+    def apply(self, event: v.Event) -> v.Observation:
+        seen = super().apply(event)
+        return v.Ack() if isinstance(event, v.Commit) else seen
 
 
 class Refuses(Silent):
     """Takes prompts of up to two tokens only."""
 
-    def apply(self, event: Event) -> Observation:
-        if isinstance(event, Submit) and len(event.request.prompt_token_ids) > 2:
-            return Rejected(RejectCode.BAD_REQUEST, "too long for me")
+    def apply(self, event: v.Event) -> v.Observation:
+        if isinstance(event, v.Submit) and len(event.request.prompt_token_ids) > 2:
+            return v.Rejected(v.RejectCode.BAD_REQUEST, "too long for me")
         return super().apply(event)
 
 
@@ -290,7 +156,7 @@ def options(name: str, **changes: Any) -> CheckOptions:
 
 
 def run(make_engine: Any, *actions: Action) -> tuple[SafetyRun, list[Any]]:
-    config = Config(num_blocks=6, block_size=2, max_model_len=8, enable_prefix_caching=False)
+    config = v.Config(num_blocks=6, block_size=2, max_model_len=8, enable_prefix_caching=False)
     config = replace(config, max_num_batched_tokens=64, max_num_seqs=4)
     result, findings = run_program(Program(config, actions), make_engine)
     assert isinstance(result, SafetyRun)
@@ -333,7 +199,7 @@ def test_compared_with_the_spec_it_does_not() -> None:
     ("name", "kind", "property_id"),
     [
         ("Leaks", FindingKind.PROPERTY, "P1"),
-        ("LeaksSilently", FindingKind.FAULT, ""),
+        ("LeaksSilently", FindingKind.LIVENESS, "P10"),
         ("Repeats", FindingKind.PROPERTY, "P13"),
         ("GoesOn", FindingKind.PROPERTY, "P13"),
         ("Keeps", FindingKind.PROPERTY, "P13"),
@@ -361,21 +227,21 @@ def test_what_is_left_out_of_a_request_is_reported() -> None:
 
 
 def test_a_refused_request_is_counted_and_not_waited_for() -> None:
-    first, findings = run(Refuses, Submit(Request("A", (1, 2, 3), 2)), Drain())
+    first, findings = run(Refuses, v.Submit(v.Request("A", (1, 2, 3), 2)), Drain())
     assert (findings, first.live) == ([], {})
     assert first.skipped["requests refused as bad_request"] == 1
 
 
 def test_an_engine_is_given_only_what_any_engine_must_take() -> None:
-    submit = Submit(Request("A", (1, 2), 2))
+    submit = v.Submit(v.Request("A", (1, 2), 2))
     first, findings = run(
         Toy,
         submit,
         submit,  # its id is in use
-        Submit(Request("B", (1,) * 8, 2)),  # longer than the model
-        Submit(Request("C", (1,), 2, cache_salt="x")),  # more than it understands
-        Schedule(),
-        Schedule(),  # one too many
+        v.Submit(v.Request("B", (1,) * 8, 2)),  # longer than the model
+        v.Submit(v.Request("C", (1,), 2, cache_salt="x")),  # more than it understands
+        v.Schedule(),
+        v.Schedule(),  # one too many
         Answer(),
     )
     assert findings == []
@@ -383,8 +249,10 @@ def test_an_engine_is_given_only_what_any_engine_must_take() -> None:
 
 
 def test_a_config_that_does_not_fit_is_refused() -> None:
-    config = Config(num_blocks=6, max_num_batched_tokens=8192)
-    with pytest.raises(ConfigError, match="enable_prefix_caching = True: is not a config of this"):
+    config = v.Config(num_blocks=6, max_num_batched_tokens=8192)
+    with pytest.raises(
+        v.ConfigError, match="enable_prefix_caching = True: is not a config of this"
+    ):
         run_program(Program(config, ()), Toy)
 
 
@@ -468,14 +336,14 @@ def test_decoding_rows_of_nano_vllm_may_exceed_the_budget(monkeypatch: pytest.Mo
 
     declared = cast("Safety", NanoVllm.traits.equivalence)
 
-    def fit_to_any_budget(config: Config) -> Config:
+    def fit_to_any_budget(config: v.Config) -> v.Config:
         return replace(declared.fit_config(config), max_num_seqs=config.max_num_seqs)
 
     class AnyBudget(NanoVllm):
         traits = EngineTraits(equivalence=replace(declared, fit_config=fit_to_any_budget))
 
-    config = Config(num_blocks=6, block_size=2, max_num_batched_tokens=1, max_num_seqs=2)
-    submits = [Submit(Request(name, (0,), 2)) for name in "AB"]
-    steps = (Schedule(), Answer()) * 2
-    _, findings = run_program(Program(config, (*submits, *steps, Schedule())), AnyBudget)
+    config = v.Config(num_blocks=6, block_size=2, max_num_batched_tokens=1, max_num_seqs=2)
+    submits = [v.Submit(v.Request(name, (0,), 2)) for name in "AB"]
+    steps = (v.Schedule(), Answer()) * 2
+    _, findings = run_program(Program(config, (*submits, *steps, v.Schedule())), AnyBudget)
     assert [found.sentence for found in findings] == ["plan_stays_within_token_budget"]

@@ -152,30 +152,6 @@ def test_a_new_adapter_is_told_to_machines(folder: Path) -> None:
     assert result.stdout == '{\n  "path": "mine.py",\n  "engine": "mine:make"\n}\n'
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("taken", "taken.py: the file exists; give another name"),
-        ("1x", "must be the name of a Python module"),
-        ("class", "must be the name of a Python module"),
-        ("a/b", "must be the name of a Python module"),
-        ("", "must be the name of a Python module"),
-        ("json", "a module of this name can be imported already"),
-        ("nowhere.mine", "there is no folder nowhere"),
-    ],
-)
-def test_nothing_is_overwritten_and_a_bad_name_is_refused(
-    folder: Path, name: str, says: str
-) -> None:
-    (folder / "taken.py").write_text("precious")
-    result = blockstep("new-adapter", name)
-    assert result.exit_code == 2
-    assert says in result.stderr
-    assert result.output.count("\n") == 1
-    assert (folder / "taken.py").read_text() == "precious"
-    assert [path.name for path in folder.iterdir()] == ["taken.py"]
-
-
 def test_a_module_in_a_package_is_written_where_it_belongs(folder: Path) -> None:
     (folder / "pkg").mkdir()
     assert blockstep("new-adapter", "pkg.mine").exit_code == 0

@@ -6,13 +6,12 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
+from episodes_support import play_episodes
 from equivalent_engines import PLANS, RENAMED, HitOneShort, ShowsPart, held_to
 
 from blockstep.conformance.engine import EngineTraits, PartOfState, Safety
 from blockstep.conformance.lockstep.driver import NOT_SHOWN
 from blockstep.conformance.protocol.shown import DEFAULTS
-from blockstep.conformance.search.episodes import run_episode
-from blockstep.conformance.search.options import CheckOptions
 from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import Snapshot
 
@@ -33,30 +32,18 @@ ENGINES: dict[str, Any] = {
 }
 
 
-def play(engine: Any, num_events: int, preset: str = "small", **options: Any) -> tuple[Any, bool]:
-    """The first finding, if any, and whether parts of states were compared."""
-    index, has_compared = 0, False
-    while num_events > 0:
-        episode = run_episode(CheckOptions(preset=preset, **options), index, engine)
-        num_events, index = num_events - episode.num_events, index + 1
-        has_compared |= NOT_SHOWN in episode.skipped
-        if episode.first is not None:
-            return episode.first, has_compared
-    return None, has_compared
-
-
 @pytest.mark.parametrize("name", ENGINES)
 def test_what_is_not_shown_is_not_judged(name: str) -> None:
-    found, has_compared = play(ENGINES[name], 500)
-    assert found is None
-    assert has_compared or name in ("plan", "safety")
+    played = play_episodes(ENGINES[name], 500)
+    assert played.first is None
+    assert NOT_SHOWN in played.skipped or name in ("plan", "safety")
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("preset", ["tiny", "small"])
 @pytest.mark.parametrize("name", ENGINES)
 def test_it_is_not_judged_in_many_events(name: str, preset: str) -> None:
-    assert play(ENGINES[name], 30_000, preset)[0] is None
+    assert play_episodes(ENGINES[name], 30_000, preset=preset).first is None
 
 
 @pytest.mark.parametrize("field", DEFAULTS)
@@ -64,7 +51,7 @@ def test_each_field_of_a_request_may_be_left_out(field: str) -> None:
     class LeavesOut(ShowsPart):
         kept = tuple(name for name in DEFAULTS if name != field)
 
-    assert play(LeavesOut, 120)[0] is None
+    assert play_episodes(LeavesOut, 120).first is None
 
 
 @pytest.mark.parametrize("name", ["exact", "renamed"])
@@ -83,7 +70,7 @@ def test_what_is_shown_is_compared(name: str) -> None:
             ]
             return replace(seen, requests=tuple(wrong))
 
-    found, _ = play(Shows, 20_000, "tiny")
+    found = play_episodes(Shows, 20_000, preset="tiny").first
     assert found is not None
     assert found.differences[0].field.endswith("num_preemptions")
 
@@ -99,10 +86,10 @@ def test_what_every_engine_shows_is_compared(name: str, field: str) -> None:
             changed: dict[str, Any] = {field: getattr(seen, field)[:-1]}
             return replace(seen, **changed)
 
-    assert play(Wrong, 2000, "tiny")[0] is not None
+    assert play_episodes(Wrong, 2000, preset="tiny").first is not None
 
 
 @pytest.mark.parametrize("name", ["renamed", "plan"])
 def test_a_defect_is_found_in_a_part_of_the_state(name: str) -> None:
     engine = held_to(ENGINES[name], AT[name], HitOneShort)
-    assert play(engine, 20_000, "tiny")[0] is not None
+    assert play_episodes(engine, 20_000, preset="tiny").first is not None

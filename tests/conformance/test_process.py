@@ -17,13 +17,7 @@ from process_support.serve import WRONGS
 from typer.testing import CliRunner, Result
 
 from blockstep.conformance.command.main import app
-from blockstep.conformance.engine import (
-    BadEngineError,
-    EngineFault,
-    Safety,
-    SamePlans,
-    get_traits,
-)
+from blockstep.conformance.engine import BadEngineError, EngineFault, Safety, SamePlans, get_traits
 from blockstep.conformance.engines.process import Hello, ProcessFactory
 from blockstep.conformance.protocol.link import Link
 from blockstep.conformance.protocol.program import Answer, Program

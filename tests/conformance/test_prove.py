@@ -54,7 +54,7 @@ LAW_SECONDS_MAX = 60.0
 """CPU time in which a law must be confirmed: one that takes longer is split, or was made slow."""
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @solver
 @pytest.mark.parametrize("name", [law.name for law in LAWS.values() if not law.is_slow])
 def test_law_is_confirmed_and_its_mistakes_are_refuted(name: str) -> None:
@@ -113,7 +113,8 @@ def test_planted_mistake_is_taken_out_again() -> None:
 
 
 def prove_toy(name: str, **changes: Any) -> Proof:
-    return prove_law(replace(TOYS[name], **changes), seconds_max=3.0)
+    seconds = 0.5 if name == "unknown" else 3.0  # an unknown one takes all that it is given
+    return prove_law(replace(TOYS[name], **changes), seconds_max=seconds)
 
 
 @solver
@@ -275,20 +276,6 @@ def test_command_fails_when_a_law_does(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unanswered_law_is_a_fault_of_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_proofs", lambda laws, jobs, is_apart: iter(()))
     assert prove("--law", "slots.no_slot").exit_code == 5
-
-
-@solver
-def test_unknown_law_is_a_usage_error() -> None:
-    result = prove("--law", "slot.")
-    assert result.exit_code == 2
-    assert "the themes are counts, slots" in result.stderr
-
-
-@solver
-def test_page_that_cannot_be_written_is_a_usage_error(tmp_path: Path) -> None:
-    result = prove("--law", "slots.no_slot", "--markdown", tmp_path / "none" / "laws.md")
-    assert result.exit_code == 2
-    assert "cannot write" in result.stderr
 
 
 def test_missing_solver_is_named_with_the_line_that_installs_it(

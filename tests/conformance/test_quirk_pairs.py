@@ -13,9 +13,9 @@ from itertools import combinations
 from random import Random
 
 import pytest
+from episodes_support import play_episodes
 
 from blockstep.conformance.protocol.features import UsageError
-from blockstep.conformance.search.episodes import run_episode
 from blockstep.conformance.search.options import CheckOptions, get_wish, load
 from blockstep.spec.profiles import QUIRKS, Quirk, get_profile
 
@@ -61,14 +61,11 @@ def choose_options(pair: Iterable[Quirk], seed: int) -> CheckOptions:
 def soak(pair: Iterable[Quirk], num_events: int, seed: int = 0) -> str:
     """What goes wrong in so many events under two quirks, or ""."""
     options = choose_options(pair, seed)
-    make_engine = load(options)
-    played, index = 0, 0
-    while played < num_events:
-        episode = run_episode(options, index, make_engine)
-        if episode.first is not None:
-            return f"{options.profile}, seed {seed}, episode {index}: {episode.first}"
-        played, index = played + episode.num_events, index + 1
-    return ""
+    asked = {"profile": options.profile, "with_features": options.with_features}
+    played = play_episodes(load(options), num_events, seed=seed, **asked)
+    if played.first is None:
+        return ""
+    return f"{options.profile}, seed {seed}, episode {played.num_episodes - 1}: {played.first}"
 
 
 def test_pairs_of_quirks_drawn_today() -> None:

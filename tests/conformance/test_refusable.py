@@ -25,39 +25,14 @@ from blockstep.conformance.protocol.program import (
     Propose,
 )
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.spec.vocabulary import (
-    Abort,
-    Aborted,
-    Ack,
-    Commit,
-    Config,
-    Drafts,
-    DraftsTaken,
-    Event,
-    Fork,
-    Grammar,
-    GrammarReady,
-    Observation,
-    OutputRow,
-    Outputs,
-    Plan,
-    RejectCode,
-    Rejected,
-    Request,
-    Reset,
-    RowTokens,
-    Schedule,
-    Snapshot,
-    SpecMethod,
-    Submit,
-)
+from blockstep.spec import vocabulary as v
 
-CONFIG = Config(num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=16)
+CONFIG = v.Config(num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=16)
 AHEAD = replace(CONFIG, max_frames_in_flight=2, async_scheduling=True)
 PIPELINE = replace(CONFIG, max_frames_in_flight=2)
-DRAFTING = replace(CONFIG, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
-A, B = Request("A", (1, 2, 3), 6), Request("B", (4, 5), 6)
-RUNS: tuple[Action, ...] = (Submit(A), Schedule())
+DRAFTING = replace(CONFIG, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2)
+A, B = v.Request("A", (1, 2, 3), 6), v.Request("B", (4, 5), 6)
+RUNS: tuple[Action, ...] = (v.Submit(A), v.Schedule())
 TAKEN = ["stale_or_wrong_event_is_refused"]
 """What is found where a mistake was taken."""
 
@@ -68,18 +43,20 @@ class AtSafety(SpecEngine):
     traits = EngineTraits(equivalence=Safety())
 
 
-def answering(answer: Callable[[Event, Observation], Observation]) -> EngineFactory:
+def answering(answer: Callable[[v.Event, v.Observation], v.Observation]) -> EngineFactory:
     """An engine that says something else where the specification refuses."""
 
     class Answering(AtSafety):
-        def apply(self, event: Event) -> Observation:
+        def apply(self, event: v.Event) -> v.Observation:
             seen = super().apply(event)
-            return answer(event, seen) if isinstance(seen, Rejected) else seen
+            return answer(event, seen) if isinstance(seen, v.Rejected) else seen
 
     return Answering
 
 
-def hearing(make_engine: EngineFactory, config: Config, *actions: Action) -> tuple[Any, list[str]]:
+def hearing(
+    make_engine: EngineFactory, config: v.Config, *actions: Action
+) -> tuple[Any, list[str]]:
     """The run of a program, and the sentences that found something wrong."""
     run, findings = run_program(Program(config, actions), make_engine)
     return run, [found.sentence for found in findings]
@@ -87,12 +64,14 @@ def hearing(make_engine: EngineFactory, config: Config, *actions: Action) -> tup
 
 @pytest.mark.parametrize("mistake", Mistake)
 @pytest.mark.parametrize("config", [CONFIG, AHEAD, DRAFTING], ids=["plain", "ahead", "drafting"])
-def test_a_wrong_answer_is_given_and_its_refusal_is_right(config: Config, mistake: Mistake) -> None:
-    start: tuple[Action, ...] = (*RUNS, Answer(), Propose(((2, 1),)), Submit(B), Schedule())
-    start += (Schedule(),) if config is AHEAD else ()
+def test_a_wrong_answer_is_given_and_its_refusal_is_right(
+    config: v.Config, mistake: Mistake
+) -> None:
+    start: tuple[Action, ...] = (*RUNS, Answer(), Propose(((2, 1),)), v.Submit(B), v.Schedule())
+    start += (v.Schedule(),) if config is AHEAD else ()
     run, wrong = hearing(AtSafety, config, *start, Misanswer(mistake), Drain())
     assert wrong == []
-    refused = [one for one in run.exchanges if isinstance(one.seen, Rejected)]
+    refused = [one for one in run.exchanges if isinstance(one.seen, v.Rejected)]
     possible = mistake is not Mistake.TOO_EARLY or config is AHEAD
     possible &= mistake is not Mistake.WRONG_DRAFT or config is DRAFTING
     # Nobody has a grammar.
@@ -102,32 +81,29 @@ def test_a_wrong_answer_is_given_and_its_refusal_is_right(config: Config, mistak
 
 def test_a_forbidden_token_may_be_refused_and_not_be_taken() -> None:
     """Whoever takes it hands a client what its grammar forbids."""
-    grammar = Grammar((((0, 0), (1, 0)),))
-    held = Request("A", (1, 2, 3), 6, structured_output=True, grammar=grammar)
-    program = (Submit(held), GrammarReady("A"), Schedule(), Misanswer(Mistake.FORBIDDEN_TOKEN))
+    grammar = v.Grammar((((0, 0), (1, 0)),))
+    held = v.Request("A", (1, 2, 3), 6, structured_output=True, grammar=grammar)
+    program = (
+        v.Submit(held),
+        v.GrammarReady("A"),
+        v.Schedule(),
+        Misanswer(Mistake.FORBIDDEN_TOKEN),
+    )
     run, wrong = hearing(AtSafety, CONFIG, *program)
     assert wrong == []
-    assert run.exchanges[-1].seen == Rejected(RejectCode.BAD_RESULT)
-    taken = answering(lambda _event, _seen: Outputs((OutputRow("A", (2,)),)))
+    assert run.exchanges[-1].seen == v.Rejected(v.RejectCode.BAD_RESULT)
+    taken = answering(lambda _event, _seen: v.Outputs((v.OutputRow("A", (2,)),)))
     assert hearing(taken, CONFIG, *program)[1] == TAKEN
 
 
-WRONG: dict[str, tuple[Config, tuple[Action, ...], Event, Observation]] = {
-    "unknown": (CONFIG, RUNS, Commit(9, ()), Outputs((OutputRow("A", (1,)),))),
-    "bad result": (
-        CONFIG,
-        RUNS,
-        Commit(0, (RowTokens("A", (1, 1, 1)),)),
-        Outputs((OutputRow("A", (1, 1, 1)),)),
-    ),
-    "one plan too many": (
-        CONFIG,
-        (*RUNS, Submit(B)),
-        Schedule(),
-        Plan(1, finished_req_ids=("A",)),
-    ),
-    "no prompt": (CONFIG, RUNS, Submit(Request("C", ())), Ack()),
-}
+WRONG: dict[str, tuple[v.Config, tuple[Action, ...], v.Event, v.Observation]] = {
+    "unknown": (CONFIG, RUNS, v.Commit(9, ()), v.Outputs((v.OutputRow("A", (1,)),))),
+    "bad result": (CONFIG, RUNS, v.Commit(0, (v.RowTokens("A", (1, 1, 1)),)),
+        v.Outputs((v.OutputRow("A", (1, 1, 1)),))),
+    "one plan too many": (CONFIG, (*RUNS, v.Submit(B)), v.Schedule(), v.Plan(1,
+        finished_req_ids=("A",))),
+    "no prompt": (CONFIG, RUNS, v.Submit(v.Request("C", ())), v.Ack()),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -136,19 +112,19 @@ def test_a_mistake_that_is_taken_is_told(name: str) -> None:
     run = start_program(Program(config, ()), answering(lambda _event, _seen: answer))
     for action in start:
         assert run.perform(action) == []
-    if isinstance(answer, Plan):  # one that runs something; an empty one would be none too many
+    if isinstance(answer, v.Plan):  # one that runs something; an empty one would be none too many
         row = run.plans[0].new[0]
-        answer = Plan(1, new=(replace(row, request=B),))
+        answer = v.Plan(1, new=(replace(row, request=B),))
     assert [found.sentence for found in run.perform(Hostile(event))] == TAKEN
 
 
-HARMLESS: dict[str, tuple[Event, Observation]] = {
-    "an answer to nothing": (Commit(9, ()), Outputs()),
-    "a grammar of nobody": (GrammarReady("nobody"), Ack()),
-    "a grammar of somebody without": (GrammarReady("A"), Ack()),
-    "somebody once more": (Submit(A), Ack()),
-    "too many drafts": (Drafts((RowTokens("A", (1, 2, 3)),)), DraftsTaken()),
-    "an empty plan": (Schedule(), Plan(1)),
+HARMLESS: dict[str, tuple[v.Event, v.Observation]] = {
+    "an answer to nothing": (v.Commit(9, ()), v.Outputs()),
+    "a grammar of nobody": (v.GrammarReady("nobody"), v.Ack()),
+    "a grammar of somebody without": (v.GrammarReady("A"), v.Ack()),
+    "somebody once more": (v.Submit(A), v.Ack()),
+    "too many drafts": (v.Drafts((v.RowTokens("A", (1, 2, 3)),)), v.DraftsTaken()),
+    "an empty plan": (v.Schedule(), v.Plan(1)),
 }
 
 
@@ -168,14 +144,14 @@ def test_an_answer_out_of_turn_that_nobody_waits_for_may_be_taken() -> None:
     """Each request of a pipeline has its own token; those of an earlier plan it does not touch."""
 
     class AnyOrder(AtSafety):
-        def apply(self, event: Event) -> Observation:
-            if isinstance(event, Commit) and event.frame_id == 1:
+        def apply(self, event: v.Event) -> v.Observation:
+            if isinstance(event, v.Commit) and event.frame_id == 1:
                 self.late = event
-                return Outputs(
-                    tuple(OutputRow(row.request_id, row.token_ids) for row in event.sampled)
+                return v.Outputs(
+                    tuple(v.OutputRow(row.request_id, row.token_ids) for row in event.sampled)
                 )
             seen = super().apply(event)
-            if isinstance(event, Commit) and event.frame_id == 0:
+            if isinstance(event, v.Commit) and event.frame_id == 0:
                 super().apply(self.late)
             return seen
 
@@ -185,14 +161,14 @@ def test_an_answer_out_of_turn_that_nobody_waits_for_may_be_taken() -> None:
         def capabilities(self) -> frozenset[str]:
             return super().capabilities() - {"snapshot"}
 
-    two = (*RUNS, Submit(B), Schedule())
+    two = (*RUNS, v.Submit(B), v.Schedule())
     run, wrong = hearing(AnyOrder, PIPELINE, *two, Misanswer(Mistake.TOO_EARLY), Answer(), Drain())
     assert wrong == []
-    assert [one.event.frame_id for one in run.exchanges if isinstance(one.event, Commit)][:2] == [
+    assert [one.event.frame_id for one in run.exchanges if isinstance(one.event, v.Commit)][:2] == [
         1,
         0,
     ]
-    ahead = (*RUNS, Schedule(), Misanswer(Mistake.TOO_EARLY))
+    ahead = (*RUNS, v.Schedule(), Misanswer(Mistake.TOO_EARLY))
     assert hearing(AnyOrder, AHEAD, *ahead)[1] == TAKEN  # A waits for its first token
 
 
@@ -200,51 +176,43 @@ def test_a_refusal_changes_nothing() -> None:
     class Forgetful(AtSafety):
         forgets = False
 
-        def apply(self, event: Event) -> Observation:
+        def apply(self, event: v.Event) -> v.Observation:
             seen = super().apply(event)
-            self.forgets |= isinstance(seen, Rejected)
+            self.forgets |= isinstance(seen, v.Rejected)
             return seen
 
-        def snapshot(self) -> Snapshot:
+        def snapshot(self) -> v.Snapshot:
             shown = super().snapshot()
             return replace(shown, free_queue=shown.free_queue[::-1]) if self.forgets else shown
 
-    assert hearing(Forgetful, CONFIG, *RUNS, Hostile(Commit(9, ())))[1] == [
+    assert hearing(Forgetful, CONFIG, *RUNS, Hostile(v.Commit(9, ())))[1] == [
         "rejected_event_changes_nothing"
     ]
-    assert (
-        hearing(
-            Forgetful,
-            CONFIG,
-            *RUNS,
-            Submit(
-                replace(B, max_tokens=99),
-            ),
-        )[1]
-        == []
-    )
-    long = Request("L", tuple(range(40)), 4)
-    assert hearing(Forgetful, CONFIG, *RUNS, Submit(long))[1] == ["rejected_event_changes_nothing"]
+    assert hearing(Forgetful, CONFIG, *RUNS, v.Submit(replace(B, max_tokens=99)))[1] == []
+    long = v.Request("L", tuple(range(40)), 4)
+    assert hearing(Forgetful, CONFIG, *RUNS, v.Submit(long))[1] == [
+        "rejected_event_changes_nothing"
+    ]
 
 
-LONG = Request("L", tuple(range(12)), 4)
+LONG = v.Request("L", tuple(range(12)), 4)
 SMALL_POOL = replace(CONFIG, num_blocks=7)
 
 
 def test_a_request_that_never_fits_may_be_refused_and_is_counted_nowhere() -> None:
-    run, wrong = hearing(AtSafety, SMALL_POOL, Submit(LONG), Drain())
+    run, wrong = hearing(AtSafety, SMALL_POOL, v.Submit(LONG), Drain())
     assert wrong == []
-    assert run.exchanges[0].seen == Rejected(RejectCode.NEVER_FITS)
+    assert run.exchanges[0].seen == v.Rejected(v.RejectCode.NEVER_FITS)
     assert run.skipped == {}
 
 
 def test_who_takes_what_never_fits_must_serve_it() -> None:
     class Promising(AtSafety):
-        def apply(self, event: Event) -> Observation:
+        def apply(self, event: v.Event) -> v.Observation:
             seen = super().apply(event)
-            return Ack() if isinstance(seen, Rejected) and isinstance(event, Submit) else seen
+            return v.Ack() if isinstance(seen, v.Rejected) and isinstance(event, v.Submit) else seen
 
-    _, wrong = hearing(Promising, SMALL_POOL, Submit(LONG), Drain())
+    _, wrong = hearing(Promising, SMALL_POOL, v.Submit(LONG), Drain())
     assert wrong == ["every_request_ends_once_all_is_healed"]
 
 
@@ -253,79 +221,75 @@ def test_without_refusals_nothing_is_given_that_may_be_refused() -> None:
         def capabilities(self) -> frozenset[str]:
             return super().capabilities() - {"rejection"}
 
-    mistakes = (Hostile(Commit(9, ())), Submit(LONG), Schedule(), Submit(A))
+    mistakes = (Hostile(v.Commit(9, ())), v.Submit(LONG), v.Schedule(), v.Submit(A))
     run, wrong = hearing(Trusting, SMALL_POOL, *RUNS, *mistakes)
     assert wrong == []
-    assert [type(one.event) for one in run.exchanges] == [Submit, Schedule]
+    assert [type(one.event) for one in run.exchanges] == [v.Submit, v.Schedule]
 
 
 def test_no_request_has_a_name_that_a_plan_in_flight_has() -> None:
     """If it were taken, nobody could tell whose the tokens are."""
-    given = (*RUNS, Abort(("A",)), Submit(A), Submit(B), Answer(), Submit(A))
+    given = (*RUNS, v.Abort(("A",)), v.Submit(A), v.Submit(B), Answer(), v.Submit(A))
     run, wrong = hearing(AtSafety, CONFIG, *given)
     assert wrong == []
-    names = [one.event.request.request_id for one in run.exchanges if isinstance(one.event, Submit)]
+    names = [
+        one.event.request.request_id for one in run.exchanges if isinstance(one.event, v.Submit)
+    ]
     assert names == ["A", "B", "A"]
 
 
 class RefusesDrafts(AtSafety):
     """Takes no drafts at all."""
 
-    def apply(self, event: Event) -> Observation:
-        if isinstance(event, Drafts):
-            return Rejected(RejectCode.BAD_DRAFTS)
+    def apply(self, event: v.Event) -> v.Observation:
+        if isinstance(event, v.Drafts):
+            return v.Rejected(v.RejectCode.BAD_DRAFTS)
         return super().apply(event)
 
 
 def test_drafts_in_time_must_be_taken_and_late_ones_may_be_refused() -> None:
     timely = (*RUNS, Answer(), Propose(((1, 1),)))
     assert hearing(RefusesDrafts, DRAFTING, *timely)[1] == ["answer_is_of_the_kind_of_the_event"]
-    late = (*RUNS, Answer(), Schedule(), Propose(((1, 1),)))
+    late = (*RUNS, Answer(), v.Schedule(), Propose(((1, 1),)))
     assert hearing(RefusesDrafts, DRAFTING, *late)[1] == []
 
 
 def test_what_an_adapter_declines_or_cannot_read_is_not_given_to_be_refused() -> None:
-    def fit_request(request: Request, _config: Config) -> Request | None:
+    def fit_request(request: v.Request, _config: v.Config) -> v.Request | None:
         return request if request.prompt_token_ids[0] < 9 else None
 
     class Choosy(AtSafety):
         traits = EngineTraits(equivalence=Safety(fit_request=fit_request))
 
-    ill = (Request("bad", ()), Request("bad", (9,), 0), Request("bad", (1,), 0))
-    run, wrong = hearing(Choosy, CONFIG, *(Hostile(Submit(request)) for request in ill))
+    ill = (v.Request("bad", ()), v.Request("bad", (9,), 0), v.Request("bad", (1,), 0))
+    run, wrong = hearing(Choosy, CONFIG, *(Hostile(v.Submit(request)) for request in ill))
     assert wrong == []
-    assert [one.event for one in run.exchanges] == [Submit(ill[2])]
+    assert [one.event for one in run.exchanges] == [v.Submit(ill[2])]
     assert run.skipped == {}
 
 
 FORKING = replace(CONFIG, enable_forks=True)
 SAID = (*RUNS, Answer())
-GRAMMAR = Grammar((((0, 0), (1, 0)),))
-HELD = Request("A", (1, 2, 3), 6, structured_output=True, grammar=GRAMMAR)
-UNFIT: dict[str, tuple[tuple[Action, ...], Fork, RejectCode]] = {
-    "malformed": (SAID, Fork("A", ""), RejectCode.MALFORMED_EVENT),
-    "of nobody": (SAID, Fork("Z", "C"), RejectCode.UNKNOWN_REQUEST),
-    "under a name that is there": (SAID, Fork("A", "A"), RejectCode.DUPLICATE_REQUEST),
-    "under a name in flight": (
-        (Submit(A), Submit(B), Schedule(), Abort(("B",))),
-        Fork("A", "B"),
-        RejectCode.REQUEST_IN_FLIGHT,
-    ),
-    "of who waits": ((*SAID, Submit(B)), Fork("B", "C"), RejectCode.BAD_FORK),
-    "of a branch that waits": ((*SAID, Fork("A", "B")), Fork("B", "C"), RejectCode.BAD_FORK),
-    "of a session": (
-        (Submit(replace(A, resumable=True)), Schedule(), Answer()),
-        Fork("A", "C"),
-        RejectCode.BAD_FORK,
-    ),
-    "of who is in flight": (RUNS, Fork("A", "C"), RejectCode.FORK_IN_FLIGHT),
-    "with its last output": (SAID, Fork("A", "C", (1,) * 6), RejectCode.BAD_FORK),
-    "with what is forbidden": (
-        (Submit(HELD), GrammarReady("A"), Schedule(), Answer()),
-        Fork("A", "C", (2,)),
-        RejectCode.BAD_FORK,
-    ),
-}
+GRAMMAR = v.Grammar((((0, 0), (1, 0)),))
+HELD = v.Request("A", (1, 2, 3), 6, structured_output=True, grammar=GRAMMAR)
+UNFIT: dict[str, tuple[tuple[Action, ...], v.Fork, v.RejectCode]] = {
+    "malformed": (SAID, v.Fork("A", ""), v.RejectCode.MALFORMED_EVENT),
+    "of nobody": (SAID, v.Fork("Z", "C"), v.RejectCode.UNKNOWN_REQUEST),
+    "under a name that is there": (SAID, v.Fork("A", "A"), v.RejectCode.DUPLICATE_REQUEST),
+    "under a name in flight": ((v.Submit(A), v.Submit(B), v.Schedule(), v.Abort(("B",))),
+        v.Fork("A", "B"),
+        v.RejectCode.REQUEST_IN_FLIGHT),
+    "of who waits": ((*SAID, v.Submit(B)), v.Fork("B", "C"), v.RejectCode.BAD_FORK),
+    "of a branch that waits": ((*SAID, v.Fork("A", "B")), v.Fork("B", "C"), v.RejectCode.BAD_FORK),
+    "of a session": ((v.Submit(replace(A, resumable=True)), v.Schedule(), Answer()), v.Fork("A",
+        "C"),
+        v.RejectCode.BAD_FORK),
+    "of who is in flight": (RUNS, v.Fork("A", "C"), v.RejectCode.FORK_IN_FLIGHT),
+    "with its last output": (SAID, v.Fork("A", "C", (1,) * 6), v.RejectCode.BAD_FORK),
+    "with what is forbidden": ((v.Submit(HELD), v.GrammarReady("A"), v.Schedule(), Answer()),
+        v.Fork("A",
+        "C", (2,)), v.RejectCode.BAD_FORK),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNFIT)
@@ -333,56 +297,58 @@ def test_a_branch_that_cannot_begin_may_be_refused_and_not_be_taken(name: str) -
     start, fork, code = UNFIT[name]
     run, wrong = hearing(AtSafety, FORKING, *start, Hostile(fork))
     assert wrong == []
-    assert run.exchanges[-1].seen == Rejected(code, run.exchanges[-1].seen.detail)
-    taking = answering(lambda _event, _seen: Ack())
+    assert run.exchanges[-1].seen == v.Rejected(code, run.exchanges[-1].seen.detail)
+    taking = answering(lambda _event, _seen: v.Ack())
     assert hearing(taking, FORKING, *start, Hostile(fork))[1] == TAKEN
 
 
 def test_without_forks_nobody_goes_on_as_two() -> None:
-    assert hearing(AtSafety, CONFIG, *SAID, Hostile(Fork("A", "C")))[1] == []
-    taking = answering(lambda _event, _seen: Ack())
-    assert hearing(taking, CONFIG, *SAID, Hostile(Fork("A", "C")))[1] == TAKEN
+    assert hearing(AtSafety, CONFIG, *SAID, Hostile(v.Fork("A", "C")))[1] == []
+    taking = answering(lambda _event, _seen: v.Ack())
+    assert hearing(taking, CONFIG, *SAID, Hostile(v.Fork("A", "C")))[1] == TAKEN
 
 
 class RefusesForks(AtSafety):
     """Takes no branch at all."""
 
-    def apply(self, event: Event) -> Observation:
-        return Rejected(RejectCode.BAD_FORK) if isinstance(event, Fork) else super().apply(event)
+    def apply(self, event: v.Event) -> v.Observation:
+        return (
+            v.Rejected(v.RejectCode.BAD_FORK) if isinstance(event, v.Fork) else super().apply(event)
+        )
 
 
 def test_a_branch_that_can_begin_must_be_taken() -> None:
     """Of who was preempted, too; without prefix caching what it shares is no hit."""
     uncached = replace(FORKING, enable_prefix_caching=False)
     for config in (FORKING, uncached):
-        branching = (*SAID, Fork("A", "C", (0,)))
+        branching = (*SAID, v.Fork("A", "C", (0,)))
         assert hearing(AtSafety, config, *branching, Drain())[1] == []
         assert hearing(RefusesForks, config, *branching)[1] == [
             "answer_is_of_the_kind_of_the_event"
         ]
-    preempted = (*SAID, Reset(reset_running_requests=True), Fork("A", "C", (0,)))
+    preempted = (*SAID, v.Reset(reset_running_requests=True), v.Fork("A", "C", (0,)))
     assert hearing(AtSafety, FORKING, *preempted, Drain())[1] == []
     assert hearing(RefusesForks, FORKING, *preempted)[1] == ["answer_is_of_the_kind_of_the_event"]
 
 
 def test_a_branch_begins_with_its_own_outputs() -> None:
     class Mixes(AtSafety):
-        def apply(self, event: Event) -> Observation:
+        def apply(self, event: v.Event) -> v.Observation:
             seen = super().apply(event)
-            if not (isinstance(seen, Plan) and seen.new and seen.new[0].output_token_ids):
+            if not (isinstance(seen, v.Plan) and seen.new and seen.new[0].output_token_ids):
                 return seen
             return replace(seen, new=(replace(seen.new[0], output_token_ids=(1,)),))
 
-    branching = (*SAID, Fork("A", "C", (0,)), Schedule())
+    branching = (*SAID, v.Fork("A", "C", (0,)), v.Schedule())
     assert "new_row_carries_the_request_as_submitted" in hearing(Mixes, FORKING, *branching)[1]
 
 
 def test_who_is_about_to_end_is_not_asked_for_a_branch() -> None:
     class EndsLate(AtSafety):
-        def apply(self, event: Event) -> Observation:
-            assert not isinstance(event, Fork)
+        def apply(self, event: v.Event) -> v.Observation:
+            assert not isinstance(event, v.Fork)
             seen = super().apply(event)
-            return Aborted((), seen.request_ids) if isinstance(seen, Aborted) else seen
+            return v.Aborted((), seen.request_ids) if isinstance(seen, v.Aborted) else seen
 
-    given = (*SAID, Abort(("A",)), Fork("A", "C", (0,)))
+    given = (*SAID, v.Abort(("A",)), v.Fork("A", "C", (0,)))
     assert hearing(EndsLate, FORKING, *given)[1] == []

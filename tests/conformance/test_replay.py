@@ -14,12 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from blockstep.conformance.draw.workloads import (
-    OUTPUT_TOKENS_START,
-    Follows,
-    WorkloadFormat,
-    load,
-)
+from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START, Follows, WorkloadFormat, load
 from blockstep.conformance.engine import (
     Capability,
     EngineFactory,
@@ -37,25 +32,10 @@ from blockstep.conformance.recorded.traces import read_trace, write_trace
 from blockstep.conformance.report.replay import render_replay, replay_to_json
 from blockstep.impl.host import HostEngine
 from blockstep.spec import Oracle
-from blockstep.spec.vocabulary import (
-    Ack,
-    Commit,
-    Config,
-    Event,
-    FinishReason,
-    Observation,
-    Outputs,
-    Plan,
-    RejectCode,
-    Request,
-    Schedule,
-    Snapshot,
-    Submit,
-    config_problems,
-)
+from blockstep.spec import vocabulary as v
 
 REPO = Path(__file__).resolve().parents[2]
-CONFIG = Config(
+CONFIG = v.Config(
     num_blocks=30, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64
 )
 
@@ -64,32 +44,34 @@ class Spec:
     """The specification as an engine, that may change its answers on the way out."""
 
     def __init__(
-        self, config: Config, change: Callable[[Event, Observation], Observation] | None = None
+        self,
+        config: v.Config,
+        change: Callable[[v.Event, v.Observation], v.Observation] | None = None,
     ) -> None:
         self.oracle = Oracle(config)
         self.change = change
-        self.events: list[Event] = []
+        self.events: list[v.Event] = []
 
-    def apply(self, event: Event) -> Observation:
+    def apply(self, event: v.Event) -> v.Observation:
         self.events.append(event)
         seen = self.oracle.apply(event)
         return seen if self.change is None else self.change(event, seen)
 
-    def snapshot(self) -> Snapshot | None:
+    def snapshot(self) -> v.Snapshot | None:
         return self.oracle.snapshot()
 
     def capabilities(self) -> frozenset[Capability]:
         return frozenset({Capability.SNAPSHOT})
 
 
-def changing(change: Callable[[Event, Observation], Observation]) -> EngineFactory:
+def changing(change: Callable[[v.Event, v.Observation], v.Observation]) -> EngineFactory:
     return lambda config: Spec(config, change)
 
 
-def requests(number: int = 6, prompt: int = 10, output: int = 7, gap: int = 0) -> list[Request]:
+def requests(number: int = 6, prompt: int = 10, output: int = 7, gap: int = 0) -> list[v.Request]:
     """Requests in pairs of equal prompts."""
     return [
-        Request(
+        v.Request(
             f"r{k}",
             tuple(range(k // 2 * 100, k // 2 * 100 + prompt)),
             max_tokens=output,
@@ -127,9 +109,9 @@ def test_the_pool_in_use_is_the_engines_own() -> None:
     held: list[int] = []
 
     class Looking(Spec):
-        def apply(self, event: Event) -> Observation:
+        def apply(self, event: v.Event) -> v.Observation:
             seen = super().apply(event)
-            if isinstance(event, Schedule):
+            if isinstance(event, v.Schedule):
                 held.append(sum(refs > 0 for refs in self.oracle.snapshot().ref_counts))
             return seen
 
@@ -144,7 +126,7 @@ def test_the_pool_in_use_is_the_engines_own() -> None:
 def test_counters_are_those_of_the_specification() -> None:
     engines: list[Spec] = []
 
-    def make(config: Config) -> Spec:
+    def make(config: v.Config) -> Spec:
         engines.append(Spec(config))
         return engines[-1]
 
@@ -182,18 +164,18 @@ def test_the_snapshot_cadence_is_kept() -> None:
 def test_closed_arrivals_keep_so_many_requests_unfinished() -> None:
     spelled_out = submitted = 0
 
-    def source() -> Iterator[Request]:
+    def source() -> Iterator[v.Request]:
         nonlocal spelled_out
         for request in requests(20):
             spelled_out += 1
             yield request
 
     class Looking(Spec):
-        def apply(self, event: Event) -> Observation:
+        def apply(self, event: v.Event) -> v.Observation:
             nonlocal submitted
             seen = super().apply(event)
             assert len(self.oracle.snapshot().requests) <= 2
-            submitted += isinstance(event, Submit)
+            submitted += isinstance(event, v.Submit)
             assert spelled_out <= submitted + 1, "prompts are not spelled out before their time"
             return seen
 
@@ -206,7 +188,7 @@ def test_closed_arrivals_keep_so_many_requests_unfinished() -> None:
 def test_open_arrivals_follow_the_clock_of_steps_and_skip_idle_time() -> None:
     engines: list[Spec] = []
 
-    def make(config: Config) -> Spec:
+    def make(config: v.Config) -> Spec:
         engines.append(Spec(config))
         return engines[-1]
 
@@ -222,17 +204,17 @@ def test_open_arrivals_follow_the_clock_of_steps_and_skip_idle_time() -> None:
 
 def test_refusals_are_counted_by_code() -> None:
     bad = [
-        Request("empty", ()),
-        Request("long", tuple(range(64))),
-        Request("huge", tuple(range(60)), max_tokens=4),
+        v.Request("empty", ()),
+        v.Request("long", tuple(range(64))),
+        v.Request("huge", tuple(range(60)), max_tokens=4),
         *requests(2),
-        Request("more", (1,), max_tokens=0),
+        v.Request("more", (1,), max_tokens=0),
     ]
     report = replay(bad, replace(CONFIG, num_blocks=12), Spec)
     assert report.requests_refused == {
-        RejectCode.BAD_REQUEST.value: 2,
-        RejectCode.PROMPT_TOO_LONG.value: 1,
-        RejectCode.NEVER_FITS.value: 1,
+        v.RejectCode.BAD_REQUEST.value: 2,
+        v.RejectCode.PROMPT_TOO_LONG.value: 1,
+        v.RejectCode.NEVER_FITS.value: 1,
     }
     assert report.requests_finished == 2
     assert report.finding is None
@@ -246,7 +228,7 @@ def test_a_request_that_waits_for_its_grammar_gets_it() -> None:
 def test_no_two_output_tokens_are_equal() -> None:
     engine = Spec(CONFIG)
     replay(requests(), CONFIG, lambda config: engine)
-    commits = [event for event in engine.events if isinstance(event, Commit)]
+    commits = [event for event in engine.events if isinstance(event, v.Commit)]
     tokens = [token for c in commits for row in c.sampled for token in row.token_ids]
     assert len(set(tokens)) == len(tokens) == 42
     assert min(tokens) >= OUTPUT_TOKENS_START
@@ -261,86 +243,49 @@ def test_nothing_to_replay_is_an_empty_report() -> None:
 # --- broken engines
 
 
-def at_step(frame_id: int, change: Callable[[Plan], Plan]) -> EngineFactory:
-    def changed(event: Event, seen: Observation) -> Observation:
-        return change(seen) if isinstance(seen, Plan) and seen.frame_id == frame_id else seen
+def at_step(frame_id: int, change: Callable[[v.Plan], v.Plan]) -> EngineFactory:
+    def changed(event: v.Event, seen: v.Observation) -> v.Observation:
+        return change(seen) if isinstance(seen, v.Plan) and seen.frame_id == frame_id else seen
 
     return changing(changed)
 
 
-def outputs(change: Callable[[Outputs], Outputs]) -> EngineFactory:
-    return changing(lambda event, seen: change(seen) if isinstance(seen, Outputs) else seen)
+def outputs(change: Callable[[v.Outputs], v.Outputs]) -> EngineFactory:
+    return changing(lambda event, seen: change(seen) if isinstance(seen, v.Outputs) else seen)
 
 
-def without_rows(event: Event, seen: Observation) -> Observation:
-    return Plan(seen.frame_id) if isinstance(seen, Plan) else seen
+def without_rows(event: v.Event, seen: v.Observation) -> v.Observation:
+    return v.Plan(seen.frame_id) if isinstance(seen, v.Plan) else seen
 
 
 BROKEN: list[tuple[str, EngineFactory, FindingKind, str]] = [
-    (
-        "a row more than it sampled",
-        at_step(2, lambda p: replace(p, cached=(replace(p.cached[0], num_scheduled_tokens=2),))),
-        FindingKind.PROPERTY,
-        "P12",
-    ),
-    (
-        "an unknown request",
-        at_step(2, lambda p: replace(p, cached=(replace(p.cached[0], request_id="zz"),))),
-        FindingKind.PROPERTY,
-        "P26",
-    ),
-    (
-        "an unknown victim",
-        at_step(2, lambda p: replace(p, preempted_req_ids=("zz",))),
-        FindingKind.PROPERTY,
-        "P26",
-    ),
-    (
-        "a lost token",
-        outputs(lambda o: Outputs(o.rows[1:])),
-        FindingKind.PROPERTY,
-        "P13",
-    ),
-    (
-        "a wrong token",
-        outputs(lambda o: Outputs(tuple(replace(r, new_token_ids=(5,)) for r in o.rows))),
-        FindingKind.PROPERTY,
-        "P13",
-    ),
-    (
-        "an early end",
-        outputs(
-            lambda o: Outputs(tuple(replace(r, finish_reason=FinishReason.LENGTH) for r in o.rows))
-        ),
-        FindingKind.PROPERTY,
-        "P13",
-    ),
-    (
-        "no end",
-        outputs(lambda o: Outputs(tuple(replace(r, finish_reason=None) for r in o.rows))),
-        FindingKind.PROPERTY,
-        "P13",
-    ),
-    (
-        "no plan",
-        changing(lambda e, seen: Ack() if isinstance(seen, Plan) else seen),
-        FindingKind.PROPERTY,
-        "P26",
-    ),
-    (
-        "no outputs",
-        changing(lambda e, seen: Ack() if isinstance(seen, Outputs) else seen),
-        FindingKind.PROPERTY,
-        "P13",
-    ),
-    (
-        "no answer to a submit",
-        changing(lambda e, seen: Outputs() if isinstance(seen, Ack) else seen),
-        FindingKind.PROPERTY,
-        "P11",
-    ),
+    ("a row more than it sampled",
+     at_step(2, lambda p: replace(p, cached=(replace(p.cached[0], num_scheduled_tokens=2),))),
+     FindingKind.PROPERTY, "P12"),
+    ("an unknown request",
+     at_step(2, lambda p: replace(p, cached=(replace(p.cached[0], request_id="zz"),))),
+     FindingKind.PROPERTY, "P26"),
+    ("an unknown victim", at_step(2, lambda p: replace(p, preempted_req_ids=("zz",))),
+     FindingKind.PROPERTY, "P26"),
+    ("a lost token", outputs(lambda o: v.Outputs(o.rows[1:])), FindingKind.PROPERTY, "P13"),
+    ("a wrong token",
+     outputs(lambda o: v.Outputs(tuple(replace(r, new_token_ids=(5,)) for r in o.rows))),
+     FindingKind.PROPERTY, "P13"),
+    ("an early end",
+     outputs(lambda o: v.Outputs(tuple(replace(r,
+     finish_reason=v.FinishReason.LENGTH) for r in o.rows))), FindingKind.PROPERTY, "P13"),
+    ("no end", outputs(lambda o: v.Outputs(tuple(replace(r, finish_reason=None) for r in o.rows))),
+     FindingKind.PROPERTY, "P13"),
+    ("no plan", changing(lambda e, seen: v.Ack() if isinstance(seen, v.Plan) else seen),
+     FindingKind.PROPERTY, "P26"),
+    ("no outputs", changing(lambda e, seen: v.Ack() if isinstance(seen, v.Outputs) else seen),
+     FindingKind.PROPERTY, "P13"),
+    ("no answer to a submit",
+     changing(lambda e, seen: v.Outputs() if isinstance(seen, v.Ack) else seen),
+         FindingKind.PROPERTY,
+     "P11"),
     ("nothing ever scheduled", changing(without_rows), FindingKind.LIVENESS, "P10"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -376,13 +321,13 @@ def test_a_differing_state_is_a_divergence() -> None:
     assert report.finding.kind is FindingKind.DIVERGENCE
     assert report.finding.sentence == "engine_equals_spec"
     assert {difference.field for difference in report.finding.differences} >= {"free_queue"}
-    assert isinstance(report.finding_event, Submit)
+    assert isinstance(report.finding_event, v.Submit)
     assert len(report.finding.differences) <= DIFFERENCES_MAX
 
 
 def test_the_last_states_are_compared_wherever_the_cadence_stands() -> None:
     class WrongAtTheEnd(Spec):
-        def snapshot(self) -> Snapshot | None:
+        def snapshot(self) -> v.Snapshot | None:
             seen = self.oracle.snapshot()
             return seen if seen.requests else replace(seen, free_queue=seen.free_queue[::-1])
 
@@ -392,14 +337,14 @@ def test_the_last_states_are_compared_wherever_the_cadence_stands() -> None:
     )
     assert run.finding is not None
     assert [difference.field for difference in run.finding.differences] == ["free_queue"]
-    assert isinstance(run.finding_event, Commit)
+    assert isinstance(run.finding_event, v.Commit)
     assert run.requests_finished == 2
     assert never.finding is None
 
 
 def test_what_either_side_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def raising(error: Exception) -> EngineFactory:
-        def raise_it(event: Event, seen: Observation) -> Observation:
+        def raise_it(event: v.Event, seen: v.Observation) -> v.Observation:
             raise error
 
         return changing(raise_it)
@@ -411,7 +356,7 @@ def test_what_either_side_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -
             assert report.finding.kind is FindingKind.FAULT
             assert type(error).__name__ in report.finding.message
 
-    def assert_nothing(spec: SpecEngine, event: Event) -> Observation:
+    def assert_nothing(spec: SpecEngine, event: v.Event) -> v.Observation:
         raise AssertionError("P1")
 
     monkeypatch.setattr(SpecEngine, "apply", assert_nothing)
@@ -433,19 +378,19 @@ def test_steps_that_deliver_nothing_come_to_an_end() -> None:
     """An engine that schedules the first chunk of a prompt over and over."""
 
     class Stuck(Spec):
-        first: Plan | None = None
+        first: v.Plan | None = None
 
-        def apply(self, event: Event) -> Observation:
-            if isinstance(event, Commit):
-                return Outputs()
-            if isinstance(event, Schedule) and self.first is not None:
+        def apply(self, event: v.Event) -> v.Observation:
+            if isinstance(event, v.Commit):
+                return v.Outputs()
+            if isinstance(event, v.Schedule) and self.first is not None:
                 return self.first
             seen = super().apply(event)
-            if isinstance(seen, Plan):
+            if isinstance(seen, v.Plan):
                 self.first = seen
             return seen
 
-    report = replay([Request("a", tuple(range(40)))], CONFIG, Stuck)
+    report = replay([v.Request("a", tuple(range(40)))], CONFIG, Stuck)
     assert report.finding is not None
     assert report.finding.kind is FindingKind.LIVENESS
     assert "delivered nothing" in report.finding.message
@@ -459,10 +404,10 @@ class Judged(Spec):
 
 
 def test_an_engine_that_is_not_compared_is_judged_by_properties() -> None:
-    report = replay([Request("empty", ()), *requests()], CONFIG, Judged, with_spec=True)
+    report = replay([v.Request("empty", ()), *requests()], CONFIG, Judged, with_spec=True)
     assert report.finding is None, report.finding
     assert (report.equivalence, report.requests_finished) == ("safety", 6)
-    assert report.requests_refused == {RejectCode.BAD_REQUEST.value: 1}
+    assert report.requests_refused == {v.RejectCode.BAD_REQUEST.value: 1}
     assert report.snapshots_taken == 0
     broken = replay(requests(), CONFIG, SafetyCanary, with_spec=True)
     assert broken.finding is not None
@@ -471,11 +416,11 @@ def test_an_engine_that_is_not_compared_is_judged_by_properties() -> None:
 
 def test_an_engine_that_refuses_nothing_is_not_given_what_the_spec_refuses() -> None:
     engine = Spec(CONFIG)
-    bad = [Request("empty", ()), *requests(2)]
+    bad = [v.Request("empty", ()), *requests(2)]
     report = replay(bad, CONFIG, lambda config: engine, with_spec=True)
     assert report.finding is None
-    assert report.requests_refused == {RejectCode.BAD_REQUEST.value: 1}
-    submitted = [event for event in engine.events if isinstance(event, Submit)]
+    assert report.requests_refused == {v.RejectCode.BAD_REQUEST.value: 1}
+    submitted = [event for event in engine.events if isinstance(event, v.Submit)]
     assert len(submitted) == report.requests_finished == 2
 
 
@@ -498,7 +443,7 @@ def test_progress_is_told_now_and_then() -> None:
 
 
 def test_a_report_is_plain_json_with_stable_keys() -> None:
-    report = replay([Request("x", ()), *requests(2)], CONFIG, Spec, clock=lambda: 0.0)
+    report = replay([v.Request("x", ()), *requests(2)], CONFIG, Spec, clock=lambda: 0.0)
     plain = json.loads(json.dumps(replay_to_json(report)))
     assert plain == replay_to_json(report)
     assert (plain["format"], plain["version"]) == ("blockstep-replay", 1)
@@ -527,7 +472,7 @@ def rendered(report: ReplayReport) -> str:
 
 
 def test_a_report_is_shown_as_a_table() -> None:
-    text = rendered(replay([Request("x", ()), *requests()], CONFIG, Spec, clock=lambda: 0.0))
+    text = rendered(replay([v.Request("x", ()), *requests()], CONFIG, Spec, clock=lambda: 0.0))
     assert "requests finished" in text
     assert "1 bad_request" in text
     assert "40.0%" in text
@@ -542,9 +487,9 @@ def test_a_finding_is_shown_beneath() -> None:
 
 
 def test_a_replay_can_be_recorded_and_read_back(tmp_path: Path) -> None:
-    steps: list[tuple[Event, Observation]] = []
+    steps: list[tuple[v.Event, v.Observation]] = []
 
-    def record(event: Event, seen: Observation) -> Observation:
+    def record(event: v.Event, seen: v.Observation) -> v.Observation:
         steps.append((event, seen))
         return seen
 
@@ -556,7 +501,7 @@ def test_a_replay_can_be_recorded_and_read_back(tmp_path: Path) -> None:
 def test_paces_and_presets_are_sound() -> None:
     assert set(REPLAY_PRESETS) == set(WorkloadFormat)
     for preset in REPLAY_PRESETS.values():
-        assert config_problems(preset.config) == ()
+        assert v.config_problems(preset.config) == ()
     with pytest.raises(ValueError, match="at least 1"):
         Pace(concurrency=0)
     with pytest.raises(ValueError, match="at least 1"):
@@ -672,9 +617,9 @@ def test_the_whole_mooncake_trace_hits_as_published() -> None:
 
 def test_a_request_waits_for_the_one_that_it_follows() -> None:
     requests = [
-        Request("A", (1, 2), 3),
-        Request("B", (3,), 1),
-        Request("C", (4,), 1, arrival_time=1),
+        v.Request("A", (1, 2), 3),
+        v.Request("B", (3,), 1),
+        v.Request("C", (4,), 1, arrival_time=1),
     ]
     follows = {"B": Follows("A", 120), "C": Follows("B", 0)}
     seen: list[tuple[int, str]] = []
@@ -682,13 +627,13 @@ def test_a_request_waits_for_the_one_that_it_follows() -> None:
     class Noted(SpecEngine):
         num_steps = 0
 
-        def apply(self, event: Event) -> Observation:
-            self.num_steps += isinstance(event, Schedule)
-            if isinstance(event, Submit):
+        def apply(self, event: v.Event) -> v.Observation:
+            self.num_steps += isinstance(event, v.Schedule)
+            if isinstance(event, v.Submit):
                 seen.append((self.num_steps, event.request.request_id))
             return super().apply(event)
 
-    config = Config(num_blocks=9, block_size=2)
+    config = v.Config(num_blocks=9, block_size=2)
     for pace, expected in (
         (Pace(Arrivals.OPEN, ticks_per_step=50), [(0, "A"), (3, "B"), (4, "C")]),
         (Pace(Arrivals.CLOSED), [(0, "A"), (3, "B"), (4, "C")]),
@@ -700,7 +645,7 @@ def test_a_request_waits_for_the_one_that_it_follows() -> None:
 
 
 def test_a_request_that_follows_a_refused_one_is_submitted() -> None:
-    requests = [Request("A", (1,) * 99, 3), Request("B", (3,), 1)]
-    config = Config(num_blocks=4, block_size=2)
+    requests = [v.Request("A", (1,) * 99, 3), v.Request("B", (3,), 1)]
+    config = v.Config(num_blocks=4, block_size=2)
     report = replay(requests, config, SpecEngine, follows={"B": Follows("A", 5)})
     assert (report.requests_finished, report.requests_refused) == (1, {"never_fits": 1})

@@ -16,20 +16,10 @@ from blockstep.conformance.protocol.program import Action, Answer, Program, Prop
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.search.episodes import play_episode
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.spec.vocabulary import (
-    Abort,
-    CachedRow,
-    Config,
-    MultiModalItem,
-    Plan,
-    Request,
-    Schedule,
-    SpecMethod,
-    Submit,
-)
+from blockstep.spec import vocabulary as v
 
-CAT, DOG = MultiModalItem("cat", 1, 2), MultiModalItem("dog", 4, 1)
-OTHER = Request("A", (1, 2, 3, 4, 5), adapter="x", cache_salt="y", items=(CAT, DOG))
+CAT, DOG = v.MultiModalItem("cat", 1, 2), v.MultiModalItem("dog", 4, 1)
+OTHER = v.Request("A", (1, 2, 3, 4, 5), adapter="x", cache_salt="y", items=(CAT, DOG))
 TEXT = (*OTHER.prompt_token_ids, 6, 7)
 
 
@@ -73,8 +63,8 @@ def test_a_twin_has_embeddings_where_the_prompt_of_the_other_has_them() -> None:
 
 def test_other_items_are_others_at_the_same_place_or_the_same_at_another() -> None:
     drawn = {change_items(SeededDraw(str(seed)), (CAT, DOG), 7) for seed in range(20)}
-    moved = (CAT, MultiModalItem("dog", 5, 1))
-    assert drawn == {moved, (MultiModalItem("dog", 1, 2), MultiModalItem("cat", 4, 1))}
+    moved = (CAT, v.MultiModalItem("dog", 5, 1))
+    assert drawn == {moved, (v.MultiModalItem("dog", 1, 2), v.MultiModalItem("cat", 4, 1))}
     assert change_items(SeededDraw("1"), (), 7) == ()
 
 
@@ -86,14 +76,14 @@ def test_where_states_are_compared_no_twin_and_no_ambush_is_drawn(preset: str) -
         assert not run.rejected_texts
 
 
-CONFIG = Config(num_blocks=5, block_size=2, max_model_len=8, max_num_batched_tokens=8)
-DRAFTING = replace(CONFIG, num_blocks=9, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
+CONFIG = v.Config(num_blocks=5, block_size=2, max_model_len=8, max_num_batched_tokens=8)
+DRAFTING = replace(CONFIG, num_blocks=9, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2)
 
 
 def test_texts_of_the_preempted_are_noted() -> None:
-    first, second = Request("A", (1, 2, 3), 5), Request("B", (4, 5, 6), 5)
-    step: tuple[Action, ...] = (Schedule(), Answer())
-    actions = (Submit(first), Submit(second), *step, *step, *step)
+    first, second = v.Request("A", (1, 2, 3), 5), v.Request("B", (4, 5, 6), 5)
+    step: tuple[Action, ...] = (v.Schedule(), Answer())
+    actions = (v.Submit(first), v.Submit(second), *step, *step, *step)
     run, findings = run_program(Program(CONFIG, actions), AtSafety)
     assert findings == []
     ((whose, text),) = run.preempted_texts
@@ -106,29 +96,34 @@ def test_texts_of_the_preempted_are_noted() -> None:
 def test_texts_with_rejected_drafts_are_noted_where_they_would_fill_a_block(
     num_right: int, is_noted: bool
 ) -> None:
-    actions = (Submit(Request("A", (1, 2), 5)), Schedule(), Answer(), Propose(((2, num_right),)))
-    run, findings = run_program(Program(DRAFTING, (*actions, Schedule(), Answer())), AtSafety)
+    actions = (
+        v.Submit(v.Request("A", (1, 2), 5)),
+        v.Schedule(),
+        Answer(),
+        Propose(((2, num_right),)),
+    )
+    run, findings = run_program(Program(DRAFTING, (*actions, v.Schedule(), Answer())), AtSafety)
     assert findings == []
     assert len(run.rejected_texts) == is_noted
     for whose, text in run.rejected_texts:
         row = run.last_plan.cached[0] if run.last_plan else None
-        assert isinstance(row, CachedRow)
+        assert isinstance(row, v.CachedRow)
         assert text[:2] == whose.prompt_token_ids
         assert text[3:] == row.draft_token_ids
 
 
 def test_after_a_preemption_all_others_give_up_now_and_then() -> None:
     client = Client()
-    client.live = {name: Request(name, (1, 2)) for name in "ABC"}
-    rows = (CachedRow("A", False, ((),), None, 1, 1, 1),)
-    client.last_plan = Plan(0, cached=rows, preempted_req_ids=("B",))
+    client.live = {name: v.Request(name, (1, 2)) for name in "ABC"}
+    rows = (v.CachedRow("A", False, ((),), None, 1, 1, 1),)
+    client.last_plan = v.Plan(0, cached=rows, preempted_req_ids=("B",))
     swarm = replace(a_swarm("1"), token_seed=1, has_equals=False)
     swarm = replace(swarm, features=swarm.features - {"reset"})  # else all do so for its sake
     view = View(swarm, client, seeks_aborts=True)
     drawn = [abort(view, SeededDraw(str(seed))) for seed in range(60)]
-    assert Abort(("A", "C")) in drawn
-    assert Abort(("A", "B", "C")) in drawn
+    assert v.Abort(("A", "C")) in drawn
+    assert v.Abort(("A", "B", "C")) in drawn
     for other in (replace(swarm, token_seed=3), replace(swarm, has_equals=True)):
         kept = View(other, client, seeks_aborts=True)
-        assert Abort(("A", "B", "C")) not in [abort(kept, SeededDraw(str(n))) for n in range(60)]
+        assert v.Abort(("A", "B", "C")) not in [abort(kept, SeededDraw(str(n))) for n in range(60)]
     assert next_action(view, SeededDraw("1"))

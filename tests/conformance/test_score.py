@@ -293,18 +293,6 @@ def test_an_engine_that_hangs_ends_the_score() -> None:
     assert "the score ends early: the engine gave no answer within 1 s" in result.output
 
 
-@pytest.mark.parametrize(
-    "args",
-    [("--least", 101), ("--budget", "soon"), ("--preset", "big"), ("--with", "nothing"),
-     ("--engine", "nobody"), ("--save", __file__), ("--save", "no/such/folder"),
-     ("--profile", "none"), ("--event-seconds", 0)],
-)  # fmt: skip
-def test_bad_input_is_one_sentence(args: tuple[object, ...]) -> None:
-    result = blockstep(*args)
-    assert result.exit_code == 2
-    assert "Traceback" not in result.output
-
-
 def test_a_line_to_reproduce_names_a_folder_as_a_shell_takes_it() -> None:
     line = reproduce(CheckOptions("mine:Engine", path="/a folder"), 3)
     assert "--path '/a folder' --preset" in line

@@ -111,6 +111,7 @@ def check_seeded(case: Seeded, seed: int) -> None:
 NAMES = [case.engine.__name__ for case in SEEDED]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("case", SEEDED, ids=NAMES)
 def test_a_defect_is_found(case: Seeded) -> None:
     check_seeded(case, 3)

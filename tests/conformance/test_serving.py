@@ -48,9 +48,9 @@ SLOWEST = "async-draft-model"
 """Runs beside the others in `make soak`; either half of it is a storm of its own."""
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.soak] * (name == SLOWEST)) for name in STORMS],
+    "name", [pytest.param(name, marks=[pytest.mark.soak] * (name == SLOWEST)) for name in STORMS]
 )
 def test_a_clean_engine_shows_nothing(checkpoint: Checkpoint, name: str) -> None:
     llm = serve(checkpoint, name)

@@ -81,9 +81,7 @@ def change_the_last_token(adapters: Numbers) -> Numbers:
     ],
 )  # fmt: skip
 def test_another_adapter_is_told(
-    serve: Callable[[], LLM],
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Numbers], Numbers],
+    serve: Callable[[], LLM], monkeypatch: pytest.MonkeyPatch, change: Callable[[Numbers], Numbers]
 ) -> None:
     build: Any = Batch.build_inputs
 

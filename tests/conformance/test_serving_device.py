@@ -91,10 +91,7 @@ def test_the_scheduler_is_the_one_asked_for(checkpoint: Checkpoint) -> None:
     ],
 )
 def test_what_it_lacks_is_refused_before_weights_are_read(
-    monkeypatch: pytest.MonkeyPatch,
-    checkpoint: Checkpoint,
-    settings: dict[str, Any],
-    message: str,
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Checkpoint, settings: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr("blockstep.impl.engine.loading.load_weights", None)
     with pytest.raises(SettingsError, match=message):

@@ -13,31 +13,14 @@ from blockstep.conformance.protocol.program import Action, Answer, Program
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.search.brought import get_request, simpler_contents
 from blockstep.conformance.search.shrink import shrink
-from blockstep.spec.vocabulary import (
-    Config,
-    EncoderOffer,
-    Event,
-    Grammar,
-    GrammarReady,
-    GroupKind,
-    KVGroup,
-    MultiModalItem,
-    Observation,
-    OutputRow,
-    Outputs,
-    Plan,
-    Request,
-    Schedule,
-    StreamingUpdate,
-    Submit,
-)
+from blockstep.spec import vocabulary as v
 
-CONFIG = Config(num_blocks=17, block_size=2, max_model_len=16, max_num_batched_tokens=16)
+CONFIG = v.Config(num_blocks=17, block_size=2, max_model_len=16, max_num_batched_tokens=16)
 ASYNC = replace(CONFIG, max_frames_in_flight=2, async_scheduling=True)
 
 
 def submits(count: int) -> tuple[Action, ...]:
-    return tuple(Submit(Request("ABC"[index], (1, 2), 4)) for index in range(count))
+    return tuple(v.Submit(v.Request("ABC"[index], (1, 2), 4)) for index in range(count))
 
 
 class TwoSymptoms(SpecEngine):
@@ -45,9 +28,9 @@ class TwoSymptoms(SpecEngine):
 
     traits = EngineTraits(equivalence=Safety())
 
-    def apply(self, event: Event) -> Observation:
+    def apply(self, event: v.Event) -> v.Observation:
         answer = super().apply(event)
-        if not isinstance(answer, Plan) or not answer.new:
+        if not isinstance(answer, v.Plan) or not answer.new:
             return answer
         first = answer.new[0]
         if len(answer.new) > 1:
@@ -59,7 +42,7 @@ class TwoSymptoms(SpecEngine):
 
 
 def test_the_sentence_that_failed_is_kept() -> None:
-    program = Program(CONFIG, (*submits(3), Schedule()))
+    program = Program(CONFIG, (*submits(3), v.Schedule()))
     _, findings = run_program(program, TwoSymptoms)
     (first,) = [found for found in findings if found.sentence == "request_has_one_row"]
     shrunk = shrink(program, TwoSymptoms, first)
@@ -70,12 +53,12 @@ def test_the_sentence_that_failed_is_kept() -> None:
 class WrongDeeper(SpecEngine):
     """Wrong, and likewise wherever it has several frames in flight as it says that it cannot."""
 
-    def apply(self, event: Event) -> Observation:
+    def apply(self, event: v.Event) -> v.Observation:
         answer = super().apply(event)
-        if isinstance(answer, Outputs):
-            rows = tuple(OutputRow(row.request_id, (), None) for row in answer.rows)
-            return Outputs(rows)
-        if isinstance(answer, Plan) and PIPELINE.is_asked_by(self.state.config):
+        if isinstance(answer, v.Outputs):
+            rows = tuple(v.OutputRow(row.request_id, (), None) for row in answer.rows)
+            return v.Outputs(rows)
+        if isinstance(answer, v.Plan) and PIPELINE.is_asked_by(self.state.config):
             return replace(answer, preempted_req_ids=("Z",))
         return answer
 
@@ -84,11 +67,11 @@ class WrongDeeper(SpecEngine):
 
 
 def test_no_program_is_tried_that_asks_for_what_the_engine_lacks() -> None:
-    program = Program(ASYNC, (*submits(2), Schedule(), Schedule(), Answer(), Answer()))
-    tried: list[Config] = []
+    program = Program(ASYNC, (*submits(2), v.Schedule(), v.Schedule(), Answer(), Answer()))
+    tried: list[v.Config] = []
 
     class Watched(WrongDeeper):
-        def __init__(self, config: Config) -> None:
+        def __init__(self, config: v.Config) -> None:
             tried.append(config)
             super().__init__(config)
 
@@ -97,7 +80,7 @@ def test_no_program_is_tried_that_asks_for_what_the_engine_lacks() -> None:
     assert len(tried) > 5
     assert not any(map(PIPELINE.is_asked_by, tried))
     assert [type(action).__name__ for action in shrunk.program.actions] == [
-        *("Submit", "Schedule", "Answer"),
+        *("Submit", "Schedule", "Answer")
     ]
 
 
@@ -106,31 +89,31 @@ def test_nor_are_more_frames_in_flight_than_it_can_have() -> None:
         traits = EngineTraits(max_depth=2)
         depths: list[int] = []  # noqa: RUF012
 
-        def __init__(self, config: Config) -> None:
+        def __init__(self, config: v.Config) -> None:
             self.depths.append(config.max_frames_in_flight)
             super().__init__(config)
 
-    steps = (Schedule(), Answer()) * 3
+    steps = (v.Schedule(), Answer()) * 3
     program = Program(CONFIG, (*submits(1), *steps))
     _, findings = run_program(program, Shallow)
     shrink(program, Shallow, findings[0])
     assert max(Shallow.depths) <= 2
 
 
-FULL = KVGroup(GroupKind.FULL, 4)
-CHUNKS = KVGroup(GroupKind.CHUNKED_LOCAL, 2, attention_chunk_size=8)
-WINDOW = KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=5)
+FULL = v.KVGroup(v.GroupKind.FULL, 4)
+CHUNKS = v.KVGroup(v.GroupKind.CHUNKED_LOCAL, 2, attention_chunk_size=8)
+WINDOW = v.KVGroup(v.GroupKind.SLIDING_WINDOW, 2, sliding_window=5)
 GROUPED = replace(CONFIG, num_blocks=65, max_num_batched_tokens=4, groups=(FULL, CHUNKS, WINDOW))
-LONG = (Submit(Request("A", tuple(range(12)), 4)), *(Schedule(), Answer()) * 5)
+LONG = (v.Submit(v.Request("A", tuple(range(12)), 4)), *(v.Schedule(), Answer()) * 5)
 
 
 class WrongAtNulls(SpecEngine):
     """Wrong as soon as a block is skipped."""
 
-    def apply(self, event: Event) -> Observation:
+    def apply(self, event: v.Event) -> v.Observation:
         answer = super().apply(event)
         tables = [t for r in self.snapshot().requests for t in r.block_tables]
-        if isinstance(answer, Plan) and any(0 in table for table in tables):
+        if isinstance(answer, v.Plan) and any(0 in table for table in tables):
             return replace(answer, preempted_req_ids=("Z",))
         return answer
 
@@ -138,17 +121,17 @@ class WrongAtNulls(SpecEngine):
 class WrongInSmaller(WrongAtNulls):
     """Wrong only beside full attention in blocks of another size."""
 
-    def apply(self, event: Event) -> Observation:
+    def apply(self, event: v.Event) -> v.Observation:
         answer, config = super(WrongAtNulls, self).apply(event), self.state.config
-        if isinstance(answer, Plan) and FULL in config.groups and config.block_size < 4:
+        if isinstance(answer, v.Plan) and FULL in config.groups and config.block_size < 4:
             return replace(answer, preempted_req_ids=("Z",))
         return answer
 
 
 def test_of_several_groups_those_are_left_that_matter() -> None:
     for engine, groups in (
-        (WrongAtNulls, (KVGroup(GroupKind.SLIDING_WINDOW, 1, sliding_window=1),)),
-        (WrongInSmaller, (FULL, KVGroup(GroupKind.FULL, 2))),
+        (WrongAtNulls, (v.KVGroup(v.GroupKind.SLIDING_WINDOW, 1, sliding_window=1),)),
+        (WrongInSmaller, (FULL, v.KVGroup(v.GroupKind.FULL, 2))),
     ):
         program = Program(GROUPED, LONG)
         _, findings = run_program(program, engine)
@@ -167,12 +150,12 @@ def test_where_groups_do_not_matter_there_is_one() -> None:
 class WrongAbout(SpecEngine):
     """Wrong about each request that it announces, if that is like this."""
 
-    def is_met(self, request: Request) -> bool:
+    def is_met(self, request: v.Request) -> bool:
         raise NotImplementedError
 
-    def apply(self, event: Event) -> Observation:
+    def apply(self, event: v.Event) -> v.Observation:
         answer = super().apply(event)
-        if isinstance(answer, Plan) and any(self.is_met(row.request) for row in answer.new):
+        if isinstance(answer, v.Plan) and any(self.is_met(row.request) for row in answer.new):
             return replace(answer, preempted_req_ids=("Z",))
         return answer
 
@@ -183,8 +166,8 @@ def shrunk_by(engine: type[WrongAbout], program: Program) -> Program:
     return shrink(program, engine, first).program
 
 
-DOG = MultiModalItem("dog", 5, 3, (False, True, True))
-CAT = MultiModalItem("cat", 1, 2)
+DOG = v.MultiModalItem("dog", 5, 3, (False, True, True))
+CAT = v.MultiModalItem("cat", 1, 2)
 ENCODING = replace(
     CONFIG, encoder_compute_budget=6, encoder_cache_size=8, disable_chunked_mm_input=True
 )
@@ -192,25 +175,28 @@ ENCODING = replace(
 
 def test_items_that_matter_are_left_short_and_in_front() -> None:
     class Wrong(WrongAbout):
-        def is_met(self, request: Request) -> bool:
+        def is_met(self, request: v.Request) -> bool:
             return bool(request.items)
 
-    asked = (Request("Q", (1,) * 8, 4, items=(CAT, DOG)), Request("P", (1,) * 9, 2, items=(DOG,)))
-    actions: tuple[Action, ...] = (EncoderOffer(("cat", "owl")), *map(Submit, asked))
-    actions += (Schedule(), Answer()) * 4
+    asked = (
+        v.Request("Q", (1,) * 8, 4, items=(CAT, DOG)),
+        v.Request("P", (1,) * 9, 2, items=(DOG,)),
+    )
+    actions: tuple[Action, ...] = (v.EncoderOffer(("cat", "owl")), *map(v.Submit, asked))
+    actions += (v.Schedule(), Answer()) * 4
     left = shrunk_by(Wrong, Program(ENCODING, actions))
     assert left.actions == (
-        Submit(Request("A", (0,), 1, items=(MultiModalItem("x", 0, 1),))),
-        Schedule(),
+        v.Submit(v.Request("A", (0,), 1, items=(v.MultiModalItem("x", 0, 1),))),
+        v.Schedule(),
     )
     assert (left.config.encoder_compute_budget, left.config.encoder_cache_size) == (0, 0)
 
 
 def test_an_item_has_one_content_while_it_becomes_shorter() -> None:
     actions = (
-        Submit(Request("A", (1,) * 8, items=(CAT, DOG))),
-        StreamingUpdate(Request("A", (1,) * 8, items=(DOG,), resumable=True)),
-        Schedule(),
+        v.Submit(v.Request("A", (1,) * 8, items=(CAT, DOG))),
+        v.StreamingUpdate(v.Request("A", (1,) * 8, items=(DOG,), resumable=True)),
+        v.Schedule(),
     )
     seen = list(simpler_contents(actions))
     assert len(seen) == 3, "the cat is one long; the dog has no mask, or is two long"
@@ -224,31 +210,31 @@ def test_an_item_has_one_content_while_it_becomes_shorter() -> None:
 
 def test_of_a_grammar_those_states_and_edges_are_left_that_matter() -> None:
     class Wrong(WrongAbout):
-        def is_met(self, request: Request) -> bool:
+        def is_met(self, request: v.Request) -> bool:
             edges = request.grammar.edges if request.grammar else ()
             return any(token == 7 for state in edges for token, _ in state)
 
-    grammar = Grammar((((1, 1), (4, 2)), ((2, 0), (7, 3), (9, 1)), ((3, 3),), ()))
-    asked = Request("Q", (1, 2), 4, structured_output=True, grammar=grammar)
-    actions = (*submits(1), Submit(asked), GrammarReady("Q"), *(Schedule(), Answer()) * 3)
+    grammar = v.Grammar((((1, 1), (4, 2)), ((2, 0), (7, 3), (9, 1)), ((3, 3),), ()))
+    asked = v.Request("Q", (1, 2), 4, structured_output=True, grammar=grammar)
+    actions = (*submits(1), v.Submit(asked), v.GrammarReady("Q"), *(v.Schedule(), Answer()) * 3)
     left = shrunk_by(Wrong, Program(CONFIG, actions))
-    least = Request("A", (0,), 1, structured_output=True, grammar=Grammar((((7, 0),),)))
-    assert left.actions == (Submit(least), GrammarReady("A"), Schedule())
+    least = v.Request("A", (0,), 1, structured_output=True, grammar=v.Grammar((((7, 0),),)))
+    assert left.actions == (v.Submit(least), v.GrammarReady("A"), v.Schedule())
 
 
 def test_of_a_session_those_chunks_are_left_that_matter() -> None:
     class Wrong(WrongAbout):
-        def is_met(self, request: Request) -> bool:
+        def is_met(self, request: v.Request) -> bool:
             return len(request.prompt_token_ids) > 2 and request.resumable
 
-    def chunk(count: int, **more: Any) -> StreamingUpdate:
-        return StreamingUpdate(Request("Q", (5,) * count, 2, resumable=True, **more))
+    def chunk(count: int, **more: Any) -> v.StreamingUpdate:
+        return v.StreamingUpdate(v.Request("Q", (5,) * count, 2, resumable=True, **more))
 
-    first = Submit(Request("Q", (1, 2), 2, resumable=True, adapter="lora"))
-    steps = (Schedule(), Answer()) * 3
+    first = v.Submit(v.Request("Q", (1, 2), 2, resumable=True, adapter="lora"))
+    steps = (v.Schedule(), Answer()) * 3
     actions = (*submits(1), first, *steps, chunk(2, priority=3), *steps, chunk(3), *steps)
     left = shrunk_by(Wrong, Program(CONFIG, actions))
-    updates = [action for action in left.actions if isinstance(action, StreamingUpdate)]
+    updates = [action for action in left.actions if isinstance(action, v.StreamingUpdate)]
     assert len(updates) <= 1
     requests = [request for action in left.actions if (request := get_request(action)) is not None]
     assert {request.request_id for request in requests} == {"A"}

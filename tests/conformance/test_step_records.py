@@ -81,33 +81,19 @@ def test_what_fits_conforms(tmp_path: Path) -> None:
         ("running_follows_from_decisions", [SEEN, DECIDED, {**NEXT, "running": ["D"]}]),
         ("plan_stays_within_token_budget", [SEEN, {**DECIDED, "total_scheduled_tokens": 4}]),
         ("plan_stays_within_token_budget", [{**SEEN, "max_num_scheduled_tokens": 2}, DECIDED]),
-        (
-            "rows_are_of_who_ran_or_waited",
-            [SEEN, {**DECIDED, "scheduled_running_req_ids": ["A", "C"]}],
-        ),
+        ("rows_are_of_who_ran_or_waited",
+         [SEEN, {**DECIDED, "scheduled_running_req_ids": ["A", "C"]}]),
         ("rows_are_of_who_ran_or_waited", [SEEN, {**DECIDED, "scheduled_new_req_ids": ["D"]}]),
         ("rows_are_of_who_ran_or_waited", [SEEN, {**DECIDED, "scheduled_resumed_req_ids": ["C"]}]),
         ("rows_are_of_who_ran_or_waited", [SEEN, {**DECIDED, "preempted_req_ids": ["C"]}]),
-        (
-            "rows_are_of_who_ran_or_waited",
-            [SEEN, {**DECIDED, "num_scheduled_tokens": {"A": 3, "B": 0, "C": 0}}],
-        ),
+        ("rows_are_of_who_ran_or_waited",
+         [SEEN, {**DECIDED, "num_scheduled_tokens": {"A": 3, "B": 0, "C": 0}}]),
         ("running_stays_within_max_num_seqs", [{**SEEN, "max_num_running_reqs": 2}, DECIDED]),
-        (
-            "nobody_is_admitted_after_a_preemption",
-            [
-                SEEN,
-                {
-                    **DECIDED,
-                    "preempted_req_ids": ["B"],
-                    "scheduled_running_req_ids": ["A"],
-                    "num_scheduled_tokens": {"A": 1, "C": 1},
-                    "total_scheduled_tokens": 2,
-                },
-            ],
-        ),
+        ("nobody_is_admitted_after_a_preemption",
+         [SEEN, {**DECIDED, "preempted_req_ids": ["B"], "scheduled_running_req_ids": ["A"],
+         "num_scheduled_tokens": {"A": 1, "C": 1}, "total_scheduled_tokens": 2}]),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_said(
     sentence: str, records: list[dict[str, Any]], tmp_path: Path
 ) -> None:

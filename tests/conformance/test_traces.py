@@ -23,51 +23,32 @@ from blockstep.conformance.recorded.traces import (
 )
 from blockstep.conformance.recorded.traces.recorded import OBSERVATION_TYPES
 from blockstep.spec import Oracle
-from blockstep.spec.vocabulary import (
-    EVENT_TYPES,
-    Abort,
-    Ack,
-    Commit,
-    Config,
-    Event,
-    MultiModalItem,
-    Observation,
-    Plan,
-    Policy,
-    RejectCode,
-    Rejected,
-    Request,
-    Reset,
-    ResetDone,
-    RowTokens,
-    Schedule,
-    Submit,
-)
+from blockstep.spec import vocabulary as v
 
-CONFIG = Config(num_blocks=9, block_size=4, policy=Policy.PRIORITY)
+CONFIG = v.Config(num_blocks=9, block_size=4, policy=v.Policy.PRIORITY)
 HEADER = '{"format":"blockstep-trace","version":1,"config":{"num_blocks":9}}'
 STEP = '{"event":{"type":"Schedule"},"observation":{"type":"Plan","frame_id":0}}'
 
 
 steps_of_all_types = st.builds(
     TraceStep,
-    st.one_of(*(strategy_for(cls) for cls in EVENT_TYPES)),
+    st.one_of(*(strategy_for(cls) for cls in v.EVENT_TYPES)),
     st.one_of(*(strategy_for(cls) for cls in OBSERVATION_TYPES)),
 )
 
 
-def recorded_run() -> list[tuple[Event, Observation]]:
+def recorded_run() -> list[tuple[v.Event, v.Observation]]:
     engine = Oracle(CONFIG)
-    events: list[Event] = [
-        Submit(Request("a", (1, 2, 3, 4, 5), max_tokens=3)),
-        Submit(Request("a", (1,))),
-        Submit(Request("b", tuple(range(300)), items=(MultiModalItem("x", 0, 2),))),
-        Submit(Request("c", (7,), adapter="l", cache_salt="s", priority=-1)),
-        Schedule(),
-        Commit(0, (RowTokens("a", (8,)), RowTokens("c", (9,)))),
-        Abort(("a", "zz")),
-        Schedule(),
-        Reset(),
+    events: list[v.Event] = [
+        v.Submit(v.Request("a", (1, 2, 3, 4, 5), max_tokens=3)),
+        v.Submit(v.Request("a", (1,))),
+        v.Submit(v.Request("b", tuple(range(300)), items=(v.MultiModalItem("x", 0, 2),))),
+        v.Submit(v.Request("c", (7,), adapter="l", cache_salt="s", priority=-1)),
+        v.Schedule(),
+        v.Commit(0, (v.RowTokens("a", (8,)), v.RowTokens("c", (9,)))),
+        v.Abort(("a", "zz")),
+        v.Schedule(),
+        v.Reset(),
     ]
     return [(event, engine.apply(event)) for event in events]
 
@@ -97,7 +78,7 @@ def test_every_value_of_the_vocabulary_is_read_back_exactly(
     assert repr(back.steps) == repr(tuple(steps))
     assert back.steps == tuple(steps)
     assert back.config == CONFIG
-    assert type(back.config.policy) is Policy
+    assert type(back.config.policy) is v.Policy
 
 
 def test_what_a_line_lacks_takes_the_default_of_the_vocabulary(tmp_path: Path) -> None:
@@ -108,10 +89,10 @@ def test_what_a_line_lacks_takes_the_default_of_the_vocabulary(tmp_path: Path) -
     )
     path.write_text(f"{HEADER}\n{submit}\n{STEP}\n")
     assert read_trace(path) == Trace(
-        Config(num_blocks=9),
+        v.Config(num_blocks=9),
         (
-            TraceStep(Submit(Request("a", (1,))), Rejected(RejectCode.BAD_REQUEST)),
-            TraceStep(Schedule(), Plan(0)),
+            TraceStep(v.Submit(v.Request("a", (1,))), v.Rejected(v.RejectCode.BAD_REQUEST)),
+            TraceStep(v.Schedule(), v.Plan(0)),
         ),
     )
 
@@ -120,17 +101,17 @@ def test_what_a_line_lacks_takes_the_default_of_the_vocabulary(tmp_path: Path) -
 def test_several_frames_were_asynchronous_before_there_was_a_word_for_it(
     tmp_path: Path, is_async: bool
 ) -> None:
-    config = Config(num_blocks=9, max_frames_in_flight=2, async_scheduling=is_async)
+    config = v.Config(num_blocks=9, max_frames_in_flight=2, async_scheduling=is_async)
     path = tmp_path / "run.jsonl"
-    write_trace(path, config, [(Schedule(), Plan(0))])
+    write_trace(path, config, [(v.Schedule(), v.Plan(0))])
     written = f'"async_scheduling":{"true" if is_async else "false"}'
     assert written in path.read_text()
     assert read_trace(path).config == config
     path.write_text(path.read_text().replace(f",{written}", ""))
     assert read_trace(path).config == dataclasses.replace(config, async_scheduling=True)
-    write_trace(path, Config(num_blocks=9), [])
+    write_trace(path, v.Config(num_blocks=9), [])
     path.write_text(path.read_text().replace(',"async_scheduling":false', ""))
-    assert read_trace(path).config == Config(num_blocks=9)
+    assert read_trace(path).config == v.Config(num_blocks=9)
 
 
 @pytest.mark.parametrize(
@@ -147,22 +128,17 @@ def test_several_frames_were_asynchronous_before_there_was_a_word_for_it(
         pytest.param(HEADER.replace(":9", ":true"), 1, "Expected `int`", id="config type"),
         pytest.param(f"{HEADER}\n\n{STEP}", 2, "truncated", id="blank line"),
         pytest.param(f"{HEADER}\n{STEP}\n{STEP[:-9]}", 3, "truncated", id="cut"),
-        pytest.param(
-            f"{HEADER}\n{STEP.replace('Schedule', 'Dream')}", 2, "newer than this", id="new event"
-        ),
-        pytest.param(
-            f"{HEADER}\n{STEP.replace(':0', ':0,' + chr(34) + 'x' + chr(34) + ':1')}",
-            2,
-            "newer than this",
-            id="new field",
-        ),
+        pytest.param(f"{HEADER}\n{STEP.replace('Schedule', 'Dream')}", 2, "newer than this",
+            id="new event"),
+        pytest.param(f"{HEADER}\n{STEP.replace(':0', ':0,' + chr(34) + 'x' + chr(34) + ':1')}", 2,
+            "newer than this", id="new field"),
         pytest.param(f"{HEADER}\n{STEP.replace(':0', ':0.5')}", 2, "Expected `int`", id="type"),
         pytest.param(f'{HEADER}\n{{"end":{{"steps":1}}}}\n', 2, "says 1", id="lost lines"),
         pytest.param(f'{HEADER}\n{{"end":{{"steps":0}}}}\n{STEP}', 3, "after the", id="two runs"),
         pytest.param(f'{HEADER}\n{{"end":{{}}}}\n', 2, "steps", id="bad end"),
         pytest.param(HEADER + "\n" + "[" * 100_000, 2, "json", id="deep"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_recorded_run_is_said_with_its_line(
     tmp_path: Path, text: str, line: int, says: str
 ) -> None:
@@ -179,20 +155,20 @@ def test_what_is_no_recorded_run_is_said_with_its_line(
 @pytest.mark.parametrize(
     "event",
     [
-        pytest.param(Submit(None), id="no request"),  # type: ignore[arg-type]
-        pytest.param(Abort(["a"]), id="list"),  # type: ignore[arg-type]
-        pytest.param(Submit(Request("a", (1,), max_tokens=True)), id="bool"),
-        pytest.param(Submit(Request("\ud800", (1,))), id="surrogate"),
-        pytest.param(Submit(Request("a", (object(),))), id="object"),  # type: ignore[arg-type]
+        pytest.param(v.Submit(None), id="no request"),  # type: ignore[arg-type]
+        pytest.param(v.Abort(["a"]), id="list"),  # type: ignore[arg-type]
+        pytest.param(v.Submit(v.Request("a", (1,), max_tokens=True)), id="bool"),
+        pytest.param(v.Submit(v.Request("\ud800", (1,))), id="surrogate"),
+        pytest.param(v.Submit(v.Request("a", (object(),))), id="object"),  # type: ignore[arg-type]
         pytest.param("schedule", id="no event"),
     ],
 )
-def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, event: Event) -> None:
+def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, event: v.Event) -> None:
     path = tmp_path / "t.jsonl"
     with pytest.raises(TraceError) as caught:
-        write_trace(path, CONFIG, [(Schedule(), Plan(0)), (event, ResetDone(True))])
+        write_trace(path, CONFIG, [(v.Schedule(), v.Plan(0)), (event, v.ResetDone(True))])
     assert caught.value.line == 3
-    assert read_trace(path).steps == ((Schedule(), Plan(0)),)
+    assert read_trace(path).steps == ((v.Schedule(), v.Plan(0)),)
 
 
 def test_a_place_that_cannot_be_written_or_read(tmp_path: Path) -> None:
@@ -208,9 +184,9 @@ def test_a_place_that_cannot_be_written_or_read(tmp_path: Path) -> None:
 
 def test_an_ill_typed_observation_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="observation"):
-        write_trace(tmp_path / "t", CONFIG, [(Schedule(), Schedule())])  # type: ignore[list-item]
+        write_trace(tmp_path / "t", CONFIG, [(v.Schedule(), v.Schedule())])  # type: ignore[list-item]
     with pytest.raises(TraceError):
-        write_trace(tmp_path / "t", Config(num_blocks=0), [(Schedule(), Ack())])
+        write_trace(tmp_path / "t", v.Config(num_blocks=0), [(v.Schedule(), v.Ack())])
 
 
 def mutations(data: bytes, rng: random.Random) -> bytes:
@@ -273,7 +249,7 @@ def test_a_lost_line_is_noticed_through_the_end_line(tmp_path: Path) -> None:
 
 def test_lines_are_plain_json_tagged_with_type_names(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    write_trace(path, CONFIG, [(Reset(True), ResetDone(False))])
+    write_trace(path, CONFIG, [(v.Reset(True), v.ResetDone(False))])
     header, step, end = map(json.loads, path.read_text().splitlines())
     assert (header["format"], header["version"]) == ("blockstep-trace", 1)
     assert step == {

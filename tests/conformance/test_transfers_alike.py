@@ -10,40 +10,28 @@ import random
 from collections import Counter
 
 import pytest
-from alike_support import (
-    Pair,
-    play_all,
-)
+from alike_support import Pair, play_all
 from stored_support import drain, draw_event, draw_stored
 
-from blockstep.spec.vocabulary import (
-    Abort,
-    Commit,
-    Event,
-    FinishReason,
-    Outputs,
-    Plan,
-    Reset,
-    ResetDone,
-    Snapshot,
-    TransfersReported,
-)
+from blockstep.spec import vocabulary as v
 
 
-def count_witnesses(event: Event, found: object, before: Snapshot, after: Snapshot) -> Counter[str]:
+def count_witnesses(
+    event: v.Event, found: object, before: v.Snapshot, after: v.Snapshot
+) -> Counter[str]:
     """What shows that the programs reach what they are to reach."""
     assert before.transfers is not None
     assert after.transfers is not None
     seen: Counter[str] = Counter()
     now = {r.request_id: r for r in after.requests}
-    if isinstance(found, Plan):
+    if isinstance(found, v.Plan):
         seen["at once"] += sum(not load.is_async for load in found.kv_loads)
         seen["later"] += sum(load.is_async for load in found.kv_loads)
         received = set(before.transfers.received)
         seen["back"] += len(received.intersection(after.running))
         seen["gave"] += sum(not any(now[name].block_tables) for name in received)
-    if isinstance(event, TransfersReported | Commit) and isinstance(found, Outputs):
-        seen["failed"] += sum(row.finish_reason is FinishReason.ERROR for row in found.rows)
+    if isinstance(event, v.TransfersReported | v.Commit) and isinstance(found, v.Outputs):
+        seen["failed"] += sum(row.finish_reason is v.FinishReason.ERROR for row in found.rows)
         if before.transfers.unsettled and event.transfers.invalid_block_ids:
             seen["recomputed"] += sum(
                 name not in after.transfers.unsettled
@@ -52,10 +40,10 @@ def count_witnesses(event: Event, found: object, before: Snapshot, after: Snapsh
                 for name in before.transfers.unsettled
                 if (request := before.request(name)) is not None
             )
-    if isinstance(event, Abort | Commit):
+    if isinstance(event, v.Abort | v.Commit):
         seen["held"] += len(after.transfers.held) > len(before.transfers.held)
-    if isinstance(found, ResetDone):
-        seen["reset"] += found.success and event != Reset()
+    if isinstance(found, v.ResetDone):
+        seen["reset"] += found.success and event != v.Reset()
     return seen
 
 

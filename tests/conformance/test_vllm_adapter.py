@@ -10,14 +10,19 @@ from functools import partial
 from typing import Any
 
 import pytest
+from episodes_support import play_episodes
 from groups_support import chunks, full, recurrent, window
-
-from blockstep.conformance.engine import (
-    ALL_CAPABILITIES,
-    Engine,
-    EngineFault,
-    get_capabilities,
+from vllm_support.installed import (
+    PROFILE,
+    RELEASE,
+    VERSION,
+    get_known,
+    needs_reference,
+    needs_vllm,
+    quiet,
 )
+
+from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, EngineFault, get_capabilities
 from blockstep.conformance.engines.adapters import vllm_releases
 from blockstep.conformance.engines.adapters.vllm_groups import find_problem
 from blockstep.conformance.engines.adapters.vllm_names import (
@@ -26,65 +31,21 @@ from blockstep.conformance.engines.adapters.vllm_names import (
     compute_block_key,
     get_lora_name,
 )
-from blockstep.conformance.engines.adapters.vllm_releases import (
-    REFERENCE,
-    Release,
-    get_installed_version,
-    get_release,
-    get_release_problem,
-)
+from blockstep.conformance.engines.adapters.vllm_releases import REFERENCE
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Propose
 from blockstep.conformance.protocol.registry import EngineNotFoundError, load_engine
-from blockstep.conformance.search.episodes import fit_depth, run_episode
+from blockstep.conformance.search.episodes import fit_depth
 from blockstep.conformance.search.forgiving import Cause, Means, find_causes
-from blockstep.conformance.search.options import CheckOptions, find_profile
-from blockstep.spec.profiles import STRICT, Profile, Quirk
-from blockstep.spec.vocabulary import (
-    DRAFT_PLACEHOLDER,
-    Abort,
-    Aborted,
-    BlockKey,
-    Commit,
-    Config,
-    Drafts,
-    KVOffer,
-    MambaCacheMode,
-    MultiModalItem,
-    Plan,
-    Policy,
-    Request,
-    Reset,
-    RowTokens,
-    Schedule,
-    SpecMethod,
-    Submit,
-)
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.spec import vocabulary as v
+from blockstep.spec.profiles import Profile, Quirk
 
 ADAPTER = "blockstep.conformance.engines.adapters.vllm"
-PROBLEM = get_release_problem(get_installed_version())
-# Importing vLLM imports torch, which warns of itself.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-needs_vllm = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
-VERSION = (get_installed_version() or REFERENCE).split("+")[0]
-
-
-def known(version: str) -> Release:
-    """What is known of a release."""
-    release = get_release(version)
-    assert release is not None
-    return release
-
-
-RELEASE = known(VERSION if PROBLEM is None else REFERENCE)
-"""The release that these tests run with."""
-PROFILE = find_profile(RELEASE.profile)
-needs_reference = pytest.mark.skipif(
-    PROBLEM is not None or VERSION != REFERENCE, reason=f"tells what vLLM {REFERENCE} does"
-)
+pytestmark = quiet
 
 
 # Without vLLM.
@@ -123,47 +84,49 @@ def test_an_adapter_is_kept_apart_from_a_salt_of_its_name() -> None:
     assert get_lora_name("x", separate_names=True) != "x"
 
 
-REQUEST = Request(
+REQUEST = v.Request(
     "A",
     tuple(range(8)),
     adapter="x",
     cache_salt="s",
-    items=(MultiModalItem("a", 2, 3), MultiModalItem("b", 6, 1)),
+    items=(v.MultiModalItem("a", 2, 3), v.MultiModalItem("b", 6, 1)),
 )
 
 
-compute_key = partial(compute_block_key, known(REFERENCE))
+compute_key = partial(compute_block_key, get_known(REFERENCE))
 
 
 def test_without_a_place_an_item_names_its_block_alone() -> None:
-    old = known("0.18.1")
+    old = get_known("0.18.1")
     key = compute_block_key(old, REQUEST, None, (0, 1, 2, 3), 0, is_continued=False)
     assert key.items == (("a", 0),)
 
 
 def test_all_items_name_a_block_where_the_release_looks_at_them() -> None:
-    new = known("0.33.0")
+    new = get_known("0.33.0")
     key = compute_block_key(new, REQUEST, None, (4, 5, 6, 7), 4, is_continued=True)
     assert key.items == (("a", -2), ("b", 2))
 
 
 def test_a_digest_stands_for_everything_that_shaped_the_block() -> None:
-    first = compute_block_key(known(REFERENCE), REQUEST, None, (0, 1, 2, 3), 0, is_continued=False)
-    second = compute_block_key(
-        known(REFERENCE), REQUEST, first, (4, 5, 6, 7), 4, is_continued=False
+    first = compute_block_key(
+        get_known(REFERENCE), REQUEST, None, (0, 1, 2, 3), 0, is_continued=False
     )
-    assert first == BlockKey(None, (0, 1, 2, 3), "x", "s", (("a", 2),))
-    assert second == BlockKey(first, (4, 5, 6, 7), "x", None, (("a", -2), ("b", 2)))
+    second = compute_block_key(
+        get_known(REFERENCE), REQUEST, first, (4, 5, 6, 7), 4, is_continued=False
+    )
+    assert first == v.BlockKey(None, (0, 1, 2, 3), "x", "s", (("a", 2),))
+    assert second == v.BlockKey(first, (4, 5, 6, 7), "x", None, (("a", -2), ("b", 2)))
 
 
 def test_an_item_that_only_touches_a_block_is_no_part_of_it() -> None:
     before = compute_key(REQUEST, None, (0, 1), 0, is_continued=False)
-    between = compute_block_key(known(REFERENCE), REQUEST, before, (5,), 5, is_continued=False)
+    between = compute_block_key(get_known(REFERENCE), REQUEST, before, (5,), 5, is_continued=False)
     assert before.items == between.items == ()
 
 
 def test_after_an_output_the_last_item_names_the_block() -> None:
-    key = compute_block_key(known(REFERENCE), REQUEST, None, (4, 5, 6, 7), 4, is_continued=True)
+    key = compute_block_key(get_known(REFERENCE), REQUEST, None, (4, 5, 6, 7), 4, is_continued=True)
     assert key.items == (("b", 2),)
 
 
@@ -171,35 +134,35 @@ def test_after_an_output_the_last_item_names_the_block() -> None:
 def test_where_the_last_item_ends_it_may_name_an_output_block(
     version: str, items: tuple[tuple[str, int], ...]
 ) -> None:
-    key = compute_block_key(known(version), REQUEST, None, (7,), 7, is_continued=True)
+    key = compute_block_key(get_known(version), REQUEST, None, (7,), 7, is_continued=True)
     assert key.items == items
 
 
 def test_the_first_block_names_every_item_though_outputs_complete_it() -> None:
-    digests = Digests(known(REFERENCE), 8)
+    digests = Digests(get_known(REFERENCE), 8)
     digests.learn(Known(REQUEST), 0, [b"digest"], tuple(range(8)), REQUEST.items)
     assert digests.key_of[b"digest"].items == (("a", 2), ("b", 6))
 
 
 def test_a_digest_stands_for_what_a_session_has_lost_since() -> None:
-    digests, session = Digests(known(REFERENCE), 2), Known(Request("A", (1, 2, 3)))
+    digests, session = Digests(get_known(REFERENCE), 2), Known(v.Request("A", (1, 2, 3)))
     digests.learn(session, 0, [b"first", b"lost"], (1, 2, 3, 9), ())
-    session.updates.append(Request("A", (5,), items=(MultiModalItem("a", 0, 1),)))
+    session.updates.append(v.Request("A", (5,), items=(v.MultiModalItem("a", 0, 1),)))
     session.follow((1, 2, 3, 5), max_tokens=16)
     digests.learn(session, 2, [b"third"], (1, 2, 3, 5, 6, 7), session.request.items)
     assert [key.token_ids for key in session.keys] == [(1, 2), (3, 9), (6, 7)]
-    assert session.request.items == (MultiModalItem("a", 3, 1),)
+    assert session.request.items == (v.MultiModalItem("a", 3, 1),)
     assert not session.updates
 
 
 def test_a_digest_stands_for_items_where_the_release_has_put_them() -> None:
     """A release that shifts the items of a session's chunk wrongly must not be shown the right
     ones: what it hashed is what its digest stands for."""
-    digests, session = Digests(known(REFERENCE), 2), Known(Request("A", (1, 2)))
-    session.updates.append(Request("A", (5, 6, 7), items=(MultiModalItem("a", 1, 1),)))
+    digests, session = Digests(get_known(REFERENCE), 2), Known(v.Request("A", (1, 2)))
+    session.updates.append(v.Request("A", (5, 6, 7), items=(v.MultiModalItem("a", 1, 1),)))
     session.follow((1, 2, 5, 6, 7), max_tokens=16)
-    assert session.request.items == (MultiModalItem("a", 3, 1),)
-    elsewhere = (MultiModalItem("a", 2, 1),)
+    assert session.request.items == (v.MultiModalItem("a", 3, 1),)
+    elsewhere = (v.MultiModalItem("a", 2, 1),)
     digests.learn(session, 0, [b"first", b"second"], (1, 2, 5, 6, 7), elsewhere)
     assert [key.items for key in session.keys] == [(), (("a", 0),)]
 
@@ -208,25 +171,25 @@ def test_a_digest_stands_for_items_where_the_release_has_put_them() -> None:
 def test_a_digest_stands_for_the_embeddings_of_its_prompt_positions(
     version: str, embeds: tuple[tuple[int, ...], ...]
 ) -> None:
-    request = Request("A", (0, 0, 0), prompt_embeds=(7, 8, 9))
-    first = compute_block_key(known(version), request, None, (0, 0), 0, is_continued=False)
-    second = compute_block_key(known(version), request, first, (0, 5), 2, is_continued=True)
+    request = v.Request("A", (0, 0, 0), prompt_embeds=(7, 8, 9))
+    first = compute_block_key(get_known(version), request, None, (0, 0), 0, is_continued=False)
+    second = compute_block_key(get_known(version), request, first, (0, 5), 2, is_continued=True)
     assert (first.embeds, second.embeds) == embeds
 
 
 # With vLLM.
 
 
-def build(config: Config) -> Engine:
+def build(config: v.Config) -> Engine:
     return load_engine("vllm")(config)
 
 
-def plans_of(run: LockStep) -> list[Plan]:
+def plans_of(run: LockStep) -> list[v.Plan]:
     """What the engine planned, in order."""
-    return [exchange.seen for exchange in run.exchanges if isinstance(exchange.seen, Plan)]
+    return [exchange.seen for exchange in run.exchanges if isinstance(exchange.seen, v.Plan)]
 
 
-def follow(profile: Profile, config: Config, *actions: Action) -> tuple[LockStep, str]:
+def follow(profile: Profile, config: v.Config, *actions: Action) -> tuple[LockStep, str]:
     """Do these on both sides, where the only token is 0; the kinds of what is wrong."""
     program = Program(config, actions, vocabulary_size=1)
     run, findings = run_program(program, build, profile)
@@ -235,7 +198,7 @@ def follow(profile: Profile, config: Config, *actions: Action) -> tuple[LockStep
 
 @needs_vllm
 def test_it_is_an_engine_that_says_what_it_lacks() -> None:
-    engine = build(Config(num_blocks=9))
+    engine = build(v.Config(num_blocks=9))
     assert isinstance(engine, Engine)
     has = {
         "pause": RELEASE.has_pause,
@@ -256,53 +219,10 @@ def test_it_is_an_engine_that_says_what_it_lacks() -> None:
     assert ("async" in get_capabilities(load_engine("vllm"))) == RELEASE.has_async
 
 
-@needs_reference
-@pytest.mark.parametrize("num_drafts", range(5))
-def test_plans_run_ahead_of_their_answers(num_drafts: int) -> None:
-    """Drafts stay with the worker: what the plans carry are placeholders."""
-    config = Config(
-        num_blocks=17, block_size=2, max_model_len=24, max_frames_in_flight=2,
-            async_scheduling=True,
-        spec_method=SpecMethod.EAGLE if num_drafts else SpecMethod.NONE,
-        num_speculative_tokens=num_drafts,
-    )  # fmt: skip
-    actions = (
-        Submit(Request("A", (0, 0, 0), max_tokens=9)), Propose(((num_drafts, num_drafts // 2),)),
-        Schedule(), Schedule(), Submit(Request("B", (0, 0, 0, 0, 0), max_tokens=4)), Drain(),
-    )  # fmt: skip
-    run, wrong = follow(PROFILE, config, *actions)
-    assert wrong == ""
-    assert run.skipped == {}
-    assert not run.live
-    rows = [row for plan in plans_of(run) for row in plan.cached]
-    drafts = {token for row in rows for token in row.draft_token_ids}
-    assert drafts == ({DRAFT_PLACEHOLDER} if num_drafts else set())
-
-
-@needs_vllm
-def test_in_a_pipeline_a_request_waits_for_its_own_token_and_nobody_else_does() -> None:
-    config = Config(
-        num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=2,
-        max_frames_in_flight=3,
-    )  # fmt: skip
-    actions = (
-        Submit(Request("A", (0, 0, 0, 0), max_tokens=3)), Schedule(), Schedule(),
-        Submit(Request("B", (0,), max_tokens=2)), Schedule(), Answer(), Answer(), Schedule(),
-    )  # fmt: skip
-    run, wrong = follow(PROFILE, config, *actions)
-    assert wrong == ""
-    assert run.before is not None
-    assert run.before.frames_in_flight == (2, 3)
-    rows = [
-        [(row.request_id, row.num_scheduled_tokens) for row in plan.rows] for plan in plans_of(run)
-    ]
-    assert rows == [[("A", 2)], [("A", 2)], [("B", 1)], [("A", 1)]]
-
-
 @needs_vllm
 def test_what_the_first_stage_of_a_pipeline_is_told_must_be_what_was_sampled() -> None:
-    config = Config(num_blocks=9, max_frames_in_flight=2)
-    actions = (Submit(Request("A", (1, 2), max_tokens=9)), Schedule(), Answer())
+    config = v.Config(num_blocks=9, max_frames_in_flight=2)
+    actions = (v.Submit(v.Request("A", (1, 2), max_tokens=9)), v.Schedule(), Answer())
     engine = importlib.import_module(ADAPTER).VllmEngine(config)
     play_alone(engine, actions)
     scheduler = engine.run.scheduler
@@ -311,19 +231,19 @@ def test_what_the_first_stage_of_a_pipeline_is_told_must_be_what_was_sampled() -
     plan.scheduled_cached_reqs.new_token_ids = [[1]]
     scheduler.schedule = lambda: plan
     with pytest.raises(EngineFault, match="'A' is to run \\[1\\] from position 2, not \\[0\\]"):
-        engine.apply(Schedule())
+        engine.apply(v.Schedule())
 
 
 @needs_vllm
 def test_embeddings_shape_blocks_and_are_told_to_the_worker() -> None:
-    config = Config(num_blocks=20, block_size=2, max_model_len=16)
+    config = v.Config(num_blocks=20, block_size=2, max_model_len=16)
     tokens = (0, 0, 0, 0, 0)
     embeds = {"A": (7, 8, 9, 9, 9), "B": (7, 8, 2**31 - 1, 9, 9), "C": ()}
     actions: list[Action] = [
-        Submit(Request(name, tokens, max_tokens=4, prompt_embeds=numbers))
+        v.Submit(v.Request(name, tokens, max_tokens=4, prompt_embeds=numbers))
         for name, numbers in embeds.items()
     ]
-    run, wrong = follow(PROFILE, config, *actions, *(Schedule(), Answer()) * 3, Drain())
+    run, wrong = follow(PROFILE, config, *actions, *(v.Schedule(), Answer()) * 3, Drain())
     assert wrong == ""
     if not RELEASE.has_named_embeds:
         reason = "embeddings with prefix caching: the release's front end has one or the other"
@@ -339,50 +259,53 @@ def test_embeddings_shape_blocks_and_are_told_to_the_worker() -> None:
         assert [row.num_computed_tokens for row in plan.new] == [0, 2, 0]
 
 
+BESIDE: dict[tuple[str, ...], tuple[str, ...]] = {
+    (): ("preempted", "prefix_hit", "reset_forced"),
+    ("drafts",): ("drafts_some_accepted", "drafts_all_accepted"),
+    ("drafts", "async"): ("draft_placeholders_scheduled", "drafts_some_accepted"),
+    ("pipeline",): ("pipeline_waits_for_its_token",),
+    ("embeds",): ("same_tokens_other_embeds",),
+    ("adapters",): ("adapters_passed_over", "adapters_base_model_goes_past"),
+    ("sessions",): ("sessions_stop_rests", "sessions_chunk_ahead", "sessions_end_at_rest"),
+    ("masks",): ("masks_of_drafts", "masks_terminated", "masks_draft_cut", "masks_in_reasoning"),
+    ("encoder",): ("encoder_item_evicted", "encoder_chunk_stops_before_an_item"),
+    ("groups",): ("groups_window_slid", "groups_chunk_left", "groups_hit_in_several"),
+    ("states",): ("groups_state_left", "groups_hit_of_a_state"),
+    ("events", "groups"): ("events_stored", "events_removed"),
+    ("transfers",): (
+        *("transfers_load_at_once", "transfers_received", "transfers_released"),
+        "transfers_ended_under_way",
+    ),
+}
+"""Features that programs are drawn with, and what is reached with the reference."""
+
+
 @needs_vllm
-def test_it_runs_beside_the_spec() -> None:
-    depth = 2 if RELEASE.has_async else 1
-    options = CheckOptions(engine="vllm", profile=PROFILE.name, preset="tiny", max_depth=depth)
+@pytest.mark.parametrize("features", BESIDE, ids="+".join)
+def test_it_runs_beside_the_spec(features: tuple[str, ...]) -> None:
     make = load_engine("vllm")  # with what it says of configs
-    results = [run_episode(options, index, make) for index in range(30)]
-    assert [result.first for result in results if result.first is not None] == []
-    assert all(result.has_snapshot for result in results)
-    if not RELEASE.has_sound_priority:
-        return  # too little is left to run
-    assert sum(result.num_events for result in results) > 1000
-    assert sum(result.witnesses.get("preempted", 0) for result in results) > 0
-
-
-@needs_reference
-def test_drafts_and_a_forced_reset_are_translated() -> None:
-    config = Config(
-        num_blocks=9, block_size=2, max_model_len=16,
-        spec_method=SpecMethod.NGRAM, num_speculative_tokens=2,
-    )  # fmt: skip
-    actions = (
-        Submit(Request("A", (0, 0, 0), max_tokens=9)), Schedule(), Answer(), Propose(((2, 2),)),
-        Schedule(), Answer(), Reset(reset_running_requests=True), Drain(),
-    )  # fmt: skip
-    run, wrong = follow(STRICT, config, *actions)
-    assert wrong == ""
-    assert run.witnesses["drafts_scheduled"] == 1
-    assert run.witnesses["reset_forced"] == 1
+    drawn = {"seed": 1} if features else {"max_depth": 2 if RELEASE.has_async else 1}
+    options = {"with_features": features, "profile": PROFILE.name, **drawn}
+    played = play_episodes(make, 1_500, **options)
+    assert played.first is None
+    if VERSION == REFERENCE:
+        assert [name for name in BESIDE[features] if not played.witnesses[name]] == []
 
 
 @needs_vllm
 def test_several_are_aborted_in_the_order_given() -> None:
-    engine = build(Config(num_blocks=9))
+    engine = build(v.Config(num_blocks=9))
     for name in "ABC":
-        engine.apply(Submit(Request(name, (1, 2))))
-    assert engine.apply(Abort(("C", "ghost", "A"))) == Aborted(("C", "A"))
+        engine.apply(v.Submit(v.Request(name, (1, 2))))
+    assert engine.apply(v.Abort(("C", "ghost", "A"))) == v.Aborted(("C", "A"))
 
 
 def get_collisions(monkeypatch: pytest.MonkeyPatch, separate_names: bool) -> list[Any]:
     adapter = importlib.import_module(ADAPTER)
     monkeypatch.setattr(adapter.VllmEngine, "separate_names", separate_names)
-    engine = adapter.VllmEngine(Config(num_blocks=9, block_size=2))
-    engine.apply(Submit(Request("A", (1, 2, 3), adapter="x")))
-    engine.apply(Submit(Request("B", (1, 2, 3), cache_salt="x")))
+    engine = adapter.VllmEngine(v.Config(num_blocks=9, block_size=2))
+    engine.apply(v.Submit(v.Request("A", (1, 2, 3), adapter="x")))
+    engine.apply(v.Submit(v.Request("B", (1, 2, 3), cache_salt="x")))
     collisions: list[Any] = engine.run.digests.collisions
     return collisions
 
@@ -394,31 +317,31 @@ def test_an_adapter_and_a_salt_collide_unless_renamed(monkeypatch: pytest.Monkey
     assert get_collisions(monkeypatch, separate_names=True) == []
 
 
-PADDING = Config(
+PADDING = v.Config(
     num_blocks=12,
     block_size=1,
     max_model_len=8,
-    spec_method=SpecMethod.NGRAM,
+    spec_method=v.SpecMethod.NGRAM,
     num_speculative_tokens=2,
 )
 """In which a release may admit a request with drafts that nobody proposed."""
 
-HEADED = Config(
+HEADED = v.Config(
     num_blocks=60,
     block_size=1,
     max_model_len=16,
-    spec_method=SpecMethod.EAGLE,
+    spec_method=v.SpecMethod.EAGLE,
     num_speculative_tokens=1,
 )
 
 
 def once(name: str, num_tokens: int, token: int = 0) -> tuple[Action, ...]:
     """A prompt of equal tokens comes, and ends with the plan that it is in."""
-    return Submit(Request(name, (token,) * num_tokens, max_tokens=1)), Schedule(), Answer()
+    return v.Submit(v.Request(name, (token,) * num_tokens, max_tokens=1)), v.Schedule(), Answer()
 
 
-TWO_ITEMS = (MultiModalItem("c", 0, 2), MultiModalItem("d", 3, 2))
-ACROSS = Config(
+TWO_ITEMS = (v.MultiModalItem("c", 0, 2), v.MultiModalItem("d", 3, 2))
+ACROSS = v.Config(
     20,
     1,
     max_model_len=8,
@@ -430,222 +353,226 @@ ACROSS = Config(
     is_encoder_decoder=True,
 )
 
-SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
+SCENES: dict[Quirk, tuple[v.Config, tuple[Action, ...]]] = {
     Quirk.MIN_TOKENS_MASK_LENGTH: (
-        Config(num_blocks=9, block_size=1, max_model_len=4, enable_prefix_caching=False),
+        v.Config(num_blocks=9, block_size=1, max_model_len=4, enable_prefix_caching=False),
         (
-            Submit(Request("A", (0, 0, 0), max_tokens=2, min_tokens=2)),
-            Schedule(), Answer(), Schedule(),
+            v.Submit(v.Request("A", (0, 0, 0), max_tokens=2, min_tokens=2)),
+            v.Schedule(), Answer(), v.Schedule(),
         ),
     ),
     Quirk.EQUALS_PREEMPT_THE_FIRST: (
-        Config(num_blocks=5, block_size=1, max_model_len=5, policy=Policy.PRIORITY),
+        v.Config(num_blocks=5, block_size=1, max_model_len=5, policy=v.Policy.PRIORITY),
         (
-            Submit(Request("A", (0, 1), max_tokens=3)),
-            Submit(Request("B", (2, 3), max_tokens=3)),
-            Schedule(), Answer(), Schedule(), Answer(),
+            v.Submit(v.Request("A", (0, 1), max_tokens=3)),
+            v.Submit(v.Request("B", (2, 3), max_tokens=3)),
+            v.Schedule(), Answer(), v.Schedule(), Answer(),
         ),
     ),
     Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM: (
-        Config(num_blocks=9, block_size=4, max_model_len=16, max_num_batched_tokens=32),
+        v.Config(num_blocks=9, block_size=4, max_model_len=16, max_num_batched_tokens=32),
         (
-            Submit(Request(
+            v.Submit(v.Request(
                 "A", (0,) * 7, max_tokens=3,
-                items=(MultiModalItem("cat", 4, 1), MultiModalItem("dog", 5, 1)),
+                items=(v.MultiModalItem("cat", 4, 1), v.MultiModalItem("dog", 5, 1)),
             )),
-            Schedule(), Answer(), Schedule(),
+            v.Schedule(), Answer(), v.Schedule(),
         ),
     ),
     Quirk.UNWRITTEN_KEYS_STAY: (
-        Config(
+        v.Config(
             num_blocks=9, block_size=1, max_model_len=9, max_num_batched_tokens=8,
-            long_prefill_token_threshold=2, policy=Policy.PRIORITY,
+            long_prefill_token_threshold=2, policy=v.Policy.PRIORITY,
         ),
         (
-            Submit(Request("waiting", (9,), structured_output=True)),
-            Submit(Request("A", (1, 2, 3, 4, 5, 6, 7), max_tokens=1, priority=1)),
-            Schedule(), Answer(),
-            Submit(Request("B", (7, 8), max_tokens=2)),
-            Schedule(), Answer(), Schedule(), Answer(),
-            Submit(Request("C", (1, 2, 3, 4, 5, 9), max_tokens=1)),
-            Schedule(),
+            v.Submit(v.Request("waiting", (9,), structured_output=True)),
+            v.Submit(v.Request("A", (1, 2, 3, 4, 5, 6, 7), max_tokens=1, priority=1)),
+            v.Schedule(), Answer(),
+            v.Submit(v.Request("B", (7, 8), max_tokens=2)),
+            v.Schedule(), Answer(), v.Schedule(), Answer(),
+            v.Submit(v.Request("C", (1, 2, 3, 4, 5, 9), max_tokens=1)),
+            v.Schedule(),
         ),
     ),
     Quirk.PLACEHOLDERS_OUTLIVE_A_GAP: (
-        Config(
+        v.Config(
             num_blocks=9, max_num_batched_tokens=2, max_frames_in_flight=2,
             async_scheduling=True,
-            spec_method=SpecMethod.NGRAM, num_speculative_tokens=1,
+            spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=1,
         ),
         (
-            Submit(Request("A", (0,), max_tokens=8)),
-            Submit(Request("B", (0,), max_tokens=8)),
-            Schedule(), Schedule(), Abort(("A",)), Schedule(), Answer(), Schedule(), Answer(),
+            v.Submit(v.Request("A", (0,), max_tokens=8)),
+            v.Submit(v.Request("B", (0,), max_tokens=8)),
+            v.Schedule(), v.Schedule(), v.Abort(("A",)), v.Schedule(), Answer(), v.Schedule(),
+                Answer(),
         ),
     ),
     Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT: (
-        Config(
+        v.Config(
             num_blocks=8, block_size=1, max_model_len=7, max_frames_in_flight=2,
             async_scheduling=True,
-            policy=Policy.PRIORITY, enable_prefix_caching=False,
+            policy=v.Policy.PRIORITY, enable_prefix_caching=False,
         ),
         (
-            Submit(Request("A", (1, 2), max_tokens=2, priority=9)),
-            Schedule(), Answer(),
-            Submit(Request("B", (3, 4), max_tokens=4)),
-            Submit(Request("C", (5, 6), max_tokens=4)),
-            Schedule(), Schedule(), Answer(), Answer(),
+            v.Submit(v.Request("A", (1, 2), max_tokens=2, priority=9)),
+            v.Schedule(), Answer(),
+            v.Submit(v.Request("B", (3, 4), max_tokens=4)),
+            v.Submit(v.Request("C", (5, 6), max_tokens=4)),
+            v.Schedule(), v.Schedule(), Answer(), Answer(),
         ),
     ),
     Quirk.ITEMS_NAMED_WITHOUT_PLACE: (
-        Config(num_blocks=9, block_size=4, max_model_len=16),
+        v.Config(num_blocks=9, block_size=4, max_model_len=16),
         (
-            Submit(Request("A", (1,) * 8, max_tokens=1, items=(MultiModalItem("cat", 1, 1),))),
-            Schedule(), Answer(),
+            v.Submit(v.Request("A", (1,) * 8, max_tokens=1, items=(v.MultiModalItem("cat", 1,
+                1),))),
+            v.Schedule(), Answer(),
         ),
     ),
     Quirk.TOUCHING_ITEM_NAMES_AN_OUTPUT_BLOCK: (
-        Config(num_blocks=9, block_size=1, max_model_len=16),
+        v.Config(num_blocks=9, block_size=1, max_model_len=16),
         (
-            Submit(Request("A", (0, 0), max_tokens=1, items=(MultiModalItem("cat", 0, 2),))),
-            Submit(Request("B", (0,), max_tokens=3, items=(MultiModalItem("cat", 0, 1),))),
-            *(Schedule(), Answer()) * 3,
+            v.Submit(v.Request("A", (0, 0), max_tokens=1, items=(v.MultiModalItem("cat", 0, 2),))),
+            v.Submit(v.Request("B", (0,), max_tokens=3, items=(v.MultiModalItem("cat", 0, 1),))),
+            *(v.Schedule(), Answer()) * 3,
         ),
     ),
     Quirk.NOTHING_RESERVED: (
-        Config(num_blocks=7, block_size=1, max_model_len=7, max_num_batched_tokens=3),
+        v.Config(num_blocks=7, block_size=1, max_model_len=7, max_num_batched_tokens=3),
         (
-            Submit(Request("A", (1,), max_tokens=6)),
-            *(Schedule(), Answer()) * 3,
-            Submit(Request("B", (2, 3, 4, 5), max_tokens=1)), Schedule(),
+            v.Submit(v.Request("A", (1,), max_tokens=6)),
+            *(v.Schedule(), Answer()) * 3,
+            v.Submit(v.Request("B", (2, 3, 4, 5), max_tokens=1)), v.Schedule(),
         ),
     ),
     Quirk.PASSED_OVER_COME_BACK_REVERSED: (
-        Config(num_blocks=9),
+        v.Config(num_blocks=9),
         (
-            Submit(Request("A", (1,), structured_output=True)),
-            Submit(Request("B", (2,), structured_output=True)), Schedule(),
+            v.Submit(v.Request("A", (1,), structured_output=True)),
+            v.Submit(v.Request("B", (2,), structured_output=True)), v.Schedule(),
         ),
     ),
     Quirk.ONE_WAITING_QUEUE: (
-        Config(num_blocks=9),
-        (Submit(Request("A", (1,), structured_output=True)), Schedule()),
+        v.Config(num_blocks=9),
+        (v.Submit(v.Request("A", (1,), structured_output=True)), v.Schedule()),
     ),
     Quirk.DRAFTS_OUTLIVE_PREEMPTION: (
-        Config(
+        v.Config(
             num_blocks=6, block_size=1, max_num_seqs=2, max_num_batched_tokens=2, max_model_len=8,
-            spec_method=SpecMethod.NGRAM, num_speculative_tokens=1,
+            spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=1,
         ),
         (
-            Submit(Request("A", (0,), max_tokens=4)), Submit(Request("H", (0,), max_tokens=2)),
-            Schedule(), Answer(), Propose(((1, 1),)), Schedule(), Answer(), Schedule(),
+            v.Submit(v.Request("A", (0,), max_tokens=4)), v.Submit(v.Request("H", (0,),
+                max_tokens=2)),
+            v.Schedule(), Answer(), Propose(((1, 1),)), v.Schedule(), Answer(), v.Schedule(),
         ),
     ),
     Quirk.CACHED_TOKENS_OF_THE_LAST_HIT: (
-        Config(
+        v.Config(
             num_blocks=8, block_size=1, max_model_len=8, max_num_batched_tokens=3,
             scheduler_reserve_full_isl=False,
         ),
         (
-            Submit(Request("A", (9, 9), max_tokens=4)), Schedule(), Answer(),
-            Submit(Request("B", (1, 2, 3, 4, 5, 6), max_tokens=1)),
-            *(Schedule(), Answer()) * 3, Abort(("A",)), Schedule(), Answer(),
+            v.Submit(v.Request("A", (9, 9), max_tokens=4)), v.Schedule(), Answer(),
+            v.Submit(v.Request("B", (1, 2, 3, 4, 5, 6), max_tokens=1)),
+            *(v.Schedule(), Answer()) * 3, v.Abort(("A",)), v.Schedule(), Answer(),
         ),
     ),
     Quirk.ADMITTED_WITH_LOOKAHEAD: (
-        Config(
-            num_blocks=20, block_size=1, spec_method=SpecMethod.EAGLE, num_speculative_tokens=2,
+        v.Config(
+            num_blocks=20, block_size=1, spec_method=v.SpecMethod.EAGLE, num_speculative_tokens=2,
             max_model_len=16,
         ),
-        (Submit(Request("A", (1, 2, 3), max_tokens=4)), Schedule()),
+        (v.Submit(v.Request("A", (1, 2, 3), max_tokens=4)), v.Schedule()),
     ),
     Quirk.UNNAMED_BLOCKS_FIRST: (
-        Config(num_blocks=5, block_size=2, max_model_len=8),
-        (Submit(Request("A", (1, 2, 3), max_tokens=4)), Schedule(), Abort(("A",))),
+        v.Config(num_blocks=5, block_size=2, max_model_len=8),
+        (v.Submit(v.Request("A", (1, 2, 3), max_tokens=4)), v.Schedule(), v.Abort(("A",))),
     ),
     Quirk.UNCACHED_BLOCKS_FIRST: (
-        Config(num_blocks=5, block_size=2, max_model_len=8, enable_prefix_caching=False),
-        (Submit(Request("A", (1, 2, 3), max_tokens=4)), Schedule(), Abort(("A",))),
+        v.Config(num_blocks=5, block_size=2, max_model_len=8, enable_prefix_caching=False),
+        (v.Submit(v.Request("A", (1, 2, 3), max_tokens=4)), v.Schedule(), v.Abort(("A",))),
     ),
     Quirk.RESET_DROPS_TOKENS: (
-        Config(num_blocks=9, max_frames_in_flight=2, async_scheduling=True),
+        v.Config(num_blocks=9, max_frames_in_flight=2, async_scheduling=True),
         (
-            Submit(Request("A", (1, 2))), Schedule(), Reset(reset_running_requests=True),
-            Schedule(), Answer(),
+            v.Submit(v.Request("A", (1, 2))), v.Schedule(), v.Reset(reset_running_requests=True),
+            v.Schedule(), Answer(),
         ),
     ),
     Quirk.RESET_NAMES_ITS_VICTIMS: (
-        Config(num_blocks=9),
+        v.Config(num_blocks=9),
         (
-            Submit(Request("A", (1, 2))), Schedule(), Answer(),
-            Reset(reset_running_requests=True), Schedule(),
+            v.Submit(v.Request("A", (1, 2))), v.Schedule(), Answer(),
+            v.Reset(reset_running_requests=True), v.Schedule(),
         ),
     ),
     Quirk.LONE_REQUEST_HAS_NO_THRESHOLD: (
-        Config(num_blocks=20, long_prefill_token_threshold=2),
-        (Submit(Request("A", (1,) * 6)), Schedule()),
+        v.Config(num_blocks=20, long_prefill_token_threshold=2),
+        (v.Submit(v.Request("A", (1,) * 6)), v.Schedule()),
     ),
     Quirk.SELF_VICTIM_LETS_OTHERS_RUN: (
-        Config(
-            num_blocks=5, block_size=2, max_model_len=8, policy=Policy.PRIORITY,
+        v.Config(
+            num_blocks=5, block_size=2, max_model_len=8, policy=v.Policy.PRIORITY,
             enable_prefix_caching=False,
         ),
         (
-            Submit(Request("A", (1, 2, 3), max_tokens=3, priority=9)), Schedule(), Answer(),
-            Submit(Request("B", (4, 5, 6), max_tokens=3)), Schedule(), Answer(), Schedule(),
+            v.Submit(v.Request("A", (1, 2, 3), max_tokens=3, priority=9)), v.Schedule(), Answer(),
+            v.Submit(v.Request("B", (4, 5, 6), max_tokens=3)), v.Schedule(), Answer(), v.Schedule(),
         ),
     ),
     Quirk.STOP_TOKENS_IGNORE_MIN_TOKENS: (
-        Config(num_blocks=9),
+        v.Config(num_blocks=9),
         (
-            Submit(Request("A", (1,), max_tokens=9, min_tokens=3, eos_token_id=0)),
-            Schedule(), Answer(),
+            v.Submit(v.Request("A", (1,), max_tokens=9, min_tokens=3, eos_token_id=0)),
+            v.Schedule(), Answer(),
         ),
     ),
     Quirk.LENGTH_COMES_BEFORE_STOP: (
-        Config(num_blocks=9),
-        (Submit(Request("A", (1,), max_tokens=1, eos_token_id=0)), Schedule(), Answer()),
+        v.Config(num_blocks=9),
+        (v.Submit(v.Request("A", (1,), max_tokens=1, eos_token_id=0)), v.Schedule(), Answer()),
     ),
     Quirk.TOO_LONG_IS_PASSED_OVER: (
-        Config(
+        v.Config(
             num_blocks=9, block_size=1, max_model_len=5, max_num_batched_tokens=5,
             enable_chunked_prefill=False,
         ),
         (
-            Submit(Request("A", (1, 2, 3), max_tokens=1)),
-            Submit(Request("B", (4, 5, 6), max_tokens=1)),
-            Submit(Request("C", (7,), max_tokens=1)), Schedule(),
+            v.Submit(v.Request("A", (1, 2, 3), max_tokens=1)),
+            v.Submit(v.Request("B", (4, 5, 6), max_tokens=1)),
+            v.Submit(v.Request("C", (7,), max_tokens=1)), v.Schedule(),
         ),
     ),
     Quirk.ADMITTED_WITH_PADDING: (
         PADDING,
         (
-            Submit(Request("A", (0,), max_tokens=4)), Schedule(), Answer(),
-            Submit(Request("B", (1,), max_tokens=4)), Schedule(), Answer(), Schedule(), Answer(),
+            v.Submit(v.Request("A", (0,), max_tokens=4)), v.Schedule(), Answer(),
+            v.Submit(v.Request("B", (1,), max_tokens=4)), v.Schedule(), Answer(), v.Schedule(),
+                Answer(),
         ),
     ),
     Quirk.PADDING_WAITS_AT_THE_END: (
         replace(PADDING, max_model_len=4),
         (
-            Submit(Request("A", (1, 2), max_tokens=2)), Schedule(), Answer(),
-            Submit(Request("B", (1, 2, 3), max_tokens=1)), Schedule(), Answer(), Schedule(),
+            v.Submit(v.Request("A", (1, 2), max_tokens=2)), v.Schedule(), Answer(),
+            v.Submit(v.Request("B", (1, 2, 3), max_tokens=1)), v.Schedule(), Answer(), v.Schedule(),
         ),
     ),
     Quirk.HIT_IS_COMPANY_ENOUGH: (
         replace(PADDING, max_num_batched_tokens=2),
         (
-            Submit(Request("A", (1,), max_tokens=1)), Schedule(), Answer(),
-            Submit(Request("B", (1, 2), max_tokens=1)), Schedule(), Schedule(),
+            v.Submit(v.Request("A", (1,), max_tokens=1)), v.Schedule(), Answer(),
+            v.Submit(v.Request("B", (1, 2), max_tokens=1)), v.Schedule(), v.Schedule(),
         ),
     ),
     Quirk.DRAFTS_PUBLISH_AT_COMMIT: (
-        Config(
-            num_blocks=9, block_size=2, max_model_len=16, spec_method=SpecMethod.NGRAM,
+        v.Config(
+            num_blocks=9, block_size=2, max_model_len=16, spec_method=v.SpecMethod.NGRAM,
             num_speculative_tokens=1,
         ),
         (
-            Submit(Request("A", (1, 2, 3, 4), max_tokens=8)), Schedule(), Answer(),
-            Propose(((1, 1),)), Schedule(), Answer(),
+            v.Submit(v.Request("A", (1, 2, 3, 4), max_tokens=8)), v.Schedule(), Answer(),
+            Propose(((1, 1),)), v.Schedule(), Answer(),
         ),
     ),
     Quirk.HEAD_GIVES_BACK_BY_TURNS: (
@@ -655,131 +582,132 @@ SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
         replace(HEADED, groups=(full(2), window(1, 2))), (*once("A", 9), *once("B", 9)),
     ),
     Quirk.CHUNK_BEGINS_IN_A_NULL_BLOCK: (
-        Config(num_blocks=9, block_size=2, max_model_len=8, groups=(chunks(2, 3),)), once("A", 5),
+        v.Config(num_blocks=9, block_size=2, max_model_len=8, groups=(chunks(2, 3),)), once("A", 5),
     ),
     Quirk.NARROW_WINDOW_WANTS_A_BLOCK: (
-        Config(num_blocks=9, block_size=1, max_model_len=6, groups=(window(1, 1), full(1))),
+        v.Config(num_blocks=9, block_size=1, max_model_len=6, groups=(window(1, 1), full(1))),
         (*once("A", 4), *once("B", 1, token=1), *once("C", 4)),
     ),
     Quirk.HIT_HOLDS_WHAT_IT_SKIPS: (
-        Config(num_blocks=20, block_size=1, max_model_len=6, groups=(full(1), window(1, 1))),
+        v.Config(num_blocks=20, block_size=1, max_model_len=6, groups=(full(1), window(1, 1))),
         (*once("A", 4), *once("B", 4)),
     ),
     Quirk.CHUNK_KEEPS_A_NAMED_BLOCK: (
-        Config(9, 1, max_model_len=9, groups=(chunks(1, 2),)),
-        (Submit(Request("A", (0, 0), max_tokens=3)), Schedule(), Answer(), Schedule()),
+        v.Config(9, 1, max_model_len=9, groups=(chunks(1, 2),)),
+        (v.Submit(v.Request("A", (0, 0), max_tokens=3)), v.Schedule(), Answer(), v.Schedule()),
     ),
     Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT: (
-        Config(
+        v.Config(
             num_blocks=11, block_size=1, max_model_len=6,
             groups=(window(1, 2), full(1), full(2)),
         ),
         (*once("A", 4), *once("B", 2, token=1), *once("C", 4)),
     ),
     Quirk.WINDOWS_RESERVE_EVERYTHING: (
-        Config(
+        v.Config(
             num_blocks=4, block_size=1, max_model_len=6, max_num_batched_tokens=1,
             groups=(window(1, 2),),
         ),
         once("A", 5),
     ),
     Quirk.WINDOWS_FORGET_DOUBT: (
-        Config(
+        v.Config(
             num_blocks=12, block_size=1, max_model_len=9, max_frames_in_flight=3,
-            async_scheduling=True, spec_method=SpecMethod.NGRAM, num_speculative_tokens=1,
+            async_scheduling=True, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=1,
             groups=(window(1, 2),),
         ),
-        (Submit(Request("A", (0, 0), max_tokens=6)), Schedule(), Schedule(), Schedule()),
+        (v.Submit(v.Request("A", (0, 0), max_tokens=6)), v.Schedule(), v.Schedule(), v.Schedule()),
     ),
     Quirk.CHUNKS_ROUND_TO_NOTHING: (
-        Config(20, 4, max_num_batched_tokens=2, max_model_len=16, groups=(recurrent(4), full(4))),
+        v.Config(20, 4, max_num_batched_tokens=2, max_model_len=16, groups=(recurrent(4), full(4))),
         once("A", 9),
     ),
     Quirk.FRESH_STATES_ARE_WAITED_FOR: (
-        Config(40, 2, max_model_len=16, groups=(recurrent(2), full(2))),
+        v.Config(40, 2, max_model_len=16, groups=(recurrent(2), full(2))),
         (
-            Submit(Request("A", (1, 1), max_tokens=2)),
-            Submit(Request("B", (1, 1, 2), max_tokens=2)), Schedule(), Answer(), Schedule(),
+            v.Submit(v.Request("A", (1, 1), max_tokens=2)),
+            v.Submit(v.Request("B", (1, 1, 2), max_tokens=2)), v.Schedule(), Answer(), v.Schedule(),
         ),
     ),
     Quirk.ONLY_FULL_ATTENTION_IS_ZEROED: (
-        Config(40, 2, max_model_len=16, groups=(recurrent(2), window(2, 3))), once("A", 3),
+        v.Config(40, 2, max_model_len=16, groups=(recurrent(2), window(2, 3))), once("A", 3),
     ),
     Quirk.WITHDRAWN_BLOCKS_ARE_ZEROED: (
-        Config(
-            10, 1, max_model_len=8, policy=Policy.PRIORITY, enable_prefix_caching=False,
-            scheduler_reserve_full_isl=False, groups=(full(1), recurrent(8, MambaCacheMode.NONE)),
+        v.Config(
+            10, 1, max_model_len=8, policy=v.Policy.PRIORITY, enable_prefix_caching=False,
+            scheduler_reserve_full_isl=False, groups=(full(1), recurrent(8, v.MambaCacheMode.NONE)),
         ),
         (
-            Submit(Request("A", (0,), max_tokens=6, priority=1)), Schedule(), Answer(),
-            Submit(Request("B", (0, 0), max_tokens=6)), *(Schedule(), Answer()) * 4,
+            v.Submit(v.Request("A", (0,), max_tokens=6, priority=1)), v.Schedule(), Answer(),
+            v.Submit(v.Request("B", (0, 0), max_tokens=6)), *(v.Schedule(), Answer()) * 4,
         ),
     ),
     Quirk.BLOCKS_OF_LOADS_ARE_ZEROED: (
-        Config(
+        v.Config(
             20, 2, max_model_len=8, kv_connector=True, enable_prefix_caching=False,
-            groups=(full(2), recurrent(8, MambaCacheMode.NONE)),
+            groups=(full(2), recurrent(8, v.MambaCacheMode.NONE)),
         ),
-        (Submit(Request("A", (1, 2, 3))), KVOffer("A", 2, is_async=True), Schedule()),
+        (v.Submit(v.Request("A", (1, 2, 3))), v.KVOffer("A", 2, is_async=True), v.Schedule()),
     ),
     Quirk.HEAD_GIVES_BACK_THE_LAST_BLOCK: (
         replace(HEADED, groups=(full(1), window(1, 2))), (*once("A", 5), *once("B", 5)),
     ),
     Quirk.WINDOWS_RESERVE_STEPS_IN_FLIGHT: (
-        Config(3, 1, 1, 1, 6, groups=(window(1, 2),)), once("A", 5),
+        v.Config(3, 1, 1, 1, 6, groups=(window(1, 2),)), once("A", 5),
     ),
     Quirk.ALL_IN_FLIGHT_IS_IN_DOUBT: (
-        Config(
+        v.Config(
             9, 1, max_num_batched_tokens=1, max_model_len=9, max_frames_in_flight=2,
             async_scheduling=True, groups=(window(1, 2),),
         ),
-        (Submit(Request("A", (0,) * 5, max_tokens=2)), *(Schedule(), Schedule(), Answer()) * 2),
+        (v.Submit(v.Request("A", (0,) * 5, max_tokens=2)), *(v.Schedule(), v.Schedule(),
+            Answer()) * 2),
     ),
     Quirk.CHUNKS_END_AT_CHECKPOINTS: (
-        Config(20, 1, max_model_len=16, groups=(recurrent(1), full(1))), once("A", 2),
+        v.Config(20, 1, max_model_len=16, groups=(recurrent(1), full(1))), once("A", 2),
     ),
     Quirk.STATES_ARE_LEFT_AT_ONCE: (
-        Config(
-            20, 2, max_model_len=16, spec_method=SpecMethod.NGRAM, num_speculative_tokens=1,
+        v.Config(
+            20, 2, max_model_len=16, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=1,
             groups=(recurrent(2, num_speculative=1), full(2)),
         ),
-        (Submit(Request("A", (1, 2, 3), max_tokens=9)), *(Schedule(), Answer()) * 5),
+        (v.Submit(v.Request("A", (1, 2, 3), max_tokens=9)), *(v.Schedule(), Answer()) * 5),
     ),
     Quirk.STATES_COME_BEFORE_ITEMS: (
-        Config(
+        v.Config(
             40, 2, max_model_len=16, encoder_compute_budget=2, encoder_cache_size=8,
             groups=(recurrent(2), full(2)),
         ),
-        (Submit(Request("A", (1,) * 8, items=TWO_ITEMS)), Schedule()),
+        (v.Submit(v.Request("A", (1,) * 8, items=TWO_ITEMS)), v.Schedule()),
     ),
     Quirk.ITEMS_HELD_UNTIL_THE_ANSWER: (
-        Config(9, 1, max_model_len=8, encoder_compute_budget=2, encoder_cache_size=2),
-        (Submit(Request("A", (1,) * 3, items=(MultiModalItem("c", 0, 2),))), Schedule()),
+        v.Config(9, 1, max_model_len=8, encoder_compute_budget=2, encoder_cache_size=2),
+        (v.Submit(v.Request("A", (1,) * 3, items=(v.MultiModalItem("c", 0, 2),))), v.Schedule()),
     ),
     Quirk.HEAD_READS_WHAT_HAS_NO_ROOM: (
         replace(HEADED, encoder_compute_budget=2, encoder_cache_size=8),
-        (Submit(Request("A", (1,) * 5, items=TWO_ITEMS)), Schedule()),
+        (v.Submit(v.Request("A", (1,) * 5, items=TWO_ITEMS)), v.Schedule()),
     ),
     Quirk.WHOLE_ITEMS_ARE_SPLIT: (
-        Config(
+        v.Config(
             20, 1, max_num_batched_tokens=4, max_model_len=8, encoder_compute_budget=2,
             encoder_cache_size=4, disable_chunked_mm_input=True,
         ),
         (
-            Submit(Request("A", (1,) * 3)),
-            Submit(Request("B", (2,) * 3, items=(MultiModalItem("c", 0, 2),))), Schedule(),
+            v.Submit(v.Request("A", (1,) * 3)),
+            v.Submit(v.Request("B", (2,) * 3, items=(v.MultiModalItem("c", 0, 2),))), v.Schedule(),
         ),
     ),
     Quirk.RESTS_OF_ITEMS_ARE_SPLIT: (
-        Config(
+        v.Config(
             20, 2, max_num_batched_tokens=4, max_model_len=8, encoder_compute_budget=4,
             encoder_cache_size=8, disable_chunked_mm_input=True,
         ),
         (
-            Submit(Request("A", (1,) * 6, max_tokens=1, items=(MultiModalItem("c", 1, 4),))),
-            *(Schedule(), Answer()) * 3, Submit(Request("O", (2,) * 3, max_tokens=2)),
-            Submit(Request("B", (1, 1, 3, 3, 3, 3), items=(MultiModalItem("c", 1, 4),))),
-            Schedule(),
+            v.Submit(v.Request("A", (1,) * 6, max_tokens=1, items=(v.MultiModalItem("c", 1, 4),))),
+            *(v.Schedule(), Answer()) * 3, v.Submit(v.Request("O", (2,) * 3, max_tokens=2)),
+            v.Submit(v.Request("B", (1, 1, 3, 3, 3, 3), items=(v.MultiModalItem("c", 1, 4),))),
+            v.Schedule(),
         ),
     ),
     Quirk.HEAD_NEVER_BEGINS_A_WHOLE_ITEM: (
@@ -788,33 +716,34 @@ SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
             disable_chunked_mm_input=True,
         ),
         (
-            Submit(Request("A", (1,) * 3, max_tokens=1, items=(MultiModalItem("c", 1, 2),))),
-            Schedule(),
+            v.Submit(v.Request("A", (1,) * 3, max_tokens=1, items=(v.MultiModalItem("c", 1, 2),))),
+            v.Schedule(),
         ),
     ),
     Quirk.REMADE_ITEMS_BESIDE_ARE_DROPPED: (
         ACROSS,
         (
-            Submit(Request("A", (0,), max_tokens=1, items=TWO_ITEMS[:1])), Schedule(), Answer(),
-            Submit(Request("B", (0,), max_tokens=1, items=TWO_ITEMS[:1])), Schedule(),
+            v.Submit(v.Request("A", (0,), max_tokens=1, items=TWO_ITEMS[:1])), v.Schedule(),
+                Answer(),
+            v.Submit(v.Request("B", (0,), max_tokens=1, items=TWO_ITEMS[:1])), v.Schedule(),
         ),
     ),
     Quirk.ROOM_BESIDE_GROWS: (
         ACROSS,
         (
-            Submit(Request("A", (0,), max_tokens=3, items=TWO_ITEMS[:1])),
-            *(Schedule(), Answer()) * 2,
+            v.Submit(v.Request("A", (0,), max_tokens=3, items=TWO_ITEMS[:1])),
+            *(v.Schedule(), Answer()) * 2,
         ),
     ),
     Quirk.WITHOUT_ITEMS_PASSED_OVER: (
-        Config(
+        v.Config(
             20, 1, max_model_len=8, encoder_compute_budget=8, encoder_cache_size=3,
             long_prefill_token_threshold=2,
         ),
         (
-            Submit(Request("A", (1,) * 3, items=(MultiModalItem("c", 0, 3),))),
-            Submit(Request("B", (2,) * 2, items=(MultiModalItem("d", 0, 2),))),
-            Submit(Request("C", (3,))), Schedule(),
+            v.Submit(v.Request("A", (1,) * 3, items=(v.MultiModalItem("c", 0, 3),))),
+            v.Submit(v.Request("B", (2,) * 2, items=(v.MultiModalItem("d", 0, 2),))),
+            v.Submit(v.Request("C", (3,))), v.Schedule(),
         ),
     ),
 }  # fmt: skip
@@ -827,10 +756,9 @@ def test_a_known_deviation_shows_and_its_quirk_follows_it(quirk: Quirk) -> None:
     if quirk not in PROFILE.quirks:
         pytest.skip(f"vLLM {VERSION} does not have it")
     config, actions = SCENES[quirk]
-    release = get_release(VERSION)
-    if release is not None and find_problem(release, config):
+    if find_problem(RELEASE, config):
         pytest.skip(f"vLLM {VERSION} is not built with such groups")
-    if release is not None and config.encoder_cache_size and not release.has_encoder:
+    if config.encoder_cache_size and not RELEASE.has_encoder:
         pytest.skip(f"no encoder is followed in vLLM {VERSION}")
     run, wrong = follow(PROFILE, config, *actions)
     assert wrong == ""
@@ -841,65 +769,66 @@ def test_a_known_deviation_shows_and_its_quirk_follows_it(quirk: Quirk) -> None:
     assert FindingKind.DIVERGENCE.value in wrong
 
 
-DECLINED: dict[str, tuple[str, Config, tuple[Action, ...], str]] = {
+DECLINED: dict[str, tuple[str, v.Config, tuple[Action, ...], str]] = {
     "reset at the end": (
         REFERENCE,
-        Config(num_blocks=9, block_size=1, max_model_len=4),
+        v.Config(num_blocks=9, block_size=1, max_model_len=4),
         (
-            Submit(Request("A", (0, 0, 0), max_tokens=4, min_tokens=4)),
-            Schedule(), Answer(), Reset(reset_running_requests=True), Schedule(), Answer(),
-            Schedule(), Answer(),
+            v.Submit(v.Request("A", (0, 0, 0), max_tokens=4, min_tokens=4)),
+            v.Schedule(), Answer(), v.Reset(reset_running_requests=True), v.Schedule(), Answer(),
+            v.Schedule(), Answer(),
         ),
         "min_tokens at the model length",
     ),
     "preempted at the end": (
         REFERENCE,
-        Config(
+        v.Config(
             num_blocks=9, block_size=1, max_model_len=7, enable_prefix_caching=False,
             scheduler_reserve_full_isl=False,
         ),
         (
-            Submit(Request("B", (1,), max_tokens=6)),
-            Submit(Request("A", (1, 2, 3, 4, 5), max_tokens=8, min_tokens=8)),
-            *(Schedule(), Answer()) * 9,
+            v.Submit(v.Request("B", (1,), max_tokens=6)),
+            v.Submit(v.Request("A", (1, 2, 3, 4, 5), max_tokens=8, min_tokens=8)),
+            *(v.Schedule(), Answer()) * 9,
         ),
         "min_tokens at the model length",
     ),
     "forced reset": (
         REFERENCE,
-        Config(
+        v.Config(
             num_blocks=9, block_size=1, max_model_len=4, max_frames_in_flight=2,
             async_scheduling=True,
         ),
         (
-            Submit(Request("A", (0, 0), max_tokens=9)),
-            Schedule(), Schedule(), Reset(reset_running_requests=True), Answer(), Answer(),
+            v.Submit(v.Request("A", (0, 0), max_tokens=9)),
+            v.Schedule(), v.Schedule(), v.Reset(reset_running_requests=True), Answer(), Answer(),
         ),
         "forced reset under asynchronous scheduling (#42043)",
     ),
     "resumed too early": (
         REFERENCE,
-        Config(
+        v.Config(
             num_blocks=6, block_size=1, max_model_len=6, max_frames_in_flight=2,
             async_scheduling=True,
             enable_prefix_caching=False,
         ),
         (
-            Submit(Request("A", (1, 2, 3), max_tokens=1)),
-            Submit(Request("B", (4, 5), max_tokens=3)),
-            Schedule(), Schedule(), Schedule(), Answer(), Schedule(), Answer(), Answer(),
+            v.Submit(v.Request("A", (1, 2, 3), max_tokens=1)),
+            v.Submit(v.Request("B", (4, 5), max_tokens=3)),
+            v.Schedule(), v.Schedule(), v.Schedule(), Answer(), v.Schedule(), Answer(), Answer(),
         ),
         "resumed before its tokens (#47900)",
     ),
     "behind drafts": (
         REFERENCE,
-        Config(
+        v.Config(
             num_blocks=9, block_size=2, max_model_len=16, max_frames_in_flight=2,
-            spec_method=SpecMethod.NGRAM, num_speculative_tokens=2,
+            spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2,
         ),
         (
-            Submit(Request("A", (0, 0), max_tokens=9)), Schedule(), Answer(), Propose(((2, 2),)),
-            Schedule(), Schedule(), Answer(), Answer(),
+            v.Submit(v.Request("A", (0, 0), max_tokens=9)), v.Schedule(), Answer(), Propose(((2,
+                2),)),
+            v.Schedule(), v.Schedule(), Answer(), Answer(),
         ),
         "a plan behind drafts in flight: fewer than no tokens",
     ),
@@ -907,8 +836,8 @@ DECLINED: dict[str, tuple[str, Config, tuple[Action, ...], str]] = {
         "0.33.0",
         replace(PADDING, long_prefill_token_threshold=2),
         (
-            Submit(Request("A", (0,), max_tokens=4)), Schedule(), Answer(),
-            Submit(Request("B", (1,), max_tokens=4)), Schedule(),
+            v.Submit(v.Request("A", (0,), max_tokens=4)), v.Schedule(), Answer(),
+            v.Submit(v.Request("B", (1,), max_tokens=4)), v.Schedule(),
         ),
         "padding above the long-prefill threshold (#54028)",
     ),
@@ -916,8 +845,9 @@ DECLINED: dict[str, tuple[str, Config, tuple[Action, ...], str]] = {
         "0.27.0",
         replace(PADDING, max_model_len=4, max_frames_in_flight=2, async_scheduling=True),
         (
-            Submit(Request("A", (1,), max_tokens=3)), Schedule(), Answer(),
-            Submit(Request("B", (1, 2), max_tokens=2)), Schedule(), Schedule(), Answer(), Answer(),
+            v.Submit(v.Request("A", (1,), max_tokens=3)), v.Schedule(), Answer(),
+            v.Submit(v.Request("B", (1, 2), max_tokens=2)), v.Schedule(), v.Schedule(), Answer(),
+                Answer(),
         ),
         "a plan behind padding to the model length (#53962)",
     ),
@@ -930,7 +860,7 @@ DECLINED: dict[str, tuple[str, Config, tuple[Action, ...], str]] = {
     ("release", "config", "actions", "reason"), DECLINED.values(), ids=DECLINED
 )
 def test_where_the_release_would_raise_it_is_not_given_the_event(
-    release: str, config: Config, actions: tuple[Action, ...], reason: str
+    release: str, config: v.Config, actions: tuple[Action, ...], reason: str
 ) -> None:
     if release != VERSION:
         pytest.skip(f"tells what vLLM {release} does")
@@ -941,33 +871,34 @@ def test_where_the_release_would_raise_it_is_not_given_the_event(
     assert run.skipped.keys() == {reason}
 
 
-LATE = Config(
-    num_blocks=9, block_size=2, max_model_len=16, spec_method=SpecMethod.NGRAM,
+LATE = v.Config(
+    num_blocks=9, block_size=2, max_model_len=16, spec_method=v.SpecMethod.NGRAM,
     num_speculative_tokens=2,
 )  # fmt: skip
-SPARED: dict[str, tuple[str, Config, tuple[Action, ...]]] = {
+SPARED: dict[str, tuple[str, v.Config, tuple[Action, ...]]] = {
     "an attempt that fails is counted": (
         "spare_counters",
-        Config(num_blocks=4, block_size=1, max_model_len=64),
+        v.Config(num_blocks=4, block_size=1, max_model_len=64),
         (
-            Submit(Request("A", (0,), max_tokens=2)), Submit(Request("B", (0,), max_tokens=2)),
-            Submit(Request("C", (1, 1), max_tokens=1)), Schedule(),
+            v.Submit(v.Request("A", (0,), max_tokens=2)), v.Submit(v.Request("B", (0,),
+                max_tokens=2)),
+            v.Submit(v.Request("C", (1, 1), max_tokens=1)), v.Schedule(),
         ),
     ),
     "drafts for who waits": (
         "spare_late_drafts",
         LATE,
         (
-            Submit(Request("A", (1, 2, 3), max_tokens=9)), Schedule(), Answer(),
-            Reset(reset_running_requests=True), Propose(((2, 2),)),
+            v.Submit(v.Request("A", (1, 2, 3), max_tokens=9)), v.Schedule(), Answer(),
+            v.Reset(reset_running_requests=True), Propose(((2, 2),)),
         ),
     ),
     "drafts for who is in flight": (
         "spare_late_drafts",
         LATE,
         (
-            Submit(Request("A", (1, 2, 3), max_tokens=9)), Schedule(), Answer(),
-            Schedule(), Propose(((2, 2),)),
+            v.Submit(v.Request("A", (1, 2, 3), max_tokens=9)), v.Schedule(), Answer(),
+            v.Schedule(), Propose(((2, 2),)),
         ),
     ),
 }  # fmt: skip
@@ -977,7 +908,7 @@ SPARED: dict[str, tuple[str, Config, tuple[Action, ...]]] = {
 @needs_reference
 @pytest.mark.parametrize(("flag", "config", "actions"), SPARED.values(), ids=SPARED)
 def test_what_a_workaround_hides_a_hunt_finds(
-    flag: str, config: Config, actions: tuple[Action, ...]
+    flag: str, config: v.Config, actions: tuple[Action, ...]
 ) -> None:
     program = Program(config, actions, vocabulary_size=1)
     cause = Cause(Means.WORKAROUND, flag)
@@ -996,8 +927,9 @@ def test_its_counters_of_drafts_are_those_of_the_spec(
         LATE, enable_prefix_caching=False, max_frames_in_flight=depth, async_scheduling=depth > 1
     )
     actions = (
-        Submit(Request("A", (0, 0, 0), max_tokens=9)), Propose(((2, 2),)), Schedule(), Answer(),
-        *(Propose(((2, 1), (2, 0))), Schedule(), Answer()) * 2, Drain(),
+        v.Submit(v.Request("A", (0, 0, 0), max_tokens=9)), Propose(((2, 2),)), v.Schedule(),
+            Answer(),
+        *(Propose(((2, 1), (2, 0))), v.Schedule(), Answer()) * 2, Drain(),
     )  # fmt: skip
     monkeypatch.setattr(importlib.import_module(ADAPTER).VllmEngine, "spare_counters", False)
     run, wrong = follow(PROFILE, config, *actions)
@@ -1009,16 +941,16 @@ def test_its_counters_of_drafts_are_those_of_the_spec(
 @needs_reference
 def test_late_drafts_are_planned_for_a_position_that_they_were_not_proposed_for() -> None:
     engine = build(LATE)
-    engine.apply(Submit(Request("A", (1, 2, 3), max_tokens=9)))
+    engine.apply(v.Submit(v.Request("A", (1, 2, 3), max_tokens=9)))
     for sampled in (4, 5):  # the drafts guess what comes after 4
-        plan = engine.apply(Schedule())
-        assert isinstance(plan, Plan)
-        engine.apply(Commit(plan.frame_id, (RowTokens("A", (sampled,)),)))
+        plan = engine.apply(v.Schedule())
+        assert isinstance(plan, v.Plan)
+        engine.apply(v.Commit(plan.frame_id, (v.RowTokens("A", (sampled,)),)))
         if sampled == 4:
-            engine.apply(Reset(reset_running_requests=True))
-            engine.apply(Drafts((RowTokens("A", (5, 6)),)))
-    plan = engine.apply(Schedule())
-    assert isinstance(plan, Plan)
+            engine.apply(v.Reset(reset_running_requests=True))
+            engine.apply(v.Drafts((v.RowTokens("A", (5, 6)),)))
+    plan = engine.apply(v.Schedule())
+    assert isinstance(plan, v.Plan)
     assert plan.cached[0].num_computed_tokens == 4  # of 5, which is verified against what follows
     assert plan.cached[0].draft_token_ids == (5, 6)
 
@@ -1037,18 +969,18 @@ def test_no_more_plans_are_in_flight_than_vllm_has() -> None:
 
 def play_alone(engine: Engine, actions: tuple[Action, ...]) -> None:
     """Do these on the engine alone; every row that can sample samples 0."""
-    plans: list[Plan] = []
-    rows: tuple[RowTokens, ...] = ()
+    plans: list[v.Plan] = []
+    rows: tuple[v.RowTokens, ...] = ()
     for action in actions:
         if isinstance(action, Answer):
             plan = plans.pop(0)
-            rows = tuple(RowTokens(row.request_id, (0,)) for row in plan.rows)
-            engine.apply(Commit(plan.frame_id, rows))
+            rows = tuple(v.RowTokens(row.request_id, (0,)) for row in plan.rows)
+            engine.apply(v.Commit(plan.frame_id, rows))
         elif isinstance(action, Propose):
             ((num_drafts, _),) = action.counts
-            engine.apply(Drafts(tuple(replace(row, token_ids=(0,) * num_drafts) for row in rows)))
+            engine.apply(v.Drafts(tuple(replace(row, token_ids=(0,) * num_drafts) for row in rows)))
         else:
-            assert isinstance(action, Submit | Schedule | Reset)
+            assert isinstance(action, v.Submit | v.Schedule | v.Reset)
             answer = engine.apply(action)
-            if isinstance(answer, Plan) and answer.rows:
+            if isinstance(answer, v.Plan) and answer.rows:
                 plans.append(answer)

@@ -8,45 +8,25 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from vllm_support.installed import PROFILE, needs_reference, needs_vllm, quiet
 
 from blockstep.conformance.engine import EngineFault
-from blockstep.conformance.engines.adapters.vllm_releases import (
-    REFERENCE,
-    get_installed_version,
-    get_release_problem,
-)
+from blockstep.conformance.engines.adapters.vllm_releases import REFERENCE
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Answer, Drain, Program
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.options import find_profile
+from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import Profile, Quirk
-from blockstep.spec.vocabulary import (
-    BlockKey,
-    CachedRow,
-    Config,
-    MultiModalItem,
-    Plan,
-    Request,
-    Schedule,
-    Snapshot,
-    Submit,
-)
 
 ADAPTERS = "blockstep.conformance.engines.adapters"
-PROBLEM = get_release_problem(get_installed_version())
-VERSION = (get_installed_version() or REFERENCE).split("+")[0]
-pytestmark = [
-    # Importing vLLM imports torch, which warns of itself.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
-    pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)),
-]
-needs_reference = pytest.mark.skipif(VERSION != REFERENCE, reason=f"told of {REFERENCE}")
+pytestmark = [quiet, needs_vllm]
 
-CONFIG = Config(num_blocks=9, block_size=2)
-ITEM = MultiModalItem("cat", 1, 2)
-DOG = MultiModalItem("dog", 3, 1)
-RICH = Request("A", (1, 2, 3, 4, 5), 4, adapter="x", cache_salt="y", items=(ITEM, DOG))
+CONFIG = v.Config(num_blocks=9, block_size=2)
+ITEM = v.MultiModalItem("cat", 1, 2)
+DOG = v.MultiModalItem("dog", 3, 1)
+RICH = v.Request("A", (1, 2, 3, 4, 5), 4, adapter="x", cache_salt="y", items=(ITEM, DOG))
 
 
 def take(name: str) -> Any:
@@ -56,7 +36,7 @@ def take(name: str) -> Any:
 
 # A key that is not what was hashed.
 
-KEYS: dict[str, Callable[[BlockKey], BlockKey]] = {
+KEYS: dict[str, Callable[[v.BlockKey], v.BlockKey]] = {
     "no items": lambda key: rekey(key, items=()),
     "one item only": lambda key: rekey(key, items=key.items[:1]),
     "items in another order": lambda key: rekey(key, items=key.items[::-1]),
@@ -70,9 +50,9 @@ KEYS: dict[str, Callable[[BlockKey], BlockKey]] = {
 }
 
 
-def rekey(key: BlockKey, **fields: Any) -> BlockKey:
+def rekey(key: v.BlockKey, **fields: Any) -> v.BlockKey:
     names = ("parent", "token_ids", "adapter", "cache_salt", "items", "group", "embeds")
-    return BlockKey(**{name: getattr(key, name) for name in names} | fields)
+    return v.BlockKey(**{name: getattr(key, name) for name in names} | fields)
 
 
 @pytest.mark.parametrize("lie", KEYS)
@@ -83,9 +63,9 @@ def test_a_key_that_is_not_what_was_hashed_is_found(
     compute = names.compute_block_key
     monkeypatch.setattr(names, "compute_block_key", lambda *a, **k: KEYS[lie](compute(*a, **k)))
     engine = take("vllm").VllmEngine(CONFIG)
-    engine.apply(Submit(RICH))
+    engine.apply(v.Submit(RICH))
     engine.snapshot()
-    engine.apply(Schedule())
+    engine.apply(v.Schedule())
     with pytest.raises(EngineFault, match="its digest is not of that"):
         engine.snapshot()
 
@@ -98,23 +78,25 @@ def test_an_embedding_that_is_not_named_is_found(
     names = take("vllm_names")
     compute = names.compute_block_key
 
-    def forget(release: Any, request: Request, parent: Any, tokens: Any, at: int, **k: Any) -> Any:
+    def forget(
+        release: Any, request: v.Request, parent: Any, tokens: Any, at: int, **k: Any
+    ) -> Any:
         key = compute(release, request, parent, tokens, at, **k)
         return rekey(key, embeds=()) if at == start else key
 
     monkeypatch.setattr(names, "compute_block_key", forget)
     engine = take("vllm").VllmEngine(CONFIG)
-    engine.apply(Submit(Request("A", (0, 0, 0, 0, 0), prompt_embeds=(5, 6, 7, 8, 9))))
-    engine.apply(Schedule())
+    engine.apply(v.Submit(v.Request("A", (0, 0, 0, 0, 0), prompt_embeds=(5, 6, 7, 8, 9))))
+    engine.apply(v.Schedule())
     with pytest.raises(EngineFault, match="its digest is not of that"):
         engine.snapshot()
 
 
-def play(profile: Profile, request: Request) -> list[Finding]:
+def play(profile: Profile, request: v.Request) -> list[Finding]:
     """Findings of a life of the request, and of its like."""
     again = replace(request, request_id="B")
-    steps = (Schedule(), Answer()) * 3
-    actions = (Submit(request), *steps, Submit(again), *steps, Drain())
+    steps = (v.Schedule(), Answer()) * 3
+    actions = (v.Submit(request), *steps, v.Submit(again), *steps, Drain())
     _, findings = run_program(Program(CONFIG, actions), load_engine("vllm"), profile)
     return findings
 
@@ -125,7 +107,7 @@ MISREAD = {
     ),
     "where an item ends": (
         {"has_exact_ends": False}, Quirk.TOUCHING_ITEM_NAMES_AN_OUTPUT_BLOCK,
-        Request("A", (1, 2, 3, 4), 4, items=(MultiModalItem("cat", 2, 2),)),
+        v.Request("A", (1, 2, 3, 4), 4, items=(v.MultiModalItem("cat", 2, 2),)),
     ),
 }  # fmt: skip
 """What may be misread of a release, and the quirk that is wrong alike."""
@@ -156,36 +138,36 @@ def test_adapter_and_quirk_that_are_wrong_alike_are_found(
 # A plan or a state that is not what the scheduler says.
 
 
-def drop_a_block(plan: Plan) -> Plan:
+def drop_a_block(plan: v.Plan) -> v.Plan:
     return replace(
         plan, new=tuple(replace(row, block_ids=(row.block_ids[0][:-1],)) for row in plan.new)
     )
 
 
-def repeat_a_block(plan: Plan) -> Plan:
+def repeat_a_block(plan: v.Plan) -> v.Plan:
     """Only rows that are not new are told wrongly."""
     return replace(plan, cached=tuple(map(repeat, plan.cached)))
 
 
-def repeat(row: CachedRow) -> CachedRow:
+def repeat(row: v.CachedRow) -> v.CachedRow:
     return replace(row, new_block_ids=((*row.new_block_ids[0], 1),))
 
 
 @pytest.mark.parametrize("lie", [drop_a_block, repeat_a_block])
 def test_a_block_table_that_is_told_wrongly_is_found(
-    lie: Callable[[Plan], Plan], monkeypatch: pytest.MonkeyPatch
+    lie: Callable[[v.Plan], v.Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = take("vllm")
     read_plan = adapter.read_plan
     monkeypatch.setattr(adapter, "read_plan", lambda *a: lie(read_plan(*a)))
-    program = Program(CONFIG, (Submit(RICH), *(Schedule(), Answer()) * 2))
-    _, findings = run_program(program, load_engine("vllm"), find_profile(f"vllm-{VERSION}"))
+    program = Program(CONFIG, (v.Submit(RICH), *(v.Schedule(), Answer()) * 2))
+    _, findings = run_program(program, load_engine("vllm"), PROFILE)
     assert "the block table that plans told 'A' is" in findings[0].message
 
 
-STATES: dict[str, tuple[Callable[[Snapshot], Snapshot], str]] = {
+STATES: dict[str, tuple[Callable[[v.Snapshot], v.Snapshot], str]] = {
     "a key that nobody carries": (
-        lambda s: replace(s, block_keys=(*s.block_keys[:-1], BlockKey(None, (1, 2)))),
+        lambda s: replace(s, block_keys=(*s.block_keys[:-1], v.BlockKey(None, (1, 2)))),
         "block 8 is shown with key",
     ),
     "no key where there is one": (
@@ -213,9 +195,9 @@ def test_a_state_that_is_shown_wrongly_is_found(lie: str, monkeypatch: pytest.Mo
     adapter, (change, told) = take("vllm"), STATES[lie]
     read_snapshot = adapter.read_snapshot
     engine = adapter.VllmEngine(CONFIG)
-    engine.apply(Submit(RICH))
+    engine.apply(v.Submit(RICH))
     engine.snapshot()
-    engine.apply(Schedule())
+    engine.apply(v.Schedule())
     monkeypatch.setattr(adapter, "read_snapshot", lambda run: change(read_snapshot(run)))
     with pytest.raises(EngineFault, match=told):
         engine.snapshot()

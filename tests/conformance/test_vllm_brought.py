@@ -8,41 +8,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vllm_support.installed import RELEASE, needs, needs_newest, needs_reference, needs_vllm, quiet
 
 from blockstep.conformance.engine import EngineFault
-from blockstep.conformance.engines.adapters.vllm_releases import (
-    REFERENCE,
-    TRIED,
-    get_installed_version,
-    get_release,
-    get_release_problem,
-)
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec import vocabulary as v
 
-PROBLEM = get_release_problem(get_installed_version())
-# Importing vLLM imports torch, which warns of itself.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+    quiet,
     pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning"),  # of xgrammar
-    pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)),
+    needs_vllm,
 ]
-RELEASE = get_release(get_installed_version() or REFERENCE)
-assert RELEASE is not None
-needs_reference = pytest.mark.skipif(
-    RELEASE.version != REFERENCE, reason=f"tells what vLLM {REFERENCE} does"
-)
-needs_newest = pytest.mark.skipif(
-    RELEASE.version != TRIED[-1], reason=f"tells what vLLM {TRIED[-1]} does"
-)
-needs_sessions = pytest.mark.skipif(not RELEASE.has_sessions, reason="the release has no sessions")
-needs_masks = pytest.mark.skipif(
-    not RELEASE.has_frame_masks, reason="the release has no such masks"
-)
-needs_encoder = pytest.mark.skipif(not RELEASE.has_encoder, reason="the release's is not followed")
-needs_offers = pytest.mark.skipif(not RELEASE.has_offers, reason="the release has none of it")
-
-
+needs_sessions = needs(RELEASE.has_sessions, "the release has no sessions")
+needs_masks = needs(RELEASE.has_frame_masks, "the release has no such masks")
+needs_encoder = needs(RELEASE.has_encoder, "the release's is not followed")
+needs_offers = needs(RELEASE.has_offers, "the release has none of it")
 XGRAMMAR = "blockstep.conformance.engines.adapters.vllm_xgrammar:XgrammarEngine"
 
 
@@ -108,26 +88,6 @@ def rows_of(plan: v.Plan) -> dict[str, int]:
 # Adapters.
 
 
-@pytest.mark.parametrize(("max_loras", "planned"), [(0, "ABCD"), (1, "ACD"), (2, "ABCD")])
-def test_who_is_beyond_the_cap_is_passed_over(max_loras: int, planned: str) -> None:
-    told = Told(v.Config(num_blocks=20, max_loras=max_loras))
-    for name, adapter in (("A", "x"), ("B", "y"), ("C", None), ("D", "x")):
-        told.submit(name, 1, 2, adapter=adapter)
-    assert "".join(rows_of(told.plan())) == planned
-    if max_loras == 1:
-        told.commit(0, A=(5,), C=(5,), D=(5,))
-        told.engine.apply(v.Abort(("A", "D")))
-        assert sorted(rows_of(told.plan())) == ["B", "C"]
-
-
-def test_one_adapter_has_one_number_in_all_of_a_run() -> None:
-    told = Told(v.Config(num_blocks=20, max_loras=2))
-    for name, adapter in (("A", "x"), ("B", "y"), ("C", "x")):
-        told.submit(name, 1, 2, adapter=adapter)
-    numbers = [told.scheduler.requests[name].lora_request.lora_int_id for name in "ABC"]
-    assert numbers == [1, 2, 1]
-
-
 PIPELINE: dict[str, Any] = {"max_frames_in_flight": 2}
 
 
@@ -161,16 +121,6 @@ def test_who_may_end_while_passed_over_is_not_planned_past_for_it_would_stay_in_
     told.commit(1, B=(7,))
     with pytest.raises(EngineFault, match="names 'B', who is gone"):
         _ = told.state
-
-
-@needs_newest
-def test_who_runs_without_a_row_keeps_the_seat_of_its_adapter() -> None:
-    told = Told(v.Config(num_blocks=20, max_loras=1, **PIPELINE))
-    told.submit("A", 1, max_tokens=3, adapter="x")
-    told.submit("B", 1, max_tokens=3, adapter="y")
-    told.plan()
-    assert rows_of(told.plan()) == {}
-    assert told.state.waiting == ("B",)
 
 
 # Sessions.
@@ -230,50 +180,6 @@ def test_a_session_keeps_what_its_stop_trimmed_promised_and_is_declined() -> Non
 
 
 @needs_newest
-def test_a_session_that_stops_drops_what_is_in_flight() -> None:
-    told = Told(v.Config(num_blocks=20, async_scheduling=True, **PIPELINE))
-    told.submit("A", 1, 1, max_tokens=5, stop_token_ids=(1,), resumable=True)
-    told.plan()
-    assert told.declines(v.Schedule()) == ""
-    told.plan()
-    (row,) = told.commit(0, A=(1,))
-    assert row.finish_reason is v.FinishReason.STOP
-    assert told.commit(1, A=(1,)) == ()
-    resting = told.request("A")
-    assert (resting.num_computed_tokens, resting.num_output_placeholders) == (2, 0)
-    assert (told.state.waiting, told.state.skipped_waiting) == ((), ("A",))
-
-
-@needs_newest
-def test_a_session_that_stops_while_preempted_goes_on_from_nothing() -> None:
-    told = Told(v.Config(num_blocks=20))
-    told.submit("A", 1, 2, max_tokens=1, resumable=True)
-    told.update("A", 3, 4, max_tokens=2)
-    told.plan()
-    reset = v.Reset(reset_running_requests=True)
-    assert told.declines(reset) == ""
-    told.engine.apply(reset)
-    assert told.commit(0, A=(7,)) == ()
-    assert told.state.waiting == ("A",)
-
-
-@needs_newest
-def test_who_waits_with_its_blocks_goes_first() -> None:
-    told = Told(v.Config(num_blocks=20, policy=v.Policy.PRIORITY, max_num_seqs=2))
-    told.submit("A", 1, 2, max_tokens=1, priority=5, resumable=True)
-    told.plan()
-    told.commit(0, A=(7,))
-    told.submit("B", 1, 2)
-    told.update("A", 3, max_tokens=2)
-    assert (told.state.waiting, told.state.skipped_waiting) == (("B",), ("A",))
-    plan = told.plan()
-    assert [*rows_of(plan)] == ["A", "B"]
-    assert plan.new[0].request.max_tokens == 2
-    told.commit(1, A=(7,), B=(1,))
-    assert told.request("A").output_token_ids == (7,)  # by its chunk's max_tokens it goes on
-
-
-@needs_newest
 def test_a_session_with_one_token_to_compute_is_padded_past_the_threshold_and_declined() -> None:
     drafts: dict[str, Any] = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 1}
     told = Told(v.Config(num_blocks=9, block_size=4, long_prefill_token_threshold=1, **drafts))
@@ -301,90 +207,6 @@ def test_a_chunk_that_changes_its_place_in_a_heap_is_declined_for_nobody_sorts_i
     assert [row.request_id for row in told.plan().new] == ["A", "B"]
 
 
-@needs_sessions
-def test_a_session_rests_with_its_blocks_and_goes_on_behind_what_it_computed() -> None:
-    told = Told(v.Config(num_blocks=20, block_size=2))
-    told.submit("A", 1, 2, 3, max_tokens=2, resumable=True)
-    assert rows_of(told.plan()) == {"A": 3}
-    told.commit(0, A=(7,))
-    assert rows_of(told.plan()) == {"A": 1}
-    (row,) = told.commit(1, A=(8,))
-    assert (row.new_token_ids, row.finish_reason) == ((8,), v.FinishReason.LENGTH)
-    resting = told.request("A")
-    assert resting.status is v.Status.WAITING_FOR_STREAMING_REQ
-    assert (resting.block_tables, resting.num_computed_tokens) == (((1, 2),), 4)
-    assert told.state.finished_req_ids == ()
-    assert told.update("A", 4, 5) == v.Ack()
-    awake = told.request("A")
-    assert (awake.status, awake.prompt_token_ids) == (v.Status.WAITING, (1, 2, 3, 7, 4, 5))
-    assert awake.output_token_ids == ()
-    plan = told.plan()
-    (new,) = plan.new
-    assert new.request.prompt_token_ids == (1, 2, 3, 7, 4, 5)
-    assert (new.block_ids, new.num_computed_tokens) == (((1, 2, 3),), 4)
-    assert new.num_scheduled_tokens == 2
-
-
-@needs_sessions
-def test_chunks_wait_for_the_stop_and_the_end_comes_last() -> None:
-    told = Told(v.Config(num_blocks=20, block_size=2))
-    told.submit("A", 1, 2, max_tokens=1, resumable=True)
-    told.update("A", 3, max_tokens=1)
-    told.update("A")
-    assert told.request("A").num_streaming_updates == 2
-    told.plan()
-    (row,) = told.commit(0, A=(9,))
-    assert row.finish_reason is v.FinishReason.LENGTH
-    again = told.request("A")
-    assert (again.status, again.num_streaming_updates) == (v.Status.WAITING, 1)
-    assert again.prompt_token_ids == (1, 2, 3)
-    plan = told.plan()
-    assert rows_of(plan) == {"A": 1}
-    assert plan.finished_req_ids == ()
-    (row,) = told.commit(1, A=(9,))
-    assert row.finish_reason is v.FinishReason.LENGTH
-    assert told.state.request("A") is None
-    assert told.plan().finished_req_ids == ("A",)
-
-
-@needs_sessions
-def test_the_end_finds_a_session_at_rest() -> None:
-    told = Told(v.Config(num_blocks=20, block_size=2))
-    told.submit("A", 1, 2, max_tokens=1, resumable=True)
-    told.plan()
-    told.commit(0, A=(9,))
-    assert told.update("A") == v.Aborted(("A",))
-    assert told.state.finished_req_ids == ("A",)
-
-
-@needs_reference
-def test_a_block_keeps_the_name_of_a_token_that_its_session_lost() -> None:
-    told = Told(v.Config(num_blocks=20, block_size=2))
-    told.submit("A", 1, 2, 3, max_tokens=1, resumable=True)
-    told.plan()
-    told.commit(0, A=(9,))
-    told.update("A", 4, 5)
-    told.plan()
-    told.commit(1, A=(9,))
-    named = [key.token_ids for key in told.state.block_keys if key is not None]
-    assert named == [(1, 2), (3, 9)]  # and in it is 3, 4
-
-
-@needs_sessions
-def test_items_of_a_chunk_count_from_its_start() -> None:
-    told = Told(v.Config(num_blocks=20, block_size=2))
-    item = v.MultiModalItem("cat", 0, 1)
-    told.submit("A", 1, 2, max_tokens=1, items=(item,), resumable=True)
-    told.update("A", 3, 4, items=(item,))
-    told.plan()
-    told.commit(0, A=(9,))
-    (new,) = told.plan().new
-    assert new.request.items == (item, v.MultiModalItem("cat", 2, 1))
-    told.commit(1, A=(9,))
-    named = [key.items for key in told.state.block_keys if key is not None]
-    assert named == [(("cat", 0),), (("cat", 0),)]
-
-
 @needs_reference
 def test_a_session_that_stops_amid_its_drafts_cannot_go_on() -> None:
     told = Told(v.Config(num_blocks=20, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=4))
@@ -405,87 +227,6 @@ def test_a_session_that_stops_amid_its_drafts_cannot_go_on() -> None:
 
 ABC = v.Grammar((((1, 1), (2, 0)), ((3, 2),), ()))
 """2 as often as one likes, then 1, then 3; then it is terminated."""
-
-
-@needs_masks
-def test_a_request_waits_for_its_grammar_and_is_masked_by_it_until_it_is_terminated() -> None:
-    told = Told(v.Config(num_blocks=20))
-    told.submit("A", 5, 6, structured_output=True, grammar=ABC)
-    told.submit("B", 5, 6)
-    plan = told.plan()
-    assert rows_of(plan) == {"B": 2}
-    assert not plan.has_structured_output_requests
-    assert told.mask(0) == ()
-    told.engine.apply(v.GrammarReady("A"))
-    assert told.request("A").grammar_ready
-    plan = told.plan()
-    assert rows_of(plan) == {"A": 2}
-    assert plan.has_structured_output_requests
-    seen = []
-    for frame_id, token in enumerate((2, 1, 3, 8), start=1):
-        seen.append((told.request("A").grammar_state, told.mask(frame_id)[0].allowed))
-        told.commit(frame_id, A=(token,))
-        told.plan()
-    assert seen == [(0, ((1, 2),)), (0, ((1, 2),)), (1, ((3,),)), (2, (None,))]
-
-
-@needs_masks
-def test_drafts_are_cut_to_what_the_grammar_accepts() -> None:
-    told = Told(v.Config(num_blocks=20, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=3))
-    told.submit("A", 5, 6, structured_output=True, grammar=ABC)
-    told.engine.apply(v.GrammarReady("A"))
-    told.plan()
-    told.commit(0, A=(2,))
-    taken = told.engine.apply(v.Drafts((v.RowTokens("A", (2, 1, 1)),)))
-    assert taken == v.DraftsTaken(("A",))
-    assert told.request("A").spec_token_ids == (2, 1)
-    told.plan()
-    (row,) = told.mask(1)
-    assert row == v.GrammarRow("A", ((1, 2), (1, 2), (3,)), (2, 1))
-    told.commit(1, A=(2, 1, 3))
-    assert told.request("A").grammar_state == 2
-
-
-@needs_masks
-def test_placeholders_are_told_before_the_mask_and_padded_behind_what_is_accepted() -> None:
-    told = Told(
-        v.Config(
-            num_blocks=20, max_frames_in_flight=2, async_scheduling=True,
-            spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2,
-        )
-    )  # fmt: skip
-    told.submit("A", 5, 6, structured_output=True, grammar=ABC)
-    told.engine.apply(v.GrammarReady("A"))
-    assert not told.plan().pending_structured_output_tokens
-    assert told.mask(0) == (v.GrammarRow("A", ((1, 2),)),)
-    assert told.plan().pending_structured_output_tokens
-    told.commit(0, A=(2,))
-    (row,) = told.mask(1, A=(1, 2))
-    assert row == v.GrammarRow("A", ((1, 2), (3,), None), (1, v.DRAFT_PLACEHOLDER))
-    told.commit(1, A=(1, 3))
-    assert told.request("A").grammar_state == 2
-
-
-@needs_masks
-@pytest.mark.parametrize("is_held_in_reasoning", [False, True])
-def test_a_grammar_holds_behind_the_end_of_reasoning(is_held_in_reasoning: bool) -> None:
-    told = Told(
-        v.Config(num_blocks=20, reasoning_end_token_id=9, enable_in_reasoning=is_held_in_reasoning)
-    )
-    told.submit("A", 5, 6, structured_output=True, grammar=ABC)
-    told.submit("B", 5, 9, structured_output=True, grammar=ABC)
-    told.engine.apply(v.GrammarReady("A"))
-    told.engine.apply(v.GrammarReady("B"))
-    told.plan()
-    held, free = (((1, 2),), ((1, 2),) if is_held_in_reasoning else (None,))
-    assert [row.allowed for row in told.mask(0)] == [free, held]
-    if is_held_in_reasoning:
-        return
-    told.commit(0, A=(9,), B=(1,))
-    assert [told.request(name).reasoning_ended for name in "AB"] == [True, True]
-    assert [told.request(name).grammar_state for name in "AB"] == [0, 1]
-    told.plan()
-    assert [row.allowed for row in told.mask(1)] == [((1, 2),), ((3,),)]
 
 
 @needs_reference
@@ -546,19 +287,6 @@ def test_a_grammar_that_fails_ends_its_request_some_answers_later_and_is_decline
     assert told.state.request("A") is None
 
 
-@needs_masks
-def test_tokens_behind_the_end_of_a_grammar_end_nothing() -> None:
-    told = Told(v.Config(num_blocks=20))
-    told.submit("A", 5, 6, max_tokens=3, structured_output=True, grammar=ENDED)
-    told.engine.apply(v.GrammarReady("A"))
-    for frame_id, (allowed, token) in enumerate((((0, 4), 4), (None, 9), (None, 9))):
-        told.plan()
-        assert told.mask(frame_id)[0].allowed == (allowed,)
-        (row,) = told.commit(frame_id, A=(token,))
-    assert row.finish_reason is v.FinishReason.LENGTH
-
-
-ENDED = v.Grammar((((0, 1), (4, 1)), ()))
 ENDS_WITH_2 = v.Grammar((((1, 1), (3, 0)), ((2, 2), (4, 0)), ()))
 
 
@@ -588,7 +316,6 @@ def test_a_grammar_that_ends_otherwise_is_not_for_that_backend() -> None:
         "A", (5,), structured_output=True, grammar=ENDS_WITH_2, stop_token_ids=(3,), eos_token_id=2
     )
     is_left_out = "end of the text" in told.declines(v.Submit(stopped))
-    assert RELEASE is not None
     assert is_left_out is RELEASE.hands_stops_over
 
 
@@ -610,40 +337,7 @@ TEXT = tuple(range(1, 13))
 """Of twelve tokens."""
 
 
-@needs_encoder
-def test_a_request_holds_an_item_once_or_once_for_each_of_its_places() -> None:
-    told = has_encoder(8, 8, max_num_batched_tokens=4)
-    told.submit("A", *TEXT, items=(shows("cat", 1, 2), shows("cat", 3, 2)))
-    told.plan()
-    encoder = told.state.encoder
-    assert encoder is not None
-    is_newest = RELEASE is not None and RELEASE.version == TRIED[-1]
-    each = ("A", "A") if is_newest else ()  # it lets go behind the first place
-    assert [entry.holders for entry in encoder.entries] == [each]
-
-
-@needs_encoder
-def test_a_chunk_stops_before_an_item_for_which_there_is_no_room() -> None:
-    told = has_encoder(8, 4)
-    told.submit("A", *TEXT, items=(shows("cat", 1), shows("dog", 6)))
-    plan = told.plan()
-    assert rows_of(plan) == {"A": 6}
-    assert plan.scheduled_encoder_inputs == (v.EncoderInputs("A", (0,)),)
-    let_go = v.EncoderSnapshot((v.EncoderEntry("cat", 4),), ("cat",), num_free=0, num_freeable=4)
-    if RELEASE is not None and RELEASE.version != TRIED[-1]:
-        # In that one a request holds an item until its step is answered.
-        assert told.state.encoder == let_go
-    told.commit(0, A=())
-    assert told.state.encoder == let_go
-    plan = told.plan()
-    assert rows_of(plan) == {"A": 6}
-    assert plan.scheduled_encoder_inputs == (v.EncoderInputs("A", (1,)),)
-    assert plan.free_encoder_mm_hashes == ("cat",)
-
-
-@pytest.mark.skipif(
-    not RELEASE.has_encoder or RELEASE.has_offers, reason="the release's encoder cache has it all"
-)
+@needs(RELEASE.has_encoder and not RELEASE.has_offers, "the release's encoder cache has it all")
 def test_what_a_plain_encoder_cache_lacks_is_declined() -> None:
     told = has_encoder(8, 8)
     item = shows("cat", 1, is_embed=(True, False, False, True))
@@ -658,34 +352,6 @@ def test_what_a_plain_encoder_cache_lacks_is_declined() -> None:
     assert "encoder-decoder" in across.declines(v.Submit(v.Request("A", TEXT)))
 
 
-@needs_offers
-def test_embeddings_are_counted_and_not_positions() -> None:
-    mask = (True, False, False, True)
-    told = has_encoder(4, 4, max_num_batched_tokens=8)
-    told.submit("A", *TEXT, items=(shows("cat", 1, is_embed=mask), shows("dog", 6, is_embed=mask)))
-    assert told.plan().scheduled_encoder_inputs == (v.EncoderInputs("A", (0, 1)),)
-    told.commit(0, A=())
-    assert told.state.encoder == v.EncoderSnapshot(
-        (v.EncoderEntry("cat", 2), v.EncoderEntry("dog", 2, ("A",))),
-        ("cat",),
-        num_free=0,
-        num_freeable=2,
-    )
-
-
-@needs_offers
-def test_what_a_connector_holds_is_loaded_and_takes_no_compute() -> None:
-    told = has_encoder(4, 8)
-    told.engine.apply(v.EncoderOffer(("cat",)))
-    told.submit("A", *TEXT, items=(shows("cat", 1), shows("dog", 6)))
-    plan = told.plan()
-    assert plan.external_encoder_inputs == (v.EncoderInputs("A", (0,)),)
-    assert plan.scheduled_encoder_inputs == (v.EncoderInputs("A", (1,)),)
-    told.commit(0, A=(7,))
-    plan = told.plan()
-    assert (plan.external_encoder_inputs, plan.scheduled_encoder_inputs) == ((), ())
-
-
 @needs_encoder
 def test_items_beyond_what_a_set_has_in_order_are_declined() -> None:
     told = has_encoder(8, 8)
@@ -693,16 +359,6 @@ def test_items_beyond_what_a_set_has_in_order_are_declined() -> None:
     text = tuple(range(1, 12))
     assert "order of a set" in told.declines(v.Submit(v.Request("A", text, items=items)))
     assert told.declines(v.Submit(v.Request("A", text, items=items[:8]))) == ""
-
-
-@needs_offers
-def test_a_reset_forgets_all_and_tells_nobody() -> None:
-    told = has_encoder(8, 8)
-    told.submit("A", *TEXT, items=(shows("cat", 1), shows("dog", 6)))
-    told.plan()
-    assert told.engine.apply(v.EncoderReset()) == v.Ack()
-    assert told.state.encoder == v.EncoderSnapshot(num_free=8, num_freeable=8)
-    assert told.plan().free_encoder_mm_hashes == ()
 
 
 def has_blocks_across() -> Told:
@@ -714,22 +370,6 @@ def has_blocks_across() -> Told:
             v.KVGroup(v.GroupKind.FULL, 2), v.KVGroup(v.GroupKind.CROSS_ATTENTION, 2),
         ),
     )  # fmt: skip
-
-
-@needs_offers
-def test_the_decoder_of_an_encoder_decoder_model_has_blocks_of_what_was_encoded() -> None:
-    told = has_blocks_across()
-    told.submit("A", 1, 2, 3, items=(shows("cat", 0, 6),))
-    plan = told.plan()
-    assert plan.scheduled_encoder_inputs == (v.EncoderInputs("A", (0,)),)
-    assert plan.new[0].block_ids == ((1, 2), (3, 4, 5))
-    shown = told.state.encoder
-    assert shown is not None
-    assert shown.freed == ("cat",)
-    told.commit(0, A=(7,))
-    plan = told.plan()
-    assert plan.free_encoder_mm_hashes == ("cat",)
-    assert plan.scheduled_encoder_inputs == ()
 
 
 @needs_offers

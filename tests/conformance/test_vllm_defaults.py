@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm_support.installed import VERSION, needs_vllm, quiet
 from vllm_support.knobs import WHOLE, get_stored, read_knobs
 
 from blockstep.conformance.engine import EngineFault, EngineTraits, Setting
@@ -20,12 +21,7 @@ from blockstep.conformance.engines.adapters.vllm_defaults import (
     list_settings,
     tell_table,
 )
-from blockstep.conformance.engines.adapters.vllm_releases import (
-    REFERENCE,
-    TRIED,
-    get_installed_version,
-    get_release_problem,
-)
+from blockstep.conformance.engines.adapters.vllm_releases import TRIED
 from blockstep.conformance.engines.adapters.vllm_runner import (
     check_runner,
     note_entering,
@@ -42,11 +38,7 @@ from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, SpecMethod
 
 ADAPTERS = "blockstep.conformance.engines.adapters"
 PAGE = Path(__file__).parents[2] / "docs/explanation/vllm-adapter.md"
-PROBLEM = get_release_problem(get_installed_version())
-# Importing vLLM imports torch, which warns of itself.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-needs_vllm = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
-VERSION = (get_installed_version() or REFERENCE).split("+")[0]
+pytestmark = quiet
 STORED = get_stored()
 
 

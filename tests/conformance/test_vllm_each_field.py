@@ -14,30 +14,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from vllm_support.installed import PROBLEM, PROFILE, VERSION, needs_vllm, quiet
 
 from blockstep.conformance.engine import get_capabilities
 from blockstep.conformance.engines.adapters.vllm_fields import READ
-from blockstep.conformance.engines.adapters.vllm_releases import (
-    REFERENCE,
-    get_installed_version,
-    get_release_problem,
-)
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.features import FEATURES
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.episodes import fit_depth, play_episode
-from blockstep.conformance.search.options import CheckOptions, find_profile
+from blockstep.conformance.search.options import CheckOptions
 
 ADAPTERS = "blockstep.conformance.engines.adapters"
-PROBLEM = get_release_problem(get_installed_version())
-VERSION = (get_installed_version() or REFERENCE).split("+")[0]
-pytestmark = [
-    # Importing vLLM imports torch, which warns of itself.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
-    pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)),
-    pytest.mark.soak,
-]
+pytestmark = [quiet, needs_vllm, pytest.mark.soak]
 
 CLOCK = "a reading of a clock"
 FREE = {
@@ -154,7 +143,7 @@ def list_changes(ear: Ear) -> Iterator[tuple[int, str]]:
 
 
 def test_each_value_that_is_told_otherwise_is_noticed(listen: Callable[[Ear], None]) -> None:
-    make_engine, profile = load_engine("vllm"), find_profile(f"vllm-{VERSION}")
+    make_engine, profile = load_engine("vllm"), PROFILE
     changed, passed_over = Counter[str](), []
     for feature in list_features():
         program = draw_program(feature)

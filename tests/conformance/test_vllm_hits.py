@@ -7,14 +7,10 @@ import random
 from typing import Any
 
 import pytest
+from vllm_support.installed import RELEASE, VERSION, needs, quiet
 
 from blockstep.conformance.engines.adapters.vllm_groups import fit_groups
-from blockstep.conformance.engines.adapters.vllm_releases import (
-    REFERENCE,
-    get_installed_version,
-    get_release,
-    get_release_problem,
-)
+from blockstep.spec import vocabulary as v
 from blockstep.spec.hashing import extend_block_keys, get_group_keys
 from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.memory.prefix import get_prefix_hit
@@ -22,30 +18,13 @@ from blockstep.spec.pool import create_pool, publish_blocks
 from blockstep.spec.profiles import get_profile
 from blockstep.spec.releases import get_rules
 from blockstep.spec.requests import RequestState
-from blockstep.spec.vocabulary import (
-    BlockTables,
-    Config,
-    GroupKind,
-    KVGroup,
-    MambaCacheMode,
-    Request,
-    SpecMethod,
-    Status,
-    Submit,
-    config_problems,
-)
 
-PROBLEM = get_release_problem(get_installed_version())
-VERSION = (get_installed_version() or REFERENCE).split("+")[0]
 HELD = ("0.11.0", "0.19.1", "0.33.0")
 """Releases whose hits are followed exactly, in the mixes that they take."""
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
-    pytest.mark.skipif(PROBLEM is not None or VERSION not in HELD, reason="another release"),
-]
+pytestmark = [quiet, needs(VERSION in HELD, "another release")]
 
 
-def draw_config(draw: random.Random) -> Config:
+def draw_config(draw: random.Random) -> v.Config:
     """A config that the release takes, with one to four groups."""
     size, kinds = draw.choice([2, 2, 4]), draw.choices("FFWWWCR", k=draw.randint(1, 4))
     num_drafts = draw.choice([0, 1])
@@ -53,41 +32,41 @@ def draw_config(draw: random.Random) -> Config:
     for kind in kinds:
         size_of_one = size * draw.choice([1, 1, 2])
         if kind == "F":
-            groups.append(KVGroup(GroupKind.FULL, size_of_one))
+            groups.append(v.KVGroup(v.GroupKind.FULL, size_of_one))
         elif kind == "W":
             reach = draw.randint(1, 9)
-            groups.append(KVGroup(GroupKind.SLIDING_WINDOW, size_of_one, sliding_window=reach))
+            groups.append(v.KVGroup(v.GroupKind.SLIDING_WINDOW, size_of_one, sliding_window=reach))
         elif kind == "C":
             reach = draw.randint(1, 9)
-            groups.append(KVGroup(GroupKind.CHUNKED_LOCAL, size_of_one, attention_chunk_size=reach))
+            groups.append(
+                v.KVGroup(v.GroupKind.CHUNKED_LOCAL, size_of_one, attention_chunk_size=reach)
+            )
         else:
             groups.append(
-                KVGroup(
-                    GroupKind.RECURRENT,
+                v.KVGroup(
+                    v.GroupKind.RECURRENT,
                     size_of_one,
-                    mamba_cache_mode=MambaCacheMode.ALIGN,
+                    mamba_cache_mode=v.MambaCacheMode.ALIGN,
                     num_speculative_blocks=num_drafts,
                 )
             )
-    config = Config(
+    config = v.Config(
         num_blocks=200,
         block_size=min(group.block_size for group in groups),
         max_model_len=64,
         groups=tuple(groups),
-        spec_method=SpecMethod.EAGLE if num_drafts else SpecMethod.NONE,
+        spec_method=v.SpecMethod.EAGLE if num_drafts else v.SpecMethod.NONE,
         num_speculative_tokens=num_drafts,
     )
-    release = get_release(VERSION)
-    assert release is not None
-    return fit_groups(release, config)[0]
+    return fit_groups(RELEASE, config)[0]
 
 
-def draw_cached(draw: random.Random, group: KVGroup, num_known: int) -> list[int]:
+def draw_cached(draw: random.Random, group: v.KVGroup, num_known: int) -> list[int]:
     """Indices of blocks of a group: a run with holes, and with its beginning or end lost."""
     num_full, share = num_known // group.block_size, draw.choice([0.5, 0.8, 0.95, 1])
     is_whole = draw.random() < 0.5
     end = num_full if is_whole else draw.randint(0, num_full)
-    is_full = group.kind is GroupKind.FULL
+    is_full = group.kind is v.GroupKind.FULL
     first = 0 if is_full or draw.random() < 0.5 else draw.randint(0, num_full)
     return [index for index in range(first, end) if draw.random() < share]
 
@@ -116,15 +95,15 @@ def test_a_hit_in_a_random_cache_is_that_of_the_profile(seed: int) -> None:
     draw, num_hits = random.Random(seed), 0
     for _ in range(40):
         config = draw_config(draw)
-        assert config_problems(config) == ()
-        asked = Request("A", tuple(range(draw.randint(1, 30))), max_tokens=1)
+        assert v.config_problems(config) == ()
+        asked = v.Request("A", tuple(range(draw.randint(1, 30))), max_tokens=1)
         num_known, size = len(asked.prompt_token_ids), config.block_size
         engine = engine_type(config)
-        engine.apply(Submit(asked))
+        engine.apply(v.Submit(asked))
         digests = engine.scheduler.requests["A"].block_hashes
         coordinator = engine.scheduler.kv_cache_manager.coordinator
         rules = get_rules(profile.quirks, config)
-        request = RequestState(asked, Status.WAITING)
+        request = RequestState(asked, v.Status.WAITING)
         keys = extend_block_keys(request, size, rules)
         pool, block = create_pool(config.num_blocks), 0
         for number, group in enumerate(config.kv_groups):
@@ -137,7 +116,7 @@ def test_a_hit_in_a_random_cache_is_that_of_the_profile(seed: int) -> None:
                 end = (index + 1) * group.block_size
                 publish(coordinator.block_pool, utils, links, number, block, end)
         found = coordinator.find_longest_cache_hit(digests, num_known - 1)
-        request = RequestState(asked, Status.WAITING, block_keys=keys)
+        request = RequestState(asked, v.Status.WAITING, block_keys=keys)
         hit = get_prefix_hit(config, pool, request, rules)
         tables = hit.block_tables or ((),) * len(config.kv_groups)
         assert (hit.num_tokens, tables) == (found[1], get_tables(config, found[0], found[1]))
@@ -145,7 +124,7 @@ def test_a_hit_in_a_random_cache_is_that_of_the_profile(seed: int) -> None:
     assert num_hits > 3
 
 
-def get_tables(config: Config, found: Any, num_tokens: int) -> BlockTables:
+def get_tables(config: v.Config, found: Any, num_tokens: int) -> v.BlockTables:
     """What the release shares of what it found: no block that is skipped."""
     tables = []
     for group, blocks in zip(config.kv_groups, found, strict=True):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import pytest
+from vllm_support.installed import PROFILE, VERSION, needs_vllm, quiet
 
 from blockstep.conformance.engines.adapters.vllm_fields import (
     READ,
@@ -15,25 +16,15 @@ from blockstep.conformance.engines.adapters.vllm_fields import (
     get_unknown_note,
     is_empty,
 )
-from blockstep.conformance.engines.adapters.vllm_releases import (
-    REFERENCE,
-    TRIED,
-    get_installed_version,
-    get_release_problem,
-)
+from blockstep.conformance.engines.adapters.vllm_releases import TRIED
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Action, Answer, Program, Propose
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.conformance.search.options import find_profile
 from blockstep.spec.vocabulary import Abort, Config, Policy, Request, Schedule, SpecMethod, Submit
 
 ADAPTERS = "blockstep.conformance.engines.adapters"
-PROBLEM = get_release_problem(get_installed_version())
-# Importing vLLM imports torch, which warns of itself.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-needs_vllm = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
-VERSION = (get_installed_version() or REFERENCE).split("+")[0]
+pytestmark = quiet
 
 
 # Without vLLM.
@@ -106,7 +97,7 @@ def play(
     planted = type("Planted", (build.Scheduler,), methods)
     monkeypatch.setattr(build, "Scheduler", planted)
     program = Program(config, actions, vocabulary_size=1)
-    _, findings = run_program(program, load_engine("vllm"), find_profile(f"vllm-{VERSION}"))
+    _, findings = run_program(program, load_engine("vllm"), PROFILE)
     return list(findings)
 
 

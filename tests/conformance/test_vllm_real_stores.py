@@ -18,26 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_support.installed import PROFILE, needs_reference, quiet
 
 from blockstep.conformance.engine import get_declines
-from blockstep.conformance.engines.adapters.vllm_releases import (
-    REFERENCE,
-    get_installed_version,
-    get_release_problem,
-)
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
-from blockstep.conformance.search.options import find_profile
 from blockstep.spec import vocabulary as v
 
-VERSION = (get_installed_version() or "none").split("+")[0]
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
-    pytest.mark.skipif(
-        VERSION != REFERENCE,
-        reason=get_release_problem(get_installed_version()) or f"tells what {REFERENCE} does",
-    ),
-]
+pytestmark = [quiet, needs_reference]
 BLOCK_SIZE = 2
 BYTES_PER_BLOCK = 2 * 2 * BLOCK_SIZE
 """Keys and values in float16, of one head of one element."""
@@ -49,9 +37,7 @@ class Pair:
     def __init__(self, config: v.Config, connector: str, **settings: Any) -> None:
         self.engine: Any = load_engine("vllm")(config)
         self.declines = get_declines(self.engine)
-        profile = find_profile(f"vllm-{REFERENCE}")
-        assert profile is not None
-        self.spec = SpecEngine(config, profile)
+        self.spec = SpecEngine(config, PROFILE)
         self.real = install(self.engine, connector, settings)
         self.num_events = 0
 

@@ -6,39 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from vllm_support.installed import PROFILE, RELEASE, VERSION, needs, quiet
 
-from blockstep.conformance.engine import (
-    Capability,
-    Engine,
-    EngineFault,
-    get_capabilities,
-    get_declines,
-)
-from blockstep.conformance.engines.adapters.vllm_releases import (
-    get_installed_version,
-    get_release,
-    get_release_problem,
-)
+from blockstep.conformance.engine import Engine, EngineFault, get_declines
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Report
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.forgiving import Cause, Means, find_causes
-from blockstep.conformance.search.options import find_profile
 from blockstep.spec import vocabulary as v
-from blockstep.spec.profiles import Quirk
 
-PROBLEM = get_release_problem(get_installed_version())
-RELEASE = None if PROBLEM else get_release(get_installed_version() or "")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
-    pytest.mark.skipif(
-        RELEASE is None or not RELEASE.has_store, reason=PROBLEM or "no connector is followed"
-    ),
-]
+pytestmark = [quiet, needs(RELEASE.has_store, "no connector is followed")]
 ENGINE = "blockstep.conformance.engines.adapters.vllm:VllmWithStore"
 """It has a store also where no profile follows it."""
-VERSION = (get_installed_version() or "none").split("+")[0]
 CONFIG = v.Config(
     num_blocks=12,
     block_size=2,
@@ -59,17 +39,28 @@ def start(config: v.Config = CONFIG, **offer: Any) -> Engine:
     return engine
 
 
-def get_transfers(engine: Engine) -> v.TransfersSnapshot:
-    """What is under way."""
+def schedule(engine: Engine) -> v.Plan:
+    """Return the next plan."""
+    plan = engine.apply(v.Schedule())
+    assert isinstance(plan, v.Plan)
+    return plan
+
+
+def show(engine: Engine) -> v.Snapshot:
+    """Return the state."""
     shown = engine.snapshot()
     assert shown is not None
+    return shown
+
+
+def get_transfers(engine: Engine) -> v.TransfersSnapshot:
+    """What is under way."""
+    shown = show(engine)
     assert shown.transfers is not None
     return shown.transfers
 
 
-@pytest.mark.skipif(
-    RELEASE is not None and not RELEASE.follows_store, reason="no profile follows its store"
-)
+@needs(RELEASE.follows_store, "no profile follows its store")
 def test_the_end_of_a_read_comes_in_the_answer_that_ends_its_request() -> None:
     """The adapter hands it on, since the request ends there by its length: nothing is declined."""
     program = Program(
@@ -83,15 +74,13 @@ def test_the_end_of_a_read_comes_in_the_answer_that_ends_its_request() -> None:
             Drain(),
         ),
     )
-    assert RELEASE is not None
-    run, findings = run_program(program, load_engine("vllm"), find_profile(RELEASE.profile))
+    run, findings = run_program(program, load_engine("vllm"), PROFILE)
     assert (findings, dict(run.skipped)) == ([], {})
     assert run.witnesses["transfers_read_by_its_end"] > 0
 
 
-follows_events_of_items = pytest.mark.skipif(
-    RELEASE is not None and not (RELEASE.has_events and RELEASE.has_encoder),
-    reason="no events or no encoder is followed",
+follows_events_of_items = needs(
+    RELEASE.has_events and RELEASE.has_encoder, "no events or no encoder is followed"
 )
 
 
@@ -104,9 +93,8 @@ def find_in_events(block_size: int, *actions: Action) -> list[Finding]:
         encoder_cache_size=1,
         enable_kv_cache_events=True,
     )
-    assert RELEASE is not None
     program = Program(config, (*actions, Drain()))
-    return run_program(program, load_engine("vllm"), find_profile(RELEASE.profile))[1]
+    return run_program(program, load_engine("vllm"), PROFILE)[1]
 
 
 @follows_events_of_items
@@ -127,8 +115,7 @@ def test_an_output_is_hashed_before_the_items_of_the_next_chunk_come() -> None:
 
 def get_request(engine: Engine) -> v.RequestSnapshot:
     """The one request."""
-    shown = engine.snapshot()
-    assert shown is not None
+    shown = show(engine)
     found = shown.request("A")
     assert found is not None
     return found
@@ -137,120 +124,6 @@ def get_request(engine: Engine) -> v.RequestSnapshot:
 def report(**signals: Any) -> v.TransfersReported:
     """A worker reports these."""
     return v.TransfersReported(v.KVTransfers(**signals))
-
-
-def test_it_has_transfers() -> None:
-    """It is given configs with a store."""
-    assert Capability.TRANSFERS in get_capabilities(load_engine(ENGINE))
-
-
-def test_a_load_at_once_begins_behind_the_hit_and_leaves_the_last_token() -> None:
-    """Its row starts where it ends, and the counters tell of both."""
-    engine = start(num_tokens=100)
-    plan = engine.apply(v.Schedule())
-    assert isinstance(plan, v.Plan)
-    assert plan.kv_loads == (v.KVLoad("A", ((1, 2),), 0, 4),)
-    (row,) = plan.new
-    assert (row.num_computed_tokens, row.num_scheduled_tokens) == (4, 1)
-    shown = engine.snapshot()
-    assert shown is not None
-    assert shown.stats.external_prefix_cache_queries == 5
-    assert shown.stats.external_prefix_cache_hits == 4
-
-
-def test_a_load_that_comes_later_parks_its_request_until_it_is_received() -> None:
-    """Parked it has blocks and no row; a step after the signal it runs."""
-    engine = start(num_tokens=3, is_async=True)
-    plan = engine.apply(v.Schedule())
-    assert isinstance(plan, v.Plan)
-    assert plan.kv_loads == (v.KVLoad("A", ((1, 2),), 0, 3, is_async=True),)
-    assert not plan.rows
-    parked = get_request(engine)
-    assert (parked.status, parked.num_computed_tokens) == (PARKED, 3)
-    assert engine.apply(report(finished_recving=("A",))) == v.Outputs()
-    assert get_transfers(engine).received == ("A",)
-    plan = engine.apply(v.Schedule())
-    assert isinstance(plan, v.Plan)
-    assert plan.kv_loads == ()
-    assert [row.num_computed_tokens for row in plan.new] == [3]
-    assert get_transfers(engine).received == ()
-
-
-def test_a_store_that_does_not_know_yet_is_asked_again() -> None:
-    """Nobody is planned, and nothing is kept of the question."""
-    engine = start(num_tokens=None)
-    for _ in range(2):
-        plan = engine.apply(v.Schedule())
-        assert isinstance(plan, v.Plan)
-        assert not plan.rows
-    shown = engine.snapshot()
-    assert shown is not None
-    assert shown.waiting + shown.skipped_waiting == ("A",)
-    assert shown.stats.external_prefix_cache_queries == 0
-
-
-def test_who_ends_while_it_loads_holds_its_blocks_until_the_load_has_ended() -> None:
-    """Once the signal has come it is known no more."""
-    engine = start(num_tokens=4, is_async=True)
-    engine.apply(v.Schedule())
-    assert engine.apply(v.Abort(("A",))) == v.Aborted(("A",))
-    held = get_transfers(engine).held
-    assert held == (v.HeldBlocks("A", ((1, 2),), is_recving=True),)
-    assert engine.apply(v.Abort(("A",))) == v.Aborted()
-    engine.apply(report(finished_recving=("A",)))
-    shown = engine.snapshot()
-    assert shown is not None
-    assert get_transfers(engine) == v.TransfersSnapshot()
-    assert not any(shown.ref_counts)
-
-
-def test_who_ends_while_the_store_reads_holds_its_blocks_until_it_has() -> None:
-    """It says so in its offer; who has no block holds none."""
-    engine = start(delays_free=True)
-    assert get_transfers(engine).offers == (v.KVOffer("A", delays_free=True),)
-    engine.apply(v.Submit(replace(REQUEST, request_id="B")))
-    engine.apply(v.KVOffer("B", delays_free=True))
-    engine.apply(v.Abort(("B",)))
-    assert get_transfers(engine).held == ()
-    engine.apply(v.Schedule())
-    engine.apply(v.Abort(("A",)))
-    held = get_transfers(engine).held
-    assert held == (v.HeldBlocks("A", ((1, 2, 3),), is_sending=True),)
-    engine.apply(report(finished_sending=("A",)))
-    assert get_transfers(engine).held == ()
-
-
-@pytest.mark.parametrize("policy", v.KVLoadFailurePolicy)
-def test_a_block_that_could_not_be_loaded(policy: v.KVLoadFailurePolicy) -> None:
-    """By policy its request ends with an error, or goes on behind what came."""
-    config = replace(CONFIG, kv_load_failure_policy=policy)
-    engine = start(config, num_tokens=4, is_async=True)
-    engine.apply(v.Schedule())
-    outputs = engine.apply(report(invalid_block_ids=(2,)))
-    assert isinstance(outputs, v.Outputs)
-    if policy is v.KVLoadFailurePolicy.FAIL:
-        (row,) = outputs.rows
-        assert (row.request_id, row.finish_reason) == ("A", v.FinishReason.ERROR)
-        assert RELEASE is not None
-        # Older releases tell it as they keep it, before it ever ran; newer ones what was offered.
-        expected = 0 if RELEASE.has_prefill_stats else -1
-        if Quirk.CACHED_TOKENS_OF_THE_OFFER in find_profile(RELEASE.profile).quirks:
-            expected = 4
-        assert row.num_cached_tokens == expected
-        assert [held.is_recving for held in get_transfers(engine).held] == [True]
-    else:
-        assert outputs == v.Outputs()
-        assert get_request(engine).num_computed_tokens == 2
-
-
-def test_of_several_groups_each_table_is_told() -> None:
-    """A connector that takes them all is asked about all at once."""
-    groups = (v.KVGroup(v.GroupKind.FULL, 2), v.KVGroup(v.GroupKind.FULL, 4))
-    engine = start(replace(CONFIG, groups=groups, enable_prefix_caching=False), num_tokens=4)
-    plan = engine.apply(v.Schedule())
-    assert isinstance(plan, v.Plan)
-    (load,) = plan.kv_loads
-    assert list(map(len, load.block_ids)) == [2, 1]
 
 
 def find_decline(engine: Engine, event: v.Event) -> str:
@@ -360,9 +233,7 @@ def test_a_mask_of_who_has_ended_and_holds_blocks_is_declined() -> None:
     engine.apply(v.Submit(request))
     engine.apply(v.GrammarReady("A"))
     engine.apply(v.KVOffer("A", delays_free=True))
-    first, second = engine.apply(v.Schedule()), engine.apply(v.Schedule())
-    assert isinstance(first, v.Plan)
-    assert isinstance(second, v.Plan)
+    first, second = schedule(engine), schedule(engine)
     event = v.GrammarBitmask(second.frame_id)
     assert not find_decline(engine, event)
     engine.apply(v.Commit(first.frame_id, (v.RowTokens("A", (7,)),)))
@@ -377,8 +248,7 @@ def test_a_failed_load_of_who_has_tokens_promised_is_declined() -> None:
     policy = v.KVLoadFailurePolicy.RECOMPUTE
     config = replace(CONFIG, max_frames_in_flight=2, async_scheduling=True)
     engine = start(replace(config, kv_load_failure_policy=policy), num_tokens=4)
-    plan = engine.apply(v.Schedule())
-    assert isinstance(plan, v.Plan)
+    plan = schedule(engine)
     failed = v.KVTransfers(invalid_block_ids=(1,))
     event = v.Commit(plan.frame_id, (v.RowTokens("A", (7,)),), failed)
     assert "stay promised" in find_decline(engine, event)
@@ -386,9 +256,7 @@ def test_a_failed_load_of_who_has_tokens_promised_is_declined() -> None:
     assert get_request(engine).num_output_placeholders == 1
 
 
-@pytest.mark.skipif(
-    RELEASE is not None and RELEASE.has_sound_sessions, reason="a session keeps its whole prompt"
-)
+@needs(not RELEASE.has_sound_sessions, "a session keeps its whole prompt")
 def test_a_failed_load_of_a_session_with_a_row_in_flight_is_declined() -> None:
     """Given it all the same, it stops behind half of its prompt: the next chunk is behind that, and
     its prompt is as long as if nothing had been lost."""
@@ -415,23 +283,19 @@ def test_blocks_told_as_removed_out_of_a_set_are_declined() -> None:
     engine = load_engine(ENGINE)(replace(CONFIG, enable_kv_cache_events=True))
     engine.apply(v.Submit(REQUEST))
     engine.apply(v.KVOffer("A", num_tokens=4))
-    plan = engine.apply(v.Schedule())
-    assert isinstance(plan, v.Plan)
+    plan = schedule(engine)
     for block_id, is_declined in ((1, True), (2, False)):
         failed = v.KVTransfers(invalid_block_ids=(block_id,))
         event = v.Commit(plan.frame_id, (v.RowTokens("A", (7,)),), failed)
         assert ("order of a set" in find_decline(engine, event)) is is_declined
 
 
-@pytest.mark.skipif(
-    RELEASE is None or RELEASE.has_sound_preemption, reason="the preempted wait for their frames"
-)
+@needs(not RELEASE.has_sound_preemption, "the preempted wait for their frames")
 def test_who_is_parked_before_its_frame_ends_it_is_declined() -> None:
     """Planned all the same, it stays in a queue when it has ended."""
     engine = load_engine(ENGINE)(replace(CONFIG, max_frames_in_flight=2))
     engine.apply(v.Submit(replace(REQUEST, max_tokens=1)))
-    frame = engine.apply(v.Schedule())
-    assert isinstance(frame, v.Plan)
+    frame = schedule(engine)
     engine.apply(v.Reset(reset_running_requests=True))
     engine.apply(v.KVOffer("A", **LATER))
     assert "before its frame ends it" in find_decline(engine, v.Schedule())
@@ -441,15 +305,12 @@ def test_who_is_parked_before_its_frame_ends_it_is_declined() -> None:
         engine.snapshot()
 
 
-@pytest.mark.skipif(
-    RELEASE is None or not RELEASE.frees_behind_frames, reason="blocks are freed at once"
-)
+@needs(RELEASE.frees_behind_frames, "blocks are freed at once")
 def test_a_forced_reset_beside_a_frame_in_flight_is_declined() -> None:
     """Given it all the same, it raises: what the frame may write to is not free yet."""
     engine = load_engine(ENGINE)(replace(CONFIG, max_frames_in_flight=2))
     engine.apply(v.Submit(REQUEST))
-    frame = engine.apply(v.Schedule())
-    assert isinstance(frame, v.Plan)
+    frame = schedule(engine)
     event = v.Reset(reset_running_requests=True)
     assert "with a frame in flight" in find_decline(engine, event)
     with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
@@ -464,8 +325,7 @@ def test_who_is_held_is_shown_when_all_else_is_told() -> None:
     engine.apply(v.Abort(("A",)))
     engine.apply(v.Submit(replace(REQUEST, request_id="B")))
     engine.apply(v.KVOffer("B", delays_free=True))
-    plan = engine.apply(v.Schedule())
-    assert isinstance(plan, v.Plan)
+    plan = schedule(engine)
     engine.apply(v.Abort(("B",)))
     engine.apply(v.Commit(plan.frame_id, ()))
     engine.apply(v.Schedule())
@@ -477,9 +337,7 @@ def test_who_skips_reading_is_loaded_nothing_where_the_release_says_so() -> None
     engine = load_engine(ENGINE)(CONFIG)
     engine.apply(v.Submit(replace(REQUEST, skip_reading_prefix_cache=True)))
     engine.apply(v.KVOffer("A", num_tokens=4))
-    plan = engine.apply(v.Schedule())
-    assert isinstance(plan, v.Plan)
-    assert RELEASE is not None
+    plan = schedule(engine)
     assert bool(plan.kv_loads) is not RELEASE.ignores_offers_of_who_skips
     assert engine.snapshot() is not None
 
@@ -493,58 +351,27 @@ def test_a_load_at_once_of_all_tokens_ends_the_release(monkeypatch: pytest.Monke
         engine.apply(v.Schedule())
 
 
-def test_its_log_tells_blocks_by_what_they_are_found_under() -> None:
-    """What a commit tells is what can be found behind it."""
-    engine = load_engine(ENGINE)(replace(CONFIG, enable_kv_cache_events=True))
-    engine.apply(v.Submit(replace(REQUEST, adapter="x")))
-    plan = engine.apply(v.Schedule())
-    assert isinstance(plan, v.Plan)
-    outputs = engine.apply(v.Commit(plan.frame_id, (v.RowTokens("A", (7,)),)))
-    assert isinstance(outputs, v.Outputs)
-    (stored,) = outputs.kv_events
-    assert isinstance(stored, v.BlockStored)
-    shown = engine.snapshot()
-    assert shown is not None
-    assert set(stored.keys) == set(shown.cached)
-    assert (stored.parent, stored.token_ids, stored.adapter) == (None, (1, 2, 3, 4), "x")
-
-
 @pytest.mark.parametrize(
     ("flag", "groups", "actions"),
     [
         ("spare_signals", (), (v.Submit(REQUEST), report(finished_recving=("A",)))),
-        (
-            "spare_group_failures",
-            (
-                v.KVGroup(v.GroupKind.FULL, 2),
-                v.KVGroup(v.GroupKind.SLIDING_WINDOW, 2, sliding_window=4),
-            ),
-            (
-                v.Submit(REQUEST),
-                v.KVOffer("A", num_tokens=4, is_async=True),
-                v.Schedule(),
-                report(invalid_block_ids=(1,)),
-            ),
-        ),
-        (
-            "spare_full_loads",
-            (),
-            (v.Submit(REQUEST), v.KVOffer("A", num_tokens=5), v.Schedule()),
-        ),
+        ("spare_group_failures",
+         (v.KVGroup(v.GroupKind.FULL, 2), v.KVGroup(v.GroupKind.SLIDING_WINDOW, 2,
+         sliding_window=4)), (v.Submit(REQUEST), v.KVOffer("A", num_tokens=4, is_async=True),
+         v.Schedule(), report(invalid_block_ids=(1,)))),
+        ("spare_full_loads", (), (v.Submit(REQUEST), v.KVOffer("A", num_tokens=5), v.Schedule())),
     ],
-)
+)  # fmt: skip
 def test_what_it_is_spared_a_hunt_finds(
     flag: str, groups: tuple[v.KVGroup, ...], actions: tuple[Action, ...]
 ) -> None:
     """A worker or a store says it in good faith."""
     program = Program(replace(CONFIG, groups=groups), actions, vocabulary_size=1)
     cause = Cause(Means.WORKAROUND, flag)
-    profile = find_profile(f"vllm-{VERSION}")
-    assert profile is not None
-    assert cause in find_causes(program, load_engine(ENGINE), frozenset(), tuple(profile.quirks))
+    assert cause in find_causes(program, load_engine(ENGINE), frozenset(), tuple(PROFILE.quirks))
 
 
-@pytest.mark.skipif(VERSION != "0.19.1", reason="0.33.0 holds all hits before it takes blocks")
+@needs(VERSION == "0.19.1", "0.33.0 holds all hits before it takes blocks")
 def test_step_in_which_a_load_may_end_before_a_hit_is_declined() -> None:
     """It would ask its pool for a negative amount, and count more free blocks than it has."""
     groups = (
@@ -608,7 +435,7 @@ def later(name: v.RequestId) -> v.KVOffer:
     return v.KVOffer(name, 1, is_async=True)
 
 
-@pytest.mark.skipif(VERSION != "0.19.1", reason="0.33.0 begins no load that others may lack")
+@needs(VERSION == "0.19.1", "0.33.0 begins no load that others may lack")
 def test_two_whose_loads_have_come_lack_the_blocks_of_each_other_for_ever() -> None:
     submits = map(v.Submit, ALIKE)
     engine = play(
@@ -618,7 +445,7 @@ def test_two_whose_loads_have_come_lack_the_blocks_of_each_other_for_ever() -> N
     assert goes_round(list_turns(engine, SCHEDULE))
 
 
-@pytest.mark.skipif(VERSION != "0.19.1", reason="fixed by 0.32.0")
+@needs(VERSION == "0.19.1", "fixed by 0.32.0")
 def test_who_has_come_stands_behind_a_head_that_lacks_its_block_for_ever() -> None:
     first, second = map(v.Submit, ALIKE)
     engine = play(
@@ -633,11 +460,9 @@ def test_a_prompt_of_one_token_is_loaded_again_for_ever() -> None:
     assert goes_round(list_turns(engine, report(finished_recving=("A",)), SCHEDULE))
 
 
-@pytest.mark.skipif(VERSION != "0.33.0", reason="nothing is kept free for others there")
+@needs(VERSION == "0.33.0", "nothing is kept free for others there")
 @pytest.mark.parametrize("num_blocks", [3, 4])
-def test_who_lost_its_load_is_in_its_own_way_where_the_pool_holds_no_more(
-    num_blocks: int,
-) -> None:
+def test_who_lost_its_load_is_in_its_own_way_where_the_pool_holds_no_more(num_blocks: int) -> None:
     policy = v.KVLoadFailurePolicy.RECOMPUTE
     config = replace(LACKING, num_blocks=num_blocks, kv_load_failure_policy=policy)
     engine = play(
@@ -663,23 +488,18 @@ def with_states(mode: v.MambaCacheMode) -> v.Config:
     return replace(CONFIG, groups=groups, enable_prefix_caching=caching)
 
 
-LOADS_STATES = pytest.mark.skipif(
-    RELEASE is None or not RELEASE.loads_no_aligned_states, reason="of releases before 0.24.0"
-)
+LOADS_STATES = needs(RELEASE.loads_no_aligned_states, "of releases before 0.24.0")
 
 
 @LOADS_STATES
 @pytest.mark.parametrize("mode", [v.MambaCacheMode.NONE, v.MambaCacheMode.ALL])
 def test_a_state_is_loaded_behind_the_last_token_of_an_offer(mode: v.MambaCacheMode) -> None:
     """And no token further: a state is not taken back."""
-    plan = start(with_states(mode), num_tokens=4, is_async=True).apply(v.Schedule())
-    assert isinstance(plan, v.Plan)
+    plan = schedule(start(with_states(mode), num_tokens=4, is_async=True))
     (load,) = plan.kv_loads
     assert load.num_external_tokens == 4
     assert load.block_ids[1][-1] != v.NULL_BLOCK
-    plan = start(with_states(mode), num_tokens=5, is_async=True).apply(v.Schedule())
-    assert isinstance(plan, v.Plan)
-    assert plan.kv_loads == ()
+    assert schedule(start(with_states(mode), num_tokens=5, is_async=True)).kv_loads == ()
 
 
 @LOADS_STATES

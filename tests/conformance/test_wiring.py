@@ -18,25 +18,7 @@ from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Hostile, Program
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.spec.vocabulary import (
-    Abort,
-    BlockKey,
-    Commit,
-    Config,
-    Event,
-    GroupKind,
-    KVGroup,
-    Observation,
-    OutputRow,
-    Outputs,
-    Plan,
-    Request,
-    Reset,
-    Schedule,
-    SetPause,
-    Snapshot,
-    Submit,
-)
+from blockstep.spec import vocabulary as v
 
 EXACT = EngineTraits()
 RENAMED = EngineTraits(equivalence=Renamed())
@@ -44,10 +26,10 @@ PLAN = EngineTraits(equivalence=SamePlans(shows_blocks=True))
 SAFETY = EngineTraits(equivalence=Safety())
 SHOWN = {"exact": EXACT, "renamed": RENAMED, "safety": SAFETY}
 """Equivalences at which states are looked at."""
-CONFIG = Config(num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=16)
+CONFIG = v.Config(num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=16)
 AHEAD = replace(CONFIG, max_frames_in_flight=2, async_scheduling=True)
-A = Submit(Request("A", (1, 2, 3), max_tokens=5))
-STEP: tuple[Action, ...] = (Schedule(), Answer())
+A = v.Submit(v.Request("A", (1, 2, 3), max_tokens=5))
+STEP: tuple[Action, ...] = (v.Schedule(), Answer())
 
 
 class Bent(SpecEngine):
@@ -59,12 +41,12 @@ class Bent(SpecEngine):
     def bend_answer(self, answer: Any) -> Any:
         return answer
 
-    def bend_state(self, shown: Snapshot) -> Any:
+    def bend_state(self, shown: v.Snapshot) -> Any:
         return shown
 
-    def apply(self, event: Event) -> Observation:
+    def apply(self, event: v.Event) -> v.Observation:
         self.num_events += 1
-        answer: Observation = super().apply(event)
+        answer: v.Observation = super().apply(event)
         return self.bend_answer(answer) if self.num_events == self.at else answer
 
     def snapshot(self) -> Any:
@@ -81,7 +63,7 @@ def bend(traits: EngineTraits, at: int, **bends: Callable[[Any], Any]) -> Any:
     return type("Engine", (Bent,), {"traits": traits, "at": at, **methods})
 
 
-def hear(config: Config, make_engine: Any, *actions: Action) -> list[str]:
+def hear(config: v.Config, make_engine: Any, *actions: Action) -> list[str]:
     """What is said in the end, by sentence; a divergence is none."""
     _, findings = run_program(Program(config, actions), make_engine)
     return [found.sentence for found in findings if found.kind is not FindingKind.DIVERGENCE]
@@ -90,15 +72,15 @@ def hear(config: Config, make_engine: Any, *actions: Action) -> list[str]:
 # The worker is asked of states.
 
 
-def publish(shown: Snapshot) -> Snapshot:
+def publish(shown: v.Snapshot) -> v.Snapshot:
     """The last block, which is free and was never written, can be hit."""
-    key = BlockKey(None, (9, 9))
+    key = v.BlockKey(None, (9, 9))
     return replace(
         shown, block_keys=(*shown.block_keys[:-1], key), cached={**shown.cached, key: (8,)}
     )
 
 
-def compute_more(shown: Snapshot) -> Snapshot:
+def compute_more(shown: v.Snapshot) -> v.Snapshot:
     (request,) = shown.requests
     more = replace(request, num_computed_tokens=request.num_computed_tokens + 1)
     return replace(shown, requests=(more,))
@@ -106,13 +88,13 @@ def compute_more(shown: Snapshot) -> Snapshot:
 
 def test_computed_tokens_are_held_in_every_group() -> None:
     """Three slots of the one group and four of the other do not hold four tokens."""
-    groups = (KVGroup(GroupKind.FULL, 1), KVGroup(GroupKind.FULL, 4))
+    groups = (v.KVGroup(v.GroupKind.FULL, 1), v.KVGroup(v.GroupKind.FULL, 4))
     config = replace(CONFIG, num_blocks=17, block_size=1, groups=groups)
     said = hear(config, bend(SAFETY, 2, state=compute_more), A, *STEP)
     assert "computed_tokens_are_in_blocks_that_are_held" in said
 
 
-PLACES: dict[str, tuple[Config, int]] = {
+PLACES: dict[str, tuple[v.Config, int]] = {
     "a plan": (CONFIG, 2),
     "a plan ahead": (AHEAD, 2),
     "a commit ahead": (AHEAD, 3),
@@ -128,7 +110,7 @@ def test_what_is_published_is_asked_after(place: str, equivalence: str) -> None:
     assert "published_block_was_written" in hear(config, engine, A, *STEP)
 
 
-@pytest.mark.parametrize(("at", "event"), [(1, A), (3, STEP[1]), (4, Reset(False))])
+@pytest.mark.parametrize(("at", "event"), [(1, A), (3, STEP[1]), (4, v.Reset(False))])
 def test_at_safety_that_is_asked_after_every_event(at: int, event: Action) -> None:
     program = (A, *STEP, event) if at == 4 else (A, *STEP)
     engine = bend(SAFETY, at, state=publish)
@@ -144,7 +126,7 @@ def test_what_the_state_says_of_a_request_is_asked_after_plans_and_commits(
     assert "plans_alone_rebuild_the_request" in hear(CONFIG, engine, A, *STEP)
 
 
-def exchange_a_block(shown: Snapshot) -> Snapshot:
+def exchange_a_block(shown: v.Snapshot) -> v.Snapshot:
     """The table names another block, which is held instead of the one before."""
     (request,) = shown.requests
     (table,) = request.block_tables
@@ -171,14 +153,14 @@ def test_at_safety_tables_are_compared_that_a_plan_has_just_told(at: int, is_fou
 
 def run_too_far(answer: Any) -> Any:
     """A row that says that a token more was computed."""
-    assert isinstance(answer, Plan)
+    assert isinstance(answer, v.Plan)
     rows = [replace(row, num_computed_tokens=row.num_computed_tokens + 1) for row in answer.cached]
     return replace(answer, cached=tuple(rows))
 
 
 def give_strange_blocks(answer: Any) -> Any:
     """Blocks that nobody has written."""
-    assert isinstance(answer, Plan)
+    assert isinstance(answer, v.Plan)
     rows = [replace(row, block_ids=((0,) * len(row.block_ids[0]),)) for row in answer.new]
     return replace(answer, new=tuple(rows))
 
@@ -205,12 +187,16 @@ def test_blocks_are_not_compared_at_plan_and_the_worker_is_asked_all_the_same() 
 
 def test_who_has_ended_by_an_abort_does_not_end_later_too() -> None:
     engine = bend(SAFETY, 2, answer=lambda answer: replace(answer, ending_req_ids=("A",)))
-    assert hear(CONFIG, engine, A, Abort(("A",)))[0] == "abort_ends_exactly_the_unfinished_it_names"
+    assert (
+        hear(CONFIG, engine, A, v.Abort(("A",)))[0] == "abort_ends_exactly_the_unfinished_it_names"
+    )
 
 
 def test_who_ends_later_is_not_compared_at_plan_and_judged_all_the_same() -> None:
     engine = bend(PLAN, 2, answer=lambda answer: replace(answer, ending_req_ids=("B",)))
-    assert hear(CONFIG, engine, A, Abort(("A",))) == ["abort_ends_exactly_the_unfinished_it_names"]
+    assert hear(CONFIG, engine, A, v.Abort(("A",))) == [
+        "abort_ends_exactly_the_unfinished_it_names"
+    ]
 
 
 # A worker that is not told of everything would accuse a right engine.
@@ -219,7 +205,7 @@ def test_who_ends_later_is_not_compared_at_plan_and_judged_all_the_same() -> Non
 @pytest.mark.parametrize("traits", [EXACT, RENAMED, PLAN, SAFETY])
 def test_the_worker_is_told_of_commits_and_resets(traits: EngineTraits) -> None:
     engine = bend(traits, 0)
-    reset = Reset(reset_running_requests=True)
+    reset = v.Reset(reset_running_requests=True)
     run, findings = run_program(Program(CONFIG, (A, *STEP, *STEP, reset, *STEP, Drain())), engine)
     assert findings == []
     assert run.live == {}
@@ -229,11 +215,11 @@ def test_the_worker_is_told_of_commits_and_resets(traits: EngineTraits) -> None:
 # Sentences are asked of states, and know what was before.
 
 
-def lose_a_block(shown: Snapshot) -> Snapshot:
+def lose_a_block(shown: v.Snapshot) -> v.Snapshot:
     return replace(shown, free_queue=shown.free_queue[1:])
 
 
-def lose_a_token(shown: Snapshot) -> Snapshot:
+def lose_a_token(shown: v.Snapshot) -> v.Snapshot:
     return replace(
         shown, requests=tuple(replace(one, output_token_ids=()) for one in shown.requests)
     )
@@ -248,7 +234,7 @@ def lose_a_token(shown: Snapshot) -> Snapshot:
     ],
 )
 def test_sentences_are_asked_of_states(
-    change: Callable[[Snapshot], Snapshot], at: int, sentence: str, equivalence: str
+    change: Callable[[v.Snapshot], v.Snapshot], at: int, sentence: str, equivalence: str
 ) -> None:
     engine = bend(SHOWN[equivalence], at, state=change)
     assert sentence in hear(CONFIG, engine, A, *STEP, *STEP)
@@ -256,38 +242,38 @@ def test_sentences_are_asked_of_states(
 
 # What nobody should send must come to nothing.
 
-STALE = Hostile(Commit(99, ()))
-TAKEN = bend(SAFETY, 3, answer=lambda _refused: Outputs((OutputRow("A", (7,)),)))
+STALE = Hostile(v.Commit(99, ()))
+TAKEN = bend(SAFETY, 3, answer=lambda _refused: v.Outputs((v.OutputRow("A", (7,)),)))
 
 
 def test_at_safety_a_stale_answer_that_is_taken_is_found() -> None:
-    assert hear(CONFIG, TAKEN, A, Schedule(), STALE) == ["stale_or_wrong_event_is_refused"]
+    assert hear(CONFIG, TAKEN, A, v.Schedule(), STALE) == ["stale_or_wrong_event_is_refused"]
 
 
 def test_at_safety_a_refusal_that_changes_the_state_is_found() -> None:
     engine = bend(SAFETY, 3, state=lose_a_block)
-    assert hear(CONFIG, engine, A, Schedule(), STALE) == ["rejected_event_changes_nothing"]
+    assert hear(CONFIG, engine, A, v.Schedule(), STALE) == ["rejected_event_changes_nothing"]
 
 
-@pytest.mark.parametrize("passed_over", [None, Outputs()])
-def test_at_safety_it_may_be_refused_or_passed_over(passed_over: Outputs | None) -> None:
+@pytest.mark.parametrize("passed_over", [None, v.Outputs()])
+def test_at_safety_it_may_be_refused_or_passed_over(passed_over: v.Outputs | None) -> None:
     engine = bend(SAFETY, 3, answer=lambda refused: passed_over or refused)
-    assert hear(CONFIG, engine, A, Schedule(), STALE, Answer(), Drain()) == []
+    assert hear(CONFIG, engine, A, v.Schedule(), STALE, Answer(), Drain()) == []
 
 
-def keep(request: Request, _config: Config) -> Request:
+def keep(request: v.Request, _config: v.Config) -> v.Request:
     return request
 
 
-def mend(request: Request, _config: Config) -> Request:
+def mend(request: v.Request, _config: v.Config) -> v.Request:
     return replace(request, max_tokens=max(request.max_tokens, 1))
 
 
-def leave(request: Request, _config: Config) -> Request | None:
+def leave(request: v.Request, _config: v.Config) -> v.Request | None:
     return request if request.max_tokens > 0 else None
 
 
-def fail(request: Request, _config: Config) -> Request:
+def fail(request: v.Request, _config: v.Config) -> v.Request:
     if request.max_tokens < 1:
         raise ValueError("no length")
     return request
@@ -300,7 +286,7 @@ def test_an_ill_formed_request_is_given_as_it_is_or_not_at_all(
     fit_request: Any, is_given: bool
 ) -> None:
     """An adapter may mend it, not take it, or be unable to say: then it is not for the engine."""
-    bad = Submit(Request("B", (1,), max_tokens=0))
+    bad = v.Submit(v.Request("B", (1,), max_tokens=0))
     traits = EngineTraits(equivalence=Safety(fit_request=fit_request))
     run, findings = run_program(Program(CONFIG, (A, Hostile(bad), Drain())), bend(traits, 0))
     assert findings == []
@@ -319,7 +305,7 @@ def compare_at_last(bend_state: Callable[[Any], Any]) -> list[Finding]:
 
 
 def test_a_state_that_is_compared_at_last_is_looked_at_like_the_others() -> None:
-    def break_down(_shown: Snapshot) -> Snapshot:
+    def break_down(_shown: v.Snapshot) -> v.Snapshot:
         raise ZeroDivisionError("inside the engine")
 
     assert compare_at_last(lambda shown: shown) == []
@@ -333,7 +319,7 @@ def test_a_state_that_is_compared_at_last_is_looked_at_like_the_others() -> None
 
 def test_who_does_not_judge_tells_what_differs_all_the_same() -> None:
     """As where a long trace is replayed, and states are compared now and then."""
-    run = LockStep.start(CONFIG, bend(EXACT, 1, answer=lambda _: Outputs(())), compare_every=1)
+    run = LockStep.start(CONFIG, bend(EXACT, 1, answer=lambda _: v.Outputs(())), compare_every=1)
     (diverged,) = run.perform(A)
     assert diverged.kind is FindingKind.DIVERGENCE
 
@@ -344,10 +330,10 @@ def test_who_does_not_judge_tells_what_differs_all_the_same() -> None:
 @pytest.mark.parametrize("plans_ahead", [False, True])
 def test_a_drain_answers_what_is_in_flight_by_the_order_of_the_engine(plans_ahead: bool) -> None:
     traits = EngineTraits(equivalence=Safety(plans_ahead=plans_ahead))
-    program = Program(AHEAD, (A, Schedule(), Abort(("A",)), Drain()))
+    program = Program(AHEAD, (A, v.Schedule(), v.Abort(("A",)), Drain()))
     run, findings = run_program(program, bend(traits, 0))
     assert (findings, run.live, run.plans) == ([], {}, [])
-    last = [Schedule if plans_ahead else SetPause, Commit]
+    last = [v.Schedule if plans_ahead else v.SetPause, v.Commit]
     assert [type(one.event) for one in run.exchanges][-2:] == last
 
 
@@ -366,8 +352,8 @@ class Raises(Bent):
 class Stands(SpecEngine):
     """It plans nothing, and says so; no state is shown."""
 
-    def apply(self, event: Event) -> Observation:
-        return Plan(0) if isinstance(event, Schedule) else super().apply(event)
+    def apply(self, event: v.Event) -> v.Observation:
+        return v.Plan(0) if isinstance(event, v.Schedule) else super().apply(event)
 
     def snapshot(self) -> Any:
         return None
@@ -378,7 +364,7 @@ def declare(engine: type, traits: EngineTraits, deviation: Deviation, **fields: 
     return type("Declared", (engine,), {"traits": told, **fields})
 
 
-WRONG_KIND = bend(SAFETY, 2, answer=lambda _plan: Outputs())
+WRONG_KIND = bend(SAFETY, 2, answer=lambda _plan: v.Outputs())
 DECLARED: dict[str, Any] = {
     "it raises": declare(Raises, EXACT, excuse("engine_raises_nothing"), at=2),
     "it raises at safety": declare(Raises, SAFETY, excuse("engine_raises_nothing"), at=2),
@@ -395,7 +381,7 @@ DECLARED: dict[str, Any] = {
 @pytest.mark.parametrize("what", DECLARED)
 def test_what_is_declared_is_excused_wherever_it_is_found(what: str) -> None:
     engine = DECLARED[what]
-    program = Program(CONFIG, (A, Schedule(), STALE, Answer(), Drain()))
+    program = Program(CONFIG, (A, v.Schedule(), STALE, Answer(), Drain()))
     run, findings = run_program(program, engine)
     assert findings == []
     assert run.excuses.counts == {"known": 1}

@@ -16,50 +16,23 @@ from blockstep.conformance.judge.witnesses import WITNESSES, situations
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.lockstep.runner import ask_mask
-from blockstep.conformance.protocol.features import (
-    find_lacking,
-)
+from blockstep.conformance.protocol.features import find_lacking
 from blockstep.conformance.protocol.program import Answer, Hostile, Misanswer, Propose, Report
 from blockstep.conformance.protocol.tokens import token_function
 from blockstep.conformance.protocol.wishes import Wish
-from blockstep.conformance.search.floor import (
-    Facts,
-    look,
-    missing_witnesses,
-    required_witnesses,
-)
+from blockstep.conformance.search.floor import Facts, look, missing_witnesses, required_witnesses
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.impl.host import HostEngine
-from blockstep.spec.vocabulary import (
-    Abort,
-    Commit,
-    Config,
-    Drafts,
-    Event,
-    KVGroup,
-    KVTransfers,
-    MultiModalItem,
-    PauseState,
-    Plan,
-    Policy,
-    Request,
-    Reset,
-    RowTokens,
-    Schedule,
-    SetPause,
-    SpecMethod,
-    Submit,
-    TransfersReported,
-)
+from blockstep.spec import vocabulary as v
 
-CONFIG = Config(num_blocks=9, block_size=2, max_num_seqs=3, max_model_len=16)
-A = Request("A", (1, 2, 3, 4, 5), max_tokens=2)
+CONFIG = v.Config(num_blocks=9, block_size=2, max_num_seqs=3, max_model_len=16)
+A = v.Request("A", (1, 2, 3, 4, 5), max_tokens=2)
 
 
 class Watched:
     """A clean engine with witnesses beside it."""
 
-    def __init__(self, config: Config = CONFIG) -> None:
+    def __init__(self, config: v.Config = CONFIG) -> None:
         self.config = config
         self.engine = HostEngine(config)
         self.worker = Worker(config, token_function(1, 3))
@@ -68,7 +41,7 @@ class Watched:
         self.before = self.engine.snapshot()
         self.client = Client()
 
-    def do(self, *events: Event) -> Watched:
+    def do(self, *events: v.Event) -> Watched:
         for event in events:
             observation = self.engine.apply(event)
             after = self.engine.snapshot()
@@ -82,17 +55,17 @@ class Watched:
 
     def commit(self) -> Watched:
         frame_id = self.plans[0].frame_id
-        return self.do(Commit(frame_id, self.worker.answer(frame_id)))
+        return self.do(v.Commit(frame_id, self.worker.answer(frame_id)))
 
-    def report(self, report: Report, frame_id: int | None = None) -> KVTransfers:
+    def report(self, report: Report, frame_id: int | None = None) -> v.KVTransfers:
         """What a report comes to now, `frame_id` the plan that is answered with it."""
         return self.client.transfers.resolve(report, self.config.block_sizes, frame_id)
 
     def propose(self, name: str, count: int, num_right: int) -> Watched:
-        return self.do(Drafts((RowTokens(name, self.worker.propose(name, count, num_right)),)))
+        return self.do(v.Drafts((v.RowTokens(name, self.worker.propose(name, count, num_right)),)))
 
     @property
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[v.Plan]:
         return self.client.plans
 
 
@@ -104,9 +77,9 @@ def test_each_situation_has_a_line() -> None:
 
 
 def test_a_hit_on_freed_blocks_is_seen() -> None:
-    watched = Watched().do(Submit(A), Schedule()).commit().do(Schedule()).commit()
+    watched = Watched().do(v.Submit(A), v.Schedule()).commit().do(v.Schedule()).commit()
     assert watched.counts["stop_length"] == 1
-    watched.do(Submit(replace(A, request_id="B")), Schedule())
+    watched.do(v.Submit(replace(A, request_id="B")), v.Schedule())
     assert watched.counts["prefix_hit"] == 1
     assert watched.counts["hit_on_freed_block"] == 2
     assert watched.counts["admitted"] == 2
@@ -114,16 +87,16 @@ def test_a_hit_on_freed_blocks_is_seen() -> None:
 
 def test_salts_and_adapters_keep_equal_tokens_apart() -> None:
     other = replace(A, request_id="B", cache_salt="x")
-    watched = Watched().do(Submit(A), Submit(other), Schedule())
+    watched = Watched().do(v.Submit(A), v.Submit(other), v.Schedule())
     assert watched.counts["same_tokens_other_salt"] == 2, "each was admitted beside the other"
     assert watched.counts["same_tokens_other_adapter"] == 0
     assert watched.counts["prefix_hit"] == 0
 
 
 def test_a_full_prompt_hit_leaves_the_last_block() -> None:
-    even = Request("A", (1, 2, 3, 4), max_tokens=1)
-    watched = Watched().do(Submit(even), Schedule()).commit()
-    watched.do(Submit(replace(even, request_id="B")), Schedule())
+    even = v.Request("A", (1, 2, 3, 4), max_tokens=1)
+    watched = Watched().do(v.Submit(even), v.Schedule()).commit()
+    watched.do(v.Submit(replace(even, request_id="B")), v.Schedule())
     assert watched.counts["full_prompt_hit_recomputes_last_block"] == 1
 
 
@@ -132,9 +105,9 @@ def test_a_full_prompt_hit_leaves_the_last_block() -> None:
     [(0, "drafts_none_accepted"), (1, "drafts_some_accepted"), (2, "drafts_all_accepted")],
 )
 def test_acceptance_is_told_apart(num_right: int, name: str) -> None:
-    config = replace(CONFIG, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
-    watched = Watched(config).do(Submit(replace(A, max_tokens=9)), Schedule()).commit()
-    watched.propose("A", 2, num_right).do(Schedule()).commit()
+    config = replace(CONFIG, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2)
+    watched = Watched(config).do(v.Submit(replace(A, max_tokens=9)), v.Schedule()).commit()
+    watched.propose("A", 2, num_right).do(v.Schedule()).commit()
     kinds = ("drafts_none_accepted", "drafts_some_accepted", "drafts_all_accepted")
     assert [watched.counts[kind] for kind in kinds] == [kind == name for kind in kinds]
     assert watched.counts["drafts_taken"] == watched.counts["drafts_scheduled"] == 1
@@ -145,9 +118,9 @@ def test_preemption_and_return_are_seen() -> None:
     watched = Watched(config)
     for index in range(2):
         prompt = tuple(range(10 * index, 10 * index + 4))
-        watched.do(Submit(Request("AB"[index], prompt, max_tokens=5)))
+        watched.do(v.Submit(v.Request("AB"[index], prompt, max_tokens=5)))
     for _ in range(9):
-        watched.do(Schedule())
+        watched.do(v.Schedule())
         if watched.plans:
             watched.commit()
     counts = watched.counts
@@ -157,9 +130,9 @@ def test_preemption_and_return_are_seen() -> None:
 
 
 def test_aborts_are_told_apart() -> None:
-    watched = Watched().do(Submit(A), Abort(("A", "nobody")))
-    watched.do(Submit(A), Schedule(), Abort(("A",))).commit()
-    watched.do(Submit(replace(A, request_id="B")), Schedule()).commit().do(Abort(("B",)))
+    watched = Watched().do(v.Submit(A), v.Abort(("A", "nobody")))
+    watched.do(v.Submit(A), v.Schedule(), v.Abort(("A",))).commit()
+    watched.do(v.Submit(replace(A, request_id="B")), v.Schedule()).commit().do(v.Abort(("B",)))
     names = ("abort_waiting", "abort_unknown", "abort_in_flight", "abort_running")
     assert [watched.counts[name] for name in names] == [1, 1, 1, 1]
     assert watched.counts["commit_for_aborted"] == 1
@@ -167,11 +140,11 @@ def test_aborts_are_told_apart() -> None:
 
 
 def test_resets_are_told_apart() -> None:
-    watched = Watched().do(Submit(A), Schedule(), Reset(), Reset(True)).commit()
+    watched = Watched().do(v.Submit(A), v.Schedule(), v.Reset(), v.Reset(True)).commit()
     names = ("reset_refused", "reset_forced", "reset_forced_in_flight", "commit_for_preempted")
     assert [watched.counts[name] for name in names] == [1, 1, 1, 1]
-    watched.do(Abort(("A",)), Submit(replace(A, request_id="B", max_tokens=1)), Schedule())
-    watched.commit().do(Reset())
+    watched.do(v.Abort(("A",)), v.Submit(replace(A, request_id="B", max_tokens=1)), v.Schedule())
+    watched.commit().do(v.Reset())
     assert watched.counts["reset_done"] == 1
 
 
@@ -180,24 +153,24 @@ LONG = replace(A, max_tokens=6)
 
 
 def test_frames_in_flight_are_counted() -> None:
-    watched = Watched(AHEAD).do(Submit(LONG), *[Schedule()] * 5)
+    watched = Watched(AHEAD).do(v.Submit(LONG), *[v.Schedule()] * 5)
     assert watched.counts["several_frames_in_flight"] == 3
     assert watched.counts["four_frames_in_flight"] == 1
     assert watched.counts["planned_before_its_token"] == 3
     assert watched.counts["rejected_pipeline_full_async"] == 1
     newest = watched.plans[-1].frame_id
-    watched.do(Commit(newest, watched.worker.answer(newest)))
+    watched.do(v.Commit(newest, watched.worker.answer(newest)))
     assert watched.counts["rejected_frame_out_of_order"] == 1
 
 
 def test_chunks_of_one_prompt_may_be_in_flight_together() -> None:
-    watched = Watched(replace(AHEAD, max_num_batched_tokens=2)).do(Submit(A), *[Schedule()] * 3)
+    watched = Watched(replace(AHEAD, max_num_batched_tokens=2)).do(v.Submit(A), *[v.Schedule()] * 3)
     assert watched.counts["chunks_in_two_frames"] == 2
     assert watched.counts["planned_before_its_token"] == 0
 
 
 def test_a_request_whose_last_token_is_in_flight_is_left_out() -> None:
-    watched = Watched(AHEAD).do(Submit(A), Schedule(), Schedule()).commit().do(Schedule())
+    watched = Watched(AHEAD).do(v.Submit(A), v.Schedule(), v.Schedule()).commit().do(v.Schedule())
     assert watched.counts["skip_ahead"] == 1
     watched.commit()
     assert watched.counts["published_by_the_last_commit"] == 1
@@ -205,29 +178,29 @@ def test_a_request_whose_last_token_is_in_flight_is_left_out() -> None:
 
 
 def test_what_a_commit_publishes_is_seen() -> None:
-    watched = Watched(AHEAD).do(Submit(LONG), Schedule(), Schedule(), Schedule())
+    watched = Watched(AHEAD).do(v.Submit(LONG), v.Schedule(), v.Schedule(), v.Schedule())
     watched.commit().commit()
     assert watched.counts["published_by_commit"] == 1
 
 
 def test_a_row_of_one_that_stopped_is_no_aborted_one() -> None:
-    watched = Watched(AHEAD).do(Submit(A), Schedule(), Schedule(), Schedule())
+    watched = Watched(AHEAD).do(v.Submit(A), v.Schedule(), v.Schedule(), v.Schedule())
     watched.commit().commit().commit()
     assert watched.counts["row_of_an_ended_request_ignored"] == 1
     assert watched.counts["commit_for_aborted"] == 0
-    watched.do(Submit(LONG), Schedule(), Schedule(), Abort(("A",))).commit().commit()
+    watched.do(v.Submit(LONG), v.Schedule(), v.Schedule(), v.Abort(("A",))).commit().commit()
     assert watched.counts["row_of_an_ended_request_ignored"] == 1
     assert watched.counts["commit_for_aborted"] == 2
     assert watched.counts["abort_with_two_frames_in_flight"] == 1
 
 
 def test_placeholders_for_drafts_are_followed() -> None:
-    config = replace(AHEAD, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
-    watched = Watched(config).do(Submit(replace(LONG, max_tokens=9)), Schedule(), Schedule())
+    config = replace(AHEAD, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2)
+    watched = Watched(config).do(v.Submit(replace(LONG, max_tokens=9)), v.Schedule(), v.Schedule())
     assert watched.counts["draft_placeholders_scheduled"] == 1
-    watched.do(Schedule()).commit().commit()
+    watched.do(v.Schedule()).commit().commit()
     assert watched.counts["rollback_with_frames_behind"] == 1
-    watched.do(SetPause(PauseState.PAUSED_ALL), Schedule())
+    watched.do(v.SetPause(v.PauseState.PAUSED_ALL), v.Schedule())
     assert watched.counts["draft_placeholders_dropped"] == 1
 
 
@@ -236,15 +209,15 @@ def test_one_preempted_in_flight_is_followed_until_it_returns() -> None:
     watched = Watched(config)
     for name, first in (("A", 0), ("B", 10)):
         prompt = tuple(range(first, first + 4))
-        watched.do(Submit(Request(name, prompt, max_tokens=5)))
-    watched.do(Schedule(), Schedule(), Schedule()).commit().do(Schedule())
+        watched.do(v.Submit(v.Request(name, prompt, max_tokens=5)))
+    watched.do(v.Schedule(), v.Schedule(), v.Schedule()).commit().do(v.Schedule())
     counts = watched.counts
     assert counts["preempted_in_flight"] == counts["preempted"] == 1
-    watched.do(Submit(Request("C", (7,), max_tokens=1)), Schedule())
+    watched.do(v.Submit(v.Request("C", (7,), max_tokens=1)), v.Schedule())
     assert counts["passed_over_for_its_tokens"] == counts["admitted_past_a_stale_one"] == 1
     for _ in range(20):
         if not counts["resumed_after_stale_tokens"] and watched.ledger.lives:
-            watched.commit().do(Schedule())
+            watched.commit().do(v.Schedule())
     assert counts["stale_tokens_delivered"] == 2
     assert counts["resumed_after_stale_tokens"] == 1
     assert counts["commit_for_preempted"] == counts["all_preempted_in_flight"] == 0
@@ -252,7 +225,7 @@ def test_one_preempted_in_flight_is_followed_until_it_returns() -> None:
 
 def test_one_that_preempts_itself_ends_by_the_tokens_in_flight() -> None:
     config = replace(AHEAD, num_blocks=4)
-    watched = Watched(config).do(Submit(A), Schedule(), Schedule(), Schedule())
+    watched = Watched(config).do(v.Submit(A), v.Schedule(), v.Schedule(), v.Schedule())
     assert watched.counts["all_preempted_in_flight"] == 1
     watched.commit().commit()
     assert watched.counts["ended_while_stale"] == 1
@@ -260,11 +233,11 @@ def test_one_that_preempts_itself_ends_by_the_tokens_in_flight() -> None:
 
 
 def test_resets_in_flight_are_told_apart_from_preemption() -> None:
-    watched = Watched(AHEAD).do(Submit(LONG), Schedule(), Schedule(), Reset(True)).commit()
+    watched = Watched(AHEAD).do(v.Submit(LONG), v.Schedule(), v.Schedule(), v.Reset(True)).commit()
     assert watched.counts["reset_forced_with_two_frames_in_flight"] == 1
     assert watched.counts["commit_for_preempted"] == 1
     assert watched.counts["stale_tokens_delivered"] == 0
-    watched.do(Abort(("A",)))
+    watched.do(v.Abort(("A",)))
     assert watched.counts["abort_stale"] == 1
 
 
@@ -324,7 +297,7 @@ def test_one_plan_at_a_time_owes_nothing_of_several() -> None:
 
 
 def test_refusals_are_counted_by_code() -> None:
-    watched = Watched().do(Submit(A), Submit(A))
+    watched = Watched().do(v.Submit(A), v.Submit(A))
     assert watched.counts == {"rejected_duplicate_request": 1}
 
 
@@ -358,9 +331,9 @@ def test_what_cannot_be_reached_is_not_required() -> None:
         "priority_victim_not_last",
     }
     kept = {name for name in both if name.startswith("pins_")}
-    assert both - required(policy=Policy.FCFS) == urgent | kept
+    assert both - required(policy=v.Policy.FCFS) == urgent | kept
     assert both - required(without_features=("priority",)) == urgent
-    assert both - required(policy=Policy.PRIORITY) == kept
+    assert both - required(policy=v.Policy.PRIORITY) == kept
     assert required(preset="real") < both
 
 
@@ -389,15 +362,15 @@ def test_what_needs_one_of_several_features_is_not_required_without_all_of_them(
         assert name in required(*others)
 
 
-GROUPED = Config(num_blocks=30, block_size=2, max_model_len=16, max_num_batched_tokens=4)
-NINE = Request("A", tuple(range(9)), max_tokens=2)
+GROUPED = v.Config(num_blocks=30, block_size=2, max_model_len=16, max_num_batched_tokens=4)
+NINE = v.Request("A", tuple(range(9)), max_tokens=2)
 
 
-def play_groups(config: Config, *groups: KVGroup) -> Watched:
+def play_groups(config: v.Config, *groups: v.KVGroup) -> Watched:
     """A request of nine tokens from its first chunk to its end."""
-    watched = Watched(replace(config, groups=groups)).do(Submit(NINE))
+    watched = Watched(replace(config, groups=groups)).do(v.Submit(NINE))
     while watched.client.live:
-        watched.do(Schedule()).commit()
+        watched.do(v.Schedule()).commit()
     return watched
 
 
@@ -421,10 +394,10 @@ def test_what_is_given_back_is_told_by_kind() -> None:
 
 
 def test_a_hit_of_several_groups_is_told_from_one_that_a_group_cuts() -> None:
-    again = Submit(replace(NINE, request_id="B"))
+    again = v.Submit(replace(NINE, request_id="B"))
     watched = play_groups(GROUPED, full(2), window(2, 3))
     before = Counter(told(watched))
-    watched.do(again, Schedule())
+    watched.do(again, v.Schedule())
     assert Counter(told(watched)) - before == {
         "groups_hit_behind_nulls": 1,
         "groups_hit_in_several": 1,
@@ -433,11 +406,11 @@ def test_a_hit_of_several_groups_is_told_from_one_that_a_group_cuts() -> None:
     # The window has lost what was before its end: of a shorter prompt full attention has all.
     watched = play_groups(replace(GROUPED, num_blocks=15), full(2), window(2, 3))
     before = Counter(told(watched))
-    other = Request("B", tuple(range(20, 29)), max_tokens=1)
-    watched.do(Submit(other))
+    other = v.Request("B", tuple(range(20, 29)), max_tokens=1)
+    watched.do(v.Submit(other))
     while watched.client.live:
-        watched.do(Schedule()).commit()
-    watched.do(Submit(Request("C", tuple(range(5)), max_tokens=1)), Schedule())
+        watched.do(v.Schedule()).commit()
+    watched.do(v.Submit(v.Request("C", tuple(range(5)), max_tokens=1)), v.Schedule())
     after = Counter(told(watched)) - before
     assert after["groups_hit_cut_by_a_window"] == 1
     assert after["groups_hit_cut_by_full_attention"] == 0
@@ -450,7 +423,7 @@ def test_states_that_are_left_and_hit_are_told() -> None:
     before = Counter(told(watched))
     assert before["groups_state_left"] > 0
     assert before["groups_window_slid"] == before["groups_hit_of_a_state"] == 0
-    watched.do(Submit(replace(NINE, request_id="B")), Schedule())
+    watched.do(v.Submit(replace(NINE, request_id="B")), v.Schedule())
     assert (Counter(told(watched)) - before)["groups_hit_of_a_state"] == 1
 
 
@@ -466,24 +439,26 @@ def test_a_block_that_only_a_draft_in_doubt_keeps_is_told() -> None:
         max_num_batched_tokens=9,
         max_frames_in_flight=2,
         async_scheduling=True,
-        spec_method=SpecMethod.NGRAM,
+        spec_method=v.SpecMethod.NGRAM,
         num_speculative_tokens=3,
         groups=(window(2, 2),),
     )
     watched = Watched(config)
     watched.worker.acceptance = (3,)
-    watched.do(Submit(replace(NINE, prompt_token_ids=(1, 2, 3, 4), max_tokens=9)), Schedule())
+    watched.do(v.Submit(replace(NINE, prompt_token_ids=(1, 2, 3, 4), max_tokens=9)), v.Schedule())
     assert watched.counts["groups_block_in_doubt"] == 0
-    watched.do(Schedule()).commit().do(Schedule())
+    watched.do(v.Schedule()).commit().do(v.Schedule())
     assert watched.counts["groups_block_in_doubt"] == 1
 
 
 def test_the_gate_lets_in_what_never_fits_at_once() -> None:
     config = replace(GROUPED, num_blocks=9)
-    watched = Watched(replace(config, groups=(full(4), window(2, 2)))).do(Submit(NINE), Schedule())
+    watched = Watched(replace(config, groups=(full(4), window(2, 2)))).do(
+        v.Submit(NINE), v.Schedule()
+    )
     assert watched.counts["groups_admitted_past_its_room"] == 0
     watched = Watched(replace(config, num_blocks=8, groups=(full(4), window(2, 2))))
-    watched.do(Submit(NINE), Schedule())
+    watched.do(v.Submit(NINE), v.Schedule())
     assert watched.counts["groups_admitted_past_its_room"] == 1
 
 
@@ -494,10 +469,10 @@ def test_what_a_preempted_request_had_given_back_is_told() -> None:
     watched = Watched(replace(config, groups=(full(2), window(2, 2))))
     for index in range(2):
         prompt = tuple(range(10 * index, 10 * index + 4))
-        watched.do(Submit(Request("AB"[index], prompt, max_tokens=8)))
+        watched.do(v.Submit(v.Request("AB"[index], prompt, max_tokens=8)))
     for _ in range(40):
         if watched.client.live:
-            watched.do(Schedule())
+            watched.do(v.Schedule())
         if watched.plans:
             watched.commit()
     counts = told(watched)
@@ -506,10 +481,10 @@ def test_what_a_preempted_request_had_given_back_is_told() -> None:
     assert counts["groups_resumed_behind_nulls"] >= 1
 
 
-def with_items(name: str, num_tokens: int, *items: tuple[str, int, int]) -> Request:
+def with_items(name: str, num_tokens: int, *items: tuple[str, int, int]) -> v.Request:
     """Its items: identifier, offset and length."""
-    found = tuple([MultiModalItem(*item) for item in items])
-    return Request(name, tuple(range(10, 10 + num_tokens)), 1, items=found)
+    found = tuple([v.MultiModalItem(*item) for item in items])
+    return v.Request(name, tuple(range(10, 10 + num_tokens)), 1, items=found)
 
 
 def test_a_row_that_reads_one_item_at_two_places_is_seen() -> None:
@@ -521,17 +496,19 @@ def test_a_row_that_reads_one_item_at_two_places_is_seen() -> None:
             encoder_cache_size=8,
         )
         watched = Watched(config)
-        watched.do(Submit(with_items("A", 5, ("cat", 0, 2), ("cat", 3, 2))), Schedule())
+        watched.do(v.Submit(with_items("A", 5, ("cat", 0, 2), ("cat", 3, 2))), v.Schedule())
         assert watched.counts["encoder_item_twice_in_one"] == expected, num_tokens
 
 
 def test_what_one_step_evicts_and_makes_anew_is_seen() -> None:
     config = replace(CONFIG, encoder_compute_budget=8, encoder_cache_size=4)
     watched = Watched(config)
-    watched.do(Submit(with_items("A", 1, ("cat", 0, 1))), Schedule()).commit()
-    watched.do(Submit(with_items("B", 2, ("dog", 0, 2))), Schedule()).commit()
-    watched.do(Submit(with_items("D", 3, ("owl", 0, 3))), Submit(with_items("E", 2, ("cat", 1, 1))))
-    watched.do(Schedule())
+    watched.do(v.Submit(with_items("A", 1, ("cat", 0, 1))), v.Schedule()).commit()
+    watched.do(v.Submit(with_items("B", 2, ("dog", 0, 2))), v.Schedule()).commit()
+    watched.do(
+        v.Submit(with_items("D", 3, ("owl", 0, 3))), v.Submit(with_items("E", 2, ("cat", 1, 1)))
+    )
+    watched.do(v.Schedule())
     assert watched.counts["encoder_item_evicted"] == 1
     assert watched.counts["encoder_item_dropped_and_made"] == 1
     assert watched.counts["encoder_item_made"] == 3
@@ -563,13 +540,13 @@ def _episode(index: int) -> Counter[str]:
                 if watched.plans[0].has_structured_output_requests:  # as every run asks for it
                     watched.do(ask_mask(watched.worker, watched.plans[0]))
                 told = watched.report(action.report, oldest)
-                watched.do(Commit(oldest, watched.worker.answer(oldest), told))
+                watched.do(v.Commit(oldest, watched.worker.answer(oldest), told))
         elif isinstance(action, Report):
-            watched.do(TransfersReported(watched.report(action)))
+            watched.do(v.TransfersReported(watched.report(action)))
         elif isinstance(action, Misanswer):
             if watched.plans:
                 newest = watched.plans[-1].frame_id
-                watched.do(Commit(newest, watched.worker.answer(newest)))
+                watched.do(v.Commit(newest, watched.worker.answer(newest)))
         elif isinstance(action, Propose) and swarm.config.async_scheduling:
             watched.worker.acceptance = tuple(right for _, right in action.counts)
         elif isinstance(action, Propose):

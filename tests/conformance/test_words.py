@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from episodes_support import play_episodes
 
 from blockstep.conformance.engine import EngineTraits, Safety
 from blockstep.conformance.judge.answers import judge_answer
@@ -20,23 +21,9 @@ from blockstep.conformance.recorded.traces import read_trace, write_trace
 from blockstep.conformance.search.arms import compare_arms
 from blockstep.conformance.search.episodes import play_episode
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.spec.vocabulary import (
-    Abort,
-    Aborted,
-    CachedRow,
-    Commit,
-    Config,
-    Event,
-    NewRow,
-    Observation,
-    Plan,
-    Request,
-    RequestId,
-    Schedule,
-    Submit,
-)
+from blockstep.spec import vocabulary as v
 
-CONFIG = Config(num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=16)
+CONFIG = v.Config(num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=16)
 PROMPT = (1, 2, 3, 4)
 
 
@@ -47,51 +34,51 @@ def serve_twins() -> Worker:
     """A worker of two requests of one prompt, in blocks of their own: A in 1 and 2, B in 3, 4."""
     worker = Worker(CONFIG, len)
     new = tuple(
-        NewRow(Request(name, PROMPT), (blocks,), 0, 4)
+        v.NewRow(v.Request(name, PROMPT), (blocks,), 0, 4)
         for name, blocks in (("A", (1, 2)), ("B", (3, 4)))
     )
-    plan = Plan(0, new=new)
+    plan = v.Plan(0, new=new)
     assert worker.execute(plan) == []
-    worker.commit(Commit(0, worker.answer(0)))
+    worker.commit(v.Commit(0, worker.answer(0)))
     return worker
 
 
-def decode(name: RequestId, *blocks: int) -> CachedRow:
-    return CachedRow(name, False, (blocks,), None, 4, 1, 1)
+def decode(name: v.RequestId, *blocks: int) -> v.CachedRow:
+    return v.CachedRow(name, False, (blocks,), None, 4, 1, 1)
 
 
-def sentences(worker: Worker, plan: Plan) -> set[str]:
+def sentences(worker: Worker, plan: v.Plan) -> set[str]:
     return {found.sentence for found in worker.execute(plan)}
 
 
 def test_a_remapped_table_replaces_the_old_one() -> None:
     worker = serve_twins()
-    plan = Plan(1, cached=(decode("A", 5), decode("B", 1, 2, 6)), remapped_req_ids=("B",))
+    plan = v.Plan(1, cached=(decode("A", 5), decode("B", 1, 2, 6)), remapped_req_ids=("B",))
     assert worker.execute(plan) == []
     assert worker.views["B"].table == [1, 2, 6]
     assert describe_observation(plan).endswith("; remapped B")
 
 
 def test_without_the_word_it_is_appended() -> None:
-    plan = Plan(1, cached=(decode("A", 5), decode("B", 1, 2, 6)))
+    plan = v.Plan(1, cached=(decode("A", 5), decode("B", 1, 2, 6)))
     worker = serve_twins()
     worker.execute(plan)
     assert worker.views["B"].table == [3, 4, 1, 2, 6]
 
 
 def test_what_it_is_remapped_to_must_hold_the_same() -> None:
-    plan = Plan(1, cached=(decode("A", 5), decode("B", 2, 1, 6)), remapped_req_ids=("B",))
+    plan = v.Plan(1, cached=(decode("A", 5), decode("B", 2, 1, 6)), remapped_req_ids=("B",))
     assert sentences(serve_twins(), plan) == {"attended_slot_holds_the_right_prefix"}
 
 
 def test_nobody_is_remapped_without_a_row_that_tells_the_table() -> None:
-    plan = Plan(1, cached=(decode("A", 5),), remapped_req_ids=("B",))
+    plan = v.Plan(1, cached=(decode("A", 5),), remapped_req_ids=("B",))
     assert sentences(serve_twins(), plan) == {"remapped_request_has_a_row"}
 
 
 def test_a_table_may_be_remapped_before_a_plan_tells_of_it() -> None:
     """A state between two plans; that blocks came or went is wrong even then."""
-    program = Program(CONFIG, (Submit(Request("A", PROMPT, 4)), Schedule(), Answer()))
+    program = Program(CONFIG, (v.Submit(v.Request("A", PROMPT, 4)), v.Schedule(), Answer()))
     run, _ = run_program(program, SpecEngine)
     state = run.spec.snapshot()
     assert run.worker.check_view(state) == []
@@ -104,11 +91,11 @@ def test_a_table_may_be_remapped_before_a_plan_tells_of_it() -> None:
 
 
 def test_judges_know_a_remapped_row() -> None:
-    program = Program(CONFIG, (Submit(Request("A", PROMPT, 4)), Schedule(), Answer()))
+    program = Program(CONFIG, (v.Submit(v.Request("A", PROMPT, 4)), v.Schedule(), Answer()))
     run, _ = run_program(program, SpecEngine)
     before = run.spec.snapshot()
-    plan = Plan(1, cached=(decode("A", 3, 4, 5),), remapped_req_ids=("A",))
-    step = Step(CONFIG, 4, Schedule(), plan, before, before)
+    plan = v.Plan(1, cached=(decode("A", 3, 4, 5),), remapped_req_ids=("A",))
+    step = Step(CONFIG, 4, v.Schedule(), plan, before, before)
     (row,) = step.rows
     assert row == PlannedRow("A", RowKind.RUNNING, 4, 1, ((5,),), ((3, 4),), is_remapped=True)
     assert step.tables_of(row) == ((3, 4, 5),)
@@ -123,23 +110,23 @@ class Later(SpecEngine):
 
     traits = EngineTraits(equivalence=Safety())
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: v.Config) -> None:
         super().__init__(config)
-        self.aborts: tuple[RequestId, ...] = ()
+        self.aborts: tuple[v.RequestId, ...] = ()
 
-    def apply(self, event: Event) -> Observation:
+    def apply(self, event: v.Event) -> v.Observation:
         match event:
-            case Abort(request_ids=names):
+            case v.Abort(request_ids=names):
                 known = tuple(name for name in dict.fromkeys(names) if name in self.state.requests)
                 self.aborts += known
-                return Aborted(ending_req_ids=known)
-            case Schedule():
+                return v.Aborted(ending_req_ids=known)
+            case v.Schedule():
                 self.end()
         return super().apply(event)
 
     def end(self) -> None:
         names, self.aborts = self.aborts, ()
-        super().apply(Abort(names))
+        super().apply(v.Abort(names))
 
     def snapshot(self) -> Any:
         return None
@@ -177,16 +164,16 @@ def test_an_abort_may_take_effect_with_the_next_plan(make_engine: type[Later]) -
         )
         assert findings == [], (index, findings)
         assert run.live == {}
-        ended += sum(isinstance(action, Abort) for action in program.actions)
+        ended += sum(isinstance(action, v.Abort) for action in program.actions)
     assert ended > 5
 
 
 def test_until_then_its_commit_delivers() -> None:
-    actions = (Submit(Request("A", PROMPT, 4)), Schedule(), Abort(("A",)), Answer())
+    actions = (v.Submit(v.Request("A", PROMPT, 4)), v.Schedule(), v.Abort(("A",)), Answer())
     run, findings = run_program(Program(CONFIG, actions), Shown)
     assert findings == []
     assert (list(run.live), len(run.said["A"])) == (["A"], 1)
-    assert run.perform(Schedule()) == []
+    assert run.perform(v.Schedule()) == []
     assert run.live == {}
     assert run.perform(Drain()) == []
 
@@ -194,24 +181,30 @@ def test_until_then_its_commit_delivers() -> None:
 class Forgives(Shown):
     """Ends whom an abort named, and not the next one of that name."""
 
-    def apply(self, event: Event) -> Observation:
-        if isinstance(event, Submit):
+    def apply(self, event: v.Event) -> v.Observation:
+        if isinstance(event, v.Submit):
             self.aborts = tuple(name for name in self.aborts if name != event.request.request_id)
         return super().apply(event)
 
 
 def test_who_ends_by_itself_before_that_plan_may_come_again() -> None:
-    first = (Submit(Request("A", PROMPT, 1)), Schedule(), Abort(("A",)), Answer())
+    first = (v.Submit(v.Request("A", PROMPT, 1)), v.Schedule(), v.Abort(("A",)), Answer())
     run, findings = run_program(Program(CONFIG, first), Forgives)
     assert (findings, run.live) == ([], {})
-    assert run.perform(Submit(Request("A", PROMPT, 2))) == []
+    assert run.perform(v.Submit(v.Request("A", PROMPT, 2))) == []
     assert run.perform(Drain()) == []
     assert run.ended == ["A", "A"]
     assert len(run.texts[-1]) == len(PROMPT) + 2
 
 
 def test_who_was_to_end_and_runs_on_is_found() -> None:
-    actions = (Submit(Request("A", PROMPT, 4)), Schedule(), Answer(), Abort(("A",)), Schedule())
+    actions = (
+        v.Submit(v.Request("A", PROMPT, 4)),
+        v.Schedule(),
+        Answer(),
+        v.Abort(("A",)),
+        v.Schedule(),
+    )
     _, findings = run_program(Program(CONFIG, actions), Never)
     said = [found.sentence for found in findings]
     assert said == ["row_is_of_an_unfinished_request", "plan_tells_who_ended"]
@@ -231,8 +224,8 @@ def test_who_was_to_end_and_runs_on_is_found() -> None:
 def test_each_whom_an_abort_names_ends_once(
     now: tuple[str, ...], later: tuple[str, ...], is_right: bool
 ) -> None:
-    live = {name: Request(name, PROMPT) for name in "ABC"}
-    found = judge_answer(CONFIG, live, {}, Abort(("B", "A", "nobody")), Aborted(now, later))
+    live = {name: v.Request(name, PROMPT) for name in "ABC"}
+    found = judge_answer(CONFIG, live, {}, v.Abort(("B", "A", "nobody")), v.Aborted(now, later))
     assert [one.sentence for one in found] == (
         [] if is_right else ["abort_ends_exactly_the_unfinished_it_names"]
     )
@@ -250,9 +243,9 @@ def test_each_whom_an_abort_names_ends_once(
 def test_a_wrong_answer_to_an_abort_says_which_of_several_things_is_wrong(
     now: tuple[str, ...], later: tuple[str, ...], ending: tuple[str, ...], told: str
 ) -> None:
-    live = {name: Request(name, PROMPT) for name in "ABC"}
-    answer = Aborted(now, later)
-    (found,) = judge_answer(CONFIG, live, {}, Abort(("B", "A")), answer, ending=ending)
+    live = {name: v.Request(name, PROMPT) for name in "ABC"}
+    answer = v.Aborted(now, later)
+    (found,) = judge_answer(CONFIG, live, {}, v.Abort(("B", "A")), answer, ending=ending)
     assert told in found.message
 
 
@@ -260,11 +253,11 @@ def test_a_wrong_answer_to_an_abort_says_which_of_several_things_is_wrong(
 
 
 def test_traces_know_both_words_and_leave_them_out_where_nothing_is_said(tmp_path: Path) -> None:
-    steps: list[tuple[Event, Observation]] = [
-        (Schedule(), Plan(0)),
-        (Schedule(), Plan(1, remapped_req_ids=("A",))),
-        (Abort(("A", "B")), Aborted(("A",))),
-        (Abort(("A", "B")), Aborted(("A",), ("B",))),
+    steps: list[tuple[v.Event, v.Observation]] = [
+        (v.Schedule(), v.Plan(0)),
+        (v.Schedule(), v.Plan(1, remapped_req_ids=("A",))),
+        (v.Abort(("A", "B")), v.Aborted(("A",))),
+        (v.Abort(("A", "B")), v.Aborted(("A",), ("B",))),
     ]
     path = tmp_path / "run.jsonl"
     write_trace(path, CONFIG, steps)
@@ -274,8 +267,8 @@ def test_traces_know_both_words_and_leave_them_out_where_nothing_is_said(tmp_pat
 
 
 def test_what_is_said_of_an_abort_is_as_it_was() -> None:
-    assert describe_observation(Aborted(("A",))) == "Aborted(request_ids=('A',))"
-    later = describe_observation(Aborted(("A",), ("B",)))
+    assert describe_observation(v.Aborted(("A",))) == "Aborted(request_ids=('A',))"
+    later = describe_observation(v.Aborted(("A",), ("B",)))
     assert later == "Aborted(request_ids=('A',)), with the next plan B"
 
 
@@ -293,21 +286,21 @@ class Choosy(SpecEngine):
         )
     )
 
-    def apply(self, event: Event) -> Observation:
-        assert not isinstance(event, Submit) or len(event.request.prompt_token_ids) < 4
+    def apply(self, event: v.Event) -> v.Observation:
+        assert not isinstance(event, v.Submit) or len(event.request.prompt_token_ids) < 4
         return super().apply(event)
 
 
 def test_a_request_that_is_not_for_an_engine_is_counted_and_not_submitted() -> None:
-    run, _, findings = play_episode(CheckOptions(seed=1), 3, Choosy)
-    assert findings == []
-    assert run.skipped["requests that are not for this engine"] > 5
-    assert run.witnesses["admitted"] > 0
+    played = play_episodes(Choosy, 500)
+    assert played.first is None
+    assert played.skipped["requests that are not for this engine"] > 5
+    assert played.witnesses["admitted"] > 0
     assert compare_arms(CheckOptions("mine"), Choosy, 4).contrast is None
 
 
 def test_a_replay_counts_it_as_refused() -> None:
-    requests = [Request("A", (1, 2), 2), Request("B", PROMPT, 2), Request("C", (3,), 2)]
+    requests = [v.Request("A", (1, 2), 2), v.Request("B", PROMPT, 2), v.Request("C", (3,), 2)]
     report = replay(requests, CONFIG, Choosy, with_spec=True)
     assert report.finding is None
     assert report.requests_refused == {"bad_request": 1}

@@ -37,12 +37,7 @@ def published(name: str) -> Path:
 
 
 def mooncake(ids: list[int], length: int, output: int = 3, time: int = 0) -> dict[str, object]:
-    return {
-        "timestamp": time,
-        "input_length": length,
-        "output_length": output,
-        "hash_ids": ids,
-    }
+    return {"timestamp": time, "input_length": length, "output_length": output, "hash_ids": ids}
 
 
 def agent(

@@ -8,15 +8,7 @@ from random import Random
 from walks_support import GroupsWalk
 
 from blockstep.spec import Config, Policy, Request, SpecMethod, State
-from blockstep.spec.vocabulary import (
-    EncoderInputs,
-    GroupKind,
-    KVGroup,
-    MultiModalItem,
-    Plan,
-    RequestId,
-    item_problem,
-)
+from blockstep.spec import vocabulary as v
 
 NAMES = ("cat", "dog", "owl", "bee")
 METHODS = (SpecMethod.NONE, SpecMethod.NGRAM, SpecMethod.EAGLE, SpecMethod.EAGLE)
@@ -40,10 +32,10 @@ class EncoderWorker:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.store: dict[str, int] = {}
-        self.requests: dict[RequestId, Request] = {}
+        self.requests: dict[v.RequestId, Request] = {}
         self.num_made = self.num_shared = self.num_dropped = self.num_loaded = 0
 
-    def execute(self, plan: Plan) -> None:
+    def execute(self, plan: v.Plan) -> None:
         config = self.config
         for name in plan.free_encoder_mm_hashes:
             assert self.store.pop(name, None) is not None, f"{name} is dropped, and is not there"
@@ -67,7 +59,7 @@ class EncoderWorker:
                 assert name in self.store, f"{row.request_id} reads of {name}, which is not there"
                 self.num_shared += name not in planned
 
-    def fill(self, inputs: EncoderInputs) -> int:
+    def fill(self, inputs: v.EncoderInputs) -> int:
         """Make or load items; embeddings of them."""
         items = self.requests[inputs.request_id].items
         assert list(inputs.item_indices) == sorted(set(inputs.item_indices))
@@ -81,11 +73,11 @@ def draw_config(random: Random) -> Config:
     """One whose encoder is short of everything; beside the decoder in one of five."""
     method, depth = random.choice(METHODS), random.choice((1, 1, 2, 3))
     is_beside = random.random() < 0.2
-    groups: tuple[KVGroup, ...] = ()
+    groups: tuple[v.KVGroup, ...] = ()
     if is_beside:
-        groups = (KVGroup(GroupKind.FULL, 2), KVGroup(GroupKind.CROSS_ATTENTION, 4))
+        groups = (v.KVGroup(v.GroupKind.FULL, 2), v.KVGroup(v.GroupKind.CROSS_ATTENTION, 4))
     elif random.random() < 0.2:
-        groups = (KVGroup(GroupKind.FULL, 2), KVGroup(GroupKind.SLIDING_WINDOW, 2, 3))
+        groups = (v.KVGroup(v.GroupKind.FULL, 2), v.KVGroup(v.GroupKind.SLIDING_WINDOW, 2, 3))
     return Config(
         num_blocks=random.randint(8, 30),
         block_size=2,
@@ -116,7 +108,7 @@ def draw_mask(name: str, length: int) -> tuple[bool, ...]:
     return mask if random.random() < 0.5 and any(mask) else ()
 
 
-def draw_items(random: Random, config: Config, num_prompt: int) -> tuple[MultiModalItem, ...]:
+def draw_items(random: Random, config: Config, num_prompt: int) -> tuple[v.MultiModalItem, ...]:
     """Items one behind the other, some with text between, of lengths that follow from a name."""
     items, start = [], random.choice((0, 0, 1, 2))
     if config.is_encoder_decoder:
@@ -127,8 +119,8 @@ def draw_items(random: Random, config: Config, num_prompt: int) -> tuple[MultiMo
         if start + length > num_prompt:
             break
         if config.is_encoder_decoder:
-            return (MultiModalItem(name, 0, length),)
-        items.append(MultiModalItem(name, start, length, draw_mask(name, length)))
+            return (v.MultiModalItem(name, 0, length),)
+        items.append(v.MultiModalItem(name, start, length, draw_mask(name, length)))
         start += length + random.choice((0, 0, 1, 3))
     return tuple(items)
 
@@ -150,11 +142,11 @@ class EncoderWalk(GroupsWalk):
 
     def submit(self, number: int) -> Request | None:
         request = self.draw_request(number)
-        if item_problem(self.oracle.state.config, request) is not None:
+        if v.item_problem(self.oracle.state.config, request) is not None:
             return None
         return super().submit_if_servable(request)
 
-    def check_plan(self, before: State, plan: Plan) -> None:
+    def check_plan(self, before: State, plan: v.Plan) -> None:
         self.worker.execute(plan)
         encoder = self.oracle.state.encoder
         if encoder.is_shared:

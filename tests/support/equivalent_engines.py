@@ -11,19 +11,7 @@ from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.impl.host import HostEngine
 from blockstep.impl.host.pool import BlockPool
 from blockstep.impl.host.prefix import PrefixMap
-from blockstep.spec.vocabulary import (
-    BlockCopy,
-    BlockTables,
-    Commit,
-    Event,
-    Outputs,
-    Plan,
-    RequestSnapshot,
-    Schedule,
-    Snapshot,
-    Status,
-    TransfersReported,
-)
+from blockstep.spec import vocabulary as v
 
 RENAMED = EngineTraits(equivalence=Renamed())
 PLANS = EngineTraits(equivalence=SamePlans(shows_blocks=True))
@@ -61,9 +49,9 @@ class OtherIds(HostEngine):
 
     traits = RENAMED
 
-    def apply(self, event: Event) -> Any:
+    def apply(self, event: v.Event) -> Any:
         answer = super().apply(event)
-        if not isinstance(answer, Plan):
+        if not isinstance(answer, v.Plan):
             return answer
         new = tuple(replace(row, block_ids=self._called(row.block_ids)) for row in answer.new)
         cached = tuple(
@@ -73,14 +61,14 @@ class OtherIds(HostEngine):
         loads = self._all_called(answer.kv_loads, "block_ids")
         saves = self._all_called(answer.kv_saves, "block_ids")
         pairs = [(it.source, it.destination) for it in answer.block_copies]
-        copies = tuple(BlockCopy(*pair) for pair in self._called(tuple(pairs)))
+        copies = tuple(v.BlockCopy(*pair) for pair in self._called(tuple(pairs)))
         plan = replace(answer, new=new, cached=cached, kv_loads=loads, kv_saves=saves)
         return replace(plan, new_block_ids_to_zero=zeroed, block_copies=copies)
 
     def _all_called(self, holders: Any, field: str = "block_tables") -> tuple[Any, ...]:
         return tuple(replace(it, **{field: self._called(getattr(it, field))}) for it in holders)
 
-    def _called(self, tables: BlockTables) -> BlockTables:
+    def _called(self, tables: v.BlockTables) -> v.BlockTables:
         count = self.config.num_blocks
         return tuple(
             tuple(count - block if 0 < block < count else block for block in table)
@@ -91,7 +79,7 @@ class OtherIds(HostEngine):
         names = (0, *self._called((tuple(range(1, len(of_blocks))),))[0])
         return tuple(of_blocks[block] for block in names)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> v.Snapshot:
         seen = super().snapshot()
         pins, transfers = seen.pins, seen.transfers
         if pins is not None:
@@ -102,9 +90,7 @@ class OtherIds(HostEngine):
                 for it in transfers.deferred_frees
             ]
             transfers = replace(
-                transfers,
-                held=self._all_called(transfers.held),
-                deferred_frees=tuple(deferred),
+                transfers, held=self._all_called(transfers.held), deferred_frees=tuple(deferred)
             )
         return replace(
             seen,
@@ -124,12 +110,12 @@ class ShowsPart(OtherOrder):
     kept: ClassVar[tuple[str, ...]] = ()
     """Further fields of a request that it shows."""
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> v.Snapshot:
         seen = super().snapshot()
         requests = [
-            RequestSnapshot(
+            v.RequestSnapshot(
                 request_id=it.request_id,
-                status=Status.RUNNING if it.status is Status.RUNNING else Status.WAITING,
+                status=v.Status.RUNNING if it.status is v.Status.RUNNING else v.Status.WAITING,
                 output_token_ids=it.output_token_ids,
                 num_computed_tokens=it.num_computed_tokens,
                 block_tables=it.block_tables,
@@ -151,8 +137,8 @@ class ShowsPart(OtherOrder):
 class OtherIdsTold(OtherIds):
     """Whoever speaks to it of a block calls it as it does."""
 
-    def apply(self, event: Event) -> Any:
-        if not isinstance(event, Commit | TransfersReported):
+    def apply(self, event: v.Event) -> Any:
+        if not isinstance(event, v.Commit | v.TransfersReported):
             return super().apply(event)
         (invalid,) = self._called((event.transfers.invalid_block_ids,))
         told = replace(event.transfers, invalid_block_ids=invalid)
@@ -164,11 +150,11 @@ class Restless(OtherIds):
 
     num_plans = 0
 
-    def apply(self, event: Event) -> Any:
-        self.num_plans += isinstance(event, Schedule)
+    def apply(self, event: v.Event) -> Any:
+        self.num_plans += isinstance(event, v.Schedule)
         return super().apply(event)
 
-    def _called(self, tables: BlockTables) -> BlockTables:
+    def _called(self, tables: v.BlockTables) -> v.BlockTables:
         return tables if self.num_plans > 2 else super()._called(tables)
 
 
@@ -189,12 +175,12 @@ class Blockless(Mute):
     def capabilities(self) -> frozenset[str]:
         return super().capabilities() - {Capability.TRANSFERS, Capability.TIERS}
 
-    def apply(self, event: Event) -> Any:
+    def apply(self, event: v.Event) -> Any:
         answer = super().apply(event)  # type: ignore[misc]
-        if isinstance(answer, Outputs):
+        if isinstance(answer, v.Outputs):
             rows = tuple(replace(row, num_cached_tokens=0) for row in answer.rows[::-1])
-            return Outputs(rows)
-        if not isinstance(answer, Plan):
+            return v.Outputs(rows)
+        if not isinstance(answer, v.Plan):
             return answer
         return replace(
             answer,
@@ -254,12 +240,12 @@ class OtherVictim:
 class Twice:
     """A token is delivered twice."""
 
-    def apply(self, event: Event) -> Any:
+    def apply(self, event: v.Event) -> Any:
         answer = super().apply(event)  # type: ignore[misc]
-        if not isinstance(answer, Outputs):
+        if not isinstance(answer, v.Outputs):
             return answer
         rows = [replace(row, new_token_ids=row.new_token_ids * 2) for row in answer.rows]
-        return Outputs(tuple(rows))
+        return v.Outputs(tuple(rows))
 
 
 def held_to(base: type[HostEngine], traits: EngineTraits, *defects: type) -> Any:
@@ -286,15 +272,15 @@ class Lazy(HostEngine):
 
 
 class Broken(SpecEngine):
-    def apply(self, event: Event) -> Any:
-        if isinstance(event, Commit) and event.frame_id == 2:
+    def apply(self, event: v.Event) -> Any:
+        if isinstance(event, v.Commit) and event.frame_id == 2:
             raise ZeroDivisionError("inside")
         return super().apply(event)
 
 
 class Hanging(SpecEngine):
-    def apply(self, event: Event) -> Any:
-        while isinstance(event, Commit):
+    def apply(self, event: v.Event) -> Any:
+        while isinstance(event, v.Commit):
             pass
         return super().apply(event)
 

@@ -14,27 +14,12 @@ from typing import Any
 from groups_support import attends, chunks, full, window
 
 from blockstep.spec import Config, Oracle, Policy, Request, SpecMethod, State
+from blockstep.spec import vocabulary as v
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.memory import slots
 from blockstep.spec.requests import RequestState
-from blockstep.spec.vocabulary import (
-    DRAFT_PLACEHOLDER,
-    NULL_BLOCK,
-    Ack,
-    BlockId,
-    BlockTables,
-    CachedRow,
-    Fork,
-    KVGroup,
-    NewRow,
-    Plan,
-    PoolOrder,
-    Rejected,
-    RequestId,
-    TokenIds,
-)
 
-MIXES: tuple[tuple[KVGroup, ...], ...] = (
+MIXES: tuple[tuple[v.KVGroup, ...], ...] = (
     *((), (), (), ()),
     (full(2), window(2, 3)),
     (window(1, 4), full(3)),
@@ -66,7 +51,7 @@ def draw_config(random: Random, **changes: Any) -> Config:
         "groups": groups,
         "enable_forks": True,
         "watermark_blocks": random.choice((0, 0, 1, 3)),
-        "pool_order": random.choice((PoolOrder.LRU, PoolOrder.LIFO)),
+        "pool_order": random.choice((v.PoolOrder.LRU, v.PoolOrder.LIFO)),
         "enable_kv_cache_events": random.random() < 0.3,
     }
     return Config(**fields | changes)
@@ -77,18 +62,18 @@ class Worker:
 
     def __init__(self, config: Config, random: Random) -> None:
         self.groups, self.random = config.kv_groups, random
-        self.slots: dict[tuple[BlockId, int], TokenIds] = {}
-        self.tables: dict[RequestId, list[list[BlockId]]] = {}
-        self.texts: dict[RequestId, list[int]] = {}
-        self.num_rejected: dict[int, dict[RequestId, int]] = {}
+        self.slots: dict[tuple[v.BlockId, int], v.TokenIds] = {}
+        self.tables: dict[v.RequestId, list[list[v.BlockId]]] = {}
+        self.texts: dict[v.RequestId, list[int]] = {}
+        self.num_rejected: dict[int, dict[v.RequestId, int]] = {}
         """By frame in flight: drafts that its rows did not accept."""
         self.seen: Counter[str] = Counter()
 
-    def run(self, plan: Plan) -> dict[RequestId, TokenIds]:
+    def run(self, plan: v.Plan) -> dict[v.RequestId, v.TokenIds]:
         """Copy, write, read, sample."""
         for copy in plan.block_copies:
             assert copy.source != copy.destination
-            assert NULL_BLOCK not in (copy.source, copy.destination)
+            assert v.NULL_BLOCK not in (copy.source, copy.destination)
             for slot in range(max(group.block_size for group in self.groups)):
                 self.slots.pop((copy.destination, slot), None)
                 if (copy.source, slot) in self.slots:
@@ -98,12 +83,12 @@ class Worker:
             self.tables.pop(name, None)
         rows = []
         for row in plan.rows:
-            if isinstance(row, NewRow):
+            if isinstance(row, v.NewRow):
                 self.learn_new(row)
             else:
                 self.learn_cached(plan, row)
             rows.append((row, *self.get_span(row)))
-        written: set[tuple[BlockId, int]] = set()
+        written: set[tuple[v.BlockId, int]] = set()
         for row, start, text in rows:
             self.write(row.request_id, start, text, written)
         for row, start, text in rows:
@@ -111,14 +96,14 @@ class Worker:
         self.num_rejected[plan.frame_id] = {}
         return {row.request_id: self.sample(plan, row, text) for row, _, text in rows}
 
-    def learn_new(self, row: NewRow) -> None:
+    def learn_new(self, row: v.NewRow) -> None:
         """Somebody new, with everything about it."""
         self.tables[row.request_id] = [*map(list, row.block_ids)]
         self.texts[row.request_id] = [*row.request.prompt_token_ids, *row.output_token_ids]
         self.seen["branch row"] += row.num_computed_tokens > 0
         self.seen["branch with outputs"] += bool(row.output_token_ids)
 
-    def learn_cached(self, plan: Plan, row: CachedRow) -> None:
+    def learn_cached(self, plan: v.Plan, row: v.CachedRow) -> None:
         """Somebody known, with what has changed."""
         name = row.request_id
         if row.all_token_ids is not None:
@@ -130,13 +115,13 @@ class Worker:
             for table, new in zip(self.tables[name], row.new_block_ids, strict=True):
                 table.extend(new)
 
-    def get_span(self, row: NewRow | CachedRow) -> tuple[int, list[int]]:
+    def get_span(self, row: v.NewRow | v.CachedRow) -> tuple[int, list[int]]:
         """The first position of a row, and the text up to its last: with drafts, if any."""
         name = row.request_id
         behind = sum(frame.get(name, 0) for frame in self.num_rejected.values())
         start = row.num_computed_tokens - behind
         drafts = [
-            self.random.choice((0, 1)) if draft == DRAFT_PLACEHOLDER else draft
+            self.random.choice((0, 1)) if draft == v.DRAFT_PLACEHOLDER else draft
             for draft in row.draft_token_ids
         ]
         text = [*self.texts[name], *drafts]
@@ -146,18 +131,18 @@ class Worker:
         return start, text[:end]
 
     def write(
-        self, name: RequestId, start: int, text: list[int], written: set[tuple[BlockId, int]]
+        self, name: v.RequestId, start: int, text: list[int], written: set[tuple[v.BlockId, int]]
     ) -> None:
         """KV of each token; no slot is written twice in a step."""
         for group, table in zip(self.groups, self.tables[name], strict=True):
             for position in range(start, len(text)):
                 block, slot = table[position // group.block_size], position % group.block_size
-                assert block != NULL_BLOCK
+                assert block != v.NULL_BLOCK
                 assert (block, slot) not in written
                 written.add((block, slot))
                 self.slots[block, slot] = tuple(text[: position + 1])
 
-    def read(self, name: RequestId, start: int, text: list[int]) -> None:
+    def read(self, name: v.RequestId, start: int, text: list[int]) -> None:
         """What each token attends to is what its own text has there."""
         for group, table in zip(self.groups, self.tables[name], strict=True):
             size = group.block_size
@@ -167,7 +152,7 @@ class Worker:
                         place = (table[position // size], position % size)
                         assert self.slots.get(place) == tuple(text[: position + 1])
 
-    def sample(self, plan: Plan, row: NewRow | CachedRow, text: list[int]) -> TokenIds:
+    def sample(self, plan: v.Plan, row: v.NewRow | v.CachedRow, text: list[int]) -> v.TokenIds:
         """Some drafts and a token of its own, if the row reaches the end of what is known."""
         known, name = self.texts[row.request_id], row.request_id
         if len(text) < len(known):
@@ -187,7 +172,7 @@ class Walk:
         self.random = Random(seed)
         self.config = config or draw_config(self.random)
         self.oracle, self.worker = Oracle(self.config), Worker(self.config, self.random)
-        self.frames: list[tuple[Plan, dict[RequestId, TokenIds]]] = []
+        self.frames: list[tuple[v.Plan, dict[v.RequestId, v.TokenIds]]] = []
         self.names = iter(f"r{number}" for number in range(10_000))
         self.seen = self.worker.seen
 
@@ -211,12 +196,12 @@ class Walk:
         mine = parent.output_token_ids[: random.randint(0, len(parent.output_token_ids))]
         more = tuple([random.choice((0, 1, 2)) for _ in range(random.choice((0, 0, 1, 1, 2)))])
         name = next(self.names)
-        answer = self.oracle.apply(Fork(parent.request_id, name, mine + more))
-        if isinstance(answer, Rejected):
+        answer = self.oracle.apply(v.Fork(parent.request_id, name, mine + more))
+        if isinstance(answer, v.Rejected):
             self.seen[str(answer.code)] += 1
             assert self.oracle.state is state
         else:
-            assert answer == Ack()
+            assert answer == v.Ack()
             self.seen["forked"] += 1
             child = self.oracle.state.requests[name]
             assert child.num_computed_tokens == self.find_shared(parent, child)
@@ -236,7 +221,7 @@ class Walk:
         return 0
 
     def may_go_on(
-        self, group: KVGroup, table: Sequence[BlockId], num_computed: int, num_tokens: int
+        self, group: v.KVGroup, table: Sequence[v.BlockId], num_computed: int, num_tokens: int
     ) -> bool:
         """Whether one group has all that the next token reads, and lets it be written."""
         size = group.block_size
@@ -245,7 +230,7 @@ class Walk:
         blocks |= {num_tokens // size} if num_tokens % size else set()
         is_full = num_tokens // size < num_computed // size
         is_found = self.config.enable_prefix_caching and num_tokens % size > 0 and is_full
-        return not is_found and all(table[block] != NULL_BLOCK for block in blocks)
+        return not is_found and all(table[block] != v.NULL_BLOCK for block in blocks)
 
     def count_partial(self) -> int:
         """Waiting requests that share a block which is not full of what they have computed."""
@@ -270,10 +255,10 @@ class Walk:
             del self.worker.num_rejected[plan.frame_id]
         self.seen["preempted"] += len(plan.preempted_req_ids)
 
-    def check_plan(self, before: State, plan: Plan) -> None:
+    def check_plan(self, before: State, plan: v.Plan) -> None:
         """Copies are of rows in the plan, and an admission beside others leaves the watermark."""
         after = self.oracle.state
-        held: set[BlockId] = set()
+        held: set[v.BlockId] = set()
         for row in plan.rows:
             held |= {b for table in after.requests[row.request_id].block_tables for b in table}
         assert {copy.destination for copy in plan.block_copies} <= held
@@ -338,6 +323,6 @@ EVENTS: Sequence[str] = ("submit", "fork", "schedule", "commit", "propose", "abo
 WEIGHTS = (14, 22, 45, 42, 15, 4, 1)
 
 
-def get_tables(oracle: Oracle, name: RequestId) -> BlockTables:
+def get_tables(oracle: Oracle, name: v.RequestId) -> v.BlockTables:
     """The block tables of an unfinished request."""
     return oracle.state.requests[name].block_tables

@@ -14,22 +14,10 @@ from forks_support import draw_config as draw_forking
 from groups_support import attends
 
 from blockstep.spec import Config, Oracle, State
+from blockstep.spec import vocabulary as v
 from blockstep.spec.copies import replace
 from blockstep.spec.profiles import STRICT, Profile
 from blockstep.spec.requests import RequestState, list_rows_in_flight
-from blockstep.spec.vocabulary import (
-    NULL_BLOCK,
-    BlockId,
-    BlockTables,
-    KVLoad,
-    KVLoadFailurePolicy,
-    KVSave,
-    KVTransfers,
-    PauseState,
-    Plan,
-    RequestId,
-    TokenIds,
-)
 
 EVENTS = ("submit", "offer", "schedule", "commit", "propose", "report", "abort", "reset", "pause")
 WEIGHTS = (16, 10, 50, 42, 15, 12, 2, 1, 1)
@@ -48,7 +36,7 @@ def draw_config(random: Random) -> Config:
         "scheduler_reserve_full_isl": random.random() < 0.3,
         "enable_forks": False,
         "kv_connector": True,
-        "kv_load_failure_policy": random.choice(tuple(KVLoadFailurePolicy)),
+        "kv_load_failure_policy": random.choice(tuple(v.KVLoadFailurePolicy)),
         "swap_min_tokens": random.choice((1, 1, 2, 4, 6)),
         "admission_high_blocks": high,
         "admission_low_blocks": random.randint(0, high),
@@ -62,16 +50,16 @@ class SavingWorker(Worker):
 
     def __init__(self, config: Config, random: Random) -> None:
         super().__init__(config, random)
-        self.store: dict[tuple[int, TokenIds], TokenIds | None] = {}
-        self.known: dict[RequestId, TokenIds] = {}
+        self.store: dict[tuple[int, v.TokenIds], v.TokenIds | None] = {}
+        self.known: dict[v.RequestId, v.TokenIds] = {}
         """Of each that is unfinished: what was delivered of it, and its prompt."""
-        self.misled: set[RequestId] = set()
+        self.misled: set[v.RequestId] = set()
         """Those that computed on what was not loaded, until somebody is told."""
-        self.lost: dict[int, list[BlockId]] = {}
+        self.lost: dict[int, list[v.BlockId]] = {}
         """By frame: blocks of its loads that did not come."""
-        self.under_way: dict[RequestId, KVLoad] = {}
+        self.under_way: dict[v.RequestId, v.KVLoad] = {}
 
-    def run(self, plan: Plan) -> dict[RequestId, TokenIds]:
+    def run(self, plan: v.Plan) -> dict[v.RequestId, v.TokenIds]:
         """Save, load, and then as always."""
         for save in plan.kv_saves:
             self.save(save)
@@ -83,16 +71,16 @@ class SavingWorker(Worker):
                 self.lost.setdefault(plan.frame_id, []).extend(self.load(load))
         return super().run(plan)
 
-    def list_places(self, tables: BlockTables, first: int, end: int) -> list[Any]:
+    def list_places(self, tables: v.BlockTables, first: int, end: int) -> list[Any]:
         """Group, position, block and slot of what is there of positions `first` to `end`."""
         return [
             (index, position, table[position // group.block_size], position % group.block_size)
             for index, (group, table) in enumerate(zip(self.groups, tables, strict=True))
             for position in range(first, end)
-            if table[position // group.block_size] != NULL_BLOCK
+            if table[position // group.block_size] != v.NULL_BLOCK
         ]
 
-    def save(self, save: KVSave) -> None:
+    def save(self, save: v.KVSave) -> None:
         """Keep what is there, whatever it is; what is saved are whole blocks."""
         text = self.known[save.request_id]
         assert len(text) >= save.num_tokens, "a store names what it keeps by tokens"
@@ -101,9 +89,9 @@ class SavingWorker(Worker):
         for index, position, block, slot in self.list_places(save.block_ids, 0, save.num_tokens):
             self.store[index, text[: position + 1]] = self.slots.get((block, slot))
         self.seen["saved"] += 1
-        self.seen["saved with nulls"] += any(NULL_BLOCK in table for table in save.block_ids)
+        self.seen["saved with nulls"] += any(v.NULL_BLOCK in table for table in save.block_ids)
 
-    def load(self, load: KVLoad) -> list[BlockId]:
+    def load(self, load: v.KVLoad) -> list[v.BlockId]:
         """Write what the store has; returns the blocks that are lost on the way."""
         name, first = load.request_id, load.num_computed_tokens
         text = self.known[name]
@@ -120,7 +108,7 @@ class SavingWorker(Worker):
             self.misled.add(name)
         return lost
 
-    def count(self, text: TokenIds) -> int:
+    def count(self, text: v.TokenIds) -> int:
         """The most tokens from whose end on everything that is attended to is kept.
 
         What a window has left was not saved, so fewer may be of more use; the last token is always
@@ -137,7 +125,7 @@ class SavingWorker(Worker):
         return 0
 
     def write(
-        self, name: RequestId, start: int, text: list[int], written: set[tuple[BlockId, int]]
+        self, name: v.RequestId, start: int, text: list[int], written: set[tuple[v.BlockId, int]]
     ) -> None:
         """Nobody may read what is computed on what is not there."""
         super().write(name, start, text, written)
@@ -145,12 +133,12 @@ class SavingWorker(Worker):
             for _, _, block, slot in self.list_places(self.get_tables(name), start, len(text)):
                 self.slots.pop((block, slot), None)
 
-    def read(self, name: RequestId, start: int, text: list[int]) -> None:
+    def read(self, name: v.RequestId, start: int, text: list[int]) -> None:
         """Whoever is misled reads anything."""
         if name not in self.misled:
             super().read(name, start, text)
 
-    def get_tables(self, name: RequestId) -> BlockTables:
+    def get_tables(self, name: v.RequestId) -> v.BlockTables:
         """Those that the worker knows."""
         return tuple(map(tuple, self.tables[name]))
 
@@ -179,7 +167,7 @@ class SavingWalk(Walk):
             later, delays = self.random.random() < 0.3, self.random.random() < 0.1
             self.oracle.offer_kv(name, num_tokens, is_async=later, delays_free=delays)
 
-    def check_plan(self, before: State, plan: Plan) -> None:
+    def check_plan(self, before: State, plan: v.Plan) -> None:
         """Of each victim what is to be saved is, by the words; and closed is closed."""
         after, saves = self.oracle.state, {save.request_id: save for save in plan.kv_saves}
         assert saves.keys() <= {*plan.preempted_req_ids}
@@ -208,7 +196,7 @@ class SavingWalk(Walk):
         plan, sampled = self.frames.pop(0)
         del self.worker.num_rejected[plan.frame_id]
         lost = self.worker.lost.pop(plan.frame_id, [])
-        self.oracle.commit(plan, sampled, KVTransfers(invalid_block_ids=tuple(lost)))
+        self.oracle.commit(plan, sampled, v.KVTransfers(invalid_block_ids=tuple(lost)))
         self.forget_what_is_dropped()
 
     def forget_what_is_dropped(self) -> None:
@@ -223,7 +211,7 @@ class SavingWalk(Walk):
 
     def report(self) -> None:
         """Loads end, and reads of what has ended do."""
-        lost: list[BlockId] = []
+        lost: list[v.BlockId] = []
         names = [name for name in self.worker.under_way if self.random.random() < 0.7]
         for name in names:
             lost += self.worker.load(self.worker.under_way.pop(name))
@@ -237,7 +225,7 @@ class SavingWalk(Walk):
             case "report":
                 self.report()
             case "pause":
-                self.oracle.pause(self.random.choice(tuple(PauseState)))
+                self.oracle.pause(self.random.choice(tuple(v.PauseState)))
             case _:
                 super().step(what)
 

@@ -152,47 +152,21 @@ class Seeded(NamedTuple):
 
 SEEDED = (
     Seeded(PutsReportsAside, "every_hold_has_an_owner_and_an_end", ("transfers",)),
-    Seeded(
-        TellsLastHit,
-        "first_hit_is_remembered",
-        if_hidden="told_cached_tokens_are_those_of_the_first_hit",
-    ),
-    Seeded(
-        SeatsOfRows,
-        "worker_keeps_at_most_max_num_seqs_requests",
-        if_hidden="worker_keeps_at_most_max_num_seqs_requests",
-    ),
-    Seeded(
-        KeepsOldDrafts,
-        "dispatched_drafts_are_the_last_proposed_ones",
-        ("drafts",),
-        "dispatched_drafts_are_the_last_proposed_ones",
-    ),
+    Seeded(TellsLastHit, "first_hit_is_remembered",
+        if_hidden="told_cached_tokens_are_those_of_the_first_hit"),
+    Seeded(SeatsOfRows, "worker_keeps_at_most_max_num_seqs_requests",
+        if_hidden="worker_keeps_at_most_max_num_seqs_requests"),
+    Seeded(KeepsOldDrafts, "dispatched_drafts_are_the_last_proposed_ones", ("drafts",),
+        "dispatched_drafts_are_the_last_proposed_ones"),
     Seeded(TellsNoAborts, "plan_tells_who_ended", if_hidden="plan_tells_who_ended"),
-    Seeded(
-        IgnoresFailedGrammars,
-        "failed_grammar_ends_its_request",
-        ("masks",),
-        "failed_grammar_ends_its_request",
-    ),
-    Seeded(
-        LeavesSessions,
-        "end_of_its_input_ends_who_rests",
-        ("sessions",),
-        "end_of_its_input_ends_who_rests",
-    ),
+    Seeded(IgnoresFailedGrammars, "failed_grammar_ends_its_request", ("masks",),
+        "failed_grammar_ends_its_request"),
+    Seeded(LeavesSessions, "end_of_its_input_ends_who_rests", ("sessions",),
+        "end_of_its_input_ends_who_rests"),
     Seeded(KeepsPins, "pins_end_in_time", ("pins",)),
     Seeded(CountsTwice, "counters_grow_by_what_happened"),
-    Seeded(
-        DropsNoHit,
-        "draft_head_has_run_the_token_behind_a_hit",
-        ("drafts",),
-        "draft_head_has_run_the_token_behind_a_hit",
-    ),
-    Seeded(
-        LooksNotAhead,
-        "table_holds_the_slots_of_its_drafts",
-        ("drafts",),
-        "table_holds_the_slots_of_its_drafts",
-    ),
-)
+    Seeded(DropsNoHit, "draft_head_has_run_the_token_behind_a_hit", ("drafts",),
+        "draft_head_has_run_the_token_behind_a_hit"),
+    Seeded(LooksNotAhead, "table_holds_the_slots_of_its_drafts", ("drafts",),
+        "table_holds_the_slots_of_its_drafts"),
+)  # fmt: skip

@@ -12,22 +12,12 @@ from groups_support import ALIGN, ALL, NONE, RECURRENT, chunks, full, recurrent,
 from walks_support import GroupsWalk
 
 from blockstep.spec import Config, Outputs, Policy, Request, SpecMethod, State
-from blockstep.spec.vocabulary import (
-    BlockId,
-    BlockKey,
-    KVGroup,
-    MambaCacheMode,
-    NewRow,
-    Plan,
-    RequestId,
-    TokenIds,
-    config_problems,
-)
+from blockstep.spec import vocabulary as v
 
 METHODS = (SpecMethod.NONE, SpecMethod.NGRAM, SpecMethod.EAGLE)
 
 
-def draw_groups(random: Random, num_drafts: int, mode: MambaCacheMode) -> tuple[KVGroup, ...]:
+def draw_groups(random: Random, num_drafts: int, mode: v.MambaCacheMode) -> tuple[v.KVGroup, ...]:
     size = random.choice((1, 2, 3, 4)) if mode is not ALIGN else random.randint(num_drafts + 1, 5)
     of_states = 24 if mode is NONE else size
     groups = [full(random.choice((size, 2 * size, 1 if 24 % size else size)))]
@@ -65,7 +55,7 @@ def draw_config(random: Random) -> Config:
             async_scheduling=depth > 1 and random.random() < 0.7,
             groups=groups,
         )
-        if not config_problems(config):
+        if not v.config_problems(config):
             return config
 
 
@@ -73,10 +63,10 @@ def draw_config(random: Random) -> Config:
 class View:
     """What the worker knows of one request."""
 
-    tables: list[list[BlockId]]
-    tokens: TokenIds
+    tables: list[list[v.BlockId]]
+    tokens: v.TokenIds
     """Those whose state it has gone through."""
-    known: TokenIds
+    known: v.TokenIds
     """Those, and what it has sampled behind them."""
     place: int | None = None
     """How many blocks behind the first that the last row wrote its state lies, and that block."""
@@ -88,11 +78,14 @@ class Worker:
     """Executes plans in their order; of each block, the tokens that the state in it is behind."""
 
     config: Config
-    behind: dict[BlockId, TokenIds | None] = field(default_factory=dict)
-    views: dict[RequestId, View] = field(default_factory=dict)
+    behind: dict[v.BlockId, v.TokenIds | None] = field(default_factory=dict)
+    views: dict[v.RequestId, View] = field(default_factory=dict)
 
     def execute(
-        self, plan: Plan, told: Mapping[RequestId, TokenIds], known: Mapping[RequestId, TokenIds]
+        self,
+        plan: v.Plan,
+        told: Mapping[v.RequestId, v.TokenIds],
+        known: Mapping[v.RequestId, v.TokenIds],
     ) -> None:
         """`told`: drafts accepted and the token sampled; `known`: prompt and outputs before."""
         for name in (*plan.finished_req_ids, *plan.preempted_req_ids):
@@ -101,8 +94,8 @@ class Worker:
             self.behind[block_id] = None
         reads = []
         for row in plan.rows:
-            blocks = row.block_ids if isinstance(row, NewRow) else row.new_block_ids
-            if isinstance(row, NewRow) or row.resumed:
+            blocks = row.block_ids if isinstance(row, v.NewRow) else row.new_block_ids
+            if isinstance(row, v.NewRow) or row.resumed:
                 tokens = known[row.request_id]
                 served = tokens[: row.num_computed_tokens]
                 self.views[row.request_id] = View([[] for _ in blocks], served, tokens)
@@ -136,7 +129,7 @@ class Worker:
             assert table[index] != 0, "the state is null"
             assert self.behind[table[index]] == view.tokens, "a state of other tokens"
 
-    def write(self, view: View, sure: TokenIds, guessed: TokenIds, num_accepted: int) -> None:
+    def write(self, view: View, sure: v.TokenIds, guessed: v.TokenIds, num_accepted: int) -> None:
         start, base = len(view.tokens), len(view.tokens) + len(sure)
         tokens = view.tokens + sure + guessed
         end, settled = len(tokens), base + num_accepted
@@ -164,10 +157,10 @@ class Walk(GroupsWalk):
         super().__init__(random, config or draw_config(random))
         self.worker = Worker(self.oracle.state.config)
         self.texts = [tuple(random.choices((0, 1), (3, 1), k=16)) for _ in range(2)]
-        self.known: dict[RequestId, TokenIds] = {}
+        self.known: dict[v.RequestId, v.TokenIds] = {}
         self.num_published = 0
 
-    def draw_prompt(self) -> TokenIds:
+    def draw_prompt(self) -> v.TokenIds:
         return self.random.choice(self.texts)[: self.random.randint(1, 16)]
 
     def submit(self, number: int) -> Request | None:
@@ -176,12 +169,12 @@ class Walk(GroupsWalk):
             self.known[request.request_id] = request.prompt_token_ids
         return request
 
-    def check_plan(self, _before: State, plan: Plan) -> None:
+    def check_plan(self, _before: State, plan: v.Plan) -> None:
         """A step that could run something runs something."""
         if not self.oracle.state.frames and self.oracle.state.requests:
             assert plan.rows or plan.preempted_req_ids
 
-    def carry_out(self, plan: Plan, sampled: Mapping[RequestId, TokenIds]) -> None:
+    def carry_out(self, plan: v.Plan, sampled: Mapping[v.RequestId, v.TokenIds]) -> None:
         self.worker.execute(plan, sampled, self.known)
 
     def check_outputs(self, outputs: Outputs) -> None:
@@ -196,8 +189,8 @@ class Walk(GroupsWalk):
         for block_id, key in enumerate(self.oracle.state.pool.block_keys):
             if key is None or groups[key.group].kind is not RECURRENT:
                 continue
-            named: TokenIds = ()
-            link: BlockKey | None = key
+            named: v.TokenIds = ()
+            link: v.BlockKey | None = key
             while link is not None:
                 named = link.token_ids + named
                 link = link.parent

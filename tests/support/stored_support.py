@@ -20,56 +20,32 @@ from alike_support import (
 )
 from groups_support import full
 
-from blockstep.spec.vocabulary import (
-    NO_TRANSFERS,
-    Abort,
-    Config,
-    Event,
-    GrammarBitmask,
-    GrammarFailed,
-    GrammarReady,
-    KVGroup,
-    KVLoadFailurePolicy,
-    KVOffer,
-    KVTransfers,
-    PauseState,
-    Plan,
-    Policy,
-    Request,
-    Reset,
-    Schedule,
-    SetPause,
-    Snapshot,
-    Status,
-    StreamingUpdate,
-    Submit,
-    TransfersReported,
-)
+from blockstep.spec import vocabulary as v
 
 
-def draw_stored(draw: random.Random) -> Config:
+def draw_stored(draw: random.Random) -> v.Config:
     return replace(
         draw_config(draw, list_groups),
-        policy=draw.choice((Policy.FCFS, Policy.PRIORITY)),
+        policy=draw.choice((v.Policy.FCFS, v.Policy.PRIORITY)),
         enable_prefix_caching=draw.random() < 0.85,
         kv_connector=True,
-        kv_load_failure_policy=draw.choice(list(KVLoadFailurePolicy)),
+        kv_load_failure_policy=draw.choice(list(v.KVLoadFailurePolicy)),
     )
 
 
-def list_groups(size: int, _num_drafts: int) -> tuple[tuple[KVGroup, ...], ...]:
+def list_groups(size: int, _num_drafts: int) -> tuple[tuple[v.KVGroup, ...], ...]:
     return ((full(size),), *list_attending(size))
 
 
-def draw_offer(draw: random.Random, name: str) -> KVOffer:
+def draw_offer(draw: random.Random, name: str) -> v.KVOffer:
     num_tokens = draw.choice((None, *range(18)))
-    return KVOffer(name, num_tokens, draw.random() < 0.6, draw.random() < 0.3)
+    return v.KVOffer(name, num_tokens, draw.random() < 0.6, draw.random() < 0.3)
 
 
-def draw_report(draw: random.Random, state: Snapshot, plan: Plan | None) -> KVTransfers:
+def draw_report(draw: random.Random, state: v.Snapshot, plan: v.Plan | None) -> v.KVTransfers:
     """Of anybody and of nobody; mostly of what is under way."""
     assert state.transfers is not None
-    parked = [r for r in state.requests if r.status is Status.WAITING_FOR_REMOTE_KVS]
+    parked = [r for r in state.requests if r.status is v.Status.WAITING_FOR_REMOTE_KVS]
     held = [h.request_id for h in state.transfers.held]
     names = [*[r.request_id for r in parked], *held, draw.choice(NAMES)]
     loads = () if plan is None else plan.kv_loads
@@ -78,25 +54,25 @@ def draw_report(draw: random.Random, state: Snapshot, plan: Plan | None) -> KVTr
     blocks = [*draw.sample(loading, min(len(loading), draw.choice((0, 0, 0, 1, 1, 2, 9))))]
     if draw.random() < 0.1:
         blocks.append(draw.randint(1, 20))
-    return KVTransfers(
+    return v.KVTransfers(
         finished_recving=tuple(name for name in names if draw.random() < 0.4),
         finished_sending=tuple(name for name in names if draw.random() < 0.3),
         invalid_block_ids=tuple(blocks),
     )
 
 
-def answer(draw: random.Random, pair: Pair) -> Event:
+def answer(draw: random.Random, pair: Pair) -> v.Event:
     """With a report half of the time."""
 
-    def report(frame_id: int) -> KVTransfers:
+    def report(frame_id: int) -> v.KVTransfers:
         if draw.random() < 0.5:
-            return NO_TRANSFERS
+            return v.NO_TRANSFERS
         return draw_report(draw, pair.host.snapshot(), pair.plans[frame_id])
 
     return draw_answer(draw, pair.host, report)
 
 
-def draw_event(draw: random.Random, pair: Pair) -> Event:
+def draw_event(draw: random.Random, pair: Pair) -> v.Event:
     kind, name, host = draw.random(), draw.choice(NAMES), pair.host
     config, table = host.config, host.table
     fresh = [n for n, slot in table.slot_of.items() if not table.num_computed[slot]]
@@ -106,37 +82,39 @@ def draw_event(draw: random.Random, pair: Pair) -> Event:
         return draw_offer(draw, draw.choice(unoffered or fresh))
     if kind < 0.14:
         unused = [n for n in NAMES if n not in table.slot_of]
-        return Submit(draw_request(draw, draw.choice(unused or NAMES), priority=draw.randrange(3)))
+        return v.Submit(
+            draw_request(draw, draw.choice(unused or NAMES), priority=draw.randrange(3))
+        )
     if kind < 0.17:
-        return KVOffer(name) if draw.random() < 0.2 else draw_offer(draw, name)
+        return v.KVOffer(name) if draw.random() < 0.2 else draw_offer(draw, name)
     if kind < 0.25:
-        return TransfersReported(draw_report(draw, host.snapshot(), None))
+        return v.TransfersReported(draw_report(draw, host.snapshot(), None))
     if kind < 0.3:
         return draw_drafts(draw, host, name)
     if kind < 0.32:
-        return Abort((name, draw.choice(NAMES)))
+        return v.Abort((name, draw.choice(NAMES)))
     if kind < 0.37:
-        return GrammarReady(name) if draw.random() < 0.8 else GrammarFailed(name)
+        return v.GrammarReady(name) if draw.random() < 0.8 else v.GrammarFailed(name)
     if kind < 0.39 and host.frames:
-        return GrammarBitmask(draw.choice(list(host.frames)))
+        return v.GrammarBitmask(draw.choice(list(host.frames)))
     if kind < 0.41:
         return draw_update(draw, draw_request(draw, name, priority=draw.randrange(3)))
     if kind < 0.42:
-        return SetPause(draw.choice((*PauseState, *[PauseState.UNPAUSED] * 9)))
+        return v.SetPause(draw.choice((*v.PauseState, *[v.PauseState.UNPAUSED] * 9)))
     if kind < 0.43:
-        return Reset(draw.random() < 0.7, draw.random() < 0.3)
+        return v.Reset(draw.random() < 0.7, draw.random() < 0.3)
     if kind < (0.55 if config.max_frames_in_flight == 1 else 0.68):
-        return Schedule()
+        return v.Schedule()
     return answer(draw, pair)
 
 
 def drain(draw: random.Random, pair: Pair) -> None:
     """All is healed, and nothing more is submitted: every request ends, and holds nothing."""
-    state = pair.apply(SetPause(PauseState.UNPAUSED))
+    state = pair.apply(v.SetPause(v.PauseState.UNPAUSED))
     for name in [r.request_id for r in state.requests]:
-        pair.apply(GrammarReady(name))
-        pair.apply(StreamingUpdate(Request(name, (0,))))
-        pair.apply(KVOffer(name))
+        pair.apply(v.GrammarReady(name))
+        pair.apply(v.StreamingUpdate(v.Request(name, (0,))))
+        pair.apply(v.KVOffer(name))
     for _ in range(400):
         state = pair.apply(heal(pair.host.snapshot()))
         if not state.requests and not pair.host.frames:
@@ -146,10 +124,10 @@ def drain(draw: random.Random, pair: Pair) -> None:
     assert len(state.free_queue) == pair.host.config.num_usable_blocks
 
 
-def heal(state: Snapshot) -> Event:
+def heal(state: v.Snapshot) -> v.Event:
     """Every load and every store comes to its end."""
     assert state.transfers is not None
     held = tuple(h.request_id for h in state.transfers.held)
-    parked = [r for r in state.requests if r.status is Status.WAITING_FOR_REMOTE_KVS]
+    parked = [r for r in state.requests if r.status is v.Status.WAITING_FOR_REMOTE_KVS]
     loading = tuple(r.request_id for r in parked)
-    return TransfersReported(KVTransfers((*loading, *held), held))
+    return v.TransfersReported(v.KVTransfers((*loading, *held), held))
