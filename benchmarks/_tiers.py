@@ -1,7 +1,7 @@
 """Tiers of a benchmark: a store whose blocks have names and no content, and whose copies take time.
 
 What goes where is `TierOrder`, as in the model engine; what a copy takes is `Link`. Each way into a
-tier, and each out of it, makes one copy after the other.
+tier, and each way out, makes one copy after the other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from blockstep.spec.vocabulary import (
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Room for so many blocks, and the ways there and back."""
+    """Capacity of a tier in blocks, and the links to it and from it."""
 
     num_blocks: int
     out: Link
@@ -39,33 +39,34 @@ class Tier:
 
 @dataclass(slots=True)
 class Tiers:
-    """A store beside one engine. Times are milliseconds of the model's clock."""
+    """KV store of one engine. Times are milliseconds of the model's clock."""
 
     tiers: Sequence[Tier]
     block_size: int
     block_bytes: int
     num_loaded: int = 0
-    """Blocks that came back."""
+    """Number of blocks that were loaded."""
     _order: TierOrder = field(init=False)
     _free_at: dict[tuple[int, str], float] = field(default_factory=dict)
-    """When a way is free again, by tier and direction."""
+    """Time at which a way is free again, by tier and direction."""
     _names: dict[RequestId, list[bytes]] = field(default_factory=dict)
     _requests: dict[RequestId, Request] = field(default_factory=dict)
     _ends: list[tuple[float, int, Event | RequestId]] = field(default_factory=list)
-    """What is told when; of a request alone: what there is of it then."""
+    """Heap of times with the event to report; a request id stands for an offer made at that
+    time."""
     _ties: count[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
         self._order = TierOrder([tier.num_blocks for tier in self.tiers])
 
     def begin(self, request: Request) -> KVOffer:
-        """What there is of a request that was just submitted."""
+        """Return the offer for a request that was just submitted."""
         self._requests[request.request_id] = request
         self._names[request.request_id] = self._name(request, request.prompt_token_ids)
         return self._offer(request.request_id)
 
     def load(self, load: KVLoad, now: float) -> None:
-        """Bring blocks back; what has gone since it was offered is reported as invalid."""
+        """Load blocks; those evicted since they were offered are reported as invalid."""
         (block_ids,), first = load.block_ids, load.num_computed_tokens // self.block_size
         names = self._names[load.request_id][first : len(block_ids)]
         names = names[: self._order.count(names)]
@@ -102,7 +103,7 @@ class Tiers:
         self._tell(self._keep(names, now), TransfersReported(told))
 
     def list_events(self, now: float) -> list[Event]:
-        """What has come to its end by now."""
+        """Return the events of all transfers that have ended by now."""
         events: list[Event] = []
         while self._ends and self._ends[0][0] <= now:
             told = heapq.heappop(self._ends)[2]
@@ -113,7 +114,7 @@ class Tiers:
         return events
 
     def find_next_end(self, now: float) -> float:
-        """When something comes to its end; now, if nothing is under way."""
+        """Return the time of the next end of a transfer; `now` if none is under way."""
         return max(now, self._ends[0][0]) if self._ends else now
 
     def _offer(self, name: RequestId) -> KVOffer:
@@ -128,7 +129,7 @@ class Tiers:
         return self._move(self._order.keep(names, 0), now)
 
     def _move(self, moves: list[Move], now: float) -> float:
-        """Copies into tiers; when the last ends that comes from the pool."""
+        """Copy blocks into tiers; return when the last copy from the pool ends."""
         ends = [now]
         for level in range(len(self.tiers)):
             sources = [move.source for move in moves if move.target == level]

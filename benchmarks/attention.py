@@ -40,7 +40,7 @@ from blockstep.kernels import partition as rule
 
 Run = Callable[[], object]
 Lengths = Sequence[tuple[int, int]]
-"""Of each request: tokens of this step, and keys with those of this step."""
+"""Tokens of this step and keys, those of this step included, for each request."""
 Heads = tuple[int, int, int]
 """Heads, heads of KV, size of a head."""
 HEADS: Heads = (32, 8, 128)
@@ -52,7 +52,7 @@ NUM_BYTES_ROTATED = 512 << 20
 PEAKS = {"H200": 4.8e12, "H100 80GB HBM3": 3.35e12}
 """Bytes per second of the memory, by a part of the device's name."""
 NUM_PROCESSORS = 132
-"""Of an H100 and an H200."""
+"""Number of streaming multiprocessors of an H100 or an H200."""
 IMBALANCE_MAX = 1.15
 
 
@@ -64,7 +64,8 @@ class Case:
     lengths: Lengths
     aim: float
     kind: str = "copy"
-    """What `aim` is: per cent of the `copy` rate, per cent of `sdpa`, or at most `us`."""
+    """Kind of `aim`: per cent of the `copy` rate, per cent of `sdpa`, or at most `us`
+    microseconds."""
     heads: Heads = HEADS
 
     @property
@@ -126,14 +127,14 @@ class Inputs:
         self.plan = self.make_plan()
 
     def make_plan(self) -> Any:
-        """The plan that all layers of a step share."""
+        """Return the plan that all layers of a step share."""
         return plan_attention(
             self.query, self.caches[0], self.starts, self.seq_lens,
             max_query_len=max(self.query_lens),
         )  # fmt: skip
 
     def run(self) -> Tensor:
-        """Ours."""
+        """Run our kernel."""
         return paged_attention(
             self.query, self.caches[0], self.caches[1], self.tables, self.starts, self.seq_lens,
             scale=self.heads[2] ** -0.5, max_query_len=max(self.query_lens), plan=self.plan,
@@ -205,12 +206,12 @@ def make_turns(case: Case, device: str) -> list[Inputs]:
 
 
 def find_peak(name: str) -> float | None:
-    """The rate of a device's memory, None if it is not known."""
+    """Return the rate of a device's memory, None if it is not known."""
     return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 def report(case: Case, copy_rate: float, peak: float | None) -> dict[str, Any]:
-    """Time a case and torch's attention beside it, and print a line."""
+    """Time a case and torch's attention for comparison, and print a line."""
     turns = make_turns(case, "cuda")
     row: dict[str, Any] = {"name": case.name, "us": measure([turn.run for turn in turns])}
     row["plan_us"] = measure([turns[0].make_plan])
@@ -287,7 +288,7 @@ def list_variants() -> dict[str, dict[str, Any]]:
 
 
 def use_variant(name: str) -> Any:
-    """A context in which tilings are changed as `list_variants` says."""
+    """Return a context in which tilings are changed as `list_variants` says."""
     from blockstep.kernels import attention_triton  # noqa: PLC0415 - not everywhere
 
     kind, changes = name.split(maxsplit=1)[0], list_variants()[name]
@@ -352,7 +353,7 @@ class Shares:
     largest: int = 0
     """Tiles of the largest split."""
     tiles: list[int] = field(default_factory=list)
-    """Of each program."""
+    """Number of tiles of each program."""
 
     @property
     def mean(self) -> float:
@@ -361,12 +362,12 @@ class Shares:
 
     @property
     def imbalance(self) -> float:
-        """The most tiles of a program, by the mean."""
+        """Return the most tiles of a program, by the mean."""
         return max(self.tiles) / self.mean
 
     @property
     def is_small(self) -> bool:
-        """Whether a single split more than the mean is already more than is aimed at."""
+        """Return whether a single split more than the mean is already more than is aimed at."""
         return self.mean + self.largest > IMBALANCE_MAX * self.mean
 
 
@@ -409,7 +410,7 @@ def share_out(
 
 
 def list_batches() -> Iterator[tuple[str, Lengths]]:
-    """The cases, and ragged batches drawn with fixed seeds."""
+    """Yield the cases, and ragged batches drawn with fixed seeds."""
     yield from ((case.name, case.lengths) for case in CASES if case.heads == HEADS)
     draw = random.Random(0)  # noqa: S311 - not for secrets
     yield "decode, uniform to 8192, 64", [(1, draw.randint(1, 8192)) for _ in range(64)]
@@ -429,7 +430,7 @@ def list_batches() -> Iterator[tuple[str, Lengths]]:
 
 
 def list_shares() -> Iterator[Shares]:
-    """How the launches of each batch are shared out on an H100."""
+    """Yield how the launches of each batch are shared out on an H100."""
     from blockstep.kernels.attention_triton import choose_tilings  # noqa: PLC0415 - has Triton
 
     num_heads, num_kv_heads, head_size = HEADS

@@ -38,23 +38,24 @@ from blockstep.spec.vocabulary import (
 
 OWN = (__file__, memory.__file__)
 EVENTS = 500
-"""Of a run; presets and lanes take turns."""
+"""Events of a run; presets and lanes take turns."""
 WATCHING: list[Numpied] = []
-"""Who runs the kernels of the engine under check."""
+"""Launchers of the kernels of the engine under check; the last one is used."""
 
 
 def make_watched(config: Config) -> DeviceEngine:
-    """The engine that is under check."""
+    """Return the engine that is under check."""
     return DeviceEngine(config, WATCHING[-1])
 
 
 def make_narrow(config: Config) -> DeviceEngine:
-    """The same with two lanes, so that every loop goes round."""
+    """Return the same with two lanes, so that every loop goes round."""
     return DeviceEngine(config, WATCHING[-1], lanes=2)
 
 
 class Separating(Watched):
-    """As `Watched`; and counts for each barrier, `function:line`, what it orders alone."""
+    """`Watched`, which also counts for each barrier, `function:line`, the accesses that it alone
+    orders."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
@@ -67,13 +68,13 @@ class Separating(Watched):
         self.last = ""
 
     def start(self) -> None:
-        """Launches and programs are ordered, whatever barriers they have."""
+        """Begin a launch: launches and programs are ordered, whatever barriers they have."""
         self.first += len(self.lines)
         self.lines, self.vectors = [], []
         self.cut, self.last = self.first, ""
 
     def barrier(self) -> None:
-        """What was before the last barrier is ordered by two from now on."""
+        """Pass a barrier: accesses before the last one are ordered by two barriers from now on."""
         end = self.first + len(self.lines)
         kept = self.cut - self.first
         self.lines, self.vectors = self.lines[kept:], self.vectors[kept:]
@@ -91,7 +92,7 @@ class Separating(Watched):
 
 
 def _find_barrier() -> str:
-    """The barrier that is met, as `file function:line`."""
+    """Return the barrier that is met, as `file function:line`."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename in OWN and frame.f_back is not None:
         frame = frame.f_back
@@ -99,7 +100,7 @@ def _find_barrier() -> str:
 
 
 def list_barriers() -> list[str]:
-    """All that stand in the kernels' source, as `file function:line`."""
+    """Return all barriers in the kernels' source, as `file function:line`."""
     found: list[str] = []
     for file in list_files():
         function = ""
@@ -112,7 +113,8 @@ def list_barriers() -> list[str]:
 
 
 def play_loop(seed: int) -> None:
-    """A loop without a host, in which requests hit, are preempted and end, or go on undisturbed."""
+    """Play a loop without a host, in which requests hit, are preempted, finish, or run
+    undisturbed."""
     draw = random.Random(seed)  # noqa: S311
     config = Config(
         num_blocks=draw.choice((8, 20, 90)), block_size=2, max_num_batched_tokens=8,
@@ -140,7 +142,7 @@ def play_loop(seed: int) -> None:
 
 
 def serve(engine: DeviceEngine, *requests: Request) -> None:
-    """One request after the other; every draft is right."""
+    """Serve one request after the other; every draft is accepted."""
     for request in requests:
         engine.apply(Submit(request))
         while engine.inbox.slot_of:
@@ -156,7 +158,7 @@ def serve(engine: DeviceEngine, *requests: Request) -> None:
 
 
 def play_rare() -> None:
-    """What draws seldom come to."""
+    """Play states that draws seldom reach."""
     # Hits out of the middle of the free queue, until its holes are closed.
     config = Config(num_blocks=16, block_size=2, max_num_batched_tokens=16, max_model_len=12)
     engine = DeviceEngine(config, WATCHING[-1], lanes=2)
@@ -187,7 +189,7 @@ def play_rare() -> None:
 
 
 def play_drawn(run: int, features: tuple[str, ...] = ()) -> None:
-    """A drawn program that has these features, held to the specification."""
+    """Play a drawn program that has these features, compared with the specification."""
     make = ("make_watched", "make_narrow")[run // 2 % 2]
     preset = ("tiny", "small")[run % 2]
     options = CheckOptions(

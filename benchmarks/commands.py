@@ -1,10 +1,9 @@
-"""The table of every command on five engines: each cell is run, and works or refuses in a sentence.
+"""Table of every command on five engines: each cell is run, and works or is refused with a message.
 
     python -m benchmarks.commands --nano-vllm CHECKOUT --mini-sglang CHECKOUT
 
 Writes benchmarks/results/commands.json, of which `make docs` makes the page. A column whose
-checkout is not named keeps its cells of the run before.
-A checkout needs its history, for bisect.
+checkout is not named keeps its cells of the run before. A checkout needs its history, for bisect.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ class Column:
     title: str
     engine: str
     variable: str = ""
-    """Of the environment: names the checkout that it is in."""
+    """Environment variable with the path of its checkout."""
     is_clean: bool = True
-    """Nothing is to be found in it."""
+    """Whether commands must find nothing wrong with it."""
     commits: tuple[str, str] | None = None
     """A good and a bad one of the checkout; of others a repository is made."""
 
     @property
     def path(self) -> str | None:
-        """The folder that it is in; None if its checkout is not named."""
+        """Return the folder that it is in; None if its checkout is not named."""
         return os.environ.get(self.variable) if self.variable else str(SUPPORT)
 
 
@@ -73,7 +72,7 @@ COLUMNS = (
     Column("a toy without", "foreign_support.toys:PlainToy"),
 )
 LOCAL = tuple(column for column in COLUMNS if not column.variable)
-"""Those that need no checkout."""
+"""Columns that need no checkout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +85,13 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The command without its options."""
+        """Return the command without its options."""
         words = self.command.split()
         return " ".join(words[: 2 if words[0] in ("vectors", "bench") else 1])
 
     @property
     def is_of_history(self) -> bool:
-        """Whether it goes through the commits of a repository."""
+        """Return whether it goes through the commits of a repository."""
         return self.name == "bisect"
 
 
@@ -124,7 +123,7 @@ ROWS = (
 
 
 def make_files(folder: Path) -> dict[str, str]:
-    """What the commands are given, by the word that stands for it."""
+    """Write the files that commands need, and return their paths by placeholder."""
     files = {name: folder / name.lower() for name in ("TRACE", "WORKLOAD", "PROGRAM", "CORPUS")}
     row = '{"timestamp": 0, "input_length": 700, "output_length": 3, "hash_ids": [0, 1]}\n'
     files["WORKLOAD"].write_text(row * 3)
@@ -142,7 +141,7 @@ def make_files(folder: Path) -> dict[str, str]:
 
 
 def run(words: Sequence[str]) -> tuple[int, str]:
-    """What a command ends with and says; in this process."""
+    """Run a command in this process, and return its exit code and output."""
     result = CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise AssertionError(f"blockstep {' '.join(words)}: {result.exception!r}")
@@ -156,11 +155,12 @@ class Engine({base}):
         seen = super().apply(event)
         return type(seen)(()) if type(event).__name__ == "Commit" else seen
 """
-"""It delivers nothing to anybody."""
+"""Source of an engine that delivers no outputs."""
 
 
 def make_history(column: Column, folder: Path) -> dict[str, str]:
-    """A repository with a good and a bad commit of the column's engine, by the words of a row."""
+    """Return a repository with a good and a bad commit of the column's engine, by the words of a
+    row."""
     if column.commits is not None:
         assert column.path is not None
         good, bad = column.commits
@@ -182,7 +182,7 @@ def make_history(column: Column, folder: Path) -> dict[str, str]:
 
 
 def has_history(column: Column) -> bool:
-    """Whether there are commits to bisect: of a checkout, unless it is shallow."""
+    """Return whether there are commits to bisect: of a checkout, unless it is shallow."""
     if column.commits is None or column.path is None:
         return column.commits is None
     try:
@@ -203,10 +203,10 @@ def _git(repository: Path, *arguments: str) -> None:
 
 
 def run_cell(row: Row, column: Column, files: Mapping[str, str]) -> str:
-    """What a command comes to on an engine: `WORKS`, or the sentence that it refuses with.
+    """Run a command on an engine, and return `WORKS` or the message with which it is refused.
 
     Raises:
-        AssertionError: it broke, said more than a sentence, or found something in a clean engine.
+        AssertionError: it crashed, printed more than a line, or found something in a clean engine.
     """
     assert column.path is not None, "its checkout is named"
     given = {"ENGINE": column.engine, "PATH": column.path, **files}
@@ -226,7 +226,7 @@ def run_cell(row: Row, column: Column, files: Mapping[str, str]) -> str:
 
 
 def _clean(sentence: str, given: Mapping[str, str]) -> str:
-    """A sentence without the names of this machine's files."""
+    """Return the message without the names of this machine's files."""
     for word, value in given.items():
         sentence = sentence.replace(value, word)
     sentence = re.sub(r"^blockstep: ", "", sentence)
@@ -236,7 +236,8 @@ def _clean(sentence: str, given: Mapping[str, str]) -> str:
 def run_column(
     column: Column, folder: Path, is_wanted: Callable[[Row], bool] = lambda _row: True
 ) -> dict[str, str]:
-    """The cells of a column, by the row's command. Rows come in order: some write for others."""
+    """Return the cells of a column, by the row's command. Rows come in order: some write for
+    others."""
     files, cells = make_files(folder), {}
     for row in filter(is_wanted, ROWS):
         history = make_history(column, folder) if row.is_of_history else {}
@@ -245,7 +246,7 @@ def run_column(
 
 
 def find_commands() -> dict[str, bool]:
-    """Every command there is, and whether it takes an engine."""
+    """Return every command, and whether it takes an engine."""
     found: dict[str, bool] = {}
 
     def look(group: typer.core.TyperGroup, prefix: str) -> None:

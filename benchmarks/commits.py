@@ -1,12 +1,13 @@
-"""The lock-step of several commits, side by side on the same programs, all checks on.
+"""Throughput of the lock-step at several commits, on the same programs, with all checks on.
 
     python -m benchmarks.commits COMMIT... [--engine NAME] [--programs N] [--rounds N] [--json FILE]
 
 The first commit records programs of both presets, so that they ask for nothing that it lacks. Each
 commit then replays them in a process of its own; a commit called `.` is the working tree. The
-processes take turns program by program, since a machine is never equally fast for long. Nor are two
-processes that do the same, by several per cent, as memory happens to lie: each round has new ones.
-Of each program its quickest run counts. Prints microseconds of processor time per event.
+processes take turns program by program, since the speed of a machine varies over time. Two
+processes that do the same also differ by several per cent, depending on their memory layout, so
+each round has new ones. Of each program its quickest run counts. Prints microseconds of processor
+time per event.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PRESETS = ("tiny", "small")
 
 @dataclass
 class Figures:
-    """What was measured of one commit in one preset."""
+    """Figures of one commit with one preset."""
 
     commit: str
     preset: str
@@ -88,7 +89,7 @@ def tree_of(commit: str) -> Iterator[Path]:
 
 
 def start(tree: Path, *args: str) -> subprocess.Popen[str]:
-    """This very file beside the wings of a tree."""
+    """Start this very file with the packages of a tree."""
     wings = [str(tree / wing) for wing in ("spec", "impl", "kernels", "conformance")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(wings), "PYTHONHASHSEED": "0"}
     command = [sys.executable, __file__, *args]
@@ -107,7 +108,7 @@ def ask(process: subprocess.Popen[str], path: Path) -> tuple[int, int]:
 
 
 def measure(commits: list[str], engine: str, num_programs: int, num_rounds: int) -> list[Figures]:
-    """All commits over the programs that the first of them records."""
+    """Return all commits over the programs that the first of them records."""
     found = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="blockstep-")))

@@ -210,13 +210,13 @@ def _bare_of(value: Any) -> Any:
 
 
 def _active(offset: Any, mask: Any) -> Any:
-    """The offsets that are accessed."""
+    """Return the offsets that are accessed."""
     offset, mask = np.asarray(_bare_of(offset)), _bare_of(mask)
     return offset if mask is None else offset[np.broadcast_to(mask, offset.shape)]
 
 
 def count_chains(running: int) -> dict[str, int]:
-    """The longest chains of a step in which a sixteenth of the requests fill a block."""
+    """Return the longest chains of a step in which a sixteenth of the requests fill a block."""
     made: dict[str, int] = {}
     for name, follows_branches in (("chain", True), ("chain by data alone", False)):
         memory = Memory()
@@ -230,7 +230,7 @@ def count_chains(running: int) -> dict[str, int]:
 
 
 def make_config(running: int, steps: int) -> Config:
-    """Room for so many requests to decode for so long."""
+    """Return a config in which `running` requests can decode for `steps` steps."""
     return Config(
         num_blocks=running * (8 + steps // 16) + 1,
         max_num_seqs=running,
@@ -253,7 +253,7 @@ def make_requests(running: int, steps: int) -> list[Request]:
 
 
 def start(running: int, steps: int, memory: Memory) -> Inbox:
-    """All of them admitted, and their prompts run; by numpy."""
+    """Return all of them admitted, and their prompts run; by numpy."""
     config = make_config(running, steps)
     inbox = Inbox(config, Numpied(memory))
     nodes = running * (10 + steps // 16)
@@ -269,12 +269,13 @@ def start(running: int, steps: int, memory: Memory) -> Inbox:
         inbox.add(request)
     for _ in range(4):
         inbox.launch("loop_kernel")
-    assert int(inbox.state.num_rows[0]) == running, "somebody does not run"
+    assert int(inbox.state.num_rows[0]) == running, "a request does not run"
     return inbox
 
 
 def count(running: int) -> dict[str, float]:
-    """What a step loads and stores, on average of sixteen: each request fills one block."""
+    """Return the loads and stores of a step, averaged over sixteen: each request fills one
+    block."""
     memory = Counting()
     inbox = start(running, 64, memory)
     memory.counts.clear()
@@ -312,7 +313,8 @@ def replay(running: int, steps: int) -> list[float]:
 
 
 def step_host(name: str, running: int, steps: int) -> list[float]:
-    """Microseconds of each plan and commit of an engine on the CPU, after some to warm up."""
+    """Return microseconds of each plan and commit of an engine on the CPU, after some untimed
+    steps."""
     side = open_side(name, make_config(running, steps + 2 * WARM))
     for request in make_requests(running, steps + 2 * WARM):
         side.submit(request)
@@ -333,7 +335,7 @@ def step_host(name: str, running: int, steps: int) -> list[float]:
 
 
 def step_apart(python: str, name: str, running: int, steps: int) -> dict[str, float]:
-    """What `step_host` tells in another environment."""
+    """Return the result of `step_host` in another environment."""
     own = [python, __file__, "--side", name, "-n", f"{running}", "--replays", f"{steps}"]
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONHASHSEED": "0", **os.environ}
     done = subprocess.run(own, check=True, stdout=subprocess.PIPE, text=True, env=environment)  # noqa: S603
@@ -347,7 +349,7 @@ def tell(times: list[float]) -> dict[str, float]:
 
 
 def measure(running: int, options: argparse.Namespace, has_gpu: bool) -> dict[str, Any]:
-    """One size, by everybody who is here."""
+    """Measure one size with every available engine."""
     if options.count:
         return {**count(running), **count_chains(running)}
     made = {"device": tell(replay(running, options.replays))} if has_gpu else {}
@@ -360,7 +362,7 @@ def measure(running: int, options: argparse.Namespace, has_gpu: bool) -> dict[st
 
 
 def main() -> int:
-    """The command."""
+    """Return the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-n", type=int, action="append", help="running requests; repeatable")
     parser.add_argument("--replays", type=int, default=512)

@@ -1,4 +1,4 @@
-"""Decode speed of the model engine on one GPU, by scheduler, beside a bound and other engines.
+"""Decode speed of the model engine on one GPU, by scheduler, with a bound and other engines.
 
     python -m benchmarks.engine [-n RUNNING ...] [--only WAY ...] [--seconds S] [--json FILE]
     python -m benchmarks.engine --warm      # load and run each way once: compiles every kernel
@@ -95,12 +95,13 @@ class Model:
     dtype: str
     num_parameters: int
     weight_bytes: int
-    """Without the embedding table, of which a step reads one row per request."""
+    """Bytes of all weights except the embedding table, of which a step reads one row per
+    request."""
     kv_bytes: int
-    """Of one token, in all layers."""
+    """Bytes of KV of one token, in all layers."""
 
     def compute_bytes(self, running: int, context: int) -> int:
-        """Bytes that a decode step of `running` requests reads if each has `context` tokens."""
+        """Return the bytes that a decode step reads for `running` requests at this length."""
         return self.weight_bytes + running * context * self.kv_bytes
 
 
@@ -120,7 +121,7 @@ class Row:
     scheduler_ms: float | None = None
     exposed_ms: float | None = None
     exposed_percent: float | None = None
-    """Of the step, in which only kernels of the device's scheduler run."""
+    """Share of the step in which only kernels of the device's scheduler run."""
     launches_per_step: float | None = None
     kernels: list[dict[str, Any]] = field(default_factory=list)
     """The longest: name, microseconds and launches per step."""
@@ -303,7 +304,7 @@ class Bench:
             self.file.write_text(json.dumps(self.found, indent=2) + "\n")
 
     def load(self, way: str) -> LLM:
-        """An engine that runs `way`; notes how long that took."""
+        """Return an engine that runs `way`; notes how long that took."""
         compiled, began, largest = count_compiled(), time.perf_counter(), max(self.sizes)
         llm = LLM(
             self.model.folder, device=self.device, num_blocks=largest * 36 + 64,
@@ -456,7 +457,7 @@ PEERS: dict[str, Peer] = {"vLLM": run_vllm, "transformers generate_batch": run_t
 
 
 def main() -> int:
-    """The command."""
+    """Return the command."""
     began = time.perf_counter()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter

@@ -53,7 +53,7 @@ SHAPE = {
 
 @dataclass
 class Figures:
-    """What was measured of one number of running requests; times in milliseconds."""
+    """Figures for one number of running requests; times in milliseconds."""
 
     running: int
     steps: int
@@ -65,7 +65,7 @@ class Figures:
     """Median of the steps: CPU time of all threads."""
     wall_p90_ms: float
     read_ms: float
-    """As `wall_ms`, with every chunk of the step looked at; half as many steps."""
+    """Median time of a step in which every chunk is read; measured over half as many steps."""
 
 
 def make_model(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Throughput of the model engine on a CPU beside transformers, same weights, one batch, one run.
+"""Throughput of the model engine on a CPU and of transformers: same weights, one batch, one run.
 
     python benchmarks/generate.py [--rounds N] [--threads N] [--json FILE]
 
@@ -47,7 +47,7 @@ SHAPE = {
 
 @dataclass
 class Figures:
-    """What was measured."""
+    """Figures of a run."""
 
     shape: dict[str, Any]
     num_parameters: int
@@ -60,7 +60,7 @@ class Figures:
     ratio: float
     """Ours by theirs: the median of the rounds."""
     ratio_least: float
-    """Of the rounds."""
+    """Least ratio of a round."""
     num_prompts_alike: int
     torch: str
     transformers: str
@@ -77,7 +77,8 @@ def make_prompts() -> list[list[int]]:
 
 
 def run_transformers(model: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """Its `generate` on one batch, padded on the left, with its default cache and attention."""
+    """Run transformers' `generate` on one batch, left-padded, with its default cache and
+    attention."""
     longest = max(map(len, prompts))
     padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
@@ -94,14 +95,14 @@ def run_transformers(model: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def timed(run: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
-    """Seconds, and what came of it."""
+    """Return the seconds of a run, and its result."""
     start = time.perf_counter()
     made = run()
     return time.perf_counter() - start, made
 
 
 def measure(rounds: int, threads: int) -> Figures:
-    """Both sides by turns, after a round that does not count."""
+    """Return both sides by turns, after a round that does not count."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     logging.disable_progress_bar()

@@ -6,9 +6,9 @@ Bounds: what a device-to-device copy of 1 GiB reaches (read + write), what a pin
 over the link, or nothing for what is bound by its launch. Times are of the device, median and 99th
 percentile, with the L2 cache flushed before each run (`triton.testing.do_bench`). What is bound by
 its launch is replayed from CUDA graphs of many runs, with the L2 cache as it is; the percentile is
-of ten means then. A peer that cannot run is listed with its reason. In a folder the file is named
-by date and device. Without a GPU this says so and exits with 2. Attention has its own benchmark,
-`benchmarks/attention.py`.
+of ten means then. A peer that cannot run is listed with its reason. In a folder the file name
+consists of date and device. Without a GPU this says so and exits with 2. Attention has its own
+benchmark, `benchmarks/attention.py`.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ Run = Callable[[], object]
 
 @dataclass
 class Case:
-    """Something to time, and what it is held against."""
+    """A kernel call to time, with its bound and its peers."""
 
     name: str
     run: Run
     bound: str
     """`copy`, `link` or `launch`."""
     good: str
-    """What is aimed at on an H100, for the reader of the table."""
+    """Aim on an H100, for the reader of the table."""
     num_bytes: int = 0
     """Bytes that must be moved at least: reads and writes for `copy`, one way for `link`."""
     peers: dict[str, Callable[[], Run]] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Case:
 
 @dataclass
 class Size:
-    """How large the cases are; the small one is for a test of this file."""
+    """Sizes of the cases; the small ones are for a test of this file."""
 
     num_heads: int = 32
     num_kv_heads: int = 8
@@ -79,7 +79,7 @@ BLOCK_SIZE = 16
 
 
 def list_cases(size: Size, device: str) -> Iterator[Case]:
-    """Every case, made when it is its turn: they do not fit a device all at once."""
+    """Yield every case, made when it is reached: all together exceed the memory of a device."""
     yield from list_copies(size, device)
     rows = torch.arange(size.num_rows, device=device)
     ones = torch.ones(size.num_rows, dtype=torch.int32, device=device)
@@ -102,7 +102,7 @@ def list_cases(size: Size, device: str) -> Iterator[Case]:
 
 
 def list_layers(size: Size, num_tokens: int, device: str) -> Iterator[Case]:
-    """The small kernels of a decoder layer, in a decode of `num_tokens` requests."""
+    """Yield the small kernels of a decoder layer, in a decode of `num_tokens` requests."""
     hidden_size, inner_size = size.num_heads * 64, size.num_heads * 176
     num_kv_heads, head_size = size.num_kv_heads // 2 or 1, 64
 
@@ -194,7 +194,7 @@ def make_sorted_sampling(logits: torch.Tensor, top_k: int, top_p: float) -> Run:
 
 
 def list_copies(size: Size, device: str) -> Iterator[Case]:
-    """What only moves bytes."""
+    """Yield the cases that only move bytes."""
     shape = (size.num_tokens, size.num_kv_heads, size.head_size)
     key, value = (torch.randn(shape, dtype=size.dtype, device=device) for _ in range(2))
     cache = torch.zeros(size.num_tokens // BLOCK_SIZE, BLOCK_SIZE, *shape[1:], dtype=size.dtype,
@@ -278,7 +278,7 @@ def report(case: Case, rates: dict[str, float]) -> dict[str, Any]:
 
 
 def choose_file(path: Path, day: str, device: str) -> Path:
-    """Where results go: into the file that was named, or one of this name in the folder."""
+    """Return the file for results: the one that was named, or a new one in the named folder."""
     if not path.is_dir():
         return path
     words = re.findall("[a-z0-9]+", device.lower())

@@ -11,9 +11,9 @@ before (`posix_fadvise`) and as the write left it. Wall clock, one thread; all s
 the quickest round counts, for what else the machine does makes it slower only.
 
 Each is timed with one block and with many: what the first costs beyond its share is the time of a
-copy (`ns_per_copy`), the rest are bytes per second. From these, for a prefill of so many tokens per
-second, comes from which length on it is cheaper to swap than to compute again
-(`blockstep.impl.tiers`), for a block of 16 tokens.
+copy (`ns_per_copy`), the rest are bytes per second. These give, for a rate of prefill in tokens per
+second, the length from which on a swap is cheaper than to compute again (`blockstep.impl.tiers`),
+for a block of 16 tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from blockstep.impl.tiers import Costs, KVShape, Link, Prefill
 from blockstep.kernels import gather_blocks, scatter_blocks
 
 Run = Callable[[int], object]
-"""Moves so many blocks, and returns once they are there."""
+"""Function that moves `count` blocks, and returns when they have arrived."""
 BLOCK_TOKENS: Final = 16
 WAYS_BACK: Final = {
     "host out": "host back",
@@ -60,18 +60,18 @@ class Measured:
     """Microseconds for a copy of one block, in the quickest round."""
     us_of_all: float
     us_median: float
-    """Of all of them, in the median round."""
+    """Microseconds for a copy of all blocks, in the median round."""
 
     @property
     def link(self) -> Link:
-        """What `Costs` reckons with: a line through both, and no latency below 0."""
+        """Return the link for `Costs`: a line through both times, with a latency of at least 0."""
         per_block = max((self.us_of_all - self.us_of_one) / (self.num_blocks - 1), 1e-6)
         setup = max(self.us_of_one - per_block, 0.0)
         return Link(round(self.block_bytes / per_block * 1e6), round(1e3 * setup))
 
 
 def measure(runs: dict[str, Run], block_bytes: int, num_blocks: int, rounds: int) -> list[Measured]:
-    """All by turns, after a round that does not count."""
+    """Return the times of all runs, measured in turn after an untimed round."""
     times: dict[tuple[str, int], list[float]] = {}
     for number in range(rounds + 1):
         for count in (1, num_blocks):
@@ -107,12 +107,12 @@ class Memory:
         self.ids = torch.randperm(2 * num_blocks, generator=torch.Generator().manual_seed(0))
 
     def out(self, count: int) -> None:
-        """From the cache."""
+        """Gather blocks from the cache."""
         gather_blocks(self.cache, self.ids[:count], self.staging[:count])
         self._wait()
 
     def back(self, count: int) -> None:
-        """Into it."""
+        """Scatter blocks into the cache."""
         scatter_blocks(self.staging[:count], self.ids[:count], self.cache)
         self._wait()
 
@@ -139,7 +139,7 @@ class BlockFile:
         os.fsync(self.descriptor)
 
     def drop(self) -> None:
-        """Nothing of it is in the page cache any more, as far as the system heeds that."""
+        """Drop the file from the page cache, as far as the system does so on request."""
         os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def back(self, count: int) -> None:
@@ -158,7 +158,7 @@ class BlockFile:
 
 @contextmanager
 def list_runs(folder: Path | None, block_bytes: int, num_blocks: int) -> Iterator[dict[str, Run]]:
-    """What is measured here, by name."""
+    """Yield what is measured, by name."""
     host = Memory("cpu", block_bytes, num_blocks)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         file = BlockFile(Path(place), host.staging)
@@ -181,7 +181,8 @@ def list_runs(folder: Path | None, block_bytes: int, num_blocks: int) -> Iterato
 def list_break_evens(
     measured: list[Measured], tokens_per_second: int
 ) -> Iterator[tuple[str, int | None]]:
-    """For each lower memory: from how many tokens on it is cheaper to swap; None if never."""
+    """Yield for each lower memory the least number of tokens for which a swap is cheaper, or
+    None."""
     links = {each.name: each.link for each in measured}
     head_size = measured[0].block_bytes // (4 * BLOCK_TOKENS)  # one layer, one head, two bytes
     shape = KVShape(1, 1, head_size, BLOCK_TOKENS, 2)
@@ -192,7 +193,7 @@ def list_break_evens(
 
 
 def report(each: Measured) -> str:
-    """A line."""
+    """Return a line."""
     link = each.link
     return (
         f"{each.name:<16} {each.block_bytes // 1024:>6} KiB x {each.num_blocks:<5} "
@@ -202,7 +203,7 @@ def report(each: Measured) -> str:
 
 
 def describe_device() -> dict[str, Any]:
-    """What it is measured on; `load` as it begins."""
+    """Return a description of the machine; `load` is that at the beginning."""
     has_cuda = torch.cuda.is_available()
     return {
         "machine": platform.machine(),

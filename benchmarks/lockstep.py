@@ -27,7 +27,7 @@ from blockstep.spec.vocabulary import Config, Event
 
 @dataclass
 class Figures:
-    """What was measured for one preset."""
+    """Figures of one preset."""
 
     features: tuple[str, ...]
     preset: str

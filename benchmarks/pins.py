@@ -1,17 +1,17 @@
-"""What pins and tiers are worth: agents through the host engine, with and without them.
+"""Benefit of pins and tiers: agents through the host engine, with and without them.
 
     python -m benchmarks.pins [--trace agent_blocks16.jsonl.gz] [--agents N] [--blocks N ...]
         [--suite NAME ...] [--step-ms MS] [--token-us US] [--block-kib KIB] [--host-blocks N]
         [--file-blocks N] [--json FILE]
 
-So many agents work at once, each on one session of the trace after the other: a turn, a tool, the
-next turn. The engine is real, and so is every decision; the time is a model, the same for all
+`--agents` agents work at once, each on one session of the trace after the other: a turn, a tool,
+the next turn. The engine is real, and so is every decision; the time is a model, the same for all
 sides: a step takes --step-ms, and for each token in it --token-us.
 
-The trace tells when turns came, not when they ended. Its gaps grow by 5.4 to 6.3 ms with each token
-of the turn before, by suite, so a tool has taken what is left of the gap after 6 ms for each token.
-It does not tell tools apart either: each suite counts as one tool. What a turn outputs is what
-stands there in the prompt of the next one. Without a trace sessions are made up.
+The trace has the times at which turns came, not at which they ended. Its gaps grow by 5.4 to 6.3 ms
+with each token of the turn before, by suite, so a tool has taken the rest of the gap after 6 ms for
+each token. It does not distinguish tools either: each suite counts as one tool. The output of a
+turn is the part of the next prompt that follows it. Without a trace sessions are made up.
 
 Tiers have no content: which blocks go where, and what is loaded, is `TierOrder`, and each copy
 takes what `benchmarks/links.py` measured (the quickest rounds: host memory 5.7 GB/s both ways and
@@ -83,7 +83,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What one agent does."""
+    """Turns of one agent."""
 
     name: str
     suite: str
@@ -92,27 +92,27 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What was measured of one side."""
+    """Figures of one side."""
 
     num_blocks: int
     side: str
     hit_rate: float
-    """Of prompt tokens, in the pool or in a tier."""
+    """Share of prompt tokens found in the pool or in a tier."""
     mean_wait_ms: float
-    """From the arrival of a turn to its first token."""
+    """Time from the arrival of a turn to its first token."""
     p95_wait_ms: float
     longest_wait_ms: float
     mean_turn_ms: float
-    """To its last one."""
+    """Time from the arrival of a turn to its last token."""
     whole_s: float
-    """Until all sessions were done."""
+    """Time until all sessions were done."""
     preemptions: int
 
 
 def read_sessions(path: Path, suites: list[str]) -> list[Session]:
-    """The sessions of a trace, a suite in turn with the others.
+    """Return the sessions of a trace, one of each suite in turn.
 
-    Turns without a prompt, which no engine takes, are left out: their tools go on.
+    Turns without a prompt, which no engine accepts, are left out; their tools still take time.
     """
     workload = load(path)
     raw = path.read_bytes()
@@ -150,8 +150,8 @@ def _list_turns(turns: list[tuple[int, Request]]) -> Iterator[Turn]:
 
 
 def make_sessions(seed: int) -> list[Session]:
-    """Sessions that go on, by a draw: prompts grow by what the turn before has output and by what
-    its tool gives back."""
+    """Return drawn sessions: prompts grow by the output of the turn before and the result of its
+    tool."""
     draw = random.Random(seed)  # noqa: S311
     sessions = []
     for number in range(48):
@@ -178,13 +178,13 @@ class Running:
 
     @property
     def turn(self) -> Turn:
-        """What it does."""
+        """Return its current turn."""
         return self.session.turns[self.number]
 
 
 @dataclass(slots=True)
 class Run:
-    """One side at work."""
+    """A run of all sessions on one side."""
 
     config: Config
     estimator: Estimator | None
@@ -298,7 +298,7 @@ class Run:
 def measure(
     side: str, num_blocks: int, sessions: list[Session], args: argparse.Namespace
 ) -> Figures:
-    """One side over all sessions."""
+    """Return one side over all sessions."""
     estimators: dict[str, Estimator] = {
         SIDES[1]: FixedRule(2_000),
         SIDES[2]: FixedRule(2_000, ttl=10_000),
@@ -340,7 +340,7 @@ def measure(
 
 
 def make_page(figures: list[Figures]) -> str:
-    """The table of the docs."""
+    """Return the table of the docs."""
     heads = (
         *("blocks", "side", "hit rate", "wait, mean", "p95", "longest"),
         *("turn, mean", "all sessions", "preemptions"),

@@ -58,11 +58,12 @@ PARTS = {
     "profile-steady": "profile --scenario decode -n 1024",
     "profile-churn": "profile --scenario mixed --scenario hits -n 256",
 }
-"""What `blockstep bench` is asked for; between the marks of this name stands what it said. What
-takes few microseconds is measured several times, in turn with other scenarios of that size."""
+"""Options of `blockstep bench`, by the name of the section of the page that has the output.
+Scenarios of a few microseconds are measured several times, in turn with others of that size."""
 GOALS_SECTION = "goals"
 HOST = "host"
-"""The part that says what the plain engine costs, beside the compiled one and not the yardstick."""
+"""Part about the cost of the plain engine, compared with the compiled one and not with the
+yardstick."""
 NUM_LINES = 6
 """Functions of a profile that the page shows."""
 
@@ -75,7 +76,7 @@ SENSES = {"at least": operator.ge, "at most": operator.le, "below": operator.lt}
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a figure has to be."""
+    """Bound for a figure."""
 
     what: str
     sense: str
@@ -84,7 +85,7 @@ class Goal:
     read: Reader
 
     def judge(self, measurements: Sequence[Measurement], engine: str) -> str:
-        """The figure, and whether it is what it has to be."""
+        """Return the figure, and whether it is within its bound."""
         value = self.read(measurements, engine)
         if value is None:
             return "not measured"
@@ -99,7 +100,7 @@ def find(
     engine: str,
     reading: str,
 ) -> tuple[Measurement, Reading] | None:
-    """One engine in one reading; a `running` of None is any."""
+    """Return one engine in one reading; a `running` of None is any."""
     for entry in measurements:
         if entry.scenario == scenario and running in (None, entry.num_running):
             for found in entry.readings:
@@ -109,7 +110,7 @@ def find(
 
 
 def times(scenario: str, running: int, reading: str = "arrays") -> Reader:
-    """How many of its steps fit into one of the yardstick, by their p50."""
+    """Return a reader of how many steps take as long as one of the yardstick, by their p50."""
 
     def read(measurements: Sequence[Measurement], engine: str) -> float | None:
         found = find(measurements, scenario, running, engine, reading)
@@ -119,7 +120,7 @@ def times(scenario: str, running: int, reading: str = "arrays") -> Reader:
 
 
 def times_all_steps(measurements: Sequence[Measurement], engine: str) -> float | None:
-    """The same of the whole trace."""
+    """Return the same of the whole trace."""
     found = find(measurements, TRACE, None, engine, "arrays")
     return None if found is None else get_ratio(*found, "mean")
 
@@ -131,7 +132,7 @@ def slope_of_decode(measurements: Sequence[Measurement], engine: str) -> float |
 
 
 def long_by_short(measurements: Sequence[Measurement], engine: str) -> float | None:
-    """The p50 of one request with a long context, in that of one with a short context."""
+    """Return the p50 of one request with a long context, in that of one with a short context."""
     long = find(measurements, "long", 1, engine, "arrays")
     short = find(measurements, "decode", 1, engine, "arrays")
     return None if long is None or short is None else long[1].step.p50 / short[1].step.p50
@@ -153,7 +154,7 @@ GOALS = (
 
 
 def make_goals(measurements: Sequence[Measurement]) -> list[str]:
-    """The table of goals, one column for each engine that is compared with the yardstick."""
+    """Return the table of goals, one column for each engine that is compared with the yardstick."""
     seen = dict.fromkeys(f.engine for entry in measurements for f in entry.readings)
     engines = [name for name in seen if name != YARDSTICK]
     rows = [
@@ -195,7 +196,7 @@ def make_sections(folder: Path = RESULTS) -> dict[str, str]:
 
 
 def make_profiles(plain: Mapping[str, Any]) -> str:
-    """A block for each engine in each scenario."""
+    """Return a block for each engine in each scenario."""
     found = msgspec.convert(plain["profiles"], list[Profile])
     told = [to_lines(entry)[: 2 + NUM_LINES] for entry in found]
     blocks = ["\n".join(["```text", *lines, "```"]) for lines in told]

@@ -36,7 +36,7 @@ from benchmarks.coverage.page import (
 REACHED = Path(__file__).with_name("reached.json")
 REASONS = Path(__file__).with_name("unreached.toml")
 EVENTS = 150_000
-"""Of preset small: the default of `blockstep check`."""
+"""Events with preset small: the default budget of `blockstep check`."""
 PLAYED = (
     ("host", "strict", "tiny", 3),
     ("host", "strict", "small", 1),
@@ -46,9 +46,10 @@ PLAYED = (
         for preset in ("tiny", "small")
     ),
 )
-"""(engine, profile, preset, one part in so many of EVENTS). The release of a profile is not
-installed here (`make vllm` brings it), so the spec with its quirks is held to itself. These six
-have all quirks between them; they are named, since nothing of the spec may be imported yet."""
+"""Runs as (engine, profile, preset, divisor of EVENTS). The release of a profile is not installed
+here (`make vllm` installs it), so the spec with its quirks is compared with itself. These six
+releases have all quirks between them; they are listed here, since the spec may not be imported
+yet."""
 
 
 def main() -> int:
@@ -114,7 +115,7 @@ def measure(num_events: int, seed: int) -> tuple[list[Module], dict[str, int]]:
 
 
 def find_spec_folder() -> Path:
-    """Where the rules are; found without importing them."""
+    """Return the folder of the spec, found without importing it."""
     namespace = importlib.util.find_spec("blockstep")
     assert namespace is not None, "blockstep is not installed"
     folders = [Path(one) / "spec" for one in namespace.submodule_search_locations or ()]

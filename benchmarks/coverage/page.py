@@ -1,8 +1,9 @@
-"""Page on coverage: what coverage.py saw in a run, with reasons that are written by hand.
+"""Page on coverage: lines and branches that a run of `check` did not reach, with hand-written
+reasons.
 
-A line that was not executed and a branch that was not taken are the same to a reader: a way
-through the code that `check` does not go. Each is named by its function, its line of code and
-where it would have led, so that a reason survives other lines being added above.
+An unexecuted line and a branch that was not taken are the same to a reader: a way through the code
+that `check` does not take. Each is identified by its function, its line of code and its target, so
+that a reason stays valid when lines are added above.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Unreached:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """What was reached of one module."""
+    """Lines and branches of one module that were reached."""
 
     name: str
     num_lines: int
@@ -53,7 +54,7 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why something is not reached."""
+    """Reason why a line or branch is not reached."""
 
     module: str
     function: str
@@ -62,25 +63,25 @@ class Reason:
     code: str = ""
     """"" for every line of the function."""
     to: str = ""
-    """"" for every way on from this line."""
+    """"" for every branch of this line."""
 
     def is_about(self, module: str, one: Unreached) -> bool:
-        """Whether this is what is meant."""
+        """Return whether the reason is about this entry."""
         is_here = self.module == module and f"{one.function}.".startswith(f"{self.function}.")
         return is_here and self.code in ("", one.code) and self.to in ("", one.to)
 
 
 def read_reasons(file: Path) -> list[Reason]:
-    """The hand-written reasons."""
+    """Return the hand-written reasons."""
     entries = tomllib.loads(file.read_text(encoding="utf-8")).get("unreached", [])
     return [Reason(**entry) for entry in entries]
 
 
 def find_module(tracer: Any, file: Path, name: str) -> Module:
-    """What coverage.py says about one file.
+    """Return the result of coverage.py for one file.
 
-    Of a line that is not executed the branches are not listed again, and lines that follow from
-    one branch not taken are one entry, its first.
+    Branches of a line that is not executed are not listed, and lines that follow from one branch
+    not taken are one entry, its first.
     """
     analysis = tracer._analyze(str(file))  # the public `analysis2` knows no branches
     numbers = analysis.numbers
@@ -116,7 +117,7 @@ def _get_arcs(analysis: Any) -> list[tuple[int, int]]:
 
 
 def get_reason(module: str, one: Unreached, reasons: Sequence[Reason]) -> Reason | None:
-    """The first reason that fits, or None."""
+    """Return the first reason that fits, or None."""
     return next((reason for reason in reasons if reason.is_about(module, one)), None)
 
 
@@ -218,5 +219,5 @@ def _total(modules: Sequence[Module], reasons: Sequence[Reason]) -> tuple[str, .
 
 
 def _name_way(one: Unreached) -> str:
-    to = one.to if one.to in (NOT_EXECUTED, AWAY) else f"goes on to {quote_code(one.to)}"
+    to = one.to if one.to in (NOT_EXECUTED, AWAY) else f"continues to {quote_code(one.to)}"
     return f"`{one.function or 'module'}`: {quote_code(one.code)} {to}"

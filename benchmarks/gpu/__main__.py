@@ -37,17 +37,17 @@ from benchmarks.gpu.runner import (
 
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = Path("/usr/local/cuda/bin")
-"""Where CUDA's tools are if they are not on the path."""
+"""Folder of CUDA's tools, if they are not on the path."""
 
 
 def find_tool(name: str) -> str:
-    """The path of a tool in CUDA's folder, or its name if it is not there."""
+    """Return the path of a tool in CUDA's folder, or its name if it is not there."""
     there = CUDA / name
     return str(there) if name and "/" not in name and there.exists() else name
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the options."""
     parser = argparse.ArgumentParser(
         prog="make gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -17,13 +17,13 @@ class Aim:
     name: str
     part: str
     path: tuple[str, ...]
-    """Where the figure is, from the name of the command on."""
+    """Path of the figure in the results, from the name of the command on."""
     bound: float
     unit: str
     is_least: bool = True
     """Whether the figure must be at least the bound; otherwise at most."""
     by: tuple[str, ...] = ()
-    """Where the figure is that the first one is divided by, if it is."""
+    """Path of the figure by which the first one is divided, if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Verdict:
 
 
 def _attention() -> list[Aim]:
-    """Of each case of `benchmarks/attention.py` that has an aim."""
+    """Return the aims of the cases of `benchmarks/attention.py`."""
     shares = (
         ("decode 64 x 4096", 90.0),
         ("decode 256 x 1024", 90.0),
@@ -66,7 +66,7 @@ def _attention() -> list[Aim]:
 
 
 def _engine() -> list[Aim]:
-    """Of the fastest way, and of the fastest with the device's scheduler."""
+    """Return the aims of the fastest way, and of the fastest with the device's scheduler."""
 
     def where(running: int, figure: str, best: str = "best") -> tuple[str, ...]:
         return ("engine", best, f"{running}", figure)
@@ -108,7 +108,7 @@ AIMS: Final = (
 
 
 def look_up(figures: Any, path: Sequence[str]) -> float | None:
-    """The number at `path`; None if there is none."""
+    """Return the number at `path`; None if there is none."""
     for key in path:
         if isinstance(figures, Mapping):
             figures = figures.get(key)
@@ -122,7 +122,7 @@ def look_up(figures: Any, path: Sequence[str]) -> float | None:
 
 
 def judge(figures: Mapping[str, Any], aims: Iterable[Aim] = AIMS) -> list[Verdict]:
-    """A verdict on each aim; `figures` are by part and command."""
+    """Return a verdict on each aim; `figures` are by part and command."""
     verdicts = []
     for aim in aims:
         value = look_up(figures.get(aim.part), aim.path)
@@ -134,12 +134,12 @@ def judge(figures: Mapping[str, Any], aims: Iterable[Aim] = AIMS) -> list[Verdic
 
 
 def describe(verdict: Verdict) -> dict[str, Any]:
-    """A verdict as JSON."""
+    """Return a verdict as JSON."""
     return {**asdict(verdict.aim), "value": verdict.value, "verdict": verdict.word}
 
 
 def make_table(verdicts: Sequence[Verdict]) -> str:
-    """A line for each verdict, those missed last, and a count."""
+    """Return a line for each verdict, those missed last, and a count."""
     order = ("not measured", "met", "missed")
     lines = []
     for verdict in sorted(verdicts, key=lambda one: order.index(one.word)):

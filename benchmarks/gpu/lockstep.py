@@ -52,12 +52,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "drafts": {"spec_method": SpecMethod.NGRAM},
     "uncached": {"enable_prefix_caching": False},
 }
-"""What all configs of a kind have."""
+"""Config fields of each kind of run."""
 SPECIFICATION = "specification"
 NUM_ACTIONS = 60
-"""Of an episode."""
+"""Actions of an episode."""
 NUM_EVENTS_MIN = 200
-"""Fewer say nothing."""
+"""Least number of events of a run that counts."""
 
 
 class Compiled:
@@ -80,7 +80,7 @@ class DifferenceError(Exception):
 
 
 def draw_config(kind: str, draw: random.Random) -> Config:
-    """A config of a kind whose few blocks make requests be preempted."""
+    """Return a config of a kind whose few blocks make requests be preempted."""
     fixed, size = KINDS[kind], draw.choice((1, 2, 4, 4, 16, 24))
     has_drafts = "spec_method" in fixed
     is_chunked = draw.random() < 0.8
@@ -198,7 +198,7 @@ class Episode:
 
 
 def make_compiled(config: Config) -> DeviceEngine:
-    """The device's scheduler with kernels compiled for this GPU.
+    """Return the device's scheduler with kernels compiled for this GPU.
 
     Raises:
         ConfigError: `list_config_problems` has something against the config.
@@ -207,7 +207,7 @@ def make_compiled(config: Config) -> DeviceEngine:
 
 
 def list_lacks(kind: str, reached: Counter[str]) -> list[str]:
-    """What a run must reach and did not."""
+    """Return the counts of a run that are below what it must reach."""
     needed = {"events": NUM_EVENTS_MIN, "preempted": 1}
     if kind == "drafts":
         needed |= {"drafted": 1, "accepted": 1}
@@ -247,7 +247,7 @@ def check_specification(seed: int, seconds: float) -> tuple[Counter[str], str]:
 
 
 def main() -> int:
-    """The command."""
+    """Return the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("kind", choices=[*KINDS, SPECIFICATION])
     parser.add_argument("--seconds", type=float, default=60, help="no episode begins after them")

@@ -18,14 +18,14 @@ class Command:
     """One process of a part."""
 
     name: str
-    """Its output is kept as PART-NAME.txt, its figures as PART-NAME.json."""
+    """Name of its output file, PART-NAME.txt, and of its figures, PART-NAME.json."""
     argv: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Commands that run side by side, and pass or fail together."""
+    """Commands that run in parallel, and pass or fail together."""
 
     name: str
     about: str
@@ -34,11 +34,11 @@ class Part:
     commands: Sequence[Command]
     is_timed: bool = False
     tool: str = ""
-    """A program that it needs beside Python."""
+    """Program that it needs besides Python."""
     is_required: bool = True
     """Whether the whole fails if the tool is missing."""
     faults: str = ""
-    """A pattern that no output may contain, for tools whose exit status does not tell."""
+    """Pattern that no output may contain, for tools whose exit status does not tell."""
     lines: str = r"^(FAILED|ERROR) |\d (passed|failed)"
     """A pattern of the lines of output that are worth showing."""
 
@@ -47,12 +47,12 @@ ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
 PYTEST: Final = (
     "{python}", "-m", "pytest", "-q", "-o", "filterwarnings=default",
 )  # fmt: skip
-"""That Python's packages are other releases than ours, and their warnings are not our failures."""
+"""Command with a filter: packages have other versions than ours, whose warnings are no failures."""
 SIDE_BY_SIDE: Final = ("-p", "xdist", "-n", "12")
 TESTED: Final = ("tests/kernels", "tests/impl/engine")
 """Tests of the device scheduler run it by numpy; on a GPU `lockstep` plays it."""
 KINDS: Final = ("plain", "priority", "asynchronous", "drafts", "uncached", "specification")
-"""Those of `lockstep`, which imports more than a list of parts should."""
+"""Kinds of `lockstep`, repeated here because importing it would take long."""
 SIZES: Final = (64, 1_024)
 """Running requests in a step of the device's scheduler."""
 KERNEL_TESTS: Final = Path(__file__).parents[2] / "tests" / "kernels"
@@ -61,13 +61,13 @@ WITHOUT_LAUNCHES: Final = ("compiled", "dispatch", "interpreter", "numpied", "sa
 SANITIZED: Final = (
     "not million and not law and not pairs_of and not compiled and not torch- and not [torch]"
 )
-"""What draws millions would take hours under the sanitizer, and torch's kernels are not ours."""
+"""Tests that are run under the sanitizer: not those with millions of draws, nor torch's kernels."""
 
 
 def _lockstep() -> Part:
     return Part(
         "lockstep",
-        "the device's scheduler, compiled, beside its numpy run, and the specification",
+        "the device's scheduler, compiled, compared with its numpy run and the specification",
         limit=115,
         commands=[
             Command(
@@ -93,7 +93,7 @@ def _tests(options: Sequence[str], has_xdist: bool) -> Part:
 
 
 def _warm() -> Part:
-    """What timed parts would have to compile; side by side with what only has to be right."""
+    """Return the part that compiles what timed parts need; it runs in parallel with tests."""
     step = ("{python}", "-m", "benchmarks.device", "--no-host", "--replays", "8")
     engine = ("{python}", "-m", "benchmarks.engine", "--warm", "--json", "{json}", "--only")
     return Part(
@@ -112,7 +112,7 @@ def _warm() -> Part:
 
 
 def _times() -> list[Part]:
-    """What has the machine for itself."""
+    """Return the timed parts, which run alone."""
 
     def time(name: str, about: str, limit: float, lines: str, *options: str) -> Part:
         argv = ("{python}", "-m", f"benchmarks.{name}", "--json", "{json}", *options)
@@ -122,19 +122,19 @@ def _times() -> list[Part]:
 
     sizes = [word for n in SIZES for word in ("-n", f"{n}")]
     return [
-        time("attention", "paged attention: share of the copy rate, prefill beside torch's", 75,
+        time("attention", "paged attention: share of the copy rate, prefill against torch's", 75,
              r"% of| us\b"),
         time("device", "a step of the device's scheduler, replayed from a graph", 40, "running",
              "--no-host", *sizes),
-        time("engine", "decode steps of the model engine by scheduler, beside a bound and peers",
+        time("engine", "decode steps of the model engine by scheduler, with a bound and peers",
              105, r"running,|first token", "--seconds", "80"),
-        time("kernels", "the other kernels: share of the copy rate, beside torch's own", 75,
+        time("kernels", "the other kernels: share of the copy rate, against torch's own", 75,
              r"% of| us\b"),
     ]  # fmt: skip
 
 
 def _profiles(ncu: str) -> list[Part]:
-    """Hardware counters of one launch, with warm caches, and where in the code it waits."""
+    """Return the parts that profile one launch by hardware counters, with filled caches."""
     script = (
         'report=$1 kernel=$2; shift 2; '
         '"$NCU" -f -o "$report" --set full --import-source yes --clock-control none '
@@ -165,7 +165,8 @@ def _profiles(ncu: str) -> list[Part]:
 
 
 def _sanitizer(tool: str) -> Part:
-    """Each tensor in memory of its own, so that an address past its end is noticed.
+    """Return the part with each tensor in memory of its own, so that an access past its end is
+    noticed.
 
     Errors of calls are left to the tests, which see them as exceptions.
     """
@@ -192,7 +193,7 @@ def list_parts(
     options: Sequence[str] = (), sanitizer: str = "compute-sanitizer", ncu: str = "ncu",
     has_xdist: bool = True,
 ) -> list[Part]:  # fmt: skip
-    """All parts, in the order of their worth.
+    """Return all parts, in the order of their worth.
 
     Args:
         options: further ones of the tests' pytest.

@@ -1,7 +1,7 @@
-"""Runner: runs parts within their limits, and keeps what they found in one file.
+"""Runner: runs parts within their limits, and keeps their results in one file.
 
-The file, `gpu.json`, is written after each part, and is all that a later run needs to go on: a part
-that passed on the same sources and device is not run again. Raw output is packed beside it.
+The file, `gpu.json`, is written after each part, and a later run continues from it: a part that
+passed on the same sources and device is not run again. Raw output is packed into a file next to it.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ FILE: Final = "gpu.json"
 PACKED: Final = "raw.tgz"
 SOURCES: Final = ("spec", "impl", "kernels", "conformance", "tests", "benchmarks")
 SECONDS_TO_END: Final = 3.0
-"""Between the request to end and the kill."""
+"""Seconds between the request to end and the kill."""
 SECONDS_MIN: Final = 5.0
-"""With less time left no part is begun."""
+"""Least time left for which a part is begun."""
 NUM_LINES_MAX: Final = 40
-"""Lines of output that are shown of a part."""
+"""Most lines of output that are shown of a part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a part."""
+    """Result of a part."""
 
     status: str
     detail: str = ""
@@ -55,12 +55,12 @@ class Result:
     """`hash_sources` when it ran."""
     ended: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
-    """By command."""
+    """Figures by command."""
     lines: list[str] = field(default_factory=list)
 
     @property
     def is_failure(self) -> bool:
-        """Whether this result makes the whole run fail."""
+        """Return whether this result makes the whole run fail."""
         return self.status in (FAILED, STOPPED, NOT_RUN)
 
 
@@ -73,14 +73,14 @@ class Running:
     process: subprocess.Popen[bytes]
     output: Path
     ends: float
-    """When its part has reached its limit."""
+    """Time at which its part reaches its limit."""
     status: int | None = None
     seconds: float = 0.0
     was_stopped: bool = False
 
 
 def hash_sources(root: Path) -> str:
-    """A name for the state of everything that is run; it needs no git."""
+    """Return a hash of everything that is run; it needs no git."""
     digest = sha256()
     files = [path for folder in SOURCES for path in (root / folder).rglob("*.py")]
     for path in sorted([*files, root / "pyproject.toml"]):
@@ -120,11 +120,11 @@ class Runner:
     """Runs parts.
 
     Args:
-        folder: gets `gpu.json` and `raw.tgz`; a `gpu.json` that is there says what has passed.
-        about: the machine, written into the file; its `device` must be the same to go on.
-        root: of the sources; commands run there.
-        seconds: for all parts together.
-        aims: what the figures are held to.
+        folder: Folder for `gpu.json` and `raw.tgz`; an existing `gpu.json` lists what has passed.
+        about: Machine, written into the file; its `device` must be the same to continue.
+        root: Folder of the sources, in which commands run.
+        seconds: Time for all parts together.
+        aims: Aims for the figures.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Runner:
                     self._run_beside(beside)
 
     def judge(self) -> list[Verdict]:
-        """A verdict on each aim, from what is known by now."""
+        """Return a verdict on each aim, from the present results."""
         return judge({name: one.figures for name, one in self.results.items()}, self.aims)
 
     def save(self) -> None:
@@ -207,7 +207,7 @@ class Runner:
             print("other sources: what was found before does not count")
 
     def _run_beside(self, parts: Sequence[Part]) -> None:
-        """Run parts side by side, and note what became of each."""
+        """Run parts in parallel, and note the result of each."""
         running: list[Running] = []
         for part in parts:
             missing = bool(part.tool) and which(part.tool) is None
@@ -216,7 +216,7 @@ class Runner:
                 status = NOT_RUN if part.is_required else LEFT_OUT
                 self._note(part, Result(status, f"there is no {part.tool}"))
             elif left < SECONDS_MIN:
-                self._note(part, Result(NOT_RUN, "no time was left; run it again to go on"))
+                self._note(part, Result(NOT_RUN, "no time was left; run it again to continue"))
             else:
                 ends = time.monotonic() + min(part.limit, left)
                 running += [self._start(part, command, ends) for command in part.commands]
@@ -246,7 +246,7 @@ class Runner:
         return Running(part, command, process, output, ends)
 
     def _wait(self, running: Sequence[Running]) -> None:
-        """Until all have ended; a part is noted once its last process has."""
+        """Wait until all have ended; a part is noted when its last process has ended."""
         began = time.monotonic()
         left = list(running)
         while left:
@@ -266,7 +266,7 @@ class Runner:
             time.sleep(0.05)
 
     def _conclude(self, part: Part, running: Sequence[Running]) -> Result:
-        """The result of a part whose processes have all ended."""
+        """Return the result of a part whose processes have all ended."""
         figures, lines, failed, stopped = {}, [], [], []
         for one in running:
             text = one.output.read_text(errors="replace")
@@ -300,19 +300,19 @@ class Runner:
 
 
 def make_line(name: str, result: Result) -> str:
-    """What became of a part, in one line."""
+    """Return the result of a part in one line."""
     detail = f": {result.detail}" if result.detail else ""
     took = f" in {result.seconds:.0f} s" if result.seconds else ""
     return f"{name} {result.status}{took}{detail}"
 
 
 def make_summary(results: Mapping[str, Result], verdicts: Sequence[Verdict]) -> str:
-    """The table that is printed last: parts, then aims."""
+    """Return the table that is printed last: parts, then aims."""
     lines = [make_line(name, result) for name, result in results.items()]
     return "\n".join(["== parts", *lines, "== aims", make_table(verdicts)])
 
 
 def make_file_name(day: str, device: str) -> str:
-    """The name under which results are kept in benchmarks/results."""
+    """Return the name under which results are kept in benchmarks/results."""
     words = re.findall("[a-z0-9]+", device.lower())
     return "-".join([day, "gpu", *(word for word in words if word != "nvidia")]) + ".json"

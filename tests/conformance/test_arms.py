@@ -149,7 +149,7 @@ class Wrong(PlainToy):
     ("engine", "arm", "told"),
     [
         ("Raising", "pool", "the engine raised KeyError: 'blocks'"),
-        ("Foreign", "", "'who', who never came"),
+        ("Foreign", "", "'who', which was never submitted"),
         ("Wrong", "", "was answered with None"),
     ],
 )
@@ -173,7 +173,7 @@ def test_answers_that_never_end_are_compared_with_nothing() -> None:
     result = CliRunner().invoke(app, ["arms", "--engine", f"{__name__}:Deaf", "--workloads", "9"])
     assert result.exit_code == ExitCode.HARNESS
     assert "NO VERDICT (nothing compared)" in result.output
-    assert "answers, in both arms: see blockstep check" in result.output
+    assert "answers, under both configs: see blockstep check" in result.output
 
 
 def test_every_arm_makes_a_valid_config() -> None:

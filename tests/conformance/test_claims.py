@@ -315,7 +315,7 @@ def test_a_check_that_met_too_little_says_what_and_what_to_do() -> None:
     assert {"paused_all", "stop_repetition"} <= set(result.missing)
     assert result.exit_code is ExitCode.HARNESS
     assert verdict_word(result).endswith(
-        "or name in out_of_reach of its traits what cannot come up)"
+        "or declare unreachable goals in out_of_reach of its traits)"
     )
 
 

@@ -148,7 +148,7 @@ def test_an_engine_that_conforms_does_so_in_processes_of_its_own(tmp_path: Path)
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[-1].startswith("conforms: engine cli_engines:SpecEngine, ")
     assert result.stdout.startswith("conforms: 24,")
-    assert "situations reached" not in result.output, "the table is shown if it is asked for"
+    assert "coverage goals reached" not in result.output, "the table is shown if it is asked for"
 
 
 @pytest.mark.parametrize(

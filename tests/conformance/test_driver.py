@@ -139,7 +139,7 @@ def test_a_scheduler_that_stops_is_a_stall() -> None:
     (finding,) = run.perform(Drain())
     assert (finding.kind, finding.property_id) == (FindingKind.LIVENESS, "P10")
     assert finding.message == (
-        "a plan is empty although nothing is due from outside; unfinished: A"
+        "a plan is empty, although no output, load or other event is due; unfinished: A"
     )
     assert run.has_failed
 

@@ -96,7 +96,7 @@ def test_what_is_gone_is_said() -> None:
         bool(result.missing),
         {"known/0.json": None},
     )
-    assert "gone        known/0.json: nothing is wrong with it any more" in verdict_text(result)
+    assert "gone        known/0.json: it passes now" in verdict_text(result)
 
 
 def test_a_program_that_cannot_be_played_is_said() -> None:

@@ -93,7 +93,7 @@ def test_progress_is_what_separates_a_cycle_from_a_run() -> None:
 def test_an_empty_plan_is_no_stall_while_a_frame_is_in_flight() -> None:
     assert Watch().see(Plan(3), True, False, None) == ""
     assert Watch().see(Plan(3), False, False, None) == (
-        "a plan is empty although nothing is due from outside"
+        "a plan is empty, although no output, load or other event is due"
     )
     assert Watch().see(Plan(3, preempted_req_ids=("A",)), False, False, None) == ""
 
@@ -110,7 +110,7 @@ def test_plans_that_load_or_preempt_for_ever_are_a_stall(plan: Plan) -> None:
     for _ in range(idle_bound(1)):
         assert watch.see(plan, False, False, None, (0, 1)) == ""
     assert watch.see(plan, False, False, None, (0, 1)) == (
-        "7 plans loaded or preempted, and no row came of it"
+        "7 plans without rows loaded or preempted"
     )
     assert watch.see(plan, False, False, None, (1, 1)) == "", "a token was delivered"
 

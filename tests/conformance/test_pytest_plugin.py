@@ -268,7 +268,7 @@ def test_a_run_that_proves_nothing_fails_its_verdict(inner: pytest.Pytester) -> 
     args = ("--blockstep-budget=300", "--blockstep-json=out.json", "-k", "tiny")
     result = run(inner, "spec", *args)
     result.assert_outcomes(passed=NUM_ITEMS - 1, failed=1)
-    result.stdout.fnmatch_lines(["*tiny::verdict*", "NO VERDICT (situations not reached*"])
+    result.stdout.fnmatch_lines(["*tiny::verdict*", "NO VERDICT (coverage goals not reached*"])
     assert [entry["preset"] for entry in read(inner, "out.json")["runs"]] == ["tiny"]
 
 

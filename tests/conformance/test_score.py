@@ -158,7 +158,7 @@ def test_a_step_left_out_shifts_what_follows_and_loses_no_token() -> None:
     assert mine.step < theirs.step
     first = tallies[Aspect.STEPS].first
     assert first is not None
-    assert first.seen == "nobody runs"
+    assert first.seen == "no request runs"
 
 
 def test_drafts_are_the_same_for_a_request_whatever_the_order_of_rows() -> None:
@@ -182,7 +182,7 @@ def test_only_what_both_can_be_given_is_given() -> None:
     big, small = Request("A", tuple(range(20))), Request("B", (1, 2), max_tokens=2)
     for action in (Submit(big), Submit(small), Submit(small), GrammarReady("nobody")):
         assert run.perform(action) == []
-    assert run.skipped == {"requests that the specification refuses": 1}
+    assert run.skipped == {"requests that the specification rejects": 1}
     assert run.engine.live.keys() == run.reference.live.keys() == {"B"}
 
 
@@ -211,7 +211,7 @@ def test_an_engine_that_raises_is_told_and_the_score_goes_on() -> None:
     assert result.stuck is not None
     assert "ZeroDivisionError: inside" in result.stuck.message
     assert result.exit_code() is ExitCode.FAILED
-    assert "the engine could not go on; the first:" in render_score(result)
+    assert "the engine could not continue; the first:" in render_score(result)
 
 
 def test_an_answer_of_wrong_types_is_told_by_its_field() -> None:

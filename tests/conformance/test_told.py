@@ -57,7 +57,7 @@ def test_a_check_tells_what_it_found_before_it_makes_it_short() -> None:
     assert result.stdout.startswith("blockstep check: VIOLATION"), "the result is as it was"
     head, finding, *_, again = result.stderr.splitlines()[:5]
     assert head.startswith("blockstep check: found in episode ")
-    assert head.endswith("(engine museum:leak-on-abort, preset tiny, seed 0); now it is made short")
+    assert head.endswith("(engine museum:leak-on-abort, preset tiny, seed 0); it is being shrunk")
     assert finding == "  finding    P1 every_block_is_free_or_held"
     assert again.startswith(
         "  reproduce  blockstep check --engine museum:leak-on-abort --preset tiny"
@@ -74,7 +74,7 @@ def test_a_hunt_tells_each_kind_of_failure_once_as_it_comes() -> None:
         line for line in result.stderr.splitlines() if line.startswith("blockstep hunt: found")
     ]
     assert found
-    assert found[0].endswith("; now it is made short")
+    assert found[0].endswith("; it is being shrunk")
     assert "every_block_is_free_or_held" in result.stderr
     assert "1 defect in" in result.stdout
 
@@ -94,7 +94,7 @@ def make_result(num_events: int, num_missing: int) -> CheckResult:
 )
 def test_a_budget_that_is_too_small_says_which_would_do(num_events: int, advice: str) -> None:
     told = verdict_text(make_result(num_events, 1))
-    assert f"NO VERDICT (situations not reached: {advice})" in told
+    assert f"NO VERDICT (coverage goals not reached: {advice})" in told
 
 
 def test_a_verdict_names_few_of_many_situations() -> None:

@@ -116,10 +116,10 @@ def test_who_may_end_while_passed_over_is_not_planned_past_for_it_would_stay_in_
     told.plan()
     told.engine.apply(v.Reset(reset_running_requests=True))
     told.commit(0, A=(7,))
-    assert "passed over for its adapter" in told.declines(v.Schedule())
+    assert "skipped for its adapter" in told.declines(v.Schedule())
     told.plan()
     told.commit(1, B=(7,))
-    with pytest.raises(EngineFault, match="names 'B', who is gone"):
+    with pytest.raises(EngineFault, match="names 'B', which is gone"):
         _ = told.state
 
 
@@ -282,7 +282,7 @@ def test_a_grammar_that_fails_ends_its_request_some_answers_later_and_is_decline
     assert "later step" in told.declines(v.GrammarFailed("A"))
     assert told.engine.apply(v.GrammarFailed("A")) == v.Outputs(())
     told.plan()
-    with pytest.raises(EngineFault, match="names 'A', whom this frame did not have"):
+    with pytest.raises(EngineFault, match="names 'A', which is not in this frame"):
         told.commit(0, B=(7,))
     assert told.state.request("A") is None
 

@@ -185,7 +185,7 @@ def test_a_block_is_named_by_its_last_digest_or_by_all_of_them() -> None:
     assert digests.read(names[1], 0) is keys[1]
     assert digests.read(names[1], 2) == keys[1].in_group(2)
     assert digests.read(names[0] + names[1], 1) == keys[1].in_group(1)
-    with pytest.raises(EngineFault, match="one block is named by"):
+    with pytest.raises(EngineFault, match="one block has the digests"):
         digests.read(names[0] + names[2], 1)
 
 
@@ -345,7 +345,7 @@ def test_a_table_of_somebody_who_is_gone_is_found_in_any_group(group: int) -> No
     engine.snapshot()
     manager = engine.run.managers[group]
     manager.num_cached_block["gone"] = 1
-    with pytest.raises(EngineFault, match="num_cached_block names 'gone', who is gone"):
+    with pytest.raises(EngineFault, match="num_cached_block names 'gone', which is gone"):
         engine.snapshot()
 
 
@@ -355,7 +355,7 @@ def test_states_of_somebody_who_is_gone_are_found(field: str) -> None:
     engine = importlib.import_module(ADAPTER).VllmEngine(build(FULL, ALIGNED))
     engine.snapshot()
     setattr(engine.run.managers[1], field, {"gone": 0})
-    with pytest.raises(EngineFault, match=f"{field} names 'gone', who is gone"):
+    with pytest.raises(EngineFault, match=f"{field} names 'gone', which is gone"):
         engine.snapshot()
 
 

@@ -206,26 +206,26 @@ def count_the_running(_scheduler: Any, answer: Any) -> None:
 PLANTED: dict[str, tuple[str, Change, Config, tuple[Action, ...], str]] = {
     "a victim's drafts": (
         "plan", leave_drafts, TIGHT, PREEMPTION,
-        "scheduled_spec_decode_tokens names 'A', who has no row in this plan",
+        "scheduled_spec_decode_tokens names 'A', which has no row in this plan",
     ),
     "blocks for a victim": (
         "plan", leave_row, TIGHT, PREEMPTION,
-        "scheduled_cached_reqs names 'A', who has no tokens in this plan",
+        "scheduled_cached_reqs names 'A', which has no tokens in this plan",
     ),
     "blocks for the dead": (
         "plan", feed_the_dead, Config(num_blocks=9), END,
-        "scheduled_cached_reqs names 'A', who is not there",
+        "scheduled_cached_reqs names 'A', which is not there",
     ),
     "an end told twice": (
         "plan", finish_again, Config(num_blocks=9), END,
-        "finished_req_ids names 'A', who has not ended since the last plan",
+        "finished_req_ids names 'A', which has not ended since the last plan",
     ),
     "an item freed twice": (
         "plan", free_items, Config(num_blocks=9), END,
         "free_encoder_mm_hashes in this plan: ['cat', 'cat']",
     ),
     "a table of nobody": (
-        "plan", keep_table, Config(num_blocks=9), END, "req_to_blocks names 'gone', who is gone",
+        "plan", keep_table, Config(num_blocks=9), END, "req_to_blocks names 'gone', which is gone",
     ),
     "a wrong sum": (
         "plan", count_wrongly, Config(num_blocks=9), END,
@@ -241,7 +241,7 @@ PLANTED: dict[str, tuple[str, Change, Config, tuple[Action, ...], str]] = {
     ),
     "inputs for nobody": (
         "plan", load_inputs, Config(num_blocks=9), END,
-        "scheduled_encoder_inputs names 'gone', who has no row in this plan",
+        "scheduled_encoder_inputs names 'gone', which has no row in this plan",
     ),
     "a short list": (
         "plan", drop_an_entry, Config(num_blocks=9), END,
@@ -249,7 +249,7 @@ PLANTED: dict[str, tuple[str, Change, Config, tuple[Action, ...], str]] = {
     ),
     "an answer to a stranger": (
         "answer", answer_a_stranger, Config(num_blocks=9), END[1:],
-        "outputs names 'stranger', whom this frame did not have",
+        "outputs names 'stranger', which is not in this frame",
     ),
     "two answers to one": (
         "answer", answer_twice, Config(num_blocks=9), END[1:], "outputs name 'B' 2 times",

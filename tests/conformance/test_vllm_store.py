@@ -301,7 +301,7 @@ def test_who_is_parked_before_its_frame_ends_it_is_declined() -> None:
     assert "before its frame ends it" in find_decline(engine, v.Schedule())
     engine.apply(v.Schedule())
     engine.apply(v.Commit(frame.frame_id, (v.RowTokens("A", (7,)),)))
-    with pytest.raises(EngineFault, match="who is gone"):
+    with pytest.raises(EngineFault, match="which is gone"):
         engine.snapshot()
 
 

@@ -189,7 +189,7 @@ class Pilot:
 
     def _find(self, name: RequestId) -> Live:
         if name not in self.live:
-            raise s.SideError(f"the engine speaks of {name!r}, who has not come or has ended")
+            raise s.SideError(f"the engine names {name!r}, which was not submitted or has finished")
         return self.live[name]
 
     def _sample(self, row: s.PlannedRow) -> TokenIds:

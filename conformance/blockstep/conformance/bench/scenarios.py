@@ -117,7 +117,7 @@ SCENARIOS: Mapping[str, Scenario] = {
             lambda n: _config(n, 1024), _decoding,
         ),
         Scenario(
-            "mixed", "chunked prefill beside decode; requests end and come all the time",
+            "mixed", "chunked prefill with decode; requests finish and arrive all the time",
             # For each that decodes there are six tokens of prompts of others, or N never run.
             lambda n: _config(n, 1536, max_num_batched_tokens=max(2048, 8 * n)), _mixed,
             num_warmup=400,
@@ -129,7 +129,7 @@ SCENARIOS: Mapping[str, Scenario] = {
         ),
         Scenario(
             "storm",
-            "a pool for less than half of what would run: somebody is preempted again and again",
+            "a pool for less than half of what would run: requests are preempted again and again",
             lambda n: _config(n, 512, num_blocks=max(int(n * 0.45 * 36), 48)), _storm,
             num_warmup=500, min_running=0.4,
         ),

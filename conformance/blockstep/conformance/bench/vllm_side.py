@@ -21,7 +21,7 @@ from blockstep.spec.vocabulary import Config, Request
 
 
 class VllmSide(s.Side):
-    """vLLM's scheduler; what it builds are objects, so there is one reading."""
+    """vLLM's scheduler, whose only reading is `objects`: its plans are objects, not arrays."""
 
     readings: tuple[str, ...] = ("objects",)
 

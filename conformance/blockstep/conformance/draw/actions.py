@@ -1,7 +1,7 @@
-"""Actions: what may be done next, and how its details are drawn.
+"""Actions: what a client may do next, and how the details of an action are drawn.
 
-One table serves the seeded generator and the Hypothesis machine; they differ only in where a `Draw`
-takes its decisions from. Who draws an action sees a `View`: what any client could know.
+One table serves the seeded generator and the Hypothesis machine; they differ only in the source of
+their decisions, a `Draw`. A drawing function sees a `View`: what any client could know.
 """
 
 from __future__ import annotations
@@ -64,47 +64,47 @@ from blockstep.spec import vocabulary as v
 
 T = TypeVar("T")
 PLAIN_MISTAKES = tuple(mistake for mistake in Mistake if mistake is not Mistake.FORBIDDEN_TOKEN)
-"""Those that need no grammar."""
+"""Mistakes that need no grammar."""
 
 
 class SeededDraw:
-    """Decisions from a seeded generator: `Draw` for long runs."""
+    """Decisions from a seeded generator: the `Draw` of long runs."""
 
     def __init__(self, seed: str) -> None:
         self._random = Random(seed)  # noqa: S311 - tests, not secrets
 
     def integer(self, low: int, high: int) -> int:
-        """An int between `low` and `high`, both included."""
+        """Return an int between `low` and `high`, both included."""
         return low + int(self._random.random() * (high - low + 1)) if high > low else low
 
     def choice(self, options: Sequence[T]) -> T:
-        """One of `options`."""
+        """Return one of `options`."""
         return options[int(self._random.random() * len(options))]
 
     def chance(self, percent: int) -> bool:
-        """True in about `percent` of a hundred cases."""
+        """Return True with a probability of `percent` in a hundred."""
         return self._random.random() * 100 < percent
 
     def tokens(self, count: int, vocabulary_size: int) -> tuple[int, ...]:
-        """So many token ids below `vocabulary_size`."""
+        """Return `count` token ids below `vocabulary_size`."""
         return tuple(int(self._random.random() * vocabulary_size) for _ in range(count))
 
 
 @dataclass(slots=True)
 class View:
-    """What a client knows of a run so far."""
+    """State of a run, as far as a client knows it."""
 
     swarm: Swarm
     client: Memory
     num_submitted: int = 0
     seeks_aborts: bool = False
-    """Nobody compares, so aborts are tried often, and of those in flight above all: what they leave
-    behind shows in nothing else."""
+    """Whether to abort often, and preferably requests in flight. Set for runs without a comparison,
+    where wrong memory shows only after an abort."""
 
     ready: set[v.RequestId] = field(default_factory=set)
-    """Whose grammars were said to be compiled."""
+    """Requests whose grammars were reported as compiled."""
     actions: tuple[str, ...] = field(init=False, repr=False)
-    """Names of those that the features of the swarm allow."""
+    """Names of the actions that the features of the swarm allow."""
 
     def __post_init__(self) -> None:
         self.actions = tuple(
@@ -114,7 +114,7 @@ class View:
         )
 
     def note(self, action: Action) -> None:
-        """An action was done."""
+        """Note that an action was done."""
         match action:
             case v.Submit(request=request):
                 self.num_submitted += 1
@@ -126,11 +126,11 @@ class View:
 
 
 Drawing: TypeAlias = Callable[[View, Draw], Action]
-"""Draws the details of one kind of action."""
+"""Function that draws the details of one kind of action."""
 
 
 def submit(view: View, draw: Draw) -> Action:
-    """A new request, most often with a prompt that shares a prefix with others."""
+    """Draw a new request, most often with a prompt that shares a prefix with others."""
     client, swarm, index = view.client, view.swarm, view.num_submitted
     if swarm.has(HOSTILE) and client.live and draw.chance(4):
         return v.Submit(draw.choice(list(client.live.values())))
@@ -139,7 +139,7 @@ def submit(view: View, draw: Draw) -> Action:
         name = draw.choice(client.ended)
     elif client.ended and client.plans and draw.chance(8):
         name = client.ended[-1]  # a frame may still name it
-    if swarm.is_crowded and draw.chance(85):  # a twin of a victim is long, and fills the pool
+    if swarm.is_crowded and draw.chance(85):  # continuing a victim takes a long prompt
         return v.Submit(draw_request(swarm, draw, name, index))
     if client.rejected_texts and draw.chance(40):
         return v.Submit(draw_twin(swarm, draw, name, index, client.rejected_texts))
@@ -147,19 +147,20 @@ def submit(view: View, draw: Draw) -> Action:
         return v.Submit(draw_twin(swarm, draw, name, index, client.preempted_texts))
     if swarm.has(PINS) and client.turns and draw.chance(50):
         return v.Submit(draw_turn(swarm, draw, name, index, client.turns))
-    if client.live and draw.chance(12):  # blocks are shared by those whose keys are alike
+    if client.live and draw.chance(12):  # blocks are shared by requests with equal keys
         others = [(it, it.prompt_token_ids) for it in client.live.values()]
         return v.Submit(draw_twin(swarm, draw, name, index, others))
     return v.Submit(draw_request(swarm, draw, name, index, client.texts))
 
 
 def schedule(_view: View, _draw: Draw) -> Action:
-    """Plan a step; with a frame in flight this is one step too many, and refused."""
+    """Plan a step; with a full pipeline this is one step too many, and is rejected."""
     return v.Schedule()
 
 
 def answer(view: View, draw: Draw) -> Action:
-    """The worker answers; beside that it may report transfers."""
+    """Return the model output of the oldest frame; with a store, a report of transfers may come
+    with it."""
     now = view.client
     if not view.swarm.has(TRANSFERS):
         return Answer()
@@ -167,7 +168,7 @@ def answer(view: View, draw: Draw) -> Action:
 
 
 def kv_offer(view: View, draw: Draw) -> Action:
-    """The store answers otherwise about a request, most often about one that came lately."""
+    """Draw the store's answer for a request, most often for one of the latest three."""
     client = view.client
     names = [*client.live][-3:] if draw.chance(70) else [*client.live]
     if draw.chance(60):
@@ -184,17 +185,17 @@ def kv_offer(view: View, draw: Draw) -> Action:
 
 
 def report(view: View, draw: Draw) -> Action:
-    """A worker reports transfers without an answer."""
+    """Draw a report of transfers without model output."""
     return draw_report(view.client.transfers, draw)
 
 
 def clock(view: View, draw: Draw) -> Action:
-    """It is later than before, or not."""
+    """Draw a clock event, at a later, equal or earlier time."""
     return draw_clock(view.client.now, draw)
 
 
 def pin_estimate(view: View, draw: Draw) -> Action:
-    """An estimator gives something for a job, most often for one that has a turn."""
+    """Draw a pin estimate for a job, most often for one with a live or finished turn."""
     client = view.client
     jobs = [it.job_id for it in client.live.values() if it.job_id is not None]
     jobs += [it.job_id for it, _ in client.turns if it.job_id is not None]
@@ -202,7 +203,7 @@ def pin_estimate(view: View, draw: Draw) -> Action:
 
 
 def fork(view: View, draw: Draw) -> Action:
-    """A request that runs goes on as two; at times one that cannot, or that is none."""
+    """Fork a running request; sometimes one that cannot be forked, or an unknown id."""
     child_id, swarm = request_name(shuffled(view.num_submitted)), view.swarm
     if swarm.has(HOSTILE) and draw.chance(4):
         child_id = draw.choice([*view.client.live, *view.client.ended[-2:], child_id])
@@ -212,14 +213,14 @@ def fork(view: View, draw: Draw) -> Action:
 
 
 def misanswer(view: View, draw: Draw) -> Action:
-    """The worker answers wrongly; with drafts about, often in what it accepts."""
+    """Draw a wrong model output; with drafts, often one that accepts a wrong draft."""
     if view.swarm.config.num_speculative_tokens and draw.chance(30):
         return Misanswer(Mistake.WRONG_DRAFT)
     return Misanswer(draw.choice(tuple(Mistake) if view.swarm.has(MASKS) else PLAIN_MISTAKES))
 
 
 def propose(view: View, draw: Draw) -> Action:
-    """Drafts, some right and some wrong, now and then none or one too many."""
+    """Draw draft tokens, some right and some wrong; sometimes none or one too many."""
     limit = view.swarm.config.num_speculative_tokens
     if view.swarm.has(HOSTILE) and draw.chance(5):
         limit += 1
@@ -231,18 +232,19 @@ def propose(view: View, draw: Draw) -> Action:
 
 
 def abort(view: View, draw: Draw) -> Action:
-    """One or more requests give up; some ids may be unknown or ended."""
+    """Abort one or more requests; some ids may be unknown or finished."""
     client = view.client
     known = [*client.live, *client.ended[-2:], "nobody"]
     if view.seeks_aborts and _is_ambush(view) and draw.chance(90):
-        # The preempted return at once to what they left, or a twin of theirs comes to it.
+        # Spare the preempted requests: they, or requests with equal prefixes, are then admitted at
+        # once to the blocks that they left.
         gone = client.last_plan.preempted_req_ids if client.last_plan and draw.chance(40) else ()
         return v.Abort(tuple(name for name in client.live if name not in gone))
     if view.seeks_aborts and draw.chance(60):
         flying = {row.request_id for plan in client.plans for row in plan.rows}
         known = [name for name in client.live if name in flying] or known
     if client.live and view.swarm.has(RESET) and draw.chance(10):
-        return v.Abort(tuple(client.live))  # what is cached can then be emptied without force
+        return v.Abort(tuple(client.live))  # a reset without preemption then succeeds
     loaded = [name for name in client.transfers.loading if name in client.live]
     sharing = client.list_sharing()
     if sharing and draw.chance(80):
@@ -254,7 +256,7 @@ def abort(view: View, draw: Draw) -> Action:
 
 
 def grammar_ready(view: View, draw: Draw) -> Action:
-    """A grammar is compiled, of one that waits for it if any does; at times of an ended one."""
+    """Report a grammar as compiled, preferably of a waiting request; sometimes of a finished id."""
     live, ended = view.client.live, view.client.ended
     if view.swarm.has(HOSTILE) and ended and draw.chance(6):
         return v.GrammarReady(draw.choice(ended[-2:]))
@@ -265,7 +267,7 @@ def grammar_ready(view: View, draw: Draw) -> Action:
 
 
 def grammar_failed(view: View, draw: Draw) -> Action:
-    """A grammar cannot be had: of one that uses one, or, by mistake, of another."""
+    """Report a grammar as failed, most often of a structured request; sometimes of any other id."""
     live = view.client.live
     structured = [name for name, request in live.items() if request.structured_output]
     plans, said = view.client.plans, view.client.said
@@ -278,7 +280,8 @@ def grammar_failed(view: View, draw: Draw) -> Action:
 
 
 def streaming_update(view: View, draw: Draw) -> Action:
-    """A session goes on, most often one with nothing before it; now and then what is none."""
+    """Continue a session, most often one without pending input; sometimes name a request that is
+    none."""
     client, swarm, index = view.client, view.swarm, view.num_submitted
     if swarm.has(HOSTILE) and draw.chance(8):
         name = draw.choice([*client.live, *client.ended[-2:], "nobody"])
@@ -291,19 +294,19 @@ def streaming_update(view: View, draw: Draw) -> Action:
 
 
 def encoder_reset(_view: View, _draw: Draw) -> Action:
-    """All that was encoded is forgotten."""
+    """Empty the encoder cache."""
     return v.EncoderReset()
 
 
 def encoder_offer(view: View, draw: Draw) -> Action:
-    """A connector has some of the items from now on, or none; now and then one that nobody has."""
+    """Let a connector offer some items; sometimes with an unknown identifier."""
     names = tuple(name for name in IDENTIFIERS if draw.chance(35))
     strange = ("nobody", *names) if view.swarm.has(HOSTILE) and draw.chance(10) else ()
     return v.EncoderOffer((*names, *strange))
 
 
 def mask(view: View, draw: Draw) -> Action:
-    """The runner asks for a mask, most often of the newest plan; or a broken one asks."""
+    """Ask for a bitmask, most often of the newest plan; sometimes with a malformed event."""
     if view.swarm.has(HOSTILE) and draw.chance(25):
         rows = tuple(
             v.RowTokens(draw.choice([*view.client.live, "nobody"]), (0,) * draw.integer(0, 2))
@@ -314,18 +317,19 @@ def mask(view: View, draw: Draw) -> Action:
 
 
 def pause(_view: View, draw: Draw) -> Action:
-    """Pause or resume; resume more often, so that runs get somewhere."""
+    """Pause or resume; resume more often, so that runs make progress."""
     states = tuple(v.PauseState)
     return v.SetPause(v.PauseState.UNPAUSED if draw.chance(70) else draw.choice(states))
 
 
 def reset(view: View, draw: Draw) -> Action:
-    """Empty the cache, politely or by force; with a store, at times that as well."""
+    """Reset the prefix cache, with or without preemption of running requests; sometimes the store
+    as well."""
     return v.Reset(draw.chance(50), view.swarm.has(TRANSFERS) and draw.chance(60))
 
 
 def hostile(view: View, draw: Draw) -> Action:
-    """What a broken client or a late worker might send."""
+    """Draw an event of a broken client or a late worker."""
     client = view.client
     names = [*client.live, *client.ended[-2:], "nobody"]
     return Hostile(draw_bad_event(view.swarm, client.live, names, list_frames(client), draw))
@@ -333,7 +337,7 @@ def hostile(view: View, draw: Draw) -> Action:
 
 @dataclass(frozen=True, slots=True)
 class WeightedAction:
-    """How an action is drawn, how often it is tried, and the feature that it is part of."""
+    """Drawing function of an action, its weight, and the feature that it needs."""
 
     draw: Drawing
     weight: int
@@ -365,12 +369,12 @@ ACTIONS: Mapping[str, WeightedAction] = {
 
 
 def is_enabled(name: str, view: View) -> bool:
-    """Whether an action makes sense now. Pointless ones are left to `hostile`."""
+    """Return whether an action makes sense now. Pointless ones are left to `hostile`."""
     return name in view.actions and _has_a_point(name, view)
 
 
 def _has_a_point(name: str, view: View) -> bool:
-    """Return whether an action of this name makes sense now."""
+    """Return whether an action of this name makes sense now, whatever the features."""
     has_point = _POINTS.get(name)
     return has_point is None or has_point(view)
 
@@ -397,7 +401,7 @@ _POINTS: Mapping[str, Callable[[View], bool]] = {
     "kv_offer": lambda view: bool(view.client.live),
     "fork": _may_fork,
 }
-"""When an action makes sense, by its name. Actions without an entry always do."""
+"""Conditions under which an action makes sense, by its name. Actions without an entry always do."""
 
 
 def next_action(view: View, draw: Draw) -> Action:
@@ -413,15 +417,16 @@ def _is_pipeline_full(view: View) -> bool:
 
 
 def _has_preempted(view: View) -> bool:
-    """Whether the last plan preempted anybody."""
+    """Return whether the last plan preempted any request."""
     plan = view.client.last_plan
     return plan is not None and bool(plan.preempted_req_ids)
 
 
 def _is_ambush(view: View) -> bool:
-    """Whether the last plan preempted anybody, and somebody whom it runs has not ended yet.
+    """Return whether the last plan preempted a request and has a row of a request that is still
+    live.
 
-    If all others give up now, what the preempted have left behind is found by whoever comes next.
+    If all other requests are aborted now, the next admission gets the blocks that the victims left.
     """
     plan, live = view.client.last_plan, view.client.live
     return (
@@ -434,7 +439,7 @@ def _is_ambush(view: View) -> bool:
 
 
 def _weight_of_aborts(weight: int, view: View) -> int:
-    """More give up where much hangs on it: who is loaded, or holds a block together with others."""
+    """Return the weight of aborts: higher while a request loads blocks or shares a block."""
     client = view.client
     if view.seeks_aborts and _is_ambush(view):
         return weight * 50
@@ -446,13 +451,16 @@ def _weight_of_aborts(weight: int, view: View) -> int:
 
 
 def _weight(name: str, view: View) -> int:
-    """Without late commits an answer follows a full pipeline closely, as in real runs."""
+    """Return the weight of an action now.
+
+    Without late commits a commit follows a full pipeline closely, as in real runs.
+    """
     weight, habits = ACTIONS[name].weight, view.swarm.habits
     if name == "grammar_ready" and view.swarm.has(MASKS):
         return weight * 3
     if name == "report":
         return weigh_reports(weight, view.client.transfers, view.swarm.token_seed)
-    if name == "kv_offer":  # a store is asked before a newcomer runs
+    if name == "kv_offer":  # the store answers before a new request is admitted
         is_asked = [*view.client.live][-1] in view.client.transfers.offers
         return weight // 4 if is_asked else weight * 2
     if name == "abort":
@@ -470,7 +478,7 @@ def _weight(name: str, view: View) -> int:
     if name == "answer" and Habit.FULL_PIPELINE in habits:
         return 4
     if name == "propose" and view.swarm.config.async_scheduling:
-        return 4  # it is no event there, it sets how many drafts will be right
+        return 4  # no event there: it sets how many drafts will be accepted
     if name == "submit" and view.swarm.is_crowded:
         return weight * 3
     if name == "submit" and view.client.preempted_texts and _has_preempted(view):

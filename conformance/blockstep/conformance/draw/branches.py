@@ -1,7 +1,7 @@
-"""Branches: who goes on as two, and with which outputs.
+"""Branches: the request that is forked, and the outputs of its branch.
 
-Most branch where the parent stands, as a beam or a sample does; some earlier, some with more than
-it has.
+Most branches have the outputs of their parent, as beam search and parallel sampling do; some have
+fewer, some more.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from blockstep.spec import vocabulary as v
 
 
 def draw_fork(client: Memory, child_id: v.RequestId, size: int, draw: Draw) -> v.Fork:
-    """One that can goes on as two, most often; tokens are below `size`."""
+    """Draw a fork, most often of a request that can be forked; token ids are below `size`."""
     ready = list_ready(client)
     names = ready if ready and draw.chance(92) else [*client.live]
     name = draw.choice(names or ["nobody"])
@@ -22,16 +22,16 @@ def draw_fork(client: Memory, child_id: v.RequestId, size: int, draw: Draw) -> v
 
 
 def list_ready(client: Memory) -> list[v.RequestId]:
-    """Whoever can go on as two: it has said something, and no frame in flight has a row of it."""
+    """Return the requests that can be forked: with outputs, and without a row in flight."""
     flying = {row.request_id for plan in client.plans for row in plan.rows}
     begun = [name for name in client.live if client.said.get(name)]
     return [name for name in begun if name not in flying and name not in client.sessions]
 
 
 def draw_outputs(outputs: v.TokenIds, max_tokens: int, size: int, draw: Draw) -> v.TokenIds:
-    """What a branch has said: what its parent has, with another token, less, or more.
+    """Draw the outputs of a branch: those of its parent, one of them changed, more, or fewer.
 
-    Seldom as much as a request may say: nobody goes on behind that.
+    They seldom reach `max_tokens`, since such a branch has nothing left to generate.
     """
     token = draw.integer(0, size - 1)
     cut = outputs[: draw.integer(0, len(outputs))]

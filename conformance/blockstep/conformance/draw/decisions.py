@@ -1,4 +1,4 @@
-"""Decisions: what a draw asks for, wherever it is taken from."""
+"""Decisions: the interface through which everything is drawn."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ T = TypeVar("T")
 
 
 class Draw(Protocol):
-    """Where decisions come from: a seeded generator, or Hypothesis."""
+    """Source of decisions: a seeded generator, or Hypothesis."""
 
     def integer(self, low: int, high: int) -> int:
-        """An int between `low` and `high`, both included."""
+        """Return an int between `low` and `high`, both included."""
         ...
 
     def choice(self, options: Sequence[T]) -> T:
-        """One of `options`, of which there is at least one."""
+        """Return one of `options`, which are not empty."""
         ...
 
     def chance(self, percent: int) -> bool:
-        """True in about `percent` of a hundred cases."""
+        """Return True with a probability of `percent` in a hundred."""
         ...
 
     def tokens(self, count: int, vocabulary_size: int) -> tuple[int, ...]:
-        """So many token ids below `vocabulary_size`."""
+        """Return `count` token ids below `vocabulary_size`."""
         ...

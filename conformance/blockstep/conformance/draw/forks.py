@@ -1,4 +1,4 @@
-"""Forks: configs under which a request goes on as several, and what nobody should ask of one."""
+"""Forks: configs under which requests can be forked, and forks that must be rejected."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from blockstep.spec import vocabulary as v
 
 
 def draw_forks(config: v.Config, draw: Draw) -> v.Config:
-    """The config with forks; some leave blocks to those who run, some take what was freed last."""
+    """Return the config with forks, drawing a watermark and the order of the free queue."""
     if config.is_encoder_decoder:
         config = settle_states(replace(config, is_encoder_decoder=False))
     return draw_pool(replace(leave_states_out(config), enable_forks=True), draw)
 
 
 def draw_pool(config: v.Config, draw: Draw) -> v.Config:
-    """The config with a watermark, or a pool that gives what was freed last, or as it was."""
+    """Return the config with a watermark, with a LIFO free queue, or unchanged."""
     return replace(
         config,
         watermark_blocks=draw.choice((0, 0, 1, 1, 2)),
@@ -28,7 +28,7 @@ def draw_pool(config: v.Config, draw: Draw) -> v.Config:
 
 
 def list_strange_forks(names: Sequence[v.RequestId]) -> list[v.Event]:
-    """Malformed ones, and those of nobody, or as somebody who is there."""
+    """Return malformed forks, forks of unknown requests, and forks under an id that exists."""
     return [
         v.Fork("", "x"),
         v.Fork(names[0], ""),

@@ -57,7 +57,7 @@ _TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=TOKEN_ID_MAX)]
 
 
 class WorkloadFormat(StrEnum):
-    """Which published trace format a file has."""
+    """Published trace format."""
 
     MOONCAKE = "mooncake"
     QWEN = "qwen"
@@ -97,7 +97,8 @@ class RawRow:
     """One request as a file describes it."""
 
     time: int | None
-    """Milliseconds in the file's own epoch; None: it arrives as soon as it may."""
+    """Milliseconds in the file's own epoch; None: it arrives as soon as the row before it allows.
+    """
     input_length: int
     output_length: int
     block_ids: list[int] = field(default_factory=list)
@@ -141,12 +142,12 @@ class FormatSpec:
         """Return how many block ids a prompt of `length` tokens may have."""
         if self.has_partial_ids:
             return {-(-length // size)}
-        # A prompt that ends where a block does may leave out its last block.
+        # A prompt that ends at a block boundary may leave out its last block.
         return {length // size, max(length - 1, 0) // size}
 
     @property
     def needed_fields(self) -> list[str]:
-        """Fields that every row has."""
+        """Return the names of the fields that every row has."""
         return [name for name, column in self.columns.items() if column.role in self.needs]
 
 
@@ -440,7 +441,7 @@ class RowReader:
     def __init__(self, spec: FormatSpec) -> None:
         self._spec = spec
         self._last_of: dict[str, int] = {}
-        """By session: the number of its last row."""
+        """Number of the last row, by session."""
         self._num_rows = 0
 
     def read(self, row: Mapping[str, Any]) -> RawRow:

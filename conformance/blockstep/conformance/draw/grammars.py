@@ -1,4 +1,4 @@
-"""Grammars: small automata, whose texts are short, loop, or may go on for ever."""
+"""Grammars: small automata, whose outputs are short, loop, or may never end."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ FEW_TOKENS = 5
 
 
 def draw_grammar(draw: Draw, vocabulary_size: int) -> Grammar:
-    """Two to five states; each leads on, most often to the next one, or ends the text.
+    """Draw two to five states; each leads to another one, most often the next, or terminates.
 
-    Half of them lead back from the last one, so that texts are long. Few tokens are allowed, so
-    most wrong drafts are forbidden; now and then all of them are allowed.
+    Half of the grammars lead back from the last state, so that outputs are long. Few tokens are
+    allowed, so most wrong drafts are forbidden; sometimes all are allowed.
     """
     num_states, is_loop = draw.integer(2, 5), draw.chance(50)
     states: list[tuple[tuple[int, int], ...]] = []
@@ -37,9 +37,9 @@ def draw_grammar(draw: Draw, vocabulary_size: int) -> Grammar:
 
 
 def draw_reasoning(config: Config, draw: Draw, vocabulary_size: int) -> Config:
-    """The config, now and then with a token that ends reasoning: grammars wait for it, or not."""
+    """Return the config, sometimes with a token that ends reasoning; grammars may wait for it."""
     if not draw.chance(45 if vocabulary_size <= FEW_TOKENS else 15):
-        return config  # where tokens are many, it hardly ever comes
+        return config  # with many tokens it is hardly ever sampled
     return replace(
         config,
         reasoning_end_token_id=draw.integer(0, vocabulary_size - 1),

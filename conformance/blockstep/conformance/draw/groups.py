@@ -1,8 +1,8 @@
-"""Groups: several KV-cache groups for a config, in a pool that is as short for them as it was.
+"""Groups: several KV groups for a config, in a pool that is as scarce as before.
 
-Blocks of some are larger than those of others; windows and chunks end inside of blocks, prompts
-and steps, or beyond all of them. A request holds blocks of every group, so the pool has room for
-the shortest request at least, and at most for as many tokens as it had with one group.
+Blocks of some groups are larger than those of others; windows and chunks end inside of blocks,
+prompts and steps, or beyond all. A request holds blocks of every group, so the pool has room at
+least for the shortest request, and at most for as many tokens as it had with one group.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MIXES: tuple[tuple[GroupKind, ...], ...] = (
     *((FULL, WINDOW, WINDOW), (FULL, WINDOW, CHUNKS), (WINDOW, CHUNKS, FULL)),
     (FULL, WINDOW, FULL, WINDOW),
 )
-"""Kinds of attention side by side, in the order of their groups; the commonest several times."""
+"""Kinds of attention layers in the order of their groups; common mixes are listed several times."""
 SIZES = (1, 1, 1, 2, 2, 3, 4)
-"""Token slots of a block, in those of the smallest."""
+"""Block sizes, as multiples of the smallest."""
 
 
 def draw_groups(
@@ -38,12 +38,12 @@ def draw_groups(
     wanted: Collection[GroupKind] = (),
     unwanted: Collection[GroupKind] = (),
 ) -> Config:
-    """The config with several groups, and with blocks for them.
+    """Return the config with several groups, and with a pool drawn for them.
 
-    All kinds `wanted` are among them, and none of those `unwanted`. With a draft head more of them
-    are of three kinds, since a hit drops a block in each. The largest pool holds every token in
-    every group that one group had room for; in a storm, and in every other config, there is at most
-    half of what that adds.
+    All kinds `wanted` are among them, and none of those `unwanted`. With a draft head more mixes
+    have three kinds, since a hit drops a block in each. The largest pool holds in every group as
+    many tokens as one group had room for; in a storm, and in every other config, at most half of
+    the addition.
     """
     attended = {*wanted} - {RECURRENT}
     mixes = [mix for mix in MIXES if attended.issubset(mix) and not {*unwanted}.intersection(mix)]
@@ -52,7 +52,7 @@ def draw_groups(
     sizes = [1] * len(kinds)
     if draw.chance(50):
         sizes = [draw.choice(SIZES) for _ in kinds]
-        sizes[draw.integer(0, len(sizes) - 1)] = 1  # blocks are named by the smallest
+        sizes[draw.integer(0, len(sizes) - 1)] = 1  # block keys have the smallest size
     groups = tuple(
         _draw_group(kind, size * config.block_size, config, draw)
         for kind, size in zip(kinds, sizes, strict=True)
@@ -69,7 +69,7 @@ def draw_groups(
 
 
 def leave_states_out(config: Config) -> Config:
-    """The config without recurrent groups; if there were no others, with one of full attention."""
+    """Return the config without recurrent groups; if none is left, with one of full attention."""
     left = without_states(config)
     if config.groups and not left.groups:
         left = replace(left, groups=(KVGroup(FULL, left.block_size),))
@@ -77,14 +77,15 @@ def leave_states_out(config: Config) -> Config:
 
 
 def make_full(config: Config) -> Config:
-    """The config whose groups all hold every token, with blocks for the shortest request."""
+    """Return the config with full attention in all groups, and blocks for the shortest request."""
     groups = tuple(KVGroup(FULL, group.block_size) for group in config.groups)
     config = replace(config, groups=groups)
     return replace(config, num_blocks=1 + max(config.num_usable_blocks, _count_least(config)))
 
 
 def _count_least(config: Config) -> int:
-    """Blocks that the shortest request holds, which is not alone with its prompt."""
+    """Return the blocks that a request holds at most with a prompt of one token and one output
+    token."""
     return count_held_blocks(
         config, 2 + config.num_speculative_tokens + config.num_lookahead_tokens
     )
@@ -105,10 +106,10 @@ def _draw_group(kind: GroupKind, block_size: int, config: Config, draw: Draw) ->
 def _add_states(
     groups: tuple[KVGroup, ...], config: Config, draw: Draw, may_replace: bool
 ) -> tuple[KVGroup, ...]:
-    """The groups with a recurrent one or two, of the modes that the config allows.
+    """Return the groups with one or two recurrent ones, of a cache mode that the config allows.
 
-    They are in front or last, and if they `may_replace` others, they now and then take the place of
-    a group with the same blocks.
+    They are first or last. If they `may_replace` others, they sometimes take the place of the last
+    group.
     """
     unit, num_blocks = config.block_size, config.num_speculative_tokens
     mode = MambaCacheMode.NONE
@@ -118,12 +119,12 @@ def _add_states(
         if not config.enable_chunked_prefill:
             mode = MambaCacheMode.ALL
         num_blocks += draw.integer(0, 1)
-        # With `align` a step among drafts ends one block at most.
+        # With `align` a step with drafts ends at most one block.
         least = num_blocks + 1 if mode is MambaCacheMode.ALIGN else 1
     size = -(-max(least, unit * draw.choice((1, 1, 2))) // unit) * unit
     states = KVGroup(RECURRENT, size, mamba_cache_mode=mode, num_speculative_blocks=num_blocks)
     kept = groups[: len(groups) - (draw.integer(0, 1) if may_replace else 0)]
-    # Blocks are named by the smallest, whether or not there are states.
+    # Block keys have the smallest size, whether or not there are recurrent groups.
     if unit not in [group.block_size for group in kept or (states,)]:
         kept = groups
     others = (states,) * draw.choice((1, 1, 2))
@@ -132,7 +133,7 @@ def _add_states(
 
 @lru_cache(maxsize=8)
 def count_slots(config: Config) -> int:
-    """Slots of the longest request that the empty pool can hold, in every group."""
+    """Return the token slots of the longest request that fits the empty pool, in every group."""
     if not config.groups:
         return config.num_usable_blocks * config.block_size
     lengths = range(config.max_model_len + 1)
@@ -141,7 +142,7 @@ def count_slots(config: Config) -> int:
 
 
 def list_boundaries(config: Config) -> list[int]:
-    """Tokens after which something ends: a block of a group, a window, a chunk."""
+    """Return the lengths at which something ends: a block of a group, a window, a chunk."""
     spans = [
         (group.block_size, group.sliding_window, group.attention_chunk_size)
         for group in config.kv_groups

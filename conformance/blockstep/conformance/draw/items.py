@@ -1,7 +1,7 @@
-"""Items for an encoder: few, of one length each; not all of them fit beside each other.
+"""Items for an encoder: few identifiers, each of one length; not all of them fit the cache at once.
 
-They stand in prompts, or in an encoder-decoder model beside them: one there, that may be longer
-than the prompt.
+Items are placed in prompts. An encoder-decoder model has one item outside of the prompt, which may
+be longer than it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from blockstep.spec.vocabulary import (
 
 IDENTIFIERS = ("cat", "dog", "owl")
 CROWD = (*IDENTIFIERS, *("ape", "bee", "cow", "eel", "elk", "fox", "hen", "jay", "yak"))
-"""In a storm: so many that most are made, and not found."""
+"""Identifiers in a storm: enough that most items are encoded, and few are found in the cache."""
 
 
 def draw_encoder(config: Config, draw: Draw, is_storm: bool = False) -> Config:
-    """The config with an encoder: room for the largest item, or for two of them, seldom for all.
+    """Return the config with an encoder: room for one or two of the largest items, seldom for all.
 
-    In a storm there is more: who waits for room makes nothing that a preemption could take back.
+    A storm has more room: a request that waits for room encodes nothing that a preemption could
+    undo.
     """
     longest = get_longest_item(config)
     most = 3 if is_storm else 1
@@ -39,27 +40,27 @@ def draw_encoder(config: Config, draw: Draw, is_storm: bool = False) -> Config:
         encoder_cache_size=draw.integer(longest, 3 * most * longest),
         disable_chunked_mm_input=draw.chance(25) and not keeps_states_at_block_ends(config),
     )
-    if config.disable_chunked_mm_input and draw.chance(40):  # an item is then just a chunk, or more
+    if config.disable_chunked_mm_input and draw.chance(40):  # an item then fills a chunk, or more
         config = replace(config, long_prefill_token_threshold=draw.integer(1, longest))
     return config
 
 
 def keeps_states_at_block_ends(config: Config) -> bool:
-    """Whether chunks end at blocks for the sake of states; they may then have to end in items."""
+    """Return whether chunks end at block boundaries to keep recurrent states, even amid an item."""
     return any(group.mamba_cache_mode is MambaCacheMode.ALIGN for group in config.groups)
 
 
 def get_longest_item(config: Config) -> int:
-    """Tokens of the longest item that is drawn."""
+    """Return the tokens of the longest item that is drawn."""
     return max(min(4, config.max_model_len // 3), 1)
 
 
 def draw_beside(config: Config, draw: Draw, has_groups: bool) -> Config:
-    """The config of an encoder-decoder model, its compute and its room as they were.
+    """Return the config of an encoder-decoder model, with the encoder budget and cache unchanged.
 
-    `has_groups`: layers attend across in a group of their own, beside those that there are or full
-    attention. Their blocks come out of one pool: there is room for the longest item and a short
-    request, and seldom for many.
+    `has_groups`: layers with cross attention form a group of their own, added to the groups of the
+    config or to one of full attention. All share one pool, which has room for the longest item with
+    a short request, and seldom for many.
     """
     if config.enable_prefix_caching:
         config = forget_states(config)
@@ -88,9 +89,9 @@ def draw_beside(config: Config, draw: Draw, has_groups: bool) -> Config:
 
 
 def forget_states(config: Config) -> Config:
-    """The config without prefix caching, and with recurrent groups that keep no state.
+    """Return the config without prefix caching, and with recurrent groups that keep no state.
 
-    They are left out where the blocks of the others do not divide theirs.
+    Recurrent groups are left out where their block size does not fit those of the others.
     """
     unit = config.block_size
     size = -(-config.max_model_len // unit) * unit
@@ -105,7 +106,7 @@ def forget_states(config: Config) -> Config:
 
 
 def count_held_blocks(config: Config, num_slots: int) -> int:
-    """Blocks of all groups that a request of so many slots holds at most, its item the longest."""
+    """Return the most blocks that a request of `num_slots` slots and the longest item holds."""
     reach, longest = compute_max_reach(config), get_longest_item(config)
     return sum(
         compute_max_held_blocks(
@@ -116,7 +117,7 @@ def count_held_blocks(config: Config, num_slots: int) -> int:
 
 
 def get_shape(identifier: str, seed: int, longest: int) -> tuple[int, tuple[bool, ...]]:
-    """The length and the mask of an item: equal identifiers have equal content."""
+    """Return the length and the mask of an item: equal identifiers have equal content."""
     random = Random(f"{identifier}/{seed}/{longest}")  # noqa: S311 - tests, not secrets
     length = random.randint(1, max(longest, 1))
     mask = tuple(random.random() < 0.6 for _ in range(length)) if random.random() < 0.4 else ()
@@ -126,8 +127,8 @@ def get_shape(identifier: str, seed: int, longest: int) -> tuple[int, tuple[bool
 def draw_encoded(
     draw: Draw, num_prompt: int, config: Config, seed: int, is_storm: bool = False
 ) -> tuple[MultiModalItem, ...]:
-    """Up to three items in a prompt, some of them twice; or one beside it. In a storm one after
-    the other, so that each chunk begins another one."""
+    """Draw up to three items in a prompt, some of them twice; in an encoder-decoder model one. In a
+    storm they follow one another closely, so that each chunk begins another one."""
     names = CROWD if is_storm else IDENTIFIERS
     items: list[MultiModalItem] = []
     longest, start = get_longest_item(config), 0
@@ -147,7 +148,7 @@ def draw_encoded(
 def keep_items(
     config: Config, items: tuple[MultiModalItem, ...], num_prompt: int
 ) -> tuple[MultiModalItem, ...]:
-    """Of some items those that a shorter prompt can have."""
+    """Return the items that fit in a prompt of `num_prompt` tokens."""
     if config.is_encoder_decoder:
         return items
     return tuple([item for item in items if item.offset + item.length <= num_prompt])

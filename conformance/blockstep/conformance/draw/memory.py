@@ -1,4 +1,4 @@
-"""Memory: what a client knows of a run, as those see it who draw what is done next."""
+"""Memory: the interface through which drawing functions see what a client knows of a run."""
 
 from __future__ import annotations
 
@@ -12,80 +12,84 @@ from blockstep.spec import vocabulary as v
 
 
 class Memory(Protocol):
-    """What a client remembers of a run (see `lockstep.client`)."""
+    """Knowledge of a client about a run (see `lockstep.client`)."""
 
     @property
     def live(self) -> dict[v.RequestId, v.Request]:
-        """Accepted and not ended, in order of submission."""
+        """Return the accepted, unfinished requests by id, in order of submission."""
         ...
 
     @property
     def said(self) -> dict[v.RequestId, v.TokenIds]:
-        """Outputs delivered to those."""
+        """Return the outputs delivered to unfinished requests."""
         ...
 
     @property
     def sessions(self) -> dict[v.RequestId, Session]:
-        """Where those among them stand that are resumable."""
+        """Return the state of each unfinished resumable request."""
         ...
 
     @property
     def ended(self) -> list[v.RequestId]:
-        """Lately ended ids, to be named again by mistake."""
+        """Return the ids of requests that finished lately, which are named again by mistake."""
         ...
 
     @property
     def texts(self) -> Sequence[v.TokenIds]:
-        """What ended requests came to: the next turn of a talk begins with it."""
+        """Return the token sequences of finished requests: the next turn of a conversation begins
+        with one."""
         ...
 
     @property
     def turns(self) -> Sequence[Text]:
-        """What turns of jobs came to that ended lately."""
+        """Return the token sequences of turns of jobs that finished lately."""
         ...
 
     @property
     def now(self) -> int:
-        """The latest time that was told."""
+        """Return the latest time that was reported."""
         ...
 
     @property
     def preempted_texts(self) -> Sequence[Text]:
-        """Of requests preempted lately, where keys of theirs may be looked for."""
+        """Return the token sequences of requests preempted lately, whose block keys may be hit."""
         ...
 
     @property
     def rejected_texts(self) -> Sequence[Text]:
-        """With drafts that were rejected lately, likewise."""
+        """Return the token sequences of requests with lately rejected drafts, these drafts
+        included."""
         ...
 
     @property
     def transfers(self) -> Transfers:
-        """Those that are under way."""
+        """Return the transfers under way."""
         ...
 
     @property
     def plans(self) -> list[v.Plan]:
-        """In flight, oldest first."""
+        """Return the plans in flight, oldest first."""
         ...
 
     @property
     def last_commit(self) -> v.Commit | None:
-        """The last one that was taken."""
+        """Return the last accepted commit."""
         ...
 
     @property
     def last_plan(self) -> v.Plan | None:
-        """In flight or answered."""
+        """Return the last plan, in flight or committed."""
         ...
 
     def list_sharing(self) -> list[v.RequestId]:
-        """Those whose first block another has as well, as far as plans tell."""
+        """Return the requests whose first block another request has as well, as far as plans show
+        it."""
         ...
 
 
 def list_frames(client: Memory) -> list[v.FrameId]:
-    """Those in flight, the first of all, the one that was answered last, and none."""
+    """Return the ids of frames in flight, of the first frame, of the last committed one, and an
+    unknown id."""
     last = client.last_commit
     answered = [] if last is None else [last.frame_id]
     return [*(plan.frame_id for plan in client.plans), 0, *answered, 10**6]

@@ -1,7 +1,7 @@
-"""Mistakes: wrong answers of a worker, made from the right ones; and what a sloppy client sends.
+"""Mistakes: wrong commits, made from the right ones, and malformed events of a client.
 
-Each must be refused, and change nothing (P7, P18). A mistake that cannot be made now, for want of
-a row of the right kind, is None.
+Each must be rejected and change nothing (P7, P18). A mistake that needs a row of a kind that the
+plan lacks is None.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def make_mistake(
     answers: Sequence[Commit],
     last: Commit | None,
 ) -> Commit | None:
-    """The wrong commit, or None if there is nothing to be wrong about.
+    """Return the wrong commit, or None if the plans in flight give no opportunity for this mistake.
 
-    `plans` are those in flight, oldest first, `answers` the right answers to them; `last` is the
-    last commit that was taken.
+    `plans` are those in flight, oldest first, `answers` the right commits for them; `last` is the
+    last accepted commit.
     """
     if mistake is Mistake.AGAIN:
         return last
@@ -88,7 +88,7 @@ def _wrong_rows(mistake: Mistake, plan: Plan, right: Commit) -> list[RowTokens] 
 
 
 def _wrong_tokens(mistake: Mistake, row: RowTokens, drafts: TokenIds) -> TokenIds | None:
-    """What the row brings instead; None if this mistake needs another row."""
+    """Return the wrong tokens of a row, or None if this mistake needs another row."""
     tokens = row.token_ids
     if mistake is Mistake.PREFILL_TOKEN:
         return None if tokens else (0,)
@@ -98,7 +98,7 @@ def _wrong_tokens(mistake: Mistake, row: RowTokens, drafts: TokenIds) -> TokenId
         return ()
     if mistake is Mistake.LONG_ROW:
         return (*tokens, *(0,) * (2 + len(drafts) - len(tokens)))
-    if drafts and DRAFT_PLACEHOLDER not in drafts:  # which might stand for any token
+    if drafts and DRAFT_PLACEHOLDER not in drafts:  # a placeholder may be any token
         return (drafts[0] ^ 1, *tokens[1:], 0)[: 1 + len(drafts)]
     return None
 
@@ -110,7 +110,7 @@ def draw_bad_event(
     frames: Sequence[FrameId],
     draw: Draw,
 ) -> Event:
-    """Something that a broken client, or a late worker, sends."""
+    """Draw an event that a broken client or a late worker might send."""
     token = draw.integer(0, swarm.vocabulary_size - 1)
     row = RowTokens(draw.choice(names), (token,) * draw.integer(0, 3))
     brought = list_bad_events(swarm, live, names, frames)
@@ -140,10 +140,10 @@ def list_bad_events(
     names: Sequence[RequestId],
     frames: Sequence[FrameId],
 ) -> list[Event]:
-    """What may be wrong with what requests bring, of the features that a run has.
+    """Return malformed or unacceptable events, of the features that a run has.
 
-    `live` are unfinished, `names` of those, and of others. An update is tried of the first and the
-    last of them.
+    `live` are the unfinished requests, `names` their ids and some others. Malformed updates name
+    the first and the last of `names`.
     """
     events: list[Event] = []
     length = swarm.config.max_model_len
@@ -187,9 +187,8 @@ def list_bad_events(
 def _list_bad_items(
     swarm: Swarm, live: Mapping[RequestId, Request]
 ) -> list[tuple[MultiModalItem, ...]]:
-    """Items that no encoder takes: too large, amid another, of no embedding, and of two sizes, also
-    of another than a request has.
-    """
+    """Return items that no encoder accepts: too large, overlapping, without embeddings, or with
+    another size than the same identifier has elsewhere."""
     config = swarm.config
     large = max(config.encoder_compute_budget, config.encoder_cache_size) + 1
     return [
@@ -216,9 +215,9 @@ OF_A_SESSION: tuple[dict[str, Any], ...] = (
     {"job_id": "other"},
     {"is_last_step": True},
 )
-"""What a chunk may not bring, unless its session has it."""
+"""Fields that a streaming update may not have, unless its session has them."""
 
 
 def draw_foreign(update: Request, draw: Draw) -> Request:
-    """The chunk of a session, now and then with a field that is the session's: it is refused."""
+    """Return the update, sometimes with a field that only its session may set, and so rejected."""
     return replace(update, **draw.choice(OF_A_SESSION)) if draw.chance(8) else update

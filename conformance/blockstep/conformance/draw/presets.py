@@ -1,7 +1,7 @@
 """Presets: the same actions at three sizes, and a swarm of configurations at each.
 
-A run never uses a preset as it is. From its seed it draws a whole configuration and switches
-whole features off: a rare situation needs others to be absent, not only to be rare.
+A run never uses a preset as it is. It draws a configuration from its seed and switches whole
+features off: some states are reached only if other features are absent.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ from blockstep.spec.vocabulary import Config, GroupKind, Policy, SpecMethod
 
 
 class Habit(StrEnum):
-    """How a runner of a swarm may go about its work."""
+    """Habit of the simulated model runner of a swarm."""
 
     LATE_COMMIT = "late_commit"
     FULL_PIPELINE = "full_pipeline"
-    """Answers wait until no further plan may be in flight."""
+    """Commits wait until no further plan may be in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Bounds between which a swarm is drawn; every pair is (least, most)."""
+    """Bounds within which a swarm is drawn; every pair is (least, most)."""
 
     name: str
     block_size: tuple[int, int]
@@ -74,7 +74,7 @@ class Preset:
     max_model_len: tuple[int, int]
     max_output: tuple[int, int]
     num_requests_max: int
-    """Unfinished requests at once, at most."""
+    """Most unfinished requests at once."""
     num_actions: int
     """Actions of one episode before it is drained."""
     num_hot_prefixes: int
@@ -85,14 +85,14 @@ TINY = Preset("tiny", (1, 2), (2, 5), (1, 3), (1, 6), (3, 10), (1, 4), 3, 40, 2)
 SMALL = Preset("small", (1, 4), (4, 20), (1, 6), (2, 24), (8, 48), (1, 12), 8, 120, 3)
 REAL = Preset("real", (16, 16), (24, 400), (4, 32), (32, 1024), (128, 1024), (4, 32), 24, 200, 8)
 DEPTHS = (1, 1, 1, 2, 2, 3, 4)
-"""Frames in flight, at most: what a config is drawn from. Some defects need three (#47900)."""
+"""Values of `max_frames_in_flight`. Some defects need three frames (#47900)."""
 MAX_DEPTH = max(DEPTHS)
 PROPOSERS = tuple(method for method in SpecMethod if method is not SpecMethod.NONE)
 LATE_ONE_IN = 4
-"""Of so many runs one has a feature of `LATE`, if its engine takes it."""
+"""One run in this number has a given feature of `LATE`, if its engine takes it."""
 WAITING = frozenset({SESSIONS.name, TRANSFERS.name, PINS.name, FORKS.name, TIERS.name})
 """Features of `LATE` with which requests wait for an event, or run in another order. A crowd has
-them where they are asked for only: otherwise few of its requests run."""
+them only on request, since few of its requests would run."""
 SWITCHED = tuple(
     feature
     for feature in FEATURES
@@ -104,35 +104,36 @@ PRESETS = {preset.name: preset for preset in (TINY, SMALL, REAL)}
 
 @dataclass(frozen=True, slots=True)
 class Swarm:
-    """One drawn configuration: what the pool looks like and what may happen to it."""
+    """One drawn configuration, and the features that may be used in the run."""
 
     preset: Preset
     config: Config
     features: frozenset[str]
-    """Names of the features that may come up."""
+    """Names of the features that may be used."""
     habits: frozenset[Habit]
     token_seed: int
     hot_prefixes: tuple[tuple[int, ...], ...]
     vocabulary_size: int
     """Token ids are below this; small, so that prefixes collide."""
     is_storm: bool = False
-    """Whether everybody is in everybody's way (`draw_storm`)."""
+    """Whether requests compete for scarce blocks and tokens (`draw_storm`)."""
     has_long_prompts: bool = False
-    """Every other request of a storm has one: whoever decodes preempts them amid their chunks."""
+    """Whether every other request of a storm has a long prompt, so that it is preempted amid its
+    chunks."""
     is_crowded: bool = False
-    """A storm of many short requests, most of them more urgent than those that run already
-    (`draw_crowd`): a request that needs a block preempts one with a row in the same plan."""
+    """Whether the storm consists of many short requests, most of them more urgent than the running
+    ones (`draw_crowd`): a request that needs a block preempts one with a row in the same plan."""
     has_equals: bool = False
-    """All are of one priority, came at once, and have long prompts: each is in the way of all."""
+    """Whether all requests have the same priority and arrival time, and long prompts."""
     left_out: tuple[Feature, ...] = ()
-    """Features of `LATE` that were drawn, and that the engine does not take."""
+    """Features of `LATE` that were drawn but that the engine does not take."""
 
     def has(self, feature: Feature) -> bool:
-        """Whether a feature may come up."""
+        """Return whether a feature may be used."""
         return feature.name in self.features
 
     def fit(self, config: Config) -> Swarm:
-        """The swarm with another config, without what the config then has no use for."""
+        """Return the swarm with another config, without features that this config cannot use."""
         useless = () if DRAFTS.is_asked_by(config) else (DRAFTS.name,)
         return replace(self, config=config, features=self.features.difference(useless))
 
@@ -148,11 +149,12 @@ def draw_swarm(
 ) -> Swarm:
     """Draw a swarm; `policy` fixes the policy, `max_depth` bounds the frames in flight.
 
-    The policy that pins is the feature `pins`: whoever asks for the one asks for the other.
+    The policy that pins is the feature `pins`: a request for one includes the other.
 
-    Features of `LATE` are drawn last, where they are wished for or the engine takes them.
+    Features of `LATE` are drawn last, if they are wished for or the engine takes them.
 
-    Where an engine is judged alone wrong memory shows only to who reads it: more swarms are storms.
+    More swarms are storms if an engine is judged alone (`is_judged_alone`), since wrong memory then
+    shows only when it is read.
     """
     if policy is Policy.CONTINUUM:
         policy, wish = None, replace(wish, always=wish.always | {PINS.name})
@@ -162,7 +164,8 @@ def draw_swarm(
     config = draw_config(preset, draw, max_depth, wish)
     is_storm = draw.chance(40 if is_judged_alone else 34)
     if is_storm and is_judged_alone and wish.decide(DRAFTS, draw.chance(50)):
-        # Slots for them come last in a table, so that who needs a block takes none with a key.
+        # Slots for drafts come last in a table, so a request that needs a block evicts no cached
+        # one.
         config = replace(
             config, spec_method=SpecMethod.DRAFT_MODEL, num_speculative_tokens=draw.integer(1, 4)
         )
@@ -203,7 +206,7 @@ def draw_swarm(
 
 
 def _is_late_drawn(feature: Feature | None, swarm: Swarm, seed: int, wish: Wish) -> bool:
-    """Whether the seed of the tokens gives a swarm a feature of `LATE`, unless a wish decides."""
+    """Return whether the token seed gives a swarm a feature of `LATE`, unless a wish decides."""
     if feature is MASKS and GRAMMAR.name in wish.never:
         return False
     if feature is MASKS and GRAMMAR.name in wish.always:
@@ -218,9 +221,9 @@ def _is_late_drawn(feature: Feature | None, swarm: Swarm, seed: int, wish: Wish)
 def _draw_late(
     swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], bool], *, has_policy: bool
 ) -> Swarm:
-    """The swarm with features of `LATE`; the seed of its tokens decides which of them it has.
+    """Return the swarm with features of `LATE`; the token seed decides which.
 
-    `has_policy`: its policy was asked for.
+    `has_policy`: the policy was given by the caller.
     """
     config, seed = swarm.config, swarm.token_seed
     drawn: set[str] = set()
@@ -269,11 +272,12 @@ def _draw_late(
             if wish.decide(DRAFTS, is_drawn) and not config.num_speculative_tokens:
                 config = _add_drafts(config, draw, keeps_states=STATES.name in wish.always)
     if not config.enable_forks and FORKS.name not in wish.never and takes(FORKS):
-        # Both are of the capability of forks, and go with a store, an encoder and pins, too.
+        # A watermark and the LIFO order have the same capability as forks, but work with a store
+        # too.
         beside = config.kv_connector or config.encoder_cache_size or config.has_pins
         if beside and draw.chance(30):
             config = draw_pool(config, draw)
-    # Victims of a storm are to be amid prompts with items.
+    # Victims of a storm should be preempted amid prompts with items.
     is_long = swarm.has_long_prompts or (swarm.is_storm and ENCODER.name in drawn)
     features = swarm.features | drawn
     swarm = replace(swarm, features=features, has_long_prompts=is_long, left_out=tuple(left_out))
@@ -281,10 +285,10 @@ def _draw_late(
 
 
 def _draw_encoder(config: Config, draw: Draw, swarm: Swarm, wish: Wish, has_groups: bool) -> Config:
-    """The config with an encoder, now and then that of an encoder-decoder model.
+    """Return the config with an encoder, sometimes that of an encoder-decoder model.
 
-    `has_groups`: it may have a group of cross attention. In a crowd all requests
-    run small chunks of their prompts, so that victims are amid items.
+    `has_groups`: it may have a group of cross attention. In a crowd all requests run small chunks
+    of their prompts, so that victims are preempted amid items.
     """
     if swarm.is_crowded:
         crowd = config.max_num_seqs
@@ -301,12 +305,12 @@ def _draw_encoder(config: Config, draw: Draw, swarm: Swarm, wish: Wish, has_grou
 
 
 def list_kinds(names: Collection[str]) -> list[GroupKind]:
-    """The kinds of KV groups that features of these names stand for."""
+    """Return the kinds of KV groups of the features with these names."""
     return [feature.kind for feature in PARTS_OF_GROUPS if feature.name in names]
 
 
 def _draw_head(config: Config, draw: Draw, wish: Wish) -> Config:
-    """The config, now and then with a draft head, where several groups are asked for."""
+    """Return the config, sometimes with a draft head if several groups are wished for."""
     if GROUPS.name not in wish.always or DRAFTS.name in wish.never or not draw.chance(25):
         return config
     count = config.num_speculative_tokens or draw.integer(1, 4)
@@ -314,7 +318,7 @@ def _draw_head(config: Config, draw: Draw, wish: Wish) -> Config:
 
 
 def _draw_wished_groups(config: Config, draw: Draw, is_storm: bool, wish: Wish) -> Config:
-    """The config with several groups, of the kinds that were asked for."""
+    """Return the config with several groups, of the wished kinds."""
     wanted, unwanted = list_kinds(wish.always), list_kinds(wish.never)
     if KINDS.name in wish.never:
         unwanted += [GroupKind.CHUNKED_LOCAL, GroupKind.RECURRENT]
@@ -326,7 +330,7 @@ def _draw_wished_groups(config: Config, draw: Draw, is_storm: bool, wish: Wish) 
 
 
 def _goes_with(feature: Feature, config: Config, wish: Wish, *, has_policy: bool) -> bool:
-    """Whether a feature of `LATE` may be drawn beside what is wished for, and what was drawn."""
+    """Return whether a feature of `LATE` may be combined with the wishes and the features drawn."""
     if feature in (TRANSFERS, PINS) and FORKS.name in wish.always:
         return False
     keeps_kinds = feature is MASKS and STATES.name in wish.always
@@ -348,7 +352,7 @@ def _goes_with(feature: Feature, config: Config, wish: Wish, *, has_policy: bool
 
 
 def _may_have_store(config: Config, wish: Wish, takes: Callable[[Feature], bool]) -> bool:
-    """Whether there is no store, and one goes with all that was drawn."""
+    """Return whether a store may be added to the config."""
     has_other = config.kv_connector or config.enable_forks
     if has_other:
         return False
@@ -356,9 +360,10 @@ def _may_have_store(config: Config, wish: Wish, takes: Callable[[Feature], bool]
 
 
 def _add_drafts(config: Config, draw: Draw, keeps_states: bool) -> Config:
-    """The config with drafts; as it is, where no group of it would go with them.
+    """Return the config with drafts, or unchanged if drafts would remove all of its groups.
 
-    Recurrent groups that have no blocks for drafts are left out, unless the config `keeps_states`.
+    Recurrent groups without blocks for drafts are removed. If the config `keeps_states`, it is
+    returned unchanged instead.
     """
     method, count = draw.choice(PROPOSERS), draw.integer(1, 4)
     added = settle_states(replace(config, spec_method=method, num_speculative_tokens=count))
@@ -368,12 +373,12 @@ def _add_drafts(config: Config, draw: Draw, keeps_states: bool) -> Config:
 
 
 def draw_storm(preset: Preset, config: Config, draw: Draw, longest_row: int = 3) -> Config:
-    """The config where everybody is in everybody's way: few blocks, few tokens, urgent latecomers.
+    """Return a config under which requests preempt each other: few blocks, few tokens, priorities.
 
-    Steps then preempt, and preempt those that they have planned for already (upstream #23347).
-    Blocks are of several tokens, so that not all need another in the same step. What a victim
-    gives back must be wanted at once: the budget is two or three rows, or one token a row while
-    drafts ask for more.
+    Steps preempt requests for which they have already planned a row (upstream #23347). A block
+    holds several tokens, so that not all requests need a new one in the same step. Tokens that a
+    victim returns are needed at once: the budget is two or three rows, or with drafts three to six
+    tokens.
     """
     tokens_per_row = draw.integer(1, longest_row)
     budget = draw.integer(2 * tokens_per_row, 3 * tokens_per_row + 1)
@@ -395,10 +400,10 @@ def draw_storm(preset: Preset, config: Config, draw: Draw, longest_row: int = 3)
 
 
 def draw_crowd(config: Config, draw: Draw, has_drafts: bool) -> Config:
-    """The config of a storm, with a pool for many short requests and a budget for few rows.
+    """Return the config of a storm, with a pool for many short requests and a budget for few rows.
 
-    With drafts a row or two use up the budget, else the chunk of the request that came last does.
-    Then tokens that a victim gives back go to a later request of the same plan (P15).
+    With drafts one or two rows use up the budget, otherwise the chunk of the last request does.
+    Tokens that a victim returns then go to a later request of the same plan (P15).
     """
     crowd = config.max_num_seqs
     config = replace(
@@ -420,7 +425,7 @@ def draw_crowd(config: Config, draw: Draw, has_drafts: bool) -> Config:
 
 
 def draw_depth(draw: Draw, max_depth: int, wish: Wish) -> tuple[int, bool]:
-    """Frames in flight, at most, and whether they are scheduled asynchronously, as most are."""
+    """Draw the most frames in flight, and whether they are scheduled asynchronously."""
     depth = draw.choice(DEPTHS)
     if TRANSFERS.name in wish.always:  # blocks are to be loaded while frames are in flight
         depth = max(depth, draw.choice(DEPTHS))
@@ -438,19 +443,19 @@ def draw_depth(draw: Draw, max_depth: int, wish: Wish) -> tuple[int, bool]:
 def draw_config(
     preset: Preset, draw: Draw, max_depth: int = MAX_DEPTH, wish: Wish = NO_WISH
 ) -> Config:
-    """A valid config within the preset's bounds."""
+    """Draw a valid config within the preset's bounds."""
     block_size = draw.integer(*preset.block_size)
     unit = preset.block_size[0]
     usable = draw.integer(*preset.usable_blocks)
     max_model_len = draw.integer(*preset.max_model_len)
     if draw.chance(30):
-        # Exactly enough for one request of the greatest length: where off-by-ones live.
+        # Blocks for exactly one request of the greatest length show off-by-one errors.
         max_model_len = max(usable * block_size + draw.integer(-1, 1), 2)
     has_drafts = wish.decide(DRAFTS, draw.chance(45))
     spec_method = draw.choice(PROPOSERS) if has_drafts else SpecMethod.NONE
     depth, is_async = draw_depth(draw, max_depth, wish)
     least, most = preset.max_num_batched_tokens
-    # Half of the budgets are so tight that running requests compete for them.
+    # Half of the budgets are small, so that running requests compete for them.
     budget = draw.integer(least, min(most, least + 6) if draw.chance(50) else most)
     chunked = draw.chance(85)
     return Config(

@@ -1,4 +1,4 @@
-"""Requests: what a client asks for, drawn so that prefixes meet and keys are put to the test."""
+"""Requests: drawn so that prompts share prefixes and block keys are put to the test."""
 
 from __future__ import annotations
 
@@ -28,30 +28,31 @@ from blockstep.conformance.protocol.features import (
 from blockstep.spec import vocabulary as v
 
 Text: TypeAlias = tuple[v.Request, v.TokenIds]
-"""Whose it is, and what was known or guessed of it."""
+"""Request, and the tokens that were known or drafted for it."""
 
 
 def request_name(index: int) -> v.RequestId:
-    """A, B, ... Z, A1, B1, ..."""
+    """Return a name by number: A, B, ... Z, A1, B1, ..."""
     letter = chr(ord("A") + index % 26)
     return letter if index < 26 else f"{letter}{index // 26}"
 
 
 def shuffled(index: int) -> int:
-    """The index of a name: each 26 in no order, so that no order can follow from names unseen."""
+    """Return a permutation within each 26 numbers, so that names do not follow the order of
+    arrival."""
     return index - index % 26 + index * 11 % 26
 
 
 def draw_twin(
     swarm: Swarm, draw: Draw, name: v.RequestId, index: int, texts: Sequence[Text]
 ) -> v.Request:
-    """A request that goes on from a text of another, most often under the same keys.
+    """Draw a request whose prompt continues the tokens of another, most often under the same keys.
 
-    Else one of its keys differs. Nothing computed for the other one may be read then.
+    Otherwise one of the keys differs, and nothing computed for the other request may be read.
     """
     other, text = texts[-1] if draw.chance(50) else draw.choice(texts)
     if other.prompt_embeds:
-        text = other.prompt_token_ids  # no prompt has the embeddings of outputs
+        text = other.prompt_token_ids  # outputs have no prompt embeddings
     twin = draw_request(swarm, draw, name, index, going_on_from=text)
     length = len(twin.prompt_token_ids)
     kept = keep_items(swarm.config, other.items, length)
@@ -62,7 +63,7 @@ def draw_twin(
         "prompt_embeds": (*other.prompt_embeds, 0)[:length] if other.prompt_embeds else (),
     }
     if swarm.has(ENCODER):
-        del keys["items"]  # what an identifier names has one length
+        del keys["items"]  # an identifier has one length
         twin = replace(twin, items=kept)
     if draw.chance(25):
         changed = draw.choice([key for key, value in keys.items() if value] or ["adapter"])
@@ -77,14 +78,15 @@ def draw_twin(
 def draw_turn(
     swarm: Swarm, draw: Draw, name: v.RequestId, index: int, turns: Sequence[Text]
 ) -> v.Request:
-    """The next turn of a job: what one of its turns came to, most often the last, and a token."""
+    """Draw the next turn of a job: the tokens of one of its turns, most often the last, and a new
+    token."""
     turn = draw_twin(swarm, draw, name, index, turns)
     before = next((it for it, text in reversed(turns) if _goes_on(turn, text)), turns[-1][0])
     return draw_job(turn, draw, before.job_id)
 
 
 def _goes_on(turn: v.Request, text: v.TokenIds) -> bool:
-    """Whether a prompt begins with as much of a text as it has room for."""
+    """Return whether the prompt, without its last token, is a prefix of `text`."""
     return turn.prompt_token_ids[:-1] == text[: len(turn.prompt_token_ids) - 1]
 
 
@@ -96,15 +98,16 @@ def draw_request(
     texts: Sequence[v.TokenIds] = (),
     going_on_from: v.TokenIds = (),
 ) -> v.Request:
-    """A request within the swarm's bounds, now and then beyond them.
+    """Draw a request within the swarm's bounds, sometimes beyond them.
 
-    Its prompt may be one of `texts` and a token, and is `going_on_from` and a token if that is any.
+    Its prompt may be one of `texts` and a token. If `going_on_from` is not empty, the prompt is its
+    beginning and a token.
     """
     room = get_room(swarm, draw)
     is_short = swarm.is_storm and not (
         swarm.has_equals or (swarm.has_long_prompts and (swarm.has(ENCODER) or not index % 3))
     )
-    # Many fit, and then they grow.
+    # Many fit the pool at first, and then grow beyond it.
     num_blocks = (1 if index % 3 else 3) if swarm.is_crowded else 2
     most = num_blocks * swarm.config.block_size if is_short else room
     if going_on_from:
@@ -117,7 +120,7 @@ def draw_request(
         least, most = swarm.config.block_size, 2 * swarm.config.block_size + 1
     max_tokens = draw.integer(least, max(min(most, room - len(prompt)), least))
     if draw.chance(6):
-        max_tokens = swarm.config.max_model_len  # the model length will end it
+        max_tokens = swarm.config.max_model_len  # it finishes at the model length
     token = draw.integer(0, swarm.vocabulary_size - 1)
     priorities = swarm.has(PRIORITY) or swarm.config.policy is v.Policy.PRIORITY
     request = v.Request(
@@ -147,9 +150,9 @@ def draw_request(
 
 
 def draw_late(swarm: Swarm, draw: Draw, request: v.Request, goes_on: bool = False) -> v.Request:
-    """The request with what features of `LATE` add to it, those that the swarm has.
+    """Return the request with what the swarm's features of `LATE` add to it.
 
-    `goes_on`: it goes on from a text of another, and begins with it.
+    `goes_on`: its prompt continues the tokens of another request.
     """
     if swarm.has(ADAPTERS):
         adapter = draw.choice((None, "x", "y", "z", *"xyz"[: swarm.config.max_loras + 1]))
@@ -158,7 +161,7 @@ def draw_late(swarm: Swarm, draw: Draw, request: v.Request, goes_on: bool = Fals
         grammar = draw_grammar(draw, swarm.vocabulary_size)
         request = replace(request, structured_output=True, grammar=grammar)
         end = swarm.config.reasoning_end_token_id
-        if end is not None and not goes_on and draw.chance(70):  # else most prompts have ended it
+        if end is not None and not goes_on and draw.chance(70):  # or most prompts would contain it
             other = (end + 1) % swarm.vocabulary_size
             without = (other if token == end else token for token in request.prompt_token_ids)
             request = replace(request, prompt_token_ids=tuple(without))
@@ -171,7 +174,7 @@ def draw_late(swarm: Swarm, draw: Draw, request: v.Request, goes_on: bool = Fals
     if swarm.has(PINS):
         request = draw_job(request, draw)
     if swarm.has(SESSIONS) and draw.chance(60):
-        # Room is left for what is to come.
+        # Leave room for later inputs.
         prompt = request.prompt_token_ids[: max(len(request.prompt_token_ids) // 2, 1)]
         request = replace(
             request,
@@ -186,7 +189,7 @@ def draw_late(swarm: Swarm, draw: Draw, request: v.Request, goes_on: bool = Fals
 
 
 def draw_update(swarm: Swarm, draw: Draw, session: v.Request, index: int) -> v.Request:
-    """The next chunk of a session, or word that no more comes."""
+    """Draw the next input of a session, or the end of its input."""
     if draw.chance(25):
         return v.Request(session.request_id, (0,))
     room = get_room(swarm, draw) - len(session.prompt_token_ids)
@@ -211,7 +214,7 @@ def draw_update(swarm: Swarm, draw: Draw, session: v.Request, index: int) -> v.R
 def draw_items_of_chunk(
     swarm: Swarm, draw: Draw, chunk: v.Request, num_prompt: int
 ) -> tuple[v.MultiModalItem, ...]:
-    """Items inside of a chunk's own prompt. An encoder-decoder model takes none with a chunk."""
+    """Draw items within an input's own prompt; none for an encoder-decoder model."""
     if not swarm.has(ENCODER):
         return draw_items(draw, num_prompt) if chunk.items else ()
     if swarm.config.is_encoder_decoder or not draw.chance(60):
@@ -220,26 +223,27 @@ def draw_items_of_chunk(
 
 
 def among_others(stop: int, swarm: Swarm, index: int) -> v.TokenIds:
-    """A stop token before or, more often, after up to seven that are never sampled."""
+    """Return a stop token before or, more often, after up to seven that are never sampled."""
     others = range(swarm.vocabulary_size, swarm.vocabulary_size + index % 8)
     return (*others, stop) if index % 3 else (stop, *others)
 
 
 def draw_repetition(draw: Draw) -> v.RepetitionDetection:
-    """Patterns of one to three tokens; single ones left out now and then, or they come first."""
+    """Draw patterns of one to three tokens; sometimes patterns of one token are left out."""
     least = draw.integer(1, 2)
     return v.RepetitionDetection(draw.integer(least, 3), least, draw.integer(2, 3))
 
 
 def draw_arrival(swarm: Swarm, draw: Draw, index: int) -> int:
-    """When a request came: now and then together with another one."""
+    """Draw an arrival time, sometimes equal to that of another request."""
     if swarm.has_equals:
         return 0
     return index // 2 if draw.chance(20) else index
 
 
 def draw_priority(swarm: Swarm, draw: Draw, index: int) -> int:
-    """Often the later the more urgent: then victims stand ahead of those who need their blocks."""
+    """Draw a priority; often later requests are more urgent, so that victims precede them in the
+    list."""
     if swarm.has_equals:
         return 0
     if swarm.is_storm and draw.chance(90 if swarm.is_crowded else 70):
@@ -248,23 +252,23 @@ def draw_priority(swarm: Swarm, draw: Draw, index: int) -> int:
 
 
 def get_room(swarm: Swarm, draw: Draw) -> int:
-    """Prompt and output tokens that a request may come to; most of the time it can be served."""
+    """Draw the limit of prompt and output tokens; most of the time such a request fits the pool."""
     config = swarm.config
     if draw.chance(5):
         return config.max_model_len + 2
     slots = count_slots(config)
     reserve = config.num_speculative_tokens + config.num_lookahead_tokens - 1
     if draw.chance(10):
-        reserve = draw.integer(-2, reserve)  # about to fit, or just not
+        reserve = draw.integer(-2, reserve)  # around the limit of the pool
     return max(min(slots - reserve, config.max_model_len), 2)
 
 
 def draw_prompt(
     swarm: Swarm, draw: Draw, limit: int, texts: Sequence[v.TokenIds] = ()
 ) -> tuple[int, ...]:
-    """Part of a hot sequence and a tail of its own, lengths around block boundaries.
+    """Draw part of a hot prefix and new tokens, with lengths around block boundaries.
 
-    Or the text of an earlier request with its outputs, whose blocks may still be cached.
+    Or continue the tokens of an earlier request, whose blocks may still be cached.
     """
     if texts and draw.chance(15):
         said = draw.choice(texts)[: limit - 1]
@@ -284,7 +288,7 @@ def draw_prompt(
 
 
 def draw_items(draw: Draw, num_prompt: int) -> tuple[v.MultiModalItem, ...]:
-    """One or two images somewhere in the prompt."""
+    """Draw one or two images in the prompt."""
     items: list[v.MultiModalItem] = []
     start = 0
     for _ in range(2 if draw.chance(40) else 1):
@@ -299,7 +303,7 @@ def draw_items(draw: Draw, num_prompt: int) -> tuple[v.MultiModalItem, ...]:
 def change_items(
     draw: Draw, items: tuple[v.MultiModalItem, ...], num_prompt: int
 ) -> tuple[v.MultiModalItem, ...]:
-    """Other items at the same places, or the last one a place further on."""
+    """Return other items at the same places, or the last item one position later."""
     last = items[-1] if items else None
     if last is not None and last.offset + last.length < num_prompt and draw.chance(50):
         return (*items[:-1], replace(last, offset=last.offset + 1))
@@ -309,7 +313,8 @@ def change_items(
 
 
 def draw_embeds(draw: Draw, num_prompt: int) -> v.TokenIds:
-    """Embeddings of a prompt: all alike, or one of them another, so that prefixes are shared."""
+    """Draw embeddings of a prompt: all equal, or one of them different, so that prefixes are
+    shared."""
     embeds = [0] * num_prompt
     if draw.chance(60):
         embeds[draw.integer(0, num_prompt - 1)] = draw.integer(1, 2)

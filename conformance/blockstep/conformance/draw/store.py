@@ -1,6 +1,7 @@
-"""Store: what a store beside the pool has of requests, and what a worker reports of it.
+"""Store: the answers of a KV store about requests, and the transfers that a worker reports.
 
-It is the adversary: late, twice, never, about nobody, with blocks that could not be loaded.
+The store is an adversary: its reports are late, repeated, missing, or about unknown requests, and
+blocks fail to load.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from blockstep.spec import vocabulary as v
 def draw_store(config: v.Config, draw: Draw, keeps_kinds: bool = False) -> v.Config:
     """Return the config with a KV store.
 
-    Something is left of a load that fails where every group holds all tokens, and nowhere else: of
-    configs with groups many are such, unless the kinds of groups were asked for (`keeps_kinds`).
+    Tokens loaded before a failed block are kept only with full attention in every group. Many
+    configs with groups are made so, unless the kinds of groups were wished for (`keeps_kinds`).
     """
     if config.is_encoder_decoder:
         config = settle_states(replace(config, is_encoder_decoder=False))
@@ -35,11 +36,11 @@ def draw_store(config: v.Config, draw: Draw, keeps_kinds: bool = False) -> v.Con
 def draw_offer(
     name: v.RequestId, num_prompt: int, seed: int, draw: Draw, has_states: bool = False
 ) -> v.KVOffer:
-    """Nothing, part of a prompt, all of it or more, or that it is not known yet.
+    """Draw an offer: nothing, part of a prompt, all of it or more, or "not known yet".
 
-    Of some stores, so a seed says, most comes later, of others most comes at once. With states
-    (`has_states`) most offers of all end before the last token of the prompt, so that they are of
-    use.
+    The seed decides whether most loads of a store are asynchronous or synchronous. With recurrent
+    states (`has_states`) most offers end before the last token of the prompt, since only these are
+    of use.
     """
     few = (0, None, 1, draw.integer(1, num_prompt), draw.integer(1, num_prompt))
     whole = (num_prompt, num_prompt, 10**6, 10**6)
@@ -51,7 +52,8 @@ def draw_offer(
 
 
 def draw_report(transfers: Transfers, draw: Draw) -> Report:
-    """Some of what is under way comes to its end; at times that was told, or is nobody's."""
+    """Draw a report that completes some transfers; sometimes it repeats one or names an unknown
+    request."""
     recving = [name for name in transfers.loading if draw.chance(60)]
     sending = [name for name in transfers.sending if draw.chance(60)]
     if draw.chance(10):
@@ -69,7 +71,7 @@ def list_ending(
     live: Mapping[v.RequestId, v.Request],
     said: Mapping[v.RequestId, v.TokenIds],
 ) -> list[v.RequestId]:
-    """Requests of a plan in flight that finish with their next token."""
+    """Return the requests of a plan in flight that finish with their next token."""
     names = [row.request_id for row in plan.rows if row.request_id in live]
     return [name for name in names if len(said.get(name, ())) + 1 >= live[name].max_tokens]
 
@@ -80,7 +82,8 @@ def list_read_at_end(
     said: Mapping[v.RequestId, v.TokenIds],
     transfers: Transfers,
 ) -> list[v.RequestId]:
-    """Requests of a plan that the next token ends, and whose blocks the store reads then."""
+    """Return the requests of a plan that finish with their next token, with a store that reads them
+    then."""
     ending = list_ending(plan, live, said)
     return [name for name in ending if transfers.get_offer(name).delays_free]
 
@@ -92,10 +95,10 @@ def draw_answered(
     transfers: Transfers,
     draw: Draw,
 ) -> Report:
-    """What is reported beside the answer to a plan.
+    """Draw the report that comes with the model output of a plan.
 
-    Of requests that the answer ends, and whose blocks the store reads then, it may have read them
-    already: the end of the read comes in this very answer.
+    For a request that this output finishes, and whose blocks the store reads then, the report may
+    already contain the end of that read.
     """
     report = draw_report(transfers, draw) if draw.chance(30) else NO_REPORT
     ending = list_read_at_end(plan, live, said, transfers)
@@ -106,19 +109,20 @@ def draw_answered(
 
 
 def weigh_reports(weight: int, transfers: Transfers, seed: int) -> int:
-    """Some stores report nothing until all is healed; the others soon where there is something."""
+    """Return the weight of reports: one store in seven reports nothing before the drain."""
     if seed % 7 == 0:
         return 1
     return weight * 3 if transfers.loading or transfers.sending else weight
 
 
 def _fails(load: v.KVLoad, draw: Draw) -> bool:
-    """Whether blocks of a load are reported as invalid; of several groups more often."""
+    """Return whether blocks of a load are reported as invalid; more often with several groups."""
     return draw.chance(60 if len(load.block_ids) > 1 else 35)
 
 
 def _draw_invalid(loads: Sequence[v.KVLoad], draw: Draw) -> tuple[tuple[v.RequestId, int], ...]:
-    """Of each load a block or two, and more where groups may differ: the first, the last, any."""
+    """Draw failed blocks for each load: one or two, more with several groups; the first, the last,
+    or any."""
     return tuple(
         (load.request_id, draw.choice((0, -1, -1, draw.integer(0, 5))))
         for load in loads
@@ -127,7 +131,7 @@ def _draw_invalid(loads: Sequence[v.KVLoad], draw: Draw) -> tuple[tuple[v.Reques
 
 
 def list_strange_reports(num_blocks: int, names: Sequence[v.RequestId]) -> list[v.Event]:
-    """Malformed ones, and those that name blocks of no load, and more than there are."""
+    """Return malformed reports, and reports that name blocks of no load or beyond the pool."""
     return [
         v.KVOffer(""),
         v.KVOffer(names[0], -1),

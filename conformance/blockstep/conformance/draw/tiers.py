@@ -1,4 +1,4 @@
-"""Tiers: configs that save victims, or close admission, and what a store has of whom it saved."""
+"""Tiers: configs that swap victims out or close admission, and offers of swapped-out blocks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from blockstep.spec import vocabulary as v
 
 
 def draw_tiers(config: v.Config, draw: Draw) -> v.Config:
-    """The config with victims that are saved, if there is a store, and with thresholds or none.
+    """Return the config with swap-out of victims, if there is a store, and with admission
+    thresholds.
 
-    Victims with states are not saved.
-    Pools that are short show more of both: a chunk is admitted for which the rest may lack.
+    Victims with recurrent states are not saved. Requests are often admitted without room for the
+    whole prompt, so that preemptions are more frequent.
     """
     saves = config.kv_connector and not config.has_states
     least = 0 if saves else 1
@@ -29,7 +30,8 @@ def draw_tiers(config: v.Config, draw: Draw) -> v.Config:
 
 
 def draw_kept(saved: Mapping[v.RequestId, int], draw: Draw) -> v.KVOffer:
-    """Most often all that was saved of a victim; or part of it, nothing, or it is not known yet."""
+    """Draw an offer for a swapped-out request: most often all saved tokens; or half, none, not
+    known yet."""
     name = draw.choice([*saved])
     num_saved = saved[name]
     num_tokens = draw.choice((num_saved, num_saved, num_saved, num_saved // 2, 0, None))

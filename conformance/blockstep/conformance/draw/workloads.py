@@ -1,35 +1,35 @@
 """Workloads: published request traces, read as requests of the vocabulary.
 
-The formats are those of `draw.formats`, gzipped or plain, told apart by their first line.
+The formats are those of `draw.formats`, gzipped or plain, recognized by their first line.
 
-What the published files say about themselves, and what is made of it:
+What the published files contain, and how it is read:
 
 * mooncake: every one of the 12,031 rows has ceil(input_length / 512) ids. Ids name whole
   prefixes (none has two parents or two positions). 11,891 of them name a partial last block, each
-  always of the same length and none ever a full block, so an id never stands for two contents.
-* agent: ids start at 0 again in each suite, in order of first appearance, and go on counting from
+  always of the same length and none ever a full block, so an id never has two contents.
+* agent: ids start at 0 again in each suite, in order of first appearance, and continue from
   session to session: they are names within a suite, shared by its sessions (31 of magagent's by
   21 of its 25 sessions). They name content:
   205 have several parents. A row has floor(input_length / 16) ids, except that 67 of the 82 rows
   that end on a block boundary leave out the last block's; both counts are accepted. 53 rows have
-  no input at all: such a request is yielded as it is, and every engine refuses it (bad_request).
+  no input at all: such a request is yielded as it is, and every engine rejects it (bad_request).
 * azure: a snapshot of one hour (2023) or of a week (2024); timestamps in UTC.
 * qwen, and mooncake rows with a session: a row is submitted at its time, but not before the row
   before it in its chat has finished; a `delay` counts from that end (`Workload.follows`).
-* 283 agent rows have no output. An engine cannot deliver nothing, so `max_tokens` is at least 1.
+* 283 agent rows have no output. An engine must deliver a token, so `max_tokens` is at least 1.
 
 Ticks of `arrival_time` are milliseconds since the earliest arrival of the rows read.
 
-**Token ids.** The tokens of a block are made from its id alone, so equal ids give equal tokens.
-A block is cut into stretches of 16 tokens; each begins with an anchor that occurs nowhere else
-(ids from 256 up, one per id and stretch) and goes on with small numbers that tell the position.
-Two prompts therefore agree exactly as far as their ids do, and two blocks of 16 tokens or more,
-cut at a multiple of 16, differ whenever their ids do, even apart from their chains. Below 16 the
-chain of a block tells it apart. The small numbers cost no memory of their own: with a distinct
-int in every slot the Mooncake trace would need four times as much. The blocks of an engine may
-have any size; that of the trace only says how far an id reaches.
+**Token ids.** The tokens of a block are made from its id alone, so equal ids give equal tokens. A
+block is cut into stretches of 16 tokens; each begins with an anchor that occurs nowhere else (ids
+from 256 up, one per id and stretch), followed by small numbers that encode the position. Two
+prompts therefore agree exactly as far as their ids do, and two blocks of 16 tokens or more, cut at
+a multiple of 16, differ whenever their ids do, even apart from their parents. Smaller blocks are
+distinguished by their parents. The small numbers cost no memory of their own: with a distinct int
+in every slot the Mooncake trace would need four times as much. The blocks of an engine may have any
+size; that of the trace is only the number of tokens per id.
 
-Prompt tokens stay below `OUTPUT_TOKENS_START`; ids from there up are for outputs (see replay).
+Prompt tokens are below `OUTPUT_TOKENS_START`; ids from there up are for outputs (see replay).
 """
 
 from __future__ import annotations
@@ -76,19 +76,19 @@ FIRST_ANCHOR = 256
 
 @dataclass(frozen=True, slots=True)
 class Follows:
-    """A request is submitted only after another one, `request_id`, has finished."""
+    """Order of two requests: one is submitted only after another, `request_id`, has finished."""
 
     request_id: str
     delay: int
-    """Ticks (ms) after that."""
+    """Ticks (ms) after that end."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRow:
-    """One request of a trace, its prompt not yet spelled out."""
+    """One request of a trace, without its prompt tokens."""
 
     row: int
-    """Counted from 0 in the file; the request id is "r" and this."""
+    """Row number in the file, from 0; the request id is "r" and this number."""
     arrival_time: int
     """Ticks (ms) since the earliest arrival."""
     input_length: int
@@ -98,30 +98,30 @@ class WorkloadRow:
     anchors: tuple[int, ...]
     """The first anchor of each identified block."""
     tail_anchor: int
-    """The first anchor of the tokens after them, which no other request has."""
+    """First anchor of the tokens after them, which no other request has."""
     token_ids: TokenIds | None = None
-    """The prompt itself, where the file has it."""
+    """Prompt token ids, if the file has them."""
     priority: int = 0
     follows: Follows | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The requests of one trace file, by time of arrival; ties stay in the order of the file.
+    """Requests of one trace file, by time of arrival; equal times keep the order of the file.
 
-    Iterating spells the prompts out, one at a time: nothing keeps them. It can be done any number
-    of times and gives equal requests each time.
+    Iterating makes the prompts, one at a time, and keeps none. It can be repeated, and gives equal
+    requests each time.
     """
 
     path: Path
     format: WorkloadFormat
     rows: tuple[WorkloadRow, ...]
     block_size: int
-    """Tokens that one block id stands for; 0 without ids."""
+    """Tokens per block id; 0 without ids."""
 
     @property
     def follows(self) -> Mapping[str, Follows]:
-        """Requests that follow another one, by request id."""
+        """Return the requests that follow another one, by request id."""
         return {f"r{row.row}": row.follows for row in self.rows if row.follows is not None}
 
     def __len__(self) -> int:
@@ -131,7 +131,7 @@ class Workload:
         return map(self.request, self.rows)
 
     def request(self, row: WorkloadRow) -> Request:
-        """The request of one of `rows`."""
+        """Return the request of one of `rows`."""
         return Request(
             request_id=f"r{row.row}",
             prompt_token_ids=self._prompt(row),
@@ -196,13 +196,14 @@ def load(
 
 
 def _fillers(length: int) -> list[int]:
-    """`length` tokens without their anchors: each tells its position modulo 256."""
+    """Return `length` tokens without anchors: each is its position modulo 256."""
     whole, rest = divmod(length, FIRST_ANCHOR)
     return [*range(FIRST_ANCHOR)] * whole + [*range(rest)]
 
 
 class _Reader:
-    """Checks rows one by one and gives every block its anchors, in the order of the file."""
+    """Reader of rows: it checks them one by one and assigns anchors to blocks, in the order of the
+    file."""
 
     def __init__(self, path: Path, spec: FormatSpec, size: int) -> None:
         self._path = path
@@ -213,12 +214,12 @@ class _Reader:
         self._anchor_of: dict[tuple[str, int], int] = {}
         """First anchor of a block, by namespace (the suite) and block id."""
         self._number_of: dict[int | str, int] = {}
-        """Place of a row, by the file's own id."""
+        """Row number, by the file's own id."""
         self._rows: list[tuple[int, int, WorkloadRow]] = []
         """Rows with their time of arrival in ticks (ms) of the file's own epoch, and their line."""
 
     def read(self, line: int, text: str, fields: Mapping[str, object]) -> None:
-        """Take one row. Raises `TraceError`."""
+        """Check and append one row. Raises `TraceError`."""
         try:
             row = self._rows_of.read(fields)
             self._check_ids(row)
@@ -293,7 +294,7 @@ class _Reader:
         return 0 if before is None else self._rows[before][0]
 
     def _take_anchors(self, num_tokens: int) -> int:
-        """Return the first of the anchors of this many tokens."""
+        """Return the first anchor of this many tokens."""
         first = self._next_anchor
         self._next_anchor += -(-num_tokens // STRETCH_SIZE)
         return first

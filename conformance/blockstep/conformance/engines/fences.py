@@ -24,12 +24,12 @@ class RowTold(Protocol):
 
     @property
     def request_id(self) -> v.RequestId:
-        """Returns its id."""
+        """Return its id."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Returns the number of tokens that it runs."""
+        """Return the number of tokens that it runs."""
         ...
 
 
@@ -39,12 +39,12 @@ class PlanTold(Protocol):
 
     @property
     def frame_id(self) -> v.FrameId:
-        """Returns its frame id."""
+        """Return its frame id."""
         ...
 
     @property
     def rows(self) -> Sequence[RowTold]:
-        """Returns its requests, in running order."""
+        """Return its requests, in running order."""
         ...
 
 
@@ -54,25 +54,25 @@ class CommitTold(Protocol):
 
     @property
     def frame_id(self) -> v.FrameId:
-        """Returns the frame id of the plan that it answers."""
+        """Return the frame id of the plan that it answers."""
         ...
 
     @property
     def sampled(self) -> Sequence[v.RowTokens]:
-        """Returns the answer, one row for each row of the plan."""
+        """Return the answer, one row for each row of the plan."""
         ...
 
     @property
     def outputs(self) -> v.Outputs:
-        """Returns the outputs that it delivered."""
+        """Return the outputs that it delivered."""
         ...
 
 
 class FenceChecker:
-    """Stands between a model engine and its scheduler, and checks every event and every fence.
+    """Checker between a model engine and its scheduler: it checks every event and every fence.
 
     Raises:
-        CheckFailedError: at the first thing that is wrong.
+        CheckFailedError: at the first finding.
     """
 
     def __init__(self, config: v.Config, make_engine: EngineFactory) -> None:
@@ -94,7 +94,7 @@ class FenceChecker:
         return seen
 
     def snapshot(self) -> v.Snapshot:
-        """Returns the state, which is the same on both sides."""
+        """Return the state, which is the same on both sides."""
         return self.oracle.snapshot()
 
     def ran(self, _ran: object) -> None:
@@ -114,11 +114,11 @@ class FenceChecker:
         self._compare_states("the state at a fence")
 
     def describe(self) -> str:
-        """Returns what was checked, on one line."""
+        """Return what was checked, on one line."""
         return f"{self.num_events:,} events, {self.num_fences:,} fences"
 
     def counts(self) -> dict[str, int]:
-        """Returns what was checked, as numbers by name."""
+        """Return what was checked, as numbers by name."""
         return {"num_events": self.num_events, "num_fences": self.num_fences}
 
     def _compare_states(self, what: str) -> None:
@@ -160,6 +160,6 @@ class FenceChecker:
 
 
 def _sort(outputs: v.Observation) -> v.Observation:
-    """Returns outputs sorted by request: a loop has its rows in running order."""
+    """Return outputs sorted by request: a loop has its rows in running order."""
     assert isinstance(outputs, v.Outputs)
     return v.Outputs(tuple(sorted(outputs.rows, key=lambda row: row.request_id)))

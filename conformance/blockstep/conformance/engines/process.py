@@ -221,7 +221,7 @@ class ProcessEngine:
         raise TypeError("an engine in a process of its own cannot be copied")
 
     def capabilities(self) -> frozenset[str]:
-        """Return what the Hello of the process names."""
+        """Return the capabilities that the process named in its Hello."""
         return self._capabilities
 
     def apply(self, event: v.Event) -> v.Observation:

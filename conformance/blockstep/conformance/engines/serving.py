@@ -35,7 +35,7 @@ class ArrayLike(Protocol):
     """A tensor of any library."""
 
     def tolist(self) -> object:
-        """Returns its numbers as nested lists."""
+        """Return its numbers as nested lists."""
         ...
 
 
@@ -44,41 +44,41 @@ class ServedInputs(Protocol):
 
     @property
     def token_ids(self) -> ArrayLike:
-        """Returns the token ids, [num_tokens]."""
+        """Return the token ids, [num_tokens]."""
         ...
 
     @property
     def positions(self) -> ArrayLike:
-        """Returns the position of each token, [num_tokens]."""
+        """Return the position of each token, [num_tokens]."""
         ...
 
     @property
     def slot_mapping(self) -> ArrayLike:
-        """Returns where each token's KV was written, [num_groups, num_tokens]: block id * block
+        """Return where each token's KV was written, [num_groups, num_tokens]: block id * block
         size + offset.
         """
         ...
 
     @property
     def block_tables(self) -> ArrayLike:
-        """Returns the block tables, [num_groups, num_seqs, max_blocks]."""
+        """Return the block tables, [num_groups, num_seqs, max_blocks]."""
         ...
 
     @property
     def query_start_loc(self) -> ArrayLike:
-        """Returns where each request's tokens begin, [num_seqs + 1]."""
+        """Return where each request's tokens begin, [num_seqs + 1]."""
         ...
 
     @property
     def seq_lens(self) -> ArrayLike:
-        """Returns the number of positions that each request's last token attends, its own included,
+        """Return the number of positions that each request's last token attends, its own included,
         [num_seqs].
         """
         ...
 
     @property
     def adapters(self) -> ArrayLike | None:
-        """Returns the number of each token's adapter, [num_tokens], below 0 for none; None if no
+        """Return the number of each token's adapter, [num_tokens], below 0 for none; None if no
         token has one.
 
         The engine chooses the numbers, and does not change them during a run.
@@ -91,17 +91,17 @@ class ServedPass(Protocol):
 
     @property
     def is_draft(self) -> bool:
-        """Whether a draft model ran, with a cache of its own under the same block ids."""
+        """Return whether a draft model ran, with a cache of its own under the same block ids."""
         ...
 
     @property
     def request_ids(self) -> Sequence[v.RequestId]:
-        """Returns the requests whose tokens ran, in order."""
+        """Return the requests whose tokens ran, in order."""
         ...
 
     @property
     def inputs(self) -> ServedInputs:
-        """Returns the arrays that it ran on."""
+        """Return the arrays that it ran on."""
         ...
 
 
@@ -110,22 +110,22 @@ class ServedPlan(Protocol):
 
     @property
     def frame_id(self) -> v.FrameId:
-        """Returns the frame id of the plan."""
+        """Return the frame id of the plan."""
         ...
 
     @property
     def passes(self) -> Sequence[ServedPass]:
-        """Returns the passes, in the order in which they ran."""
+        """Return the passes, in the order in which they ran."""
         ...
 
     @property
     def sampled(self) -> Sequence[v.RowTokens]:
-        """Returns the tokens that will be committed."""
+        """Return the tokens that will be committed."""
         ...
 
     @property
     def proposals(self) -> Mapping[v.RequestId, v.TokenIds]:
-        """Returns the drafts of the requests that sampled."""
+        """Return the drafts of the requests that sampled."""
         ...
 
 
@@ -153,12 +153,12 @@ class CheckFailedError(Exception):
 
 
 class ServingChecker:
-    """Stands between a model engine and its scheduler, and checks both.
+    """Checker between a model engine and its scheduler: it checks both.
 
     One object is one run.
 
     Raises:
-        CheckFailedError: from `apply` and `ran`, at the first thing that is wrong.
+        CheckFailedError: from `apply` and `ran`, at the first finding.
     """
 
     def __init__(self, config: v.Config, make_engine: EngineFactory) -> None:
@@ -179,7 +179,7 @@ class ServingChecker:
         return self.run.last.seen
 
     def snapshot(self) -> v.Snapshot:
-        """Returns the state, which is the same on both sides."""
+        """Return the state, which is the same on both sides."""
         return self.run.spec.snapshot()
 
     def ran(self, served: ServedPlan) -> None:
@@ -194,14 +194,14 @@ class ServingChecker:
                     self.num_slots_read += end - first_attended(group, end - stop + start)
 
     def describe(self) -> str:
-        """Returns what was checked, on one line."""
+        """Return what was checked, on one line."""
         return (
             f"{self.run.num_events:,} events in lock-step, {self.num_passes:,} passes: "
             f"{self.num_slots_written:,} slots written and {self.num_slots_read:,} read as tagged"
         )
 
     def counts(self) -> dict[str, int]:
-        """Returns what was checked, as numbers by name."""
+        """Return what was checked, as numbers by name."""
         return {
             "num_events": self.run.num_events,
             "num_passes": self.num_passes,
@@ -311,7 +311,8 @@ class ServingWorker(Worker):
         return self._findings
 
     def _runs_the_rows(self, one: ServedPass, rows: Mapping[v.RequestId, FrameRow]) -> bool:
-        """Whether the model runs exactly the rows of the plan, each from its first position on."""
+        """Return whether the model runs exactly the rows of the plan, each from its first position
+        on."""
         ends, starts = _ints(one.inputs.seq_lens), _ints(one.inputs.query_start_loc)
         seen = {
             name: (ends[row] - (starts[row + 1] - starts[row]), ends[row])
@@ -421,11 +422,11 @@ def _ints(array: ArrayLike) -> list[int]:
 
 
 def _rows(array: ArrayLike) -> list[Any]:
-    """Returns its outermost lists: one for each KV group."""
+    """Return its outermost lists: one for each KV group."""
     values = array.tolist()
     assert isinstance(values, list)
     return values
 
 
 def _nobody_asks(text: Sequence[int]) -> int:
-    raise AssertionError(f"what follows {len(text)} tokens is said by the model")
+    raise AssertionError(f"the token after {len(text)} tokens comes from the model")

@@ -78,7 +78,7 @@ class Candidate(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """A finding."""
+    """Findings at one event of a state, with the state as a digest."""
 
     parent: Digest
     number: int

@@ -1,4 +1,4 @@
-"""The canaries: engines that must be caught before any green is believed (architecture D9)."""
+"""Canaries: broken engines that every run must catch before it may pass (architecture D9)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from blockstep.spec.vocabulary import Event, Observation, Plan, Snapshot
 
 
 class CanaryEngine(SpecEngine):
-    """The specification, but a block is lost from the free queue whenever the pool is half used.
+    """The specification with one block missing from the free queue while half of the pool is in
+    use.
 
-    A check that lets it pass looks at nothing.
+    A run that does not catch it compares nothing.
     """
 
     def snapshot(self) -> Snapshot:
-        """The state with a leak in it."""
+        """Return the state without the first free block, if more than half of the pool is in
+        use."""
         snapshot = super().snapshot()
         if 2 * len(snapshot.free_queue) >= self.state.config.num_usable_blocks:
             return snapshot
@@ -24,18 +26,19 @@ class CanaryEngine(SpecEngine):
 
 
 class RenamedCanary(CanaryEngine):
-    """The same block is missing whatever it is called."""
+    """The canary of `Renamed`: the missing block shows under any renaming."""
 
     traits = EngineTraits(equivalence=Renamed())
 
 
 class SafetyCanary(SpecEngine):
-    """An engine that a safety run must catch: it shows no state, and claims a hit that was none."""
+    """The canary of `Safety`: it shows no state, and claims a prefix hit that is not cached."""
 
     traits = EngineTraits(equivalence=Safety())
 
     def apply(self, event: Event) -> Observation:
-        """The right answer, but the first newcomer of each plan leaves out a token."""
+        """Return the specification's answer, but the first new row of a plan counts one more token
+        as hit."""
         answer = super().apply(event)
         if not isinstance(answer, Plan) or not answer.new:
             return answer
@@ -50,15 +53,16 @@ class SafetyCanary(SpecEngine):
         return replace(answer, new=(claimed, *answer.new[1:]))
 
     def snapshot(self) -> None:  # type: ignore[override]
-        """Nothing: plans must be enough."""
+        """Return None: the plans must be enough."""
         return
 
     def capabilities(self) -> frozenset[str]:
-        """All that needs no refusal and no state."""
+        """Return all capabilities except rejection and snapshots."""
         return super().capabilities() - {Capability.REJECTION, Capability.SNAPSHOT}
 
 
 class PlanCanary(SafetyCanary):
-    """A hit that was none, and other tokens than those of the specification in that step."""
+    """The canary of `SamePlans`: a false hit, and so fewer tokens scheduled than by the
+    specification."""
 
     traits = EngineTraits(equivalence=SamePlans(shows_blocks=True))

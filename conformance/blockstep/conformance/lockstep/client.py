@@ -1,4 +1,4 @@
-"""Client: what clients and a runner remember of a run, from what was asked and answered."""
+"""Client: the knowledge of clients and of the model runner, from events and their answers."""
 
 from __future__ import annotations
 
@@ -17,42 +17,45 @@ TEXTS_MAX = 6
 
 @dataclass(slots=True)
 class Client:
-    """What follows from the events of a run and the answers to them, and from nothing else."""
+    """State of a run as its events and the answers to them show it."""
 
     live: dict[v.RequestId, v.Request] = field(default_factory=dict)
-    """Accepted and not ended, in order of submission."""
+    """Accepted, unfinished requests, in order of submission."""
     sessions: dict[v.RequestId, Session] = field(default_factory=dict)
-    """Where those among them stand that are resumable."""
+    """State of each unfinished resumable request."""
     dropped: set[tuple[v.FrameId, v.RequestId]] = field(default_factory=set)
-    """Rows of frames in flight that sample for a chunk of a session that is over."""
+    """Rows of frames in flight that sample for an input of a session that was stopped since."""
     ended: list[v.RequestId] = field(default_factory=list)
     texts: deque[v.TokenIds] = field(default_factory=lambda: deque(maxlen=TEXTS_MAX))
-    """Prompt and outputs of those that ended last."""
+    """Token sequences of the requests that finished last."""
     turns: deque[Text] = field(default_factory=lambda: deque(maxlen=TEXTS_MAX))
-    """What turns of jobs came to that ended lately."""
+    """Token sequences of turns of jobs that finished lately."""
     now: int = 0
-    """The latest time that was told."""
+    """Latest time that was reported."""
     preempted_texts: deque[Text] = field(default_factory=lambda: deque(maxlen=TEXTS_MAX))
-    """Of requests preempted lately. Only where nobody compares states (`lockstep.safety`)."""
+    """Token sequences of requests preempted lately. Filled only if states are not compared
+    (`lockstep.safety`)."""
     rejected_texts: deque[Text] = field(default_factory=lambda: deque(maxlen=TEXTS_MAX))
-    """With drafts that were rejected lately, and would have filled a block. Only there as well."""
+    """Token sequences with lately rejected drafts that would have filled a block. Filled only if
+    states are not compared."""
     said: dict[v.RequestId, v.TokenIds] = field(default_factory=dict)
-    """Outputs delivered to those in `live`."""
+    """Outputs delivered to unfinished requests."""
     plans: list[v.Plan] = field(default_factory=list)
-    """In flight, oldest first."""
+    """Plans in flight, oldest first."""
     last_plan: v.Plan | None = None
     first_blocks: dict[v.RequestId, frozenset[int]] = field(default_factory=dict)
-    """Of those in `live` that have blocks, as far as plans tell: the first one of each table."""
+    """First block of each table of the unfinished requests that have blocks, as far as plans show
+    it."""
     last_commit: v.Commit | None = None
     transfers: Transfers = field(default_factory=Transfers)
-    """Those that are under way."""
+    """Transfers under way."""
     ending: tuple[v.RequestId, ...] = ()
-    """Whom an abort ends with the next plan (`Aborted.ending_req_ids`)."""
+    """Requests that an abort ends with the next plan (`Aborted.ending_req_ids`)."""
     sampled: tuple[v.RequestId, ...] = ()
-    """Requests that sampled in the last answered plan: drafts are proposed for them."""
+    """Requests that sampled in the last committed plan: drafts are proposed for them."""
 
     def follow(self, event: v.Event, observation: v.Observation) -> None:
-        """Take in one event and the answer to it."""
+        """Update the state with one event and its answer."""
         match event, observation:
             case _, v.Rejected():
                 return
@@ -103,8 +106,9 @@ class Client:
                 self.ending = tuple(dict.fromkeys((*self.ending, *ending)))
 
     def list_sharing(self) -> list[v.RequestId]:
-        """Those whose first block another has as well: prefixes are shared from there on."""
-        if len(self.first_blocks) < 2:  # nobody to share with
+        """Return the requests whose first block another request has as well, through a shared
+        prefix."""
+        if len(self.first_blocks) < 2:  # no other request
             return []
         counts = Counter(chain.from_iterable(self.first_blocks.values()))
         return [
@@ -114,7 +118,8 @@ class Client:
         ]
 
     def _note_blocks(self, plan: v.Plan) -> None:
-        """A plan takes blocks from whom it preempts, and gives others theirs."""
+        """Update the first blocks: a plan frees those of preempted requests and gives tables to
+        others."""
         for name in plan.preempted_req_ids:
             self.first_blocks.pop(name, None)
         tables = [(row.request_id, row.block_ids) for row in plan.new]
@@ -128,19 +133,20 @@ class Client:
             self.first_blocks[name] = frozenset(filter(None, firsts))
 
     def _go_on(self, update: v.Request) -> None:
-        """A client goes on with a session: now if it rests."""
+        """Continue a session with an input, at once if it is idle."""
         name = update.request_id
         outputs = self.said.get(name, ())
         self._continue(name, self.sessions[name].update(self.live[name], outputs, update))
 
     def _continue(self, name: v.RequestId, request: v.Request | None) -> None:
-        """A session is now what this request says; None: it is as it was."""
+        """Replace the request of a session, unless `request` is None."""
         if request is not None:
             self.live[name] = request
             self.said.pop(name, None)
 
     def _is_over(self, row: v.OutputRow) -> bool:
-        """Whether an output ends a request; a session may rest, or go on with its next chunk."""
+        """Return whether an output finishes a request; a session may become idle or take its next
+        input."""
         if row.finish_reason is None:
             return False
         session, name = self.sessions.get(row.request_id), row.request_id
@@ -156,7 +162,7 @@ class Client:
         return False
 
     def end_aborted(self) -> None:
-        """A plan is made: whoever was to end with it has ended."""
+        """End the requests that an abort ends with this plan."""
         if self.ending:
             self._end(self.ending)
 

@@ -6,14 +6,14 @@
                           |              |
                           +--> worker    +--> properties: no reference needed
 
-Three voices: the spec says what is right, the engine what it did, and the worker, which sees
-nothing but the plans, whether one can live on them.
+Three sources of findings: the spec says what is right, the engine shows what it did, and the
+worker, which sees only the plans, whether they can be executed.
 
-Properties are asked on demand. Where both sides have the same answer and the same state, a
-property could only judge the spec, which tests and `explore` hold to all of them. Where something
-differs, or the worker finds something, all are asked, to name it. Those that need no reference are
-asked where the state of the engine is its own, though equal by its equivalence. Where the spec
-follows quirks all are asked at each step: what they find is known, and is no news later.
+Properties are checked on demand. If both sides have the same answer and the same state, a property
+could only find a defect of the spec, which tests and `explore` check against all properties. If
+something differs, or the worker finds something, all are checked, to name the defect. Those that
+need no reference are checked if the engine's state is its own, though equal by its equivalence. If
+the spec follows quirks, all are checked at each step: their findings are known, and not reported.
 """
 
 from __future__ import annotations
@@ -81,16 +81,17 @@ from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import STRICT, Profile
 
 NOT_SHOWN = "fields of states that `show_state` does not take"
-"""Counted under this name."""
+"""Name under which they are counted."""
 EXPLICABLE = frozenset({FindingKind.PROPERTY, FindingKind.LIVENESS})
-"""What a quirk can be the reason of."""
+"""Kinds of findings that a quirk may cause."""
 OF_TRANSFERS = frozenset({"P17", "P18", "P19"})
 VALUE_CHARS_MAX = 60
-"""Characters of a value in the message of a divergence, at most."""
+"""Most characters of a value in the message of a divergence."""
 
 
 def list_uncounted(capabilities: Collection[str]) -> frozenset[str]:
-    """The counters (fields of `Stats`) that an engine with these capabilities does not have."""
+    """Return the counters (fields of `Stats`) that an engine with these capabilities does not
+    have."""
     if Capability.STATISTICS in capabilities:
         return frozenset()
     if Capability.CACHE_STATISTICS in capabilities:
@@ -99,10 +100,11 @@ def list_uncounted(capabilities: Collection[str]) -> frozenset[str]:
 
 
 def put_causes_first(findings: list[Finding]) -> list[Finding]:
-    """The findings, with those of the free queue's order behind all other properties if some are
-    of transfers, and those of outputs behind those of a load that failed.
+    """Return the findings sorted by cause: a finding about the order of the free queue comes after
+    other properties if some are about transfers, and one about outputs after those of a failed
+    load.
 
-    A signal of a store that is lost or taken too early leaves blocks held or frees them, so the
+    A completed transfer that is missed or taken too early leaves blocks held or frees them, so the
     order of the free queue differs, too. A failed load that is not noticed leaves a request
     running, so its outputs are wrong, too.
     """
@@ -120,7 +122,8 @@ def put_causes_first(findings: list[Finding]) -> list[Finding]:
 
 
 def tell_divergence(event: v.Event, differences: Sequence[Difference]) -> str:
-    """The first field in which spec and engine differ, both values, and how many fields more."""
+    """Return a message with the first differing field, both values, and the number of other
+    fields."""
     first, more = differences[0], len(differences) - 1
     expected, seen = shown_apart(first.expected, first.seen, VALUE_CHARS_MAX)
     others = f", and {more} more field{'s' * (more > 1)} differ{'s' * (more == 1)}" * (more > 0)
@@ -130,46 +133,47 @@ def tell_divergence(event: v.Event, differences: Sequence[Difference]) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class LockStep(Runner):
-    """One run of one engine beside the spec, and what its client remembers. Not reusable."""
+    """One run of an engine and the specification in lock-step. Not reusable."""
 
     engine: Engine
     unbuilt: Finding | None = None
-    """What the engine's constructor raised; None if it was built."""
+    """Error that the engine's constructor raised; None if it was built."""
     ledger: Ledger
     witnesses: Counter[str]
     pairs: PairCounter
     lacking: tuple[Feature, ...]
-    """What the engine is not given, for want of a capability."""
+    """Features that the engine is not given, because it lacks a capability."""
     judged: frozenset[v.RejectCode]
-    """What the engine is given although the spec refuses it so."""
+    """Reject codes of the specification for which the engine is given the event, too."""
     declines: Callable[[v.Event], str | None] | None = None
-    """Why the engine is not to be given an event, if it ever declines one."""
+    """Returns why the engine is not given an event, or None."""
     keep_exchanges: bool = False
     exchanges: list[Exchange] = field(default_factory=list)
     last: Exchange | None = None
-    """The last event that was given to both, or that only the spec was given, which refused it."""
+    """Last event that both sides were given, or that only the specification was given and
+    rejected."""
     compare_every: int | None = None
     """Events between two comparisons of whole states, 0: none; answers are compared at each event
-    and nothing is judged. None: every state is compared and judged."""
+    and no property is checked. None: every state is compared, and properties are checked."""
     asks_all: bool = False
-    """Ask every property at every step, not only where something is wrong."""
+    """Whether to check every property at every step, not only after a difference."""
     num_compared: int = 0
-    """States compared."""
+    """Number of states compared."""
     skipped: dict[str, int] = field(default_factory=dict)
-    """What was left out because the engine lacks a capability, and events that it declines."""
+    """Number of events left out, by missing capability or by reason of the engine's adapter."""
     before: v.Snapshot | None = None
-    """The state of the engine, if it shows any."""
+    """State of the engine, if it shows any."""
     spec_before: v.Snapshot | None
-    """The state of the specification, where the engine has never shown any."""
+    """State of the specification, if the engine has shown none yet."""
     num_events: int = 0
     has_failed: bool = False
-    """Something was wrong; both sides no longer mean the same thing."""
+    """Whether there were findings; both sides may differ from then on."""
     equivalence: str = ""
-    """The weaker equivalence that the engine is held to; "" if it is compared with the spec."""
+    """Weaker equivalence of the run; "" if the engine is compared with the spec exactly."""
     known: dict[str, int] = field(default_factory=dict)
-    """Findings that the quirks of the profile account for, by property."""
+    """Number of findings that the quirks of the profile explain, by property."""
     standing: set[Finding] = field(default_factory=set)
-    """The same, each once: what a quirk left behind is found again while it stays."""
+    """Findings that the quirks explain, each once: they repeat as long as their effect."""
     excuses: Excuses = field(default_factory=Excuses)
     """Findings that the adapter declares."""
 
@@ -188,7 +192,7 @@ class LockStep(Runner):
 
         Raises:
             BadEngineError: as `engine.build`.
-            ConfigError: the engine refuses the config.
+            ConfigError: the engine rejects the config.
         """
         traits, unbuilt = get_traits(make_engine), None
         engine: Engine
@@ -198,7 +202,7 @@ class LockStep(Runner):
             raise
         except Exception as error:
             unbuilt, engine = fault_of(error, "while being built"), Unbuilt(error)
-        # A worker has every slot in memory; one that is given no plan needs none.
+        # The worker allocates all slots; it needs none if it sees no plan.
         room = config if compare_every is None else v.Config(num_blocks=2)
         capabilities = engine.capabilities()
         is_watched = profile.quirks and compare_every is None
@@ -229,7 +233,7 @@ class LockStep(Runner):
         return run
 
     def fit(self, action: Action) -> Action:
-        """The action as this engine can be given it; what it lacks is left out, and counted."""
+        """Return the action without what the engine lacks; what is left out is counted."""
         if not isinstance(action, v.Submit):
             return action
         request, missing = fit(action.request, self.lacking)
@@ -238,10 +242,8 @@ class LockStep(Runner):
         return v.Submit(request) if missing else action
 
     def perform(self, action: Action) -> list[Finding]:
-        """Do one action on both sides; returns what is wrong, [] if nothing.
-
-        After the first findings the run is over.
-        """
+        """Do one action on both sides. Return the findings; the run is over after the first
+        ones."""
         findings = self._perform(action)
         self.has_failed |= bool(findings)
         return findings
@@ -269,7 +271,7 @@ class LockStep(Runner):
     def apply(self, event: v.Event) -> list[Finding]:
         """Give one event to both sides and check everything that can be checked.
 
-        What the engine declines neither side is given, and it does not count as an event.
+        An event that the engine declines is given to neither side, and is not counted.
         """
         if self.excuses.is_over:
             return []
@@ -303,7 +305,7 @@ class LockStep(Runner):
             return self.excuses.take([found], told, expected, None)
 
     def follow(self, event: v.Event, observation: v.Observation) -> None:
-        """Update what clients and the worker know, and count pairs that were met."""
+        """Update the client and the worker, and count the goals of `pairs`."""
         is_watched = self.compare_every is None
         before = [*self.live] if is_watched else []
         if is_watched:
@@ -313,7 +315,8 @@ class LockStep(Runner):
             self.pairs.settle(event, before, self)
 
     def _give_to_engine_alone(self, told: v.Event) -> list[Finding]:
-        """What is wrong with the engine's step at an event at which the specification failed."""
+        """Return the findings about the engine's step at an event at which the specification
+        failed."""
         try:
             seen, after = self.engine.apply(told), self.engine.snapshot()
         except Exception as error:
@@ -330,7 +333,7 @@ class LockStep(Runner):
         return self._check_step(Step(self.config, self.num_events, told, seen, self.before, after))
 
     def _tell(self, event: v.Event) -> v.Event:
-        """The event in the words of the engine."""
+        """Return the event in the engine's terms."""
         return event
 
     def _compare(
@@ -341,10 +344,11 @@ class LockStep(Runner):
         seen: v.Observation,
         after: v.Snapshot | None,
     ) -> list[Finding]:
-        """Compare and judge. Types are looked at where something differs, or not all is compared.
+        """Return the findings of comparison and checks. Types are checked if something differs, or
+        if not everything is compared.
 
         Raises:
-            Exception: the engine's side is so ill-typed that it cannot be compared.
+            Exception: the engine's answer or state is too ill-typed to be compared.
         """
         comparable = self._comparable(after)
         findings = list(self._diverge(told, expected, seen, comparable))
@@ -353,9 +357,10 @@ class LockStep(Runner):
             if found is not None:
                 return self.excuses.take([found], told, expected, None)
         elif comparable is not None:
-            # It is equal, and what an event has not touched is the same object as before.
+            # They are equal, and parts that the event did not change are the same objects as
+            # before.
             comparable = self.spec.snapshot()
-        if self.compare_every is None:  # who judges must have seen every state
+        if self.compare_every is None:  # the checks need every state
             findings = self._judge(event, told, expected, seen, comparable, findings)
         else:
             findings = self.excuses.take(findings, told, expected, seen)
@@ -372,10 +377,11 @@ class LockStep(Runner):
         after: v.Snapshot | None,
         diverged: list[Finding],
     ) -> list[Finding]:
-        """What worker and properties find, and what was found already, unless it is known.
+        """Return the findings of worker and properties and those `diverged`, unless quirks explain
+        them.
 
-        Where the engine shows no state, or a part of one, situations are those of the
-        specification, which has answered alike up to now.
+        If the engine shows no state, or a part of one, goals are counted on the specification's
+        side, whose answers were equal up to now.
         """
         step: Step | None
         of_spec = self._judge_spec(told, expected) if diverged else []
@@ -384,7 +390,7 @@ class LockStep(Runner):
             findings = [*self._check_answer(told, seen), *diverged]
         else:
             self.spec_before = None
-            if diverged and self.ledger.uncounted:  # do not judge what the specification counted
+            if diverged and self.ledger.uncounted:  # these counters are the specification's
                 after = replace(after, stats=self._fill(after.stats, self.before.stats))
             step = Step(self.config, self.num_events, told, seen, self.before, after)
             findings = [*self._check_step(step, self._choose_asked(diverged)), *diverged]
@@ -392,7 +398,7 @@ class LockStep(Runner):
             left = self._unexplained(put_causes_first(findings), of_spec)
             findings = self.excuses.take(left, told, expected, seen)
         if step is not None:
-            if not findings:  # what a quirk does was reached as well
+            if not findings:  # also after findings that a quirk explains
                 witnesses = self.witnesses
                 for name in situations(step, self.ledger):
                     witnesses[name] += 1
@@ -400,11 +406,11 @@ class LockStep(Runner):
         return findings
 
     def _check_answer(self, event: v.Event, seen: v.Observation) -> list[Finding]:
-        """What can be said of an answer alone."""
+        """Return the findings that need an answer alone."""
         return self.worker.observe(event, seen)
 
     def _choose_asked(self, diverged: Sequence[Finding]) -> Asked:
-        """Return which properties are asked of a step after which both sides differ so."""
+        """Return which properties to check after a step with these divergences."""
         if diverged or self.asks_all or self.spec.state.rules.quirks:
             return Asked.ALL  # what a quirk leaves behind must be known when something else differs
         return Asked.WITHOUT_REFERENCE if self.equivalence else Asked.NONE
@@ -425,7 +431,7 @@ class LockStep(Runner):
         return every is None or (every > 0 and self.num_events % every == 0)
 
     def compare_states(self) -> list[Finding]:
-        """Compare both states once more, whenever that was done last."""
+        """Compare both states at the end of a run, if steps compare only some states."""
         if self.last is None:
             return []
         event, expected, seen = self.last.event, self.last.expected, self.last.seen
@@ -438,10 +444,10 @@ class LockStep(Runner):
         return list(self._diverge(event, expected, seen, self._comparable(shown)))
 
     def _judge_spec(self, told: v.Event, expected: v.Observation) -> list[Finding]:
-        """What is wrong with the specification's own step: the work of the quirks that it follows.
+        """Return the findings about the specification's own step, which its quirks cause.
 
-        Asked before the worker hears of the engine's answer. Under a weaker equivalence the worker
-        knows blocks by the engine's ids and cannot be asked; nothing is known then.
+        Called before the worker observes the engine's answer. Under a weaker equivalence the worker
+        knows blocks by the engine's ids, so the list is empty.
         """
         if self.equivalence or not self.spec.state.rules.quirks:
             return []
@@ -455,12 +461,11 @@ class LockStep(Runner):
             self.worker = worker
 
     def _unexplained(self, findings: list[Finding], of_spec: Sequence[Finding]) -> list[Finding]:
-        """The findings that the quirks of the profile do not account for.
+        """Return the findings that the quirks of the profile do not explain.
 
-        Where the engine did exactly what the specification does, a violated property is the work
-        of a quirk, at first or second hand. Where they diverge, that is said only of findings that
-        the specification's own step has as well, or an earlier one had; others of its sentences
-        come last.
+        If the engine did exactly what the specification does, quirks explain every violated
+        property. If they diverge, quirks explain only findings that the specification's own step
+        has as well, or that an earlier step had; further findings of the same checks come last.
         """
         if not self.spec.state.rules.quirks:
             return findings
@@ -476,10 +481,10 @@ class LockStep(Runner):
         return sorted(left, key=lambda found: found.sentence in sentences)
 
     def _comparable(self, snapshot: v.Snapshot | None) -> v.Snapshot | None:
-        """Return the snapshot as it is compared with the specification's.
+        """Return the snapshot in the form in which it is compared with the specification's.
 
-        Where the engine shows a part of its state, the rest is the specification's; so are counters
-        that mean something else, and `has_work` of an engine that does not show it.
+        Parts that the engine does not show are taken from the specification; so are counters with
+        another meaning, and `has_work` of an engine that does not show it.
         """
         if snapshot is not None and Capability.WORK not in self.capabilities:
             snapshot = replace(snapshot, has_work=self.spec.snapshot().has_work)
@@ -493,12 +498,12 @@ class LockStep(Runner):
         return replace(snapshot, stats=self._fill(snapshot.stats, self.spec.snapshot().stats))
 
     def _fill(self, shown: v.Stats, others: v.Stats) -> v.Stats:
-        """The counters that the engine shows, and others in the place of those that it lacks."""
+        """Return the engine's counters, with those that it lacks taken from `others`."""
         missing = {name: getattr(others, name) for name in self.ledger.uncounted}
         return replace(shown, **missing)
 
     def list_quirk_goals(self) -> list[str]:
-        """The goals of `lockstep.quirks` that the run has reached, sorted."""
+        """Return the goals of `lockstep.quirks` that the run has reached, sorted."""
         return sorted(self.spec.watch.met) if isinstance(self.spec, WatchedSpec) else []
 
     def skip(self, reason: str) -> None:
@@ -533,13 +538,13 @@ class LockStep(Runner):
             self.exchanges.append(exchange)
 
     def _drain(self) -> list[Finding]:
-        """Heal everything, then step until all requests have ended, within a bound (P10, P11).
+        """End all faults, then step until all requests finish, within a bound (P10, P11).
 
-        The pipeline is kept as full as it may be, for that is how engines run. Where the engine
-        declines all that is left to do, the drain ends, and nobody is to blame.
+        The pipeline is kept as full as possible, as engines run. If the engine declines all
+        remaining events, the drain ends without a finding.
         """
         resume = v.SetPause(v.PauseState.UNPAUSED)
-        # Who cannot be paused is not, and misses nothing.
+        # An engine without pause cannot be paused.
         findings = [] if get_missing(resume, self.lacking) else self.perform(resume)
         for name, request in list(self.live.items()):
             if request.structured_output and not findings:
@@ -571,9 +576,9 @@ class LockStep(Runner):
         return self.excuses.take(findings, v.Schedule(), None, None)
 
     def _drain_step(self, watch: Watch) -> tuple[list[Finding], str]:
-        """Plan until the pipeline is full or a plan is empty, then answer the oldest plan.
+        """Plan until the pipeline is full or a plan is empty, then commit the oldest plan.
 
-        Returns what is wrong, and why nothing can ever come of it, or "".
+        Return the findings, and the reason why no progress is possible, or "".
         """
         while len(self.plans) < self.config.max_frames_in_flight:
             findings, num_before = self._end_transfers(), self.num_events
@@ -587,21 +592,21 @@ class LockStep(Runner):
             told = sum(map(len, self.said.values())), len(self.live)
             due = bool(self.ledger.promised)
             why = watch.see(plan, bool(self.plans), due, self.before, told)
-            if why and self.live:  # nobody waits where an abort was due
+            if why and self.live:  # the requests may have ended with this plan
                 return [], why
             if not plan.rows:
                 break
         return self.perform(Answer()), ""
 
     def _end_transfers(self) -> list[Finding]:
-        """A store that is healed brings each load to its end, and has read what it wanted."""
+        """Complete all loads and reads of the store."""
         under_way = self.transfers
         if not (under_way.loading or under_way.sending):
             return []
         return self.perform(Report(tuple(under_way.loading), tuple(under_way.sending)))
 
     def _answer_all(self) -> list[Finding]:
-        """Commit what is still in flight, though nobody waits for it any more."""
+        """Commit all plans in flight, although all requests have finished."""
         findings: list[Finding] = []
         num_before = -1
         while self.plans and not findings and self.num_events > num_before:

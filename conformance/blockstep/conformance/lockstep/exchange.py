@@ -1,4 +1,5 @@
-"""Exchange: one event and both answers to it, and what is said of a side that gave none."""
+"""Exchange: one event with the answers of both sides, and findings of a side that failed to
+answer."""
 
 from __future__ import annotations
 
@@ -17,36 +18,37 @@ from blockstep.spec.copies import wide_dataclass
 
 @wide_dataclass(frozen=True, slots=True)
 class Exchange:
-    """One event and both answers to it."""
+    """One event with the answers of both sides."""
 
     event: v.Event
     expected: v.Observation
-    """The spec's answer. The engine's, where the spec is not asked or failed an assertion."""
+    """Answer of the specification, or of the engine if the specification was not given the event or
+    failed an assertion."""
     seen: v.Observation | None
-    """The engine's answer; None if it raised."""
+    """Answer of the engine; None if it raised."""
 
 
 class Unbuilt:
-    """Stands in for an engine whose constructor raised `error`."""
+    """Placeholder of an engine whose constructor raised `error`."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
     def apply(self, _event: v.Event) -> v.Observation:
-        """Raise the constructor's error: the first event shows it in every kind of run."""
+        """Raise the constructor's error, so that every kind of run shows it at its first event."""
         raise self._error
 
     def snapshot(self) -> None:
-        """It has no state."""
+        """Return None: there is no state."""
 
     def capabilities(self) -> frozenset[str]:
-        """All, so that no config is taken for one that the engine need not have."""
+        """Return all capabilities, so that the config is not taken for an unsupported one."""
         return ALL_CAPABILITIES
 
 
 def get_first_state(engine: Engine, expected: v.Snapshot) -> v.Snapshot | None:
-    """The state of a new engine, `expected` itself if it is that; None if it shows none. What is
-    wrong is told after an event."""
+    """Return the first state of an engine, `expected` itself if equal, or None if it shows none or
+    an ill-typed one, which is reported after the first event."""
     try:
         first = engine.snapshot()
         if first == expected:
@@ -57,7 +59,7 @@ def get_first_state(engine: Engine, expected: v.Snapshot) -> v.Snapshot | None:
 
 
 def fault_of(error: Exception, when: str = "") -> Finding:
-    """What an engine that raised has done wrong; `when`: while what, if not in a call."""
+    """Return the finding about an engine that raised; `when` says when, if it was not in a call."""
     return Finding(
         FindingKind.FAULT,
         "",
@@ -69,7 +71,7 @@ def fault_of(error: Exception, when: str = "") -> Finding:
 
 
 def blame_spec(error: AssertionError) -> Finding:
-    """What a spec that failed an assertion of its own has done wrong."""
+    """Return the finding about a specification that failed an assertion of its own."""
     return Finding(
         FindingKind.SPEC,
         "",

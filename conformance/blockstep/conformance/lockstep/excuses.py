@@ -1,8 +1,8 @@
-"""Excuses: the deviations that an adapter declares, and what a run makes of them (D14).
+"""Deviations: those that an adapter declares, applied to the findings of a run (D14).
 
-A finding that was declared is counted and passed over, like the work of a quirk. Each deviation
-says what it excuses, by the sentences that complain or the fields that differ, so nothing else is
-passed over with it; and it brings a program that shows it, so it is seen when it has gone.
+A declared finding is counted and does not fail the run, like a finding that a quirk explains. Each
+deviation lists the checks or the differing fields that it covers, so that it covers nothing else;
+and it has a program that shows it, so that a test notices when it is gone.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.spec import vocabulary as v
 
 OF_FIELD = "differs in {}"
-"""How a field stands beside sentences, whose names have no spaces."""
+"""Form of a differing field in this list; names of checks have no spaces."""
 
 
 @dataclass(slots=True)
 class Excuses:
-    """What was excused in one run."""
+    """Deviations of one run, and how often each was used."""
 
     deviations: Sequence[Deviation] = ()
     counts: Counter[str] = field(default_factory=Counter)
-    """Findings, by the deviation that excused them."""
+    """Number of findings, by the deviation that covers them."""
     is_over: bool = False
-    """What was excused leaves nothing that the run could go on with."""
+    """Whether a covered finding leaves the two sides in states from which the run cannot
+    continue."""
 
     def take(
         self,
@@ -37,10 +38,11 @@ class Excuses:
         expected: v.Observation | None,
         seen: v.Observation | None,
     ) -> list[Finding]:
-        """What no deviation excuses.
+        """Return the findings that no deviation covers.
 
-        The run goes on where both sides still mean the same: after a violated property, and after a
-        difference that is not of a decision. `seen` is None if the engine raised or stands still.
+        The run continues if both sides still have the same meaning: after a violated property, and
+        after a difference that is no decision. `seen` is None if the engine raised or does not
+        progress.
         """
         if not findings or not self.deviations:
             return findings
@@ -55,7 +57,7 @@ class Excuses:
         return left
 
     def _find(self, what: str, event: v.Event, seen: v.Observation | None) -> str | None:
-        """The name of the deviation that excuses a sentence, or a difference in a field."""
+        """Return the name of the deviation that covers a check or a differing field."""
         for deviation in self.deviations:
             fields = map(OF_FIELD.format, deviation.fields)
             is_declared = what in deviation.sentences or any(
@@ -67,14 +69,14 @@ class Excuses:
 
 
 def _list_matters(finding: Finding) -> list[str]:
-    """What must be excused of a finding: its sentence, or each field in which both sides differ."""
+    """Return what a deviation must cover: the check of a finding, or each field that differs."""
     if finding.kind is FindingKind.DIVERGENCE:
         return [OF_FIELD.format(difference.field) for difference in finding.differences]
     return [finding.sentence]
 
 
 def _decides_alike(expected: v.Observation | None, seen: v.Observation) -> bool:
-    """Whether answers differ in nothing that a later step follows from; None: not compared."""
+    """Return whether two answers have the same decisions; None: not compared."""
     match expected, seen:
         case v.Outputs(rows=mine), v.Outputs(rows=theirs):
             left, right = ([_delivered(row) for row in rows] for rows in (mine, theirs))

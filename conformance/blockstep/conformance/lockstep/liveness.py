@@ -1,11 +1,11 @@
-"""Liveness: once all is healed, no state may come back before somebody got a token (P10).
+"""Liveness: in a drain no state may return before a token was delivered (P10).
 
-A drained scheduler is deterministic and nothing comes from outside, so a state that returns will
-return for ever. The cycle that is reported is the shortest: it ends at the first return.
+A drained scheduler is deterministic and gets no events from outside, so a state that returns will
+return for ever. The reported cycle is the shortest: it ends at the first return.
 
-A plan without rows is no progress by itself, though it loads or preempts: a load that is told again
-and again, or a request that is admitted and preempted in the same plan, goes on for ever. Where no
-state is shown such plans have a bound.
+A plan without rows is no progress by itself, though it loads or preempts: a load that is started
+again and again, or a request that is admitted and preempted in the same plan, repeats for ever. If
+the engine shows no state, the number of such plans is limited.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from blockstep.conformance.protocol.sessions import Session
 from blockstep.spec.vocabulary import MAX_INT, Plan, Request, RequestId, Snapshot, Stats
 
 LINES_MAX = 12
-"""Plans of a cycle that are shown, at most."""
+"""Most plans of a cycle that are shown."""
 
 
 @dataclass(slots=True)
 class Watch:
-    """Remembers the states of a drain since the last token."""
+    """States of a drain since the last token."""
 
     progress: tuple[int, int] = (-1, -1)
-    """Tokens delivered to the unfinished, and how many those are."""
+    """Tokens delivered to unfinished requests, and the number of these requests."""
     plans: list[Plan] = field(default_factory=list)
-    """Since the last progress."""
+    """Plans since the last progress."""
     seen: dict[object, list[tuple[int, Snapshot]]] = field(default_factory=dict)
-    """States after these plans, with how many of them it took to get there; by what is cheap to
+    """States after these plans, with the number of plans before each, by fields that are cheap to
     compare."""
     cycle: list[Plan] = field(default_factory=list)
     delivered: tuple[int, int] = (-1, -1)
-    """As `progress`, but as the client was told."""
+    """Tokens that clients have received, and the number of unfinished requests."""
     num_idle: int = 0
-    """Plans without rows since the client was told of the last token, with no frame in flight."""
+    """Plans without rows and without a frame in flight since clients received the last token."""
 
     def see(
         self,
@@ -53,10 +53,10 @@ class Watch:
         after: Snapshot | None,
         delivered: tuple[int, int] = (0, 0),
     ) -> str:
-        """Take in a plan and the state after it; why nothing can ever come of it, or "".
+        """Record a plan and the state after it; return why no progress is possible, or "".
 
-        `is_token_due` says whether a frame in flight will sample for anybody. `delivered`: tokens
-        that clients of unfinished requests were told, and how many requests are unfinished.
+        `is_token_due` says whether a frame in flight will sample a token. `delivered`: tokens that
+        clients of unfinished requests have received, and the number of unfinished requests.
         """
         if delivered != self.delivered:
             self.delivered, self.num_idle = delivered, 0
@@ -64,10 +64,10 @@ class Watch:
             if is_in_flight:
                 return ""
             if not (plan.preempted_req_ids or plan.kv_loads):
-                return "a plan is empty although nothing is due from outside"
+                return "a plan is empty, although no output, load or other event is due"
             self.num_idle += 1
             if self.num_idle > idle_bound(delivered[1]):
-                return f"{self.num_idle} plans loaded or preempted, and no row came of it"
+                return f"{self.num_idle} plans without rows loaded or preempted"
         if after is None:
             return ""
         num_outputs = sum(len(request.output_token_ids) for request in after.requests)
@@ -86,7 +86,7 @@ class Watch:
         return f"the same state returns after {len(self.cycle)} plans that delivered no token"
 
     def stall(self, live: Mapping[RequestId, Request], why: str) -> Finding:
-        """The finding, with the cycle if there is one."""
+        """Return the finding, with the cycle if there is one."""
         names = ", ".join(live)
         shown = [describe_observation(plan) for plan in self.cycle[:LINES_MAX]]
         if len(self.cycle) > LINES_MAX:
@@ -102,8 +102,8 @@ class Watch:
 
 
 def is_same_state(left: Snapshot, right: Snapshot) -> bool:
-    """Whether two states have the same future: equal but for what only ever grows, and for ended
-    requests of which no plan has told yet."""
+    """Return whether two states have the same future: all is equal except counters, frame ids and
+    finished requests that no plan has listed yet."""
     return len(left.frames_in_flight) == len(right.frames_in_flight) and _what_matters(
         left
     ) == _what_matters(right)
@@ -122,10 +122,10 @@ def _what_matters(snapshot: Snapshot) -> Snapshot:
 
 
 def idle_bound(num_live: int) -> int:
-    """Plans without rows that may load or preempt until a token is delivered.
+    """Return how many plans without rows may load or preempt before a token is delivered.
 
-    Each request may be loaded once, give its blocks up to another one, and be loaded again; and it
-    may be preempted in between.
+    Each request may be loaded once, lose its blocks to another one, and be loaded again; and it may
+    be preempted in between.
     """
     return 3 * (num_live + 1)
 
@@ -135,10 +135,10 @@ def drain_bound(
     max_model_len: int = MAX_INT,
     sessions: Mapping[RequestId, Session] | None = None,
 ) -> int:
-    """Steps within which a drained scheduler must end these requests.
+    """Return the steps within which a drained scheduler must finish these requests.
 
-    Each step computes a token at least, and each of the requests may be preempted by each other
-    one and start again. A generous bound: it is there to end, not to measure.
+    Each step computes at least one token, and each request may be preempted by each other one and
+    start again. The bound is generous: it ends a run, and measures nothing.
     """
     chunks = [chunk for one in (sessions or {}).values() for chunk in one.updates]
     texts = [len(one.prompt_token_ids) + one.max_tokens for one in (*live.values(), *chunks)]

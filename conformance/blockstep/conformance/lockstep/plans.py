@@ -1,14 +1,14 @@
 """Plans: the equivalence of an engine that runs the same tokens for the same requests at each step.
 
 For simulators and ports that mimic a release and may have no blocks of their own. Compared are, by
-request and in no order: whether a row is new, running or resumed, how many tokens are computed and
-scheduled, which drafts; what is encoded, and whether a row has a mask; who is preempted; what a
-store loads and keeps; what is delivered and how it ends; which events are refused. Not compared are
-states, blocks, and what a plan repeats for the worker (ended requests, token lists, counts of
+request and in no order: whether a row is new, running or resumed, its computed and scheduled
+tokens, and its drafts; encoded items, and whether a row has a bitmask; preempted requests; loads
+and saves of the store; delivered tokens and finish reasons; rejected events. Not compared are
+states, blocks, and what a plan repeats for the worker (finished requests, token lists, counts of
 outputs and of cached tokens).
 
-Plans that show block tables are played by a worker with memory, others by one that only counts
-tokens. Situations are counted on the specification's side: it did the same.
+Plans that show block tables are checked by a worker with memory, others by one that only counts
+tokens. Goals are counted on the specification's side, whose plans are equal.
 
     class Adapter:
         traits = EngineTraits(equivalence=SamePlans(shows_blocks=False))
@@ -36,11 +36,11 @@ Record = TypeVar("Record", v.Plan, v.NewRow, v.CachedRow, v.KVLoad, v.KVSave, v.
 
 
 NOT_COMPARED: Mapping[type, Mapping[str, Any]] = {
-    # Which blocks is not compared, so not where a table was exchanged either.
+    # Block ids are not compared, so replaced tables are not either.
     v.NewRow: {"block_ids": ()},
     v.KVLoad: {"block_ids": ()},
     v.KVSave: {"block_ids": ()},
-    # What is sent again, and counted for the worker, is held to by the worker.
+    # The worker checks what is sent again or counted for it.
     v.CachedRow: {"new_block_ids": (), "all_token_ids": None, "num_output_tokens": 0},
     v.Plan: {
         "finished_req_ids": (),
@@ -49,18 +49,19 @@ NOT_COMPARED: Mapping[type, Mapping[str, Any]] = {
         "num_common_prefix_blocks": (),
         "new_block_ids_to_zero": (),
     },
-    # How long a hit was is a policy; when an aborted request ends, the engine's own affair.
+    # The length of a hit is a policy; the time at which an aborted request ends is the engine's
+    # choice.
     v.OutputRow: {"num_cached_tokens": 0, "num_external_tokens": None},
     v.Aborted: {"ending_req_ids": ()},
-    # What becomes of blocks follows from which they are.
+    # KV events depend on block ids.
     v.Outputs: {"kv_events": ()},
     v.ResetDone: {"kv_events": ()},
 }
-"""Fields of answers that are not compared, by type, and what stands for them. All others are."""
+"""Fields of answers that are not compared, by type, with the value that replaces them."""
 
 
 def only_plan(observation: v.Observation) -> v.Observation:
-    """What is compared of an answer, in an order of its own."""
+    """Return the compared part of an answer, sorted by request."""
     match observation:
         case v.Plan():
             return _blank(
@@ -84,12 +85,12 @@ def only_plan(observation: v.Observation) -> v.Observation:
 
 
 def _blank(record: Record, **fields: Any) -> Record:
-    """A record with other fields, and without what is not compared."""
+    """Return a record with other fields, and without those that are not compared."""
     return replace(record, **{**NOT_COMPARED.get(type(record), {}), **fields})
 
 
 def fit_worker(worker: Worker, make_engine: EngineFactory) -> Worker:
-    """A worker that can live on the plans of these engines: this one, if they show blocks."""
+    """Return a worker for the plans of these engines: `worker`, or one without blocks."""
     traits = get_traits(make_engine)
     scope = traits.equivalence
     if not isinstance(scope, SamePlans) or scope.shows_blocks or traits.make_worker is not None:
@@ -99,11 +100,11 @@ def fit_worker(worker: Worker, make_engine: EngineFactory) -> Worker:
 
 @dataclass(slots=True, kw_only=True)
 class PlanRun(ScopedRun):
-    """One run of one engine, compared in what it runs and delivers. Not reusable."""
+    """One run of one engine, compared by what it runs and delivers. Not reusable."""
 
     @classmethod
     def start(cls, config: v.Config, make_engine: EngineFactory, *args: Any, **kwargs: Any) -> Self:
-        """Build both sides and the worker that can live on the engine's plans.
+        """Build both sides and the worker for the engine's plans.
 
         Raises:
             ConfigError: the engine cannot be built with this config.
@@ -113,7 +114,7 @@ class PlanRun(ScopedRun):
         return run
 
     def _comparable(self, _snapshot: v.Snapshot | None) -> None:
-        """No state is compared, shown or not."""
+        """Return None: no state is compared, shown or not."""
 
     def _diverge(
         self, event: v.Event, expected: v.Observation, seen: object, after: v.Snapshot | None
@@ -125,9 +126,9 @@ class PlanRun(ScopedRun):
         return LockStep._diverge(self, event, expected, seen, after)
 
     def _check_answer(self, event: v.Event, seen: v.Observation) -> list[Finding]:
-        """What holds of any engine's answer, and what its worker says.
+        """Return the findings of the checks that hold for any engine, and of the worker.
 
-        What a load that fails voids is compared with the specification, and not said here again.
+        The effect of a failed load is compared with the specification, and not checked here again.
         """
         told: Iterable[Finding] = ()
         report = event.transfers if isinstance(event, v.Commit | v.TransfersReported) else None

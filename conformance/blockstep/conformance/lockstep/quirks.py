@@ -1,14 +1,15 @@
-"""Quirks met: whether a run saw each quirk of its profile decide, and where it just does not.
+"""Quirks met: whether a run saw each quirk of its profile change a decision, and leave one
+unchanged.
 
-A profile that has a quirk too much, or a quirk that reaches too far, shows only just outside of
-what the quirk is about. So both sides of each quirk are watched:
+A superfluous quirk, or one that applies too widely, shows only in decisions just outside of its
+condition. So there are two goals for each quirk:
 
-* it applies: without it the specification would have answered an event otherwise, or be otherwise;
-* it does not apply: a decision that it replaces was asked, and nothing would have been otherwise.
+* it applies: without it the specification would have given another answer or state at an event;
+* it does not apply: a decision that it replaces was made, and the quirk changed nothing.
 
-Where all that it replaced gave the result that it has without the quirk, that is known at once.
-Else the event is taken once more without the quirk: the first time, the second, the fourth, the
-eighth and so on that it may have decided in a run.
+If all replaced functions gave the same result as without the quirk, the second goal is reached at
+once. Otherwise the event is applied once more without the quirk: the first, second, fourth, eighth
+time and so on that the quirk may have mattered in a run.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from blockstep.spec.transition import Accepted, transition
 
 
 def name_applied(quirk: Quirk) -> str:
-    """The goal that a quirk was seen to decide."""
+    """Return the name of the goal that a quirk changes a decision."""
     return f"quirk {quirk} applies"
 
 
 def name_spared(quirk: Quirk) -> str:
-    """The goal that a quirk was asked, and did not decide."""
+    """Return the name of the goal that a quirk leaves a decision unchanged."""
     return f"quirk {quirk} does not apply"
 
 
@@ -66,9 +67,9 @@ FEATURE_OF: Mapping[Quirk, str] = {
     )
     for story in theme.STORIES
 }
-"""The feature of each quirk that has one; the others are of every run."""
+"""Feature of each quirk that has one; the others belong to every run."""
 OF_ANOTHER = (Quirk.PADDING_WAITS_AT_THE_END, Quirk.HIT_IS_COMPANY_ENOUGH)
-"""Quirks that replace nothing by themselves: another one, which is watched, asks for them."""
+"""Quirks that replace nothing by themselves, but change another one, which is watched."""
 UNMET: Mapping[str, str] = {
     **{
         name(quirk): "It changes nothing but the quirk admitted_with_padding."
@@ -82,26 +83,27 @@ UNMET: Mapping[str, str] = {
     name_spared(Quirk.LOADED_KEEP_THEIR_BLOCKS): "It is asked only where a request lacks blocks "
     "and another one holds some for a load that has arrived, and then it decides whether they go.",
 }
-"""Goals that no run has to reach, and why."""
+"""Goals that no run has to reach, with the reason."""
 
 
 def get_feature(goal: str) -> str | None:
-    """The feature of the quirk of a goal, if it has one."""
+    """Return the feature of the quirk of a goal, if it has one."""
     return FEATURE_OF.get(Quirk(goal.split()[1]))
 
 
 def is_spared(goal: str) -> bool:
-    """Whether a goal is that a quirk was asked and did not decide."""
+    """Return whether a goal is that a quirk leaves a decision unchanged."""
     return goal == name_spared(Quirk(goal.split()[1]))
 
 
 def tell_goal(goal: str) -> str:
-    """The title of the quirk that a goal is about."""
+    """Return the title of the quirk of a goal."""
     return next(story.title for story in QUIRKS if story.quirk == goal.split()[1])
 
 
 def list_goals(profile: Profile, features: Collection[str] | None = None) -> list[str]:
-    """Both sides of each quirk of a profile that has one of these features; None: of each."""
+    """Return both goals of each quirk of a profile that has one of these features; None: of each
+    quirk."""
     quirks = [
         quirk
         for quirk in Quirk
@@ -111,7 +113,7 @@ def list_goals(profile: Profile, features: Collection[str] | None = None) -> lis
 
 
 class WatchedSpec(SpecEngine):
-    """The specification under a profile, which notes what the quirks did."""
+    """The specification under a profile, which records what the quirks change."""
 
     def __init__(self, config: v.Config, profile: Profile) -> None:
         super().__init__(config, profile)
@@ -119,7 +121,7 @@ class WatchedSpec(SpecEngine):
         self.state = replace(self.state, rules=self.watch.rules)
 
     def apply(self, event: v.Event) -> v.Observation:
-        """Take one event, and note what the quirks did."""
+        """Apply one event, and record what the quirks change."""
         before = self.state
         self.watch.begin()
         seen = super().apply(event)
@@ -128,16 +130,17 @@ class WatchedSpec(SpecEngine):
 
 
 class QuirkWatch:
-    """The rules of a profile, and what its quirks were seen to do."""
+    """Rules of a profile, and the effects of its quirks that were seen."""
 
     def __init__(self, config: v.Config, quirks: frozenset[Quirk]) -> None:
         self.config, self.quirks = config, quirks
         self.met: set[str] = set()
         """Goals that were reached."""
         self._asked: dict[Quirk, bool] = {}
-        """Quirks that were asked in this event: whether all gave the result of without."""
+        """Quirks used in this event, with whether all their functions gave the same result as
+        without them."""
         self._num_asked = dict.fromkeys(quirks, 0)
-        """Events in which a quirk may have decided."""
+        """Number of events in which a quirk may have mattered."""
         rules = replace(STRICT_RULES, quirks=quirks, remake=(get_rules, (quirks, config)))
         flags: dict[str, Quirk] = {}
         for story in QUIRKS:
@@ -147,17 +150,17 @@ class QuirkWatch:
         self.rules = _watch_flags(rules, flags, self._note_flag)
 
     def begin(self) -> None:
-        """An event comes."""
+        """Begin an event."""
         self._asked = {}
 
     def settle(self, before: State, event: v.Event, seen: v.Observation, after: State) -> None:
-        """An event was taken: note what its quirks did."""
+        """Record what the quirks changed in an event."""
         for quirk, is_as_without in self._asked.items():
             if is_as_without:
                 self.met.add(name_spared(quirk))
                 continue
             count = self._num_asked[quirk] = self._num_asked[quirk] + 1
-            is_tried = count & (count - 1) == 0  # the first, and then fewer and fewer
+            is_tried = count & (count - 1) == 0  # the 1st, 2nd, 4th, 8th and so on
             if is_tried and not {name_applied(quirk), name_spared(quirk)} <= self.met:
                 is_applied = self._is_otherwise(quirk, before, event, seen, after)
                 self.met.add(name_applied(quirk) if is_applied else name_spared(quirk))
@@ -165,7 +168,8 @@ class QuirkWatch:
     def _is_otherwise(
         self, quirk: Quirk, before: State, event: v.Event, seen: v.Observation, after: State
     ) -> bool:
-        """Whether an event has another answer or state without a quirk, or fails an assertion."""
+        """Return whether an event has another answer or state without a quirk, or fails an
+        assertion."""
         without = get_rules(self.quirks - {quirk}, self.config)
         try:
             result = transition(replace(before, rules=without), event)
@@ -176,7 +180,8 @@ class QuirkWatch:
         return result.observation != seen or replace(result.state, rules=after.rules) != after
 
     def _fold(self, quirk: Quirk, before: Rules, after: Rules) -> tuple[Rules, list[str]]:
-        """The rules with a quirk whose functions are watched, and the flags that it changed."""
+        """Return the rules with a quirk whose functions are watched, and the flags that it
+        changed."""
         watched: dict[str, Any] = {}
         flags: list[str] = []
         for one in fields(Rules):
@@ -192,7 +197,8 @@ class QuirkWatch:
     def _compare(
         self, quirk: Quirk, old: Callable[..., Any], new: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """The function of a quirk, which notes whether the one that it replaces gives the same."""
+        """Return the function of a quirk, which records whether the replaced function gives the
+        same."""
 
         def ask(*args: Any) -> Any:
             found = new(*args)
@@ -211,7 +217,7 @@ class QuirkWatch:
 
 
 def _watch_flags(rules: Rules, flags: dict[str, Quirk], note: Callable[[Quirk], None]) -> Rules:
-    """The rules, of which each of some flags is noted when it is read."""
+    """Return the rules with a callback that is called when one of these flags is read."""
     values = {one.name: getattr(rules, one.name) for one in fields(Rules)}
     watched: Rules = _get_class(tuple(sorted(flags.items())))(**values)
     object.__setattr__(watched, "note", note)
@@ -220,7 +226,7 @@ def _watch_flags(rules: Rules, flags: dict[str, Quirk], note: Callable[[Quirk], 
 
 @cache
 def _get_class(flags: tuple[tuple[str, Quirk], ...]) -> Any:
-    """A class of rules that tells of each of these flags when it is read."""
+    """Return a class of rules that reports each read of these flags."""
 
     def make(name: str, quirk: Quirk) -> property:
         slot = Rules.__dict__[name]

@@ -1,12 +1,12 @@
-"""Refusable: what an engine may refuse, seen by a client that knows its answers and nothing else.
+"""Refusable: the events that an engine may reject, judged from its own earlier answers.
 
-An engine with `Capability.REJECTION` answers bad input with a refusal. What is bad follows from the
-vocabulary, the config and the answers up to now. Whether one that takes it all the same is wrong
-for that depends on the input:
+An engine with `Capability.REJECTION` answers bad input with a rejection. Whether input is bad
+follows from the vocabulary, the config and the answers up to now. Whether an engine may also accept
+it depends on the input:
 
-* what it may take, if it can: a request that seems too long, drafts that cannot be used, an answer
-  to a later plan that nobody waits for in an earlier one. All that follows is judged as ever;
-* anything else must come to nothing, whether it is refused or passed over (P18).
+* some input it may accept, if it can: a request that seems too long, drafts that cannot be used, a
+  commit of a later plan without requests of an earlier one. What follows is judged as usual;
+* any other input must have no effect, whether it is rejected or ignored (P18).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from blockstep.spec.state import State
 from blockstep.spec.transition import transition
 
 ILL_FORMED = frozenset((v.RejectCode.MALFORMED_EVENT, v.RejectCode.BAD_REQUEST))
-"""Refusals of what no adapter can be asked about."""
+"""Reject codes of input that no adapter can be asked about."""
 MAY_BE_TAKEN = frozenset(
     (v.RejectCode.PROMPT_TOO_LONG, v.RejectCode.NEVER_FITS, v.RejectCode.BAD_DRAFTS)
 )
-"""Refusals of what another engine may be able to do, or to leave alone."""
+"""Reject codes of input that another engine may be able to handle, or ignore."""
 
 
 def find_problem(
@@ -38,10 +38,10 @@ def find_problem(
     plans: Sequence[v.Plan],
     worker: Worker,
 ) -> v.RejectCode | None:
-    """Why an event may be refused now; None: any engine must take it.
+    """Return why an event may be rejected now; None: every engine must accept it.
 
-    `empty` is the state of the specification before any event, `live` are those who have not
-    ended, `plans` are in flight, oldest first.
+    `empty` is the state of the specification before any event, `live` are the unfinished requests,
+    `plans` are in flight, oldest first.
     """
     match event:
         case v.Submit(request=request):
@@ -74,7 +74,7 @@ def find_problem(
 def find_problem_of_update(
     event: v.StreamingUpdate, empty: State, client: Client
 ) -> v.RejectCode | None:
-    """Why a client cannot go on with a request now."""
+    """Return why a streaming update may be rejected now."""
     problem = v.event_problem(event)
     if problem is not None:
         return problem.code
@@ -96,7 +96,7 @@ def find_problem_of_update(
 def find_problem_of_fork(
     event: v.Fork, empty: State, client: Client, not_begun: Container[v.RequestId]
 ) -> v.RejectCode | None:
-    """Why a request cannot go on as two now; those `not_begun` had no row yet."""
+    """Return why a fork may be rejected now; requests in `not_begun` had no row yet."""
     problem, name = v.event_problem(event), event.request_id
     if problem is not None:
         return problem.code
@@ -118,7 +118,8 @@ def find_problem_of_fork(
 
 
 def may_take(code: v.RejectCode, event: v.Event, plans: Sequence[v.Plan], worker: Worker) -> bool:
-    """Whether an engine may take what it may refuse for `code`, and means it to have its effect."""
+    """Return whether an engine may accept, with its effect, an event that it may reject for
+    `code`."""
     if code is v.RejectCode.FRAME_OUT_OF_ORDER and isinstance(event, v.Commit):
         later = next(plan for plan in plans if plan.frame_id == event.frame_id)
         older = plans[: plans.index(later)]
@@ -130,25 +131,25 @@ def may_take(code: v.RejectCode, event: v.Event, plans: Sequence[v.Plan], worker
 
 
 def judge_mistake(event: v.Event, seen: v.Observation) -> Iterator[Finding]:
-    """P18: what may not be taken is refused, or passed over without effect."""
+    """Yield findings of P18: an event that must not be accepted is rejected, or has no effect."""
     match event, seen:
         case (_, v.Rejected()) | (v.Commit(), v.Outputs(rows=())) | (v.GrammarReady(), v.Ack()):
             return
         case v.Schedule(), v.Plan(frame_id=frame_id) if seen == v.Plan(frame_id):
             return
         case v.Submit(), v.Ack() if v.event_problem(event) is None:
-            return  # a name that is there already, once more
+            return  # an id that is in use already
     what = f"the event was taken, and answered with {describe_observation(seen)}"
     yield violated("P18", "stale_or_wrong_event_is_refused", what)
 
 
 def list_in_flight(plans: Sequence[v.Plan]) -> set[v.RequestId]:
-    """Those of whom a plan in flight has a row."""
+    """Return the requests that have a row in a plan in flight."""
     return {row.request_id for plan in plans for row in plan.rows}
 
 
 def _code_of(empty: State, event: v.Event) -> v.RejectCode | None:
-    """Why the specification refuses an event before anything has happened."""
+    """Return the code with which the specification rejects an event in its empty state."""
     answer = transition(empty, event)
     return answer.code if isinstance(answer, v.Rejected) else None
 
@@ -156,7 +157,7 @@ def _code_of(empty: State, event: v.Event) -> v.RejectCode | None:
 def _problem_of_items(
     request: v.Request, empty: State, live: Mapping[v.RequestId, v.Request], worker: Worker
 ) -> v.RejectCode | None:
-    """Why items cannot be what their identifiers stand for: in other requests, or at the worker."""
+    """Return why items contradict their identifiers in other requests or at the worker."""
     if not empty.config.encoder_cache_size or not request.items:
         return None
     sizes = {} if empty.config.is_encoder_decoder else dict(worker.encoded)
@@ -186,7 +187,7 @@ def _problem_of_answer(
 def _problem_of_asking(
     event: v.GrammarBitmask, empty: State, plans: Sequence[v.Plan], worker: Worker
 ) -> v.RejectCode | None:
-    """Why no mask can be made of a plan in flight."""
+    """Return why no bitmask can be made for a plan in flight."""
     problem = v.event_problem(event)
     if problem is not None:
         return problem.code
@@ -210,7 +211,8 @@ def _can_be_said(
     right: Sequence[v.RowTokens],
     drafts: Mapping[v.RequestId, v.TokenIds],
 ) -> bool:
-    """Whether another worker could have answered so: the same rows, drafts and a token in each."""
+    """Return whether another worker could have sampled this: the same rows, drafts and a token in
+    each."""
     tokens_of = {row.request_id: row.token_ids for row in sampled}
     if len(sampled) != len(right) or tokens_of.keys() != {row.request_id for row in right}:
         return False
@@ -223,7 +225,8 @@ def _can_be_said(
 
 
 def _can_be_sampled(tokens: v.TokenIds, drafts: v.TokenIds) -> bool:
-    """Whether tokens are some leading drafts, whatever a placeholder stands for, and one more."""
+    """Return whether tokens are some leading drafts, whatever a placeholder is, and one more
+    token."""
     return 1 <= len(tokens) <= 1 + len(drafts) and all(
         draft in (token, v.DRAFT_PLACEHOLDER)
         for token, draft in zip(tokens[:-1], drafts, strict=False)

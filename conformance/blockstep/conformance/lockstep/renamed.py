@@ -1,12 +1,13 @@
-"""Renamed: the equivalence of an engine that takes other block ids, and decides all else alike.
+"""Renamed: the equivalence of an engine with other block ids and otherwise equal decisions.
 
 Answers and states are compared with the specification's as at `exact`, once the engine's block ids
-are renamed to the spec's (`protocol.renaming`). Which blocks share what, how many are held and
-free, and what can be found under which key is then equal; the order of the free queue need not be.
-Where it evicts something else in the end, that block is not found any more, and the states differ.
+are renamed to the spec's (`protocol.renaming`). Then the shared blocks, the numbers of held and
+free blocks, and the keys of cached blocks are equal; the order of the free queue may differ. If
+another block is evicted because of that order, its key is missing in one state, and the states
+differ.
 
-The bijection is made anew for each state. That ids mean the same from one step to the next, the
-worker says: it plays the engine's own plans with the engine's own ids.
+The bijection is computed again for each state. The worker checks that ids keep their meaning from
+one step to the next: it plays the engine's own plans with the engine's own ids.
 
     class Adapter:
         traits = EngineTraits(equivalence=Renamed())
@@ -31,7 +32,7 @@ from blockstep.spec import vocabulary as v
 
 @dataclass(slots=True, kw_only=True)
 class RenamedRun(ScopedRun):
-    """One run of one engine, compared up to the names of its blocks. Not reusable."""
+    """One run of one engine, compared up to the ids of its blocks. Not reusable."""
 
     tables: TablePairs = field(default_factory=TablePairs)
 
@@ -40,7 +41,7 @@ class RenamedRun(ScopedRun):
     ) -> Iterator[Finding]:
         if isinstance(expected, v.Plan) and isinstance(seen, v.Plan):
             seen = self.tables.take_read(seen)
-            # A window, a load that failed, a session whose blocks another took: no plan tells.
+            # No plan shows a freed window, a failed load, or a session whose blocks were reclaimed.
             requests = self.spec.snapshot().requests
             self.tables.let_go({it.request_id: it.block_tables for it in requests})
             self.loads.take(expected, seen)
@@ -50,15 +51,16 @@ class RenamedRun(ScopedRun):
         return LockStep._diverge(self, event, expected, seen, after)
 
     def _check_step(self, step: Step, asked: Asked = Asked.ALL) -> list[Finding]:
-        """As `LockStep` does, without the checks that quote the order of the free queue."""
+        """Check a step as `LockStep` does, without the checks that quote the order of the free
+        queue."""
         before, after = sort_free_queue(step.before), sort_free_queue(step.after)
         unordered = replace(step, before=before, after=after)
         return check_step(unordered, self.ledger, self.worker, is_renamed=True, asked=asked)
 
     def follow(self, event: v.Event, observation: v.Observation) -> None:
-        """Take in one event and the answer to it: whoever holds no block any more has no table.
+        """Update with one event and its answer: a request without blocks has no table.
 
-        A session that has come to its stop and rests holds what it held.
+        An idle session keeps its blocks.
         """
         LockStep.follow(self, event, observation)
         self.tables.drop([name for name in self.tables.of if name not in self.live])

@@ -1,4 +1,4 @@
-"""Runner: what actions come to, as the client and the worker of a run know it."""
+"""Runner: turns actions into events, with the client and the worker of a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from blockstep.spec.transition import transition
 
 @dataclass(slots=True, kw_only=True)
 class Runner(Client):
-    """Who turns actions into events."""
+    """Client that turns actions into events."""
 
     config: v.Config
     worker: Worker
@@ -38,7 +38,7 @@ class Runner(Client):
     capabilities: frozenset[str]
 
     def resolve(self, action: Action) -> v.Event | None:
-        """The event that an action comes to now; None when it comes to nothing."""
+        """Return the event of an action now; None if the action has no effect."""
         match action:
             case v.Schedule() | v.Submit():
                 return action
@@ -65,7 +65,7 @@ class Runner(Client):
                 )
                 return self._proposal(rows) if rows else None
             case Hostile(event=v.Commit() as event) if self._is_welcome(event):
-                return None  # a right answer but not the worker's: it would lose its tokens
+                return None  # accepting it would lose the worker's own tokens
             case Hostile(event=event):
                 return event
             case Drain():
@@ -81,14 +81,14 @@ class Runner(Client):
         return v.Commit(plan.frame_id, rows, told)
 
     def follow(self, event: v.Event, observation: v.Observation) -> None:
-        """Take in one event and the answer to it."""
+        """Update with one event and its answer."""
         if isinstance(event, v.Commit) and self.config.kv_connector:
             self.dropped |= self.list_dropped(event)
         Client.follow(self, event, observation)
 
     def list_dropped(self, event: v.Commit) -> set[tuple[v.FrameId, v.RequestId]]:
-        """Rows of the plan that is answered, and of those behind it, that deliver nothing: blocks
-        of their load were invalid."""
+        """Return the rows of this plan and of later ones in flight whose tokens are not delivered,
+        because blocks of their load were invalid."""
         loads = self.transfers.at_once.get(event.frame_id, ())
         failed = set(list_failed(loads, self.config.block_sizes, event.transfers))
         failed -= self.list_begun_anew(event.frame_id) if failed else set()
@@ -100,8 +100,8 @@ class Runner(Client):
         }
 
     def list_begun_anew(self, frame_id: v.FrameId) -> set[v.RequestId]:
-        """Who has begun again in a plan in flight behind this one: what it loads for them is
-        nothing to them now."""
+        """Return the requests that were admitted again in a later plan in flight than this one; a
+        load of this plan does not matter for them any more."""
         return {
             row.request_id
             for plan in self.plans
@@ -110,16 +110,17 @@ class Runner(Client):
         }
 
     def _owes_a_mask(self) -> bool:
-        """Whether the oldest plan samples under a grammar: its mask comes before its answer."""
+        """Return whether the oldest plan samples under a grammar, so that its bitmask precedes its
+        commit."""
         can_ask = Capability.MASKS in self.capabilities and self.plans
         return bool(can_ask) and self.plans[0].has_structured_output_requests
 
     def _is_welcome(self, event: v.Event) -> bool:
-        """Whether the spec would take the event now."""
+        """Return whether the spec would accept the event now."""
         return not isinstance(transition(self.spec.state, event), v.Rejected)
 
     def _proposal(self, rows: tuple[v.RowTokens, ...]) -> v.Drafts | None:
-        """Drafts for everybody, or for those who can take them if the engine drops none."""
+        """Return the drafts of all requests, or only acceptable ones if the engine requires it."""
         if not {Capability.REJECTION, Capability.LATE_DRAFTS} & self.capabilities:
             state = self.spec.state
             requests = [state.requests.get(row.request_id) for row in rows]
@@ -129,13 +130,14 @@ class Runner(Client):
 
 
 def ask_mask(worker: Worker, plan: v.Plan) -> v.GrammarBitmask:
-    """Ask for the mask of a plan in flight, and tell the drafts that only the worker knows."""
+    """Return the request for the bitmask of a plan in flight, with drafts that only the worker
+    knows."""
     is_async = worker.config.async_scheduling
     return v.GrammarBitmask(plan.frame_id, worker.tell_drafts(plan.frame_id) if is_async else ())
 
 
 def forbid(worker: Worker, plans: Sequence[v.Plan]) -> v.Commit | None:
-    """An answer to the oldest plan in which a token is forbidden, if any can be."""
+    """Return a commit of the oldest plan with a token that a grammar forbids, if possible."""
     if not plans:
         return None
     rows = worker.answer_wrongly(plans[0].frame_id)

@@ -1,4 +1,4 @@
-"""Runs: a run of whatever kind an engine's factory asks for, and a program from its start."""
+"""Runs: construction of the run that an engine's equivalence needs, and of runs of programs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KINDS: Mapping[type[Equivalence], type[ScopedRun]] = {
 
 
 def get_start(make_engine: EngineFactory) -> Callable[..., LockStep]:
-    """`start` of the kind of run that the factory asks for."""
+    """Return `start` of the kind of run that the factory's equivalence needs."""
     scope = get_traits(make_engine).equivalence
     if scope is None:
         return LockStep.start
@@ -39,7 +39,7 @@ def get_start(make_engine: EngineFactory) -> Callable[..., LockStep]:
 def start_program(
     program: Program, make_engine: EngineFactory, profile: Profile = STRICT
 ) -> LockStep:
-    """A run of the kind that the factory asks for, before the first action of a program."""
+    """Return the run of a program before its first action."""
     return get_start(make_engine)(
         program.config,
         make_engine,
@@ -56,7 +56,7 @@ def run_program(
     """Run a program from the start until it ends or something is wrong.
 
     Raises:
-        ConfigError: the engine refuses the config.
+        ConfigError: the engine rejects the config.
     """
     run = start_program(program, make_engine, profile)
     if run.unbuilt is not None:

@@ -1,18 +1,19 @@
 """Safety: the equivalence of an engine that decides differently: properties, no comparison.
 
 The specification is one way to schedule. An engine that admits, evicts or preempts by other rules
-is not wrong for it, so no answer is compared with the specification's. It is judged by what holds
-for every engine: the worker lives on its plans and finds in each slot what was written for that
-very prefix (P2, P3, P4, P6, P24, P26), budgets are kept (P9), what is delivered is what was sampled
-(P13), all ends once arrivals stop (P10), what is told agrees with what was told before
-(`judge.told`), and, where it shows its state, the sentences of `judge.properties.JUDGED`.
+is not wrong, so no answer is compared with the specification's. It is judged by what holds for
+every engine: the worker can execute its plans and finds in each slot what was written for that very
+prefix (P2, P3, P4, P6, P24, P26), budgets are kept (P9), delivered tokens were sampled (P13), all
+requests finish once arrivals stop (P10), plans and outputs agree with earlier ones (`judge.told`),
+and, if it shows its state, the checks of `judge.properties.JUDGED`.
 
-Who is live and what is in flight follows from the engine's own answers. The specification is asked
-one question, and always in its empty state: whether a request can ever fit (P11).
+Unfinished requests and plans in flight follow from the engine's own answers. The specification is
+used for one question, always in its empty state: whether a request can ever fit (P11).
 
-An engine with `Capability.REJECTION` is also given what it may refuse (`lockstep.refusable`): a
-request that seems too long for it, wrong and stale answers of the worker, one plan too many. A
-refusal must leave its state alone; what it takes by mistake is judged by what follows.
+An engine with `Capability.REJECTION` is also given events that it may reject
+(`lockstep.refusable`): a request that seems too long for it, wrong and stale commits, one plan too
+many. A rejection must leave its state unchanged; what it accepts by mistake is judged by what
+follows.
 
 A factory declares the equivalence among its traits:
 
@@ -53,16 +54,16 @@ from blockstep.spec import vocabulary as v
 
 @dataclass(slots=True, kw_only=True)
 class SafetyRun(ScopedRun):
-    """One run of one engine, watched and not compared. Not reusable."""
+    """One run of one engine, checked without comparison. Not reusable."""
 
     answers: AnswerWitnesses = field(init=False)
     told: Told = field(init=False)
     may_propose: bool = False
-    """No plan was made since the last commit."""
+    """Whether no plan was made since the last commit."""
     idle: set[v.RequestId] = field(default_factory=set)
-    """Who had no row since they were submitted or preempted."""
+    """Requests without a row since they were submitted or preempted."""
     not_begun: set[v.RequestId] = field(default_factory=set)
-    """Who had no row at all."""
+    """Requests without any row."""
 
     def __post_init__(self) -> None:
         ScopedRun.__post_init__(self)
@@ -74,7 +75,7 @@ class SafetyRun(ScopedRun):
 
     @classmethod
     def start(cls, config: v.Config, make_engine: EngineFactory, *args: Any, **kwargs: Any) -> Self:
-        """Build the engine and all that watches it. Raises as `ScopedRun.start` does."""
+        """Build the engine, its worker and its checks. Raises as `ScopedRun.start` does."""
         run = super(SafetyRun, cls).start(config, make_engine, *args, **kwargs)
         if isinstance(run.scope, Safety) and not run.scope.has_slots:
             run.told.has_slots = False
@@ -84,15 +85,15 @@ class SafetyRun(ScopedRun):
         return run
 
     def _comparable(self, snapshot: v.Snapshot | None) -> v.Snapshot | None:
-        """The state as the engine shows it: it is compared with nothing."""
+        """Return the state as the engine shows it: it is compared with nothing."""
         return snapshot
 
     def _proposal(self, rows: tuple[v.RowTokens, ...]) -> v.Drafts | None:
-        """Drafts for those who have not ended, no more than there may be.
+        """Return drafts for unfinished requests, within the limit.
 
-        An engine that neither refuses nor drops late ones is given those only that it must take:
-        right after a commit, for requests that it did not preempt, that are in no other frame, and
-        that are not new under the name of one that has ended.
+        An engine that neither rejects nor drops late drafts is given only those that it must
+        accept: right after a commit, for requests that it did not preempt, that are in no other
+        frame, and that are not new under the id of a finished request.
         """
         most = self.config.num_speculative_tokens
         rows = tuple(
@@ -105,13 +106,14 @@ class SafetyRun(ScopedRun):
         return v.Drafts(rows) if rows and most else None
 
     def _list_timely(self, rows: tuple[v.RowTokens, ...]) -> tuple[v.RowTokens, ...]:
-        """The drafts that any engine must take: after a commit, for those who run and wait."""
+        """Return the drafts that any engine must accept: right after a commit, for running requests
+        without a row in flight."""
         busy = list_in_flight(self.plans) | self.idle
         rows = tuple(row for row in rows if row.request_id in self.live.keys() - busy)
         return rows if self.may_propose else ()
 
     def follow(self, event: v.Event, observation: v.Observation) -> None:
-        """Take in one event and the answer to it."""
+        """Update with one event and its answer."""
         self._note_texts(event, observation)
         self._drop_tokens(event, observation)
         LockStep.follow(self, event, observation)
@@ -133,8 +135,8 @@ class SafetyRun(ScopedRun):
                 self.idle.update(self.live)
 
     def _drop_tokens(self, event: v.Event, observation: v.Observation) -> None:
-        """Note the rows in flight that deliver nothing, for their requests are preempted, and the
-        engine drops such tokens."""
+        """Note the rows in flight whose tokens an engine drops, because their requests are
+        preempted."""
         if not self.worker.drops_tokens_in_flight:
             return
         match event, observation:
@@ -156,7 +158,8 @@ class SafetyRun(ScopedRun):
         self.not_begun.add(name)
 
     def _note_texts(self, event: v.Event, observation: v.Observation) -> None:
-        """Note texts of which something is taken back: no key may be left of it."""
+        """Note token sequences that were rolled back or preempted: none of their keys may give a
+        wrong hit."""
         match event, observation:
             case _, v.Plan(preempted_req_ids=names):
                 for name in names:
@@ -185,14 +188,15 @@ class SafetyRun(ScopedRun):
         return find_problem(event, self.spec.state, self.live, self.plans, self.worker)
 
     def _is_welcome(self, event: v.Event) -> bool:
-        """Whether any engine must take the event now; decided by what this one has answered."""
+        """Return whether any engine must accept the event now, by this engine's own answers."""
         return self._find_problem(event) is None
 
     def _is_for(self, event: v.Event, problem: v.RejectCode | None) -> bool:
-        """Whether the engine is given an event, which it may refuse for a problem.
+        """Return whether the engine is given an event that it may reject for `problem`.
 
-        Not a request of the name of one who ended, while a plan in flight has a row of that one: if
-        it were taken, answers could not be told apart. Nor a branch of who is about to end.
+        A request under the id of a finished one is held back while a plan in flight has a row of
+        that one, since outputs could not be told apart. So is a fork of a request that is about to
+        end.
         """
         if self.excuses.is_over or self._is_early(event):
             return False
@@ -208,7 +212,8 @@ class SafetyRun(ScopedRun):
         return problem is None or problem in self.judged
 
     def _understands_ill(self, request: v.Request) -> bool:
-        """Whether an adapter lets an ill-formed request through; it need not be able to read it."""
+        """Return whether an adapter lets an ill-formed request through; it need not be able to read
+        it."""
         try:
             return self.scope.fit_request(request, self.config) == request
         except Exception:
@@ -217,7 +222,7 @@ class SafetyRun(ScopedRun):
     def apply(self, event: v.Event) -> list[Finding]:
         """Give one event to the engine and check what can be checked without a reference.
 
-        What the engine declines it is not given, under a profile that spares it (`sparing`).
+        An event that the engine declines is left out, under a profile that allows it (`sparing`).
         """
         reason = None if self.declines is None else self.declines(event)
         if reason is not None:
@@ -271,8 +276,8 @@ class SafetyRun(ScopedRun):
         return findings
 
     def _list_failing(self, event: v.Event) -> list[v.RequestId]:
-        """Unfinished ones of whose load this event says that a block is invalid: they wait for it;
-        or it was part of the plan that is answered, of which they have a row still."""
+        """Return the unfinished requests whose load this event reports as invalid: they wait for
+        it, or it was part of the committed plan, and they still have a row of that plan."""
         if not isinstance(event, v.Commit | v.TransfersReported) or not self.config.kv_connector:
             return []
         sizes, found = self.config.block_sizes, self.transfers
@@ -288,20 +293,22 @@ class SafetyRun(ScopedRun):
             failing += [
                 name
                 for name in list_failed(found.at_once.get(frame_id, ()), sizes, event.transfers)
-                # Who was preempted since waits for tokens of frames in flight, or for nothing.
+                # A request preempted since waits for tokens of frames in flight, or for nothing.
                 if name not in anew and (name not in self.idle or name in sampling)
             ]
         return [name for name in failing if name in self.live]
 
     def _list_doubtful(self, event: v.Event) -> list[v.RequestId]:
-        """Likewise of a load that has come: who waited for it may have given its blocks up."""
+        """Return the requests whose completed load this event reports as invalid; they may have
+        lost its blocks since."""
         if not isinstance(event, v.Commit | v.TransfersReported):
             return []
         loads = self.transfers.received.values()
         return [*list_failed(loads, self.config.block_sizes, event.transfers)]
 
     def _may_refuse(self, event: v.Event, problem: v.RejectCode | None) -> bool:
-        """Whether a refusal is no mistake: of a problem, of any request, and of late drafts."""
+        """Return whether a rejection is correct: of a bad event, of any request, and of late
+        drafts."""
         if isinstance(event, v.Drafts) and problem is None:
             return self._list_timely(event.drafts) != event.drafts
         return problem is not None or isinstance(event, v.Submit)
@@ -309,7 +316,8 @@ class SafetyRun(ScopedRun):
     def _judge_mistake(
         self, event: v.Event, seen: v.Observation, after: v.Snapshot | None
     ) -> list[Finding]:
-        """What is wrong with an event that must come to nothing: it was taken, or did something."""
+        """Return the findings about an event that must have no effect: it was accepted, or changed
+        the state."""
         findings, before = [*judge_mistake(event, seen)], self.before
         self.before = after
         if before is None or after is None or not isinstance(seen, v.Rejected | v.Outputs):
@@ -320,7 +328,7 @@ class SafetyRun(ScopedRun):
     def _judge_state(
         self, event: v.Event, seen: v.Observation, before: v.Snapshot, after: v.Snapshot
     ) -> list[Finding]:
-        """What the sentences about a state and the worker say."""
+        """Return the findings of the worker and of the checks about states."""
         step = Step(self.config, self.num_events, event, seen, before, after)
         findings = [*self.worker.check_published(after)]
         if isinstance(event, v.Schedule | v.Commit):

@@ -1,6 +1,6 @@
-"""Scoped: runs of engines that are held to a weaker equivalence than `exact`, whatever it is.
+"""Scoped: runs of engines under any equivalence weaker than `exact`.
 
-Its factory says what such an engine can be given (`engine.Equivalence`).
+The factory says which configs and requests such an engine can be given (`engine.Equivalence`).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from blockstep.conformance.protocol.renaming import LoadPairs
 from blockstep.spec import vocabulary as v
 
 DECLINED = "requests that are not for this engine"
-"""Counted under this name; `Equivalence.fit_request` says which."""
+"""Name under which they are counted; `Equivalence.fit_request` decides which."""
 _NO_FEATURES = {"max_tokens", "arrival_time"}
 """Fields that every engine has: a length, and a place in the order of arrival."""
 
 
 def _list_changes(one: v.Config | v.Request, other: v.Config | v.Request) -> list[str]:
-    """The fields in which two of a kind differ."""
+    """Return the fields in which two objects of the same type differ."""
     return [f.name for f in fields(one) if getattr(one, f.name) != getattr(other, f.name)]
 
 
 def require_fitting(config: v.Config, scope: Equivalence) -> None:
-    """See that an engine can be built with a config. Raises ConfigError."""
+    """Raise ConfigError if an engine cannot be built with a config."""
     fitting = scope.fit_config(config)
     for name in _list_changes(config, fitting):
         rule, fix = "is not a config of this engine", f"use {getattr(fitting, name)!r}"
@@ -43,7 +43,8 @@ def fit_submit(
     lacking: Iterable[Feature],
     skip: Callable[[str], None],
 ) -> v.Submit | None:
-    """The submission that an engine understands, None if there is none; what is dropped is told."""
+    """Return the submission that an engine understands, or None; what is left out is passed to
+    `skip`."""
     fitting = scope.fit_request(action.request, config)
     if fitting is None:
         return None
@@ -59,7 +60,7 @@ def fit_submit(
 
 @dataclass(slots=True, kw_only=True)
 class ScopedRun(LockStep):
-    """One run of one engine, within what its equivalence says of it. Not reusable."""
+    """One run of one engine under its equivalence. Not reusable."""
 
     scope: Equivalence = field(default_factory=Safety)
     loads: LoadPairs = field(init=False)
@@ -68,7 +69,7 @@ class ScopedRun(LockStep):
         self.loads = LoadPairs(self.config.num_blocks)
 
     def _tell(self, event: v.Event) -> v.Event:
-        """The event with the engine's ids of blocks that could not be loaded."""
+        """Return the event with the engine's ids of blocks that could not be loaded."""
         if not isinstance(event, v.Commit | v.TransfersReported):
             return event
         if not event.transfers.invalid_block_ids:
@@ -78,7 +79,7 @@ class ScopedRun(LockStep):
 
     @classmethod
     def start(cls, config: v.Config, make_engine: EngineFactory, *args: Any, **kwargs: Any) -> Self:
-        """Build the engine and all that watches it, as `LockStep.start` does.
+        """Build the engine, its worker and its checks, as `LockStep.start` does.
 
         Raises:
             ConfigError: the engine cannot be built with this config.
@@ -90,20 +91,21 @@ class ScopedRun(LockStep):
         return run
 
     def fit(self, action: Action) -> Action:
-        """The action that the engine understands; what it drops is counted."""
+        """Return the action that the engine understands; what is left out is counted."""
         if not isinstance(action, v.Submit):
             return action
         fitting = fit_submit(action, self.scope, self.config, self.lacking, self.skip)
-        return fitting or action  # which `apply` does not submit
+        return fitting or action  # `apply` does not submit it
 
     def apply(self, event: v.Event) -> list[Finding]:
-        """Give one event to both sides, unless it is not for this engine, or not yet."""
+        """Give one event to both sides, unless the engine declines it or must do another one
+        first."""
         if self._is_declined(event) or self._is_early(event):
             return []
         return LockStep.apply(self, event)
 
     def _is_declined(self, event: v.Event) -> bool:
-        """Whether the engine says that a request is not for it; counted if so."""
+        """Return whether the engine declines a request; counted if so."""
         if not isinstance(event, v.Submit):
             return False
         is_declined = self.scope.fit_request(event.request, self.config) is None
@@ -112,19 +114,20 @@ class ScopedRun(LockStep):
         return is_declined
 
     def _is_early(self, event: v.Event) -> bool:
-        """Whether an engine that plans ahead does another thing first: plan, or take an answer."""
+        """Return whether an engine that plans ahead must plan or commit before this event."""
         if not (self.scope.plans_ahead and self.plans):
             return False
         return isinstance(event, v.Schedule if self._must_answer() else v.Commit)
 
     def _must_answer(self) -> bool:
-        """Whether one that plans ahead answers next: it is full, or has nothing to plan."""
+        """Return whether an engine that plans ahead commits next: it is full, or has nothing to
+        plan."""
         is_full = len(self.plans) == self.config.max_frames_in_flight
         is_idle = self.last_plan is not None and not self.last_plan.rows
         return is_full or is_idle
 
     def _answer_all(self) -> list[Finding]:
-        """Commit what is still in flight; an engine that plans ahead begins a turn for it."""
+        """Commit all plans in flight; an engine that plans ahead begins a turn for it."""
         findings: list[Finding] = []
         if self.scope.plans_ahead and self.plans and not self._must_answer():
             findings = self.apply(v.Schedule())

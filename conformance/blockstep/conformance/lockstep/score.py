@@ -1,16 +1,16 @@
 """Score: how far an engine does the same as the specification, counted past every difference.
 
-Both sides play one program on their own (`lockstep.sides`). What is counted, each time on either
-side, and when it agrees:
+Both sides play one program on their own (`lockstep.sides`). These are counted, on either side, with
+the condition under which they agree:
 
-    steps        somebody ran or was preempted    the same rows by request, the same preempted
+    steps        with a row or a preemption       the same rows by request, the same preempted
     admissions   a request's n-th admission       in the same step
     hits         of an admission on both sides    as many tokens
     preemptions  a request's n-th preemption      in the same step
     endings      a request's end                  after as many steps, same reason, same tokens
 
 A step that comes late shifts what follows it, so steps after a first difference rarely agree; hits
-and endings say whether it mattered.
+and endings show whether the shift matters.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NOT_YET = "not by the end of the program"
 
 
 class Aspect(StrEnum):
-    """What is counted."""
+    """Kind of thing that is counted."""
 
     STEPS = "steps"
     ADMISSIONS = "admissions"
@@ -56,7 +56,7 @@ class Aspect(StrEnum):
 
 @dataclass(slots=True)
 class Tally:
-    """How often something happened on either side, how often alike, and when it first was not."""
+    """Number of times something happened on either side, and alike, and the first difference."""
 
     total: int = 0
     agreed: int = 0
@@ -80,12 +80,13 @@ class ScoreRun:
     scope: Equivalence
     capabilities: frozenset[str]
     declines: Callable[[v.Event], str | None] | None = None
-    """Why neither side is to be given an event, if the engine ever declines one."""
+    """Returns why neither side is given an event, or None."""
     equivalence: str = "plan"
     skipped: dict[str, int] = field(default_factory=dict)
-    """What was left out because the engine lacks a capability, or the specification refused it."""
+    """Number of events left out because the engine lacks a capability, or the specification
+    rejected them."""
     exchanges: list[Exchange] = field(default_factory=list)
-    """None: nothing is compared event by event."""
+    """Always empty: nothing is compared event by event."""
     names: set[v.RequestId] = field(default_factory=set)
 
     @classmethod
@@ -124,7 +125,7 @@ class ScoreRun:
 
     @property
     def num_events(self) -> int:
-        """Events that the engine was given."""
+        """Return the number of events that the engine was given."""
         return self.engine.num_events
 
     def skip(self, reason: str) -> None:
@@ -132,7 +133,8 @@ class ScoreRun:
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
 
     def fit(self, action: Action) -> Action | None:
-        """The action as both sides can be given it; None if the engine can have nothing of it."""
+        """Return the action that both sides can be given; None if the engine can be given none of
+        it."""
         lacking = find_lacking(self.capabilities)
         if isinstance(action, v.Submit):
             fitting = fit_submit(action, self.scope, self.config, lacking, self.skip)
@@ -145,7 +147,7 @@ class ScoreRun:
         return action if missing is None else None
 
     def perform(self, action: Action) -> list[Finding]:
-        """Do one action on both sides; a finding only where the engine cannot go on."""
+        """Do one action on both sides. Return a finding only if the engine cannot continue."""
         if isinstance(action, Drain):
             return self._drain()
         event = None if self.declines is None else self.engine.resolve(action)
@@ -158,7 +160,7 @@ class ScoreRun:
             if name in self.names or self.fit(action) != action:
                 return []
             if isinstance(self.reference.play(action), v.Rejected):
-                self.skip("requests that the specification refuses")
+                self.skip("requests that the specification rejects")
                 return []
             self.names.add(name)
         else:
@@ -170,12 +172,12 @@ class ScoreRun:
             found = None if last is None else fault_of_types(*last, None)
             return [found or fault_of(error)]
         if isinstance(seen, v.Rejected) and isinstance(action, Answer):
-            what = f"the engine refuses the answer to its own plan: {seen.code} {seen.detail}"
+            what = f"the engine rejects the model output of its own plan: {seen.code} {seen.detail}"
             return [Finding(FindingKind.FAULT, "", "engine_takes_answers_to_its_plans", what)]
         return []
 
     def _drain(self) -> list[Finding]:
-        """Heal everything, then step until all requests have ended on both sides, or a bound."""
+        """End all faults, then step until all requests finish on both sides, or a bound."""
         sides = (self.reference, self.engine)
         live = {**self.engine.live, **self.reference.live}
         grammars = [name for name, request in live.items() if request.structured_output]
@@ -197,14 +199,14 @@ class ScoreRun:
         return []
 
     def _end_transfers(self) -> list[Action]:
-        """A store that is healed brings each load to its end, and has read what it wanted."""
+        """Complete all loads and reads of the store."""
         both = (self.engine.transfers, self.reference.transfers)
         loading = dict.fromkeys(name for one in both for name in one.loading)
         sending = dict.fromkeys(name for one in both for name in one.sending)
         return [Report((*loading,), (*sending,))] if loading or sending else []
 
     def tallies(self) -> Mapping[Aspect, Tally]:
-        """What was counted up to now."""
+        """Return the counts up to now."""
         found = {aspect: Tally() for aspect in Aspect}
         mine, theirs = self.reference, self.engine
         pairs = zip_longest(mine.steps, theirs.steps, fillvalue=NOTHING)
@@ -228,7 +230,7 @@ class ScoreRun:
         return found
 
     def differing(self, aspect: Aspect) -> list[Finding]:
-        """The first difference of a kind, as a finding; [] if there is none."""
+        """Return the first difference of a kind, as a finding; [] if there is none."""
         tally = self.tallies()[aspect]
         if tally.first is None:
             return []
@@ -250,7 +252,7 @@ def _tell(side: object) -> str:
         return str(side)
     parts = [f"{name} {_tell_row(row)}" for name, row in sorted(side.rows.items())]
     parts += [f"{name} preempted" for name in sorted(side.preempted)]
-    return "; ".join(parts) or "nobody runs"
+    return "; ".join(parts) or "no request runs"
 
 
 def _tell_row(row: Row) -> str:
@@ -277,7 +279,7 @@ def _ending(ending: Ending | None) -> str:
 def score_program(
     program: Program, make_engine: EngineFactory, profile: Profile = STRICT
 ) -> tuple[ScoreRun, list[Finding]]:
-    """Play a program on both sides to its end, or as far as the engine goes."""
+    """Play a program on both sides to its end, or as far as the engine can continue."""
     run = ScoreRun.start(
         program.config, make_engine, program.token_seed, program.vocabulary_size, profile
     )

@@ -1,9 +1,9 @@
-"""Sides: a scheduler that plays a program on its own, with a client and a worker of its own.
+"""Sides: a scheduler that plays a program on its own, with its own client and worker.
 
-Two sides are not compared event by event: each is given the same program, arrivals between the same
-steps, and answers follow from its own plans. So both go on past a difference, and what they did can
-be counted (`score`). Tokens follow from the text alone, so what a request is to get is the same on
-both sides, whenever it runs.
+Two sides are not compared event by event: each is given the same program, with arrivals between the
+same steps, and model outputs follow from its own plans. So both continue after a difference, and
+their decisions can be counted (`score`). Tokens depend on the token sequence alone, so a request
+gets the same tokens on both sides, whenever it runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from blockstep.spec import vocabulary as v
 
 
 class Row(NamedTuple):
-    """What one request runs in one step; equal where `SamePlans` would say so."""
+    """Part of a row that `SamePlans` compares."""
 
     kind: str
     """`new`, `runs` or `resumed`."""
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How a request ended, and after how many steps."""
+    """Finish of a request: step, reason and outputs."""
 
     step: int
     reason: str
@@ -40,7 +40,7 @@ class Ending(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SideStep:
-    """What a plan says, up to block ids and the order of rows."""
+    """A plan without block ids and without the order of rows."""
 
     rows: dict[v.RequestId, Row]
     preempted: frozenset[v.RequestId]
@@ -50,12 +50,12 @@ class SideStep:
 
 
 NOTHING = SideStep({}, frozenset())
-"""A step that was not planned, or in which nobody ran."""
+"""A step that was not planned, or in which no request ran."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Side(Client):
-    """One scheduler and what it did. Not reusable."""
+    """One scheduler and its history. Not reusable."""
 
     config: v.Config
     scheduler: Engine
@@ -70,15 +70,16 @@ class Side(Client):
     endings: dict[v.RequestId, Ending] = field(default_factory=dict)
     num_events: int = 0
     last: tuple[v.Event, v.Observation] | None = None
-    """The last event and the answer to it."""
+    """Last event and its answer."""
     is_fresh: bool = False
-    """Nothing has happened since the last commit, so drafts may be handed in."""
+    """Whether the last event was a commit, so that drafts may be proposed."""
     preempted: set[v.RequestId] = field(default_factory=set)
-    """And had no row since: who would drop drafts for them."""
+    """Preempted requests without a row since: an engine may drop drafts for them."""
     _counts: Counter[tuple[str, v.RequestId]] = field(default_factory=Counter)
 
     def play(self, action: Action) -> v.Observation | None:
-        """Do one action; None if it comes to nothing here. What the scheduler raises passes."""
+        """Do one action; return its answer, or None if it has no event here. Errors of the
+        scheduler pass."""
         if isinstance(action, v.Schedule):
             self.steps.append(NOTHING)
         if isinstance(action, Answer) and self._is_answered():
@@ -99,7 +100,7 @@ class Side(Client):
         return seen
 
     def resolve(self, action: Action) -> v.Event | None:
-        """The event that an action comes to on this side."""
+        """Return the event of an action on this side, or None."""
         match action:
             case v.Schedule() if self._must_answer():
                 return None
@@ -129,18 +130,19 @@ class Side(Client):
                 return None
 
     def _is_answered(self) -> bool:
-        """Whether an answer is given now, where one may be."""
+        """Return whether a commit is due now, in an action that may be one."""
         return bool(self.plans) and (not self.plans_ahead or self._must_answer())
 
     def _must_answer(self) -> bool:
-        """Whether nothing can be planned before an answer."""
+        """Return whether nothing can be planned before a commit."""
         if len(self.plans) >= self.config.max_frames_in_flight:
             return True
         is_idle = self.last_plan is not None and not self.last_plan.rows
         return self.plans_ahead and is_idle and bool(self.plans)
 
     def _propose(self, count: int, num_right: int) -> v.Drafts | None:
-        """The same drafts for everybody, so that the order of rows does not matter."""
+        """Return equal numbers of drafts for all requests, so that the order of rows does not
+        matter."""
         count = min(count, self.config.num_speculative_tokens)
         if self.config.async_scheduling:
             self.worker.acceptance = (num_right,)

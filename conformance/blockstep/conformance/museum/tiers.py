@@ -92,7 +92,7 @@ class WithdrawnRowIsSaved(Defect):
     invisible=LESS,
 )
 class JustEnoughIsNotSaved(Defect):
-    """The comparison is `<=` instead of `<`."""
+    """A victim with exactly `swap_min_tokens` tokens is not saved: `<=` instead of `<`."""
 
     def _save(self, victim: int, step: Any) -> None:
         num_saves = len(step.saves)

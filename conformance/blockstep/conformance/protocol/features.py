@@ -160,10 +160,10 @@ def resize_blocks(config: v.Config, size: int) -> v.Config:
 
 
 def settle_states(config: v.Config) -> v.Config:
-    """Return the config without settings that contradict the rest of it.
+    """Return the config without settings that contradict others.
 
-    Such are recurrent groups whose mode contradicts prefix caching or that have too few blocks for
-    drafts, cross attention without an encoder-decoder model, swap-out without a store, and pins
+    Examples are recurrent groups whose mode contradicts prefix caching or that have too few blocks
+    for drafts, cross attention without an encoder-decoder model, swap-out without a store, and pins
     without prefix caching.
     """
     if config.swap_min_tokens and (not config.kv_connector or config.has_states):
@@ -348,7 +348,7 @@ CHUNKS = GroupsOfKind(
     kind=v.GroupKind.CHUNKED_LOCAL,
 )
 OF_SAVES = (*("tiers_victim_", "tiers_several_saved", "tiers_too_little_to_save", "tiers_saved_"),)
-"""Likewise those of what a store is given of victims."""
+"""Prefixes of the coverage goals of swapped-out victims."""
 STATES = GroupsOfKind(
     "states",
     "KV groups of recurrent layers, which keep states instead of tokens",
@@ -366,7 +366,7 @@ OF_STALE = (
     *("ended_while_stale", "resumed_after_stale_tokens"),
     *("pipeline_preempted_in_flight", "pipeline_token_after_preemption"),
 )
-"""Likewise those of who is preempted for want of blocks while a frame would sample for it."""
+"""Coverage goals of requests preempted with a token in flight."""
 ENCODER = Feature(
     "encoder",
     "items are encoded, within a budget per step, into a cache of limited size",

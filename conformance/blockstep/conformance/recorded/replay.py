@@ -140,7 +140,7 @@ class _Replay:
         self._ended_at: dict[v.RequestId, int] = {}
         """Ticks, of requests that others follow."""
         self._held: dict[v.RequestId, list[v.Request]] = {}
-        """Requests whose time has come, by the unfinished request that they follow."""
+        """Requests whose arrival time has passed, by the unfinished request that they follow."""
         self._due: list[tuple[int, int, v.Request]] = []
         """Heap of requests whose predecessor has finished: due ticks, a number that breaks ties."""
         self._num_due = 0
@@ -377,7 +377,7 @@ class _Replay:
         """Go to the next arrival: after an empty plan nothing else changes anything."""
         at = self._get_next_arrival()
         if at is None or self._pace.arrivals is Arrivals.CLOSED:
-            raise self._stall("an empty plan, and nothing is due from outside")
+            raise self._stall("an empty plan, and no output, load or arrival is due")
         self._ticks = max(self._ticks, at)
 
     def _stall(self, what: str) -> FoundError:

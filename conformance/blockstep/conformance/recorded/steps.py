@@ -71,7 +71,7 @@ _FIX = "give the file as it was written"
 
 
 def is_step_file(path: Path) -> bool:
-    """Whether a file begins with the record of a step, so that it is not a recorded run."""
+    """Return whether a file begins with the record of a step, so that it is not a recorded run."""
     try:
         _, line = next(read_lines(path), (0, ""))
         _DECODER.decode(line)

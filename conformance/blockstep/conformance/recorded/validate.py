@@ -61,12 +61,12 @@ class Validation:
 
     @property
     def conforms(self) -> bool:
-        """Whether nothing is wrong."""
+        """Return whether nothing is wrong."""
         return self.finding is None
 
     @property
     def differences(self) -> tuple[Difference, ...]:
-        """The fields in which the recorded observation is wrong."""
+        """Return the fields in which the recorded observation is wrong."""
         return () if self.finding is None else self.finding.differences
 
 
@@ -129,7 +129,7 @@ def _judge_exactly(trace: Trace) -> Callable[[TraceStep], Finding | None]:
 
 
 def _tells_hints(trace: Trace) -> bool:
-    """Whether plans of the trace have hints, which an engine may leave out."""
+    """Return whether plans of the trace have hints, which an engine may leave out."""
     answers = (step.observation for step in trace.steps)
     return any(isinstance(seen, v.Plan) and seen.num_common_prefix_blocks for seen in answers)
 

@@ -1,1 +1,1 @@
-"""What a person sees: the failure as a program and a diff, the verdict as a table."""
+"""Reports for people: a failure as a program and a diff, a verdict as a table."""

@@ -1,7 +1,7 @@
 """Annotate: results of `check`, `hunt` and the pytest plugin as GitHub Actions shows them.
 
 An annotation is put on the line where the engine raised, if the file is found in the working
-folder, or else where the engine's factory is defined. What an engine says is escaped.
+folder, or else where the engine's factory is defined. Strings of an engine are escaped.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 FRAME = re.compile(r"(?P<name>.+) \((?P<file>[^()]+):(?P<line>\d+)\)(?:: (?P<source>.*))?")
-"""A call in which an engine raised, as a finding has it."""
+"""Format of a call in which an engine raised, in a finding's `frames`."""
 FORMATS = ("blockstep-check", "blockstep-hunt", "blockstep-pytest")
 SKIPPED_FOLDERS = frozenset({"site-packages", "node_modules", "__pycache__"})
 FENCE = "~~~~~~"
-"""Around programs in a summary; longer than any that an engine would say by chance."""
+"""Fence around programs in a summary; longer than any in the text of an engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Place:
 
 
 def list_annotations(told: Mapping[str, Any], folder: Path) -> list[str]:
-    """A line for GitHub Actions for each finding in a result as JSON."""
+    """Return a line for GitHub Actions for each finding of a result as JSON."""
     lines = []
     for engine, finding, again in _list_findings(told):
         name = f"{finding['property'] or finding['kind']} {finding['sentence']}"
@@ -43,7 +43,7 @@ def list_annotations(told: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def make_summary(told: Mapping[str, Any]) -> str:
-    """The same as Markdown, for the summary of a job, a trailing newline included."""
+    """Return the result as Markdown, for the summary of a job, with a trailing newline."""
     lines = ["## Blockstep", ""]
     for run in _list_runs(told):
         lines.append(f"{_code(run['engine'])}: {_tell_run(run)}")
@@ -64,7 +64,8 @@ def make_summary(told: Mapping[str, Any]) -> str:
 
 
 def find_place(frames: Sequence[str], engine: str, folder: Path) -> Place | None:
-    """The line of a finding: the innermost frame that is found, else the engine's factory."""
+    """Return the line of a finding: that of the innermost frame that is found, or of the
+    factory."""
     for frame in reversed(frames):
         found = FRAME.fullmatch(frame)
         if found is not None:
@@ -80,7 +81,7 @@ def find_place(frames: Sequence[str], engine: str, folder: Path) -> Place | None
 
 
 def _find_line(name: str, line: int, source: str, folder: Path) -> Place | None:
-    """The line of the one file of this name that has this source there."""
+    """Return the line of the only file of this name that has this source there."""
     places = []
     for file in folder.rglob(name):
         parts = file.relative_to(folder).parts
@@ -93,7 +94,7 @@ def _find_line(name: str, line: int, source: str, folder: Path) -> Place | None:
 
 
 def _find_definition(file: Path, attribute: str) -> int:
-    """The line in which a module defines a name; 1 if it does so otherwise. Nothing is imported."""
+    """Return the line in which a module defines a name, or 1. Nothing is imported."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError):
@@ -108,14 +109,14 @@ def _find_definition(file: Path, attribute: str) -> int:
 
 
 def _list_runs(told: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Checks and hunts in a result: one, or one for each preset that pytest played."""
+    """Return the checks and hunts in a result: one, or one for each preset that pytest played."""
     if told["format"] == "blockstep-pytest":
         return [run["check"] for run in told["runs"]]
     return [told]
 
 
 def _list_failures(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The failures of a run, each with findings, config, program and reproduce."""
+    """Return the failures of a run, each with findings, config, program and reproduce."""
     if run["format"] == "blockstep-hunt":
         return list(run["defects"])
     played = [run, *run["corpus"]]
@@ -130,7 +131,7 @@ def _list_findings(told: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, 
 
 
 def _list_lacking(told: Mapping[str, Any]) -> Iterator[str]:
-    """Why a check without a failure is no success."""
+    """Yield why a check without a failure is no success."""
     for run in _list_runs(told):
         if not _list_failures(run) and run.get("exit_code"):
             yield _tell_run(run)
@@ -146,7 +147,7 @@ def _tell_run(run: Mapping[str, Any]) -> str:
     return f"nothing wrong in {played}"
 
 
-# What an engine says may be anything.
+# The text of an engine may contain anything.
 
 
 def _data(text: str) -> str:
@@ -158,7 +159,7 @@ def _property(text: str) -> str:
 
 
 def _escape(text: str) -> str:
-    """Text as Markdown shows it, in one line."""
+    """Return the text in one line, escaped for Markdown."""
     return re.sub(r"([\\`*_{}\[\]<>()#+!|~&])", r"\\\1", " ".join(text.split()))
 
 

@@ -1,4 +1,4 @@
-"""Arms: the verdict on configs that must not make a difference, for people and for machines."""
+"""Reports of metamorphic pairs: configs that must give the same tokens, as text and JSON."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ MESSAGE_CHARS_MAX = 1000
 
 
 def render_arms(result: ArmsResult, options: CheckOptions, seconds: float) -> str:
-    """What was compared, or the request that two configs answer differently."""
+    """Return the counts of compared answers, or the request that differs between two configs."""
     lines = []
     for arm in ARMS:
         if arm.name in result.not_tried:
             lines.append(f"{arm.name:<9} not tried: the engine lacks it")
         elif arm.name in result.alike:
-            lines.append(f"{arm.name:<9} not tried: the engine has one config for both arms")
+            lines.append(
+                f"{arm.name:<9} not tried: the change has no effect on this engine's config"
+            )
         else:
             count = result.num_compared[arm.name]
             lines.append(f"{arm.name:<9} {count:>8,} answers compared   {arm.summary}")
     if result.num_endless:
         lines.append(
-            f"endless   {result.num_endless:>8,} answers, in both arms: see blockstep check"
+            f"endless   {result.num_endless:>8,} answers, under both configs: see blockstep check"
         )
     where = f"engine {options.engine}, preset {options.preset}, seed {options.seed}"
     if result.fault is not None:
@@ -81,12 +83,12 @@ def _render_fault(fault: Fault, where: str, options: CheckOptions) -> list[str]:
 
 
 def tell_difference(contrast: Contrast) -> str:
-    """Both answers, in a line."""
+    """Return the answers under the two configs, in a line."""
     return f"answer {_say(contrast.plain)}, changed {_say(contrast.other)}"
 
 
 def reproduce_arms(options: CheckOptions, episode: int) -> str:
-    """The command line that comes to the same."""
+    """Return the command line that reproduces the result."""
     return (
         f"blockstep arms --engine {shlex.quote(options.engine)}{show_path(options)}"
         f" --preset {options.preset} --seed {options.seed} --workloads {episode + 1}"
@@ -99,7 +101,7 @@ def _say(answer: Answer) -> str:
 
 
 def arms_to_json(result: ArmsResult, options: CheckOptions) -> dict[str, object]:
-    """The verdict for machines (docs/reference/json.md)."""
+    """Return the verdict as JSON types (docs/reference/json.md)."""
     contrast, fault = result.contrast, result.fault
     return {
         "format": "blockstep-arms",

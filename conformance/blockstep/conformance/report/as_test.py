@@ -1,4 +1,4 @@
-"""Program as a test: what a user keeps beside tests of their own, run by the pytest plugin."""
+"""Program as a test: a file that users keep with their own tests, run by the pytest plugin."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ def test_{name}(blockstep):
 
 
 def write_test(program: Program, note: str = "") -> str:
-    """A file of one pytest test that plays the program; `note` says what it is about.
+    """Return a file with one pytest test that plays the program; `note` is its title and
+    description.
 
     Raises:
-        ValueError: a value in it is of a wrong type, so that it is not said exactly.
+        ValueError: a value in it has a wrong type, so that it has no exact source.
     """
     write_program(program)  # what JSON can hold, source can
     head, _, rest = note.partition(": ")
@@ -58,7 +59,8 @@ def write_test(program: Program, note: str = "") -> str:
 
 
 def to_source(value: Any) -> str:
-    """Python source of a value, in which `v` is the vocabulary and `p` the words of programs."""
+    """Return Python source of a value, with `v` for the vocabulary and `p` for the module of
+    programs."""
     if dataclasses.is_dataclass(value):
         module = "v" if hasattr(v, type(value).__name__) else "p"
         parts = [f"{name}={to_source(part)}" for name, part in get_changed(value).items()]
@@ -73,5 +75,5 @@ def to_source(value: Any) -> str:
 
 
 def _quote(text: str) -> str:
-    """For a docstring: in one line, and without its end in it."""
+    """Return the text for a docstring: in one line, without quotes that end it."""
     return " ".join(text.split()).replace("\\", "\\\\").replace('"', "'")

@@ -1,4 +1,4 @@
-"""Bisect: what a person and a machine are told of the first bad commit."""
+"""Reports of `bisect`: the first bad commit, as text and JSON."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from blockstep.conformance.search.bisect import Bisection, Commit, Mark, Step
 
 
 def render_step(step: Step) -> str:
-    """One line for a commit that was tried."""
+    """Return one line for a commit that was tried."""
     why = f"\n        {step.why}" if step.why else ""
     return f"  {step.mark:<5} {step.commit.short}  {step.commit.subject}{why}"
 
 
 def render_question(found: Bisection) -> str:
-    """What is looked for, and between which commits."""
+    """Return the finding, config and program that are bisected."""
     program = found.question.program
     width = len(str(len(program.actions)))
     actions = enumerate(program.actions, 1)
@@ -34,7 +34,7 @@ def render_question(found: Bisection) -> str:
 
 
 def render_bisection(found: Bisection) -> str:
-    """The whole report, a trailing newline included."""
+    """Return the whole report, with a trailing newline."""
     where = f"engine {found.options.engine}, {found.options.path}"
     tried = len(found.steps)
     skipped = sum(step.mark is Mark.SKIP for step in found.steps)
@@ -53,7 +53,7 @@ def render_bisection(found: Bisection) -> str:
 
 
 def _reproduce(found: Bisection) -> str:
-    """The command line that finds the same."""
+    """Return the command line that reproduces the result."""
     options = found.options
     given = f"blockstep bisect --engine {shlex.quote(options.engine)}{show_path(options)}"
     if options.program is not None:
@@ -69,7 +69,7 @@ def _about(commit: Commit) -> str:
 
 
 def bisection_to_json(found: Bisection) -> dict[str, Any]:
-    """The same for machines; the schema is in docs/reference/json.md."""
+    """Return the result as JSON types; the schema is in docs/reference/json.md."""
     program = found.question.program
     return {
         "format": "blockstep-bisect",

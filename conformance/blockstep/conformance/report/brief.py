@@ -1,7 +1,7 @@
 """Brief: a finding in at most five lines, for logs and the annotations of a CI.
 
-Lines are as long as they need to be, and nobody wraps them: names and the line to reproduce are
-there to be copied. What was seen and the program are cut.
+Lines are as long as needed and never wrapped, so that names and the command line can be copied.
+Messages and programs are cut.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from blockstep.conformance.search.found import Defect, HuntResult, name_of
 from blockstep.conformance.search.options import CheckOptions
 
 CHARS_MAX = 160
-"""Of what was seen, and of a program."""
+"""Most characters of a message or a program."""
 LINES_MAX = 5
-"""Of a finding."""
+"""Most lines of a finding."""
 
 
 def tell(
     head: str, finding: str, seen: str = "", program: Sequence[str] = (), again: str = ""
 ) -> str:
-    """A finding in up to five lines, a trailing newline included.
+    """Return a finding in up to five lines, with a trailing newline.
 
     Args:
-        head: What ended how, and where.
-        finding: The property and its sentence, or another name.
-        seen: What was seen instead.
-        program: What was done, a line each.
-        again: The command line that shows it again.
+        head: Verdict, number of events and engine.
+        finding: Property and check, or another name.
+        seen: Message with the wrong values.
+        program: Actions, a line each.
+        again: Command line that reproduces it.
     """
     told = {"seen": cut(seen), "program": join(program), "reproduce": again}
     lines = [head, f"  {'finding':<11}{finding}"]
@@ -56,12 +56,12 @@ def tell(
 
 
 def cut(text: str) -> str:
-    """The text in a line, or as much of it as fits."""
+    """Return the text in a line, cut if it is too long."""
     return shown(" ".join(text.split()), CHARS_MAX)
 
 
 def join(lines: Iterable[str]) -> str:
-    """The lines of a program in one, or its first ones and how many more there are."""
+    """Return the lines of a program in one, or its first ones and the number of the others."""
     told = [" ".join(line.split()) for line in lines]
     text = "; ".join(told)
     count = len(told)
@@ -72,7 +72,7 @@ def join(lines: Iterable[str]) -> str:
 
 
 def brief_check(result: CheckResult) -> str:
-    """The first failure of a check."""
+    """Return the first failure of a check."""
     options, failure, loss = result.options, result.failure, result.loss
     assert result.first is not None
     episode = result.failed_episode or 0
@@ -89,33 +89,31 @@ def brief_check(result: CheckResult) -> str:
 
 
 def tell_found(result: CheckResult) -> str:
-    """A failure as it was found, which is made short next."""
+    """Return a failure as it was found; it is shrunk next."""
     first, options, program = result.first, result.options, result.failing_program
     assert first is not None
     episode = result.failed_episode or 0
     where = f"engine {options.engine}, preset {options.preset}, seed {options.seed}"
-    head = f"blockstep check: found in episode {episode} ({where}); now it is made short"
+    head = f"blockstep check: found in episode {episode} ({where}); it is being shrunk"
     told = [] if program is None else [describe(action) for action in program.actions]
     return tell(head, name_of(first), tell_seen(first), told, reproduce(options, episode))
 
 
 def tell_hunted(defect: Defect) -> str:
-    """A failure as a hunt found it, which is made short and accounted for next."""
+    """Return a failure as a hunt found it; it is shrunk and explained next."""
     where = f"preset {defect.options.preset}, episode {defect.episode}"
-    head = (
-        f"blockstep hunt: found after {defect.num_events:,} events ({where}); now it is made short"
-    )
+    head = f"blockstep hunt: found after {defect.num_events:,} events ({where}); it is being shrunk"
     return tell(head, name_of(defect.first), tell_seen(defect.first))
 
 
 def tell_names(findings: Sequence[Finding]) -> str:
-    """The first of some findings by its name, and how many more there are."""
+    """Return the name of the first finding, and the number of the others."""
     more = f" and {len(findings) - 1} more" if len(findings) > 1 else ""
     return f"{name_of(findings[0])}{more}"
 
 
 def tell_seen(finding: Finding) -> str:
-    """What was seen, and of what differs the first field."""
+    """Return the message of a finding, with the first differing field."""
     sides = "spec", "engine"
     if finding.kind is not FindingKind.DIVERGENCE:
         sides = "expected", "seen"
@@ -133,7 +131,7 @@ def _tell_first(differences: Sequence[Difference], sides: tuple[str, str]) -> st
 
 
 def brief_hunt(result: HuntResult) -> str:
-    """Each defect, after a line of all."""
+    """Return each defect, after a summary line."""
     told = [f"blockstep hunt: {hunt_summary(result)}\n"]
     told += [f"{line}\n" for line in tell_known_programs(result.known_programs)]
     for number, defect in enumerate(result.defects, 1):
@@ -152,13 +150,13 @@ def _program_of(defect: Defect) -> Sequence[str]:
 
 
 def brief_arms(result: ArmsResult, options: CheckOptions) -> str:
-    """A request that two configs answer differently, or what was raised."""
+    """Return a request that two configs answer differently, or what was raised."""
     where = f"engine {options.engine}, preset {options.preset}, seed {options.seed}"
     contrast, fault = result.contrast, result.fault
     if fault is not None:
         requests = [f"submit {describe_request(it)}" for it in fault.requests]
         again = reproduce_arms(options, fault.episode)
-        name = f"fault in arm {fault.arm}" if fault.arm else "fault in no arm yet"
+        name = f"fault under the change {fault.arm}" if fault.arm else "fault before any change"
         return tell(f"blockstep arms: FAULT ({where})", name, fault.message, requests, again)
     assert contrast is not None
     head = f"blockstep arms: {contrast.request_id} IS ANSWERED DIFFERENTLY ({where})"
@@ -168,7 +166,7 @@ def brief_arms(result: ArmsResult, options: CheckOptions) -> str:
 
 
 def brief_walked(walked: Walked, again: str) -> str:
-    """What a walk through a small world found first."""
+    """Return the first finding of a walk through a small world."""
     program = tell_program(walked.path)
     name = f"preset {walked.task.world.name}"
     name = f"engine {walked.task.engine}, {name}" if walked.task.engine else name
@@ -180,7 +178,7 @@ def brief_walked(walked: Walked, again: str) -> str:
 
 
 def brief_consumed(file: Path, result: Consumed, again: str) -> str:
-    """The first step of a file of vectors at which an engine fails."""
+    """Return the first step of a file of vectors at which an engine fails."""
     kind = FindingKind.DIVERGENCE if result.finding is None else result.finding.kind
     head = f"{file}: {HEADLINES[kind]} in program {result.program}, step {result.step}"
     if result.finding is not None:
@@ -192,7 +190,7 @@ def brief_consumed(file: Path, result: Consumed, again: str) -> str:
 
 
 def brief_replay(report: ReplayReport, engine: str, again: str) -> str:
-    """What stopped a replay."""
+    """Return the finding that stopped a replay."""
     finding = report.finding
     assert finding is not None
     event = () if report.finding_event is None else (describe_event(report.finding_event),)
@@ -202,7 +200,7 @@ def brief_replay(report: ReplayReport, engine: str, again: str) -> str:
 
 
 def brief_validation(path: Path, result: Validation, again: str) -> str:
-    """The first recorded step that is wrong."""
+    """Return the first recorded step that is wrong."""
     finding = result.finding
     assert finding is not None
     where = f"step {result.num_agreed + 1} of {result.num_steps} ({path.name})"

@@ -1,4 +1,4 @@
-"""Colour: verdicts stand out on a terminal, and nowhere else; there lines break between words."""
+"""Colour: verdicts are coloured and long lines broken between words, on a terminal only."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ VERDICTS = (
         ),
     ),
 )
-"""Where the words of a verdict stand in what is said."""
+"""Patterns of the words of a verdict, by style."""
 
 
 COMMAND = re.compile(r"^ *reproduce\b")
-"""A line that is there to be copied, and never broken."""
+"""Pattern of a line that is to be copied, and never broken."""
 INDENT = 4
 """Additional indent of the second and later parts of a broken line."""
 
 
 def show(console: Console, text: str) -> None:
-    """Print a text that ends as it ends, painted, in lines that fit a terminal."""
+    """Print a text without an additional newline, coloured, in lines that fit the terminal."""
     console.print(paint(fit(text, console)), soft_wrap=True, end="")
 
 
 def fit(text: str, console: Console) -> str:
-    """The text with lines broken between words where the terminal is narrower; a file has room."""
+    """Return the text with lines broken between words to fit a terminal; unchanged for a file."""
     if not console.is_terminal:
         return text
     width = console.width
@@ -61,7 +61,7 @@ def _break(line: str, width: int) -> str:
 
 
 def paint(text: str) -> Text:
-    """The text, its verdicts coloured. A console that knows no colours shows the text."""
+    """Return the text with its verdicts coloured."""
     painted = Text(text)
     for style, pattern in VERDICTS:
         for found in pattern.finditer(text):

@@ -1,4 +1,4 @@
-"""Explain: every name that a report uses, or a recorded state, in words."""
+"""Explain: explanations of all names that a report uses, and of recorded states."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from blockstep.spec.profiles import PROFILES, QUIRKS, Profile, QuirkStory, get_p
 from blockstep.spec.vocabulary import RejectCode
 
 CLOSE_MAX = 5
-"""Names that are offered where there is none as it was asked for."""
+"""Most similar names that are suggested for an unknown one."""
 
 
 class NotExplainedError(LookupError):
-    """There is nothing of this name."""
+    """No explanation of this name exists."""
 
 
 def explain_name(name: str) -> str:
-    """What everything of this name means. Raises NotExplainedError, with names that are close."""
+    """Return all meanings of a name. Raises NotExplainedError, with similar names."""
     names, wanted, rules = get_names(), _normal(name), _get_rules()
     found = list(dict.fromkeys(each.tell() for each in names.get(wanted, ())))
     found += [
@@ -66,14 +66,14 @@ def explain_name(name: str) -> str:
 
 
 def _suggest(wanted: str, names: Mapping[str, str]) -> str:
-    """What may have been meant, the closest first; else what there is."""
+    """Return a suggestion: similar names, or else the kinds of names."""
     close = difflib.get_close_matches(wanted, names, CLOSE_MAX, 0.75)
     close += [name for name in names if len(wanted) > 2 and wanted in name and name not in close]
     if close:
         return f"; close: {', '.join(names[name] for name in close[:CLOSE_MAX])}"
     return (
-        "; there are no term of the glossary, property (P1, P2, ...), sentence, situation, "
-        "exhibit, quirk, reject code, capability, feature, word of the vocabulary, rule of the "
+        "; there are no term of the glossary, property (P1, P2, ...), check, coverage goal, "
+        "seeded bug, quirk, reject code, capability, feature, word of the vocabulary, rule of the "
         "spec (slots.allocate_slots, ...) and trace file that are called so"
     )
 
@@ -86,17 +86,17 @@ Tell = Callable[[], str]
 
 
 class Meaning(NamedTuple):
-    """One thing that a name means."""
+    """One meaning of a name."""
 
     kind: str
     name: str
-    """As it is written."""
+    """Name as it is written."""
     tell: Tell
 
 
 @cache
 def get_names() -> dict[str, list[Meaning]]:
-    """What each name means, by the name in plain letters. One name may mean several things."""
+    """Return the meanings of each name, by the name in lower case with underscores."""
     found: dict[str, list[Meaning]] = {}
     for meaning in map(Meaning._make, _list_names()):
         told = found.setdefault(_normal(meaning.name), [])
@@ -106,7 +106,7 @@ def get_names() -> dict[str, list[Meaning]]:
 
 
 def _list_names() -> Iterator[tuple[str, str, Tell]]:
-    """The kind, the name and the text of everything that can be explained."""
+    """Yield the kind, the name and the text of everything that can be explained."""
     yield from _list_judged()
     yield from _list_configured()
     yield from _list_words()
@@ -179,7 +179,7 @@ def _list_words() -> Iterator[tuple[str, str, Tell]]:
 
 
 def _show(title: str, text: str, *lines: str) -> str:
-    """A title, a text, and facts that there are."""
+    """Return a title, a text, and the lines that are not empty."""
     told = [title, "", cite(text).strip(), ""]
     for line in filter(None, lines):
         told += textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="      ")
@@ -192,9 +192,9 @@ def _list(label: str, names: Iterable[str]) -> str:
 
 
 def _shown_by(*property_ids: str) -> str:
-    """Planted defects that break one of these properties."""
+    """Return a line with the seeded bugs that break one of these properties."""
     names = [it.name for it in EXHIBITS.values() if {*it.properties} & {*property_ids}]
-    return _list("planted defects that break it (check --engine museum:NAME)", names)
+    return _list("seeded bugs that break it (check --engine museum:NAME)", names)
 
 
 def _tell_property(number: str) -> str:
@@ -216,9 +216,9 @@ def _tell_check(check: Sentence) -> str:
     entry = next(entry for entry in PROPERTIES if entry.id == check.property_id)
     kinds = [kind.__name__ for kind in check.kinds]
     return _show(
-        f"sentence {check.sentence} ({entry.id} {entry.name})",
+        f"check {check.sentence} ({entry.id} {entry.name})",
         inspect.cleandoc(check.explanation),
-        _list("asked after", kinds),
+        _list("checked after", kinds),
         _tell_where(check),
         _tell_headline(check.sentence),
         _shown_by(entry.id),
@@ -227,20 +227,20 @@ def _tell_check(check: Sentence) -> str:
 
 def _tell_where(check: Sentence) -> str:
     if check.sentence in ASKED_OF_ANSWERS:
-        return "asked at safety, also of an engine that shows no state"
+        return "checked at safety, also for an engine that shows no state"
     if check.is_asked_at_safety:
-        return "asked at safety of an engine that shows a state"
-    return f"not asked at safety: {check.why_not_at_safety}"
+        return "checked at safety for an engine that shows a state"
+    return f"not checked at safety: {check.why_not_at_safety}"
 
 
 def _tell_sentence(name: str) -> str:
     number, text = SENTENCES[name]
     title = next((f" ({it.id} {it.name})" for it in PROPERTIES if it.id == number), "")
-    return _show(f"sentence {name}{title}", text, _tell_headline(name), _shown_by(number))
+    return _show(f"check {name}{title}", text, _tell_headline(name), _shown_by(number))
 
 
 def _tell_headline(name: str) -> str:
-    """The headline of a finding of this check, where its message is not the headline."""
+    """Return the headline of a finding of this check, unless it is the message."""
     text = CHECK_HEADLINES.get(name, "")
     return f"headline: {text.format(request='request REQUEST', block='block BLOCK')}" * bool(text)
 
@@ -248,7 +248,7 @@ def _tell_headline(name: str) -> str:
 def _tell_situation(name: str) -> str:
     needs = [feature.name for feature in FEATURES if name.startswith(feature.situations)]
     return _show(
-        f"situation {name}",
+        f"coverage goal {name}",
         f"Counted when {WITNESSES[name]}.",
         _list("not reached without the feature", needs),
     )
@@ -257,8 +257,8 @@ def _tell_situation(name: str) -> str:
 def _tell_exhibit(exhibit: Exhibit) -> str:
     repaired = f"a wrong repair of: {exhibit.wrong_fix_of}" if exhibit.wrong_fix_of else ""
     return _show(
-        f"exhibit {exhibit.name}",
-        f"A planted defect: {exhibit.title}.",
+        f"seeded bug {exhibit.name}",
+        f"A seeded bug: {exhibit.title}.",
         f"from: {cite(exhibit.upstream)}",
         _list("breaks", exhibit.properties),
         repaired,
@@ -279,7 +279,7 @@ def _tell_quirk(story: QuirkStory) -> str:
     profiles = [profile.name for profile in PROFILES if story.quirk in profile.quirks]
     return _show(
         f"quirk {story.quirk}",
-        f"What releases do otherwise: {story.title}.",
+        f"What releases do differently: {story.title}.",
         _list("breaks", story.property_ids) or "breaks no property: it is another behaviour",
         f"upstream: {story.upstream}",
         f"seen in: {story.seen_in}",
@@ -293,7 +293,7 @@ def _tell_profile(profile: Profile) -> str:
     quirks = [f"{story.quirk}: {story.title}" for story in QUIRKS if story.quirk in profile.quirks]
     return _show(
         f"profile {profile.name}",
-        "The specification, with what this release is known to do otherwise:"
+        "The specification, with the known differences of this release:"
         if quirks
         else "The specification as it is: no quirk is followed.",
         *quirks,
@@ -330,8 +330,8 @@ def _feature_facts(feature: Feature) -> list[str]:
         _list("fields of a config that ask for it", tuple(feature.config)),
         _list("fields of a request that ask for it", feature.request),
         _list("actions and events", [kind.__name__ for kind in feature.actions]),
-        _list("situations that need it begin with", feature.situations),
-        _list("properties that speak of it first", feature.properties),
+        _list("coverage goals that need it begin with", feature.situations),
+        _list("properties that mention it first", feature.properties),
     ]
 
 
@@ -342,13 +342,17 @@ def _tell_preset(name: str) -> str:
         for field in fields(preset)
         if field.name != "name" and (value := getattr(preset, field.name)) is not None
     ]
-    return _show(f"preset {name}", "A scope of runs: between what all sizes are drawn.", *facts)
+    return _show(
+        f"preset {name}",
+        "A scope of runs: the bounds within which configs and programs are drawn.",
+        *facts,
+    )
 
 
 def _tell_exact() -> str:
     text = (
         "Every answer and every state is the specification's, block ids and the order of the free "
-        "queue included. What an engine is held to whose factory names no other equivalence."
+        "queue included. The equivalence of an engine whose factory names no other one."
     )
     return _show("equivalence exact", text)
 
@@ -369,7 +373,7 @@ def _tell_field(name: str, owner: Word | None = None) -> str:
     return "\n".join(
         _show(
             f"field {word.name}.{part.name}: {part.type}",
-            part.text or "Its name says it.",
+            part.text or "No further description.",
             f"default: {part.default}" if part.default else "",
         )
         for word, part in found
@@ -379,17 +383,21 @@ def _tell_field(name: str, owner: Word | None = None) -> str:
 def _tell_member(word: Word, part: Part) -> str:
     others = [other.name for other in word.parts if other.default and not other.type]
     title = f"{word.name} {part.name} ({word.name}.{part.default})"
-    return _show(title, part.text or "Its name says it.", _list("one of", others))
+    return _show(title, part.text or "No further description.", _list("one of", others))
 
 
 def _tell_features() -> str:
     facts = [f"{it.name}: {it.summary}" for it in FEATURES]
-    return _show("features", "What an engine may have or lack, and runs may be drawn with.", *facts)
+    return _show(
+        "features", "Features that an engine may have or lack, and that runs may use.", *facts
+    )
 
 
 def _tell_situations() -> str:
     facts = [f"{name}: {text}" for name, text in WITNESSES.items()]
-    return _show("situations", "What runs count, so that no green means less than it says.", *facts)
+    return _show(
+        "coverage goals", "What runs count: a pass requires that they are reached.", *facts
+    )
 
 
 def _tell_sentences() -> str:
@@ -399,7 +407,7 @@ def _tell_sentences() -> str:
         for check in it.checks
     ]
     facts += [f"{number} {name}: {text}".strip() for name, (number, text) in SENTENCES.items()]
-    return _show("sentences", "What findings are named after.", *facts)
+    return _show("checks", "Checks after which findings are named.", *facts)
 
 
 @cache
@@ -408,7 +416,7 @@ def _get_rules() -> dict[str, object]:
 
 
 def spec_rules() -> Iterator[tuple[str, object]]:
-    """(`room.function`, function) for every public rule of the spec."""
+    """Yield (`module.function`, function) for every public rule of the spec."""
     for module in pkgutil.walk_packages(blockstep.spec.__path__, "blockstep.spec."):
         room = importlib.import_module(module.name)
         for name, value in vars(room).items():

@@ -1,4 +1,4 @@
-"""Explore: what a walk through a small world came to, for people and for machines."""
+"""Reports of `explore`: the walk through a small world, as text and JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from blockstep.conformance.search.options import ExitCode
 
 
 def get_exit_code(walked: Walked) -> ExitCode:
-    """How a command with this result ends."""
+    """Return the exit code of a command with this result."""
     if walked.cycle or (walked.found and walked.found[0].startswith("P10 ")):
         return ExitCode.LIVENESS
     if walked.found:
@@ -25,7 +25,7 @@ def get_exit_code(walked: Walked) -> ExitCode:
 
 
 def is_as_expected(walked: Walked) -> bool:
-    """Whether the counts are those committed, where there are any for this task."""
+    """Return whether the counts equal the committed ones, if there are any for this task."""
     task = walked.task
     expected = task.world.expected
     if walked.left_out or walked.equivalence == Safety.name:
@@ -34,12 +34,12 @@ def is_as_expected(walked: Walked) -> bool:
 
 
 def render_walked(walked: Walked) -> str:
-    """The verdict, or the shortest program to what is wrong."""
+    """Return the verdict, or the shortest program to a finding."""
     task, counts = walked.task, walked.counts
     name = task.world.name
     size = (
         f"{counts.states:,} states, {counts.transitions:,} transitions, "
-        f"{counts.refused:,} refusals, depth {counts.depth}, {walked.seconds:.0f} s"
+        f"{counts.refused:,} rejections, depth {counts.depth}, {walked.seconds:.0f} s"
     )
     if walked.found:
         lines = [f"blockstep explore: {name}: found after {len(walked.path)} events ({size})"]
@@ -72,16 +72,16 @@ def render_walked(walked: Walked) -> str:
 
 
 def _tell_alone(walked: Walked) -> str:
-    """Whose states were counted."""
+    """Return whose states were counted."""
     changes = f", built with {', '.join(walked.notes)}" if walked.notes else ""
     if walked.is_blind:
         which = f"{walked.task.engine} shows no state, so these are all its programs"
-        return f" ({which} of so many events{changes})"
+        return f" ({which} of this length{changes})"
     return f" ({walked.task.engine}'s own, equivalence {walked.equivalence}{changes})"
 
 
 def summarize_walks(results: Sequence[Walked], num_worlds: int) -> str:
-    """One line for all worlds."""
+    """Return one line for all worlds."""
     codes = [get_exit_code(walked) for walked in results]
     counts = [walked.counts for walked in results]
     states, transitions = sum(it.states for it in counts), sum(it.transitions for it in counts)
@@ -101,7 +101,7 @@ def _numbered(path: Sequence[PathStep]) -> list[str]:
 
 
 def walked_to_json(walked: Walked) -> dict[str, object]:
-    """For machines (docs/reference/json.md)."""
+    """Return the result as JSON types (docs/reference/json.md)."""
     task = walked.task
     return {
         "format": "blockstep-explore",
@@ -124,7 +124,7 @@ def walked_to_json(walked: Walked) -> dict[str, object]:
 
 
 def render_shortest(shortest: Shortest) -> str:
-    """The program, or that there is none."""
+    """Return the program, or a line that there is none."""
     if not shortest.found:
         return f"{shortest.name}: not reached in these worlds\n"
     head = f"{shortest.name}: after {len(shortest.path)} events (preset {shortest.world})"

@@ -1,6 +1,6 @@
-"""The face of a failure: property, minimal program, state diff, and how to see it again.
+"""Report of a failure: property, minimal program, state diff, and how to reproduce it.
 
-Plain text on purpose: it is read in CI logs, pasted into issues, and compared by snapshot tests.
+It is plain text, since it is read in CI logs, pasted into issues, and compared by snapshot tests.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from blockstep.conformance.search.shrink import Shrunk
 from blockstep.spec.profiles import STRICT
 
 LINES_MAX = 60
-"""Events of a program that was not shrunk that are shown, at most; the last ones."""
+"""Most events shown of a program that was not shrunk; the last ones."""
 NOT_AGAIN = (
     "this was seen once, and not when the program ran again: the engine is not deterministic"
 )
-"""Said of a finding that does not come back."""
+"""Note on a finding that could not be reproduced."""
 
 
 def tell_failure(result: CheckResult) -> str:
-    """The whole report of the first failure of a check, a trailing newline included."""
+    """Return the whole report of the first failure of a check, with a trailing newline."""
     failure, loss = result.failure, result.loss
     notes = "".join(f"\n  note       {note}\n" for note in result.notes)
     notes += "".join(f"\n  {line}\n" for line in tell_known_programs(result.known_programs))
@@ -59,7 +59,7 @@ def tell_failure(result: CheckResult) -> str:
 def render_failure(
     shrunk: Shrunk, options: CheckOptions, episode: int, num_actions_before: int
 ) -> str:
-    """The whole report of one failure, a trailing newline included."""
+    """Return the whole report of one failure, with a trailing newline."""
     note = f"  (shrunk from {num_actions_before} actions to {len(shrunk.program.actions)})"
     note = "" if options.program is not None else note
     again = f"  reproduce  {reproduce(options, episode)}"
@@ -70,7 +70,7 @@ def render_failure(
 def headline(
     options: CheckOptions, finding: Finding, num_events: int, equivalence: str = ""
 ) -> str:
-    """What ended a check, after how many events, by what cause, and where."""
+    """Return the first line: verdict, number of events, cause and engine."""
     how = f"equivalence {equivalence}, " if equivalence else ""
     where = f"engine {options.engine}, {how}{_drawn_from(options)}"
     return tell_first_line("blockstep check", finding, num_events, where)
@@ -83,21 +83,21 @@ def _drawn_from(options: CheckOptions) -> str:
 
 
 def render_program(shrunk: Shrunk, engine: str) -> str:
-    """The face of a failure of a program that somebody wrote: no preset, no seed, not shrunk."""
+    """Return the report of a failure of a user's own program: no preset, no seed, not shrunk."""
     first = shrunk.findings[0]
     head = tell_first_line("blockstep", first, shrunk.num_events, f"engine {engine}")
     return _join([head, "", *_body(shrunk, "")])
 
 
 def tell_program(outcome: CheckResult, engine: str) -> str:
-    """The same, or what became of an engine that did not live; "" if nothing is wrong."""
+    """Return the report of a user's own program, or of a lost process; "" if nothing is wrong."""
     if outcome.loss is not None:
         return render_loss("blockstep", f"engine {engine}", outcome.loss)
     return "" if outcome.failure is None else render_program(outcome.failure, engine)
 
 
 def _body(shrunk: Shrunk, note: str) -> list[str]:
-    """What is wrong, the program, both answers, and where the states differ."""
+    """Return the findings, the program, the last answers, and the differing fields."""
     actions = shrunk.program.actions
     width = len(str(len(actions)))
     return [
@@ -115,11 +115,11 @@ def _join(lines: Sequence[str]) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-# What nobody lived to shrink.
+# Processes that died before the failure was shrunk.
 
 
 def _tell_loss(result: CheckResult, loss: Loss) -> str:
-    """A failure of which only the journal of a process tells."""
+    """Return the report of a failure that is known only from the journal of a process."""
     options, first = result.options, result.first
     where = f"engine {options.engine}, {_drawn_from(options)}"
     text = render_loss("blockstep check", where, loss)
@@ -130,7 +130,7 @@ def _tell_loss(result: CheckResult, loss: Loss) -> str:
 
 
 def render_loss(command: str, where: str, loss: Loss) -> str:
-    """The face of the failure of an engine that did not live."""
+    """Return the report of an engine whose process died or hung."""
     lines = [
         tell_first_line(command, loss.finding, len(loss.events), where),
         "",
@@ -152,7 +152,7 @@ def render_loss(command: str, where: str, loss: Loss) -> str:
 
 
 def render_served(findings: Sequence[Finding], num_events: int) -> str:
-    """What was wrong while an engine served (`CheckFailedError`), and after how many events."""
+    """Return the findings while an engine served (`CheckFailedError`), and the number of events."""
     first = findings[0]
     head = f"blockstep generate: {HEADLINES[first.kind]} at event {num_events}"
     told = [line for finding in findings for line in render_finding(finding)]
@@ -161,7 +161,7 @@ def render_served(findings: Sequence[Finding], num_events: int) -> str:
 
 
 def reproduce(options: CheckOptions, episode: int, loss: Loss | None = None) -> str:
-    """The command line that fails in the same way."""
+    """Return the command line that reproduces the failure."""
     path = show_path(options)
     engine = shlex.quote(options.engine)
     policy = f" --policy {options.policy}" if options.policy else ""
@@ -180,12 +180,12 @@ def reproduce(options: CheckOptions, episode: int, loss: Loss | None = None) -> 
 
 
 def show_path(options: CheckOptions) -> str:
-    """The folder in which the engine is looked for first, after a space and as a shell takes it."""
+    """Return the option for the folder of the engine, after a space and quoted for a shell."""
     return f" --path {shlex.quote(options.path)}" if options.path else ""
 
 
 def show_options(options: CheckOptions) -> str:
-    """Those of a search that are not as they are by themselves, each after a space."""
+    """Return the options of a search that differ from their defaults, each after a space."""
     parts = [f" --profile {options.profile}"] if options.profile != STRICT.name else []
     parts += [f" --depth {options.max_depth}"] if options.max_depth != MAX_DEPTH else []
     parts += [" --hide-state"] if options.hide_state else []
@@ -195,7 +195,7 @@ def show_options(options: CheckOptions) -> str:
 
 
 def _render_answers(shrunk: Shrunk) -> list[str]:
-    """What both sides answered to the last event."""
+    """Return the answers of both sides to the last event."""
     last = shrunk.last
     if last is None:
         return []

@@ -1,4 +1,4 @@
-"""Glossary: the terms of the project, read from the page `glossary.md` beside this module.
+"""Glossary: the terms of the project, read from the page `glossary.md` in this folder.
 
 The page is part of the package, so that `blockstep explain` has it without a checkout; the
 documentation includes the same file.
@@ -21,16 +21,16 @@ class Term:
     """A row of the glossary."""
 
     title: str
-    """The first cell, without marks: `preemption, victim`."""
+    """First cell, without marks: `preemption, victim`."""
     meaning: str
     replaces: tuple[str, ...]
-    """Phrases that are not to be used for the same thing; `*` stands for letters or a word."""
+    """Phrases that are not to be used for the same thing; `*` means letters or a word."""
     vllm: str
-    """The name in vLLM's source; "" if vLLM has none."""
+    """Name in vLLM's source; "" if vLLM has none."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The terms that this row explains."""
+        """Return the terms that this row explains."""
         return tuple(re.split(r"[,;] ", re.sub(r" \(.*\)", "", self.title)))
 
     def tell(self) -> str:

@@ -1,4 +1,4 @@
-"""What a hunt found: text for people, a page for the documentation, JSON for machines."""
+"""Reports of `hunt`: text for people, a page for the documentation, JSON for machines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNEXPLAINED = "nothing known accounts for it"
 
 
 def hunt_summary(result: HuntResult) -> str:
-    """How many defects there are, in how many events."""
+    """Return a line with the numbers of defects and events."""
     options, ground = result.options, result.ground
     again = result.num_again.total()
     more = f"; {again:,} more failures like those that nothing known accounts for" if again else ""
@@ -42,7 +42,7 @@ def hunt_summary(result: HuntResult) -> str:
 
 
 def render_hunt(result: HuntResult) -> str:
-    """All of it, a trailing newline included."""
+    """Return the whole report, with a trailing newline."""
     lines = [f"blockstep hunt: {hunt_summary(result)}", *_declared(result)]
     lines += [f"note: {note}" for note in result.ground.facts.notes]
     settings = result.ground.facts.settings
@@ -55,7 +55,7 @@ def render_hunt(result: HuntResult) -> str:
 
 
 def render_hunt_page(result: HuntResult, command: str) -> str:
-    """A page of Markdown: a table, then a program for each."""
+    """Return a page of Markdown: a table, then a program for each defect."""
     title = f"{result.options.engine} {result.ground.version}".strip()
     lines = [
         f"# Found in {title}",
@@ -81,7 +81,7 @@ def render_hunt_page(result: HuntResult, command: str) -> str:
 
 
 def hunt_to_json(result: HuntResult) -> dict[str, object]:
-    """As docs/reference/json.md has it."""
+    """Return the result as docs/reference/json.md has it."""
     options, ground = result.options, result.ground
     return {
         "format": "blockstep-hunt",
@@ -109,7 +109,7 @@ def hunt_to_json(result: HuntResult) -> dict[str, object]:
 
 
 def title_of(defect: Defect, result: HuntResult) -> str:
-    """What accounts for it, in words, with upstream's number; or what it breaks, if nothing can."""
+    """Return the causes of a defect in words, with upstream's number, or else the headline."""
     told = (_cause_in_words(cause, result) for cause in defect.causes)
     can_be_known = result.ground.is_spared or result.ground.facts.equivalence != Safety().name
     if defect.causes:
@@ -126,9 +126,9 @@ def _cause_in_words(cause: Cause, result: HuntResult) -> str:
 
 
 def reproduce_defect(defect: Defect, result: HuntResult) -> str:
-    """The command line that shows this finding.
+    """Return the command line that reproduces this finding.
 
-    A check, unless it would go easy on the engine, by what its adapter declines or works around.
+    It is a check, unless the adapter declines events or works around defects in a check.
     """
     options = defect.options
     if not result.ground.is_spared:
@@ -155,7 +155,7 @@ def _body(defect: Defect, result: HuntResult) -> list[str]:
 
 
 def _declared(result: HuntResult) -> list[str]:
-    """What the adapter declares, apart from what is found."""
+    """Return lines about the deviations that the adapter declares, and the known programs."""
     facts, lines = result.ground.facts, []
     for name, summary in sorted(facts.deviations.items()):
         count = result.excused[name]
@@ -189,7 +189,7 @@ def _program(defect: Defect) -> list[str]:
 
 
 def _number(lines: Iterable[str], before: int) -> list[str]:
-    """Lines with their numbers, after so many that are not shown."""
+    """Return lines with their numbers, counted from `before` + 1."""
     told = list(lines)
     width = len(str(before + len(told)))
     return [f"    {number:>{width}}  {line}" for number, line in enumerate(told, before + 1)]

@@ -1,4 +1,4 @@
-"""The verdict for machines; the schema is in docs/reference/json.md and never loses a field."""
+"""The verdict as JSON; the schema is in docs/reference/json.md and never loses a field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blockstep.conformance.search.check import CheckResult
 
 
 def check_to_json(result: CheckResult, corpus: Sequence[CheckResult] = ()) -> dict[str, Any]:
-    """A plain structure of dicts, lists, strings and numbers; with what a corpus came to."""
+    """Return dicts, lists, strings and numbers, with the results of a corpus."""
     options = result.options
     return {
         "format": "blockstep-check",
@@ -63,7 +63,7 @@ def _played_to_json(result: CheckResult) -> dict[str, object]:
 
 
 def failure_to_json(result: CheckResult) -> Mapping[str, object] | None:
-    """The first failure as docs/reference/json.md has it; None if there is none."""
+    """Return the first failure as docs/reference/json.md has it; None if there is none."""
     if result.first is None:
         return None
     failure, loss, findings = result.failure, result.loss, [result.first]
@@ -96,7 +96,7 @@ def failure_to_json(result: CheckResult) -> Mapping[str, object] | None:
 
 
 def finding_to_json(finding: Finding) -> dict[str, object]:
-    """A finding as docs/reference/json.md has it."""
+    """Return a finding as docs/reference/json.md has it."""
     return {
         "kind": str(finding.kind),
         "property": finding.property_id,
@@ -110,12 +110,12 @@ def finding_to_json(finding: Finding) -> dict[str, object]:
 
 
 def subjects_to_json(subjects: Subjects) -> dict[str, object]:
-    """The requests and blocks that a finding is about."""
+    """Return the requests and blocks that a finding is about."""
     return {"requests": list(subjects.requests), "blocks": list(subjects.blocks)}
 
 
 def difference_to_json(difference: Difference) -> dict[str, object]:
-    """One field in which two sides differ."""
+    """Return one field in which two sides differ."""
     return {
         "field": difference.field,
         "expected": difference.expected,

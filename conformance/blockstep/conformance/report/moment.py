@@ -1,4 +1,4 @@
-"""Moment: a state of a recorded run, in sentences, or a program, line by line."""
+"""Moment: a state of a recorded run as text, or the actions of a program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from blockstep.spec.vocabulary import NULL_BLOCK, RequestSnapshot, Snapshot
 
 
 def explain_file(path: Path, at: int | None) -> str:
-    """What is in a file: a program, read aloud, or a recorded run after `at` events.
+    """Return the content of a file: the actions of a program, or a recorded run after `at` events.
 
     Raises:
         TraceError: it is neither, or has fewer events.
@@ -31,16 +31,16 @@ def explain_file(path: Path, at: int | None) -> str:
 
 
 def explain_program(path: Path) -> str:
-    """The actions of a program, a line each. Raises `TraceError`."""
+    """Return the actions of a program, a line each. Raises `TraceError`."""
     program = read_program(path)
     actions = [f"  {number:>4}  {describe(each)}" for number, each in enumerate(program.actions, 1)]
     return "\n".join([f"  config    {describe_config(program.config)}", *actions]) + "\n"
 
 
 def explain_moment(path: Path, at: int | None) -> str:
-    """The state of the spec after the first `at` events of a recorded trace (all of them if None).
+    """Return the state of the spec after the first `at` events of a recorded trace (all if None).
 
-    Of an engine that decides by rules of its own: what it answered last, and who has not ended.
+    For an engine under `safety` it is the last answers, and the unfinished requests.
 
     Raises:
         TraceError: if the file is no trace, or has fewer events.
@@ -61,7 +61,7 @@ def explain_moment(path: Path, at: int | None) -> str:
     lines = []
     for number, step in enumerate(trace.steps[:count], 1):
         answer = spec.apply(step.event)
-        agrees = "" if answer == step.observation else "   <- the spec answers otherwise"
+        agrees = "" if answer == step.observation else "   <- the spec has another answer"
         lines.append(f"  {number:>4}  {describe_event(step.event)}{agrees}")
     return "\n".join([*lines[-5:], "", describe_state(spec.snapshot())])
 
@@ -73,16 +73,16 @@ def _explain_answers(steps: Sequence[TraceStep]) -> str:
         lines.append(f"  {number:>4}  {describe_event(step.event)}")
         lines.append(f"        -> {describe_observation(step.observation)}")
     live = [f"{name} ({len(client.said.get(name, ()))} outputs)" for name in client.live]
-    return "\n".join([*lines[-10:], "", f"unfinished: {', '.join(live) or 'nobody'}"]) + "\n"
+    return "\n".join([*lines[-10:], "", f"unfinished: {', '.join(live) or 'none'}"]) + "\n"
 
 
 def describe_state(snapshot: Snapshot) -> str:
-    """A state in sentences: who runs, who waits, what each block is."""
+    """Return a state as text: running and waiting requests, and each block."""
     frames = ", ".join(map(str, snapshot.frames_in_flight)) or "none"
     lines = [
         f"scheduling is {snapshot.pause_state}; frames in flight: {frames}",
-        f"running   {' '.join(snapshot.running) or 'nobody'}",
-        f"waiting   {' '.join(snapshot.waiting) or 'nobody'}",
+        f"running   {' '.join(snapshot.running) or 'none'}",
+        f"waiting   {' '.join(snapshot.waiting) or 'none'}",
     ]
     if snapshot.skipped_waiting:
         lines.append(f"skipped   {' '.join(snapshot.skipped_waiting)}")

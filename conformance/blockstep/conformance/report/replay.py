@@ -1,4 +1,4 @@
-"""Replay: what a workload came to, for people and for machines."""
+"""Reports of `replay`, as a table and JSON."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _lines(report: ReplayReport) -> Iterator[tuple[str, str, str]]:
 
 
 def replay_to_json(report: ReplayReport) -> dict[str, object]:
-    """The report in JSON types, with stable keys (docs/reference/json.md)."""
+    """Return the report in JSON types, with stable keys (docs/reference/json.md)."""
     plain: dict[str, object] = {"format": "blockstep-replay", "version": 1}
     plain |= get_fields(report)
     plain["config"] = _plain_fields(report.config)

@@ -1,4 +1,4 @@
-"""What a score says: a table, then the first difference of each kind as a program."""
+"""Report of a score: a table, then the first difference of each kind as a program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blockstep.conformance.search.score import CONTRACT, FirstDifference, ScoreR
 
 
 def render_score(result: ScoreResult, least: float = 0.0) -> str:
-    """All of it, a trailing newline included."""
+    """Return the whole report, with a trailing newline."""
     options = result.options
     engine = f"{options.engine} {result.engine_version}".strip()
     played = (
@@ -32,7 +32,7 @@ def render_score(result: ScoreResult, least: float = 0.0) -> str:
     for aspect, first in result.firsts.items():
         lines += ["", *_told(aspect, first, options)]
     if result.stuck is not None and result.stuck_episode is not None:
-        lines += ["", f"  in {result.num_stuck} episodes the engine could not go on; the first:"]
+        lines += ["", f"  in {result.num_stuck} episodes the engine could not continue; the first:"]
         lines += [f"    {result.stuck.message}"]
         lines += [f"  reproduce  {reproduce(options, result.stuck_episode)}"]
     if result.loss is not None:
@@ -54,7 +54,7 @@ def _row(result: ScoreResult, aspect: Aspect) -> str:
 
 
 def _floor(share: float) -> float:
-    """Per cent, cut off: what is not all is never told as 100."""
+    """Return per cent, rounded down, so that only complete agreement is shown as 100."""
     return int(share * 10_000) / 100
 
 
@@ -81,7 +81,7 @@ def _told(aspect: Aspect, first: FirstDifference, options: CheckOptions) -> list
 
 
 def reproduce(options: CheckOptions, episode: int) -> str:
-    """The command line that plays one episode again."""
+    """Return the command line that plays one episode again."""
     policy = f" --policy {options.policy}" if options.policy else ""
     return (
         f"blockstep score --engine {shlex.quote(options.engine)}{show_path(options)}"
@@ -91,7 +91,7 @@ def reproduce(options: CheckOptions, episode: int) -> str:
 
 
 def score_to_json(result: ScoreResult, least: float = 0.0) -> dict[str, Any]:
-    """The score as docs/reference/json.md has it."""
+    """Return the score as docs/reference/json.md has it."""
     options = result.options
     return {
         "format": "blockstep-score",

@@ -1,17 +1,18 @@
-"""Subjects: what a check says of each property, and of what is no property, one by one."""
+"""Subjects: the result of a check for each property and each other aspect."""
 
 from __future__ import annotations
 
 from typing import Any
 
 ASPECTS = ("divergence", "fault", "liveness", "verdict")
-"""What a check says besides: subjects that are not one property."""
+"""Subjects that are not one property."""
 
 
 def verdict_on(subject: str, check: dict[str, Any]) -> tuple[str, str]:
-    """(passed, failed or skipped; why it was skipped) of a property or aspect, by a check's JSON.
+    """Return (passed, failed or skipped; why skipped) for a property or aspect, from a check's
+    JSON.
 
-    A check ends at its first finding, so what was not found by then has not been held to the end.
+    A check ends at its first finding, so subjects without a finding were not checked to the end.
     """
     if check["failure"] is not None:
         accused = set[str]()
@@ -24,7 +25,7 @@ def verdict_on(subject: str, check: dict[str, Any]) -> tuple[str, str]:
     if subject == "verdict":
         return ("passed" if check["conforms"] else "failed"), ""
     if not check["num_events"] or check["exit_code"] not in {0, 5}:
-        return "skipped", "the run came to no end"
+        return "skipped", "the run was not completed"
     equivalence = check["equivalence"]
     if subject in {"fault", "liveness"}:
         return "passed", ""

@@ -1,4 +1,4 @@
-"""Validate: how far a recorded run agrees with the spec, for people and for machines."""
+"""Reports of `validate`: how far a recorded run agrees with the spec, as text and JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from blockstep.conformance.report.wording import HEADLINES, render_finding
 
 
 def validation_to_json(result: Validation) -> dict[str, object]:
-    """The verdict for machines (docs/reference/json.md)."""
+    """Return the verdict as JSON types (docs/reference/json.md)."""
     return {
         "format": "blockstep-validate",
         "version": 1,
@@ -29,7 +29,7 @@ def validation_to_json(result: Validation) -> dict[str, object]:
 
 
 def render_validation(path: Path, result: Validation) -> str:
-    """The verdict, and what is wrong first if anything is."""
+    """Return the verdict, and the first finding if there is one."""
     lines = [f"left out  {name}: {count} times" for name, count in sorted(result.left_out.items())]
     lines += [
         f"declared  {name}: {count} findings that the trace says are its engine's"

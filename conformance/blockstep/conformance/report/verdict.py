@@ -1,4 +1,4 @@
-"""The verdict of a check that found nothing wrong: what was run, and what it reached."""
+"""Verdict of a check without findings: its scope, and the coverage goals that it reached."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from blockstep.conformance.search.options import ExitCode, get_wish
 
 COLUMNS = 2
 WIDTH_MIN = 100
-"""Of a screen that has room for so many columns; a narrower one has one."""
+"""Least width of a screen for two columns; a narrower one has one."""
 NAMES_SHOWN = 4
-"""Pairs that were not met, at most, which are named; a program reads all of them from the JSON."""
+"""Most pairs that are named of those not met; the JSON has all."""
 
-TITLE = "situations reached (blockstep explain NAME says what one means)"
+TITLE = "coverage goals reached (blockstep explain NAME explains one)"
 MISSING_MAX = 8
-"""Coverage goals named in a verdict, at most, of those that were not reached."""
+"""Most coverage goals that are named in a verdict of those not reached."""
 BUDGET_ENOUGH = 150_000
-"""Events in which runs of engines of ours reach all that is required, at every preset."""
+"""Events within which runs of our engines reach all required goals, at every preset."""
 
 
 def render_verdict(result: CheckResult, console: Console, shows_coverage: bool = False) -> None:
-    """Print the verdict and its grounds, after a table of coverage goals if it is wanted."""
+    """Print the verdict and its grounds, after a table of coverage goals if wanted."""
     options = result.options
     if shows_coverage and not options.is_single:
         if not console.is_terminal:
@@ -49,7 +49,7 @@ def verdict_text(result: CheckResult) -> str:
 
 
 def _list_grounds(result: CheckResult) -> Iterator[str]:
-    """Lines about coverage, the canary, and everything that was left out."""
+    """Yield lines about coverage, the canary, and everything that was left out."""
     options = result.options
     if not options.is_single:
         reached = sum(result.witnesses[name] > 0 for name in WITNESSES)
@@ -59,7 +59,7 @@ def _list_grounds(result: CheckResult) -> Iterator[str]:
         yield (
             f"canary      caught after {canary} events"
             if canary
-            else "canary      ALIVE: a broken engine was not noticed, so no verdict is worth much"
+            else "canary      ALIVE: a broken engine was not caught, so there is no verdict"
         )
     for note in result.notes:
         yield f"note        {note}"
@@ -74,7 +74,7 @@ def _list_grounds(result: CheckResult) -> Iterator[str]:
 
 
 def _list_known(result: CheckResult) -> Iterator[str]:
-    """Lines about findings that are accounted for."""
+    """Yield lines about findings that quirks, deviations or known programs explain."""
     for name, count in sorted(result.known.items()):
         yield f"known       {name}: {count} findings that {result.options.profile} accounts for"
     for name, summary in sorted(result.deviations.items()):
@@ -86,13 +86,13 @@ def _list_known(result: CheckResult) -> Iterator[str]:
 
 
 def _list_missing(result: CheckResult) -> Iterator[str]:
-    """Lines about coverage goals that were not reached, some by name, and about settings."""
+    """Yield lines about coverage goals that were not reached, some by name, and about settings."""
     missing = () if result.options.is_single else result.missing
     for name in missing[:MISSING_MAX]:
         yield f"not reached {name}: {WITNESSES.get(name) or tell_goal(name)}"
     if len(missing) > MISSING_MAX:
         yield f"not reached {len(missing) - MISSING_MAX} more (--json FILE names all)"
-    pairs = f"{result.num_legal_pairs:,} pairs that are legal together"
+    pairs = f"{result.num_legal_pairs:,} pairs that can be combined"
     sides = f"{result.num_quirk_sides:,} sides of the quirks of {result.options.profile}"
     for names, whole in ((result.apart, pairs), (result.unseen_sides, sides)):
         if names:
@@ -103,7 +103,8 @@ def _list_missing(result: CheckResult) -> Iterator[str]:
 
 
 def _conclude(result: CheckResult) -> str:
-    """The line of the verdict, and one that names where the engine was not at its defaults."""
+    """Return the line of the verdict, and one with the settings that differ from the engine's
+    defaults."""
     if not result.settings:
         return _tell_verdict(result)
     word = "conforms" if result.exit_code is ExitCode.CONFORMS else "run"
@@ -111,13 +112,13 @@ def _conclude(result: CheckResult) -> str:
 
 
 def _name_some(names: Sequence[str]) -> str:
-    """The first of some names, and how many there are besides."""
+    """Return the first of some names, and the number of the others."""
     more = len(names) - NAMES_SHOWN
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more:,} more (see --json)" if more > 0 else "")
 
 
 def _tell_verdict(result: CheckResult) -> str:
-    """The line of the verdict."""
+    """Return the line of the verdict."""
     options, word = result.options, verdict_word(result)
     held = f"{word}: engine {options.engine}, equivalence {result.equivalence}, "
     if options.program is not None:
@@ -133,7 +134,7 @@ def _tell_verdict(result: CheckResult) -> str:
 
 
 def verdict_word(result: CheckResult) -> str:
-    """One word, or what kept the check from being one."""
+    """Return the verdict in a word, or the reason why there is none."""
     if result.exit_code is ExitCode.CONFORMS:
         return (
             "conforms but for known findings" if any(result.known_programs.values()) else "conforms"
@@ -143,22 +144,22 @@ def verdict_word(result: CheckResult) -> str:
     if result.has_missed_something:
         or_else = "".join([f", or leave out: --without {name}" for name in list_unasked(result)])
         if result.equivalence == Safety.name:
-            or_else = ", or name in out_of_reach of its traits what cannot come up"
-        return f"NO VERDICT (situations not reached: {tell_budget(result)}{or_else})"
+            or_else = ", or declare unreachable goals in out_of_reach of its traits"
+        return f"NO VERDICT (coverage goals not reached: {tell_budget(result)}{or_else})"
     return "NO VERDICT (the canary survived)"
 
 
 def tell_budget(result: CheckResult) -> str:
-    """The budget to take where coverage goals were not reached."""
+    """Return the budget to use if coverage goals were not reached."""
     if result.num_events < BUDGET_ENOUGH:
         return f"raise --budget to {BUDGET_ENOUGH}"
     return f"try --budget {2 * result.num_events} or another --seed"
 
 
 def list_unasked(result: CheckResult) -> list[str]:
-    """Features that nobody asked for, where all that was not reached is of theirs.
+    """Return features that were not asked for and have all the goals that were not reached.
 
-    Beside a feature that was asked for an adapter may have to leave out their configs.
+    With a feature that was asked for an adapter may have to leave out configs with them.
     """
     asked, unasked = get_wish(result.options).always, list[str]()
     for situation in result.missing if asked else ():
@@ -170,7 +171,7 @@ def list_unasked(result: CheckResult) -> list[str]:
 
 
 def witness_table(result: CheckResult, num_columns: int = COLUMNS) -> Table:
-    """How often each situation was reached, in columns read from top to bottom."""
+    """Return the table of how often each goal was reached, in columns read from top to bottom."""
     is_floor = result.equivalence != Safety.name
     names = [name for name in WITNESSES if is_floor or result.witnesses[name]]
     height = -(-len(names) // num_columns)

@@ -1,7 +1,7 @@
 """View: a finding as one page of HTML, its blocks in rows and its actions in columns.
 
-The page is complete in itself: it has no script, loads nothing, and forbids both. What an engine or
-a program says is escaped.
+The page is complete: it has no script, loads nothing, and forbids both. Strings of an engine or a
+program are escaped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from blockstep.conformance.search.film import Picture
 from blockstep.spec.vocabulary import BlockId, RequestId
 
 BLOCKS_MAX = 200
-"""Rows, at most: those of the blocks with the least numbers that were ever held."""
+"""Most rows: the blocks with the lowest ids that were ever held."""
 HUES = (210, 30, 140, 280, 0, 180, 60, 320, 100, 240)
 """Hues of the owners, in order of their first block."""
 STYLE = """
@@ -39,7 +39,7 @@ pre { overflow-x: auto; font-size: 13px }
 
 
 def make_page(report: str, film: Sequence[Picture]) -> str:
-    """The page of a finding: its report as text, and its film if there is one."""
+    """Return the page of a finding: its report as text, and its film if there is one."""
     title = escape(report.partition("\n")[0])
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     owners = list(
@@ -58,7 +58,7 @@ def make_page(report: str, film: Sequence[Picture]) -> str:
 
 
 def _list_colours(owners: Sequence[RequestId]) -> Iterator[str]:
-    """A class for each owner, by its number: a name may be anything."""
+    """Yield a CSS class for each owner, by number, since a name may contain anything."""
     for number in range(len(owners)):
         yield f".o{number} {{ background: hsl({HUES[number % len(HUES)]} 60% var(--l)) }}\n"
 

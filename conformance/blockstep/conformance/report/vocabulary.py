@@ -1,4 +1,4 @@
-"""Vocabulary: the words of engines and programs, with what their docstrings say of them.
+"""Vocabulary: the classes and constants of engines and programs, with their docstrings.
 
 `blockstep explain vocabulary` prints all of them as a page, and `make docs` puts the page into the
 documentation.
@@ -23,7 +23,7 @@ SOURCES = {
     "003": "prefix caching by example",
     "004": "the older walk-through of vLLM V1",
 }
-"""The documents that the specification follows, by the number that docstrings cite them by."""
+"""Documents that the specification follows, by the number in docstrings."""
 _ROOMS = (
     *(f"blockstep.spec.vocabulary.{room}" for room in ("config", "request", "events")),
     *(f"blockstep.spec.vocabulary.{room}" for room in ("observations", "kv_events", "transfers")),
@@ -48,7 +48,7 @@ sources are listed in [sources](sources.md).
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A field, a member of an enumeration, or what can be asked of a value."""
+    """Field, member of an enumeration, or method of a class."""
 
     name: str
     type: str
@@ -58,7 +58,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A class of the vocabulary, or a name of something simpler, which has no parts."""
+    """Class or constant of the vocabulary; a constant has no parts."""
 
     name: str
     room: str
@@ -67,7 +67,7 @@ class Word:
 
 
 def cite(text: str) -> str:
-    """A text in which the sources that the specification follows are named, not numbered."""
+    """Return the text with the specification's sources named, not numbered."""
 
     def name(found: re.Match[str]) -> str:
         return SOURCES[found["number"]]
@@ -77,7 +77,7 @@ def cite(text: str) -> str:
 
 @cache
 def get_finding_kinds() -> dict[str, str]:
-    """What each kind of finding means."""
+    """Return the meaning of each kind of finding."""
     tree = ast.parse(inspect.getsource(findings))
     (kinds,) = (word for word in _read_words(tree.body, "") if word.name == "FindingKind")
     return {part.name: part.text for part in kinds.parts}
@@ -85,7 +85,7 @@ def get_finding_kinds() -> dict[str, str]:
 
 @cache
 def get_words() -> dict[str, Word]:
-    """All words by name, in the order in which they stand in their rooms."""
+    """Return all words by name, in the order of their modules."""
     found: dict[str, Word] = {}
     for room in _ROOMS:
         tree = ast.parse(inspect.getsource(importlib.import_module(room)))
@@ -94,7 +94,7 @@ def get_words() -> dict[str, Word]:
 
 
 _HIDDEN = {"ALL_CAPABILITIES", "EQUIVALENCES", "EVENT_TYPES", "Link", "NO_TRAITS", "WIDTH"}
-"""Names that are of no use to who does not read the code."""
+"""Names that are useful only to readers of the code."""
 
 
 def _read_words(body: Sequence[ast.stmt], room: str) -> Iterator[Word]:
@@ -127,7 +127,7 @@ def _read_parts(owner: ast.ClassDef) -> Iterator[Part]:
 
 
 def _pairs(body: Sequence[ast.stmt]) -> Iterator[tuple[ast.stmt, str]]:
-    """Each statement with the docstring below it, in one line."""
+    """Yield each statement with the docstring below it, in one line."""
     for node, after in zip(body, [*body[1:], ast.Pass()], strict=True):
         match after:
             case ast.Expr(value=ast.Constant(value=str() as text)):
@@ -140,7 +140,7 @@ def _pairs(body: Sequence[ast.stmt]) -> Iterator[tuple[ast.stmt, str]]:
 
 
 def tell_word(word: Word) -> str:
-    """A word and its parts as plain text."""
+    """Return a word and its parts as plain text."""
     lines = [f"{word.name} ({word.room})", "", word.text, ""]
     for part in word.parts:
         kind = f": {part.type}" if part.type else ""
@@ -150,7 +150,7 @@ def tell_word(word: Word) -> str:
 
 
 def make_page() -> str:
-    """All words as a page of the documentation."""
+    """Return all words as a page of the documentation."""
     lines, room = [HEAD], ""
     for word in get_words().values():
         if word.room != room:
@@ -174,5 +174,5 @@ def _row(part: Part, is_enum: bool) -> str:
 
 
 def _escape(text: str) -> str:
-    """For Markdown, outside of code and of indented examples."""
+    """Return the text escaped for Markdown, outside of code and of indented examples."""
     return text.replace("|", "\\|").replace("<", "\\<")

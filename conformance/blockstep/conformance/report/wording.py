@@ -1,4 +1,4 @@
-"""Wording: how a finding is told, wherever it was found."""
+"""Wording: the text of a finding, in every command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tell_first_line(command: str, finding: Finding, num_events: int, where: str)
 
     Args:
         command: What ran, as in `blockstep check`.
-        finding: What is told first.
+        finding: First finding.
         num_events: Events that were played until then.
         where: Engine, preset and seed.
     """
@@ -35,7 +35,7 @@ def tell_first_line(command: str, finding: Finding, num_events: int, where: str)
 
 
 def render_finding(finding: Finding) -> list[str]:
-    """Property and sentence, then what was seen; a property says what it expected."""
+    """Return property and check, then the message; for a property also the expected values."""
     name = f"{finding.property_id} {finding.sentence}".strip()
     label = "property" if finding.property_id else str(finding.kind)
     told = [finding.message]
@@ -53,7 +53,7 @@ def render_finding(finding: Finding) -> list[str]:
 
 
 def render_divergence(findings: Sequence[Finding]) -> list[str]:
-    """Where the states of spec and engine differ, as a table after an empty line; [] if nowhere."""
+    """Return the differing fields of spec and engine as a table after an empty line; [] if none."""
     differences = [
         difference
         for finding in findings
@@ -64,9 +64,9 @@ def render_divergence(findings: Sequence[Finding]) -> list[str]:
 
 
 def tell_stale(name: str, num_excused: int) -> str:
-    """What is said of a declared deviation that its own program does not show.
+    """Return a line about a declared deviation that its own program does not show.
 
-    Where findings of the run were excused by it, the program is wrong and not the declaration.
+    If it covers findings of the run, the program is wrong and not the declaration.
     """
     if num_excused:
         return f"{name}: its program does not show it, and {num_excused:,} findings do: mend that"
@@ -74,9 +74,9 @@ def tell_stale(name: str, num_excused: int) -> str:
 
 
 def tell_known_programs(counts: Mapping[str, int | None]) -> list[str]:
-    """Lines about the known programs of `--known`."""
+    """Return lines about the known programs of `--known`."""
     return [
-        f"gone        {name}: nothing is wrong with it any more; take it out of the known ones"
+        f"gone        {name}: it passes now; remove it from the known programs"
         if count is None
         else f"known       {name}: {count:,} failures were the same defect, and were suppressed"
         for name, count in counts.items()
@@ -84,11 +84,11 @@ def tell_known_programs(counts: Mapping[str, int | None]) -> list[str]:
 
 
 def tell_settings(word: str, settings: Sequence[Setting]) -> str:
-    """Returns the line that names where an engine was not at its defaults.
+    """Return the line that names the settings that differ from the engine's defaults.
 
     Args:
-        word: What it did there: `conforms` or `run`.
-        settings: The settings in question, with reasons that are told elsewhere.
+        word: Verdict under these settings: `conforms` or `run`.
+        settings: Settings, with reasons that are printed elsewhere.
     """
     return f"{word} at: {', '.join(setting.name for setting in settings)}"
 
@@ -99,7 +99,7 @@ def _told(difference: Difference) -> str:
 
 
 def _render_differences(differences: list[Difference]) -> list[str]:
-    """A table of three columns: field, the spec's side, the engine's side."""
+    """Return a table of three columns: field, the spec's side, the engine's side."""
     left = "spec"
     shown = differences[:MAX_DIFFERENCES]
     field_width = max(len("state after"), *(len(d.field) for d in shown))

@@ -1,13 +1,13 @@
-"""Arms: one workload, one engine, two configs that must not make a difference.
+"""Metamorphic pairs: one workload and one engine under two configs that must give the same tokens.
 
     requests --+--> engine(config)          --> tokens --+
                |                                          |-- equal?
                +--> engine(config with a change) --> tokens --+
 
-Whoever asks for the same text from the same model must get the same answer with caching on or off,
-with drafts or without, one plan in flight or four, in a large pool or in one that preempts. No
-reference is needed, not even a snapshot; an engine need only submit, schedule and commit. Wrong KV
-shows as wrong tokens, because the worker's model goes astray when it reads any.
+A request must get the same tokens with caching on or off, with drafts or without, with one plan in
+flight or four, in a large pool or in one that preempts. No reference is needed, not even a
+snapshot; an engine need only submit, schedule and commit. Wrong KV shows as wrong tokens, because
+the next token of the worker's model depends on all KV that it reads.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ from blockstep.spec import vocabulary as v
 
 REQUESTS_MAX = 8
 GROWTH = 8
-"""The large pool has so many times the blocks."""
+"""Factor by which the large pool is larger."""
 CHUNKS = 2
-"""With which a session goes on, before its client says that no more come."""
+"""Inputs that continue a session before its client closes it."""
 DEPTH = 3
-"""Plans in flight, where a change is to have several."""
+"""Plans in flight after a change to several."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A change of the config that must not change what is said."""
+    """Change of the config that must not change the tokens."""
 
     name: str
     summary: str
     change: Callable[[v.Config], v.Config]
     feature: Feature | None = None
-    """What an engine needs for it."""
+    """Feature that an engine needs for the change."""
 
 
 def _switch_drafts(config: v.Config) -> v.Config:
@@ -103,7 +103,7 @@ ARMS: tuple[Arm, ...] = (
     Arm("pipeline", "the same, each request waiting for its token", _switch_pipeline, PIPELINE),
     Arm(
         "pool",
-        "a pool so large that nobody is preempted",
+        "a pool so large that no request is preempted",
         lambda config: replace(config, num_blocks=GROWTH * config.num_blocks),
     ),
     Arm(
@@ -118,16 +118,16 @@ ARMS: tuple[Arm, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one request came to."""
+    """Tokens and finish reason of one request."""
 
     token_ids: v.TokenIds
     reason: v.FinishReason | None
-    """None: it never ended."""
+    """None: it never finished."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contrast:
-    """One request that two arms answer differently."""
+    """Request that gets different tokens under the two configs."""
 
     arm: str
     episode: int
@@ -141,37 +141,37 @@ class Contrast:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A workload on which the engine broke."""
+    """Workload on which the engine failed."""
 
     arm: str
-    """The arm that it was under; "" before any change."""
+    """Change under which it failed; "" for the first config."""
     episode: int
     config: v.Config
     requests: tuple[v.Request, ...]
     message: str
     frames: tuple[str, ...] = ()
-    """Where it raised, the innermost call last (`findings.list_frames`)."""
+    """Frames of the exception, the innermost call last (`findings.list_frames`)."""
 
 
 @dataclass(slots=True)
 class ArmsResult:
-    """How many answers were compared, per arm, and the first that differ."""
+    """Number of compared answers by change, and the first difference."""
 
     num_compared: dict[str, int] = field(default_factory=dict)
-    """Answers that ended in one arm at least."""
+    """Answers that finished under at least one of both configs."""
     num_endless: int = 0
-    """Answers that ended in neither."""
+    """Answers that finished under neither."""
     num_episodes: int = 0
     not_tried: tuple[str, ...] = ()
-    """Arms that the engine lacks a capability for."""
+    """Changes that need a capability that the engine lacks."""
     alike: tuple[str, ...] = ()
-    """Arms whose change the engine's configs do not take."""
+    """Changes without effect on any config of the engine."""
     contrast: Contrast | None = None
     fault: Fault | None = None
 
 
 class BrokenError(Exception):
-    """The engine raised, or its answer is none."""
+    """The engine raised, or its answer has a wrong type."""
 
 
 def compare_arms(
@@ -180,7 +180,8 @@ def compare_arms(
     num_episodes: int,
     on_progress: Callable[[int], None] = lambda _done: None,
 ) -> ArmsResult:
-    """Play workloads drawn from the seed under each arm, until answers differ or all are played."""
+    """Play workloads drawn from the seed under each change, until tokens differ or all are
+    played."""
     options = fit_depth(options, make_engine)
     arms, not_tried = usable_arms(make_engine)
     result = ArmsResult({arm.name: 0 for arm in arms}, not_tried=not_tried)
@@ -215,7 +216,8 @@ def compare_arms(
 def _change(
     arm: Arm, config: v.Config, make_engine: EngineFactory, options: CheckOptions
 ) -> v.Config:
-    """The config under an arm, as the engine can be given it; as it was where there is none."""
+    """Return the changed config as the engine can be given it, or `config` if the change is
+    invalid."""
     if v.config_problems(arm.change(config)):
         return config
     changed, _ = fit_config(arm.change(config), make_engine)
@@ -238,7 +240,7 @@ def _count(
 
 
 def usable_arms(make_engine: EngineFactory) -> tuple[list[Arm], tuple[str, ...]]:
-    """The arms that the engine's capabilities allow, and the names of the others."""
+    """Return the changes that the engine's capabilities allow, and the names of the others."""
     lacking = find_lacking(get_capabilities(make_engine))
     missing = tuple(arm.name for arm in ARMS if arm.feature in lacking)
     return [arm for arm in ARMS if arm.name not in missing], missing
@@ -247,10 +249,11 @@ def usable_arms(make_engine: EngineFactory) -> tuple[list[Arm], tuple[str, ...]]
 def draw_workload(
     options: CheckOptions, episode: int, make_engine: EngineFactory
 ) -> tuple[Swarm, tuple[v.Request, ...]]:
-    """A config and requests; everything follows from preset, seed, episode and what is taken."""
+    """Return a config and requests; they depend on preset, seed, episode and accepted features
+    only."""
     draw = SeededDraw(f"arms/{options.preset}/{options.seed}/{episode}")
     swarm = draw_options(options, draw, make_engine)
-    # Every drawn config must still be one when an arm has changed it, as far as it goes.
+    # Every drawn config must stay valid under as many changes as possible.
     config = replace(swarm.config, enable_chunked_prefill=not swarm.config.is_encoder_decoder)
     features = swarm.features if swarm.has(MASKS) else swarm.features - {GRAMMAR.name}
     swarm = replace(swarm, config=config, features=features)
@@ -263,7 +266,7 @@ def draw_workload(
 def _fit_workload(
     make_engine: EngineFactory, swarm: Swarm, requests: tuple[v.Request, ...]
 ) -> tuple[Swarm, tuple[v.Request, ...]]:
-    """The workload as the engine can be given it."""
+    """Return the workload as the engine can be given it."""
     config, _ = fit_config(swarm.config, make_engine)
     weaker = get_traits(make_engine).equivalence
     if weaker is not None:
@@ -276,10 +279,10 @@ def _fit_workload(
 def run_workload(
     make_engine: EngineFactory, swarm: Swarm, config: v.Config, requests: Sequence[v.Request]
 ) -> dict[v.RequestId, Answer]:
-    """What the accepted requests came to when all are submitted one step after another.
+    """Return the answers of the accepted requests, one of which is submitted per step.
 
     Raises:
-        BrokenError: the engine raised, or its answer is none.
+        BrokenError: the engine raised, or its answer has a wrong type.
     """
     engine, client = _build(make_engine, config), Client()
     worker = build_worker(make_engine, config, swarm)
@@ -308,13 +311,13 @@ def run_workload(
 
 
 def build_worker(make_engine: EngineFactory, config: v.Config, swarm: Swarm) -> Worker:
-    """The worker that can live on the plans of these engines."""
+    """Return the worker for the plans of these engines."""
     next_token = token_function(swarm.token_seed, swarm.vocabulary_size)
     return fit_worker(make_worker(get_traits(make_engine), config, next_token), make_engine)
 
 
 def _build(make_engine: EngineFactory, config: v.Config) -> Engine:
-    """An engine. Raises BrokenError, and ConfigError as it says."""
+    """Return an engine. Raises BrokenError, or the engine's own ConfigError."""
     try:
         return build(make_engine, config)
     except (v.ConfigError, BadEngineError):
@@ -324,7 +327,7 @@ def _build(make_engine: EngineFactory, config: v.Config) -> Engine:
 
 
 def _ask(engine: Engine, event: v.Event) -> v.Observation:
-    """The answer of an engine. Raises BrokenError."""
+    """Return the answer of an engine. Raises BrokenError."""
     try:
         answer = engine.apply(event)
     except Exception as error:
@@ -351,8 +354,7 @@ def _commit(
     answers: dict[v.RequestId, Answer],
     chunks: Counter[v.RequestId],
 ) -> None:
-    """Answer the oldest plan, let sessions go on that rest then, and propose drafts for those who
-    sampled and go on."""
+    """Commit the oldest plan, continue sessions that have become idle, and propose drafts."""
     frame_id = client.plans[0].frame_id
     if client.plans[0].has_structured_output_requests:
         asked = ask_mask(worker, client.plans[0])
@@ -366,13 +368,15 @@ def _commit(
         return
     for row in outputs.rows:
         if row.request_id not in answers:
-            raise BrokenError(f"outputs are delivered to {row.request_id!r}, who never came")
+            raise BrokenError(
+                f"outputs are delivered to {row.request_id!r}, which was never submitted"
+            )
         said = answers[row.request_id].token_ids
         answers[row.request_id] = Answer(said + row.new_token_ids, row.finish_reason)
     for row in outputs.rows:
         rests = row.finish_reason is not None and row.request_id in client.sessions
         if rests and not _go_on(engine, client, row.request_id, chunks):
-            del answers[row.request_id]  # another arm may have taken the chunk
+            del answers[row.request_id]  # the other config may have accepted the input
     config = worker.config
     if config.num_speculative_tokens and not config.async_scheduling:
         count = config.num_speculative_tokens
@@ -385,8 +389,9 @@ def _commit(
 
 
 def _go_on(engine: Engine, client: Client, name: v.RequestId, chunks: Counter[v.RequestId]) -> bool:
-    """A session that rests has a chunk more, `CHUNKS` of them, and then ends; False if its engine
-    refuses one, which may be too long for a pool and fit another. Then it ends too."""
+    """Continue an idle session with another input, `CHUNKS` times, and then close it. Return False
+    if the engine rejects an input, which may be too long for one pool only; the session is then
+    closed, too."""
     whole, length = client.live[name], min(client.live[name].max_tokens, 2)
     chunk = replace(
         whole,
@@ -407,10 +412,10 @@ def _go_on(engine: Engine, client: Client, name: v.RequestId, chunks: Counter[v.
 
 
 def _who_takes_drafts(engine: Engine, client: Client) -> list[v.RequestId]:
-    """Those who sampled and go on.
+    """Return the unfinished requests that sampled last.
 
-    An engine that neither refuses nor drops late drafts is spared those of requests that are in
-    another plan by now, or were preempted by one.
+    An engine that neither rejects nor drops late drafts gets none for requests that are in another
+    plan by now, or were preempted by one.
     """
     names = [name for name in client.sampled if name in client.live]
     if {Capability.REJECTION, Capability.LATE_DRAFTS} & engine.capabilities():
@@ -424,14 +429,14 @@ def _who_takes_drafts(engine: Engine, client: Client) -> list[v.RequestId]:
 def first_difference(
     plain: Mapping[v.RequestId, Answer], other: Mapping[v.RequestId, Answer]
 ) -> v.RequestId | None:
-    """The first request that both took in and answered differently."""
+    """Return the first request that both runs accepted and answered differently, or None."""
     return next((name for name in plain if name in other and plain[name] != other[name]), None)
 
 
 def _shrink(
     make_engine: EngineFactory, swarm: Swarm, changed: v.Config, requests: tuple[v.Request, ...]
 ) -> tuple[tuple[v.Request, ...], v.RequestId, Answer, Answer]:
-    """As few requests as show it, the one that is answered differently, and both answers."""
+    """Return a smaller workload that still differs, the differing request, and its two answers."""
 
     def differ(some: Sequence[v.Request]) -> tuple[v.RequestId, Answer, Answer] | None:
         plain = run_workload(make_engine, swarm, swarm.config, some)

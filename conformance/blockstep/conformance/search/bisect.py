@@ -1,8 +1,8 @@
-"""Bisect: the first commit of a checkout at which a program fails as it does at a bad one.
+"""Bisect: finds the first commit of a checkout at which a program fails as it does at a bad one.
 
 Git chooses the commits (`git bisect`), in a clone in a temporary folder: the user's checkout is
-only read. At each of them the program runs in a process of its own. What fails at a commit in
-another way, or cannot even be imported there, says nothing about the defect: it is skipped.
+only read. At each commit the program runs in a process of its own. A commit at which it fails in
+another way, or cannot be imported, tells nothing about the defect: it is skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from blockstep.conformance.search.options import CheckOptions, ExitCode
 
 
 class Mark(StrEnum):
-    """What a commit is to `git bisect`."""
+    """Verdict on a commit for `git bisect`."""
 
     GOOD = "good"
     BAD = "bad"
@@ -43,29 +43,29 @@ class Commit:
 
     @property
     def short(self) -> str:
-        """Enough of its name for people."""
+        """Return the first ten digits of its hash."""
         return self.sha[:10]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A commit that was tried."""
+    """Commit that was tried."""
 
     commit: Commit
     mark: Mark
     why: str = ""
-    """Why it was skipped."""
+    """Reason why it was skipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is looked for: a program, and how it fails at the bad commit."""
+    """Program, and its failure at the bad commit."""
 
     program: Program
     finding: Finding
 
     def mark(self, result: CheckResult) -> tuple[Mark, str]:
-        """What a commit is at which the program comes to this, and why if it says nothing."""
+        """Return the verdict on a commit with this result, and the reason if it is skipped."""
         loss, first = result.loss, result.first
         if loss is not None and not loss.config:
             return Mark.SKIP, loss.message
@@ -79,30 +79,32 @@ class Question:
 
 @dataclass(slots=True)
 class Bisection:
-    """What a bisection came to."""
+    """Result of a bisection."""
 
     options: CheckOptions
     question: Question
     good: Commit
     bad: Commit
     steps: list[Step] = field(default_factory=list)
-    """In the order in which they were tried."""
+    """Tried commits, in order."""
     suspects: tuple[Commit, ...] = ()
-    """The first bad commit; or, where too much was skipped, those of which one is it."""
+    """The first bad commit; or, if too many were skipped, the commits one of which is the first bad
+    one."""
 
     @property
     def exit_code(self) -> ExitCode:
-        """Found, or not to be found."""
+        """Return the exit code: one suspect, or more."""
         return ExitCode.CONFORMS if len(self.suspects) == 1 else ExitCode.HARNESS
 
 
 def tell_finding(finding: Finding) -> str:
-    """A finding by its name."""
+    """Return the property or kind of a finding, and its check."""
     return f"{finding.property_id or finding.kind} {finding.sentence}"
 
 
 def _name_of(finding: Finding) -> tuple[FindingKind, str, tuple[str, ...]]:
-    """What makes two findings one: the sentence, and of an exception its type."""
+    """Return what equal findings have in common: the kind, the check, and the type of an
+    exception."""
     raised = tuple(it.seen for it in finding.differences if it.field == "exception")
     return finding.kind, finding.sentence, raised
 
@@ -111,17 +113,17 @@ class Clone:
     """A clone of a repository, for `git bisect` to walk through."""
 
     def __init__(self, repository: Path, folder: Path) -> None:
-        """Clone into a folder. Raises UsageError: there is no repository, or git says no."""
+        """Clone into a folder. Raises UsageError: there is no repository, or git fails."""
         self.path = folder / repository.resolve().name
         self._source = repository
         self._order: list[str] = []
-        """Commits that may be the first bad one, each after those before it."""
+        """Commits that may be the first bad one, each after its parents."""
         _git(repository, "rev-parse", "--git-dir")
         clone = ("clone", "--quiet", "--shared", "--no-checkout")
         _git(repository, *clone, str(repository.resolve()), str(self.path))
 
     def find(self, name: str) -> Commit:
-        """The commit that the repository calls so: a branch, a tag, a hash."""
+        """Return the commit of a branch, a tag or a hash. Raises UsageError."""
         try:
             sha = _git(
                 self._source, "rev-parse", "--verify", "--end-of-options", f"{name}^{{commit}}"
@@ -132,7 +134,7 @@ class Clone:
         return self.describe(sha.strip())
 
     def describe(self, sha: str) -> Commit:
-        """What people want to know of a commit."""
+        """Return hash, date, author and subject of a commit."""
         log = _git(self.path, "log", "-1", "--date=short", "--format=%H%n%ad%n%an%n%s", sha)
         return Commit(*log.splitlines())
 
@@ -142,30 +144,32 @@ class Clone:
         self._clean()
 
     def _clean(self) -> None:
-        # Python takes bytecode for current if its source is as old and as long: commits may be.
+        # Python takes bytecode for current if its source has the same time and size, which commits
+        # may.
         _git(self.path, "clean", "--quiet", "-ffdx")
 
     def require_order(self, good: Commit, bad: Commit) -> None:
-        """See that the bad commit follows the good one."""
+        """Raise UsageError unless the bad commit follows the good one."""
         base = _git(self.path, "merge-base", good.sha, bad.sha).strip()
         if base != good.sha or good == bad:
             rule = "must come before the bad one in its history"
             raise UsageError(f"good commit {good.short}: {rule} ({bad.short})")
 
     def start(self, good: Commit, bad: Commit) -> tuple[Commit, ...]:
-        """Begin between two commits; returns as `mark` does."""
+        """Begin between two commits; return as `mark` does."""
         between = _git(self.path, "rev-list", "--reverse", "--topo-order", f"{good.sha}..{bad.sha}")
         self._order = between.split()
         return self._read(_git(self.path, "bisect", "start", bad.sha, good.sha))
 
     def mark(self, mark: Mark) -> tuple[Commit, ...]:
-        """Say what the commit is that is checked out; returns the suspects, () while it goes on."""
+        """Mark the commit that is checked out; return the suspects, or () if the search
+        continues."""
         self._clean()
         return self._read(_git(self.path, "bisect", str(mark), allowed=2))
 
     @property
     def head(self) -> Commit:
-        """The commit that is checked out."""
+        """Return the commit that is checked out."""
         return self.describe("HEAD")
 
     def _read(self, said: str) -> tuple[Commit, ...]:
@@ -179,8 +183,8 @@ class Clone:
 
 
 def _git(folder: Path, *arguments: str, allowed: int = 0) -> str:
-    """What git prints; it may end with 0 or with `allowed`. Raises UsageError in its words."""
-    # Its words are read here, so they are English; and no hook or variable of the user's.
+    """Return the output of git. Raises UsageError if the exit code is neither 0 nor `allowed`."""
+    # The output is parsed, so it must be English, and without the user's hooks and variables.
     env = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
     env |= {"LC_ALL": "C", "GIT_LFS_SKIP_SMUDGE": "1", "GIT_TERMINAL_PROMPT": "0"}
     command = ["git", "-c", "core.hooksPath=/dev/null", "-c", "advice.detachedHead=false"]
@@ -204,13 +208,13 @@ def bisect(
     on_progress: Callable[[CheckResult], None] = lambda _result: None,
     on_step: Callable[[Step], None] = lambda _step: None,
 ) -> Bisection:
-    """Find the first bad commit of the repository at `options.path`, between two that are named.
+    """Find the first bad commit of the repository at `options.path` between two named commits.
 
-    Without a program, the one is taken that a check with these options finds at the bad commit;
-    `on_progress` hears of that check, `on_step` of each commit that was tried.
+    Without a program, a check with these options finds one at the bad commit; `on_progress` is
+    called with its results, `on_step` with each commit that was tried.
 
     Raises:
-        UsageError: no such repository or commits, or the program does not tell them apart.
+        UsageError: no such repository or commits, or the program does not distinguish them.
         HarnessError: if a check itself failed.
     """
     assert options.path is not None
@@ -244,7 +248,7 @@ def _ask(
     program: Program | None,
     on_progress: Callable[[CheckResult], None],
 ) -> Question:
-    """What fails at the bad commit, which is checked out."""
+    """Return the program and its failure at the bad commit, which is checked out."""
     try:
         if program is not None:
             result = isolation.run(options, program)
@@ -267,7 +271,7 @@ def _ask(
 
 
 def _try(options: CheckOptions, question: Question, seconds: float) -> tuple[Mark, str]:
-    """What the commit is that is checked out in the folder of the options."""
+    """Return the verdict on the commit that is checked out, and the reason if it is skipped."""
     with Isolation(seconds) as isolation:
         try:
             return question.mark(isolation.run(options, question.program))

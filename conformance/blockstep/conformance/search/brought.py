@@ -1,4 +1,4 @@
-"""Brought: what requests bring, with less in it: grammars, items, chunks of sessions, names."""
+"""Smaller grammars, items and session inputs of requests, and renaming of requests and items."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Names: TypeAlias = Mapping[str, str]
 
 
 def get_request(action: Action) -> v.Request | None:
-    """What is submitted, or the chunk with which a session goes on."""
+    """Return the request of a submission or streaming update."""
     return action.request if isinstance(action, v.Submit | v.StreamingUpdate) else None
 
 
 def with_request(action: Action, change: Callable[[v.Request], v.Request]) -> Action:
-    """The action with its request changed, if it has one."""
+    """Return the action with its request changed, if it has one."""
     match action:
         case v.Submit(request=request):
             return v.Submit(change(request))
@@ -32,7 +32,7 @@ def with_request(action: Action, change: Callable[[v.Request], v.Request]) -> Ac
 def with_requests(
     actions: Sequence[Action], change: Callable[[v.Request], v.Request]
 ) -> tuple[Action, ...]:
-    """The actions with each request changed."""
+    """Return the actions with each request changed."""
     return tuple([with_request(action, change) for action in actions])
 
 
@@ -40,7 +40,7 @@ def with_requests(
 
 
 def simpler_grammars(grammar: v.Grammar) -> Iterator[v.Grammar]:
-    """The grammar with nothing to say, with a state less, or with fewer edges: one, or one less."""
+    """Yield an empty grammar, and the grammar with one state less or with fewer edges."""
     edges = grammar.edges
     nothing = v.Grammar(((),))
     if grammar != nothing:
@@ -57,7 +57,8 @@ def simpler_grammars(grammar: v.Grammar) -> Iterator[v.Grammar]:
 
 
 def _without_state(grammar: v.Grammar, left_out: int, is_kept: bool) -> v.Grammar:
-    """Those behind it move up. What led to it is left out, or `is_kept` and leads to the first."""
+    """Return the grammar without a state. Edges to it are left out, or `is_kept` and lead to state
+    0."""
     place = {old: old - (old > left_out) for old in range(len(grammar.edges))}
     place[left_out] = 0
     return v.Grammar(
@@ -75,7 +76,7 @@ def _without_state(grammar: v.Grammar, left_out: int, is_kept: bool) -> v.Gramma
 def simpler_items(
     items: tuple[v.MultiModalItem, ...],
 ) -> Iterator[tuple[v.MultiModalItem, ...]]:
-    """The items without one of them, or with one further to the left."""
+    """Yield the items without one, or with one moved to the left."""
     for index in range(len(items)):
         yield (*items[:index], *items[index + 1 :])
     end = 0
@@ -87,8 +88,8 @@ def simpler_items(
 
 
 def simpler_contents(actions: Sequence[Action]) -> Iterator[Actions]:
-    """The actions with an item shorter, or without its mask, wherever it stands: it has one content
-    by its name."""
+    """Yield the actions with an item shortened, or without its mask, in all requests that have
+    it."""
     found: dict[str, v.MultiModalItem] = {}
     for action in actions:
         request = get_request(action)
@@ -117,7 +118,7 @@ def _with_content(actions: Sequence[Action], name: str, content: v.MultiModalIte
 
 
 def rename_requests(actions: Sequence[Action], names: Mapping[v.RequestId, v.RequestId]) -> Actions:
-    """The actions with requests called otherwise; those that are not named stay as they are."""
+    """Return the actions with requests renamed; requests without an entry keep their names."""
     return tuple([_rename(action, names) for action in actions])
 
 
@@ -152,7 +153,7 @@ def _rename_report(report: Report, names: Mapping[v.RequestId, v.RequestId]) -> 
 
 
 def rename_brought(program: Program) -> Program:
-    """The program with its adapters and items called x, y, z in order of appearance."""
+    """Return the program with its adapters and items named x, y, z in order of appearance."""
     adapters: dict[str, None] = {}
     items: dict[str, None] = {}
     for action in program.actions:

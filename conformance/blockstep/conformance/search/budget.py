@@ -1,4 +1,4 @@
-"""Budget: how long a search may go on, as somebody wrote it down."""
+"""Budget: parses the length of a search, in time or in events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 def read_budget(text: str) -> tuple[int | None, float | None]:
-    """(events, seconds), one of them None, of `60s`, `5m`, `200000` or `200000events`.
+    """Return (events, seconds), one of them None, of `60s`, `5m`, `200000` or `200000events`.
 
     Raises:
         ValueError: if it is neither.

@@ -56,23 +56,23 @@ from blockstep.conformance.search.shrink import Shrunk, conclude, get_symptom, s
 
 EPISODES_PER_BATCH = 8
 LONG_EPISODE = 150
-"""Episodes of more actions than this are batches of their own."""
+"""Longer episodes, in actions, are batches of their own."""
 EPISODES_COMPARED = 40
-"""Episodes, from the first failing one on, in which a simpler failure is looked for."""
+"""Episodes, from the first failing one on, among which a simpler failure is searched."""
 EPISODES_COMPARED_MAX = 500
-"""The same, where nothing else was short."""
+"""The same, if no shorter failure was found before."""
 SHORT_PROGRAM = 10
-"""Actions of a shrunk program for which no shorter one is looked for."""
+"""Actions of a shrunk program for which no shorter one is searched."""
 SHRUNK_MAX = 3
-"""Failures of one scope that are shrunk, at most."""
+"""Most failures of one preset that are shrunk."""
 TINY_EPISODES = 300
 SECONDS_BETWEEN_WORDS = 0.2
-"""While a failure is being shrunk."""
+"""Time between two progress messages while a failure is shrunk."""
 
 
 @dataclass(slots=True)
 class CheckResult:
-    """The verdict and everything it rests on."""
+    """Verdict of a check, with the counts that it depends on."""
 
     options: CheckOptions
     num_episodes: int = 0
@@ -80,55 +80,56 @@ class CheckResult:
     seconds: float = 0.0
     witnesses: Counter[str] = field(default_factory=Counter)
     pairs: Counter[str] = field(default_factory=Counter)
-    """Episodes that reached a cell of `judge.pairs`, by its name."""
+    """Number of episodes that reached a cell of `judge.pairs`, by name."""
     quirks: Counter[str] = field(default_factory=Counter)
-    """Episodes that reached a goal of `lockstep.quirks`."""
+    """Number of episodes that reached a goal of `lockstep.quirks`."""
     skipped: Counter[str] = field(default_factory=Counter)
     known: Counter[str] = field(default_factory=Counter)
-    """Findings that the quirks of the profile account for, by property."""
+    """Number of findings that the quirks of the profile explain, by property."""
     deviations: Mapping[str, str] = field(default_factory=dict)
-    """What the adapter declares, in words, by name."""
+    """Summaries of the deviations that the adapter declares, by name."""
     excused: Counter[str] = field(default_factory=Counter)
-    """Findings that it declares, by the name of the deviation."""
+    """Number of findings that a deviation covers, by its name."""
     stale: tuple[str, ...] = ()
-    """Deviations that their programs do not show any more."""
+    """Deviations that their programs no longer show."""
     known_programs: Mapping[str, int | None] = field(default_factory=dict)
-    """Failures that were suppressed because they are those of a known program, by its file; None
-    if nothing is wrong with that program any more."""
+    """Number of failures that were suppressed as those of a known program, by its file; None if
+    this program does not fail any more."""
     missing: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
-    """Cells of `judge.pairs` that the run could reach and did not: legal together, and not met."""
+    """Cells of `judge.pairs` that the run could reach and did not."""
     num_legal_pairs: int = 0
-    """Cells that it could reach."""
+    """Number of cells that it could reach."""
     unseen_sides: tuple[str, ...] = ()
-    """Sides of the quirks of the profile that the run could see and did not."""
+    """Goals about quirks of the profile that the run could reach and did not."""
     num_quirk_sides: int = 0
-    """Sides that it could see."""
+    """Number of goals about quirks that it could reach."""
     has_snapshot: bool = True
     equivalence: str = "exact"
-    """By what the engine is held to the spec, as its factory declares: `exact`, `renamed`, `plan`
-    or `safety`."""
+    """Equivalence between engine and spec, as the factory declares: `exact`, `renamed`, `plan` or
+    `safety`."""
     not_asked: tuple[str, ...] = ()
-    """What that leaves out, in words."""
+    """Aspects that this equivalence does not compare, in words."""
     notes: tuple[str, ...] = ()
-    """What the engine's factory has to say of it, a sentence each."""
+    """Notes of the engine's factory."""
     settings: tuple[Setting, ...] = ()
-    """Where the engine is checked away from its defaults, as its factory declares."""
+    """Settings with which the engine differs from its defaults, as its factory declares."""
     canary_killed_after: int | None = None
-    """Events until the canary was caught; None if it survived, or was not asked for."""
+    """Events until the canary was caught; None if it was not caught, or not run."""
     failed_episode: int | None = None
     failure: Shrunk | None = None
-    """The first failure, or a shorter one like it; without findings if it did not come back."""
+    """The first failure, or a shorter one like it; without findings if it could not be
+    reproduced."""
     first: Finding | None = None
     failing_program: Program | None = None
     shrinking: str = ""
-    """What is being done with the first failure, for whoever waits."""
+    """Progress of the shrinking of the first failure, for display."""
     loss: Loss | None = None
-    """What became of an engine that did not live: at first, or when `first` was to be shrunk."""
+    """Crash or hang of the engine's process: at first, or when `first` was to be shrunk."""
 
     @property
     def exit_code(self) -> ExitCode:
-        """What the process should end with."""
+        """Return the exit code of the process."""
         if self.first is not None:
             return exit_code_of(self.first)
         is_worthless = self.has_missed_something or not self.canary_killed_after
@@ -138,9 +139,10 @@ class CheckResult:
 
     @property
     def has_missed_something(self) -> bool:
-        """Whether required coverage goals were not reached, and no known failure is the reason.
+        """Return whether required coverage goals were not reached, for another reason than known
+        failures.
 
-        A known failure ends its episode, so that what is behind it cannot be reached; but not all
+        A known failure ends its episode, so goals that come after it cannot be reached; but not all
         episodes may end so.
         """
         num_passed_over = sum(count or 0 for count in self.known_programs.values())
@@ -148,46 +150,47 @@ class CheckResult:
 
 
 class Known(Protocol):
-    """Findings that are suppressed (`known.KnownFindings`)."""
+    """Suppressed findings (`known.KnownFindings`)."""
 
     def find(self, options: CheckOptions, episode: EpisodeResult) -> str | None:
-        """The known program whose defect made an episode fail, by name; None if there is none."""
+        """Return the name of the known program whose defect made an episode fail, or None."""
         ...
 
     def conclude(self, result: CheckResult) -> None:
-        """Put into a result how many failures were suppressed."""
+        """Record in a result how many failures were suppressed."""
         ...
 
 
 class Place(Protocol):
-    """Where an engine is run: in this process, or in one that it may take with it."""
+    """Place where an engine runs: this process, or one that a crash may end."""
 
     def look(self, options: CheckOptions) -> Facts:
-        """What the engine says of itself."""
+        """Return the facts about the engine that a check needs."""
         ...
 
     def run_batch(self, options: CheckOptions, start: int, count: int) -> list[EpisodeResult]:
-        """Some episodes in a row, stopping at the first that fails."""
+        """Run some consecutive episodes, up to the first that fails."""
         ...
 
     def open_pool(self, jobs: int) -> AbstractContextManager[Executor]:
-        """Where so many batches are run side by side. What is not done at its end is dropped."""
+        """Open a pool of `jobs` processes for batches. Batches not finished at its end are
+        dropped."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class InProcess:
-    """The place of engines that are trusted: this process, or others like it for several jobs."""
+    """Place of trusted engines: this process, or further processes like it for several jobs."""
 
     load: Callable[[CheckOptions], EngineFactory] = load
     """Finds the engine of the options."""
 
     def look(self, options: CheckOptions) -> Facts:
-        """What the engine says of itself."""
+        """Return the facts about the engine that a check needs."""
         return look(options, self.load(options))
 
     def run_batch(self, options: CheckOptions, start: int, count: int) -> list[EpisodeResult]:
-        """Some episodes in a row, stopping at the first that fails."""
+        """Run some consecutive episodes, up to the first that fails."""
         make_engine = self.load(options)
         results: list[EpisodeResult] = []
         for index in range(start, start + count):
@@ -197,7 +200,7 @@ class InProcess:
         return results
 
     def open_pool(self, jobs: int) -> AbstractContextManager[Executor]:
-        """Processes of their own."""
+        """Open a pool of `jobs` processes."""
         return open_processes(jobs)
 
 
@@ -210,10 +213,10 @@ def check(
 ) -> CheckResult:
     """Check an engine in this process. `Isolation.check` does so in others.
 
-    What is found is made short only if it `shrinks`; else there is no `failure` to show. What is
-    `known` is suppressed.
+    A failure is shrunk only if `shrinks` is set; otherwise there is no `failure` to show. Failures
+    that are `known` are suppressed.
 
-    With a budget in events the result depends on nothing but the options and the engine.
+    With a budget in events the result depends only on the options and the engine.
 
     Raises:
         EngineNotFoundError: if the engine cannot be loaded.
@@ -233,13 +236,13 @@ def search(
     on_progress: Callable[[CheckResult], None],
     known: Known | None = None,
 ) -> CheckResult:
-    """Play episodes until the budget is spent or something is wrong, which is not shrunk yet.
+    """Play episodes until the budget is spent or an episode fails; the failure is not shrunk yet.
 
-    A failure that is `known` ends its episode and no more.
+    A failure that is `known` only ends its episode.
 
     Raises:
         EngineNotFoundError: if the engine cannot be loaded.
-        UsageError: if the options want what the engine lacks.
+        UsageError: if the engine lacks a feature that the options require.
     """
     started = time.perf_counter()
     get_wish(options)
@@ -279,7 +282,8 @@ def search(
 def _pass_over(
     options: CheckOptions, place: Place, episodes: list[EpisodeResult], known: Known
 ) -> Iterator[EpisodeResult]:
-    """The episodes of a batch and those behind a known failure, which ends as if nothing failed."""
+    """Yield the episodes of a batch, continuing after known failures, which are yielded as
+    passed."""
     end = episodes[0].index + _get_batch_size(options)
     while episodes:
         *passed, last = episodes
@@ -317,9 +321,9 @@ def _add(result: CheckResult, episode: EpisodeResult) -> None:
 def play_program(
     options: CheckOptions, program: Program, make_engine: EngineFactory
 ) -> CheckResult:
-    """What one program comes to, as it is: it is neither fitted to the engine nor shrunk.
+    """Run one program as it is: it is neither fitted to the engine nor shrunk.
 
-    If the engine lacks what the config asks for, nothing is run, and the result counts it.
+    If the engine lacks what the config requires, nothing is run, and the result counts it.
 
     Raises:
         ConfigError: the engine cannot be built with the config.
@@ -347,9 +351,9 @@ def play_program(
 def shrink_first(
     result: CheckResult, make_engine: EngineFactory, tell: Callable[[str], None]
 ) -> None:
-    """Make the first failure short, or show it as it is if it does not come back.
+    """Shrink the first failure, or show it as it is if it cannot be reproduced.
 
-    `tell` hears now and then how far this has come.
+    `tell` is called with the progress from time to time.
     """
     options = result.options
     said = SaidAtTimes(tell)
@@ -363,7 +367,8 @@ def shrink_first(
 
 
 def see_again(result: CheckResult, make_engine: EngineFactory) -> None:
-    """Show the first failure as it is: run its program once more, whatever comes of it."""
+    """Run the program of the first failure once more, and show the result whether it fails or
+    not."""
     assert result.failing_program is not None
     program = result.failing_program
     run, findings = run_program(program, make_engine, find_profile(result.options.profile))
@@ -371,14 +376,14 @@ def see_again(result: CheckResult, make_engine: EngineFactory) -> None:
 
 
 class SaidAtTimes:
-    """Hands on what is told, at most every `SECONDS_BETWEEN_WORDS`."""
+    """Passes on progress messages, at most one every `SECONDS_BETWEEN_WORDS`."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
         self._last = -SECONDS_BETWEEN_WORDS
 
     def __call__(self, text: str) -> None:
-        """Tell it, unless something was told just now."""
+        """Pass on a message, unless another one was passed on just now."""
         now = time.monotonic()
         if now - self._last >= SECONDS_BETWEEN_WORDS:
             self._last = now
@@ -386,13 +391,13 @@ class SaidAtTimes:
 
 
 def _find_shortest(result: CheckResult, make_engine: EngineFactory, said: SaidAtTimes) -> None:
-    """Shrink the failure, or one like it that is shorter: what is reported should fit on a page.
+    """Shrink the failure, or a shorter one like it, so that the report fits on a page.
 
     A failing program that is short as it was drawn is shrunk at once.
 
-    What fails where everything is small shrinks to least, and soonest; so failures of the same
-    sentence are looked for at tiny scope first, then among the next episodes. If all stay long,
-    any failure at tiny scope will do, or any of many more episodes.
+    Failures of the same check are first searched with the preset tiny, whose programs shrink best
+    and fastest, then among the next episodes. If all stay long, any failure with the preset tiny is
+    accepted, or any of many more episodes.
     """
     assert result.first is not None
     assert result.failed_episode is not None
@@ -440,7 +445,8 @@ def _adopt_shortest(
     make_engine: EngineFactory,
     said: SaidAtTimes,
 ) -> None:
-    """Shrink the shortest of these until one stays short; report it, unless there is a shorter."""
+    """Shrink the shortest of these until one is short; keep it if it is shorter than the
+    result's."""
     profile = find_profile(options.profile)
     for episode in sorted(episodes, key=_length)[:SHRUNK_MAX]:
         if _is_short(result):
@@ -488,7 +494,7 @@ def _spent(options: CheckOptions, result: CheckResult, started: float) -> bool:
 def _run_batches(
     options: CheckOptions, place: Place, is_spent: Callable[[], bool]
 ) -> Generator[list[EpisodeResult], None, None]:
-    """Batches in order of their episodes, computed side by side when `jobs` > 1."""
+    """Yield batches in the order of their episodes, computed in parallel if `jobs` > 1."""
     size = _get_batch_size(options)
     if options.episode is not None:
         yield place.run_batch(options, options.episode, size)

@@ -1,7 +1,7 @@
-"""Claims: what an engine of a weaker equivalence can be asked for, and so what it must have met.
+"""Feature probe: finds features that an adapter removes, and the goals that are then unreachable.
 
-An engine that lacks a feature says so by its capabilities. What no capability stands for, or what
-its adapter takes out of a config or a request all the same, is found by asking for it.
+An engine that lacks a feature says so by its capabilities. Features without a capability, and
+fields that its adapter removes from configs or requests, are found by trying them.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "forks": {"enable_forks": True},
     "tiers": {"admission_low_blocks": 1, "admission_high_blocks": 2},
 }
-"""What asks for a feature in a config, where one can."""
+"""Config fields that ask for a feature."""
 ASKED_UNDER: tuple[Mapping[str, Any], ...] = (
     {},
     CONFIGS["encoder"],
     CONFIGS["adapters"],
     CONFIGS["pins"],
 )
-"""Changes of `PLAIN_CONFIG` under which an adapter is asked what it keeps of a request: it may take
-a field out only where the config has no use for it."""
+"""Changes of `PLAIN_CONFIG` under which `fit_request` is tried: it may remove a field only if the
+config has no use for it."""
 REQUESTS: Mapping[str, Mapping[str, Any]] = {
     "grammar": {"structured_output": True},
     "masks": {"structured_output": True, "grammar": v.Grammar((((7, 0),),))},
@@ -70,13 +70,13 @@ REQUESTS: Mapping[str, Mapping[str, Any]] = {
     "keys": {"adapter": "x", "cache_salt": "y"},
     "stops": {"eos_token_id": 7, "stop_token_ids": (8,)},
 }
-"""What asks for one in a request, where no config does."""
+"""Request fields that ask for a feature, for features that no config asks for."""
 STOPS: Mapping[str, Mapping[str, Any]] = {
     "stop_eos": {"eos_token_id": 7},
     "stop_token": {"stop_token_ids": (8,)},
     "stop_repetition": {"repetition_detection": v.RepetitionDetection(2)},
 }
-"""Situations that need a field of a request."""
+"""Goals that need a field of a request."""
 NEED_A_FIELD: Mapping[str, Mapping[str, Any]] = {
     **STOPS,
     "min_tokens_held_back_a_stop": {"min_tokens": 2},
@@ -90,7 +90,7 @@ NEED_A_FIELD: Mapping[str, Mapping[str, Any]] = {
 }
 """The same and others, by the beginnings of their names."""
 AFTER_PREEMPTION = frozenset((*PREEMPTION, "abort_preempted"))
-"""Situations that do not come up where nobody is preempted."""
+"""Goals that need a preemption."""
 OWED_AT_SAFETY = frozenset(
     (
         *("admitted", "chunked_prefill", "prefix_hit", "preempted", "preempted_then_resumed"),
@@ -102,19 +102,19 @@ OWED_AT_SAFETY = frozenset(
         "dropped_token_runs_again",
     )
 )
-"""What a run must have met where no state is followed, as far as its engine can meet it. How often
-the others come up is a matter of policy."""
+"""Goals that a safety run must reach, as far as its engine can. How often the others are reached
+depends on the engine's policy."""
 
 
 def find_declined(scope: Equivalence) -> frozenset[str]:
-    """Names of the features that an adapter takes out of what it is given."""
+    """Return the names of the features that an adapter removes from configs and requests."""
     return frozenset(feature.name for feature in FEATURES if _is_declined(feature, scope))
 
 
 def find_unmet(scope: Equivalence, out_of_reach: frozenset[str]) -> frozenset[str]:
-    """Situations that cannot come up with what an adapter lets through, or says that it has not.
+    """Return the goals that the adapter makes unreachable, or declares as unreachable.
 
-    Where nobody is preempted, nobody returns either.
+    If no request is preempted, none is resumed either.
     """
     needy = tuple(
         beginning
@@ -143,8 +143,8 @@ def _is_declined(feature: Feature, scope: Equivalence) -> bool:
 
 
 def _is_kept(fields: Mapping[str, Any], scope: Equivalence, asking: Collection[str] = ()) -> bool:
-    """Whether a request keeps any of these fields, or of those among them that are `asking`, under
-    any of a few configs; one that is declined tells nothing."""
+    """Return whether a request keeps any of these fields, or of those in `asking`, under one of a
+    few configs; a config under which the request is declined does not count."""
     for changes in ASKED_UNDER:
         config = scope.fit_config(replace(PLAIN_CONFIG, **changes))
         request = scope.fit_request(replace(PLAIN_REQUEST, **fields), config)
@@ -156,5 +156,5 @@ def _is_kept(fields: Mapping[str, Any], scope: Equivalence, asking: Collection[s
 
 
 def list_owed(scope: Equivalence | None) -> frozenset[str] | None:
-    """The situations that a check must have met at an equivalence; None: all that there are."""
+    """Return the goals that a check must reach at an equivalence; None: no restriction."""
     return OWED_AT_SAFETY if isinstance(scope, Safety) else None

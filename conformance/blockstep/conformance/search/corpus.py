@@ -9,7 +9,7 @@ from blockstep.conformance.protocol.program_file import SUFFIX
 
 
 def find_programs(folder: Path) -> list[Path]:
-    """The program files of a folder and of those in it, in the order of their names.
+    """Return the program files of a folder and its subfolders, sorted by name.
 
     Raises:
         TraceError: there is no such folder, or no program in it.

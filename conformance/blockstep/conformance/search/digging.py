@@ -1,6 +1,6 @@
-"""Digging: what a hunt has done where the engine is, each a job of its own (see `Call` of `hunt`).
+"""Hunt jobs: work of a hunt that is done in the engine's process (see `Call` of `hunt`).
 
-What goes in and comes out are plain values, for they cross the borders of processes.
+Arguments and results are plain values, since they cross process boundaries.
 """
 
 from __future__ import annotations
@@ -48,39 +48,39 @@ from blockstep.spec.vocabulary import Config
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What an engine's factory says of a hunt."""
+    """Facts about an engine that a hunt needs."""
 
     facts: Facts
     capabilities: frozenset[str]
     version: str
-    """"" if it says nothing."""
+    """Version of the engine, "" if unknown."""
     workarounds: Mapping[str, str]
     is_spared: bool
-    """Whether a check goes easy on the engine: it works around defects, or declines events."""
+    """Whether a check avoids defects: the adapter works around some, or declines events."""
 
 
 UNKNOWN = Ground(Facts(1, (), "", (), (), frozenset()), frozenset(), "", {}, is_spared=False)
-"""Of an engine that did not live to say anything."""
+"""Ground of an engine that could not be asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dug:
-    """What is to be said of a failure."""
+    """Analysis of a failure."""
 
     shrunk: Shrunk
     first: Finding
-    """What it was found by: what the shrunk program says of what was said before."""
+    """Finding of the shrunk program that is most like the original one."""
     causes: tuple[Cause, ...]
     symptoms: Symptoms | None
-    """None where something known accounts for it."""
+    """None if known causes explain the failure."""
     raised_at: str
-    """Where the engine raised, "" if it did not: function, file and line."""
+    """Function, file and line in which the engine raised; "" if it did not."""
     refuted: tuple[Cause, ...] = ()
     """Quirks followed until now that the engine does not have."""
 
 
 def ask(options: CheckOptions, make_engine: EngineFactory) -> Ground:
-    """What the engine says of itself. Builds one, to ask it."""
+    """Return the facts about the engine. Builds one."""
     config, _ = fit_config(Config(num_blocks=8, max_model_len=64), make_engine)
     engine = build(make_engine, config)
     traits = get_traits(make_engine)
@@ -100,7 +100,7 @@ def play(
     indices: Sequence[int],
     max_events: int,
 ) -> Iterator[EpisodeResult]:
-    """These episodes, up to the first that fails or so many events."""
+    """Yield these episodes, up to the first that fails or until `max_events`."""
     factory = Forgiving(make_engine, forgiven)
     options = replace(options, profile=follow(forgiven).name)
     num_events = 0
@@ -119,7 +119,7 @@ def dig(
     quirks: Sequence[Quirk],
     episode: EpisodeResult,
 ) -> Dug:
-    """The failure of an episode, shrunk, and the known causes that account for it, if any do.
+    """Return the failure of an episode, shrunk, with the known causes that explain it, if any.
 
     `forgiven` is None in a check: the engine is then as its adapter makes it, under the profile of
     the options, and no cause is looked for.
@@ -154,9 +154,9 @@ def dig_program(
     quirks: Sequence[Quirk],
     program: Program,
 ) -> Dug | str | None:
-    """The same of the failure of one program; None if nothing is wrong with it.
+    """Return the analysis of one failing program; None if it does not fail.
 
-    Text says why it was not played: the engine lacks what its config asks for.
+    A returned text says why the program was not played: the engine lacks what its config requires.
     """
     missing = get_missing(program.config, find_lacking(get_capabilities(make_engine)))
     if missing is not None:
@@ -178,7 +178,8 @@ def show(
     forgiven: frozenset[Cause],
     program: Program,
 ) -> list[tuple[Finding, Mark]]:
-    """What a program comes to, each by no more than it needs: as other failures are marked."""
+    """Return the findings of a program, each with its mark, reduced to the features that it
+    needs."""
     factory, profile = Forgiving(make_engine, forgiven), follow(forgiven)
     run, findings = run_program(program, factory, profile)
     play = play_with(factory, profile)
@@ -195,7 +196,8 @@ def look_for(
     name: str,
     indices: Sequence[int],
 ) -> tuple[int, EpisodeResult | None, Shrunk | None]:
-    """The events played, and the first of these episodes in which a decision shows, shrunk."""
+    """Return the events played, the first of these episodes that reaches a watchpoint, and its
+    program."""
     lookout = next(lookout for lookout in LOOKOUTS if lookout.name == name)
     factory = look_out(Forgiving(make_engine, forgiven), lookout)
     profile = follow(forgiven)

@@ -1,6 +1,6 @@
 """Episodes: a swarm drawn from (preset, seed, index), a program drawn as it runs, and a drain.
 
-Everything follows from those three, so a failure is reproduced by naming them.
+An episode depends on these three only, so they reproduce a failure.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from blockstep.conformance.search.options import CheckOptions, find_profile, get
 from blockstep.spec.vocabulary import Config, Event, Observation
 
 EPISODES_WITHOUT_EVENTS = 200
-"""Episodes after which nobody waits for a first event: the engine takes none."""
+"""Episodes without any event after which a check ends: the engine accepts none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What became of an engine that did not live, or could not even be built."""
+    """Crash or hang of an engine's process, or failure to build the engine."""
 
     message: str
     config: str = ""
     events: tuple[str, ...] = ()
-    """What it was given, the last one included."""
+    """Events that it was given, the last one included."""
     last_words: tuple[str, ...] = ()
-    """The end of its standard error."""
+    """End of its standard error."""
     event_seconds: float | None = None
-    """For how long it might keep an event, if not as long as usual."""
+    """Time limit of an event, if not the default."""
 
     @property
     def finding(self) -> Finding:
-        """A finding of kind FAULT."""
+        """Return it as a finding of kind FAULT."""
         return Finding(FindingKind.FAULT, "", "engine_answers_every_call", self.message)
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeResult:
-    """What one episode came to. Small: it crosses process borders."""
+    """Result of one episode. Small: it crosses process boundaries."""
 
     index: int
     num_events: int
@@ -61,23 +61,24 @@ class EpisodeResult:
     skipped: dict[str, int]
     known: dict[str, int]
     deviations: dict[str, int]
-    """Findings that the adapter declares, by the name of the deviation."""
+    """Number of findings that a deviation covers, by its name."""
     has_snapshot: bool
     pairs: tuple[str, ...] = ()
     """Cells of `judge.pairs` that it reached."""
     quirks: tuple[str, ...] = ()
     """Goals of `lockstep.quirks` that it reached."""
     program: Program | None = None
-    """The program, if it failed; None if its engine did not live to say so."""
+    """The program, if it failed; None if the engine's process died."""
     first: Finding | None = None
     beside: tuple[Finding, ...] = ()
-    """What else was wrong at the same event."""
+    """Other findings at the same event."""
     loss: Loss | None = None
-    """What became of an engine that did not live; then `first` says so."""
+    """Crash or hang of the engine's process, if any; `first` then says so."""
 
 
 def fit_depth(options: CheckOptions, make_engine: EngineFactory) -> CheckOptions:
-    """The options with no more frames in flight than the engine can have, or says it should."""
+    """Return the options with at most as many frames in flight as the engine can have, or
+    declares."""
     if options.max_depth == 1:
         return options
     traits = get_traits(make_engine)
@@ -92,8 +93,8 @@ def fit_depth(options: CheckOptions, make_engine: EngineFactory) -> CheckOptions
 
 
 def fit_config(config: Config, make_engine: EngineFactory) -> tuple[Config, tuple[str, ...]]:
-    """The nearest config that the engine can be given, and what it lacks: capabilities, or what
-    its adapter says of the config."""
+    """Return the nearest config that the engine can be given, and what it lacks: capabilities, or a
+    reason of its adapter."""
     traits = get_traits(make_engine)
     weaker = traits.equivalence
     config = config if weaker is None else weaker.fit_config(config)
@@ -103,7 +104,7 @@ def fit_config(config: Config, make_engine: EngineFactory) -> tuple[Config, tupl
 
 
 def list_changes(config: Config, fitting: Config) -> list[str]:
-    """What was changed in a config to fit an engine, as `name=value`."""
+    """Return what was changed in a config to fit an engine, as `name=value`."""
     pairs = ((f.name, getattr(config, f.name), getattr(fitting, f.name)) for f in fields(config))
     return [f"{name}={now}" for name, before, now in pairs if before != now]
 
@@ -111,7 +112,7 @@ def list_changes(config: Config, fitting: Config) -> list[str]:
 def start_run(
     swarm: Swarm, make_engine: EngineFactory, options: CheckOptions, keep_exchanges: bool = False
 ) -> tuple[LockStep, View]:
-    """A run with the swarm's config as the engine can be given it, and what its client knows."""
+    """Return a run with the swarm's config as the engine can be given it, and the client's view."""
     config, missing = fit_config(swarm.config, make_engine)
     run = get_start(make_engine)(
         config,
@@ -133,8 +134,8 @@ def start_run(
 def draw_options(
     options: CheckOptions, draw: Draw, make_engine: EngineFactory, is_judged_alone: bool = False
 ) -> Swarm:
-    """A swarm as the options want it."""
-    capabilities = cache(partial(get_capabilities, make_engine))  # one is built to be asked
+    """Draw a swarm for the options."""
+    capabilities = cache(partial(get_capabilities, make_engine))  # builds an engine
     return draw_swarm(
         PRESETS[options.preset],
         draw,
@@ -169,7 +170,7 @@ def play_episode(
 
 
 def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -> EpisodeResult:
-    """Play one episode and keep what a report needs of it."""
+    """Play one episode and return what a report needs."""
     run, program, findings = play_episode(options, index, make_engine)
     first = get_wanted(findings, options.sentence)
     return EpisodeResult(
@@ -189,7 +190,7 @@ def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -
 
 
 def get_wanted(findings: Sequence[Finding], sentence: str | None) -> Finding | None:
-    """The first of what is wrong, or the first of this sentence if it is among it."""
+    """Return the first finding, or the first of this check if there is one."""
     alike = (finding for finding in findings if finding.sentence == sentence)
     return next(iter((*alike, *findings)), None)
 
@@ -197,7 +198,7 @@ def get_wanted(findings: Sequence[Finding], sentence: str | None) -> Finding | N
 def record_episode(
     options: CheckOptions, make_engine: EngineFactory | None = None
 ) -> tuple[LockStep, list[tuple[Event, Observation]]]:
-    """The run of one episode, and its exchanges: what the engine answered to each event."""
+    """Return the run of one episode, and each event with the engine's answer."""
     make_engine = make_engine or load(options)
     options = fit_depth(options, make_engine)
     run, _, _ = play_episode(options, options.episode or 0, make_engine, keep_exchanges=True)

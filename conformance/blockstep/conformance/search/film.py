@@ -14,10 +14,10 @@ from blockstep.spec import vocabulary as v
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """The blocks after one action."""
+    """Blocks after one action."""
 
     action: str
-    """The action as a report shows it."""
+    """Action as a report shows it."""
     holders: Mapping[v.BlockId, tuple[v.RequestId, ...]]
     """Requests that have a block in their tables, sorted."""
     free: frozenset[v.BlockId] = frozenset()
@@ -27,9 +27,9 @@ class Picture:
 
 
 def make_film(options: CheckOptions, make_engine: EngineFactory, program: Program) -> list[Picture]:
-    """The engine's blocks after each action, up to the first finding.
+    """Return the engine's blocks after each action, up to the first finding.
 
-    As its snapshots show them; of an engine that shows none, as its plans tell them.
+    They are taken from its snapshots, or from its plans if it shows no state.
     """
     run = start_program(program, make_engine, find_profile(options.profile))
     shows_state = Capability.SNAPSHOT in run.capabilities
@@ -63,7 +63,8 @@ def _take(action: str, shown: v.Snapshot) -> Picture:
 def _turn(
     tables: Mapping[v.RequestId, tuple[v.BlockId, ...]],
 ) -> dict[v.BlockId, tuple[v.RequestId, ...]]:
-    """The requests of each block, from the blocks of each request; without the null block."""
+    """Return the requests of each block, from the blocks of each request; without the null
+    block."""
     holders: dict[v.BlockId, set[v.RequestId]] = {}
     for name, blocks in tables.items():
         for block in blocks:
@@ -72,7 +73,7 @@ def _turn(
 
 
 def _follow(told: dict[v.RequestId, tuple[v.BlockId, ...]], plan: v.Plan) -> None:
-    """Take what a plan says into the tables of requests."""
+    """Update the tables of requests with a plan."""
     for name in (*plan.finished_req_ids, *plan.preempted_req_ids):
         told.pop(name, None)
     for row in plan.rows:

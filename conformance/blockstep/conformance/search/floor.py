@@ -1,6 +1,6 @@
-"""Floor: what a verdict needs beside the absence of findings (architecture D9).
+"""Floor: what a verdict needs besides the absence of findings (architecture D9).
 
-A canary that was caught, and the situations that a run of this size must have reached.
+A canary that was caught, and the coverage goals that a run of this size must have reached.
 """
 
 from __future__ import annotations
@@ -48,46 +48,46 @@ from blockstep.spec.vocabulary import Policy
 
 CANARY = "blockstep.conformance.lockstep.canary:CanaryEngine"
 SAFETY_CANARY = "blockstep.conformance.lockstep.canary:SafetyCanary"
-"""The canary of a run that is not compared with the spec."""
+"""Canary of a run that is not compared with the spec."""
 CANARIES: Mapping[str, str] = {
     "exact": CANARY,
     Renamed.name: "blockstep.conformance.lockstep.canary:RenamedCanary",
     SamePlans.name: "blockstep.conformance.lockstep.canary:PlanCanary",
     Safety.name: SAFETY_CANARY,
 }
-"""By the equivalence of the run in which it must be caught."""
+"""Canaries, by the equivalence of the run that must catch them."""
 CANARY_EPISODES = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What an engine's factory says of a check. Small: it crosses process borders."""
+    """Facts about an engine that a check needs. Small: it crosses process boundaries."""
 
     max_depth: int
     lacking: tuple[str, ...]
-    """Features that the engine lacks, or its adapter takes away, by name."""
+    """Names of features that the engine lacks, or that its adapter removes."""
     equivalence: str
-    """By which the engine is held to the spec."""
+    """Equivalence between engine and spec."""
     not_asked: tuple[str, ...]
-    """What that leaves out, in words."""
+    """Aspects that this equivalence does not compare, in words."""
     situations: tuple[str, ...] | None
-    """What a check must reach; None: what the features of the engine make possible."""
+    """Goals that a check must reach; None: those that the engine's features make possible."""
     out_of_reach: frozenset[str]
-    """Situations that cannot come up with this engine."""
+    """Goals that this engine cannot reach."""
     owed: frozenset[str] | None = None
-    """Those among which the features choose, where not all can be told; None: all."""
+    """Goals among which the features choose, if not all can be observed; None: all."""
     notes: tuple[str, ...] = ()
-    """What a run has to say of it."""
+    """Notes to be printed with a run."""
     settings: tuple[Setting, ...] = ()
-    """Where the engine is checked away from its defaults."""
+    """Settings with which the engine differs from its defaults."""
     deviations: Mapping[str, str] = field(default_factory=dict)
-    """What the adapter declares, in words, by name."""
+    """Summaries of the deviations that the adapter declares, by name."""
     stale: tuple[str, ...] = ()
-    """Deviations that their programs do not show any more."""
+    """Deviations that their programs no longer show."""
 
 
 def look(options: CheckOptions, make_engine: EngineFactory) -> Facts:
-    """What the engine says of itself. Builds one, to ask it."""
+    """Return the facts about the engine that a check needs. Builds one."""
     traits = get_traits(make_engine)
     weaker = traits.equivalence
     lacking = {feature.name for feature in find_lacking(get_capabilities(make_engine))}
@@ -113,7 +113,7 @@ def look(options: CheckOptions, make_engine: EngineFactory) -> Facts:
 
 
 def _is_shown(deviation: Deviation, make_engine: EngineFactory) -> bool:
-    """Whether its program comes to what it excuses. Raises BadEngineError: it has none."""
+    """Return whether a deviation's program shows it. Raises BadEngineError: it has none."""
     if not isinstance(deviation.program, Program):
         what = f"deviation {deviation.name!r}: its program must be a Program"
         raise BadEngineError(f"{what}, not {deviation.program!r:.80}")
@@ -122,16 +122,16 @@ def _is_shown(deviation: Deviation, make_engine: EngineFactory) -> bool:
 
 
 def require_wish(options: CheckOptions, facts: Facts) -> None:
-    """See that the engine has what the options want. Raises UsageError."""
+    """Raise UsageError unless the engine has the features that the options require."""
     for name in options.with_features:
         if {name, *list_wholes(name)} & {*facts.lacking}:
             raise UsageError(f"feature {name!r}: the engine {options.engine} lacks it")
 
 
 def release_canary(options: CheckOptions, engine: str = CANARY) -> int | None:
-    """Events until the canary is caught; None if it survives.
+    """Return the events until the canary is caught; None if it is not.
 
-    It has features of `LATE` only if they are wished for: else it is caught as it ever was.
+    The canary has features of `LATE` only if they are wished for, so that older seeds stay valid.
     """
     num_events = 0
     canary = replace(options, engine=engine, preset=TINY.name, profile=STRICT.name)
@@ -147,7 +147,7 @@ def release_canary(options: CheckOptions, engine: str = CANARY) -> int | None:
 
 
 NOT_REQUIRED = {"abort_stale", "rejected_request_in_flight"}
-"""Counted, but no reason to fail a run: each is seen a few times in 40,000 events."""
+"""Counted, but not required: each is reached a few times in 40,000 events."""
 SMALL_ONLY = {
     *PREEMPTION,
     *("abort_preempted", "drafts_lost_by_preemption", "ended_while_preempted", "ended_while_stale"),
@@ -165,14 +165,14 @@ SMALL_ONLY = {
     *("forks_of_the_preempted", "forks_began_anew", "forks_last_holder_writes"),
     *("forks_watermark_holds_up", "forks_watermark_for_nobody", "forks_stack_reused"),
 }
-"""Rare where pools are large: required at small scopes only."""
+"""Rare in large pools: required with small presets only."""
 RARE_AT_TINY = {
     *("abort_preempted", "drafts_lost_by_preemption"),
     *("drafts_some_accepted", "running_left_out_by_budget", "groups_block_in_doubt"),
     *("transfers_returned_behind_a_head", "transfers_failed_at_a_later_block"),
     *("forks_named_what_is_full", "tiers_several_saved"),
 }
-"""Where requests are two or three tokens long, seen a few times in 60,000 events."""
+"""Rare if requests have two or three tokens: a few times in 60,000 events."""
 RARE_UNLESS_WANTED = {
     *("adapters_base_model_goes_past", "adapters_shared_seat_goes_past", "adapters_seat_taken"),
     *("masks_of_drafts", "masks_draft_cut", "masks_behind_a_cut_draft", "masks_of_the_preempted"),
@@ -205,17 +205,18 @@ RARE_UNLESS_WANTED = {
     "forks_before_an_output",
     *TIERS,
 }
-"""Required where every run has the feature that they need: one in four does otherwise."""
+"""Required only if every run has the feature that they need; otherwise one run in four has it."""
 RARE_WHERE_WANTED = {
     TINY.name: {"head_drop", "groups_hit_of_a_state"},
     REAL.name: {"head_drop", "groups_hit_of_a_state"},
 }
-"""By preset, where all runs have several KV groups: a draft head needs a block behind the hit in
-every one, and few states are kept."""
+"""Goals that are rare with a preset if all runs have several KV groups: a draft head needs a block
+after the hit in every group, and few states are kept."""
 
 
 def list_absent(options: CheckOptions, lacking: tuple[str, ...]) -> set[str]:
-    """Names of the features that no run of the options has, with an engine that lacks some."""
+    """Return the names of the features that no run of the options has, with an engine that lacks
+    some."""
     wish = get_wish(options)
     absent = {*lacking, *wish.never} & BY_NAME.keys()
     if options.policy is Policy.FCFS:
@@ -230,12 +231,12 @@ def list_absent(options: CheckOptions, lacking: tuple[str, ...]) -> set[str]:
 
 
 def list_required_pairs(options: CheckOptions, facts: Facts) -> list[str]:
-    """The cells of `judge.pairs` that runs of the options can reach with this engine."""
+    """Return the cells of `judge.pairs` that runs of the options can reach with this engine."""
     return list_legal(list_absent(options, facts.lacking), get_wish(options).always)
 
 
 def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """What a run must reach to be worth anything, with an engine that lacks these features."""
+    """Return the goals that a run must reach, with an engine that lacks these features."""
     wish = get_wish(options)
     absent = list_absent(options, lacking)
     deepest = {"four_frames_in_flight"} if options.max_depth < MAX_DEPTH else set()
@@ -253,10 +254,10 @@ def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> 
 
 
 def list_quirk_goals(options: CheckOptions, facts: Facts, only_wished: bool = False) -> list[str]:
-    """The sides of the quirks of the profile that runs of the options can see, if compared.
+    """Return the goals about quirks that runs of the options can reach, if compared.
 
-    `only_wished`: that a quirk did not apply, of those whose feature every run has. How often one
-    decides is a matter of the release.
+    `only_wished`: only goals that a quirk does not apply, for features that every run has. How
+    often a quirk applies depends on the release.
     """
     if facts.owed is not None:
         return []
@@ -270,7 +271,7 @@ def list_quirk_goals(options: CheckOptions, facts: Facts, only_wished: bool = Fa
 def missing_witnesses(
     counts: Mapping[str, int], options: CheckOptions, facts: Facts
 ) -> tuple[str, ...]:
-    """Required situations that `counts` lacks, and sides of quirks."""
+    """Return the required goals that `counts` lacks, goals about quirks included."""
     if facts.situations is not None:
         required = facts.situations
     else:

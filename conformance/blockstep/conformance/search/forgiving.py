@@ -1,8 +1,8 @@
-"""Forgiving: what is known of an engine and passed over, so that what stands behind it shows.
+"""Suppression of known defects of an engine, so that defects behind them are found.
 
-What may be forgiven: a quirk that the specification can follow, an event that an adapter declines
-to give (`Declining`), and a workaround of an adapter (`EngineTraits.workarounds`: flags of its
-engines, true where something is done against a defect). All of them are off at first.
+Three kinds can be suppressed: a quirk that the specification can follow, an event that an adapter
+declines (`Declining`), and a workaround of an adapter (`EngineTraits.workarounds`: flags of its
+engines, true if a defect is worked around). All are off at first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from blockstep.spec.profiles import SPARING, Profile, Quirk, get_profile
 
 
 class Means(StrEnum):
-    """How a defect is forgiven."""
+    """Way in which a defect is suppressed."""
 
     QUIRK = "quirk"
     WORKAROUND = "workaround"
@@ -32,18 +32,19 @@ class Means(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cause:
-    """A known defect that may account for a failure."""
+    """Known defect that may explain a failure."""
 
     means: Means
     name: str
-    """The quirk, the flag of the engine, or why an event is declined."""
+    """Name of the quirk or of the engine's flag, or the reason why an event is declined."""
 
     def __str__(self) -> str:
         return f"{self.means}:{self.name}"
 
 
 def read_cause(text: str) -> Cause:
-    """The cause named `quirk:NAME`, `workaround:NAME` or `declined:TEXT`. Raises UsageError."""
+    """Return the cause named `quirk:NAME`, `workaround:NAME` or `declined:TEXT`. Raises
+    UsageError."""
     means, _, name = text.partition(":")
     if means not in list(Means) or not name:
         kinds = ", ".join(f"{kind}:NAME" for kind in Means)
@@ -54,16 +55,16 @@ def read_cause(text: str) -> Cause:
 
 
 class ForgivenEngine(Wrapped):
-    """An engine of which some defects are forgiven, and others are not."""
+    """Engine some of whose known defects are suppressed."""
 
     def __init__(self, engine: Engine, forgives: Callable[[Cause], bool]) -> None:
         super().__init__(engine)
         self.raised_at = ""
-        """Where it raised last: the innermost function, its file and its line."""
+        """Last place where it raised: the innermost function, its file and its line."""
         self._forgives = forgives
 
     def apply(self, event: v.Event) -> v.Observation:
-        """As the engine does."""
+        """Apply the event, and record where the engine raises."""
         try:
             return super().apply(event)
         except Exception as error:
@@ -72,7 +73,7 @@ class ForgivenEngine(Wrapped):
             raise
 
     def declines(self, event: v.Event) -> str | None:
-        """Why the engine declines it, if that is forgiven."""
+        """Return why the engine declines an event, if that is suppressed."""
         reason = super().declines(event)
         if reason is None or not self._forgives(Cause(Means.DECLINED, str(reason))):
             return None
@@ -80,7 +81,7 @@ class ForgivenEngine(Wrapped):
 
 
 class Forgiving(Wrapping):
-    """A factory of engines of which these defects are forgiven; None: all that can be."""
+    """Factory of engines with these defects suppressed; None: all known ones."""
 
     def __init__(self, make_engine: EngineFactory, forgiven: frozenset[Cause] | None) -> None:
         super().__init__(make_engine, self._forgive)
@@ -96,7 +97,7 @@ class Forgiving(Wrapping):
 
 
 def follow(forgiven: Iterable[Cause]) -> Profile:
-    """The profile of the forgiven quirks, with a name that `--profile` takes."""
+    """Return the profile of the suppressed quirks, with a name that `--profile` accepts."""
     quirks = frozenset(Quirk(cause.name) for cause in forgiven if cause.means is Means.QUIRK)
     return Profile("+".join((SPARING.name, *sorted(quirks))), quirks)
 
@@ -107,16 +108,17 @@ def find_causes(
     forgiven: frozenset[Cause],
     quirks: Collection[Quirk],
 ) -> tuple[Cause, ...]:
-    """A least set of known defects that, forgiven as well, lets the program pass; () if none does.
+    """Return a minimal set of known defects whose suppression lets the program pass; () if none
+    does.
 
-    One alone is tried first, a quirk before anything else: what declines an event hides more. And
-    what is known of this engine before what is known of others, which may be alike by chance.
+    Single causes are tried first, quirks before declined events, since these hide more. Quirks of
+    this engine's release are tried before those of others, which may match by chance.
 
     Args:
-        program: What fails.
-        make_engine: The engine that it fails with.
-        forgiven: What is forgiven already.
-        quirks: What may account for it, besides workarounds and what the engine declines.
+        program: Program that fails.
+        make_engine: Engine with which it fails.
+        forgiven: Causes that are suppressed already.
+        quirks: Possible causes, besides workarounds and declined events.
     """
     own = get_profile(get_traits(make_engine).profile)
     known = [quirk for quirk in quirks if own is None or quirk in own.quirks]
@@ -130,8 +132,8 @@ def find_refuted(
 ) -> tuple[Cause, ...]:
     """Return the quirks without which a failing program passes: the engine does not have them.
 
-    Such a quirk accounted for another failure by chance: the engine decides otherwise there in the
-    same way, and is strict here.
+    Such a quirk explained another failure by chance: the engine deviates in the same way there, and
+    is strict here.
     """
     quirks = sorted(cause for cause in forgiven if cause.means is Means.QUIRK)
     return tuple(it for it in quirks if _passes(program, make_engine, forgiven - {it}))

@@ -1,4 +1,4 @@
-"""Found: what a hunt found, and which failures are one defect."""
+"""Results of a hunt, and the grouping of failures into defects."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from blockstep.conformance.search.shrink import Shrunk
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """What was found: the shortest program for it, and what accounts for it."""
+    """Defect with its shortest program, and the causes that explain it."""
 
     causes: tuple[Cause, ...]
-    """Together they account for it; () if nothing known does."""
+    """Causes that together explain it; () if no known ones do."""
     first: Finding
-    """What it was found by."""
+    """Finding by which it was found."""
     options: CheckOptions
-    """With these and `episode` it was found."""
+    """Options with which, and with `episode`, it was found."""
     episode: int
     num_actions: int
-    """Of the program before it was shrunk."""
+    """Actions of the program before it was shrunk."""
     num_events: int
-    """Played in this hunt when it was first seen."""
+    """Events played in this hunt when it was first seen."""
     symptoms: Symptoms
     forgiven: frozenset[Cause] = frozenset()
-    """What was forgiven when it was found."""
+    """Causes that were suppressed when it was found."""
     shrunk: Shrunk | None = None
-    """None if the engine did not live to be asked again."""
+    """None if the engine's process died and could not be asked again."""
     loss: Loss | None = None
-    """What became of an engine that did not live."""
+    """Crash or hang of the engine's process, if any."""
     also: tuple[str, ...] = ()
-    """Sentences that other programs break for the same reason."""
+    """Checks that other programs violate for the same reason."""
     behind: str = ""
-    """What ends the program before, where the state of the engine is judged."""
+    """Earlier finding of the program, if the state of the engine is judged."""
     follows: frozenset[Mark] = frozenset()
-    """What is said of the state before, and this had to come of it."""
+    """Findings about the state before, of which this one is a consequence."""
     is_masked: bool = False
-    """Whether it was seen beside a plan that is out of shape, which was found first."""
+    """Whether it was seen at the same event as a malformed plan, which was found first."""
     raised_at: str = ""
-    """Where the engine raised, if it did: function, file and line."""
+    """Function, file and line in which the engine raised, if it did."""
     num_seen: int = 1
-    """Failures in this hunt that were taken for this defect."""
+    """Number of failures in this hunt that were attributed to this defect."""
 
     @property
     def length(self) -> int:
-        """Actions or events of its program."""
+        """Return the number of actions or events of its program."""
         if self.shrunk is not None:
             return len(self.shrunk.program.actions)
         return len(self.loss.events) if self.loss is not None else self.num_actions
@@ -62,20 +62,20 @@ class Defect:
 
 @dataclass(slots=True)
 class HuntResult:
-    """All that a hunt found."""
+    """Results of a hunt."""
 
     options: CheckOptions
     ground: Ground
     defects: list[Defect] = field(default_factory=list)
     policies: list[tuple[Lookout, Defect]] = field(default_factory=list)
-    """Decisions that may surprise; both sides take them, so nothing diverges."""
+    """Watchpoints that were reached; both sides decide so, so nothing diverges."""
     num_events: int = 0
     num_again: Counter[str] = field(default_factory=Counter)
-    """Failures that were like a defect which nothing accounts for, by what it says."""
+    """Number of failures like an unexplained defect, by their text."""
     excused: Counter[str] = field(default_factory=Counter)
-    """What was excused: deviations that the adapter declares, by name."""
+    """Number of findings that deviations of the adapter cover, by name."""
     known_programs: dict[str, int | None] = field(default_factory=dict)
-    """Failures that were those of a known program, by its file; None if it does not fail."""
+    """Number of failures like those of a known program, by its file; None if it does not fail."""
     untried: list[str] = field(default_factory=list)
     """Known programs that could not be played, with the reason."""
     stopped: str = ""
@@ -84,30 +84,30 @@ class HuntResult:
 
 @dataclass(slots=True)
 class Group:
-    """Failures that are one defect, as far as can be said."""
+    """Failures that are probably one defect."""
 
     defects: list[Defect]
 
     @property
     def plainest(self) -> Defect:
-        """The plainest of those that say what the first one did."""
+        """Return the simplest failure with the same text as the first one."""
         says = self.defects[0].symptoms.own.saying
         alike = (it for it in self.defects if it.symptoms.own.saying == says)
         return min(alike, key=lambda it: (bool(it.behind), it.length))
 
     @property
     def is_of_shape(self) -> bool:
-        """Whether it is of plans that are out of shape."""
+        """Return whether the group is about malformed plans."""
         return self.plainest.symptoms.own.property_id in SHAPE
 
     @property
     def plain(self) -> list[Defect]:
-        """Those that need no more than the plainest: a longer program holds other defects too."""
+        """Return the failures that need no more features than the simplest one."""
         means = self.plainest.symptoms.own.means
         return [it for it in self.defects if it.symptoms.own.means <= means]
 
     def conclude(self) -> Defect:
-        """The plainest of them, with what the others say."""
+        """Return the simplest failure, with the checks of the others."""
         plainest = self.plainest
         names = dict.fromkeys(map(_place, self.defects))
         also = tuple(name for name in names if name != _place(plainest))
@@ -115,7 +115,7 @@ class Group:
 
 
 def gather(defects: Iterable[Defect]) -> list[Group]:
-    """The failures of each defect, in the order of what was seen first."""
+    """Return the failures of each defect, ordered by first appearance."""
     alike = _join([Group([defect]) for defect in defects], _are_alike)
     plans = [it.symptoms for group in alike if group.is_of_shape for it in group.defects]
 
@@ -129,7 +129,7 @@ def gather(defects: Iterable[Defect]) -> list[Group]:
 
 
 def _join(groups: list[Group], are_one: Callable[[Group, Group], bool]) -> list[Group]:
-    """The groups, where those that are one, or one with a third, are joined."""
+    """Return the groups, with those joined that are one defect, directly or through a third."""
     joined: list[list[Group]] = []
     for group in groups:
         near = [others for others in joined if any(are_one(it, group) for it in others)]
@@ -150,7 +150,7 @@ def _are_alike(one: Group, other: Group) -> bool:
 
 
 def _are_one(one: Group, other: Group) -> bool:
-    """Whether the failures of the one are symptoms of the other's."""
+    """Return whether the failures of one group are symptoms of the other."""
     for it in one.defects:
         for this in other.defects:
             if _is_behind(it, this) or _is_behind(this, it):
@@ -162,7 +162,8 @@ def _are_one(one: Group, other: Group) -> bool:
 
 
 def _is_told_apart(masked: Group, plans: Sequence[Symptoms]) -> bool:
-    """Whether a plan is as much out of shape by no greater means without what came beside one."""
+    """Return whether a malformed plan occurs as well without the findings that came with another
+    one."""
     return any(
         plan.own.means <= it.symptoms.own.means
         and any(map(plan.own.is_like, it.symptoms.beside))
@@ -174,25 +175,26 @@ def _is_told_apart(masked: Group, plans: Sequence[Symptoms]) -> bool:
 
 
 def _is_behind(defect: Defect, later: Defect) -> bool:
-    """Whether it is the wrong state that the other comes of; a reset may be by force or not."""
+    """Return whether a defect is the wrong state that causes the later one, with any kind of
+    reset."""
     own = defect.symptoms.own
     plain = replace(own, acts=own.acts - {RESET.name})
     return any(plain.is_like(replace(it, acts=it.acts - {RESET.name})) for it in later.follows)
 
 
 def name_of(finding: Finding) -> str:
-    """Property and sentence of a finding, or its kind and sentence."""
+    """Return property and check of a finding, or its kind and check."""
     return f"{finding.property_id or finding.kind} {finding.sentence}"
 
 
 def _place(defect: Defect) -> str:
-    """What a defect is found by, and of an exception where it was raised."""
+    """Return the name of a defect's finding, and where an exception was raised."""
     name = name_of(defect.first)
     return f"{name}, raised in {defect.raised_at}" if defect.raised_at else name
 
 
 def describe_loss(options: CheckOptions, loss: Loss) -> Defect:
-    """An engine that did not live to say what it is."""
+    """Return the defect of an engine whose process died."""
     first = loss.finding
     symptoms = Symptoms(Mark(saying_of_loss(loss.message)))
     return Defect((), first, options, 0, 0, len(loss.events), symptoms, loss=loss)

@@ -1,7 +1,7 @@
-"""Lookouts: decisions that break nothing and may surprise all the same.
+"""Watchpoints: decisions that break nothing but may surprise.
 
-An engine that is compared with the specification takes them too, or would differ; so they are
-worth a reader's knowing. Of an engine that decides by itself they say nothing.
+An engine that is compared with the specification takes them too, or would differ; so a report names
+them. For an engine that decides by its own policy they mean nothing.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from blockstep.spec import vocabulary as v
 
 @dataclass(frozen=True, slots=True)
 class Lookout:
-    """A decision worth a reader's knowing, and the moment in which it shows."""
+    """Decision that may surprise, and the condition under which it shows."""
 
     name: str
     title: str
     upstream: str
     capability: Capability
-    """What an engine needs to take it."""
+    """Capability that an engine needs for it."""
     is_seen: Callable[[v.Config, Mapping[v.RequestId, v.Request], v.Snapshot], bool]
-    """Whether it shows in the state after a plan."""
+    """Returns whether it shows in the state after a plan."""
 
 
 def waits_for_a_seat(
     config: v.Config, requests: Mapping[v.RequestId, v.Request], after: v.Snapshot
 ) -> bool:
-    """All seats are taken, one by a request less urgent than one that waits."""
+    """Return whether all running slots are taken, and a running request is less urgent than a
+    waiting one."""
     if config.policy is not v.Policy.PRIORITY or len(after.running) < config.max_num_seqs:
         return False
     least_urgent = max(requests[name].priority for name in after.running)
@@ -40,7 +41,7 @@ def waits_for_a_seat(
 LOOKOUTS = (
     Lookout(
         "urgent_waits_for_a_seat",
-        "however urgent a request is, it waits until one of max_num_seqs seats is free",
+        "however urgent a request is, it waits until one of max_num_seqs running slots is free",
         "#40004, #45561 (open)",
         Capability.PRIORITY,
         waits_for_a_seat,
@@ -49,11 +50,11 @@ LOOKOUTS = (
 
 
 class PolicySeenError(Exception):
-    """A lookout saw what it looks out for."""
+    """A watchpoint was reached."""
 
 
 class Looked(Wrapped):
-    """An engine that raises as soon as a decision shows."""
+    """Engine that raises as soon as a watchpoint is reached."""
 
     def __init__(self, engine: Engine, config: v.Config, lookout: Lookout) -> None:
         super().__init__(engine)
@@ -61,7 +62,7 @@ class Looked(Wrapped):
         self.requests: dict[v.RequestId, v.Request] = {}
 
     def apply(self, event: v.Event) -> v.Observation:
-        """Hand it on, and look at what came of it. Raises PolicySeenError."""
+        """Apply an event and test the state after it. Raises PolicySeenError."""
         seen = super().apply(event)
         if isinstance(event, v.Submit):
             self.requests[event.request.request_id] = event.request
@@ -72,11 +73,11 @@ class Looked(Wrapped):
 
 
 def look_out(make_engine: EngineFactory, lookout: Lookout) -> EngineFactory:
-    """The factory of engines that are looked at."""
+    """Return a factory of engines that raise at a watchpoint."""
     return Wrapping(make_engine, lambda engine, config: Looked(engine, config, lookout))
 
 
 def can_take(lookout: Lookout, capabilities: Collection[str], weaker: str | None) -> bool:
-    """Whether it means something that the decision shows, or does not."""
+    """Return whether the watchpoint is meaningful for an engine."""
     needed = {Capability.SNAPSHOT, lookout.capability}
     return weaker != Safety().name and needed.issubset(capabilities)

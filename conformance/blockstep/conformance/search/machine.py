@@ -27,31 +27,31 @@ T = TypeVar("T")
 
 
 class HypothesisDraw:
-    """Decisions from Hypothesis: `Draw` for state machines."""
+    """Decisions from Hypothesis: the `Draw` of state machines."""
 
     def __init__(self, data: strategies.DataObject) -> None:
         self._data = data
 
     def integer(self, low: int, high: int) -> int:
-        """An int between `low` and `high`, both included."""
+        """Return an int between `low` and `high`, both included."""
         return self._data.draw(strategies.integers(low, max(low, high)))
 
     def choice(self, options: Sequence[T]) -> T:
-        """One of `options`."""
+        """Return one of `options`."""
         return self._data.draw(strategies.sampled_from(options))
 
     def chance(self, percent: int) -> bool:
-        """True in about `percent` of a hundred cases; shrinks to False."""
+        """Return True with a probability of `percent` in a hundred; shrinks to False."""
         return self._data.draw(strategies.integers(0, 99)) >= 100 - percent
 
     def tokens(self, count: int, vocabulary_size: int) -> tuple[int, ...]:
-        """So many token ids, from one drawn seed; 0 stands for all zeros."""
+        """Return `count` token ids from one drawn seed; seed 0 gives zeros."""
         seed = self._data.draw(strategies.integers(0, 2**16))
         return SeededDraw(str(seed)).tokens(count, vocabulary_size) if seed else (0,) * count
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """One engine beside the spec; every rule is an action, every step is compared."""
+    """One engine in lock-step with the spec; every rule is an action, every step is compared."""
 
     make_engine: EngineFactory
     options: CheckOptions
@@ -71,7 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
         note(f"config {self.run.config}")
 
     def is_possible(self, name: str) -> bool:
-        """Whether action `name` makes sense now."""
+        """Return whether action `name` makes sense now."""
         return self.view is not None and is_enabled(name, self.view)
 
     def act(self, name: str, data: strategies.DataObject) -> None:
@@ -91,13 +91,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.view.note(action)
 
     def teardown(self) -> None:
-        """Let everything end, unless the run failed already."""
+        """Drain the run, unless it failed already."""
         if self.run is not None and self.view is not None and not self.run.has_failed:
             self.perform(Drain())
 
 
 def _make_rule(name: str) -> Callable[[EngineMachine, strategies.DataObject], None]:
-    """The rule of action `name`."""
+    """Return the rule of action `name`."""
 
     def act(self: EngineMachine, data: strategies.DataObject) -> None:
         self.act(name, data)
@@ -107,7 +107,7 @@ def _make_rule(name: str) -> Callable[[EngineMachine, strategies.DataObject], No
 
 
 def describe_finding(finding: Finding) -> str:
-    """A finding in a few lines."""
+    """Return a finding in a few lines."""
     head = f"{finding.kind} {finding.property_id} {finding.sentence}: {finding.message}"
     rows = [
         f"  {difference.field}: expected {difference.expected}, seen {difference.seen}"
@@ -122,10 +122,10 @@ def machine(
     policy: Policy | None = None,
     path: str | None = None,
 ) -> type[EngineMachine]:
-    """A state machine class for an engine, named or given as a factory.
+    """Return a state machine class for an engine, named or given as a factory.
 
-    `path` is a folder to look in first for one that is named. The engine is held to whatever
-    equivalence its factory declares.
+    `path` is a folder that is searched first for a named engine. The engine is checked under the
+    equivalence that its factory declares.
 
     Raises:
         EngineNotFoundError: there is no engine of this name.

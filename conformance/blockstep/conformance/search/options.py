@@ -1,4 +1,4 @@
-"""Options: what a check is asked for, and what its process ends with."""
+"""Options of a check, and exit codes of its process."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ from blockstep.spec.vocabulary import Policy
 
 
 class ExitCode(IntEnum):
-    """What the process says when it ends (architecture section 5)."""
+    """Exit code of a process (architecture section 5)."""
 
     CONFORMS = 0
     FAILED = 1
-    """A divergence, a violated property or a fault of the engine."""
+    """A divergence, a violated property or an error of the engine."""
     USAGE = 2
     SPEC = 3
     """The spec failed an assertion of its own."""
     LIVENESS = 4
     HARNESS = 5
-    """Nothing ran, a required witness is missing, or the canary survived."""
+    """No verdict: nothing ran, a required coverage goal is missing, or the canary was not
+    caught."""
 
 
 def exit_code_of(finding: Finding | None) -> ExitCode:
-    """What a process ends with when this is what it found."""
+    """Return the exit code for a first finding."""
     if finding is None:
         return ExitCode.CONFORMS
     codes = {FindingKind.SPEC: ExitCode.SPEC, FindingKind.LIVENESS: ExitCode.LIVENESS}
@@ -48,7 +49,7 @@ def exit_code_of(finding: Finding | None) -> ExitCode:
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """What to check, and how long."""
+    """Engine, scope and length of a check."""
 
     engine: str = "host"
     preset: str = "small"
@@ -59,18 +60,18 @@ class CheckOptions:
     episode: int | None = None
     """Run this one episode only."""
     sentence: str | None = None
-    """What is made short where several sentences are broken at once; None: what is found first."""
+    """Check whose failure is shrunk if several fail at once; None: the first one."""
     program: str | None = None
-    """The file of the one program that is run instead of any drawn."""
+    """File of the one program that is run instead of drawn ones."""
     jobs: int = 1
     max_depth: int = MAX_DEPTH
-    """Frames in flight, at most. An engine that cannot have several is given one at a time."""
+    """Most frames in flight. An engine that cannot have several is given one at a time."""
     profile: str = STRICT.name
     """Release whose known quirks the spec follows; `strict` follows none."""
     path: str | None = None
-    """A folder that is looked in first when the engine is imported."""
+    """Folder that is searched first when the engine is imported."""
     hide_state: bool = False
-    """Judge plans and answers alone: the engine is not asked for its state."""
+    """Judge plans and answers only: the engine is not asked for its state."""
     with_features: tuple[str, ...] = ()
     """Features (`features.FEATURES`) that every run has."""
     without_features: tuple[str, ...] = ()
@@ -78,15 +79,15 @@ class CheckOptions:
 
     @property
     def is_single(self) -> bool:
-        """Whether one run is asked for, of which no verdict on the engine follows."""
+        """Return whether the options select one run, which gives no verdict on the engine."""
         return self.episode is not None or self.program is not None
 
 
 def get_wish(options: CheckOptions) -> Wish:
-    """The features that the options want and do not want.
+    """Return the features that the options require and exclude.
 
     Raises:
-        UsageError: a name is in no row of the table, or no run can be as the options say.
+        UsageError: a name is in no row of the table, or the options contradict each other.
     """
     pins = (PINS.name,) if options.policy is Policy.CONTINUUM else ()
     wish = make_wish((*options.with_features, *pins), options.without_features)
@@ -103,7 +104,7 @@ def get_wish(options: CheckOptions) -> Wish:
 
 
 def find_profile(name: str) -> Profile:
-    """The profile called `name`. Raises UsageError naming those there are."""
+    """Return the profile called `name`. Raises UsageError with the known names."""
     profile = get_profile(name)
     if profile is None:
         known = ", ".join(profile.name for profile in PROFILES)
@@ -129,7 +130,7 @@ def check_settings(settings: Settings) -> None:
 
 
 def load(options: CheckOptions) -> EngineFactory:
-    """The engine of the options, looked for in their folder first.
+    """Return the engine of the options, searched in their folder first.
 
     Raises:
         EngineNotFoundError: if the engine cannot be loaded.
@@ -141,6 +142,6 @@ def load(options: CheckOptions) -> EngineFactory:
 
 
 def search_first(path: str) -> None:
-    """Have Python look in this folder first when it imports an engine."""
+    """Make Python search this folder first when it imports an engine."""
     if path not in sys.path:
         sys.path.insert(0, path)

@@ -1,4 +1,4 @@
-"""Processes: those that work side by side, which end with whoever started them."""
+"""Worker processes that run in parallel and end with their parent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def open_processes(num_jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """So many processes, fresh ones and no forks. What is not done at the end is dropped."""
+    """Open `num_jobs` fresh processes, not forks. Work not finished at the end is dropped."""
     context = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(num_jobs, mp_context=context, initializer=follow_parent) as pool:
@@ -32,7 +32,7 @@ def open_processes(num_jobs: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _drop(pool: ProcessPoolExecutor) -> None:
-    """Have the pool forget what has not begun: it must not meet that when its processes die."""
+    """Drop work that has not begun: the pool must not run it while its processes are killed."""
     with suppress(RuntimeError):  # it is broken already
         last = pool.submit(os.getpid)
         pool.shutdown(wait=False, cancel_futures=True)
@@ -41,7 +41,7 @@ def _drop(pool: ProcessPoolExecutor) -> None:
 
 
 def follow_parent() -> None:
-    """Have this process end with its parent, and leave Ctrl-C to it."""
+    """End this process with its parent, and leave Ctrl-C to the parent."""
     gc.freeze()  # what was imported stays
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()

@@ -1,4 +1,4 @@
-"""Shrink: from a failing program to one in which every line matters."""
+"""Shrink: reduces a failing program to one in which every action is needed."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ from blockstep.spec.profiles import STRICT, Profile
 MAX_RUNS = 1200
 STRAIGHT_ROUNDS = 24
 OVERLAPPING_MAX = 3
-"""Actions of a run that is tried at every place, at most."""
+"""Longest run of actions that is tried at every place."""
 PAIRED_MAX = 24
-"""Actions of a program in which every two are tried, at most."""
+"""Most actions of a program in which all pairs are tried."""
 
 
 ARRIVALS = (v.Submit, v.StreamingUpdate, v.GrammarReady)
-"""What clients and compilers bring."""
+"""Actions of clients and grammar compilers."""
 
 
 @dataclass(frozen=True, slots=True)
 class LastAnswers:
-    """The last event of a failing run and both answers to it, in words."""
+    """Last event of a failing run and the answers of both sides, as text."""
 
     event: str
     expected: str
@@ -70,8 +70,8 @@ class LastAnswers:
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """The smallest failing program found, and what its last run came to. It crosses borders of
-    processes, which a run does not."""
+    """Smallest failing program found, and the result of its last run. It can cross process
+    boundaries, a run cannot."""
 
     program: Program
     findings: tuple[Finding, ...]
@@ -82,7 +82,7 @@ class Shrunk:
 
 
 class Run(Protocol):
-    """What is asked of a run of a program."""
+    """Part of a run of a program that the shrinker uses."""
 
     exchanges: list[Exchange]
     equivalence: str
@@ -90,16 +90,16 @@ class Run(Protocol):
 
     @property
     def num_events(self) -> int:
-        """Events that the engine was given."""
+        """Return the number of events that the engine was given."""
         ...
 
 
 Play: TypeAlias = Callable[[Program, EngineFactory, Profile], tuple[Run, list[Finding]]]
-"""Plays a program: what it came to, and what is wrong."""
+"""Plays a program: returns its run and the findings."""
 
 
 def conclude(program: Program, run: Run, findings: Iterable[Finding], num_runs: int = 0) -> Shrunk:
-    """What is to be said of the run of a program; `num_runs` were needed to make it so short."""
+    """Return the result of a program's run; `num_runs` programs were tried to shrink it."""
     last, findings = None, tuple(findings)
     if run.exchanges:
         exchange = run.exchanges[-1]
@@ -114,19 +114,19 @@ def conclude(program: Program, run: Run, findings: Iterable[Finding], num_runs: 
 
 
 def get_symptom(finding: Finding) -> tuple[FindingKind, str, str]:
-    """What two findings of one defect have in common."""
+    """Return what two findings of one defect have in common."""
     return (finding.kind, finding.property_id, finding.sentence)
 
 
 class _Budget(Exception):
-    """Enough has been tried."""
+    """The limit of tries is reached."""
 
 
 class Shrinker:
     """Keeps the smallest program that fails like the first one.
 
-    "Like" means: some finding is of the same sentence. Another sentence of the same property may be
-    of another defect, or of none: no program is tried that the engine need not take.
+    "Like" means: some finding is of the same check. A finding of another check of the same property
+    may be of another defect, or of none. No program is tried that the engine need not accept.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class Shrinker:
         self._num_runs = 0
         self._rejected: set[Program] = set()
         self._adopted = Counter([program])
-        """How often each was the best. One may be so twice: what a pass halves, it may then put out
-        of the way. Not more often, or two programs could take turns for ever."""
+        """Number of times each program was the best one. Two are allowed, since a pass may undo
+        what an earlier one halved; with more, two programs could alternate for ever."""
         self.best = program
         self.run, self.findings = play(program, make_engine, profile)
         self._lacking = find_lacking(self.run.capabilities)
@@ -155,7 +155,7 @@ class Shrinker:
         self._depth_max = max(most, program.config.max_frames_in_flight) if most else None
 
     def shrink(self) -> Shrunk:
-        """Try ever smaller programs until none of them fails or `MAX_RUNS` are spent."""
+        """Try ever smaller programs until none fails or `MAX_RUNS` are spent."""
         try:
             self._unroll_drain()
             self._cut_tail()
@@ -208,7 +208,7 @@ class Shrinker:
         return replace(self.best, actions=actions)
 
     def _unroll_drain(self) -> None:
-        """Write a drain out as the actions it consists of, so that they can be removed."""
+        """Replace a drain by the actions that it consists of, so that they can be removed."""
         actions = self.best.actions
         if not actions or not isinstance(actions[-1], Drain):
             return
@@ -224,7 +224,7 @@ class Shrinker:
                 return
 
     def _cut_tail(self) -> None:
-        """Drop what comes after the failing action: the shortest failing head, by bisection."""
+        """Drop what comes after the failing action: find the shortest failing head by bisection."""
         low, high = 0, len(self.best.actions)
         actions = self.best.actions
         while low < high:
@@ -235,9 +235,9 @@ class Shrinker:
                 low = middle + 1
 
     def _straighten(self) -> None:
-        """Try the plainest programs there are: everybody comes at once, then steps follow.
+        """Try the simplest programs: all requests are submitted at once, then steps follow.
 
-        Most defects need nothing more, and no removal of single actions would find that out.
+        Most defects need nothing more, and removing single actions would not find that out.
         """
         actions = self.best.actions
         submits = tuple(action for action in actions if isinstance(action, v.Submit))
@@ -257,7 +257,7 @@ class Shrinker:
         """Remove runs of actions, long ones first, from the end to the start."""
         size = max(len(self.best.actions) // 2, 1)
         while size >= 1:
-            # Short runs are tried at every place, long ones side by side.
+            # Short runs are tried at every place, long ones without overlap.
             stride = size if size > OVERLAPPING_MAX else 1
             start = len(self.best.actions) - size
             while start >= 0:
@@ -278,7 +278,7 @@ class Shrinker:
                 self._try(self._with(kept))
 
     def _pipeline(self) -> None:
-        """Let all plans be in flight at once, so that no answer is needed between them."""
+        """Let all plans be in flight at once, so that no commit is needed between them."""
         actions = tuple(action for action in self.best.actions if not isinstance(action, Answer))
         depth = sum(isinstance(action, v.Schedule) for action in actions)
         is_async = not PIPELINE.is_asked_by(self.best.config) and ASYNC not in self._lacking
@@ -288,12 +288,13 @@ class Shrinker:
             self._try(replace(self.best, config=config, actions=actions))
 
     def _halve(self) -> None:
-        """Halve everything that is counted in tokens at once, as long as the failure stays."""
+        """Halve all numbers of tokens at once, as long as the failure remains."""
         while self._try(halved(self.best)):
             pass
 
     def _scale_down(self) -> None:
-        """Take blocks out of the pool and tokens out of one prompt at once: they go together."""
+        """Remove blocks from the pool and tokens from one prompt at once: single changes would not
+        fail."""
         for index in range(len(self.best.actions)):
             for num_blocks in (4, 2, 1):
                 while self._without_blocks(index, num_blocks):
@@ -314,9 +315,9 @@ class Shrinker:
         return self._try(replace(self.best, config=smaller, actions=actions))
 
     def _simplify_requests(self) -> None:
-        """Take a feature from all requests at once: some share a block because both have it.
+        """Remove a feature from all requests at once: some share a block because both have it.
 
-        What nobody does without it goes with it.
+        Actions that need the feature are removed with it.
         """
         for feature in FEATURES:
             actions = with_requests(self.best.actions, feature.take_from)
@@ -340,7 +341,7 @@ class Shrinker:
                 )
 
     def _simplify_config(self) -> None:
-        """Take over one simplification after the other, of each field the first that is any."""
+        """Adopt simplifications of the config one after the other."""
         base = self.best.config
         names = [field.name for field in fields(base)]
         for simpler in simpler_configs(base):
@@ -351,9 +352,10 @@ class Shrinker:
                 self._try(replace(self.best, config=replace(now, **change)))
 
     def _rename(self) -> None:
-        """Call the requests A, B, C in order of submission, or of their names: these break ties.
+        """Rename the requests A, B, C in order of submission, or of their names, since names break
+        ties.
 
-        Adapters and items are x, y, z, if their names do not matter either.
+        Adapters and items are renamed x, y, z, if their names do not matter either.
         """
         names = dict.fromkeys(
             action.request.request_id
@@ -375,5 +377,6 @@ def shrink(
     on_run: Callable[[int, int], None] = lambda _runs, _actions: None,
     play: Play = run_program,
 ) -> Shrunk:
-    """The smallest program found that fails as `program` does with `first`, where `play` plays."""
+    """Return the smallest program found that fails as `program` does with `first`, played by
+    `play`."""
     return Shrinker(program, make_engine, first, profile, on_run, play).shrink()

@@ -1,4 +1,4 @@
-"""Simpler: variants of configs, requests and actions with less in them, the simplest first."""
+"""Smaller variants of configs, requests and actions, the simplest first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from blockstep.spec import vocabulary as v
 
 
 def halved(program: Program) -> Program:
-    """The program with half the tokens: in blocks, windows, chunks, prompts and budgets."""
+    """Return the program with half the tokens: in blocks, windows, chunks, prompts and budgets."""
     config = program.config
 
     def half(number: int) -> int:
@@ -45,7 +45,8 @@ def halved(program: Program) -> Program:
 
 
 def cut_prompt(request: v.Request, length: int) -> v.Request:
-    """The request with the first so many tokens of its prompt, and the items that lie in them."""
+    """Return the request with the first `length` tokens of its prompt, and the items within
+    them."""
     return replace(
         request,
         prompt_token_ids=request.prompt_token_ids[:length],
@@ -55,7 +56,7 @@ def cut_prompt(request: v.Request, length: int) -> v.Request:
 
 
 def simpler_actions(action: Action) -> Iterator[Action]:
-    """Variants of an action with less in it, the simplest first."""
+    """Yield smaller variants of an action, the simplest first."""
     match action:
         case v.Submit(request=request):
             yield from map(v.Submit, simpler_requests(request))
@@ -90,7 +91,7 @@ def simpler_actions(action: Action) -> Iterator[Action]:
 
 
 def _simpler_reports(report: Report) -> Iterator[Report]:
-    """A report without one of the things that it tells."""
+    """Yield the report without one of its entries."""
     for name in ("recving", "sending", "invalid"):
         told = getattr(report, name)
         for index in range(len(told)):
@@ -98,7 +99,7 @@ def _simpler_reports(report: Report) -> Iterator[Report]:
 
 
 def simpler_requests(request: v.Request) -> Iterator[v.Request]:
-    """The request with a field at its default, fewer tokens, or plainer ones."""
+    """Yield the request with a field at its default, fewer tokens, or simpler ones."""
     plain = v.Request(request.request_id, request.prompt_token_ids)
     for field in fields(v.Request):
         value = getattr(request, field.name)
@@ -123,7 +124,7 @@ def simpler_requests(request: v.Request) -> Iterator[v.Request]:
 
 
 def simpler_configs(config: v.Config) -> Iterator[v.Config]:
-    """The config with one feature switched off, or one bound out of the way."""
+    """Yield the config with one feature switched off, or one limit relaxed."""
     plain = {
         "long_prefill_token_threshold": 0,
         "enable_chunked_prefill": True,
@@ -155,7 +156,8 @@ def simpler_configs(config: v.Config) -> Iterator[v.Config]:
 
 
 def _simpler_encoders(config: v.Config) -> Iterator[v.Config]:
-    """The config with items that stand in prompts, may be cut, and have less room."""
+    """Yield the config without encoder-decoder inputs, with items that may be cut, or with less
+    room."""
     if config.is_encoder_decoder:
         yield settle_states(replace(config, is_encoder_decoder=False))
     if config.disable_chunked_mm_input:
@@ -168,7 +170,7 @@ def _simpler_encoders(config: v.Config) -> Iterator[v.Config]:
 
 
 def with_block_size(config: v.Config, block_size: int) -> v.Config:
-    """The config with other blocks, those of every group in proportion."""
+    """Return the config with another block size, those of all groups in proportion."""
     groups = tuple(
         replace(group, block_size=group.block_size // config.block_size * block_size)
         for group in config.groups
@@ -177,7 +179,7 @@ def with_block_size(config: v.Config, block_size: int) -> v.Config:
 
 
 def simpler_groups(config: v.Config) -> Iterator[v.Config]:
-    """The config with a KV group less, or with one of a plainer kind, size or reach."""
+    """Yield the config with a KV group less, or with one of a simpler kind, size or reach."""
     groups = config.groups
     for index in range(len(groups)) if len(groups) > 1 else ():
         left = (*groups[:index], *groups[index + 1 :])
@@ -192,7 +194,7 @@ def simpler_groups(config: v.Config) -> Iterator[v.Config]:
 
 
 def _simpler_group(group: v.KVGroup, least_size: int) -> Iterator[v.KVGroup]:
-    """A group under full attention, with the smallest blocks, or that reaches less far back."""
+    """Yield the group with full attention, smaller blocks, or a shorter window."""
     if group.kind is not v.GroupKind.FULL:
         yield v.KVGroup(v.GroupKind.FULL, group.block_size)
     if group.kind is v.GroupKind.CHUNKED_LOCAL:

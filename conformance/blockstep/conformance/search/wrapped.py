@@ -1,4 +1,4 @@
-"""Wrapped: an engine with something of ours around it, which is held to what it was held to."""
+"""Wrapped engines: an engine with a layer of the tool around it, checked like the engine itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from blockstep.spec.vocabulary import Config, Event, Observation, Snapshot
 
 
 class Wrapped:
-    """An engine that says and does what the one inside of it says and does."""
+    """Engine that forwards every call to the engine inside."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -25,24 +25,24 @@ class Wrapped:
         self._declines = get_declines(engine)
 
     def capabilities(self) -> frozenset[str]:
-        """Those of the engine, as its flags stand now."""
+        """Return the capabilities of the engine, with its current flags."""
         return self.engine.capabilities()
 
     def apply(self, event: Event) -> Observation:
-        """As the engine does."""
+        """Return the engine's answer."""
         return self.engine.apply(event)
 
     def snapshot(self) -> Snapshot | None:
-        """As the engine does."""
+        """Return the engine's state."""
         return self.engine.snapshot()
 
     def declines(self, event: Event) -> str | None:
-        """As the engine does."""
+        """Return why the engine declines an event, or None."""
         return None if self._declines is None else self._declines(event)
 
 
 class Wrapping:
-    """A factory of wrapped engines; says of them what the engine's own says."""
+    """Factory of wrapped engines, with the traits of the engine's own factory."""
 
     def __init__(
         self, make_engine: EngineFactory, wrap: Callable[[Engine, Config], Engine]
@@ -51,42 +51,42 @@ class Wrapping:
         self.traits = get_traits(make_engine)
 
     def __call__(self, config: Config) -> Engine:
-        """Build one."""
+        """Build an engine and wrap it."""
         return self.wrap(self.make_engine(config), config)
 
 
 def unwrapped(engine: object) -> object:
-    """The engine as its own factory made it."""
+    """Return the engine as its own factory made it."""
     while isinstance(engine, Wrapped):
         engine = engine.engine
     return engine
 
 
 class StateHidden(Wrapped):
-    """An engine whose state is not asked for, so that its answers alone are judged.
+    """Engine whose state is hidden, so that only its answers are judged.
 
-    What is wrong with a state is found at once, and a run ends there. Without the state it goes on
-    to what comes of it, and to what is wrong beside it.
+    A wrong state is found at once and ends the run. Without the state the run continues until its
+    consequences show in answers, and other defects are found.
     """
 
     def capabilities(self) -> frozenset[str]:
-        """Those of the engine, without its state."""
+        """Return the capabilities of the engine without snapshots."""
         return super().capabilities() - {Capability.SNAPSHOT}
 
     def snapshot(self) -> None:
-        """Nothing."""
+        """Return None."""
 
 
 class Stopped(Wrapped):
-    """An engine that is not given one event, which it would not live through, nor any after it."""
+    """Engine that is not given one event, at which its process would die, nor any later one."""
 
     def __init__(self, engine: Engine, at: int) -> None:
-        """`at` counts events from 1."""
+        """Wrap `engine`; `at` counts events from 1."""
         super().__init__(engine)
         self.num_left = at
 
     def apply(self, event: Event) -> Observation:
-        """As the engine does, before that event."""
+        """Return the engine's answer before that event. Raises EngineFault at it."""
         self.num_left -= 1
         if self.num_left <= 0:
             raise EngineFault("the run is to end here")
@@ -94,10 +94,10 @@ class Stopped(Wrapped):
 
 
 def stop_before(make_engine: EngineFactory, at: int) -> EngineFactory:
-    """The factory of the same engines, each of which stops before its event number `at`."""
+    """Return a factory of the same engines, each of which stops before its event number `at`."""
     return Wrapping(make_engine, lambda engine, _config: Stopped(engine, at))
 
 
 def hide_state(make_engine: EngineFactory) -> EngineFactory:
-    """The factory of the same engines that keep their states to themselves."""
+    """Return a factory of the same engines without their states."""
     return Wrapping(make_engine, lambda engine, _config: StateHidden(engine))

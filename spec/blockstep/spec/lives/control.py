@@ -62,7 +62,7 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
 
 
 def is_held_besides(pool: Pool) -> bool:
-    """Whether other blocks are held than those that wait for frames in flight. Source: P17, P25."""
+    """Return whether blocks are held other than deferred frees. Source: P17, P25."""
     num_deferred = sum([len(deferred.block_ids) for deferred in pool.deferred_frees])
     return sum(pool.ref_counts) > num_deferred
 

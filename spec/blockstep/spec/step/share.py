@@ -60,8 +60,8 @@ def get_aligned_share(
 def compute_aligned_end(
     num_computed: int, end: int, last: int, unit: int, block_sizes: Sequence[int]
 ) -> int:
-    """Return where a chunk of a prompt ends that could reach `end`, so that it saves its state in
-    time.
+    """Return the end of a chunk that could reach `end`, moved to a boundary at which its recurrent
+    state is saved.
 
     `last` is the last boundary that a later request could hit; such boundaries are `unit` apart. Up
     to there a chunk is whole units. If less than one unit is possible, the chunk is as long as it

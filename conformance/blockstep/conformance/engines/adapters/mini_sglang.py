@@ -40,7 +40,7 @@ from blockstep.conformance.protocol.program import Drain, Program
 from blockstep.spec import vocabulary as v
 
 PAGE_SIZE_MAX = 32
-"""Its page table is as wide as the model is long, rounded up to a multiple of this."""
+"""The width of its page table is the model length, rounded up to a multiple of this."""
 
 
 def fit_config(config: v.Config) -> v.Config:
@@ -68,7 +68,8 @@ def fit_request(request: v.Request, _config: v.Config) -> v.Request:
 
 
 def _answers_all(event: v.Event, answer: v.Observation | None) -> bool:
-    """Whether a commit delivers to all rows that sampled, even to requests that have finished."""
+    """Return whether a commit delivers to all rows that sampled, even to requests that have
+    finished."""
     match event, answer:
         case v.Commit(sampled=sampled), v.Outputs(rows=rows):
             told = {row.request_id for row in rows}
@@ -121,7 +122,7 @@ class Life:
 
     @property
     def name(self) -> v.RequestId:
-        """The id of `request`."""
+        """Return the id of `request`."""
         return self.request.request_id
 
 
@@ -157,7 +158,7 @@ class MiniSglang:
         """All requests, by uid."""
         self.live: dict[v.RequestId, Life] = {}
         self.data: Any = None
-        """What its overlapping loop passes from turn to turn: the last launched batch."""
+        """State that its overlapping loop passes from turn to turn: the last launched batch."""
         self.last_rows: frozenset[int] = frozenset()
         self.ended: set[v.RequestId] = set()
         self.given_up: list[Life] = []
@@ -313,7 +314,7 @@ class MiniSglang:
         )
 
     def _has_work(self) -> bool:
-        """Whether its loop has work or an unread message."""
+        """Return whether its loop has work or an unread message."""
         loop = self.loop
         has_any = loop.prefill_manager.runnable or loop.decode_manager.runnable
         return bool(loop.inbox or loop.due is not None or has_any)
@@ -370,5 +371,5 @@ class MiniSglang:
 
 
 def _chunk_of(request: Any) -> Any:
-    """Return the chunk that a queued request has computed so far, if any."""
+    """Return the chunk that a queued request has computed up to now, if any."""
     return getattr(request, "chunked_req", None)

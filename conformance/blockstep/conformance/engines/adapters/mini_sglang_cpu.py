@@ -1,9 +1,9 @@
-"""mini-sglang on a CPU: its scheduler as it is, with stand-ins for everything around it.
+"""mini-sglang on a CPU: its scheduler unchanged, with replacements for everything around it.
 
 Scheduler, managers, radix cache and both loops are imported from the checkout and run unchanged.
-Stand-ins: packages whose `__init__` would import a model or a server are empty (`_load`), the
-engine has no model (`Runner`), token sequences are compared in Python, and memory is not pinned
-(`OnCpu`).
+Replaced are: packages whose `__init__` would import a model or a server, by empty ones (`_load`);
+the engine, by one without a model (`Runner`); comparison of token sequences, by Python; and pinned
+memory, by ordinary memory (`OnCpu`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Forward(NamedTuple):
 
 
 class Runner:
-    """Its engine without a model: it records what each launched batch was to run."""
+    """mini-sglang's engine without a model: it records the rows of each launched batch."""
 
     def __init__(self, config: Any) -> None:
         num_slots = config.num_page_override * config.page_size
@@ -205,7 +205,8 @@ import_module(_radix).__dict__["time"] = SimpleNamespace(monotonic_ns=itertools.
 
 
 class Loop(scheduling.Scheduler):  # type: ignore[misc]
-    """Its scheduler offline: messages come from and go to this object, and a turn stops halfway."""
+    """mini-sglang's scheduler offline: messages come from and go to this object, and a turn stops
+    halfway."""
 
     def __init__(self, config: Any) -> None:
         self.inbox: list[Any] = []
@@ -229,13 +230,14 @@ class Loop(scheduling.Scheduler):  # type: ignore[misc]
 
     @property
     def tree(self) -> Any:
-        """Its cache; before February 2026 the field had another name, as the next one."""
+        """Return its cache; before February 2026 this field had another name, like the next
+        one."""
         manager = vars(self.cache_manager)
         return manager["prefix_cache"] if "prefix_cache" in manager else manager["manager"]
 
     @property
     def free_slots(self) -> list[int]:
-        """The first slot of every free page, in the order of its list."""
+        """Return the first slot of every free page, in the order of its list."""
         manager = vars(self.cache_manager)
         slots = manager["free_slots"] if "free_slots" in manager else manager["_free_slots"]
         return list(slots.tolist())

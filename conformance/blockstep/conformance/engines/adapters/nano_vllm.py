@@ -1,7 +1,7 @@
 """The scheduler and block manager of a nano-vllm checkout, behind the Engine protocol.
 
-Its modules are imported as they are, and its results are translated without repair. That takes
-`xxhash` and `numpy`, but no torch, model or GPU, since two stand-ins replace an `__init__` that
+Its modules are imported as they are, and its results are translated without repair. That needs
+`xxhash` and `numpy`, but no torch, model or GPU: replacements are given for an `__init__` that
 would import the model, and `nanovllm.config`, which would import transformers.
 
 It decides differently on purpose (prefill first), so it is checked at the equivalence `safety`.

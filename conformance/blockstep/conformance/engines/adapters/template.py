@@ -74,7 +74,7 @@ class Adapter:
                 return self.commit(frame_id, sampled)
             case v.Abort(request_ids=request_ids):
                 return self.abort(request_ids)
-        raise EngineFault(f"{type(event).__name__} is not taken, and no capability promises it")
+        raise EngineFault(f"{type(event).__name__} is not handled, and no capability requires it")
 
     def submit(self, request: v.Request) -> v.Ack:
         """Take a new request: token ids of its prompt, and how many tokens may follow."""

@@ -3,10 +3,10 @@
     events --> vllm (this module) --> scheduler --> vllm_plans, vllm_state --> answers, snapshots
                vllm_build: how it is built      vllm_releases: what a release has and lacks
                vllm_groups: the mixes of KV-cache groups that a release takes
-               vllm_spared: what it is not given    vllm_names: what a digest stands for
-               vllm_runner: plans for Model Runner V2    vllm_defaults: what is no default
-    vllm_leftovers: what would be passed over     vllm_fields: what becomes of a field
-               vllm_audit: what we say of it, asked of it once more
+               vllm_spared: events it is not given    vllm_names: the key of a digest
+               vllm_runner: plans for Model Runner V2    vllm_defaults: settings
+    vllm_leftovers: fields that disagree        vllm_fields: how a field is read
+               vllm_audit: what we show, compared with its functions
 
 There is no worker: what a worker would answer comes in as events. With `async_scheduling` it is
 vLLM's `AsyncScheduler`; drafts then stay with the worker, and plans carry placeholders for them.
@@ -88,7 +88,7 @@ IN_EVERY_RELEASE = frozenset(
         *(Capability.KINDS, Capability.ADAPTERS),
     }
 )
-"""Listed, not all but some: what is new in Blockstep is in no release before somebody looked."""
+"""Some capabilities, listed: a new one of Blockstep is in no release before it was examined."""
 
 
 class VllmEngine:
@@ -139,9 +139,8 @@ class VllmEngine:
 
     @property
     def judges(self) -> frozenset[v.RejectCode]:
-        """The reject codes that it should return, unless such events are kept away: no front end
-        can check them.
-        """
+        """Return the reject codes that it should return, unless such events are kept away: no front
+        end can check them."""
         spared = {
             v.RejectCode.NEVER_FITS: self.spare_unservable,
             v.RejectCode.REQUEST_IN_FLIGHT: self.spare_reuse,

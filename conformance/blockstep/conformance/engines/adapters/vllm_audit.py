@@ -5,10 +5,10 @@ and wrong. So what the adapter shows is asked of the release once more, by anoth
 
     key of a block ---> generate_block_hash_extra_keys, hash_block_tokens ---> its digest?
     block tables, and what plans told of them ---> get_block_ids
-    what can be found ---> get_cached_block        free queue, queues ---> their own counts
+    cached blocks ---> get_cached_block        free queue, queues ---> their own counts
 
 A key that leaves something out that the digest has, or has something that it leaves out, gives
-another digest. What the block really holds is for the worker to say, who compares it with the key.
+another digest. The worker compares the real content of a block with the key.
 """
 
 from __future__ import annotations

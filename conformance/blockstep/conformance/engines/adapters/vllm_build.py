@@ -5,7 +5,7 @@ Every setting is the release's own default, or follows the `Config`, or is named
 values:
 
 * without an encoder, items shape block hashes only: the real block hasher sees them, and the
-  scheduler does not. With one (`vllm_encoder`) it has them, and budgets that are told.
+  scheduler does not. With one (`vllm_encoder`) it has them, and fixed budgets.
 * speculation is the release's `SpeculativeConfig` with its defaults, made without a proposer's
   weights (`Speculation`); grammars have a backend of ours (`vllm_grammars`).
 * adapters are LoRA names; an embedding is a vector of one element, its number;
@@ -212,7 +212,8 @@ def triton_as_on_a_gpu() -> Iterator[None]:
 
 
 def is_sparse(group: KVGroup) -> bool:
-    """Whether newer releases may publish some blocks of such a group only (sparse retention)."""
+    """Return whether newer releases may publish some blocks of such a group only (sparse
+    retention)."""
     return group.kind in (GroupKind.SLIDING_WINDOW, GroupKind.RECURRENT)
 
 

@@ -1,4 +1,4 @@
-"""How each knob of a vLLM release is set when it is checked, and why it is not at its default.
+"""The setting of each knob of a vLLM release in a check, with the reason if it is not the default.
 
 A knob is a field of one of the scheduler's config classes, a value of another config that the
 scheduler's code reads, or a variable of the environment. Each is in one of three tables:
@@ -207,7 +207,7 @@ class NotDefault:
     reason: str
 
     def get_default(self, version: str) -> str | None:
-        """Returns the default in a release; None if that has no such knob, or is checked at it."""
+        """Return the default in a release; None if that has no such knob, or is checked at it."""
         number = read_release_number(version) or ()
         known = [
             default
@@ -307,7 +307,7 @@ RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def list_settings(version: str, environment: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Returns what deviates from the defaults when a release is checked.
+    """Return what deviates from the defaults when a release is checked.
 
     Args:
         version: The release.
@@ -328,7 +328,7 @@ def list_settings(version: str, environment: Mapping[str, str]) -> tuple[Setting
 
 
 def tell_table(versions: Sequence[str]) -> str:
-    """Returns the Markdown table of deviations: default and checked value, by release.
+    """Return the Markdown table of deviations: default and checked value, by release.
 
     Args:
         versions: The releases that were tried, oldest first.
@@ -355,7 +355,7 @@ def tell_table(versions: Sequence[str]) -> str:
 
 
 def is_known(knob: str) -> bool:
-    """Whether a knob, `Class.field` or `environment.VARIABLE`, is in one of the tables."""
+    """Return whether a knob, `Class.field` or `environment.VARIABLE`, is in one of the tables."""
     owner, _, name = knob.partition(".")
     nothing: frozenset[str] = frozenset()
     return (

@@ -35,12 +35,12 @@ def install_encoder(scheduler: Any, config: v.Config) -> None:
 
 
 def read_inputs(told: Mapping[v.RequestId, Sequence[int]]) -> tuple[v.EncoderInputs, ...]:
-    """Returns the encoder inputs of a plan, by request in the order of scheduling."""
+    """Return the encoder inputs of a plan, by request in the order of scheduling."""
     return tuple(v.EncoderInputs(name, tuple(indices)) for name, indices in told.items())
 
 
 def read_encoder(scheduler: Any, known: dict[str, int]) -> v.EncoderSnapshot:
-    """Returns the encoder cache as a snapshot.
+    """Return the encoder cache as a snapshot.
 
     The release does not say how many embeddings an entry has while requests hold it: the number is
     taken from the item of a holder. Items of encoder-decoder models are not entries of a cache:
@@ -66,7 +66,9 @@ def read_encoder(scheduler: Any, known: dict[str, int]) -> v.EncoderSnapshot:
                 if feature.identifier == identifier:
                     known[identifier] = feature.mm_position.get_num_embeds()
         if identifier not in known:
-            raise EngineFault(f"encoder cache entry {identifier!r} is held for an item of nobody")
+            raise EngineFault(
+                f"encoder cache entry {identifier!r} is held, but no request has this item"
+            )
         # Newer releases count each place of an item; in others who has several holds it once.
         counts = {name: counted.get(name, {}).get(identifier, 1) for name in holders}
         held = sorted(name for name, count in counts.items() for _ in range(count))

@@ -48,7 +48,7 @@ class Recorder(EventPublisher):  # type: ignore[misc]
         self._batches.append(events)
 
     def take(self) -> list[Any]:
-        """Returns the events published since the last call, oldest first."""
+        """Return the events published since the last call, oldest first."""
         batches, self._batches = self._batches, []
         return [event for batch in batches for event in batch.events]
 
@@ -75,18 +75,18 @@ def read_events(
     separate_names: bool,
     get_extras: Callable[[v.BlockKey], object] | None,
 ) -> tuple[v.KVEvent, ...]:
-    """What the release has published since it was asked last.
+    """Return the events that the release has published since the last call.
 
     Args:
         publisher: The scheduler's.
-        digests: What each digest stands for.
+        digests: The block key of each digest.
         groups: The KV groups of the run.
         lora_ids: The number of each adapter.
         separate_names: See `VllmEngine.separate_names`.
-        get_extras: What the release hashes of a block beside its tokens; None to compare none.
+        get_extras: Returns the extra keys of a block that the release hashes; None to compare none.
 
     Raises:
-        EngineFault: an event is of no kind that we know, or says something of nobody.
+        EngineFault: an event is of an unknown kind, or names an unknown block or adapter.
     """
     if not isinstance(publisher, Recorder):
         return ()
@@ -112,7 +112,9 @@ def _read_event(
     for field in UNUSED.get(type(event).__name__, ()):
         value = getattr(event, field, None)
         if not is_empty(value):
-            raise EngineFault(f"{field} of a KV event is {value!r}, for nobody who asked for it")
+            raise EngineFault(
+                f"{field} of a KV event is {value!r}, although no config here uses it"
+            )
     if isinstance(event, AllBlocksCleared):
         return v.AllBlocksCleared()
     group = _read_group(event, groups)
@@ -132,7 +134,7 @@ def _read_event(
 
 
 def _read_group(event: Any, groups: Sequence[v.KVGroup]) -> int:
-    """Returns the KV group of an event's blocks: the first one where the release names none.
+    """Return the KV group of an event's blocks: the first one where the release names none.
 
     Raises:
         EngineFault: there is no such group, or it is of another kind than the event says.
@@ -151,12 +153,12 @@ def _read_group(event: Any, groups: Sequence[v.KVGroup]) -> int:
 
 
 def _read_keys(digests: Digests, told: list[Any], group: int) -> tuple[v.BlockKey, ...]:
-    """Returns the block keys that digests stand for, in one group."""
+    """Return the block keys that digests stand for, in one group."""
     keys = []
     for digest in told:
         if not isinstance(digest, bytes):
             raise EngineFault(
-                f"a KV event names a block by {digest!r}, a part of its digest: "
+                f"a KV event has {digest!r}, a part of the digest of a block: "
                 "set VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0"
             )
         keys.append(digests.read(digest, group))
@@ -164,7 +166,7 @@ def _read_keys(digests: Digests, told: list[Any], group: int) -> tuple[v.BlockKe
 
 
 def _read_adapter(event: Any, names: Mapping[int, tuple[str, str]]) -> str | None:
-    """Returns the adapter that an event numbers; the LoRA name in the event, where it has one,
+    """Return the adapter that an event numbers; the LoRA name in the event, where it has one,
     must be the name of that adapter.
     """
     adapter, name = names.get(event.lora_id, (None, None))
@@ -176,9 +178,9 @@ def _read_adapter(event: Any, names: Mapping[int, tuple[str, str]]) -> str | Non
 def _check_extras(
     event: Any, keys: tuple[v.BlockKey, ...], get_extras: Callable[[v.BlockKey], object]
 ) -> None:
-    """See that an event tells what the release hashes of each block beside its tokens.
+    """Raise unless an event has the extra keys that the release hashes for each block.
 
-    A block that several digests name is told with an entry, and what is in it is not looked at.
+    A block with several digests has an entry whose content is not compared.
     """
     extras = getattr(event, "extra_keys", None)
     if extras is None:

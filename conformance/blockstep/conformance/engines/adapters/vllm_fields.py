@@ -1,4 +1,4 @@
-"""What the adapter does with each field of vLLM's plans, answers and events, in any release (D16).
+"""Treatment of each field of vLLM's plans, answers and events by the adapter, in any release (D16).
 
 A field that is in neither table is unknown to the adapter; a run reports it once. This module does
 not import vLLM.
@@ -117,19 +117,19 @@ UNUSED: Mapping[str, frozenset[str]] = MappingProxyType(
 
 
 def find_unknown(kind: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Returns the fields of a class that are in neither table."""
+    """Return the fields of a class that are in neither table."""
     return tuple(f"{kind}.{name}" for name in names if name not in READ[kind] | UNUSED[kind])
 
 
 def get_unknown_note(version: str, unknown: tuple[str, ...]) -> str | None:
-    """Returns the note of a run on fields that the adapter does not know; None without any."""
+    """Return the note of a run on fields that the adapter does not know; None without any."""
     if not unknown:
         return None
     return f"vLLM {version} has fields that are not looked at: {', '.join(unknown)}"
 
 
 def is_empty(value: object) -> bool:
-    """Whether a field is empty: absent, zero, or a collection without elements."""
+    """Return whether a field is empty: absent, zero, or a collection without elements."""
     if isinstance(value, Mapping):
         return all(map(is_empty, value.values()))
     if isinstance(value, Sized):

@@ -45,7 +45,7 @@ class AnyGrammar:
         return True
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
-        """Returns all drafts: each is allowed."""
+        """Return all drafts: each is allowed."""
         return tokens
 
     def rollback(self, num_tokens: int) -> None:
@@ -56,7 +56,7 @@ class AnyGrammar:
         bitmask[batch_index].fill_(-1)
 
     def is_terminated(self) -> bool:
-        """Whether it allows no further token: never."""
+        """Return whether it allows no further token: never."""
         return False
 
     def reset(self) -> None:
@@ -78,7 +78,7 @@ class Automaton:
 
     @property
     def state(self) -> int:
-        """Returns the current state."""
+        """Return the current state."""
         return self.past[-1]
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
@@ -94,7 +94,7 @@ class Automaton:
         return True
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
-        """Returns the longest allowed prefix of the tokens; the state does not change."""
+        """Return the longest allowed prefix of the tokens; the state does not change."""
         state, allowed = self.state, []
         for token in tokens:
             follows = self.edges[state].get(token)
@@ -118,7 +118,7 @@ class Automaton:
         bitmask[batch_index] = torch.tensor(signed, dtype=torch.int32)
 
     def is_terminated(self) -> bool:
-        """Whether it allows no further token."""
+        """Return whether it allows no further token."""
         return not self.edges[self.state]
 
     def reset(self) -> None:
@@ -128,7 +128,7 @@ class Automaton:
 
 @StructuredOutputBackend.register
 class AutomatonBackend:
-    """Compiles automata from the texts of `describe_grammar`."""
+    """Compiles automata from the output of `describe_grammar`."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -136,13 +136,13 @@ class AutomatonBackend:
     def compile_grammar(
         self, request_type: StructuredOutputOptions, grammar_spec: str, **_keywords: Any
     ) -> StructuredOutputGrammar:
-        """Returns the automaton of a text of `describe_grammar`."""
+        """Return the automaton of an output of `describe_grammar`."""
         del request_type
         edges = json.loads(grammar_spec)
         return AnyGrammar() if edges is None else Automaton(edges)
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
-        """Returns a mask of this many rows that allows every token."""
+        """Return a mask of this many rows that allows every token."""
         num_words = -(-self.vocab_size // BITS)
         return torch.full((max_num_seqs, num_words), -1, dtype=torch.int32)
 
@@ -151,7 +151,7 @@ class AutomatonBackend:
 
 
 def describe_grammar(grammar: v.Grammar | None) -> str:
-    """Returns a grammar as text; None stands for a grammar that allows every token."""
+    """Return a grammar as text; None stands for a grammar that allows every token."""
     return json.dumps(grammar and grammar.edges)
 
 
@@ -169,7 +169,7 @@ class Compilation(Future[Any]):
         self.set_result(self.work())
 
     def result(self, timeout: float | None = None) -> Any:
-        """Returns what was compiled.
+        """Return what was compiled.
 
         Does not wait: no time passes in a run.
 
@@ -185,7 +185,7 @@ class EventExecutor:
     """An executor that takes work and does not start it: events start it."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any) -> Compilation:
-        """Returns a future of `function(*args)`."""
+        """Return a future of `function(*args)`."""
         return Compilation(lambda: function(*args))
 
 
@@ -196,13 +196,13 @@ class EndOfReasoning:
         self.token_id = token_id
 
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
-        """Whether the token is in a text."""
+        """Return whether the token is in a text."""
         return self.token_id in input_ids
 
     def is_reasoning_end_streaming(
         self, input_ids: Sequence[int], delta_ids: Iterable[int]
     ) -> bool:
-        """Whether the token is among the latest tokens."""
+        """Return whether the token is among the latest tokens."""
         del input_ids
         return self.token_id in delta_ids
 
@@ -234,7 +234,7 @@ def fail_compilation(request: Any) -> None:
 
 
 def build_manager(vllm_config: Any, config: v.Config) -> StructuredOutputManager:
-    """Returns the release's grammar manager with this module's backend, executor and parser."""
+    """Return the release's grammar manager with this module's backend, executor and parser."""
     manager = StructuredOutputManager(vllm_config)
     plugs: Any = manager
     # A tokenizer would make a pool of threads and one of the backends; we have none.
@@ -252,7 +252,7 @@ def build_manager(vllm_config: Any, config: v.Config) -> StructuredOutputManager
 
 
 def read_allowed(words: list[int]) -> v.TokenIds | None:
-    """Returns the tokens whose bits are set; None if all are."""
+    """Return the tokens whose bits are set; None if all are."""
     if all(word == -1 for word in words):
         return None
     return tuple(

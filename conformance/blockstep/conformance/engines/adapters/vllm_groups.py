@@ -21,19 +21,19 @@ from blockstep.spec.vocabulary import (
 
 ALL_EQUAL = "groups that are all equal: the release wants two that differ"
 CHUNKS_WITH_A_HEAD = "chunked-local groups with a draft head: the release asserts that it has none"
-CHUNKS_OF_ANOTHER_SIZE = "chunked-local groups beside other block sizes: the release wants one size"
+CHUNKS_OF_ANOTHER_SIZE = "chunked-local groups with other block sizes: the release wants one size"
 SEVERAL_SIZES = "groups of several block sizes: the release wants one size"
 NO_RECURRENT = "recurrent groups: not followed in this release"
 NO_STATES_OF_ALL = "recurrent groups of mode all: the release has the others alone"
 PARTS_OF_BLOCKS = "groups of several block sizes: the release publishes parts of blocks"
-NARROW_WINDOWS = "windows of one token: the release publishes no block of them"
+NARROW_WINDOWS = "windows of one token: the release publishes no block for such a group"
 OTHER_MIXES = (
     "other groups than of full attention and, all before or all behind them, of one other kind"
 )
 
 
 def find_problem(release: Release, config: Config) -> str | None:
-    """Returns why the release cannot be built with the groups of `config`, or raises later; None if
+    """Return why the release cannot be built with the groups of `config`, or raises later; None if
     it can.
 
     Except for recurrent groups, all reasons are about prefix hits: without prefix caching every
@@ -70,7 +70,7 @@ def find_problem(release: Release, config: Config) -> str | None:
 
 
 def fit_groups(release: Release, config: Config) -> tuple[Config, str | None]:
-    """Returns the nearest config whose groups the release takes, and why it differs, or None."""
+    """Return the nearest config whose groups the release takes, and why it differs, or None."""
     first = reason = find_problem(release, config)
     while reason is not None:
         config = _mend(config, reason)
@@ -91,7 +91,7 @@ def require_groups(release: Release, config: Config) -> None:
 
 
 def _mend(config: Config, reason: str) -> Config:
-    """Returns the config without what `reason` names."""
+    """Return the config without what `reason` names."""
     if reason == CHUNKS_WITH_A_HEAD:
         return replace(config, spec_method=SpecMethod.NGRAM)
     if reason in (SEVERAL_SIZES, CHUNKS_OF_ANOTHER_SIZE, PARTS_OF_BLOCKS):
@@ -123,7 +123,7 @@ def _mend(config: Config, reason: str) -> Config:
 
 
 def _arrange(config: Config) -> Config:
-    """Returns the config with full-attention groups next to each other, and next to them the groups
+    """Return the config with full-attention groups next to each other, and next to them the groups
     of one other kind.
 
     If either is missing, one group is left.

@@ -38,7 +38,7 @@ def build_features(items: tuple[v.MultiModalItem, ...]) -> list[MultiModalFeatur
 
 
 def read_features(features: Iterable[Any]) -> tuple[v.MultiModalItem, ...]:
-    """Returns the items of a request as vLLM has them now.
+    """Return the items of a request as vLLM has them now.
 
     Raises:
         EngineFault: one is of another modality than it was built with.

@@ -2,7 +2,7 @@
 
 A plan may have data of a request without a row, an answer may have data of a request that was not
 in the frame, and the state may have data of a request that is gone. The translation into the
-vocabulary would ignore all of these. Here each is an `EngineFault` that names the field.
+vocabulary would ignore all such data. Here each is an `EngineFault` that names the field.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NOTE = get_unknown_note(
 
 @dataclass(slots=True)
 class Asked:
-    """What the release had and had counted when it was given an answer."""
+    """State and counters of the release when it was given an answer."""
 
     frame: SchedulerOutput
     nums_sampled: Mapping[v.RequestId, int]
@@ -72,7 +72,7 @@ class Asked:
 
     @classmethod
     def now(cls, run: Run, frame: SchedulerOutput, result: ModelRunnerOutput) -> Asked:
-        """Returns what the release has before it is given the answer to `frame`."""
+        """Return what the release has before it is given the answer to `frame`."""
         scheduler, requests = run.scheduler, dict(run.get_unfinished())
         counts = {"prefix_cache_stats": copy(scheduler.kv_cache_manager.prefix_cache_stats)}
         if run.store is not None:
@@ -87,7 +87,7 @@ class Asked:
         )
 
     def count_drafts(self) -> dict[str, Any]:
-        """Returns the counts of the frame's drafts over the rows that sampled, by field of the
+        """Return the counts of the frame's drafts over the rows that sampled, by field of the
         statistics.
         """
         per_place = [0] * self.num_drafts_max
@@ -131,16 +131,16 @@ def check_plan(run: Run, output: SchedulerOutput, separate_names: bool) -> None:
         "structured_output_request_ids": getattr(output, "structured_output_request_ids", None),
     }
     for field, names in told.items():
-        _check_known(field, names or (), rows, "who has no row in this plan")
+        _check_known(field, names or (), rows, "which has no row in this plan")
     if RELEASE.has_told_rows:
         for field in ("resumed_req_ids", "all_token_ids"):
             names = getattr(cached, field)
             _check_known(
-                f"scheduled_cached_reqs.{field}", names, cached.req_ids, "who is not there"
+                f"scheduled_cached_reqs.{field}", names, cached.req_ids, "which is not there"
             )
     if RELEASE.has_told_preemptions:
         _check_known(
-            "preempted_req_ids", output.preempted_req_ids or (), run.known, "who is unknown"
+            "preempted_req_ids", output.preempted_req_ids or (), run.known, "which is unknown"
         )
     _check_encoder_inputs(run, output)
     if run.store is None:
@@ -163,7 +163,7 @@ def check_answer(run: Run, answer: dict[int, EngineCoreOutputs], asked: Asked) -
         _check_unused(core, "this answer")
         _check_once("outputs", [row.request_id for row in core.outputs])
         for row in core.outputs:
-            _check_known("outputs", (row.request_id,), asked.names, "whom this frame did not have")
+            _check_known("outputs", (row.request_id,), asked.names, "which is not in this frame")
             _check_unused(row, f"the output of {row.request_id!r}")
             if run.store is None:
                 where = f"the output of {row.request_id!r}"
@@ -189,14 +189,14 @@ def check_state(run: Run) -> None:
     for manager in run.managers:
         tables = (name for name, blocks in manager.req_to_blocks.items() if blocks)
         settled = manager.num_cached_block
-        _check_known("req_to_blocks", tables, scheduler.requests, "who is gone")
-        _check_known("num_cached_block", settled, scheduler.requests, "who is gone")
+        _check_known("req_to_blocks", tables, scheduler.requests, "which is gone")
+        _check_known("num_cached_block", settled, scheduler.requests, "which is gone")
         for field in ("last_state_block_idx", "_allocated_block_reqs"):  # of recurrent groups
             names = getattr(manager, field, ())
-            _check_known(field, names, scheduler.requests, "who is gone")
+            _check_known(field, names, scheduler.requests, "which is gone")
     for identifier, holders in getattr(scheduler.encoder_cache_manager, "cached", {}).items():
         _check_known(
-            f"encoder cache entry {identifier!r}", holders, scheduler.requests, "who is gone"
+            f"encoder cache entry {identifier!r}", holders, scheduler.requests, "which is gone"
         )
     pool = scheduler.kv_cache_manager.block_pool
     free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
@@ -204,14 +204,14 @@ def check_state(run: Run) -> None:
     queued = [*scheduler.waiting, *run.get_skipped(), *scheduler.running]
     names = [request.request_id for request in queued]
     _check_once("waiting, skipped_waiting and running", names)
-    _check_known("waiting, skipped_waiting or running", names, scheduler.requests, "who is gone")
+    _check_known("waiting, skipped_waiting or running", names, scheduler.requests, "which is gone")
 
 
 def _check_unused(said: Any, where: str) -> None:
     for field in UNUSED_HERE[type(said)]:
         value = getattr(said, field)
         if not is_empty(value):
-            raise EngineFault(f"{field} in {where}: {value!r}, for nobody who asked for it")
+            raise EngineFault(f"{field} in {where}: {value!r}, although no config here uses it")
 
 
 def _check_no_store(said: Any, field: str, where: str) -> None:
@@ -224,11 +224,11 @@ def _check_rows(run: Run, output: SchedulerOutput, new_ids: list[v.RequestId]) -
     cached_ids = output.scheduled_cached_reqs.req_ids
     names, counts = [*new_ids, *cached_ids], output.num_scheduled_tokens
     _check_once("scheduled_new_reqs and scheduled_cached_reqs", names)
-    _check_known("scheduled_new_reqs", new_ids, run.scheduler.requests, "who is not there")
-    _check_known("scheduled_cached_reqs", cached_ids, run.scheduler.requests, "who is not there")
-    _check_known("scheduled_new_reqs", new_ids, counts, "who has no tokens in this plan")
-    _check_known("scheduled_cached_reqs", cached_ids, counts, "who has no tokens in this plan")
-    _check_known("num_scheduled_tokens", counts, names, "who has no row in this plan")
+    _check_known("scheduled_new_reqs", new_ids, run.scheduler.requests, "which is not there")
+    _check_known("scheduled_cached_reqs", cached_ids, run.scheduler.requests, "which is not there")
+    _check_known("scheduled_new_reqs", new_ids, counts, "which has no tokens in this plan")
+    _check_known("scheduled_cached_reqs", cached_ids, counts, "which has no tokens in this plan")
+    _check_known("num_scheduled_tokens", counts, names, "which has no row in this plan")
     total = output.total_num_scheduled_tokens
     if total != sum(counts.values()):
         raise EngineFault(
@@ -265,12 +265,17 @@ def _check_encoder_inputs(run: Run, output: SchedulerOutput) -> None:
         "scheduled_encoder_inputs",
         inputs,
         output.num_scheduled_tokens if run.config.encoder_cache_size else (),
-        "who has no row in this plan, or no encoder",
+        "which has no row in this plan, or no encoder",
     )
     for name, indices in inputs.items():
         _check_once(f"scheduled_encoder_inputs of {name!r}", indices)
         of_request = range(len(run.known[name].request.items))
-        _check_known(f"scheduled_encoder_inputs of {name!r}", indices, of_request, "no item of it")
+        _check_known(
+            f"scheduled_encoder_inputs of {name!r}",
+            indices,
+            of_request,
+            "which the request does not have",
+        )
     if not run.config.encoder_cache_size:
         for field in ("free_encoder_mm_hashes", "ec_connector_metadata"):
             value = getattr(output, field, None)
@@ -299,7 +304,7 @@ def _check_parallel(cached: CachedRequestData, config: v.Config) -> None:
 def _check_finished(run: Run, finished: Iterable[v.RequestId]) -> None:
     names = list(finished)
     _check_once("finished_req_ids", names)
-    _check_known("finished_req_ids", names, run.ended, "who has not ended since the last plan")
+    _check_known("finished_req_ids", names, run.ended, "which has not ended since the last plan")
     run.ended.clear()
 
 
@@ -329,7 +334,7 @@ def _check_hints(run: Run, output: SchedulerOutput) -> None:
 def _list_sampling(
     run: Run, output: SchedulerOutput, names: Iterable[v.RequestId]
 ) -> tuple[list[v.RequestId], list[v.RequestId]]:
-    """Returns those of these requests whose row samples, and among them those for which older
+    """Return those of these requests whose row samples, and among them those for which older
     frames still deliver tokens.
 
     Both are empty for a release without `is_prefill_chunk`.
@@ -384,8 +389,8 @@ def _check_loads(run: Run, output: SchedulerOutput) -> None:
     is_sync = any(not load.is_async for load in loads)
     if output.has_sync_kv_loads != is_sync:
         raise EngineFault(
-            f"has_sync_kv_loads in this plan is {output.has_sync_kv_loads}, and the connector was "
-            f"told of {list(loads)}"
+            f"has_sync_kv_loads in this plan is {output.has_sync_kv_loads}, and its loads are "
+            f"{list(loads)}"
         )
 
 

@@ -1,6 +1,4 @@
-"""What the vLLM adapter knows without importing vLLM: the contents that digests stand for, and
-names.
-"""
+"""Parts of the vLLM adapter that need no vLLM: the block keys of digests, and names."""
 
 from __future__ import annotations
 
@@ -24,16 +22,16 @@ KEPT = (
     *("priority", "adapter", "cache_salt", "prompt_embeds", "skip_reading_prefix_cache"),
     *("resumable", "structured_output", "grammar"),
 )
-"""What a session keeps from its submission; everything else is replaced by each chunk."""
+"""Fields that a session keeps from its submission; each input replaces all others."""
 
 
 def get_lora_name(adapter: str, separate_names: bool) -> str:
-    """Returns the LoRA name of an adapter, with a prefix if names must differ from cache salts."""
+    """Return the LoRA name of an adapter, with a prefix if names must differ from cache salts."""
     return get_text(ADAPTER_PREFIX + adapter if separate_names else adapter)
 
 
 def get_text(text: str) -> str:
-    """Returns the one object that stands for all equal texts.
+    """Return one object for all equal strings.
 
     vLLM hashes pickles, and a pickle writes an object that occurs twice only once: a LoRA name and
     a cache salt with the same text give another digest if they are the same object. Its front end
@@ -44,14 +42,12 @@ def get_text(text: str) -> str:
 
 @dataclass(slots=True)
 class Known:
-    """What the adapter remembers of a request because vLLM does not keep it, or not in every
-    release.
-    """
+    """The adapter's record of a request, for data that vLLM does not keep in every release."""
 
     request: Request
-    """The request as submitted; of a session, with the chunks that it has taken."""
+    """The request as submitted; of a session, with the inputs that it has accepted."""
     updates: deque[Request] = field(default_factory=deque)
-    """Chunks that a session was given and has not taken yet."""
+    """Inputs that a session was given and has not accepted yet."""
     keys: list[BlockKey] = field(default_factory=list)
     """The keys of its full blocks."""
     features: list[object] = field(default_factory=list)
@@ -64,7 +60,7 @@ class Known:
     num_cached_tokens: int = -1
     """The cached tokens that the first output reported."""
     num_external_tokens: int = 0
-    """How many of the cached tokens were loaded from a store."""
+    """Number of cached tokens that were loaded from a store."""
     num_preemptions: int = 0
 
     def follow(self, prompt_token_ids: Sequence[int], max_tokens: int) -> None:
@@ -140,7 +136,7 @@ class Digests:
                 self.collisions.append((first, key))
 
     def read(self, name: bytes, group: int) -> BlockKey:
-        """Returns the key of a block of a group, from the digest of its last tokens.
+        """Return the key of a block of a group, from the digest of its last tokens.
 
         A larger block may have the digests of all its tokens, one after the other.
 
@@ -151,7 +147,7 @@ class Digests:
         links = [self.key_of[name[start : start + DIGEST_SIZE]] for start in starts]
         for before, link in pairwise(links):
             if link.parent != before:
-                raise EngineFault(f"one block is named by {before!r} and by {link!r} behind it")
+                raise EngineFault(f"one block has the digests {before!r} and then {link!r}")
         return links[-1].in_group(group)
 
 
@@ -163,7 +159,7 @@ def compute_block_key(
     start: int,
     is_continued: bool,
 ) -> BlockKey:
-    """Returns the content that the digest of one full block stands for.
+    """Return the content that the digest of one full block stands for.
 
         prompt    |------------------------------|
         items         |--- a ---|   |--- b ---|

@@ -29,7 +29,7 @@ class Offers(ECConnectorBase):  # type: ignore[misc]
         self._inputs: list[tuple[v.RequestId, int]] = []
 
     def has_cache_item(self, identifier: str) -> bool:
-        """Whether it has an item."""
+        """Return whether it has an item."""
         return identifier in self.identifiers
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
@@ -38,18 +38,18 @@ class Offers(ECConnectorBase):  # type: ignore[misc]
             self._inputs.append((request.request_id, index))
 
     def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata:
-        """Returns the items to load since the last plan."""
+        """Return the items to load since the last plan."""
         del scheduler_output
         inputs, self._inputs = self._inputs, []
         return Loads(inputs)
 
     def start_load_caches(self, encoder_cache: Any, **kwargs: Any) -> None:
         """Raise: there is no worker side."""
-        raise NotImplementedError("nobody loads here: this connector is a scheduler's")
+        raise NotImplementedError("this connector has no worker side, so it loads nothing")
 
     def save_caches(self, encoder_cache: Any, mm_hash: str, **kwargs: Any) -> None:
         """Raise: there is no worker side."""
-        raise NotImplementedError("nobody saves here: this connector is a scheduler's")
+        raise NotImplementedError("this connector has no worker side, so it saves nothing")
 
 
 def ask_for_offers(vllm_config: Any) -> None:
@@ -60,7 +60,7 @@ def ask_for_offers(vllm_config: Any) -> None:
 
 
 def read_loads(metadata: Any) -> tuple[v.EncoderInputs, ...]:
-    """Returns the items that the connector was asked to load, by request.
+    """Return the items that the connector was asked to load, by request.
 
     Raises:
         EngineFault: the plan has something else from a connector.

@@ -34,7 +34,7 @@ def read_plan(
     preempted: set[v.RequestId],
     entering: Entering,
 ) -> v.Plan:
-    """Returns the plan in our words, the same for either model runner.
+    """Return the plan in our words, the same for either model runner.
 
     Source: `SchedulerOutput`.
     """
@@ -63,7 +63,7 @@ def read_plan(
 
 
 def _read_mask_flags(run: Run, output: SchedulerOutput) -> tuple[bool, bool]:
-    """Returns whether a mask is needed, and whether it must wait, considering requests with a
+    """Return whether a mask is needed, and whether it must wait, considering requests with a
     grammar.
 
     A request without a grammar of its own may have structured output that allows every token; vLLM
@@ -90,7 +90,7 @@ def _read_mask_flags(run: Run, output: SchedulerOutput) -> tuple[bool, bool]:
 def _read_new_rows(
     run: Run, output: SchedulerOutput, entered: list[NewRequestData]
 ) -> tuple[v.NewRow, ...]:
-    """Returns the rows of requests that the worker does not have. Source: `NewRequestData`."""
+    """Return the rows of requests that the worker does not have. Source: `NewRequestData`."""
     rows = []
     for new in entered:
         request, embeds = run.known[new.req_id].request, read_embeds(new.prompt_embeds)
@@ -113,7 +113,7 @@ def _read_new_rows(
 
 
 def _read_cached_rows(run: Run, output: SchedulerOutput) -> tuple[v.CachedRow, ...]:
-    """Returns the rows of requests that the worker has already.
+    """Return the rows of requests that the worker has already.
 
     Source: `CachedRequestData`, whose parallel lists become rows.
     """
@@ -153,7 +153,7 @@ def _get_drafts(output: SchedulerOutput, name: v.RequestId) -> v.TokenIds:
 def _get_late_outputs(
     run: Run, output: SchedulerOutput, index: int
 ) -> tuple[bool, list[int] | None, int]:
-    """Returns whether a row is resumed, its tokens if the worker may lack some, and its number of
+    """Return whether a row is resumed, its tokens if the worker may lack some, and its number of
     outputs.
 
     If a plan does not contain the tokens or the outputs, the worker uses what it has seen before;
@@ -172,7 +172,7 @@ def _get_late_outputs(
 
 
 def read_outputs(run: Run, core: EngineCoreOutputs) -> list[v.OutputRow]:
-    """Returns what one client gets in a step. Source: `EngineCoreOutput`."""
+    """Return what one client gets in a step. Source: `EngineCoreOutput`."""
     return [
         v.OutputRow(
             request_id=row.request_id,
@@ -189,7 +189,7 @@ def read_outputs(run: Run, core: EngineCoreOutputs) -> list[v.OutputRow]:
 
 
 def _get_told_cached(run: Run, row: EngineCoreOutput) -> int:
-    """Returns the cached tokens of a row: from the row itself, or from the first row of its
+    """Return the cached tokens of a row: from the row itself, or from the first row of its
     request.
     """
     if not RELEASE.has_prefill_stats:
@@ -202,7 +202,7 @@ def _get_told_cached(run: Run, row: EngineCoreOutput) -> int:
 
 
 def _get_told_external(run: Run, row: EngineCoreOutput) -> int | None:
-    """Returns the tokens of a row that were loaded from a store: from the row itself, or from the
+    """Return the tokens of a row that were loaded from a store: from the row itself, or from the
     first row of its request; None without a store.
     """
     if run.store is None:
@@ -216,7 +216,7 @@ def _get_told_external(run: Run, row: EngineCoreOutput) -> int | None:
 
 
 def read_mask(run: Run, frame: SchedulerOutput, output: Any) -> v.GrammarOutput:
-    """Returns the mask of a frame: for each request one row per draft, and one more.
+    """Return the mask of a frame: for each request one row per draft, and one more.
 
     A request whose grammar allows every token has rows in vLLM and none here; these rows must be
     full. Source: `GrammarOutput`.

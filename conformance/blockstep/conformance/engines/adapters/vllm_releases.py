@@ -114,7 +114,7 @@ class Release:
     """Whether KV-cache groups may be of any kinds and block sizes, in any order.
 
     The first releases find hits only if groups of full attention and of one other kind, with one
-    block size, stand next to each other."""
+    block size, are next to each other."""
     keeps_doubtful_blocks: bool = False
     """Whether a sliding window keeps the blocks that it reads if drafts in flight are rejected."""
     has_group_gate: bool = False
@@ -185,7 +185,7 @@ class Release:
 
     @property
     def profile(self) -> str:
-        """Returns the name of its profile."""
+        """Return the name of its profile."""
         return f"vllm-{self.version}"
 
 
@@ -332,7 +332,7 @@ REFERENCE = "0.19.1"
 
 
 def get_installed_version() -> str | None:
-    """Returns the version of vLLM in this environment, or None.
+    """Return the version of vLLM in this environment, or None.
 
     Does not import vLLM, which takes seconds.
     """
@@ -343,7 +343,7 @@ def get_installed_version() -> str | None:
 
 
 def get_release(version: str) -> Release | None:
-    """Returns the features of a release, from the entry that it belongs to; None if it is too old.
+    """Return the features of a release, from the entry that it belongs to; None if it is too old.
 
     A local part (`0.19.1+cpu`) says how it was built, and is ignored.
     """
@@ -353,7 +353,7 @@ def get_release(version: str) -> Release | None:
 
 
 def get_release_note(version: str) -> str | None:
-    """Returns the note of a run on a release that was not tried; None if it was."""
+    """Return the note of a run on a release that was not tried; None if it was."""
     public = version.partition("+")[0]
     known = None if public in TRIED else _find_newest(public, TRIED)
     if known is None:
@@ -362,7 +362,7 @@ def get_release_note(version: str) -> str | None:
 
 
 def _find_newest(version: str, versions: tuple[str, ...]) -> str | None:
-    """Returns the newest of `versions`, which are in order, that is not newer than `version`."""
+    """Return the newest of `versions`, which are in order, that is not newer than `version`."""
     number = read_release_number(version)
     if number is None:
         return None
@@ -371,7 +371,7 @@ def _find_newest(version: str, versions: tuple[str, ...]) -> str | None:
 
 
 def get_release_problem(version: str | None) -> str | None:
-    """Returns why this version of vLLM cannot be checked; None if it can.
+    """Return why this version of vLLM cannot be checked; None if it can.
 
     The version None means that vLLM is not installed.
     """
@@ -380,18 +380,18 @@ def get_release_problem(version: str | None) -> str | None:
     found = "vLLM is not installed" if version is None else f"vLLM {version} is not supported"
     return (
         f"{found}; the adapter follows {TRIED[0]} and what came after it: "
-        f"`make vllm VLLM={REFERENCE}` installs one beside .venv and runs the check there"
+        f"`make vllm VLLM={REFERENCE}` installs one in addition to .venv and runs the check there"
     )
 
 
 def require_release(error: ImportError | None = None) -> Release:
-    """Returns the installed release.
+    """Return the installed release.
 
     Args:
         error: What importing it raised, if anything.
 
     Raises:
-        ImportError: in one sentence; `load_engine` hands it on.
+        ImportError: a message of one line; `load_engine` passes it on.
     """
     version = get_installed_version()
     problem = get_release_problem(version)

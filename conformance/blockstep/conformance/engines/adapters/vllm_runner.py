@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Entering:
-    """What the scheduler knew of its requests before a plan, which the plan itself leaves out."""
+    """State of the requests before a plan that the plan itself does not contain."""
 
     resumed: frozenset[v.RequestId]
     """Requests that are resumed if the plan admits them."""
@@ -39,7 +39,7 @@ class Entering:
 
 
 def note_entering(requests: Mapping[v.RequestId, Any]) -> Entering:
-    """Returns what must be known of the requests before the next plan is made.
+    """Return what must be known of the requests before the next plan is made.
 
     A request whose load is confirmed is admitted as what it was before the load: new or resumed.
     """
@@ -56,7 +56,7 @@ def note_entering(requests: Mapping[v.RequestId, Any]) -> Entering:
 def split_new_rows(
     run: Run, output: SchedulerOutput, entering: Entering
 ) -> tuple[list[NewRequestData], list[NewRequestData]]:
-    """Returns the new rows of a plan, and those of its new rows that resume a request.
+    """Return the new rows of a plan, and those of its new rows that resume a request.
 
     Raises:
         EngineFault: a resumed row comes before a new one, or the plan was made for the older
@@ -76,7 +76,7 @@ def split_new_rows(
 def read_resumed_rows(
     output: SchedulerOutput, resumed: list[NewRequestData]
 ) -> tuple[v.CachedRow, ...]:
-    """Returns the rows that resume requests, as the cached rows that the vocabulary has."""
+    """Return the rows that resume requests, as the cached rows that the vocabulary has."""
     return tuple(
         v.CachedRow(
             request_id=row.req_id,
@@ -118,7 +118,7 @@ def check_runner(run: Run, output: SchedulerOutput, entering: Entering) -> None:
         if getattr(cached, field):
             raise EngineFault(
                 f"scheduled_cached_reqs.{field} is {getattr(cached, field)!r}: Model Runner V2 is "
-                "told of resumed requests as new rows"
+                "given resumed requests as new rows"
             )
     _check_skipped_drafts(run, output, entering)
 
@@ -142,7 +142,7 @@ def _check_skipped_drafts(run: Run, output: SchedulerOutput, entering: Entering)
 
 
 def _can_use_drafts(run: Run, name: v.RequestId, entering: Entering) -> bool:
-    """Whether a later step may verify what is drafted for a request with a row in this plan.
+    """Return whether a later step may verify what is drafted for a request with a row in this plan.
 
     It cannot where the row ends before the last known token, or where the request has all its
     outputs with what this step and a frame in flight sample.

@@ -21,18 +21,24 @@ RESUMED_TOO_EARLY = "resumed before its tokens (#47900)"
 PAST_THE_END = "min_tokens at the model length"
 BEHIND_DRAFTS = "a plan behind drafts in flight: fewer than no tokens"
 BEYOND_MAX_LORAS = "a plan with rows of more adapters than max_loras"
-ENDS_AMONG_THE_SKIPPED = "a preempted request passed over for its adapter before its frame ends it"
-STOPS_TWICE = "a plan with a session that a frame in flight may stop: it rests, and stops once more"
-TRIMMED_PROMISES = "a session with drafts that the worker keeps: what its stop trims stays promised"
+ENDS_AMONG_THE_SKIPPED = "a preempted request skipped for its adapter before its frame ends it"
+STOPS_TWICE = (
+    "a plan with a session that a frame in flight may stop: it becomes idle, and stops once more"
+)
+TRIMMED_PROMISES = (
+    "a session with drafts that the worker keeps: trimmed tokens stay counted as placeholders"
+)
 KEY_INSIDE_A_HEAP = "a chunk that changes the arrival of a session inside of a heap of several"
 TRIMMED_DRAFTS = "drafts of a session that may stop amid them: more is computed then than is known"
-RESET_AT_REST = "a forced reset while who waits holds blocks, a session or after a load: it raises"
+RESET_AT_REST = "a forced reset while a waiting session or loaded request holds blocks: it raises"
 STOPS_WHILE_PREEMPTED = "a session that stops while preempted: its tokens or its place are lost"
 BEHIND_STATES = "a plan behind rejected drafts that had states: fewer blocks than there are"
-LOADED_BESIDE = "items of an encoder-decoder model are loaded: no block across is taken for them"
+LOADED_BESIDE = (
+    "items of an encoder-decoder model are loaded: no cross-attention block is allocated for them"
+)
 MAX_ITEMS = 8
 """The largest number of items whose indices Python keeps in order in a set."""
-OUT_OF_A_SET = "more than 8 items: a request lets go of them in the order of a set"
+OUT_OF_A_SET = "more than 8 items: a request frees them in the order of a set"
 PADDED_PAST_THE_THRESHOLD = "padding above the long-prefill threshold (#54028)"
 FAILED_GRAMMAR = "a grammar that fails: the next plan raises what its compilation did"
 FAILED_LATER = "a grammar that fails: its request ends in the answer of a later step"
@@ -46,8 +52,8 @@ WORKAROUNDS: Mapping[str, str] = MappingProxyType(
         "separate_names": "an adapter and a salt of one name give a block the same digest (P6)",
         "spare_unservable": "a request that never fits is taken, and blocks the queue (#52520)",
         "spare_reuse": "an id is free again while a frame in flight names it; its answer goes to "
-        "the new request, its rejected drafts are taken off that one, and tokens not promised to "
-        "it are an assertion",
+        "the new request, its rejected drafts are subtracted from that one, and tokens without a "
+        "placeholder are an assertion",
         "abort_singly": "aborting several at once frees their blocks in the order of a set",
         "spare_counters": "counters of the prefix cache count attempts at admission that fail "
         "(#43736)",
@@ -59,11 +65,11 @@ WORKAROUNDS: Mapping[str, str] = MappingProxyType(
         "spare_full_loads": "a load at once of all known tokens is an assertion (B36)",
     }
 )
-"""What each flag of an engine works around."""
+"""Defects that each flag of an engine works around."""
 
 
 def list_out_of_reach() -> frozenset[str]:
-    """Returns the coverage goals that this release cannot reach, or that the adapter avoids."""
+    """Return the coverage goals that this release cannot reach, or that the adapter avoids."""
     waits = {"admitted_past_a_stale_one", "passed_over_for_its_tokens"}
     ends = {"commit_for_preempted", "ended_while_preempted"}
     resets = {name for name in WITNESSES if name.startswith("reset_forced")}
@@ -105,7 +111,7 @@ def list_out_of_reach() -> frozenset[str]:
 
 
 def find_reason(run: Run, event: v.Event) -> str | None:
-    """Returns why an event is not sent: a feature that the release lacks, or a defect that would
+    """Return why an event is not sent: a feature that the release lacks, or a defect that would
     raise some steps later; None if it is sent.
     """
     match event:
@@ -135,7 +141,7 @@ def find_reason(run: Run, event: v.Event) -> str | None:
 
 
 def _find_problem_of_reset(run: Run) -> str | None:
-    """What the release lacks for a forced reset, or the defect that it would meet."""
+    """Return what the release lacks for a forced reset, or the defect that it would meet."""
     if not RELEASE.has_forced_reset:
         return "the release has no forced reset"
     # One frame of each is thrown away, in flight or not.
@@ -149,7 +155,7 @@ def _find_problem_of_reset(run: Run) -> str | None:
 
 
 def _find_problem_of_plan(run: Run) -> str | None:
-    """The defect that a plan would meet, now or some steps later."""
+    """Return the defect that a plan would meet, now or some steps later."""
     waiting = [*run.scheduler.waiting, *run.get_skipped()]
     # vLLM's own loop answers the oldest plan first, so that this one is not made.
     if not RELEASE.has_sound_preemption and any(
@@ -175,7 +181,8 @@ def _find_problem_of_plan(run: Run) -> str | None:
 
 
 def _are_forbidden(run: Run, frame_id: v.FrameId, drafts: tuple[v.RowTokens, ...]) -> bool:
-    """Whether drafts that a grammar forbids would not be cut, since reasoning ends only with them.
+    """Return whether drafts that a grammar forbids would not be cut, since reasoning ends only with
+    them.
 
     The release looks for the end token among the last tokens, but counts tokens in flight as if
     they were there: for a preempted request it looks at the wrong positions.
@@ -202,8 +209,8 @@ def _are_forbidden(run: Run, frame_id: v.FrameId, drafts: tuple[v.RowTokens, ...
 
 
 def _is_behind_drafts(run: Run) -> bool:
-    """Whether drafts in flight would be subtracted from the tokens that their request has left to
-    compute.
+    """Return whether drafts in flight would be subtracted from the tokens that their request has
+    left to compute.
 
     Drafts that are placeholders are counted right.
     """
@@ -217,7 +224,7 @@ def _is_behind_drafts(run: Run) -> bool:
 
 
 def _is_behind_states(run: Run) -> bool:
-    """Whether a request would be planned with fewer blocks of a recurrent group than it has.
+    """Return whether a request would be planned with fewer blocks of a recurrent group than it has.
 
     The release then treats these blocks as those of rejected drafts. How many tokens a request gets
     depends on the requests planned before it; where the budget may be short, one token is assumed.
@@ -238,7 +245,7 @@ def _is_behind_states(run: Run) -> bool:
 
 
 def _is_beyond_max_loras(run: Run) -> bool:
-    """Whether the next plan would have rows of more adapters than `max_loras`.
+    """Return whether the next plan would have rows of more adapters than `max_loras`.
 
     A running request without a row uses no LoRA slot, so another adapter may have been admitted in
     its place. If the plan may preempt a request, whose tokens then go to others, all running
@@ -259,7 +266,7 @@ def _is_beyond_max_loras(run: Run) -> bool:
 
 
 def _may_end_among_the_skipped(run: Run, waiting: list[VllmRequest]) -> bool:
-    """Whether a preempted request with a frame in flight may be skipped for its adapter.
+    """Return whether a preempted request with a frame in flight may be skipped for its adapter.
 
     If that frame finishes it, it is removed from one queue and stays in the queue of skipped
     requests.
@@ -276,9 +283,8 @@ def _may_end_among_the_skipped(run: Run, waiting: list[VllmRequest]) -> bool:
 
 
 def _changes_a_key(run: Run, chunk: v.Request) -> bool:
-    """Whether a chunk changes the arrival time of a waiting session, and so its place in a heap of
-    several.
-    """
+    """Return whether a chunk changes the arrival time of a waiting session, and so its place in a
+    heap of several."""
     session = run.scheduler.requests.get(chunk.request_id)
     return (
         session is not None
@@ -294,21 +300,20 @@ def _changes_a_key(run: Run, chunk: v.Request) -> bool:
 
 
 def _list_stopping(run: Run) -> list[VllmRequest]:
-    """Returns the running sessions that a frame in flight may stop."""
+    """Return the running sessions that a frame in flight may stop."""
     return [request for request in _list_sessions_in_flight(run) if _may_stop(run, request)]
 
 
 def _does_hold(run: Run, request: VllmRequest) -> bool:
-    """Whether a waiting request holds blocks or has computed tokens; after a load of its only token
-    it has just a block.
-    """
+    """Return whether a waiting request holds blocks or has computed tokens; after a load of its
+    only token it has just a block."""
     tables = [one.req_to_blocks.get(request.request_id, ()) for one in run.managers]
     has_blocks = any(not block.is_null for table in tables for block in table)
     return has_blocks or bool(request.num_computed_tokens)
 
 
 def _list_sessions_in_flight(run: Run) -> list[VllmRequest]:
-    """Returns the running sessions that have a row in a frame in flight."""
+    """Return the running sessions that have a row in a frame in flight."""
     in_flight = {name for frame in run.frames.values() for name in frame.num_scheduled_tokens}
     return [
         request
@@ -318,7 +323,7 @@ def _list_sessions_in_flight(run: Run) -> list[VllmRequest]:
 
 
 def _may_stop(run: Run, request: VllmRequest) -> bool:
-    """Whether the tokens that frames in flight sample may stop a request."""
+    """Return whether the tokens that frames in flight sample may stop a request."""
     asked = run.known[request.request_id].request
     if request.is_prefill_chunk:
         return False
@@ -335,7 +340,7 @@ def _may_stop(run: Run, request: VllmRequest) -> bool:
 
 
 def _may_trim_a_session(run: Run, drafts: tuple[v.RowTokens, ...]) -> bool:
-    """Whether a session is given drafts, some of which its stop may cut off."""
+    """Return whether a session is given drafts, some of which its stop may cut off."""
     requests = run.scheduler.requests
     if not RELEASE.has_sessions or RELEASE.has_sound_sessions:
         return False
@@ -349,9 +354,8 @@ def _may_trim_a_session(run: Run, drafts: tuple[v.RowTokens, ...]) -> bool:
 
 
 def _may_preempt(run: Run) -> bool:
-    """Whether the next plan may run out of blocks: fewer are free than all running requests could
-    take.
-    """
+    """Return whether the next plan may run out of blocks: fewer are free than all running requests
+    could take."""
     config, running = run.config, run.scheduler.running
     num_slots = sum(_count_wanted(config, one) + config.num_lookahead_tokens for one in running)
     num_wanted = sum(num_slots // size + 2 * len(running) for size in config.block_sizes)
@@ -360,16 +364,15 @@ def _may_preempt(run: Run) -> bool:
 
 
 def _is_sure_to_end(request: VllmRequest) -> bool:
-    """Whether a frame in flight certainly takes a request to its `max_tokens`: plans have no row
-    for it.
-    """
+    """Return whether a frame in flight certainly takes a request to its `max_tokens`: plans have no
+    row for it."""
     promised: int = request.num_output_placeholders
     num_tokens: int = request.num_computed_tokens + 2 - promised
     return promised > 0 and num_tokens >= request.num_prompt_tokens + request.max_tokens
 
 
 def _count_wanted(config: v.Config, request: VllmRequest) -> int:
-    """Returns the tokens of a running request in the next plan, if the budget suffices for all."""
+    """Return the tokens of a running request in the next plan, if the budget suffices for all."""
     num_known: int = request.num_tokens_with_spec + request.num_output_placeholders
     num_left: int = min(num_known, config.max_model_len - 1) - request.num_computed_tokens
     threshold = config.long_prefill_token_threshold or num_left
@@ -377,7 +380,7 @@ def _count_wanted(config: v.Config, request: VllmRequest) -> int:
 
 
 def _find_padding_problem(run: Run, waiting: list[VllmRequest]) -> str | None:
-    """Returns why a plan may raise, or be wrong for the worker, because drafts are padded; None if
+    """Return why a plan may raise, or be wrong for the worker, because drafts are padded; None if
     it cannot.
 
     Either some of a row's tokens would be cut off, but none of its drafts; or a row that was padded
@@ -405,7 +408,7 @@ def _find_padding_problem(run: Run, waiting: list[VllmRequest]) -> str | None:
 
 
 def _find_lack(run: Run, request: v.Request) -> str | None:
-    """Returns which feature of this request or config the release lacks; None if it has all of
+    """Return which feature of this request or config the release lacks; None if it has all of
     them.
     """
     config = run.config
@@ -429,7 +432,7 @@ def _find_lack(run: Run, request: v.Request) -> str | None:
     if request.resumable and drafts_ahead and not RELEASE.has_sound_sessions:
         return TRIMMED_PROMISES
     if request.grammar is not None and _is_beyond(request.grammar):
-        return f"a grammar over tokens from {VOCABULARY_SIZE} on: the model has none of them"
+        return f"a grammar over tokens from {VOCABULARY_SIZE} on: the model has no such token"
     if request.skip_reading_prefix_cache and not RELEASE.has_cache_opt_out:
         return "the release has no skip_reading_prefix_cache"
     if request.prompt_embeds and config.enable_prefix_caching and not RELEASE.has_named_embeds:
@@ -438,7 +441,7 @@ def _find_lack(run: Run, request: v.Request) -> str | None:
 
 
 def _count_items(run: Run, request: v.Request) -> int:
-    """Returns the number of encoder items of a request, and of the session that it continues, if
+    """Return the number of encoder items of a request, and of the session that it continues, if
     any.
     """
     if not run.config.encoder_cache_size:
@@ -458,7 +461,8 @@ def _is_beyond(grammar: v.Grammar) -> bool:
 
 
 def _is_any_full(run: Run, requests: list[VllmRequest]) -> bool:
-    """Whether an unfinished request is as long as the model length; only `min_tokens` allows that.
+    """Return whether an unfinished request is as long as the model length; only `min_tokens` allows
+    that.
 
     When it is computed again, it is planned with -1 tokens next, and the commit of that plan
     raises.

@@ -14,9 +14,11 @@ from blockstep.spec import vocabulary as v
 UNKNOWN_SIGNAL = "a signal of a transfer about somebody who has none under way: it asserts (B21)"
 SEVERAL_GROUPS = "invalid blocks with several groups: it unpacks one table (B47)"
 SEVERAL_FAILURES = "loads of several that fail at once: they end in the order of a set of strings"
-EVICTED_OUT_OF_A_SET = "blocks behind an invalid one are told as removed in the order of a set"
+EVICTED_OUT_OF_A_SET = "blocks after an invalid one are reported as removed in the order of a set"
 MASK_OF_THE_HELD = "the mask of a frame with an ended request whose blocks are held: it has a row"
-FAILED_PROMISES = "a failed load of who has tokens promised: they are dropped, and stay promised"
+FAILED_PROMISES = (
+    "a failed load of a request with placeholders: its tokens are dropped, and stay placeholders"
+)
 CUT_SESSIONS = (
     "a failed load of a session that a frame has a row of: it may stop within its prompt, of which "
     "the end is then lost"
@@ -42,7 +44,8 @@ release raises on."""
 
 
 def find_store_reason(run: Run, event: v.Event) -> str | None:
-    """The defect that would make the release raise, or end some of a set; of a run with a store."""
+    """Return why an event of a run with a store is not sent: a defect by which the release would
+    raise, or end requests in the order of a set; None if it is sent."""
     match event:
         case v.Commit(frame_id=frame_id, transfers=transfers) if frame_id in run.frames:
             scheduled = run.frames[frame_id].num_scheduled_tokens
@@ -55,7 +58,7 @@ def find_store_reason(run: Run, event: v.Event) -> str | None:
         case v.GrammarBitmask(frame_id=frame_id) if frame_id in run.frames:
             return MASK_OF_THE_HELD if _has_held_rows(run, frame_id) else None
         case v.Reset(reset_running_requests=True):
-            # Also one of whose load nothing came holds its blocks.
+            # A request whose load brought no tokens holds its blocks as well.
             is_held = any(
                 one.is_finished() or one.status.name == PARKED
                 for one in run.scheduler.requests.values()
@@ -71,7 +74,7 @@ def find_store_reason(run: Run, event: v.Event) -> str | None:
 
 
 def _list_ending(run: Run, event: v.Commit) -> frozenset[v.RequestId]:
-    """Returns the requests that an answer finishes by length and whose blocks the store then reads.
+    """Return the requests that an answer finishes by length and whose blocks the store then reads.
 
     The release handles the rows of an answer first, and the reports of the store after them: it
     accepts the end of such a read in the same answer.
@@ -96,7 +99,7 @@ def _find_report_reason(
     scheduled: Mapping[v.RequestId, int],
     over: Collection[v.RequestId] = (),
 ) -> str | None:
-    """Returns why a report must not be sent, given the tokens of each row of its answer; None if it
+    """Return why a report must not be sent, given the tokens of each row of its answer; None if it
     may.
 
     `over`: requests that the answer finishes, and whose blocks the store may have read.
@@ -130,7 +133,7 @@ def _has_invalid(
     invalid: Collection[v.BlockId],
     scheduled: Mapping[v.RequestId, int],
 ) -> bool:
-    """Whether the release considers a block of this request invalid."""
+    """Return whether the release considers a block of this request invalid."""
     manager = run.managers[0]
     num_computed = request.num_computed_tokens - scheduled.get(request.request_id, 0)
     num_blocks = max(-(-num_computed // manager.block_size), 0)
@@ -141,7 +144,8 @@ def _has_invalid(
 def _evicts_several(
     run: Run, affected: Collection[v.RequestId], invalid: Collection[v.BlockId]
 ) -> bool:
-    """Whether KV events would report the removal of more than one block of a request that fails."""
+    """Return whether KV events would report the removal of more than one block of a request that
+    fails."""
     for request in run.scheduler.running if run.config.enable_kv_cache_events else ():
         if request.request_id in affected:
             table = run.managers[0].req_to_blocks[request.request_id]
@@ -151,9 +155,8 @@ def _evicts_several(
 
 
 def _has_held_rows(run: Run, frame_id: v.FrameId) -> bool:
-    """Whether a frame has a row with a grammar of a finished request that the scheduler still
-    knows.
-    """
+    """Return whether a frame has a row with a grammar of a finished request that the scheduler
+    still knows."""
     requests = run.scheduler.requests
     return any(
         name in requests
@@ -169,7 +172,7 @@ def _are_signals_known(
     ending: Collection[v.RequestId],
     over: Collection[v.RequestId],
 ) -> bool:
-    """Whether the release accepts each signal, in the order in which it handles them.
+    """Return whether the release accepts each signal, in the order in which it handles them.
 
     Args:
         run: The run.
@@ -195,8 +198,8 @@ def _are_signals_known(
 
 
 def _may_take_less_than_nothing(run: Run) -> bool:
-    """Whether a request may be admitted whose load ends before the hit of a second full-attention
-    group.
+    """Return whether a request may be admitted whose load ends before the hit of a second
+    full-attention group.
 
     That group's hit is not cut to the hit of all groups, so the group needs a negative number of
     blocks for the load. Blocks that the same step publishes may be hit as well: a request with the
@@ -219,9 +222,8 @@ def _may_take_less_than_nothing(run: Run) -> bool:
 
 
 def _has_hit_behind(run: Run, request: Any, num_offered: int) -> bool:
-    """Whether some group has a hit that is longer than the hit of all groups and the load
-    together.
-    """
+    """Return whether some group has a hit that is longer than the hit of all groups and the load
+    together."""
     coordinator = run.scheduler.kv_cache_manager.coordinator
     hits, num_hit = coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
     end = max(num_hit, min(num_offered, request.num_tokens))
@@ -230,8 +232,8 @@ def _has_hit_behind(run: Run, request: Any, num_offered: int) -> bool:
 
 
 def _may_end_while_parked(run: Run) -> bool:
-    """Whether a preempted request with a frame in flight is moved to the queue of requests that
-    wait for the store.
+    """Return whether a preempted request with a frame in flight is moved to the queue of requests
+    that wait for the store.
 
     If that frame finishes it, it is removed from the other queue; the drafts that its frame rejects
     are subtracted from what is loaded.

@@ -73,7 +73,7 @@ class Run:
         """
 
     def name_blocks(self, known: Known) -> Hasher | None:
-        """Returns vLLM's block hasher, which also records the contents of the digests that it
+        """Return vLLM's block hasher, which also records the contents of the digests that it
         computes; None without prefix caching.
 
         It hashes the release's own features of the items: those that the request came with, and
@@ -110,7 +110,7 @@ class Run:
             begin_compilation(manager, request, self.config.reasoning_end_token_id)
 
     def get_key(self, carried: bytes) -> v.BlockKey:
-        """Returns the key of a block that carries one digest, or several, with its group."""
+        """Return the key of a block that carries one digest, or several, with its group."""
         key = self.key_of.get(carried)
         if key is None:
             key = self.digests.read(get_block_hash(carried), get_group_id(carried))
@@ -118,7 +118,7 @@ class Run:
         return key
 
     def get_unfinished(self) -> Mapping[v.RequestId, VllmRequest]:
-        """Returns the unfinished requests.
+        """Return the unfinished requests.
 
         The scheduler also knows finished ones whose blocks are held for a store.
         """
@@ -128,7 +128,7 @@ class Run:
         return {name: one for name, one in requests.items() if not one.is_finished()}
 
     def get_skipped(self) -> tuple[VllmRequest, ...]:
-        """Returns the second queue, if there is one: skipped requests, or waiting ones that hold
+        """Return the second queue, if there is one: skipped requests, or waiting ones that hold
         blocks.
         """
         if RELEASE.has_holding_queue:
@@ -142,7 +142,7 @@ def add_counts(
     drafts: SpecDecodingStats | None = None,
     external: PrefixCacheStats | None = None,
 ) -> v.Stats:
-    """Returns the statistics with what was counted since. Source: `SchedulerStats`."""
+    """Return the statistics with what was counted since. Source: `SchedulerStats`."""
     queries, hits = _read_counts(cache)
     if external is not None:
         more_queries, more_hits = _read_counts(external)
@@ -168,7 +168,7 @@ def _read_counts(cache: PrefixCacheStats) -> tuple[int, int]:
 
 
 def read_snapshot(run: Run) -> v.Snapshot:
-    """Returns the whole state of the scheduler."""
+    """Return the whole state of the scheduler."""
     scheduler = run.scheduler
     pool: BlockPool = scheduler.kv_cache_manager.block_pool
     free_queue = tuple(block.block_id for block in pool.free_block_queue.get_all_free_blocks())
@@ -252,9 +252,8 @@ def _read_request(run: Run, request: VllmRequest) -> v.RequestSnapshot:
 
 
 def _has_reasoned(run: Run, request: v.Request, structured: Any) -> bool:
-    """Whether the grammar of a request no longer waits for the end of reasoning; False if none ever
-    does.
-    """
+    """Return whether the grammar of a request no longer waits for the end of reasoning; False if
+    none ever does."""
     config = run.config
     if config.reasoning_end_token_id is None or config.enable_in_reasoning:
         return False
@@ -264,7 +263,7 @@ def _has_reasoned(run: Run, request: v.Request, structured: Any) -> bool:
 
 
 def _get_placeholders(run: Run, request: VllmRequest) -> int:
-    """Returns the number of tokens that frames in flight still deliver to a request.
+    """Return the number of tokens that frames in flight still deliver to a request.
 
     If a preemption sets the count to zero, vLLM marks those frames stale; they deliver their tokens
     all the same, unless a forced reset dropped them.
@@ -281,7 +280,7 @@ def _get_placeholders(run: Run, request: VllmRequest) -> int:
 def _read_cached(
     pool: BlockPool, get_key: Callable[[bytes], v.BlockKey]
 ) -> Mapping[v.BlockKey, tuple[v.BlockId, ...]]:
-    """Returns the cached blocks of each key.
+    """Return the cached blocks of each key.
 
     Source: `BlockHashToBlockMap`: one block, or a map of blocks by id, for each digest.
     """

@@ -53,14 +53,14 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Finished requests whose blocks it reads."""
         self.spares_full_loads = True
         self._asked: dict[v.RequestId, tuple[int, int, bool]] = {}
-        """For each request asked about in this step: the tokens of the local hit, those offered
-        after it, and whether the load is asynchronous."""
+        """The tokens of the local hit, the external tokens, and whether the load is asynchronous,
+        for each request asked about in this step."""
         self._loads: list[v.KVLoad] = []
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Whether a preempted request may not finish by the tokens of its frame; newer releases
-        ask.
+        """Return whether a preempted request may not finish by the tokens of its frame; newer
+        releases ask.
 
         The answer is no: what this store does not get to read can be computed again.
         """
@@ -69,11 +69,12 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that it has behind the local hit; none of the last one, which is computed.
+        """Return the tokens after the local hit that the store has, without the last known token,
+        which is computed.
 
-        A load that comes later may be of all: the release takes the last one back itself. But no
-        release takes it back from a state, so connectors that have states leave it out themselves
-        (upstream #37310). This one has the states behind the last token of an offer alone.
+        An asynchronous load may cover all tokens: the release drops the last one itself. But no
+        release drops it from a recurrent state, so connectors with states leave it out themselves
+        (upstream #37310). This store has states only after the last token of an offer.
         """
         name = request.request_id
         if name in self._asked:
@@ -102,7 +103,7 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         num_local, num_external, is_async = self._asked.pop(name, (0, 0, False))
         if num_external_tokens != num_external:
             raise EngineFault(
-                f"the connector is told of {num_external_tokens} tokens of {name!r}; "
+                f"the connector is given {num_external_tokens} tokens of {name!r}; "
                 f"it offered {num_external}"
             )
         if not num_external:
@@ -117,7 +118,7 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.loading.add(name)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Returns the loads since the last plan."""
+        """Return the loads since the last plan."""
         del scheduler_output
         loads, self._loads = self._loads, []
         self._asked.clear()
@@ -137,7 +138,7 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Returns whether it reads the blocks of a finished request: if its offer says so, and
+        """Return whether it reads the blocks of a finished request: if its offer says so, and
         there are any.
         """
         offer = self.offers.pop(request.request_id, None)
@@ -152,21 +153,21 @@ class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Raise: there is no worker side."""
-        raise NotImplementedError("nobody loads here: this connector is a scheduler's")
+        raise NotImplementedError("this connector has no worker side, so it loads nothing")
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Raise: there is no worker side."""
-        raise NotImplementedError("nobody loads here: this connector is a scheduler's")
+        raise NotImplementedError("this connector has no worker side, so it loads nothing")
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """Raise: there is no worker side."""
-        raise NotImplementedError("nobody saves here: this connector is a scheduler's")
+        raise NotImplementedError("this connector has no worker side, so it saves nothing")
 
     def wait_for_save(self) -> None:
         """Raise: there is no worker side."""
-        raise NotImplementedError("nobody saves here: this connector is a scheduler's")
+        raise NotImplementedError("this connector has no worker side, so it saves nothing")
 
 
 def ask_for_store(vllm_config: Any, policy: v.KVLoadFailurePolicy) -> None:
@@ -180,7 +181,7 @@ def ask_for_store(vllm_config: Any, policy: v.KVLoadFailurePolicy) -> None:
 
 
 def build_report(transfers: v.KVTransfers) -> KVConnectorOutput | None:
-    """Returns a worker's report as the release's worker passes it on; None if it is empty.
+    """Return a worker's report as the release's worker passes it on; None if it is empty.
 
     The release iterates over ids in the order of a set; here they keep the order given.
     """
@@ -197,7 +198,7 @@ def build_report(transfers: v.KVTransfers) -> KVConnectorOutput | None:
 
 
 def read_kv_loads(metadata: Any) -> tuple[v.KVLoad, ...]:
-    """Returns the loads in a plan.
+    """Return the loads in a plan.
 
     Raises:
         EngineFault: the plan has something else from a connector.
@@ -208,7 +209,7 @@ def read_kv_loads(metadata: Any) -> tuple[v.KVLoad, ...]:
 
 
 def read_deferred_frees(scheduler: Any, in_flight: Iterable[v.FrameId]) -> Iterator[v.DeferredFree]:
-    """Returns the blocks that the release frees when a plan in flight is answered.
+    """Return the blocks that the release frees when a plan in flight is answered.
 
     Args:
         scheduler: It numbers plans with rows from 1, and counts those that were answered.
@@ -231,7 +232,7 @@ def read_transfers(
     managers: Any,
     deferred_frees: Iterable[v.DeferredFree] = (),
 ) -> v.TransfersSnapshot:
-    """Returns the transfers in progress between pool and store.
+    """Return the transfers in progress between pool and store.
 
     A release that publishes blocks as soon as they are loaded has no unconfirmed loads.
 
@@ -255,7 +256,7 @@ def read_transfers(
     if unknown or parked - received != parked & store.loading:
         raise EngineFault(
             f"the connector loads for {sorted(store.loading)} and reads {sorted(store.sending)}; "
-            f"parked are {sorted(parked)}, received {sorted(received)}, held {held}"
+            f"waiting for loads {sorted(parked)}, received {sorted(received)}, held {held}"
         )
     return v.TransfersSnapshot(
         offers=tuple(

@@ -3,7 +3,7 @@
     $ blockstep check --engine blockstep.conformance.engines.adapters.vllm_xgrammar:XgrammarEngine \
         --profile vllm-0.19.1 --with masks
 
-Each token is one character, so an automaton over tokens is a right-linear grammar over texts:
+Each token is one character, so an automaton over tokens is a right-linear grammar over strings:
 
     (((1, 1), (2, 0)), ((9, 2),), ())        s0 ::= "b" s1 | "c" s0        s1 ::= ""
 
@@ -37,9 +37,9 @@ from blockstep.spec import vocabulary as v
 FIRST_CHARACTER = 0x4E00
 END_TOKEN_ID = 2
 """The tokenizer's end-of-sequence token; small, so that drawn grammars have it."""
-UNFIT = "a grammar that the backend cannot be given: its texts do not end with the one end token"
-STOPS = "a grammar beside stop tokens: the backend takes each for an end of the text"
-LOST_END = "a mask behind a commit that went on past the end token: the backend raises"
+UNFIT = "a grammar that the backend cannot be given: its outputs do not end with the one end token"
+STOPS = "a grammar with stop tokens: the backend takes each for the end of the output"
+LOST_END = "a mask after a commit with tokens past the end token: the backend raises"
 UNWAITED = "a grammar that allows everything: the backend has none"
 
 
@@ -64,7 +64,7 @@ class Watched(Automaton):
         return is_accepted
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
-        """Returns the drafts that the release's grammar allows."""
+        """Return the drafts that the release's grammar allows."""
         allowed: list[int] = self.inner.validate_tokens(tokens)
         return allowed
 
@@ -78,7 +78,7 @@ class Watched(Automaton):
         self.inner.fill_bitmask(bitmask, batch_index)
 
     def is_terminated(self) -> bool:
-        """Whether the release's grammar has terminated."""
+        """Return whether the release's grammar has terminated."""
         is_over: bool = self.inner.is_terminated()
         return is_over
 
@@ -98,7 +98,7 @@ class XgrammarEngine(VllmEngine):
         plugs.tokenizer = build_tokenizer()
 
     def declines(self, event: v.Event) -> str | None:
-        """Returns why the backend cannot be given an event, or why no vLLM is; None if it can."""
+        """Return why the backend cannot be given an event, or why no vLLM is; None if it can."""
         if isinstance(event, v.Submit | v.StreamingUpdate) and event.request.structured_output:
             grammar = event.request.grammar
             if grammar is None:
@@ -113,9 +113,8 @@ class XgrammarEngine(VllmEngine):
         return super().declines(event)
 
     def _is_lost(self, frame_id: v.FrameId) -> bool:
-        """Whether the matcher of a request in a frame has terminated, and its wrapper has not
-        noticed.
-        """
+        """Return whether the matcher of a request in a frame has terminated, and its wrapper has
+        not noticed."""
         frame = self.run.frames.get(frame_id)
         for name in frame.num_scheduled_tokens if frame is not None else ():
             request = self.scheduler.requests.get(name)
@@ -144,7 +143,7 @@ class XgrammarEngine(VllmEngine):
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one character for each token."""
+    """Return a tokenizer with one character for each token."""
     words = {write_token(token): token for token in range(VOCABULARY_SIZE)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=write_token(0)))
     tokenizer.decoder = decoders.Fuse()
@@ -152,14 +151,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_token(token: v.TokenId) -> str:
-    """Returns the text of a token."""
+    """Return the text of a token."""
     return chr(FIRST_CHARACTER + token)
 
 
 def is_fit(grammar: v.Grammar) -> bool:
-    """Whether the end token, and no other token, leads to terminated states, and state 0 is not
-    terminated.
-    """
+    """Return whether the end token, and no other token, leads to terminated states, and state 0 is
+    not terminated."""
     ends = {state for state, edges in enumerate(grammar.edges) if not edges}
     return 0 not in ends and all(
         (following in ends) == (token == END_TOKEN_ID) and token < VOCABULARY_SIZE
@@ -169,9 +167,8 @@ def is_fit(grammar: v.Grammar) -> bool:
 
 
 def write_grammar(grammar: v.Grammar) -> str:
-    """Returns a grammar with one rule for each state that goes on; the end token is the end of the
-    text.
-    """
+    """Return a grammar with one rule for each state that has edges; the end token ends the
+    output."""
     rules = ["root ::= s0"]
     for state, edges in enumerate(grammar.edges):
         ways = [

@@ -1,4 +1,4 @@
-"""Jobs: what a process of its own is asked to do with an engine, and the process that does it."""
+"""Jobs: work that a process of its own does with an engine, and the main loop of that process."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from blockstep.spec.vocabulary import ConfigError
 
 OUR_FOLDER = Path(__file__).parent
 FRAMES_MAX = 5
-"""Of an exception, so many are shown at most: the innermost."""
+"""Most frames of an exception that are shown: the innermost ones."""
 Job: TypeAlias = tuple[Callable[..., object], CheckOptions, tuple[object, ...]]
-"""To be done in a child: a function, and what it is given beside the engine."""
+"""Function to be run in a child, its options, and its arguments after the engine factory."""
 Answer: TypeAlias = tuple[str, Any]
-"""`done` and a value, or what went wrong and how it is said."""
+"""`done` and a value, or the kind of an error and its message."""
 
 
 def play(
     options: CheckOptions, make_engine: EngineFactory, indices: Sequence[int]
 ) -> Iterator[EpisodeResult]:
-    """These episodes, up to the first that fails."""
+    """Yield these episodes, up to the first that fails."""
     for index in indices:
         episode = run_episode(options, index, make_engine)
         yield replace(episode, skipped=plain(episode.skipped))
@@ -56,14 +56,14 @@ def play(
 
 
 def plain(skipped: Mapping[str, int]) -> dict[str, int]:
-    """Counts by names that are nothing but text: an engine may name a defect with a type of its."""
+    """Return the counts with plain text as names: an engine may use a type of its own."""
     return {str(name): count for name, count in skipped.items()}
 
 
 def shrink_result(
     _options: CheckOptions, make_engine: EngineFactory, result: CheckResult
 ) -> CheckResult:
-    """The result with its first failure made short."""
+    """Return the result with its first failure shrunk."""
     shrink_first(result, make_engine, lambda text: _send(("part", text)))
     return result
 
@@ -71,7 +71,7 @@ def shrink_result(
 def show_result(
     _options: CheckOptions, make_engine: EngineFactory, result: CheckResult
 ) -> CheckResult:
-    """The result with its first failure as it was."""
+    """Return the result with its first failure as it was."""
     see_again(result, make_engine)
     return result
 
@@ -79,12 +79,13 @@ def show_result(
 def recover(
     options: CheckOptions, make_engine: EngineFactory, index: int, at: int
 ) -> Program | None:
-    """The program of an episode that the engine does not live through: up to event number `at`."""
+    """Return the program of an episode in which the engine's process dies, up to event number
+    `at`."""
     return run_episode(options, index, stop_before(make_engine, at)).program
 
 
 def run(options: CheckOptions, make_engine: EngineFactory, program: Program) -> CheckResult:
-    """What a program comes to."""
+    """Run a program, and return the result."""
     result = play_program(options, program, make_engine)
     return replace(result, skipped=Counter(plain(result.skipped)))
 
@@ -93,7 +94,7 @@ def run(options: CheckOptions, make_engine: EngineFactory, program: Program) -> 
 
 
 _answers: BinaryIO | None = None
-"""Where the answers of this process go."""
+"""Stream for the answers of this process."""
 
 
 def _send(answer: Answer) -> None:
@@ -103,7 +104,7 @@ def _send(answer: Answer) -> None:
 
 
 def serve(folder: str) -> None:
-    """Do jobs from standard input until it ends; in the child only, and never returns.
+    """Do jobs from standard input until it ends. Called in the child only; never returns.
 
     The engine's own output goes to standard error, and its standard input is empty.
     """
@@ -133,7 +134,8 @@ def serve(folder: str) -> None:
 
 
 def _show_frames(error: BaseException) -> None:
-    """Where in the engine it was raised, on standard error; where we called it says nothing."""
+    """Print the engine's frames of an exception on standard error, without those of this
+    package."""
     frames = traceback.extract_tb(error.__traceback__)
     calls = [n for n, frame in enumerate(frames, 1) if Path(frame.filename).parent == OUR_FOLDER]
     theirs = frames[max(calls, default=0) :] or frames[-1:]
@@ -142,7 +144,7 @@ def _show_frames(error: BaseException) -> None:
 
 
 def _take_jobs(source: BinaryIO, jobs: queue.SimpleQueue[Job]) -> None:
-    """A thread, so that the child ends with its parent even while its engine hangs."""
+    """Read jobs in a thread, so that the child ends with its parent even while its engine hangs."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             jobs.put(pickle.load(source))  # noqa: S301 - written by our own parent
@@ -152,7 +154,7 @@ def _take_jobs(source: BinaryIO, jobs: queue.SimpleQueue[Job]) -> None:
 
 
 def _do(job: Job, journal: Journal) -> Iterator[Answer]:
-    """The answers to a job, of which the last one is no `part`."""
+    """Yield the answers to a job; all but the last one are of kind `part`."""
     function, options, args = job
     os.ftruncate(2, 0)
     journal.begin()

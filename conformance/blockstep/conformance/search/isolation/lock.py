@@ -1,4 +1,4 @@
-"""Lock: one that all processes of this machine know by its path, and that dies with its holder."""
+"""Lock: a lock between all processes of this machine, which ends with its holder."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ else:
 
 @contextlib.contextmanager
 def locked(path: Path, wait: bool = True) -> Iterator[bool]:
-    """Hold a lock that all processes of this machine know by its path, and that dies with us.
+    """Hold a lock between all processes of this machine, named by a path, which ends with this
+    process.
 
-    Without `wait`, whether it could be had is said, and nothing is held if not.
+    Yields whether the lock is held; with `wait` it always is.
     """
     with path.open("ab") as file:
         while not (is_held := _lock(file.fileno())) and wait:

@@ -32,14 +32,15 @@ Ts = TypeVarTuple("Ts")
 
 
 class Isolation:
-    """A place (see `check.Place`) of children: each does one job after another.
+    """Place (see `check.Place`) of child processes, each of which does one job after another.
 
-    There are as many as there were threads that asked at once, and a new one follows where one had
-    to be killed.
+    There are as many as there were threads that asked at once. A child that had to be killed is
+    replaced.
     """
 
     def __init__(self, event_seconds: float = EVENT_SECONDS, path: Sequence[str] = ()) -> None:
-        """`path` is looked in first for the engine, then where this process looks."""
+        """Create the place; `path` is searched first for the engine, then the path of this
+        process."""
         self._event_seconds = event_seconds
         self._path = [*path, *sys.path]
         self._folder = tempfile.TemporaryDirectory(prefix="blockstep-")
@@ -53,7 +54,7 @@ class Isolation:
         self.close()
 
     def close(self) -> None:
-        """End the children and forget everything about them."""
+        """End the children and delete their files."""
         while self._idle:
             self._idle.pop().stop()
         self._folder.cleanup()
@@ -64,7 +65,8 @@ class Isolation:
         on_progress: Callable[[CheckResult], None] = lambda _result: None,
         known: Known | None = None,
     ) -> CheckResult:
-        """Check an engine, as `check.check` does; whatever becomes of it is in the result.
+        """Check an engine, as `check.check` does; a crash or hang of the engine is part of the
+        result.
 
         Raises:
             EngineNotFoundError: if the engine cannot be loaded.
@@ -86,7 +88,8 @@ class Isolation:
     def _shrink(
         self, result: CheckResult, on_progress: Callable[[CheckResult], None]
     ) -> CheckResult:
-        """The result with its failure: shrunk, or else as it was, or else what is known of it."""
+        """Return the result with its failure shrunk, or as it was, or with the loss of the
+        process."""
         try:
             return self.call(
                 jobs.shrink_result,
@@ -117,9 +120,9 @@ class Isolation:
             return replace(told, failing_program=program, loss=lost.loss)
 
     def recover(self, result: CheckResult) -> Program | None:
-        """The failing program; of an engine that did not live to name it, it is drawn once more.
+        """Return the failing program; if the engine's process died, it is drawn again.
 
-        None: there is none, for nothing failed, or not while an event was handled.
+        None: nothing failed, or not while an event was handled.
         """
         if result.failure is not None:
             return result.failure.program
@@ -131,11 +134,12 @@ class Isolation:
         return None
 
     def look(self, options: CheckOptions) -> Facts:
-        """What the engine says of itself."""
+        """Return the facts about the engine that a check needs."""
         return self.call(look, options)
 
     def run_batch(self, options: CheckOptions, start: int, count: int) -> list[EpisodeResult]:
-        """Some episodes in a row, stopping at the first that fails, or is not survived."""
+        """Run some consecutive episodes, up to the first that fails or at which the process
+        dies."""
         results: list[EpisodeResult] = []
         try:
             self.call(jobs.play, options, range(start, start + count), on_part=results.append)
@@ -145,7 +149,7 @@ class Isolation:
 
     @contextlib.contextmanager
     def open_pool(self, num_jobs: int) -> Iterator[Executor]:
-        """A thread for each child that may be busy."""
+        """Open a pool with a thread for each child that may be busy."""
         with ThreadPoolExecutor(num_jobs) as pool:
             try:
                 yield pool
@@ -161,15 +165,15 @@ class Isolation:
         *args: *Ts,
         on_part: Callable[[Any], None] = lambda _part: None,
     ) -> T:
-        """What the function comes to in a child, where it is given the watched engine.
+        """Call `function` in a child with the watched engine, and return its result.
 
-        What it yields goes to `on_part` as it comes.
+        Values that it yields are passed to `on_part` as they arrive.
 
         Raises:
-            LostError: if the engine did not live to the end of it.
-            EngineNotFoundError, RefusedError, HarnessError: as ever.
+            LostError: if the engine's process died or hung.
+            EngineNotFoundError, RefusedError, HarnessError: as in `check`.
         """
-        get_target(options.engine)  # what is no name needs no process to be told
+        get_target(options.engine)  # a bad name is reported without a process
         child = self._take_child()
         self._busy.append(child)
         try:
@@ -203,7 +207,7 @@ class Isolation:
 
 
 def lose_episode(index: int, loss: Loss) -> EpisodeResult:
-    """An episode in which the engine did not live."""
+    """Return the result of an episode in which the engine's process died or hung."""
     return EpisodeResult(
         index=index,
         num_events=len(loss.events),

@@ -1,4 +1,4 @@
-"""Process: one in which an engine does one job after another, seen from outside."""
+"""Process: a child process in which an engine does one job after another, seen from the parent."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from blockstep.conformance.search.isolation import jobs
 from blockstep.conformance.search.isolation.watched import ASIDE, BUILDING, IMPORTING
 
 EVENT_SECONDS = 10.0
-"""An engine may keep control for so long, unless told otherwise."""
+"""Default time limit of an event."""
 BUILD_SECONDS = 120.0
-"""The same while it is imported or built, which may bring half of a framework.
+"""Time limit of an import or a build, which may load half of a framework.
 
-And between two calls, where no engine has any business, but may have left something that hangs.
+It also limits the time between two calls, in which something that the engine left may hang.
 """
 ERRORS_BYTES_MAX = 1 << 26
-"""What an engine may print in one job; then what it has printed is forgotten."""
+"""Most bytes that an engine may print in one job; beyond them the output is deleted."""
 LAST_WORDS_BYTES = 1 << 16
-"""Of what it printed last, so much is read."""
+"""Bytes of the last output that are read."""
 LAST_WORDS_MAX = 12
-"""Lines of the child's standard error that are shown, at most."""
+"""Most lines of the child's standard error that are shown."""
 OUR_FOLDER = Path(__file__).parent
 LOOKS_PER_SECOND = 5.0
-"""How often a journal is looked at, at least."""
+"""Least rate at which a journal is read."""
 DUMPS = ("Fatal Python error", "Windows fatal exception", "Current thread", "Stack (most")
-"""How faulthandler begins to say where a thread is."""
+"""First words of a traceback of faulthandler."""
 
 
 _living: set[Process] = set()
 
 
 def end_all() -> None:
-    """End every process there is, at once."""
+    """End every process at once."""
     for process in tuple(_living):
         process.kill()
 
@@ -55,11 +55,11 @@ class HarnessError(Exception):
 
 
 class RefusedError(ValueError):
-    """Bad input, in the words of who refused it in the child."""
+    """Bad input, with the message of the child that rejected it."""
 
 
 class LostError(Exception):
-    """The child is gone, or its engine is of no use."""
+    """The child has died, or its engine hangs or cannot be used."""
 
     def __init__(self, loss: Loss, is_imported: bool = True) -> None:
         super().__init__(loss.message)
@@ -68,10 +68,11 @@ class LostError(Exception):
 
 
 class Process:
-    """A process that does one job after another, until it is lost."""
+    """Process that does one job after another, until it is lost."""
 
     def __init__(self, folder: Path, path: Sequence[str], event_seconds: float) -> None:
-        """A fresh interpreter, not a fork: nothing of this process is in the engine's way."""
+        """Start a fresh interpreter, not a fork, so that nothing of this process affects the
+        engine."""
         self.is_killed = False
         self._event_seconds = event_seconds
         self._journal = folder / "journal"
@@ -98,11 +99,11 @@ class Process:
         self._reader.start()
 
     def ask(self, job: jobs.Job, on_part: Callable[[Any], None]) -> object:
-        """What the job comes to.
+        """Send a job, and return its result.
 
         Raises:
-            LostError: if nothing will come of it; then the child is to be stopped.
-            EngineNotFoundError, RefusedError, HarnessError: as was said in the child.
+            LostError: if there will be no result; the child must then be stopped.
+            EngineNotFoundError, RefusedError, HarnessError: raised in the child.
         """
         with contextlib.suppress(OSError):  # a dead child answers nothing, and that is noticed
             pickle.dump(job, self._jobs)
@@ -131,7 +132,7 @@ class Process:
             self._answers.put(("harness", f"the answer of the child cannot be read: {error}"))
 
     def _wait_for_answer(self) -> jobs.Answer:
-        """The next answer; raises `LostError` if none can be waited for any more."""
+        """Return the next answer. Raises `LostError` if there will be none."""
         since, before = time.monotonic(), None
         while True:
             has_ended = self._process.poll() is not None
@@ -153,18 +154,19 @@ class Process:
                 self._lose(f"the engine gave no answer within {seconds:g} s")
 
     def _look(self) -> str:
-        """The journal; "" before there is one."""
+        """Return the journal; "" before there is one."""
         if not self._journal.is_file():
             return ""
         return self._journal.read_bytes().rstrip(b"\0").decode(errors="replace")
 
     def _get_limit(self, doing: str) -> float:
-        """For how long the engine may do this, or we whatever we do while it does nothing, ""."""
+        """Return the time limit for what the engine does, or for the time between calls if that is
+        ""."""
         is_slow = doing in {"", IMPORTING, BUILDING}
         return max(self._event_seconds, BUILD_SECONDS) if is_slow else self._event_seconds
 
     def _ask_where(self) -> None:
-        """Have a hanging child write where it is to its standard error."""
+        """Make a hanging child write its stack to its standard error."""
         if sys.platform != "win32":
             self._process.send_signal(signal.SIGUSR1)
             time.sleep(0.2)
@@ -183,7 +185,7 @@ class Process:
         raise LostError(loss, is_imported=where != IMPORTING)
 
     def _bound_errors(self) -> None:
-        """Forget what was printed if it is too much; the file is appended to."""
+        """Delete the output if it is too long; the file is opened for appending."""
         with contextlib.suppress(OSError):
             if self._errors.stat().st_size > ERRORS_BYTES_MAX:
                 os.truncate(self._errors, 0)
@@ -216,7 +218,7 @@ class Process:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """The same, and wait for its end."""
+        """Kill the process, and wait for its end."""
         self.kill()
         self._process.wait()
         _living.discard(self)
@@ -228,17 +230,18 @@ class Process:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads what a child has written, and imports nothing for it: that could be the engine."""
+    """Reads the output of a child without imports, which could import the engine."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """A class, if its module is here already."""
+        """Return a class whose module is imported already."""
         if module not in sys.modules:
             raise HarnessError(f"{module}.{name} is of no module of ours")
         return super().find_class(module, name)
 
 
 def _find_last_words(errors: str) -> tuple[str, ...]:
-    """What standard error says about the end: the engine's own frames, or else its last lines."""
+    """Return the part of standard error about the end: the engine's own frames, or the last
+    lines."""
     lines = [line for line in errors.splitlines() if line.strip()]
     dumps = [number for number, line in enumerate(lines) if line.startswith(DUMPS)]
     if not dumps:

@@ -1,4 +1,4 @@
-"""Watched: an engine of which every call is written down before it is made."""
+"""Watched: an engine whose calls are written to a journal before they are made."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from blockstep.conformance.search.wrapped import Wrapped
 from blockstep.spec.vocabulary import Commit, Config, Drafts, Event, Observation, Snapshot
 
 JOURNAL_BYTES = 1 << 16
-"""Length of a journal at first."""
+"""Initial length of a journal."""
 ASIDE = "("
-"""How a line of the journal begins that is not an event."""
+"""First character of a journal line that is not an event."""
 IMPORTING = "(being imported)"
 BUILDING = "(being built)"
 
@@ -26,10 +26,10 @@ Ts = TypeVarTuple("Ts")
 
 
 class Journal:
-    """What the engine is doing, written before it does it.
+    """Record of what the engine is doing, written before it does it.
 
-    The file is mapped into memory, so that a line costs no call of the system, and is there for
-    the parent all the same when this process is killed. Behind its end are zeros.
+    The file is mapped into memory, so that a line needs no system call, and the parent can read it
+    even when this process is killed. The rest of the file is zeros.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,9 +40,9 @@ class Journal:
         self._grow(JOURNAL_BYTES)
 
     def begin(self, header: str = "") -> None:
-        """Forget all there is: another job, or another engine, of which this is the config.
+        """Clear the journal for another job, or for another engine, whose config is `header`.
 
-        The number makes two beginnings differ, however alike they are.
+        A counter makes two beginnings differ.
         """
         self._map[: self._end] = bytes(self._end)
         self._end = 0
@@ -50,16 +50,16 @@ class Journal:
         self._write(json.dumps([self._num_begun, header]) + "\n")
 
     def enter(self, what: str) -> None:
-        """The engine gets control."""
+        """Record that the engine gets control."""
         self._write(what.replace("\n", " "))
 
     def leave(self) -> None:
-        """The engine gave it back."""
+        """Record that the engine returned control."""
         self.end_copy()
         self._write("\n")
 
     def end_copy(self) -> None:
-        """A copy of this process that the engine has made, and that comes back to us, ends here."""
+        """End this process if it is a fork that the engine has made."""
         if os.getpid() != self._owner:
             os._exit(0)
 
@@ -77,9 +77,9 @@ class Journal:
 
 
 class WatchedEngine(Wrapped):
-    """An engine whose every call is in the journal before it is made.
+    """Engine whose calls are in the journal before they are made.
 
-    A call that ends otherwise than by returning or raising an `Exception` never leaves.
+    A call that does not return or raise an `Exception` never leaves the journal.
     """
 
     def __init__(self, engine: Engine, watched: WatchedFactory) -> None:
@@ -87,41 +87,41 @@ class WatchedEngine(Wrapped):
         self._watched = watched
 
     def declines(self, event: Event) -> str | None:
-        """As the engine does."""
+        """Return why the engine declines an event, recorded in the journal."""
         if self._declines is None:
             return None
         return self._watched.call("(saying what it declines)", super().declines, event)
 
     def apply(self, event: Event) -> Observation:
-        """As the engine does."""
+        """Return the engine's answer, recorded in the journal."""
         return self._watched.call(say(event), super().apply, event)
 
     def snapshot(self) -> Snapshot | None:
-        """As the engine does."""
+        """Return the engine's state, recorded in the journal."""
         return self._watched.call("(showing its state)", super().snapshot)
 
     def capabilities(self) -> frozenset[str]:
-        """As the engine does."""
+        """Return the engine's capabilities, recorded in the journal."""
         return self._watched.call("(naming its capabilities)", super().capabilities)
 
 
 class WatchedFactory:
-    """A factory of watched engines; says of them what the engine's own says."""
+    """Factory of watched engines, with the traits of the engine's own factory."""
 
     def __init__(self, make_engine: EngineFactory, journal: Journal) -> None:
         self._make_engine = make_engine
         self.traits = get_traits(make_engine)
         self.journal = journal
         self.error: Exception | None = None
-        """What the engine raised last."""
+        """Last exception of the engine."""
 
     def __call__(self, config: Config) -> WatchedEngine:
-        """Build one."""
+        """Build an engine and wrap it."""
         self.journal.begin(describe_config(config))
         return WatchedEngine(self.call(BUILDING, build, self._make_engine, config), self)
 
     def call(self, what: str, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        """What a function of the engine returns, or raises."""
+        """Call a function of the engine, with a record in the journal."""
         self.journal.enter(what)
         try:
             value = function(*args)
@@ -134,7 +134,7 @@ class WatchedFactory:
 
 
 def say(event: Event) -> str:
-    """One line for an event as the engine gets it, however malformed."""
+    """Return one line for an event as the engine gets it, however malformed."""
     try:
         return describe_event(event) if isinstance(event, Commit | Drafts) else describe(event)
     except Exception:  # describe() trusts a request to be one
