@@ -1,14 +1,17 @@
-"""Random programs: any digest gives the same run, and every state is sound."""
+"""Random programs: the specification, and the host engine with any digest, give the same run."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
+from groups_support import ALIGN, ALL, CHUNK, FULL, NONE, WINDOW, chunks, full, recurrent, window
 
 from blockstep.impl.host import CRC32, SHA256, Digest, HostEngine
+from blockstep.spec import Oracle
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     Abort,
@@ -17,8 +20,11 @@ from blockstep.spec.vocabulary import (
     Drafts,
     Event,
     GrammarReady,
+    KVGroup,
     MultiModalItem,
+    Observation,
     PauseState,
+    Plan,
     Policy,
     RejectCode,
     Rejected,
@@ -30,10 +36,8 @@ from blockstep.spec.vocabulary import (
     SetPause,
     SpecMethod,
     Submit,
+    config_problems,
 )
-
-if TYPE_CHECKING:
-    from tests.impl.conftest import OpenSession
 
 COLLIDING = Digest("colliding", cryptographic=False, function=lambda message: b"same")
 NAMES = tuple("abcdefgh")
@@ -129,51 +133,101 @@ def draw_event(draw: random.Random, engine: HostEngine) -> Event:
     return draw_answer(draw, engine)
 
 
-def compare_digests(open_session: OpenSession, seed: int) -> Counter[str]:
-    """Run one random program under three digests; what happened in it."""
-    draw = random.Random(seed)
-    config = draw_config(draw)
-    fields = {name: getattr(config, name) for name in Config.__dataclass_fields__}
-    one, *others = (open_session(digest, **fields) for digest in (SHA256, CRC32, COLLIDING))
-    for _ in range(200):
-        event = draw_event(draw, one.engine)
-        before = one.state()
-        observation = one.apply(event)
-        if isinstance(observation, Rejected):
-            assert observation.code is not RejectCode.MALFORMED_EVENT, seed
-            assert one.state() == before, seed
-        for other in others:
-            assert other.apply(event) == observation, seed
-            assert other.state() == one.state(), seed
-    engine = one.engine
-    return Counter(
-        hits=engine.prefix_cache_hits,
-        preemptions=engine.preemptions,
-        accepted=engine.drafts_accepted,
-        rejected=engine.drafts_scheduled - engine.drafts_accepted,
+def draw_group(draw: random.Random) -> KVGroup:
+    size = draw.choice((1, 2, 2, 3, 4))
+    kind = draw.choice((FULL, WINDOW, WINDOW, CHUNK))
+    if kind is FULL:
+        return full(size)
+    return (window if kind is WINDOW else chunks)(size, draw.randint(1, 9))
+
+
+def draw_states(draw: random.Random, config: Config) -> Config:
+    """The config with a recurrent group or two among its groups, in one of the modes."""
+    mode = draw.choice((NONE, ALL, ALIGN, ALIGN))
+    size = max(group.block_size for group in config.groups)
+    # A state where chunks do not end is one for all of a request, in a block as long as that.
+    sizes = [size] if mode is not NONE else [-(-config.max_model_len // size) * size]
+    if mode is ALIGN:
+        sizes.append(3 * size)
+    num_spare = config.num_speculative_tokens + draw.choice((0, 0, 1))
+    groups = list(config.groups) if draw.random() < 0.8 else []
+    for _ in range(draw.choice((1, 1, 2))):
+        at = draw.randint(0, len(groups))
+        groups.insert(at, recurrent(draw.choice(sizes), mode, num_spare))
+    return replace(
+        config,
+        groups=tuple(groups),
+        block_size=min(group.block_size for group in groups),
+        enable_prefix_caching=mode is not NONE,
+        enable_chunked_prefill=config.enable_chunked_prefill or mode is ALIGN,
     )
 
 
-def test_every_digest_gives_the_same_run(session: OpenSession) -> None:
-    witnessed: Counter[str] = Counter()
-    for seed in range(40):
-        witnessed += compare_digests(session, seed)
-    assert min(witnessed[name] for name in ("hits", "preemptions", "accepted", "rejected")) > 20
+def draw_groups_config(draw: random.Random) -> Config:
+    while True:
+        groups = [draw_group(draw) for _ in range(draw.choice((1, 2, 2, 3)))]
+        base = min(group.block_size for group in groups)
+        fitting = [
+            g if g.block_size % base == 0 else replace(g, block_size=2 * base) for g in groups
+        ]
+        config = replace(draw_config(draw), block_size=base, groups=tuple(fitting))
+        if draw.random() < 0.5:
+            config = draw_states(draw, config)
+        most = 16 + 14 * len(config.groups) // base
+        config = replace(config, num_blocks=draw.randint(8, most))
+        if not config_problems(config):
+            return config
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_everything_submitted_is_served(session: OpenSession, seed: int) -> None:
-    draw = random.Random(1000 + seed)
-    config = draw_config(draw)
-    s = session(**{name: getattr(config, name) for name in Config.__dataclass_fields__})
-    for _ in range(100):
-        s.apply(draw_event(draw, s.engine))
-    s.apply(SetPause(PauseState.UNPAUSED))
-    for name in NAMES:
-        s.apply(GrammarReady(name))
-    for _ in range(2000):
-        if not s.state().requests:
-            break
-        s.apply(draw_answer(draw, s.engine))
-    assert s.state().requests == ()
-    assert len(s.state().free_queue) == config.num_usable_blocks
+def play_with_digests(config: Config, draw: random.Random, num_events: int) -> Counter[str]:
+    """Play one random program on the specification and under three digests; return what it met."""
+    oracle, seen = Oracle(config), Counter[str]()
+    engines = [HostEngine(config, digest) for digest in (SHA256, CRC32, COLLIDING)]
+    one = engines[0]
+    for number in range(num_events):
+        event = draw_event(draw, one)
+        due = oracle.apply(event)
+        assert not is_malformed(due), (config, event)
+        state = oracle.snapshot()
+        for engine in engines:
+            answer = engine.apply(event)
+            assert answer == due, (engine.digest.name, number, event)
+            if isinstance(answer, Plan) and isinstance(due, Plan):
+                assert answer.num_common_prefix_blocks == due.num_common_prefix_blocks
+            assert engine.snapshot() == state, (engine.digest.name, number, event)
+        tables = [table for request in state.requests for table in request.block_tables]
+        seen["nulls"] += any(0 in table for table in tables)
+    stats = oracle.snapshot().stats
+    seen.update(hits=stats.prefix_cache_hits, preemptions=stats.preemptions)
+    seen.update(accepted=stats.drafts_accepted)
+    return seen
+
+
+def is_malformed(answer: Observation) -> bool:
+    """Whether an event was refused for its form, which no drawn one is."""
+    return isinstance(answer, Rejected) and answer.code is RejectCode.MALFORMED_EVENT
+
+
+def play_many(
+    draw_some: Callable[[random.Random], Config], seeds: range, num_events: int
+) -> Counter[str]:
+    """Play a random program of each seed."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        draw = random.Random(seed)
+        seen += play_with_digests(draw_some(draw), draw, num_events)
+    return seen
+
+
+@pytest.mark.parametrize("draw_some", [draw_config, draw_groups_config])
+def test_every_digest_gives_the_run_of_the_specification(
+    draw_some: Callable[[random.Random], Config],
+) -> None:
+    seen = play_many(draw_some, range(25), 150)
+    assert min(seen[name] for name in ("hits", "preemptions", "accepted")) > 10
+    assert (seen["nulls"] > 30) is (draw_some is draw_groups_config)
+
+
+@pytest.mark.soak
+def test_every_digest_gives_the_run_of_the_specification_over_many_seeds() -> None:
+    play_many(draw_groups_config, range(1000, 7000), 250)

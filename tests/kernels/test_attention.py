@@ -259,7 +259,7 @@ def attend_in_batches(
         assert not workspace.counters.any()  # as they were, for the next call
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=9)
 @pytest.mark.parametrize(("name", "kind"), REQUESTS, ids=str)
 def test_bits_of_a_request_do_not_depend_on_its_batch(
     monkeypatch: pytest.MonkeyPatch, device: str, name: str, kind: dict[str, Any]
@@ -278,7 +278,7 @@ def test_bits_of_a_request_do_not_depend_on_its_batch(
     assert different == []
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=9)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU chooses the order itself")
 @pytest.mark.parametrize(
     "name", ["many drafts", *(pytest.param(n, marks=pytest.mark.soak) for n in ("decode", "chunk"))]

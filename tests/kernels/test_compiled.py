@@ -49,7 +49,7 @@ def compile_apart(which: str) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=9)
 @pytest.mark.parametrize(
     ("which", "kernels"),
     [

@@ -36,7 +36,10 @@ from blockstep.spec.vocabulary import (
     GroupKind,
     KVGroup,
     Plan,
+    RejectCode,
+    Rejected,
     RequestId,
+    Submit,
 )
 
 CONFIG = Config(
@@ -99,6 +102,27 @@ def amounts(plan: Plan) -> dict[RequestId, int]:
 
 def made(plan: Plan) -> dict[RequestId, tuple[int, ...]]:
     return {one.request_id: one.item_indices for one in plan.scheduled_encoder_inputs}
+
+
+def code_of(oracle: Oracle, item: MultiModalItem) -> RejectCode | None:
+    """Return why a request with this item is refused, if it is."""
+    answer = oracle.apply(Submit(Request("new", (1,) * item.length, items=(item,))))
+    return answer.code if isinstance(answer, Rejected) else None
+
+
+def test_an_identifier_has_one_size_wherever_it_is_known() -> None:
+    """P22: among unfinished requests, in input that a session has yet to read, and in the cache."""
+    small, large = MultiModalItem("c", 0, 2), MultiModalItem("c", 0, 3)
+    waiting, idle, kept = (oracle_of() for _ in range(3))
+    waiting.submit(Request("A", (1, 1), items=(small,)))
+    idle.submit(Request("A", (1,), resumable=True))
+    idle.update(Request("A", (1, 1), items=(small,), resumable=True))
+    kept.submit(Request("A", (1, 1), max_tokens=1, items=(small,)))
+    step(kept)
+    assert not kept.state.requests
+    for oracle in (waiting, idle, kept):
+        assert code_of(oracle, large) is RejectCode.BAD_REQUEST
+        assert code_of(oracle, small) is None
 
 
 def holders(oracle: Oracle) -> dict[str, tuple[RequestId, ...]]:

@@ -221,6 +221,46 @@ def test_who_is_warm_goes_ahead_and_the_line_stays_so() -> None:
     assert oracle.snapshot().waiting == ("b", "c", "x", "y")
 
 
+def test_null_blocks_of_a_pin_do_not_stand_against_a_reset() -> None:
+    oracle = build(num_blocks=17, groups=(full(2), window(2, 3)), max_num_batched_tokens=4)
+    bring(oracle, "a", 8, "j", max_tokens=2)
+    tell(oracle, PinEstimate("j", 4))
+    for _ in range(3):
+        step(oracle)
+    assert kept(oracle).pins == (Pin("j", ((1, 2, 5, 6), (0, 0, 0, 8)), 4),)
+    assert tell(oracle, Reset()) == ResetDone(True)
+    assert kept(oracle).pins == ()
+
+
+def test_who_was_preempted_stays_before_who_is_warm() -> None:
+    oracle = build(num_blocks=6)
+    keep(oracle, "a", 3, "j", ttl=9)
+    bring(oracle, "x", 3, max_tokens=6)
+    step(oracle)
+    bring(oracle, "b", 3, "j", max_tokens=6)
+    step(oracle)
+    step(oracle)
+    bring(oracle, "c", 3, "j")
+    assert step(oracle).preempted_req_ids == ("x",)
+    tell(oracle, SetPause(PauseState.PAUSED_ALL))
+    plan(oracle)
+    assert oracle.snapshot().waiting == ("x", "c")
+
+
+def test_where_all_are_warm_the_last_is_preempted() -> None:
+    oracle = build(num_blocks=7)
+    for job in "ab":
+        keep(oracle, job, 3, job, ttl=9)
+    for name, job in ("ca", "db"):
+        bring(oracle, name, 3, job, max_tokens=9)
+    step(oracle)
+    step(oracle)
+    bring(oracle, "e", 3)
+    assert step(oracle).preempted_req_ids == ()
+    step(oracle)
+    assert step(oracle).preempted_req_ids == ("d",)
+
+
 def test_who_is_warm_is_preempted_last_even_for_one_with_a_row() -> None:
     """x | 3 blocks: scheduled, taken back |   b | 2 blocks, lacks one |   of 5 that there are"""
     oracle = build(num_blocks=6)

@@ -21,7 +21,16 @@ from blockstep.spec.pool import create_pool, find_block
 from blockstep.spec.requests import Holding, RequestState
 from blockstep.spec.step.share import compute_aligned_end, get_aligned_share
 from blockstep.spec.strict import STRICT_RULES
-from blockstep.spec.vocabulary import BlockTables, Plan, Status
+from blockstep.spec.vocabulary import (
+    Ack,
+    BlockTables,
+    KVGroup,
+    Plan,
+    RejectCode,
+    Rejected,
+    Status,
+    Submit,
+)
 
 ALIGNED = Config(32, 4, max_num_batched_tokens=8, max_model_len=64, groups=(full(4), recurrent(4)))
 
@@ -293,6 +302,30 @@ def test_a_request_is_charged_what_it_holds_of_states() -> None:
     assert compute_max_held_blocks(recurrent(4, ALL), 60, 8) == 3
     assert compute_max_held_blocks(recurrent(4, ALL, 2), 60, 8) == 4 + 2
     assert compute_max_held_blocks(recurrent(64, NONE, 2), 60, 8) == 1 + 2
+
+
+@pytest.mark.parametrize(
+    ("group", "num_usable"),
+    [
+        (recurrent(32, NONE, 1), 2),
+        (recurrent(2, ALL, 1), 5),
+        (recurrent(2, ALIGN, 1), 4),
+        (recurrent(4, ALIGN, 1), 3),
+        (recurrent(2, ALIGN), 2),
+    ],
+)
+def test_a_request_is_refused_whose_states_have_never_room(group: KVGroup, num_usable: int) -> None:
+    for num_blocks, fits in ((num_usable + 1, True), (num_usable, False)):
+        config = Config(
+            num_blocks,
+            group.block_size,
+            max_num_batched_tokens=4,
+            max_model_len=32,
+            enable_prefix_caching=group.mamba_cache_mode is not NONE,
+            groups=(group,),
+        )
+        answer = Oracle(config).apply(Submit(Request("A", tuple(range(25)), max_tokens=2)))
+        assert answer == (Ack() if fits else Rejected(RejectCode.NEVER_FITS))
 
 
 def test_a_group_of_states_is_charged_those_of_drafts_at_the_gate() -> None:

@@ -323,6 +323,90 @@ def test_loads_that_have_come_give_their_blocks_to_the_first_in_line() -> None:
     assert (status(oracle, "B"), moving(oracle).received) == (Status.WAITING, ())
 
 
+def test_behind_a_head_that_does_not_fit_nobody_is_parked_without_budget() -> None:
+    tight: dict[str, Any] = {"num_blocks": 11, "max_num_batched_tokens": 2, "max_model_len": 32}
+    oracle = build(**tight, **RECOMPUTE)
+    for name, num_tokens in (("H", 7), ("B", 5), ("C", 4)):
+        submit(oracle, name, num_tokens, 3, cache_salt=name)
+        oracle.offer_kv(name, 4, is_async=True)
+    oracle.schedule()
+    submit(oracle, "R", 5, 4, cache_salt="R")
+    oracle.offer_kv("R", 0)
+    for _ in range(3):
+        step(oracle)
+    failed = oracle.state.requests["C"].block_tables[0]
+    oracle.report(["B", "C", "H"], invalid_block_ids=failed)
+    plan = oracle.schedule()
+    assert [row.request_id for row in plan.new] == ["B"]
+    assert plan.kv_loads == ()
+    assert moving(oracle).received == ("C", "H")
+
+
+def test_one_that_asks_anew_and_does_not_fit_keeps_its_blocks() -> None:
+    oracle = build(num_blocks=9, max_model_len=32, scheduler_reserve_full_isl=False, **RECOMPUTE)
+    submit(oracle, "A", 13, 3)
+    step(oracle, token=7)
+    oracle.reset(reset_running_requests=True)
+    oracle.offer_kv("A", 6, is_async=True)
+    oracle.schedule()
+    submit(oracle, "B", 3, 3, cache_salt="B")
+    plan = oracle.schedule()
+    failed = oracle.state.requests["A"].block_tables[0]
+    oracle.report(["A"], invalid_block_ids=failed)
+    assert oracle.state.requests["A"].num_computed_tokens == 0
+    answer(oracle, plan)
+    oracle.offer_kv("A", 0)
+    before = oracle.snapshot()
+    plan = oracle.schedule()
+    after = oracle.snapshot()  # it needs 7 blocks, and would have 6
+    assert after.request("A") == before.request("A")
+    assert (after.free_queue, after.ref_counts) == (before.free_queue, before.ref_counts)
+    assert moving(oracle).received == ("A",)
+    answer(oracle, plan)
+    oracle.abort("B")
+    assert oracle.schedule().cached[0].resumed
+
+
+@pytest.mark.parametrize("samples", [True, False])
+@pytest.mark.parametrize("policy", KVLoadFailurePolicy)
+def test_one_preempted_since_its_load_fails_only_if_the_row_would_sample(
+    policy: KVLoadFailurePolicy, samples: bool
+) -> None:
+    budget = 5 if samples else 3
+    oracle = build(
+        **AHEAD, max_num_batched_tokens=budget, kv_load_failure_policy=policy, max_model_len=32
+    )
+    submit(oracle, "A", 9)
+    oracle.offer_kv("A", 4)
+    plan = oracle.schedule()
+    oracle.reset(reset_running_requests=True)
+    oracle.offer_kv("A", 6)
+    outputs = answer(oracle, plan, 1)
+    if samples and policy is KVLoadFailurePolicy.FAIL:
+        assert outputs.rows == (OutputRow("A", (), FinishReason.ERROR, None, 4),)
+        return
+    assert outputs.rows == ()
+    request = oracle.state.requests["A"]
+    assert (request.status, request.output_token_ids) == (Status.PREEMPTED, ())
+    assert request.num_output_placeholders == 0
+    assert oracle.schedule().kv_loads[0].num_external_tokens == 6
+
+
+def test_a_session_whose_load_has_come_is_new_to_the_worker() -> None:
+    oracle = build(num_blocks=17, max_model_len=32)
+    submit(oracle, "A", 8, 1, resumable=True)
+    plan = oracle.schedule()
+    oracle.reset(reset_running_requests=True)
+    answer(oracle, plan)
+    oracle.update(Request("A", (1, 2, 3), max_tokens=1, resumable=True))
+    oracle.offer_kv("A", 6, is_async=True)
+    oracle.schedule()
+    assert status(oracle) is PARKED
+    oracle.report(["A"])
+    (row,) = oracle.schedule().new
+    assert (row.request.prompt_token_ids[-3:], row.num_computed_tokens) == ((1, 2, 3), 6)
+
+
 # Ends, and resets.
 
 
@@ -512,6 +596,20 @@ def test_a_loaded_state_is_found_once_it_has_come_if_it_ends_a_block() -> None:
     submit(oracle, "C", 5)
     plan, _ = step(oracle)
     assert [(row.request_id, row.num_computed_tokens) for row in plan.new] == [("A", 4), ("C", 4)]
+
+
+@pytest.mark.parametrize("policy", KVLoadFailurePolicy)
+def test_an_invalid_block_that_is_spare_fails_no_load(policy: KVLoadFailurePolicy) -> None:
+    """It is for the state of a draft, so no load writes it; another load may have failed in it."""
+    oracle = build(
+        groups=(full(2), recurrent(2, ALL, 2)), num_blocks=20, max_model_len=32,
+        spec_method=SpecMethod.NGRAM, num_speculative_tokens=2, kv_load_failure_policy=policy,
+    )  # fmt: skip
+    plan = park(oracle, "A", 8, 5)
+    *_, spare = oracle.state.requests["A"].block_tables[1]
+    assert spare not in plan.kv_loads[0].block_ids[1]
+    assert oracle.report(invalid_block_ids=[spare]).rows == ()
+    assert oracle.state.requests["A"].num_computed_tokens == 5
 
 
 def test_nothing_is_left_of_a_failed_load_beside_states() -> None:

@@ -130,6 +130,8 @@ class Doors(ABC, Generic[F]):
             case SetPause(pause_state=pause_state):
                 self.pause_state = pause_state
                 return Ack()
+            case Reset(reset_connector=True):
+                return ResetDone(success=False)  # there is no store to reset
             case Reset(reset_running_requests=reset_running_requests):
                 return ResetDone(self._reset(reset_running_requests))
             case EncoderReset() | EncoderOffer() | KVOffer() | Clock() | PinEstimate():

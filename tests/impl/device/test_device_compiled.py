@@ -61,13 +61,13 @@ def test_every_kind_of_config_runs_kernels_that_are_compiled_here() -> None:
             assert launch.get_constants(make_gpu_dims(config, **lengths)) in compiled, config
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=9)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kernel_of_1024_rows_fits_an_h100(kernel: str) -> None:
     assert_fits(compile_apart(kernel, "1024 rows"))
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=9)
 @pytest.mark.parametrize("kernel", launch.GPU_KERNELS)
 def test_what_an_engine_launches_fits_an_h100_at_both_ends(kernel: str) -> None:
     """Left to the soak: 256 rows, and the kernels that only a host launches at 64 and 4,096."""

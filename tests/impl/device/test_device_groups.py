@@ -91,6 +91,7 @@ def test_groups_conform_for_long(preset: str, others: tuple[str, ...]) -> None:
     assert check(options).first is None
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("groups", MIXES)
 @pytest.mark.parametrize("fields", [{"policy": Policy.PRIORITY}, ASYNCHRONOUS, DRAFT_HEAD])
 def test_groups_read_and_write_nothing_between_two_barriers(

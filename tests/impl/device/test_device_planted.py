@@ -112,6 +112,7 @@ SEEDS = {"what a victim had in the step is lost": 1}
 """Of those that others find late: a few thousand events."""
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", DECISIONS)
 def test_a_wrong_decision_is_found(name: str) -> None:
     module, old, new, sentence = DECISIONS[name]
@@ -162,6 +163,7 @@ GROUPED = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", GROUPED)
 def test_a_wrong_decision_in_groups_is_found(name: str) -> None:
     module, old, new, sentence = GROUPED[name]

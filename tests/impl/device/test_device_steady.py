@@ -396,14 +396,8 @@ MISTAKES = {
 }  # fmt: skip
 
 
-PLANTED = [
-    name if number % 5 == 0 else pytest.param(name, marks=pytest.mark.soak)
-    for number, name in enumerate(MISTAKES)
-]
-"""One in five, since some are found by the last of many runs only; all of them in a soak."""
-
-
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.sampled(one_in=9)  # some are found by the last of many runs only
+@pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_on_the_short_way_is_found(name: str) -> None:
     """The runs above find it: a value differs, or an access is out of bounds."""
     module, old, new = MISTAKES[name]

@@ -32,6 +32,7 @@ from blockstep.impl.engine.staging import Staging
 from blockstep.impl.engine.transfer import send, to_device
 
 speed_up()
+pytestmark = pytest.mark.sampled(one_in=5)  # an interpreted model: seconds each
 NUM_TOKENS = 5
 SETTINGS: dict[str, Any] = {
     "block_size": 4, "num_blocks": 60, "max_model_len": 84, "max_num_seqs": 5,
@@ -122,7 +123,6 @@ def test_steps_on_the_device_have_the_tables_of_every_group(
     assert "replay" in gpu.events
 
 
-@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("frames", [1, 2])
 def test_steps_stay_on_the_device_and_are_replayed_as_a_whole(
     gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int], frames: int
@@ -156,7 +156,6 @@ def test_steps_stay_on_the_device_and_are_replayed_as_a_whole(
     assert not {"capture", "wait for a stream"} & {*gpu.events}
 
 
-@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("frames", [1, 2])
 def test_a_burst_of_decodes_waits_once_and_copies_what_is_new(
     gpu: GPU, qwen3: Checkpoint, prompts: list[list[int]], short: list[int], frames: int
@@ -202,7 +201,6 @@ def test_a_burst_of_decodes_waits_once_and_copies_what_is_new(
     assert mirror.num_bytes_read - read == whole
 
 
-@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("frames", [1, 2])
 def test_bursts_say_what_the_host_says_on_a_cpu(
     qwen3: Checkpoint, prompts: list[list[int]], short: list[int], tmp_path: Path, frames: int

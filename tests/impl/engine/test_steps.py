@@ -41,6 +41,7 @@ def compare(folder: Path, serve: Serve, **settings: Any) -> LLM:
     return arrays
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_arrays_say_what_objects_say(
     qwen3: Checkpoint, prompts: list[list[int]], depth: int

@@ -24,6 +24,7 @@ FEATURES = ("forks", "pins", "transfers", "tiers")
 """What it has beside the core."""
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("preset", ["tiny", "small"])
 @pytest.mark.parametrize("feature", [None, *FEATURES])
 def test_it_conforms(preset: str, feature: str | None) -> None:

@@ -67,7 +67,14 @@ class Arrivals(Sessions):
             if table.statuses[slot] is not Status.WAITING_FOR_REMOTE_KVS:
                 continue
             firsts = [holding.num_cached for holding in table.holdings[slot]]
-            valid = self._find_valid(table.block_tables(slot), firsts, invalid)
+            # Spare blocks, for states of drafts, are behind the loaded ones.
+            loaded = tuple(
+                blocks[: -(-table.num_computed[slot] // size)]
+                for blocks, size in zip(
+                    table.block_tables(slot), self.config.block_sizes, strict=True
+                )
+            )
+            valid = self._find_valid(loaded, firsts, invalid)
             if valid is None:
                 continue
             if self.config.kv_load_failure_policy is KVLoadFailurePolicy.FAIL:

@@ -313,7 +313,8 @@ class PlainEngine:
         return v.Ack()
 
     def _take_pinestimate(self, event: v.PinEstimate) -> v.Observation:
-        self.scheduler.pins.estimate(event.job_id, event.ttl)
+        if self.config.policy is v.Policy.CONTINUUM:  # no other policy keeps blocks of a job
+            self.scheduler.pins.estimate(event.job_id, event.ttl)
         return v.Ack()
 
     def _has_work(self) -> bool:

@@ -22,7 +22,7 @@ from blockstep.spec.copies import replace
 from blockstep.spec.lives.endings import get_ended, get_error_row
 from blockstep.spec.lives.sessions import drop_row
 from blockstep.spec.memory.deferred import give_up_blocks
-from blockstep.spec.memory.slots import settle_slots
+from blockstep.spec.memory.slots import compute_num_blocks, settle_slots
 from blockstep.spec.requests import Frame, RequestState, list_rows_in_flight
 from blockstep.spec.state import State
 from blockstep.spec.step.preemption import process_preemption
@@ -120,7 +120,12 @@ def get_failures_of_parked(
             continue
         settled = [holding.num_cached_blocks for holding in request.holdings]
         sizes = state.config.block_sizes
-        num_valid = compute_num_valid(request.block_tables, settled, sizes, invalid)
+        # Spare blocks, for states of drafts, are behind the loaded ones.
+        loaded = [
+            table[: compute_num_blocks(request.num_computed_tokens, size)]
+            for table, size in zip(request.block_tables, sizes, strict=True)
+        ]
+        num_valid = compute_num_valid(tuple(loaded), settled, sizes, invalid)
         if num_valid is not None:
             num_valid = get_num_kept(state, num_valid)
             num_computed = min(request.num_computed_tokens, num_valid)
