@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help check quick test soak lint docs bench gpu mutation judges coverage pairs vllm clean
+.PHONY: help check quick test soak lint docs bench gpu mutation coverage pairs vllm clean
 
 # A Python to build .venv with: `make PYTHON=python3.12 check` to choose one yourself.
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
@@ -23,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 help: ## Show this list
-	@echo "usage: make <target>    (ARGS='...' is handed on to check, vllm, test, bench, mutation, judges, coverage, pairs)"
+	@echo "usage: make <target>    (ARGS='...' is handed on to check, vllm, test, bench, mutation, coverage, pairs)"
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' Makefile
 
 check: $(BASE) ## Hold our engine to the specification: `blockstep check`
@@ -64,11 +64,8 @@ export GPU_PYTHON SANITIZER
 gpu: ## Run kernels, scheduler and engine on a GPU in parts, and print the aims (GPU_PYTHON=python3)
 	@.ci/gpu $(ARGS)
 
-mutation: $(MEASURE) ## Mutate engine and specification and see who notices (hours; see its page)
+mutation: $(DEV) ## Mutate spec, engines and checks: ARGS='spec --sample 100' (hours; see its page)
 	@$(BIN)/python -m benchmarks.mutation $(ARGS)
-
-judges: $(DEV) ## Switch off each sentence and voice of the judges and see who misses it (see its page)
-	@$(BIN)/python -m benchmarks.judges $(ARGS)
 
 pairs: $(DEV) ## What is legal together and what is drawn together (2 minutes; see its page)
 	@$(BIN)/python -m benchmarks.pairs $(ARGS)
@@ -121,7 +118,7 @@ $(DEV): pyproject.toml | $(BASE)
 	@$(BIN)/python -m pip install -qq --group dev
 	@touch $@
 
-# Tools of `make mutation` and `make coverage`, apart: they bring more than all the others together.
+# The tool of `make coverage`.
 $(MEASURE): pyproject.toml | $(DEV)
 	@echo "setup: tools for measuring"
 	@$(BIN)/python -m pip install -qq --group measure

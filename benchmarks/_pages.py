@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeAlias
+
+Span: TypeAlias = tuple[str, int, int]
+"""A qualified name, and the first and last line."""
 
 
 def make_table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -26,3 +31,25 @@ def get_commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+def find_functions(text: str) -> list[Span]:
+    """Return the spans of every function and class of a source, outer ones first."""
+    found: list[Span] = []
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            name = prefix
+            if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+                name = f"{prefix}.{child.name}" if prefix else child.name
+                first = min([child.lineno, *(one.lineno for one in child.decorator_list)])
+                found.append((name, first, child.end_lineno or first))
+            visit(child, name)
+
+    visit(ast.parse(text), "")
+    return found
+
+
+def get_innermost(line: int, spans: Sequence[Span]) -> str:
+    """Return the name of the last span that contains a line; "" if none does."""
+    return next((name for name, first, last in reversed(spans) if first <= line <= last), "")

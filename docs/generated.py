@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from benchmarks import commands, coverage, findings, judges, museum, mutation, pairs
+from benchmarks import commands, coverage, findings, museum, pairs
 from benchmarks.coverage.page import read_reasons
 from benchmarks.coverage.page import render_page as render_coverage
-from benchmarks.judges.page import render_page as render_judges
 from benchmarks.mutation.page import render_page as render_mutation
-from benchmarks.mutation.results import find_changed, find_unplayed
-from benchmarks.mutation.survivors import judge, read_explanations
+from benchmarks.mutation.targets import TARGETS
 from benchmarks.pairs.page import render_page as render_pairs
 from benchmarks.scheduler import GOALS_SECTION, PARTS, make_sections
 from docs.pictures import PICTURES
@@ -59,18 +57,9 @@ def get_folder(package: Any) -> Path:
 
 
 def make_mutation() -> str:
-    """Return the page on mutants of the engines and of the specification."""
-    verdicts = judge(
-        read_last("mutation"), read_explanations(get_folder(mutation) / "survivors.toml")
-    )
-    modules = verdicts.results["modules"]
-    return render_mutation(verdicts, find_changed(modules), find_unplayed(modules))
-
-
-def make_judges() -> str:
-    """Return the page on the judges that were switched off."""
-    explanations = read_explanations(get_folder(judges) / "survivors.toml")
-    return render_judges(judge(read_last("judges"), explanations))
+    """Return the page on mutants, from the last results of each target."""
+    played = [target for target in TARGETS if list(RESULTS.glob(f"*-mutation-{target}.json"))]
+    return render_mutation([read_last(f"mutation-{target}") for target in played])
 
 
 def make_coverage() -> str:
@@ -168,7 +157,6 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "coverage": make_coverage,
     "fields": make_fields,
     "findings": findings.make_page,
-    "judges": make_judges,
     "laws": make_laws,
     "mutation": make_mutation,
     "pairs": lambda: render_pairs(read_reached(pairs)),

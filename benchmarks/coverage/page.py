@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks._pages import make_table, quote_code
-from benchmarks.mutation.mutants import find_functions, get_innermost
+from benchmarks._pages import find_functions, get_innermost, make_table, quote_code
 
 UNEXPLAINED: Final = "UNEXPLAINED"
 NOT_EXECUTED: Final = "is not executed"
@@ -90,7 +89,7 @@ def find_module(tracer: Any, file: Path, name: str) -> Module:
     functions = find_functions(text)
 
     def describe(line: int, to: str) -> Unreached:
-        return Unreached(line, get_innermost((line, 0), functions), lines[line - 1].strip(), to)
+        return Unreached(line, get_innermost(line, functions), lines[line - 1].strip(), to)
 
     found: list[Unreached] = []
     missing = set(analysis.missing)

@@ -22,6 +22,7 @@ from blockstep.conformance.prove import laws as all_laws
 from blockstep.conformance.prove import runner
 from blockstep.conformance.prove.law import Law, Room
 from blockstep.conformance.prove.laws import LAWS
+from blockstep.conformance.prove.mutants import try_mutants
 from blockstep.conformance.prove.runner import Proof, Verdict, prove_law, prove_laws
 from blockstep.conformance.prove.smallest import Outcome, find_smallest, try_law
 from blockstep.conformance.prove.table import laws_page
@@ -69,14 +70,19 @@ def test_slow_law_is_confirmed_and_its_mistakes_are_refuted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAWS)
-def test_law_has_property_witness_and_twin(name: str) -> None:
+def test_law_has_a_property_and_a_witness(name: str) -> None:
     law = LAWS[name]
     assert law.property_ids
     assert all(re.fullmatch(r"P\d+", one) for one in law.property_ids)
-    assert law.twins
     assert law.check.__doc__
     assert runner.get_shape_problem(law.check) == ""
     assert try_law(law.check, law.witness) is Outcome.HOLDS
+
+
+@pytest.mark.sampled(one_in=4)
+@pytest.mark.parametrize("name", [law.name for law in LAWS.values() if not law.twins])
+def test_law_is_broken_by_a_mutant_of_what_it_calls(name: str) -> None:
+    assert try_mutants(LAWS[name]).refuted
 
 
 def test_there_are_many_laws_and_each_has_a_name_of_its_own() -> None:
@@ -96,17 +102,16 @@ def test_mistake_looks_at_nothing_but_what_it_replaces_is_given(name: str) -> No
     for twin in LAWS[name].twins:
         right: Any = twin.right
         wrong: Any = twin.wrong
-        if not isinstance(right, property):
-            given = {"right", *inspect.signature(right).parameters}
-            assert given.issuperset(inspect.signature(wrong).parameters), twin.name
+        given = {"right", *inspect.signature(right).parameters}
+        assert given.issuperset(inspect.signature(wrong).parameters), twin.name
 
 
 def test_planted_mistake_is_taken_out_again() -> None:
-    law = LAWS["slots.blocks_hold_the_tokens_and_none_is_to_spare"]
-    for twin in law.twins:
-        with twin.planted():
-            assert try_law(law.check, (2, 2)) is not try_law(law.check, (1, 2))
-        assert try_law(law.check, (2, 2)) is try_law(law.check, (1, 2)) is Outcome.HOLDS
+    law = TOYS["confirmed"]
+    (twin,) = law.twins
+    with twin.planted():
+        assert try_law(law.check, (3,)) is Outcome.FAILS
+    assert try_law(law.check, (3,)) is Outcome.HOLDS
 
 
 # The verdicts.
@@ -146,7 +151,7 @@ def test_law_that_its_witness_breaks_is_refuted_by_it() -> None:
 @solver
 def test_only_a_confirmed_law_with_refuted_twins_is_as_it_should_be() -> None:
     assert prove_toy("confirmed").problem == ""
-    assert "no mutant" in prove_toy("confirmed", twins=()).problem
+    assert "no mutant breaks it" in prove_toy("confirmed", twins=()).problem
     assert "CONFIRMED" in prove_toy("confirmed", twins=(toys.half_is_half,)).problem
     no_run = prove_toy("confirmed", twins=(toys.half_is_shown_in_an_error,))
     assert "BROKEN: CrossHair failed" in no_run.problem
@@ -248,12 +253,16 @@ def test_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     file, page = tmp_path / "laws.json", tmp_path / "laws.md"
     result = prove("--law", "allocation.longest_hit", "--json", file, "--markdown", page)
     assert result.exit_code == 0
-    assert "1 of 1 laws confirmed, 2 of 2 mutants refuted" in result.stdout
+    told = "1 of 1 laws confirmed, 1 of 1 mistakes and 3 of 3 mutants refuted"
+    assert told in result.stdout
     assert "#30320" in result.stdout
     written = json.loads(file.read_text())
     head = (written["format"], written["version"], written["exit_code"])
     assert head == ("blockstep-prove", 1, 0)
-    assert [twin["broken_by"] for twin in written["laws"][0]["twins"]] == [[1, 1], [3, 2]]
+    (law,) = written["laws"]
+    assert [twin["broken_by"] for twin in law["twins"]] == [[1, 1]]
+    assert (law["mutants"]["tried"], law["mutants"]["refuted"]) == (3, 3)
+    assert law["mutants"]["first"]["name"].startswith("`compute_max_hit_blocks`: return ")
     row = "| full hit leaves nothing to compute | #30320 (hits of a connector) |"
     assert row in page.read_text()
 

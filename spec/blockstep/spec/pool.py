@@ -86,6 +86,7 @@ def touch_blocks(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
     if not block_ids:
         return pool
     ref_counts = list(pool.ref_counts)
+    # no-mutate clause: a held block is not in the queue
     revived = {block_id: None for block_id in block_ids if ref_counts[block_id] == 0}
     for block_id in block_ids:
         assert block_id != NULL_BLOCK, "the null block is never hit"
@@ -202,6 +203,7 @@ def get_telling(pool: Pool, kv_events: Sequence[KVEvent]) -> Pool:
 
     Source: vLLM 0.19.1 `BlockPool.kv_event_queue`; P20.
     """
+    # no-mutate clause: without the shortcut nothing is added
     if pool.kv_events is None or not kv_events:
         return pool
     return replace(pool, kv_events=(*pool.kv_events, *kv_events))

@@ -71,7 +71,6 @@ EXHIBITS: Mapping[str, Exhibit] = collect(
         tiers.GROUPS,
         idle.PAGE,
         idle.STORE,
-        idle.SESSIONS,
     )
 )
 """All seeded bugs, by name."""

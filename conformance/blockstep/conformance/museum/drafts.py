@@ -46,20 +46,6 @@ class LostRollback(Defect):
         self.drafts_accepted += len(tokens) - 1
 
 
-@PAGE.exhibit(
-    "one token too many is rolled back after rejected drafts",
-    "vLLM V1: Rejection Clawback",
-    "P14 P26",
-)
-class RollbackOffByOne(Defect):
-    """The token that the model itself sampled is counted as a rejected draft."""
-
-    def _roll_back(self, slot: int, drafts: Any, tokens: Any) -> None:
-        super()._roll_back(slot, drafts, tokens)
-        if len(tokens) <= len(drafts):
-            self.table.num_computed[slot] -= 1
-
-
 @PAGE.exhibit("drafts survive a preemption", "#30916", "P24 P12")
 class StaleDrafts(Defect):
     """They are verified at a position for which they were not proposed."""

@@ -26,21 +26,6 @@ ORDER = "policy: which free block is taken next"
 # Sharing.
 
 
-@PAGE.exhibit(
-    "a branch takes no references to the blocks that it shares",
-    "by the rule of P1",
-    "P1 P2",
-    part=PART,
-)
-class BranchHoldsNothing(Defect):
-    """When the parent finishes, blocks that the branch reads are given to other requests."""
-
-    def branch(self, holdings: Any, children: Any, num_tokens: int) -> None:
-        self.pool.touch = lambda _blocks: None
-        super().branch(holdings, children, num_tokens)
-        del self.pool.touch
-
-
 @PAGE.exhibit("a branch shares its parent's whole block table", FORK, "P5 P1", part=PART)
 class WholeTableIsShared(Defect):
     """Blocks that are not computed yet become the next blocks of two requests."""
@@ -63,24 +48,6 @@ class SharedBehindTheDifference(Defect):
         most = min(self.table.num_computed[parent], self.table.num_known[child] - 1)
         find = self.groups.find_branch_point
         self.groups.find_branch_point = lambda holdings, _most: find(holdings, most)
-        super()._share(parent, child)
-        del self.groups.find_branch_point
-
-
-@PAGE.exhibit(
-    "a branch shares all of its known tokens and has none to compute",
-    "by the rule of P5",
-    "P5 P10 P12",
-)
-class BranchHasNothingToRun(Defect):
-    """The branch has no token to sample from, so it is never admitted and blocks the queue."""
-
-    def _share(self, parent: int, child: int) -> None:
-        table, find = self.table, self.groups.find_branch_point
-        mine, others = table.lineages[child].tokens, table.lineages[parent].tokens
-        is_whole = table.num_computed[parent] >= len(mine) and mine == others[: len(mine)]
-        more = int(is_whole)
-        self.groups.find_branch_point = lambda holdings, most: find(holdings, most + more)
         super()._share(parent, child)
         del self.groups.find_branch_point
 
@@ -117,14 +84,6 @@ class BranchBehindTheWindow(Defect):
         return found
 
 
-@PAGE.exhibit("a parent can be forked while it has a row in a frame in flight", FORK, "P18 P5")
-class ParentInFlightIsForked(Defect):
-    """The computed tokens of the frame count for the branch, but its sampled token is missing."""
-
-    def _has_row(self, _request_id: str) -> bool:
-        return False
-
-
 @PAGE.exhibit("a branch inherits the drafts of its parent", "by the rule of P24", "P5 P24")
 class BranchHasItsParentsDrafts(Defect):
     """They were proposed for another token sequence."""
@@ -143,58 +102,6 @@ class BranchHasItsParentsNames(Defect):
         own, other = self.table.lineages[child], self.table.lineages[parent]
         if self.config.enable_prefix_caching:
             own._digests = [*other.name_blocks()]
-
-
-@PAGE.exhibit(
-    "full blocks are shared before they are published",
-    "by the rule of P3",
-    "P3 P4 P5 P7",
-    invisible_if_hidden="efficiency: they are published later, or computed again",
-)
-class SharedBeforeItIsNamed(Defect):
-    """Each holder publishes such a block when it runs, even before another one writes to it."""
-
-    def _share(self, parent: int, child: int) -> None:
-        self._publish = lambda *_: None
-        super()._share(parent, child)
-        del self._publish
-
-
-@PAGE.exhibit(
-    "a branch is put at the end of the waiting queue",
-    "by the rule of P16",
-    "P16",
-    invisible="policy: which request is admitted first",
-)
-class BranchWaitsBehindAll(Defect):
-    """It holds its shared blocks while all others are served."""
-
-    def _fork(self, event: Any) -> Any:
-        self.waiting.prepend = lambda slots: [self.waiting.append(slot) for slot in slots]
-        answer = super()._fork(event)
-        del self.waiting.prepend
-        return answer
-
-
-@PAGE.exhibit("the first row of a branch lacks its output tokens", "by the rule of P26", "P26")
-class BranchComesWithoutItsOutputs(Defect):
-    """The worker has never received them."""
-
-    def _new_row(self, slot: int, num_scheduled: int) -> Any:
-        return replace(super()._new_row(slot, num_scheduled), output_token_ids=())
-
-
-@PAGE.exhibit(
-    "a waiting branch never frees its blocks when another request lacks them",
-    "by the rule of P10",
-    "P10 P15",
-)
-class BranchesNeverGiveWay(Defect):
-    """The branch and the head of the queue wait for each other's blocks."""
-
-    def _may_give(self, slot: int) -> bool:
-        is_branch = self.table.statuses[slot] is Status.WAITING
-        return not is_branch and bool(super()._may_give(slot))
 
 
 @PAGE.exhibit(
@@ -277,19 +184,6 @@ class FirstCopyIsNotCounted(Defect):
 
 
 @PAGE.exhibit(
-    "a request still counts as a holder of a block that it has copied", COW, "P1", part=PART
-)
-class CopiedBlockIsKept(Defect):
-    """The copied block is never freed."""
-
-    def take_own(self, holdings: Any, num_computed: int, extent: Any) -> Any:
-        self.pool.free = lambda _table: None
-        copies = super().take_own(holdings, num_computed, extent)
-        del self.pool.free
-        return copies
-
-
-@PAGE.exhibit(
     "source and destination of a copy are swapped", "by the rule of P8", "P8 P2 P4", part=PART
 )
 class CopyGoesTheOtherWay(Defect):
@@ -324,26 +218,6 @@ class CopyOutlivesItsRow(Defect):
 
 
 @PAGE.exhibit(
-    "after a copy the row lists new blocks only, and not the whole table",
-    "by the rule of P26",
-    "P26",
-)
-class TableKeepsTheSource(Defect):
-    """The worker writes to the shared block."""
-
-    def _issue_plan(self, step: Any) -> Any:
-        added = {self.table.requests[slot].request_id: row[1] for slot, row in step.rows.items()}
-        plan = super()._issue_plan(step)
-        rows = [
-            replace(row, new_block_ids=added[row.request_id])
-            if row.request_id in plan.remapped_req_ids
-            else row
-            for row in plan.cached
-        ]
-        return replace(plan, cached=tuple(rows), remapped_req_ids=())
-
-
-@PAGE.exhibit(
     "a changed block table is sent as if blocks were appended", "by the rule of P26", "P26"
 )
 class RemappingIsNotTold(Defect):
@@ -362,14 +236,6 @@ class WatermarkIgnored(Defect):
 
     def _count_kept_free(self) -> int:
         return 0
-
-
-@PAGE.exhibit("the watermark is kept even if nothing runs", WATERMARK, "P10 P15 P11")
-class WatermarkInAnEmptyEngine(Defect):
-    """A request that needs more than the rest of the pool waits for ever, although it is alone."""
-
-    def _count_kept_free(self) -> int:
-        return int(self.config.watermark_blocks)
 
 
 @PAGE.exhibit("running requests keep the watermark, too", WATERMARK, "P15 P10")
@@ -408,22 +274,3 @@ class HeadOnTopOfTheStack(Defect):
 
     def free(self, table: Any) -> None:
         super().free([*reversed(table)] if self.is_lifo else table)
-
-
-@PAGE.exhibit(
-    "freed blocks are put at the wrong end of a LIFO free list",
-    "by the rule of P16",
-    "P16",
-    part="pool_type",
-    invisible=ORDER,
-)
-class StackIsAQueue(Defect):
-    """The list is first in, first out, although the config asks for LIFO."""
-
-    def _prepend(self, block: int) -> None:
-        queue = [*self.free_queue(), block]
-        self._queue[-len(queue) :] = queue
-        self._head, self._tail = len(self._queue) - len(queue), len(self._queue)
-        for place, each in enumerate(queue, self._head):
-            self._place[each] = place
-        self.num_free += 1

@@ -231,19 +231,6 @@ class HitOfFullAttention(Defect):
 
 
 @PAGE.exhibit(
-    "a sliding window is one token too short",
-    "vLLM 0.19.1 get_num_skipped_tokens, rule",
-    "P3 P5",
-    part=PART,
-)
-class WindowCutShort(Defect):
-    """The oldest token in the window may be in a block that was just freed."""
-
-    def leave(self, holdings: Any, num_computed: int, in_doubt: int, free: Any = None) -> None:
-        super().leave(holdings, num_computed + 1, in_doubt, free)
-
-
-@PAGE.exhibit(
     "a sliding window advances as if all drafts in flight were accepted",
     "vLLM 0.19.1, found here",
     "P14 P3 P5 P2",

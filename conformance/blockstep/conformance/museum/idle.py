@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from blockstep.conformance.museum.exhibit import Defect, Page
-from blockstep.spec.vocabulary import PauseState, Status
+from blockstep.spec.vocabulary import Status
 
 PAGE = Page()
 STORE = Page(takes="transfers")
-SESSIONS = Page(takes="sessions")
 LOOP = "vLLM 0.19.1 has_requests"
 SHOWN = "books: only the state shows whether the loop may sleep"
 
@@ -23,19 +22,6 @@ class WaitingAreNoWork(Defect):
 
     def has_work(self) -> Any:
         return bool(self.finished_req_ids or self.running)
-
-
-@PAGE.exhibit(
-    "the engine loop sleeps before the worker got the ids of finished requests",
-    "vLLM 0.19.1 has_finished_requests",
-    "P10 P26",
-    invisible_if_hidden=SHOWN,
-)
-class EndedAreNoWork(Defect):
-    """The worker keeps its data of finished requests until another request arrives."""
-
-    def has_work(self) -> Any:
-        return self.pause_state is not PauseState.PAUSED_ALL and bool(self.table.slot_of)
 
 
 @STORE.exhibit(
@@ -67,17 +53,3 @@ class PausedAreWork(Defect):
 
     def has_work(self) -> Any:
         return bool(self.finished_req_ids or self.table.slot_of)
-
-
-@SESSIONS.exhibit(
-    "the engine loop keeps running while all sessions are idle",
-    "vLLM 0.19.1 num_waiting_for_streaming_input",
-    "P10",
-    invisible_if_hidden=SHOWN,
-)
-class RestingAreWork(Defect):
-    """A client that thinks for a minute costs a CPU core for a minute."""
-
-    def has_work(self) -> Any:
-        is_open = self.pause_state is PauseState.UNPAUSED
-        return super().has_work() or (is_open and bool(self.table.slot_of))

@@ -46,20 +46,6 @@ class StaleKeyAfterReuse(Defect):
         return None
 
 
-@PAGE.exhibit(
-    "of several blocks with one key the newest is hit",
-    "prefix caching by example, section 2.3",
-    "P16 P15",
-    part="prefix_type",
-    invisible="policy: both blocks have the same content",
-)
-class NewestDuplicateHit(Defect):
-    """The content is right, but the order of eviction is no longer the documented one."""
-
-    def _choose(self, blocks: Any) -> int:
-        return int(blocks[-1])
-
-
 @PAGE.exhibit("an aborted request keeps its blocks", "#46283", "P1")
 class LeakOnAbort(Defect):
     """Each abort leaks the blocks of its request."""

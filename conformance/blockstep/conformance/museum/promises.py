@@ -151,35 +151,6 @@ class PlaceholdersAfterAGap(Defect):
 
 
 @PAGE.exhibit(
-    "a request is scheduled after its last token",
-    "vLLM V1: Async scheduling skip-ahead",
-    "P13 P15",
-    invisible="efficiency: a row is computed whose token is dropped",
-)
-class NoSkipAhead(Defect):
-    """The token that finishes the request is in flight, and another one is scheduled."""
-
-    def _is_past_max_tokens(self, slot: int) -> bool:
-        return False
-
-
-@PAGE.exhibit(
-    "placeholders of rejected drafts are not removed", "vLLM V1: Rejection Clawback", "P12 P14 P26"
-)
-class RejectedStayPromised(Defect):
-    """The counter grows with each rejection, and the next step starts too far ahead."""
-
-    def _commit(self, event: Any) -> Any:
-        answers = {row.request_id: row.token_ids for row in event.sampled}
-        self._num_sampled = {name: len(tokens) for name, tokens in answers.items()}
-        return super()._commit(event)
-
-    def _keep_promise(self, slot: int, num_drafts: int) -> None:
-        accepted = self._num_sampled[self.table.requests[slot].request_id] - 1
-        super()._keep_promise(slot, min(accepted, num_drafts))
-
-
-@PAGE.exhibit(
     "a stale frame rolls back the computed tokens of a preempted request",
     "#48245",
     "P12 P14",
@@ -192,16 +163,6 @@ class StaleFrameRollsBack(Defect):
         before = self.table.num_computed[slot]
         super()._roll_back(slot, drafts, tokens)
         self.table.num_computed[slot] = before - len(drafts) + len(tokens) - 1
-
-
-@PAGE.exhibit(
-    "frames are committed out of order", "rule: the oldest frame is answered first", "P13 P18 P26"
-)
-class AnsweredOutOfOrder(Defect):
-    """The tokens of a later frame are appended before those of an earlier one."""
-
-    def _is_oldest(self, frame_id: int) -> bool:
-        return True
 
 
 @PAGE.exhibit(

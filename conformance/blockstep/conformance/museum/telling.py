@@ -105,21 +105,6 @@ class TakenBackInSilence(Defect):
         self.prefix.log = log
 
 
-@PAGE.exhibit(
-    "BlockStored has no parent for later chunks of a prompt",
-    "breaks its rule",
-    "P20",
-    part="log_type",
-    invisible_if_hidden=_UNSEEN,
-)
-class ParentIsForgotten(Defect):
-    """A later chunk looks like the beginning of a prompt."""
-
-    def _store(self, lineage: Any, run: Any, group: int, per: int) -> None:
-        super()._store(lineage, run, group, per)
-        self._pending[-1] = replace(self._pending[-1], parent=None)
-
-
 @SKIPPING.exhibit(
     "BlockStored lists the tokens of blocks that are not cached",
     "#44451",

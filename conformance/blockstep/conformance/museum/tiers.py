@@ -11,7 +11,6 @@ from math import lcm
 from typing import Any
 
 from blockstep.conformance.museum.exhibit import Defect, Page
-from blockstep.spec.vocabulary import PauseState
 
 PAGE = Page(takes="tiers")
 GROUPS = Page(takes_groups=True, takes="tiers")
@@ -33,20 +32,6 @@ class WholeTableIsSaved(Defect):
     def _save(self, victim: int, step: Any) -> None:
         super()._save(victim, step)
         _resize_last(self, victim, step, 1)
-
-
-@PAGE.exhibit(
-    "the last full block of a victim is not swapped out",
-    "by the rule of P15",
-    "P15",
-    invisible=LESS,
-)
-class LastFullBlockIsNotSaved(Defect):
-    """The rule to leave one token to compute is for loads; here it is applied to the swap-out."""
-
-    def _save(self, victim: int, step: Any) -> None:
-        super()._save(victim, step)
-        _resize_last(self, victim, step, -1)
 
 
 def _resize_last(engine: Any, victim: int, step: Any, num_more: int) -> None:
@@ -85,22 +70,6 @@ class WithdrawnRowIsSaved(Defect):
         self.table.num_computed[victim] -= self._num_withdrawn
 
 
-@PAGE.exhibit(
-    "a victim with exactly `swap_min_tokens` tokens is not swapped out",
-    PREEMPTION,
-    "P15",
-    invisible=LESS,
-)
-class JustEnoughIsNotSaved(Defect):
-    """A victim with exactly `swap_min_tokens` tokens is not saved: `<=` instead of `<`."""
-
-    def _save(self, victim: int, step: Any) -> None:
-        num_saves = len(step.saves)
-        super()._save(victim, step)
-        if len(step.saves) > num_saves and step.saves[-1].num_tokens == self.config.swap_min_tokens:
-            step.saves.pop()
-
-
 # Which victims are swapped out, and when.
 
 
@@ -115,17 +84,6 @@ class OneVictimIsSaved(Defect):
 
     def _save(self, victim: int, step: Any) -> None:
         if not step.saves:
-            super()._save(victim, step)
-
-
-@PAGE.exhibit(
-    "a request that preempts itself is not swapped out", "by the rule of P15", "P15", invisible=LESS
-)
-class LastVictimIsNotSaved(Defect):
-    """The last running request can be a victim, too, if it lacks a block."""
-
-    def _save(self, victim: int, step: Any) -> None:
-        if self.running:
             super()._save(victim, step)
 
 
@@ -213,28 +171,6 @@ class FirstGroupIsSaved(Defect):
             step.saves[-1] = replace(save, block_ids=save.block_ids[:1])
 
 
-@GROUPS.exhibit(
-    "the full blocks of the first KV group decide how many tokens are swapped out",
-    "by the rule of P15",
-    "P15",
-    invisible="policy: how many tokens are swapped out; all of them were computed",
-)
-class FirstGroupCounts(Defect):
-    """A block of another group may be longer, and is then filled in part."""
-
-    def _save(self, victim: int, step: Any) -> None:
-        table, config = self.table, self.config
-        settled = min(table.num_computed[victim], table.num_known[victim])
-        size = config.block_sizes[0]
-        num_saves = len(step.saves)
-        super()._save(victim, step)
-        if len(step.saves) > num_saves:
-            save, num_tokens = step.saves[-1], settled // size * size
-            tables = zip(table.block_tables(victim), config.block_sizes, strict=True)
-            block_ids = tuple(blocks[: -(-num_tokens // size)] for blocks, size in tables)
-            step.saves[-1] = replace(save, num_tokens=num_tokens, block_ids=block_ids)
-
-
 # When admission is closed.
 
 
@@ -269,58 +205,6 @@ class HighThresholdAlone(_OtherThresholds):
         return bool(num_free < self.config.admission_high_blocks)
 
 
-@PAGE.exhibit("the low and the high threshold are swapped", PRESSURE, "P10", invisible=CLOSED)
-class ThresholdsTheOtherWayRound(_OtherThresholds):
-    """Admission opens at fewer free blocks than it closes at, so it alternates with every step."""
-
-    def _is_short(self, num_free: int) -> bool:
-        low, high = self.config.admission_low_blocks, self.config.admission_high_blocks
-        return bool(num_free < (low if self.is_closed else high))
-
-
-@PAGE.exhibit("admission closes at exactly the low threshold", PRESSURE, "P10", invisible=CLOSED)
-class LowByOne(_OtherThresholds):
-    """The comparison is `<=` instead of `<`."""
-
-    def _is_short(self, num_free: int) -> bool:
-        low, high = self.config.admission_low_blocks, self.config.admission_high_blocks
-        return bool(num_free < high if self.is_closed else num_free <= low)
-
-
-@PAGE.exhibit(
-    "admission does not open at exactly the high threshold", PRESSURE, "P10", invisible=CLOSED
-)
-class HighByOne(_OtherThresholds):
-    """The comparison is `<=` instead of `<`; then even a completely free pool may not be enough."""
-
-    def _is_short(self, num_free: int) -> bool:
-        low, high = self.config.admission_low_blocks, self.config.admission_high_blocks
-        return bool(num_free <= high if self.is_closed else num_free < low)
-
-
-@PAGE.exhibit("admission never closes", PRESSURE, "P10", invisible=CLOSED)
-class NeverCloses(Defect):
-    """Only a step that preempts admits no request, as without thresholds."""
-
-    def _is_closed_behind(self, _step: Any) -> bool:
-        return False
-
-
-@PAGE.exhibit(
-    "a preemption does not close admission",
-    PRESSURE,
-    "P10",
-    wrong_fix_of="one-threshold",
-    invisible=CLOSED,
-)
-class OpenBehindAPreemption(Defect):
-    """The victim is admitted again with the blocks that it freed, and is preempted again."""
-
-    def _is_closed_behind(self, step: Any) -> bool:
-        told = type("Quiet", (), {"preempted_req_ids": ()})()
-        return bool(super()._is_closed_behind(told))
-
-
 @PAGE.exhibit("admission stays closed although nothing runs", PRESSURE, "P10")
 class ClosedForNobody(Defect):
     """No running request is left that could free a block."""
@@ -345,23 +229,6 @@ class OpenWithoutRows(Defect):
         return bool(step.rows) and bool(super()._is_closed_behind(step))
 
 
-@PAGE.exhibit("requests are admitted while admission is closed", PRESSURE, "P10", invisible=CLOSED)
-class AdmittedWhileClosed(Defect):
-    """The state shows that admission is closed, but the waiting queue is served."""
-
-    _is_told = False
-
-    def _schedule_waiting(self, step: Any) -> None:
-        super()._schedule_waiting(step)
-        self.is_closed = self._is_told
-
-    def _is_closed_behind(self, step: Any) -> bool:
-        is_closed: bool = super()._is_closed_behind(step)
-        self._is_told = is_closed
-        is_open = self.pause_state is PauseState.UNPAUSED and not step.preempted_req_ids
-        return is_closed and not is_open
-
-
 @PAGE.exhibit(
     "the free blocks are counted before running requests get theirs",
     PRESSURE,
@@ -380,13 +247,3 @@ class CountedAsTheStepBegins(Defect):
         is_closed: bool = super()._is_closed_behind(step)
         self.pool.num_free = num_free
         return is_closed
-
-
-@PAGE.exhibit("a pause keeps admission closed", PRESSURE, "P10", invisible=CLOSED)
-class PauseKeepsItClosed(Defect):
-    """Running requests finish during the pause, but the free blocks are not compared again."""
-
-    def _is_closed_behind(self, step: Any) -> bool:
-        if self.pause_state is PauseState.UNPAUSED:
-            return bool(super()._is_closed_behind(step))
-        return bool(self.is_closed)

@@ -316,14 +316,6 @@ class OneReportEndsBoth(Defect):
         )
 
 
-@PAGE.exhibit("a reset succeeds during a load", "vLLM 0.19.1 reset_prefix_cache", "P17 P25")
-class ResetUnderALoad(Defect):
-    """The check for transfers in flight is missing."""
-
-    def _can_reset_transfers(self, reset_connector: bool) -> Any:
-        return self.transfers is not None or not reset_connector
-
-
 # Blocks that a frame in flight reads or writes.
 
 
@@ -337,24 +329,6 @@ class FramesHoldNoBlocks(Defect):
 
     def _find_fence(self, _slot: int) -> None:
         return None
-
-
-@PAGE.exhibit(
-    "blocks are freed after the oldest frame that uses them",
-    "rule P17",
-    "P17",
-    wrong_fix_of="frames-hold-no-blocks",
-)
-class OldestFrameHolds(Defect):
-    """Later frames still read and write them."""
-
-    def _find_fence(self, slot: int) -> Any:
-        if super()._find_fence(slot) is None:
-            return None
-        name = self.table.requests[slot].request_id
-        last = self.transfers.last_answered
-        in_flight = [frame_id for frame_id in self.frames if frame_id > last]
-        return min(frame_id for frame_id in in_flight if name in self.frames[frame_id])
 
 
 @PAGE.exhibit(

@@ -1,4 +1,4 @@
-"""Laws: statements about the specification that hold for all integers, with mutants that fail.
+"""Laws: statements about the specification that hold for all integers.
 
 A law is a function of this shape, which CrossHair runs with symbolic arguments:
 
@@ -7,9 +7,10 @@ A law is a function of this shape, which CrossHair runs with symbolic arguments:
         num_blocks = compute_num_blocks(...)                the specification's own function
         assert num_tokens <= num_blocks * block_size        guarantees
 
-Mutants show that a law can fail. A mutant is the same law with one function replaced by a wrong
-one, and must be refuted: a law that no mutant breaks says nothing. A mutant takes those parameters
-of the replaced function that it needs. It calls `right()` for the right result, and
+Mutants show that a law can fail: one-point changes of the functions that it calls, found in their
+syntax trees (`mutants`). A law that no mutant breaks says nothing. A mistake is written by hand
+only where no such change says the same: a rule of a release, or another policy. It takes those
+parameters of the replaced function that it needs. It calls `right()` for the right result, and
 `right(budget=0)` for the result with another argument and all others as they are.
 """
 
@@ -32,35 +33,34 @@ Claim = Callable[..., object]
 Right = Callable[..., R]
 """The replaced function, with the arguments of the call."""
 PLACES = ("blockstep.spec", "blockstep.conformance.prove")
-"""Packages whose modules may have imported a function by name, so that a mutant replaces it there.
+"""Packages whose modules may have imported a function by name, so that a mistake replaces it there.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """A mutant: one function replaced by a wrong one."""
+    """A mistake: one function replaced by a wrong one."""
 
     right: object = field(repr=False)
     wrong: object = field(repr=False)
     name: str
-    """The name of the mutant, in words."""
+    """The name of the mistake, in words."""
     attribute: str
     """The name of the replaced function."""
-    owner: type | ModuleType | None = None
-    """The only place where it is replaced; None for every module that imported the function by
-    name."""
     theirs: str = ""
-    """The upstream number, if the mutant is a rule of vLLM 0.19.1; "" otherwise."""
+    """The upstream number, if the mistake is a rule of vLLM 0.19.1; "" otherwise."""
 
     @contextmanager
     def planted(self) -> Iterator[None]:
-        """Run the body of a `with` statement with the mutant in place of the right function."""
+        """Run the body of a `with` statement with the mistake in every module that imported the
+        right function by name.
+        """
         rules: dict[str, Any] = {
             part.name: self.wrong
             for part in fields(STRICT)
             if getattr(STRICT, part.name) is self.right
         }
-        owners = [self.owner] if self.owner else _importers(self.right, self.attribute)
+        owners = _importers(self.right, self.attribute)
         assert owners, f"no module uses {self.attribute}, which {self.name} replaces"
         places = [
             *((owner, self.attribute, self.right, self.wrong) for owner in owners),
@@ -78,44 +78,25 @@ class Twin:
                 setattr(owner, attribute, right)
 
 
-def _importers(value: object, attribute: str) -> list[type | ModuleType]:
+def _importers(value: object, attribute: str) -> list[ModuleType]:
     """Return the modules in which a value has this name."""
     return [
         module
         for name, module in sys.modules.items()
-        if name.startswith(PLACES) and vars(module).get(attribute) is value
+        if name.startswith((*PLACES, getattr(value, "__module__", PLACES[0])))
+        and vars(module).get(attribute) is value
     ]
 
 
 def instead(right: Callable[..., R], theirs: str = "") -> Callable[[Callable[..., R]], Twin]:
-    """Return a decorator that makes a mutant, which replaces `right` wherever it is used."""
+    """Return a decorator that makes a mistake, which replaces `right` wherever it is used."""
     return lambda wrong: Twin(
         right, _stand_in(right, wrong), sentence_of(wrong), right.__name__, theirs=theirs
     )
 
 
-def instead_in(
-    owner: type | ModuleType, attribute: str, theirs: str = ""
-) -> Callable[[Callable[..., Any]], Twin]:
-    """Return a decorator that makes a mutant, which replaces one function of a module or class."""
-    places = (owner,) if isinstance(owner, ModuleType) else owner.__mro__
-    home = next(place for place in places if attribute in vars(place))
-    right: Any = vars(home)[attribute]
-
-    def plant(wrong: Callable[..., Any]) -> Twin:
-        stand_in: object
-        if isinstance(right, property):
-            assert right.fget is not None
-            stand_in = property(_stand_in(right.fget, wrong))
-        else:
-            stand_in = _stand_in(right, wrong)
-        return Twin(right, stand_in, sentence_of(wrong), attribute, home, theirs)
-
-    return plant
-
-
 def _stand_in(right: Callable[..., R], wrong: Callable[..., R]) -> Callable[..., R]:
-    """Return the mutant as a function with the parameters of `right`."""
+    """Return the mistake as a function with the parameters of `right`."""
     parameters = inspect.signature(right).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
     wanted = tuple(inspect.signature(wrong).parameters)
@@ -145,6 +126,7 @@ class Law:
     witness: tuple[int, ...]
     """Arguments that satisfy the assumptions; they show that some do."""
     twins: tuple[Twin, ...]
+    """Mistakes that no mutant says as well."""
     is_slow: bool = False
     """Whether it is left out of the default selection."""
 

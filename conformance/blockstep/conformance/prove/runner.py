@@ -17,12 +17,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.util import find_spec
 
-from blockstep.conformance.prove.law import Claim, Law, Twin
+from blockstep.conformance.prove.law import Claim, Law
+from blockstep.conformance.prove.mutants import EndlessError, Mutant, limit_seconds, try_mutants
 from blockstep.conformance.prove.smallest import (
     Arguments,
     Outcome,
@@ -34,6 +35,10 @@ from blockstep.conformance.search.processes import open_processes
 
 SECONDS_MAX = 300.0
 """CPU seconds for one law or mutant; beyond that the verdict is UNKNOWN."""
+NUM_ASKED = 4
+"""The most mutants about which the solver is asked until it refutes one."""
+ASKED_SECONDS = 10.0
+"""CPU seconds for one of them."""
 NEEDED = ("crosshair", "z3")
 CALL = re.compile(r"when calling (?P<call>.*?)(?: \(which returns .*\))?$", re.DOTALL)
 
@@ -71,12 +76,22 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class TwinProof:
-    """A mutant and its result."""
+    """A mistake written by hand, or a mutant, and its result."""
 
     name: str
     theirs: str
-    """Upstream number, if the mutant is a rule of vLLM 0.19.1."""
+    """Upstream number, if the mistake is a rule of vLLM 0.19.1."""
     answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class MutantProof:
+    """The results of one-point changes of the functions that a law is about."""
+
+    num_tried: int = 0
+    num_refuted: int = 0
+    first: TwinProof | None = None
+    """The first mutant that breaks the law."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +104,30 @@ class Proof:
     witness: str
     answer: Answer
     twins: tuple[TwinProof, ...]
+    """The mistakes written by hand."""
+    mutants: MutantProof = MutantProof()
+
+    @property
+    def wrong(self) -> tuple[TwinProof, ...]:
+        """The mistakes, and the first mutant that breaks the law."""
+        first = self.mutants.first
+        return self.twins if first is None else (*self.twins, first)
 
     @property
     def seconds(self) -> float:
-        """CPU time for the law and its mutants."""
-        return self.answer.seconds + sum(twin.answer.seconds for twin in self.twins)
+        """CPU time for the law, its mistakes and its mutants."""
+        return self.answer.seconds + sum(one.answer.seconds for one in self.wrong)
 
     @property
     def problem(self) -> str:
         """Why the result is not as it should be; "" if it is."""
         if self.answer.verdict is not Verdict.CONFIRMED:
             return f"{self.answer.verdict}: {self.answer.detail}"
-        if not self.twins:
-            return "no mutant: nothing shows that the law can fail"
-        for twin in self.twins:
-            if twin.answer.verdict is not Verdict.REFUTED:
-                answer = twin.answer
-                return f"mutant '{twin.name}' is {answer.verdict}: {answer.detail}"
+        if not self.wrong:
+            return "no mutant breaks it: nothing shows that the law can fail"
+        for one in self.wrong:
+            if one.answer.verdict is not Verdict.REFUTED:
+                return f"mutant '{one.name}' is {one.answer.verdict}: {one.answer.detail}"
         return ""
 
 
@@ -186,12 +208,43 @@ def prove_law(law: Law, seconds_max: float = SECONDS_MAX) -> Proof:
     """Return the verdicts on a law and on its mutants."""
     witness = show_call(law.check, law.witness)
     answer = _ask_after_witness(law, witness, seconds_max)
+    told = (law.name, law.sentence, law.property_ids, witness, answer)
+    if answer.verdict is Verdict.BROKEN:
+        return Proof(*told, ())
     twins = tuple(
-        TwinProof(twin.name, twin.theirs, _ask(law.check, seconds_max, twin))
+        TwinProof(twin.name, twin.theirs, _ask(law.check, seconds_max, twin.planted()))
         for twin in law.twins
-        if answer.verdict is not Verdict.BROKEN
     )
-    return Proof(law.name, law.sentence, law.property_ids, witness, answer, twins)
+    return Proof(*told, twins, _prove_mutants(law))
+
+
+def _prove_mutants(law: Law) -> MutantProof:
+    """Return the results of the mutants. If no mistake of the law shows that the solver can refute
+    it, the solver must refute one of them, too.
+    """
+    start = time.process_time()
+    tried = try_mutants(law)
+    if not tried.refuted:
+        return MutantProof(tried.num_tried)
+    mutant, arguments = tried.refuted[0]
+    seconds = time.process_time() - start
+    detail = f"broken by {show_call(law.check, arguments)}"
+    answer = Answer(Verdict.REFUTED, detail, seconds, arguments=arguments)
+    for asked, _ in () if law.twins else tried.refuted[:NUM_ASKED]:
+        mutant, answer = asked, _ask_about_mutant(law, asked)
+        if answer.verdict is Verdict.REFUTED:
+            break
+    first = TwinProof(mutant.name, "", answer)
+    return MutantProof(tried.num_tried, len(tried.refuted), first)
+
+
+def _ask_about_mutant(law: Law, mutant: Mutant) -> Answer:
+    """Return CrossHair's result for a law with a mutant, which may have no end."""
+    try:
+        with limit_seconds(2 * ASKED_SECONDS):
+            return _ask(law.check, ASKED_SECONDS, mutant.planted())
+    except EndlessError:
+        return Answer(Verdict.UNKNOWN, "it does not end", 2 * ASKED_SECONDS)
 
 
 def show_call(check: Claim, arguments: Arguments) -> str:
@@ -211,7 +264,7 @@ def _ask_after_witness(law: Law, witness: str, seconds_max: float) -> Answer:
         case Outcome.FAILS:
             return Answer(Verdict.REFUTED, f"broken by {witness}", arguments=law.witness)
         case Outcome.HOLDS:
-            return _ask(law.check, seconds_max)
+            return _ask(law.check, seconds_max, nullcontext())
 
 
 def get_shape_problem(check: Claim) -> str:
@@ -226,9 +279,9 @@ def get_shape_problem(check: Claim) -> str:
     return ""
 
 
-def _ask(check: Claim, seconds_max: float, twin: Twin | None = None) -> Answer:
-    """Return CrossHair's result for a law, or for a law with a mutant in place."""
-    with nullcontext() if twin is None else twin.planted():
+def _ask(check: Claim, seconds_max: float, wrong: AbstractContextManager[None]) -> Answer:
+    """Return CrossHair's result for a law while a mistake or a mutant is in place, or nothing."""
+    with wrong:
         return _analyze(check, seconds_max)
 
 

@@ -26,7 +26,8 @@ def list_rows(proofs: Sequence[Proof]) -> list[dict[str, object]]:
                 "seconds": f"{proof.seconds:.1f}",
                 "paths": f"{proof.answer.num_paths:,}",
                 "witness": proof.witness,
-                "twins": f"{refuted} of {len(proof.twins)} refuted",
+                "mutants": f"{proof.mutants.num_refuted} of {proof.mutants.num_tried} refuted",
+                "mistakes": f"{refuted} of {len(proof.twins)} refuted" if proof.twins else "",
             }
         )
     return rows
@@ -60,9 +61,12 @@ def summarize(proofs: Sequence[Proof], wall_seconds: float) -> str:
     confirmed = sum(proof.answer.verdict is Verdict.CONFIRMED for proof in proofs)
     twins = [twin for proof in proofs for twin in proof.twins]
     refuted = sum(twin.answer.verdict is Verdict.REFUTED for twin in twins)
+    broken = sum(proof.mutants.num_refuted for proof in proofs)
+    tried = sum(proof.mutants.num_tried for proof in proofs)
     cpu_seconds = sum(proof.seconds for proof in proofs)
     return (
-        f"{confirmed} of {len(proofs)} laws confirmed, {refuted} of {len(twins)} mutants refuted; "
+        f"{confirmed} of {len(proofs)} laws confirmed, {refuted} of {len(twins)} mistakes and "
+        f"{broken} of {tried} mutants refuted; "
         f"{cpu_seconds:.0f} s of CPU, {wall_seconds:.0f} s in all"
     )
 
@@ -89,17 +93,23 @@ def _law_to_json(proof: Proof) -> dict[str, object]:
         "seconds": round(proof.seconds, 2),
         "paths": proof.answer.num_paths,
         "witness": proof.witness,
-        "twins": [
-            {
-                "name": twin.name,
-                "upstream": twin.theirs or None,
-                "verdict": str(twin.answer.verdict),
-                "broken_by": list(twin.answer.arguments),
-                "seconds": round(twin.answer.seconds, 2),
-                "paths": twin.answer.num_paths,
-            }
-            for twin in proof.twins
-        ],
+        "mutants": {
+            "tried": proof.mutants.num_tried,
+            "refuted": proof.mutants.num_refuted,
+            "first": None if proof.mutants.first is None else _wrong_to_json(proof.mutants.first),
+        },
+        "twins": [_wrong_to_json(twin) for twin in proof.twins],
+    }
+
+
+def _wrong_to_json(wrong: TwinProof) -> dict[str, object]:
+    return {
+        "name": wrong.name,
+        "upstream": wrong.theirs or None,
+        "verdict": str(wrong.answer.verdict),
+        "broken_by": list(wrong.answer.arguments),
+        "seconds": round(wrong.answer.seconds, 2),
+        "paths": wrong.answer.num_paths,
     }
 
 
@@ -130,7 +140,7 @@ def laws_page(told: Mapping[str, Any], laws: Mapping[str, Law]) -> str:
             "",
             f"## {room}",
             "",
-            "| law | property | verdict | witness | mistakes that break it | paths | seconds |",
+            "| law | property | verdict | witness | broken by | paths | seconds |",
             "|---|---|---|---|---|---|---|",
             *(_page_row(proof, laws[proof["name"]]) for proof in proofs_of_room),
         ]
@@ -141,16 +151,19 @@ def laws_page(told: Mapping[str, Any], laws: Mapping[str, Law]) -> str:
 
 def _page_row(proof: Mapping[str, Any], law: Law) -> str:
     why = " ".join((law.check.__doc__ or "").split())
-    twins = "<br>".join(
-        f"{twin['name']}: {_code(show_call(law.check, twin['broken_by']))}"
-        for twin in proof["twins"]
-    )
+    mutants = proof.get("mutants", {"first": None})  # older runs tried none
+    first = [] if mutants["first"] is None else [mutants["first"]]
+    parts = [f"{mutants['refuted']} of {mutants['tried']} mutants"] if first else []
+    parts += [
+        f"{wrong['name']}: {_code(show_call(law.check, wrong['broken_by']))}"
+        for wrong in (*first, *proof["twins"])
+    ]
     cells = (
         f"**{law.sentence}.** {why}",
         " ".join(proof["properties"]),
         proof["verdict"],
         _code(proof["witness"]),
-        twins,
+        "<br>".join(parts),
         f"{proof['paths']:,}",
         f"{proof['seconds']:.1f}",
     )

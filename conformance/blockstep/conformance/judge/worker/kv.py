@@ -109,7 +109,7 @@ class TaggedKV:
             expected = self.names.of_block(key, num_links)
             expected = expected[-1:] if group in self.recurrent else expected
             if self._owners[block] == group and self.kv[block] == expected:
-                checked[block] = key
+                checked[block] = key  # no-mutate statement: it saves looking again
                 continue
             held = [self._seen(block, slot, group) for slot in range(len(expected))]
             pairs = enumerate(zip(expected, held, strict=True))

@@ -10,30 +10,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.conformance.prove import harness as h
-from blockstep.conformance.prove.law import Right, Room, instead, instead_in
+from blockstep.conformance.prove.law import Right, Room, instead
 from blockstep.conformance.prove.laws.allocation import full_hit_leaves_nothing_to_compute
-from blockstep.conformance.prove.laws.counts import hit_is_computed_again
 from blockstep.spec.memory.slots import compute_num_blocks
 from blockstep.spec.requests import RequestState
-from blockstep.spec.step import admission as admission_room
-from blockstep.spec.step.admission import process_admission, process_waiting_phase
+from blockstep.spec.step.admission import process_admission
 from blockstep.spec.step.work import Step, Verdict
 from blockstep.spec.vocabulary import Config
 
 ROOM = Room("admission")
 
 
-# Mutants.
-
-
-@instead(process_waiting_phase)
-def seats_are_counted_before_the_step(right: Right[None], step: Step) -> None:
-    """Each request admitted in the step sees the same free running slot."""
-    before = step.state
-    more = replace(before.config, max_num_seqs=before.config.max_num_seqs + 1)
-    step.state = replace(before, config=more)
-    right()
-    step.state = before
+# Mistakes.
 
 
 @instead(process_admission)
@@ -61,16 +49,10 @@ def refused_admission_is_counted_as_a_query(
     return verdict
 
 
-@instead_in(admission_room, "can_finish")
-def gate_looks_at_nothing() -> bool:
-    """Admission checks blocks for the first chunk only."""
-    return True
-
-
 # Laws.
 
 
-@ROOM.law("P9", (5, 5, 20, 1), seats_are_counted_before_the_step)
+@ROOM.law("P9", (5, 5, 20, 1))
 def check_nobody_is_admitted_without_a_seat(
     known_a: int, known_b: int, budget: int, max_num_seqs: int
 ) -> None:
@@ -114,7 +96,7 @@ def check_refused_admission_leaves_no_trace(known_a: int, budget: int, block_siz
     assert after.stats == before.stats
 
 
-@ROOM.law("P8 P10", (40, 20, 16), gate_looks_at_nothing)
+@ROOM.law("P8 P10", (40, 20, 16))
 def check_admission_leaves_room_for_the_rest_of_the_prompt(
     known_a: int, budget: int, block_size: int
 ) -> None:
@@ -126,7 +108,7 @@ def check_admission_leaves_room_for_the_rest_of_the_prompt(
     assert after.waiting or num_later <= len(after.pool.free_queue)
 
 
-@ROOM.law("P5 P9 P12", (40, 20, 16), full_hit_leaves_nothing_to_compute, hit_is_computed_again)
+@ROOM.law("P5 P9 P12", (40, 20, 16), full_hit_leaves_nothing_to_compute)
 def check_admission_with_a_hit_computes_only_what_is_left_and_at_least_one_token(
     known_a: int, budget: int, block_size: int
 ) -> None:

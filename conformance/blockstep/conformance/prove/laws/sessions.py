@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import cast
 
 from blockstep.conformance.prove import harness as h
-from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.conformance.prove.law import Room, instead
 from blockstep.spec.lives.sessions import (
     compute_longest,
     compute_num_kept,
@@ -19,28 +19,20 @@ from blockstep.spec.lives.sessions import (
 )
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Holding, RequestState
-from blockstep.spec.step.admission import process_admission
 from blockstep.spec.step.giving import process_giving
-from blockstep.spec.step.work import Step, Verdict
 from blockstep.spec.strict import STRICT_RULES
 from blockstep.spec.vocabulary import BlockKey, Status
 
 ROOM = Room("sessions")
 
 
-# Mutants.
+# Mistakes.
 
 
 @instead(get_num_kept, theirs="0.19.1")
 def as_many_are_kept_as_are_computed(request: RequestState) -> int:
     """Accepted drafts after the stop, and frames in flight, count as kept."""
     return request.num_computed_tokens
-
-
-@instead(get_num_kept)
-def last_token_is_kept(request: RequestState) -> int:
-    """The last token is kept, although its KV is not computed."""
-    return request.num_known_tokens
 
 
 @instead(get_stopped, theirs="0.19.1")
@@ -61,29 +53,16 @@ def chunks_are_looked_at_alone() -> int:
     return 0
 
 
-@instead(compute_longest)
-def outputs_are_not_counted(num_prompt: int, max_model_len: int) -> int:
-    """The outputs of an input are not counted."""
-    return min(num_prompt, max_model_len)
-
-
 @instead(process_giving, theirs="#49439")
 def sessions_never_give_way() -> bool:
     """An idle session keeps its blocks when another request lacks them."""
     return False
 
 
-@instead(process_admission)
-def sessions_give_way_unasked(right: Right[Verdict], step: Step, request: RequestState) -> Verdict:
-    """A session's blocks are reclaimed at every admission, even if no block is missing."""
-    process_giving(step, request.request_id)
-    return right()
-
-
 # Laws.
 
 
-@ROOM.law("P3 P13", (5, 3, 0), as_many_are_kept_as_are_computed, last_token_is_kept)
+@ROOM.law("P3 P13", (5, 3, 0), as_many_are_kept_as_are_computed)
 def check_all_but_the_last_token_is_kept_however_many_are_computed(
     num_prompt: int, num_outputs: int, num_computed: int
 ) -> None:
@@ -120,7 +99,7 @@ def check_keys_are_kept_of_blocks_full_of_tokens_that_are_kept(
     assert num_keys * block_size <= num_kept < (num_keys + 1) * block_size
 
 
-@ROOM.law("P11", (5, 3, 2, 4, 100), chunks_are_looked_at_alone, outputs_are_not_counted)
+@ROOM.law("P11", (5, 3, 2, 4, 100), chunks_are_looked_at_alone)
 def check_a_session_never_outgrows_what_its_chunks_were_reckoned_as(
     num_prompt: int, num_outputs: int, num_more: int, max_tokens: int, max_model_len: int
 ) -> None:
@@ -131,7 +110,7 @@ def check_a_session_never_outgrows_what_its_chunks_were_reckoned_as(
     assert num_prompt + num_outputs - 1 + num_more <= reckoned
 
 
-@ROOM.law("P10 P17", (20, 8, 100), sessions_never_give_way, sessions_give_way_unasked)
+@ROOM.law("P10 P17", (20, 8, 100), sessions_never_give_way)
 def check_nobody_waits_for_a_session_that_rests(known_b: int, block_size: int, budget: int) -> None:
     """Request `a` holds two of three blocks; it keeps them exactly if `b` needs only one."""
     assert 1 <= block_size and 1 <= budget and 1 <= known_b <= 3 * block_size < 8192

@@ -16,9 +16,8 @@ from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.groups import (
     compute_max_held_blocks,
     compute_num_skipped_blocks,
-    compute_num_skipped_tokens,
 )
-from blockstep.spec.memory.prefix import get_prefix_hit, is_valid_hit
+from blockstep.spec.memory.prefix import get_prefix_hit
 from blockstep.spec.memory.slots import compute_num_blocks
 from blockstep.spec.memory.states import (
     compute_max_held_states,
@@ -32,7 +31,7 @@ from blockstep.spec.step.admission import get_unwritten_states
 from blockstep.spec.step.plans import count_common_blocks
 from blockstep.spec.step.schedule import create_step
 from blockstep.spec.step.share import compute_aligned_end
-from blockstep.spec.step.work import Scheduled, Step
+from blockstep.spec.step.work import Scheduled
 from blockstep.spec.strict import STRICT_RULES
 from blockstep.spec.vocabulary import (
     BlockId,
@@ -63,7 +62,7 @@ def states(block_size: int, num_speculative: int = 0, mode: MambaCacheMode = ALI
     )
 
 
-# Mutants.
+# Mistakes.
 
 
 @instead(compute_aligned_end, theirs="#40707")
@@ -85,36 +84,6 @@ def tokens_of_a_chunk_are_rounded_and_not_its_end(
     return num_computed + num_new if end < last and num_new else right()
 
 
-@instead(compute_aligned_end)
-def chunk_runs_past_the_last_boundary(end: int, unit: int, num_computed: int) -> int:
-    """Only full chunks are aligned; the last one runs to the end of the prompt."""
-    return max(end // unit * unit, num_computed + 1) if end - num_computed >= unit else end
-
-
-@instead(compute_num_skipped_tokens)
-def state_is_left_with_its_token(num_computed: int) -> int:
-    """The state after the last token is freed, since no token attends to that token."""
-    return num_computed
-
-
-@instead(compute_num_skipped_tokens)
-def state_is_left_late(num_computed: int) -> int:
-    """The state is freed one token too late, as with a window of two tokens."""
-    return max(num_computed - 2, 0)
-
-
-@instead(compute_num_new_states)
-def each_block_of_a_chunk_is_charged(num_blocks: int, num_held: int, num_hit: int) -> int:
-    """A chunk is charged a state at each block boundary that it passes."""
-    return max(num_blocks - num_held - num_hit, 0)
-
-
-@instead(compute_num_new_states)
-def blocks_of_drafts_are_taken_anew(right: Right[int], group: KVGroup) -> int:
-    """The blocks for drafts are allocated again for each chunk, and the old ones stay."""
-    return right() and 1 + group.num_speculative_blocks
-
-
 @instead(get_extended_states)
 def blocks_of_drafts_stay_where_they_are(
     group: KVGroup, table: Table, num_blocks: int, new_blocks: Table
@@ -123,66 +92,10 @@ def blocks_of_drafts_stay_where_they_are(
     return table + (0,) * (num_blocks - len(table) - len(new_blocks)) + new_blocks
 
 
-@instead(compute_num_certain)
-def all_drafts_in_flight_are_accepted(num_computed: int, group: KVGroup) -> int:
-    """Drafts in flight count as accepted."""
-    return max(num_computed - group.num_speculative_blocks, 0)
-
-
-@instead(compute_num_certain)
-def block_is_left_once_drafts_are_verified(num_computed: int, num_in_doubt: int) -> int:
-    """A state is freed when no draft after it can be rejected, as in a window group."""
-    return max(num_computed - num_in_doubt, 0)
-
-
 @instead(compute_max_held_states, theirs="not found upstream")
 def two_states_are_enough(group: KVGroup, num_all: int) -> int:
     """Two states are charged: one that is read, and one that is written."""
     return min(num_all, 2) + group.num_speculative_blocks
-
-
-@instead(is_valid_hit)
-def state_wants_a_block_behind_it(
-    right: Right[bool], group: KVGroup, runs: tuple[int, ...], num_tokens: int, num_behind: int
-) -> bool:
-    """A state needs one block after it for the draft head, as a KV group does."""
-    is_recurrent = group.kind is GroupKind.RECURRENT
-    end = num_tokens // group.block_size + num_behind
-    return right() and not (is_recurrent and (end >= len(runs) or runs[end] < num_behind + 1))
-
-
-@instead(is_valid_hit)
-def every_state_before_is_wanted(right: Right[bool], group: KVGroup) -> bool:
-    """All earlier states must be cached, as under full attention."""
-    return right(group=KVGroup(GroupKind.FULL, group.block_size), num_behind=0)
-
-
-@instead(get_unwritten_states)
-def state_of_this_step_can_be_hit(step: Step) -> list[BlockId]:
-    """A state can be hit in the step that writes it, as KV can."""
-    del step
-    return []
-
-
-@instead(get_unwritten_states)
-def no_state_of_who_is_in_the_step_can_be_hit(
-    right: Right[list[BlockId]], step: Step
-) -> list[BlockId]:
-    """States that a scheduled request computed in earlier steps cannot be hit either."""
-    rows = [replace(row, num_computed=0) for row in step.rows]
-    return right(step=replace(step, rows=rows))
-
-
-@instead(count_common_blocks)
-def blocks_of_the_first_two_count(right: Right[int], tables: list[Table]) -> int:
-    """The third table is ignored."""
-    return right(tables=tables[:2])
-
-
-@instead(count_common_blocks)
-def blocks_anywhere_in_a_table_count(tables: list[Table]) -> int:
-    """A block counts at any position, if all tables contain it."""
-    return sum(all(block_id in table for table in tables) for block_id in tables[0])
 
 
 # The end of a chunk.
@@ -199,12 +112,7 @@ def check_chunk_of_a_prompt_is_never_rounded_to_nothing(
     assert num_computed < aligned <= end
 
 
-@ROOM.law(
-    "P3 P5",
-    (5, 9, 4),
-    tokens_of_a_chunk_are_rounded_and_not_its_end,
-    chunk_runs_past_the_last_boundary,
-)
+@ROOM.law("P3 P5", (5, 9, 4), tokens_of_a_chunk_are_rounded_and_not_its_end)
 def check_chunk_passes_no_boundary_that_its_state_is_looked_for_at(
     num_computed: int, num_new: int, num_last: int
 ) -> None:
@@ -231,7 +139,7 @@ def check_chunk_of_a_block_or_more_ends_at_a_boundary_before_the_last(
 # Held states.
 
 
-@ROOM.law("P8", (9, 4), state_is_left_with_its_token, state_is_left_late)
+@ROOM.law("P8", (9, 4))
 def check_first_block_that_is_held_has_the_state_behind_the_last_token(
     num_computed: int, block_size: int
 ) -> None:
@@ -241,12 +149,7 @@ def check_first_block_that_is_held_has_the_state_behind_the_last_token(
     assert num_left * block_size < num_computed <= (num_left + 1) * block_size
 
 
-@ROOM.law(
-    "P3 P14",
-    (10, 2, 1, 2, 4),
-    all_drafts_in_flight_are_accepted,
-    block_is_left_once_drafts_are_verified,
-)
+@ROOM.law("P3 P14", (10, 2, 1, 2, 4))
 def check_block_that_ends_among_drafts_is_held_until_they_are_verified_and_found(
     num_computed: int, num_in_doubt: int, num_accepted: int, num_speculative: int, block_size: int
 ) -> None:
@@ -276,7 +179,7 @@ def check_states_among_drafts_are_no_more_than_charged(
     assert num_held <= charged
 
 
-@ROOM.law("P8 P11", (11, 9, 3, 2, 4), state_is_left_late)
+@ROOM.law("P8 P11", (11, 9, 3, 2, 4))
 def check_states_of_all_boundaries_are_no_more_than_charged(
     num_computed: int, num_new: int, num_in_doubt: int, num_speculative: int, block_size: int
 ) -> None:
@@ -296,13 +199,7 @@ def check_states_of_all_boundaries_are_no_more_than_charged(
 # Allocated states.
 
 
-@ROOM.law(
-    "P2 P8",
-    (20, 8),
-    each_block_of_a_chunk_is_charged,
-    blocks_of_drafts_are_taken_anew,
-    blocks_of_drafts_stay_where_they_are,
-)
+@ROOM.law("P2 P8", (20, 8), blocks_of_drafts_stay_where_they_are)
 def check_chunk_takes_one_block_for_its_state_and_takes_those_of_drafts_along(
     num_tokens: int, block_size: int
 ) -> None:
@@ -318,7 +215,7 @@ def check_chunk_takes_one_block_for_its_state_and_takes_those_of_drafts_along(
     assert table[1:-3] == (0,) * (num_blocks - 4)
 
 
-@ROOM.law("P8", (20, 2, 8), each_block_of_a_chunk_is_charged)
+@ROOM.law("P8", (20, 2, 8))
 def check_first_chunk_takes_a_block_for_its_state_and_each_draft(
     num_tokens: int, num_hit: int, block_size: int
 ) -> None:
@@ -348,13 +245,7 @@ def build_published(num_full: int, of_state: int) -> Pool:
     return Pool((0,) * 8, (None,) * 8, tuple(range(1, 8)), FrozenMap(published))
 
 
-@ROOM.law(
-    "P5",
-    (13, 3, 1, 1),
-    state_wants_a_block_behind_it,
-    every_state_before_is_wanted,
-    is_slow=True,
-)
+@ROOM.law("P5", (13, 3, 1, 1), is_slow=True)
 def check_hit_is_where_the_state_is_if_attention_has_what_is_before_it(
     num_known: int, num_full: int, of_state: int, num_behind: int
 ) -> None:
@@ -378,12 +269,7 @@ def check_hit_is_where_the_state_is_if_attention_has_what_is_before_it(
         assert hit.block_tables == ((1, 2, 3)[:end], (0,) * of_state + (4 + of_state,))
 
 
-@ROOM.law(
-    "P4",
-    (9, 3, 4),
-    state_of_this_step_can_be_hit,
-    no_state_of_who_is_in_the_step_can_be_hit,
-)
+@ROOM.law("P4", (9, 3, 4))
 def check_states_can_be_hit_as_of_the_step_behind_the_one_that_writes_them(
     num_computed: int, num_new: int, block_size: int
 ) -> None:
@@ -404,12 +290,7 @@ def check_states_can_be_hit_as_of_the_step_behind_the_one_that_writes_them(
 # Common prefix blocks.
 
 
-@ROOM.law(
-    "P26",
-    (1, 2, 1, 3, 1, 2),
-    blocks_of_the_first_two_count,
-    blocks_anywhere_in_a_table_count,
-)
+@ROOM.law("P26", (1, 2, 1, 3, 1, 2))
 def check_common_blocks_are_those_that_every_table_begins_with(
     first_a: int, second_a: int, first_b: int, second_b: int, first_c: int, second_c: int
 ) -> None:
