@@ -4,7 +4,8 @@
 
 Plants each wrong decision by a subclass of a class of the release (`planted_support.in_vllm` of the
 tests), runs `blockstep check` under the release's profile, and prints whether the first line names
-the cause: whether it matches a pattern that was written from the wrong decision.
+the cause: whether it matches a pattern that was written from the wrong decision. The lines are put
+into benchmarks/results/headlines.json; those of other wrong decisions stay there.
 
 Exit codes: 0 at least 19 of 20 do; 1 fewer; 2 the release is not installed, or there is no such
 name.
@@ -12,14 +13,20 @@ name.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
+from typing import Any
+
+from benchmarks._pages import get_commit
 
 from blockstep.conformance.engines.adapters.vllm_releases import REFERENCE, get_installed_version
 
 SUPPORT = Path(__file__).resolve().parents[1] / "tests" / "support"
+RESULTS = Path(__file__).with_name("results") / "headlines.json"
 
 
 def main(names: list[str]) -> int:
@@ -43,8 +50,17 @@ def main(names: list[str]) -> int:
         seconds = time.process_time() - start
         print(f"{'named' if is_named else 'LOST '}  {entry.name} ({seconds:.0f} s): {line}")
         sys.stdout.flush()
+        keep(entry.name, {"is_named": is_named, "first_line": line, "seconds": round(seconds)})
     print(f"the first line names the cause of {num_named} of {len(chosen)}")
     return int(num_named * 20 < len(chosen) * 19)
+
+
+def keep(name: str, result: dict[str, Any]) -> None:
+    """Put the result of one wrong decision into the file, with the day and the commit."""
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    run = {"day": f"{datetime.now(UTC):%Y-%m-%d}", "commit": get_commit()}
+    kept[name] = {**result, "vllm": REFERENCE, **run}
+    RESULTS.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

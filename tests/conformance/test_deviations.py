@@ -16,9 +16,10 @@ from blockstep.conformance.report.hunt import render_hunt
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.report.verdict import verdict_text
 from blockstep.conformance.report.wording import tell_stale
+from blockstep.conformance.search.call import call_here
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.floor import look
-from blockstep.conformance.search.hunt import call_here, hunt
+from blockstep.conformance.search.hunt import hunt
 from blockstep.conformance.search.isolation import Isolation
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.spec import vocabulary as v

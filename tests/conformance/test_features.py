@@ -28,10 +28,11 @@ from blockstep.conformance.protocol.features import (
 from blockstep.conformance.protocol.program import Action, Answer, Drain
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.protocol.wishes import Wish, make_wish, parse_features
+from blockstep.conformance.search.call import call_here
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.episodes import play_episode
 from blockstep.conformance.search.floor import look, require_wish
-from blockstep.conformance.search.hunt import call_here, hunt
+from blockstep.conformance.search.hunt import hunt
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec import vocabulary as v
 

@@ -41,7 +41,7 @@ from blockstep.conformance.report.failure import tell_failure
 from blockstep.conformance.report.headlines import CHARS_MAX, CHECK_HEADLINES, make_headline
 from blockstep.conformance.report.jsonform import finding_to_json
 from blockstep.conformance.report.sentences import SENTENCES
-from blockstep.conformance.search.check import check, play_program
+from blockstep.conformance.search.check import CheckResult, check, play_program, shrink_first
 from blockstep.conformance.search.episodes import run_episode
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.conformance.search.shrink import shrink
@@ -50,18 +50,13 @@ from blockstep.spec.maps import FrozenMap
 from blockstep.spec.profiles import STRICT, get_profile
 
 EPISODES = 600
-SEEDS = {"most_urgent_is_preempted": 1}
-"""Seeds other than 0. With 0 the first failure of this one is named as a divergence of the plan: no
-check of a property sees that preemption."""
 PROFILE = get_profile(in_spec.PROFILE)
 assert PROFILE is not None
 
 
-def find_first(entry: Planted, make_engine: EngineFactory, seed: int = 0) -> Finding:
+def find_first(entry: Planted, make_engine: EngineFactory) -> Finding:
     """What is found first of a wrong decision, in the first tiny episode that shows it."""
-    options = CheckOptions(
-        preset="tiny", profile=in_spec.PROFILE, seed=seed, with_features=entry.features
-    )
+    options = CheckOptions(preset="tiny", profile=in_spec.PROFILE, with_features=entry.features)
     for index in range(EPISODES):
         found = run_episode(options, index, make_engine).first
         if found is not None:
@@ -70,15 +65,16 @@ def find_first(entry: Planted, make_engine: EngineFactory, seed: int = 0) -> Fin
 
 
 def tell(finding: Finding) -> str:
-    """The first lines of a finding in one: its name, what was seen, and where sides differ."""
+    """The first lines of a finding in one: name, headline, message, and where sides differ."""
     differences: Iterable[Difference] = finding.differences[:2]
     told = [f"{one.field}: expected {one.expected}, seen {one.seen}" for one in differences]
-    return " ".join([finding.property_id, finding.sentence, finding.message, *told])
+    name = finding.property_id, finding.sentence
+    return " ".join([*name, make_headline(finding), finding.message, *told])
 
 
 @pytest.mark.parametrize("entry", in_spec.PLANTED, ids=lambda entry: entry.name)
 def test_first_finding_names_the_wrong_decision(entry: Planted) -> None:
-    found = find_first(entry, in_spec.build_factory(entry), SEEDS.get(entry.name, 0))
+    found = find_first(entry, in_spec.build_factory(entry))
     told = tell(found)
     assert entry.is_named_by(told), told
     named = re.match(r"'(\w+)'", found.message)  # a request that is named is a subject
@@ -222,6 +218,67 @@ class Ahead(SpecEngine):
             one = replace(requests["A"], num_computed_tokens=requests["A"].num_known_tokens)
             self.state = replace(self.state, requests=FrozenMap({**requests, "A": one}))
         return answer
+
+
+def test_property_found_beside_a_divergence_is_told_first() -> None:
+    program = Program(
+        v.Config(8, 1), (v.Submit(v.Request("A", (0, 0), max_tokens=2)), v.Schedule(), Answer())
+    )
+    differs = next(it for it in play(program, Ahead, STRICT) if not it.property_id)
+    assert shrink(program, Ahead, differs).findings[0].kind is FindingKind.PROPERTY
+
+
+class Zeroes(Ahead):
+    """It zeroes a block for no reason, in a pool of one size."""
+
+    def apply(self, event: v.Event) -> v.Observation:
+        if self.state.config.num_blocks != 97:
+            return super().apply(event)
+        answer = SpecEngine.apply(self, event)
+        if isinstance(answer, v.Plan):
+            return replace(answer, new_block_ids_to_zero=(1,))
+        return answer
+
+
+def test_failure_that_a_property_names_is_preferred_to_a_divergence() -> None:
+    actions = (v.Submit(v.Request("A", (0, 0))), v.Schedule())
+    program = Program(v.Config(97, 1, max_model_len=64), actions)
+    (differs,) = play(program, Zeroes, STRICT)
+    assert differs.kind is FindingKind.DIVERGENCE
+    result = CheckResult(CheckOptions(), first=differs, failing_program=program, failed_episode=0)
+    shrink_first(result, Zeroes, lambda _text: None)
+    assert result.first is not None
+    assert result.failure is not None
+    assert result.options.preset == "tiny"
+    assert result.first.property_id == result.failure.findings[0].property_id != ""
+
+
+def test_divergence_of_a_plan_is_told_by_its_first_decision() -> None:
+    told = {
+        Difference("preempted_req_ids", "[B]", "[A]"): "PREEMPTION: the plan preempts [A], the "
+        "spec [B]",
+        Difference("cached A", "there", "-"): "ORDER: request A gets no token of the plan",
+        Difference("cached A num_scheduled_tokens", "2", "1"): "ORDER: request A runs 1 tokens, "
+        "the spec 2",
+        Difference("new B", "there", "-"): "ADMISSION: request B is not admitted",
+        Difference("new B", "-", "there"): "ADMISSION: request B is admitted, and must wait",
+        Difference("new C num_computed_tokens", "4", "2"): "HIT: request C begins at 2 computed "
+        "tokens, the spec at 4",
+        Difference("rows A finish_reason", "None", "length"): "OUTPUT: request A has finish reason "
+        "length, the spec has None",
+        Difference("free_queue", "[1]", "[]"): "as it is",
+    }
+    differences = tuple(reversed(told))
+    for difference, headline in told.items():
+        seen = Finding(FindingKind.DIVERGENCE, "", "engine_equals_spec", "as it is", differences)
+        assert make_headline(seen) == headline
+        differences = tuple(it for it in differences if it != difference)
+
+
+def test_field_that_the_plans_do_not_tell_is_in_the_headline() -> None:
+    field = Difference("num_computed_tokens", "3", "2", "state; worker")
+    found = violated("P26", "plans_alone_rebuild_the_request", "", field, subjects=Subjects(("A",)))
+    assert make_headline(found).endswith("num_computed_tokens is 3 in the state, 2 in the plans")
 
 
 def test_counters_that_cannot_be_are_told_by_field() -> None:

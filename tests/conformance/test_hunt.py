@@ -34,6 +34,7 @@ from blockstep.conformance.protocol.program import Answer, Program
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
 from blockstep.conformance.search import distinct
+from blockstep.conformance.search.call import call_here
 from blockstep.conformance.search.check import InProcess, check
 from blockstep.conformance.search.distinct import Mark, Symptoms, mark_of
 from blockstep.conformance.search.forgiving import (
@@ -46,7 +47,7 @@ from blockstep.conformance.search.forgiving import (
     read_cause,
 )
 from blockstep.conformance.search.found import Defect, HuntResult, gather
-from blockstep.conformance.search.hunt import call_here, hunt
+from blockstep.conformance.search.hunt import hunt
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.conformance.search.wrapped import hide_state, unwrapped
 from blockstep.impl.host import HostEngine
@@ -231,6 +232,9 @@ def test_most_planted_defects_are_told_once() -> None:
         ("looking-is-told-as-a-reset", 1_500),
         ("sessions-with-input-never-give-way", 1_500),
         ("share-counted-before-hits", 3_000),
+        ("hits-credited-twice", 800),
+        ("hit-counts-as-free", 3_000),
+        ("forward-frees", 2_500),
     ],
 )
 def test_one_defect_is_told_once_where_all_is_compared(exhibit: str, events: int) -> None:
@@ -470,12 +474,67 @@ def test_a_session_that_goes_on_has_no_hit(is_hit: bool) -> None:
 
 
 def test_alike_are_those_that_say_the_same_after_the_same_acts_by_comparable_means() -> None:
-    plain = Mark("P1", means=frozenset({"hits"}))
-    assert plain.is_like(Mark("P1", means=frozenset({"hits", "drafts"})))
-    assert Mark("P1").is_like(plain)
-    assert not plain.is_like(Mark("P2", means=frozenset({"hits"})))
-    assert not plain.is_like(Mark("P1", means=frozenset({"drafts"})))
-    assert not plain.is_like(Mark("P1", frozenset({"aborts"}), frozenset({"hits"})))
+    plain = Mark("property P1 a_b", means=frozenset({"hits"}))
+    assert plain.is_like(Mark("property P1 a_b", means=frozenset({"hits", "drafts"})))
+    assert Mark("property P1 a_b").is_like(plain)
+    assert not plain.is_like(Mark("property P2 a_b", means=frozenset({"hits"})))
+    assert not plain.is_like(Mark("property P1 a_b", means=frozenset({"drafts"})))
+    assert not plain.is_like(Mark("property P1 a_b", frozenset({"aborts"}), frozenset({"hits"})))
+
+
+def test_rows_of_a_wrong_length_are_alike_if_they_share_a_means() -> None:
+    """What else their programs ask for delays a row, or leaves it fewer tokens."""
+    saying = "property P24 drafts_are_the_last_scheduled_tokens"
+    grammar = Mark(saying, means=frozenset({"hits", "grammar"}))
+    drafts = replace(grammar, means=frozenset({"hits", "drafts"}))
+    assert grammar.is_like(drafts)
+    assert not grammar.is_like(replace(drafts, means=frozenset({"drafts"})))
+    assert not grammar.is_like(replace(drafts, acts=frozenset({"aborts"})))
+    leaks = replace(grammar, saying="property P1 a_b")
+    assert not leaks.is_like(replace(drafts, saying="property P1 a_b"))
+
+
+@pytest.mark.parametrize("name", distinct.BY_CHANCE)
+def test_checks_that_find_one_defect_are_one_saying(name: str) -> None:
+    def make(name: str) -> Finding:
+        property_id, sentence = name.split()
+        return Finding(FindingKind.PROPERTY, property_id, sentence, "")
+
+    assert distinct.saying(make(name)) == distinct.saying(make(distinct.BY_CHANCE[name]))
+
+
+def test_what_a_failed_check_breaks_at_once_is_one_with_it() -> None:
+    tail, head = "freed_tail_is_evicted_first", "new_blocks_come_from_the_head_of_the_free_queue"
+    freed, taken = Mark(f"property P16 {tail}"), Mark(f"property P16 {head}")
+    assert Symptoms(taken, frozenset({freed})).comes_with(Symptoms(freed))
+    assert not Symptoms(freed, frozenset({taken})).comes_with(Symptoms(taken))
+
+
+def test_corruption_beside_an_admission_beyond_the_pool_is_one_with_it() -> None:
+    admission = "admission_leaves_room_for_the_whole_prompt"
+    admitted = Mark(f"property P8 {admission}", means=frozenset({"hits", "chunks"}))
+    hits = replace(admitted, means=frozenset({"hits"}))
+    written = Symptoms(Mark("property P2 a_b", means=frozenset({"hits"})), frozenset({hits}))
+    assert written.comes_with(Symptoms(admitted))
+    assert Symptoms(admitted).comes_with(written)
+    other = replace(admitted, saying="property P8 c_d")
+    assert not written.comes_with(Symptoms(other))
+    asked = replace(written, own=replace(written.own, saying="property P21 a_b"))
+    assert not asked.comes_with(Symptoms(admitted))
+
+
+def test_a_defect_that_raises_with_blocks_of_one_token_is_one_with_what_it_does_otherwise() -> None:
+    make_engine = Forgiving(build("hits-credited-twice"), frozenset())
+    first, second = (Submit(Request(name, tokens, 1)) for name, tokens in HIT)
+    program = Program(Config(num_blocks=9, block_size=2), (first, second, Schedule()))
+    _, (found, *_) = run_program(program, make_engine)
+    assert found.sentence == "table_holds_the_scheduled_tokens"
+    symptoms = distinct.find_symptoms(program, make_engine, follow(()), found)
+    assert any(mark.is_exception for mark in symptoms.near)
+
+
+HIT = (("A", (0, 0)), ("B", (0, 0, 0)))
+"""Two requests: the second hits the prompt of the first."""
 
 
 def test_an_engine_that_raises_in_two_places_after_the_same_act_has_one_defect() -> None:

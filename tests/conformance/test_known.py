@@ -17,9 +17,10 @@ from blockstep.conformance.protocol.program_file import write_program
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt
 from blockstep.conformance.report.verdict import verdict_text
+from blockstep.conformance.search.call import call_here
 from blockstep.conformance.search.check import CheckResult, InProcess, check
 from blockstep.conformance.search.episodes import EpisodeResult, Loss
-from blockstep.conformance.search.hunt import call_here, hunt
+from blockstep.conformance.search.hunt import hunt
 from blockstep.conformance.search.isolation import LostError
 from blockstep.conformance.search.known import PATIENCE, KnownFindings, read_known
 from blockstep.conformance.search.options import CheckOptions

@@ -24,10 +24,11 @@ from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program
 from blockstep.conformance.protocol.registry import EngineNotFoundError
 from blockstep.conformance.search.arms import compare_arms
+from blockstep.conformance.search.call import call_here
 from blockstep.conformance.search.check import InProcess, check
 from blockstep.conformance.search.episodes import play_episode
 from blockstep.conformance.search.floor import SAFETY_CANARY, release_canary
-from blockstep.conformance.search.hunt import call_here, hunt
+from blockstep.conformance.search.hunt import hunt
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.spec import vocabulary as v
 

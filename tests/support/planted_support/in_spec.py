@@ -81,7 +81,7 @@ def items_do_not_name_blocks(engine: Release) -> None:
 # Order and budgets.
 
 
-@planted("P16 preempted_are_the_last|P16 .*preempt|P16 |P15 ")
+@planted("P16 preempted_priority|PREEMPTION: the plan preempts")
 def most_urgent_is_preempted(engine: Release) -> None:
     engine.replace(
         get_victim_rank=lambda request: (-request.request.priority, -request.request.arrival_time)

@@ -134,6 +134,31 @@ def preempted_wait_at_the_end(scheduler: Any) -> None:
     subclass(scheduler, _preempt_request=preempt)
 
 
+@planted("P16 preempted_priority|PREEMPTION: the plan preempts", "priority")
+def most_urgent_is_preempted(scheduler: Any) -> None:
+    def turn_round(requests: Any) -> None:
+        for request in requests:
+            request.priority = -request.priority
+
+    def schedule(right: Any, self: Any) -> Any:
+        self.turned = list(self.running)
+        turn_round(self.turned)
+        try:
+            return right()
+        finally:
+            turn_round(self.turned)
+            self.turned = []  # a forced reset preempts outside of a schedule
+
+    def preempt(right: Any, self: Any, request: Any, timestamp: float) -> None:
+        if request in self.turned:  # it waits by its own priority
+            self.turned.remove(request)
+            turn_round([request])
+        right(request, timestamp)
+
+    scheduler.turned = []
+    subclass(scheduler, schedule=schedule, _preempt_request=preempt)
+
+
 @planted("P9 (running_stays_within|worker_keeps_at_most)_max_num_seqs")
 def one_more_request_runs(scheduler: Any) -> None:
     scheduler.max_num_running_reqs += 1
@@ -165,6 +190,16 @@ def aborted_are_not_told(scheduler: Any) -> None:
         return done
 
     subclass(scheduler, finish_requests=finish)
+
+
+@planted("P20 |kv_events", "events")
+def stored_blocks_are_not_told(scheduler: Any) -> None:
+    def publish(right: Any, self: Any, *args: Any, **named: Any) -> None:
+        num_before = len(self.kv_event_queue)
+        right(*args, **named)
+        del self.kv_event_queue[num_before:]
+
+    subclass(scheduler.kv_cache_manager.block_pool, cache_full_blocks=publish)
 
 
 @planted("P21 (first_hit_is|told_cached_tokens)|num_cached_tokens")
@@ -206,7 +241,7 @@ def requests_end_a_token_late(scheduler: Any) -> None:
     subclass(scheduler, _update_request_with_output=update)
 
 
-@planted("P13 finish_reason_is_the_one_that_holds")
+@planted("P13 finish_reason_is_the_one_that_holds|OUTPUT: request \\w+ has finish reason")
 def minimum_of_tokens_is_forgotten(scheduler: Any) -> None:
     def update(right: Any, _self: Any, request: Any, tokens: Any) -> Any:
         least, request.sampling_params.min_tokens = request.sampling_params.min_tokens, 0
@@ -218,7 +253,7 @@ def minimum_of_tokens_is_forgotten(scheduler: Any) -> None:
     subclass(scheduler, _update_request_with_output=update)
 
 
-@planted("P14 sampling_leaves_one_token|P12 counters_stay", "drafts")
+@planted("P14 sampling_leaves_one_token|P12 counters_stay|: num_computed_tokens is", "drafts")
 def rejected_draft_counts_as_computed(scheduler: Any) -> None:
     def update(right: Any, self: Any, output: Any, answer: Any) -> Any:
         done = right(output, answer)
@@ -280,7 +315,9 @@ def invalid_blocks_are_passed_over(scheduler: Any) -> None:
 # Items, grammars, sessions.
 
 
-@planted("P22 (encoder_cache_adds_up|only_running_requests_hold)", "encoder")
+@planted(
+    "P22 (encoder_cache_adds_up|only_running_requests_hold)|encoder entries holders is", "encoder"
+)
 def items_are_never_let_go(scheduler: Any) -> None:
     subclass(scheduler, _free_encoder_inputs=lambda *_a, **_n: None)
 

@@ -19,8 +19,8 @@ from blockstep.conformance.report.brief import tell_found
 from blockstep.conformance.report.colour import show
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.report.sentences import SENTENCES
+from blockstep.conformance.search.call import Call, call_here
 from blockstep.conformance.search.check import CheckResult, check
-from blockstep.conformance.search.hunt import Call, call_here
 from blockstep.conformance.search.isolation import (
     BUILD_SECONDS,
     EVENT_SECONDS,

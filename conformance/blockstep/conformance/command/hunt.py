@@ -27,9 +27,10 @@ from blockstep.conformance.report.brief import brief_hunt, tell_hunted
 from blockstep.conformance.report.colour import show
 from blockstep.conformance.report.failure import show_options
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
+from blockstep.conformance.search.call import call_here
 from blockstep.conformance.search.forgiving import Cause, read_cause
 from blockstep.conformance.search.found import Defect, HuntResult, name_of
-from blockstep.conformance.search.hunt import SCOPES, call_here, hunt
+from blockstep.conformance.search.hunt import SCOPES, hunt
 from blockstep.conformance.search.isolation import EVENT_SECONDS, Isolation
 from blockstep.conformance.search.known import read_known
 from blockstep.conformance.search.options import CheckOptions, ExitCode, load

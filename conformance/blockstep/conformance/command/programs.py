@@ -19,10 +19,10 @@ from blockstep.conformance.report.colour import show
 from blockstep.conformance.report.failure import tell_failure
 from blockstep.conformance.report.verdict import render_verdict
 from blockstep.conformance.report.view import make_page
+from blockstep.conformance.search.call import Call
 from blockstep.conformance.search.check import CheckResult, play_program
 from blockstep.conformance.search.corpus import find_programs
 from blockstep.conformance.search.film import Picture, make_film
-from blockstep.conformance.search.hunt import Call
 from blockstep.conformance.search.isolation import Isolation, LostError, RefusedError
 from blockstep.conformance.search.options import CheckOptions, load
 from blockstep.spec.vocabulary import ConfigError

@@ -21,7 +21,7 @@ from blockstep.conformance.protocol.registry import MUSEUM
 from blockstep.conformance.report.score import render_score, score_to_json
 from blockstep.conformance.search.isolation import EVENT_SECONDS, Isolation
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.conformance.search.score import ScoreResult, call_here, score
+from blockstep.conformance.search.score import ScoreResult, score
 from blockstep.spec.profiles import STRICT
 
 
@@ -87,7 +87,7 @@ def score_command(
     )
     is_trusted = engine in TRUSTED or engine.startswith(MUSEUM)
     with console.input_errors(), Isolation(event_seconds) as isolation:
-        call = call_here if is_trusted else isolation.call
+        call = None if is_trusted else isolation.call
         with console.progress(screen, f"scoring {engine}") as advance:
             result = score(wanted, call, lambda now: advance(*_progress(wanted, now)))
     console.say(render_score(result, least / 100), json_path)

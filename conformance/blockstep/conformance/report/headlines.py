@@ -2,15 +2,24 @@
 
 A headline is a class of defect and what is wrong: `CACHE: block 3 is cached before it is full`.
 `{request}` and `{block}` are the first subjects of the finding; subjects that are not named there
-follow. The message of a divergence, a fault or a failed assertion is its headline: it says
-what differs or what was raised.
+follow. If a divergence differs in preempted requests, rows, their tokens, or a finish reason, the
+headline names that decision (`DECISIONS`): the other fields differ as a result. The message of any
+other divergence, of a fault and of a failed assertion is its headline.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
-from blockstep.conformance.protocol.findings import Finding, FindingKind, Subjects, shown
+from blockstep.conformance.protocol.compare import ABSENT
+from blockstep.conformance.protocol.findings import (
+    Difference,
+    Finding,
+    FindingKind,
+    Subjects,
+    shown,
+)
 
 CHARS_MAX = 140
 """Characters of a headline, at most."""
@@ -539,15 +548,61 @@ CHECK_HEADLINES: Mapping[str, str] = {
 """The headline of a finding, by the name of its check."""
 
 
+DECISIONS = (
+    (r"preempted_req_ids", "PREEMPTION: the plan preempts {seen}, the spec {expected}"),
+    (r"cached (?P<request>.+) is absent", "ORDER: request {request} gets no token of the plan"),
+    (r"cached (?P<request>.+) is there", "ORDER: request {request} gets tokens, and must wait"),
+    (
+        r"cached (?P<request>.+) num_scheduled_tokens",
+        "ORDER: request {request} runs {seen} tokens, the spec {expected}",
+    ),
+    (r"new (?P<request>.+) is absent", "ADMISSION: request {request} is not admitted"),
+    (r"new (?P<request>.+) is there", "ADMISSION: request {request} is admitted, and must wait"),
+    (
+        r"new (?P<request>.+) num_computed_tokens",
+        "HIT: request {request} begins at {seen} computed tokens, the spec at {expected}",
+    ),
+    (
+        r"new (?P<request>.+) num_scheduled_tokens",
+        "ADMISSION: request {request} runs {seen} tokens, the spec {expected}",
+    ),
+    (
+        r"rows (?P<request>.+) finish_reason",
+        "OUTPUT: request {request} has finish reason {seen}, the spec has {expected}",
+    ),
+)
+"""Decisions in which spec and engine may differ, causes first: a pattern of the field and the
+headline. ` is absent` or ` is there` follows the field of a row that one plan lacks."""
+WORKER_VIEW = "plans_alone_rebuild_the_request"
+"""The check that compares the worker's view of a request with the state, field by field."""
+
+
 def make_headline(finding: Finding) -> str:
     """Return the headline of a finding, on one line."""
+    if finding.kind is FindingKind.DIVERGENCE and (decision := find_decision(finding.differences)):
+        return shown(decision, CHARS_MAX)
     text = CHECK_HEADLINES.get(finding.sentence, "")
     if finding.kind in BY_MESSAGE or not text:
         return shown(" ".join(finding.message.split()), CHARS_MAX)
     text = fill(text, finding.subjects)
+    if finding.sentence == WORKER_VIEW and finding.differences:
+        field = finding.differences[0]
+        text = f"{text}: {field.field} is {field.expected} in the state, {field.seen} in the plans"
     if finding.kind is FindingKind.LIVENESS:
         text = f"{text}: {finding.message.partition(';')[0]}"
     return shown(text, CHARS_MAX)
+
+
+def find_decision(differences: Sequence[Difference]) -> str:
+    """Return the headline of the first decision in which two plans differ; "" if it is none."""
+    for pattern, text in DECISIONS:
+        for it in differences:
+            is_row = {it.expected, it.seen} == {"there", ABSENT}
+            side = f" is {'absent' if it.seen == ABSENT else 'there'}" if is_row else ""
+            named = re.fullmatch(pattern, it.field + side)
+            if named is not None:
+                return text.format(expected=it.expected, seen=it.seen, **named.groupdict())
+    return ""
 
 
 def fill(text: str, subjects: Subjects) -> str:

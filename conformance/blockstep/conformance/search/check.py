@@ -66,6 +66,8 @@ SHORT_PROGRAM = 10
 SHRUNK_MAX = 3
 """Most failures of one preset that are shrunk."""
 TINY_EPISODES = 300
+NAMED_EPISODES = 100
+"""Tiny episodes in which a failure that a property names is looked for."""
 SECONDS_BETWEEN_WORDS = 0.2
 """Time between two progress messages while a failure is shrunk."""
 
@@ -358,7 +360,8 @@ def shrink_first(
     options = result.options
     said = SaidAtTimes(tell)
     if options.episode is None:
-        _find_shortest(result, make_engine, said)
+        small = _find_shortest(result, make_engine, said)
+        _find_named(result, small, make_engine, said)
     else:
         failed = _failures(options, range(options.episode, options.episode + 1), make_engine, said)
         _adopt_shortest(result, options, failed, make_engine, said)
@@ -390,14 +393,17 @@ class SaidAtTimes:
             self._tell(text)
 
 
-def _find_shortest(result: CheckResult, make_engine: EngineFactory, said: SaidAtTimes) -> None:
-    """Shrink the failure, or a shorter one like it, so that the report fits on a page.
+def _find_shortest(
+    result: CheckResult, make_engine: EngineFactory, said: SaidAtTimes
+) -> list[EpisodeResult]:
+    """Shrink the failure, or one like it that is shorter, so that the report fits on a page.
 
-    A failing program that is short as it was drawn is shrunk at once.
+    A failing program that is short as it was drawn is shrunk at once. Programs of the tiny preset
+    shrink to the shortest ones, and soonest. So failures of the same check are looked for there
+    first, then among the next episodes. If all stay long, any failure of a tiny episode is taken,
+    or any of many more episodes.
 
-    Failures of the same check are first searched with the preset tiny, whose programs shrink best
-    and fastest, then among the next episodes. If all stay long, any failure with the preset tiny is
-    accepted, or any of many more episodes.
+    Returns the failures of tiny episodes; [] if none were played.
     """
     assert result.first is not None
     assert result.failed_episode is not None
@@ -409,7 +415,7 @@ def _find_shortest(result: CheckResult, make_engine: EngineFactory, said: SaidAt
     if _length(own) <= SHORT_PROGRAM:
         _adopt_shortest(result, options, [own], make_engine, said)
         if result.failure is not None:
-            return
+            return []
     small = _failures(tiny, range(TINY_EPISODES), make_engine, said)
     alike = [episode for episode in small if _symptom_of(episode) == wanted]
     _adopt_shortest(result, tiny, alike, make_engine, said)
@@ -424,6 +430,37 @@ def _find_shortest(result: CheckResult, make_engine: EngineFactory, said: SaidAt
         later = range(start + EPISODES_COMPARED, start + EPISODES_COMPARED_MAX)
         failed = _failures(options, later, make_engine, said)
         _adopt_shortest(result, options, failed, make_engine, said)
+    return small
+
+
+def _find_named(
+    result: CheckResult, small: list[EpisodeResult], make_engine: EngineFactory, said: SaidAtTimes
+) -> None:
+    """Replace a failure that was found as a divergence by a short one that a property names.
+
+    A divergence says which field differs, a property says what is wrong, and one wrong decision
+    often shows as both. The property is the one that fails first in most tiny episodes: a cause
+    shows wherever the wrong decision is taken, what comes of it only in some of them.
+
+    `small` are failures of tiny episodes; [] if none were played.
+    """
+    assert result.first is not None
+    if result.first.kind is not FindingKind.DIVERGENCE or result.failure is None:
+        return
+    tiny = replace(result.options, preset=TINY.name)
+    failed = small or _failures(tiny, range(NAMED_EPISODES), make_engine, said)
+    counts = Counter(map(_symptom_of, failed))
+    for symptom, _ in counts.most_common():
+        if symptom[0] is not FindingKind.PROPERTY:
+            continue
+        named = replace(result, failure=None)
+        alike = [episode for episode in failed if _symptom_of(episode) == symptom]
+        _adopt_shortest(named, tiny, alike, make_engine, said)
+        if _is_short(named):
+            result.failure, result.first = named.failure, named.first
+            result.options, result.failed_episode = named.options, named.failed_episode
+            result.failing_program = named.failing_program
+        return
 
 
 def _failures(

@@ -1,4 +1,4 @@
-"""Hunt jobs: work of a hunt that is done in the engine's process (see `Call` of `hunt`).
+"""Hunt jobs: work of a hunt that is done in the engine's process (see `call`).
 
 Arguments and results are plain values, since they cross process boundaries.
 """

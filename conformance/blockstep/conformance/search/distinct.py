@@ -1,23 +1,27 @@
-"""Distinct: whether two failures of an engine are one defect that shows twice.
+"""Distinct: decides whether two failures of an engine are one defect.
 
-Nothing says so but the engine's code, and a hunt does not read it. So two failures are one defect
+Only the engine's code could tell for certain, and a hunt does not read it. Two failures count as
+one defect
 
-1. if they say the same (`saying`), their shrunk programs do the same beside steps (abort, reset,
-   pause), and the one uses all the means of the other: features of config and requests, and hits,
-   chunks and preemptions; where a program can do without, it does (`relax`). Whatever an engine
-   raises after such an act counts as the same: where it notices, it raises;
-2. or if one is a symptom of the other: both come at the same event, each with the other
-   (`comes_with`); or a plain program of the one goes on to what the other says, which needs no
-   less, or comes to it with another bound of its config or without an act (`comes_of`).
+1. if the same check fails (`saying`), both shrunk programs contain the same client actions, such as
+   aborts, and one program needs every means of the other: features of config and requests, and
+   hits, chunks and preemptions. Means that the program can do without are removed first (`relax`).
+   Exceptions after the same client action count as the same, for an engine raises wherever it
+   notices. Of a row that is too long one means in common is enough;
+2. or if one is a symptom of the other: both appear at the same event in both programs
+   (`comes_with`); or one program, if it is run on, leads to the other failure without needing more
+   means, or is the other failure with another bound, with smaller blocks or without a client action
+   (`comes_of`).
 
 A quirk that accounts for one failure and causes another one is dropped (`find_refuted`): the engine
 decides like that release by chance.
 
-Where this is wrong. Two defects are told as one if they break the same sentence by the same acts,
-and one of them needs more means: a block lost when a hit is preempted, and another lost when any
-request is. So are two that schedule other requests than the specification by the same acts, and
-break no property. The second shows once the first is repaired. One defect is told as two if it
-breaks two sentences and neither program comes near the other: a broken pool may end as anything.
+Where this is wrong. Two defects are reported as one if they fail the same check after the same
+client actions and one of them needs more means: a block lost when a hit is preempted, and another
+block lost when any request is preempted. The same holds for two defects that schedule other
+requests than the specification and fail no check, and for two causes of rows that are too long. The
+second one is reported once the first is repaired. One defect is reported as two if it fails two
+checks and no program shows both: a pool that is out of count may end in any failure.
 """
 
 from __future__ import annotations
@@ -50,31 +54,45 @@ from blockstep.conformance.protocol.program import (
     Propose,
 )
 from blockstep.conformance.search.forgiving import ForgivenEngine
-from blockstep.conformance.search.simpler import simpler_configs
+from blockstep.conformance.search.simpler import simpler_configs, with_block_size
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import Profile
 
 ACTS = tuple(it for it in FEATURES if it.actions and it not in (DRAFTS, GRAMMAR))
-"""Features that are something done, which a step alone does not do."""
+"""Features that are actions of a client, such as aborts."""
 PLENTY = 64
-"""Blocks and tokens with which a short program is short of nothing."""
+"""Number of blocks, and of tokens per step, that no short program uses up."""
 STEPS_TO_END = 4
-"""Steps in which a request of a short program ends by itself."""
+"""Steps after which the requests of a short program have finished."""
 BY_CHANCE = {
     "P4 published_block_was_written": "P3 published_block_holds_the_right_prefix",
     "P4 attended_slot_was_written": "P3 attended_slot_holds_the_right_prefix",
     "P4 block_still_to_be_written_is_not_published": "P3 published_block_holds_the_right_prefix",
+    "P16 preempted_tail_is_evicted_first": "P16 freed_tail_is_evicted_first",
+    "P24 placeholder_stands_for_a_draft_after_the_last_plan": (
+        "P24 drafts_are_the_last_scheduled_tokens"
+    ),
 }
-"""Sentences that say the same as another: a slot was used before, or it was not, or the state
-told so before the worker did."""
+"""Checks that find the same defect as another check, by that check. Which of them fails depends on
+the run: whether a slot was used before, whether the state or the worker shows it first, whether a
+request was preempted or finished, and whether a token of the request is in flight."""
 SHAPE = frozenset({"P9", "P12", "P24", "P26"})
-"""Properties of what a plan says, apart from what is in memory: a row of a wrong length is in
-disagreement with everything that it is held to."""
+"""Properties of the shape of a plan, apart from what is in memory. A row of a wrong length breaks
+several of them."""
 LENGTH = frozenset({"P9", "P24"})
-"""Those of them that say how long a row, or a plan, may be."""
+"""Those of them that limit the length of a row or of a plan."""
+TOO_LONG = frozenset(
+    {
+        "property P24 drafts_are_the_last_scheduled_tokens",
+        "property P9 row_stays_within_its_caps",
+        "property P9 row_stays_within_max_model_len",
+        "property P9 plan_stays_within_token_budget",
+    }
+)
+"""Sayings of a row that runs more tokens than it may."""
 OF_LENGTH = frozenset({"table_holds_the_scheduled_tokens", "plans_alone_rebuild_the_request"})
-"""Sentences that such a row breaks of P26. By another one the row should not be, or begins
-elsewhere: then it is wrong in all that it reads and writes."""
+"""Checks of P26 that a row of a wrong length fails. If another check of P26 fails, the row should
+not exist or begins at a wrong position, so all that it reads and writes is wrong."""
 MEMORY = frozenset(
     {
         "written_block_is_in_one_place",
@@ -82,37 +100,47 @@ MEMORY = frozenset(
         "attended_slot_is_of_the_same_adapter_salt_and_items",
     }
 )
-"""Sentences of what the rows of a plan write and read, which a row of a wrong length need not
-break: it ends elsewhere than it should, in blocks that are as they were."""
+"""Checks of what the rows of a plan read and write, which a row of a wrong length need not fail:
+its blocks are the right ones."""
 CONSEQUENCES = {
     "P1": frozenset({"P2", "P3", "P4", "P6", "P10"}),
     "P3": frozenset({"P4", "P6"}),
 }
-"""What becomes of a state that breaks a property: of a pool that is out of count, who is in a block
-and what, and who waits for one; of a block under a wrong name, what is read there."""
+"""Properties that a state breaks because it breaks another one. A pool that is out of count has
+blocks with wrong holders and contents, and requests that wait for blocks. A block under a wrong key
+is read by requests with other tokens."""
+AT_ONCE = {
+    "P8 admission_leaves_room_for_the_whole_prompt": CONSEQUENCES["P1"] | {"P1"},
+    "P16 freed_tail_is_evicted_first": frozenset(
+        {"P16 new_blocks_come_from_the_head_of_the_free_queue"}
+    ),
+}
+"""Properties and checks that fail at the same event because a check fails. An admission that takes
+more blocks than are free leaves the pool out of count. Blocks that a step frees in a wrong order
+are taken in a wrong order."""
 RAISED = "engine_raises_nothing"
-"""The sentence of whatever an engine raises."""
+"""The name of the check that fails when an engine raises."""
 _NAMES = re.compile(r"0x[0-9a-f]+|'[^']*'|\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What tells one failure from another."""
+    """The features of a failure by which it is compared with others."""
 
     saying: str
     acts: frozenset[str] = frozenset()
-    """What is done beside steps: features that are actions of a client, such as aborts."""
+    """Client actions in the program, such as aborts, by the name of their feature."""
     means: frozenset[str] = frozenset()
-    """The other features that the program asks for, and whether it hits, chunks or preempts."""
+    """Other features that the program uses, and of hits, chunks and preempts those that occur."""
 
     @property
     def property_id(self) -> str:
-        """ "P1" ..., "" if no property names it."""
+        """The property that is broken, such as P1; "" if none is."""
         return self.saying.split(" ")[1]
 
     @property
     def is_divergence(self) -> bool:
-        """Whether spec and engine differ, and no property is broken."""
+        """Whether the failure is a difference between spec and engine, and no broken property."""
         return self.saying.startswith(FindingKind.DIVERGENCE)
 
     @property
@@ -121,24 +149,29 @@ class Mark:
         return RAISED in self.saying
 
     def is_akin(self, other: Mark) -> bool:
-        """Whether both say something of the shape of a plan."""
+        """Whether both break a property of the shape of a plan."""
         return {self.property_id, other.property_id} <= SHAPE
 
     def is_like(self, other: Mark) -> bool:
-        """Whether both say the same after the same acts, and one by all the means of the other."""
+        """Whether the same check fails after the same acts, and one has all means of the other."""
         is_alike = self.saying == other.saying or (
             bool(self.acts) and self.is_exception and other.is_exception
         )
         can_compare = self.means <= other.means or other.means <= self.means
+        if self.saying in TOO_LONG:  # other means only delay the row
+            can_compare = can_compare or bool(self.means & other.means)
         return self.acts == other.acts and is_alike and can_compare
 
     def is_same(self, other: Mark) -> bool:
-        """Whether both say the same after the same acts, by the same means."""
+        """Whether the same check fails after the same acts, with the same means."""
         return self.means == other.means and self.is_like(other)
 
 
 def saying(finding: Finding, raised_at: str = "") -> str:
-    """What a finding says, without numbers and names; of a fault where it was raised."""
+    """Return the failed check and its message without numbers and names.
+
+    `raised_at`: where the engine raised, if the finding is a fault.
+    """
     name = f"{finding.property_id} {finding.sentence}"
     name = f"{finding.kind} {BY_CHANCE.get(name, name)}"
     match finding.kind:
@@ -162,12 +195,20 @@ def _is_of_a_row(difference: Difference) -> bool:
 
 
 def can_follow(later: str, state: str) -> bool:
-    """Whether what breaks one property may have to come of a state that breaks another."""
+    """Return whether a state that breaks property `state` may lead to a failure of `later`."""
     return later in CONSEQUENCES.get(state, ())
 
 
+def comes_at_once(later: Mark, state: Mark) -> bool:
+    """Return whether failure `state` leads to failure `later`, at the same event or afterwards."""
+    check, cause = (mark.saying.partition(" ")[2] for mark in (later, state))
+    if {later.property_id, check} & AT_ONCE.get(cause, frozenset()):
+        return True
+    return can_follow(later.property_id, state.property_id)
+
+
 def list_masked(first: Finding, beside: Sequence[Finding]) -> list[Finding]:
-    """What is found beside a row that is too long, and may be wrong by itself."""
+    """Return the findings beside a row that is too long that may be defects of their own."""
     shapes = (it for it in beside if it.property_id in SHAPE - LENGTH)
     if first.property_id not in LENGTH or any(it.sentence not in OF_LENGTH for it in shapes):
         return []
@@ -180,7 +221,7 @@ def list_masked(first: Finding, beside: Sequence[Finding]) -> list[Finding]:
 
 
 def saying_of_loss(message: str) -> str:
-    """The same of an engine that did not live: how it ended, and in which event."""
+    """Return the saying of a crash or a hang: how the engine ended, and in which event."""
     how, _, where = message.partition(" at: ")
     return f"lost {_masked(how)} {where.partition(' ')[0]}"
 
@@ -190,7 +231,7 @@ def _masked(text: str) -> str:
 
 
 def list_asked(program: Program) -> Iterator[Feature]:
-    """The features that a program asks for. A hit tells more than that hits are allowed."""
+    """Yield the features that a program uses, except prefix caching: hits are counted instead."""
     asked: list[v.Config | v.Request] = [program.config]
     asked += [action.request for action in program.actions if isinstance(action, v.Submit)]
     for feature in FEATURES:
@@ -201,9 +242,10 @@ def list_asked(program: Program) -> Iterator[Feature]:
 
 
 def _list_outcomes(run: LockStep) -> Iterator[str]:
-    """What plans show; a session that goes on is told anew, with what it has, and hits nothing.
+    """Yield hits, chunks and preempts as the plans show them, those of the specification included
+    where the engine's plan differs.
 
-    So do the specification's plans, where the engine should have planned otherwise.
+    A session that continues gets a new row with the tokens that it has computed, which is no hit.
     """
     having: set[v.RequestId] = set()
     for exchange in run.exchanges:
@@ -229,7 +271,7 @@ def _list_outcomes_of(plan: v.Plan, having: set[v.RequestId]) -> Iterator[str]:
 
 
 def mark_of(program: Program, run: LockStep, finding: Finding) -> Mark:
-    """The mark of a failure to which a run of the program came."""
+    """Return the mark of a finding of a run of the program."""
     engine = run.engine
     raised_at = engine.raised_at if isinstance(engine, ForgivenEngine) else ""
     asked = set(list_asked(program))
@@ -244,44 +286,47 @@ def mark_of(program: Program, run: LockStep, finding: Finding) -> Mark:
     return Mark(saying(finding, raised_at), frozenset(acts), frozenset(means))
 
 
-# What is one defect.
+# Symptoms.
 
 
 @dataclass(frozen=True, slots=True)
 class Symptoms:
-    """The mark of a failure, and those that its program comes to beside it."""
+    """The mark of a failure, and the marks of other failures of its program and of plainer ones."""
 
     own: Mark
     beside: frozenset[Mark] = frozenset()
-    """At the same event."""
+    """Failures at the same event."""
     onward: frozenset[Mark] = frozenset()
-    """If the run goes on as though nothing were wrong, to its end and a drain."""
+    """Failures at that event and later, if the run continues to the end of its requests."""
     near: frozenset[Mark] = frozenset()
-    """Instead of its own, without an act, with a bound or a feature of the config out of the way,
-    or at the same event with more blocks or tokens."""
+    """Failures of variants of the program in which its own failure does not occur: without an act,
+    a bound or a feature, with blocks of one token, or with more blocks or tokens per step."""
     length: int = 0
-    """Actions of the program."""
+    """Number of actions of the program."""
 
     def comes_with(self, other: Symptoms) -> bool:
-        """Whether both come at the same event: each with the other, or as what has to come.
+        """Whether both failures appear at the same event in both programs.
 
-        A divergence that breaks no property comes with a property where the same fields differ.
+        In one program is enough if one failure leads to the other (`comes_at_once`), if both break
+        properties of the shape of a plan, or if one is a divergence of the same fields.
         """
         mine = any(map(self.own.is_like, other.beside))
         others = any(map(other.own.is_like, self.beside))
         if (mine and self.own.is_divergence) or (others and other.own.is_divergence):
             return True
         if not self.own.is_akin(other.own):
-            mine = mine and (others or can_follow(other.own.property_id, self.own.property_id))
-            return mine or (others and can_follow(self.own.property_id, other.own.property_id))
+            mine = mine and (others or comes_at_once(other.own, self.own))
+            return mine or (others and comes_at_once(self.own, other.own))
         third = any(it.is_like(this) for it in self.beside for this in other.beside)
         return mine or others or third
 
     def comes_of(self, cause: Symptoms) -> bool:
-        """Whether the other goes on to this, or is this in another config or as long a program.
+        """Whether this failure is a symptom of the defect behind `cause`.
 
-        A longer program often holds a shorter one's defect as well; so if this goes on to the
-        other it must do just the same, and what comes of the other cannot do without its means.
+        It is if a variant of this program fails as the cause does, if the cause's program fails
+        like this when it is run on, or if no longer a program fails in both ways. A longer program
+        often contains the defect of a shorter one as well. So if this program is run on to the
+        cause, its means must be the same, and a symptom needs the means of its cause.
         """
         return (
             any(map(cause.own.is_like, self.near))
@@ -296,11 +341,11 @@ class Symptoms:
 
 
 Play = Callable[[Program], tuple[LockStep, list[Finding]] | None]
-"""Runs a program until something is wrong; None if the engine cannot have its config."""
+"""Runs a program until a finding; returns None if the engine refuses its config."""
 
 
 def play_with(make_engine: EngineFactory, profile: Profile) -> Play:
-    """Runs programs on engines of a factory."""
+    """Return a function that runs programs on engines of a factory."""
 
     def play(program: Program) -> tuple[LockStep, list[Finding]] | None:
         try:
@@ -314,9 +359,9 @@ def play_with(make_engine: EngineFactory, profile: Profile) -> Play:
 def find_symptoms(
     program: Program, make_engine: EngineFactory, profile: Profile, first: Finding
 ) -> Symptoms:
-    """The symptoms of a shrunk program, which failed with `first`.
+    """Return the symptoms of a shrunk program that failed with `first`.
 
-    The engine is one of `Forgiving`, so that what it raises is told by where.
+    The factory is a `Forgiving`, whose engines note where they raise.
     """
 
     play = play_with(make_engine, profile)
@@ -347,7 +392,7 @@ def find_symptoms(
 
 
 def _list_marks(played: tuple[LockStep, list[Finding]] | None, program: Program) -> list[Mark]:
-    """The marks of what is wrong at the end of a run."""
+    """Return the marks of the findings of a run."""
     if played is None:
         return []
     run, findings = played
@@ -355,14 +400,17 @@ def _list_marks(played: tuple[LockStep, list[Finding]] | None, program: Program)
 
 
 def mark_plainly(program: Program, mark: Mark, play: Play) -> Mark:
-    """The mark of what a program comes to, where that does without what it can."""
+    """Return the mark of a failure of a program after all means that it can do without are gone."""
     program = relax(program, mark.saying, play)
     played = _list_marks(play(program), program)
     return next((it for it in played if it.saying == mark.saying), mark)
 
 
 def relax(program: Program, says: str, play: Play) -> Program:
-    """The program where nothing is short and nobody in a hurry, as far as it fails as before."""
+    """Return the program with plain requests, one plan at a time and plenty of blocks and tokens.
+
+    A change is made only if the program still fails in the same way.
+    """
     changes = (_submit_plainly, _take_turns, _let_end, _ask_for_resets, _give_blocks, _give_tokens)
     for change in changes:
         plainer = change(program)
@@ -372,7 +420,7 @@ def relax(program: Program, says: str, play: Play) -> Program:
 
 
 def _submit_plainly(program: Program) -> Program:
-    """No request is a mistake of a client: what is taken of one is a request like others."""
+    """Return the program with hostile requests submitted as plain ones."""
     actions = (
         it.event if isinstance(it, Hostile) and isinstance(it.event, v.Submit) else it
         for it in program.actions
@@ -381,7 +429,7 @@ def _submit_plainly(program: Program) -> Program:
 
 
 def _take_turns(program: Program) -> Program:
-    """One plan in flight at a time, and drafts from outside."""
+    """Return the program with one plan in flight at a time, and drafts proposed from outside."""
     config = replace(program.config, max_frames_in_flight=1, async_scheduling=False)
     turn: tuple[Action, ...] = (v.Schedule(), Answer())
     if DRAFTS.is_asked_by(config):
@@ -394,7 +442,7 @@ def _take_turns(program: Program) -> Program:
 
 
 def _let_end(program: Program) -> Program:
-    """Aborted requests end by themselves."""
+    """Return the program with steps in place of each abort, so that the requests finish."""
     end = (v.Schedule(), Answer()) * STEPS_TO_END
     actions: list[Action] = []
     for action in program.actions:
@@ -403,7 +451,7 @@ def _let_end(program: Program) -> Program:
 
 
 def _ask_for_resets(program: Program) -> Program:
-    """No reset by force."""
+    """Return the program with plain resets in place of forced ones."""
     actions = (v.Reset() if it == v.Reset(True) else it for it in program.actions)
     return replace(program, actions=tuple(actions))
 
@@ -419,13 +467,13 @@ def _give_tokens(program: Program) -> Program:
 
 
 def _go_on(program: Program, make_engine: EngineFactory, profile: Profile) -> Iterator[Mark]:
-    """What the program comes to if nobody minds its findings: to its end, and a drain."""
+    """Yield the marks of all findings if the run continues after them, to a drain at its end."""
     run = start_program(program, make_engine, profile)
     steps = (v.Schedule(), Answer()) * STEPS_TO_END
     for action in (*program.actions, *steps, Drain()):
         try:
             findings = run.perform(action)
-        except Exception:  # whoever judges has lost count by now
+        except Exception:  # the judges may fail after a finding
             return
         yield from (mark_of(program, run, finding) for finding in findings)
         if any(finding.kind is FindingKind.FAULT for finding in findings):
@@ -433,7 +481,7 @@ def _go_on(program: Program, make_engine: EngineFactory, profile: Profile) -> It
 
 
 def _list_roomier(program: Program) -> Iterator[Program]:
-    """The program in a larger pool, with a larger budget of tokens, and with both."""
+    """Yield the program in a larger pool, with a larger token budget, and with both."""
     for roomier in (_give_blocks(program), _give_tokens(program)):
         if roomier != program:
             yield roomier
@@ -441,8 +489,8 @@ def _list_roomier(program: Program) -> Iterator[Program]:
 
 
 def _list_plainer(program: Program) -> Iterator[Program]:
-    """The programs without a feature or a bound of the config, in no smaller a pool, and those
-    without one of the acts."""
+    """Return the program without each act, without each feature or bound of its config in no
+    smaller a pool, and with blocks of one token."""
     for act in set(list_asked(program)).intersection(ACTS):
         left = tuple(it for it in program.actions if not isinstance(it, act.actions))
         yield replace(program, actions=left)
@@ -450,3 +498,7 @@ def _list_plainer(program: Program) -> Iterator[Program]:
     for config in simpler_configs(program.config):
         if (config.num_blocks, config.block_size) == sizes:
             yield replace(program, config=config)
+    if program.config.block_size > 1:  # the same tokens in more blocks
+        finer = with_block_size(program.config, 1)
+        num_blocks = program.config.num_blocks * program.config.block_size
+        yield replace(program, config=replace(finer, num_blocks=num_blocks))

@@ -1,13 +1,13 @@
-"""Hunt: every distinct defect of an engine, not only the first one.
+"""Hunt: finds every distinct defect of an engine, not only the first one.
 
-A check stops at the first finding. A hunt goes on: it shrinks what failed, finds out which known
-defects account for it, forgives those from then on (`forgiving`), and plays the same episode again.
-So each defect is found by a run in which nobody knew of it, and only named afterwards.
+A check stops at the first finding. A hunt continues: it shrinks the failing program, looks for the
+known defects that account for the failure, forgives those from then on (`forgiving`), and plays the
+same episode again. So each defect is found by a run that did not expect it, and named afterwards.
 
-Where nothing known accounts for it, nothing can be forgiven: the episode ends there, another is
-drawn, and what is found again is told from what is new (`distinct`). An engine that is judged by
-the properties alone is hunted once more with its state hidden, if that is what was wrong: what
-stood behind shows in its plans and answers.
+A failure that no known defect accounts for cannot be forgiven. Its episode ends there, and the hunt
+continues with another one; `distinct` decides whether later failures are the same defect. If the
+state of an engine that is held to `safety` was wrong, the hunt is repeated with the state hidden,
+so that defects in plans and answers are found too.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from blockstep.conformance.draw.presets import SMALL, TINY
-from blockstep.conformance.engine import Capability, EngineFactory, Safety
+from blockstep.conformance.engine import Capability, Safety
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.search import digging
+from blockstep.conformance.search.call import Call
 from blockstep.conformance.search.distinct import (
     Mark,
     Symptoms,
@@ -49,59 +49,23 @@ from blockstep.conformance.search.isolation.place import lose_episode
 from blockstep.conformance.search.known import play_known, tell_counts, tell_untried
 from blockstep.conformance.search.lookouts import LOOKOUTS, Lookout, can_take
 from blockstep.conformance.search.options import CheckOptions, find_profile, get_wish
-from blockstep.conformance.search.wrapped import hide_state
 from blockstep.spec.profiles import Quirk
 
 SCOPES = (TINY.name, SMALL.name)
 EPISODES_PER_BATCH = 32
 SHORT = 10
-"""Actions of a program for which no shorter one is looked for."""
+"""A shrunk program of so many actions is short enough to forgive its cause at once."""
 PATIENCE = 6
-"""Failures of one cause, or of one saying with nothing new in it, that are shrunk, at most."""
+"""Most failures of one cause, or in a row of one saying without a new defect, that are shrunk."""
 LOOKOUT_EPISODES = 1000
-"""Episodes in which a decision is looked out for, at most."""
+"""Most episodes that are played to find one surprising decision."""
 LOSSES_MAX = 12
-"""Engines that are lost before a hunt ends: each may have cost the seconds of an event."""
-
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
-
-
-class Call(Protocol):
-    """Where a hunt has its work done: in this process, or in others (`Isolation.call`)."""
-
-    def __call__(
-        self,
-        function: Callable[[CheckOptions, EngineFactory, *Ts], T],
-        options: CheckOptions,
-        *args: *Ts,
-        on_part: Callable[[Any], None] = ...,
-    ) -> T:
-        """What the function comes to with the engine; what it yields goes to `on_part`."""
-        ...
-
-
-def call_here(make_engine: EngineFactory) -> Call:
-    """Work in this process, with this engine."""
-
-    def call(
-        function: Callable[[CheckOptions, EngineFactory, *Ts], T],
-        options: CheckOptions,
-        *args: *Ts,
-        on_part: Callable[[Any], None] = lambda _part: None,
-    ) -> T:
-        hunted = hide_state(make_engine) if options.hide_state else make_engine
-        value = function(options, hunted, *args)
-        if isinstance(value, Iterator):
-            for part in value:
-                on_part(part)
-        return value
-
-    return call
+"""A hunt ends after so many crashes or hangs of the engine: each may take the time limit of an
+event."""
 
 
 class Hunter:
-    """One hunt: what is forgiven by now, and what was found."""
+    """One hunt: the causes that are forgiven so far, and the defects found."""
 
     def __init__(
         self,
@@ -126,22 +90,22 @@ class Hunter:
         self._on_progress = on_progress
         self._on_found = on_found
         self._told: set[str] = set()
-        """Sayings of failures that `on_found` was given."""
+        """Sayings of the failures that were given to `on_found`."""
         self._pool = pool
         profile = find_profile(options.profile)
         self._quirks = tuple(sorted(profile.quirks) if profile.quirks else Quirk)
         if ground.facts.equivalence == Safety().name:
             self._quirks = ()  # the specification's decisions are not asked for
         self._named: dict[tuple[Cause, ...], list[Defect]] = {}
-        """Programs for one set of causes."""
+        """Defects by the causes that account for them."""
         self._failures: list[Defect] = []
-        """What nothing accounts for, in the order in which it was seen."""
+        """Failures that no known defect accounts for, in the order in which they were seen."""
         self._groups: list[Group] = []
-        """The same, by what is one defect."""
+        """The same failures, those of one defect in one group."""
         self._in_vain: Counter[str] = Counter()
-        """Failures in a row that were shrunk and were nothing new, by what they said at first."""
+        """Shrunk failures in a row that were no new defect, by their first saying."""
         self._last: dict[str, int] = {}
-        """Which of the failures those that said this were taken for last."""
+        """Index of the failure that the last failure of each saying was counted with."""
         self._num_lost = 0
         self._end = 0
         """Events after which the hunt ends."""
@@ -150,7 +114,7 @@ class Hunter:
         self._groups = gather(self._failures)
 
     def hunt(self) -> HuntResult:
-        """Play the budget at each scope, then look out for surprising decisions."""
+        """Play the budget at each scope, then look for surprising decisions."""
         if self.options.episode is not None:
             self._play_batch(self.options, range(self.options.episode, self.options.episode + 1), 1)
         else:
@@ -169,7 +133,7 @@ class Hunter:
         return self.result
 
     def _leave_out_known(self, found: list[Defect], groups: list[Group]) -> list[Defect]:
-        """The defects of which no known program is an example; the others are counted."""
+        """Return the defects that no known program shows; failures of the others are counted."""
         counts: Counter[str] = Counter()
         defects = []
         for members in [[defect] for defect in found] + [group.defects for group in groups]:
@@ -183,7 +147,7 @@ class Hunter:
         return defects
 
     def _play_budget(self, budget: int) -> None:
-        """Play so many events at each scope, and half as many with the state hidden."""
+        """Play `budget` events at each scope, and half as many with the state hidden if need be."""
         self._end = budget * len(self.scopes)
         self._pass(budget, hides=self.options.hide_state)
         if self._hides_something():
@@ -202,7 +166,10 @@ class Hunter:
                 start = self._play_batch(options, indices, end - self.result.num_events)
 
     def _play_batch(self, options: CheckOptions, indices: Sequence[int], max_events: int) -> int:
-        """Play some episodes, or one until nothing new fails in it; the index of the next."""
+        """Play episodes up to a failure, and that one until no new cause is found in it.
+
+        Returns the index of the next episode.
+        """
         episodes = self._play(options, indices, max_events)
         last = episodes[-1]
         while last.first is not None and self._learn(options, last):
@@ -215,10 +182,9 @@ class Hunter:
     def _play(
         self, options: CheckOptions, indices: Sequence[int], max_events: int
     ) -> list[EpisodeResult]:
-        """Episodes up to the first that fails, or in which the engine is lost.
+        """Return the results of episodes up to the first that fails or loses the engine.
 
-        They are the same however many are played side by side: what was played behind the last of
-        them is dropped.
+        They do not depend on the number of jobs: episodes played after the last one are dropped.
         """
         if self._pool is None or len(indices) == 1:
             parts: Iterator[list[EpisodeResult]] = iter(
@@ -240,7 +206,7 @@ class Hunter:
     def _play_apart(
         self, pool: Executor, options: CheckOptions, indices: Sequence[int], max_events: int
     ) -> Iterator[list[EpisodeResult]]:
-        """Episodes in order, in parts that are played side by side."""
+        """Yield the results in the order of episodes, in parts that are played side by side."""
         size = -(-len(indices) // self.options.jobs)
         parts = [indices[start : start + size] for start in range(0, len(indices), size)]
         futures = [pool.submit(self._play_part, options, part, max_events) for part in parts]
@@ -254,7 +220,7 @@ class Hunter:
     def _play_part(
         self, options: CheckOptions, indices: Sequence[int], max_events: int
     ) -> list[EpisodeResult]:
-        """Episodes up to the first that fails, or in which the engine is lost, in one place."""
+        """Return the results of episodes up to the first that fails or loses the engine."""
         episodes: list[EpisodeResult] = []
         wanted = (self.forgiven, indices, max_events)
         try:
@@ -264,7 +230,7 @@ class Hunter:
         return episodes
 
     def _learn(self, options: CheckOptions, episode: EpisodeResult) -> bool:
-        """Shrink and explain a failure; whether the episode should be played again."""
+        """Shrink and explain a failure; return whether the episode should be played again."""
         if episode.loss is not None:
             self._lose(self._describe(options, episode))
             return False
@@ -292,7 +258,7 @@ class Hunter:
         return should_play_again
 
     def _take_back(self, refuted: Collection[Cause]) -> None:
-        """Drop some quirks from the profile, and name the failures anew that they accounted for."""
+        """Drop quirks from the profile, and look for other causes of the failures of each."""
         self.forgiven = self.forgiven.difference(refuted)
         names = {cause.name for cause in refuted}
         self._quirks = tuple(quirk for quirk in self._quirks if quirk not in names)
@@ -315,7 +281,7 @@ class Hunter:
                     self._name(replace(defect, options=options, forgiven=self.forgiven), dug)
 
     def _name(self, defect: Defect, dug: digging.Dug) -> bool:
-        """Put a failure to what accounts for it; whether its episode should be played again."""
+        """Store a failure under its causes; return whether its episode should be played again."""
         said = saying(defect.first)
         defect = replace(defect, shrunk=dug.shrunk, causes=dug.causes)
         defect = replace(defect, first=dug.first, raised_at=dug.raised_at)
@@ -325,7 +291,7 @@ class Hunter:
             return False
         tried = self._named.setdefault(dug.causes, [])
         tried.append(defect)
-        # What has two causes at once may come apart in another program.
+        # Another program may show one of two causes alone.
         is_plain = len(dug.causes) == 1 and defect.length <= SHORT
         is_done = is_plain or len(tried) >= PATIENCE
         if is_done:
@@ -333,7 +299,7 @@ class Hunter:
         return is_done
 
     def _dig_masked(self, options: CheckOptions, episode: EpisodeResult) -> None:
-        """Shrink what else was wrong at the event, where it may be a defect by itself."""
+        """Shrink other findings at the event that may be defects of their own."""
         assert episode.first is not None
         for finding in list_masked(episode.first, episode.beside):
             said = saying(finding)
@@ -353,7 +319,7 @@ class Hunter:
                 self._group(said, replace(dug_up, first=dug.first, is_masked=True))
 
     def _describe(self, options: CheckOptions, episode: EpisodeResult) -> Defect:
-        """A failure that nobody has looked into."""
+        """Return a failure as a defect that was not shrunk yet."""
         assert episode.first is not None
         return Defect(
             causes=(),
@@ -368,7 +334,7 @@ class Hunter:
         )
 
     def _lose(self, defect: Defect) -> None:
-        """Note an engine that did not live, and end the hunt when that is all that happens."""
+        """Note a crash or a hang of the engine, and end the hunt after `LOSSES_MAX` of them."""
         assert defect.loss is not None
         said = saying_of_loss(defect.loss.message)
         symptoms = Symptoms(Mark(said))
@@ -378,7 +344,7 @@ class Hunter:
             self.result.stopped = f"the engine did not live {self._num_lost} times"
 
     def _group(self, said: str, defect: Defect) -> None:
-        """Put a failure to those that are the same defect, or by itself."""
+        """Put a failure into the group of its defect, or into a new one."""
         shown = self._show_state(defect)
         if shown and all(finding.sentence != defect.first.sentence for finding, _ in shown):
             defect = replace(defect, behind=name_of(shown[0][0]))
@@ -399,13 +365,13 @@ class Hunter:
         self._groups = groups
 
     def _count_again(self, said: str) -> None:
-        """Count a failure that is not looked into."""
+        """Count a failure that is not shrunk with the last one of its saying."""
         last = self._failures[self._last[said]]
         self._failures[self._last[said]] = replace(last, num_seen=last.num_seen + 1)
         self.result.num_again[said] += 1
 
     def _show_state(self, defect: Defect) -> Sequence[tuple[Finding, Mark]]:
-        """What ends a program that was found with the state hidden, where it is judged as well."""
+        """Return the findings of a program with its state judged, if it was hidden before."""
         if not defect.options.hide_state or defect.shrunk is None:
             return ()
         shown = replace(defect.options, hide_state=False)
@@ -415,7 +381,7 @@ class Hunter:
             return ()
 
     def _hides_something(self) -> bool:
-        """Whether a state was found wrong where plans and answers are not, or not yet."""
+        """Return whether a failure of the state does not show in plans and answers."""
         is_judged = self.ground.facts.equivalence == Safety().name
         if not is_judged or Capability.SNAPSHOT not in self.ground.capabilities:
             return False
@@ -432,7 +398,7 @@ class Hunter:
         return False
 
     def _look_out(self, lookout: Lookout) -> None:
-        """Play small episodes until it sees something, at most so many."""
+        """Play tiny episodes until the decision is seen, at most `LOOKOUT_EPISODES`."""
         options = replace(self.options, preset=TINY.name)
         for start in range(0, LOOKOUT_EPISODES, EPISODES_PER_BATCH):
             indices = range(start, min(start + EPISODES_PER_BATCH, LOOKOUT_EPISODES))
@@ -459,20 +425,20 @@ def hunt(
     known: Mapping[str, Program] = MappingProxyType({}),
     on_found: Callable[[Defect], None] = lambda _defect: None,
 ) -> HuntResult:
-    """Everything that is wrong with an engine, each defect once, with a program for it.
+    """Return every defect of an engine that is found, each once and with a program.
 
     Args:
         options: Seed, budget in events for each scope, depth. The profile says whose quirks may
-            account for what is found; one without quirks: all that there are. With `episode`, only
-            this one is played, at the preset of the options.
-        call: Where the engine is: `call_here(factory)`, or `Isolation.call`.
-        on_progress: Told the share that is done, and a line about it.
-        scopes: Presets that are played.
-        forgiven: Passed over from the start.
-        on_found: Given the first failure of each saying, before it is made short.
-        known: Programs whose defects are counted and are no findings, by their files.
-        pool: Threads in which `call` may be called, as many as `jobs` of the options: episodes are
-            played side by side. What is found is the same.
+            may account for a failure; a profile without quirks stands for all quirks. With
+            `episode`, only this one is played, at the preset of the options.
+        call: Calls functions with the engine: `call_here(factory)`, or `Isolation.call`.
+        on_progress: Given the share that is done, 0 to 1, and a line about it.
+        scopes: Presets whose episodes are played.
+        forgiven: Known causes that are forgiven from the start.
+        on_found: Given the first failure of each saying, before it is shrunk.
+        known: Programs whose defects are counted and not reported, by file.
+        pool: Threads that use `call`, as many as `jobs` of the options. The defects are the same
+            with and without.
 
     Raises:
         EngineNotFoundError: if the engine cannot be loaded.
@@ -480,6 +446,6 @@ def hunt(
     """
     try:
         hunter = Hunter(options, call, on_progress, scopes, forgiven, pool, known, on_found)
-    except LostError as lost:  # nobody could even be asked
+    except LostError as lost:  # the engine was lost before the first event
         return HuntResult(options, digging.UNKNOWN, [describe_loss(options, lost.loss)])
     return hunter.hunt()

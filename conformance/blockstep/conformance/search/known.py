@@ -1,9 +1,9 @@
 """Known findings: saved programs whose failures a check or a hunt suppresses.
 
 Each program is played at the start. A program that does not fail any more is reported.
-A later failure is known if it is the same defect as one of the programs, by the rule that tells the
-defects of a hunt apart (`found.gather`): so it is shrunk first. After `PATIENCE` failures of one
-saying that were all known, the next ones that say the same are taken for known without a look.
+A later failure is shrunk, and it is known if `found.gather` counts it as one defect with one of the
+programs. After `PATIENCE` known failures in a row of one saying, further failures of that saying
+count as known and are not shrunk.
 """
 
 from __future__ import annotations
@@ -12,31 +12,28 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import read_program
 from blockstep.conformance.search import digging
+from blockstep.conformance.search.call import Call
+from blockstep.conformance.search.check import CheckResult
 from blockstep.conformance.search.corpus import find_programs
 from blockstep.conformance.search.distinct import Mark, Symptoms, saying, saying_of_loss
 from blockstep.conformance.search.episodes import EpisodeResult, Loss
+from blockstep.conformance.search.forgiving import Cause
 from blockstep.conformance.search.found import Defect, gather
 from blockstep.conformance.search.isolation import LostError, RefusedError
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec.profiles import Quirk
 from blockstep.spec.vocabulary import ConfigError
 
-if TYPE_CHECKING:
-    from blockstep.conformance.search.check import CheckResult
-    from blockstep.conformance.search.forgiving import Cause
-    from blockstep.conformance.search.hunt import Call
-
 PATIENCE = 6
-"""Failures in a row of one saying that are shrunk and known, before the next is taken for known."""
+"""Known failures in a row of one saying after which the next is not shrunk."""
 
 
 def read_known(path: Path) -> dict[str, Program]:
-    """The programs of a file, or of a folder and those in it, by the name of their file.
+    """Return the programs of a file or a folder, folders in it included, by the name of their file.
 
     Raises:
         TraceError: a file holds no program, or there is none.
@@ -47,7 +44,7 @@ def read_known(path: Path) -> dict[str, Program]:
 
 @dataclass(frozen=True, slots=True)
 class KnownProgram:
-    """A known program, and what it came to."""
+    """A known program and its defect."""
 
     name: str
     defect: Defect | None
@@ -56,7 +53,7 @@ class KnownProgram:
     """Why it could not be played on this engine; "" if it was."""
 
     def is_one_of(self, defects: Sequence[Defect]) -> bool:
-        """Whether its failure is among these, or has the same causes as one."""
+        """Return whether its failure is one of `defects`, or has the same causes as one of them."""
         mine = self.defect
         return mine is not None and any(
             it is mine or (bool(it.causes) and it.causes == mine.causes) for it in defects
@@ -70,7 +67,7 @@ def play_known(
     forgiven: frozenset[Cause] | None = None,
     quirks: Sequence[Quirk] = (),
 ) -> list[KnownProgram]:
-    """Play known programs. `forgiven` and `quirks` are those of a hunt (`digging.dig`)."""
+    """Play known programs and return the results; other arguments as of `digging.dig`."""
     played = []
     for name, program in programs.items():
         asked = replace(options, program=name)
@@ -90,7 +87,7 @@ def play_known(
 def describe(
     options: CheckOptions, dug: digging.Dug | None = None, loss: Loss | None = None
 ) -> Defect:
-    """A failure as `gather` compares them: of an engine that lived, or of one that was lost."""
+    """Return a failure as a defect for `gather`; `loss` is given if the engine was lost."""
     if dug is None:
         assert loss is not None
         symptoms = Symptoms(Mark(saying_of_loss(loss.message)))
@@ -102,7 +99,8 @@ def describe(
 
 
 def tell_counts(played: Sequence[KnownProgram], counts: Mapping[str, int]) -> dict[str, int | None]:
-    """Failures like those of each program, None if it does not fail, by its file."""
+    """Return the number of failures of the defect of each program, by its file; None if the program
+    does not fail."""
     return {
         it.name: None if it.defect is None else counts.get(it.name, 0)
         for it in played
@@ -111,31 +109,31 @@ def tell_counts(played: Sequence[KnownProgram], counts: Mapping[str, int]) -> di
 
 
 def tell_untried(played: Sequence[KnownProgram]) -> list[str]:
-    """The programs that could not be played, each with the reason."""
+    """Return the programs that could not be played, each with the reason."""
     return [f"{it.name}: {it.why_untried}" for it in played if it.why_untried]
 
 
 class KnownFindings:
-    """The known programs of one check, and how many failures each was found to account for."""
+    """The known programs of one check, and the number of failures of each one's defect."""
 
     def __init__(self, options: CheckOptions, call: Call, programs: Mapping[str, Program]) -> None:
         self._call = call
         self.played = play_known(options, call, programs)
         self.counts: Counter[str] = Counter()
-        """Failures that were suppressed, by the name of the program."""
+        """Suppressed failures, by the name of the program."""
         self._in_a_row: Counter[str] = Counter()
-        """Failures that were looked into and known, since one was not, by what they said."""
+        """Known failures in a row, by their saying."""
         self._last: dict[str, str] = {}
-        """The program that the last failure of a saying was known by."""
+        """The known program of the last failure of each saying."""
 
     def conclude(self, result: CheckResult) -> None:
-        """Put into a result what was suppressed, which programs do not fail any more, and why some
-        were not played."""
+        """Put into a result the suppressed failures of each program, and why programs were not
+        played."""
         result.known_programs = tell_counts(self.played, self.counts)
         result.skipped.update(tell_untried(self.played))
 
     def find(self, options: CheckOptions, episode: EpisodeResult) -> str | None:
-        """The known program whose defect made an episode fail, by name, counted; None if none."""
+        """Return and count the known program whose defect made an episode fail, if there is one."""
         said = _saying_of(episode)
         is_taken_for_known = self._in_a_row[said] >= PATIENCE
         name = self._last[said] if is_taken_for_known else self._find(options, episode)

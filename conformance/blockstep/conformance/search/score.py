@@ -1,7 +1,7 @@
-"""Score: many programs on both sides, what they did alike, and the first difference of each kind.
+"""Score: plays programs on both sides, counts what agrees, and shrinks the first differences.
 
-The programs are drawn as those of a check, from (preset, seed, index), with the specification as
-the one who answers; nothing is in them that the engine lacks or should refuse, and no id twice.
+The programs are drawn as those of a check, from (preset, seed, index); the specification's answers
+steer the draw. They contain nothing that the engine lacks or must reject, and no request id twice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
-from typing import Any, Protocol
 
 from blockstep.conformance.draw.actions import SeededDraw, View, next_action
 from blockstep.conformance.engine import EngineFactory, get_traits
@@ -20,6 +19,7 @@ from blockstep.conformance.lockstep.score import Aspect, ScoreRun, score_program
 from blockstep.conformance.protocol.features import HOSTILE, find_lacking
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action, Drain, Program
+from blockstep.conformance.search.call import Call, call_here
 from blockstep.conformance.search.episodes import Loss, draw_options, fit_config
 from blockstep.conformance.search.floor import look, require_wish
 from blockstep.conformance.search.isolation import LostError
@@ -36,62 +36,62 @@ from blockstep.spec.profiles import Profile
 
 EPISODES_PER_BATCH = 8
 CONTRACT = "plan/1"
-"""What is counted and how; it rises when the same engine could get another score."""
+"""Version of the counting rules; it rises when the same engine could get another score."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredEpisode:
-    """What one episode came to. Small: it crosses process borders."""
+    """The counts of one episode. It is small, for it is sent between processes."""
 
     index: int
     num_events: int
     counts: dict[Aspect, tuple[int, int]]
-    """Of each kind: how many there were, and how many agreed."""
+    """By aspect: how many were compared, and how many agreed."""
     skipped: dict[str, int]
     program: Program | None
-    """The program, if anything differed."""
+    """The program, if something differed."""
     first: Finding | None
-    """Why the engine could not go on, if it could not."""
+    """The finding that ended the episode; None if it ended by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstDifference:
-    """Where something differed first."""
+    """The first difference of one aspect."""
 
     episode: int
     num_actions: int
-    """Of the program before it was shrunk."""
+    """Number of actions of the program before it was shrunk."""
     shrunk: Shrunk | None
-    """None: it was not seen again, so the engine is not deterministic."""
+    """None if the difference did not occur again, so the engine is not deterministic."""
 
 
 @dataclass(slots=True)
 class ScoreResult:
-    """What was counted, and against what."""
+    """The counts of all episodes, and the first differences."""
 
     options: CheckOptions
     engine_version: str = ""
     num_episodes: int = 0
     num_events: int = 0
-    """That the engine was given."""
+    """Events given to the engine."""
     seconds: float = 0.0
     total: Counter[Aspect] = field(default_factory=Counter)
     agreed: Counter[Aspect] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
     firsts: dict[Aspect, FirstDifference] = field(default_factory=dict)
     num_stuck: int = 0
-    """Episodes in which the engine could not go on."""
+    """Episodes that a finding ended."""
     stuck: Finding | None = None
-    """Why, in the first of them, `stuck_episode`."""
+    """The finding of the first of them, `stuck_episode`."""
     stuck_episode: int | None = None
     loss: Loss | None = None
-    """What became of an engine that did not live."""
+    """How the engine was lost, if it crashed or hung."""
     shrinking: Aspect | None = None
-    """Of what the first difference is being made short, once all is counted."""
+    """The aspect whose first difference is being shrunk, after the counting."""
 
     @property
     def against(self) -> str:
-        """What the engine was measured against."""
+        """The version and the profile that the engine was measured against."""
         try:
             number = metadata.version("blockstep")
         except metadata.PackageNotFoundError:
@@ -99,12 +99,12 @@ class ScoreResult:
         return f"blockstep {number}, profile {self.options.profile}"
 
     def share(self, aspect: Aspect) -> float | None:
-        """The part that agreed, 0 to 1; None if there was nothing to agree in."""
+        """Return the share that agreed, 0 to 1; None if nothing was compared."""
         total = self.total[aspect]
         return self.agreed[aspect] / total if total else None
 
     def exit_code(self, least: float = 0.0) -> ExitCode:
-        """What the process should end with, where every share has to be `least` or more."""
+        """Return the exit code of the process; every share must be at least `least`."""
         if self.stuck is not None or self.loss is not None:
             return ExitCode.FAILED
         if not self.total[Aspect.STEPS]:
@@ -114,41 +114,14 @@ class ScoreResult:
         return ExitCode.FAILED if is_less else ExitCode.CONFORMS
 
 
-class Call(Protocol):
-    """Calls a function with an engine, as `Isolation.call` does."""
-
-    def __call__(
-        self,
-        function: Callable[..., Any],
-        options: CheckOptions,
-        *args: Any,
-        on_part: Callable[[Any], None] = ...,
-    ) -> Any:
-        """What the function comes to; what it yields goes to `on_part`."""
-        ...
-
-
-def call_here(
-    function: Callable[..., Any],
-    options: CheckOptions,
-    *args: Any,
-    on_part: Callable[[Any], None] = lambda _part: None,
-) -> Any:
-    """Call a function in this process."""
-    value = function(options, load(options), *args)
-    if not isinstance(value, Iterator):
-        return value
-    for part in value:
-        on_part(part)
-    return None
-
-
 def score(
     options: CheckOptions,
-    call: Call = call_here,
+    call: Call | None = None,
     on_progress: Callable[[ScoreResult], None] = lambda _result: None,
 ) -> ScoreResult:
-    """Score an engine until the budget is spent, then make the first differences short.
+    """Score an engine until the budget is spent, then shrink the first difference of each kind.
+
+    `call` is where the engine runs; None: in this process.
 
     Raises:
         EngineNotFoundError: if the engine cannot be loaded.
@@ -156,6 +129,7 @@ def score(
     """
     started = time.perf_counter()
     get_wish(options)
+    call = call or call_here(load(options))
     result = ScoreResult(options)
     failing: dict[Aspect, ScoredEpisode] = {}
 
@@ -177,7 +151,7 @@ def score(
             program, index = failing[aspect].program, failing[aspect].index
             assert program is not None
             firsts = result.firsts.values()
-            # What is short already and of the same episode may show this, too.
+            # A program that was shrunk for another aspect of the episode may show this one too.
             short = [it.shrunk.program for it in firsts if it.shrunk and it.episode == index]
             shrunk = call(shrink_difference, options, [*short, program], aspect)
             result.firsts[aspect] = FirstDifference(index, len(program.actions), shrunk)
@@ -218,18 +192,18 @@ def _add(result: ScoreResult, episode: ScoredEpisode, failing: dict[Aspect, Scor
             failing.setdefault(aspect, episode)
 
 
-# What is called with the engine, in a process of its own where it is not trusted.
+# Functions that a `Call` gives the engine.
 
 
 def get_version(_options: CheckOptions, make_engine: EngineFactory) -> str:
-    """Which version of it an engine is."""
+    """Return the version of the engine."""
     return str(get_traits(make_engine).version)
 
 
 def play_scores(
     options: CheckOptions, make_engine: EngineFactory, indices: range
 ) -> Iterator[ScoredEpisode]:
-    """Score these episodes."""
+    """Yield the counts of these episodes."""
     for index in indices:
         run, program, findings = play_scored(options, index, make_engine)
         counts = {aspect: (it.total, it.agreed) for aspect, it in run.tallies().items()}
@@ -247,7 +221,7 @@ def play_scores(
 def play_scored(
     options: CheckOptions, index: int, make_engine: EngineFactory
 ) -> tuple[ScoreRun, Program, list[Finding]]:
-    """Draw one program while both sides play it."""
+    """Draw one program while both sides play it; return run, program and findings."""
     draw = SeededDraw(f"{options.preset}/{options.seed}/{index}")
     swarm = draw_options(options, draw, make_engine)
     config, missing = fit_config(swarm.config, make_engine)
@@ -275,8 +249,8 @@ def play_scored(
 
 
 def _under_a_new_name(action: Action, names: set[v.RequestId]) -> Action:
-    """The action; a request with the id of an earlier one, which may have ended on one side only,
-    gets another."""
+    """Return the action, with another id for a request whose id was used before: the earlier
+    request may have finished on one side only."""
     if not isinstance(action, v.Submit) or action.request.request_id not in names:
         return action
     name = f"{action.request.request_id}.{len(names)}"
@@ -286,10 +260,8 @@ def _under_a_new_name(action: Action, names: set[v.RequestId]) -> Action:
 def shrink_difference(
     options: CheckOptions, make_engine: EngineFactory, programs: Sequence[Program], aspect: Aspect
 ) -> Shrunk | None:
-    """The smallest program found in which something of this kind differs, as in one of these.
-
-    None if it does in none of them, now that they are played again.
-    """
+    """Return the first of these programs in which the aspect differs, shrunk; None if it differs in
+    none."""
     play = partial(play_for, aspect)
     profile = find_profile(options.profile)
     for program in programs:
@@ -302,6 +274,6 @@ def shrink_difference(
 def play_for(
     aspect: Aspect, program: Program, make_engine: EngineFactory, profile: Profile
 ) -> tuple[ScoreRun, list[Finding]]:
-    """Play a program on both sides; a finding if they differ in something of this kind."""
+    """Play a program on both sides; return the run, and a finding if the aspect differs."""
     run, _ = score_program(program, make_engine, profile)
     return run, run.differing(aspect)

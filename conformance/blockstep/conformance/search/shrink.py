@@ -176,7 +176,9 @@ class Shrinker:
             self._rename()
         except _Budget:
             pass
-        findings = sorted(self.findings, key=lambda it: get_symptom(it) != self._wanted)
+        findings = self.findings
+        if self._wanted[0] is not FindingKind.DIVERGENCE:  # a property says more than a divergence
+            findings = sorted(findings, key=lambda it: get_symptom(it) != self._wanted)
         return conclude(self.best, self.run, findings, self._num_runs)
 
     def _try(self, program: Program) -> bool:
