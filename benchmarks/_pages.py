@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Span: TypeAlias = tuple[str, int, int]
 """A qualified name, and the first and last line."""
@@ -53,3 +54,31 @@ def find_functions(text: str) -> list[Span]:
 def get_innermost(line: int, spans: Sequence[Span]) -> str:
     """Return the name of the last span that contains a line; "" if none does."""
     return next((name for name, first, last in reversed(spans) if first <= line <= last), "")
+
+
+def make_parser(name: str, description: str | None, num_events: int) -> argparse.ArgumentParser:
+    """Return the parser of a page that is made by playing: its options are --events and --seed."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--events", type=int, default=num_events, help="of default draws")
+    parser.add_argument("--seed", type=int, default=0, help="of the episodes")
+    return parser
+
+
+def play_episodes(
+    run_episode: Any, options: Any, make_engine: Any, num_events: int
+) -> Iterator[Any]:
+    """Yield episodes of `run_episode` as `check` plays them, until they have this many events.
+
+    Raises AssertionError for an episode with a finding.
+    """
+    num_played = index = 0
+    while num_played < num_events:
+        episode = run_episode(options, index, make_engine)
+        assert episode.first is None, f"episode {index} of {options}: {episode.first}"
+        num_played += episode.num_events
+        index += 1
+        yield episode

@@ -10,7 +10,6 @@ Exit code 1: something unreached has no reason, or an episode failed.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import json
@@ -22,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks._pages import get_commit
+from benchmarks._pages import get_commit, make_parser, play_episodes
 from benchmarks.coverage.page import (
     WHOLE_MODULES,
     Module,
@@ -36,31 +35,35 @@ from benchmarks.coverage.page import (
 REACHED = Path(__file__).with_name("reached.json")
 REASONS = Path(__file__).with_name("unreached.toml")
 EVENTS = 150_000
-"""Events with preset small: the default budget of `blockstep check`."""
+"""Of preset small: the default of `blockstep check`."""
+RELEASES = ("0.11.0", "0.12.0", "0.19.1", "0.23.0", "0.27.0", "0.33.0")
+"""These have all quirks between them; nothing of the spec may be imported yet to list them."""
+FEATURES = (("encoder",), ("groups", "drafts"), ("states", "drafts"), ("transfers", "states"))
+"""Features of every config of a run: together they are rare in default draws."""
 PLAYED = (
-    ("host", "strict", "tiny", 3),
-    ("host", "strict", "small", 1),
+    ("host", "strict", "tiny", 3, ()),
+    ("host", "strict", "small", 1, ()),
+    *(("host", "strict", "small", 15, features) for features in FEATURES),
     *(
-        ("spec", f"vllm-{release}", preset, 15)
-        for release in ("0.11.0", "0.12.0", "0.19.1", "0.23.0", "0.27.0", "0.33.0")
+        ("spec", f"vllm-{release}", preset, 15, ())
+        for release in RELEASES
         for preset in ("tiny", "small")
     ),
+    *(
+        ("spec", f"vllm-{release}", "small", 15, features)
+        for release in ("0.11.0", "0.19.1", "0.33.0")
+        for features in (*FEATURES[1:3], ("sessions", "masks"))
+        if release != "0.11.0" or features == ("groups", "drafts")
+    ),
 )
-"""Runs as (engine, profile, preset, divisor of EVENTS). The release of a profile is not installed
-here (`make vllm` installs it), so the spec with its quirks is compared with itself. These six
-releases have all quirks between them; they are listed here, since the spec may not be imported
-yet."""
+"""(engine, profile, preset, one part in so many of EVENTS, features of every config). The release
+of a profile is not installed here (`make vllm` brings it), so the spec with its quirks is held to
+itself."""
 
 
 def main() -> int:
     """Play, read what was reached, and write it."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.coverage",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("--events", type=int, default=EVENTS, help="of strict, preset small")
-    parser.add_argument("--seed", type=int, default=0, help="of the episodes")
+    parser = make_parser("coverage", __doc__, EVENTS)
     parser.add_argument("--only", help="report on modules beginning so; writes nothing")
     parser.add_argument("--json", type=Path, help="where the numbers go")
     args = parser.parse_args()
@@ -98,11 +101,13 @@ def measure(num_events: int, seed: int) -> tuple[list[Module], dict[str, int]]:
     tracer.start()
     check: Any = importlib.import_module("blockstep.conformance.search.check")
     counts: dict[str, int] = {}
-    for engine, profile, preset, part in PLAYED:
-        options = check.CheckOptions(engine=engine, profile=profile, preset=preset, seed=seed)
-        counts[f"engine {engine}, profile {profile}, preset {preset}"] = play(
-            check, options, max(num_events // part, 1)
+    for engine, profile, preset, part, features in PLAYED:
+        options = check.CheckOptions(
+            engine=engine, profile=profile, preset=preset, seed=seed, with_features=features
         )
+        told = f"engine {engine}, profile {profile}, preset {preset}"
+        told += f", with {' and '.join(features)}" * bool(features)
+        counts[told] = play(check, options, max(num_events // part, 1))
     tracer.stop()
     files = sorted(folder.rglob("*.py"))
     names = {f"spec/{file.relative_to(folder).as_posix()}": file for file in files}
@@ -128,13 +133,8 @@ def play(check: Any, options: Any, num_events: int) -> int:
     if options.engine == "spec":
         profile = check.find_profile(options.profile)
         make_engine = partial(make_engine, profile=profile)
-    played, index = 0, 0
-    while played < num_events:
-        episode = check.run_episode(options, index, make_engine)
-        assert episode.first is None, f"episode {index} of {options}: {episode.first}"
-        played += episode.num_events
-        index += 1
-    return played
+    episodes = play_episodes(check.run_episode, options, make_engine, num_events)
+    return sum(episode.num_events for episode in episodes)
 
 
 def get_versions() -> dict[str, str]:

@@ -9,13 +9,12 @@ not reached and has no reason, or one with a reason was.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks._pages import get_commit
+from benchmarks._pages import get_commit, make_parser, play_episodes
 from benchmarks.pairs.page import list_empty, list_wrong
 
 from blockstep.conformance.search.episodes import run_episode
@@ -35,14 +34,7 @@ PLAYED: tuple[tuple[tuple[str, ...], int], ...] = (
 
 def main() -> int:
     """Play, and write the counts."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pairs",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("--events", type=int, default=EVENTS, help="of default draws")
-    parser.add_argument("--seed", type=int, default=0, help="of the episodes")
-    args = parser.parse_args()
+    args = make_parser("pairs", __doc__, EVENTS).parse_args()
     played, counts = play(args.events, args.seed)
     empty, wrong = list_empty(counts), list_wrong(counts)
     for cell in empty:
@@ -62,21 +54,12 @@ def play(num_events: int, seed: int) -> tuple[dict[str, int], Counter[str]]:
     counts: Counter[str] = Counter()
     for names, part in PLAYED:
         options = CheckOptions(engine="spec", seed=seed, with_features=names)
+        episodes = [*play_episodes(run_episode, options, load(options), num_events // part)]
+        for episode in episodes:
+            counts.update(episode.pairs)
         text = " ".join(["check", *[f"--with {name}" for name in names]])
-        played[text] = play_options(options, num_events // part, counts)
+        played[text] = sum(episode.num_events for episode in episodes)
     return played, counts
-
-
-def play_options(options: CheckOptions, num_events: int, counts: Counter[str]) -> int:
-    """Play episodes up to a number of events, and count their cells; returns the events played."""
-    make_engine, num_played, index = load(options), 0, 0
-    while num_played < num_events:
-        episode = run_episode(options, index, make_engine)
-        assert episode.first is None, f"episode {index} of {options}: {episode.first}"
-        counts.update(episode.pairs)
-        num_played += episode.num_events
-        index += 1
-    return num_played
 
 
 if __name__ == "__main__":

@@ -220,10 +220,10 @@ def test_a_stale_table_falls(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyP
 
     def stale(self: Batch, cached: CachedRow) -> Any:
         row = self.rows[cached.request_id]
-        before = self.block_tables[:, row.index].copy()
+        before = self.arrays.block_tables[:, row.index].copy()
         made = start(self, cached)
         if cached.resumed:
-            self.block_tables[:, row.index] = before
+            self.arrays.block_tables[:, row.index] = before
         return made
 
     monkeypatch.setattr(Batch, "_start_cached", stale)

@@ -363,6 +363,8 @@ class EngineTraits:
     """Known differences, whose findings are let pass."""
     out_of_reach: frozenset[str] = frozenset()
     """Coverage goals that cannot be reached, and are not required."""
+    out_of_reach_with: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """The same where every config has a feature, by the name of the feature."""
     workarounds: Mapping[str, str] = field(default_factory=dict)
     """Options of theirs that hide a defect, each with that defect in words: `blockstep hunt`
     switches them off."""

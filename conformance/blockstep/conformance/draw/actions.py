@@ -147,7 +147,8 @@ def submit(view: View, draw: Draw) -> Action:
         return v.Submit(draw_twin(swarm, draw, name, index, client.preempted_texts))
     if swarm.has(PINS) and client.turns and draw.chance(50):
         return v.Submit(draw_turn(swarm, draw, name, index, client.turns))
-    if client.live and draw.chance(12):  # blocks are shared by requests with equal keys
+    # Requests with equal keys share blocks. Few tokens have a state behind them that can be shared.
+    if client.live and draw.chance(70 if swarm.config.has_states else 12):
         others = [(it, it.prompt_token_ids) for it in client.live.values()]
         return v.Submit(draw_twin(swarm, draw, name, index, others))
     return v.Submit(draw_request(swarm, draw, name, index, client.texts))
@@ -325,7 +326,8 @@ def pause(_view: View, draw: Draw) -> Action:
 def reset(view: View, draw: Draw) -> Action:
     """Reset the prefix cache, with or without preemption of running requests; sometimes the store
     as well."""
-    return v.Reset(draw.chance(50), view.swarm.has(TRANSFERS) and draw.chance(60))
+    is_forced = draw.chance(90 if _weigh_rare_resets(1, view) else 50)
+    return v.Reset(is_forced, view.swarm.has(TRANSFERS) and draw.chance(60))
 
 
 def hostile(view: View, draw: Draw) -> Action:
@@ -422,6 +424,32 @@ def _has_preempted(view: View) -> bool:
     return plan is not None and bool(plan.preempted_req_ids)
 
 
+def _weigh_rare_resets(weight: int, view: View) -> int:
+    """Return the weight of a reset that would meet frames in flight as it rarely does; else 0.
+
+    They have loads, are not asynchronous, and the store has nothing else under way; or there may be
+    sessions, and there is none. Several releases take a forced reset in flight only then.
+    """
+    now, may_have_sessions = view.client, view.swarm.has(SESSIONS)
+    is_moving = now.transfers.loading or now.transfers.sending
+    if not now.plans or is_moving or (may_have_sessions and now.sessions):
+        return 0
+    has_loads = any(not load.is_async for plan in now.plans for load in plan.kv_loads)
+    if has_loads and not view.swarm.config.async_scheduling:
+        return weight * 40
+    if not may_have_sessions:
+        return 0
+    is_last = any(list_ending(plan, now.live, now.said) for plan in now.plans)
+    return weight * (16 if is_last else 4)
+
+
+def _is_newest_unplanned(view: View) -> bool:
+    """Whether the newest unfinished request has no row in the last plan."""
+    plan, newest = view.client.last_plan, next(reversed(view.client.live), None)
+    rows = () if plan is None else plan.rows
+    return newest is not None and all(row.request_id != newest for row in rows)
+
+
 def _is_ambush(view: View) -> bool:
     """Return whether the last plan preempted a request and has a row of a request that is still
     live.
@@ -468,7 +496,8 @@ def _weight(name: str, view: View) -> int:
     if name == "fork":
         return weight * 3 if list_ready(view.client) else 2
     if name == "reset":
-        return weight * (1 + 5 * (not view.client.live) + view.swarm.has(TRANSFERS))
+        usual = weight * (1 + 5 * (not view.client.live) + view.swarm.has(TRANSFERS))
+        return _weigh_rare_resets(weight, view) or usual
     if name == "schedule" and not view.client.live:
         return 4
     if name == "schedule" and _is_pipeline_full(view):
@@ -481,6 +510,8 @@ def _weight(name: str, view: View) -> int:
         return 4  # no event there: it sets how many drafts will be accepted
     if name == "submit" and view.swarm.is_crowded:
         return weight * 3
+    if name == "submit" and view.swarm.config.has_states and _is_newest_unplanned(view):
+        return weight * 5  # two requests with equal states in one step
     if name == "submit" and view.client.preempted_texts and _has_preempted(view):
         return weight * 2
     return weight

@@ -59,6 +59,9 @@ def draw_groups(
     )
     if RECURRENT in wanted or (RECURRENT not in unwanted and draw.chance(45)):
         groups = _add_states(groups, config, draw, may_replace=not wanted)
+        if not is_storm and draw.chance(50):  # several requests have a chunk in one step
+            budget = 3 * config.max_num_batched_tokens
+            config = replace(config, max_num_batched_tokens=budget)
     config = replace(config, groups=groups)
     num_tokens = config.num_usable_blocks * config.block_size
     least = max(config.num_usable_blocks, _count_least(config))

@@ -57,7 +57,7 @@ def draw_report(transfers: Transfers, draw: Draw) -> Report:
     recving = [name for name in transfers.loading if draw.chance(60)]
     sending = [name for name in transfers.sending if draw.chance(60)]
     if draw.chance(10):
-        recving += draw.choice((recving, transfers.over, ["nobody"]))
+        recving += draw.choice((recving, [*transfers.received], transfers.over, ["nobody"]))
         sending += draw.choice((sending, transfers.over, ["nobody"]))
     if draw.chance(5):
         recving, sending = sending, recving

@@ -15,7 +15,7 @@ of appearance follows from the state alone, and no permutations have to be tried
 from __future__ import annotations
 
 import marshal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from itertools import chain
 from typing import Any, TypeAlias
@@ -26,6 +26,7 @@ from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     AllBlocksCleared,
+    BlockId,
     BlockKey,
     BlockTables,
     KVEvent,
@@ -84,21 +85,10 @@ class Canonicaliser:
         for name in order:
             request = state.requests[name]
             for block_id in chain.from_iterable(request.block_tables):
-                if block_id not in places:
-                    places[block_id] = len(places)
+                places.setdefault(block_id, len(places))
             requests.append(_request_form(request, labels[name], places))
-        held = sorted(state.transfers.held.values(), key=lambda entry: labels[entry.request_id])
-        for block_id in chain.from_iterable(chain(*(entry.block_tables for entry in held))):
-            if block_id not in places:
-                places[block_id] = len(places)
-        for deferred in pool.deferred_frees:
-            for block_id in deferred.block_ids:
-                if block_id not in places:
-                    places[block_id] = len(places)
-        for pin in state.pins.pins:
-            for block_id in chain.from_iterable(pin.block_tables):
-                if block_id not in places:
-                    places[block_id] = len(places)
+        for block_id in chain.from_iterable(_list_other_tables(state, labels)):
+            places.setdefault(block_id, len(places))
         contents = [
             _NO_KEY if key is None else self._content(key)
             for key in (pool.block_keys[block_id] for block_id in places)
@@ -188,6 +178,24 @@ class Canonicaliser:
             ),
             [(renamed(tokens), extras) for tokens, extras in contents],
         )  # fmt: skip
+
+
+def _list_other_tables(
+    state: State, labels: Mapping[RequestId, Any]
+) -> Iterator[tuple[BlockId, ...]]:
+    """Yield the tables of blocks that no unfinished request need have: of transfers, frames and
+    pins.
+    """
+    held = sorted(state.transfers.held.values(), key=lambda entry: labels[entry.request_id])
+    for entry in held:
+        yield from entry.block_tables
+    for deferred in state.pool.deferred_frees:
+        yield deferred.block_ids
+    for pin in state.pins.pins:
+        yield from pin.block_tables
+    for frame in state.frames:
+        for load in frame.loads:
+            yield from load.block_ids
 
 
 def _request_form(request: RequestState, label: object, places: dict[int, int]) -> Form:

@@ -62,5 +62,9 @@ FORKED = (
     World("crowned", "branches with an EAGLE head: lookahead slots after the copied block",
         v.Config(6, 2, 2, 4, 4, **_HEAD, **_FORKED), _alike("AB", 1, 3), aborts=True, forks=True,
         expected=Counts(4_410, 22_644, 26_804, 27)),
+    World("pictured", "a branch of a prompt without outputs: it reads the item again",
+        v.Config(4, 2, 2, 4, 4, encoder_compute_budget=1, encoder_cache_size=1, **_FORKED),
+        _alike("AB", 2, 2, items=(v.MultiModalItem("x", 1, 1),)), aborts=True, forks=True,
+        expected=Counts(357, 1_318, 2_102, 17)),
 )  # fmt: skip
 """Each is walked within a minute."""

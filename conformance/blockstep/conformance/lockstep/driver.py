@@ -596,7 +596,12 @@ class LockStep(Runner):
                 return [], why
             if not plan.rows:
                 break
-        return self.perform(Answer()), ""
+        before = self.last
+        findings = self.perform(Answer())
+        last = self.last
+        if findings or last is None or last is before or not isinstance(last.seen, v.Rejected):
+            return findings, ""
+        return [], f"the answer to the oldest plan is refused: {last.seen.detail}"
 
     def _end_transfers(self) -> list[Finding]:
         """Complete all loads and reads of the store."""
@@ -609,7 +614,7 @@ class LockStep(Runner):
         """Commit all plans in flight, although all requests have finished."""
         findings: list[Finding] = []
         num_before = -1
-        while self.plans and not findings and self.num_events > num_before:
-            num_before = self.num_events
+        while self.plans and not findings and len(self.plans) != num_before:
+            num_before = len(self.plans)
             findings = self.perform(Answer())
         return findings or self._end_transfers()

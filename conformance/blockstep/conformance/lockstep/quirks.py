@@ -84,6 +84,16 @@ UNMET: Mapping[str, str] = {
     "and another one holds some for a load that has arrived, and then it decides whether they go.",
 }
 """Goals that no run has to reach, with the reason."""
+UNMET_WITH: Mapping[str, Mapping[str, str]] = {
+    "events": {
+        name_spared(Quirk.RESETS_ARE_TOLD_LATE): "With KV events each reset is an event.",
+    },
+    "states": {
+        name(Quirk.LAST_TOKEN_IS_LOADED): "A store leaves the last token out for states."
+        for name in (name_applied, name_spared)
+    },
+}
+"""Goals that cannot be reached where every config has a feature, by its name, and why."""
 
 
 def get_feature(goal: str) -> str | None:

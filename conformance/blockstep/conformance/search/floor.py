@@ -24,7 +24,13 @@ from blockstep.conformance.judge.legal import list_legal
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.judge.witnesses.plans import PREEMPTION
 from blockstep.conformance.judge.witnesses.tiers import TIERS
-from blockstep.conformance.lockstep.quirks import UNMET, get_feature, is_spared, list_goals
+from blockstep.conformance.lockstep.quirks import (
+    UNMET,
+    UNMET_WITH,
+    get_feature,
+    is_spared,
+    list_goals,
+)
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.features import (
     BY_NAME,
@@ -104,7 +110,9 @@ def look(options: CheckOptions, make_engine: EngineFactory) -> Facts:
         not_asked=() if weaker is None else weaker.not_asked,
         situations=None if weaker is None else weaker.situations,
         owed=list_owed(weaker),
-        out_of_reach=frozenset(name for name in WITNESSES if name in out_of_reach),
+        out_of_reach=frozenset(name for name in WITNESSES if name in out_of_reach).union(
+            *(traits.out_of_reach_with.get(name, ()) for name in get_wish(options).always)
+        ),
         notes=tuple(map(str, traits.notes)),
         settings=traits.settings,
         deviations={one.name: one.summary for one in traits.deviations},
@@ -264,7 +272,8 @@ def list_quirk_goals(options: CheckOptions, facts: Facts, only_wished: bool = Fa
     absent, wished = list_absent(options, facts.lacking), get_wish(options).always
     features = wished if only_wished else None
     goals = list_goals(find_profile(options.profile), features)
-    found = [goal for goal in goals if goal not in UNMET and get_feature(goal) not in absent]
+    unmet = {*UNMET}.union(*(UNMET_WITH.get(name, ()) for name in wished))
+    found = [goal for goal in goals if goal not in unmet and get_feature(goal) not in absent]
     return [goal for goal in found if is_spared(goal) or not only_wished]
 
 

@@ -209,10 +209,9 @@ def count_reserved_blocks(
     reservation"; P8, P10, P11.
     """
     kept = holding.block_table
-    num_new_blocks = compute_num_new_blocks(num_slots, group.block_size, len(kept) + len(hit))
+    num_blocks = compute_num_blocks(num_slots, group.block_size) + group.num_speculative_blocks
+    num_new_blocks = max(num_blocks - len(kept) - len(hit), 0)
     num_lacking = num_new_blocks + count_free_hits(pool, hit) + num_copies
-    if not kept:
-        num_lacking += group.num_speculative_blocks
     reach, doubt = compute_max_reach(config), compute_max_doubt(config)
     num_own = sum([pool.ref_counts[block_id] == 1 for block_id in without_nulls(kept)])
     num_at_once = compute_max_held_blocks(group, num_slots, reach, doubt) - num_own

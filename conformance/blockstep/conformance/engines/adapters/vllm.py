@@ -68,6 +68,7 @@ from blockstep.conformance.engines.adapters.vllm_spared import (
     list_out_of_reach,
 )
 from blockstep.conformance.engines.adapters.vllm_spared_store import (
+    OUT_OF_REACH_WITH,
     SPARED_BY,
     find_store_reason,
 )
@@ -122,6 +123,7 @@ class VllmEngine:
         fit_config=partial(fit_groups, RELEASE),
         max_depth=2,  # as many plans in flight as vLLM has without pipeline parallelism
         out_of_reach=list_out_of_reach(),
+        out_of_reach_with=OUT_OF_REACH_WITH,
         workarounds=WORKAROUNDS,
         version=RELEASE.version,
         profile=RELEASE.profile,

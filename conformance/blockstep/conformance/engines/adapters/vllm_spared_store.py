@@ -9,7 +9,9 @@ from typing import Any
 
 from blockstep.conformance.engines.adapters.vllm_build import RELEASE
 from blockstep.conformance.engines.adapters.vllm_state import Run
+from blockstep.conformance.lockstep.quirks import name_spared
 from blockstep.spec import vocabulary as v
+from blockstep.spec.profiles import Quirk
 
 UNKNOWN_SIGNAL = "a signal of a transfer about somebody who has none under way: it asserts (B21)"
 SEVERAL_GROUPS = "invalid blocks with several groups: it unpacks one table (B47)"
@@ -41,6 +43,18 @@ ENDS_WHILE_PARKED = "a preempted request that waits for the store before its fra
 SPARED_BY = {UNKNOWN_SIGNAL: "spare_signals", SEVERAL_GROUPS: "spare_group_failures"}
 """The engine flag that keeps away each event that a correct worker or store may send, but that the
 release raises on."""
+OUT_OF_REACH_WITH: Mapping[str, frozenset[str]] = {
+    "states": frozenset(
+        (
+            *("transfers_failed_at_its_first_block", "transfers_failed_at_a_later_block"),
+            *("transfers_failure_ends", "transfers_asked_anew"),
+            "transfers_gave_back",  # blocks of a load that has arrived stay with its request
+            name_spared(Quirk.FAILED_TELL_WHAT_IS_NOT_COUNTED),
+        )
+    )
+}
+"""Coverage goals of loads that fail (`SEVERAL_GROUPS`): configs with recurrent groups have at least
+two."""
 
 
 def find_store_reason(run: Run, event: v.Event) -> str | None:
