@@ -35,7 +35,7 @@ from benchmarks.coverage.page import (
 REACHED = Path(__file__).with_name("reached.json")
 REASONS = Path(__file__).with_name("unreached.toml")
 EVENTS = 150_000
-"""Of preset small: the default of `blockstep check`."""
+"""Events with preset small: the default budget of `blockstep check`."""
 RELEASES = ("0.11.0", "0.12.0", "0.19.1", "0.23.0", "0.27.0", "0.33.0")
 """These have all quirks between them; nothing of the spec may be imported yet to list them."""
 FEATURES = (("encoder",), ("groups", "drafts"), ("states", "drafts"), ("transfers", "states"))
@@ -56,9 +56,9 @@ PLAYED = (
         if release != "0.11.0" or features == ("groups", "drafts")
     ),
 )
-"""(engine, profile, preset, one part in so many of EVENTS, features of every config). The release
-of a profile is not installed here (`make vllm` brings it), so the spec with its quirks is held to
-itself."""
+"""Runs as (engine, profile, preset, divisor of EVENTS, features of every config). The release of a
+profile is not installed here (`make vllm` installs it), so the spec with its quirks is compared
+with itself."""
 
 
 def main() -> int:

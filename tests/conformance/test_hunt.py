@@ -27,6 +27,7 @@ from blockstep.conformance.engine import (
     get_judged,
     get_traits,
 )
+from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.museum import EXHIBITS, build
 from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
@@ -36,7 +37,7 @@ from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_
 from blockstep.conformance.search import distinct
 from blockstep.conformance.search.call import call_here
 from blockstep.conformance.search.check import InProcess, check
-from blockstep.conformance.search.distinct import Mark, Symptoms, mark_of
+from blockstep.conformance.search.distinct import Mark, Symptoms, mark_of, relax
 from blockstep.conformance.search.forgiving import (
     Cause,
     Forgiving,
@@ -471,6 +472,25 @@ def test_a_session_that_goes_on_has_no_hit(is_hit: bool) -> None:
     assert findings == []
     mark = mark_of(program, run, Finding(FindingKind.PROPERTY, "P1", "a_b", ""))
     assert ("hits" in mark.means) == is_hit
+
+
+def test_a_used_id_is_an_act_that_a_failure_may_need() -> None:
+    """A request with the id of an ended one has other defects than a request with a new one."""
+    one = Submit(Request("A", (0,), max_tokens=1))
+    turn = (Schedule(), Answer())
+    program = Program(Config(num_blocks=9, block_size=2), (one, *turn, one, *turn))
+    found = Finding(FindingKind.PROPERTY, "P1", "a_b", "")
+
+    def play(tried: Program) -> tuple[LockStep, list[Finding]] | None:
+        return run_program(tried, SpecEngine)[0], [found] if tried == program else []
+
+    mark = mark_of(program, run_program(program, SpecEngine)[0], found)
+    assert mark.acts == {"an id is used again"}
+    assert not mark.is_like(Mark(mark.saying))
+    assert relax(program, mark.saying, play) == program
+    plainer = relax(program, mark.saying, lambda it: (run_program(it, SpecEngine)[0], [found]))
+    submits = [it for it in plainer.actions if isinstance(it, Submit)]
+    assert [it.request.request_id for it in submits] == ["A", "A'"]
 
 
 def test_alike_are_those_that_say_the_same_after_the_same_acts_by_comparable_means() -> None:

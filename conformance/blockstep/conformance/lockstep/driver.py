@@ -601,7 +601,7 @@ class LockStep(Runner):
         last = self.last
         if findings or last is None or last is before or not isinstance(last.seen, v.Rejected):
             return findings, ""
-        return [], f"the answer to the oldest plan is refused: {last.seen.detail}"
+        return [], f"the output of the oldest plan is refused: {last.seen.detail}"
 
     def _end_transfers(self) -> list[Finding]:
         """Complete all loads and reads of the store."""

@@ -4,8 +4,8 @@ Only the engine's code could tell for certain, and a hunt does not read it. Two 
 one defect
 
 1. if the same check fails (`saying`), both shrunk programs contain the same client actions, such as
-   aborts, and one program needs every means of the other: features of config and requests, and
-   hits, chunks and preemptions. Means that the program can do without are removed first (`relax`).
+   aborts or a second request with a used id, and one program needs every means of the other:
+   features of config and requests, and hits, chunks and preemptions. Means that the program can do without are removed first (`relax`).
    Exceptions after the same client action count as the same, for an engine raises wherever it
    notices. Of a row that is too long one means in common is enough;
 2. or if one is a symptom of the other: both appear at the same event in both programs
@@ -270,6 +270,10 @@ def _list_outcomes_of(plan: v.Plan, having: set[v.RequestId]) -> Iterator[str]:
             yield "chunks"
 
 
+def _list_submitted(program: Program) -> list[v.RequestId]:
+    return [it.request.request_id for it in program.actions if isinstance(it, v.Submit)]
+
+
 def mark_of(program: Program, run: LockStep, finding: Finding) -> Mark:
     """Return the mark of a finding of a run of the program."""
     engine = run.engine
@@ -280,6 +284,8 @@ def mark_of(program: Program, run: LockStep, finding: Finding) -> Mark:
     if asked & {ASYNC, PIPELINE}:
         means.add("several frames")
     acts = {feature.name for feature in asked.intersection(ACTS)}
+    if len(_list_submitted(program)) > len(set(_list_submitted(program))):
+        acts.add("an id is used again")
     if v.Reset(True) in program.actions:  # which preempts, as a step does that lacks blocks
         means.add("preempts")
         acts.discard(RESET.name)
@@ -411,7 +417,10 @@ def relax(program: Program, says: str, play: Play) -> Program:
 
     A change is made only if the program still fails in the same way.
     """
-    changes = (_submit_plainly, _take_turns, _let_end, _ask_for_resets, _give_blocks, _give_tokens)
+    changes = (
+        *(_submit_plainly, _give_ids, _take_turns, _let_end, _ask_for_resets),
+        *(_give_blocks, _give_tokens),
+    )
     for change in changes:
         plainer = change(program)
         if any(mark.saying == says for mark in _list_marks(play(plainer), plainer)):
@@ -425,6 +434,24 @@ def _submit_plainly(program: Program) -> Program:
         it.event if isinstance(it, Hostile) and isinstance(it.event, v.Submit) else it
         for it in program.actions
     )
+    return replace(program, actions=tuple(actions))
+
+
+def _give_ids(program: Program) -> Program:
+    """Return the program with a new id for each request that is submitted with a used one.
+
+    Other actions that name the id then mean the request that had it first.
+    """
+    used: set[v.RequestId] = set()
+    actions: list[Action] = []
+    for action in program.actions:
+        if isinstance(action, v.Submit):
+            name = action.request.request_id
+            while name in used:
+                name += "'"
+            used.add(name)
+            action = replace(action, request=replace(action.request, request_id=name))
+        actions.append(action)
     return replace(program, actions=tuple(actions))
 
 
