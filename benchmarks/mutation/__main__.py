@@ -44,7 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="play survivors once more")
     parser.add_argument("--json", type=Path, help="where the results go")
     args = parser.parse_args(arguments)
-    sys.modules["numba"] = None  # type: ignore[assignment]  # a mutant is never compiled
 
     from benchmarks.mutation.campaign import (  # noqa: PLC0415  after numba is hidden
         Plan,
@@ -97,4 +96,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    sys.modules["numba"] = None  # type: ignore[assignment]  # a mutant is never compiled
     sys.exit(main())

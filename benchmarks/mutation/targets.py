@@ -67,7 +67,7 @@ TARGETS: Mapping[str, Target] = {
         "the host engine and the code that the engines share",
         "impl/blockstep",
         ("impl/host/", "impl/tiers/order.py", "impl/refusals.py", "impl/arrays.py"),
-        ("tests/impl", "tests/impl/tiers", "tests/conformance/test_tiers_alike.py"),
+        ("tests/spec", "tests/impl", "tests/impl/tiers"),
         stages=_HOST,
     ),
     "compiled": Target(

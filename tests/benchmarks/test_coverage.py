@@ -107,7 +107,7 @@ def test_what_has_no_reason_stands_out() -> None:
     reasons = [Reason("spec/pool.py", "f", "Nobody asks for it.", code="if a | b:")]
     assert get_unexplained([MODULE], reasons) == [("spec/pool.py", MODULE.unreached[1])]
     page = render_page(make_results(MODULE), reasons)
-    assert "| `f`: `` if a \\| b: `` goes on to `` return 1 `` | Nobody asks for it. |" in page
+    assert "| `f`: `` if a \\| b: `` continues to `` return 1 `` | Nobody asks for it. |" in page
     assert "| `f`: `` if c: `` leaves the function | **UNEXPLAINED** |" in page
     assert "| **all** | 10 | 9 | 4 | 2 | 1 |" in page
 

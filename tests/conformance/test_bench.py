@@ -168,7 +168,7 @@ def test_too_few_that_run_and_what_an_engine_lacks_are_one_sentence() -> None:
     [
         ("make_broken_host", "raised ValueError"),
         ("make_mute_host", "a Commit was answered with Ack"),
-        ("make_forgetful_toy", "speaks of"),
+        ("make_forgetful_toy", "the engine names"),
         ("make_moody_toy", "does not decide the same twice"),
         ("foreign_support.toys:SmallToy", "raised MemoryError: too many blocks"),
     ],
