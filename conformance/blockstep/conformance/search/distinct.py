@@ -5,9 +5,10 @@ one defect
 
 1. if the same check fails (`saying`), both shrunk programs contain the same client actions, such as
    aborts or a second request with a used id, and one program needs every means of the other:
-   features of config and requests, and hits, chunks and preemptions. Means that the program can do without are removed first (`relax`).
-   Exceptions after the same client action count as the same, for an engine raises wherever it
-   notices. Of a row that is too long one means in common is enough;
+   features of config and requests, and hits, chunks and preemptions. Means that the program can do
+   without are removed first (`relax`). Exceptions after the same client action count as the same,
+   for an engine raises wherever it notices. Of a row that is too long one means in common is
+   enough;
 2. or if one is a symptom of the other: both appear at the same event in both programs
    (`comes_with`); or one program, if it is run on, leads to the other failure without needing more
    means, or is the other failure with another bound, with smaller blocks or without a client action
