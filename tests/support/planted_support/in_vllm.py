@@ -298,7 +298,7 @@ def end_of_a_save_is_lost(scheduler: Any) -> None:
     subclass(scheduler, _update_from_kv_xfer_finished=take)
 
 
-@planted("P17 ", "transfers")
+@planted("P17 |still reads the blocks of .*has freed them", "transfers")
 def blocks_are_freed_while_a_store_reads(scheduler: Any) -> None:
     def finish(right: Any, _self: Any, request: Any) -> Any:
         _, parameters = right(request)

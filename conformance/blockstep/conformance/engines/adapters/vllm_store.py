@@ -252,11 +252,20 @@ def read_transfers(
         if request.status.name == "WAITING_FOR_REMOTE_KVS"
     }
     held = sorted(name for name, request in requests.items() if request.is_finished())
-    unknown = (store.loading | store.sending) - parked - set(held)
-    if unknown or parked - received != parked & store.loading:
+    known, waiting = parked | set(held), parked - received
+    if freed := store.sending - known:
         raise EngineFault(
-            f"the connector loads for {sorted(store.loading)} and reads {sorted(store.sending)}; "
-            f"waiting for loads {sorted(parked)}, received {sorted(received)}, held {held}"
+            f"the connector still reads the blocks of {sorted(freed)}, and the scheduler has freed "
+            f"them; it holds those of {held}"
+        )
+    if unknown := store.loading - known:
+        raise EngineFault(
+            f"the connector loads for {sorted(unknown)}, and the scheduler does not wait for that; "
+            f"waiting are {sorted(parked)}"
+        )
+    if waiting != parked & store.loading:
+        raise EngineFault(
+            f"{sorted(waiting)} wait for loads, and the connector loads for {sorted(store.loading)}"
         )
     return v.TransfersSnapshot(
         offers=tuple(
