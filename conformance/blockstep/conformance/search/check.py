@@ -440,7 +440,7 @@ def _find_named(
 
     A divergence says which field differs, a property says what is wrong, and one wrong decision
     often shows as both. The property is the one that fails first in most tiny episodes: a cause
-    shows wherever the wrong decision is taken, what comes of it only in some of them.
+    shows wherever the wrong decision is taken, and its consequences only in some of them.
 
     `small` are failures of tiny episodes; [] if none were played.
     """

@@ -81,7 +81,7 @@ SHAPE = frozenset({"P9", "P12", "P24", "P26"})
 """Properties of the shape of a plan, apart from what is in memory. A row of a wrong length breaks
 several of them."""
 LENGTH = frozenset({"P9", "P24"})
-"""Those of them that limit the length of a row or of a plan."""
+"""The properties of `SHAPE` that limit the length of a row or of a plan."""
 TOO_LONG = frozenset(
     {
         "property P24 drafts_are_the_last_scheduled_tokens",
@@ -118,7 +118,7 @@ AT_ONCE = {
 }
 """Properties and checks that fail at the same event because a check fails. An admission that takes
 more blocks than are free leaves the pool out of count. Blocks that a step frees in a wrong order
-are taken in a wrong order."""
+are allocated in a wrong order."""
 RAISED = "engine_raises_nothing"
 """The name of the check that fails when an engine raises."""
 _NAMES = re.compile(r"0x[0-9a-f]+|'[^']*'|\d+")
@@ -209,7 +209,7 @@ def comes_at_once(later: Mark, state: Mark) -> bool:
 
 
 def list_masked(first: Finding, beside: Sequence[Finding]) -> list[Finding]:
-    """Return the findings beside a row that is too long that may be defects of their own."""
+    """Return the other findings of a step with a row that is too long, if they may be defects."""
     shapes = (it for it in beside if it.property_id in SHAPE - LENGTH)
     if first.property_id not in LENGTH or any(it.sentence not in OF_LENGTH for it in shapes):
         return []

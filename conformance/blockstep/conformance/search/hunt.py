@@ -1,13 +1,14 @@
 """Hunt: finds every distinct defect of an engine, not only the first one.
 
 A check stops at the first finding. A hunt continues: it shrinks the failing program, looks for the
-known defects that account for the failure, forgives those from then on (`forgiving`), and plays the
-same episode again. So each defect is found by a run that did not expect it, and named afterwards.
+known defects that account for the failure, suppresses those from then on (`forgiving`), and plays
+the same episode again. So each defect is found by a run that did not expect it, and named
+afterwards.
 
-A failure that no known defect accounts for cannot be forgiven. Its episode ends there, and the hunt
-continues with another one; `distinct` decides whether later failures are the same defect. If the
-state of an engine that is held to `safety` was wrong, the hunt is repeated with the state hidden,
-so that defects in plans and answers are found too.
+A failure that no known defect accounts for cannot be suppressed. Its episode ends there, and the
+hunt continues with another one; `distinct` decides whether later failures are the same defect. If
+the state of an engine that is held to `safety` was wrong, the hunt is repeated with the state
+hidden, so that defects in plans and answers are found too.
 """
 
 from __future__ import annotations
@@ -54,18 +55,17 @@ from blockstep.spec.profiles import Quirk
 SCOPES = (TINY.name, SMALL.name)
 EPISODES_PER_BATCH = 32
 SHORT = 10
-"""A shrunk program of so many actions is short enough to forgive its cause at once."""
+"""Most actions of a shrunk program whose cause is suppressed at once."""
 PATIENCE = 6
 """Most failures of one cause, or in a row of one saying without a new defect, that are shrunk."""
 LOOKOUT_EPISODES = 1000
 """Most episodes that are played to find one surprising decision."""
 LOSSES_MAX = 12
-"""A hunt ends after so many crashes or hangs of the engine: each may take the time limit of an
-event."""
+"""Most crashes and hangs of the engine in a hunt: each may take the time limit of an event."""
 
 
 class Hunter:
-    """One hunt: the causes that are forgiven so far, and the defects found."""
+    """One hunt: the causes that are suppressed so far, and the defects found."""
 
     def __init__(
         self,
@@ -428,13 +428,13 @@ def hunt(
     """Return every defect of an engine that is found, each once and with a program.
 
     Args:
-        options: Seed, budget in events for each scope, depth. The profile says whose quirks may
+        options: Seed, budget in events for each scope, depth. The profile says whose quirks
             may account for a failure; a profile without quirks stands for all quirks. With
             `episode`, only this one is played, at the preset of the options.
         call: Calls functions with the engine: `call_here(factory)`, or `Isolation.call`.
         on_progress: Given the share that is done, 0 to 1, and a line about it.
         scopes: Presets whose episodes are played.
-        forgiven: Known causes that are forgiven from the start.
+        forgiven: Known causes that are suppressed from the start.
         on_found: Given the first failure of each saying, before it is shrunk.
         known: Programs whose defects are counted and not reported, by file.
         pool: Threads that use `call`, as many as `jobs` of the options. The defects are the same

@@ -82,7 +82,7 @@ class ScoreResult:
     num_stuck: int = 0
     """Episodes that a finding ended."""
     stuck: Finding | None = None
-    """The finding of the first of them, `stuck_episode`."""
+    """The finding that ended `stuck_episode`."""
     stuck_episode: int | None = None
     loss: Loss | None = None
     """How the engine was lost, if it crashed or hung."""
