@@ -238,7 +238,7 @@ class SamePlans(Equivalence):
 class Safety(Equivalence):
     """Compared with nothing, and checked by the properties (see `lockstep.safety`).
 
-    `blockstep properties` lists what is checked, with the reason for each check that is not.
+    `blockstep properties --all` lists what is checked, with the reason for each check that is not.
     """
 
     name: ClassVar[str] = "safety"

@@ -138,7 +138,7 @@ def _require_table(names: Sequence[str], quirks: bool, museum: bool) -> None:
         console.usage("--name: needs --quirks or --museum")
     for name in names if quirks else ():
         if name not in {story.quirk for story in QUIRKS}:
-            console.usage(f"--name {name!r}: no such quirk; `blockstep quirks` lists them")
+            console.usage(f"--name {name!r}: no such quirk; `blockstep quirks --all` lists them")
 
 
 def require_worlds(

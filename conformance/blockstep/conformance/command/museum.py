@@ -135,5 +135,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 
 def _exhibit(name: str) -> Exhibit:
     if name not in EXHIBITS:
-        console.usage(f"museum run {name!r}: no such seeded bug; `blockstep museum` lists them")
+        console.usage(
+            f"museum run {name!r}: no such seeded bug; `blockstep museum --all` lists them"
+        )
     return EXHIBITS[name]

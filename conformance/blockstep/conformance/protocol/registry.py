@@ -305,7 +305,7 @@ def _load_exhibit(name: str) -> EngineFactory:
         return cast("EngineFactory", museum.build(name.removeprefix(MUSEUM)))
     except KeyError:
         raise EngineNotFoundError(
-            f"engine {name!r}: no such seeded bug; `blockstep museum` lists them"
+            f"engine {name!r}: no such seeded bug; `blockstep museum --all` lists them"
         ) from None
 
 

@@ -50,7 +50,9 @@ def read_cause(text: str) -> Cause:
         kinds = ", ".join(f"{kind}:NAME" for kind in Means)
         raise UsageError(f"forgive {text!r}: must be one of {kinds}")
     if means == Means.QUIRK and name not in list(Quirk):
-        raise UsageError(f"forgive {text!r}: there is no such quirk; blockstep quirks lists them")
+        raise UsageError(
+            f"forgive {text!r}: there is no such quirk; `blockstep quirks --all` lists them"
+        )
     return Cause(Means(means), name)
 
 
