@@ -173,14 +173,18 @@ def play(stage: Stage) -> bool:
     engine, drawn, num_events = stage
     preset, *features = drawn.split()
     options = CheckOptions(engine=engine, preset=preset, with_features=tuple(features))
-    make_engine = load_engine(engine)
+    return not _finds(options, load_engine(engine), num_events)
+
+
+def _finds(options: CheckOptions, make_engine: Callable[[Config], Any], num_events: int) -> bool:
+    """Return whether an episode of the first `num_events` events has a finding."""
     played = index = 0
     while played < num_events:
         episode = run_episode(options, index, make_engine)
         if episode.first is not None:
-            return False
+            return True
         played, index = played + episode.num_events, index + 1
-    return True
+    return False
 
 
 def _play_at_safety() -> bool:
@@ -191,14 +195,7 @@ def _play_at_safety() -> bool:
 def find_bug(name: str, is_hidden: bool) -> bool:
     """Return whether a seeded bug is found at `safety`, with its state hidden or shown."""
     make_engine = _make_judged(build(name), is_hidden)
-    options = CheckOptions(engine=name, preset="tiny")
-    played = index = 0
-    while played < BUG_EVENTS:
-        episode = run_episode(options, index, make_engine)
-        if episode.first is not None:
-            return True
-        played, index = played + episode.num_events, index + 1
-    return False
+    return _finds(CheckOptions(engine=name, preset="tiny"), make_engine, BUG_EVENTS)
 
 
 def _make_judged(made: Any, is_hidden: bool) -> Callable[[Config], Any]:
