@@ -21,7 +21,7 @@ from blockstep.spec.vocabulary import Config, Request
 
 
 class VllmSide(s.Side):
-    """vLLM's scheduler, whose only reading is `objects`: its plans are objects, not arrays."""
+    """vLLM's scheduler. It is timed as `objects` only, since its plans are no arrays."""
 
     readings: tuple[str, ...] = ("objects",)
 

@@ -318,7 +318,7 @@ class Synchronous:
         outputs = []
         while not self.router.output_queue.empty():
             told = self.router.output_queue.get()
-            if told.request_id in self.lives:  # nobody waits for the output of a canceled request
+            if told.request_id in self.lives:  # a canceled request has no client
                 outputs.append(self._deliver(told))
         return v.Outputs(tuple(outputs))
 

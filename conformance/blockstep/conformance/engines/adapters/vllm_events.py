@@ -180,7 +180,7 @@ def _check_extras(
 ) -> None:
     """Raise unless an event has the extra keys that the release hashes for each block.
 
-    A block with several digests has an entry whose content is not compared.
+    The content of the entry of a block with several digests is not compared.
     """
     extras = getattr(event, "extra_keys", None)
     if extras is None:

@@ -328,7 +328,7 @@ TRIED: tuple[str, ...] = (
 )
 """Releases that were checked against the specification under their profile, oldest first."""
 REFERENCE = "0.19.1"
-"""The release whose rules the specification takes if no other reason decides."""
+"""The release that the specification follows unless a property decides otherwise."""
 
 
 def get_installed_version() -> str | None:

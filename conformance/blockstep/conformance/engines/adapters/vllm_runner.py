@@ -41,7 +41,7 @@ class Entering:
 def note_entering(requests: Mapping[v.RequestId, Any]) -> Entering:
     """Return what must be known of the requests before the next plan is made.
 
-    A request whose load is confirmed is admitted as what it was before the load: new or resumed.
+    After a confirmed load a request is admitted as it would be without the load: new or resumed.
     """
     resumed = {
         name
