@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help check quick test soak lint docs bench gpu mutation coverage pairs vllm clean
+.PHONY: help check quick test soak lint docs bench screens gpu mutation coverage pairs vllm clean
 
 # A Python to build .venv with: `make PYTHON=python3.12 check` to choose one yourself.
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
@@ -13,6 +13,7 @@ BIN := $(VENV)/bin
 BASE := $(VENV)/.base
 DEV := $(VENV)/.dev
 MEASURE := $(VENV)/.measure
+SCREENS := $(VENV)/.screens
 
 # The release of vLLM that `make vllm` runs: any since 0.11.0 (engines/adapters/vllm_releases.py).
 VLLM ?= 0.19.1
@@ -48,6 +49,9 @@ lint: $(DEV) ## Check style, types, imports and English
 docs: $(DEV) ## Build the documentation into docs/_build/html
 	@$(BIN)/sphinx-build -q -W --keep-going -n -b html -d docs/_build/doctrees docs docs/_build/html
 	@echo "docs: docs/_build/html/index.html"
+
+screens: $(SCREENS) ## Draw the pages in chromium and leave pictures in docs/_build/screens (apt install chromium)
+	@$(BIN)/python -m pytest --whole -m "soak or not soak" tests/conformance/test_screens.py $(ARGS)
 
 NEEDING_A_GPU := $(addprefix benchmarks/,attention.py engine.py kernels.py)
 bench: $(DEV) ## Run every benchmark that needs no GPU (the others are parts of `make gpu`)
@@ -122,6 +126,11 @@ $(DEV): pyproject.toml | $(BASE)
 $(MEASURE): pyproject.toml | $(DEV)
 	@echo "setup: tools for measuring"
 	@$(BIN)/python -m pip install -qq --group measure
+	@touch $@
+
+# What drives the browser of `make screens`.
+$(SCREENS): pyproject.toml | $(DEV)
+	@$(BIN)/python -m pip install -qq --group screens
 	@touch $@
 
 # A release that is too old for the adapter is refused before anything is downloaded. vLLM comes last
