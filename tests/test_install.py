@@ -23,7 +23,6 @@ import yaml  # type: ignore[import-untyped]
 HOUSE = Path(__file__).resolve().parents[1]
 ACTION = HOUSE / "action.yml"
 WORKFLOW = HOUSE / "docs" / "how-to" / "blockstep-workflow.yml"
-HOW_TO = (HOUSE / "docs" / "how-to" / "hold-your-engine.md").read_text()
 RIGHT, WRONG = "self.free[needed:]\n", "self.free[needed - 1 :]\n"
 """The toy of the page, and what makes it give one block to two requests."""
 BUILD = """
@@ -92,9 +91,15 @@ def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
     return Installed(bin_folder, folder / "work", env)
 
 
+def list_code(page: str, language: str = "python") -> list[str]:
+    """The blocks of code of a page."""
+    text = (HOUSE / "docs" / page).read_text()
+    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
+
+
 def write_toy(folder: Path, text: str = WRONG) -> None:
     """The scheduler of the page on adapters, with a planted mistake or another line."""
-    (toy,) = (it for it in re.findall(r"```python\n(.*?)```", HOW_TO, re.S) if "class Toy:" in it)
+    (toy,) = (it for it in list_code("how-to/hold-your-engine.md") if "class Toy:" in it)
     assert toy.count(RIGHT) == 1
     (folder / "toy.py").write_text(toy.replace(RIGHT, text))
     (folder / "pyproject.toml").write_text(
@@ -103,30 +108,44 @@ def write_toy(folder: Path, text: str = WRONG) -> None:
 
 
 def play_the_way_in(place: Installed) -> None:
-    """From an empty folder to a verdict on one's own engine, in CI."""
+    """A scheduler of a hundred lines, from an empty folder to the finding fixed in CI.
+
+    Nine commands, the installation and the first line below among them; the files are those of the
+    tutorial.
+    """
+    scheduler, adapter = list_code("tutorial/your-engine.md")
+    (change,) = list_code("tutorial/your-engine.md", "diff")
+    wrong, right = (line[1:].strip() for line in change.splitlines())
+    assert 100 <= len(scheduler.splitlines()) <= 110
+    assert scheduler.count(wrong) == 1
     shown = place.run(
         "python", "-c", "import blockstep.spec; print(blockstep.spec.__file__)"
     ).stdout
     assert str(place.bin.parent) in shown, "it is not the checkout's"
-    assert "blockstep 0" in place.run("blockstep", "--version").stdout
-    assert place.run("blockstep", "new-adapter", "mine").returncode == 0
-    assert (place.folder / "mine.py").is_file()
-    lacking = place.run("blockstep", "check", "--engine", "mine:make", "--budget", 100)
-    assert (lacking.returncode, "mine.py" in lacking.stdout) == (1, True), lacking.stderr
-    write_toy(place.folder)
-    found = place.run("blockstep", "check", "--jobs", 1, "--save", "found.json")
-    assert found.returncode == 1, found.stderr
-    assert "P2 " in found.stdout
-    assert place.run("blockstep", "explain", "P2").returncode == 0
-    hunted = place.run("blockstep", "hunt", "--preset", "tiny", "--budget", 200)
-    assert (hunted.returncode, "1 defect in" in hunted.stdout) == (1, True), hunted.stdout
+    (place.folder / "scheduler.py").write_text(scheduler)
+    assert place.run("blockstep", "new-adapter", "my_adapter", "--safety").returncode == 0
+    check = ("blockstep", "check", "--engine", "my_adapter:make", "--jobs", 1)
+    open_yet = place.run(*check, "--budget", 100)
+    assert (open_yet.returncode, "is not filled in" in open_yet.stdout) == (1, True), open_yet
+    (place.folder / "my_adapter.py").write_text(adapter)
     (place.folder / "corpus").mkdir()
-    (place.folder / "found.json").rename(place.folder / "corpus" / "found.json")
-    ci = ("python", "-m", "pytest", "-q", "--blockstep-corpus=corpus", "-k", "corpus")
-    tested = place.run(*ci)
+    found = place.run(*check, "--budget", 10_000, "--save", "corpus/preempted.json")
+    assert (found.returncode, "CORRUPTION" in found.stdout) == (1, True), found.stdout
+    assert place.run("blockstep", "explain", "P3").returncode == 0
+    hunted = place.run("blockstep", "hunt", *check[2:], "--budget", 3000)
+    assert (hunted.returncode, "1 defect in" in hunted.stdout) == (1, True), hunted.stdout
+    plugin = (
+        "-q",
+        "--blockstep-corpus=corpus",
+        "--blockstep-engine=my_adapter:make",
+        "-k",
+        "corpus",
+    )
+    tested = place.run("python", "-m", "pytest", *plugin)
     assert (tested.returncode, "1 failed" in tested.stdout) == (1, True), tested.stdout
-    write_toy(place.folder, RIGHT)
-    assert place.run(*ci).returncode == 0
+    (place.folder / "scheduler.py").write_text(scheduler.replace(wrong, right))
+    assert place.run("python", "-m", "pytest", *plugin).returncode == 0
+    assert place.run(*check, "--budget", 10_000).returncode == 0
 
 
 def test_the_way_in_from_an_empty_folder(installed: Installed) -> None:
