@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help check quick test soak lint docs bench screens gpu mutation coverage pairs vllm clean
+.PHONY: help check quick test soak lint docs bench screens gpu mutation coverage pairs tag vllm clean
 
 # A Python to build .venv with: `make PYTHON=python3.12 check` to choose one yourself.
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
@@ -79,6 +79,9 @@ coverage: $(MEASURE) ## Branches of the specification that `blockstep check` rea
 
 commands: $(DEV) ## Every command on five engines (ARGS="--nano-vllm CHECKOUT --mini-sglang CHECKOUT")
 	@$(BIN)/python -m benchmarks.commands $(ARGS)
+
+tag: ## Tag this commit as the version of pyproject.toml (CHANGELOG.md and CITATION.cff must name it)
+	@.ci/tag
 
 # The seed of its hash chain is taken from PYTHONHASHSEED.
 vllm: $(VLLM_DONE) ## Hold the scheduler of a vLLM release to it (VLLM=0.19.1; installs 3 GB)

@@ -271,3 +271,29 @@ def test_the_workflow_gives_the_action_what_it_takes(
     played = json.loads((place.folder / "blockstep-results" / "check.json").read_text())
     assert [row["failure"] for row in played["corpus"]] == [None]
     assert "nothing wrong in" in summary.read_text()
+
+
+def test_a_tag_is_the_version_that_every_file_names(tmp_path: Path) -> None:
+    """`make tag` refuses a version that the changelog does not have, and changes that would be lost."""
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    def commit() -> str:
+        run("git", "add", "-A")
+        run("git", "commit", "-qm", "x")
+        return run(str(HOUSE / ".ci" / "tag")).stderr
+
+    run("git", "init", "-q")
+    run("git", "config", "user.name", "a")
+    run("git", "config", "user.email", "a@b")
+    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2.3"\n')
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n")
+    (tmp_path / "CITATION.cff").write_text("version: 1.2.3\n")
+    assert "no part '## 1.2.3'" in commit()
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.3 (2026-12-01)\n")
+    assert "the tree has changes" in run(str(HOUSE / ".ci" / "tag")).stderr
+    assert run("git", "tag").stdout == ""
+    assert commit() == ""
+    assert run("git", "tag").stdout == "v1.2.3\n"
+    assert "already exists" in run(str(HOUSE / ".ci" / "tag")).stderr
