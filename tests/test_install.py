@@ -274,7 +274,7 @@ def test_the_workflow_gives_the_action_what_it_takes(
 
 
 def test_a_tag_is_the_version_that_every_file_names(tmp_path: Path) -> None:
-    """`make tag` refuses a version that the changelog does not have, and changes that would be lost."""
+    """`make tag` refuses a version that the changelog lacks, and changes that would be lost."""
 
     def run(*command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
