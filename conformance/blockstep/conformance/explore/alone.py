@@ -89,7 +89,10 @@ def walk_alone(
 def _play(
     world: World, make_engine: EngineFactory, program: Program
 ) -> tuple[LockStep, list[Finding]]:
-    """Play a program from the start and return its run; `num_events` are those of its last deed."""
+    """Play a program from the start; return its run and what was found.
+
+    `num_events` of the run counts the events of the program's last element only.
+    """
     run = get_start(make_engine)(world.config, make_engine, keep_exchanges=True)
     findings: list[Finding] = []
     for deed in program:

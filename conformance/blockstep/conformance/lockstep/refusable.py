@@ -211,8 +211,10 @@ def _can_be_said(
     right: Sequence[v.RowTokens],
     drafts: Mapping[v.RequestId, v.TokenIds],
 ) -> bool:
-    """Return whether another worker could have sampled this: the same rows, drafts and a token in
-    each."""
+    """Return whether another worker could have answered with `sampled` instead of `right`.
+
+    It then has the same rows, and in each the drafts of that row up to a token of its own.
+    """
     tokens_of = {row.request_id: row.token_ids for row in sampled}
     if len(sampled) != len(right) or tokens_of.keys() != {row.request_id for row in right}:
         return False

@@ -125,7 +125,7 @@ class WindowNotCharged(Defect):
     wrong_fix_of="window-charged-whole",
 )
 class WindowWithoutItsStep(Defect):
-    """Requests are accepted that do not fit an empty pool for one step."""
+    """A request is accepted although the blocks of its largest step exceed the pool."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -47,7 +47,7 @@ class Loss:
 
     @property
     def finding(self) -> Finding:
-        """Return it as a finding of kind FAULT."""
+        """Return the finding of kind FAULT that reports this loss."""
         return Finding(FindingKind.FAULT, "", "engine_answers_every_call", self.message)
 
 
