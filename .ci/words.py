@@ -30,9 +30,15 @@ GLOSSARY = "glossary.md"
 """Lists the phrases themselves."""
 PEOPLE = ("user", "users", "client", "clients", "reader", "person", "people", "caller")
 NO_PERSON = "".join(rf"(?<!\b{word} )" for word in PEOPLE)
+PARTS = (
+    *("all", "one", "both", "some", "any", "each", "none", "two", "first", "last", "part", "most"),
+    *("several", "list", "view", "tuples", "`"),
+)
+A_PART = "".join(rf"(?<!{word} )" for word in PARTS)
+"""What is a part of something that was named is named well enough: `one of them`."""
 HABITS = {
     "who": NO_PERSON + r"\b(who|whoever|whom)\b",
-    "of it": r"\bof (it|them|these|those)\b(?=[.,;:)]|$)",
+    "of it": A_PART + r"\bof (it|them|these|those)\b(?=[.,;:)]|$)",
     "nobody": r"\b(nobody|somebody|everybody|anybody|no one)\b",
     "so many": r"\bso (many|much|long)\b(?! (that|as)\b)",
     "is told": r"\b(is|are|was|were|be|been|being|as|what) (told|said|spoken|owed|meant)\b"
@@ -53,7 +59,13 @@ START = re.compile(
 MAIN_CLAUSE = re.compile(
     r"(To|In|For|At|By|With|After|Before|Once|Without)\b[^.]*, (the|a|an|it|each|every)\b"
 )
-CODE = re.compile(r"``.*?``|`[^`]*`|<[^>]+>|https?://\S+")
+CODE = re.compile(
+    r"``.*?``|`[^`]*`|<[^>]+>|https?://\S+|(?<!\w)--[a-z][\w-]*"
+    r"|\bmuseum( run\b|:\w+|\.json)|\b(benchmarks\.|blockstep )museum|\bexplain \w+s\b"
+    r"|^[ ]+[a-z_]+(?=: )|^[a-z_]+(?= n: )",
+    re.MULTILINE,
+)
+"""Names that a user types: code, options, parts of a command, arguments, settings in messages."""
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 WORDY = re.compile(r"[A-Za-z]{2,}[ ,]+[a-z]+ [a-z]+")
 LABEL = re.compile(r"^\s*[A-Z][\w-]*( [\w-]+)?: (?=[a-z])")
@@ -141,6 +153,7 @@ def find_hits(texts: Iterable[Text]) -> Iterator[Hit]:
         if "words: allow" in one.text:
             continue
         text = CODE.sub(lambda code: "`" + "x" * (len(code[0]) - 2) + "`", one.text)
+        text = LABEL.sub(lambda label: " " * len(label[0]), text)
         taken: set[int] = set()
         for rule, pattern in (*habits.items(), *phrases.items()):
             for hit in pattern.finditer(text):
@@ -153,7 +166,7 @@ def find_hits(texts: Iterable[Text]) -> Iterator[Hit]:
                 line = one.line + text.count("\n", 0, hit.start())
                 label = f"{rule}: say {names[rule]}" if rule in phrases else rule
                 yield Hit(one.path, line, label, around)
-        first = LABEL.sub("", text.strip())
+        first = text.strip()
         if one.kind == "docstring" and START.match(first) and not MAIN_CLAUSE.match(first):
             yield Hit(one.path, one.line, "inverted", " ".join(one.text.split())[:120])
 

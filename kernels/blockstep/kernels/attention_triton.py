@@ -847,7 +847,7 @@ class Tilings(NamedTuple):
     part: int
     """Heads of a group that one program computes; a wider group is split among programs."""
     few: Tiling
-    """For requests of at most `few_max` tokens in a step."""
+    """The part of requests with at most `few_max` tokens in a step."""
     many: Tiling
 
     @property

@@ -11,7 +11,7 @@ from blockstep.kernels.arguments import CACHES, Arguments, check_range
 from blockstep.kernels.dispatch import find_kernels
 
 DMA_BLOCK_BYTES_MIN = 1 << 20
-"""For blocks of at least this size, one copy per block is as fast as the link; below, calls cost
+"""Size from which one copy per block is as fast as the link. Below it, calls cost
 more than bytes, and one kernel moves all blocks. A call takes the host some 10 microseconds, in
 which a link of 50 GB/s moves half of this. The figure follows from that: it was not measured."""
 NUM_BUFFER_BYTES_MAX = 64 << 20
@@ -24,13 +24,13 @@ def copy_blocks(caches: Sequence[Tensor], pairs: Tensor, *, independent: bool = 
     caches: key and value caches of any layers, each `[num_blocks, ...]` with contiguous blocks, on
     one device, `num_blocks` the same for all. pairs: `[num_pairs, 2]` int64, `(source,
     destination)`. The meaning is sequential: the source of a pair is read after all earlier pairs
-    were written, so `(0, 1), (1, 2)` puts block 0 into both. independent: the caller's promise that
-    no destination is named twice or is a source, as with fresh blocks for copy-on-write; then a GPU
-    copies all pairs at once. Bound: twice the bytes copied.
+    were written, so `(0, 1), (1, 2)` puts block 0 into both. independent: no destination is named
+    twice or is a source, as with fresh blocks for copy-on-write; then a GPU copies all pairs at
+    once. Bound: twice the bytes copied.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or layout; on the CPU also an id outside
-            the cache, and a promise that does not hold.
+            the cache, and pairs that are not independent.
     """
     arguments = Arguments()
     arguments.check("pairs", pairs, "num_pairs 2", torch.int64)

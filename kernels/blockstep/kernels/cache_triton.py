@@ -58,7 +58,7 @@ def launch_reshape_and_cache(
     k_scale: float,
     v_scale: float,
 ) -> None:
-    """Launch one program per token and `NUM_ELEMENTS_MAX` elements of it."""
+    """Launch one program per `NUM_ELEMENTS_MAX` elements of each token."""
     num_tokens, num_heads, head_size = key.shape
     size = min(NUM_ELEMENTS_MAX, triton.next_power_of_2(num_heads * head_size))
     scatter_kernel[(num_tokens, triton.cdiv(num_heads * head_size, size))](

@@ -142,7 +142,7 @@ def launch_rms_norm(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps
 
 @on_device_of_first
 def launch_silu_and_mul(gate_up: Tensor) -> Tensor:
-    """Launch one program per token and `NUM_GATED` elements of it."""
+    """Launch one program per `NUM_GATED` elements of each token."""
     num_tokens, inner_size = len(gate_up), gate_up.shape[1] // 2
     size = min(NUM_GATED, triton.next_power_of_2(inner_size))
     gated = torch.empty((num_tokens, inner_size), dtype=gate_up.dtype, device=gate_up.device)

@@ -1,4 +1,4 @@
-"""How the keys of a request are split, and how the splits are shared out among programs.
+"""The partition of a request's keys into splits, and of the splits among programs.
 
 Plain integer arithmetic, which runs in Python and which Triton compiles: the kernels and the
 figures of `benchmarks/attention.py` follow the same rule. No function calls another, and arguments
@@ -33,9 +33,9 @@ class Splits(NamedTuple):
 
 
 FEW = Splits(wanted=8, tiles=8, enough=32, large=16, most=128)
-"""For requests whose query is one tile of few rows: decodes, and short drafts."""
+"""The splits of requests whose query is one tile of few rows: decodes, and short drafts."""
 MANY = Splits(wanted=1, tiles=8, enough=32, large=8, most=32)
-"""For all other requests. Their results are larger, so merging costs more."""
+"""The splits of all other requests. Their results are larger, so merging costs more."""
 
 
 def find_first_key(position, window, has_window, has_chunks):
@@ -118,7 +118,7 @@ def count_splits_before(
     """Return the splits of a query tile that programs before `program` compute.
 
     first_tile: number of the query tile's first tile of keys among `num_tiles_all`. Programs have
-    equal ranges of these, and compute the splits that begin in their range. A short query tile is
+    equal ranges, and compute the splits that begin in their range. A short query tile is
     not cut at the end of a range, unless it is much longer than the ranges: merging would take
     longer.
     """

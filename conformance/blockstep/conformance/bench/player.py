@@ -79,7 +79,7 @@ class Pilot:
         return side
 
     def fill(self) -> list[Moment]:
-        """Play until enough requests run, and then the warm-up steps; return the inputs.
+        """Play until enough requests run and the untimed steps are over; return the inputs.
 
         Raises:
             UsageError: the wanted number of requests never runs.

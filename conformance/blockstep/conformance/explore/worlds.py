@@ -2,7 +2,7 @@
 
 A config begins with its five sizes: blocks, slots per block, running slots, tokens per step, model
 length. Requests are greedy and have equal tokens. The first worlds have few states each, made for
-one situation; the others are as large as can be walked in minutes. The counts are committed, so a
+one case; the others are as large as can be walked in minutes. The counts are committed, so a
 change of the specification changes them.
 """
 

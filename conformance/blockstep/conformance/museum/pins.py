@@ -93,7 +93,7 @@ class EstimateAtArrivalIsLost(Defect):
     "P26",
 )
 class PinnedTurnIsNotTold(Defect):
-    """The worker keeps the row of the ended request, and a later request may have its id."""
+    """The worker keeps the row of the finished request, and a later request may have its id."""
 
     _is_pinned = False
 

@@ -64,7 +64,7 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What a law says of the mutants of its functions."""
+    """The verdict of a law on the mutants of its functions."""
 
     num_tried: int
     refuted: tuple[tuple[Mutant, Arguments], ...]

@@ -85,7 +85,7 @@ class ScoreResult:
     """The finding that ended `stuck_episode`."""
     stuck_episode: int | None = None
     loss: Loss | None = None
-    """How the engine was lost, if it crashed or hung."""
+    """The crash or hang that ended the engine, if any."""
     shrinking: Aspect | None = None
     """The aspect whose first difference is being shrunk, after the counting."""
 

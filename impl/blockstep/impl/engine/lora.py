@@ -157,7 +157,7 @@ def _list_layers(fields: Fields, model: ModelConfig) -> list[int]:
 
 
 def _is_named(names: Any, module: str, fields: Fields) -> bool:
-    """Whether `names` selects a module: a list with its name or the end of it, or a pattern."""
+    """Whether `names` selects a module: a list with its name or its end, or a pattern."""
     if isinstance(names, list):
         return any(module == name or module.endswith(f".{name}") for name in names)
     if names == ALL_LINEAR:

@@ -106,8 +106,8 @@ class WaitingPhase(Promises, Encodings, Loading, Copies):
     def _try_admit(self, slot: int, queue: RequestQueue, step: Step) -> bool:
         """Admit a request of `queue`, or change nothing at all and return False (P7).
 
-        With a store it may be parked instead; then it stays in the queue, and the result is True as
-        well.
+        With a store it may wait for a load instead; then it stays in the queue, and the result is
+        True as well.
         """
         if self.table.num_computed[slot]:
             return self._try_go_on(slot, queue, step)
@@ -275,7 +275,7 @@ class WaitingPhase(Promises, Encodings, Loading, Copies):
         return min(wanted, budget)
 
     def _blocks_to_admit(self, num_tokens: int, num_hits: int) -> int:
-        """Return the new blocks beside the hits for `num_tokens`; there is no lookahead yet
+        """Return the new blocks besides the hits for `num_tokens`; there is no lookahead yet
         (P8)."""
         total = -(-min(num_tokens, self.max_model_len) // self.block_size)
         return max(total - num_hits, 0)

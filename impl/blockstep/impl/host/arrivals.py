@@ -60,8 +60,10 @@ class Arrivals(Sessions):
         return failed
 
     def _take_invalid_of_parked(self, invalid: frozenset[int]) -> list[RequestId]:
-        """Uncompute the tokens of invalid blocks of parked requests; return the requests that
-        fail."""
+        """Uncompute the tokens of invalid blocks of requests that wait for a load.
+
+        Returns the requests that fail.
+        """
         table, failed = self.table, []
         for slot in (*self.skipped_waiting, *self.waiting):
             if table.statuses[slot] is not Status.WAITING_FOR_REMOTE_KVS:
@@ -133,8 +135,8 @@ class Arrivals(Sessions):
     def _end_failed(self, failed: list[RequestId]) -> list[OutputRow]:
         """Finish with an error the requests that fail by their load.
 
-        No row of the frame delivers to them, so they are unfinished; and a parked request has no
-        other load.
+        No row of the frame delivers to them, so they are unfinished; and a request that
+        waits for a load has no other.
         """
         rows: list[OutputRow] = []
         for request_id in failed:

@@ -107,13 +107,13 @@ class Core:
         """For frames in flight, the drafts of rows that sample after the stop of a session. In
         `frames` such a row counts as one that does not sample."""
         self.last_frame_of_ended: dict[RequestId, FrameId] = {}
-        """For finished requests with rows in flight: the last frame with such a row."""
+        """The last frame with a row of each finished request that has rows in flight."""
         self.next_frame_id: FrameId = 0
         self.matchers: dict[RequestId, Matcher] = {}
         """For each unfinished request with a grammar, the position in the grammar."""
         self.verifiable: dict[FrameId, dict[RequestId, TokenIds]] = {}
-        """For frames in flight whose bitmask was made: the real drafts of each row, cut at the
-        first that the grammar forbids. No other drafts are verified (P23)."""
+        """The real drafts of each row, cut at the first that the grammar forbids, of each frame in
+        flight whose bitmask was made. No other drafts are verified (P23)."""
         self.finished_req_ids: set[RequestId] = set()
         self.prev_frame_id: FrameId = -1
         """The frame of the last plan; -1 before the first."""
@@ -262,7 +262,7 @@ class Core:
         return self.table.num_computed[slot] > 0
 
     def _has_received(self, slot: int) -> bool:
-        """Return whether the load of a parked request has finished."""
+        """Return whether the load that a request waits for has finished."""
         return (
             self.transfers is not None
             and self.table.requests[slot].request_id in self.transfers.received

@@ -47,7 +47,7 @@ class GroupHits:
 
     num_tokens: int
     tables: BlockTables
-    """For each group the blocks of these tokens; null blocks where no later token reads them."""
+    """The blocks of these tokens in each group; null blocks where no later token reads them."""
 
     def shared(self) -> list[BlockId]:
         """Return the blocks of all groups that the hit holds."""

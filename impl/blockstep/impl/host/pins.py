@@ -20,8 +20,8 @@ class Pins:
         self.pins: dict[str, Pin] = {}
         """The pin of each job, in the order of pinning."""
         self.estimates: dict[str, int] = {}
-        """For jobs with a pin or an unfinished turn: the ticks for which blocks stay pinned; never
-        0."""
+        """The ticks for which the blocks of each job with a pin or an unfinished turn stay pinned;
+        never 0."""
         self._num_turns: Counter[str] = Counter()
         """The number of unfinished turns of each job."""
 

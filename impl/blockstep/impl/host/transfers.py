@@ -1,7 +1,7 @@
-"""Transfers: the offers of a store, the loads under way, and blocks that outlive their requests.
+"""Transfers: the offers of a store, the loads under way, and the blocks held for them.
 
-This state machine knows requests by their ids, and no queue, block table or pool. A parked request
-has its own status; here it is kept which loads have finished.
+This state machine knows requests by their ids, and no queue, block table or pool. A request that
+waits for its load has its own status; this class keeps which loads have finished.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Transfers:
         """The offers for unfinished requests; without one, the store neither loads nor stores KV.
         """
         self.received: set[RequestId] = set()
-        """The parked requests whose load has finished."""
+        """The requests that waited for a load which has finished."""
         self.parked_as: dict[RequestId, Status] = {}
-        """For each parked request, the status that it had."""
+        """The status that each request which waits for its load had before."""
         self.unsettled: dict[RequestId, FrameId] = {}
         """The running requests whose load belongs to this frame, which is in flight."""
         self.loads: dict[FrameId, tuple[KVLoad, ...]] = {}
@@ -53,7 +53,7 @@ class Transfers:
         self.queries = 0
         """Tokens after the local hit, summed over admitted requests that asked the store."""
         self.hits = 0
-        """Those of these tokens that the store had."""
+        """The part of these tokens that the store had."""
 
     def take_offer(self, offer: KVOffer) -> None:
         """Set the store's offer for an unfinished request."""

@@ -126,7 +126,7 @@ class TieredStore:
     def _move(self, moves: Sequence[Move], brought: dict[bytes, BlockKV]) -> None:
         """Carry out `moves`; `brought` has the content of blocks that are in no tier."""
         for name, source, target in moves:
-            assert isinstance(name, bytes), "names of blocks are digests"
+            assert isinstance(name, bytes), "block keys are digests"
             if source == HOST:
                 brought[name] = self._blocks.pop(name)
             if target == HOST:

@@ -59,7 +59,7 @@ WORKAROUNDS: Mapping[str, str] = MappingProxyType(
         "(#43736)",
         "spare_late_drafts": "late drafts are kept, by a request that waits or has a frame in "
         "flight (P24)",
-        "spare_signals": "a signal of a transfer that comes twice, late, or about nobody is an "
+        "spare_signals": "a signal of a transfer that comes twice, late, or about no request is an "
         "assertion (B21)",
         "spare_group_failures": "an invalid block with several groups is an assertion (B47)",
         "spare_full_loads": "a load at once of all known tokens is an assertion (B36)",

@@ -13,7 +13,7 @@ from blockstep.conformance.lockstep.quirks import name_spared
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import Quirk
 
-UNKNOWN_SIGNAL = "a signal of a transfer about somebody who has none under way: it asserts (B21)"
+UNKNOWN_SIGNAL = "a signal of a transfer about a request without one: it asserts (B21)"
 SEVERAL_GROUPS = "invalid blocks with several groups: it unpacks one table (B47)"
 SEVERAL_FAILURES = "loads of several that fail at once: they end in the order of a set of strings"
 EVICTED_OUT_OF_A_SET = "blocks after an invalid one are reported as removed in the order of a set"
@@ -30,7 +30,7 @@ FULL = "FullAttentionSpec"
 """The name of vLLM's type of a group of full attention."""
 RESET_BESIDE_HELD = "a forced reset while blocks are held for a transfer: it raises"
 RESET_IN_FLIGHT = (
-    "a forced reset beside a store with a frame in flight: its blocks are freed behind it"
+    "a forced reset with a store and a frame in flight: its blocks are freed behind it"
 )
 FEWER_THAN_NO_BLOCKS = (
     "a load that may end before the hit of a second full group: the pool is asked for fewer than "
