@@ -9,7 +9,7 @@ trivial, and otherwise in `strict.STRICT_RULES`; a release's deviation wraps one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
 from blockstep.spec.beside.encoder import Encoder, Holder
@@ -34,6 +34,7 @@ from blockstep.spec.vocabulary import (
 )
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 Stop: TypeAlias = tuple[FinishReason | None, int | None]
 """The finish reason, and the stop token if there is one; (None, None) while the request continues.
 """
@@ -67,6 +68,8 @@ class Rules:
     """Names of the quirks in it (`releases.Quirk`); empty for the specification proper."""
     remake: tuple[Callable[..., Rules], tuple[Any, ...]]
     """A function and its arguments that make these very rules again, for pickling."""
+    replaced: Mapping[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict)
+    """For each function of the specification that is replaced: what is called instead."""
 
     # identity
     get_item_keys: Callable[[Request, int, int], tuple[tuple[str, int], ...]]
@@ -147,8 +150,6 @@ class Rules:
     """The order in which requests skipped by a step return to their queue: as before (P7)."""
     passes_over_too_long: bool = False
     """Whether a prompt beyond the remaining budget is skipped, without chunked prefill."""
-    counts_adapters_of_rows_only: bool = False
-    """Whether a running request without a row in the step leaves its LoRA slot to others."""
     get_num_cached_tokens: Callable[[int, RequestState, int], int] = as_is
     """Cached tokens reported once a request is admitted: the hit of the first admission (seed 001;
     P21); (that, request, its hit now)."""
@@ -322,6 +323,19 @@ class Rules:
     # the loop
     has_work: Callable[..., bool]
     """Whether the loop must continue planning, in a state (P10)."""
+
+    def __getitem__(self, function: F) -> F:
+        """Return the function to call where the specification calls `function`."""
+        found: F = self.replaced.get(function, function)  # type: ignore[assignment]
+        return found
+
+    def replacing(self, function: F, by: F) -> Rules:
+        """Return the rules with `by` in the place of `function`, which `rules[function]` returns.
+
+        `by` may call what it replaces: `rules[function]` of the rules before. Source: architecture
+        D5.
+        """
+        return replace(self, replaced={**self.replaced, function: by})
 
     def __eq__(self, other: object) -> bool:
         return self.quirks == other.quirks if isinstance(other, Rules) else NotImplemented

@@ -6,6 +6,7 @@ lost, and without the counters that the release does not have.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,10 @@ class Release(SpecEngine):
     def replace(self, **rules: Any) -> None:
         """Decide by other rules from now on."""
         self.state = replace(self.state, rules=replace(self.rules, **rules))
+
+    def plant(self, function: Callable[..., Any], by: Callable[..., Any]) -> None:
+        """Call `by` instead of a function of the specification from now on."""
+        self.state = replace(self.state, rules=self.rules.replacing(function, by))
 
 
 def build_factory(entry: Planted) -> EngineFactory:

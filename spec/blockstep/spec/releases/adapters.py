@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import Config
+from blockstep.spec.step import admission
+from blockstep.spec.step.work import Step
+from blockstep.spec.vocabulary import Config, RequestId
 
 
 def adapters_of_rows_only(rules: Rules, _config: Config) -> Rules:
     """A running request without a row in the step leaves its LoRA slot to others."""
-    return replace(rules, counts_adapters_of_rows_only=True)
+    return rules.replacing(admission.list_seated, list_seated)
+
+
+def list_seated(step: Step) -> list[RequestId]:
+    """Modified `admission.list_seated`: the requests with a row in the step."""
+    return [row.request_id for row in step.rows]
 
 
 STORIES = (

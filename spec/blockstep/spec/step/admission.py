@@ -169,10 +169,14 @@ def process_adapter_gate(step: Step, request: RequestState) -> Verdict | None:
     adapter, max_loras = request.request.adapter, step.state.config.max_loras
     if adapter is None or max_loras == 0:
         return None
-    rows_only = step.state.rules.counts_adapters_of_rows_only
-    names = [row.request_id for row in step.rows] if rows_only else step.running
+    names = step.state.rules[list_seated](step)
     in_use = [step.requests[name].request.adapter for name in names]
     return None if has_seat(adapter, in_use, max_loras) else Verdict.PASSED_OVER
+
+
+def list_seated(step: Step) -> list[RequestId]:
+    """Return the requests whose adapters occupy LoRA slots: the running ones. Source: P9."""
+    return step.running
 
 
 Gate: TypeAlias = Callable[[Step, RequestState], Verdict | None]

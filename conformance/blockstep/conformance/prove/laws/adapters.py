@@ -10,7 +10,8 @@ from dataclasses import replace
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
 from blockstep.spec.beside.adapters import is_within_max_loras
-from blockstep.spec.step.admission import process_waiting_phase
+from blockstep.spec.releases.adapters import list_seated as list_seated_by_rows
+from blockstep.spec.step.admission import list_seated, process_waiting_phase
 from blockstep.spec.step.work import Step
 
 ROOM = Room("adapters")
@@ -23,7 +24,7 @@ ROOM = Room("adapters")
 def adapters_of_rows_only(right: Right[None], step: Step) -> None:
     """A running request without a row frees its LoRA slot for others, as in vLLM."""
     before = step.state
-    step.state = replace(before, rules=replace(before.rules, counts_adapters_of_rows_only=True))
+    step.state = replace(before, rules=before.rules.replacing(list_seated, list_seated_by_rows))
     right()
     step.state = before
 
