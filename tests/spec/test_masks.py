@@ -127,11 +127,11 @@ def test_reasoning_does_not_go_on_behind_a_placeholder() -> None:
 
 
 def test_a_mask_repeats_itself_behind_a_placeholder() -> None:
-    mask = get_mask(CONFIG, ONE_TWO, Stand(), (1, -1, -1), get_next_stand, True)
+    mask = get_mask(CONFIG, ONE_TWO, Stand(), (1, -1, -1), get_next_stand)
     assert mask == ((1, EOS), (2,), (2,), (2,))
-    mask = get_mask(CONFIG, ONE_TWO, Stand(), (EOS, -1), get_next_stand, True)
+    mask = get_mask(CONFIG, ONE_TWO, Stand(), (EOS, -1), get_next_stand)
     assert mask == ((1, EOS), None, None), "the text is complete there"
-    mask = get_mask(REASONING, ONE_TWO, Stand(), (3, 7, 1), get_next_stand, True)
+    mask = get_mask(REASONING, ONE_TWO, Stand(), (3, 7, 1), get_next_stand)
     assert mask == (None, None, (1, EOS), (2,))
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from blockstep.spec.beside.encoder import Encoder, Holder
-from blockstep.spec.beside.grammar import Follow, Stand
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Frame, Hit, Holding, RequestState
 from blockstep.spec.vocabulary import (
@@ -21,7 +20,6 @@ from blockstep.spec.vocabulary import (
     BlockStored,
     BlockTables,
     Config,
-    FinishReason,
     FrameId,
     KVEvent,
     KVGroup,
@@ -29,15 +27,10 @@ from blockstep.spec.vocabulary import (
     OutputRow,
     Request,
     RequestId,
-    TokenId,
-    TokenIds,
 )
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-Stop: TypeAlias = tuple[FinishReason | None, int | None]
-"""The finish reason, and the stop token if there is one; (None, None) while the request continues.
-"""
 
 
 def as_is(what: T, *_: object) -> T:
@@ -125,35 +118,6 @@ class Rules:
     zeroes_loads: bool = False
     """Whether the plan of an asynchronous load zeroes its blocks."""
 
-    # order
-    get_victim_rank: Callable[[RequestState], tuple[int | str, ...]]
-    """PRIORITY preempts the first request of greatest rank."""
-    compute_next_index: Callable[[int, int, bool], int] = as_is
-    """The index of the running phase after a preemption: that of the same request, whether or not
-    the victim had a row (seed 001 "Preemption in the Running Loop"; P15); (its index now, before,
-    whether it had one)."""
-    goes_on_after_self_victim: Callable[[Config], bool] = never
-    """Whether the running phase continues after a request that preempted itself: never. It lacked
-    blocks, and so would later ones (seed 001 "Preemption in the Running Loop"; P15)."""
-    get_threshold: Callable[[int, int], int] = as_is
-    """The limit of a long prefill, 0 for none: that of the config, however many requests there are
-    (seed 001 "For Running Requests"); (that, unfinished requests)."""
-    waits_apart: Callable[[bool, RequestState], bool] = as_is
-    """Whether a request that joins a queue waits in `skipped_waiting`: if it waits for something
-    other than admission (vLLM 0.19.1 `_enqueue_waiting_request`; P16); (that, request)."""
-    get_open_queue: Callable[..., list[RequestId]] = as_is
-    """The queue whose head may be admitted next: the selected one, or none while new requests are
-    paused (P16); (that, whether it is paused, `waiting`, `skipped_waiting`)."""
-    count_seats: Callable[[int, Mapping[RequestId, RequestState]], int] = as_is
-    """Running slots that are taken: those of running requests (P9); (their number, requests)."""
-    get_order_of_return: Callable[[list[RequestId]], list[RequestId]] = as_is
-    """The order in which requests skipped by a step return to their queue: as before (P7)."""
-    passes_over_too_long: bool = False
-    """Whether a prompt beyond the remaining budget is skipped, without chunked prefill."""
-    get_num_cached_tokens: Callable[[int, RequestState, int], int] = as_is
-    """Cached tokens reported once a request is admitted: the hit of the first admission (seed 001;
-    P21); (that, request, its hit now)."""
-
     # encoder
     get_item_holder: Callable[[Holder, Request], Holder] = as_is
     """The holder of a request's item: each occurrence counts (P22); (that occurrence, ..)."""
@@ -220,25 +184,11 @@ class Rules:
     """Whether the next plan lists the requests that a forced reset preempted."""
 
     # sessions
-    get_num_kept: Callable[[RequestState], int]
-    """Leading tokens that a session keeps at a stop."""
-    get_stand_of_chunk: Callable[[Stand, RequestState], Stand] = as_is
-    """The grammar state before the outputs of a session's next input: the initial one (P23); (that,
-    ..)."""
-    get_num_kept_keys: Callable[[RequestState, int], int]
-    """Leading block keys that a session keeps: (.., full blocks of kept tokens)."""
-    get_chunk_request: Callable[[Request, Request], Request] = as_is
-    """The request of a session with its next input: (that, the request before)."""
-    get_stopped: Callable[..., tuple[Pool, RequestState]]
-    """A session at its stop: what it has computed, and holds; (config, pool, request, rules, the
-    frame in flight whose commit its blocks wait for, or None)."""
     hint_is_of_all_holders: bool = False
     """Whether the common prefix counts tables of requests that do not run, too."""
     skips_before_the_gate: bool = True
     """Whether an admission of a session frees its skipped blocks before the gate; otherwise after
     it, even if the admission fails."""
-    drops_rows_behind_stops: bool = True
-    """Whether tokens that frames in flight sample for a session that has stopped are dropped."""
     takes_back_from_sessions: bool = True
     """Whether blocks are reclaimed from sessions that do not run."""
 
@@ -298,27 +248,7 @@ class Rules:
     tells_resets_at_once: bool = True
     """Whether a reset returns its KV events, and does not leave them to the next commit."""
 
-    # grammars
-    get_next_stand: Follow
-    """The grammar state after a token, within one step."""
-    get_settled: Callable[[RequestState, Stand, Config, TokenIds], RequestState] = as_is
-    """A request with a grammar after a step: as its tokens advanced it (P23); (the request, its
-    grammar state before, .., tokens). Called again, without a token, when drafts are sent with a
-    mask."""
-    masks_behind_placeholders: bool = True
-    """Whether a mask constrains positions after a placeholder draft."""
-    has_mask_row: Callable[[bool, Frame, RequestState], bool] = as_is
-    """Whether a mask that is made now has rows of a request: if that was planned (P23); (that, its
-    frame, its request)."""
 
-    # endings
-    get_told_stop: Callable[[TokenId | None, RequestState, FinishReason | None], TokenId | None] = (
-        as_is
-    )
-    """The stop token reported to a client: the one that ended its request now (P13); (.., reason).
-    """
-    compute_stop: Callable[[RequestState, TokenIds, int, int], Stop]
-    """Finish reason and stop token: (request, outputs, known tokens, max_model_len)."""
 
     # the loop
     has_work: Callable[..., bool]

@@ -10,13 +10,10 @@ from blockstep.spec.beside.encoder import (
     is_item_needed,
     withdraw_items,
 )
-from blockstep.spec.beside.grammar import get_next_stand
 from blockstep.spec.beside.transfers import compute_num_external
 from blockstep.spec.hashing import get_item_keys
-from blockstep.spec.lives.endings import compute_stop
 from blockstep.spec.lives.idle import has_work
 from blockstep.spec.lives.reports import get_failures
-from blockstep.spec.lives.sessions import get_num_kept, get_num_kept_keys, get_stopped
 from blockstep.spec.memory.deferred import get_fence
 from blockstep.spec.memory.prefix import get_joint_hit
 from blockstep.spec.memory.slots import count_reserved_blocks, revoke_slots, take_hit
@@ -28,7 +25,6 @@ from blockstep.spec.rules import Rules
 from blockstep.spec.step.admission import is_held_by_frames
 from blockstep.spec.step.plans import is_attended
 from blockstep.spec.step.preemption import get_preempted
-from blockstep.spec.step.queues import get_rank
 from blockstep.spec.step.share import get_aligned_share
 
 
@@ -50,7 +46,6 @@ STRICT_RULES: Final = Rules(
     get_aligned_share=get_aligned_share,
     hide_states=withdraw_blocks,
     is_zeroed=is_attended,
-    get_victim_rank=get_rank,
     is_item_needed=is_item_needed,
     compute_end_between_items=compute_end_between_items,
     withdraw_items=withdraw_items,
@@ -58,15 +53,10 @@ STRICT_RULES: Final = Rules(
     get_preempted=get_preempted,
     get_fence=get_fence,
     is_held_by_frames=is_held_by_frames,
-    get_num_kept=get_num_kept,
-    get_num_kept_keys=get_num_kept_keys,
-    get_stopped=get_stopped,
     take_hit=take_hit,
     compute_num_external=compute_num_external,
     get_failures=get_failures,
     get_stored=get_stored,
     take_events=take_events,
-    get_next_stand=get_next_stand,
-    compute_stop=compute_stop,
     has_work=has_work,
 )

@@ -14,7 +14,13 @@ from blockstep.conformance.engine import ALL_CAPABILITIES, Capability, EngineFac
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import get_profile
+from blockstep.spec.lives.endings import compute_stop
+from blockstep.spec.lives.masks import list_masked
+from blockstep.spec.lives.sessions import get_num_kept
 from blockstep.spec.rules import Rules
+from blockstep.spec.step.admission import count_seats, get_num_cached_tokens, list_passed_over
+from blockstep.spec.step.queues import select_victim
+from blockstep.spec.step.share import get_threshold
 from planted_support import Planted, make_list
 
 PROFILE = "vllm-0.19.1"
@@ -88,24 +94,30 @@ def items_do_not_name_blocks(engine: Release) -> None:
 
 @planted("P16 preempted_priority|PREEMPTION: the plan preempts")
 def most_urgent_is_preempted(engine: Release) -> None:
-    engine.replace(
-        get_victim_rank=lambda request: (-request.request.priority, -request.request.arrival_time)
-    )
+    def select(policy: v.Policy, running: Any, requests: Any, warm: Any = ()) -> int:
+        if policy is not v.Policy.PRIORITY:
+            return right(policy, running, requests, warm)
+        asked = [requests[name].request for name in running]
+        ranks = [(-one.priority, -one.arrival_time) for one in asked]
+        return ranks.index(max(ranks))
+
+    right = engine.rules[select_victim]
+    engine.plant(select_victim, select)
 
 
 @planted("P9 row_stays_within_its_caps")
 def threshold_is_forgotten(engine: Release) -> None:
-    engine.replace(get_threshold=lambda *_: 0)
+    engine.plant(get_threshold, lambda _step: 0)
 
 
 @planted("P9 running_stays_within_max_num_seqs")
 def one_more_request_runs(engine: Release) -> None:
-    engine.replace(count_seats=lambda count, _requests: max(count - 1, 0))
+    engine.plant(count_seats, lambda step: max(len(step.running) - 1, 0))
 
 
 @planted("P16 queues_keep_their_order|waiting")
 def passed_over_come_back_reversed(engine: Release) -> None:
-    engine.replace(get_order_of_return=lambda names: names[::-1])
+    engine.plant(list_passed_over, lambda step: step.passed_over[::-1])
 
 
 # What is told.
@@ -113,7 +125,7 @@ def passed_over_come_back_reversed(engine: Release) -> None:
 
 @planted("num_cached_tokens|cached")
 def cached_tokens_are_always_none(engine: Release) -> None:
-    engine.replace(get_num_cached_tokens=lambda *_: 0)
+    engine.plant(get_num_cached_tokens, lambda *_: 0)
 
 
 @planted("P20 |kv_events", "events")
@@ -145,13 +157,13 @@ def new_blocks_are_not_zeroed(engine: Release) -> None:
 
 @planted("P13 finish_reason_is_the_one_that_holds")
 def requests_end_a_token_late(engine: Release) -> None:
-    right = engine.rules.compute_stop
+    right = engine.rules[compute_stop]
 
     def stop(request: Any, outputs: Any, known: int, most: int) -> Any:
         later = replace(request.request, max_tokens=request.request.max_tokens + 1)
         return right(replace(request, request=later), outputs, known, most)
 
-    engine.replace(compute_stop=stop)
+    engine.plant(compute_stop, stop)
 
 
 @planted("P24 |spec_token_ids", "drafts")
@@ -206,10 +218,12 @@ def items_are_never_let_go(engine: Release) -> None:
 
 @planted("P23 |mask|grammar", "grammar")
 def mask_has_no_rows(engine: Release) -> None:
-    engine.replace(has_mask_row=lambda *_: False)
+    engine.plant(list_masked, lambda *_: [])
 
 
 @planted("session|kept|prompt_token_ids|outputs|P13 |P12 ", "sessions")
 def sessions_forget_their_outputs(engine: Release) -> None:
-    right = engine.rules.get_num_kept
-    engine.replace(get_num_kept=lambda one: min(right(one), len(one.request.prompt_token_ids)))
+    right = engine.rules[get_num_kept]
+    engine.plant(
+        get_num_kept, lambda one: min(right(one), len(one.request.prompt_token_ids))
+    )

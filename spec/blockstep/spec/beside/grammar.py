@@ -117,7 +117,6 @@ def get_mask(
     stand: Stand,
     drafts: TokenIds,
     follow: Follow,
-    masks_behind_placeholders: bool,
 ) -> tuple[TokenIds | None, ...]:
     """Return the tokens allowed at the position of each draft, and after the last.
 
@@ -130,5 +129,4 @@ def get_mask(
     """
     stands = get_stands(config, grammar, stand, drafts, follow)
     allowed = [get_allowed(config, grammar, found) for found in stands]
-    behind = allowed[-1] if masks_behind_placeholders else None
-    return (*allowed, *[behind] * (len(drafts) + 1 - len(stands)))
+    return (*allowed, *allowed[-1:] * (len(drafts) + 1 - len(stands)))

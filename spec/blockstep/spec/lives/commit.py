@@ -8,7 +8,7 @@ from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.drafts import compute_num_rejected, is_accepted_prefix
 from blockstep.spec.lives.endings import get_ended, get_extended
-from blockstep.spec.lives.masks import get_advanced, get_forbidden
+from blockstep.spec.lives.masks import get_forbidden, get_read
 from blockstep.spec.lives.reports import get_reported
 from blockstep.spec.lives.sessions import get_chunk_ended, goes_on
 from blockstep.spec.lives.turns import get_turn_ended
@@ -75,10 +75,7 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
         stats = count_drafts(stats, len(row.verifiable_drafts), len(tokens))
         request, output = get_extended(request, tokens, state.config.max_model_len, state.rules)
         if row.has_mask:
-            advanced = get_advanced(state, request, output.new_token_ids)
-            assert advanced is not None, "forbidden tokens were rejected (P23)"
-            before, tokens = request.stand, output.new_token_ids
-            request = state.rules.get_settled(advanced, before, state.config, tokens)
+            request = state.rules[get_read](state, request, output.new_token_ids)
         outputs.append(output)
         if encoder.size and output.finish_reason is not None and not goes_on(request):
             encoder = state.rules.free_read_items(encoder, request, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from blockstep.spec.beside.transfers import hold_ended
 from blockstep.spec.copies import replace
@@ -10,7 +11,7 @@ from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.pins import forget_jobs, list_unfinished_jobs
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.requests import RequestState
-from blockstep.spec.rules import Rules, Stop
+from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     FinishReason,
@@ -18,8 +19,13 @@ from blockstep.spec.vocabulary import (
     RepetitionDetection,
     Request,
     RequestId,
+    TokenId,
     TokenIds,
 )
+
+Stop: TypeAlias = tuple[FinishReason | None, int | None]
+"""The finish reason, and the stop token if there is one; (None, None) while the request continues.
+"""
 
 
 def get_extended(
@@ -41,17 +47,27 @@ def get_extended(
         num_taken += 1
         known_outputs = outputs + tokens[:num_taken]
         num_known = num_prompt + len(known_outputs)
-        reason, stop_token_id = rules.compute_stop(request, known_outputs, num_known, max_model_len)
+        reason, stop_token_id = rules[compute_stop](
+            request, known_outputs, num_known, max_model_len
+        )
     delivered = tokens[:num_taken]
     row = OutputRow(
         request.request_id,
         delivered,
         finish_reason=reason,
-        stop_token_id=rules.get_told_stop(stop_token_id, request, reason),
+        stop_token_id=rules[get_told_stop](stop_token_id, request, reason),
         num_cached_tokens=max(request.num_cached_tokens, 0),
     )
     last = request.last_stop_token_id if reason is None else row.stop_token_id
     return replace(request, output_token_ids=outputs + delivered, last_stop_token_id=last), row
+
+
+def get_told_stop(
+    stop_token_id: TokenId | None, request: RequestState, reason: FinishReason | None
+) -> TokenId | None:
+    """Return the stop token to report: the one that ended the request now. Source: P13."""
+    del request, reason
+    return stop_token_id
 
 
 def get_error_row(request: RequestState) -> OutputRow:

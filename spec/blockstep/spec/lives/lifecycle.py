@@ -9,7 +9,7 @@ from blockstep.spec.lives.endings import get_ended, get_error_row
 from blockstep.spec.memory.slots import compute_max_blocks, is_servable
 from blockstep.spec.requests import NOTHING_HELD, RequestState
 from blockstep.spec.state import State
-from blockstep.spec.step.queues import is_blocked, process_append
+from blockstep.spec.step.queues import is_blocked, process_append, waits_apart
 from blockstep.spec.vocabulary import (
     Aborted,
     Ack,
@@ -115,7 +115,7 @@ def process_submit(state: State, request: Request) -> tuple[State, Ack] | Reject
     entry = get_keyed(state.config, entry, state.rules)
     requests = state.requests.having(request.request_id, entry)
     waiting, skipped = list(state.waiting), list(state.skipped_waiting)
-    queue = skipped if state.rules.waits_apart(is_blocked(entry), entry) else waiting
+    queue = skipped if state.rules[waits_apart](entry, is_blocked(entry)) else waiting
     process_append(state.config.policy, queue, request.request_id, requests)
     # observe
     return replace(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from blockstep.spec.beside.grammar import get_mask, get_stand_behind
+from blockstep.spec.beside.grammar import get_mask, get_next_stand, get_stand_behind
 from blockstep.spec.copies import replace
 from blockstep.spec.lives.drafts import get_accepted_drafts
 from blockstep.spec.requests import Frame, FrameRow, RequestState
@@ -49,7 +49,7 @@ def process_bitmask(
     problem = get_told_problem(state.config, bitmask)
     if problem:
         return Rejected(RejectCode.BAD_DRAFTS, problem)
-    masked = list_masked(state, frame)
+    masked = state.rules[list_masked](state, frame)
     behind = get_behind(state.frames, frame, masked)
     if behind is not None:
         detail = f"{behind!r} samples in a frame before {frame.frame_id}; commit that first"
@@ -57,7 +57,17 @@ def process_bitmask(
     # select
     rows = {row.request_id: get_cut(state, row, told) for row in masked}
     # observe
-    state = get_read_again(state, [row for row in frame.rows if row.request_id in told])
+    return state.rules[get_mask_output](state, frame, rows, bitmask)
+
+
+def get_mask_output(
+    state: State, frame: Frame, rows: Mapping[RequestId, FrameRow], bitmask: GrammarBitmask
+) -> tuple[State, GrammarOutput]:
+    """Return the mask of a frame, and the state in which the frame has `rows` with the cut drafts.
+
+    Source: vLLM 0.19.1 `get_grammar_bitmask`; P23.
+    """
+    del bitmask
     frame_after = replace(frame, rows=tuple([rows.get(row.request_id, row) for row in frame.rows]))
     frames = tuple([frame_after if one is frame else one for one in state.frames])
     answer = GrammarOutput(tuple([get_mask_row(state, row) for row in rows.values()]))
@@ -78,9 +88,7 @@ def list_masked(state: State, frame: Frame) -> list[FrameRow]:
 
     Source: vLLM 0.19.1 `get_grammar_bitmask`; P23.
     """
-    has_mask_row, requests = state.rules.has_mask_row, state.requests
-    there = [row for row in frame.rows if row.request_id in requests]
-    return [row for row in there if has_mask_row(row.has_mask, frame, requests[row.request_id])]
+    return [row for row in frame.rows if row.has_mask and row.request_id in state.requests]
 
 
 def get_behind(
@@ -113,22 +121,6 @@ def get_cut(state: State, row: FrameRow, told: Mapping[RequestId, TokenIds]) -> 
     return replace(row, draft_token_ids=accepted + padding, is_masked=True)
 
 
-def get_read_again(state: State, rows: Sequence[FrameRow]) -> State:
-    """Return the state after grammars read the requests' tokens again, when drafts are sent.
-
-    A commit has read them already (P23), so nothing changes in strict runs. Source: vLLM 0.19.1
-    `should_advance`.
-    """
-    requests = state.requests.to_dict()
-    for row in rows:
-        request = requests.get(row.request_id)
-        if request is not None and row.draft_token_ids and request.request.grammar is not None:
-            requests[row.request_id] = state.rules.get_settled(
-                request, request.stand, state.config, ()
-            )
-    return replace(state, requests=type(state.requests)(requests))
-
-
 def get_mask_row(state: State, row: FrameRow) -> GrammarRow:
     """Return what one request may sample in a frame.
 
@@ -138,10 +130,8 @@ def get_mask_row(state: State, row: FrameRow) -> GrammarRow:
     grammar = request.request.grammar
     assert grammar is not None, "a mask has rows of requests with a grammar"
     rules, drafts = state.rules, row.draft_token_ids
-    allowed = get_mask(
-        *(state.config, grammar, request.stand, drafts),
-        *(rules.get_next_stand, rules.masks_behind_placeholders),
-    )
+    follow = rules[get_next_stand]
+    allowed = rules[get_mask](state.config, grammar, request.stand, drafts, follow)
     return GrammarRow(row.request_id, allowed, drafts)
 
 
@@ -169,6 +159,16 @@ def get_advanced(state: State, request: RequestState, tokens: TokenIds) -> Reque
     """
     grammar = request.request.grammar
     assert grammar is not None, "a mask has rows of requests with a grammar"
-    follow = state.rules.get_next_stand
+    follow = state.rules[get_next_stand]
     stand = get_stand_behind(state.config, grammar, request.stand, tokens, follow)
     return None if stand is None else replace(request, stand=stand)
+
+
+def get_read(state: State, request: RequestState, tokens: TokenIds) -> RequestState:
+    """Return the request after its grammar read the new outputs, which a commit has checked.
+
+    Source: vLLM 0.19.1 `update_from_output`; P23.
+    """
+    advanced = get_advanced(state, request, tokens)
+    assert advanced is not None, "forbidden tokens were rejected (P23)"
+    return advanced

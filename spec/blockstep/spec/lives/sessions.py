@@ -14,7 +14,7 @@ The positions that they write are computed again for the next input, in later fr
 
 from __future__ import annotations
 
-from blockstep.spec.beside.grammar import get_first_stand
+from blockstep.spec.beside.grammar import Stand, get_first_stand
 from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.endings import get_ended
@@ -26,7 +26,7 @@ from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
 from blockstep.spec.step.giving import without_blocks
-from blockstep.spec.step.queues import is_blocked, process_append
+from blockstep.spec.step.queues import is_blocked, process_append, waits_apart
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     SESSION_FIELDS,
@@ -79,7 +79,7 @@ def process_streaming_update(
         request = replace(request, updates=(*request.updates, update))
     state = replace(state, requests=state.requests.having(name, request))
     if is_resting and state.config.policy is Policy.PRIORITY:
-        state = get_queued(state, name, is_apart=state.rules.waits_apart(True, request))
+        state = get_queued(state, name, is_apart=state.rules[waits_apart](request, is_blocked=True))
     return state, Ack()
 
 
@@ -159,7 +159,16 @@ def get_joined(
         repetition_detection=update.repetition_detection,
         arrival_time=update.arrival_time,
     )
-    return rules.get_chunk_request(joined, asked)
+    return rules[get_chunk_request](joined, asked)
+
+
+def get_chunk_request(joined: Request, asked: Request) -> Request:
+    """Return the request of a session with its next input; `asked`: the request before.
+
+    Source: vLLM 0.33.0 `_update_request_as_session`; P13.
+    """
+    del asked
+    return joined
 
 
 def compute_longest(num_prompt: int, max_tokens: int, max_model_len: int) -> int:
@@ -186,21 +195,31 @@ def get_continued(
     The keys of its blocks follow the tokens: the token that it does not keep may have completed a
     block. Source: vLLM 0.19.1 `_update_request_as_session`; P3, P6, P23.
     """
-    kept = request.all_token_ids[: rules.get_num_kept(request)]
+    kept = request.all_token_ids[: rules[get_num_kept](request)]
     asked = get_joined(request.request, update, kept, len(kept), rules)
-    num_keys = rules.get_num_kept_keys(request, len(kept) // config.block_size)
-    stand = request.stand  # in the initial state of its grammar: earlier outputs are prompt now
+    num_keys = rules[get_num_kept_keys](request, len(kept) // config.block_size)
+    stand = request.stand
     if asked.grammar is not None:
-        stand = get_first_stand(config, asked.prompt_token_ids)
+        stand = rules[get_stand_of_chunk](config, request, asked)
     after = replace(
         request,
         request=asked,
         status=Status.WAITING,
         output_token_ids=(),
-        stand=rules.get_stand_of_chunk(stand, request),
+        stand=stand,
         block_keys=request.block_keys[:num_keys],
     )
     return get_keyed(config, after, rules)
+
+
+def get_stand_of_chunk(config: Config, request: RequestState, asked: Request) -> Stand:
+    """Return the grammar state before the outputs of a session's next input: the initial one,
+    because earlier outputs are part of the prompt now.
+
+    Source: vLLM 0.19.1 `_update_request_as_session`; P23.
+    """
+    del request
+    return get_first_stand(config, asked.prompt_token_ids)
 
 
 def get_num_kept(request: RequestState) -> int:
@@ -240,17 +259,17 @@ def get_chunk_ended(state: State, request_id: RequestId) -> State:
     """
     config, rules, request = state.config, state.rules, state.requests[request_id]
     fence = rules.get_fence(config, state.frames, request_id)
-    pool, request = rules.get_stopped(config, state.pool, request, rules, fence)
+    pool, request = rules[get_stopped](config, state.pool, request, rules, fence)
     if request.updates:
         update, *others = request.updates
         request = get_continued(config, replace(request, updates=tuple(others)), update, rules)
     else:
         request = replace(request, status=RESTING)
-    frames, requests = state.frames, state.requests.having(request_id, request)
-    if rules.drops_rows_behind_stops:
-        frames = tuple([drop_row(frame, request_id) for frame in frames])
+    requests = state.requests.having(request_id, request)
+    frames = rules[get_frames_behind_stop](state.frames, request_id)
     state = replace(state, pool=pool, requests=requests, frames=frames)
-    return get_queued(state, request_id, is_apart=rules.waits_apart(is_blocked(request), request))
+    is_apart = rules[waits_apart](request, is_blocked(request))
+    return get_queued(state, request_id, is_apart)
 
 
 def get_stopped(
@@ -266,7 +285,7 @@ def get_stopped(
     state has moved on since, it releases all its blocks, and computes everything again. Source: P3,
     P12, P14, P24.
     """
-    num_kept = rules.get_num_kept(request)
+    num_kept = rules[get_num_kept](request)
     num_computed = min(request.num_computed_tokens, num_kept)
     request = replace(request, num_output_placeholders=0, spec_token_ids=())
     if config.groups and not can_go_back(config, request, num_computed):
@@ -301,6 +320,12 @@ def get_queued(state: State, request_id: RequestId, is_apart: bool) -> State:
     process_append(state.config.policy, queue, request_id, state.requests)
     running = tuple([name for name in state.running if name != request_id])
     return replace(state, waiting=tuple(waiting), skipped_waiting=tuple(skipped), running=running)
+
+
+def get_frames_behind_stop(frames: tuple[Frame, ...], request_id: RequestId) -> tuple[Frame, ...]:
+    """Return the frames in flight after a session stopped: its rows deliver nothing. Source:
+    P13."""
+    return tuple([drop_row(frame, request_id) for frame in frames])
 
 
 def drop_row(frame: Frame, request_id: RequestId) -> Frame:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from blockstep.spec.lives.endings import is_at_length
+from blockstep.spec.lives import endings
+from blockstep.spec.lives.endings import Stop, is_at_length
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import RequestState
-from blockstep.spec.rules import Rules, Stop
+from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import Config, FinishReason, TokenIds
 
 
@@ -19,9 +18,9 @@ def min_tokens_mask_length(rules: Rules, _config: Config) -> Rules:
     ) -> Stop:
         if len(outputs) < request.request.min_tokens:
             return None, None
-        return rules.compute_stop(request, outputs, num_known, max_model_len)
+        return rules[endings.compute_stop](request, outputs, num_known, max_model_len)
 
-    return replace(rules, compute_stop=compute_stop)
+    return rules.replacing(endings.compute_stop, compute_stop)
 
 
 def stop_tokens_ignore_min_tokens(rules: Rules, _config: Config) -> Rules:
@@ -35,9 +34,9 @@ def stop_tokens_ignore_min_tokens(rules: Rules, _config: Config) -> Rules:
             return FinishReason.STOP, None
         if last in asked.stop_token_ids:
             return FinishReason.STOP, last
-        return rules.compute_stop(request, outputs, num_known, max_model_len)
+        return rules[endings.compute_stop](request, outputs, num_known, max_model_len)
 
-    return replace(rules, compute_stop=compute_stop)
+    return rules.replacing(endings.compute_stop, compute_stop)
 
 
 def length_comes_before_stop(rules: Rules, _config: Config) -> Rules:
@@ -48,9 +47,9 @@ def length_comes_before_stop(rules: Rules, _config: Config) -> Rules:
     ) -> Stop:
         if is_at_length(request.request, len(outputs), num_known, max_model_len):
             return FinishReason.LENGTH, None
-        return rules.compute_stop(request, outputs, num_known, max_model_len)
+        return rules[endings.compute_stop](request, outputs, num_known, max_model_len)
 
-    return replace(rules, compute_stop=compute_stop)
+    return rules.replacing(endings.compute_stop, compute_stop)
 
 
 STORIES = (

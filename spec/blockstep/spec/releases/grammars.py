@@ -2,29 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 
-from blockstep.spec.beside.grammar import Stand, holds
+from blockstep.spec.beside import grammar as automaton
+from blockstep.spec.beside.grammar import Follow, Stand, get_stands, holds
+from blockstep.spec.copies import replace
+from blockstep.spec.lives import masks
+from blockstep.spec.lives.endings import compute_stop
+from blockstep.spec.lives.sessions import get_num_kept
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import Frame, RequestState
+from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import Config, Grammar, TokenId, TokenIds
+from blockstep.spec.state import State
+from blockstep.spec.vocabulary import (
+    Config,
+    Grammar,
+    GrammarBitmask,
+    GrammarOutput,
+    RequestId,
+    TokenId,
+    TokenIds,
+)
 
 
 def padding_unmasks_what_follows(rules: Rules, _config: Config) -> Rules:
     """Positions after a draft that the grammar forbids have a full mask."""
-    return replace(rules, masks_behind_placeholders=False)
+
+    def get_mask(
+        config: Config, grammar: Grammar, stand: Stand, drafts: TokenIds, follow: Follow
+    ) -> tuple[TokenIds | None, ...]:
+        allowed = rules[automaton.get_mask](config, grammar, stand, drafts, follow)
+        num_read = len(get_stands(config, grammar, stand, drafts, follow))
+        return (*allowed[:num_read], *[None] * (len(allowed) - num_read))
+
+    return rules.replacing(automaton.get_mask, get_mask)
 
 
 def mask_of_who_samples_by_now(rules: Rules, _config: Config) -> Rules:
     """A bitmask has the rows that sample when it is made, not those of its frame's plan."""
+    return rules.replacing(masks.list_masked, list_masked)
 
-    def has_mask_row(has_mask: bool, frame: Frame, request: RequestState) -> bool:
-        del has_mask
-        is_held = request.request.grammar is not None and not request.is_prefill_chunk
-        return frame.has_structured_output and is_held
 
-    return replace(rules, has_mask_row=has_mask_row)
+def list_masked(state: State, frame: Frame) -> list[FrameRow]:
+    """Modified `masks.list_masked`: the rows of requests with a grammar that decode by now."""
+    rows = [row for row in frame.rows if row.request_id in state.requests]
+    requests = [state.requests[row.request_id] for row in rows]
+    return [
+        row
+        for row, request in zip(rows, requests, strict=True)
+        if frame.has_structured_output
+        and request.request.grammar is not None
+        and not request.is_prefill_chunk
+    ]
 
 
 def reasoning_ends_with_its_step(rules: Rules, _config: Config) -> Rules:
@@ -38,34 +67,65 @@ def reasoning_ends_with_its_step(rules: Rules, _config: Config) -> Rules:
     ) -> Stand | None:
         if not holds(config, stand):
             return stand
-        return rules.get_next_stand(config, grammar, stand, token)
+        return rules[automaton.get_next_stand](config, grammar, stand, token)
 
-    def get_settled(
-        request: RequestState, before: Stand, config: Config, tokens: TokenIds
-    ) -> RequestState:
-        del before
-        if holds(config, request.stand) or config.reasoning_end_token_id not in tokens:
-            return request
-        return replace(request, stand=Stand(request.stand.state, reasoning_ended=True))
+    def get_read(state: State, request: RequestState, tokens: TokenIds) -> RequestState:
+        return _get_reasoned(state.config, rules[masks.get_read](state, request, tokens), tokens)
 
-    return replace(rules, get_next_stand=get_next_stand, get_settled=get_settled)
+    return rules.replacing(automaton.get_next_stand, get_next_stand).replacing(
+        masks.get_read, get_read
+    )
+
+
+def _get_reasoned(config: Config, request: RequestState, tokens: TokenIds) -> RequestState:
+    """Return the request with its reasoning ended, if one of these tokens ends it."""
+    if holds(config, request.stand) or config.reasoning_end_token_id not in tokens:
+        return request
+    return replace(request, stand=Stand(request.stand.state, reasoning_ended=True))
 
 
 def reasoning_ends_at_the_last_token(rules: Rules, _config: Config) -> Rules:
-    """The end of reasoning is seen only as the last token of a step."""
+    """The end of reasoning is seen only as the last token of a step.
 
-    def get_settled(
-        request: RequestState, before: Stand, config: Config, tokens: TokenIds
-    ) -> RequestState:
-        del tokens
-        text = request.all_token_ids
-        first = request.num_computed_tokens - request.num_output_placeholders
-        seen = text[first if first >= 0 else max(len(text) + first, 0) :]
-        after = rules.get_settled(request, before, config, seen)
+    Its tokens are searched again when drafts are sent with a mask.
+    """
+    is_stepwise = Quirk.REASONING_ENDS_WITH_ITS_STEP in rules.quirks
+
+    def get_seen(config: Config, request: RequestState, before: Stand) -> RequestState:
+        seen = _list_seen(request, request.all_token_ids)
+        after = _get_reasoned(config, request, seen) if is_stepwise else request
         is_seen = holds(config, before) or config.reasoning_end_token_id in seen
         return after if is_seen else replace(after, stand=before)
 
-    return replace(rules, get_settled=get_settled)
+    def get_read(state: State, request: RequestState, tokens: TokenIds) -> RequestState:
+        return get_seen(state.config, masks.get_read(state, request, tokens), request.stand)
+
+    def get_mask_output(
+        state: State, frame: Frame, rows: Mapping[RequestId, FrameRow], bitmask: GrammarBitmask
+    ) -> tuple[State, GrammarOutput]:
+        requests = state.requests
+        told = {row.request_id for row in bitmask.drafts}
+        for row in frame.rows:
+            request = requests.get(row.request_id) if row.request_id in told else None
+            if request is None or not row.draft_token_ids or request.request.grammar is None:
+                continue
+            request = get_seen(state.config, request, request.stand)
+            requests = requests.having(row.request_id, request)
+        state = replace(state, requests=requests)
+        return rules[masks.get_mask_output](state, frame, rows, bitmask)
+
+    return rules.replacing(masks.get_read, get_read).replacing(
+        masks.get_mask_output, get_mask_output
+    )
+
+
+def _list_seen(request: RequestState, text: TokenIds) -> TokenIds:
+    """Return the tokens of a text in which the end of reasoning is searched: the uncomputed ones.
+
+    The release counts from the end of the text where placeholders exceed computed tokens.
+    """
+    first = request.num_computed_tokens - request.num_output_placeholders
+    return text[first if first >= 0 else max(len(text) + first, 0) :]
 
 
 def reasoning_is_sought_in_the_next_chunk(rules: Rules, _config: Config) -> Rules:
@@ -79,23 +139,21 @@ def reasoning_is_sought_in_the_next_chunk(rules: Rules, _config: Config) -> Rule
         should be                                   |--- sampled ---|
     """
 
-    def get_settled(
-        request: RequestState, before: Stand, config: Config, tokens: TokenIds
-    ) -> RequestState:
+    def get_read(state: State, request: RequestState, tokens: TokenIds) -> RequestState:
+        config, before = state.config, request.stand
         chunk = request.updates[0] if request.updates else None
-        if not tokens or holds(config, before) or chunk is None or not chunk.resumable:
-            return rules.get_settled(request, before, config, tokens)
-        reason, _ = rules.compute_stop(
+        if holds(config, before) or chunk is None or not chunk.resumable:
+            return rules[masks.get_read](state, request, tokens)
+        reason, _ = rules[compute_stop](
             request, request.output_token_ids, request.num_known_tokens, config.max_model_len
         )
         if reason is None:
-            return rules.get_settled(request, before, config, tokens)
-        text = request.all_token_ids[: rules.get_num_kept(request)] + chunk.prompt_token_ids
-        first = request.num_computed_tokens - request.num_output_placeholders
-        seen = text[first if first >= 0 else max(len(text) + first, 0) :]
-        return replace(request, stand=Stand(before.state, config.reasoning_end_token_id in seen))
+            return rules[masks.get_read](state, request, tokens)
+        text = request.all_token_ids[: rules[get_num_kept](request)] + chunk.prompt_token_ids
+        is_seen = config.reasoning_end_token_id in _list_seen(request, text)
+        return replace(request, stand=Stand(before.state, is_seen))
 
-    return replace(rules, get_settled=get_settled)
+    return rules.replacing(masks.get_read, get_read)
 
 
 STORIES = (

@@ -2,95 +2,131 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection
 
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import RequestState
-from blockstep.spec.rules import Rules, never
-from blockstep.spec.step.queues import get_rank
-from blockstep.spec.vocabulary import Config, Policy, RequestId, Status
+from blockstep.spec.rules import Rules
+from blockstep.spec.step import admission, preemption, queues, running, share
+from blockstep.spec.step.queues import Requests, get_rank
+from blockstep.spec.step.work import Step, Verdict
+from blockstep.spec.vocabulary import Config, PauseState, Policy, RequestId, Status
 
 
 def equals_preempt_the_first(rules: Rules, _config: Config) -> Rules:
     """Of requests with equal priority and arrival the first in running order is preempted."""
-    return replace(rules, get_victim_rank=lambda request: get_rank(request)[:2])
+
+    def select_victim(
+        policy: Policy, running: list[RequestId], requests: Requests, warm: Collection[str] = ()
+    ) -> int:
+        if policy is not Policy.PRIORITY:
+            return rules[queues.select_victim](policy, running, requests, warm)
+        ranks = [get_rank(requests[name])[:2] for name in running]
+        return ranks.index(max(ranks))
+
+    return rules.replacing(queues.select_victim, select_victim)
 
 
 def victim_without_a_row_shifts_the_next(rules: Rules, _config: Config) -> Rules:
     """A victim without a row in the step makes the step skip another request."""
 
-    def compute_next_index(next_index: int, index: int, had_row: bool) -> int:
-        return rules.compute_next_index(next_index, index, had_row) if had_row else index
+    def process_making_way(step: Step, index: int, victim_index: int) -> int | None:
+        num_rows = len(step.rows)
+        place = rules[preemption.process_making_way](step, index, victim_index)
+        had_row = len(step.rows) < num_rows
+        return place if place is None or had_row else index
 
-    return replace(rules, compute_next_index=compute_next_index)
+    return rules.replacing(preemption.process_making_way, process_making_way)
 
 
 def one_waiting_queue(rules: Rules, _config: Config) -> Rules:
     """A skipped request waits at the front of the queue of all others."""
-    return replace(rules, waits_apart=never)
+    return rules.replacing(queues.waits_apart, waits_apart)
+
+
+def waits_apart(request: RequestState, is_blocked: bool) -> bool:
+    """Modified `queues.waits_apart`: never."""
+    del request, is_blocked
+    return False
 
 
 def sessions_wait_apart(rules: Rules, _config: Config) -> Rules:
     """Waiting requests with computed tokens have a queue before all others, open in a pause of new
     ones."""
 
-    def waits_apart(is_apart: bool, request: RequestState) -> bool:
-        return rules.waits_apart(is_apart, request) or request.num_computed_tokens > 0
+    def waits_apart(request: RequestState, is_blocked: bool) -> bool:
+        return rules[queues.waits_apart](request, is_blocked) or request.num_computed_tokens > 0
 
-    def get_open_queue(
-        queue: list[RequestId], is_paused: bool, waiting: list[RequestId], skipped: list[RequestId]
-    ) -> list[RequestId]:
-        del queue
-        return skipped or ([] if is_paused else waiting)
+    return rules.replacing(queues.waits_apart, waits_apart).replacing(
+        admission.get_open_queue, get_open_queue
+    )
 
-    return replace(rules, waits_apart=waits_apart, get_open_queue=get_open_queue)
+
+def get_open_queue(step: Step) -> list[RequestId]:
+    """Modified `admission.get_open_queue`: `skipped_waiting` first, also while all is paused."""
+    is_paused = step.state.pause_state is not PauseState.UNPAUSED
+    return step.skipped or ([] if is_paused else step.waiting)
 
 
 def resting_sessions_keep_their_seats(rules: Rules, _config: Config) -> Rules:
     """An idle session occupies a running slot."""
 
-    def count_seats(num_running: int, requests: Mapping[RequestId, RequestState]) -> int:
+    def count_seats(step: Step) -> int:
         resting = Status.WAITING_FOR_STREAMING_REQ
-        num_resting = sum([request.status is resting for request in requests.values()])
-        return rules.count_seats(num_running, requests) + num_resting
+        num_resting = sum([request.status is resting for request in step.requests.values()])
+        return rules[admission.count_seats](step) + num_resting
 
-    return replace(rules, count_seats=count_seats)
+    return rules.replacing(admission.count_seats, count_seats)
 
 
 def passed_over_come_back_reversed(rules: Rules, _config: Config) -> Rules:
     """The requests that a step skips return to the queue in reverse order."""
-    return replace(rules, get_order_of_return=lambda passed_over: passed_over[::-1])
+
+    def list_passed_over(step: Step) -> list[RequestId]:
+        return rules[admission.list_passed_over](step)[::-1]
+
+    return rules.replacing(admission.list_passed_over, list_passed_over)
 
 
 def cached_tokens_of_the_last_hit(rules: Rules, _config: Config) -> Rules:
     """Until its first output the cached tokens of a request are those of its latest hit."""
 
-    def get_num_cached_tokens(num_cached: int, request: RequestState, num_hit: int) -> int:
+    def get_num_cached_tokens(request: RequestState, num_start: int) -> int:
         if not request.output_token_ids:
-            return num_hit
-        return rules.get_num_cached_tokens(num_cached, request, num_hit)
+            return num_start
+        return rules[admission.get_num_cached_tokens](request, num_start)
 
-    return replace(rules, get_num_cached_tokens=get_num_cached_tokens)
+    return rules.replacing(admission.get_num_cached_tokens, get_num_cached_tokens)
 
 
 def lone_request_has_no_threshold(rules: Rules, _config: Config) -> Rules:
     """The threshold for long prefills does not limit the only unfinished request."""
 
-    def get_threshold(threshold: int, num_unfinished: int) -> int:
-        return 0 if num_unfinished == 1 else rules.get_threshold(threshold, num_unfinished)
+    def get_threshold(step: Step) -> int:
+        return 0 if len(step.requests) == 1 else rules[share.get_threshold](step)
 
-    return replace(rules, get_threshold=get_threshold)
+    return rules.replacing(share.get_threshold, get_threshold)
 
 
 def self_victim_lets_others_run(rules: Rules, _config: Config) -> Rules:
     """Under PRIORITY a step continues after a request that preempted itself."""
-    return replace(rules, goes_on_after_self_victim=lambda config: config.policy is Policy.PRIORITY)
+
+    def ends_with_self_victim(step: Step) -> bool:
+        if step.state.config.policy is Policy.PRIORITY:
+            return False
+        return rules[running.ends_with_self_victim](step)
+
+    return rules.replacing(running.ends_with_self_victim, ends_with_self_victim)
 
 
 def too_long_is_passed_over(rules: Rules, _config: Config) -> Rules:
     """Without chunked prefill, a prompt longer than the remaining budget is skipped."""
-    return replace(rules, passes_over_too_long=True)
+    return rules.replacing(admission.get_verdict_without_budget, get_verdict_without_budget)
+
+
+def get_verdict_without_budget() -> Verdict:
+    """Modified `admission.get_verdict_without_budget`: the next request is tried."""
+    return Verdict.PASSED_OVER
 
 
 STORIES = (

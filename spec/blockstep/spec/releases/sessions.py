@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.spec.beside.grammar import Stand
+from blockstep.spec.lives import endings, sessions
 from blockstep.spec.pool import Pool
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import RequestState
+from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import Config, FinishReason, FrameId, Request, TokenId
+from blockstep.spec.vocabulary import Config, FinishReason, FrameId, Request, RequestId, TokenId
 
 
 def sessions_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
@@ -21,30 +22,33 @@ def sessions_keep_max_tokens(rules: Rules, _config: Config) -> Rules:
     """Each input of a session may sample as many tokens as the first."""
 
     def get_chunk_request(joined: Request, before: Request) -> Request:
-        return replace(rules.get_chunk_request(joined, before), max_tokens=before.max_tokens)
+        joined = rules[sessions.get_chunk_request](joined, before)
+        return replace(joined, max_tokens=before.max_tokens)
 
-    return replace(rules, get_chunk_request=get_chunk_request)
+    return rules.replacing(sessions.get_chunk_request, get_chunk_request)
 
 
 def sessions_keep_their_grammar(rules: Rules, _config: Config) -> Rules:
     """The grammar of a session continues from input to input, even after the discarded last
     token."""
+    return rules.replacing(sessions.get_stand_of_chunk, get_stand_of_chunk)
 
-    def get_stand_of_chunk(stand: Stand, request: RequestState) -> Stand:
-        del stand
-        return request.stand
 
-    return replace(rules, get_stand_of_chunk=get_stand_of_chunk)
+def get_stand_of_chunk(config: Config, request: RequestState, asked: Request) -> Stand:
+    """Modified `sessions.get_stand_of_chunk`: that after the outputs of the input before."""
+    del config, asked
+    return request.stand
 
 
 def session_keys_are_appended(rules: Rules, _config: Config) -> Rules:
     """The key of a block that the discarded last token completed stays, and later keys follow
     it."""
+    return rules.replacing(sessions.get_num_kept_keys, get_num_kept_keys)
 
-    def get_num_kept_keys(request: RequestState, num_blocks: int) -> int:
-        return max(len(request.block_keys), num_blocks)
 
-    return replace(rules, get_num_kept_keys=get_num_kept_keys)
+def get_num_kept_keys(request: RequestState, num_blocks: int) -> int:
+    """Modified `sessions.get_num_kept_keys`: all of them."""
+    return max(len(request.block_keys), num_blocks)
 
 
 def sessions_keep_what_is_computed(rules: Rules, _config: Config) -> Rules:
@@ -59,7 +63,9 @@ def sessions_keep_what_is_computed(rules: Rules, _config: Config) -> Rules:
         del config, rules, fence
         return pool, replace(request, num_output_placeholders=0, spec_token_ids=())
 
-    return replace(rules, get_num_kept=get_num_kept, get_stopped=get_stopped)
+    return rules.replacing(sessions.get_num_kept, get_num_kept).replacing(
+        sessions.get_stopped, get_stopped
+    )
 
 
 def sessions_keep_their_promises(rules: Rules, _config: Config) -> Rules:
@@ -68,14 +74,22 @@ def sessions_keep_their_promises(rules: Rules, _config: Config) -> Rules:
     def get_stopped(
         config: Config, pool: Pool, request: RequestState, within: Rules, fence: FrameId | None
     ) -> tuple[Pool, RequestState]:
-        pool, after = rules.get_stopped(config, pool, request, within, fence)
+        pool, after = rules[sessions.get_stopped](config, pool, request, within, fence)
         return pool, replace(
             after,
             num_output_placeholders=request.num_output_placeholders,
             spec_token_ids=request.spec_token_ids,
         )
 
-    return replace(rules, get_stopped=get_stopped, drops_rows_behind_stops=False)
+    return rules.replacing(sessions.get_stopped, get_stopped).replacing(
+        sessions.get_frames_behind_stop, get_frames_behind_stop
+    )
+
+
+def get_frames_behind_stop(frames: tuple[Frame, ...], request_id: RequestId) -> tuple[Frame, ...]:
+    """Modified `sessions.get_frames_behind_stop`: its rows still deliver their tokens."""
+    del request_id
+    return frames
 
 
 def sessions_admitted_with_lookahead(rules: Rules, _config: Config) -> Rules:
@@ -103,12 +117,12 @@ def sessions_go_back_blindly(rules: Rules, _config: Config) -> Rules:
         del config, fence
         return pool, replace(
             request,
-            num_computed_tokens=min(request.num_computed_tokens, within.get_num_kept(request)),
+            num_computed_tokens=min(request.num_computed_tokens, within[sessions.get_num_kept](request)),
             num_output_placeholders=0,
             spec_token_ids=(),
         )
 
-    return replace(rules, get_stopped=get_stopped)
+    return rules.replacing(sessions.get_stopped, get_stopped)
 
 
 def sessions_have_nothing_in_common(rules: Rules, _config: Config) -> Rules:
@@ -123,11 +137,11 @@ def session_tells_its_last_stop_token(rules: Rules, _config: Config) -> Rules:
     def get_told_stop(
         stop_token_id: TokenId | None, request: RequestState, reason: FinishReason | None
     ) -> TokenId | None:
-        told = rules.get_told_stop(stop_token_id, request, reason)
+        told = rules[endings.get_told_stop](stop_token_id, request, reason)
         is_forgotten = told is not None or reason is FinishReason.REPETITION
         return told if is_forgotten else request.last_stop_token_id
 
-    return replace(rules, get_told_stop=get_told_stop)
+    return rules.replacing(endings.get_told_stop, get_told_stop)
 
 
 STORIES = (

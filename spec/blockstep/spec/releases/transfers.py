@@ -18,6 +18,7 @@ from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Hit, RequestState, without_nulls
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
+from blockstep.spec.step import admission
 from blockstep.spec.vocabulary import (
     BlockId,
     BlockTables,
@@ -188,13 +189,15 @@ def cached_tokens_of_the_offer(rules: Rules, _config: Config) -> Rules:
             rules.get_parked(request), num_cached_tokens=request.num_computed_tokens
         )
 
-    def get_num_cached_tokens(num_cached: int, request: RequestState, num_start: int) -> int:
-        num_cached = rules.get_num_cached_tokens(num_cached, request, num_start)
+    def get_num_cached_tokens(request: RequestState, num_start: int) -> int:
+        num_cached = rules[admission.get_num_cached_tokens](request, num_start)
         looks_up = request.num_computed_tokens == 0
         is_first = not request.num_preemptions and not request.output_token_ids
         return num_start if looks_up and is_first else num_cached
 
-    return replace(rules, get_parked=get_parked, get_num_cached_tokens=get_num_cached_tokens)
+    return replace(rules, get_parked=get_parked).replacing(
+        admission.get_num_cached_tokens, get_num_cached_tokens
+    )
 
 
 def empty_transfers_are_reset(rules: Rules, _config: Config) -> Rules:

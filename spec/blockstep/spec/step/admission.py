@@ -25,8 +25,8 @@ from blockstep.spec.step.loading import (
     process_load,
     process_return,
 )
-from blockstep.spec.step.queues import is_blocked, process_prepend, select_queue
-from blockstep.spec.step.share import compute_num_drafts, compute_share
+from blockstep.spec.step.queues import is_blocked, process_prepend, select_queue, waits_apart
+from blockstep.spec.step.share import compute_num_drafts, compute_share, get_threshold
 from blockstep.spec.step.warmth import process_taking
 from blockstep.spec.step.work import Scheduled, Step, Verdict
 from blockstep.spec.vocabulary import (
@@ -45,12 +45,9 @@ def process_waiting_phase(step: Step) -> None:
     The first that does not fit ends the phase (head-of-line blocking), and no request is preempted
     for it. Source: seed 001 "Waiting Queue -- Admission Gate"; seed 000 "Phase 2"; P15, P16.
     """
-    config, rules = step.state.config, step.state.rules
-    is_paused = step.state.pause_state is not PauseState.UNPAUSED
+    rules = step.state.rules
     while has_room(step):
-        queue = select_queue(config.policy, step.waiting, step.skipped, step.requests)
-        queue = [] if is_paused else queue
-        queue = rules.get_open_queue(queue, is_paused, step.waiting, step.skipped)
+        queue = rules[get_open_queue](step)
         if not queue:
             break
         verdict = get_verdict(step, queue[0])
@@ -61,16 +58,36 @@ def process_waiting_phase(step: Step) -> None:
         request_id = queue.pop(0)
         if verdict is not Verdict.ADMITTED:
             step.passed_over.append(request_id)
-    for request_id in reversed(rules.get_order_of_return(step.passed_over)):
-        is_apart = rules.waits_apart(True, step.requests[request_id])
+    for request_id in reversed(rules[list_passed_over](step)):
+        is_apart = rules[waits_apart](step.requests[request_id], is_blocked=True)
         queue = step.skipped if is_apart else step.waiting
-        process_prepend(config.policy, queue, request_id, step.requests)
+        process_prepend(step.state.config.policy, queue, request_id, step.requests)
+
+
+def get_open_queue(step: Step) -> list[RequestId]:
+    """Return the queue whose head is tried next; empty if both are, or while admission is paused.
+
+    Source: seed 001 "Queue Selection: FCFS vs PRIORITY"; P16.
+    """
+    if step.state.pause_state is not PauseState.UNPAUSED:
+        return []
+    return select_queue(step.state.config.policy, step.waiting, step.skipped, step.requests)
+
+
+def list_passed_over(step: Step) -> list[RequestId]:
+    """Return the skipped requests in the order in which they return to their queue. Source: P7."""
+    return step.passed_over
 
 
 def has_room(step: Step) -> bool:
     """Whether tokens and a running slot are left. Source: seed 001 "Unified Token Budget"; P9."""
-    num_seats = step.state.rules.count_seats(len(step.running), step.requests)
+    num_seats = step.state.rules[count_seats](step)
     return step.budget > 0 and num_seats < step.state.config.max_num_seqs
+
+
+def count_seats(step: Step) -> int:
+    """Return the running slots that are taken: those of running requests. Source: P9."""
+    return len(step.running)
 
 
 def process_received_behind(step: Step, head_id: RequestId) -> None:
@@ -226,13 +243,13 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     num_new = compute_share(
         num_known + num_padding,
         num_start,
-        rules.get_threshold(config.long_prefill_token_threshold, len(step.requests)),
+        rules[get_threshold](step),
         step.budget,
         end=num_known + num_padding,
         is_whole=not config.enable_chunked_prefill,
     )
     if num_new <= 0:
-        return Verdict.PASSED_OVER if rules.passes_over_too_long else Verdict.NO_ROOM
+        return rules[get_verdict_without_budget]()
     if config.groups and rules.aligns_before_items:
         num_new = rules.get_aligned_share(config, request, num_start, num_new)
     claim = process_items_asked(step, request, num_start, num_new)
@@ -257,6 +274,14 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     process_entrance(step, request, after, hit, num_new)
     process_items_taken(step, request, claim)
     return Verdict.ADMITTED
+
+
+def get_verdict_without_budget() -> Verdict:
+    """Return the verdict on a request for whose first chunk the budget is too small.
+
+    No later request overtakes it. Source: seed 001 "Waiting Queue -- Admission Gate"; P16.
+    """
+    return Verdict.NO_ROOM
 
 
 def process_parking(step: Step, request: RequestState, hit: Hit) -> Verdict:
@@ -339,12 +364,11 @@ def process_entrance(
     """
     num_known, num_hit = request.num_known_tokens, hit.num_tokens
     num_start = request.num_computed_tokens + num_hit
-    num_cached = num_start if request.num_cached_tokens < 0 else request.num_cached_tokens
     step.requests[request.request_id] = replace(
         after,
         status=Status.RUNNING,
         num_computed_tokens=num_start,
-        num_cached_tokens=step.state.rules.get_num_cached_tokens(num_cached, request, num_start),
+        num_cached_tokens=step.state.rules[get_num_cached_tokens](request, num_start),
     )
     step.running.append(request.request_id)
     process_counted(step, request, hit)
@@ -357,6 +381,15 @@ def process_entrance(
     copies = list_copies(request.block_tables, tables) if step.state.config.enable_forks else ()
     name, status = request.request_id, request.status
     step.add(Scheduled(name, num_start, num_new, tables, hit_tables, drafts, status, copies))
+
+
+def get_num_cached_tokens(request: RequestState, num_start: int) -> int:
+    """Return the cached tokens to report for an admitted request: those of its first admission.
+
+    `num_start`: the tokens that it starts behind now. Source: seed 001 "For Waiting Requests (First
+    Prefill)"; P21.
+    """
+    return num_start if request.num_cached_tokens < 0 else request.num_cached_tokens
 
 
 def process_counted(step: Step, request: RequestState, hit: Hit) -> None:

@@ -52,18 +52,27 @@ def process_claim(
             return granted, index
         if len(step.running) == 1 and process_taking(step, request.request_id):
             continue
-        victim_index = select_victim(
-            config.policy, step.running, step.requests, rules.get_victim_rank, list_jobs(step.pins)
+        victim_index = rules[select_victim](
+            config.policy, step.running, step.requests, list_jobs(step.pins)
         )
         victim_id = step.running[victim_index]
         step.awaits_answer = step.awaits_answer or step.get_fence(victim_id) is not None
         if step.awaits_answer:
             return None, index
-        num_rows = len(step.rows)
-        if process_preemption(step, victim_index) == request.request_id:
+        place = rules[process_making_way](step, index, victim_index)
+        if place is None:
             return None, index
-        had_row = len(step.rows) < num_rows
-        index = rules.compute_next_index(index - (victim_index < index), index, had_row)
+        index = place
+
+
+def process_making_way(step: Step, index: int, victim_index: int) -> int | None:
+    """Preempt a request for the running request at `index`.
+
+    Returns the index of the latter afterwards, or None if it was the victim. Source: seed 001
+    "Preemption in the Running Loop"; P15.
+    """
+    process_preemption(step, victim_index)
+    return None if victim_index == index else index - (victim_index < index)
 
 
 def process_preemption(step: Step, victim_index: int) -> RequestId:

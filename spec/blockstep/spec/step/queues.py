@@ -7,7 +7,7 @@ preempted ones return to the front. Under PRIORITY both are kept sorted.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 from blockstep.spec.requests import RequestState
 from blockstep.spec.vocabulary import Policy, RequestId, Status
@@ -34,6 +34,14 @@ def is_blocked(request: RequestState) -> bool:
         Status.WAITING_FOR_REMOTE_KVS,
         Status.WAITING_FOR_STREAMING_REQ,
     )
+
+
+def waits_apart(request: RequestState, is_blocked: bool) -> bool:
+    """Whether a request that joins a queue waits in `skipped_waiting`: if it waits for something
+    other than admission. Source: vLLM 0.19.1 `_enqueue_waiting_request`; P16.
+    """
+    del request
+    return is_blocked
 
 
 def process_append(
@@ -80,7 +88,6 @@ def select_victim(
     policy: Policy,
     running: list[RequestId],
     requests: Requests,
-    get_victim_rank: Callable[[RequestState], tuple[int | str, ...]] = get_rank,
     warm: Collection[str] = (),
 ) -> int:
     """Return the index in `running` of the request to preempt.
@@ -97,4 +104,4 @@ def select_victim(
         jobs = [requests[name].request.job_id for name in running]
         cold = [index for index, job_id in enumerate(jobs) if job_id not in warm]
         return max(cold, default=len(running) - 1)
-    return max(range(len(running)), key=lambda index: get_victim_rank(requests[running[index]]))
+    return max(range(len(running)), key=lambda index: get_rank(requests[running[index]]))

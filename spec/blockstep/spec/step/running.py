@@ -13,7 +13,12 @@ from blockstep.spec.step.encoding import (
     process_items_taken,
 )
 from blockstep.spec.step.preemption import process_claim
-from blockstep.spec.step.share import compute_num_drafts, compute_share, is_past_max_tokens
+from blockstep.spec.step.share import (
+    compute_num_drafts,
+    compute_share,
+    get_threshold,
+    is_past_max_tokens,
+)
 from blockstep.spec.step.work import Scheduled, Step
 from blockstep.spec.vocabulary import BlockCopy
 
@@ -37,10 +42,18 @@ def process_running_phase(step: Step) -> None:
             process_grant(step, request, num_new, granted)
             process_items_taken(step, request, claim)
             index += 1
-        elif step.awaits_answer or not step.state.rules.goes_on_after_self_victim(
-            step.state.config
-        ):
+        elif step.awaits_answer or step.state.rules[ends_with_self_victim](step):
             return
+
+
+def ends_with_self_victim(step: Step) -> bool:
+    """Whether the running phase ends after a request that preempted itself.
+
+    It lacked blocks, and so would later requests. Source: seed 001 "Preemption in the Running
+    Loop"; P15.
+    """
+    del step
+    return True
 
 
 def get_running_share(step: Step, request: RequestState) -> tuple[int, Claim]:
@@ -75,7 +88,7 @@ def get_num_running_tokens(step: Step, request: RequestState) -> int:
     return compute_share(
         request.num_known_tokens + num_placeholders + len(request.spec_token_ids),
         num_computed,
-        step.state.rules.get_threshold(config.long_prefill_token_threshold, len(step.requests)),
+        step.state.rules[get_threshold](step),
         step.budget,
         end=config.max_model_len - 1,
     )

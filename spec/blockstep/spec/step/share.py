@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from math import lcm
 
 from blockstep.spec.requests import RequestState
+from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import Config, GroupKind, MambaCacheMode
 
 
@@ -37,6 +38,13 @@ def compute_share(
     if is_whole and num_new > budget:
         return 0
     return min(num_new, budget)
+
+
+def get_threshold(step: Step) -> int:
+    """Return the limit of a long prefill, 0 for none: that of the config, however many requests
+    there are. Source: seed 001 "For Running Requests"; P9.
+    """
+    return step.state.config.long_prefill_token_threshold
 
 
 def get_aligned_share(

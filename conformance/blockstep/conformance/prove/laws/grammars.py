@@ -43,9 +43,17 @@ def nothing_holds_the_rest_of_the_step_in_which_reasoning_ends(
 
 
 @instead(get_mask, theirs="not found upstream")
-def padding_unmasks_what_follows(right: Right[Mask]) -> Mask:
+def padding_unmasks_what_follows(
+    right: Right[Mask],
+    config: Config,
+    grammar: Grammar,
+    stand: Stand,
+    drafts: TokenIds,
+    follow: Follow,
+) -> Mask:
     """Positions after a placeholder are not masked."""
-    return right(masks_behind_placeholders=False)
+    num_read = len(get_stands(config, grammar, stand, drafts, follow))
+    return (*right()[:num_read], *[None] * (len(drafts) + 1 - num_read))
 
 
 # Drafts.
@@ -99,7 +107,7 @@ def check_nobody_can_accept_a_draft_that_a_mask_cut_off(num_accepted: int, num_c
 def check_mask_follows_the_grammar_through_the_drafts(first: int, second: int) -> None:
     """Positions after a rejected draft repeat the last mask; only a complete output is unmasked."""
     assert first >= PAD and second >= PAD
-    mask = get_mask(PLAIN, GRAMMAR, Stand(), (first, second), get_next_stand, True)
+    mask = get_mask(PLAIN, GRAMMAR, Stand(), (first, second), get_next_stand)
     behind: TokenIds | None = (1, 9)
     assert len(mask) == 3
     assert mask[0] == behind

@@ -36,9 +36,10 @@ def rank(**places: tuple[int, int]) -> dict[RequestId, RequestState]:
 
 
 @instead(select_victim, theirs="not found upstream")
-def first_of_equals_goes(right: Right[int]) -> int:
+def first_of_equals_goes(running: list[RequestId], requests: Requests) -> int:
     """The request id is ignored, so the first of equal priority and arrival is the victim."""
-    return right(get_victim_rank=lambda request: get_rank(request)[:2])
+    ranks = [get_rank(requests[name])[:2] for name in running]
+    return ranks.index(max(ranks))
 
 
 @instead(get_rank)
