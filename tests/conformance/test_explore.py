@@ -260,7 +260,7 @@ def test_a_process_that_dies_is_told_as_such() -> None:
 def test_a_digest_speaks_of_every_field_of_a_state() -> None:
     known = {
         "pool", "requests", "waiting", "skipped_waiting", "running", "pause_state", "frames",
-        "finished_req_ids", "prev_scheduled_req_ids", "reset_req_ids",
+        "finished_req_ids", "prev_scheduled_req_ids", "parts",
         "status", "output_token_ids", "num_computed_tokens", "num_output_placeholders",
         "spec_token_ids", "is_prefill_chunk", "holdings", "block_table", "num_cached_blocks",
         "num_cached_tokens", "grammar_ready", "junction", "stand", "updates",

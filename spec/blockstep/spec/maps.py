@@ -6,10 +6,11 @@ The standard library has no immutable mapping, and a state must be hashable and 
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
-from typing import TypeVar, final
+from typing import TypeVar, final, overload
 
 K = TypeVar("K")
 V = TypeVar("V")
+T = TypeVar("T")
 
 
 @final
@@ -35,6 +36,16 @@ class FrozenMap(Mapping[K, V]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._items
+
+    @overload
+    def get(self, key: K, /) -> V | None: ...
+
+    @overload
+    def get(self, key: K, /, default: V | T) -> V | T: ...
+
+    def get(self, key: K, /, default: object = None) -> object:
+        """Return the value for a key, or `default`."""
+        return self._items.get(key, default)
 
     # The views of `Mapping` look up one key after the other.
 

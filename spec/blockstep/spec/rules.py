@@ -20,7 +20,6 @@ from blockstep.spec.vocabulary import (
     BlockStored,
     BlockTables,
     Config,
-    FrameId,
     KVEvent,
     KVGroup,
     MultiModalItem,
@@ -167,22 +166,6 @@ class Rules:
     get_preempted: Callable[[RequestState], RequestState]
     """The request after it lost its blocks."""
 
-    # frames in flight
-    get_fence: Callable[[Config, Sequence[Frame], RequestId], FrameId | None]
-    """The frame in flight whose commit the blocks of a request wait for, before they are free: with
-    a store, the newest with a row of it (P17). None: they are free at once."""
-    is_held_by_frames: Callable[[Sequence[Frame], RequestState], bool]
-    """Whether a preempted request waits for frames in flight before it is admitted again."""
-    get_frames_after_reset: Callable[
-        [tuple[Frame, ...], Sequence[RequestId]], tuple[Frame, ...]
-    ] = as_is
-    """Frames in flight after a reset preempted these requests: their tokens count (P13)."""
-    get_reset_request: Callable[[RequestState], RequestState] = as_is
-    """A preempted request after a forced reset: like all other preempted ones. Its tokens in flight
-    are still delivered (upstream #42043, #48245; P13)."""
-    names_victims_of_resets: bool = False
-    """Whether the next plan lists the requests that a forced reset preempted."""
-
     # sessions
     hint_is_of_all_holders: bool = False
     """Whether the common prefix counts tables of requests that do not run, too."""
@@ -247,8 +230,6 @@ class Rules:
     """The pool without its pending KV events, and the events as an observation has them (P20)."""
     tells_resets_at_once: bool = True
     """Whether a reset returns its KV events, and does not leave them to the next commit."""
-
-
 
     # the loop
     has_work: Callable[..., bool]

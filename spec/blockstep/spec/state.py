@@ -7,6 +7,7 @@ from typing import Final
 from blockstep.spec.beside.encoder import NO_ENCODER, Encoder, create_encoder
 from blockstep.spec.beside.transfers import NO_STORE, Transfers
 from blockstep.spec.copies import wide_dataclass
+from blockstep.spec.core.parts import NO_PARTS, Parts
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.pins import NO_PINS, Pins
 from blockstep.spec.pool import Pool, create_pool
@@ -43,14 +44,13 @@ class State:
     next_frame_id: FrameId = 0
     finished_req_ids: tuple[RequestId, ...] = ()
     prev_scheduled_req_ids: tuple[RequestId, ...] = ()
-    reset_req_ids: tuple[RequestId, ...] = ()
-    """Requests preempted by a reset since the last plan, if the rules have the next plan list them.
-    """
     stats: Stats = NO_STATS
     encoder: Encoder = NO_ENCODER
     transfers: Transfers = NO_STORE
     pins: Pins = NO_PINS
     admission_closed: bool = False
+    parts: Parts = NO_PARTS
+    """What features and releases keep."""
 
 
 def create_state(config: Config, rules: Rules) -> State:

@@ -14,7 +14,6 @@ from blockstep.spec.beside.transfers import compute_num_external
 from blockstep.spec.hashing import get_item_keys
 from blockstep.spec.lives.idle import has_work
 from blockstep.spec.lives.reports import get_failures
-from blockstep.spec.memory.deferred import get_fence
 from blockstep.spec.memory.prefix import get_joint_hit
 from blockstep.spec.memory.slots import count_reserved_blocks, revoke_slots, take_hit
 from blockstep.spec.memory.states import compute_num_certain
@@ -22,7 +21,6 @@ from blockstep.spec.memory.telling import get_stored
 from blockstep.spec.pool import free_blocks, take_events, withdraw_blocks
 from blockstep.spec.requests import count_in_doubt
 from blockstep.spec.rules import Rules
-from blockstep.spec.step.admission import is_held_by_frames
 from blockstep.spec.step.plans import is_attended
 from blockstep.spec.step.preemption import get_preempted
 from blockstep.spec.step.share import get_aligned_share
@@ -51,8 +49,6 @@ STRICT_RULES: Final = Rules(
     withdraw_items=withdraw_items,
     free_items=free_items,
     get_preempted=get_preempted,
-    get_fence=get_fence,
-    is_held_by_frames=is_held_by_frames,
     take_hit=take_hit,
     compute_num_external=compute_num_external,
     get_failures=get_failures,

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from blockstep.conformance.explore.world import World
 from blockstep.spec.beside.encoder import Encoder
+from blockstep.spec.releases.flight import list_reset_victims
 from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
@@ -321,4 +322,4 @@ def _pins_form(state: State, places: Mapping[int, int]) -> Form:
 
 def _get_sets(state: State) -> tuple[Iterable[RequestId], ...]:
     held = (state.transfers.held,) if state.config.kv_connector else ()
-    return state.finished_req_ids, state.prev_scheduled_req_ids, state.reset_req_ids, *held
+    return state.finished_req_ids, state.prev_scheduled_req_ids, list_reset_victims(state), *held

@@ -46,7 +46,7 @@ def process_reset(state: State, reset: Reset) -> tuple[State, ResetDone]:
         return state, ResetDone(False)
     # requests
     if reset.reset_running_requests:
-        state = process_forced_preemption(state)
+        state = state.rules[process_forced_preemption](state)
     state = without_pins(state)
     if is_held_besides(state.pool):
         return state, ResetDone(False)  # only with a quirk
@@ -106,18 +106,11 @@ def process_forced_preemption(state: State) -> State:
     As in a step in which nothing is planned. In the next plan no request counts as known from the
     last one. Source: vLLM 0.19.1 `reset_prefix_cache`; P17, P25, P26.
     """
-    rules, step = state.rules, create_step(state)
+    step = create_step(state)
     # pool, requests
     while step.running:
-        name = process_preemption(step, len(step.running) - 1)
-        step.requests[name] = rules.get_reset_request(step.requests[name])
+        process_preemption(step, len(step.running) - 1)
     while (giver_id := find_giver(step)) is not None:
         process_gift(step, giver_id)
     # observe
-    named = state.running if rules.names_victims_of_resets else ()
-    return replace(
-        step.get_state(),
-        frames=rules.get_frames_after_reset(state.frames, state.running),
-        prev_scheduled_req_ids=(),
-        reset_req_ids=(*state.reset_req_ids, *named),
-    )
+    return replace(step.get_state(), prev_scheduled_req_ids=())

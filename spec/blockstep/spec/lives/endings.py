@@ -8,6 +8,7 @@ from typing import TypeAlias
 from blockstep.spec.beside.transfers import hold_ended
 from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
+from blockstep.spec.memory.deferred import get_fence
 from blockstep.spec.memory.pins import forget_jobs, list_unfinished_jobs
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.requests import RequestState
@@ -143,7 +144,7 @@ def get_ended(state: State, request_ids: Sequence[RequestId]) -> State:
             pool, request = state.rules.let_go_at_end((pool, request), state)
             transfers = hold_ended(transfers, request_id, request.block_tables)
         if request_id not in transfers.held:
-            fence = state.rules.get_fence(state.config, state.frames, request_id)
+            fence = state.rules[get_fence](state.config, state.frames, request_id)
             pool = release_slots(pool, request, state.rules, fence)
         encoder = state.rules.free_items(encoder, request.request, None)
     gone = set(request_ids)

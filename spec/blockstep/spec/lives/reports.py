@@ -21,7 +21,7 @@ from blockstep.spec.beside.transfers import (
 from blockstep.spec.copies import replace
 from blockstep.spec.lives.endings import get_ended, get_error_row
 from blockstep.spec.lives.sessions import drop_row
-from blockstep.spec.memory.deferred import give_up_blocks
+from blockstep.spec.memory.deferred import get_fence, give_up_blocks
 from blockstep.spec.memory.slots import compute_num_blocks, settle_slots
 from blockstep.spec.requests import Frame, RequestState, list_rows_in_flight
 from blockstep.spec.state import State
@@ -80,7 +80,7 @@ def get_reported(
     ends += [(end_sending, name) for name in transfers.finished_sending]
     for end, name in ends:
         moving, tables = end(moving, name, is_only)
-        fence = state.rules.get_fence(state.config, state.frames, name)
+        fence = state.rules[get_fence](state.config, state.frames, name)
         pool = give_up_blocks(pool, tables, state.rules, fence)
     return replace(state, pool=pool, transfers=moving), rows
 

@@ -19,6 +19,7 @@ from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.endings import get_ended
 from blockstep.spec.lives.lifecycle import get_other_size_problem, get_size_problem
+from blockstep.spec.memory.deferred import get_fence
 from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.pool import Pool
@@ -258,7 +259,7 @@ def get_chunk_ended(state: State, request_id: RequestId) -> State:
     `_handle_stopped_request`; P13, P14.
     """
     config, rules, request = state.config, state.rules, state.requests[request_id]
-    fence = rules.get_fence(config, state.frames, request_id)
+    fence = rules[get_fence](config, state.frames, request_id)
     pool, request = rules[get_stopped](config, state.pool, request, rules, fence)
     if request.updates:
         update, *others = request.updates

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Final
 
+from blockstep.spec.copies import replace
+from blockstep.spec.core.parts import Part
+from blockstep.spec.lives import control
+from blockstep.spec.memory import deferred
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Frame, RequestState, list_rows_in_flight
 from blockstep.spec.rules import Rules
+from blockstep.spec.state import State
+from blockstep.spec.step import admission, plans
+from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import Config, FrameId, RequestId
 
 
@@ -16,9 +23,9 @@ def frames_hold_the_preempted(rules: Rules, _config: Config) -> Rules:
 
     def is_held_by_frames(frames: Sequence[Frame], request: RequestState) -> bool:
         rows = list_rows_in_flight(frames, request.request_id)
-        return bool(rows) or rules.is_held_by_frames(frames, request)
+        return bool(rows) or rules[admission.is_held_by_frames](frames, request)
 
-    return replace(rules, is_held_by_frames=is_held_by_frames)
+    return rules.replacing(admission.is_held_by_frames, is_held_by_frames)
 
 
 def resumed_before_its_token(rules: Rules, _config: Config) -> Rules:
@@ -26,52 +33,74 @@ def resumed_before_its_token(rules: Rules, _config: Config) -> Rules:
     flight."""
 
     def is_held_by_frames(frames: Sequence[Frame], request: RequestState) -> bool:
-        return request.num_output_placeholders > 0 and rules.is_held_by_frames(frames, request)
+        is_held = rules[admission.is_held_by_frames](frames, request)
+        return is_held and request.num_output_placeholders > 0
 
-    return replace(rules, is_held_by_frames=is_held_by_frames)
+    return rules.replacing(admission.is_held_by_frames, is_held_by_frames)
 
 
 def frames_hold_no_blocks(rules: Rules, _config: Config) -> Rules:
     """With a store, blocks are free while a frame in flight writes them, and KV is loaded into
     them."""
+    return rules.replacing(deferred.get_fence, get_fence)
 
-    def get_fence(config: Config, frames: Sequence[Frame], request_id: RequestId) -> FrameId | None:
-        del config, frames, request_id
-        return None
 
-    return replace(rules, get_fence=get_fence)
+def get_fence(config: Config, frames: Sequence[Frame], request_id: RequestId) -> FrameId | None:
+    """Modified `deferred.get_fence`: no blocks wait."""
+    del config, frames, request_id
+    return None
 
 
 def reset_drops_tokens(rules: Rules, _config: Config) -> Rules:
     """A forced reset discards the tokens of frames in flight; they are sampled again."""
 
-    def get_frames_after_reset(
-        frames: tuple[Frame, ...], request_ids: Sequence[RequestId]
-    ) -> tuple[Frame, ...]:
-        return tuple(
-            replace(
-                frame,
-                rows=tuple(
-                    replace(row, is_dropped=row.is_dropped or row.request_id in request_ids)
-                    for row in frame.rows
-                ),
-            )
-            for frame in rules.get_frames_after_reset(frames, request_ids)
-        )
+    def process_forced_preemption(state: State) -> State:
+        after = rules[control.process_forced_preemption](state)
+        frames, requests = after.frames, after.requests
+        for name in state.running:
+            frames = tuple([_without_answer(frame, name) for frame in frames])
+            request = replace(requests[name], num_output_placeholders=0)
+            requests = requests.having(name, request)
+        return replace(after, frames=frames, requests=requests)
 
-    def get_reset_request(request: RequestState) -> RequestState:
-        return replace(rules.get_reset_request(request), num_output_placeholders=0)
+    return rules.replacing(control.process_forced_preemption, process_forced_preemption)
 
-    return replace(
-        rules,
-        get_frames_after_reset=get_frames_after_reset,
-        get_reset_request=get_reset_request,
-    )
+
+def _without_answer(frame: Frame, request_id: RequestId) -> Frame:
+    """Return the frame in which the rows of a request deliver nothing."""
+    rows = [
+        replace(row, is_dropped=row.is_dropped or row.request_id == request_id)
+        for row in frame.rows
+    ]
+    return replace(frame, rows=tuple(rows))
 
 
 def reset_names_its_victims(rules: Rules, _config: Config) -> Rules:
     """The plan after a forced reset names the requests that the reset preempted."""
-    return replace(rules, names_victims_of_resets=True)
+
+    def process_forced_preemption(state: State) -> State:
+        after = rules[control.process_forced_preemption](state)
+        names = (*list_reset_victims(state), *state.running)
+        return _VICTIMS.put(after, (state.next_frame_id, names) if names else _NO_VICTIMS)
+
+    def list_preempted(step: Step) -> tuple[RequestId, ...]:
+        preempted = rules[plans.list_preempted](step)
+        return tuple(sorted({*preempted, *list_reset_victims(step.state)}))
+
+    return rules.replacing(control.process_forced_preemption, process_forced_preemption).replacing(
+        plans.list_preempted, list_preempted
+    )
+
+
+def list_reset_victims(state: State) -> tuple[RequestId, ...]:
+    """Return the requests that resets preempted since the last plan."""
+    frame_id, names = _VICTIMS.of(state)
+    return names if frame_id == state.next_frame_id else ()
+
+
+_NO_VICTIMS: Final[tuple[FrameId, tuple[RequestId, ...]]] = (-1, ())
+_VICTIMS: Final = Part("reset_victims", _NO_VICTIMS)
+"""Of a state: the id of the next frame at the last reset, and the requests to name in it."""
 
 
 STORIES = (

@@ -30,13 +30,13 @@ def equals_preempt_the_first(rules: Rules, _config: Config) -> Rules:
 def victim_without_a_row_shifts_the_next(rules: Rules, _config: Config) -> Rules:
     """A victim without a row in the step makes the step skip another request."""
 
-    def process_making_way(step: Step, index: int, victim_index: int) -> int | None:
-        num_rows = len(step.rows)
-        place = rules[preemption.process_making_way](step, index, victim_index)
-        had_row = len(step.rows) < num_rows
-        return place if place is None or had_row else index
+    def get_next_index(step: Step, index: int, victim_index: int) -> int:
+        victim_id = step.running[victim_index]
+        if all(row.request_id != victim_id for row in step.rows):
+            return index
+        return rules[preemption.get_next_index](step, index, victim_index)
 
-    return rules.replacing(preemption.process_making_way, process_making_way)
+    return rules.replacing(preemption.get_next_index, get_next_index)
 
 
 def one_waiting_queue(rules: Rules, _config: Config) -> Rules:

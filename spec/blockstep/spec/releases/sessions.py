@@ -115,9 +115,10 @@ def sessions_go_back_blindly(rules: Rules, _config: Config) -> Rules:
         config: Config, pool: Pool, request: RequestState, within: Rules, fence: FrameId | None
     ) -> tuple[Pool, RequestState]:
         del config, fence
+        num_kept = within[sessions.get_num_kept](request)
         return pool, replace(
             request,
-            num_computed_tokens=min(request.num_computed_tokens, within[sessions.get_num_kept](request)),
+            num_computed_tokens=min(request.num_computed_tokens, num_kept),
             num_output_placeholders=0,
             spec_token_ids=(),
         )

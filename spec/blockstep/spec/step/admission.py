@@ -174,7 +174,7 @@ def process_flight_gate(step: Step, request: RequestState) -> Verdict | None:
     Admitted before, it would sample a position twice (upstream #48245). Source: P13.
     """
     frames = step.state.frames
-    is_held = bool(frames) and step.state.rules.is_held_by_frames(frames, request)
+    is_held = bool(frames) and step.state.rules[is_held_by_frames](frames, request)
     return Verdict.PASSED_OVER if is_held else None
 
 

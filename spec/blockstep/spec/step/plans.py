@@ -18,6 +18,7 @@ from blockstep.spec.vocabulary import (
     KVGroup,
     NewRow,
     Plan,
+    RequestId,
     Status,
 )
 
@@ -92,7 +93,7 @@ def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
         new=tuple(new),
         cached=(*cached, *resumed),
         finished_req_ids=step.state.finished_req_ids,
-        preempted_req_ids=tuple(sorted({*step.preempted, *step.state.reset_req_ids})),
+        preempted_req_ids=step.state.rules[list_preempted](step),
         num_common_prefix_blocks=get_num_common_prefix_blocks(step),
         new_block_ids_to_zero=get_blocks_to_zero(step),
         has_structured_output_requests=bool(masked),
@@ -110,6 +111,11 @@ def get_plan(step: Step, frame_rows: Sequence[FrameRow]) -> Plan:
         external_encoder_inputs=list_encoder_inputs(step, is_external=True),
         free_encoder_mm_hashes=list_freed(step.encoder, step.state.rules.drops_remade_items),
     )
+
+
+def list_preempted(step: Step) -> tuple[RequestId, ...]:
+    """Return the requests that the step preempted, for the plan. Source: P26."""
+    return tuple(sorted(step.preempted))
 
 
 def get_copying(step: Step, plan: Plan) -> Plan:
@@ -237,7 +243,6 @@ def process_advance(step: Step, frame_rows: tuple[FrameRow, ...]) -> State:
         next_frame_id=frame_id + 1,
         finished_req_ids=(),
         prev_scheduled_req_ids=tuple(sorted(row.request_id for row in step.rows)),
-        reset_req_ids=(),
     )
 
 

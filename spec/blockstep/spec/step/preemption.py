@@ -59,20 +59,19 @@ def process_claim(
         step.awaits_answer = step.awaits_answer or step.get_fence(victim_id) is not None
         if step.awaits_answer:
             return None, index
-        place = rules[process_making_way](step, index, victim_index)
-        if place is None:
+        next_index = rules[get_next_index](step, index, victim_index)
+        if process_preemption(step, victim_index) == request.request_id:
             return None, index
-        index = place
+        index = next_index
 
 
-def process_making_way(step: Step, index: int, victim_index: int) -> int | None:
-    """Preempt a request for the running request at `index`.
+def get_next_index(step: Step, index: int, victim_index: int) -> int:
+    """Return the index of the running request at `index` after another one is preempted.
 
-    Returns the index of the latter afterwards, or None if it was the victim. Source: seed 001
-    "Preemption in the Running Loop"; P15.
+    Source: seed 001 "Preemption in the Running Loop"; P15.
     """
-    process_preemption(step, victim_index)
-    return None if victim_index == index else index - (victim_index < index)
+    del step
+    return index - (victim_index < index)
 
 
 def process_preemption(step: Step, victim_index: int) -> RequestId:

@@ -10,6 +10,7 @@ from blockstep.spec.beside.encoder import NO_ENCODER, Encoder
 from blockstep.spec.beside.transfers import NO_STORE, Transfers
 from blockstep.spec.copies import replace, wide_dataclass
 from blockstep.spec.maps import FrozenMap
+from blockstep.spec.memory.deferred import get_fence
 from blockstep.spec.memory.pins import NO_PINS, Pins
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
@@ -102,7 +103,7 @@ class Step:
 
     def get_fence(self, request_id: RequestId) -> FrameId | None:
         """Return the frame in flight whose commit the blocks of a request wait for. Source: P17."""
-        return self.state.rules.get_fence(self.state.config, self.state.frames, request_id)
+        return self.state.rules[get_fence](self.state.config, self.state.frames, request_id)
 
     def withdraw(self, request_id: RequestId) -> bool:
         """Withdraw the row of a request, and return its tokens to the budget; return whether it had

@@ -1,0 +1,1 @@
+"""Core: what every scheduler of this kind has. It names no feature and no release."""
